@@ -1,5 +1,3 @@
-"""Push and pull over all shards: splitting buffers, one transfer per shard, and their combined
-result.
-"""
+"""Push and pull over all shards: one transfer per shard and their combined result."""
 
 __all__ = ["buffered_push", "model_exchange", "open_push"]

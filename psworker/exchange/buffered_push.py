@@ -1,4 +1,8 @@
-"""A flow in one piece, for where nothing is won, or nothing may go, before a push is complete."""
+"""A push stream that sends nothing before `finish`.
+
+`ModelExchange.begin` uses it with a transport without threads, and while the outcome of the
+worker's last push is unknown.
+"""
 
 from collections.abc import Callable, Collection, Sequence
 
@@ -7,8 +11,9 @@ from psworker.core.results import PushResult
 
 
 class BufferedPush:
-    """Sends nothing before `finish`, which ends with everything here. exchange: as
-    Client.exchange.
+    """A `PushStream` whose `finish` makes one blocking exchange.
+
+    exchange: Has the signature of `Client.exchange`.
     """
 
     def __init__(
@@ -18,7 +23,7 @@ class BufferedPush:
         self._gradients, self._weights = gradients, weights
 
     def send(self, start: int, stop: int) -> None:
-        """It goes with finish."""
+        """Do nothing: `finish` sends all bytes."""
 
     def finish(
         self,
@@ -28,7 +33,7 @@ class BufferedPush:
         batches: Sequence[BatchKey] = (),
         groups_json: str = "",
     ) -> PushResult:
-        """The whole exchange."""
+        """Push all gradients, pull the weights, and return the outcome of the push."""
         return self._exchange(
             gradients=self._gradients,
             weights=self._weights,
@@ -40,7 +45,7 @@ class BufferedPush:
         )
 
     def wait(self, start: int, stop: int) -> None:
-        """It is here."""
+        """Return at once: all weights arrive in `finish`."""
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing: no call is open."""

@@ -1,6 +1,4 @@
-"""The job's model as one worker handles it: agreed on, uploaded by the first, then pushed and
-pulled as tapes.
-"""
+"""A worker's view of the job's model: registration, initial upload, pushes and pulls."""
 
 import logging
 import threading
@@ -37,17 +35,21 @@ from psworker.session.arguments import whole
 from psworker.transport.streams import Cancellation
 
 MOST_PLACES = 5
-"""So often a worker that comes back gets a place which is lost before the model is stated there."""
+"""Memberships in a row that a rejoining worker may lose before it has registered its model."""
 
 log = logging.getLogger("psworker")
 
 
 class ModelExchange:
-    """What `Client` offers on tapes, where the arguments are described. Call order: agree,
-    start, then exchange.
+    """The flat-buffer methods of `Client`, which documents their arguments.
 
-    version: of the weights that were pulled last, the smallest over the shards; gradients count
-    as computed from it.
+    Call order: agree, start, then exchange.
+
+    Attributes:
+        turn: Lock that serializes the calls of several threads.
+        version: Version of the weights that were pulled last, the smallest over the shards.
+            Gradients count as computed from it.
+        groups_json: The optimizer's parameter groups when the model was registered.
     """
 
     def __init__(self, connection: Connection, observes: bool, lanes: Lanes) -> None:
@@ -73,23 +75,26 @@ class ModelExchange:
 
     @property
     def tapes(self) -> ClientBuffers:
-        """Memory for gradients and weights, which is fastest to exchange."""
+        """Flat buffers for gradients and weights; the fastest memory for an exchange."""
         if self._tapes is None:
             self._tapes = ClientBuffers(self.plan.nbytes, self._lanes)
         return self._tapes
 
     def abandon(self) -> None:
-        """Ends a flow that is still open."""
+        """End a push stream that is still open."""
         if (flow := self._flow) is not None:
             flow.abandon()
 
     def close(self) -> None:
-        """Views of the tapes stay valid."""
+        """Free the flat buffers. Views of them stay valid."""
         if self._tapes is not None:
             self._tapes.close()
 
     def agree(self, spec: ModelSpec | None) -> PartitionPlan:
-        """spec None: an observer takes the job's model as it is."""
+        """Register the model and return its partition.
+
+        spec: The worker's model; None for an observer, which takes the job's model.
+        """
         if (spec is None) != self._observes:
             raise InvalidRequestError("an observer has no model of its own")
         with self.turn:
@@ -114,12 +119,15 @@ class ModelExchange:
         return plan
 
     def come_back(self, reason: str) -> None:
-        """Gives up the worker's place, for this reason; gets a new one in the same job, and
-        states the model there.
+        """Replace the worker's membership, and register the model again.
 
-        What was pulled before stays as it is; its version counts as no newer than what the
-        servers hold now. FencedError where they hold no weights any more, MismatchError where
-        they hold another model.
+        The pulled weights stay as they are; their version becomes at most the servers' version.
+
+        reason: Why the worker leaves its old membership.
+
+        Raises:
+            FencedError: The servers hold no weights any more.
+            MismatchError: The servers hold another model.
         """
         if self._plan is None:
             self.change_place(reason)
@@ -134,14 +142,13 @@ class ModelExchange:
         self.version = min(self.version, answer.version)
 
     def _entered(self, reason: str) -> co.RegisterResponse:
-        """What a new place is told about the model."""
         left = MOST_PLACES
         while True:
             self.change_place(reason)
             left -= 1
             try:
                 return self._register()
-            except FencedError as error:  # the servers went back to a snapshot meanwhile
+            except FencedError as error:  # the servers have rolled back in between
                 if not left:
                     raise
                 log.info(
@@ -151,12 +158,12 @@ class ModelExchange:
                 )
 
     def change_place(self, reason: str) -> None:
-        """Gives up the worker's place, for this reason, and gets a new one in the same job."""
+        """Replace the worker's membership. reason: Why the worker leaves its old one."""
         self._connection.rejoin(reason)
         self.withdraw()
 
     def withdraw(self) -> None:
-        """Nothing is known of the worker's memory where it asks next."""
+        """Discard what servers know of this worker's memory: shared memory, received versions."""
         self._have = None
         if self._tapes is not None:
             self._tapes.detach()
@@ -198,8 +205,10 @@ class ModelExchange:
             return self._push_once(move, header, pull, self.version if base is None else base)
 
     def begin(self, gradients: memoryview, weights: memoryview) -> OpenPush | BufferedPush:
-        """A push that may leave before it is complete. One whose last one is in doubt has to be
-        complete first.
+        """Open a push whose bytes may be sent before it is complete.
+
+        While the outcome of the last push is unknown, the result is a `BufferedPush`: a push
+        has to be complete before it can be compared with the last one.
         """
         move = ShardTransfer(self.plan, gradients, weights)
         with self.turn:
@@ -220,19 +229,17 @@ class ModelExchange:
             return flow
 
     def _carry(self, flow: OpenPush, move: ShardTransfer) -> None:
-        """Runs a flow to its end, in a thread of its own."""
         try:
             move, parts = self._carried_open(flow, move)
         except BaseException:
-            if (
-                flow.may_count
-            ):  # nobody knows what became of it; the same again cannot be told from another
+            if flow.may_count:
+                # The outcome is unknown. Without a digest no later push is taken for a repeat.
                 self._connection.place.pushes.fail(b"")
             raise
         self._took(move, parts)
 
     def _closed(self, flow: OpenPush) -> None:
-        """The script has closed its flow. Harmless to repeat."""
+        """Release the push stream that the script has closed. May be called again."""
         if self._flow is flow:
             self._flow = None
             self.tapes.release()
@@ -240,14 +247,16 @@ class ModelExchange:
     def _carried_open(
         self, flow: OpenPush, move: ShardTransfer
     ) -> tuple[ShardTransfer, Sequence[ShardExchange]]:
-        """If there is another number of servers by now, everything goes to them once the script
-        has finished it.
+        """Carry out a push stream.
+
+        After a change of the number of shards, send the whole push again once the script has
+        finished it.
         """
         try:
             return move, self._carried(move, flow.header, flow.open_parts)
         except LayoutError as error:
             move, header = flow.closed()
-            if not flow.decided:  # so the script waits for all of this in finish
+            if not flow.decided:  # `finish` blocks the script, so the buffers may be remapped
                 self.tapes.release()
             self._relocate(error)
             move = replace(move, plan=self.plan)
@@ -258,23 +267,21 @@ class ModelExchange:
             return move, flow.parts
 
     def _decided(self, result: PushResult) -> None:
-        """How a flow's push ended; its weights count as pulled."""
+        """Record the outcome of a push stream; its weights count as pulled."""
         place = self._connection.place
         place.pushes.close()
         place.expect(result.version)
         self.version = result.version
 
     def check_idle(self) -> None:
-        """InvalidRequestError while a flow is open."""
+        """Raise InvalidRequestError while a push stream is open."""
         if self._flow is not None:
             raise InvalidRequestError("a push is under way: finish or close it first")
 
     def _push_once(
         self, move: ShardTransfer, header: ps.PushPullHeader, pull: "ps.Pull.ValueType", base: int
     ) -> PushResult:
-        """A push that got no answer and is now repeated keeps its number, so that it counts
-        once.
-        """
+        """Push, with the number of the last push if this one repeats it: then it counts once."""
         content = header.SerializeToString(deterministic=True)
         header.pull = pull
         pushes = self._connection.place.pushes
@@ -282,7 +289,7 @@ class ModelExchange:
         header.base = base
         try:
             result = self._exchange(move, header, repeats)
-        except InvalidRequestError:  # a server has refused it, so it can never count
+        except InvalidRequestError:  # a server has refused the push, so it can never count
             pushes.close()
             raise
         except BaseException as error:
@@ -290,7 +297,7 @@ class ModelExchange:
             if isinstance(error, QuarantinedError):
                 self._connection.place.lose(error)
             if isinstance(error, FencedError):
-                # where another thread has closed the Client meanwhile, that is why
+                # If another thread has closed the Client, this raises that cause instead.
                 self._connection.check()
             raise
         pushes.close()
@@ -317,9 +324,9 @@ class ModelExchange:
         sent: SentBefore,
         watch: Callable[[Cancellation], None] = lambda given_up: None,
     ) -> tuple[ShardTransfer, Sequence[ShardExchange]]:
-        """To the servers that there are, however many. While their number changes it is sent again.
+        """Carry out a transfer with all shards; send it again while their number changes.
 
-        watch: told how each attempt can be given up.
+        watch: Receives the Cancellation of each attempt.
         """
 
         def parts(
@@ -343,8 +350,9 @@ class ModelExchange:
             sent = SentBefore.CALL if sent is SentBefore.NEVER else sent
 
     def _relocate(self, error: LayoutError) -> None:
-        """Find the servers. Those that had attached this worker's memory hold another part of
-        the model now.
+        """Update the servers' addresses and the partition.
+
+        Withdraws the shared memory: the shards that attached it hold other byte ranges now.
         """
         before = self.plan.shards
         if not self._connection.find_servers():
@@ -373,7 +381,6 @@ class ModelExchange:
         header: ps.PushPullHeader,
         parts: Callable[[ShardExchangeFactory, TimeLimits, Cancellation], Sequence[ShardExchange]],
     ) -> Sequence[ShardExchange]:
-        """Runs the parts of all shards."""
         connection, tapes = self._connection, self.tapes
         exchanges = ShardExchangeFactory(
             connection.lane, move, tapes.number, tapes.shards, self._versions(move, header)
@@ -382,12 +389,13 @@ class ModelExchange:
             return connection.exchange(partial(parts, exchanges))
         except BaseException:
             self._have = None
-            tapes.detach()  # servers may still work on what this call left
+            tapes.detach()  # servers may still read or write the memory of this failed call
             raise
 
     def _versions(self, move: ShardTransfer, header: ps.PushPullHeader) -> list[int] | None:
-        """What the tape for the weights holds, where that is known and the rest will do. A pull
-        alone is for all.
+        """Return the version by shard that the weights buffer holds; None asks for all tensors.
+
+        A pull without a push always asks for all tensors.
         """
         known = self._have
         pushes = header.seq > 0 and header.pull == ps.PULL_STEP
@@ -406,13 +414,13 @@ class ModelExchange:
         result = self._exchange(ShardTransfer(self.plan, gradients=tape, everything=True), header)
         if result.status in ("rejected", "stale"):
             reason, _, detail = result.reason.partition(": ")
-            # the servers have decided on this worker's weights: others may have better ones, and so
-            # may this script
+            # The refusal is final for this membership. With a new one, another worker or this
+            # script may upload other weights.
             self.change_place(f"its initial weights were refused: {detail}")
             raise error_for(reason, detail)
 
     def _register(self) -> co.RegisterResponse:
-        """The answer, once there is something to do."""
+        """Register the model; return the answer once the weights are ready or to be uploaded."""
         connection = self._connection
         retry = connection.new_retry("registering the model")
         request = co.RegisterRequest(
@@ -431,9 +439,8 @@ class ModelExchange:
             connection.place.learn_standing(answer)
             if answer.state in (co.RegisterResponse.STATE_READY, co.RegisterResponse.STATE_UPLOAD):
                 self._must_upload = answer.state == co.RegisterResponse.STATE_UPLOAD
-                if (
-                    connection.place.worker
-                ):  # a shard that was just restarted may be behind what the others have
+                if connection.place.worker:
+                    # A shard that was just restarted may be behind the other shards.
                     connection.place.expect(answer.version)
                 return answer
             if answer.state != co.RegisterResponse.STATE_PENDING:

@@ -1,10 +1,14 @@
-"""A push that leaves while its gradients are still being made, and weights that are used while
-others still arrive.
+"""A push that starts before all its gradients exist, with weights that arrive in pieces.
 
-Each shard has a call of its own, in a thread of its own. It is open from `begin` on: what `send`
-names goes out at once, in any order; `finish` sends what has not gone and closes the push.
-Should a call fail, everything is sent again in the usual way once the push is finished. Shards
-that share memory with this worker need no call before that.
+Theory of operation:
+
+- States: open (from `begin`), finished (`finish`), decided (all shards have answered), closed.
+- Each shard has its own call. The calls run at the same time.
+- Open: `send` puts byte ranges on the wire at once, in any order.
+- Finished: `finish` sends the bytes that are still missing, then the closing header.
+- Decided: `wait` returns as soon as a byte range of the weights has arrived.
+- A failed call is retried as an ordinary exchange, once the push is finished.
+- A shard that shares memory with this worker gets no call before the push is finished.
 """
 
 import threading
@@ -37,7 +41,7 @@ class PushSteps(NamedTuple):
     """What the steps of an open push mean for the model's exchange.
 
     Attributes:
-        run: Exchanges with all shards until the push ends; runs in the push's own thread.
+        run: Exchanges with all shards until the push ends; runs in the push's thread.
         begin_finish: The script completes the push.
         record_decision: All shards have decided on the push.
         release: The script closes the push. May be called again.
@@ -50,8 +54,15 @@ class PushSteps(NamedTuple):
 
 
 class OpenPush:
-    """What Client.begin returns; see `psworker.core.protocols.PushStream`. One thread at a time
-    may use it.
+    """The result of `Client.begin`; see `psworker.core.protocols.PushStream`.
+
+    Not thread-safe: one thread at a time may call it.
+
+    Attributes:
+        changed: Notified when bytes or an answer arrive, and when the push's thread ends.
+        header: Header of the push without the fields that `finish` sets.
+        parts: The exchange of each shard, by shard.
+        resent: The whole push went to another number of shards, and the weights came from there.
     """
 
     def __init__(
@@ -74,7 +85,7 @@ class OpenPush:
             ShardUpload(move.plan, shard, move.gradients) for shard in range(move.plan.shards)
         ]
         self.parts: Sequence[ShardExchange] = ()
-        self.resent = False  # all of it went to another number of servers, and has come from there
+        self.resent = False
         self._opened: list[OpenShardExchange] = []
         self._over = False
         self._error: BaseException | None = None
@@ -83,13 +94,14 @@ class OpenPush:
         self._thread = threading.Thread(target=self._run, name="psworker-flow", daemon=True)
 
     def start(self) -> None:
-        """From now on what is sent goes."""
+        """Start the push's thread, which sends what `send` queues."""
         with interruptible.deferred(lambda _: None):
             self._thread.start()
 
     def send(self, start: int, stop: int) -> None:
-        """Bytes [start, stop) of the gradients' tape may go now; again: what went before is
-        replaced. Never blocks.
+        """Queue bytes [start, stop) of the gradient buffer for sending; never blocks.
+
+        Bytes that were sent before are replaced.
         """
         for opening in self._openings:
             opening.send(ByteRange(start, stop))
@@ -102,7 +114,7 @@ class OpenPush:
         batches: Sequence[BatchKey] = (),
         groups_json: str = "",
     ) -> PushResult:
-        """The rest goes. Returns how the push ended; its weights may still be arriving."""
+        """Send the rest and return the outcome of the push; its weights may still be arriving."""
         if self._finished or samples < 1:
             raise InvalidRequestError(
                 "this push is finished" if self._finished else f"samples={samples} < 1"
@@ -132,9 +144,7 @@ class OpenPush:
         return result
 
     def wait(self, start: int, stop: int) -> None:
-        """Until bytes [start, stop) of the weights' tape are here; raises what an exchange would
-        raise.
-        """
+        """Wait for bytes [start, stop) of the weights buffer; raise what an exchange raises."""
         if not self._finished:
             raise InvalidRequestError("no weights come before this push is finished")
         span, tapes = ByteRange(start, stop), self._buffers
@@ -142,8 +152,9 @@ class OpenPush:
         self._until(lambda: not copied and all(arrival.has(span) for arrival in self._arrivals))
 
     def close(self) -> None:
-        """Waits for all of it. Of a push that is not finished, or has failed: gives it up.
-        Harmless to repeat.
+        """Wait until all weights have arrived; give up a push that is not finished or has failed.
+
+        May be called again.
         """
         self._finished = True
         with interruptible.deferred(lambda _: None):
@@ -154,14 +165,14 @@ class OpenPush:
         self._steps.release(self)
 
     def abandon(self) -> None:
-        """Close without waiting for anybody: the client is being closed."""
+        """Cancel the calls and close: the client is being closed."""
         self._cancellation.cancel(InvalidRequestError("this Client is closed"))
         self.close()
 
     def open_parts(
         self, exchanges: ShardExchangeFactory, limits: TimeLimits, cancellation: Cancellation
     ) -> list[OpenShardExchange]:
-        """One for each shard, to be run at the same time."""
+        """Return one exchange per shard, to be run at the same time."""
         self._cancellation = cancellation
         self.parts = self._opened = [
             OpenShardExchange(
@@ -180,11 +191,14 @@ class OpenPush:
         return self._opened
 
     def can_be_given_up(self, cancellation: Cancellation) -> None:
-        """By this, from now on."""
+        """Set the Cancellation that ends the calls of this push."""
         self._cancellation = cancellation
 
     def closed(self) -> tuple[ShardTransfer, ps.PushPullHeader]:
-        """The whole push, once the script has finished it; PSError if it gives it up."""
+        """Wait until the script has finished the push, and return all of it.
+
+        Raises PSError if the script gives it up.
+        """
         for opening in self._openings:
             opening.closed.wait()
         closing = self._openings[0].header
@@ -197,18 +211,18 @@ class OpenPush:
 
     @property
     def decided(self) -> bool:
-        """Have all shards said how the push ended?"""
+        """True once all shards have answered with the outcome of the push."""
         return all(arrival.result is not None for arrival in self._arrivals)
 
     @property
     def may_count(self) -> bool:
-        """Is there a server that can have all of it?"""
+        """True if a server may have received the whole push."""
         return any(opening.header is not None for opening in self._openings)
 
     def _until(self, done: Callable[[], bool]) -> None:
-        with (
-            self._guard
-        ):  # most waits end here; Ctrl-C cannot break into its being taken, as into a condition's
+        # Most waits end here. Ctrl-C cannot interrupt the acquisition of this lock, as it can
+        # interrupt that of a condition.
+        with self._guard:
             ends = self._over or done()
         try:
             if not ends:
@@ -218,9 +232,8 @@ class OpenPush:
                 ):
                     while not self._over and not done():
                         self.changed.wait(TURN_SECONDS)
-        except (
-            BaseException
-        ) as interrupt:  # the second Ctrl-C: end the calls, or close would wait for them
+        except BaseException as interrupt:
+            # The second Ctrl-C: without this, `close` would wait for the calls.
             self._cancellation.cancel(interrupt)
             raise
         if self._error is not None:

@@ -1,4 +1,4 @@
-"""One shard's part of an open push: its gradients on their way out, its weights on their way in."""
+"""One shard's part of an open push: the upload of gradients and the download of weights."""
 
 import queue
 import threading
@@ -15,13 +15,20 @@ from psworker.exchange.transfer import ShardTransfer
 from psworker.transport.streams import AnswerReceiver, ExchangeAnswer
 
 LONGEST_BACKWARD = 24 * 3600.0
-"""Deadline in seconds of a call that is open while the script computes; a server that is gone is
-noticed by pings.
+"""Deadline in seconds of a call that is open while the script computes.
+
+Pings detect a lost server.
 """
 
 
 class ShardUpload:
-    """One shard's bytes of a push that is not complete yet."""
+    """One shard's bytes of a push that is not complete yet.
+
+    Attributes:
+        closed: Set once the push is complete or given up.
+        header: The closing header; None while the push is open, and if it is given up.
+        views: All bytes of the complete push for this shard.
+    """
 
     def __init__(self, plan: PartitionPlan, shard: int, gradients: memoryview) -> None:
         self._ranges = plan.range(shard, "trainable"), plan.range(shard, "buffer")
@@ -33,7 +40,7 @@ class ShardUpload:
         self.views: Sequence[memoryview] = ()
 
     def send(self, span: ByteRange) -> None:
-        """What lies on this shard of a stretch of the tape."""
+        """Queue the part of a byte range that this shard holds."""
         for held in self._ranges:
             start, stop = max(span.start, held.start), min(span.stop, held.stop)
             if start < stop:
@@ -43,8 +50,11 @@ class ShardUpload:
     def close(
         self, header: ps.PushPullHeader, views: Sequence[memoryview], needed: Sequence[ByteRange]
     ) -> None:
-        """Sends what is needed and has not gone, and the header that closes the push; views: all
-        bytes of it.
+        """Queue the needed bytes that were not sent, then the closing header.
+
+        header: Fields of the complete push.
+        views: All bytes of the push for this shard, in wire order.
+        needed: Byte ranges of the flat buffer that the shard must receive.
         """
         for span in needed:
             for missing in _without(span, self._sent):
@@ -54,11 +64,12 @@ class ShardUpload:
         self.closed.set()
 
     def give_up(self) -> None:
-        """There will be no push. Harmless to repeat, and after close."""
+        """End the upload without a push. May be called again, and after `close`."""
         self._orders.put(None)
         self.closed.set()
 
     def frames(self, header: ps.PushPullHeader) -> Iterator[bytes]:
+        """Yield the encoded frames of the call, until the push is closed or given up."""
         yield encode_header(header)
         while (order := self._orders.get()) is not None:
             if isinstance(order, ps.PushPullHeader):
@@ -76,7 +87,7 @@ class ShardUpload:
 
 
 def _without(span: ByteRange, sent: Sequence[ByteRange]) -> Iterator[ByteRange]:
-    """The parts of a stretch that are in none of the others."""
+    """Yield the parts of `span` that no range of `sent` covers."""
     position = span.start
     for start, stop in sorted(sent):
         if stop <= position or start >= span.stop:
@@ -89,7 +100,11 @@ def _without(span: ByteRange, sent: Sequence[ByteRange]) -> Iterator[ByteRange]:
 
 
 class OpenShardExchange(ShardExchange):
-    """A shard's part whose first attempt begins before the push is complete."""
+    """A shard's exchange whose first attempt begins before the push is complete.
+
+    Attributes:
+        opening: The bytes of the push for this shard.
+    """
 
     opening: ShardUpload
     _complete = False
@@ -106,7 +121,7 @@ class OpenShardExchange(ShardExchange):
         self._attempts += 1
         self._header.open, self._header.wait_ms = True, round(wait * 1000)
         frames = self.opening.frames(self._header)
-        self._retry.end_attempt()  # it waits for the script: see `expected`
+        self._retry.end_attempt()  # the call waits for the script: see `expected`
         try:
             return self._lane.exchange(
                 self._shard,
@@ -118,18 +133,18 @@ class OpenShardExchange(ShardExchange):
                 frames,
             )
         finally:
-            self._retry.restart()  # the script has computed all this while: that was no silence
+            self._retry.restart()  # the time in which the script computed is not silence
 
     def expected(self) -> None:
-        """The push is being closed, so it is the server's turn."""
+        """Record that the push is being closed: from here on the server has to answer."""
         self._retry.begin_attempt()
 
     def over(self) -> None:
-        """Nobody expects anything of it any more."""
+        """Record that no answer is expected any more."""
         self._retry.end_attempt()
 
     def _wait_for_close(self) -> None:
-        """Takes over what the push has become."""
+        """Wait until the push is complete, and use its bytes and header for the next attempt."""
         self._retry.end_attempt()
         self.opening.closed.wait()
         self._retry.begin_attempt()
@@ -142,14 +157,16 @@ class OpenShardExchange(ShardExchange):
 
 
 class ShardDownload(AnswerReceiver):
-    """What a shard has answered to an open push so far.
+    """The answer of one shard to an open push, while it arrives.
 
     Attributes:
+        result: The answer's header once it holds an outcome; None before.
+        nbytes: Number of bytes that have arrived.
         order: The ranges of the flat buffer that arrive, in the order of arrival.
     """
 
     def __init__(self, changed: threading.Condition, move: ShardTransfer, shard: int) -> None:
-        """changed: notified about each change here, and its lock guards all attributes."""
+        """changed: Notified at each change; its lock guards all attributes."""
         super().__init__(partial(_views, move, shard))
         self._changed = changed
         self._move, self._shard = move, shard
@@ -173,7 +190,7 @@ class ShardDownload(AnswerReceiver):
             self._changed.notify_all()
 
     def has(self, span: ByteRange) -> bool:
-        """Is what comes of this stretch of the tape here?"""
+        """Return whether all bytes of `span` that the shard sends have arrived."""
         before = 0
         for start, stop in self.order:
             if (

@@ -1,5 +1,13 @@
-"""One push and pull against all shards: each shard's part until it is decided, then one result
-of all.
+"""One shard's push and pull, with retries, and the combined result of all shards.
+
+Theory of operation of `ShardExchange`:
+
+- `step` makes one attempt. `run` repeats it until the exchange is finished.
+- Pending answer: the server has the push, so the next attempt asks for the outcome only.
+- No answer: the server may have lost the push. The next attempt sends all bytes again under the
+  same number, so the push counts at most once.
+- Outcome without weights: the next attempt is a pull.
+- Finished: the push is decided and the requested weights have arrived.
 """
 
 from collections.abc import Sequence
@@ -24,10 +32,10 @@ from psworker.transport.grpc import Transport
 from psworker.transport.streams import AnswerReceiver, Cancellation, ExchangeAnswer
 
 REFUSALS = (FencedError, MismatchError, InvalidRequestError)
-"""Errors that a rejected push is raised as."""
+"""Errors that are raised for a rejected push instead of a result."""
 
 SPARE_SECONDS = 30.0
-"""What it may take besides: for the apply, and for calls of others."""
+"""Time in a call's deadline for the optimizer step and for calls of other workers."""
 
 SLOWEST_BYTES_PER_SECOND = 10e6
 
@@ -41,8 +49,12 @@ STATUS: dict[int, Status] = {
 
 
 class SentBefore(Enum):
-    """Who may have sent this push before: NEVER anybody; this CALL, to another number of shards;
-    an EARLIER call.
+    """Whether a server may have received this push before.
+
+    Attributes:
+        NEVER: No server has received it.
+        CALL: This call has sent it to another number of shards.
+        EARLIER: An earlier call has sent it.
     """
 
     NEVER = auto()
@@ -51,13 +63,16 @@ class SentBefore(Enum):
 
 
 class ShardExchange:
-    """One shard's part: a machine that makes one attempt a step until the push is decided and
-    the weights are here.
+    """One shard's push and pull, repeated until it is decided.
 
-    send, and the views of receiver, are the shard's ranges of the caller's tapes. Once finished:
-    result (how the push ended), version (of what was received, else of the shard), status,
-    seconds; lost_memory: the server did not know this worker's shared memory, so the bytes went
-    over the wire.
+    `send` and the views of `receiver` are the shard's byte ranges of the caller's flat buffers.
+    The attributes are valid once the exchange is finished.
+
+    Attributes:
+        result: The answer that decided the push, or answered the pull.
+        version: Version of the received weights, else of the shard.
+        lost_memory: The server did not know this worker's shared memory, so the bytes went over
+            gRPC.
     """
 
     def __init__(
@@ -81,7 +96,7 @@ class ShardExchange:
         self._receiver = receiver
         self._cancellation = cancellation
         self._sent = sent
-        # a push has data on every shard, be it no bytes: each must know of it
+        # Every shard must receive the push, also one that gets no bytes of it.
         self._pushes = header.has_data = header.initial or header.seq > 0
         self._nbytes = sum(
             view.nbytes for view in (*send, *receiver.views(ps.ExchangeResult(pulled=True)))
@@ -96,11 +111,12 @@ class ShardExchange:
 
     @property
     def status(self) -> Status:
-        """A "duplicate" of what this call itself sent, its answer lost or not there yet, is a
-        push that counted.
+        """Outcome of the push for this call.
+
+        A "duplicate" of a push that this call has sent is "applied": only its answer was lost.
         """
         status = STATUS[self.result.outcome]
-        if status == "duplicate" and self.result.reason:  # of a push that was decided against
+        if status == "duplicate" and self.result.reason:  # the first copy did not count
             return "stale" if self.result.reason == "STALE" else "rejected"
         again = self._attempts > 1 or self._sent is SentBefore.CALL
         of_this_call = self._was_pending or (again and self._sent is not SentBefore.EARLIER)
@@ -112,24 +128,28 @@ class ShardExchange:
 
     @property
     def seconds(self) -> dict[str, float]:
-        """Where the time went, as PushResult.seconds; what nobody accounts for was sending."""
+        """Seconds by phase, as in PushResult.seconds; "push" is the time of no other phase."""
         wait, apply = self.result.wait_seconds, self.result.apply_seconds
         push = self._ended - self._started - wait - apply - self._pull_seconds
         return {"push": max(0.0, push), "wait": wait, "apply": apply, "pull": self._pull_seconds}
 
     def run(self) -> None:
-        """All steps, in the calling thread."""
+        """Make all attempts in the calling thread."""
         while not self.step(SLICE_SECONDS):
             pass
 
     def step(self, slice_seconds: float) -> bool:
-        """One attempt, in which the server may hold the call for so long. True: finished."""
+        """Make one attempt; return whether the exchange is finished.
+
+        slice_seconds: Longest time for which the server may hold the call.
+        """
         try:
             answer = self._asked(self._retry.next_wait_seconds(slice_seconds))
         except (WaitTimeoutError, InFlightError) as error:
             self._retry.handle_wait(str(error))
         except UnreachableError as error:
-            # it may have died with what it held: send everything again, it knows what has counted
+            # The server may have lost the push in a crash. Its log tells it whether a push that
+            # is sent again has counted.
             self._header.has_data = self._pushes
             if error.reason == "NOT_ATTACHED":
                 self._header.memory, self.lost_memory = 0, True
@@ -169,14 +189,14 @@ class ShardExchange:
         return result.pulled or self._header.pull == ps.PULL_NONE or self._pull_alone()
 
     def decide(self, result: ps.ExchangeResult) -> None:
-        """So the push has ended, or the pull has been answered."""
+        """Record the answer that decided the push, or answered the pull."""
         if self._pushes or not self.result.outcome:
             self.result = result
         self.version = result.version
         self._ended = self._lane.clock.now()
 
     def _pull_alone(self) -> bool:
-        """The push is decided, but no weights came with the answer: ask for them."""
+        """Make the next attempt a pull: the push is decided, but no weights came with it."""
         if not self._pushes:
             raise PSError(f"{self._who()} sent no weights")
         before = self._header
@@ -207,11 +227,14 @@ class ShardExchange:
 
 
 def combined(parts: Sequence[ShardExchange]) -> PushResult:
-    """One result of all shards. They follow one log and so decide alike, but one may have
-    forgotten the reason.
+    """Return one result for all shards.
 
-    FencedError or MismatchError where the push was rejected because this worker or job is not
-    the job's; InvalidRequestError where it cannot be a push of this job.
+    All shards follow one log and decide alike, but one of them may not know the reason any more.
+
+    Raises:
+        FencedError: The push was rejected because the worker is no member of the job.
+        MismatchError: The push was rejected because it belongs to another job or model.
+        InvalidRequestError: The request cannot be a push of this job.
     """
     unfit = next((part for part in parts if part.status in ("rejected", "stale")), None)
     if unfit is not None and unfit.status == "rejected":

@@ -1,5 +1,6 @@
-"""A worker's two tapes, in memory that servers of the same host share: they read gradients and
-write weights there.
+"""A worker's two flat buffers, in memory that servers of the same host share.
+
+The servers read gradients from it and write weights to it.
 """
 
 import logging
@@ -23,13 +24,17 @@ log = logging.getLogger("psworker")
 
 
 class ClientBuffers:
-    """`gradients` and `weights`, writable, `nbytes` each, at one address for life.
+    """The flat buffers of one worker, at a fixed address.
 
-    number: of the offer that stands, 0: none. shards: those that have attached it.
+    `offer` and `detach` remap the memory; bytes that another thread writes meanwhile may be
+    lost. Between `hold` and `release` neither remaps it: the script computes while another
+    thread transfers bytes.
 
-    Memory is mapped anew by `offer` and `detach`, and what somebody writes meanwhile may be
-    lost. So while another thread moves bytes and the script's computes on, between `hold` and
-    `release`, both leave the memory where it is.
+    Attributes:
+        gradients: Writable bytes for the gradients, `nbytes` of them.
+        weights: Writable bytes for the weights, `nbytes` of them.
+        number: Number of the current offer; 0 if there is none.
+        shards: Shards that have attached the current offer.
     """
 
     def __init__(self, nbytes: int, lanes: Lanes) -> None:
@@ -44,15 +49,21 @@ class ClientBuffers:
 
     @property
     def is_to_be_offered(self) -> bool:
-        """Would `offer` ask the servers?"""
+        """True if `offer` would send requests."""
         return self._wanted and not self.number and not self._held
 
     def offer(self, lane: Transport, place: WorkerMembership, timeout: float) -> None:
-        """To all servers, unless there is an offer that stands. Those that cannot attach are
-        reached over gRPC.
+        """Offer the memory to all servers, unless there is a current offer.
 
-        So are all where one does not answer now; the next call offers again. InvalidRequestError
-        where --lanes shm demands what cannot be; FencedError, MismatchError.
+        Shards that cannot attach it use gRPC. If a server does not answer, all shards use gRPC
+        until the next call.
+
+        timeout: Deadline of each request in seconds.
+
+        Raises:
+            InvalidRequestError: `--lanes shm` is set, and a shard cannot attach the memory.
+            FencedError: The worker has lost its membership.
+            MismatchError: A server runs another job.
         """
         if not self.is_to_be_offered:
             return
@@ -77,24 +88,26 @@ class ClientBuffers:
             log.info("tensors move over gRPC, not shared memory: %s", reasons[0])
 
     def take_in(self, move: ShardTransfer) -> None:
-        """Puts what shards will read from shared memory there, unless it is there already."""
+        """Copy the gradients of attached shards to shared memory, unless they are there already."""
         if move.gradients is not None and move.gradients is not self.gradients:
             inner = ShardTransfer(move.plan, self.gradients, None, move.absent, move.everything)
             for shard in self.shards:
                 _copy(move.sent(shard), inner.sent(shard))
 
     def give_out(self, move: ShardTransfer, lost: Collection[int]) -> None:
-        """Gets what shards have written to shared memory; the `lost` ones have sent it instead."""
+        """Copy the weights that attached shards have written to the transfer's buffer.
+
+        lost: Shards that have sent their weights over gRPC instead.
+        """
         if move.weights is not None and move.weights is not self.weights:
             inner = ShardTransfer(move.plan, None, self.weights, move.absent, move.everything)
             for shard in self.shards.difference(lost):
                 _copy(inner.received(shard), move.received(shard))
 
     def detach(self) -> None:
-        """What servers still do to the memory that was offered no longer shows here, nor the
-        other way.
+        """Make the memory private again: servers and worker no longer see each other's writes.
 
-        Where memory is held: from `release` on.
+        While the memory is held, the detachment waits for `release`.
         """
         self.number, self.shards = 0, frozenset()
         self._detaches = self._held
@@ -102,21 +115,21 @@ class ClientBuffers:
             self._region.detach()
 
     def hold(self) -> None:
-        """The script computes while another thread moves bytes."""
+        """Keep the mapping: the script computes while another thread transfers bytes."""
         self._held = True
 
     def release(self) -> None:
-        """The script's own thread waits, and no other moves bytes. Harmless to repeat."""
+        """Allow remapping: no other thread transfers bytes. May be called again."""
         self._held = False
         if self._detaches:
             self.detach()
 
     def close(self) -> None:
-        """Views that are still in use stay valid."""
+        """Remove the shared file's name. Views that are still in use stay valid."""
         self._region.hide()
 
     def _offer(self, lane: Transport, place: WorkerMembership, timeout: float) -> Sequence[str]:
-        """Returns why not, for each shard that did not attach."""
+        """Return the reason of each shard that did not attach the memory."""
         sweep()
         try:
             offer = self._region.share()
@@ -148,8 +161,9 @@ def _copy(sources: Sequence[memoryview], targets: Sequence[memoryview]) -> None:
 
 
 def _asked(lane: Transport, shard: int, request: ps.AttachMemoryRequest, timeout: float) -> str:
-    """Why the shard did not attach. UnreachableError where it does not answer, FencedError,
-    MismatchError.
+    """Return why the shard did not attach the memory; empty if it did.
+
+    Raises UnreachableError, FencedError or MismatchError.
     """
     try:
         answer = lane.attach(shard, request, timeout)

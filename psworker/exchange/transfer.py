@@ -1,4 +1,4 @@
-"""Which bytes of the worker's tapes go to and come from which shard, in the order of the wire."""
+"""Byte ranges of the worker's flat buffers by shard, in wire order."""
 
 import hashlib
 from collections.abc import Collection, Iterator, Sequence
@@ -16,11 +16,17 @@ from psworker.transport.streams import AnswerReceiver, Cancellation
 
 @dataclass(frozen=True)
 class ShardTransfer:
-    """Tapes of plan.nbytes to send from and to receive into; None: nothing. everything: frozen
-    tensors travel as well.
+    """Flat buffers to send from and to receive into.
 
-    absent: indices of trainable tensors whose bytes are not sent. InvalidRequestError for tapes
-    that do not fit.
+    Attributes:
+        plan: Partition of the model.
+        gradients: Bytes to send, plan.nbytes of them; None: no push.
+        weights: Writable bytes to receive into, plan.nbytes of them; None: no pull.
+        absent: Indices of trainable tensors whose bytes are not sent.
+        everything: Transfer frozen tensors as well.
+
+    Raises:
+        InvalidRequestError: A buffer or an index does not fit the model.
     """
 
     plan: PartitionPlan
@@ -49,16 +55,18 @@ class ShardTransfer:
                 )
 
     def outgoing(self, shard: int) -> list[ByteRange]:
-        """Where on the tape lies what the shard gets, in the order of the wire."""
+        """Return the byte ranges to send to the shard, in wire order."""
         return [
             *self.plan.without(self.plan.range(shard, "trainable"), self.absent),
             *self._others(shard),
         ]
 
     def incoming(self, shard: int, unchanged: Collection[int] = ()) -> list[ByteRange]:
-        """Where on the tape belongs what the shard sends: all but the tensors in `unchanged`.
+        """Return the byte ranges to receive from the shard, in wire order.
 
-        Buffers come first: a forward that waits layer by layer needs those of its first layer soon.
+        Buffers come first: a forward pass that waits layer by layer needs its first ones soon.
+
+        unchanged: Indices of tensors that the shard does not send.
         """
         buffers, *frozen = self._others(shard)
         return [
@@ -68,11 +76,11 @@ class ShardTransfer:
         ]
 
     def sent(self, shard: int) -> list[memoryview]:
-        """What the shard gets."""
+        """Return the bytes to send to the shard; empty without a push."""
         return _cut(self.gradients, self.outgoing(shard)) if self.gradients is not None else []
 
     def received(self, shard: int, unchanged: Collection[int] = ()) -> list[memoryview]:
-        """Where to write what the shard sends."""
+        """Return the memory for the shard's bytes; empty without a pull."""
         return (
             _cut(self.weights, self.incoming(shard, unchanged)) if self.weights is not None else []
         )
@@ -84,10 +92,14 @@ class ShardTransfer:
 
 
 class ShardExchangeFactory:
-    """Makes one part for each shard. in_memory: shards that find the bytes in shared memory
-    `memory`.
+    """Creates one `ShardExchange` per shard.
 
-    have: the version that the weights' tape holds, by shard.
+    Args:
+        lane: Transport to the servers.
+        move: Buffers of the transfer.
+        memory: Number of the shared-memory offer; 0 if there is none.
+        in_memory: Shards that have attached the shared memory.
+        have: Version that the weights buffer holds, by shard; None: unknown.
     """
 
     def __init__(
@@ -128,7 +140,7 @@ class ShardExchangeFactory:
         )
 
     def header(self, shard: int, header: ps.PushPullHeader) -> ps.PushPullHeader:
-        """A copy for this shard."""
+        """Return a copy of the header with the fields of this shard."""
         own = ps.PushPullHeader()
         own.CopyFrom(header)
         own.memory = self._memory if shard in self._in_memory else 0
@@ -143,10 +155,9 @@ def _received(move: ShardTransfer, shard: int, result: ps.ExchangeResult) -> lis
 
 
 def digest_of(move: ShardTransfer, content: bytes) -> bytes:
-    """Equal for two pushes exactly when they send the same bytes and the same `content` (of the
-    header).
+    """Return a digest of a push's bytes and of `content`, the serialized header.
 
-    To however many shards: the job may move to another number of them between the two.
+    It does not depend on the partition: the number of shards may change before a retry.
     """
     plan, digest = move.plan, hashlib.blake2b(content)
     sections = [*plan.without(plan.section("trainable"), move.absent), plan.section("buffer")]
