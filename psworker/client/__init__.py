@@ -1,3 +1,3 @@
-"""The framework-free client: numpy arrays in, numpy arrays out, and the same without servers."""
+"""The framework-free client for numpy arrays, and a client without servers."""
 
 __all__ = ["client", "local_client"]

@@ -1,4 +1,4 @@
-"""Models given as numpy arrays by name: to a ModelSpec, onto a tape and back."""
+"""Conversion between named numpy arrays, a ModelSpec and a flat buffer."""
 
 from collections.abc import Mapping
 
@@ -31,14 +31,16 @@ DTYPES: Mapping[str, np.dtype[np.generic]] = {
     "uint8": np.dtype("u1"),
     "bool": np.dtype("?"),
 }
-"""How a tensor's bytes look in numpy, which has no bfloat16: its bits come as uint16."""
+"""numpy dtype by tensor dtype. numpy has no bfloat16, so its bits appear as uint16."""
 
 
 def spec_of(
     params: Arrays, buffers: Arrays, frozen: Arrays, optimizer: OptimizerSettings
 ) -> ModelSpec:
-    """The model that these arrays make, in this order. InvalidRequestError for a dtype or name
-    that cannot be.
+    """Return the model of these arrays, in their order.
+
+    Raises:
+        InvalidRequestError: A name, a dtype or the optimizer is invalid.
     """
     if not isinstance(optimizer, OptimizerSettings):
         raise InvalidRequestError(
@@ -67,8 +69,11 @@ def _text(name: object) -> str:
 
 
 def as_array(name: str, array: object) -> Array:
-    """What numpy makes of it. InvalidRequestError where it makes nothing, as of a torch tensor
-    that requires grad.
+    """Convert to a numpy array.
+
+    Raises:
+        InvalidRequestError: numpy cannot convert it, for example a torch tensor that requires
+            grad.
     """
     try:
         return np.asarray(array)
@@ -79,10 +84,11 @@ def as_array(name: str, array: object) -> Array:
 
 
 class ArrayBuffer:
-    """A tape in host memory, and its tensors as numpy arrays that share that memory.
+    """A flat buffer in host memory, and its tensors as numpy arrays that share the memory.
 
-    memory: writable bytes, plan.nbytes of them. tensors: by name, shapes and dtypes of the
-    plan's model.
+    Attributes:
+        memory: Writable bytes, plan.nbytes of them.
+        tensors: Arrays by name, with the shapes and dtypes of the plan's model.
     """
 
     def __init__(self, plan: PartitionPlan, memory: memoryview) -> None:
@@ -94,19 +100,27 @@ class ArrayBuffer:
         }
 
     def write(self, arrays: Arrays) -> None:
-        """Copies arrays onto the tape. InvalidRequestError, and nothing written, where one does
-        not fit the model.
+        """Copy arrays into the flat buffer.
+
+        Raises:
+            InvalidRequestError: An array does not fit the model; nothing is written.
         """
         checked = {name: self.fitting(name, array) for name, array in arrays.items()}
         for name, array in checked.items():
             self.tensors[name][...] = array
 
     def write_gradients(self, grads: Gradients, weights: "ArrayBuffer") -> list[int]:
-        """What a push sends: gradients by name, and buffers, which are those of `weights` where
-        not given.
+        """Write the gradients and buffers of a push.
 
-        Returns the indices of trainable tensors without a gradient. InvalidRequestError as for
-        `write`.
+        Args:
+            grads: Gradients and buffers by name.
+            weights: Source of the buffers that `grads` does not contain.
+
+        Returns:
+            Indices of trainable tensors without a gradient.
+
+        Raises:
+            InvalidRequestError: As for `write`; also for a gradient of a frozen tensor.
         """
         given = {name: array for name, array in grads.items() if array is not None}
         tensors = self._plan.spec.tensors
@@ -127,9 +141,7 @@ class ArrayBuffer:
         ]
 
     def read(self, out: Mapping[str, Array] | None) -> dict[str, Array]:
-        """Copies the whole tape out: into the arrays of `out`, which are returned, or into new
-        ones.
-        """
+        """Copy the tensors named in `out` into its arrays; None: all tensors into new arrays."""
         if out is None:
             return {name: tensor.copy() for name, tensor in self.tensors.items()}
         self.check_out(out)
@@ -138,7 +150,7 @@ class ArrayBuffer:
         return dict(out)
 
     def check_out(self, out: Mapping[str, Array]) -> None:
-        """InvalidRequestError where an array of `out` cannot take its tensor."""
+        """Raise InvalidRequestError if an array of `out` cannot hold its tensor."""
         for name, array in out.items():
             self.fitting(name, array)
             if not isinstance(array, np.ndarray) or not array.flags.writeable:
@@ -147,8 +159,10 @@ class ArrayBuffer:
                 )
 
     def fitting(self, name: str, array: Array) -> Array:
-        """The array, if it has the name, shape and dtype of a tensor of the model;
-        InvalidRequestError otherwise.
+        """Return the array if its name, shape and dtype match a tensor of the model.
+
+        Raises:
+            InvalidRequestError: They do not match.
         """
         tensor = self.tensors.get(name)
         if tensor is None:

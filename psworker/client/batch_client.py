@@ -1,4 +1,4 @@
-"""One worker's share of the data: batches leased from the job's ledger."""
+"""Batch leases of one worker from the job's data ledger."""
 
 import threading
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from psworker.exchange.model_exchange import ModelExchange
 
 
 class BatchClient:
-    """What `Client` offers on data, where the arguments are described."""
+    """The data methods of `Client`, which documents their arguments."""
 
     def __init__(self, connection: Connection, model: ModelExchange) -> None:
         self._connection = connection
@@ -23,7 +23,11 @@ class BatchClient:
         self._first_open = 0
 
     def take(self, loop: Spec, count: int, idle: bool, first_open: int) -> Lease:
-        """Asks at first without sitting out: who gets something at once has missed no round."""
+        """Lease batches of a loop.
+
+        The first request does not sit out of rounds, so a worker that gets batches at once
+        misses no round.
+        """
         with self._turn:
             self._first_open = first_open
             answer = self._ask(loop, count)
@@ -54,8 +58,10 @@ class BatchClient:
         )
 
     def _wait(self, loop: Spec, count: int) -> co.NextBatchResponse:
-        """As long as the job makes progress, at most wait_timeout after that; not for a worker
-        that is to leave.
+        """Wait for batches or for the end of the loop, sitting out of rounds.
+
+        Each update of the job restarts the wait timeout. A worker that was asked to leave does
+        not wait.
         """
         retry, seen = (
             self._connection.new_retry(f"the wait for data of loop {loop.loop}"),

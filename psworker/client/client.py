@@ -1,5 +1,7 @@
-"""The framework-free client: a model as numpy arrays (register, pull, push) or as a tape (agree,
-start, exchange).
+"""The framework-free client.
+
+The model is a set of numpy arrays (register, pull, push) or a flat buffer (agree, start,
+exchange).
 """
 
 import json
@@ -48,7 +50,7 @@ class Client(ClientFacts):
             PS_JOB, PS_WORKER_RANK and PS_CONNECT_TIMEOUT count as well.
         rank: Place in the sum of a round, among workers that start together.
         device: The device on which this worker computes, for the status.
-        observe: Only look (status, pull); take no part in the training.
+        observe: Only read (status, pull), without a membership.
         connect_timeout: Seconds that a server may be silent. Default: 60.
         wait_timeout: Seconds to wait for other workers.
         lanes: "grpc", "shm" or "auto". Default: PS_LANES, then auto.
@@ -84,7 +86,7 @@ class Client(ClientFacts):
         )
         rank = rank_of(rank, environment)
         super().__init__(connected(servers, lane, environment, limits))
-        if not self._connection.lane.direct:  # else it has no threads to live on in
+        if not self._connection.lane.direct:  # a direct transport has no threads to end
             forgotten.watch(self, self._connection)
         self._observes = observe
         chosen = "grpc" if self._connection.lane.direct else lanes_of(lanes, os.environ)
@@ -93,7 +95,7 @@ class Client(ClientFacts):
         self._weights: ArrayBuffer | None = None
         self._gradients: ArrayBuffer | None = None
         self._leaves = False
-        self._stats = StepStats()  # of steps with arrays: who works on tapes keeps their own
+        self._stats = StepStats()  # of `push`; callers of `exchange` keep their own
         if not observe:
             self._join(rank, device)
 
@@ -106,7 +108,7 @@ class Client(ClientFacts):
 
     @property
     def plan(self) -> PartitionPlan:
-        """Where the model's bytes live; InvalidRequestError before a model is registered."""
+        """Partition of the model's bytes; InvalidRequestError before a model is registered."""
         return self._model.plan
 
     @property
@@ -209,7 +211,7 @@ class Client(ClientFacts):
 
     @property
     def weights(self) -> dict[str, Array]:
-        """The weights that were pulled last, by name, without a copy: the next pull changes them."""
+        """Last pulled weights by name, without a copy: the next pull changes them."""
         return dict(self._known_weights().tensors)
 
     def _push(self, grads: Gradients, samples: int, pull: bool) -> PushResult:
@@ -252,29 +254,33 @@ class Client(ClientFacts):
             raise InvalidRequestError("no model yet: call register first")
         return self._weights
 
-    # ---- tapes -----------------------------------------------------------------------------------
+    # ---- flat buffers ----------------------------------------------------------------------------
 
     def agree(self, spec: ModelSpec) -> PartitionPlan:
-        """States the model and returns where the job keeps it: the job's order of tensors
-        decides.
+        """Register the model and return its partition, in the job's order of tensors.
 
-        Waits for the first worker's weights, unless this is the first. MismatchError shows
-        differences by tensor.
+        Waits for the first worker's weights, unless this worker is the first.
+
+        Raises:
+            MismatchError: The job trains another model; the message shows the differences by
+                tensor.
         """
         return self._model.agree(spec)
 
     def tapes(self) -> tuple[memoryview, memoryview]:
-        """Memory for gradients and for weights, plan.nbytes each, that is the fastest for start
-        and exchange.
+        """Return flat buffers for gradients and for weights, plan.nbytes each.
 
-        Servers on this host read and write it directly. Between calls it is the caller's.
+        They are the fastest memory for start and exchange: servers on this host access it
+        directly. Between calls the caller may use it.
         """
         tapes = self._model.tapes
         return tapes.gradients, tapes.weights
 
     def start(self, tape: memoryview) -> None:
-        """Uploads the tape if this worker is the job's first; in any case fills it with the
-        job's weights.
+        """Upload the weights if this worker is the job's first, then load the job's weights.
+
+        Args:
+            tape: Writable flat buffer of plan.nbytes bytes.
         """
         self._model.start(tape)
 
@@ -289,21 +295,29 @@ class Client(ClientFacts):
         groups_json: str = "",
         base: int | None = None,
     ) -> PushResult:
-        """A push, a pull, or both at once, on whole tapes of plan.nbytes bytes; None: no push,
-        no pull.
+        """Push, pull, or both, with flat buffers of plan.nbytes bytes.
 
-        The trainable and buffer stretches are used. absent: trainable tensors, by index into
-        plan.spec.tensors, that got no gradient. samples: at least 1, the weight in a round's
-        average. batches: what the push uses up. groups_json: the optimizer's parameter groups if
-        they may have changed. base: the version that the gradient was computed from; None: the
-        last that was pulled. After an error, `weights` may hold a mixture of versions: pull
-        again.
+        Only trainable tensors and buffers are transferred. After an error `weights` may hold a
+        mixture of versions: pull again.
+
+        Args:
+            gradients: Bytes to push; None: no push.
+            weights: Writable bytes for the pull; None: no pull.
+            absent: Trainable tensors without a gradient, by index into plan.spec.tensors.
+            samples: Weight in a round's average, at least 1.
+            batches: Batches that the push commits.
+            groups_json: The optimizer's parameter groups, if they may have changed; else empty.
+            base: Version that the gradient was computed from; None: the last pulled version.
+
+        Returns:
+            The outcome of the push; "none" without a push.
         """
         return self._model.exchange(gradients, weights, absent, samples, batches, groups_json, base)
 
     def begin(self) -> OpenPush | BufferedPush:
-        """A push from and a pull into `tapes()`, piece by piece: see Flow. Until it is closed
-        there is no other.
+        """Open a push from and a pull into `tapes()`, byte range by byte range.
+
+        Only one can be open. See `psworker.core.protocols.PushStream`.
         """
         return self._model.begin(*self.tapes())
 
@@ -312,28 +326,32 @@ class Client(ClientFacts):
     def next_batches(
         self, loop: Spec, count: int = 1, idle: bool = False, first_open: int | None = None
     ) -> Lease:
-        """Up to `count` batches of a loop. idle: nothing is in hand, so wait for some or the
-        loop's end.
+        """Lease up to `count` batches of a loop.
 
-        Waiting means to sit out of rounds meanwhile. Without `idle` it answers at once, perhaps
-        with nothing. first_open: number of the first loop that is still gone through, or may yet
-        be; None: this one. What is left of those before is others' then, and nobody's once all
-        workers are past them.
+        Args:
+            loop: The loop.
+            count: Largest number of batches.
+            idle: The worker has no batch: wait for one or for the loop's end, and sit out of
+                rounds meanwhile. False: return at once, perhaps without batches.
+            first_open: Number of the first loop that the script is in or may still begin; None:
+                this loop. Batches left in earlier loops go to other workers, and are dropped
+                once all workers have passed those loops.
         """
         return self._data.take(loop, count, idle, loop.loop if first_open is None else first_open)
 
     def share(self, loop: Spec) -> int:
-        """Number of a loop's batches that this worker can expect with the workers that are
-        registered now.
+        """Return how many of a loop's batches this worker can expect.
+
+        The number assumes the workers that are registered now.
         """
         return self._data.share(loop)
 
     def return_batches(self, batches: Sequence[BatchKey]) -> None:
-        """These will not be pushed: others may have them."""
+        """Return unused batches, so that other workers may lease them."""
         self._data.give_back(batches)
 
     def drop_batches(self, batches: Sequence[BatchKey]) -> None:
-        """These were used, and no push will bring them: others must not have them."""
+        """Mark batches as used without a push, so that no other worker leases them."""
         self._data.give_back(batches, used=True)
 
     def report(self, **values: SupportsFloat) -> None:
@@ -348,8 +366,9 @@ class Client(ClientFacts):
             metrics.reported(name, value)
 
     def report_soon(self, values: Mapping[str, Any]) -> None:
-        """Report values with the next heartbeat: at most one per second and name, the newest in
-        any case.
+        """Report values with the next heartbeat.
+
+        At most one value per second and name is sent, and always the newest.
         """
         self._connection.touch()
         self._connection.reports.add(values, self.version)
@@ -361,8 +380,13 @@ class Client(ClientFacts):
     def progress(
         self, *, steps: int, step_seconds: float, samples_per_second: float, phase: str
     ) -> None:
-        """What the next heartbeat tells people: steps made, seconds a step, and "compute",
-        "push", "data" or "idle".
+        """Set what the next heartbeat reports for the status.
+
+        Args:
+            steps: Number of finished steps.
+            step_seconds: Duration of the last step.
+            samples_per_second: Throughput of the last step.
+            phase: "compute", "push", "data" or "idle".
         """
         self._connection.reports.settle()
         self._connection.show(StepProgress(steps, step_seconds, samples_per_second, phase))
@@ -378,8 +402,9 @@ class Client(ClientFacts):
         return found
 
     def newest(self) -> tuple[PartitionPlan, memoryview]:
-        """All that the job has now, and where what lies; nothing of this client's own changes.
-        The memory is new.
+        """Return the job's newest model: its partition and a new flat buffer.
+
+        The weights and the version of this client do not change.
         """
         lane = self._connection.lane
         given: dict[str, Any] = {"lane": lane} if lane.direct else {"servers": lane.addresses}
@@ -405,8 +430,10 @@ class Client(ClientFacts):
             self._model.come_back(COMES_BACK)
 
     def retire(self, reason: str = "") -> None:
-        """Leaves the rounds, as `leave`, but stays to look on: pulls, reports and status go on
-        until `close`.
+        """Leave the rounds as `leave` does; pulls, reports and status work until `close`.
+
+        Args:
+            reason: Why the worker leaves; empty if it is done.
         """
         with self._model.turn:
             self._model.check_idle()

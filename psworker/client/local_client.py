@@ -1,6 +1,4 @@
-"""Training without servers (PS_LOCAL=1): the same steps in the same order, with the optimizer in
-this process.
-"""
+"""Training without servers (PS_LOCAL=1): the optimizer runs in this process."""
 
 import heapq
 import logging
@@ -26,12 +24,10 @@ log = logging.getLogger("psworker")
 
 
 class LocalClient:
-    """A job of one worker and no servers, with the interface of `psworker.Client` that a Job
-    uses.
+    """A `JobClient` for one worker and no servers.
 
-    Weights are stepped by the torch optimizer that the model's spec names, one tensor at a time,
-    as a plain script would; batches are dealt in the order of their numbers. Nothing waits,
-    nothing is stale.
+    The torch optimizer that the model's spec names updates the weights, one tensor at a time.
+    Batches come in the order of their numbers. No call waits, and no push is stale.
     """
 
     job = "local"
@@ -58,7 +54,7 @@ class LocalClient:
         return self.plan
 
     def tapes(self) -> tuple[memoryview, memoryview]:
-        """Memory for gradients and weights, of plan.nbytes bytes each."""
+        """Return new flat buffers for gradients and weights, plan.nbytes bytes each."""
         self._gradients, self._received = (
             torch.zeros(self.plan.nbytes, dtype=torch.uint8, device="cpu").numpy().data
             for _ in range(2)
@@ -69,7 +65,7 @@ class LocalClient:
         return BufferedPush(self.exchange, self._gradients, self._received)
 
     def start(self, tape: memoryview) -> None:
-        """The worker's weights are the job's."""
+        """Take the worker's weights as the job's, and create the optimizer."""
         self._tape = _bytes_of(tape).clone()
         self._weights = [
             _view(self._tape, self.plan, index) for index in range(len(self.plan.spec.tensors))
@@ -101,13 +97,13 @@ class LocalClient:
         if gradients is not None:
             problem = self._step(_bytes_of(gradients), absent, groups_json)
         if weights is not None:
-            moving = self.plan.section("buffer").stop  # frozen tensors are the worker's own
+            moving = self.plan.section("buffer").stop  # frozen tensors never change
             _bytes_of(weights)[:moving].copy_(self._tape[:moving])
         status: Status = "none" if gradients is None else "rejected" if problem else "applied"
         return PushResult(status, self.version, 0, problem, {"apply": time.perf_counter() - began})
 
     def _step(self, tape: Tensor, absent: Collection[int], groups_json: str) -> str:
-        """One optimizer step, or why there cannot be one."""
+        """Make one optimizer step; return why it was rejected, or an empty text."""
         for index, spec in enumerate(self.plan.spec.tensors):
             pushed = _view(tape, self.plan, index)
             if spec.role == "trainable":
@@ -123,7 +119,7 @@ class LocalClient:
         return ""
 
     def _own(self, pushed: Tensor) -> Tensor:
-        """What may be clipped: the worker's tape stays as it is."""
+        """Copy the gradient if clipping would change the worker's flat buffer."""
         return pushed if self._optimizer_spec.clip_norm is None else pushed.clone()
 
     def _take_buffers(self, tape: Tensor) -> None:
@@ -151,7 +147,7 @@ class LocalClient:
         return 0 if isinstance(loop, StreamSpec) else loop.total
 
     def has_ended(self, loop: int) -> bool:
-        """Each run is a job of its own."""
+        """Return False: each run is a new job."""
         return False
 
     def return_batches(self, batches: Sequence[BatchKey]) -> None:
@@ -162,7 +158,7 @@ class LocalClient:
                 self._free[batch.loop].put_back(batch.number)
 
     def drop_batches(self, batches: Sequence[BatchKey]) -> None:
-        """What was dealt is not dealt again."""
+        """Do nothing: a leased batch is not leased again."""
 
     def report_soon(self, values: Mapping[str, Any]) -> None:
         self._reports.add(values, self.version)
@@ -178,34 +174,35 @@ class LocalClient:
         self._reports.confirm(reports)
 
     def newest(self) -> tuple[PartitionPlan, memoryview]:
-        """The weights, and where what lies."""
+        """Return the partition and the weights' flat buffer, without a copy."""
         return self.plan, self._tape.numpy().data
 
     def status(self) -> Mapping[str, Any]:
-        """Without servers nothing is resumed, and there is nothing to tell."""
+        """Return an empty status."""
         return {}
 
     def progress(
         self, *, steps: int, step_seconds: float, samples_per_second: float, phase: str
     ) -> None:
-        """Nobody watches."""
+        """Do nothing: no server shows the progress."""
 
     def rejoin(self) -> None:
-        """Nobody goes on without it."""
+        """Do nothing: the membership cannot be lost."""
 
     def retire(self, reason: str = "") -> None:
-        """Nobody waits."""
+        """Do nothing: no other worker waits."""
 
     def leave(self, reason: str = "") -> None:
-        """Nobody waits."""
+        """Do nothing: no other worker waits."""
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing: no connection is open."""
 
 
 class FreeBatches:
-    """The batches of a loop that are to be dealt, smallest number first. Its size does not
-    depend on their number.
+    """The free batches of a loop, smallest number first.
+
+    Memory does not grow with the number of batches in the loop.
     """
 
     def __init__(self, total: int) -> None:
@@ -213,7 +210,7 @@ class FreeBatches:
         self._returned: list[int] = []
 
     def take(self, count: int) -> tuple[int, ...]:
-        """Up to `count` batches."""
+        """Return the numbers of up to `count` batches, and remove them."""
         numbers = [heapq.heappop(self._returned) for _ in range(min(count, len(self._returned)))]
         stop = min(self._total, self._next + count - len(numbers))
         numbers += range(self._next, stop)
@@ -225,8 +222,9 @@ class FreeBatches:
 
 
 class StreamPasses:
-    """A stream's sources, read one after another. A lap's end is found by an empty batch behind
-    it.
+    """Reads a stream's sources one after another.
+
+    A lap is one pass over one source. An empty batch marks the end of a lap.
     """
 
     def __init__(self, spec: StreamSpec) -> None:
@@ -234,14 +232,14 @@ class StreamPasses:
         self._lap = self._place = 0
 
     def take(self) -> tuple[int, ...]:
-        """The next batch, if there may be one."""
+        """Return the number of the next batch; empty after the last lap."""
         if self._lap == self._spec.laps:
             return ()
         self._place += 1
         return (self._spec.number(self._lap, self._place - 1),)
 
     def put_back(self, batch: BatchKey) -> None:
-        """The newest one was not used: the lap ends before it, or its loop was left."""
+        """Take back the newest batch: the lap ended before it, or the script left the loop."""
         if batch.end and not batch.count:
             self._lap, self._place = self._lap + 1, 0
         else:
