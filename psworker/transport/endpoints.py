@@ -1,5 +1,12 @@
-"""Where each shard's primary is, as far as a worker knows: one that is silent may have been
-followed by its standby.
+"""Addresses of each shard's primary and standby, as far as a worker knows.
+
+Theory of operation:
+
+- `addresses` holds the server to ask for each shard; a second address may be its standby.
+- `failed` swaps the two addresses when the first one does not answer or is not primary.
+- A primary of a higher term replaces both addresses. A lower term changes nothing.
+- In the same term only shard 0 may move a primary, which was then restarted elsewhere.
+- Invariant: the term of a shard decreases only in `relocate`, where a new server takes the shard.
 """
 
 import threading
@@ -9,24 +16,30 @@ from pscommon.core.errors import LayoutError, UnreachableError
 
 
 class Endpoints:
-    """By shard. Thread-safe. addresses: whom to ask now. given: those that the user listed,
-    perhaps with standbys.
+    """Thread-safe table of server addresses by shard.
+
+    Args:
+        addresses: First server to ask, by shard.
+        given: Addresses that the user listed, perhaps with those of standbys.
+
+    Attributes:
+        addresses: Server to ask, by shard.
     """
 
     def __init__(self, addresses: Sequence[str], given: Sequence[str] = ()) -> None:
         self.addresses: Sequence[str] = tuple(addresses)
         self._given = tuple(given)
         self._others = [""] * len(self.addresses)
-        self._terms = [0] * len(self.addresses)  # the highest that was heard of
-        # as shard 0 last said; the user may have given another name of the same server, which is as
-        # good
+        self._terms = [0] * len(self.addresses)  # highest known term by shard
+        # Last address from shard 0. Empty for an address that the user gave: it may be another
+        # name of the same server, and stays in use.
         self._told = ["" if address in self._given else address for address in self.addresses]
-        self._shards = len(self.addresses)  # that the job has, as far as anybody has said
+        self._shards = len(self.addresses)  # size of the job by the newest answer
         self._lock = threading.Lock()
 
     @property
     def known(self) -> list[str]:
-        """All addresses at which somebody may know more."""
+        """All known addresses, each once."""
         return list(
             dict.fromkeys(
                 address for address in (*self._given, *self.addresses, *self._others) if address
@@ -34,17 +47,21 @@ class Endpoints:
         )
 
     def term(self, shard: int) -> int:
-        """The highest that was heard of."""
+        """Return the highest known term of a shard."""
         return self._terms[shard]
 
     def count(self, shards: int) -> bool:
-        """The job has so many; 0: that was not said. True: these are as many."""
+        """Record the job's number of shards; return whether it equals the size of this table.
+
+        shards: Number of shards; 0: unknown.
+        """
         self._shards = shards or self._shards
         return shards == len(self.addresses)
 
     def check_layout(self) -> None:
-        """LayoutError if the job has another number of servers. One that has left may be the
-        only one still asked.
+        """Raise LayoutError if the job has another number of shards.
+
+        Without this check, a worker could go on with a server that has left the job.
         """
         if self._shards != len(self.addresses):
             raise LayoutError(
@@ -52,8 +69,9 @@ class Endpoints:
             )
 
     def told(self, shard: int, address: str, term: int, standby: str) -> set[str]:
-        """As `learn`, from shard 0, which also knows of a primary that was started again
-        elsewhere in the same term.
+        """Take the address of a primary from shard 0, as `learn` does.
+
+        Shard 0 also knows a primary that was restarted at another address in the same term.
         """
         with self._lock:
             known, before = self._terms[shard], self._told[shard]
@@ -68,9 +86,7 @@ class Endpoints:
         return self.learn(shard, address, term, standby)
 
     def learn(self, shard: int, address: str, term: int, standby: str = "") -> set[str]:
-        """The primary of this term is there, and its standby. Returns addresses at which it is
-        not any more.
-        """
+        """Record the primary of a term and its standby; return the addresses that are void now."""
         with self._lock:
             known, current = self._terms[shard], self.addresses[shard]
             if not address or term < known:
@@ -82,9 +98,7 @@ class Endpoints:
             return self._move(shard, address, standby)
 
     def _remember(self, shard: int, standby: str) -> None:
-        """The other one to ask. Who is asked now, since the primary did not answer, is not to
-        take that one's place.
-        """
+        """Record the standby, unless it is the server that is asked now."""
         if standby not in ("", self.addresses[shard]):
             self._others[shard] = standby
 
@@ -95,7 +109,7 @@ class Endpoints:
         return void
 
     def failed(self, shard: int, address: str) -> None:
-        """Nobody answers there, or somebody who is not primary: ask the other one next."""
+        """Ask the other server next: this one does not answer, or is not primary."""
         with self._lock:
             if self._others[shard] and self.addresses[shard] == address:
                 other, self._others[shard] = self._others[shard], address
@@ -105,9 +119,7 @@ class Endpoints:
         self.addresses = (*self.addresses[:shard], address, *self.addresses[shard + 1 :])
 
     def relocate(self, addresses: Sequence[str]) -> set[str]:
-        """The job has these servers from now on, of as many shards. Returns addresses at which
-        none of them is.
-        """
+        """Replace the servers after a reshard; return the addresses that are void now."""
         with self._lock:
             before = dict(enumerate(self.addresses))
             stays = [before.get(shard) == address for shard, address in enumerate(addresses)]
@@ -123,7 +135,11 @@ class Endpoints:
             return gone
 
     def check(self, shard: int, term: int) -> None:
-        """An answer of this term has come. NOT_PRIMARY: there is a higher one."""
+        """Record the term of an answer.
+
+        Raises:
+            UnreachableError: A higher term is known (NOT_PRIMARY).
+        """
         with self._lock:
             if term < self._terms[shard]:
                 text = f"shard {shard} answered in term {term}, and there is a primary of term {self._terms[shard]}"

@@ -1,4 +1,4 @@
-"""Lasting threads, one for each shard but the first: the caller runs the first part itself."""
+"""Threads for the parts of a request, one per shard but the first, which the caller runs."""
 
 import queue
 import threading
@@ -40,7 +40,7 @@ class ShardExecutor:
         return [first, *(future.result() for future in futures)]
 
     def close(self) -> None:
-        """Ends the threads, which must be idle."""
+        """End the threads, which must be idle."""
         for waiting in self._queues:
             waiting.put(None)
         for thread in self._threads:
@@ -53,7 +53,7 @@ class ShardExecutor:
         if number == len(self._threads):
             self._add_thread()
         future: Future[T] = Future()
-        # runs before the waiting thread wakes, so that it does not wait for the other parts in vain
+        # Runs before the waiting thread wakes, so that a failure ends the wait for the others.
         future.add_done_callback(lambda done: _spread(done, cancellation))
         self._queues[number].put((part, future))
         return future
@@ -72,9 +72,8 @@ class ShardExecutor:
             while not future.done():
                 try:
                     interruptible.settle(future)
-                except (
-                    BaseException
-                ) as interrupt:  # Ctrl-C: end the calls, then wait for the threads all the same
+                except BaseException as interrupt:
+                    # Ctrl-C: end the calls, but still wait, as the parts use the caller's memory.
                     cancellation.cancel(interrupt)
 
 
@@ -85,7 +84,7 @@ def _work(tasks: "queue.SimpleQueue[Job | None]") -> None:
             future.set_result(part())
         except BaseException as error:
             future.set_exception(error)
-        # what a finished job refers to, gradients say, must not live until the next one comes
+        # A finished job must not keep its gradients alive until the next job arrives.
         del job, part, future
 
 

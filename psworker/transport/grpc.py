@@ -1,5 +1,6 @@
-"""How a worker's requests get to the servers. Everything above a lane is the same over gRPC and
-in a simulation.
+"""Transport of a worker's requests to the servers: the protocol, and its gRPC implementation.
+
+The layers above are the same over gRPC and in a simulation.
 """
 
 import itertools
@@ -39,11 +40,14 @@ INTRODUCTION_SECONDS = 5.0
 
 
 class Transport(Protocol):
-    """Requests to the coordinator and to each shard. All raise PSErrors; `timeout` is in seconds
-    and covers one call.
+    """Requests to the coordinator and to each shard.
 
-    direct: calls run in the caller's thread, so there are no threads beside it and nobody sends
-    heartbeats. addresses: by shard, for people. clock: all time and all pauses of the client.
+    All methods raise PSErrors. `timeout` is the deadline of one call in seconds.
+
+    Attributes:
+        direct: Calls run in the caller's thread; there are no other threads and no heartbeats.
+        clock: Source of all times and pauses of the client.
+        addresses: Server addresses by shard.
     """
 
     direct: bool
@@ -55,31 +59,36 @@ class Transport(Protocol):
     def learn(
         self, job: str, addresses: Sequence[str], terms: Sequence[int], standbys: Sequence[str]
     ) -> None:
-        """Where the shards' primaries and their standbys are, by shard; of a higher term than
-        before, or started again elsewhere: only there. Empty where shard 0 has not heard of one,
-        which then may not have heard of it. Terms are 0 where shard 0 has not said them."""
+        """Take the addresses that shard 0 knows.
+
+        A primary with a higher term, or one restarted elsewhere, replaces the known addresses.
+
+        Args:
+            job: The job's identifier.
+            addresses: Primaries by shard; empty where shard 0 knows none. Such a shard may not
+                know shard 0 either.
+            terms: Terms by shard; 0 where unknown.
+            standbys: Standbys by shard; empty where unknown.
+        """
         ...
 
     def look_around(self, job: str, timeout: float) -> bool:
-        """The coordinator is silent: ask everybody who may be primary of a shard of this job.
-        True: somebody new is.
+        """Ask all known servers which of them are primaries; return whether a primary is new.
+
+        For use while the coordinator does not answer.
         """
         ...
 
     def end_stalled(self) -> None:
-        """To be called now and then: exchanges of which nothing has moved for their timeout end."""
+        """End the exchanges that have moved no bytes for their timeout; call it periodically."""
         ...
 
     def answers(self, timeout: float) -> bool:
-        """Ask all shards at the same time whether they are there. False: one has not answered
-        within the timeout.
-        """
+        """Probe all shards at the same time; return whether all answered within the timeout."""
         ...
 
     def end_calls(self) -> None:
-        """End all calls that are in flight, as if no server answered. Later calls are made as
-        ever.
-        """
+        """End all calls in flight as if no server answered. Later calls work as usual."""
         ...
 
     def join(self, request: co.JoinRequest, timeout: float) -> co.JoinResponse: ...
@@ -100,11 +109,14 @@ class Transport(Protocol):
     ) -> ps.AttachMemoryResponse: ...
 
     def whereabouts(self, timeout: float) -> Sequence[str]:
-        """Where shard 0 says that the servers are, by shard; empty where one has not come yet."""
+        """Return the servers' addresses as shard 0 knows them, by shard; empty before a join."""
         ...
 
     def relocate(self, addresses: Sequence[str]) -> None:
-        """From now on these are the shards. Shard 0 is where it was; no exchange is under way."""
+        """Replace the servers after a reshard.
+
+        Shard 0 keeps its address, and no exchange may be under way.
+        """
         ...
 
     def exchange(
@@ -117,10 +129,16 @@ class Transport(Protocol):
         cancellation: Cancellation,
         frames: Iterator[bytes] | None = None,
     ) -> ExchangeAnswer:
-        """One Exchange: sends the bytes of `send` if header.has_data, or `frames`; the receiver
-        gets the answer's.
+        """Make one Exchange call. After an error the receiver's memory may be partly written.
 
-        After an error the receiver's memory may be half written.
+        Args:
+            shard: Index of the shard.
+            header: Header of the request.
+            send: Bytes to send, if header.has_data is set.
+            receiver: Memory for the bytes of the answer.
+            timeout: Deadline in seconds.
+            cancellation: Ends the call from another thread.
+            frames: Encoded frames to send instead of `header` and `send`.
         """
         ...
 
@@ -128,8 +146,16 @@ class Transport(Protocol):
 
 
 class ServerChannel:
-    """A channel and all its stubs, made while it is certainly open: to make one on a closed
-    channel is a crash in C.
+    """A channel and all its stubs.
+
+    The stubs are created at once: creating a stub on a closed channel crashes gRPC's C core.
+
+    Attributes:
+        address: HOST:PORT of the server.
+        closed: The channel is closed.
+        exchanges: Stub of the Exchange call.
+        shard: Stub of the parameter server service.
+        coordinator: Stub of the coordinator service.
     """
 
     def __init__(self, address: str, tensors: bool) -> None:
@@ -141,23 +167,27 @@ class ServerChannel:
         self._channel = channel
 
     def close(self) -> None:
-        """All its calls end. Harmless to repeat."""
+        """Close the channel, which ends all its calls. May be called again."""
         self.closed = True
         self._channel.close()
 
     def cancel(self, cause: object = None) -> None:
-        """Ends a call that waits in the thread which made it: nothing less than this does.
-        Others' are repeated.
+        """End a call that blocks the thread which made it; only closing the channel does.
+
+        Calls of other threads on this channel are retried.
         """
         self.close()
 
 
 class GrpcTransport:
-    """Over gRPC. Channels are opened when first used; a forked child may not use those of its
-    parent (nor does it).
+    """The gRPC transport. Channels open when they are first used.
 
-    The coordinator has a channel of its own: heartbeats do not queue behind gradients.
-    given: the addresses that the user listed, perhaps with those of standbys.
+    Requests to the coordinator have their own channel, so heartbeats do not queue behind
+    gradients. A forked child does not use the channels of its parent.
+
+    Args:
+        addresses: Server addresses by shard.
+        given: Addresses that the user listed, perhaps with those of standbys.
     """
 
     direct = False
@@ -168,7 +198,7 @@ class GrpcTransport:
         self._lock = threading.Lock()
         self._lines: dict[tuple[str, bool], ServerChannel] = {}
         self._streams = TransferCalls()
-        self._introductions: list[object] = []  # under way, as long as they are kept here
+        self._introductions: list[object] = []  # keeps the futures alive, so their calls go on
         self._closed = False
         _lanes.add(self)
 
@@ -180,33 +210,28 @@ class GrpcTransport:
         self, job: str, addresses: Sequence[str], terms: Sequence[int], standbys: Sequence[str]
     ) -> None:
         if any(0 < term < self._places.term(0) for term in terms[:1]):
-            return  # a late word of who was primary of shard 0 before
+            return  # a late answer of a former primary of shard 0
         if not self._places.count(len(addresses)):
-            return  # the next exchange finds them
+            return  # the next exchange raises LayoutError and finds the servers
         void: set[str] = set()
         for shard, known in enumerate(zip(addresses, terms, standbys, strict=False)):
             void |= self._places.told(shard, *known)
         self._leave(void)
-        first, *others = zip(
-            self.addresses, addresses, strict=False
-        )  # another thread may learn of more of them
+        # Not strict: another thread may change the number of addresses.
+        first, *others = zip(self.addresses, addresses, strict=False)
         strangers = [address for address, known in others if not known]
         self._introductions = [self._introduce(address, job, first[0]) for address in strangers]
 
     def _introduce(self, address: str, job: str, coordinator: str) -> object:
-        """Tells a shard where shard 0 is; does not wait for it, and is done again with the next
-        that is learnt.
-        """
+        """Send a shard the address of shard 0 without waiting; the next `learn` retries."""
         request = ps.IntroduceRequest(coordinator=coordinator, job=job)
         with suppress(ValueError, InvalidRequestError), interruptible.deferred(lambda _: None):
-            # unless its line, or all of them, were closed meanwhile
+            # ValueError or InvalidRequestError: another thread has closed the channel.
             return self._line(address).shard.Introduce.future(request, timeout=INTRODUCTION_SECONDS)
         return None
 
     def _leave(self, gone: set[str]) -> None:
-        """Calls that are with a server which is not primary any more end, and are repeated
-        elsewhere.
-        """
+        """Close the channels to former primaries; their calls end and are retried elsewhere."""
         with self._lock:
             lines = [self._lines.pop(key) for key in list(self._lines) if key[0] in gone]
         for line in lines:
@@ -216,9 +241,8 @@ class GrpcTransport:
         places, calls, void = self._places, [], set[str]()
         for address in places.known:
             line = self._line(address)
-            with suppress(
-                ValueError
-            ):  # gRPC's: it was closed meanwhile, because its server is not primary any more
+            # gRPC raises ValueError if another thread has closed the channel.
+            with suppress(ValueError):
                 calls.append(
                     (address, line.shard.Describe.future(ps.DescribeRequest(), timeout=timeout))
                 )
@@ -233,7 +257,7 @@ class GrpcTransport:
 
     def answers(self, timeout: float) -> bool:
         calls = []
-        with suppress(ValueError, InvalidRequestError):  # closed meanwhile
+        with suppress(ValueError, InvalidRequestError):  # another thread has closed the channel
             for address in self.addresses:
                 describe = self._line(address).shard.Describe
                 calls.append((address, describe.future(ps.DescribeRequest(), timeout=timeout)))
@@ -243,7 +267,7 @@ class GrpcTransport:
                     call.result()
             except UnreachableError:
                 return False
-            except PSError:  # an answer
+            except PSError:  # an error is an answer too
                 continue
         return True
 
@@ -351,15 +375,13 @@ class GrpcTransport:
         self._streams.end_stalled()
 
     def close(self) -> None:
-        """Harmless to repeat, and in a forked child."""
+        """Close all channels. May be called again, and in a forked child."""
         self._closed = True
         self.end_calls()
 
     @contextmanager
     def _at(self, shard: int, method: str, tensors: bool = False) -> Iterator[ServerChannel]:
-        """The line to ask on now. Who does not answer there may have been followed by another
-        one.
-        """
+        """Yield the channel to a shard's server; after a failure the next call uses the other."""
         address = self.addresses[shard]
         line = self._line(address, tensors)
         try:
@@ -369,7 +391,9 @@ class GrpcTransport:
             if error.reason in ("UNREACHABLE", "NOT_PRIMARY") and not line.closed:
                 self._places.failed(shard, address)
             raise
-        except ValueError as closed:  # gRPC's: the server is not primary any more, or a call beside this one was ended
+        except ValueError as closed:
+            # gRPC raises ValueError on a closed channel: the server is no longer primary, or
+            # another thread has cancelled a call on it.
             if self._closed or not line.closed:
                 raise
             raise UnreachableError(
@@ -390,9 +414,7 @@ class GrpcTransport:
             return line
 
     def forget(self) -> None:
-        """In a forked child: let go of the parent's channels without closing them, which could
-        hang.
-        """
+        """In a forked child: drop the parent's channels without closing them, which could hang."""
         _inherited.extend(self._lines.values())
         self._lock, self._lines = threading.Lock(), {}
 
@@ -412,7 +434,7 @@ os.register_at_fork(after_in_child=_after_fork)
 def _fits_once(
     header: ps.PushPullHeader, send: Sequence[memoryview], receiver: AnswerReceiver
 ) -> bool:
-    """Is one message each way enough?"""
+    """Return whether one message in each direction suffices."""
     most = ps.ExchangeResult(pulled=header.pull != ps.PULL_NONE)
     return (
         sum(view.nbytes for view in send)
@@ -426,7 +448,7 @@ def _once(
 ) -> Iterator[Frame[ps.ExchangeResult]]:
     once: Any = line.exchanges.once
     call: Any = line
-    if not cancellation.alone:  # else it waits in this thread, without gRPC's own beside it
+    if not cancellation.alone:  # a blocking call spares one of gRPC's threads
         call = once.future(request, timeout=timeout)
     cancellation.attach(call)
     try:

@@ -1,4 +1,4 @@
-"""Calls of Exchange: where their bytes go, what ends them, and whether they move."""
+"""Exchange calls: receivers of their bytes, cancellation, and detection of stalled transfers."""
 
 import itertools
 import threading
@@ -13,10 +13,11 @@ from psproto.v1 import parameter_server_pb2 as ps
 
 
 class AnswerReceiver:
-    """Where the bytes that come with an answer go: into the views, by its header, one after
-    another.
+    """Receives the bytes of an answer into memory views, one after another.
 
-    moved: called for each frame, sent or received, of a call that has many.
+    Attributes:
+        views: Returns the views for an answer's header.
+        moved: Called for each frame that a streaming call sends or receives.
     """
 
     def __init__(self, views: Callable[[ps.ExchangeResult], Sequence[memoryview]]) -> None:
@@ -24,16 +25,20 @@ class AnswerReceiver:
         self.moved: Callable[[], None] = lambda: None
 
     def begin(self, result: ps.ExchangeResult) -> Sequence[memoryview]:
-        """The header is here."""
+        """Return the views for the bytes of an answer whose header has arrived."""
         return self.views(result)
 
     def arrived(self, nbytes: int) -> None:
-        """So many of its bytes are."""
+        """Record that `nbytes` bytes of the answer have arrived in total."""
 
 
 class ExchangeAnswer(NamedTuple):
-    """A server's answer to one Exchange; seconds until its header came, and from then until the
-    last byte.
+    """A server's answer to one Exchange.
+
+    Attributes:
+        result: Header of the answer.
+        header_seconds: Seconds from the request to the header.
+        receive_seconds: Seconds from the header to the last byte.
     """
 
     result: ps.ExchangeResult
@@ -42,10 +47,11 @@ class ExchangeAnswer(NamedTuple):
 
 
 class Cancellation:
-    """Ends the calls of one request that are in flight, on all shards, and keeps new ones from
-    starting.
+    """Ends a request's calls on all shards, and prevents new ones.
 
-    alone: the request has one part, so no other's failure can end it.
+    Attributes:
+        alone: The request has one part, so a failure of another part cannot end it.
+        cause: The first error that cancelled the request; None before.
     """
 
     def __init__(self, alone: bool = False) -> None:
@@ -55,7 +61,7 @@ class Cancellation:
         self.cause: BaseException | None = None
 
     def cancel(self, cause: BaseException) -> None:
-        """The first cause is the one that counts."""
+        """Cancel all calls of the request. Only the first cause is kept."""
         with self._lock:
             self.cause = self.cause or cause
             calls = list(self._calls)
@@ -63,6 +69,7 @@ class Cancellation:
             call.cancel()
 
     def attach(self, call: Any) -> None:
+        """Add a call in flight; cancel it at once if the request is cancelled."""
         with self._lock:
             self._calls.add(call)
             cancelled = self.cause is not None
@@ -74,15 +81,20 @@ class Cancellation:
             self._calls.discard(call)
 
     def check(self) -> None:
-        """Raises if the request was given up."""
+        """Raise PSError if the request is cancelled."""
         if self.cause is not None:
             raise PSError(f"given up, because another shard failed: {self.cause}")
 
 
 class TransferCall:
-    """A call of many frames. It may take as long as they move, however slow the line is.
+    """A streaming call without a deadline: only a stall ends it.
 
-    seconds: without any that moves, after which it is given up.
+    Args:
+        seconds: Longest time without a frame before the call counts as stalled.
+        receiver: Memory for the bytes of the answer.
+
+    Attributes:
+        stalled: The call was ended because no frame moved.
     """
 
     def __init__(self, seconds: float, receiver: AnswerReceiver) -> None:
@@ -92,14 +104,14 @@ class TransferCall:
         self._call: Any = None
 
     def watched(self, frames: Iterator[bytes]) -> Iterator[bytes]:
-        """The same frames, each seen once it has been taken."""
+        """Yield the frames, and record the progress after each one."""
         for frame in frames:
             yield frame
             self._since = time.monotonic()
             self._receiver.moved()
 
     def answer(self, call: Any, cancellation: Cancellation) -> ExchangeAnswer:
-        """What comes back; the receiver gets the bytes."""
+        """Return the answer of the call; its bytes go to the receiver."""
         self._call = call
         cancellation.attach(call)
         try:
@@ -120,7 +132,7 @@ class TransferCall:
 
 
 class TransferCalls:
-    """Those of one lane that are under way."""
+    """The streaming calls of one transport that are under way."""
 
     def __init__(self) -> None:
         self._open: set[TransferCall] = set()
@@ -129,7 +141,7 @@ class TransferCalls:
     def open(
         self, address: str, seconds: float, receiver: AnswerReceiver
     ) -> Iterator[TransferCall]:
-        """One more, while the `with` lasts. UnreachableError once it has stalled."""
+        """Track a call during the `with` block. Raises UnreachableError if it stalled."""
         stream = TransferCall(seconds, receiver)
         self._open.add(stream)
         try:
@@ -143,7 +155,7 @@ class TransferCalls:
             self._open.discard(stream)
 
     def end_stalled(self) -> None:
-        """To be called now and then, by a thread that waits for none of them."""
+        """End stalled calls. Call it periodically, from a thread that waits for no call."""
         for stream in list(self._open):
             stream.end_if_stalled()
 
@@ -151,8 +163,12 @@ class TransferCalls:
 def take(
     frames: Iterator[Frame[ps.ExchangeResult]], receiver: AnswerReceiver, in_memory: bool = False
 ) -> ps.ExchangeResult:
-    """The answer's header; the receiver gets its bytes, unless they are in memory. Reads to the
-    end, which brings the call's status."""
+    """Return the answer's header, and give its bytes to the receiver.
+
+    Reads to the end of the call, which raises the call's error status.
+
+    in_memory: The server has written the bytes to shared memory; no frame contains them.
+    """
     first = next(frames, None)
     if first is None:
         raise PSError("the server ended the call without an answer")
