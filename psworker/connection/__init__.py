@@ -1,4 +1,4 @@
-"""Staying connected to a job: discovery, membership with heartbeats, and retries."""
+"""A worker's connection to a job: discovery, membership with heartbeats, and retries."""
 
 __all__ = [
     "client_facts",

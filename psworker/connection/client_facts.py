@@ -1,4 +1,4 @@
-"""What a client knows of its job without asking the servers."""
+"""Facts about the job that a client can read without a request."""
 
 from collections.abc import Sequence
 
@@ -6,7 +6,7 @@ from psworker.connection.connection import Connection
 
 
 class ClientFacts:
-    """Read-only; as of the last answer of the servers."""
+    """Read-only properties of the job, as of the last answer of the servers."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -41,24 +41,24 @@ class ClientFacts:
 
     @property
     def bad_gradients(self) -> str:
-        """What becomes of gradients with NaN or Inf: abort, skip or clip; empty for an observer."""
+        """Handling of gradients with NaN or Inf: abort, skip or clip; empty for an observer."""
         return self._connection.bad_gradients
 
     @property
     def addresses(self) -> Sequence[str]:
-        """Of the servers, by shard."""
+        """Addresses of the servers, by shard."""
         return self._connection.lane.addresses
 
     @property
     def open_loop(self) -> int:
-        """Loops before it had ended when this worker joined."""
+        """Number of a loop: all earlier loops had ended when this worker joined."""
         return self._connection.place.open_loop
 
     def has_ended(self, loop: int) -> bool:
-        """Had this loop ended when this worker joined?"""
+        """Return whether this loop had ended when this worker joined."""
         return self._connection.place.has_ended(loop)
 
     @property
     def draining(self) -> bool:
-        """This worker was asked to leave, by SIGTERM to ps-worker, ps-ctl drain or `drain`."""
+        """True if this worker was asked to leave: SIGTERM to ps-worker, ps-ctl drain, `drain`."""
         return self._connection.drain.asked

@@ -1,4 +1,4 @@
-"""One worker's connection to a job: its lane, its place, and the threads that keep them."""
+"""One worker's connection to a job: transport, membership, and their threads."""
 
 import logging
 import os
@@ -30,7 +30,7 @@ CALL_SECONDS = 10.0
 
 LEAVE_SECONDS = 2.0
 LAST_WORD_SECONDS = 0.5
-"""For the goodbye to servers that have not answered before."""
+"""Deadline of the leave request to servers that did not answer earlier requests."""
 
 T = TypeVar("T")
 Call = TypeVar("Call", bound=ShardCall)
@@ -39,10 +39,14 @@ log = logging.getLogger("psworker")
 
 
 class Connection:
-    """Open until `close`. limits: how long requests may go on; place: worker 0, an observer's,
-    until `join`.
+    """A worker's connection, open until `close`.
 
-    drain: whether this worker was asked to leave.
+    Attributes:
+        lane: Transport to the servers.
+        place: The membership; that of an observer (worker 0) until `join`.
+        bad_gradients: The job's handling of gradients with NaN or Inf; empty until `join`.
+        drain: Whether this worker was asked to leave.
+        reports: Values that the script has reported.
     """
 
     def __init__(self, lane: Transport, limits: TimeLimits, place: WorkerMembership) -> None:
@@ -62,16 +66,22 @@ class Connection:
 
     @property
     def call_seconds(self) -> float:
-        """Deadline of a call that the coordinator answers at once: no longer than a server may
-        be silent.
+        """Deadline in seconds of a call that the coordinator answers at once.
+
+        At most the time for which a server may be silent.
         """
         return min(CALL_SECONDS, self._limits.connect)
 
     def join(self, rank: int | None, attempt: int, device: str) -> None:
-        """Gets a place in the job and keeps it. MismatchError if another job than the place's
-        runs here.
+        """Join the job and keep the membership with heartbeats.
 
-        attempt: how often a launcher had started this rank before.
+        Args:
+            rank: Place in a round's sum; None: not set.
+            attempt: Number of earlier starts of this rank by a launcher.
+            device: The worker's device, for the status.
+
+        Raises:
+            MismatchError: The servers run another job.
         """
         host, process = socket.gethostname(), "" if self.lane.direct else process_id()
         self._request = co.JoinRequest(
@@ -83,8 +93,9 @@ class Connection:
         self.drain.opens()
 
     def rejoin(self, reason: str) -> None:
-        """Gets another place in the same job, as a new worker, and gives up the one it had for
-        this reason.
+        """Join the same job again as a new worker, and leave the old membership.
+
+        reason: Why the worker leaves its old membership.
         """
         self._check_open()
         old, heartbeat = self.place, self._heartbeat
@@ -135,7 +146,7 @@ class Connection:
     def exchange(
         self, parts: Callable[[TimeLimits, Cancellation], Sequence[Call]]
     ) -> Sequence[Call]:
-        """Carries out the shards' parts, at the same time where the lane allows it."""
+        """Run the shards' parts and return them; at the same time unless the lane is direct."""
         self.check()
         cancellation = Cancellation(alone=len(self.lane.addresses) == 1)
         exchanges = parts(
@@ -149,9 +160,9 @@ class Connection:
         return exchanges
 
     def find_servers(self) -> bool:
-        """Ask shard 0, which stays what it is, where all are by now. False: they are as they were.
+        """Get the servers' addresses from shard 0; return whether they have changed.
 
-        Where some have not come yet, nothing is known that is new.
+        Returns False while shard 0 does not know the addresses of all shards.
         """
         lane = self.lane
         found = self.call("finding the servers", lambda: lane.whereabouts(self.call_seconds))
@@ -162,13 +173,13 @@ class Connection:
         return True
 
     def check(self) -> None:
-        """Raises if this connection cannot be used (any more)."""
+        """Raise if the connection cannot be used: closed, left, forked, or membership lost."""
         self._check_open()
         self.drain.begin()
         self.place.check()
 
     def touch(self) -> None:
-        """The script makes a call, be it without a request."""
+        """Record a call of the script that may make no request."""
         self.drain.begin()
         self._waits.touch()
 
@@ -188,15 +199,18 @@ class Connection:
         end_unanswered(self.lane, self.drain, self._waits, lambda: self._left)
 
     def show(self, progress: StepProgress) -> None:
-        """What the next heartbeat says; where no thread sends any, this is one."""
+        """Set the progress for the next heartbeat; with a direct lane, send a heartbeat now."""
         self.touch()
         self.place.progress = progress
         if self.lane.direct:
             self.place.beat(self.lane, self.call_seconds, self.drain)
 
     def leave(self, reason: str) -> None:
-        """Tells the job that nobody has to wait for this worker. Silence does no harm: the lease
-        ends.
+        """Leave the job, so that no other worker waits for this one.
+
+        An unanswered request does no harm, because the lease ends.
+
+        reason: Why the worker leaves; empty if it is done.
         """
         if self._left or self._pid != os.getpid():
             return
@@ -205,14 +219,13 @@ class Connection:
         self.drain.closes()
         if self._heartbeat is not None:
             self._heartbeat.stop()
-        with suppress(
-            Exception
-        ):  # a device that is out of order must not keep the worker from leaving
+        # Reading a value may fail on a broken device; the worker must leave nevertheless.
+        with suppress(Exception):
             self.reports.settle(final=True)
         self._say_goodbye(self.place, reason, self.reports.unsent())
 
     def send_reports(self) -> None:
-        """Send what the script has reported and no heartbeat has brought to the servers."""
+        """Send the reported values that no heartbeat has delivered."""
         self.reports.settle(final=True)
         if not (reports := self.reports.unsent()):
             return
@@ -236,8 +249,9 @@ class Connection:
             log.debug("worker %d could not say that it leaves: %s", place.worker, error)
 
     def close(self, reason: str = "") -> None:
-        """Leaves, ends the threads, closes the channels. Harmless to repeat, and in a forked
-        process.
+        """Leave the job, end the threads and close the channels.
+
+        May be called again; does nothing in a forked process.
         """
         if self._closed or self._pid != os.getpid():
             return
@@ -271,9 +285,7 @@ def connected(
     environment: Mapping[str, str],
     limits: TimeLimits,
 ) -> Connection:
-    """Return a connection over the lane that was given, or over gRPC to the job that these
-    servers run.
-    """
+    """Return a connection over `lane`, or over gRPC to the job of these servers."""
     job = environment.get("PS_JOB", "")
     if lane is not None:
         return Connection(lane, limits, WorkerMembership(job, 0))

@@ -1,4 +1,4 @@
-"""Finding the servers: from the addresses that the user gave to one address for each shard."""
+"""Discovery of a job's servers, from the addresses that the user gave."""
 
 import contextlib
 import logging
@@ -31,11 +31,15 @@ Doors = Callable[[str], ParameterServerServiceStub]
 
 
 def addresses_of(servers: str | Sequence[str] | None) -> tuple[str, ...]:
-    """ "HOST:PORT,HOST:PORT", or a sequence of them, as a tuple.
+    """Parse server addresses.
 
-    None: the environment's PS_SERVERS, or else the user's only job on this machine (only the one
-    called PS_JOB, if that is set). InvalidRequestError for something else, MismatchError for an
-    address that is there twice.
+    Args:
+        servers: "HOST:PORT,HOST:PORT" or a sequence of addresses. None: PS_SERVERS, else the
+            user's only job on this machine (with the name PS_JOB, if that is set).
+
+    Raises:
+        InvalidRequestError: An address is invalid, or there is none.
+        MismatchError: An address is listed twice.
     """
     if servers is None:
         servers = os.environ.get("PS_SERVERS", "")
@@ -63,12 +67,19 @@ def addresses_of(servers: str | Sequence[str] | None) -> tuple[str, ...]:
 def discover(
     given: Sequence[str], connect_timeout: float = 60.0, grace: float = GRACE_SECONDS
 ) -> JobServers:
-    """All servers of the job that `given` belong to; one of them is enough if it follows shard 0
-    or is it.
+    """Find all servers of the job that the given servers belong to.
 
-    Servers that were started without --join are told where shard 0 is, if all are listed.
-    UnreachableError after connect_timeout seconds, MismatchError for addresses that are not one
-    set.
+    One address suffices if its server is shard 0 or follows it. Servers that were started
+    without --join receive shard 0's address, if all servers are listed.
+
+    Args:
+        given: Addresses that the user listed.
+        connect_timeout: Seconds until the search fails.
+        grace: Seconds without new information before an incomplete set is an error.
+
+    Raises:
+        UnreachableError: The search has failed.
+        MismatchError: The addresses are not the servers of one job.
     """
     started = time.monotonic()
     search, announcer = ServerSearch(given, started, grace), WaitLogger(started)
@@ -88,8 +99,15 @@ def discover(
 
 
 def describe(address: str, timeout: float = 5.0) -> ServerDescription:
-    """What one server says of itself. UnreachableError without an answer, FormatError for a newer
-    server.
+    """Return one server's description.
+
+    Args:
+        address: HOST:PORT of the server.
+        timeout: Deadline in seconds.
+
+    Raises:
+        UnreachableError: The server does not answer.
+        FormatError: The server is newer than this process.
     """
     with open_channel(address) as channel, translated(f"the server at {address}"):
         stub = ParameterServerServiceStub(channel)
@@ -98,7 +116,7 @@ def describe(address: str, timeout: float = 5.0) -> ServerDescription:
 
 @contextlib.contextmanager
 def _doors() -> Iterator[Doors]:
-    """Stubs by address; their channels are closed at the end."""
+    """Yield a function that returns a stub for an address; close the channels at the end."""
     with contextlib.ExitStack() as stack:
         stubs: dict[str, ParameterServerServiceStub] = {}
 
@@ -113,7 +131,7 @@ def _doors() -> Iterator[Doors]:
 
 
 def _ask(search: ServerSearch, door: Doors, timeout: float) -> None:
-    """Asks all at once: one that hangs does not keep the others waiting."""
+    """Ask all servers at the same time, so that one that hangs does not delay the others."""
     calls: list[tuple[str, Any]] = []
     with interruptible.deferred(lambda _: [call.cancel() for _, call in calls]):
         for address in search.to_ask():

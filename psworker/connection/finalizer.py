@@ -1,10 +1,9 @@
-"""Clients that nobody closes: dropped, or left to the end of their process. The job is told all
-the same.
+"""Closes clients that the script drops without `close`, or leaves open at the process's end.
 
-The garbage collector finds a dropped one anywhere: in the midst of a call on the channel that is
-to be closed, where gRPC's core aborts the process, or under a lock that closing takes. So
-nothing is closed there. A thread is told to, through a queue whose `put` may come in the midst
-of another (SimpleQueue's).
+The garbage collector may find a dropped client at any point of the program. At some points a
+close is unsafe: inside a call on the same channel gRPC's core aborts the process, and under a
+lock that the close needs it deadlocks. So the finalizer only puts the connection into a queue,
+and a thread closes it. SimpleQueue's `put` is reentrant.
 """
 
 import atexit
@@ -18,15 +17,15 @@ ENDED = "its process ended without close()"
 
 
 class Closable(Protocol):
+    """An object with a connection to a job."""
+
     def close(self, reason: str = "") -> None:
-        """Harmless to repeat."""
+        """Leave the job. May be called again."""
         ...
 
 
 class ClientFinalizer:
-    """Closes what `watch` was given once its owner is no more; at the end of the process,
-    whatever is left.
-    """
+    """Closes watched connections when their owners are collected, or at the process's end."""
 
     def __init__(self) -> None:
         self._watched: set[Closable] = set()
@@ -34,6 +33,7 @@ class ClientFinalizer:
         self._thread: threading.Thread | None = None
 
     def watch(self, owner: object, connection: Closable) -> None:
+        """Close the connection once its owner has been collected."""
         if self._thread is None:
             self._thread = threading.Thread(
                 target=self._close_dropped, name="forgotten-clients", daemon=True
@@ -43,6 +43,7 @@ class ClientFinalizer:
         weakref.finalize(owner, self._drop, connection).atexit = False
 
     def end(self) -> None:
+        """Close all connections and end the thread."""
         for connection in list(self._watched):
             connection.close(ENDED)
         if self._thread is not None:

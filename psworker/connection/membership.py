@@ -1,5 +1,6 @@
-"""A worker's place in the job: kept by heartbeats, lost for ever when the job went on without
-it.
+"""A worker's membership in the job, and the heartbeats that keep it.
+
+A membership that the servers have fenced is lost for good: the worker has to rejoin.
 """
 
 import logging
@@ -31,20 +32,25 @@ BEATS_PER_LEASE = 5
 MIN_CALL_SECONDS = 1.0
 MIN_INTERVAL_SECONDS, MAX_INTERVAL_SECONDS = 0.01, 1.0
 SILENT_SECONDS = 2.0
-"""Two heartbeats in a row without an answer: people are told."""
+"""Time without an answer, two heartbeats in a row, before it is logged."""
 LOOK_SECONDS = 0.25
-"""At most, for an answer of whoever may be primary by now, and until they are asked again."""
+"""Longest deadline and longest pause while a worker looks for a new primary."""
 
 LOST = (FencedError, MismatchError, NonFiniteError, SnapshotError, TooFewWorkersError)
-"""Answers to a heartbeat after which there is no place to keep, here or in the job."""
+"""Answers to a heartbeat that end the membership."""
 
 log = logging.getLogger("psworker")
 
 
 @dataclass(frozen=True, slots=True)
 class StepProgress:
-    """What the next heartbeat says for people: steps made, seconds of a step, and the phase the
-    worker is in.
+    """Progress of a worker, which heartbeats report for the status.
+
+    Attributes:
+        steps: Number of finished steps.
+        step_seconds: Duration of the last step.
+        samples_per_second: Throughput of the last step.
+        phase: Current phase of the worker.
     """
 
     steps: int = 0
@@ -54,13 +60,25 @@ class StepProgress:
 
 
 class WorkerMembership:
-    """All that ends with a worker's place; shared by the client and its heartbeat.
+    """State that is discarded when the worker is fenced; the client and its heartbeat share it.
 
-    open_loop: loops before it had ended when the worker joined. known_loops: how many had begun
-    by then; open_loops: those of them that had not ended. policy: the job's, as the last
-    heartbeat said. pushes: their numbers. received: batches got so far, by loop. at_least: the
-    version that pulls must bring. workers: how many are registered; is_first: this worker is the
-    first of them; both as last heard.
+    Args:
+        known_loops: Number of loops that had begun when the worker joined.
+        open_loops: Those of them that had not ended.
+
+    Attributes:
+        job: The job's identifier.
+        worker: The worker's number; 0 for an observer.
+        open_loop: Number of a loop: all earlier loops had ended when the worker joined.
+        policy: The job's policy, as of the last heartbeat.
+        reports: Values that the script has reported.
+        workers: Number of registered workers, as of the last answer.
+        is_first: This worker is the first of them, as of the last answer.
+        pushes: Numbers of this worker's pushes.
+        received: Number of batches received so far, by loop.
+        at_least: Smallest version that a pull may return.
+        progress: Progress for the next heartbeat.
+        stopping: The job ends.
     """
 
     def __init__(
@@ -87,32 +105,42 @@ class WorkerMembership:
         self._lost: PSError | None = None
 
     def has_ended(self, loop: int) -> bool:
-        """Had this loop ended when the worker joined?"""
+        """Return whether this loop had ended when the worker joined."""
         return loop < self._known_loops and loop not in self._open_loops
 
     def expect(self, version: int) -> None:
-        """Pulls from now on bring at least this version."""
+        """Require at least this version from later pulls."""
         self.at_least = max(self.at_least, version)
 
     def lose(self, error: PSError) -> None:
+        """Record that the membership is lost. Only the first error is kept."""
         self._lost = self._lost or error
 
     def check(self) -> None:
-        """Why the place is lost, if it is: FencedError, MismatchError for another job on the
-        same servers, or what has ended the job."""
+        """Raise the error that ended the membership, if it is lost.
+
+        Raises:
+            FencedError: The job went on without this worker.
+            MismatchError: The servers run another job.
+            PSError: The error that ended the job.
+        """
         if self._lost is not None:
             raise type(self._lost)(str(self._lost), self._lost.reason)
 
     def check_curable(self) -> None:
-        """Raises what a new place would not cure: QuarantinedError."""
+        """Raise QuarantinedError, the loss that a rejoin does not cure."""
         if isinstance(self._lost, QuarantinedError):
             self.check()
 
     def beat(
         self, lane: Transport, timeout: float, drain: Drain, no_call_seconds: float = 0.0
     ) -> str:
-        """Send one heartbeat. Return why no server answered, or an empty text; silence is no
-        loss.
+        """Send one heartbeat; return why no server answered, or an empty text.
+
+        A missing answer does not end the membership.
+
+        timeout: Deadline in seconds.
+        no_call_seconds: Time since the script's last call.
         """
         now, reports = self.progress, self.reports.unsent()
         request = co.HeartbeatRequest(
@@ -159,13 +187,15 @@ class WorkerMembership:
     def learn_standing(
         self, answer: co.JoinResponse | co.RegisterResponse | co.HeartbeatResponse
     ) -> None:
-        """Take how many workers there are, and whether this one is the first."""
+        """Take the number of workers, and whether this one is the first, from an answer."""
         self.workers, self.is_first = answer.workers, answer.first
 
 
 class SilenceLogger:
-    """Of the coordinator, towards one worker's heartbeats: said once it has lasted, now and then
-    while it does, and at its end."""
+    """Logs that the coordinator does not answer a worker's heartbeats.
+
+    It logs after SILENT_SECONDS, at intervals while the silence lasts, and at its end.
+    """
 
     def __init__(self, worker: int, now: float) -> None:
         self._worker = worker
@@ -173,7 +203,7 @@ class SilenceLogger:
         self._announcer: WaitLogger | None = None
 
     def look(self, now: float, problem: str) -> None:
-        """After a heartbeat: why nobody has answered it, or empty."""
+        """Record a heartbeat. problem: Why no server answered it; empty if one did."""
         silent = now - self._heard
         text = f"no answer to worker {self._worker}'s heartbeats for {silent:.0f} s: {problem}"
         if not problem:
@@ -190,11 +220,10 @@ class SilenceLogger:
 
 
 class Heartbeat:
-    """Sends one every fifth of a lease, at least one a second, from a daemon thread, until
-    stopped or fenced.
+    """A daemon thread that sends heartbeats until it is stopped or the membership is lost.
 
-    Tells the drain what the servers ask, and people of the waits and of servers that do not
-    answer. Ends what stalls.
+    The interval is a fifth of the lease, at most one second. The thread also passes requests to
+    leave to the drain, logs long waits and silent servers, and ends stalled transfers.
     """
 
     def __init__(
@@ -219,9 +248,7 @@ class Heartbeat:
         self._thread.start()
 
     def stop(self) -> None:
-        """No heartbeat is under way any more when this returns, unless a server is holding one
-        up.
-        """
+        """Stop the thread, and wait for a heartbeat in flight for at most its deadline + 1 s."""
         self._stop.set()
         self._thread.join(self._call_seconds + 1.0)
 
@@ -233,7 +260,7 @@ class Heartbeat:
         clock = self._lane.clock
         silence, problem = SilenceLogger(self._place.worker, clock.now()), ""
         activity, waits = CallActivity(clock.now()), self._waits
-        with suppress(PSError):  # the place is lost, or the lane is closed
+        with suppress(PSError):  # the membership is lost, or the lane is closed
             while not self._rested(bool(problem)) and not self._drain.given_up:
                 no_call = activity.beat(clock.now(), waits.calls, waits.any)
                 problem = self._place.beat(self._lane, self._call_seconds, self._drain, no_call)
@@ -243,10 +270,9 @@ class Heartbeat:
                 self._place.check()
 
     def _rested(self, silent: bool) -> bool:
-        """After the time between two heartbeats; while nobody answers, it is used to find who is
-        primary by now.
+        """Wait for one interval; return whether the thread is to stop.
 
-        True: there is to be no heartbeat any more.
+        While no server answers, the interval is used to look for a new primary.
         """
         if not silent:
             return self._stop.wait(self._interval)

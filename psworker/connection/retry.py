@@ -1,5 +1,13 @@
-"""How long one request may last: it is repeated while no server answers, and waits for workers
-that are late.
+"""Retries of one request: while no server answers, and while it waits for late workers.
+
+Theory of operation of `RetryDeadline`:
+
+- Failure (`handle_failure`): no server answered. The request is repeated after a growing pause,
+  until the silence lasts `TimeLimits.connect` seconds.
+- Wait (`handle_wait`): a server answered that the request waits for other workers. The silence
+  ends, and the request is repeated for at most `TimeLimits.wait` seconds.
+- Progress (`restart`, `record_frame`): `restart` resets wait and silence. A frame ends the
+  silence if the attempt has moved more frames than any attempt before it.
 """
 
 import logging
@@ -13,9 +21,9 @@ from pscommon.core.errors import UnreachableError, WaitTimeoutError
 from psworker.core.clock import Clock
 from psworker.session.drain import DrainedError
 
-LOG_SECONDS = 8.0  # a wait of 10 s is never without a log line that names its cause
+LOG_SECONDS = 8.0  # so each wait of 10 s has a log line that names its cause
 FIRST_PAUSE, LONGEST_PAUSE = 0.05, 0.25
-# once the job is known to end, servers that do not answer are not coming back
+# Once the job is known to end, servers that do not answer do not come back.
 LAST_SECONDS = 2.0
 
 T = TypeVar("T")
@@ -24,7 +32,7 @@ log = logging.getLogger("psworker")
 
 
 class PendingRequests:
-    """Requests that a server has now. The heartbeat thread logs those that take long.
+    """Requests that are in flight. The heartbeat thread logs those that take long.
 
     Attributes:
         calls: Number of requests so far, and of other calls of the script (`touch`).
@@ -46,7 +54,7 @@ class PendingRequests:
 
     @property
     def any(self) -> bool:
-        """A server has a request."""
+        """True if a request is in flight."""
         return bool(self._open)
 
     def touch(self) -> None:
@@ -54,14 +62,16 @@ class PendingRequests:
         self.calls += 1
 
     def begin(self, retry: "RetryDeadline") -> None:
+        """Record that a request is in flight."""
         self.calls += 1
         self._open.add(retry)
 
     def end(self, retry: "RetryDeadline") -> None:
-        """Harmless to repeat."""
+        """Record that a request has ended. May be called again."""
         self._open.discard(retry)
 
     def remind(self, now: float) -> None:
+        """Log the requests that have taken long."""
         for retry in list(self._open):
             retry.remind(now)
 
@@ -77,7 +87,7 @@ class TimeLimits:
         unanswered: Called before `check` where a server did not answer.
         hurry: Returns whether the job ends.
         deadline: Returns the clock's time at which `check` will raise.
-        waits: The requests that a server has.
+        waits: The requests that are in flight.
     """
 
     connect: float
@@ -96,6 +106,7 @@ class WaitLogger:
         self._next = now + LOG_SECONDS
 
     def say(self, now: float, text: str) -> None:
+        """Log if LOG_SECONDS have passed since the last line."""
         if now >= self._next:
             self.tell(now, text)
 
@@ -118,12 +129,11 @@ class RetryDeadline:
         self._started = self._heard = self._asked = clock.now()
         self._slice = 0.0
         self._announcer = WaitLogger(self._started)
-        self._whom = ""  # is waited for, as far as the last answer goes
+        self._whom = ""  # what the request waits for, by the last answer
         self._silent = False  # the last attempt had no answer
         self._pause = FIRST_PAUSE
-        self._frames = self._furthest = (
-            0  # that have moved: of this attempt, of the one that came furthest
-        )
+        # Frames that have moved in this attempt, and in the attempt with most frames.
+        self._frames = self._furthest = 0
 
     def ask(self, call: Callable[[], T]) -> T:
         """Return the answer of `call`, repeated while no server answers."""
@@ -147,13 +157,14 @@ class RetryDeadline:
             self.end_attempt()
 
     def begin_attempt(self) -> None:
-        """Record that a server has the request. Call `end_attempt` when the call has ended."""
+        """Record that the request is in flight. Call `end_attempt` when the call has ended."""
         self._asked, self._frames = self._clock.now(), 0
         self._limits.waits.begin(self)
 
     def record_frame(self) -> None:
-        """Count a frame of this attempt: a server that moves more frames than in any attempt
-        before is not silent.
+        """Count a frame of this attempt.
+
+        A server is not silent while an attempt moves more frames than any attempt before it.
         """
         self._frames += 1
         if self._frames > self._furthest:
@@ -164,7 +175,7 @@ class RetryDeadline:
         self._limits.waits.end(self)
 
     def remind(self, now: float) -> None:
-        """Log that the server still has the request, if it is time."""
+        """Log that the request is still in flight, if LOG_SECONDS have passed."""
         silent = f"{self._what}: no answer for {now - self._asked:.0f} s"
         self._announcer.say(now, f"{self._what} waits for {self._whom}" if self._whom else silent)
 
@@ -183,7 +194,7 @@ class RetryDeadline:
 
         Raises UnreachableError after too long a silence, DrainedError where the job has ended.
         """
-        if error.reason == "NOT_READY":  # it does answer: this is a wait, not silence
+        if error.reason == "NOT_READY":  # the server answers, so this is a wait, not silence
             self._clock.sleep(FIRST_PAUSE)
             return self.handle_wait(f"a server that is not ready: {error}")
         self._limits.unanswered()
@@ -195,9 +206,8 @@ class RetryDeadline:
         if silent >= limit:
             raise UnreachableError(f"{error} (tried for {silent:.0f} s)", error.reason) from error
         text = f"{self._what}: trying again for {limit - silent:.0f} s: {error}"
-        if not self._silent and self._limits.waits.are_news(
-            now, self._what
-        ):  # nobody has to wait for that
+        # The first failure is logged at once, but not again by another request within LOG_SECONDS.
+        if not self._silent and self._limits.waits.are_news(now, self._what):
             self._announcer.tell(now, text)
         else:
             self._announcer.say(now, text)
@@ -221,9 +231,8 @@ class RetryDeadline:
                 f"{self._what} waited {now - self._started:.0f} s for {whom}", "WAIT_TIMEOUT"
             )
         self._announcer.say(now, f"{self._what} waits for {whom}")
-        if now - self._asked < min(
-            self._slice, FIRST_PAUSE
-        ):  # a server that does not wait is not to be flooded
+        # A server that answers at once must not be flooded with requests.
+        if now - self._asked < min(self._slice, FIRST_PAUSE):
             self._clock.sleep(FIRST_PAUSE)
 
     def restart(self) -> None:

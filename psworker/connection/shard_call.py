@@ -1,4 +1,4 @@
-"""What a connection needs to know of the parts of a request, one for each shard."""
+"""Interface of the parts of a request, one for each shard."""
 
 from collections.abc import Sequence
 from typing import Protocol

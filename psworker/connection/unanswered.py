@@ -26,7 +26,7 @@ def end_unanswered(
         time.sleep(TURN_SECONDS)
         now = time.monotonic()
         if not waits.any:
-            if now >= drain.deadline:  # before it, a call that failed may be about to be repeated
+            if now >= drain.deadline:  # before the deadline a failed call may be repeated soon
                 since = now
         elif now - since >= UNANSWERED_SECONDS and now >= drain.deadline - UNANSWERED_SECONDS:
             if not lane.answers(PROBE_SECONDS) and waits.any:
