@@ -1,4 +1,4 @@
-"""How long a script has made no call into this library, as a pure state machine.
+"""Time since the script's last call into this library, as a pure state machine.
 
 Only calls of the script count: heartbeats come from another thread and continue while the script
 hangs. A call that waits for other workers is no hang, because a server has a request. A process
@@ -20,7 +20,8 @@ class CallActivity:
     def beat(self, now: float, calls: int, waits: bool) -> float:
         """Return the seconds without a call.
 
-        calls: Number of calls that the script has made. waits: A server has a request of it.
+        calls: Number of calls that the script has made.
+        waits: A request of the script is in flight.
         """
         passed, self._last = min(now - self._last, MAX_COUNTED_SECONDS), now
         active, self._calls = waits or calls != self._calls, calls

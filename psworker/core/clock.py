@@ -1,4 +1,4 @@
-"""Where a client's time comes from."""
+"""Time source of a client."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

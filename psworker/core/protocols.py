@@ -1,4 +1,4 @@
-"""What the layers above need of a job's client."""
+"""Interfaces of a job's client for the layers above it."""
 
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol
@@ -11,13 +11,15 @@ from psworker.core.results import Lease, PushResult
 
 
 class PushStream(Protocol):
-    """A push that leaves piece by piece, and brings weights that arrive piece by piece. Made by
-    `JobClient.begin`.
+    """A push that is sent in pieces, with weights that arrive in pieces.
+
+    `JobClient.begin` creates it. Call order: send, finish, wait, close.
     """
 
     def send(self, start: int, stop: int) -> None:
-        """Bytes [start, stop) of the gradients' tape may go now; again: what went before is
-        replaced. Never blocks.
+        """Allow sending of bytes [start, stop) of the gradient buffer; never blocks.
+
+        Bytes that were sent before are replaced.
         """
 
     def finish(
@@ -28,22 +30,27 @@ class PushStream(Protocol):
         batches: Sequence[BatchKey] = (),
         groups_json: str = "",
     ) -> PushResult:
-        """The rest goes. Returns how the push ended; its weights may still be arriving."""
+        """Send the rest and return the outcome of the push; its weights may still be arriving.
+
+        The arguments are those of `JobClient.exchange`.
+        """
         ...
 
     def wait(self, start: int, stop: int) -> None:
-        """Until bytes [start, stop) of the weights' tape are here; raises what an exchange would
-        raise.
-        """
+        """Wait for bytes [start, stop) of the weights buffer; raise what an exchange raises."""
 
     def close(self) -> None:
-        """Waits for all of it. Of a push that is not finished, or has failed: gives it up.
-        Harmless to repeat.
+        """Wait until all weights have arrived; give up a push that is not finished or has failed.
+
+        May be called again.
         """
 
 
 class JobClient(Protocol):
-    """What a Job needs of its client: `psworker.Client` over the network, `LocalClient` without."""
+    """The client of a Job: `psworker.Client` over the network, `LocalClient` without servers.
+
+    `psworker.Client` documents the methods.
+    """
 
     @property
     def job(self) -> str: ...

@@ -1,4 +1,4 @@
-"""What calls of the Client return."""
+"""Results of client calls."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -11,20 +11,24 @@ Status = Literal["applied", "duplicate", "stale", "rejected", "none"]
 
 @dataclass(frozen=True, slots=True)
 class PushResult:
-    """How a push ended, alike on all shards.
+    """Outcome of a push, equal on all shards.
+
+    Values of `status`:
+
+    - "applied": the push counted once.
+    - "duplicate": an earlier call sent this push, failed before the answer, and its push counted.
+    - "stale": the policy found the push too old, or the worker lost its membership (reason FENCED
+      or DRAINED). After a failed connection a push with a lost membership may have counted.
+    - "rejected": a server refused the push.
+    - "none": the call had no push.
 
     Attributes:
-        status: "applied": it counted, once. "duplicate": an earlier call that failed before its
-            answer had sent this push, and that one counted. "stale": the policy found it too old,
-            or the worker lost its place in the job (reason FENCED or DRAINED; after a failed
-            connection such a push may have counted). "rejected": a server refused it. "none": the
-            call had no push.
-        version: Updates in the weights that came with it or are on the servers, the smallest over
-            the shards.
-        staleness: Updates between the version of the gradient and this push.
+        status: Outcome, one of the values above.
+        version: Version of the pulled weights, else of the servers; the smallest over the shards.
+        staleness: Number of updates between the gradient's version and this push.
         reason: Empty, or a reason and a text: "NON_FINITE: worker 3 (...): tensor conv1.weight".
-        seconds: "push" (sending), "wait" (for the decision), "apply" (the optimizer) and "pull"
-            (receiving), on the slowest shard.
+        seconds: Seconds by phase on the slowest shard: "push" (sending), "wait" (for the
+            decision), "apply" (the optimizer) and "pull" (receiving).
     """
 
     status: Status
@@ -35,24 +39,28 @@ class PushResult:
 
     @property
     def lost(self) -> bool:
-        """True if its worker lost its place in the job."""
+        """True if the worker lost its membership."""
         return self.status == "stale" and self.reason.partition(":")[0] in ("FENCED", "DRAINED")
 
 
 def lost(error: PSError, version: int) -> PushResult:
-    """Of a push whose worker has lost its place in the job, for this reason."""
+    """Return the outcome of a push whose worker has lost its membership with this error."""
     return PushResult("stale", version, reason=f"{error.reason}: {error}")
 
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """Batches of a loop that are this worker's to compute on.
+    """Batches of a loop that this worker has leased.
 
-    numbers: for LoopSpec.indices. end: no more will come in this loop. sat_out: rounds went on
-    without this worker while it waited, so its weights are old: pull before computing, or before
-    testing at the loop's end. following: for each number, how many of those after it belong to
-    the same push; empty: each is one of its own. share: in the answer to the first request of a
-    loop, the number of its batches that this worker can expect.
+    Attributes:
+        numbers: Numbers of the batches, for LoopSpec.indices.
+        end: The loop has no more batches.
+        sat_out: Rounds went on without this worker while it waited, so its weights are old. Pull
+            before computing, and before testing at the loop's end.
+        following: For each number, how many later batches belong to the same push; empty: each
+            batch is a push by itself.
+        share: Number of the loop's batches that this worker can expect; set in the answer to the
+            first request of a loop.
     """
 
     numbers: tuple[int, ...] = ()

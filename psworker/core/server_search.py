@@ -1,15 +1,15 @@
-"""Finding all servers of a job from some of their addresses, as a machine without a clock or a
-socket.
+"""Search for all servers of a job from some of their addresses, as a pure state machine.
 
-Every server says which shard it is, of how many, and what addresses it knows. Asking goes on
-until each shard has answered and follows shard 0, or until it is certain that this cannot
-happen:
+Theory of operation: each server's answer holds its shard, the number of shards and the addresses
+that it knows. The search ends in one of these states:
 
-- two processes claim one shard, or two servers belong to different jobs or to sets of different sizes: at once;
-- a shard that nobody knows, where nobody is left who could tell: when nothing new was learned for `grace` seconds.
+- Complete: each shard has answered and follows shard 0.
+- Mismatch, at once: two processes have the same shard, or two servers belong to different jobs or
+  to jobs of different sizes.
+- Mismatch, after `grace` seconds without new information: a shard's address is unknown, and all
+  known servers have answered. Or shard 0 works with another server for a shard.
 
-Which servers are still starting is unknowable, so what merely has not happened yet is left to
-the caller's deadline.
+A server that is still starting cannot be detected, so the caller's deadline ends other waits.
 """
 
 from collections.abc import Sequence
@@ -18,17 +18,22 @@ from dataclasses import dataclass
 from pscommon.core.errors import MismatchError, PSError, UnreachableError
 
 REMEDY = "list every server, or start the others with --join and the address of shard 0"
-# what a server says that listens on all interfaces and was not told its name: no use from another
-# machine
+# Prefixes of the address of a server that listens on all interfaces and has no public address.
+# Other machines cannot use it.
 NOWHERE = ("0.0.0.0:", "[::]:")
 
 
 @dataclass(frozen=True, slots=True)
 class ServerDescription:
-    """A server's answer; empty job or coordinator: it does not know yet. addresses: by shard,
-    empty where unknown.
+    """A server's description of itself.
 
-    layout: how often the number of shards has changed, as far as it knows.
+    Attributes:
+        job: The job's identifier; empty if the server does not know it yet.
+        shard: Index of the server's shard.
+        shards: Number of shards of the job.
+        addresses: Server addresses by shard; empty where unknown.
+        coordinator: Address of shard 0; empty if the server does not know it yet.
+        layout: Number of changes of the number of shards, as far as the server knows.
     """
 
     job: str
@@ -40,11 +45,11 @@ class ServerDescription:
 
     @property
     def own(self) -> str:
-        """The address that it wants to be known by."""
+        """The server's own public address; empty if unknown."""
         return self.hints().get(self.shard, "")
 
     def hints(self) -> dict[int, str]:
-        """Addresses that it knows, by shard."""
+        """Return the usable addresses that the server knows, by shard."""
         known = [(0, self.coordinator), *enumerate(self.addresses)]
         return {
             shard: address
@@ -55,15 +60,22 @@ class ServerDescription:
 
 @dataclass(frozen=True, slots=True)
 class JobServers:
-    """All servers of one job; addresses by shard."""
+    """All servers of one job.
+
+    Attributes:
+        job: The job's identifier.
+        addresses: Server addresses by shard.
+    """
 
     job: str
     addresses: tuple[str, ...]
 
 
 class ServerSearch:
-    """The machine. Call order: ask what `to_ask` says, tell it by `answered` or `failed`, then
-    `check`; repeat.
+    """State of one search.
+
+    Call order: ask the servers of `to_ask`, record each result with `answered` or `failed`, call
+    `check`, and repeat.
     """
 
     def __init__(self, given: Sequence[str], now: float, grace: float) -> None:
@@ -78,14 +90,13 @@ class ServerSearch:
 
     @property
     def shards(self) -> int:
-        """How many shards the job has; 0 before the first answer. Who has heard of the last
-        change knows best.
-        """
+        """Number of shards by the answer with the newest layout; 0 before the first answer."""
         newest = max(self._answers.values(), key=lambda answer: answer.layout, default=None)
         return newest.shards if newest is not None else 0
 
     @property
     def complete(self) -> bool:
+        """True once each shard has answered and belongs to the job."""
         return (
             bool(self._answers)
             and all(i in self._places for i in range(self.shards))
@@ -93,13 +104,13 @@ class ServerSearch:
         )
 
     def cluster(self) -> JobServers:
-        """What was looked for, once `complete`."""
+        """Return all servers of the job; call it once the search is complete."""
         return JobServers(
             self._answers[self._places[0]].job, tuple(self._places[i] for i in range(self.shards))
         )
 
     def to_ask(self) -> list[str]:
-        """Servers that have not answered, or have more to tell."""
+        """Return the servers that have not answered, or whose answer may change."""
         silent = [address for address in self._given if address not in self._answers]
         hinted = [address for shard, address in self._hints.items() if shard not in self._places]
         settled = [] if self.complete else list(self._places.values())
@@ -108,11 +119,11 @@ class ServerSearch:
         return asking
 
     def has_news(self) -> bool:
-        """Is there an address that was never asked? Then there is no reason to pause."""
+        """Return whether a server was never asked; then the caller need not pause."""
         return not self._asked.issuperset(self._silent())
 
     def answered(self, address: str, answer: ServerDescription, now: float) -> None:
-        """MismatchError where this contradicts an earlier answer."""
+        """Record an answer. Raises MismatchError if it contradicts an earlier answer."""
         self._compare(address, answer)
         if self._answers.get(address) != answer:
             self._learned_at = now
@@ -120,21 +131,20 @@ class ServerSearch:
         self._failures.pop(address, None)
         self._places.setdefault(answer.shard, address)
         for shard, hint in answer.hints().items():
-            # shard 0 is told by every shard when it comes; others only know by hearsay
+            # Each shard reports its address to shard 0, so shard 0's addresses take precedence.
             if shard not in self._hints or answer.shard == 0:
                 self._hints[shard] = hint
 
     def failed(self, address: str, why: str) -> None:
-        """No answer from this address, this time: whoever had answered there may be gone, and
-        another one may come.
-        """
+        """Record a failed request; an earlier answer of this address no longer counts."""
         self._failures[address] = why
         self._answers.pop(address, None)
         self._places = {shard: place for shard, place in self._places.items() if place != address}
 
     def introductions(self) -> list[tuple[str, str]]:
-        """(address of a shard that follows nobody, address of shard 0 to tell it), once every
-        shard is known.
+        """Return the shards that do not follow shard 0, once all shards are known.
+
+        Each item is the address of a shard, and the address of shard 0 to send to it.
         """
         if 0 not in self._places or self._missing():
             return []
@@ -147,19 +157,19 @@ class ServerSearch:
         ]
 
     def check(self, now: float) -> None:
-        """MismatchError if the set can no longer become complete."""
+        """Raise MismatchError if the search can no longer become complete."""
         if now - self._learned_at < self._grace or not self._answers or self._silent():
             return
         knows_leader = 0 in self._places or 0 in self._hints
-        # of one address that leads to shard 0 nobody claimed that it was the whole set: the rest
-        # may be starting
+        # A single given address that leads to shard 0 need not be the complete list, so other
+        # servers may still be starting.
         if self._missing() and (len(self._given) > 1 or not knows_leader):
             raise self._incomplete()
         for shard, address in self._followers():
             self._compare_with_leader(shard, address)
 
     def gave_up(self, seconds: float) -> PSError:
-        """Why the search is not complete after so long."""
+        """Return the error of a search that is not complete after `seconds` seconds."""
         if silent := self._silent():
             whom = "; ".join(
                 f"{address}: {self._failures.get(address, 'no answer')}" for address in silent
@@ -174,9 +184,8 @@ class ServerSearch:
         )
 
     def _compare(self, address: str, answer: ServerDescription) -> None:
-        leaves = (
-            answer.shard >= answer.shards and answer.layout > 0
-        )  # there are fewer now, and it still has to end
+        # After a reshard to fewer shards, a removed server may still run.
+        leaves = answer.shard >= answer.shards and answer.layout > 0
         if not (0 <= answer.shard < answer.shards or leaves):
             raise _mismatch(
                 f"the server at {address} says that it is shard {answer.shard} of {answer.shards}"
@@ -214,12 +223,12 @@ class ServerSearch:
         return [(shard, address) for shard, address in sorted(self._places.items()) if shard]
 
     def _strays(self) -> list[tuple[int, str]]:
-        """Servers that are up but not part of the job yet."""
+        """Return the servers that run but do not belong to the job yet."""
         here = [(shard, at) for shard, at in sorted(self._places.items()) if shard < self.shards]
         return [(shard, at) for shard, at in here if not self._answers[at].job]
 
     def _missing(self) -> list[int]:
-        """Shards that have not answered and whose address nobody knows."""
+        """Return the shards that have not answered and whose address is unknown."""
         return [
             shard
             for shard in range(self.shards)
@@ -227,7 +236,7 @@ class ServerSearch:
         ]
 
     def _silent(self) -> list[str]:
-        """Addresses that should answer and do not."""
+        """Return the known addresses that have not answered."""
         given = [address for address in self._given if address not in self._answers]
         hinted = [address for shard, address in self._hints.items() if shard not in self._places]
         return list(dict.fromkeys(given + hinted))
