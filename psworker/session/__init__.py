@@ -1,4 +1,4 @@
-"""One script's run: its membership, open loops, statistics, reported values and phases."""
+"""State of one script's run: membership, open loops, statistics, reported values, phases."""
 
 __all__ = [
     "arguments",

@@ -1,5 +1,6 @@
-"""What callers and their environment give, checked where it is given: InvalidRequestError says
-what would do.
+"""Validation of arguments and environment variables.
+
+All functions raise InvalidRequestError for an invalid value; its text describes the valid ones.
 """
 
 import operator
@@ -15,7 +16,14 @@ MOST_RANK = 2**32 - 1
 
 
 def whole(name: str, value: Any, least: int, most: int = 2**63 - 1) -> int:
-    """An integer of Python's, numpy's or torch's, as Python's."""
+    """Return an integer of Python, numpy or torch as a Python integer.
+
+    Args:
+        name: Name of the argument, for the error.
+        value: The value to check.
+        least: Smallest valid value.
+        most: Largest valid value.
+    """
     try:
         number = operator.index(value)
     except TypeError:
@@ -26,9 +34,7 @@ def whole(name: str, value: Any, least: int, most: int = 2**63 - 1) -> int:
 
 
 def clip_norm_of(value: Any) -> float | None:
-    """The largest L2 norm of an update's averaged gradient, from any kind of number; None: any
-    norm.
-    """
+    """Return the largest L2 norm of an update's averaged gradient; None: no limit."""
     number = value.item() if hasattr(value, "item") else value
     if number is not None and not is_clip_norm(number):
         raise InvalidRequestError(
@@ -39,14 +45,12 @@ def clip_norm_of(value: Any) -> float | None:
 
 
 def seed_of(value: Any) -> int:
-    """Any 64-bit integer, as a signed one: of two that differ by 2**64 nobody can tell which it
-    was.
-    """
+    """Return a 64-bit seed as a signed integer. Seeds that differ by 2**64 are equal."""
     return (whole("seed", value, -(2**63), 2**64 - 1) + 2**63) % 2**64 - 2**63
 
 
 def rank_of(given: int | None, environment: Mapping[str, str]) -> int | None:
-    """The worker's place in a round's sum: as given, or PS_WORKER_RANK."""
+    """Return the worker's place in a round's sum: the given one, else PS_WORKER_RANK."""
     return (
         _from_environment("PS_WORKER_RANK", environment)
         if given is None
@@ -55,7 +59,7 @@ def rank_of(given: int | None, environment: Mapping[str, str]) -> int | None:
 
 
 def attempt_of(environment: Mapping[str, str]) -> int:
-    """How often the launcher had started this process's rank before."""
+    """Return the number of earlier starts of this process's rank by the launcher."""
     return _from_environment("PS_WORKER_ATTEMPT", environment) or 0
 
 
@@ -67,7 +71,7 @@ def _from_environment(name: str, environment: Mapping[str, str]) -> int | None:
 
 
 def connect_timeout_of(given: float | None, environment: Mapping[str, str]) -> float:
-    """Seconds that servers may be silent: as given, or PS_CONNECT_TIMEOUT."""
+    """Return for how many seconds a server may be silent: as given, else PS_CONNECT_TIMEOUT."""
     if given is not None:
         return time_limit("connect_timeout", given)
     try:
@@ -77,14 +81,14 @@ def connect_timeout_of(given: float | None, environment: Mapping[str, str]) -> f
 
 
 def time_limit(name: str, given: float) -> float:
-    """Seconds, perhaps without end."""
+    """Return a positive number of seconds, which may be infinite."""
     if isinstance(given, int | float) and given > 0:
         return given
     raise InvalidRequestError(f"{name}={given!r} is not a positive number of seconds")
 
 
 def lanes_of(given: Lanes | None, environment: Mapping[str, str]) -> Lanes:
-    """How tensors move: as given, or PS_LANES."""
+    """Return the lane for tensors: the given one, else PS_LANES, else auto."""
     lanes: Any = given or environment.get("PS_LANES") or "auto"
     if lanes not in LANES:
         raise InvalidRequestError(f"lanes {lanes!r} is not one of {', '.join(LANES)}")

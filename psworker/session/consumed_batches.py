@@ -1,4 +1,4 @@
-"""The batches that the script has in hand."""
+"""Batches that the script has received and not pushed yet."""
 
 from pscommon.core.errors import InvalidRequestError, PSError
 from pscommon.core.log_entries import BatchKey
@@ -27,7 +27,7 @@ class ConsumedBatches:
 
     @property
     def nothing(self) -> bool:
-        """The script trains on batches of a loop and has none in hand."""
+        """True if the script trains on batches of a loop and holds none."""
         return self.dealt and not self.samples and self.lost is None
 
     def add(self, key: BatchKey, samples: int, following: int | None) -> None:
@@ -53,11 +53,11 @@ class ConsumedBatches:
             )
 
     def begin(self) -> None:
-        """Begin a loop: an update that the loop before it left open needs no step any more."""
+        """Begin a loop: the unfinished update of the previous loop needs no step any more."""
         self._ended, self.dealt = False, True
 
     def lose(self, error: PSError) -> None:
-        """Drop the batches in hand: with the membership they went back to the job."""
+        """Drop the batches: the job took them back with the lost membership."""
         self.batches, self.following, self._ended, self.lost = (), 0, False, error
 
     def clear(self) -> None:

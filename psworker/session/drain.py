@@ -1,4 +1,4 @@
-"""How a worker leaves when it is asked to, by Ctrl-C, SIGTERM, `ps-ctl drain` or `ps-ctl stop`."""
+"""Drain of a worker: Ctrl-C, SIGTERM, `ps-ctl drain` or `ps-ctl stop` ask it to leave."""
 
 import _thread
 import math
@@ -15,15 +15,15 @@ LONGEST_WAIT = 1.5
 
 
 class Stopping(SystemExit):
-    """The script ends here, with exit code 0: this worker was asked to leave, or the job ends.
+    """Ends the script with exit code 0: this worker was asked to leave, or the job ends.
 
-    Raised by the loaders and the step of a job, after the step in progress. The worker has left
-    the rounds, and the batches that it had not pushed are other workers' data. Until
-    `job.close()` the script may still report and pull. No Exception, so `except Exception` lets
-    it pass; `finally` and `with` work as ever.
+    The loaders and the step of a job raise it after the step in progress. The worker has left
+    the rounds, and other workers compute the batches that it had not pushed. The script may
+    report and pull until `job.close()`. It is no Exception, so `except Exception` does not catch
+    it; `finally` and `with` work as usual.
 
     Attributes:
-        reason: Why, in words.
+        reason: Why the script ends, as text.
     """
 
     def __init__(self, reason: str) -> None:
@@ -35,9 +35,7 @@ class Stopping(SystemExit):
 
 
 class DrainedError(PSError):
-    """This worker was asked to leave, or the job is over, and what was called would keep it
-    here. Exit code 0.
-    """
+    """The call would delay a worker that was asked to leave, or whose job is over. Exit code 0."""
 
     exit_code: ClassVar[int] = 0
 
@@ -69,7 +67,7 @@ class Drain:
         return self.deadline < math.inf
 
     def ask(self) -> None:
-        """Harmless to repeat."""
+        """Ask the worker to leave, and set its deadline. May be called again."""
         if not self.asked:
             self.deadline = self._now() + LONGEST_WAIT
             if self._watch is not None:

@@ -1,6 +1,4 @@
-"""What commands and scripts read in the environment alike, and what they leave out of it for
-others.
-"""
+"""Environment variables: parsing of switches, and removal of settings for child processes."""
 
 import os
 from collections.abc import Mapping
@@ -13,8 +11,10 @@ OFF = ("", "0", "off", "no", "false")
 
 
 def is_on(name: str) -> bool:
-    """Whether this variable is switched on; InvalidRequestError where it says neither on nor
-    off.
+    """Return whether an environment variable is switched on.
+
+    Raises:
+        InvalidRequestError: The value is neither on nor off.
     """
     text = os.environ.get(name, "")
     word = text.strip().lower()
@@ -26,8 +26,9 @@ def is_on(name: str) -> bool:
 
 
 def without_settings(environ: Mapping[str, str]) -> dict[str, str]:
-    """What a process inherits that is told its settings by flags alone: nothing of what our
-    commands would read.
+    """Return the environment without the variables that set options of the commands.
+
+    For child processes that get all their settings as flags.
     """
     known = {
         variable

@@ -1,10 +1,10 @@
-"""What a script can read about its job at any time, without waiting for the servers."""
+"""Facts about the job that a script can read at any time, without a request."""
 
 from psworker.core.protocols import JobClient
 
 
 class JobFacts:
-    """Read-only; as of the last answer of the servers."""
+    """Read-only properties of the job, as of the last answer of the servers."""
 
     def __init__(self, client: JobClient) -> None:
         self.client = client

@@ -1,8 +1,6 @@
-"""What a worker process counts for Prometheus: where the time of a step goes, and what the
-script reports.
+"""Prometheus metrics of a worker process: time of steps by phase, and reported values.
 
-The functions cost nothing until somebody has called `serve`: the training loop calls them in any
-case.
+The training loop always calls the functions; before `serve` they do nothing.
 """
 
 import threading
@@ -13,9 +11,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from pscommon.telemetry.http import SECONDS, MetricsServer, new_registry
 
 PHASES = ("data", "pull", "compute", "push", "wait")
-MAX_REPORTED = (
-    64  # names of reported values; the script may invent more, Prometheus does not get them
-)
+# Largest number of names of reported values for Prometheus; further names are left out.
+MAX_REPORTED = 64
 
 
 class WorkerMetrics:
@@ -43,7 +40,7 @@ class WorkerMetrics:
         self._loss = Gauge(
             "ps_worker_loss", "The loss that the script reported last", registry=registry
         )
-        self._loss.set(float("nan"))  # until it reports one: 0 would look like a perfect model
+        self._loss.set(float("nan"))  # before the first report: 0 would look like a perfect model
         self._reported = Gauge(
             "ps_worker_reported",
             "Values that the script reported last",
@@ -53,18 +50,22 @@ class WorkerMetrics:
         self._names: set[str] = set()
 
     def in_job(self, is_in: bool) -> None:
-        """Has this worker a place in a job, whether or not its servers answer?"""
+        """Record whether this worker has a membership, even if the servers do not answer."""
         self._in_job.set(is_in)
 
     def step(self, phases: Mapping[str, float], samples: int) -> None:
-        """One finished step: seconds by phase (of PHASES), and its number of samples."""
+        """Record a finished step.
+
+        phases: Seconds by phase, for the phases of PHASES.
+        samples: Number of samples of the step.
+        """
         for phase, seconds in phases.items():
             self._phases.labels(phase).observe(seconds)
         self._steps.inc()
         self._samples.inc(samples)
 
     def reported(self, name: str, value: float) -> None:
-        """A value of the script's own; the one called "loss" is also ps_worker_loss."""
+        """Record a reported value; the one with the name "loss" also sets ps_worker_loss."""
         if name == "loss":
             self._loss.set(value)
         if name in self._names or len(self._names) < MAX_REPORTED:
@@ -78,7 +79,7 @@ class _Serving:
     def __init__(self, bind: str) -> None:
         registry = new_registry()
         self.metrics = WorkerMetrics(registry)
-        # a worker that runs is ready: nobody sends it requests
+        # A running worker is always ready, because it serves no requests.
         self.monitor = MetricsServer(bind, registry, lambda: (True, "running"))
 
 
@@ -87,11 +88,12 @@ _lock = threading.Lock()
 
 
 def serve(bind: str) -> str:
-    """Serves this process's metrics on HOST:PORT (port 0: a free one) and returns the address
-    that is bound.
+    """Serve this process's metrics, and return the bound address.
 
-    Once per process: a later call changes nothing and returns the address of the first. Errors
-    are Monitor's.
+    A later call changes nothing and returns the address of the first. Raises the errors of
+    MetricsServer.
+
+    bind: HOST:PORT; port 0 selects a free port.
     """
     global _serving
     with _lock:
@@ -101,7 +103,7 @@ def serve(bind: str) -> str:
 
 
 def close() -> None:
-    """Frees the port and forgets what was counted; harmless when nobody serves."""
+    """Free the port and discard the metrics; does nothing if they are not served."""
     global _serving
     with _lock:
         serving, _serving = _serving, None
@@ -110,18 +112,18 @@ def close() -> None:
 
 
 def in_job(is_in: bool) -> None:
-    """WorkerMetrics.in_job, where anybody serves."""
+    """Call WorkerMetrics.in_job if the metrics are served."""
     if _serving is not None:
         _serving.metrics.in_job(is_in)
 
 
 def step(phases: Mapping[str, float], samples: int) -> None:
-    """WorkerMetrics.step, where anybody serves."""
+    """Call WorkerMetrics.step if the metrics are served."""
     if _serving is not None:
         _serving.metrics.step(phases, samples)
 
 
 def reported(name: str, value: float) -> None:
-    """WorkerMetrics.reported, where anybody serves."""
+    """Call WorkerMetrics.reported if the metrics are served."""
     if _serving is not None:
         _serving.metrics.reported(name, value)

@@ -1,4 +1,4 @@
-"""The loops of a script: those that are open, that it may still begin, and that it has left."""
+"""The loops of a script: open loops, loops that it may still begin, and loops that it has left."""
 
 from collections.abc import Callable
 from typing import Protocol
@@ -6,7 +6,7 @@ from weakref import WeakValueDictionary
 
 
 class LoopBatches(Protocol):
-    """What a worker has of one loop.
+    """The batches of one loop that a worker has leased.
 
     Attributes:
         loop: Number of the loop.
@@ -15,10 +15,10 @@ class LoopBatches(Protocol):
     loop: int
 
     def forget(self) -> None:
-        """All batches that were leased and not used are other workers' now."""
+        """Drop all leased and unused batches: the job has given them to other workers."""
 
     def give_back(self) -> None:
-        """Return to the job all batches that were leased and not used."""
+        """Return all leased and unused batches to the job."""
 
 
 class OpenLoops:
@@ -44,6 +44,7 @@ class OpenLoops:
 
     @property
     def first(self) -> int:
+        """Smallest number of a loop that the script is in or may still begin."""
         return min([*self._made, *(leases.loop for leases in self.open)])
 
     def make(self, loop: int, iterator: object) -> None:
@@ -56,6 +57,7 @@ class OpenLoops:
         self._made.pop(loop, None)
 
     def begin(self, leases: LoopBatches) -> None:
+        """Open a loop, inside the loops that are open already."""
         self.discard(leases.loop)
         if not self.open:
             for loop in [loop for loop in self._made if loop <= self._last]:
@@ -74,16 +76,17 @@ class OpenLoops:
     def end(self, leases: LoopBatches, version: int) -> None:
         """Close a loop that the script has left, at its end or before.
 
-        version: After the last push in the loop; 0: there was no push.
+        version: Version after the last push in the loop; 0: there was no push.
         """
         self.open.remove(leases)
-        # one that has ended is known by its number
+        # A loop of `_passed` needs no version: `come_again` checks its number.
         if not self.open and leases.loop not in self._passed:
             self._behind = max(self._behind, version)
 
     def come_again(self, has_ended: Callable[[int], bool], version: int) -> bool:
-        """Return whether the servers are at a point before something that the script has done.
+        """Return whether the servers have rolled back work of a loop that the script has left.
 
-        has_ended: Whether a loop has ended on the servers. version: The servers' version.
+        has_ended: Returns whether a loop has ended on the servers.
+        version: The servers' version.
         """
         return version < self._behind or not all(map(has_ended, self._passed))

@@ -1,4 +1,4 @@
-"""Values that a script reports, until the servers have them: at most one per second and name."""
+"""Buffer of the values that a script reports: at most one per second and name is sent."""
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -13,8 +13,11 @@ from psworker.session import metrics
 class ValueReport(NamedTuple):
     """A reported value.
 
-    version: updates in the weights that the worker had then.
-    time: when it was reported, by the clock of Reports.
+    Attributes:
+        name: Name of the value.
+        value: The value.
+        version: Version of the worker's weights at the time of the report.
+        time: Time of the report, by the clock of ReportBuffer.
     """
 
     name: str
@@ -24,9 +27,7 @@ class ValueReport(NamedTuple):
 
 
 class _PendingValue(NamedTuple):
-    """The newest value of a name while its turn has not come; reading `value` may wait for a
-    device.
-    """
+    """The newest value of a name before it is due; reading `value` may wait for a device."""
 
     value: Any
     version: int
@@ -34,24 +35,24 @@ class _PendingValue(NamedTuple):
 
 
 class ReportBuffer:
-    """The newest value of each name, to be sent with the next heartbeat. Safe to use from
-    several threads.
+    """The newest value of each name, to be sent with the next heartbeat. Thread-safe.
 
-    A value in the memory of a device is read, which waits for the device, only when its turn has
-    come, and only in the thread that reports: between its turns reporting costs no
-    synchronization.
+    A value in device memory is read only when it is due, and only in the thread that reports:
+    reading it waits for the device. Other reports cost no synchronization.
     """
 
     def __init__(self, now: Callable[[], float]) -> None:
         self._now = now
         self._lock = threading.Lock()
-        self._next: dict[str, float] = {}  # by name, when its turn comes
+        self._next: dict[str, float] = {}  # time by name at which a value is due again
         self._held: dict[str, _PendingValue] = {}
         self._unsent: dict[str, ValueReport] = {}
 
     def add(self, values: Mapping[str, Any], version: int) -> None:
-        """Take values by name. Raises InvalidRequestError for what is no number, and for a bad
-        name.
+        """Take values by name.
+
+        Raises:
+            InvalidRequestError: A value is not a number, or a name is invalid.
         """
         now = self._now()
         read = {
@@ -64,21 +65,22 @@ class ReportBuffer:
         self.settle()
 
     def settle(self, final: bool = False) -> None:
-        """Read the values whose turn has come; final: all. To be called in the thread that
-        reports.
+        """Read the values that are due; call it in the thread that reports.
+
+        final: Read all values.
         """
         if self._held:
             self._settle(lambda name, held: final or self._is_due(name))
 
     def unsent(self) -> Sequence[ValueReport]:
-        """Return what the servers do not have yet. From any thread."""
+        """Return the values that the servers have not confirmed. Call it from any thread."""
         if self._held:
             self._settle(lambda name, held: isinstance(held.value, float) and self._is_due(name))
         with self._lock:
             return list(self._unsent.values())
 
     def confirm(self, sent: Sequence[ValueReport]) -> None:
-        """Forget these, which the servers have now."""
+        """Remove values that the servers have received."""
         with self._lock:
             for report in sent:
                 if self._unsent.get(report.name) is report:
@@ -94,7 +96,7 @@ class ReportBuffer:
             for name in due:
                 del self._held[name]
                 self._next[name] = self._now() + MIN_INTERVAL_SECONDS
-        # outside the lock: a device may take long, and heartbeats must not wait for it
+        # Outside the lock: a device may take long, and heartbeats must not wait for it.
         read = [
             ValueReport(name, _number(name, held.value), held.version, held.time)
             for name, held in due.items()
@@ -119,8 +121,9 @@ class ReportBuffer:
 
 
 def _without_wait(name: str, value: Any) -> Any:
-    """The value as a float; a tensor in a device's memory as a copy that later steps do not
-    change.
+    """Return the value as a float, or a tensor in device memory as a copy.
+
+    Later steps do not change the copy.
     """
     if hasattr(value, "detach"):
         value = value.detach()  # float() of a tensor that requires grad gives a warning

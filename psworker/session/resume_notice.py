@@ -10,15 +10,15 @@ from pscommon.core.errors import PSError
 from psworker.session.session import Session
 
 UNDER_PS_RUN = "PS_WORKER_ATTEMPT"
-"""Set for the workers of ps-run, which tells its user itself."""
+"""Set for the workers of ps-run, which prints the notice itself."""
 
 log = logging.getLogger("psworker")
 
 
 def nothing_left(status: Mapping[str, Any]) -> str:
-    """Return the line for a run that had nothing to train; empty where it had, or may have had.
+    """Return the notice for a run that had nothing to train; empty for any other run.
 
-    status: as GetStatus answers once the workers have gone through their loops.
+    status: The job's status after the workers have passed through their loops.
     """
     resumed, version, loops = status.get("resumed"), status.get("version"), status.get("data")
     if (
@@ -38,9 +38,9 @@ def nothing_left(status: Mapping[str, Any]) -> str:
 
 
 def log_if_finished(session: Session, rank: int, first_version: int) -> None:
-    """Log that nothing was left to train, once for a run: called as a worker closes its job.
+    """Log once per run that nothing was left to train; call it when a worker closes its job.
 
-    first_version: the job's version when this worker came.
+    first_version: The job's version when this worker joined.
     """
     if (
         session.stats.steps

@@ -49,10 +49,10 @@ class TrainedModel(Protocol):
         """Wait until no push is under way."""
 
     def drop(self, error: PSError) -> None:
-        """The worker has lost its membership: a push under way ends or is lost."""
+        """End or drop a push under way: the worker has lost its membership."""
 
     def renew(self) -> None:
-        """The worker has a new membership: load all of the job's weights."""
+        """Load all of the job's weights: the worker has a new membership."""
 
 
 class Session(JobFacts):
@@ -61,7 +61,7 @@ class Session(JobFacts):
     Attributes:
         client: The connection to the job.
         stats: Time of the steps by phase.
-        consumed: Batches that the script has in hand.
+        consumed: Batches that the script has received and not pushed yet.
         loops: Loops that the script is in.
         passes: Passes that the script's loaders have begun, by size of the data set and seed.
         model: The job's optimizer; None before the script has handed over its model.
@@ -76,7 +76,7 @@ class Session(JobFacts):
         self.passes: dict[tuple[int, int], int] = {}
         self.model: TrainedModel | None = None
         self.is_closed = False
-        self._stop_reason = ""  # empty until the script is told to end
+        self._stop_reason = ""  # empty until the script is to end
         self._rejoins = 0
 
     # ---- phases and steps ------------------------------------------------------------------------
@@ -89,7 +89,7 @@ class Session(JobFacts):
         """Begin a phase as `enter` does, and return the phase before it."""
         before = self.stats.phase
         if phase == "wait" and self.model is not None:
-            # other workers may need to know how this worker's last push ended
+            # Other workers may wait for the outcome of this worker's last push.
             self.model.wait()
         self.stats.enter(phase)
         self.client.progress(
@@ -139,7 +139,7 @@ class Session(JobFacts):
                 self._leave_rounds(LEAVE_REASON, "drained")
             raise
         finally:
-            # a worker that cannot reach the job, or is no member, holds no batches any more
+            # A worker that cannot reach the job, or is no member, holds no batches any more.
             with suppress(PSError):
                 batches.give_back()
             result = self.model.result
@@ -235,7 +235,7 @@ class Session(JobFacts):
                 return self._check_rollback()
 
     def reset_rejoin_count(self) -> None:
-        """The membership is good: a request has succeeded."""
+        """Record that a request has succeeded, so the membership is valid."""
         self._rejoins = 0
 
     def _count_rejoin(self, error: FencedError) -> None:
