@@ -68,10 +68,10 @@ WHOLE_NAMES = frozenset({"look", "most", "over", "still", "sure", "twice", "whol
 ALLOWED = {
     "benchmarks": 0,
     "common/pscommon": 0,
-    "common/pscommon/core": 9,
+    "common/pscommon/core": 2,
     "proto": 0,
-    "psserver": 220,
-    "psworker": 168,
+    "psserver": 77,
+    "psworker": 108,
     "psworker/ctl": 0,
     "psworker/examples": 0,
     "psworker/integrations": 0,
