@@ -114,9 +114,8 @@ class Server:
         self.snapshots = SnapshotManager(
             config.data_dir, config.shard, config.snapshot_keep, self.metrics
         )
-        layout = (
-            self._make_layout()
-        )  # before the port is bound: a second attempt without this disk needs it
+        # before the port is bound: a second attempt without this disk needs it
+        layout = self._make_layout()
         patience = PORT_RELEASE_SECONDS if self._promotion is not None else 0.0
         self._grpc, self.address = listen(
             config.bind, MAX_CONCURRENT_CALLS, [RpcTimer(self.metrics.rpc).wrap], patience
@@ -159,9 +158,8 @@ class Server:
                 None,
             )
         layout = ShardCountFile(config.shards, config.data_dir)
-        if (
-            standby_state is not None and standby_state.coordinator is not None
-        ):  # the coordinator decides, so it knows before its shard
+        # the coordinator decides, so it knows before its shard
+        if standby_state is not None and standby_state.coordinator is not None:
             layout.take_over(standby_state.hello["layout"], standby_state.coordinator.shards)
         return layout
 
@@ -174,9 +172,8 @@ class Server:
             name.check(bound)
         job = bound or made_up() if config.shard == 0 else hello.get("job", "")
         if job:
-            name.note(
-                job
-            )  # a generated name is stored at once: shard 0 may die before the first snapshot
+            # a generated name is stored at once: shard 0 may die before the first snapshot
+            name.note(job)
         coordinator = config.join or hello.get("coordinator", "")
         identity = ServerIdentity(
             config.shard, layout.shards, address, coordinator, job, bound, name
@@ -336,9 +333,8 @@ class Server:
             self._health.set(service, health_pb2.HealthCheckResponse.SERVING)
         self._port_file.write(self.address, inherited=self._promotion is not None)
         self._announce()
-        policy = (
-            {} if self.service is None else {"policy": self.service.policy}
-        )  # only shard 0 knows the current policy
+        # only shard 0 knows the current policy
+        policy = {} if self.service is None else {"policy": self.service.policy}
         log.info(
             "listening", extra={"address": self.address, "shards": self.identity.shards, **policy}
         )
@@ -429,9 +425,8 @@ def run(config: ServerConfig) -> int:
     shared_memory.sweep()
     if config.malloc == "tuned":
         tune_malloc()
-    torch.set_num_threads(
-        1
-    )  # the engine has its own threads; torch would start some for every calling thread
+    # the engine has its own threads; torch would start some for every calling thread
+    torch.set_num_threads(1)
     if config.standby_of is None:
         return serve(Server(config))
     standby = Standby(config, lease_of(config))

@@ -57,9 +57,8 @@ def connect(
     if not servers and not os.environ.get("PS_SERVERS"):
         raise InvalidRequestError(
             "no servers to train with: start the script with `ps-run ... SCRIPT` (a whole job on "
-            "this machine) or "
-            "`ps-worker --ps HOST:PORT SCRIPT` (one worker), set PS_SERVERS=HOST:PORT, or set "
-            "PS_LOCAL=1 to train alone"
+            "this machine) or `ps-worker --ps HOST:PORT SCRIPT` (one worker), set "
+            "PS_SERVERS=HOST:PORT, or set PS_LOCAL=1 to train alone"
         )
     from psworker.client.client import Client
 
@@ -86,9 +85,8 @@ def choose_device(wanted: str, rank: int) -> "torch.device":
         raise InvalidRequestError(
             f"device {wanted!r} is not one of auto, cpu, cuda, cuda:K"
         ) from None
-    if (
-        device.type == "cpu"
-    ):  # not even asked for a GPU: once torch was, forks of this process cannot use it
+    # not even asked for a GPU: once torch was, forks of this process cannot use it
+    if device.type == "cpu":
         return device
     if device.type != "cuda":
         raise InvalidRequestError(f"device {wanted!r} is not one of auto, cpu, cuda, cuda:K")

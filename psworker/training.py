@@ -376,8 +376,7 @@ def _paired(data: Any) -> Any:
     if isinstance(data, DataLoader):
         raise InvalidRequestError(
             "data is a DataLoader, and each node makes its own batches. Try: give the data set "
-            "that it has "
-            "(loader.dataset), and batch_size and shuffle as arguments"
+            "that it has (loader.dataset), and batch_size and shuffle as arguments"
         )
     if isinstance(data, tuple) or (
         isinstance(data, list) and data and all(isinstance(item, Tensor) for item in data)

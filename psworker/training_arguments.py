@@ -101,9 +101,8 @@ def checked_loss(loss: Loss | None) -> Loss:
 def _default_loss(output: Any, target: Any) -> Tensor:
     if not isinstance(output, Tensor) or not isinstance(target, Tensor):
         raise InvalidRequestError(
-            f"without loss=... the model's output and the target are tensors, not a "
-            f"{type(output).__name__} and a "
-            f"{type(target).__name__}"
+            "without loss=... the model's output and the target are tensors, not a "
+            f"{type(output).__name__} and a {type(target).__name__}"
         )
     if target.is_floating_point():
         return nn.functional.mse_loss(output, target)

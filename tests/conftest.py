@@ -38,9 +38,8 @@ def pytest_configure(config: pytest.Config) -> None:
     """
     os.environ["XDG_RUNTIME_DIR"] = tempfile.mkdtemp(prefix="ps-tests-")
     config.add_cleanup(lambda: shutil.rmtree(os.environ["XDG_RUNTIME_DIR"], ignore_errors=True))
-    if not hasattr(
-        config, "workerinput"
-    ):  # the processes of pytest-xdist inherit the environment of the first one
+    # the processes of pytest-xdist inherit the environment of the first one
+    if not hasattr(config, "workerinput"):
         os.environ["TEST_SLOTS"] = str(Path(os.environ["XDG_RUNTIME_DIR"]) / "slots")
     slots = config.stash[slots_key] = ProcessSlots(Path(os.environ["TEST_SLOTS"]))
     config.add_cleanup(slots.close)

@@ -82,9 +82,8 @@ def main(kind: str, setup: Setup) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    warnings.filterwarnings(
-        "ignore", message="You are using a Backend"
-    )  # torch's own use of its own module
+    # torch's own use of its own module
+    warnings.filterwarnings("ignore", message="You are using a Backend")
     if len(sys.argv) > 3:
         join(sys.argv[1], sys.argv[3], 1)
         rpc.shutdown()  # answers calls until the worker shuts down as well

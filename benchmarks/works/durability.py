@@ -30,9 +30,8 @@ def lineup(scale: Scale, resources: ExitStack) -> Lineup:
 WORK = Work(
     "durability",
     "push_pull of 100 MB, 1 worker, 1 server, SGD: without a log, with one that is synced every "
-    "second, and with one "
-    "that is synced before each answer. A turn is as many pushes as a log holds before a snapshot "
-    "takes its place, so "
-    "it has the costs of that snapshot too; the files of the log are recycled by then.",
+    "second, and with one that is synced before each answer. A turn is as many pushes as a log "
+    "holds before a snapshot takes its place, so it has the costs of that snapshot too; the files "
+    "of the log are recycled by then.",
     lineup,
 )

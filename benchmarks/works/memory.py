@@ -46,9 +46,8 @@ def facts(scale: Scale) -> dict[str, float]:
 STEPS = Work(
     "memory",
     "The server's resident memory at its peak in each round, beyond that of a server without a "
-    "model: 400 MB model, "
-    "Adam, 1 worker, 20 steps a round. What a worker shares with it through /dev/shm is the "
-    "worker's and shown apart.",
+    "model: 400 MB model, Adam, 1 worker, 20 steps a round. What a worker shares with it through "
+    "/dev/shm is the worker's and shown apart.",
     steps,
 )
 CROWD = Work(

@@ -62,8 +62,7 @@ def distant(setup: Setup, ends: link.SlowLink) -> Command:
 WORK = Work(
     "overlap",
     "Training over a link of 200 Mbit/s each way (network namespaces, veth, tbf): a perceptron of "
-    "5 MB in 32 layers "
-    "whose batch size makes computing take as long as the transfer; gRPC lane, 1 worker, 1 "
-    "server, SGD.",
+    "5 MB in 32 layers whose batch size makes computing take as long as the transfer; gRPC lane, "
+    "1 worker, 1 server, SGD.",
     lineup,
 )

@@ -27,7 +27,6 @@ def lineup(scale: Scale, resources: ExitStack) -> Lineup:
 WORK = Work(
     "phases",
     "A training step of a multilayer perceptron (32 layers, 40 MB, batches of 64, Adam; sync, 1 "
-    "server) by phase, as "
-    "job.stats tells them.",
+    "server) by phase, as job.stats tells them.",
     lineup,
 )

@@ -43,10 +43,9 @@ def lineup(scale: Scale, resources: ExitStack) -> Lineup:
 WORK = Work(
     "push_pull",
     "Gradients of a ResNet-50-like model (100 MB float32 in 160 tensors) to a server, SGD, new "
-    "weights back; 1 worker, "
-    "1 server. The bare stream moves the same bytes and applies nothing; gloo sums the same bytes "
-    "and applies nothing. "
-    "torch.distributed.rpc takes shared memory on one host, unless it is told to take TCP.",
+    "weights back; 1 worker, 1 server. The bare stream moves the same bytes and applies nothing; "
+    "gloo sums the same bytes and applies nothing. torch.distributed.rpc takes shared memory on "
+    "one host, unless it is told to take TCP.",
     lineup,
     quick=True,
 )

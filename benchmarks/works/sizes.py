@@ -38,7 +38,6 @@ def lineup(scale: Scale, resources: ExitStack) -> Lineup:
 WORK = Work(
     "sizes",
     "Push and pull of models of 1 to 256 MB in 160 tensors (SGD; 1 worker, 1 server) by lane, "
-    "beside the bare stream "
-    "and gloo.",
+    "beside the bare stream and gloo.",
     lineup,
 )

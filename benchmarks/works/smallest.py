@@ -33,8 +33,7 @@ def lineup(scale: Scale, resources: ExitStack) -> Lineup:
 WORK = Work(
     "smallest",
     "A step of a 50 kB model (one tensor, SGD), 1 worker, sync. The bare call moves 50 kB each "
-    "way; the empty one "
-    "moves nothing.",
+    "way; the empty one moves nothing.",
     lineup,
     quick=True,
 )

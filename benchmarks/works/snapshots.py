@@ -29,9 +29,7 @@ def lineup(scale: Scale, resources: ExitStack) -> Lineup:
 WORK = Work(
     "snapshots",
     "A worker that pushes and pulls 100 MB again and again, SGD, and now and then only pulls; "
-    "quiet, and while "
-    "snapshots are written. lost: seconds that one snapshot costs; pause: the longest step beyond "
-    "the longest of a "
-    "quiet turn.",
+    "quiet, and while snapshots are written. lost: seconds that one snapshot costs; pause: the "
+    "longest step beyond the longest of a quiet turn.",
     lineup,
 )

@@ -33,7 +33,6 @@ def lineup(scale: Scale, resources: ExitStack) -> Lineup:
 WORK = Work(
     "tail",
     "Pulls of one worker (4 MB model, async, Adam), while the server is idle and while another "
-    "worker pushes without "
-    "pause; p99 of each round.",
+    "worker pushes without pause; p99 of each round.",
     lineup,
 )

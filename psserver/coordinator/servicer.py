@@ -34,9 +34,8 @@ from psserver.process.grpc_server import when_ended
 
 STATES = {"ready": pb.RegisterResponse.STATE_READY, "upload": pb.RegisterResponse.STATE_UPLOAD}
 
-Context = (
-    grpc.ServicerContext | None
-)  # None: called within this process; errors are raised unchanged
+# None: called within this process; errors are raised unchanged
+Context = grpc.ServicerContext | None
 
 
 class ControlPlaneServicer(CoordinatorServiceServicer):

@@ -65,9 +65,8 @@ def _next_response(
     )
     if update is None:
         stop = server.is_leaving or over
-        registry = (
-            service.registry
-        )  # a candidate needs them: a standby may be disconnected when the reshard starts
+        # a candidate needs them: a standby may be disconnected when the reshard starts
+        registry = service.registry
         waits = pb.LinkShardResponse(
             job=service.job, stop=stop, waiting_for="ps-ctl reshard", standbys=registry.standbys
         )

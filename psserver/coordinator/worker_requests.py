@@ -65,8 +65,7 @@ def check_names(spec: ModelSpec) -> None:
     if any(RESERVED in (tensor.name, *tensor.aliases) for tensor in spec.tensors):
         raise InvalidRequestError(
             f"cannot register the model: a tensor is named {RESERVED}, which safetensors files "
-            f"reserve. "
-            "Try: rename this parameter or buffer"
+            "reserve. Try: rename this parameter or buffer"
         )
 
 

@@ -18,10 +18,11 @@ def check_gradient(
     tensor = store.find_non_finite(staging)
     if tensor and rules.mends and not staging.initial:
         store.replace_non_finite(staging)
+        # buffers cannot be mended
         staged, tensor = (
             replace(staged, mended=tensor),
             store.find_non_finite(staging),
-        )  # buffers cannot be mended
+        )
     if tensor:
         return replace(staged, problem=f"NON_FINITE: tensor {tensor}")
     # in a round of several the norm of their average matters; where that was not so, the

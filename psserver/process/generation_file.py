@@ -57,9 +57,8 @@ class GenerationFile:
         if not known:
             raise GenerationDamagedError(
                 f"{self.path} is damaged: it counts the starts of this job, and holds no valid "
-                f"number. "
-                f"Try: echo {SAFE_START_NUMBER} > {self.path} (any number above the number of starts so "
-                f"far)"
+                f"number. Try: echo {SAFE_START_NUMBER} > {self.path} (any number above the number "
+                "of starts so far)"
             )
         newest = max(known)
         # a damaged slot may have held the number after the valid one

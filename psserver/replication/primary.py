@@ -184,9 +184,8 @@ class PrimaryReplicator:
 
     def drop(self, why: str) -> None:
         with self._changed:
-            while (
-                self._machine.is_handing_over
-            ):  # later changes are in no record and must not be visible
+            # later changes are in no record and must not be visible
+            while self._machine.is_handing_over:
                 self._check()
                 self._changed.wait(TICK_SECONDS)
             if self.open:
@@ -280,9 +279,8 @@ class PrimaryReplicator:
         machine = self._machine
         state = list(records)
         with self._changed:
-            self._end_connection(
-                hello
-            )  # another standby may have connected while the state was copied
+            # another standby may have connected while the state was copied
+            self._end_connection(hello)
             link_id = machine.attach(hello.instance, time.monotonic())
             self._address, self._why = hello.address, ""
             for record in state:
@@ -339,8 +337,7 @@ class PrimaryReplicator:
             if machine.standby_id != instance or not machine.begin_handover():
                 raise MismatchError(
                     f"this standby is behind ({self.state}{self._why}): wait until ps-ctl status "
-                    f"shows it in sync; "
-                    "then promote",
+                    "shows it in sync; then promote",
                     "NOT_IN_SYNC",
                 )
             if not self._changed.wait_for(lambda: machine.is_handover_complete, seconds):

@@ -67,9 +67,8 @@ class StandbyServicer(StandbyServiceServicer):
         with answering(context):
             replicator = self._primary()
             replicator.step_down(request.instance, STEP_DOWN_SECONDS)
-            if not context.add_callback(
-                replicator.end
-            ):  # the caller has disconnected, and may be primary nevertheless
+            # the caller has disconnected, and may be primary nevertheless
+            if not context.add_callback(replicator.end):
                 replicator.end()
             return pb.StepDownResponse()
 

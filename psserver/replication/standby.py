@@ -60,9 +60,8 @@ class Standby:
         self.ended = threading.Event()
         self.failure: PSError | None = None
         assert config.standby_of is not None
-        self._job = (
-            config.job or JobIdFile(config.data_dir).noted
-        )  # the only job that it may follow; empty: any
+        # the only job that it may follow; empty: any
+        self._job = config.job or JobIdFile(config.data_dir).noted
         self.primary = config.standby_of
         self._lease = lease
         self._team = ThreadTeam(config.threads or 1)
@@ -103,9 +102,8 @@ class Standby:
             while self._promoted is None and not self.ended.is_set():
                 self._follow()
         finally:
-            with (
-                self._promoting
-            ):  # later calls of Promote are refused; an earlier one finishes first
+            # later calls of Promote are refused; an earlier one finishes first
+            with self._promoting:
                 self.ended.set()
             self._stopped_following.set()
             ticker.join()

@@ -151,9 +151,8 @@ class ShardEngine:
     def set_model(self, spec: ModelSpec) -> None:
         """Create this shard's partition of the job's model. Repeating it is harmless."""
         if self._machine.begun and self._store is not None:
-            self._store.clips_gradients = (
-                spec.optimizer.clip_norm is not None
-            )  # a resumed job may have another clip norm
+            # a resumed job may have another clip norm
+            self._store.clips_gradients = spec.optimizer.clip_norm is not None
         if self._machine.begun or (
             self._model is not None and self._model.fingerprint() == spec.fingerprint()
         ):

@@ -456,8 +456,7 @@ class Client(ClientFacts):
     def __reduce__(self) -> Never:
         raise InvalidRequestError(
             "a Client is its process's connection and cannot be pickled or copied: give another "
-            "process the servers' "
-            "addresses, and let it make a Client of its own"
+            "process the servers' addresses, and let it make a Client of its own"
         )
 
     def __enter__(self) -> Self:

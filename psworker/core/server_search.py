@@ -193,9 +193,8 @@ class ServerSearch:
         for other, earlier in self._answers.items():
             if earlier.shards != answer.shards and earlier.layout == answer.layout:
                 raise _mismatch(
-                    f"{other} is shard {earlier.shard} of {earlier.shards}, but {address} is "
-                    f"shard {answer.shard} of "
-                    f"{answer.shards}: they are not servers of one job"
+                    f"{other} is shard {earlier.shard} of {earlier.shards}, but {address} is shard "
+                    f"{answer.shard} of {answer.shards}: they are not servers of one job"
                 )
             if earlier.job and answer.job and earlier.job != answer.job and other != address:
                 raise MismatchError(

@@ -110,9 +110,8 @@ class LeasedBatches:
                 self.share = lease.share
             self._held.update(zip(lease.numbers, lease.following or repeat(None), strict=False))
             self._ended = lease.end and not lease.numbers
-            if (
-                self._ended and not self._session.consumed.batches
-            ):  # else it ends for this worker only, with those in hand
+            # else it ends for this worker only, with those in hand
+            if self._ended and not self._session.consumed.batches:
                 self._session.loops.passed(self._spec.loop)
             if lease.sat_out and not idle:
                 self._session.pull()
@@ -270,8 +269,7 @@ class BatchIterator:
         if self._gave_way:
             raise InvalidRequestError(
                 "this pass was left when iter() began the loader's next one. Try: for a loop "
-                "inside a loop over the "
-                "same data make another loader with job.batches"
+                "inside a loop over the same data make another loader with job.batches"
             )
         return next(self._batches)
 

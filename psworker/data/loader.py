@@ -67,9 +67,8 @@ def _check_exclusive(given: LoaderArguments) -> None:
         }
         if excluded := [name for name, is_given in others.items() if is_given]:
             raise InvalidRequestError(
-                f"batch_sampler excludes {', '.join(excluded)}: it gives whole batches, in its "
-                f"own order. Try: leave "
-                f"out {', '.join(excluded)}"
+                f"batch_sampler excludes {', '.join(excluded)}: it gives whole batches, in its own "
+                f"order. Try: leave out {', '.join(excluded)}"
             )
     elif given.sampler is not None and given.shuffle:
         raise InvalidRequestError(
@@ -87,7 +86,6 @@ def _sampler(given: LoaderArguments, epochs: int) -> Any:
     if epochs != 1:
         raise InvalidRequestError(
             f"{option} excludes epochs={epochs!r}: it gives the order of one pass at a time. Try: "
-            f"`for epoch in "
-            "range(epochs): for batch in loader: ...`"
+            "`for epoch in range(epochs): for batch in loader: ...`"
         )
     return sampler

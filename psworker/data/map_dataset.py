@@ -197,9 +197,8 @@ def map_style(dataset: Any) -> Any:
         dataset = TensorDataset(*_rows(dataset))
     if not isinstance(dataset, Sized) or not hasattr(dataset, "__getitem__"):
         raise InvalidRequestError(
-            f"job.batches needs a map-style data set, with len() and items by number, or a "
-            f"stream, an IterableDataset "
-            f"or one with read(source, offset), not {type(dataset).__name__}"
+            "job.batches needs a map-style data set, with len() and items by number, or a stream, "
+            f"an IterableDataset or one with read(source, offset), not {type(dataset).__name__}"
         )
     return dataset
 

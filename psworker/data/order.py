@@ -110,8 +110,7 @@ def _indices(sampler: object, given: Iterator[Any]) -> NDArray[np.int64]:
     if len(indices) > INDICES_LIMIT:
         raise InvalidRequestError(
             f"sampler {name_of(sampler)} gave more than {INDICES_LIMIT} indices in a pass, and "
-            f"perhaps has no end. "
-            "Try: a sampler whose passes end, in a loop over passes"
+            "perhaps has no end. Try: a sampler whose passes end, in a loop over passes"
         )
     return indices
 
@@ -126,8 +125,7 @@ def check_sampler(option: str, sampler: Any) -> None:
     if isinstance(sampler, DistributedSampler) or isinstance(inner, DistributedSampler):
         raise InvalidRequestError(
             f"{option}=DistributedSampler would divide the data twice: job.batches already gives "
-            f"each sample to one "
-            "worker. Try: leave it out, with shuffle=True or False"
+            "each sample to one worker. Try: leave it out, with shuffle=True or False"
         )
     if not isinstance(sampler, Iterable):
         raise InvalidRequestError(
@@ -136,6 +134,5 @@ def check_sampler(option: str, sampler: Any) -> None:
     if isinstance(sampler, Iterator):
         raise InvalidRequestError(
             f"{option} is an iterator ({type(sampler).__name__}), which gives one pass only. Try: "
-            f"a list or a sampler "
-            "whose iter() begins a new pass"
+            "a list or a sampler whose iter() begins a new pass"
         )

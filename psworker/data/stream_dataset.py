@@ -63,10 +63,8 @@ def stream_of(dataset: Any, sources: int) -> StreamDataset:
     if sources != 1 or not isinstance(dataset, IterableDataset):
         raise InvalidRequestError(
             f"to be read as {sources} sources, {type(dataset).__name__} needs read(source, "
-            f"offset), which gives an "
-            "iterator over the source's samples from there on; an IterableDataset without it is "
-            "one source, read by "
-            "one worker"
+            "offset), which gives an iterator over the source's samples from there on; an "
+            "IterableDataset without it is one source, read by one worker"
         )
     return SingleSourceStream(dataset)
 

@@ -49,14 +49,12 @@ def unpacked(loader: DataLoader[Any], given: LoaderArguments) -> LoaderArguments
     if kind.__iter__ is not DataLoader.__iter__:
         raise InvalidRequestError(
             f"{kind.__name__} has an __iter__ of its own, which cannot be divided among workers. "
-            f"Try: "
-            "job.batches(loader.dataset, batch_size=...)"
+            "Try: job.batches(loader.dataset, batch_size=...)"
         )
     if loader.batch_sampler is None:
         raise InvalidRequestError(
             "a DataLoader with batch_size=None makes no batches: its data set does. Try: a data "
-            "set of samples, with a "
-            "batch_size"
+            "set of samples, with a batch_size"
         )
     batch_sampler, sampler, shuffle = None, None, None
     if loader.batch_size is None or type(loader.batch_sampler) is not BatchSampler:

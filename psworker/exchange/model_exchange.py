@@ -112,8 +112,7 @@ class ModelExchange:
         if answer.plan_digest != plan.digest:
             raise MismatchError(
                 f"the servers of job {self._connection.place.job} place the model otherwise than "
-                f"this worker does: all "
-                "parts of a job need the same version of this software",
+                "this worker does: all parts of a job need the same version of this software",
                 "MODEL_MISMATCH",
             )
         return plan

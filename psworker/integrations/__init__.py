@@ -32,9 +32,8 @@ def check_device(job: "Job", device: "torch.device", framework: str) -> None:
     same_type = device.type == job.device.type
     if not same_type or (device.index or 0) != (job.device.index or 0):
         raise InvalidRequestError(
-            f"{framework} computes on {device}, and this worker's device is {job.device}. "
-            f"Try: set ACCELERATE_TORCH_DEVICE={job.device} before {framework} is imported, or "
-            f"choose "
+            f"{framework} computes on {device}, and this worker's device is {job.device}. Try: set "
+            f"ACCELERATE_TORCH_DEVICE={job.device} before {framework} is imported, or choose "
             f"`--device {device.type}`"
         )
 

@@ -66,9 +66,8 @@ class Accelerator(accelerate.Accelerator):
         models = [item for item in args if isinstance(item, torch.nn.Module)]
         if len(optimizers) != 1 or len(models) != 1 or device_placement is not None:
             raise InvalidRequestError(
-                f"prepare got {len(models)} models and {len(optimizers)} optimizers; a job has "
-                f"one of "
-                "each. Try: one call with both, one ModuleDict for several networks, and no "
+                f"prepare got {len(models)} models and {len(optimizers)} optimizers; a job has one "
+                "of each. Try: one call with both, one ModuleDict for several networks, and no "
                 "device_placement"
             )
         models[0].to(self.device)

@@ -65,8 +65,7 @@ class ParameterServerStrategy(SingleDeviceStrategy):
         if trainer.gradient_clip_val and trainer.gradient_clip_algorithm == "value":
             raise InvalidRequestError(
                 "servers clip by norm. Try: gradient_clip_algorithm='norm', or clip in the "
-                "module's "
-                "on_before_optimizer_step"
+                "module's on_before_optimizer_step"
             )
         clip_norm, trainer.gradient_clip_val = trainer.gradient_clip_val, None
         self.optimizers = [

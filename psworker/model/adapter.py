@@ -108,8 +108,7 @@ class TensorGroup:
         if now != was:
             raise InvalidRequestError(
                 f"{self.names[place]} was {was} when job.optimizer took the model and is {now} "
-                f"now: "
-                "move, cast and reshape the model before job.optimizer"
+                "now: move, cast and reshape the model before job.optimizer"
                 + (f"; {OWN}" if self._role == "buffer" else "")
             )
 
@@ -303,9 +302,8 @@ class ModelAdapter:
         self.changes.check(
             differ := [place for place in moved if not torch.equal(tensors[place], weights[place])]
         )
-        for place in (
-            differ
-        ):  # as with changes in place: keep the script's values until the servers overwrite them
+        # as with changes in place: keep the script's values until the servers overwrite them
+        for place in differ:
             weights[place].copy_(tensors[place].detach())
         for place in moved:
             tensors[place].data = weights[place]
@@ -420,9 +418,8 @@ def _check_all_known(optimizer: torch.optim.Optimizer, known: set[int]) -> None:
             if id(parameter) not in known:
                 raise InvalidRequestError(
                     f"parameter {place} of the optimizer's group {index}, shape "
-                    f"{list(parameter.shape)}, is not in the "
-                    "model: give job.optimizer the model whose parameters the optimizer was made "
-                    "from"
+                    f"{list(parameter.shape)}, is not in the model: give job.optimizer the model "
+                    "whose parameters the optimizer was made from"
                 )
 
 
@@ -456,8 +453,7 @@ def _refuse_shared(model: nn.Module, moved: Mapping[str, Tensor]) -> None:
         if start < reached and (name in moved or last in moved):
             raise InvalidRequestError(
                 f"{last} and {name} lie in the same memory: tie the Parameter itself (m[1].weight "
-                f"= m[0].weight), or "
-                "give each a copy of its own"
+                "= m[0].weight), or give each a copy of its own"
             )
         if stop > reached:
             reached, last = stop, name

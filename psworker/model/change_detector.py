@@ -97,12 +97,10 @@ class ChangeDetector:
             more = f" and {len(places) - NAMED} more" if len(places) > NAMED else ""
             log.warning(
                 "the script has changed %s%s in place: that is lost, because the job's weights "
-                "live on the servers and "
-                "overwrite this worker's copy. Load or set weights before job.optimizer, and "
-                "bound them in the forward "
-                "pass (torch.nn.utils.parametrize). This is said once; it does not matter for "
-                "weights that the script "
-                "has put back since",
+                "live on the servers and overwrite this worker's copy. Load or set weights before "
+                "job.optimizer, and bound them in the forward pass (torch.nn.utils.parametrize). "
+                "This is said once; it does not matter for weights that the script has put back "
+                "since",
                 ", ".join(self._names[place] for place in places[:NAMED]),
                 more,
             )

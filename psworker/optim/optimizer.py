@@ -401,8 +401,7 @@ def _checked_weight(samples: Any) -> int:
             return weight
     raise InvalidRequestError(
         f"samples={samples!r}: the weight of a gradient is a whole number of samples, at least 1; "
-        f"to leave a gradient "
-        "out, do not call step()"
+        "to leave a gradient out, do not call step()"
     )
 
 
@@ -413,8 +412,7 @@ def _refuse_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     if not isinstance(optimizer, ServerOptimizer):  # the two share their hooks
         raise InvalidRequestError(
             "this optimizer was handed over: call step() of the one that job.optimizer(...) "
-            "returned, "
-            "which takes its place"
+            "returned, which takes its place"
         )
 
 
@@ -425,17 +423,15 @@ def _refuse_own_step(optimizer: torch.optim.Optimizer) -> None:
     if "step" in vars(optimizer) and not hasattr(optimizer.step, "_wrapped_by_lr_sched"):
         raise InvalidRequestError(
             "this optimizer's step() was replaced, and the servers' would be torch's own: hand it "
-            "over as it was; "
-            "what is to happen before or after a step goes into register_step_pre_hook and "
-            "register_step_post_hook"
+            "over as it was; what is to happen before or after a step goes into "
+            "register_step_pre_hook and register_step_post_hook"
         )
 
 
 def _refuse_copy(*_: Any) -> None:
     raise InvalidRequestError(
-        "this is a copy of a job's optimizer, which has its settings but no place in the job: "
-        "call step() of the one "
-        "that job.optimizer(...) returned"
+        "this is a copy of a job's optimizer, which has its settings but no place in the job: call "
+        "step() of the one that job.optimizer(...) returned"
     )
 
 
@@ -448,7 +444,6 @@ def _refuse_history(state: Mapping[Any, Any]) -> None:
         if kept and float(kept.get("step", 1)) != 0:
             raise InvalidRequestError(
                 "this optimizer state has steps behind it, and moments cannot be brought to the "
-                "servers: start with a "
-                "fresh torch optimizer, and let the servers resume their own snapshot (ps-server "
-                "--resume)"
+                "servers: start with a fresh torch optimizer, and let the servers resume their own "
+                "snapshot (ps-server --resume)"
             )

@@ -43,10 +43,9 @@ class GroupSettings:
         ):
             raise InvalidRequestError(
                 "the optimizer's parameter groups are not those that the job was made with, and "
-                "which weights train in "
-                "which group is fixed: change a group's values where they stand (group['lr'] = "
-                "...), and switch "
-                "requires_grad, or set gradients to None, to leave weights out"
+                "which weights train in which group is fixed: change a group's values where they "
+                "stand (group['lr'] = ...), and switch requires_grad, or set gradients to None, to "
+                "leave weights out"
             )
 
 

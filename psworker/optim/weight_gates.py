@@ -50,10 +50,8 @@ class ModuleHook:
     def __name__(self) -> str:
         raise UnscriptableError(
             "torch.jit.script cannot compile the hooks by which modules wait for weights with "
-            "overlap, and copies of "
-            "such modules have some as well: script a new model that has loaded this one's "
-            "state_dict(), or leave "
-            "overlap off"
+            "overlap, and copies of such modules have some as well: script a new model that has "
+            "loaded this one's state_dict(), or leave overlap off"
         )
 
 
@@ -232,11 +230,10 @@ class WeightGates:
         if place in self._unread:
             raise InvalidRequestError(
                 f"{self._bridge.trainable.names[place]} has got a gradient, but nobody had waited "
-                f"for its new weights, "
-                "so it may be one of old weights: the forward came before the last step, or did "
-                "not reach them through "
-                "their module (a traced module, a compiled function, references kept from before). "
-                "Call job.wait() after optimizer.step(), or leave overlap off"
+                "for its new weights, so it may be one of old weights: the forward came before "
+                "the last step, or did not reach them through their module (a traced module, a "
+                "compiled function, references kept from before). Call job.wait() after "
+                "optimizer.step(), or leave overlap off"
             )
 
     def settle(self) -> None:

@@ -46,10 +46,8 @@ class ConsumedBatches:
         if self._ended:
             raise InvalidRequestError(
                 "--global-batch decides how many batches make an update, so call optimizer.step() "
-                "after each batch: "
-                "with gradients that are None for one to be left out; where there is nothing to "
-                "train, go through "
-                "job.batches under torch.no_grad()"
+                "after each batch: with gradients that are None for one to be left out; where "
+                "there is nothing to train, go through job.batches under torch.no_grad()"
             )
 
     def begin(self) -> None:

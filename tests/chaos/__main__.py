@@ -36,9 +36,8 @@ LOST_CALLS = (
 
 
 def main() -> int:
-    signal.signal(
-        signal.SIGTERM, lambda number, frame: sys.exit(128 + number)
-    )  # nothing may stay behind
+    # nothing may stay behind
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     options = parse()
     folder = Path(tempfile.mkdtemp(prefix="chaos-"))
     acts = [each for each in playbill(options) if not options.only or each.name in options.only]

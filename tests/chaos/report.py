@@ -31,9 +31,8 @@ def _head(outcome: Outcome, undisturbed: float) -> Iterator[str]:
     pushes = outcome.evidence.applied
     yield (
         f"{outcome.act.name}: {len(outcome.mended)} faults in {outcome.ended - outcome.began:.0f} "
-        f"s; "
-        f"{outcome.updates_per_second:.1f} updates/s of {undisturbed:.1f} undisturbed, "
-        f"goodput {goodput(outcome, undisturbed):.0%}"
+        f"s; {outcome.updates_per_second:.1f} updates/s of {undisturbed:.1f} undisturbed, goodput "
+        f"{goodput(outcome, undisturbed):.0%}"
     )
     yield (
         f"  {len(pushes)} pushes acknowledged, {len(outcome.evidence.in_doubt())} in doubt, "

@@ -217,9 +217,8 @@ def test_without_a_lock_a_dead_primary_is_followed_when_somebody_says_so(tmp_pat
     ) as job:
         running(job, 0)
         job.lives["s0"].kill()
-        threading.Event().wait(
-            TAKEOVER_TIMEOUT_SECONDS + 0.5
-        )  # what must not happen needs a while in which it could
+        # what must not happen needs a while in which it could
+        threading.Event().wait(TAKEOVER_TIMEOUT_SECONDS + 0.5)
         with pytest.raises(PSError, match="is a standby"):
             describe(job.standby(0))
 

@@ -41,9 +41,8 @@ def test_the_primary_goes_on_alone_and_the_standby_never_takes_over(
 
     Healed, it loads anew and is in sync.
     """
-    monkeypatch.setattr(
-        Standby, "_find_primary", lambda standby: None
-    )  # else the lock leads it past the line
+    # else the lock leads it past the line
+    monkeypatch.setattr(Standby, "_find_primary", lambda standby: None)
     server = cluster(policy="async", failover_lock=tmp_path).servers[0]
     lease = LeaseDirectory(tmp_path, 0)
     with Proxy(server.address) as proxy, Following(server, standby_of=proxy.address) as following:

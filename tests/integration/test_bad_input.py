@@ -199,9 +199,8 @@ def test_servers_that_are_not_there(programs: Programs) -> None:
     worker = programs.run("ps-worker", "--ps", address, "--connect-timeout", "1s", "connect.py")
 
     assert worker.wait() == 20
-    assert (
-        time.monotonic() - began < 30
-    )  # not the 60 s of the default; most of it is the start of the process
+    # not the 60 s of the default; most of it is the start of the process
+    assert time.monotonic() - began < 30
     assert re.search(rf"UNREACHABLE: no answer within \d+ s from {address}", worker.err)
     assert "Traceback" not in worker.err
 

@@ -212,10 +212,11 @@ def test_a_server_that_was_told_to_end_is_waited_for(cluster: Make, tmp_path: Pa
         count(client, 3)
         assert first.service is not None
         take, taken = first.service.snapshot_scheduler.last, threading.Event()
+        # longer than between two heartbeats
         first.service.snapshot_scheduler.last = lambda: (
             taken.wait(0.5),
             take(),
-        )  # longer than between two heartbeats
+        )
         first.stop("SIGTERM")
         assert first.ended.wait(30)
         first.close()

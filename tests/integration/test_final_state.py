@@ -87,10 +87,11 @@ def test_a_last_snapshot_that_fails_is_not_saved_and_leaves_no_folder(
 
     assert text.startswith("version 2 is not saved, and there is no snapshot: ")
     assert text.count("No space left on device") == 1
+    # of the one when all workers were done
     assert errors(caplog) in (
         [],
         ["snapshot failed; training goes on"],
-    )  # of the one when all workers were done
+    )
     assert not (tmp_path / "snapshots").exists()
 
 

@@ -76,9 +76,8 @@ def test_a_training_in_numbers(cluster: Make, tmp_path: Path) -> None:
         assert seen("ps_rpc_duration_seconds_count", method="ExchangeOnce", **mine) > 2 * VERSIONS
         assert began <= seen("ps_snapshot_last_success_timestamp_seconds", **mine) <= time.time()
         assert seen("ps_snapshot_duration_seconds_count", **mine) >= 1
-        assert seen("ps_snapshot_bytes", **mine) > 2 * plan.shard_nbytes(
-            shard
-        )  # with Adam's moments
+        # with Adam's moments
+        assert seen("ps_snapshot_bytes", **mine) > 2 * plan.shard_nbytes(shard)
         assert seen("ps_snapshot_failures_total", **mine) == 0
         (info,) = seen.labels("ps_shard_info")
         assert info == {"shard": str(shard), "shards": "2", "job": "otter", "policy": "sync"}

@@ -66,9 +66,8 @@ def test_each_push_counts_once_while_servers_come_and_go(
     counted = sum(pusher.counted for pusher in pushers)
     status = servers.servers[0].service.status()  # type: ignore[union-attr]
     assert (status["steps"], len(status["servers"]), status["moving_to"]) == (counted, 1, None)
-    assert (
-        policy == "sync" or status["version"] == counted
-    )  # in sync, an update is the mean of a round
+    # in sync, an update is the mean of a round
+    assert policy == "sync" or status["version"] == counted
     found = weights(servers.address)
     assert {*found["w"], *found["b"]} == {-status["version"]}
 
@@ -84,9 +83,8 @@ def test_what_a_server_says_that_is_to_leave_takes_nobody_back(
         client.register(ZEROS, EACH)
         client.push(ONES)
         left = hub.registry[1]
-        patch.setattr(
-            ReshardRequests, "dismiss", lambda reshards: None
-        )  # it is not told that it may go
+        # it is not told that it may go
+        patch.setattr(ReshardRequests, "dismiss", lambda reshards: None)
         reshard(servers, 1, policy="async")
         hub.report(leaver.engine.make_report(), left, left.connection)
     assert (leader.failure, hub.version) == (None, 1)

@@ -130,9 +130,8 @@ def test_a_simulated_run_is_the_same_every_time(row: dict[str, object]) -> None:
         assert (result["nodes_used"], result["steps"], result["samples"]) == (3, 36, 360)
         states.append(result["state_dict"])
 
-    again = (
-        2 if not row else 1
-    )  # without a barrier, another number of servers is another order of events
+    # without a barrier, another number of servers is another order of events
+    again = 2 if not row else 1
     for state in states[1 : 1 + again]:
         assert all(torch.equal(state[name], states[0][name]) for name in state)
 
@@ -419,9 +418,8 @@ def test_ctrl_c_ends_it_and_its_servers(tmp_path: Path) -> None:
         programs.script(ENDLESS)
         script = programs.start("python", "train.py", PYTHONPATH=f"{root}:{root / 'common'}")
         script.wait_for("trains")
-        assert (
-            list(programs.temporary.iterdir()) == []
-        )  # nor will there be anything, however it ends
+        # nor will there be anything, however it ends
+        assert list(programs.temporary.iterdir()) == []
         servers = descendants(script.pid)
 
         script.send_beside_main(signal.SIGINT)

@@ -70,9 +70,8 @@ def test_sigterm_lets_a_worker_end_its_step_and_its_script(
 ) -> None:
     cluster.deal(*range(9))
     hold, held = threading.Event(), threading.Event()
-    cluster.before[0].extend(
-        [lambda: None] * 2 + [lambda: (held.set(), hold.wait(30))[0]]
-    )  # upload, pull, a push
+    # upload, pull, a push
+    cluster.before[0].extend([lambda: None] * 2 + [lambda: (held.set(), hold.wait(30))[0]])
     assert held.wait(60)
 
     script.send_signal(signal.SIGTERM)

@@ -109,10 +109,9 @@ def test_terminate_is_sigterm_to_the_process(start: Start) -> None:
 
 def test_kill_takes_everything_along_that_the_process_started(start: Start) -> None:
     code = (
-        "import signal, subprocess, sys; signal.signal(15, signal.SIG_IGN);"
-        "child = subprocess.Popen([sys.executable, '-I', '-S', '-c', 'import signal; "
-        "signal.pause()']);"
-        "print(child.pid); signal.pause()"
+        "import signal, subprocess, sys; signal.signal(15, signal.SIG_IGN);child = "
+        "subprocess.Popen([sys.executable, '-I', '-S', '-c', 'import signal; "
+        "signal.pause()']);print(child.pid); signal.pause()"
     )
     started = start(code)
     assert started.said.wait(LIMIT)
@@ -125,10 +124,8 @@ def test_kill_takes_everything_along_that_the_process_started(start: Start) -> N
 
 def test_what_an_ended_process_leaves_behind_is_killed_too(start: Start) -> None:
     code = (
-        "import subprocess, sys;"
-        "child = subprocess.Popen([sys.executable, '-I', '-S', '-c', 'import signal; "
-        "signal.pause()']);"
-        "print(child.pid)"
+        "import subprocess, sys;child = subprocess.Popen([sys.executable, '-I', '-S', '-c', "
+        "'import signal; signal.pause()']);print(child.pid)"
     )
     started = start(code)
 

@@ -74,14 +74,10 @@ def chosen(programs: Programs) -> Program:
     metrics = [f"127.0.0.1:{port}" for port in free_ports(3)]
     line = (
         "--servers 2 --workers 1 --summary s.json --history h.csv --save m.safetensors --log-dir "
-        "logs "
-        "--policy ssp --staleness 3 --max-staleness 9 "
-        "--min-workers 1 --lease 77s --job otter --data-dir job --snapshot-every 1steps "
-        "--snapshot-keep 2 "
-        f"--resume never --connect-timeout 33s --device cpu --threads 2 --metrics-bind "
-        f"{metrics[0]} "
-        "--log-level warning --log-format json --lanes grpc --overlap on --malloc system "
-        "--in-flight 448"
+        "logs --policy ssp --staleness 3 --max-staleness 9 --min-workers 1 --lease 77s --job "
+        "otter --data-dir job --snapshot-every 1steps --snapshot-keep 2 --resume never "
+        f"--connect-timeout 33s --device cpu --threads 2 --metrics-bind {metrics[0]} --log-level "
+        "warning --log-format json --lanes grpc --overlap on --malloc system --in-flight 448"
     )
     return done(programs.run("ps-run", *line.split(), "train.py", *metrics))
 
@@ -91,10 +87,8 @@ def careful(programs: Programs) -> Program:
     """A run with every setting about what may go wrong."""
     line = (
         "--workers 2 --min-workers 1 --progress-timeout 66s --on-worker-loss wait:44s "
-        "--backup-workers 1 "
-        "--late-gradients drop --bad-gradients skip --max-norm 1e9 --quarantine-after 5 "
-        "--data-dir careful "
-        "--durability log --log-fsync no"
+        "--backup-workers 1 --late-gradients drop --bad-gradients skip --max-norm 1e9 "
+        "--quarantine-after 5 --data-dir careful --durability log --log-fsync no"
     )
     return done(programs.run("ps-run", *line.split(), "train.py"))
 

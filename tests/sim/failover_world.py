@@ -291,9 +291,8 @@ class FailoverWorld:
             return
         if replication.phase is not ReplicationPhase.ALONE:
             if replication.standby_id == standby.name:
-                replication.drop_link(
-                    replication.link_id
-                )  # the standby connects again, so its old link is cut
+                # the standby connects again, so its old link is cut
+                replication.drop_link(replication.link_id)
             return
         link = replication.attach(standby.name, self.now)
         standby.listens_to = (primary.name, link)

@@ -259,9 +259,8 @@ class SimWorker:
 
     def finish(self) -> None:
         self.done = True
-        if (
-            self.world.takeovers and not self.world.coordinator.started
-        ):  # its script had hung over all that
+        # its script had hung over all that
+        if self.world.takeovers and not self.world.coordinator.started:
             self.world.bring_back_one(self.rank)
         self.world.worker_ended()
         worker = self.worker

@@ -69,9 +69,8 @@ class World(Faults, ServerFailures):
         self.saved: Saved | None = None
         self.perfect = self.is_over = False
         self.is_measuring = False
-        self.amid_measures: Counter[str] = (
-            Counter()
-        )  # what has come between a Measure and the next update
+        # what has come between a Measure and the next update
+        self.amid_measures: Counter[str] = Counter()
         self.layout = self.scenario.shards
         self.moves = 0
         self.disks = [Disk() for _ in range(UNITS)]
@@ -106,9 +105,8 @@ class World(Faults, ServerFailures):
 
     def new_coordinator(self, epoch: int, shards: int) -> CoordinatorMachine:
         scenario = self.scenario
-        wanted = (
-            1 if self.rollbacks else scenario.workers
-        )  # some may have ended before all went back
+        # some may have ended before all went back
+        wanted = 1 if self.rollbacks else scenario.workers
         rules = JobRules(
             scenario.policy,
             wanted,
@@ -324,9 +322,8 @@ class World(Faults, ServerFailures):
         if self.coordinator.move is not None:
             self.recorder.do("settle", self.now)
         for number, disk in enumerate(self.disks):
-            if (
-                number >= len(self.shards) or self.shards[number].is_ready
-            ):  # who still reads its log, hears of it later
+            # who still reads its log, hears of it later
+            if number >= len(self.shards) or self.shards[number].is_ready:
                 disk.log = [
                     segment for segment in disk.log if segment.version >= cutting.version
                 ] or disk.log[-1:]

@@ -208,8 +208,7 @@ class Order(TorchDispatchMode):
             if meet and clock.get(past.actor, 0) < past.tick:
                 raise Disorder(
                     f"{region.name}: {what} of [{start}, {stop}) by {actor} does not wait for "
-                    f"{past.what} of "
-                    f"[{past.start}, {past.stop}) by {past.actor}"
+                    f"{past.what} of [{past.start}, {past.stop}) by {past.actor}"
                 )
         if writes:  # what comes after this one comes after those, too
             region.accesses = [

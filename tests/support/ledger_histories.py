@@ -115,9 +115,8 @@ class History:
         times = self.rng.choice([1, 2])
         for ledger in self.ledgers * times:
             ledger.use_up(worker.number, keys)
-        self.thrown += [
-            key for key in keys if key.loop == worker.loop
-        ]  # what it has of loops before was thrown away when it went on
+        # what it has of loops before was thrown away when it went on
+        self.thrown += [key for key in keys if key.loop == worker.loop]
 
     def go_on(self, worker: Worker) -> None:
         """To the next loop. What it has not pushed its next push may bring; what was not sent to

@@ -155,9 +155,8 @@ class Programs:
     def _environment(self, chosen: dict[str, object]) -> dict[str, str]:
         around = {name: value for name, value in os.environ.items() if not name.startswith("PS_")}
         own = {"TMPDIR": str(self.temporary), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-        own["TORCHINDUCTOR_CACHE_DIR"] = str(
-            self.folder / "inductor"
-        )  # or torch leaves it in TMPDIR
+        # or torch leaves it in TMPDIR
+        own["TORCHINDUCTOR_CACHE_DIR"] = str(self.folder / "inductor")
         return around | own | {name: str(value) for name, value in chosen.items()}
 
     def _kept(self, program: Program) -> Program:

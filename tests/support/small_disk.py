@@ -47,9 +47,8 @@ class SmallDisk:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        _run(
-            "umount", "--lazy", str(self.path)
-        )  # lazy: a process that still has a file there does not keep the mount
+        # lazy: a process that still has a file there does not keep the mount
+        _run("umount", "--lazy", str(self.path))
 
     @property
     def free_bytes(self) -> int:

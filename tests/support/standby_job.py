@@ -30,9 +30,8 @@ class StandbyJob(ForkedJob):
     ) -> None:
         locked = ("--failover-lock", folder / "lock") if lock else ()
         super().__init__(folder, shards, (*flags, *locked), script, **options)
-        self.followed: set[int] = (
-            set()
-        )  # "s1" is started as the standby of "b1", which took its place
+        # "s1" is started as the standby of "b1", which took its place
+        self.followed: set[int] = set()
         ports = free_ports(2 * shards)
         self._standbys = [f"127.0.0.1:{port}" for port in ports[:shards]]
         self.monitors = [f"127.0.0.1:{port}" for port in ports[shards:]]

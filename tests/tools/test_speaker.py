@@ -101,8 +101,7 @@ def test_contenders_end_with_the_driver() -> None:
     """Even by kill -9: nothing may be left behind that takes the machine's time."""
     code = (
         "from benchmarks.speaker import *; s = Speaker(Command('tests.support.fake_contender', "
-        "('1',))); "
-        "s.wait_until_ready(); print(s.pid, flush=True); input()"
+        "('1',))); s.wait_until_ready(); print(s.pid, flush=True); input()"
     )
     with subprocess.Popen(
         [sys.executable, "-c", code],

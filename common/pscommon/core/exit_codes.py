@@ -65,9 +65,8 @@ EXPLANATIONS: dict[ExitCode, tuple[str, str]] = {
     ),
     ExitCode.TOO_FEW_WORKERS: (
         "too few workers",
-        "start more workers or lower --min-workers; if a worker was lost under "
-        "--on-worker-loss abort, find the cause and start the job again, "
-        "or use shrink or wait:SECONDS",
+        "start more workers or lower --min-workers; if a worker was lost under --on-worker-loss "
+        "abort, find the cause and start the job again, or use shrink or wait:SECONDS",
     ),
     ExitCode.INTERRUPTED: ("interrupted (Ctrl-C)", "nothing"),
     ExitCode.TERMINATED: ("terminated (SIGTERM)", "nothing"),

@@ -169,8 +169,7 @@ def check_rates(groups: Groups, like: OptimizerSettings) -> None:
         ):
             raise InvalidRequestError(
                 f"push refused: the learning rate of group {index} is {rate}, below 0 "
-                f"(registered: {own}). "
-                "Try: correct the scheduler of the script.",
+                f"(registered: {own}). Try: correct the scheduler of the script.",
                 "OUT_OF_RANGE",
             )
 
@@ -220,10 +219,9 @@ def _name_of(optimizer: torch.optim.Optimizer) -> str:
         known = ", ".join(sorted(kind.torch_class.__name__ for kind in SUPPORTED.values()))
         raise UnsupportedOptimizerError(
             f"servers cannot run {cls.__module__}.{cls.__qualname__}: "
-            f"{reason or 'it is not registered'}. They run "
-            f"{known} (these classes themselves, no subclasses). Try: one of these, or register a "
-            f"formula of your own "
-            "(--optimizers MODULE)."
+            f"{reason or 'it is not registered'}. They run {known} (these classes themselves, no "
+            "subclasses). Try: one of these, or register a formula of your own (--optimizers "
+            "MODULE)."
         )
     if names[0] not in ("adam", "adamw"):
         return names[0]

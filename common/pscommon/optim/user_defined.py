@@ -140,8 +140,7 @@ def check_same_optimizers(other: str, theirs: str, this: str) -> None:
     if theirs != mine:
         raise MismatchError(
             f"{other} and {this} were started with different --optimizers: {theirs or 'none'} and "
-            f"{mine or 'none'}. "
-            "Try: start every server with the same module, of the same version.",
+            f"{mine or 'none'}. Try: start every server with the same module, of the same version.",
             "SHARD_MISMATCH",
         )
 
@@ -183,8 +182,7 @@ def _defaults_of(optimizer_class: type[Any]) -> dict[str, Scalar]:
         ):
             raise InvalidRequestError(
                 f"{optimizer_class.__name__}: {argument.name} of its constructor has no default "
-                f"that is a bool, a "
-                "number or a tuple of numbers. Try: give it one."
+                "that is a bool, a number or a tuple of numbers. Try: give it one."
             )
         found[argument.name] = (
             tuple(map(float, value)) if isinstance(value, tuple) else _as_float(value)
@@ -209,8 +207,7 @@ def _check_names(name: str, kind: OptimizerKind) -> None:
     if bad or len(set(names)) < len(names):
         raise InvalidRequestError(
             f"{shown}: states and scalars {names} need different names that are Python "
-            f"identifiers, not `weight` or "
-            "`step`."
+            "identifiers, not `weight` or `step`."
         )
 
 

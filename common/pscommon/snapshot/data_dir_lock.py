@@ -34,9 +34,8 @@ class DataDirLock:
                 self._descriptor = self._try()
         except OSError as error:
             raise InvalidRequestError(self._refused(error)) from error
-        with contextlib.suppress(
-            OSError
-        ):  # disk full: the lock is valid without the process number
+        # disk full: the lock is valid without the process number
+        with contextlib.suppress(OSError):
             os.ftruncate(self._descriptor, 0)
             os.write(self._descriptor, f"{os.getpid()}\n".encode())
         return self
@@ -68,8 +67,7 @@ class DataDirLock:
             os.close(descriptor)
             raise TakenError(
                 f"data directory {self.path.parent}: shard {self._shard} is in use by process "
-                f"{holder}; "
-                "stop it or choose another --data-dir"
+                f"{holder}; stop it or choose another --data-dir"
             ) from None
         except BaseException:
             os.close(descriptor)

@@ -65,6 +65,5 @@ def _refuse_missing(flag: str, module: str, error: Exception) -> None:
 def _missing(flag: str, module: str, missing: str) -> InvalidRequestError:
     return InvalidRequestError(
         f"{flag} {module}: there is no module {missing}. Try: start this command in the module's "
-        f"folder, or put that "
-        "folder on PYTHONPATH."
+        "folder, or put that folder on PYTHONPATH."
     )

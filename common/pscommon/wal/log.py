@@ -237,10 +237,11 @@ class WriteAheadLog:
         try:
             return self._fill(LogSegment(self._files, spare), target, records)
         except BaseException:
+            # not kept as a spare: a bad disk block would fail each begin
             for path in (
                 target,
                 spare,
-            ):  # not kept as a spare: a bad disk block would fail each begin
+            ):
                 with suppress(OSError):
                     self._files.remove(path)
             raise

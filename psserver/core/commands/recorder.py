@@ -155,9 +155,8 @@ class Recorder:
             report = replace(
                 report, staged=tuple(each for each in report.staged if each.key not in unfit)
             )
-        for key, why in (
-            unfit.items() if self.coordinator.move is None else ()
-        ):  # else it is reported again
+        # else it is reported again
+        for key, why in unfit.items() if self.coordinator.move is None else ():
             self.do(
                 "refuse_push",
                 now,

@@ -31,9 +31,8 @@ class BatchPool:
         """Return the number that `take` would return; None if none is free."""
         if self._returned:
             return self._returned[0]
-        while (
-            self._cursor < self._below or self._cursor in self._above
-        ):  # after a restore, committed numbers lie ahead of the cursor
+        # after a restore, committed numbers lie ahead of the cursor
+        while self._cursor < self._below or self._cursor in self._above:
             self._cursor += 1
         return self._cursor if self.total is None or self._cursor < self.total else None
 

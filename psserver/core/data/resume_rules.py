@@ -91,8 +91,7 @@ def loop_mismatch(mine: Spec, job: Spec, origin: str, reason: str) -> MismatchEr
         remedy = "every worker makes the same job.batches calls in the same order: start all with the same arguments"
     return MismatchError(
         f"loop {number} of this script is not that of {origin or 'the job'}: "
-        f"{_differences(mine, job)}"
-        f"{'; ' if reason else ''}{reason}. Try: {remedy}",
+        f"{_differences(mine, job)}{'; ' if reason else ''}{reason}. Try: {remedy}",
         "LOOP_MISMATCH",
     )
 

@@ -251,9 +251,8 @@ class CoordinatorMachine(Resharding):
         if loop.is_late(worker, received):
             return BatchesReply()
         loop.units = units
-        at_once = (
-            self.policy.barrier and not self.policy.backup
-        )  # backup workers must not collect batches
+        # backup workers must not collect batches
+        at_once = self.policy.barrier and not self.policy.backup
         # workers that wait in an earlier loop come to this one only after its end
         there = [
             m.worker
@@ -271,9 +270,8 @@ class CoordinatorMachine(Resharding):
                 self.wake(other)
         if numbers or not idle:
             return BatchesReply(tuple(numbers), following=tuple(loop.following(worker, numbers)))
-        if loop.holds(
-            worker
-        ):  # the script keeps a rest that is too small to push, or pushes it after the loop
+        # the script keeps a rest that is too small to push, or pushes it after the loop
+        if loop.holds(worker):
             return _end(member)
         member.waiting = spec.loop
         if member.state is WorkerState.ACTIVE:

@@ -250,9 +250,8 @@ class ShardMachine:
     def _evict(self, entry: Evict) -> None:
         self._evicted.pop(entry.worker, None)
         self._evicted[entry.worker] = entry.reason
-        while (
-            len(self._evicted) > EVICTED_KEPT
-        ):  # a later push of such a worker makes the coordinator evict it again
+        # a later push of such a worker makes the coordinator evict it again
+        while len(self._evicted) > EVICTED_KEPT:
             del self._evicted[next(iter(self._evicted))]
         self._outcomes.pop(entry.worker, None)
 

@@ -351,9 +351,8 @@ def test_a_loop_of_the_scripts_own_ends_at_its_second_step(cluster: FakeCluster)
 def test_a_worker_that_waits_for_the_first_weights_stops_too(cluster: FakeCluster) -> None:
     net = nn.Linear(1, 1)
     with Client(cluster.addresses) as uploader:
-        uploader.agree(
-            ModelAdapter(net, torch.optim.SGD(net.parameters(), lr=0.5)).spec
-        )  # and never uploads
+        # and never uploads
+        uploader.agree(ModelAdapter(net, torch.optim.SGD(net.parameters(), lr=0.5)).spec)
         cluster.control["Register"].extend([lambda: None, drain.ask_all])
 
         with pytest.raises(Stopping, match="asked to leave"), started(cluster):

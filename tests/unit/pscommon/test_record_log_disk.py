@@ -163,9 +163,8 @@ def test_a_clear_that_fails_is_finished_by_the_next_begin(tmp_path: Path, operat
     log = WriteAheadLog(tmp_path, "no", files := Failing(0, errno.EIO, for_good=True))
     for name in ("5", "6", "7", "8"):
         begin(log, name, FIRST)
-    files.limit = (
-        len(files.seen) + operation
-    )  # two files become spares, two are removed; then the folder
+    # two files become spares, two are removed; then the folder
+    files.limit = len(files.seen) + operation
     with pytest.raises(LogWriteError):
         log.clear()
     assert log.segments() == ["5", "6", "7", "8"][: 5 - operation]

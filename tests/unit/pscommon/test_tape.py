@@ -166,8 +166,7 @@ def test_digests_are_the_same_on_every_machine_and_differ_by_shards() -> None:
 
     code = (
         "from tests.support.architectures import *; from pscommon.core.partition import "
-        "PartitionPlan; "
-        "print(PartitionPlan(model(resnet50()), 5).digest)"
+        "PartitionPlan; print(PartitionPlan(model(resnet50()), 5).digest)"
     )
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "common")])}
     other = subprocess.run(

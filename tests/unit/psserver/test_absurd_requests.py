@@ -62,9 +62,8 @@ def test_commands_that_bypassed_the_checks_replay_to_the_same_state(
         if name == "next_batches":
             args["count"] = min(args["count"], 50)  # it would deal them all
         if name == "reshard":
-            args["shards"] = min(
-                args["shards"], 5
-            )  # earlier releases refused more than there are servers
+            # earlier releases refused more than there are servers
+            args["shards"] = min(args["shards"], 5)
         command = RecordedCommand(name, job.now, args)
         job.book.write(command)
         replay(job.coordinator, [command])

@@ -59,11 +59,10 @@ def test_defaults(started: list[ServerConfig]) -> None:
 def test_every_setting_arrives(started: list[ServerConfig]) -> None:
     line = (
         "--shard 1/3 --bind 0.0.0.0:7 --advertise me:7 --join first:9 --join-timeout 11 --policy "
-        "ssp --staleness 2 "
-        "--max-staleness 5 --min-workers 4 --lease 2s --job otter --exit-when-done --data-dir data "
-        "--snapshot-every 500steps --snapshot-keep 6 --resume 12 --metrics-bind 127.0.0.1:0 "
-        "--port-file port "
-        "--threads 3 --log-level debug --log-format json"
+        "ssp --staleness 2 --max-staleness 5 --min-workers 4 --lease 2s --job otter "
+        "--exit-when-done --data-dir data --snapshot-every 500steps --snapshot-keep 6 --resume 12 "
+        "--metrics-bind 127.0.0.1:0 --port-file port --threads 3 --log-level debug --log-format "
+        "json"
     )
 
     assert cli.main(line.split()) == 0

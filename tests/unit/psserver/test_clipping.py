@@ -78,9 +78,8 @@ class Job:
 
     def report(self, shard: int, measured: Measured | None = None) -> None:
         staged = tuple(self.staged[shard].values())
-        report = ShardReport(
-            shard, 0, self.machine.layout_index, staged, measured=measured
-        )  # entries stay
+        # entries stay
+        report = ShardReport(shard, 0, self.machine.layout_index, staged, measured=measured)
         self.recorder.report(report, 0.0)
 
     def measure(self, *squares: float, index: int | None = None) -> None:

@@ -49,9 +49,8 @@ def test_one_at_a_time_and_complete_with_the_last_part() -> None:
     assert (cuts.finished.version, cuts.finished.index, cuts.finished.state) == (1, 7, {"a": 1})
     assert cuts.finished.problem == "shard 1: disk full"
     assert cuts.cutting is None
-    assert not cuts.due(
-        2, 100.0
-    )  # a next one could be complete before the shell has taken this one
+    # a next one could be complete before the shell has taken this one
+    assert not cuts.due(2, 100.0)
 
     cuts.finished = None
     assert cuts.due(2, 100.0)

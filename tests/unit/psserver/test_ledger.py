@@ -169,10 +169,11 @@ def test_a_loop_inside_another_leaves_that_one_as_it_is() -> None:
     inner.take(1, 0, 1, [1, 2])
 
     assert (outer.leased, outer.dropped) == (4, 0)
+    # who is in the inner one has its share of the outer one all the same
     assert outer.take(2, 0, 2, [1, 2]) == [
         1,
         3,
-    ]  # who is in the inner one has its share of the outer one all the same
+    ]
     assert outer.take(2, 2, 1, [1, 2]) == [5]
     assert ledger.open(1, outer.spec).take(1, 2, 1, [1, 2]) == [4]
     ledger.open(1, LoopSpec(2, size=1, batch_size=1))

@@ -159,10 +159,11 @@ def test_who_asks_late_is_doubted_if_a_newcomer_of_its_rank_trains() -> None:
     newcomer = joined(membership, rank=1, now=10.0)
     membership.activate(newcomer)
 
+    # it may have been sent before
     assert (
         unresolved_peer(membership.registered(), late, asked_at=10.0 + MAX_HEARTBEAT_DELAY_SECONDS)
         is newcomer
-    )  # it may have been sent before
+    )
     assert (
         unresolved_peer(membership.registered(), late, asked_at=10.1 + MAX_HEARTBEAT_DELAY_SECONDS)
         is None

@@ -219,9 +219,8 @@ def test_a_team_sees_and_copies_every_byte(monkeypatch: pytest.MonkeyPatch) -> N
     store = Shards(SPEC, 1, ThreadTeam(3)).stores[0]
     for place in range(107):
         tape = torch.zeros(TAPE // 4)
-        tape[place if place < 100 else place + 12] = float(
-            "nan"
-        )  # after the first tensor comes padding
+        # after the first tensor comes padding
+        tape[place if place < 100 else place + 12] = float("nan")
         assert (
             store.find_non_finite(
                 store.stage_worker_buffer(WorkerBuffer(tape.view(torch.uint8)), [])
