@@ -133,7 +133,7 @@ class ServerOptimizer(torch.optim.Optimizer):
                 bridge,
                 session.client,
                 model,
-                session.change_phase,
+                session.enter,
                 self._healing_forward,
                 self.wait,
             )

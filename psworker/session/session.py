@@ -81,12 +81,8 @@ class Session(JobFacts):
 
     # ---- phases and steps ------------------------------------------------------------------------
 
-    def enter(self, phase: str) -> None:
-        """Begin a phase: count its time, and show it in `ps-ctl workers`."""
-        self.change_phase(phase)
-
-    def change_phase(self, phase: str) -> str:
-        """Begin a phase as `enter` does, and return the phase before it."""
+    def enter(self, phase: str) -> str:
+        """Begin a phase, and return the one before it. `ps-ctl workers` shows the phase."""
         before = self.stats.phase
         if phase == "wait" and self.model is not None:
             # Other workers may wait for the outcome of this worker's last push.
@@ -117,7 +113,7 @@ class Session(JobFacts):
             raise InvalidRequestError(
                 "call job.optimizer first: before it there is no model to train"
             )
-        before = self.change_phase("pull")
+        before = self.enter("pull")
         self.model.pull()
         self.enter(before)
 

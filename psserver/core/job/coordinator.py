@@ -35,6 +35,7 @@ from pscommon.core.errors import InvalidRequestError, TooFewWorkersError, out_of
 from pscommon.core.log_entries import BatchKey, Cut
 from pscommon.core.model_spec import ModelSpec
 from psserver.core.data.draw_groups import units_of
+from psserver.core.data.loop import LoopLedger
 from psserver.core.data.resume_rules import adopted_model, model_mismatch
 from psserver.core.job.pending_pushes import PendingPushes
 from psserver.core.job.policy import Policy, policy
@@ -263,11 +264,7 @@ class CoordinatorMachine(Resharding):
         numbers = loop.take(
             worker, received, count, together if worker in together else [*together, worker]
         )
-        for other in self.membership.registered():
-            if (other.worker == worker and numbers) or (
-                other.waiting == spec.loop and loop.has_dealt(other.worker)
-            ):
-                self.wake(other)
+        self._wake_receivers(loop, worker if numbers else None)
         if numbers or not idle:
             return BatchesReply(tuple(numbers), following=tuple(loop.following(worker, numbers)))
         # the script keeps a rest that is too small to push, or pushes it after the loop
@@ -280,6 +277,13 @@ class CoordinatorMachine(Resharding):
         self.end_loops()
         self.advance(now)
         return _end(member) if loop.ended else None
+
+    def _wake_receivers(self, loop: LoopLedger, served: int | None) -> None:
+        """Wake the worker that got batches now, and those for which batches wait in the loop."""
+        for other in self.membership.registered():
+            waits_for_it = other.waiting == loop.spec.loop and loop.has_dealt(other.worker)
+            if other.worker == served or waits_for_it:
+                self.wake(other)
 
     def waits(self, worker: int, spec: Spec) -> tuple[Any, ...] | None:
         """Return all state that a repeated request for data can change; None for a first one."""
