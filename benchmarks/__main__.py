@@ -2,7 +2,7 @@
 
     python -m benchmarks                          everything, into benchmarks/results (half an hour)
     python -m benchmarks --only push_pull tail    some works; results of the others stay as they are
-    python -m benchmarks --scale quick            the main ratios in two minutes; writes only with --output
+    python -m benchmarks --scale quick            the main ratios in two minutes; writes if --output
 
 TensorFlow takes part in a full run where .venv-tf has it (make bench-tf), or --tensorflow names
 a Python that does.

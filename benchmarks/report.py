@@ -13,9 +13,10 @@ from benchmarks.works import WORKS
 
 HEAD = """# Benchmarks
 
-Written by `make bench`. Contenders of a work are all warm and take turns, so whatever else the machine did met all
-alike. Figures are medians over the rounds (least to most). CPU is user and system time of all processes of a
-contender, servers included. A ratio is that of two medians; in brackets the quartiles of the rounds' own ratios.
+Written by `make bench`. Contenders of a work are all warm and take turns, so other load of the
+machine affects all of them alike. Figures are medians over the rounds (minimum to maximum). CPU is
+user and system time of all processes of a contender, servers included. A ratio is that of two
+medians; in brackets the quartiles of the ratios of single rounds.
 """
 
 COLUMNS = {

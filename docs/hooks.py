@@ -1,4 +1,4 @@
-"""mkdocs hooks: files from outside of docs/ become pages, and the command reference is made from click."""
+"""mkdocs hooks: pages from files outside of docs/, and the command reference made from click."""
 
 import posixpath
 import re
@@ -43,7 +43,7 @@ def on_files(files: Files, *, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
-    """Let links hold in the site as they hold in the repository; append the command reference to its page."""
+    """Rewrite links between repository files; append the command reference to its page."""
     uri = page.file.src_uri
     if uri == "reference/commands.md":
         markdown += "".join(map(_command_page, COMMANDS))
@@ -108,7 +108,8 @@ def _row(option: click.Option, ctx: click.Context) -> str:
         default = ""
     names = ", ".join(f"`{name}`" for name in variables)
     meaning = DEFAULT_IN_TEXT.sub("", text).replace("|", r"\|")
-    return f"| `{flag}` | {names} | {meaning} | {stated[1] if stated else 'required' if option.required else default} |"
+    shown = stated[1] if stated else "required" if option.required else default
+    return f"| `{flag}` | {names} | {meaning} | {shown} |"
 
 
 def _plain(text: str) -> str:

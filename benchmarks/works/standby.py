@@ -29,7 +29,10 @@ def lineup(scale: Scale, resources: ExitStack, large: bool) -> Lineup:
     return Lineup(entries)
 
 
-ABOUT = "1 worker, 1 server, SGD, all on this machine: without a standby, with one that has each push before it is told"
+ABOUT = (
+    "1 worker, 1 server, SGD, all on this machine: without a standby, and with one that has each "
+    "push before it is acknowledged"
+)
 LARGE = Work(
     "standby",
     f"push_pull of 100 MB, {ABOUT}, and with one that may be behind.",

@@ -381,7 +381,8 @@ class JobHistory:
         }
         problem = self._snapshots.recover_into(self._engine, coordinator.epoch, manifest, possible)
         if not problem and not coordinator.log.can_go_on(self._engine.make_report()):
-            problem = f"shard {self._engine.shard}'s log and the job's do not go together: one of them lacks its end"
+            shard = self._engine.shard
+            problem = f"shard {shard}'s log and the job's do not match: one of them lacks its end"
         if problem:
             return self._report_unusable(problem, manifest, coordinator.version)
         if manifest is not None:
@@ -457,7 +458,10 @@ class JobHistory:
         if recorder is None:
             self._report_unusable("", manifest)
         else:
-            remedy = "start the servers with --durability log; ps-ctl stop ends them with a snapshot of all"
+            remedy = (
+                "start the servers with --durability log; "
+                "ps-ctl stop ends them with a snapshot of all"
+            )
             check_nothing_more(
                 recorder.coordinator.version, manifest, "the log of an earlier start", remedy
             )

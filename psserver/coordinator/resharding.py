@@ -73,7 +73,8 @@ class ReshardRequests:
         )
         if began is None:
             raise WaitTimeoutError(
-                f"not begun after {seconds:.0f} s: {self._registry.missing or 'a snapshot is written'}"
+                f"not begun after {seconds:.0f} s: "
+                f"{self._registry.missing or 'a snapshot is written'}"
             )
         log.info("reshard started", extra={"shards": shards})
         self.advance()

@@ -239,7 +239,10 @@ class ServerRegistry:
         """
         server = self._place(shard, shards, followed)
         if term < server.term:
-            text = f"{server.address} is primary of shard {shard}, in term {server.term}; this server was, in {term}"
+            text = (
+                f"{server.address} is primary of shard {shard}, in term {server.term}; "
+                f"this server was, in {term}"
+            )
             raise TakenError(text, "DEPOSED")
         if server.connected and server.instance != instance and term == server.term:
             raise MismatchError(
@@ -299,7 +302,7 @@ class ServerRegistry:
         )
 
     def new_log(self, snapshot: Manifest | None) -> None:
-        """Record that a new log starts from a snapshot or from nothing: no server follows it yet."""
+        """Record that a new log starts from a snapshot or empty: no server follows it yet."""
         self.snapshot = snapshot
         for server in self._servers:
             server.ready, server.catch_up = False, None

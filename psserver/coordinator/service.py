@@ -384,7 +384,7 @@ class CoordinatorService:
         )
 
     def next_update(self, server: ServerEntry, cursor: DeliveryCursor) -> ShardUpdate | None:
-        """Return what the shard has not received yet; None if it does not follow the current log."""
+        """Return what the shard has not received; None if it does not follow the current log."""
         with self._executor.changed:
             coordinator = self._coordinator
             self.reshard_requests.dismiss()
@@ -460,7 +460,8 @@ class CoordinatorService:
 
     def _tick_forever(self) -> None:
         try:
-            self.tick()  # at once: the machine needs a first time to notice that this process was paused
+            # at once: the machine needs a first time to notice that this process was paused
+            self.tick()
             while not self.stopped.wait(self._executor.next_tick_seconds()):
                 self.tick()
         except Exception as bug:

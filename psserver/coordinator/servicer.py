@@ -267,7 +267,7 @@ class ControlPlaneServicer(CoordinatorServiceServicer):
             server, connection = self._service.connect_shard(
                 first.shard, first.shards, first.address, first.instance, followed, term
             )
-            # at once, not at the next check of follow_shard: the shard's next process may connect now
+            # at once, not at the next check of follow_shard: the shard's next process may connect
             when_ended(context, lambda: self._service.disconnect_shard(server, connection))
             try:
                 yield from follow_shard(self._service, server, connection, first, requests, context)

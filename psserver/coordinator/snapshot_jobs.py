@@ -1,4 +1,4 @@
-"""Snapshots of the job on shard 0: requested, committed once all parts are written, and restored."""
+"""Snapshots of the job on shard 0: requested, committed when all parts are written, restored."""
 
 import logging
 

@@ -236,7 +236,7 @@ def workers(coordinator: CoordinatorMachine, now: float) -> list[dict[str, Any]]
 
 
 def _worker_process(member: Member) -> dict[str, Any]:
-    """Describe a worker's process; after a restart only the numbers of earlier workers are known."""
+    """Describe a worker's process; after a restart only numbers of earlier workers are known."""
     known = member.state is not WorkerState.PAST
     names = ("rank", "host", "pid", "device")
     return {name: getattr(member, name) if known else None for name in names}

@@ -1,4 +1,4 @@
-"""Workers' requests that wait for the coordinator's machine or read it: registration, data shares."""
+"""Workers' requests that wait for the coordinator or read its state: registration, data shares."""
 
 import time
 

@@ -78,7 +78,8 @@ class GenerationFile:
 
 def remedy_for(error: OSError, path: Path) -> str:
     """Return the error and a remedy for a disk that refuses the file."""
-    return f"{os.strerror(error.errno or 0)}. Try: free {2 * SLOT_BYTES} bytes in {path.parent}, and check its mode"
+    remedy = f"free {2 * SLOT_BYTES} bytes in {path.parent}, and check its mode"
+    return f"{os.strerror(error.errno or 0)}. Try: {remedy}"
 
 
 def _slot(number: int) -> bytes:

@@ -78,7 +78,10 @@ class ServerIdentity:
             UnreachableError: It does.
         """
         if term > self.term:
-            text = f"shard {self.shard} has a primary of term {term}; this server was one in term {self.term}"
+            text = (
+                f"shard {self.shard} has a primary of term {term}; "
+                f"this server was one in term {self.term}"
+            )
             raise UnreachableError(text, "NOT_PRIMARY")
 
     def learn(self, job: str, addresses: Sequence[str], layout: int) -> None:

@@ -133,12 +133,12 @@ class ServerMetrics:
         self._snapshot_success.set_to_current_time()
 
     def snapshot_found(self, at: float, nbytes: int) -> None:
-        """Set the time and size of the snapshot that this shard continues from; 0: there is none."""
+        """Set the time and size of the snapshot that this shard continues from; 0: none."""
         self._snapshot_bytes.set(nbytes)
         self._snapshot_success.set(at)
 
     def snapshot_failed(self, reason: str) -> None:
-        """Count a failed snapshot: one of SNAPSHOT_FAILURES, such as an errno's name, or "other"."""
+        """Count a failed snapshot: one of SNAPSHOT_FAILURES (an errno's name), or "other"."""
         known = reason if reason in SNAPSHOT_FAILURES else OTHER
         self._snapshot_failures.labels(self._shard, known).inc()
 

@@ -140,9 +140,9 @@ def begin_primary(
         ) from error
     if tenure is None:
         raise TakenError(
-            f"cannot start as primary of shard {config.shard}: its standby was in sync and may have "
-            f"taken over. Try: start this server with `--standby-of HOST:PORT` of the standby; if "
-            f"the standby is permanently lost: `touch "
+            f"cannot start as primary of shard {config.shard}: its standby was in sync and may "
+            f"have taken over. Try: start this server with `--standby-of HOST:PORT` of the "
+            f"standby; if the standby is permanently lost: `touch "
             f"{config.failover_lock}/shard-{config.shard}/{STANDBY_GONE_FILE}`; if it belongs to "
             f"another job: give each job its own `--failover-lock`"
         )

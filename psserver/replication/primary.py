@@ -202,7 +202,7 @@ class PrimaryReplicator:
     def snapshot(self, manifest: str) -> None:
         self.settle(self.send(RecordSource.LINE, StateRecordKind.SNAPSHOT, manifest.encode()))
 
-    # ---- connection -------------------------------------------------------------------------------
+    # ---- connection ------------------------------------------------------------------------------
 
     def replicate(self, link_id: int, alive: Callable[[], bool]) -> Iterator[pb.ReplicateResponse]:
         """Yield all records for a standby until its connection ends or is silent."""

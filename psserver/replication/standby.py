@@ -317,7 +317,7 @@ class Standby:
         if isinstance(call, grpc.Call):
             call.cancel()
 
-    # ---- becoming primary --------------------------------------------------------------------------
+    # ---- becoming primary ------------------------------------------------------------------------
 
     def _try_take_over(self) -> None:
         """Become primary after the silence, if the lease allows it."""
@@ -386,5 +386,8 @@ class Standby:
                 extra={"problem": str(silence)},
             )
             version = self._standby_state.version
-            return f"the primary at {self.primary} did not answer; this standby continues from version {version}"
+            return (
+                f"the primary at {self.primary} did not answer; "
+                f"this standby continues from version {version}"
+            )
         return ""

@@ -90,8 +90,8 @@ class StandbyState:
         mine = self.checksum()
         if (version, checksum) != (self.version, mine):
             raise DivergedError(
-                f"the weights at version {self.version} differ from the primary's at version {version}: "
-                f"checksums {mine:08x} and {checksum:08x}"
+                f"the weights at version {self.version} differ from the primary's at version "
+                f"{version}: checksums {mine:08x} and {checksum:08x}"
             )
 
     def checksum(self) -> int:

@@ -35,7 +35,7 @@ def unpacked(loader: DataLoader[Any], given: LoaderArguments) -> LoaderArguments
     Its generator has no part in this, except that its sampler draws from it.
 
     Raises:
-        InvalidRequestError: Something that it was told cannot be done here, or was given in the call, too.
+        InvalidRequestError: An argument has no equivalent here, or was given in the call too.
     """
     nothing = LoaderArguments(given.dataset)
     twice = [name for name in given._fields if getattr(given, name) is not getattr(nothing, name)]

@@ -92,9 +92,9 @@ def run(script: Script, debug: bool = False) -> int:
 
     The first SIGTERM or Ctrl-C asks a worker in a job to leave at its next step boundary
     (psworker.session.drain), which raises Stopping in the script. The exit code is 0 after
-    SIGTERM, 130 after Ctrl-C. A second signal, or a signal without a job, unwinds the script: SIGTERM
-    raises SystemExit(143), Ctrl-C KeyboardInterrupt. `with` blocks and exit handlers run. A
-    further SIGTERM ends the process at once.
+    SIGTERM, 130 after Ctrl-C. A second signal, or a signal without a job, unwinds the script:
+    SIGTERM raises SystemExit(143), Ctrl-C KeyboardInterrupt. `with` blocks and exit handlers run.
+    A further SIGTERM ends the process at once.
     """
     interrupted = _leave_on_signals()
     code = _run(script, debug)

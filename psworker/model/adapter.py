@@ -36,7 +36,7 @@ from psworker.model.flat_buffer import CudaBuffer, DoubleBuffer, FlatBuffer
 MANY = 2048
 """Tensor count from which one torch call per tensor costs more than copying the bytes."""
 
-OWN = "with register_buffer(..., persistent=False) a buffer stays each worker's own, whatever becomes of it"
+OWN = "a buffer of register_buffer(..., persistent=False) stays on each worker"
 
 _GRAD, _BUFFERS = attrgetter("grad"), attrgetter("_buffers")
 

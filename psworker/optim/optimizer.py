@@ -177,8 +177,8 @@ class ServerOptimizer(torch.optim.Optimizer):
         last one does nothing, and the samples of a step that GradScaler leaves out weigh nothing
         later.
 
-        With NaN or Inf in a gradient nothing changes, on any server: NonFiniteError, or with `ps-server
-        --bad-gradients skip` a warning, and `result` says "rejected".
+        With NaN or Inf in a gradient nothing changes, on any server: NonFiniteError, or with
+        `ps-server --bad-gradients skip` a warning, and `result` says "rejected".
 
         Raises also InvalidRequestError for a model that was moved or cast since it was handed
         over, Stopping in the second step after this worker was asked to leave or the job ended,

@@ -120,16 +120,12 @@ def check(settings: dict[str, Any], script: Script) -> None:
             f"{settings['workers']}: training would never start"
         )
     if settings["metrics_bind"]:
-        last = (
-            host_and_port(settings["metrics_bind"])[1]
-            + settings["servers"]
-            + settings["workers"]
-            - 1
-        )
+        first = host_and_port(settings["metrics_bind"])[1]
+        last = first + settings["servers"] + settings["workers"] - 1
         if last > HIGHEST_PORT:
             raise InvalidRequestError(
-                f"--metrics-bind {settings['metrics_bind']}: port {last} of the last process is not "
-                f"valid. Try: a lower port"
+                f"`--metrics-bind {settings['metrics_bind']}` is not valid: the last process would "
+                f"use port {last}. Try: a lower port"
             )
     if is_on("PS_LOCAL"):
         raise InvalidRequestError(

@@ -125,7 +125,8 @@ def _metric(content: Mapping[str, Any], name: str) -> str:
     last = "not finite" if value is None else f"{value:.6g}"
     if past["rows"] < 2 or past["least"] is None:
         return last
-    return f"{last}  (first {past['first']:.4g}, least {past['least']:.4g}, greatest {past['greatest']:.4g})"
+    first, least, greatest = (f"{past[key]:.4g}" for key in ("first", "least", "greatest"))
+    return f"{last}  (first {first}, least {least}, greatest {greatest})"
 
 
 def label(name: str) -> str:

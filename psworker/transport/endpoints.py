@@ -142,6 +142,7 @@ class Endpoints:
         """
         with self._lock:
             if term < self._terms[shard]:
-                text = f"shard {shard} answered in term {term}, and there is a primary of term {self._terms[shard]}"
+                newest = self._terms[shard]
+                text = f"shard {shard} answered in term {term}; its primary is of term {newest}"
                 raise UnreachableError(text, "NOT_PRIMARY")
             self._terms[shard] = term

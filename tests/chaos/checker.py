@@ -83,7 +83,8 @@ def versions_never_go_back(evidence: Evidence) -> Iterator[str]:
     for (process, worker), operations in by_worker.items():
         for before, after in pairwise(operations):
             if after.after < before.after:
-                yield f"{process}, worker {worker}: version {after.after} after {before.after}, at {after.begin:.3f}"
+                versions = f"version {after.after} after {before.after}"
+                yield f"{process}, worker {worker}: {versions}, at {after.begin:.3f}"
 
 
 def acknowledged_is_seen_by_all(evidence: Evidence) -> Iterator[str]:
@@ -102,7 +103,10 @@ def acknowledged_is_seen_by_all(evidence: Evidence) -> Iterator[str]:
             [version, *(back.version for back in evidence.rollbacks if back.time <= look.end)]
         )
         if look.after < allowed:
-            yield f"{look.process} saw version {look.after} at {look.begin:.3f}, after {version} was told to {process}"
+            yield (
+                f"{look.process} saw version {look.after} at {look.begin:.3f}, "
+                f"after {version} was told to {process}"
+            )
 
 
 def log_never_goes_back(evidence: Evidence) -> Iterator[str]:
@@ -121,9 +125,11 @@ def keys_count_once(evidence: Evidence) -> Iterator[str]:
             continue
         first = seen.setdefault(push.key, push)
         if first is not push and first.crc != push.crc:
-            yield f"worker {push.worker}, push {push.seq} has two gradients ({first.process}, {push.process})"
+            processes = f"({first.process}, {push.process})"
+            yield f"worker {push.worker}, push {push.seq} has two gradients {processes}"
         elif first is not push and first.applied and push.status == "applied":
-            yield f"worker {push.worker}, push {push.seq} counted twice ({first.process}, {push.process})"
+            processes = f"({first.process}, {push.process})"
+            yield f"worker {push.worker}, push {push.seq} counted twice {processes}"
 
 
 def staleness_is_bounded(evidence: Evidence) -> Iterator[str]:
@@ -147,7 +153,8 @@ def staleness_is_bounded(evidence: Evidence) -> Iterator[str]:
             # from S behind to S ahead of it, and the step of its own that this push is
             bound = min(bound, len(around) * (2 * evidence.staleness + 1))
         if push.staleness > bound:
-            yield f"worker {push.worker}, push {push.seq} counted, stale by {push.staleness} (at most {bound:g})"
+            staleness = f"stale by {push.staleness} (at most {bound:g})"
+            yield f"worker {push.worker}, push {push.seq} counted, {staleness}"
 
 
 def _based(evidence: Evidence, push: Operation) -> float:
@@ -178,7 +185,8 @@ def loops_are_complete(evidence: Evidence) -> Iterator[str]:
             yield f"loop {loop} ended without {len(missing)} of {total} batches: {missing[:5]} ..."
     for row in evidence.status.get("data", ()):
         if row["ended"] and row["committed"] + row["dropped"] != row["total"]:
-            yield f"the ledger says that loop {row['loop']} ended with {row['committed']} of {row['total']} batches"
+            batches = f"{row['committed']} of {row['total']} batches"
+            yield f"the ledger says that loop {row['loop']} ended with {batches}"
 
 
 def sums_are_right(evidence: Evidence) -> Iterator[str]:
@@ -191,7 +199,10 @@ def sums_are_right(evidence: Evidence) -> Iterator[str]:
             and look.counters
             and min(look.counters) < look.after - TOLERANCE * max(1, look.after)
         ):
-            yield f"{look.process} saw counters {look.counters} in version {look.after} at {look.begin:.3f}"
+            yield (
+                f"{look.process} saw counters {look.counters} in version {look.after} "
+                f"at {look.begin:.3f}"
+            )
     version = evidence.status.get("version")
     if version is not None and any(abs(value - version) > TOLERANCE for value in evidence.counters):
         yield f"the counters are {evidence.counters} in version {version}, in the end"
@@ -212,7 +223,10 @@ def acknowledged_is_recovered(evidence: Evidence) -> Iterator[str]:
     if evidence.policy != "sync":
         sure = len({push.key for push in pushes})
         if not sure <= version <= sure + len(evidence.in_doubt()):
-            yield f"{sure} pushes were acknowledged, {len(evidence.in_doubt())} are in doubt: not {version} updates"
+            yield (
+                f"{sure} pushes were acknowledged, {len(evidence.in_doubt())} are in doubt: "
+                f"not {version} updates"
+            )
 
 
 RULES = {

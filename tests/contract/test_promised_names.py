@@ -67,7 +67,7 @@ def check(section: str, names: set[str]) -> None:
     assert not problems, f"[{section}]\n" + "\n".join(problems)
 
 
-# ---- names that the code lists -----------------------------------------------------------------------------
+# ---- names that the code lists -------------------------------------------------------------------
 
 
 def commands() -> set[str]:
@@ -133,7 +133,7 @@ def test_names_that_the_code_lists_are_the_promised_ones(section: str) -> None:
     check(section, LISTED[section]())
 
 
-# ---- commands of logs on disk --------------------------------------------------------------------------------
+# ---- commands of logs on disk --------------------------------------------------------------------
 
 
 def replayed() -> Iterator[dict[str, Any]]:
@@ -160,7 +160,7 @@ def test_commands_are_written_as_they_are_read(raw: dict[str, Any]) -> None:
     assert json.loads(json.dumps(RecordedCommand.from_json(written).as_json())) == written
 
 
-# ---- what a running job shows --------------------------------------------------------------------------------
+# ---- what a running job shows --------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -193,7 +193,7 @@ def test_the_metrics_have_the_promised_names_and_labels(running: Names) -> None:
     check("metrics", running.metrics | found.metrics(registry))
 
 
-# ---- the check itself ----------------------------------------------------------------------------------------
+# ---- the check itself ----------------------------------------------------------------------------
 
 
 def test_a_name_that_is_gone_or_new_is_told_with_its_remedy() -> None:

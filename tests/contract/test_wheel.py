@@ -94,7 +94,10 @@ def test_contents(wheel: Path) -> None:
 
 def test_imports_come_from_the_wheel(installed: Path, folder: Path) -> None:
     """The check behind the next test: it would otherwise pass on the checkout."""
-    code = "import sys; from importlib import import_module; print(*(import_module(n).__file__ for n in sys.argv[1:]))"
+    code = (
+        "import sys; from importlib import import_module; "
+        "print(*(import_module(n).__file__ for n in sys.argv[1:]))"
+    )
     files = run(installed / "python", "-c", code, *sorted(PACKAGES), folder=folder).split()
 
     assert len(files) == len(PACKAGES)

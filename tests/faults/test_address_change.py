@@ -28,7 +28,8 @@ import psworker
 with psworker.Client() as client:
     client.register({"w": np.zeros(8, np.float32)}, psworker.OptimizerSpec("sgd", lr=1.0))
     while True:
-        print("version", client.push_pull({"w": np.ones(8, np.float32)}, out=client.pull()).version, flush=True)
+        result = client.push_pull({"w": np.ones(8, np.float32)}, out=client.pull())
+        print("version", result.version, flush=True)
 """
 
 

@@ -254,10 +254,14 @@ from torch.nn import functional as F
 torch.manual_seed(0)
 data = torch.rand(80, 6), torch.randint(0, 3, (80,))
 with psworker.connect() as job:
-    model = nn.Sequential(nn.Linear(6, 16, bias=False), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 3)).to(job.device)
+    layers = nn.Linear(6, 16, bias=False), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 3)
+    model = nn.Sequential(*layers).to(job.device)
     optimizer = job.optimizer(torch.optim.AdamW(model.parameters(), lr=0.05, fused=True), model)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
-    for x, y in job.batches(data, batch_size=8, epochs=4, seed=3, num_workers=1, pin_memory=job.device.type == "cuda"):
+    pin_memory = job.device.type == "cuda"
+    for x, y in job.batches(
+        data, batch_size=8, epochs=4, seed=3, num_workers=1, pin_memory=pin_memory
+    ):
         loss = F.cross_entropy(model(x.to(job.device)), y.to(job.device))
         loss.backward()
         optimizer.step()

@@ -289,7 +289,8 @@ from torch import nn
 from torch.utils.data import TensorDataset
 with psworker.connect() as job:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False), nn.BatchNorm1d(2))
+    layers = (nn.Linear(2, 2, bias=False) for _ in range(2))
+    model = nn.Sequential(*layers, nn.BatchNorm1d(2))
     model[1].weight = model[0].weight
     optimizer = job.optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
     for (x,) in job.batches(TensorDataset(torch.randn(8, 2)), batch_size=2):

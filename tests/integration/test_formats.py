@@ -1,4 +1,4 @@
-"""Formats of newer releases are refused, with a remedy, on the wire and on disk (docs/formats.md)."""
+"""Formats of newer releases are refused with a remedy, on the wire and on disk."""
 
 import re
 from collections.abc import Callable
@@ -46,7 +46,10 @@ NEWER = 2
 
 
 def marked(method: str, kind: str = "") -> Conversation:
-    """The conversation with the newer format in messages of these calls that can name one; kind: only in these."""
+    """The conversation with the newer format in messages of these calls that can name one.
+
+    kind: only in messages of this kind.
+    """
 
     def mark(event: Event) -> Event:
         path = RECORDED.calls[event.call].method
@@ -75,7 +78,7 @@ def refusal(error: BaseException | None) -> str:
     return str(error)
 
 
-# ---- what others answer ----------------------------------------------------------------------------------------------
+# ---- what others answer --------------------------------------------------------------------------
 
 
 def begun(method: str) -> Conversation:
@@ -122,7 +125,7 @@ def test_a_standby_refuses_a_newer_primary() -> None:
         assert "this standby speaks 1" in refusal(standby.failure)
 
 
-# ---- what others ask -------------------------------------------------------------------------------------------------
+# ---- what others ask -----------------------------------------------------------------------------
 
 
 def join(channel: grpc.Channel) -> object:
@@ -160,7 +163,7 @@ def test_a_server_refuses_newer_workers_shards_and_standbys(
     )
 
 
-# ---- what a newer release says ---------------------------------------------------------------------------------------
+# ---- what a newer release says -------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -185,7 +188,7 @@ def test_a_newer_standby_follows_an_older_primary(monkeypatch: pytest.MonkeyPatc
     play_to_standby(marked("Replicate", "request"))
 
 
-# ---- disk ------------------------------------------------------------------------------------------------------------
+# ---- disk ----------------------------------------------------------------------------------------
 
 
 def with_newer_manifest(data_dir: Path) -> Path:

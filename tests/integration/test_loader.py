@@ -236,7 +236,8 @@ with psworker.connect() as job:
     model = nn.Linear(1, 1)
     optimizer = job.optimizer(torch.optim.SGD(model.parameters(), lr=1e-3), model)
     data = torch.arange(40.0)
-    train_loader = job.batches(data, batch_size=4, sampler=WeightedRandomSampler([1.0] * 40, 32), num_workers=2)
+    sampler = WeightedRandomSampler([1.0] * 40, 32)
+    train_loader = job.batches(data, batch_size=4, sampler=sampler, num_workers=2)
     test_loader = job.batches(data, batch_size=4, shuffle=False)
     for epoch in range(4):
         steps = 0
@@ -250,7 +251,8 @@ with psworker.connect() as job:
         with torch.no_grad():
             for batch in test_loader:
                 pass
-        print("EPOCH", json.dumps([epoch, steps, len(train_loader), train_loader.skipped, test_loader.skipped]))
+        skipped = [train_loader.skipped, test_loader.skipped]
+        print("EPOCH", json.dumps([epoch, steps, len(train_loader), *skipped]))
 """
 
 

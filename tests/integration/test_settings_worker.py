@@ -159,7 +159,8 @@ log.debug("a detail")
 log.warning("a warning")
 found = {"threads": torch.get_num_threads(), "alive": None, "mapped": mapped()}
 if len(sys.argv) > 1:
-    found["alive"] = urllib.request.urlopen(f"http://{sys.argv[1]}/livez", timeout=20).read().decode()
+    answer = urllib.request.urlopen(f"http://{sys.argv[1]}/livez", timeout=20)
+    found["alive"] = answer.read().decode()
 print(json.dumps(found))
 """
 )

@@ -11,6 +11,7 @@ import sys
 import tokenize
 from collections.abc import Iterator, Mapping
 from functools import cache
+from pathlib import Path
 
 import pytest
 
@@ -81,6 +82,8 @@ ALLOWED = {
 """Occurrences in each folder, without folders that have an entry of their own. Lower a number
 when the test prints a smaller one, and give a folder without any its own entry; never raise one.
 """
+COLUMNS = 100
+PRAGMA = re.compile(r"  # (?:type: ignore|noqa).*")
 PHRASE = re.compile(r"(?<![\w-])(" + "|".join(PHRASES) + r")(?!\w)", re.IGNORECASE)
 NAME_PART = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
 
@@ -133,6 +136,24 @@ def occurrences(text: str) -> Iterator[tuple[int, str]]:
     for line, part in texts:
         yield from ((line, phrase) for phrase in phrases(part))
     yield from ((line, name) for line, name in names(tree) if is_banned_name(name))
+
+
+def files() -> Iterator[Path]:
+    """Yield every Python file that people edit."""
+    for folder in ("common/pscommon", "psserver", "psworker", "benchmarks", "tests"):
+        yield from sorted((ROOT / folder).rglob("*.py"))
+
+
+def test_lines_have_at_most_100_columns() -> None:
+    """Ruff's E501 allows long lines without spaces; this test allows only pragmas to be longer."""
+    long = [
+        f"{path.relative_to(ROOT)}:{number}"
+        for path in files()
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if len(PRAGMA.sub("", line)) > COLUMNS
+    ]
+
+    assert not long, "\n".join(long)
 
 
 @cache

@@ -98,7 +98,7 @@ def test_class_names_are_used_once() -> None:
 
 
 def test_no_constructor_gets_self() -> None:
-    """A helper that holds its owner is a cycle of objects; give it what it needs, or bound methods."""
+    """A helper that refers to its owner is a cycle of objects; pass values or bound methods."""
     classes = {
         node.name
         for source in packages()

@@ -167,7 +167,10 @@ class Operations(tuple):
         collected.append(gc.collect())
         return super().__iter__()
 
-def managed(flags, method, host, deadline, metadata, credentials, operations, *rest, start=describe._managed_call):
+def managed(
+    flags, method, host, deadline, metadata, credentials, operations, *rest,
+    start=describe._managed_call,
+):
     operations = tuple(map(Operations, operations))
     return start(flags, method, host, deadline, metadata, credentials, operations, *rest)
 
@@ -212,7 +215,8 @@ try:
     client.push(params)
 except KeyboardInterrupt:
     client.close()
-    print("interrupted", {t.name for t in threading.enumerate() if t.name.startswith(("heart", "psworker"))})
+    names = {thread.name for thread in threading.enumerate()}
+    print("interrupted", {name for name in names if name.startswith(("heart", "psworker"))})
 """
 
 

@@ -55,7 +55,8 @@ with psworker.Client(address, connect_timeout=5.0, wait_timeout=30.0) as client:
 SCRIPT = """
 import torch, psworker
 torch.manual_seed(0)
-model = torch.nn.Sequential(torch.nn.Linear(6, 300), torch.nn.BatchNorm1d(300), torch.nn.Linear(300, 3))
+layers = torch.nn.Linear(6, 300), torch.nn.BatchNorm1d(300), torch.nn.Linear(300, 3)
+model = torch.nn.Sequential(*layers)
 data = torch.rand(160, 6), torch.randint(0, 3, (160,))
 with psworker.connect() as job:
     optimizer = job.optimizer(torch.optim.Adam(model.parameters(), lr=0.05), model)

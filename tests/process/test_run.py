@@ -21,7 +21,8 @@ from torch import nn
 from torch.nn import functional as F
 
 torch.manual_seed(0)
-model = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.5), nn.Linear(16, 3))
+layers = nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.5), nn.Linear(16, 3)
+model = nn.Sequential(*layers)
 data = torch.rand(80, 6), torch.randint(0, 3, (80,))
 with psworker.connect() as job:
     print("here", job.rank)
@@ -33,13 +34,16 @@ with psworker.connect() as job:
     for x, y in job.batches(data, batch_size=8, epochs=4, seed=3):
         loss = F.cross_entropy(model(x), y)
         loss.backward()
-        if job.stats.steps == 2 and job.rank == 1 and "FALLS" in os.environ and not os.path.exists("fallen"):
+        falls = job.stats.steps == 2 and job.rank == 1 and "FALLS" in os.environ
+        if falls and not os.path.exists("fallen"):
             open("fallen", "x").close()
             os.kill(os.getpid(), signal.SIGKILL)
-        shard = {5: 1, 9: 0}.get(job.version) if job.rank == 0 and "SERVERS_FALL" in os.environ else None
+        servers_fall = job.rank == 0 and "SERVERS_FALL" in os.environ
+        shard = {5: 1, 9: 0}.get(job.version) if servers_fall else None
         if shard is not None and not os.path.exists(f"fallen-{shard}"):
             open(f"fallen-{shard}", "x").close()
-            os.kill(job.client.status()["servers"][shard]["pid"], signal.Signals[os.environ["SERVERS_FALL"]])
+            pid = job.client.status()["servers"][shard]["pid"]
+            os.kill(pid, signal.Signals[os.environ["SERVERS_FALL"]])
         optimizer.step()
         optimizer.zero_grad()
         scheduler.step()

@@ -188,13 +188,15 @@ def test_lines_that_cannot_be_shown_end_the_process_and_are_no_trouble_of_the_lo
 
 PARENT = """
 import subprocess, sys, os, signal
-child = subprocess.Popen([sys.executable, "-I", "-S", "-c", sys.argv[1], sys.argv[2], str(os.getpid())])
+arguments = [sys.argv[1], sys.argv[2], str(os.getpid())]
+child = subprocess.Popen([sys.executable, "-I", "-S", "-c", *arguments])
 signal.pause()
 """
 TETHERED = """
 import runpy, sys
 tether = runpy.run_path(sys.argv[1])
-command = [sys.executable, "-I", "-S", "-c", "import os, signal; print(os.getpid(), flush=True); signal.pause()"]
+code = "import os, signal; print(os.getpid(), flush=True); signal.pause()"
+command = [sys.executable, "-I", "-S", "-c", code]
 sys.exit(tether["main"](int(sys.argv[2]), command, watch=WATCH))
 """
 

@@ -17,7 +17,8 @@ LIMIT = 60.0
 RUN = """
 import sys
 from psworker.launch.script import Script, run
-sys.exit(run(Script(sys.argv[2], sys.argv[1] == "module", tuple(sys.argv[4:])), debug=sys.argv[3] == "debug"))
+script = Script(sys.argv[2], sys.argv[1] == "module", tuple(sys.argv[4:]))
+sys.exit(run(script, debug=sys.argv[3] == "debug"))
 """
 
 
@@ -73,10 +74,16 @@ def test_a_script_is_main_with_its_own_arguments_and_folder(tmp_path: Path) -> N
 # What a script can see of how it is run; -P, because a worker is started with it.
 PROBE = """
 import json, sys
-own = {name: str(value) for name, value in globals().items() if name in ("__name__", "__file__", "__package__")}
-kinds = {name: type(value).__name__ for name, value in globals().items() if name != "__annotations__"}
+own = {
+    name: str(value) for name, value in globals().items()
+    if name in ("__name__", "__file__", "__package__")
+}
+kinds = {
+    name: type(value).__name__ for name, value in globals().items() if name != "__annotations__"
+}
 spec = __spec__ and (__spec__.name, __spec__.origin)
-print(json.dumps([own, kinds, spec, sys.argv, sys.path[0], sys.modules["__main__"].__dict__ is globals()]))
+is_main = sys.modules["__main__"].__dict__ is globals()
+print(json.dumps([own, kinds, spec, sys.argv, sys.path[0], is_main]))
 """
 
 
@@ -113,7 +120,10 @@ def test_a_script_finds_what_it_would_without_us(tmp_path: Path, target: str) ->
 
 
 def test_the_script_is_still_there_for_exit_handlers(tmp_path: Path) -> None:
-    code = "import atexit, pickle\nclass Sample: pass\natexit.register(lambda: print(len(pickle.dumps(Sample())) > 0))"
+    code = (
+        "import atexit, pickle\nclass Sample: pass\n"
+        "atexit.register(lambda: print(len(pickle.dumps(Sample())) > 0))"
+    )
 
     result = run(code, folder=tmp_path)
 
@@ -267,7 +277,10 @@ def test_an_expected_error_has_its_traceback_when_debugging(tmp_path: Path) -> N
 
 
 def test_exit_handlers_run_and_find_what_was_raised(tmp_path: Path) -> None:
-    code = "import atexit, sys\natexit.register(lambda: print('handler', repr(sys.last_value)))\nraise ValueError('x')"
+    code = (
+        "import atexit, sys\natexit.register(lambda: print('handler', repr(sys.last_value)))\n"
+        "raise ValueError('x')"
+    )
 
     result = run(code, folder=tmp_path)
 

@@ -47,11 +47,14 @@ with psworker.Client() as client:
     client.register({"w": np.zeros(100)}, psworker.OptimizerSpec("sgd", lr=1.0))
     with closing(open_channel(client.addresses[0])) as channel:
         joined = CoordinatorServiceStub(channel).Join(co.JoinRequest(), timeout=20)
-    alive = [urllib.request.urlopen(f"http://{address}/livez", timeout=20).status for address in sys.argv[1:]]
+    alive = [
+        urllib.request.urlopen(f"http://{address}/livez", timeout=20).status
+        for address in sys.argv[1:]
+    ]
     environment = {name: os.environ.get(name) for name in TOLD}
     environment |= {"mapped": mapped(), "second": second()}
-    told = {"threads": torch.get_num_threads(), "lease": joined.lease_ms, "alive": alive, **environment}
-    print(json.dumps({**client.status(), **told}))
+    facts = {"threads": torch.get_num_threads(), "lease": joined.lease_ms, "alive": alive}
+    print(json.dumps({**client.status(), **facts, **environment}))
     for _ in range(4):
         client.push({"w": np.ones(100)})
 """

@@ -121,7 +121,8 @@ def test_servers_with_different_modules(programs: Programs, standby: bool) -> No
     shards = 1 if standby else 2
     own = ("--bind", "127.0.0.1:0", "--port-file", port, "--shard", f"0/{shards}")
     first = programs.start("ps-server", *own, "--optimizers", "my_optimizers")
-    address = f"127.0.0.1:{until(lambda: port.exists() and port.read_text().strip(), 'a port', seconds=60)}"
+    number = until(lambda: port.exists() and port.read_text().strip(), "a port", seconds=60)
+    address = f"127.0.0.1:{number}"
     place = ("--standby-of", address) if standby else ("--shard", "1/2", "--join", address)
     other = programs.run("ps-server", "--bind", "127.0.0.1:0", *place)
     first.end()

@@ -52,7 +52,10 @@ def children_seconds() -> float:
 def test_ten_thousand_histories_keep_every_invariant(part: int) -> None:
     """A tenth of them: however busy the machine is, that is done in the time that a test has."""
     before, share = children_seconds(), SEEDS // PARTS // PROCESSES
-    code = "import sys; from tests.sim.test_simulation import run_range; run_range(int(sys.argv[1]), int(sys.argv[2]))"
+    code = (
+        "import sys; from tests.sim.test_simulation import run_range; "
+        "run_range(int(sys.argv[1]), int(sys.argv[2]))"
+    )
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "common")])}
     children = [
         subprocess.Popen(

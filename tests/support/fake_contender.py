@@ -1,7 +1,7 @@
-"""A contender for tests: `python -m tests.support.fake_contender SECONDS [spin]`. Words: "go", "burn"
-(CPU), "fail".
+"""A contender for tests: `python -m tests.support.fake_contender SECONDS [spin]`.
 
-"go" only says that it took so long. With "spin" it never rests.
+It understands "go", "burn" (CPU) and "fail". "go" only reports that it took SECONDS. With "spin"
+it never rests.
 """
 
 import sys

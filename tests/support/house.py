@@ -1,4 +1,4 @@
-"""Which package may import which, from the lowest to the highest. `make house` prints it with charters."""
+"""Allowed imports between packages, from the lowest to the highest; `make house` prints them."""
 
 ALLOWED: dict[str, set[str]] = {
     "pscommon.core": set(),

@@ -19,7 +19,9 @@ def flag(name):
     return sys.argv[sys.argv.index(name) + 1] if name in sys.argv else None
 print("server", os.getpid(), flag("--shard"), flag("--policy"), flush=True)
 if os.environ.get("BROKEN_SERVER") == flag("--shard"):
-    sys.exit("the data directory is taken") if not os.environ.get("CODE") else os._exit(int(os.environ["CODE"]))
+    if os.environ.get("CODE"):
+        os._exit(int(os.environ["CODE"]))
+    sys.exit("the data directory is taken")
 host, port = flag("--bind").split(":")
 with socket.create_server((host, int(port))) as listener:
     port = listener.getsockname()[1]
@@ -77,8 +79,8 @@ class Observer:
     def __init__(self, address):
         self.address = address
     def status(self):
-        return {"state": "running", "version": 7, "steps": 14, "samples": 448, "policy": "sync", "workers": [],
-                "metrics": {"accuracy": 0.97}}
+        return {"state": "running", "version": 7, "steps": 14, "samples": 448, "policy": "sync",
+                "workers": [], "metrics": {"accuracy": 0.97}}
     def weights_sha256(self):
         if (here / "no-model").exists():
             raise UnreachableError("no worker has registered a model")

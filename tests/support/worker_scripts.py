@@ -98,11 +98,10 @@ def count(
     seed: int = 0,
     pause: float = 0.0,
 ) -> None:
-    """So many pushes of one each, until that many have been acknowledged to this rank; says how
-    many at the end.
+    """Push ones until that many pushes of this rank are acknowledged; print the number at the end.
 
-    lanes: by rank, again and again. faults: rules of tests.support.rpc_faults. A worker that is fenced
-    comes back as a new one; whether the push counted that it was just making, it never learns.
+    lanes: by rank, repeated. faults: rules of tests.support.rpc_faults. A fenced worker rejoins as
+    a new one; it never learns whether its last push counted.
     """
     lane = faulty_lane(address, faults, seed=100 * seed + (rank or 0)) if faults else None
     chosen = lanes[(rank or 0) % len(lanes)]

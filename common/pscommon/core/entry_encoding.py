@@ -40,18 +40,21 @@ def encoded(entry: Entry) -> str:
             return f"Begin(index={entry.index:d}, worker={entry.worker:d})"
         case Apply():
             contributions = _contributions(entry.contributions)
-            return f"Apply(index={entry.index:d}, version={entry.version:d}, contributions={contributions})"
+            numbers = f"index={entry.index:d}, version={entry.version:d}"
+            return f"Apply({numbers}, contributions={contributions})"
         case Measure():
-            return f"Measure(index={entry.index:d}, contributions={_contributions(entry.contributions)})"
+            contributions = _contributions(entry.contributions)
+            return f"Measure(index={entry.index:d}, contributions={contributions})"
         case Reject():
-            reason, detail = ascii(entry.reason), ascii(entry.detail)
-            return f"Reject(index={entry.index:d}, key={_key(entry.key)}, reason={reason}, detail={detail})"
+            cause = f"reason={entry.reason!a}, detail={entry.detail!a}"
+            return f"Reject(index={entry.index:d}, key={_key(entry.key)}, {cause})"
         case Evict():
             return f"Evict(index={entry.index:d}, worker={entry.worker:d}, reason={entry.reason!a})"
         case Cut():
             return f"Cut(index={entry.index:d}, version={entry.version:d})"
         case Reshard():
-            return f"Reshard(index={entry.index:d}, version={entry.version:d}, shards={entry.shards:d})"
+            numbers = f"index={entry.index:d}, version={entry.version:d}"
+            return f"Reshard({numbers}, shards={entry.shards:d})"
 
 
 def _key(key: PushKey) -> str:

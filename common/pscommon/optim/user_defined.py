@@ -1,6 +1,4 @@
-"""Optimizers that are registered by name with a formula for one tensor; users add theirs with
-`register`.
-"""
+"""Optimizers of users: `register` adds a class with a formula for one tensor."""
 
 import hashlib
 import inspect
@@ -36,8 +34,8 @@ IMPLEMENTATION = frozenset({"foreach", "fused", "capturable", "differentiable"})
 computed.
 """
 
-NUMBERS_IN_A_REGISTER = 16
-"""Of float32 in 64 bytes, which is where shards cut tensors."""
+FLOATS_PER_ALIGNMENT = 16
+"""Number of float32 values in 64 bytes, the alignment at which shards divide tensors."""
 
 
 def register(
@@ -48,29 +46,33 @@ def register(
     scalars: Mapping[str, float] = MappingProxyType({}),
     check: Check = find_out_of_range,
 ) -> None:
-    """Let servers run an optimizer class of yours.
+    """Register a formula for an optimizer class, so that servers can run it.
 
-    The module that calls this is given to every ps-server and ps-worker as `--optimizers
-    MODULE`. Servers import the class but never make an object of it. Repeating the call replaces
-    the entry of the same class.
+    Call it in a module that every ps-server and ps-worker gets as `--optimizers MODULE`. Servers
+    import the class but never instantiate it. A second call with the same class replaces its
+    entry.
 
     Args:
-        optimizer_class: the class that scripts hand to `job.optimizer`. Its constructor takes the parameters, then
-            hyper-parameters with defaults (bool, number or tuple of numbers), and passes the same names to torch's
-            constructor. `ElementwiseOptimizer` as base class makes step() run the formula in local training too.
-        formula: `formula(weight, gradient, state, group)` performs one step in place on a flat tensor of any floating
-            dtype. It treats each element by itself, because a tensor may lie on several servers, and a server calls it
-            for parts of 1 MiB. `gradient` is read-only. `state` has the tensors named in `states`, the float32 numbers
-            named in `scalars` as tensors without dimensions, to be changed in place, and `step`, the number of this
-            step of the tensor, from 1. `group` has the hyper-parameters as they stand.
+        optimizer_class: class that scripts hand to `job.optimizer`. Its constructor takes the
+            parameters, then hyper-parameters with defaults (bool, number or tuple of numbers),
+            and passes the same names to torch's constructor. With the base class
+            `ElementwiseOptimizer`, step() runs the formula in local training too.
+        formula: `formula(weight, gradient, state, group)` performs one step in place on a flat
+            tensor of any floating dtype. It must be elementwise, because a tensor may lie on
+            several servers, and a server calls it for parts of 1 MiB. `gradient` is read-only.
+            `state` has the tensors named in `states`; the numbers named in `scalars` as float32
+            tensors without dimensions, to be changed in place; and `step`, the number of this
+            step of the tensor, from 1. `group` has the current hyper-parameters.
         states: names of the values stored for each weight, in its dtype, initially zero.
-        scalars: names and first values of numbers stored once per tensor. All parts of a tensor must compute the
-            same new value, so it may depend on `group`, `state["step"]` and itself, not on weights or gradients.
-        check: returns what is wrong with the hyper-parameters of a group, or an empty text. By default negative
-            numbers and `betas` outside [0, 1) are wrong.
+        scalars: names and first values of numbers stored once per tensor. All parts of a tensor
+            must compute the same new value: it may depend on `group`, `state["step"]` and itself,
+            not on weights or gradients.
+        check: returns what is wrong with the hyper-parameters of a group, or an empty text. The
+            default refuses negative numbers and `betas` outside [0, 1).
 
     Raises:
-        InvalidRequestError: the name is taken, a default is no number, or the formula is not elementwise.
+        InvalidRequestError: The name is taken, a default is no number, or the formula is not
+            elementwise.
     """
     source = _digest_of_source(optimizer_class)
     add_formula(
@@ -217,11 +219,11 @@ def _identity(optimizer_class: type[Any]) -> tuple[str, str]:
 
 def _check_elementwise(shown: str, kind: OptimizerKind) -> None:
     """Compare two steps on a whole tensor with the same steps on its parts."""
-    count = 3 * NUMBERS_IN_A_REGISTER
+    count = 3 * FLOATS_PER_ALIGNMENT
     try:
         complete = try_formula(kind, kind.defaults, [count])
         parts = try_formula(
-            kind, kind.defaults, [NUMBERS_IN_A_REGISTER, count - NUMBERS_IN_A_REGISTER]
+            kind, kind.defaults, [FLOATS_PER_ALIGNMENT, count - FLOATS_PER_ALIGNMENT]
         )
     except Exception as error:
         raise InvalidRequestError(

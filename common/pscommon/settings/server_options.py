@@ -248,6 +248,7 @@ STANDBY = (
         section=FAILOVER,
         type=click.Choice(values.SHIPPING),
         default="sync",
-        help="Replication mode: sync (acknowledge after the standby has it) or async [default: sync].",
+        help="Replication mode: sync (acknowledge after the standby has it) or async "
+        "[default: sync].",
     ),
 )

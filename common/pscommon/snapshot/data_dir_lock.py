@@ -42,7 +42,8 @@ class DataDirLock:
 
     def _refused(self, error: OSError) -> str:
         if error.errno == errno.ELOOP:  # the target may be another user's file
-            return f"cannot lock shard {self._shard}: {self.path} is a symbolic link. Try: rm {self.path}"
+            problem = f"{self.path} is a symbolic link"
+            return f"cannot lock shard {self._shard}: {problem}. Try: rm {self.path}"
         return f"cannot use data directory {self.path.parent}: {error.strerror}"
 
     def __exit__(

@@ -5,26 +5,30 @@ MemoryOffer for the servers. A server that can `attach` sees the same /dev/shm: 
 random token of the offer in the file. After all servers have attached, `hide` removes the name;
 the kernel frees the memory when the last process unmaps it or dies.
 
-**Addresses never change.** A new mapping is made elsewhere, filled, and then moved over the old one in one system call
-(mremap), so arrays and tensors that are views of `memory` stay valid, and a thread that reads sees the same bytes
-before and after. A write *during* `share` or `detach` may be lost, and is not allowed. Memory registered with CUDA is
-pinned to its old pages: register after `share`, and unregister before `detach`.
+**Addresses never change.** `share` and `detach` make a new mapping elsewhere, fill it, and move it
+over the old one in one system call (mremap). So arrays and tensors that are views of `memory` stay
+valid, and a concurrent reader sees the same bytes before and after. A write during `share` or
+`detach` may be lost and is not allowed. Memory registered with CUDA is pinned to its old pages:
+register after `share`, and unregister before `detach`.
 
-**Ownership.** A view owns the mapping: it is unmapped when the last view of it is gone, never earlier. `close` only
-gives up what the object itself holds, so a tensor that outlives it is safe.
+**Ownership.** A view owns the mapping: the mapping ends with its last view, never earlier. `close`
+drops only the references of the object itself, so a tensor may outlive the object.
 
-**A name lives as long as its creator.** Between `share` and `hide` the creator holds a lock (flock) on the file.
-`sweep` removes the files that are not locked. Between creating a file and locking it sweep may win; the creator
-then sees that its file has no name any more and makes another. The lock belongs to the open file, so a fork of the
-creator (a DataLoader's worker) shares it: its end does not free the lock, and if the creator is killed before `hide`,
-sweep leaves the file until its forks have ended too. A fork never removes the creator's name.
+**A name lives as long as its creator.** Between `share` and `hide` the creator holds a lock (flock)
+on the file. `sweep` removes files that are not locked. If sweep removes a file before its creator
+has locked it, the creator notices that the name is missing and makes another file. The lock belongs
+to the open file, so a fork of the creator (a DataLoader worker) shares it: the end of the fork does
+not release the lock. If the creator is killed before `hide`, sweep leaves the file until its forks
+have ended too. A fork never removes the creator's name.
 
-**What a fork writes is its own.** What was shared is mapped privately in its place, page by page copied when the fork
-writes there; that costs no memory, however many forks there are (a DataLoader's workers). What the others write later
-still shows in the pages that a fork has not written to: one that reads for long, as to evaluate, needs a copy.
+**What a fork writes is its own.** In a fork a private copy-on-write mapping replaces the shared
+mapping; that costs no memory, whatever the number of forks. Later writes of other processes still
+show in pages that the fork has not written to: a fork that reads for long, such as an evaluator,
+needs a copy.
 
-**Who may attach.** The file is its creator's alone (mode 0600), and a file that another user owns or may use is
-refused. Processes of one user trust each other: one that truncates the file would end the others by SIGBUS.
+**Access.** The file belongs to its creator's user (mode 0600). A file that another user owns or may
+use is refused. Processes of one user trust each other: a process that truncates the file would end
+the others by SIGBUS.
 
 Linux only. `detach` needs the memory twice while it runs.
 """

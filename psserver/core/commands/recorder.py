@@ -221,7 +221,8 @@ class Recorder:
         for member in expired:
             reason = (
                 member.death
-                or f"nothing heard from it for {now - member.last_contact_at:.1f} s; its lease ended"
+                or f"nothing heard from it for {now - member.last_contact_at:.1f} s; "
+                "its lease ended"
             )
             if on_loss.mode != "wait" or not member.is_registered:
                 late.append((member, "lose", reason))

@@ -43,7 +43,7 @@ def check_request(coordinator: CoordinatorMachine, name: str, args: Mapping[str,
 def unfit_pushes(
     coordinator: CoordinatorMachine, news: Iterable[Staged]
 ) -> dict[PushKey, UnfitPush]:
-    """Return the refusals for newly staged pushes that members sent and that must not be applied."""
+    """Return the refusals for newly staged pushes of members that must not be applied."""
     unfit = {}
     for staged in news:
         problem = push_problem(coordinator, staged)
@@ -141,8 +141,8 @@ def check_memory(spec: ModelSpec, shards: int, usable_nbytes: int) -> None:
     """
     needed = sum(tensor.nbytes for tensor in spec.tensors) // shards
     if needed > usable_nbytes:
-        why = f"its weights take {needed} bytes on each of {shards} servers, which may use {usable_nbytes}"
-        _refuse("the model", why, "more servers")
+        need = f"its weights take {needed} bytes on each of {shards} servers"
+        _refuse("the model", f"{need}, which may use {usable_nbytes}", "more servers")
 
 
 def _join(coordinator: CoordinatorMachine, args: Mapping[str, Any]) -> None:
@@ -172,7 +172,8 @@ def _next_batches(coordinator: CoordinatorMachine, args: Mapping[str, Any]) -> N
     if problem := limits.loop_problem(spec):
         _refuse(f"data of loop {spec.loop}", problem, "a smaller number of epochs")
     if global_batch is not None and global_batch // spec.batch_size > limits.MAX_BATCHES_PER_PUSH:
-        units = f"--global-batch {global_batch} takes {global_batch // spec.batch_size} batches of {spec.batch_size}"
+        batches = global_batch // spec.batch_size
+        units = f"--global-batch {global_batch} takes {batches} batches of {spec.batch_size}"
         _refuse(
             f"data of loop {spec.loop}",
             f"{units}, above {limits.MAX_BATCHES_PER_PUSH}",

@@ -30,7 +30,7 @@ def _part(batches: int, workers: int, place: int) -> int:
 
 
 def _team(coordinator: CoordinatorMachine, worker: int) -> tuple[int, int]:
-    """Return the number of workers that share a loop, and this worker's position in worker order."""
+    """Return the number of workers that share a loop, and the position of this worker."""
     membership = coordinator.membership
     team = membership.registered() if coordinator.started else membership.current()
     member = membership.members.get(worker)

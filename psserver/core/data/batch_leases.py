@@ -58,7 +58,7 @@ class BatchLeases:
         return [number for _, number in sent]
 
     def send(self, worker: int, received: int) -> int:
-        """Return the worker's first ready number and mark it as sent, at position `received` + 1."""
+        """Return the worker's first ready number; mark it as sent, at position `received` + 1."""
         number = self._dealt[worker].popleft()
         self._sent[worker].append((received + 1, number))
         return number

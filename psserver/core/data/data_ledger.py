@@ -132,7 +132,7 @@ class DataLedger:
                 earlier.leave(worker)
 
     def _end_left(self, workers: Iterable[int]) -> None:
-        """End loops that all workers have left. A later worker then does not train on them alone."""
+        """End loops that all workers have left. A later worker does not train on them alone."""
         first = min((self._first_open_loops.get(worker, 0) for worker in workers), default=0)
         for number, loop in self._live.items():
             if number < first:

@@ -84,7 +84,7 @@ class DrawGroups:
         )
 
     def following(self, leases: BatchLeases, worker: int, number: int) -> int:
-        """Return how many of the worker's batches belong to the same draw and come after this one."""
+        """Return how many of the worker's batches belong to the same draw and follow this one."""
         held, draw = leases.held(worker), self._draw_of.get(number)
         after = held[held.index(number) + 1 :]
         return sum(draw is not None and self._draw_of.get(other) == draw for other in after)

@@ -72,7 +72,7 @@ class LoopLedger(ABC):
 
     @property
     def can_renumber(self) -> bool:
-        """Whether more epochs would leave the meaning of every outstanding batch number unchanged."""
+        """Whether more epochs would leave the meaning of all outstanding numbers unchanged."""
         return True
 
     def extend(self, spec: Spec) -> None:
@@ -88,7 +88,7 @@ class LoopLedger(ABC):
         return len(self._leases.held(worker)) > len(self._leases.ready(worker))
 
     def has_dealt(self, worker: int) -> bool:
-        """Return whether a dealt batch is ready for this worker, and the worker may fetch it now."""
+        """Return whether a dealt batch is ready and this worker may fetch it now."""
         return bool(self._leases.ready(worker))
 
     def is_late(self, worker: int, received: int) -> bool:
@@ -156,7 +156,7 @@ class LoopLedger(ABC):
         return False
 
     def drop(self, worker: int, numbers: Iterable[int] | None = None) -> None:
-        """Commit these batches (None: all) of a worker without a push; no worker gets them again."""
+        """Commit these batches (None: all) of a worker without a push; they are not dealt again."""
         for number in self._held(worker, numbers):
             self.commit(worker, number)
             self.dropped += 1

@@ -1,4 +1,4 @@
-"""The data ledger of a loop over a map-style data set, whose batches are dealt in ascending order."""
+"""The data ledger of a loop over a map-style data set: batches are dealt in ascending order."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType

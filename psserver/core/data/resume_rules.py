@@ -88,7 +88,10 @@ def loop_mismatch(mine: Spec, job: Spec, origin: str, reason: str) -> MismatchEr
     if origin:
         remedy = f"run the script as it was, {START_OVER}"
     else:
-        remedy = "every worker makes the same job.batches calls in the same order: start all with the same arguments"
+        remedy = (
+            "every worker makes the same job.batches calls in the same order: "
+            "start all with the same arguments"
+        )
     return MismatchError(
         f"loop {number} of this script is not that of {origin or 'the job'}: "
         f"{_differences(mine, job)}{'; ' if reason else ''}{reason}. Try: {remedy}",
@@ -126,13 +129,16 @@ def why_not_extended(mine: Spec, job: Spec, last: bool, first: bool, held: bool)
         held: Batches are leased whose numbers would change their meaning.
     """
     if mine.epochs < job.epochs:
-        return f"a job that is resumed cannot have fewer epochs than the {job.epochs} that it was started with"
+        return f"a resumed job cannot have fewer epochs than the {job.epochs} it was started with"
     if not last:
         return "only the last loop of a job can get more epochs, and this job has a later one"
     if not first:
-        return "only the first worker after a resume can raise the epochs, and another one has come before"
+        return "only the first worker after a resume can raise the epochs, and another came before"
     if held:
-        return "workers of the run before hold batches of this stream: let it end with the epochs that it had"
+        return (
+            "workers of the run before hold batches of this stream: "
+            "let it end with the epochs that it had"
+        )
     return ""
 
 

@@ -1,4 +1,4 @@
-"""Staged pushes that the coordinator has not decided; a push is ready once every shard staged it."""
+"""Staged pushes that are not decided; a push is ready once every shard staged it."""
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
@@ -58,7 +58,7 @@ class PendingPushes:
         return math.sqrt(self.square_norm(key))
 
     def square_norm(self, key: PushKey) -> float:
-        """Return the sum of squares of the whole gradient, as the shards reported it with the push."""
+        """Return the sum of squares of the whole gradient, as reported by the shards."""
         held = self._held[key.worker][key.seq]
         return sum(held[shard].square_norm for shard in sorted(held))
 

@@ -40,7 +40,7 @@ class ReportedValues:
         self.history = ReportHistory()
 
     def take(self, member: Member, values: Sequence[ReportedValue], membership: Membership) -> None:
-        """Record values of a worker; ignore a name that is too long or exceeds the limit of names."""
+        """Record values of a worker; ignore a name that is too long or one too many."""
         for name, value, version, time in values:
             if self.history.takes(name):
                 self.history.add(MetricRow(time, version, member.worker, member.rank, name, value))

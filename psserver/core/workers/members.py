@@ -108,7 +108,8 @@ class Member:
             setattr(self, name, value)
 
     def __str__(self) -> str:
-        return f"worker {self.worker} (rank {self.rank}, {self.host} pid {self.pid}, step {self.steps})"
+        process = f"rank {self.rank}, {self.host} pid {self.pid}, step {self.steps}"
+        return f"worker {self.worker} ({process})"
 
 
 SAVED_ATTRIBUTES = (

@@ -185,7 +185,7 @@ class Membership:
         return [m for m in self._current if m.death or now - m.last_contact_at > self.lease]
 
     def mark_dead(self, worker: int, proof: str) -> None:
-        """End the lease of a worker whose process has ended; messages from before do not renew it."""
+        """End the lease of a worker whose process has ended; earlier messages do not renew it."""
         member = self.members.get(worker)
         if member is not None and member.is_current:
             member.death = member.death or proof

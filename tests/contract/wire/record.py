@@ -1,5 +1,6 @@
-"""Record the wire conversation with the servers of this checkout: python -m tests.contract.wire.record
-[FILE].
+"""Record the wire conversation with the servers of this checkout.
+
+`python -m tests.contract.wire.record [FILE]`
 
 Every process reaches the others through a proxy, which passes one message at a time: the next
 one waits until what the last one caused has arrived. So the order in the file is the order of

@@ -21,7 +21,8 @@ import grpc
 
 server, address = listen("127.0.0.1:0", 2)
 echo = grpc.unary_unary_rpc_method_handler(lambda message, context: message)
-server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("test.Test", {"Echo": echo}),))
+handler = grpc.method_handlers_generic_handler("test.Test", {"Echo": echo})
+server.add_generic_rpc_handlers((handler,))
 server.start()
 print(address, flush=True)
 sys.stdin.read()

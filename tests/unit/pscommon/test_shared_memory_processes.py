@@ -42,7 +42,8 @@ PEER = """
 import sys
 from pathlib import Path
 from pscommon.system.shared_memory import MemoryOffer, attach
-attached = attach(MemoryOffer(sys.argv[2], bytes.fromhex(sys.argv[3]), int(sys.argv[4])), Path(sys.argv[1]))
+offer = MemoryOffer(sys.argv[2], bytes.fromhex(sys.argv[3]), int(sys.argv[4]))
+attached = attach(offer, Path(sys.argv[1]))
 print("attached", flush=True)
 for line in sys.stdin:
     index, *value = map(int, line.split())

@@ -195,7 +195,8 @@ def test_another_order_of_a_sampler_names_it() -> None:
 
     with pytest.raises(
         MismatchError,
-        match=r"sampler RandomWalk gave another order in loop 2 than in the job: order is 1+ here and 0+ there. Try:",
+        match=r"sampler RandomWalk gave another order in loop 2 than in the job: "
+        r"order is 1+ here and 0+ there. Try:",
     ) as caught:
         ledger.open(2, replace(mine, order="1" * 32))
     assert caught.value.reason == "LOOP_MISMATCH"

@@ -90,9 +90,7 @@ def test_pushes_wait_until_all_hold_their_new_part_and_the_snapshot_is_written()
     assert job.machine.version == 2
 
 
-def test_there_is_one_move_at_a_time_and_none_before_all_follow_or_while_a_snapshot_is_written() -> (
-    None
-):
+def test_a_reshard_is_refused_during_another_and_before_all_follow_and_during_a_snapshot() -> None:
     job = Job()
     job.recorder.cut(0.0)
     assert not job.recorder.do("reshard", 0.0, shards=3, keeps=True)

@@ -14,7 +14,8 @@ from pscommon.optim.specs import SUPPORTED
 from tests.support.stores import Shards, model, noise
 for name in SUPPORTED:
     for dtype in ("float32", "bfloat16"):
-        spec = model(((3, 5), dtype, 0), ((7,), dtype, 1), optimizer=OptimizerSettings(name, ({}, {"lr": 0.5})))
+        settings = OptimizerSettings(name, ({}, {"lr": 0.5}))
+        spec = model(((3, 5), dtype, 0), ((7,), dtype, 1), optimizer=settings)
         job = Shards(spec, 2)
         job.begin(noise(spec, seed=1))
         job.step(noise(spec, seed=2))

@@ -52,7 +52,8 @@ import sys, click
 from pscommon.settings.command import run_command
 from psworker.ctl.output import Table, show
 table = Table("", (), [("für",)])
-command = click.Command("ps-ctl", callback=lambda: show(sys.argv[1], {"for": "für"}, lambda: [table]))
+values = {"for": "für"}
+command = click.Command("ps-ctl", callback=lambda: show(sys.argv[1], values, lambda: [table]))
 sys.exit(run_command(command, lambda ctx: 0, []))
 """
 
