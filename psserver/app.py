@@ -23,6 +23,7 @@ from pscommon.system import shared_memory
 from pscommon.system import signals as interruptible
 from pscommon.system.local_jobs import JobAnnouncement
 from pscommon.system.malloc import tune_malloc
+from pscommon.system.thread_team import ThreadTeam
 from pscommon.telemetry.http import MetricsServer, new_registry
 from pscommon.wire.frames import add_parameter_server_to_server
 from psproto.v1 import coordinator_pb2, parameter_server_pb2, shard_pb2, standby_pb2
@@ -37,6 +38,7 @@ from psserver.core.shard.replication import ReplicationMachine
 from psserver.durability.data_formats import check_data_formats
 from psserver.durability.record_sink import RecordSink, RecordSource, disk_log
 from psserver.durability.shard_log import ShardLog
+from psserver.durability.shard_recovery import ShardStateFactory
 from psserver.durability.snapshots import SnapshotManager
 from psserver.durability.state_records import StateRecord, StateRecordKind, about, job_state
 from psserver.process.config import ServerConfig
@@ -122,20 +124,20 @@ class Server:
         )
         self._resources.callback(lambda: self._grpc.stop(grace=None))
         self.replicator = self._make_replicator()
+        shard_log, team = self._make_log(), ThreadTeam(config.threads or 1)
+        self._states = ShardStateFactory(config.shard, team, self.snapshots, shard_log)
         self.engine = ShardEngine(
-            config.shard,
-            layout.shards,
+            self._states.empty(layout.shards),
             self.metrics,
             self.snapshots.cut,
             config.in_flight,
             config.lanes,
-            config.threads or 1,
-            self._make_log(),
+            shard_log,
             config.fitness,
         )
         self._resources.callback(self._end)
         if self._promotion is not None:
-            self.engine.install_state(self._promotion.standby_state.shard_state)
+            self.engine.install(self._promotion.standby_state.shard_state)
         self._resources.callback(lambda: self._grpc.stop(grace=0.2).wait())
         self.identity = self._make_identity(layout)
         self.metrics.about = self._about
@@ -281,6 +283,7 @@ class Server:
             layout,
             self.identity,
             self.engine,
+            self._states,
             self.snapshots,
             self.metrics,
             self.replicator,
@@ -294,6 +297,7 @@ class Server:
         return CoordinatorLink(
             self.identity,
             self.engine,
+            self._states,
             self.snapshots,
             tell,
             self.config.join_timeout,

@@ -16,6 +16,7 @@ from typing import TypeVar
 from prometheus_client import CollectorRegistry
 
 from pscommon.core.errors import PSError
+from pscommon.system.thread_team import ALONE
 from pscommon.wire.frames import chunks, decode_response, encode_header
 from psproto.v1 import coordinator_pb2 as co
 from psproto.v1 import parameter_server_pb2 as ps
@@ -23,6 +24,9 @@ from psserver.coordinator.server_registry import DeliveryCursor
 from psserver.coordinator.service import CoordinatorService
 from psserver.coordinator.servicer import ControlPlaneServicer
 from psserver.core.job.catch_up import CatchUp
+from psserver.durability.record_sink import RecordSink, RecordSource
+from psserver.durability.shard_log import ShardLog
+from psserver.durability.shard_recovery import ShardStateFactory
 from psserver.durability.snapshots import SnapshotManager
 from psserver.process.config import ServerConfig
 from psserver.process.identity import ServerIdentity
@@ -81,27 +85,40 @@ class SimulatedCluster:
 
     def __init__(self, config: ServerConfig, workers: int) -> None:
         self.turns = Turns(workers)
-        self._engines = [self._engine(shard, config.shards) for shard in range(config.shards)]
-        snapshots = SnapshotManager(None, 0, 1, self._engines[0].metrics)
-        snapshots.next_generation()
+        shards = range(config.shards)
+        metrics = [ServerMetrics(CollectorRegistry(), shard=shard) for shard in shards]
+        snapshots = [SnapshotManager(None, shard, 1, metrics[shard]) for shard in shards]
+        logs = [ShardLog(RecordSink(RecordSource.SHARD), shard) for shard in shards]
+        self._states = [
+            ShardStateFactory(shard, ALONE, snapshots[shard], logs[shard]) for shard in shards
+        ]
+        self._engines = [
+            ShardEngine(
+                self._states[shard].empty(config.shards),
+                metrics[shard],
+                lambda version, store: None,
+                UNBOUNDED,
+                "grpc",
+                logs[shard],
+            )
+            for shard in shards
+        ]
+        snapshots[0].next_generation()
         leader = ServerIdentity(0, config.shards, "simulated-0", job="simulated")
         self.service = CoordinatorService(
             config,
             ShardCountFile(config.shards, None),
             leader,
             self._engines[0],
-            snapshots,
-            self._engines[0].metrics,
+            self._states[0],
+            snapshots[0],
+            metrics[0],
         )
         self.service.start(ticking=False)
         self._cursors = [DeliveryCursor() for _ in self._engines]
         self.coordinator = ControlPlaneServicer(self.service)
         self.servers = [self._server(engine) for engine in self._engines]
         self.deliver()
-
-    def _engine(self, shard: int, shards: int) -> ShardEngine:
-        metrics = ServerMetrics(CollectorRegistry(), shard=shard)
-        return ShardEngine(shard, shards, metrics, lambda version, store: None, UNBOUNDED, "grpc")
 
     def _server(self, engine: ShardEngine) -> DataPlaneServicer:
         shard = engine.shard
@@ -134,7 +151,11 @@ class SimulatedCluster:
                 )
                 self._cursors[shard] = update.cursor
                 if update.catch_up is CatchUp.BEGIN:
-                    engine.begin_log(update.cursor.epoch, update.base, len(self._engines))
+                    engine.install(
+                        self._states[shard].fresh(
+                            update.cursor.epoch, update.base, len(self._engines)
+                        )
+                    )
                     engine.request_report()
                 if update.model is not None:
                     engine.set_model(update.model)

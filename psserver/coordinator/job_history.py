@@ -6,33 +6,23 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any
 
 from pscommon.core.errors import PSError, SnapshotError, UnreachableError
 from pscommon.core.model_spec import model_to_json
 from pscommon.snapshot import Manifest
-from pscommon.wal.log import LogDamagedError
 from psserver.coordinator.executor import CommandExecutor
 from psserver.coordinator.server_registry import ServerRegistry
-from psserver.core.commands.recorder import RecordedCommand, Recorder
+from psserver.core.commands.recorder import Recorder
 from psserver.core.job.coordinator import CoordinatorMachine
-from psserver.core.job.policy import policy
-from psserver.core.job.settings import JobRules
 from psserver.core.workers.membership import GENERATION
-from psserver.durability.best_effort_log import BestEffortLog
-from psserver.durability.coordinator_log import (
-    CoordinatorLog,
-    check_begins,
-    check_goes_on,
-    check_nothing_more,
-    is_before,
-    report_unusable,
-)
+from psserver.durability.coordinator_log import LOG_FOLDER, CoordinatorLog
+from psserver.durability.initial_state import InitialState, Origin
+from psserver.durability.job_recovery import JobRecovery
 from psserver.durability.record_sink import RecordSink, RecordSource, StandbyLink, disk_log
-from psserver.durability.shard_log import folder_of, logged_version
-from psserver.durability.shard_state import LogUnfitError
+from psserver.durability.shard_recovery import ShardStateFactory
 from psserver.durability.snapshots import SnapshotManager
 from psserver.process.config import ServerConfig
 from psserver.process.identity import ServerIdentity
@@ -43,9 +33,6 @@ from psserver.shard.engine import ShardEngine
 log = logging.getLogger("psserver")
 
 LOG_ID_BITS = 62
-
-LOG_FOLDER = "log-job"
-"""Folder of the coordinator's write-ahead log in the data directory."""
 
 
 class JobHistory:
@@ -66,31 +53,22 @@ class JobHistory:
         config: ServerConfig,
         identity: ServerIdentity,
         engine: ShardEngine,
+        states: ShardStateFactory,
         snapshots: SnapshotManager,
         registry: ServerRegistry,
         metrics: ServerMetrics,
         fail: Callable[[PSError], None],
         standby_link: StandbyLink | None = None,
     ) -> None:
-        self._config, self._identity, self._engine, self._snapshots = (
-            config,
-            identity,
-            engine,
-            snapshots,
-        )
-        self._registry, self._metrics, self._fail, self._standby_link = (
-            registry,
-            metrics,
-            fail,
-            standby_link,
-        )
+        self._config, self._identity = config, identity
+        self._engine, self._states, self._snapshots = engine, states, snapshots
+        self._registry, self._metrics = registry, metrics
+        self._fail, self._standby_link = fail, standby_link
         self._rollback_lock = threading.RLock()
         self._coordinator: CoordinatorMachine | None = None  # of the current log
-        self._recovered = False  # another process began the current log
-        self._accounted_version: int | None = (
-            None  # losses up to this version are counted; None: none is lost
-        )
-        self._unusable_log_version = 0  # last version of a log that could not be used
+        self._is_recovered = False  # another process began the current log
+        # losses up to this version are counted; None: none is lost
+        self._accounted_version: int | None = None
         self._rules = config.rules()
         self.replace_recorder: Callable[[Recorder], None] = lambda recorder: None
         self.newest: Manifest | None = None
@@ -98,43 +76,95 @@ class JobHistory:
         self.durable = disk is not None
         self.journal = CoordinatorLog(RecordSink(RecordSource.JOB, disk, standby_link))
 
-    def new_recorder(
-        self,
-        epoch: int | None = None,
-        generation: int | None = None,
-        shards: int | None = None,
-        rules: JobRules | None = None,
-    ) -> Recorder:
-        """Return a recorder with an empty machine.
+    def new_recorder(self) -> Recorder:
+        """Return a recorder with an empty machine and a new log id."""
+        return Recorder(self._new_machine(), self.journal)
 
-        Args:
-            epoch, generation, shards, rules: Values of a log that is replayed; None: the current
-                ones.
-        """
-        number = secrets.randbits(LOG_ID_BITS) if epoch is None else epoch
-        start = self._snapshots.generation if generation is None else generation
-        coordinator = CoordinatorMachine(
-            shards or self._registry.shards, rules or self._rules, start, number
-        )
-        return Recorder(coordinator, self.journal)
+    def _new_machine(self) -> CoordinatorMachine:
+        generation, log_id = self._snapshots.generation, secrets.randbits(LOG_ID_BITS)
+        return CoordinatorMachine(self._registry.shards, self._rules, generation, log_id)
 
     # ---- starting --------------------------------------------------------------------------------
 
     def start(self) -> None:
         """Continue from the log, from the requested snapshot, or begin a new job."""
-        manifest = self._snapshots.to_resume(self._config.resume)
-        if self.durable and self._config.resume == "auto" and self._recover(manifest):
-            return
-        if not self.durable:
-            self._remove_log(manifest)
+        manifest, recovery = self._snapshots.to_resume(self._config.resume), self._make_recovery()
+        is_auto, generation = self._config.resume == "auto", self._snapshots.generation
+        if recovery is not None and self.durable and is_auto:
+            initial = recovery.recover(self.journal, manifest, generation)
+            if initial is not None:
+                return self._continue(initial)
+        elif recovery is not None and not self.durable:
+            recovery.remove_logs(manifest, generation, checks=is_auto)
         if manifest is None:
             self._registry.layout.forget()
-            self._learn(None)
+            self._learn("")
             self.begin()
         else:
             self._learn(manifest.job)
-            self._accounted_version = max(manifest.version, self._unusable_log_version)
+            unusable = recovery.unusable_version if recovery is not None else 0
+            self._accounted_version = max(manifest.version, unusable)
             self.resume(manifest)
+        return None
+
+    def _make_recovery(self) -> JobRecovery | None:
+        """Return what recovers the job from its logs; None without a data directory."""
+        data_dir, metrics = self._config.data_dir, self._metrics
+        return (
+            JobRecovery(
+                data_dir,
+                self._states,
+                self._registry.layout,
+                metrics.updates_lost,
+                metrics.log_failed,
+            )
+            if data_dir is not None
+            else None
+        )
+
+    def install(self, initial: InitialState) -> Recorder:
+        """Begin a log with this state. Return the recorder of its machine."""
+        coordinator, is_log = initial.coordinator, initial.origin is Origin.LOG
+        self._registry.form(coordinator.members)
+        self._registry.new_log(initial.snapshot)
+        if initial.job:
+            self._learn(initial.job)
+        self.newest, self._is_recovered = initial.newest, initial.is_recovered
+        if not is_log:
+            self.journal.clear()
+        self.journal.begin(coordinator.version, self._first_record(initial))
+        self._coordinator, recorder = coordinator, Recorder(coordinator, self.journal)
+        self.replace_recorder(recorder)
+        if initial.shard is not None:
+            self._engine.install(initial.shard, continues_log=is_log)
+        return recorder
+
+    def _first_record(self, initial: InitialState) -> dict[str, Any]:
+        coordinator = initial.coordinator
+        state = (
+            coordinator.whole()
+            if initial.origin is not Origin.FRESH
+            else {
+                "epoch": coordinator.epoch,
+                "version": 0,
+                "generation": self._snapshots.generation,
+                "policy": [*coordinator.policy_args()],
+                "rules": coordinator.rules.as_json(),
+            }
+        )
+        return {"shards": self._registry.shards, **state, "job": self._identity.job}
+
+    def _continue(self, initial: InitialState) -> None:
+        """Continue from the state before a crash."""
+        coordinator, manifest = initial.coordinator, initial.snapshot
+        if manifest is not None:
+            self._snapshots.goes_on_from(manifest)
+        recorder = self.install(initial)
+        recorder.recovered(time.monotonic(), self._snapshots.generation, resumes=True)
+        coordinator.ledger.origin = self._snapshots.named(manifest, logged=True)
+        recorder.do("go_by", time.monotonic(), rules=self._rules.as_json())
+        coordinator.membership.begin_run(self._config.min_workers)
+        log.info("continued from the log", extra={"version": coordinator.version})
 
     def install_promotion(self, promotion: Promotion) -> None:
         """Continue as the coordinator that this process replicated as a standby; the shards
@@ -142,16 +172,13 @@ class JobHistory:
         """
         standby_state, coordinator = promotion.standby_state, promotion.standby_state.coordinator
         assert coordinator is not None
-        first, self.newest = standby_state.snapshots
-        self._registry.form(coordinator.members)
-        self._registry.new_log(first)
+        snapshot, newest = standby_state.snapshots
         self._snapshots.count_on(
             max(standby_state.hello["generation"], coordinator.membership.generation) + 1
         )
-        recorder = Recorder(coordinator, self.journal)
-        self._begin_journal(coordinator, coordinator.version, coordinator.whole())
-        self._take_over(recorder)
-        self._recovered = True
+        recorder = self.install(
+            InitialState(Origin.PROMOTION, coordinator, snapshot=snapshot, newest=newest)
+        )
         recorder.recovered(time.monotonic(), self._snapshots.generation, promotion.whole)
         written = (
             []
@@ -166,6 +193,50 @@ class JobHistory:
                 coordinator.epoch,
                 coordinator.version,
             )
+
+    def begin(self) -> None:
+        """Begin a job without earlier state."""
+        coordinator, shards = self._new_machine(), self._registry.shards
+        if self._coordinator is not None:
+            coordinator.policy = self._coordinator.policy
+        shard = self._states.fresh(coordinator.epoch, 0, shards)
+        self.install(InitialState(Origin.FRESH, coordinator, shard))
+        self._engine.request_report()
+
+    def resume(self, manifest: Manifest, count: Callable[[], None] | None = None) -> None:
+        """Use a snapshot as the state of the job; workers join later, shards are asked to load
+        it.
+
+        Args:
+            count: Counts this start of the log before anything changes; None: count even if the
+                disk refuses.
+        """
+        with self._rollback_lock:
+            (count or self._snapshots.count_on)()
+            self._snapshots.goes_on_from(manifest)
+            coordinator = self._new_machine()
+            coordinator.restore(
+                manifest.coordinator, manifest.model, time.monotonic(), self._coordinator
+            )
+            coordinator.ledger.origin = self._snapshots.named(manifest)
+            self.install(
+                InitialState(Origin.SNAPSHOT, coordinator, snapshot=manifest, newest=manifest)
+            )
+            log.info("resuming", extra={"version": manifest.version})
+            # after the others have been asked: all shards load at the same time
+            self.loaded(0, manifest.version, self._load(coordinator.epoch, manifest))
+        self._engine.request_report()
+
+    def _load(self, log_id: int, manifest: Manifest) -> str:
+        """Load a snapshot into this process's own shard. Return a problem, or an empty string."""
+        try:
+            state = self._states.from_snapshot(log_id, manifest, self._registry.shards)
+        except SnapshotError as error:
+            return str(error)
+        self._engine.install(state)
+        return ""
+
+    # ---- standbys --------------------------------------------------------------------------------
 
     @contextmanager
     def paused(self, executor: CommandExecutor) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
@@ -192,66 +263,7 @@ class JobHistory:
         layout = self._registry.layout.noted
         return {"generation": self._snapshots.generation, "snapshots": snapshots, "layout": layout}
 
-    def begin(self) -> None:
-        """Begin a job without earlier state."""
-        self._recovered = False
-        recorder = self.new_recorder()
-        if self._coordinator is not None:
-            recorder.coordinator.policy = self._coordinator.policy
-        self._registry.form(self._registry.shards)
-        self._registry.new_log(None)
-        self._begin_journal(recorder.coordinator, 0)
-        self._take_over(recorder)
-        self._engine.begin_log(recorder.coordinator.epoch, 0, self._registry.shards)
-        self._engine.request_report()
-
-    def _take_over(self, recorder: Recorder) -> None:
-        self._coordinator = recorder.coordinator
-        self.replace_recorder(recorder)
-
-    def _begin_journal(
-        self, coordinator: CoordinatorMachine, version: int, state: dict[str, Any] | None = None
-    ) -> None:
-        self.journal.clear()
-        state = state or {
-            "epoch": coordinator.epoch,
-            "version": version,
-            "generation": self._snapshots.generation,
-            "policy": [*coordinator.policy_args()],
-            "rules": coordinator.rules.as_json(),
-        }
-        self.journal.begin(version, self._with_job(state))
-
-    def resume(self, manifest: Manifest, count: Callable[[], None] | None = None) -> None:
-        """Use a snapshot as the state of the job; workers join later, shards are asked to load
-        it.
-
-        Args:
-            count: Counts this start of the log before anything changes; None: count even if the
-                disk refuses.
-        """
-        with self._rollback_lock:
-            (count or self._snapshots.count_on)()
-            self._snapshots.goes_on_from(manifest)
-            self._recovered = False
-            recorder = self.new_recorder()
-            recorder.coordinator.restore(
-                manifest.coordinator, manifest.model, time.monotonic(), self._coordinator
-            )
-            recorder.coordinator.ledger.origin = self._snapshots.named(manifest)
-            self._registry.form(self._registry.shards)
-            self._registry.new_log(manifest)
-            self.newest = manifest
-            self._begin_journal(
-                recorder.coordinator, manifest.version, recorder.coordinator.whole()
-            )
-            self._take_over(recorder)
-            log.info("resuming", extra={"version": manifest.version})
-            problem = self._snapshots.load_into(
-                self._engine, recorder.coordinator.epoch, manifest, self._registry.shards
-            )
-            self.loaded(0, manifest.version, problem)
-        self._engine.request_report()
+    # ---- rollback --------------------------------------------------------------------------------
 
     def loaded(self, shard: int, version: int, problem: str) -> None:
         """Record that a shard has loaded the snapshot; if it could not, roll back to the previous
@@ -297,7 +309,7 @@ class JobHistory:
             if self._coordinator is None or epoch != self._coordinator.epoch:
                 return
             manifest = self._snapshots.newest()
-            if manifest is None and self._recovered:
+            if manifest is None and self._is_recovered:
                 log.error(
                     "the job begins again: there is no snapshot",
                     extra={"why": why, "updates_lost": version},
@@ -360,149 +372,7 @@ class JobHistory:
         self._engine.retire_log(manifest.version)
         self.journal.retire(manifest.version)
 
-    # ---- the log ---------------------------------------------------------------------------------
-
-    def _recover(self, manifest: Manifest | None) -> bool:
-        """Continue from the write-ahead log; return False if there is none or it cannot be used."""
-        try:
-            recorder = self._replayed(
-                self.journal.since(manifest.version if manifest else None), manifest
-            )
-            if recorder is not None:
-                self._install_shard_count(recorder.coordinator, manifest)
-        except LogUnfitError as error:
-            return self._report_unusable(str(error), manifest)
-        if recorder is None:
-            return self._report_unusable("", manifest)
-        coordinator = recorder.coordinator
-        possible = {
-            coordinator.shards,
-            *([coordinator.move.before] if coordinator.move is not None else []),
-        }
-        problem = self._snapshots.recover_into(self._engine, coordinator.epoch, manifest, possible)
-        if not problem and not coordinator.log.can_go_on(self._engine.make_report()):
-            shard = self._engine.shard
-            problem = f"shard {shard}'s log and the job's do not match: one of them lacks its end"
-        if problem:
-            return self._report_unusable(problem, manifest, coordinator.version)
-        if manifest is not None:
-            self._snapshots.goes_on_from(manifest)
-        self._registry.form(coordinator.members)
-        self._registry.new_log(manifest)
-        self._learn(None)
-        self.newest = manifest
-        self._take_over(recorder)
-        self._recovered = True
-        self.journal.begin(coordinator.version, self._with_job(coordinator.whole()))
-        recorder.recovered(time.monotonic(), self._snapshots.generation, resumes=True)
-        coordinator.ledger.origin = self._snapshots.named(manifest, logged=True)
-        recorder.do("go_by", time.monotonic(), rules=self._rules.as_json())
-        coordinator.membership.begin_run(self._config.min_workers)
-        log.info("continued from the log", extra={"version": coordinator.version})
-        return True
-
-    def _report_unusable(
-        self, problem: str, manifest: Manifest | None, reached: int = 0
-    ) -> Literal[False]:
-        """Report that the job cannot continue from its log, and how many updates that costs.
-
-        problem: empty where the coordinator's log holds nothing since the snapshot.
-        reached: the version at which that log ends.
-        """
-        assert self._config.data_dir is not None
-        saved = manifest.version if manifest else 0
-        reached = max(reached, logged_version(folder_of(self._config.data_dir, 0)))
-        if problem or reached > saved:
-            report_unusable(problem, self._config.data_dir / LOG_FOLDER, saved, reached)
-            self._metrics.updates_lost(max(0, reached - saved))
-            self._unusable_log_version = reached
-        return False
-
-    def _install_shard_count(
-        self, coordinator: CoordinatorMachine, manifest: Manifest | None
-    ) -> None:
-        """Use the number of shards of the log, if this server may have been started for it."""
-        layout, wrote = self._registry.layout, coordinator.shards
-        if wrote not in (layout.shards, layout.given, *layout.past):
-            remedy = f"start {wrote} servers, and then use ps-ctl reshard --servers {layout.shards}"
-            check_nothing_more(coordinator.version, manifest, f"a log of {wrote} servers", remedy)
-            raise LogUnfitError(f"{wrote} servers wrote it, and there are {layout.shards} now")
-        layout.change(wrote)
-
-    def _remove_log(self, manifest: Manifest | None) -> None:
-        """Remove the log of an earlier start with --durability log.
-
-        All its updates must be in a snapshot.
-        """
-        if (data_dir := self._config.data_dir) is None:
-            return
-        folders = (data_dir / LOG_FOLDER, folder_of(data_dir, 0))
-        logs = [BestEffortLog(folder, "no", self._metrics.log_failed) for folder in folders]
-        try:
-            if self._config.resume == "auto":
-                self._check_removable(
-                    CoordinatorLog(RecordSink(RecordSource.JOB, logs[0])), manifest
-                )
-            for each in logs:
-                each.clear()
-        finally:
-            for each in logs:
-                each.close()
-
-    def _check_removable(self, past: CoordinatorLog, manifest: Manifest | None) -> None:
-        try:
-            recorder = self._replayed(past.since(manifest.version if manifest else None), manifest)
-        except LogUnfitError as error:
-            self._report_unusable(str(error), manifest)
-            return
-        if recorder is None:
-            self._report_unusable("", manifest)
-        else:
-            remedy = (
-                "start the servers with --durability log; "
-                "ps-ctl stop ends them with a snapshot of all"
-            )
-            check_nothing_more(
-                recorder.coordinator.version, manifest, "the log of an earlier start", remedy
-            )
-
-    def _replayed(
-        self, notes: Iterator[dict[str, Any] | RecordedCommand], manifest: Manifest | None
-    ) -> Recorder | None:
-        recorder: Recorder | None = None
-        try:
-            for note in notes:
-                if recorder is None and manifest is not None and is_before(note, manifest):
-                    continue
-                if recorder is None:
-                    recorder = self._from_base(note, manifest)
-                elif isinstance(note, RecordedCommand):
-                    CoordinatorLog.replay(recorder.coordinator, note)
-                else:
-                    check_goes_on(note, recorder.coordinator)
-        except (LogDamagedError, OSError, KeyError, ValueError, TypeError) as error:
-            raise LogUnfitError(str(error)) from error
-        return recorder
-
-    def _from_base(
-        self, note: dict[str, Any] | RecordedCommand, manifest: Manifest | None
-    ) -> Recorder:
-        check_begins(note, manifest)
-        assert not isinstance(note, RecordedCommand)
-        rules = JobRules.from_json(note["rules"])
-        recorder = self.new_recorder(note["epoch"], note.get("generation"), note["shards"], rules)
-        recorder.coordinator.policy = policy(*note["policy"])
-        if "log" in note:
-            assert manifest is not None
-            recorder.coordinator.become(note, manifest.model, time.monotonic(), manifest.index)
-        self._learn(note.get("job") or (manifest.job if manifest else None))
-        return recorder
-
-    def _with_job(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the first entry of a log segment."""
-        return {"shards": self._registry.shards, **state, "job": self._identity.job}
-
-    def _learn(self, job: str | None) -> None:
+    def _learn(self, job: str) -> None:
         """Set the name of the job; the command line takes precedence."""
         registry = self._registry
         self._identity.learn(

@@ -174,7 +174,7 @@ class ReshardRequests:
             move, epoch = coordinator.move, coordinator.epoch
             self.dismiss()
             if move is None:
-                self._engine.frozen.discard()
+                self._engine.discard_frozen()
             if (
                 move is None
                 or not self._engine.is_resharding

@@ -35,6 +35,7 @@ from psserver.core.job.snapshot_schedule import PartReport
 from psserver.core.workers.members import Member
 from psserver.core.workers.membership import GENERATION
 from psserver.durability.record_sink import StandbyLink
+from psserver.durability.shard_recovery import ShardStateFactory
 from psserver.durability.snapshots import SnapshotManager
 from psserver.monitoring.first_workers import FirstWorkers
 from psserver.monitoring.pass_progress import PassProgress
@@ -62,6 +63,7 @@ class CoordinatorService:
         layout: ShardCountFile,
         identity: ServerIdentity,
         engine: ShardEngine,
+        states: ShardStateFactory,
         snapshots: SnapshotManager,
         metrics: ServerMetrics,
         standby_link: StandbyLink | None = None,
@@ -80,7 +82,15 @@ class CoordinatorService:
         self.lost_data_dir = ""  # why this server continues without its --data-dir
         self.stopped = threading.Event()  # the final state is saved, or cannot be saved
         self._history = JobHistory(
-            config, identity, engine, snapshots, self.registry, metrics, self._fail, standby_link
+            config,
+            identity,
+            engine,
+            states,
+            snapshots,
+            self.registry,
+            metrics,
+            self._fail,
+            standby_link,
         )
         self._executor = CommandExecutor(
             self._history.new_recorder(),

@@ -1,9 +1,10 @@
 """State that survives a process: write-ahead logs, recovery from them, and snapshots."""
 
 __all__ = [
-    "best_effort_log",
     "coordinator_log",
     "data_formats",
+    "initial_state",
+    "job_recovery",
     "record_sink",
     "shard_log",
     "shard_recovery",

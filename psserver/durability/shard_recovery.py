@@ -1,10 +1,12 @@
-"""Crash recovery of a shard: load a snapshot, then replay the shard's log.
+"""How a shard's state begins: empty, from a snapshot, from its own log, or as a new shard of a
+reshard.
 
-A reshard is replayed up to the Reshard entry. The shard then has its previous partition, which
-other shards read, and builds its new partition again. No update has changed the new one yet.
+Crash recovery loads a snapshot, then replays the shard's log. A reshard is replayed up to the
+Reshard entry. The shard then has its previous partition, which other shards read, and builds its
+new partition again. No update has changed the new one yet.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from pscommon.core.errors import SnapshotError
@@ -15,31 +17,91 @@ from pscommon.system.thread_team import ThreadTeam
 from pscommon.wal.log import LogDamagedError
 from psserver.durability.shard_log import LoggedPush, SegmentBase, ShardLog
 from psserver.durability.shard_state import LogUnfitError, ShardState
-from psserver.parameters.store import PartReader
-
-Open = Callable[[int], PartReader]
-"""Open the snapshot for a given number of shards."""
+from psserver.durability.snapshots import SnapshotManager
 
 
-class ShardRecovery(ShardState):
-    """Replay a shard's log; afterwards the attributes of ShardState are those before the crash.
+class ShardStateFactory:
+    """Creates the states of one shard. The caller installs them.
 
-    shards: allowed numbers of shards at the end of the log. During a reshard these are the numbers
-        before and after it.
+    Args:
+        shard: Number of the shard.
+        team: Threads that work on one update.
+        snapshots: The shard's snapshots.
+        log: The shard's log.
     """
 
     def __init__(
-        self,
-        shard: int,
-        shards: Collection[int],
-        team: ThreadTeam,
-        epoch: int,
-        manifest: Manifest | None,
-        snapshot: Open | None,
+        self, shard: int, team: ThreadTeam, snapshots: SnapshotManager, log: ShardLog
     ) -> None:
-        super().__init__(shard, 0, team)
-        self._possible, self._epoch = shards, epoch
-        self._manifest, self._snapshot = manifest, snapshot
+        self._shard, self._team, self._snapshots, self._log = shard, team, snapshots, log
+
+    def empty(self, shards: int) -> ShardState:
+        """Return a state that follows no log yet."""
+        return ShardState(self._shard, shards, self._team)
+
+    def fresh(self, log_id: int, base: int, shards: int) -> ShardState:
+        """Return a state without a model that follows a new log from the entry after `base` on."""
+        state = self.empty(shards)
+        state.machine.follow(log_id, base)
+        return state
+
+    def from_snapshot(self, log_id: int, manifest: Manifest, shards: int) -> ShardState:
+        """Return a snapshot's state, as one of `shards` shards.
+
+        Raises:
+            SnapshotError: The snapshot cannot be read.
+        """
+        self._snapshots.close()  # the new history must not contain a part of the old one
+        state = self.empty(shards)
+        state.restore(log_id, manifest, self._snapshots.reader(manifest, shards))
+        self._snapshots.note_loaded(manifest)
+        return state
+
+    def from_log(
+        self, log_id: int, manifest: Manifest | None, possible_shards: Collection[int]
+    ) -> ShardState:
+        """Return the state before a crash.
+
+        Args:
+            manifest: The snapshot that the log continues; None: the log begins with the job.
+            possible_shards: Allowed numbers of shards at the end of the log. During a reshard
+                these are the numbers before and after it.
+
+        Raises:
+            LogUnfitError: The log does not continue the snapshot.
+            SnapshotError: The snapshot cannot be read.
+        """
+        replay = _Replay(self.empty(0), log_id, manifest, self._snapshots)
+        replay.read(self._log, possible_shards)
+        self._snapshots.note_loaded(manifest)
+        return replay.state
+
+    def joining(
+        self, log_id: int, peer_state: Mapping[str, Any], model: ModelSpec, shards: int
+    ) -> ShardState:
+        """Return the state of a new shard in a reshard.
+
+        Args:
+            peer_state: State of another shard's machine.
+        """
+        state = self.empty(shards)
+        state.machine.adopt({**peer_state, "epoch": log_id})
+        state.model = model
+        return state
+
+
+class _Replay:
+    """The replay of a shard's log."""
+
+    def __init__(
+        self,
+        state: ShardState,
+        log_id: int,
+        manifest: Manifest | None,
+        snapshots: SnapshotManager,
+    ) -> None:
+        self.state = state
+        self._log_id, self._manifest, self._snapshots = log_id, manifest, snapshots
         self._skipped = False
 
     @property
@@ -47,26 +109,24 @@ class ShardRecovery(ShardState):
         """Version at which the log must begin."""
         return self._manifest.version if self._manifest else 0
 
-    def read(self, log: ShardLog) -> None:
-        """Replay the log since the snapshot.
-
-        Raises:
-            LogUnfitError: The log does not continue the snapshot.
-        """
-        first = True
+    def read(self, log: ShardLog, possible_shards: Collection[int]) -> None:
+        state, is_first = self.state, True
         try:
             for logged in log.since(self._manifest.version if self._manifest else None):
-                if first and self._is_before(logged):
+                if is_first and self._is_before(logged):
                     continue
-                self._take(logged, first)
-                first = False
+                if isinstance(logged, SegmentBase):
+                    self._begin_segment(logged, is_first)
+                else:
+                    state.replay(logged)
+                is_first = False
         except (LogDamagedError, OSError, SnapshotError, ValueError, KeyError, TypeError) as error:
             raise LogUnfitError(str(error)) from error
-        if first:
+        if is_first:
             raise LogUnfitError(f"there is none since version {self._version}")
-        if self.shards not in self._possible:
+        if state.shards not in possible_shards:
             raise LogUnfitError(
-                f"{self.shards} servers wrote it, and there are {min(self._possible)} now"
+                f"{state.shards} servers wrote it, and there are {min(possible_shards)} now"
             )
 
     def _is_before(self, logged: SegmentBase | ModelSpec | LoggedPush | Entry) -> bool:
@@ -78,8 +138,7 @@ class ShardRecovery(ShardState):
             if self._skipped:
                 return True
             raise LogUnfitError("it does not begin with a state")
-        state = logged.state
-        manifest = self._manifest
+        state, manifest = logged.state, self._manifest
         before = (
             manifest is not None
             and state["version"] == manifest.version
@@ -88,47 +147,44 @@ class ShardRecovery(ShardState):
         self._skipped = self._skipped or before
         return before
 
-    def _take(self, logged: SegmentBase | ModelSpec | LoggedPush | Entry, first: bool) -> None:
-        if isinstance(logged, SegmentBase):
-            self._check(logged, first)
-        else:
-            self.take(logged)
-
-    def _check(self, base: SegmentBase, first: bool) -> None:
+    def _begin_segment(self, base: SegmentBase, is_first: bool) -> None:
         """Check that a segment begins where the previous one, or the snapshot, ended."""
-        state: dict[str, Any] = base.state
-        if not first and base.shards != self.shards:
+        state, recorded = self.state, base.state
+        if not is_first and base.shards != state.shards:
             raise LogUnfitError(
-                f"{base.shards} servers wrote it, and there were {self.shards} before"
+                f"{base.shards} servers wrote it, and there were {state.shards} before"
             )
-        if state["epoch"] != self._epoch:
+        if recorded["epoch"] != self._log_id:
             raise LogUnfitError("it is of another start of the job")
-        if first and state["version"] != self._version:
+        if is_first and recorded["version"] != self._version:
             raise LogUnfitError(
-                f"it begins at version {state['version']}, the snapshot is of {self._version}"
+                f"it begins at version {recorded['version']}, the snapshot is of {self._version}"
             )
-        if first:
-            self._begin(base)
-        elif state["index"] != self.machine.index:
-            raise LogUnfitError(f"entries {self.machine.index + 1} to {state['index']} are missing")
+        if is_first:
+            self._load(base)
+        elif recorded["index"] != state.machine.index:
+            raise LogUnfitError(
+                f"entries {state.machine.index + 1} to {recorded['index']} are missing"
+            )
 
-    def _begin(self, base: SegmentBase) -> None:
-        """Load the snapshot's arrays.
+    def _load(self, base: SegmentBase) -> None:
+        """Load the first segment's state and the snapshot's arrays.
 
         In an unfinished reshard they are the previous partition. A reshard that ended with the
         snapshot is complete, even if the segment began before it ended.
         """
-        manifest, snapshot = self._manifest, self._snapshot
-        if manifest is None or snapshot is None:
+        state, manifest = self.state, self._manifest
+        if manifest is None:
             if base.state["begun"]:
                 raise LogUnfitError("it goes on from weights, and there is no snapshot of them")
-            return self.become(base.shards, base.state)
-        held = base.held if base.held is not None and base.held.reshard > manifest.index else None
-        self.become(held.shards if held else base.shards, base.state | {"moving": held is not None})
-        if self._shard >= self.shards:
-            raise LogUnfitError(f"the job has moved to {self.shards} servers")
-        self.know(manifest.model)
-        self.numbers.restore(snapshot(self.shards))
-        if held is not None:
-            self.hold(held.reshard, base.shards)
+            return state.load(base)
+        previous = base.held if base.held and base.held.reshard > manifest.index else None
+        shards = previous.shards if previous else base.shards
+        state.load(SegmentBase(shards, base.state | {"moving": previous is not None}))
+        if state.shard >= shards:
+            raise LogUnfitError(f"the job has moved to {shards} servers")
+        state.install_model(manifest.model, state.new_store(manifest.model))
+        state.loaded_store.restore(self._snapshots.reader(manifest, shards))
+        if previous is not None:
+            state.freeze(previous.reshard, base.shards)
         return None

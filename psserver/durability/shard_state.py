@@ -1,113 +1,198 @@
-"""A shard's state, built by applying the records of its own log or of its primary."""
+"""A shard's whole state: its state machine, its arrays and the staged pushes.
+
+A running shard, a recovery and a standby each own one. Entries of the job's log change it only
+here. Carrying out an entry has two parts: `compute` changes arrays, which may take long, and
+`finish` changes everything else.
+"""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from pscommon.core.log_entries import Apply, Begin, Contribution, Entry, Measure, PushKey, Reshard
+from pscommon.core.log_entries import (
+    Apply,
+    Begin,
+    Contribution,
+    Entry,
+    Measure,
+    PushKey,
+    Reshard,
+    Staged,
+)
 from pscommon.core.model_spec import ModelSpec
 from pscommon.core.partition import PartitionPlan
 from pscommon.optim.specs import groups_from_json
+from pscommon.snapshot import Manifest
 from pscommon.system.thread_team import ThreadTeam
 from psserver.core.job.entry_log import counted
 from psserver.core.shard.state_machine import ShardMachine
-from psserver.durability.shard_log import LoggedPush
+from psserver.durability.shard_log import HeldNumbers, LoggedPush, SegmentBase
 from psserver.parameters.frozen_shard import FrozenShard
 from psserver.parameters.staging import Staging
-from psserver.parameters.store import ParameterStore
+from psserver.parameters.store import ParameterStore, PartReader
 
 
 class LogUnfitError(Exception):
-    """The records do not continue the state; the message is the reason."""
+    """A record or entry does not continue the state; the message is the reason."""
 
 
 @dataclass(slots=True)
-class StagedNumbers:
-    """A staged push.
+class StagedArrays:
+    """The arrays of a staged push.
 
-    staging: its arrays.
-    since: when it became complete, in monotonic seconds.
+    staging: the arrays.
+    since: when the push became complete, in monotonic seconds.
     """
 
     staging: Staging
     since: float
 
 
-def apply(store: ParameterStore, entry: Apply, kept: Mapping[PushKey, StagedNumbers]) -> None:
-    """Apply an update to the arrays."""
-    store.apply(*_weighted(entry.contributions, kept))
-
-
-def measure(store: ParameterStore, entry: Measure, kept: Mapping[PushKey, StagedNumbers]) -> float:
-    """Return the sum of squares of this shard's part of the average."""
-    return store.square_norm(*_weighted(entry.contributions, kept))
-
-
-def _weighted(
-    counted: Sequence[Contribution], kept: Mapping[PushKey, StagedNumbers]
-) -> tuple[list[Staging], list[int], list[float]]:
-    stagings: list[Staging] = []
-    samples: list[int] = []
-    scales: list[float] = []
-    for contribution in counted:
-        stagings.append(kept[contribution.key].staging)
-        samples.append(contribution.samples)
-        scales.append(contribution.scale)
-    return stagings, samples, scales
-
-
 class ShardState:
-    """State of a shard after the records applied so far.
+    """State of a shard after the records applied so far. It has no locks.
 
+    shard: number of the shard.
     shards: number of shards.
     machine: the state machine.
-    kept: staged pushes.
+    staged: arrays of the staged pushes.
     model: the job's model; None if unknown.
-    store: the arrays; None without a model.
-    frozen: the previous partition, kept for other shards after a reshard.
+    store: this shard's partition of the model; None without a model, and in a reshard until the
+        new partition is complete.
+    frozen: the partition from before a reshard, kept for other shards until the next update.
     """
 
     def __init__(self, shard: int, shards: int, team: ThreadTeam) -> None:
+        self.shard = shard
         self.shards = shards
-        self.frozen: FrozenShard | None = None
         self.machine = ShardMachine(shard)
-        self.kept: dict[PushKey, StagedNumbers] = {}
+        self.staged: dict[PushKey, StagedArrays] = {}
         self.model: ModelSpec | None = None
         self.store: ParameterStore | None = None
-        self._shard, self._team = shard, team
+        self.frozen: FrozenShard | None = None
+        self._team = team
 
-    def become(self, shards: int, state: Mapping[str, Any]) -> None:
-        """Set the state machine's state and number of shards; arrays and staged pushes follow."""
-        self.shards = shards
-        self.machine.recover(state)
+    # ---- beginnings ------------------------------------------------------------------------------
 
-    def take(self, logged: ModelSpec | LoggedPush | Entry) -> None:
-        """Apply the next record.
+    def load(self, base: SegmentBase) -> None:
+        """Set the machine's state and the number of shards; arrays and staged pushes follow."""
+        self.shards = base.shards
+        self.machine.recover(base.state)
+
+    def restore(self, log_id: int, manifest: Manifest, reader: PartReader) -> None:
+        """Load a snapshot; the log `log_id` begins after it.
+
+        Raises:
+            SnapshotError: The snapshot cannot be read.
+        """
+        self.install_model(manifest.model, self.new_store(manifest.model))
+        self.loaded_store.restore(reader)
+        self.machine.restore(log_id, manifest.version, manifest.index)
+
+    def base(self) -> SegmentBase:
+        """Return what a log segment begins with."""
+        frozen = self.frozen
+        held = HeldNumbers(frozen.index, frozen.shards) if frozen is not None else None
+        return SegmentBase(self.shards, self.machine.state(), held)
+
+    def staged_pushes(self) -> list[tuple[Staged, Staging]]:
+        return [(self.machine.staged[key], arrays.staging) for key, arrays in self.staged.items()]
+
+    # ---- the model -------------------------------------------------------------------------------
+
+    def needs_model(self, model: ModelSpec) -> bool:
+        """Return whether this model is new here.
+
+        It may change until the first weights, if a worker crashes before them.
+        """
+        return self.model is None or (
+            not self.machine.begun and self.model.fingerprint() != model.fingerprint()
+        )
+
+    def new_store(self, model: ModelSpec) -> ParameterStore:
+        """Return arrays for this shard's partition of a model, without values."""
+        return ParameterStore(PartitionPlan(model, self.shards), self.shard, self._team)
+
+    def install_model(self, model: ModelSpec, store: ParameterStore) -> None:
+        self.model, self.store = model, store
+
+    @property
+    def loaded_store(self) -> ParameterStore:
+        """The arrays.
+
+        Raises:
+            LogUnfitError: There are none yet.
+        """
+        if self.store is None:
+            raise LogUnfitError("it speaks of weights before there is a model")
+        return self.store
+
+    # ---- pushes ----------------------------------------------------------------------------------
+
+    def stage(self, push: Staged, staging: Staging) -> bool:
+        """Stage a complete push. Return False if it is known, or not wanted any more."""
+        if is_new := self.machine.offer(push):
+            self.staged[push.key] = StagedArrays(staging, time.monotonic())
+        return is_new
+
+    def release(self, staging: Staging) -> None:
+        """Free the arrays of a push that is no longer needed."""
+        if self.store is not None:
+            self.store.release(staging)
+
+    # ---- the log ---------------------------------------------------------------------------------
+
+    def compute(self, entry: Entry) -> float:
+        """Change the arrays as an entry says. Return the result of a Measure, otherwise 0.
+
+        Raises:
+            LogUnfitError: The entry needs pushes or weights that this shard lacks.
+        """
+        if missing := counted([entry]) - self.staged.keys():
+            raise LogUnfitError(f"it lacks pushes {sorted(missing)}")
+        match entry:
+            case Measure():
+                return self.loaded_store.square_norm(*self._weighted(entry.contributions))
+            case Begin():
+                initial = self.staged[PushKey(entry.worker, 0)].staging
+                self.loaded_store.set_initial_weights(initial)
+            case Apply():
+                self.loaded_store.apply(*self._weighted(entry.contributions))
+        return 0.0
+
+    def finish(self, entry: Entry, square_norm: float) -> list[Staging]:
+        """Note that an entry was computed. Return the arrays of ended pushes, to be released."""
+        match entry:
+            case Apply():
+                self.frozen = None  # updates begin only when all shards have their partition
+            case Reshard():
+                self.freeze(entry.index, entry.shards)
+        self.machine.done(entry, square_norm)
+        ended = [key for key in self.staged if key not in self.machine.staged]
+        return [self.staged.pop(key).staging for key in ended]
+
+    def freeze(self, index: int, shards: int) -> None:
+        """Freeze the arrays at the Reshard entry `index` to `shards` shards."""
+        self.frozen = FrozenShard(self.machine.epoch, index, self.shards, self.loaded_store)
+        self.shards, self.store = shards, None
+
+    def replay(self, logged: ModelSpec | LoggedPush | Entry) -> None:
+        """Apply the next record of a log or of a primary.
 
         Raises:
             LogUnfitError: The record does not continue the state.
         """
         match logged:
             case ModelSpec():
-                self.know(logged)
+                if self.needs_model(logged):
+                    self.install_model(logged, self.new_store(logged))
             case LoggedPush():
-                self._stage(logged)
+                self._replay_push(logged)
             case _:
                 for entry in self.machine.accept(self.machine.epoch, [logged]):
-                    self._carry_out(entry)
+                    for staging in self.finish(entry, self.compute(entry)):
+                        self.release(staging)
 
-    def know(self, model: ModelSpec) -> None:
-        """Set the model. It may change until the first weights, if a worker crashes before them."""
-        if self.model is None or (
-            not self.machine.begun and self.model.fingerprint() != model.fingerprint()
-        ):
-            self.model, self.store = (
-                model,
-                ParameterStore(PartitionPlan(model, self.shards), self._shard, self._team),
-            )
-
-    def _stage(self, push: LoggedPush) -> None:
+    def _replay_push(self, push: LoggedPush) -> None:
         if not self.machine.offer(push.staged):
             return
         if self.store is None or self.model is None:
@@ -119,40 +204,14 @@ class ShardState:
         for view in staging.views if push.payload else ():
             view[:] = push.payload[offset : offset + len(view)]
             offset += len(view)
-        self.kept[push.staged.key] = StagedNumbers(staging, time.monotonic())
+        self.staged[push.staged.key] = StagedArrays(staging, time.monotonic())
 
-    def _carry_out(self, entry: Entry) -> None:
-        if missing := counted([entry]) - self.kept.keys():
-            raise LogUnfitError(f"it lacks pushes {sorted(missing)}")
-        square_norm = 0.0
-        match entry:
-            case Measure():
-                square_norm = measure(self.numbers, entry, self.kept)
-            case Begin():
-                self.numbers.set_initial_weights(self.kept[PushKey(entry.worker, 0)].staging)
-            case Apply():
-                apply(self.numbers, entry, self.kept)
-                self.frozen = None
-            case Reshard():
-                self.hold(entry.index, entry.shards)
-        self.machine.done(entry, square_norm)
-        for key in [key for key in self.kept if key not in self.machine.staged]:
-            staging = self.kept.pop(key).staging
-            if self.store is not None:
-                self.store.release(staging)
-
-    def hold(self, index: int, shards: int) -> None:
-        """Freeze the arrays at the Reshard entry `index` to `shards` shards."""
-        self.frozen = FrozenShard(self.machine.epoch, index, self.shards, self.numbers)
-        self.shards, self.store = shards, None
-
-    @property
-    def numbers(self) -> ParameterStore:
-        """The arrays.
-
-        Raises:
-            LogUnfitError: There is no model yet.
-        """
-        if self.store is None:
-            raise LogUnfitError("it speaks of weights before there is a model")
-        return self.store
+    def _weighted(
+        self, contributions: Sequence[Contribution]
+    ) -> tuple[list[Staging], list[int], list[float]]:
+        """Return the arrays, samples and scales of the contributions."""
+        return (
+            [self.staged[each.key].staging for each in contributions],
+            [each.samples for each in contributions],
+            [each.scale for each in contributions],
+        )

@@ -7,11 +7,10 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
-from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 
@@ -23,9 +22,7 @@ from pscommon.optim.specs import groups_to_json, scalars_to_json
 from pscommon.snapshot import Manifest, SnapshotDirectory, SnapshotPart, SnapshotReader
 from pscommon.system.packages import installed
 from psserver.core.job.snapshot_schedule import PartReport, SnapshotInProgress
-from psserver.durability.shard_recovery import Open
-from psserver.durability.shard_state import LogUnfitError
-from psserver.parameters.store import ParameterStore, PartReader
+from psserver.parameters.store import ParameterStore
 from psserver.process.generation_file import (
     GENERATION,
     GenerationDamagedError,
@@ -38,24 +35,6 @@ WRITER_NICENESS = 10
 """Niceness of the writing thread: a tenth of another thread's share of a busy core."""
 
 log = logging.getLogger("psserver")
-
-
-class RecoverableShard(Protocol):
-    """A shard whose state a snapshot can replace."""
-
-    def restore(self, epoch: int, manifest: Manifest, reader: PartReader, shards: int) -> None:
-        """Replace the state by the snapshot's."""
-        ...
-
-    def recover(
-        self, epoch: int, manifest: Manifest | None, snapshot: Open | None, shards: Collection[int]
-    ) -> None:
-        """Restore the snapshot, then replay the shard's own log.
-
-        Raises:
-            LogUnfitError: The log does not continue the snapshot.
-        """
-        ...
 
 
 class SnapshotManager:
@@ -270,55 +249,26 @@ class SnapshotManager:
         log_text = " with its log" if logged else ""
         return f"the snapshot of version {manifest.version}{log_text} in {self._data_dir}"
 
-    def load_into(
-        self, shard: RecoverableShard, epoch: int, manifest: Manifest, shards: int
-    ) -> str:
-        """Load a snapshot into the shard; return an error message, or empty."""
-        if self._snapshots is None:
-            return f"shard {self._shard} has no --data-dir"
-        self.close()  # the new history must not contain a part of the old one
-        try:
-            shard.restore(epoch, manifest, self._reader(manifest, shards), shards)
-        except SnapshotError as error:
-            return str(error)
-        self._note_resumed(manifest)
-        return ""
+    def reader(self, manifest: Manifest, shards: int) -> SnapshotReader:
+        """Return a reader of this shard's partition of a snapshot, as one of `shards` shards.
 
-    def _reader(self, manifest: Manifest, shards: int) -> SnapshotReader:
-        assert self._snapshots is not None
+        Raises:
+            SnapshotError: There is no data directory.
+        """
+        if self._snapshots is None:
+            raise SnapshotError(f"shard {self._shard} has no --data-dir")
         plan = PartitionPlan(manifest.model, shards)
         return SnapshotReader(
             self._snapshots, manifest, [plan.range(self._shard, role) for role in ROLES]
         )
 
-    def recover_into(
-        self,
-        shard: RecoverableShard,
-        epoch: int,
-        manifest: Manifest | None,
-        shards: Collection[int],
-    ) -> str:
-        """Recover the shard from a snapshot and its own log; return an error message, or empty.
-
-        shards: allowed numbers of shards at the end of the log.
-        """
-        if self._snapshots is None:
-            return f"shard {self._shard} has no --data-dir"
-        try:
-            shard.recover(
-                epoch, manifest, partial(self._reader, manifest) if manifest else None, shards
-            )
-        except (LogUnfitError, SnapshotError) as error:
-            return str(error)
+    def note_loaded(self, manifest: Manifest | None) -> None:
+        """Record which snapshot this shard continues from; None: from none."""
         self.newest_version = None
         if manifest is not None:
-            self._note_resumed(manifest)
-        return ""
-
-    def _note_resumed(self, manifest: Manifest) -> None:
-        self.newest_version = manifest.version
-        own = manifest.parts[self._shard].nbytes if self._shard < manifest.shards else 0
-        self._metrics.snapshot_found(_written_at(manifest), own)
+            self.newest_version = manifest.version
+            own = manifest.parts[self._shard].nbytes if self._shard < manifest.shards else 0
+            self._metrics.snapshot_found(_written_at(manifest), own)
 
     # ---- writing ---------------------------------------------------------------------------------
 

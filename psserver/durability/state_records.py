@@ -8,16 +8,14 @@ from typing import Any, NamedTuple
 
 from pscommon.core.errors import PSError
 from pscommon.core.formats import spoken_format
-from pscommon.core.log_entries import Staged
-from pscommon.core.model_spec import ModelSpec
 from pscommon.optim.specs import Scalars, groups_to_json, scalars_from_json, scalars_to_json
 from pscommon.wire.channel import FRAME_BYTES
 from psproto.v1 import standby_pb2 as pb
 from psserver.durability.coordinator_log import CoordinatorRecordKind as JobKind
 from psserver.durability.record_sink import RecordSource
-from psserver.durability.shard_log import SegmentBase, base_record, model_record, push_record
+from psserver.durability.shard_log import base_record, model_record, push_record
+from psserver.durability.shard_state import ShardState
 from psserver.parameters.partition import raw
-from psserver.parameters.staging import Staging
 from psserver.parameters.store import ParameterStore
 
 
@@ -77,16 +75,12 @@ def about(kind: StateRecordKind, **values: Any) -> StateRecord:
     return StateRecord(RecordSource.LINE, kind, json.dumps(values).encode())
 
 
-def shard_state(
-    base: SegmentBase,
-    model: ModelSpec | None,
-    store: ParameterStore | None,
-    staged: Iterable[tuple[Staged, Staging]],
-) -> Iterator[StateRecord]:
-    """Yield all of a shard's state. Everything is copied before the last record is returned."""
-    yield copied(RecordSource.SHARD, *base_record(base))
-    if model is not None and store is not None:
-        yield copied(RecordSource.SHARD, *model_record(model))
+def shard_records(state: ShardState) -> Iterator[StateRecord]:
+    """Yield a shard's whole state. Everything is copied before the last record is returned."""
+    store = state.store
+    yield copied(RecordSource.SHARD, *base_record(state.base()))
+    if state.model is not None and store is not None:
+        yield copied(RecordSource.SHARD, *model_record(state.model))
         for key, tensor in store.export().items():
             yield StateRecord(
                 RecordSource.LINE, StateRecordKind.NUMBERS, key.encode(), _frames(raw(tensor))
@@ -99,8 +93,8 @@ def shard_state(
             steps=steps,
             scalars=scalars,
         )
-    for each, staging in staged:
-        yield copied(RecordSource.SHARD, *push_record(each, staging))
+    for push, staging in state.staged_pushes():
+        yield copied(RecordSource.SHARD, *push_record(push, staging))
 
 
 def job_state(whole: Mapping[str, Any]) -> StateRecord:

@@ -1,11 +1,9 @@
 """A shard's partition from before a reshard; other shards read it to build their new ones."""
 
-import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from pscommon.core.errors import UnreachableError
 from pscommon.core.partition import ByteRange
 from pscommon.optim.specs import Scalars, groups_to_json
 from psserver.parameters.partition import raw
@@ -60,40 +58,3 @@ class FrozenShard:
             low, high = max(start, span.start), min(start + data.nbytes, span.stop)
             if found_kind == kind and low < high:
                 yield FrozenBytes(low, data[low - start : high - start])
-
-
-class FrozenShardHolder:
-    """Keeps a shard's frozen partition until no other shard needs it.
-
-    changed: the condition that guards `current` and is notified when it changes.
-    current: the partition before the last reshard; None if there was none or it is discarded.
-    """
-
-    def __init__(self, shard: int, changed: threading.Condition) -> None:
-        self.current: FrozenShard | None = None
-        self._shard = shard
-        self._changed = changed
-
-    def wait_for(self, epoch: int, index: int, seconds: float = 0.0) -> FrozenShard:
-        """Return the partition frozen at this Reshard entry.
-
-        Raises UnreachableError (NOT_READY) if it is not frozen within `seconds`, or is discarded.
-        """
-        with self._changed:
-            self._changed.wait_for(lambda: self._find(epoch, index) is not None, seconds)
-            found = self._find(epoch, index)
-        if found is None:
-            text = f"shard {self._shard} has no partition frozen at entry {index}"
-            raise UnreachableError(text, "NOT_READY")
-        return found
-
-    def _find(self, epoch: int, index: int) -> FrozenShard | None:
-        current = self.current
-        matches = current is not None and (current.epoch, current.index) == (epoch, index)
-        return current if matches else None
-
-    def discard(self) -> None:
-        """Drop the partition: no reshard is in progress."""
-        if self.current is not None:
-            with self._changed:
-                self.current = None

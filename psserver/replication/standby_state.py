@@ -57,9 +57,9 @@ class StandbyState:
             case RecordSource.SHARD:
                 read = logged(_as_written(record))
                 if isinstance(read, SegmentBase):
-                    self.shard_state.become(read.shards, read.state)
+                    self.shard_state.load(read)
                 else:
-                    self.shard_state.take(read)
+                    self.shard_state.replay(read)
             case RecordSource.JOB:
                 self._take_job(json.loads(record.header), JobKind(record.kind))
 
@@ -69,7 +69,7 @@ class StandbyState:
                 self._numbers.add(record)
             case StateRecordKind.OPTIMIZER:
                 self._numbers.add(record)
-                self.shard_state.numbers.restore(self._numbers)
+                self.shard_state.loaded_store.restore(self._numbers)
                 self._numbers = ReceivedState()
             case StateRecordKind.LOADED:
                 self.loaded = True
@@ -95,7 +95,7 @@ class StandbyState:
             )
 
     def checksum(self) -> int:
-        return checksum(self.shard_state.numbers)
+        return checksum(self.shard_state.loaded_store)
 
     @property
     def version(self) -> int:

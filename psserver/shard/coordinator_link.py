@@ -10,7 +10,13 @@ from collections.abc import Callable, Iterator
 
 import grpc
 
-from pscommon.core.errors import MismatchError, PSError, TakenError, UnreachableError
+from pscommon.core.errors import (
+    MismatchError,
+    PSError,
+    SnapshotError,
+    TakenError,
+    UnreachableError,
+)
 from pscommon.core.formats import check_wire_format, spoken_format
 from pscommon.optim import digest_of_user_defined
 from pscommon.snapshot import Manifest
@@ -23,6 +29,8 @@ from psproto.v1.coordinator_pb2_grpc import CoordinatorServiceStub
 from psserver.core.job.settings import GradientRules
 from psserver.core.job.snapshot_schedule import PartReport
 from psserver.durability.record_sink import StandbyLink
+from psserver.durability.shard_recovery import ShardStateFactory
+from psserver.durability.shard_state import LogUnfitError
 from psserver.durability.snapshots import SnapshotManager
 from psserver.process.identity import ServerIdentity
 from psserver.process.worker_exits import WorkerExits
@@ -57,6 +65,7 @@ class CoordinatorLink:
         self,
         identity: ServerIdentity,
         engine: ShardEngine,
+        states: ShardStateFactory,
         snapshots: SnapshotManager,
         statistics: Callable[[], dict[str, object]],
         timeout_seconds: float,
@@ -65,7 +74,8 @@ class CoordinatorLink:
     ) -> None:
         self.ended = threading.Event()
         self.failure: PSError | None = None
-        self._identity, self._engine, self._snapshots = identity, engine, snapshots
+        self._identity, self._engine = identity, engine
+        self._states, self._snapshots = states, snapshots
         self._statistics = statistics
         self._timeout_seconds = timeout_seconds
         self._standby = standby
@@ -312,11 +322,14 @@ class CoordinatorLink:
             self._restore(response)
         elif response.begin:
             self._last_part = None  # it belongs to the log that ended
-            self._engine.begin_log(response.epoch, response.base, response.shards)
+            self._engine.install(self._states.fresh(response.epoch, response.base, response.shards))
             self._wakeup.set()
         elif response.move.state_json:
             state, model = json.loads(response.move.state_json), model_from_proto(response.model)
-            self._engine.join_reshard(response.epoch, state, model, response.shards)
+            self._engine.install(
+                self._states.joining(response.epoch, state, model, response.shards)
+            )
+            self._wakeup.set()
         if response.HasField("model"):
             self._engine.set_model(model_from_proto(response.model))
         if response.entries:
@@ -330,7 +343,7 @@ class CoordinatorLink:
         ):
             self._build_partition(response.epoch, response.move)
         elif not response.HasField("move"):
-            self._engine.frozen.discard()
+            self._engine.discard_frozen()
         if response.snapshots:
             self._snapshots.retain(response.snapshots, response.job)
             self._engine.retire_log(max(response.snapshots))
@@ -346,21 +359,19 @@ class CoordinatorLink:
 
     def _restore(self, response: pb.LinkShardResponse) -> None:
         """Load a snapshot, or recover this shard's state from before a crash."""
-        has_snapshot = response.HasField("restore")
+        has_snapshot, problem = response.HasField("restore"), ""
         manifest = Manifest.from_json(response.restore.manifest_json) if has_snapshot else None
-        if response.recover:
-            possible_shards = {
-                response.shards,
-                *([len(response.move.sources)] if response.HasField("move") else []),
-            }
-            problem = self._snapshots.recover_into(
-                self._engine, response.epoch, manifest, possible_shards
-            )
-        else:
-            assert manifest is not None
-            problem = self._snapshots.load_into(
-                self._engine, response.epoch, manifest, response.shards
-            )
-            self._last_part = None  # it belongs to the log that ended
+        try:
+            if response.recover:
+                before = [len(response.move.sources)] if response.HasField("move") else []
+                possible_shards = {response.shards, *before}
+                state = self._states.from_log(response.epoch, manifest, possible_shards)
+            else:
+                assert manifest is not None
+                self._last_part = None  # it belongs to the log that ended
+                state = self._states.from_snapshot(response.epoch, manifest, response.shards)
+            self._engine.install(state, continues_log=response.recover)
+        except (LogUnfitError, SnapshotError) as error:
+            problem = str(error)
         result = pb.RestoreResult(version=manifest.version if manifest else 0, problem=problem)
         self._send(pb.LinkShardRequest(restored=result))

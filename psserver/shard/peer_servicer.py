@@ -52,4 +52,5 @@ class PeerServicer(ShardServiceServicer):
         if request.current:
             local = LocalShard(self._engine)
             return local, local.version
-        return self._engine.frozen.wait_for(request.epoch, request.index, FREEZE_TIMEOUT_SECONDS), 0
+        frozen = self._engine.wait_for_frozen(request.epoch, request.index, FREEZE_TIMEOUT_SECONDS)
+        return frozen, 0

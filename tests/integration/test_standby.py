@@ -72,10 +72,10 @@ def test_pushes_that_are_staged_go_along(cluster: Make) -> None:
     with counter(server.address, rank=0) as first, Following(server) as following:
         pushing = threading.Thread(target=count, args=(first,))
         pushing.start()
-        until(lambda: len(server.engine._staged) == 1, "a push that waits")
+        until(lambda: len(server.engine._state.staged) == 1, "a push that waits")
         following.in_sync()
         until(lambda: same(following), "the same")
-        assert len(mirror(following).shard_state.kept) == 1
+        assert len(mirror(following).shard_state.staged) == 1
         with counter(server.address, rank=1) as second:
             count(second)
             pushing.join()
@@ -254,7 +254,7 @@ def test_one_that_cannot_load_says_why(cluster: Make) -> None:
         store = server.engine.store
         assert store is not None
         with server.engine.lock_weights(1):
-            server.engine.frozen.current = FrozenShard(server.engine._machine.epoch, 1, 1, store)
+            server.engine._state.frozen = FrozenShard(server.engine._machine.epoch, 1, 1, store)
         with Following(server) as following:
             until(lambda: "the job is being resharded" in following.standby.ready()[1], "a reason")
             with pytest.raises(

@@ -21,6 +21,7 @@ from prometheus_client import CollectorRegistry
 from pscommon.core.errors import SnapshotError, UnreachableError
 from pscommon.core.log_entries import Cut, ShardReport
 from pscommon.snapshot import Manifest
+from pscommon.system.thread_team import ALONE
 from pscommon.wire.frames import chunks, decode_response, encode_header
 from psproto.v1 import parameter_server_pb2 as ps
 from psserver.coordinator.server_registry import DeliveryCursor, ShardUpdate
@@ -29,6 +30,8 @@ from psserver.coordinator.servicer import ControlPlaneServicer
 from psserver.core.job.catch_up import CatchUp
 from psserver.durability.record_sink import RecordSink, RecordSource, disk_log
 from psserver.durability.shard_log import ShardLog
+from psserver.durability.shard_recovery import ShardStateFactory
+from psserver.durability.shard_state import LogUnfitError, ShardState
 from psserver.durability.snapshots import SnapshotManager
 from psserver.parameters.store import ParameterStore
 from psserver.process.config import ServerConfig
@@ -76,8 +79,9 @@ class DirectServer:
         )
         disk = disk_log(config, f"log-shard-{shard}", metrics.log_failed)
         self._log = ShardLog(RecordSink(RecordSource.SHARD, disk))
+        self.states = ShardStateFactory(shard, ALONE, self.archive, self._log)
         self.engine = ShardEngine(
-            shard, config.shards, metrics, self._cut, UNBOUNDED, "grpc", log=self._log
+            self.states.empty(config.shards), metrics, self._cut, UNBOUNDED, "grpc", self._log
         )
         self.identity = ServerIdentity(shard, config.shards, f"direct-{shard}", job=JOB)
         self.server = DataPlaneServicer(self.engine, self.identity)
@@ -88,6 +92,7 @@ class DirectServer:
                 ShardCountFile(config.shards, config.data_dir),
                 self.identity,
                 self.engine,
+                self.states,
                 self.archive,
                 metrics,
             )
@@ -108,17 +113,13 @@ class DirectServer:
     def hear(self, update: ShardUpdate) -> None:
         """As Link does."""
         epoch, manifest = update.cursor.epoch, update.snapshot
+        shards = self.identity.shards
         if update.catch_up is CatchUp.RECOVER:
-            self._answer(
-                manifest,
-                self.archive.recover_into(self.engine, epoch, manifest, {self.identity.shards}),
-            )
+            self._install(manifest, lambda: self.states.from_log(epoch, manifest, {shards}), True)
         elif update.catch_up is CatchUp.RESTORE and manifest is not None:
-            self._answer(
-                manifest, self.archive.load_into(self.engine, epoch, manifest, self.identity.shards)
-            )
+            self._install(manifest, lambda: self.states.from_snapshot(epoch, manifest, shards))
         elif update.catch_up is CatchUp.BEGIN:
-            self.engine.begin_log(epoch, update.base, self.identity.shards)
+            self.engine.install(self.states.fresh(epoch, update.base, shards))
         if update.model is not None:
             self.engine.set_model(update.model)
         self.engine.deliver(epoch, update.entries)
@@ -126,7 +127,14 @@ class DirectServer:
             self.archive.retain(update.snapshots, JOB)
             self.engine.retire_log(max(update.snapshots))
 
-    def _answer(self, manifest: Manifest | None, problem: str) -> None:
+    def _install(
+        self, manifest: Manifest | None, load: Callable[[], ShardState], continues: bool = False
+    ) -> None:
+        problem = ""
+        try:
+            self.engine.install(load(), continues)
+        except (LogUnfitError, SnapshotError) as error:
+            problem = str(error)
         version = manifest.version if manifest else 0
         self.outbox.append(
             lambda hub: hub.restored(hub.registry[self.shard], self.line, version, problem)

@@ -93,7 +93,6 @@ ALLOWED: dict[str, set[str]] = {
         "pscommon.snapshot",
         "pscommon.system",
         "pscommon.telemetry",
-        "pscommon.wal",
         "pscommon.wire",
         "psserver.core.commands",
         "psserver.core.data",
@@ -254,6 +253,7 @@ ALLOWED: dict[str, set[str]] = {
     },
     "psworker.simulation": {
         "pscommon.core",
+        "pscommon.system",
         "pscommon.wire",
         "psserver.coordinator",
         "psserver.core.job",

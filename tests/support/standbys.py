@@ -100,6 +100,6 @@ def same(following: Following) -> bool:
     assert replica.store is not None
     return (
         replica.machine.state() == engine._machine.state()
-        and replica.kept.keys() == engine._staged.keys()
+        and replica.staged.keys() == engine._state.staged.keys()
         and checksum(replica.store) == checksum(engine.store)
     )

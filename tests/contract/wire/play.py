@@ -49,7 +49,7 @@ def play_to_standby(conversation: Conversation) -> None:
         assert standby._standby_state is not None
         until(lambda: standby.version == 3, "the last update")
 
-        assert numbers_of(standby._standby_state.shard_state.numbers) == conversation.numbers
+        assert numbers_of(standby._standby_state.shard_state.loaded_store) == conversation.numbers
 
 
 @contextmanager

@@ -7,20 +7,27 @@ from pscommon.core.errors import UnreachableError
 from pscommon.core.log_entries import Begin, PushKey, Reject, Staged
 from pscommon.core.model_spec import ModelSpec, OptimizerSettings, TensorSpec
 from pscommon.system.shared_memory import SharedRegion
+from pscommon.system.thread_team import ALONE
 from psproto.v1 import parameter_server_pb2 as pb
+from psserver.durability.shard_state import ShardState
 from psserver.process.metrics import ServerMetrics
 from psserver.shard.engine import ShardEngine
 
 SPEC = ModelSpec((TensorSpec("w", (4,), "float32"),), OptimizerSettings("sgd", ({"lr": 1.0},)))
 
 
+def following(log_id: int) -> ShardState:
+    """Return the state of an only shard that follows a new log."""
+    state = ShardState(0, 1, ALONE)
+    state.machine.follow(log_id, 0)
+    return state
+
+
 @pytest.fixture
 def engine() -> ShardEngine:
     """With weights."""
-    engine = ShardEngine(
-        0, 1, ServerMetrics(CollectorRegistry(), shard=0), lambda cut, store: None, 1 << 20, "auto"
-    )
-    engine.begin_log(1, 0, 1)
+    metrics = ServerMetrics(CollectorRegistry(), shard=0)
+    engine = ShardEngine(following(1), metrics, lambda cut, store: None, 1 << 20, "auto")
     engine.set_model(SPEC)
     stage(engine, 0)
     engine.deliver(1, [Begin(1, 1)])
@@ -62,7 +69,7 @@ def test_memory_of_workers_goes_with_the_log_that_they_were_in(engine: ShardEngi
     assert engine.shared_buffers.attach(request) == ""
     region.hide()
 
-    engine.begin_log(2, 0, 1)
+    engine.install(following(2))
 
     with pytest.raises(UnreachableError, match="not attached"):
         engine.shared_buffers.find(pb.PushPullHeader(worker=1, memory=1))

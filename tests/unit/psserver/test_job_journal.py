@@ -1,8 +1,8 @@
 """The coordinator's journal: what is read is what was done, and what is missing is noticed."""
 
 import errno
-import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,17 +14,27 @@ from psserver.core.job.coordinator import BatchesReply, CoordinatorMachine
 from psserver.core.job.policy import policy
 from psserver.core.job.settings import JobRules
 from psserver.durability.best_effort_log import BestEffortLog
-from psserver.durability.coordinator_log import CoordinatorLog, check_begins, check_goes_on
+from psserver.durability.coordinator_log import CoordinatorLog
+from psserver.durability.job_recovery import recover_coordinator
 from psserver.durability.record_sink import RecordSink, RecordSource
 from psserver.durability.shard_state import LogUnfitError
 from tests.support.disk_operations import Operations, failing
 
 MODEL = ModelSpec((TensorSpec("w", (1,), "float32"),), OptimizerSettings("sgd", ({"lr": 0.1},)))
-BASE = {"epoch": 5, "version": 0}
+RULES = JobRules(policy("sync"), 2)
+BASE = {
+    "epoch": 5,
+    "version": 0,
+    "generation": 0,
+    "shards": 1,
+    "policy": ["sync", None, None, 0],
+    "rules": RULES.as_json(),
+    "job": "job",
+}
 
 
 def coordinator() -> CoordinatorMachine:
-    return CoordinatorMachine(1, JobRules(policy("sync"), 2), generation=0, epoch=5)
+    return CoordinatorMachine(1, RULES, generation=0, epoch=5)
 
 
 def join(recorder: Recorder, now: float) -> None:
@@ -55,22 +65,22 @@ def test_commands_are_read_as_they_were_given(journal: CoordinatorLog) -> None:
     ]
 
 
-def test_they_lead_to_the_same_state(journal: CoordinatorLog) -> None:
+def test_recovery_leads_to_the_same_state(journal: CoordinatorLog) -> None:
     recorder = Recorder(coordinator(), journal)
     join(recorder, 1.0)
     join(recorder, 2.0)
     journal.begin(0, recorder.coordinator.state())
+    join(recorder, 3.0)
 
-    again = coordinator()
-    _, *commands, state = journal.since(None)
-    replay(again, [command for command in commands if isinstance(command, RecordedCommand)])
+    found = recover_coordinator(journal, None, 0)
 
-    assert isinstance(state, dict)
-    check_goes_on(state, again)
+    assert found is not None
+    assert found[0].state() == recorder.coordinator.state()
+    assert found[1] == "job"
 
 
 def test_a_gap_is_found(journal: CoordinatorLog, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A command that could not be written, and a next segment that begins with what came of it."""
+    """A command could not be written; the next segment begins with its result."""
     recorder = Recorder(coordinator(), journal)
     join(recorder, 1.0)
     with monkeypatch.context() as patch:
@@ -78,29 +88,36 @@ def test_a_gap_is_found(journal: CoordinatorLog, monkeypatch: pytest.MonkeyPatch
         join(recorder, 2.0)
     journal.begin(0, recorder.coordinator.state())
 
-    again = coordinator()
-    notes = list(journal.since(None))
-    replay(again, [note for note in notes if isinstance(note, RecordedCommand)])
-
-    assert len(notes) == 3  # two states and one command
+    assert len(list(journal.since(None))) == 3  # two states and one command
     with pytest.raises(LogUnfitError, match=r"commands before version 0 are missing: .*roster"):
-        check_goes_on(json.loads(json.dumps(notes[-1])), again)
+        recover_coordinator(journal, None, 0)
 
 
-def test_a_journal_begins_with_nothing_or_goes_on_from_a_snapshot() -> None:
-    """That of a standby which took over before the first snapshot does neither."""
-    recorder = Recorder(coordinator())
+@pytest.mark.parametrize(
+    ("base", "problem"),
+    [
+        ({**BASE, "log": []}, "it goes on from a state of which there is no snapshot"),
+        ({**BASE, "version": 3}, "it begins at version 3, the snapshot is of 0"),
+    ],
+)
+def test_a_log_that_lacks_its_beginning_is_refused(
+    journal: CoordinatorLog, base: dict[str, Any], problem: str
+) -> None:
+    """The first case is the log of a standby that took over before the first snapshot."""
+    journal.clear()
+    journal.begin(0, base)
+
+    with pytest.raises(LogUnfitError, match=problem):
+        recover_coordinator(journal, None, 0)
+
+
+def test_a_log_that_begins_with_a_command_is_refused(journal: CoordinatorLog) -> None:
+    recorder = Recorder(coordinator(), journal)
     join(recorder, 1.0)
-    check_begins(BASE, None)
+    journal.since = lambda version: iter([RecordedCommand("join", 1.0, {})])  # type: ignore[method-assign]
 
-    with pytest.raises(
-        LogUnfitError, match="it goes on from a state of which there is no snapshot"
-    ):
-        check_begins(recorder.coordinator.whole(), None)
-    with pytest.raises(LogUnfitError, match="it begins at version 3, the snapshot is of 0"):
-        check_begins({**BASE, "version": 3}, None)
     with pytest.raises(LogUnfitError, match="it does not begin with a state"):
-        check_begins(RecordedCommand("join", 1.0, {}), None)
+        recover_coordinator(journal, None, 0)
 
 
 def test_who_joins_after_a_recovery_gets_no_number_of_before() -> None:

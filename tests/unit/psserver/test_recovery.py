@@ -1,12 +1,12 @@
 """A shard made again from its log: exactly what it was, or not at all."""
 
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from prometheus_client import CollectorRegistry
 
 from pscommon.core.log_entries import (
     Apply,
@@ -31,11 +31,13 @@ from psserver.core.shard.state_machine import ShardMachine
 from psserver.durability.best_effort_log import BestEffortLog
 from psserver.durability.record_sink import RecordSink, RecordSource
 from psserver.durability.shard_log import HeldNumbers, SegmentBase, ShardLog
-from psserver.durability.shard_recovery import ShardRecovery
-from psserver.durability.shard_state import LogUnfitError
+from psserver.durability.shard_recovery import ShardStateFactory
+from psserver.durability.shard_state import LogUnfitError, ShardState
+from psserver.durability.snapshots import SnapshotManager
 from psserver.parameters.frozen_shard import FrozenShard
 from psserver.parameters.staging import Staging
 from psserver.parameters.store import ParameterStore, PartReader
+from psserver.process.metrics import ServerMetrics
 from psserver.shard.reshard_reader import ReshardReader, needed_by
 from tests.support.stores import SGD, Shards
 
@@ -56,6 +58,25 @@ def shard_log(folder: Path) -> ShardLog:
     return ShardLog(
         RecordSink(RecordSource.SHARD, BestEffortLog(folder / "log", "no", lambda reason: None))
     )
+
+
+class PartsInMemory(SnapshotManager):
+    """Snapshots of which the parts are the stores of other shards."""
+
+    def __init__(self, shard: int = 0, job: Shards | None = None) -> None:
+        super().__init__(None, shard, 1, ServerMetrics(CollectorRegistry(), shard=shard))
+        self._shard, self._job = shard, job
+
+    def reader(self, manifest: Manifest, shards: int) -> PartReader:
+        assert self._job is not None
+        stores = self._job.stores
+        frozen = [FrozenShard(EPOCH, 0, len(stores), store) for store in stores]
+        needed = needed_by(PartitionPlan(PAIR, shards), self._shard)
+        return ReshardReader(self._job.plan, frozen, needed)
+
+
+def recovered(log: ShardLog, shards: set[int], epoch: int = EPOCH) -> ShardState:
+    return ShardStateFactory(0, ALONE, PartsInMemory(), log).from_log(epoch, None, shards)
 
 
 class Writer:
@@ -90,10 +111,8 @@ class Writer:
             else:
                 self.log.entry(thing)
 
-    def read(self, shards: int = 1, epoch: int = EPOCH) -> ShardRecovery:
-        recovery = ShardRecovery(0, {shards}, ALONE, epoch, None, None)
-        recovery.read(self.log)
-        return recovery
+    def read(self, shards: int = 1, epoch: int = EPOCH) -> ShardState:
+        return recovered(self.log, {shards}, epoch)
 
 
 @pytest.fixture
@@ -103,9 +122,9 @@ def writer(tmp_path: Path) -> Iterator[Writer]:
     writer.log.close()
 
 
-def weights(recovery: ShardRecovery) -> list[float]:
-    assert recovery.store is not None
-    return numbers(recovery.store)[:4]
+def weights(state: ShardState) -> list[float]:
+    assert state.store is not None
+    return numbers(state.store)[:4]
 
 
 def numbers(store: ParameterStore) -> list[float]:
@@ -122,7 +141,7 @@ def test_all_is_as_it_was(writer: Writer) -> None:
 
     assert (recovery.machine.version, recovery.machine.index) == (1, 2)
     assert weights(recovery) == [-1.0] * 4
-    assert recovery.kept.keys() == recovery.machine.staged.keys() == {SECOND}
+    assert recovery.staged.keys() == recovery.machine.staged.keys() == {SECOND}
 
 
 def test_its_digest_is_that_of_the_jobs_log(writer: Writer) -> None:
@@ -146,7 +165,7 @@ def test_a_push_that_was_written_twice_counts_once(writer: Writer) -> None:
     recovery = writer.read()
 
     assert weights(recovery) == [-1.0] * 4
-    assert recovery.kept == {}
+    assert recovery.staged == {}
 
 
 def test_an_entry_that_was_written_twice_is_carried_out_once(writer: Writer) -> None:
@@ -163,7 +182,7 @@ def test_what_was_measured_is_measured_again_and_stays_until_the_pushes_count(
 
     recovery = writer.read()
     assert recovery.machine.report().measured == Measured(2, 4 * 0.5**2)
-    assert recovery.kept.keys() == {FIRST}
+    assert recovery.staged.keys() == {FIRST}
     assert weights(recovery) == [0.0] * 4
 
     writer.write(apply(3, FIRST))
@@ -175,7 +194,7 @@ def test_what_was_measured_is_measured_again_and_stays_until_the_pushes_count(
 def test_the_pushes_of_an_evicted_worker_are_gone(writer: Writer) -> None:
     writer.write(UPLOAD, begin(), FIRST, Evict(2, 1, "gone"))
 
-    assert writer.read().kept == {}
+    assert writer.read().staged == {}
 
 
 @pytest.mark.parametrize(
@@ -213,7 +232,7 @@ def test_an_empty_folder_is_no_log(tmp_path: Path) -> None:
     log = shard_log(tmp_path)
 
     with pytest.raises(LogUnfitError, match="there is none since version 0"):
-        ShardRecovery(0, {1}, ALONE, EPOCH, None, None).read(log)
+        recovered(log, {1})
 
 
 # ---- a move that begins at the version of the newest snapshot: then the log is read from the last
@@ -224,7 +243,7 @@ VALUES = {"w": torch.arange(1024.0), "v": torch.arange(1024.0) + 5000}
 CUT, RESHARD, CUT_AGAIN = 7, 8, 9
 
 
-def moved(folder: Path, shard: int, before: int, after: int, of: int = CUT) -> ShardRecovery:
+def moved(folder: Path, shard: int, before: int, after: int, of: int = CUT) -> ShardState:
     """A shard that died when the snapshot that ends a move was cut, read again: on the snapshot
     before or on this.
     """
@@ -257,20 +276,11 @@ def moved(folder: Path, shard: int, before: int, after: int, of: int = CUT) -> S
         model=PAIR,
         parts=parts,
     )
-    recovery = ShardRecovery(
-        shard, {before, after}, ALONE, EPOCH, manifest, partial(snapshot, job, shard)
-    )
+    states = ShardStateFactory(shard, ALONE, PartsInMemory(shard, job), log)
     try:
-        recovery.read(log)
+        return states.from_log(EPOCH, manifest, {before, after})
     finally:
         log.close()
-    return recovery
-
-
-def snapshot(job: Shards, shard: int, shards: int) -> PartReader:
-    """The numbers of all, as one of so many reads them."""
-    frozen = [FrozenShard(EPOCH, 0, len(job.stores), store) for store in job.stores]
-    return ReshardReader(job.plan, frozen, needed_by(PartitionPlan(PAIR, shards), shard))
 
 
 @pytest.mark.parametrize(("shard", "before", "after"), [(0, 2, 1), (1, 2, 1), (0, 1, 2), (2, 3, 1)])

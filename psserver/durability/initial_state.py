@@ -1,0 +1,49 @@
+"""How shard 0 begins a log of the job: the state of the coordinator and of its own shard."""
+
+from dataclasses import dataclass
+from enum import Enum
+
+from pscommon.snapshot import Manifest
+from psserver.core.job.coordinator import CoordinatorMachine
+from psserver.durability.shard_state import ShardState
+
+
+class Origin(Enum):
+    """Where an initial state comes from.
+
+    FRESH: a new job.
+    SNAPSHOT: a snapshot; all workers join as new.
+    LOG: the write-ahead logs of this server, which go on.
+    PROMOTION: what this server replicated as a standby.
+    """
+
+    FRESH = "fresh"
+    SNAPSHOT = "snapshot"
+    LOG = "log"
+    PROMOTION = "promotion"
+
+
+@dataclass(frozen=True, slots=True)
+class InitialState:
+    """The state with which shard 0 begins.
+
+    origin: where it comes from.
+    coordinator: the coordinator's machine.
+    shard: the state of this server's own shard. None: it loads `snapshot`, as the other shards
+        do, or is installed already (PROMOTION).
+    snapshot: the snapshot that the log continues from; None without one.
+    newest: the newest snapshot; None without one.
+    job: name of the job, as stored with the state; empty if unknown.
+    """
+
+    origin: Origin
+    coordinator: CoordinatorMachine
+    shard: ShardState | None = None
+    snapshot: Manifest | None = None
+    newest: Manifest | None = None
+    job: str = ""
+
+    @property
+    def is_recovered(self) -> bool:
+        """Whether another process began the log."""
+        return self.origin in (Origin.LOG, Origin.PROMOTION)

@@ -1,0 +1,238 @@
+"""Crash recovery of shard 0: replay the coordinator's log and the log of its own shard."""
+
+import json
+import logging
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from pscommon.core.errors import InvalidRequestError, SnapshotError
+from pscommon.snapshot import Manifest
+from pscommon.wal.log import LogDamagedError
+from psserver.core.commands.recorder import RecordedCommand
+from psserver.core.job.coordinator import CoordinatorMachine
+from psserver.core.job.policy import policy
+from psserver.core.job.settings import JobRules
+from psserver.durability.best_effort_log import BestEffortLog
+from psserver.durability.coordinator_log import LOG_FOLDER, CoordinatorLog
+from psserver.durability.initial_state import InitialState, Origin
+from psserver.durability.record_sink import RecordSink, RecordSource
+from psserver.durability.shard_log import folder_of, logged_version
+from psserver.durability.shard_recovery import ShardStateFactory
+from psserver.durability.shard_state import LogUnfitError
+from psserver.process.shard_count_file import ShardCountFile
+
+log = logging.getLogger("psserver")
+
+Record = Mapping[str, Any] | RecordedCommand
+
+
+class JobRecovery:
+    """Finds out how the job continues from its logs.
+
+    Args:
+        data_dir: The server's data directory.
+        states: Creates states of shard 0.
+        layout: The number of shards.
+        count_lost: Called with the number of updates that are lost with a log.
+        note_disk_error: Called with the name of the errno of a failed operation.
+
+    Attributes:
+        unusable_version: Last version of a log that could not be used; 0 without one.
+    """
+
+    def __init__(
+        self,
+        data_dir: Path,
+        states: ShardStateFactory,
+        layout: ShardCountFile,
+        count_lost: Callable[[int], None],
+        note_disk_error: Callable[[str], None],
+    ) -> None:
+        self.unusable_version = 0
+        self._data_dir, self._states, self._layout = data_dir, states, layout
+        self._count_lost, self._note_disk_error = count_lost, note_disk_error
+
+    def recover(
+        self, coordinator_log: CoordinatorLog, manifest: Manifest | None, generation: int
+    ) -> InitialState | None:
+        """Return the state before the crash; None if there is no log or it cannot be used.
+
+        Args:
+            manifest: The newest snapshot; None without one.
+            generation: Number of the job's start for logs of earlier releases, which lack it.
+
+        Raises:
+            InvalidRequestError: The log has newer updates than the snapshot, but not for this
+                number of servers.
+        """
+        problem, reached = "", 0
+        try:
+            found = recover_coordinator(coordinator_log, manifest, generation)
+            if found is not None:
+                coordinator, job = found
+                self._change_shard_count(coordinator, manifest)
+                reached, move = coordinator.version, coordinator.move
+                possible_shards = {coordinator.shards, *([move.before] if move else [])}
+                shard = self._states.from_log(coordinator.epoch, manifest, possible_shards)
+                if coordinator.log.can_go_on(shard.machine.report()):
+                    return InitialState(Origin.LOG, coordinator, shard, manifest, manifest, job)
+                problem = "shard 0's log and the job's do not match: one of them lacks its end"
+        except (LogUnfitError, SnapshotError) as error:
+            problem = str(error)
+        self._report_unusable(problem, manifest, reached)
+        return None
+
+    def _change_shard_count(
+        self, coordinator: CoordinatorMachine, manifest: Manifest | None
+    ) -> None:
+        """Use the number of shards of the log, if this server may have been started for it."""
+        layout, wrote = self._layout, coordinator.shards
+        if wrote not in (layout.shards, layout.given, *layout.past):
+            remedy = f"start {wrote} servers, and then use ps-ctl reshard --servers {layout.shards}"
+            _check_saved(coordinator.version, manifest, f"a log of {wrote} servers", remedy)
+            raise LogUnfitError(f"{wrote} servers wrote it, and there are {layout.shards} now")
+        layout.change(wrote)
+
+    def _report_unusable(self, problem: str, manifest: Manifest | None, reached: int) -> None:
+        """Report that the job cannot continue from its log, and how many updates that costs.
+
+        problem: empty if the coordinator's log has no record since the snapshot.
+        reached: version at which that log ends.
+        """
+        saved = manifest.version if manifest else 0
+        reached = max(reached, logged_version(folder_of(self._data_dir, 0)))
+        if not problem and reached <= saved:
+            return
+        folder, lost = self._data_dir / LOG_FOLDER, max(0, reached - saved)
+        missing = f"{folder} holds nothing since version {saved}: files of it are missing"
+        extra = {"problem": problem or missing, "version": saved, "updates_lost": lost}
+        log.error("the log cannot be used", extra=extra)
+        self._count_lost(lost)
+        self.unusable_version = reached
+
+    def remove_logs(self, manifest: Manifest | None, generation: int, checks: bool) -> None:
+        """Remove the logs of an earlier start with --durability log.
+
+        Args:
+            checks: Refuse to remove updates that are in no snapshot.
+
+        Raises:
+            InvalidRequestError: A log has such updates.
+        """
+        folders = (self._data_dir / LOG_FOLDER, folder_of(self._data_dir, 0))
+        logs = [BestEffortLog(folder, "no", self._note_disk_error) for folder in folders]
+        try:
+            if checks:
+                past = CoordinatorLog(RecordSink(RecordSource.JOB, logs[0]))
+                self._check_removable(past, manifest, generation)
+            for each in logs:
+                each.clear()
+        finally:
+            for each in logs:
+                each.close()
+
+    def _check_removable(
+        self, past: CoordinatorLog, manifest: Manifest | None, generation: int
+    ) -> None:
+        try:
+            found = recover_coordinator(past, manifest, generation)
+        except LogUnfitError as error:
+            return self._report_unusable(str(error), manifest, 0)
+        if found is None:
+            return self._report_unusable("", manifest, 0)
+        remedy = (
+            "start the servers with --durability log; ps-ctl stop ends them with a snapshot of all"
+        )
+        return _check_saved(found[0].version, manifest, "the log of an earlier start", remedy)
+
+
+def recover_coordinator(
+    coordinator_log: CoordinatorLog, manifest: Manifest | None, generation: int
+) -> tuple[CoordinatorMachine, str] | None:
+    """Return the coordinator's machine at the end of its log, and the job's name; None without a
+    log.
+
+    Raises:
+        LogUnfitError: The log does not continue the snapshot.
+    """
+    found: tuple[CoordinatorMachine, str] | None = None
+    try:
+        for record in coordinator_log.since(manifest.version if manifest else None):
+            if found is None and manifest is not None and _is_before(record, manifest):
+                continue
+            if found is None:
+                found = _begin(record, manifest, generation)
+            elif isinstance(record, RecordedCommand):
+                CoordinatorLog.replay(found[0], record)
+            else:
+                _check_continues(record, found[0])
+    except (LogDamagedError, OSError, KeyError, ValueError, TypeError) as error:
+        raise LogUnfitError(str(error)) from error
+    return found
+
+
+def _is_before(record: Record, manifest: Manifest) -> bool:
+    """Return whether a record at the snapshot's version was written before the snapshot was cut.
+
+    This happens if a reshard ended with the snapshot.
+    """
+    return isinstance(record, RecordedCommand) or (
+        record["version"] == manifest.version
+        and record.get("index", manifest.index) < manifest.index
+    )
+
+
+def _begin(
+    record: Record, manifest: Manifest | None, generation: int
+) -> tuple[CoordinatorMachine, str]:
+    """Return the machine and the job's name at the start of the first segment."""
+    if isinstance(record, RecordedCommand):
+        raise LogUnfitError("it does not begin with a state")
+    version = manifest.version if manifest else 0
+    if record["version"] != version:
+        raise LogUnfitError(
+            f"it begins at version {record['version']}, the snapshot is of {version}"
+        )
+    if "log" in record and manifest is None:
+        raise LogUnfitError("it goes on from a state of which there is no snapshot")
+    if (counted := record.get("generation")) is not None:
+        generation = counted
+    coordinator = CoordinatorMachine(
+        record["shards"], JobRules.from_json(record["rules"]), generation, record["epoch"]
+    )
+    coordinator.policy = policy(*record["policy"])
+    if "log" in record:
+        assert manifest is not None
+        coordinator.become(record, manifest.model, time.monotonic(), manifest.index)
+    return coordinator, record.get("job") or (manifest.job if manifest else "")
+
+
+def _check_continues(base: Mapping[str, Any], coordinator: CoordinatorMachine) -> None:
+    """Raise LogUnfitError unless a segment begins where the commands before it ended."""
+    state = json.loads(json.dumps(coordinator.state()))
+    if differing := [key for key in state if base.get(key) != state[key]]:
+        raise LogUnfitError(
+            f"commands before version {base.get('version')} are missing: {', '.join(differing)}"
+        )
+
+
+def _check_saved(version: int, manifest: Manifest | None, where: str, remedy: str) -> None:
+    """Check that an unusable log has no updates that every snapshot lacks.
+
+    Args:
+        version: Version at which the log ends.
+        manifest: The newest snapshot; None without one.
+        where: The log, for the message.
+        remedy: A remedy, for the message.
+
+    Raises:
+        InvalidRequestError: The log has newer updates than the snapshot.
+    """
+    saved = manifest.version if manifest else 0
+    if version > saved:
+        raise InvalidRequestError(
+            f"updates {saved + 1} to {version} are in no snapshot, but in {where}: {remedy}; "
+            f"or give these updates up with --resume {saved if manifest else 'never'}"
+        )
