@@ -14,8 +14,8 @@ from pscommon.core.errors import InvalidRequestError, PSError
 from psworker.core.protocols import JobClient
 from psworker.core.results import PushResult
 from psworker.data.batches import BatchLoader
-from psworker.data.loader import loader_of
-from psworker.data.torch_loader import LoaderArguments
+from psworker.data.data_source import LoaderArguments, PassSettings
+from psworker.data.loader import make_loader
 from psworker.optim.optimizer import ServerOptimizer
 from psworker.optim.schedulers import fast_forward
 from psworker.session.drain import DrainedError, Stopping
@@ -183,10 +183,10 @@ class Job(JobFacts):
             MismatchError: From a pass: other workers go through other data, or in another order
                 (LOOP_MISMATCH).
         """
-        given = LoaderArguments(
+        arguments = LoaderArguments(
             dataset, batch_size, shuffle, drop_last, sampler, batch_sampler, collate_fn, loader
         )
-        return loader_of(self.session, given, epochs, seed, sources, reseed)
+        return make_loader(self.session, arguments, PassSettings(epochs, seed, sources, reseed))
 
     def pull(self) -> None:
         """Bring the job's newest weights into the model, without a step."""

@@ -20,7 +20,7 @@ from pscommon.core.errors import InvalidRequestError
 from pscommon.system import signals as interruptible
 from psworker.client.client import Client
 from psworker.connect import choose_device
-from psworker.data.random_state import generators_kept
+from psworker.data.random_state import preserved_generators
 from psworker.job import Job
 from psworker.local_servers import LocalServers
 from psworker.optim.optimizer import ServerOptimizer
@@ -146,7 +146,7 @@ class DistributedTraining:
         devices = [choose_device("cuda" if use_gpus else "cpu", node) for node in range(nodes)]
         began = time.monotonic()
         run = self._simulated if simulate else self._real
-        with run(nodes) as cluster, generators_kept(), _copies_train(module):
+        with run(nodes) as cluster, preserved_generators(), _copies_train(module):
             results = _train_all(cluster, task, module, devices)
         if self.ps is not None and not any(node.steps for node in results):
             log.warning(

@@ -1,5 +1,3 @@
-"""The data loader: batches leased from the ledger, read from map-style data sets or from
-streams.
-"""
+"""The data loader: batches leased from the ledger, read from the data sources of `sources`."""
 
-__all__ = ["batches", "loader", "random_state", "torch_loader"]
+__all__ = ["batches", "data_source", "loader", "random_state"]

@@ -1,47 +1,110 @@
 """Map-style data sets, with len() and items by number, fetched by torch's DataLoader."""
 
 import inspect
-import operator
 import signal
-from collections.abc import Callable, Iterator, Mapping, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, NamedTuple
 
 import torch
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
 from pscommon.core.data_loop import LoopSpec
 from pscommon.core.errors import InvalidRequestError
 from pscommon.core.log_entries import BatchKey
-from psworker.data.batches import FETCH, LeasedBatches, RequestedBatch
-from psworker.data.order import name_of, order_of
+from psworker.data.data_source import (
+    FETCH,
+    LeasedNumbers,
+    LoaderArguments,
+    PassCounts,
+    PassSettings,
+    make_spec,
+)
+from psworker.data.order import check_sampler, name_of, order_of
 from psworker.data.random_state import reseed
 
-T = TypeVar("T")
+Requests = Callable[[], Iterator["RequestedBatch"]]
+
+
+def is_map_style(arguments: LoaderArguments, settings: PassSettings) -> bool:
+    """Return whether the data set has a length and items by number, or is a tuple of tensors."""
+    dataset = arguments.dataset
+    has_items = isinstance(dataset, Sized) and hasattr(dataset, "__getitem__")
+    return isinstance(dataset, tuple) or has_items
+
+
+def make_map_source(
+    arguments: LoaderArguments, settings: PassSettings, passes: PassCounts
+) -> "MapDataset":
+    """Return the source of a map-style data set.
+
+    Args:
+        arguments: The data set and how to load it.
+        settings: Epochs and seeds.
+        passes: Passes begun by all loaders of the script, by size and seed; updated by each pass.
+
+    Raises:
+        InvalidRequestError: The arguments are not valid.
+    """
+    _check_options(arguments.options)
+    dataset, sampler = arguments.dataset, _sampler_of(arguments, settings.epochs)
+    if isinstance(dataset, tuple):
+        dataset = tensor_rows(dataset)
+    by_batch = arguments.batch_sampler is not None
+    loop = make_spec(
+        LoopSpec,
+        0,
+        len(dataset),
+        1 if by_batch else arguments.batch_size,
+        settings.epochs,
+        arguments.drop_last,
+        sampler is None and (arguments.shuffle is None or arguments.shuffle),
+        settings.seed,
+    )
+    fetcher = BatchFetcher(dataset, arguments.collate_fn or default_collate, settings.reseed)
+    return MapDataset(dataset, loop, fetcher, arguments.options, passes, sampler, by_batch)
+
+
+class RequestedBatch(NamedTuple):
+    """A batch to fetch: the numbers of its samples, and the seeds of its random numbers."""
+
+    key: BatchKey
+    indices: list[int]
+    seeds: tuple[int, ...]
+
+    @property
+    def samples(self) -> int:
+        return len(self.indices)
 
 
 class BatchFetcher(Dataset[Any]):
-    """The data set as the loader sees it, a whole batch an item; runs in the loader's processes."""
+    """The data set as torch's DataLoader sees it: an item is a complete batch.
+
+    It runs in the processes of the DataLoader.
+    """
 
     def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any], reseed: bool) -> None:
         self._dataset, self._collate, self._reseed = dataset, collate, reseed
 
-    def __getitem__(self, wanted: RequestedBatch) -> tuple[RequestedBatch, Any]:
+    def __getitem__(self, request: RequestedBatch) -> tuple[RequestedBatch, Any]:
         if self._reseed:
-            reseed(*wanted.seeds, FETCH)
+            reseed(*request.seeds, FETCH)
         fetch_all = getattr(self._dataset, "__getitems__", None)
         samples = (
-            fetch_all(wanted.indices)
+            fetch_all(request.indices)
             if fetch_all
-            else [self._dataset[index] for index in wanted.indices]
+            else [self._dataset[index] for index in request.indices]
         )
-        return wanted, self._collate(samples)
+        return request, self._collate(samples)
 
 
 class LoaderProcess:
-    """Begins each process of a loader. A terminal sends Ctrl-C to all processes: these leave it
-    to the worker, which still makes the step in progress, and end with it. init: the script's
-    worker_init_fn.
+    """Initializes a process of the DataLoader.
+
+    A terminal sends Ctrl-C to all processes. These ignore it: the worker handles it, completes
+    its step, and ends them.
+
+    init: the script's worker_init_fn.
     """
 
     def __init__(self, init: Callable[[int], object] | None) -> None:
@@ -54,9 +117,10 @@ class LoaderProcess:
 
 
 class LoaderDataset:
-    """What a loader loads. It begins on its generator's device, wherever the script makes its
-    tensors: it draws a seed, which is an error for a generator of another device
-    (torch.set_default_device).
+    """The batches of a DataLoader, iterated on its generator's device.
+
+    A DataLoader draws a seed when its iteration begins. That fails if the script has set another
+    default device (torch.set_default_device).
     """
 
     def __init__(self, loader: DataLoader[Any]) -> None:
@@ -68,11 +132,14 @@ class LoaderDataset:
 
 
 class MapDataset:
-    """A data set with items by number, as a loader goes through it (psworker.data.batches.Data).
+    """The data source of a map-style data set (psworker.data.data_source.DataSource).
 
-    loop: as the first pass, with number 0. options: of torch's DataLoader. made: how many passes
-    the script's loaders have made so far, by size and seed. sampler: gives the order, by_batch:
-    as whole batches; None: the loop says it.
+    loop: spec of the first pass, with number 0.
+    fetcher: the data set as the DataLoader sees it.
+    options: keywords of the DataLoader.
+    passes: passes begun by all loaders of the script, by size and seed.
+    sampler: gives the order; None: the loop's spec says it.
+    by_batch: the sampler gives complete batches.
     """
 
     def __init__(
@@ -81,76 +148,83 @@ class MapDataset:
         loop: LoopSpec,
         fetcher: BatchFetcher,
         options: Mapping[str, Any],
-        made: dict[tuple[int, int], int],
-        sampler: Any = None,
-        by_batch: bool = False,
+        passes: PassCounts,
+        sampler: Any,
+        by_batch: bool,
     ) -> None:
         self.dataset = dataset
         self.batch_size = None if by_batch else loop.batch_size
         self._loop = loop
-        self._made = made
-        self._next: int | None = None
-        self._order = sampler
+        self._passes = passes
+        self._next_epoch: int | None = None
+        self._sampler = sampler
         self._fetcher = fetcher
         self._options = options
         self._generator = options.get("generator") or torch.Generator().manual_seed(self._loop.seed)
-        self._kept: tuple[LookaheadSampler, LoaderDataset] | None = None
+        self._persistent: tuple[LookaheadSampler, LoaderDataset] | None = None
 
     def spec(self) -> LoopSpec:
-        return self._loop if self._order is None else replace(self._loop, size=len(self._order))
+        return self._loop if self._sampler is None else replace(self._loop, size=len(self._sampler))
 
     def next_pass(self, loop: int) -> tuple[LoopSpec, "MapPass"]:
-        """A loader's passes are epochs in a row, after those that the loaders before it had
-        made.
+        """Begin a pass. Its epochs follow those of the loader's passes before, or for its first
+        pass those of all earlier loaders.
         """
         key = self._loop.size, self._loop.seed
-        first = self._made.get(key, 0) if self._next is None else self._next
+        first = self._passes.get(key, 0) if self._next_epoch is None else self._next_epoch
         spec, indices = self._ordered(replace(self._loop, loop=loop, first_epoch=first))
-        self._next = first + spec.epochs
-        self._made[key] = max(self._made.get(key, 0), self._next)
+        self._next_epoch = first + spec.epochs
+        self._passes[key] = max(self._passes.get(key, 0), self._next_epoch)
         return spec, MapPass(self.load, spec, indices)
 
     def _ordered(self, spec: LoopSpec) -> tuple[LoopSpec, Callable[[int], list[int]]]:
-        """The pass, with its order, and which samples a batch has."""
-        if self._order is None:
+        """Return the spec with the digest of its order, and a function: batch number to samples."""
+        if self._sampler is None:
             return spec, lambda number: spec.indices(number).tolist()
-        order = order_of(self._order, self.batch_size, spec.drop_last, spec.seed, spec.first_epoch)
+        order = order_of(
+            self._sampler, self.batch_size, spec.drop_last, spec.seed, spec.first_epoch
+        )
         size, by_batch = len(order.indices), self.batch_size is None
         spec = replace(
             spec,
             size=size,
             order=order.digest,
-            sampler=name_of(self._order),
+            sampler=name_of(self._sampler),
             batch_size=order.largest if by_batch else spec.batch_size,
             batches=order.batches if by_batch else 0,
         )
         return spec, order.batch
 
-    def load(self, wanted: Callable[[], Iterator[RequestedBatch]]) -> LoaderDataset:
-        """What a pass wants. With persistent_workers=True one DataLoader serves all passes."""
-        if self._kept is None:
-            # a generator of its own: the loader would draw its workers' seeds from the script's
+    def load(self, requests: Requests) -> LoaderDataset:
+        """Return the requested batches; with persistent_workers from the same DataLoader."""
+        if self._persistent is None:
+            # with its own generator: otherwise the DataLoader draws from the script's generator
             options = {"persistent_workers": self._options.get("num_workers", 0) > 0}
-            begin = LoaderProcess(self._options.get("worker_init_fn"))
-            options |= {**self._options, "generator": self._generator, "worker_init_fn": begin}
-            sampler = LookaheadSampler(wanted)
+            initialize = LoaderProcess(self._options.get("worker_init_fn"))
+            options |= {**self._options, "generator": self._generator}
+            options["worker_init_fn"] = initialize
+            sampler = LookaheadSampler(requests)
             loader = DataLoader(
-                self._fetcher, batch_size=None, sampler=sampler, collate_fn=_as_it_is, **options
+                self._fetcher, batch_size=None, sampler=sampler, collate_fn=_identity, **options
             )
             if not self._options.get("persistent_workers", False):
                 return LoaderDataset(loader)
-            self._kept = sampler, LoaderDataset(loader)
-        sampler, loaded = self._kept
-        sampler.wanted = wanted
+            self._persistent = sampler, LoaderDataset(loader)
+        sampler, loaded = self._persistent
+        sampler.requests = requests
         return loaded
 
 
 class MapPass:
-    """One pass over a map-style data set. indices: the samples of a batch."""
+    """One pass over a map-style data set.
+
+    load: returns the batches of requests.
+    indices: returns the numbers of the samples of a batch.
+    """
 
     def __init__(
         self,
-        load: Callable[[Callable[[], Iterator[RequestedBatch]]], LoaderDataset],
+        load: Callable[[Requests], LoaderDataset],
         spec: LoopSpec,
         indices: Callable[[int], list[int]],
     ) -> None:
@@ -158,79 +232,77 @@ class MapPass:
         self._spec = spec
         self._indices = indices
 
-    def open(self, leases: LeasedBatches) -> LoaderDataset:
-        return self._load(lambda: map(self._wanted, leases))
+    def open(self, leases: LeasedNumbers) -> LoaderDataset:
+        return self._load(lambda: map(self._request, leases))
 
-    def _wanted(self, number: int) -> RequestedBatch:
+    def _request(self, number: int) -> RequestedBatch:
         spec = self._spec
         seeds = spec.seed % 2**64, spec.epoch(number), spec.position(number)
         return RequestedBatch(BatchKey(spec.loop, number), self._indices(number), seeds)
 
 
 class LookaheadSampler:
-    """What torch's DataLoader is to fetch: what the pass wants that goes on."""
+    """The sampler of the DataLoader: yields the requests of the current pass."""
 
-    def __init__(self, wanted: Callable[[], Iterator[RequestedBatch]]) -> None:
-        self.wanted = wanted
+    def __init__(self, requests: Requests) -> None:
+        self.requests = requests
 
     def __iter__(self) -> Iterator[RequestedBatch]:
-        return self.wanted()
+        return self.requests()
 
 
-def spec_made(kind: Callable[..., T], *fields: Any) -> T:
-    """The spec of a loop, or InvalidRequestError for numbers that make none."""
-    try:
-        return kind(
-            *(value if isinstance(value, bool) else operator.index(value) for value in fields)
-        )
-    except (TypeError, ValueError) as error:
+def _sampler_of(arguments: LoaderArguments, epochs: int) -> Iterable[Any] | None:
+    """Return the sampler or batch sampler; None if there is none."""
+    option = "sampler" if arguments.batch_sampler is None else "batch_sampler"
+    sampler = arguments.sampler if arguments.batch_sampler is None else arguments.batch_sampler
+    if sampler is None:
+        return None
+    check_sampler(option, sampler)
+    if epochs != 1:
         raise InvalidRequestError(
-            f"a loop's batch_size, epochs and sources are whole numbers: {error}"
-        ) from error
-
-
-def map_style(dataset: Any) -> Any:
-    """A data set with a length and items by number, or InvalidRequestError. A tuple of tensors
-    gives tuples of rows.
-    """
-    if isinstance(dataset, tuple):
-        dataset = TensorDataset(*_rows(dataset))
-    if not isinstance(dataset, Sized) or not hasattr(dataset, "__getitem__"):
-        raise InvalidRequestError(
-            "job.batches needs a map-style data set, with len() and items by number, or a stream, "
-            f"an IterableDataset or one with read(source, offset), not {type(dataset).__name__}"
+            f"{option} excludes epochs={epochs!r}: it gives the order of one pass at a time. Try: "
+            "`for epoch in range(epochs): for batch in loader: ...`"
         )
-    return dataset
+    found: Iterable[Any] = sampler
+    return found
 
 
-def check_options(loader: Mapping[str, Any]) -> None:
-    """InvalidRequestError for what is no option of DataLoader."""
+def _check_options(options: Mapping[str, Any]) -> None:
     known = inspect.signature(DataLoader).parameters
-    for name in loader:
+    for name in options:
         if name not in known or name == "dataset":
             raise InvalidRequestError(
-                f"{name}=... is known neither to job.batches nor to torch's DataLoader"
+                f"{name}=... is not valid: neither job.batches nor torch's DataLoader has this "
+                "keyword. Try: check its spelling"
             )
 
 
-def _rows(tensors: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
-    """Tensors of one length, at least one of them."""
+def tensor_rows(tensors: tuple[Any, ...]) -> TensorDataset:
+    """Return a data set of tuples of rows.
+
+    Args:
+        tensors: At least one tensor, all with the same number of rows.
+
+    Raises:
+        InvalidRequestError: There are no such tensors.
+    """
     kinds = sorted(
         {type(tensor).__name__ for tensor in tensors if not isinstance(tensor, torch.Tensor)}
     )
     if kinds or not tensors:
         raise InvalidRequestError(
-            f"a tuple is a data set of its tensors' rows, and this has "
-            f"{', '.join(kinds) or 'none'}: make tensors of "
-            "arrays (torch.from_numpy), and give samples that are no rows of tensors as a list"
+            f"a tuple is read as the rows of its tensors, and this one has "
+            f"{', '.join(kinds) or 'none'}. Try: make tensors of arrays (torch.from_numpy); give "
+            "samples that are not rows of tensors as a list"
         )
     shapes = [list(tensor.shape) for tensor in tensors]
     if any(not shape or shape[0] != shapes[0][0] for shape in shapes):
         raise InvalidRequestError(
-            f"the tensors of a data set need equally many rows, and have shapes {shapes}"
+            f"the tensors of a data set have different numbers of rows: their shapes are {shapes}. "
+            "Try: tensors with the same first dimension"
         )
-    return tensors
+    return TensorDataset(*tensors)
 
 
-def _as_it_is(item: Any) -> Any:
+def _identity(item: Any) -> Any:
     return item

@@ -1,5 +1,6 @@
-"""The order that a sampler gives a pass: the same on all workers, because it is drawn under
-generators seeded alike.
+"""The order of a pass that a sampler gives.
+
+It is the same on all workers, because they draw it with equally seeded generators.
 """
 
 import hashlib
@@ -14,20 +15,19 @@ from torch.utils.data.distributed import DistributedSampler
 
 from pscommon.core.data_loop import NAME_LENGTH, ORDER_LENGTH
 from pscommon.core.errors import InvalidRequestError
-from psworker.data.random_state import generators_kept, reseed
+from psworker.data.data_source import ORDER
+from psworker.data.random_state import preserved_generators, reseed
 
-ORDER = 2
-"""Where FETCH and COMPUTE stand in the entropy of a batch."""
-
-INDICES_LIMIT = 2**28
-"""Samples in a pass that a sampler may give; they take 8 bytes each."""
+MAX_INDICES = 2**28
+"""Maximum number of samples in a pass that a sampler gives; each takes 8 bytes."""
 
 
 class SampleOrder(NamedTuple):
     """The samples of a pass.
 
-    indices: int64, batch after batch. starts: int64, where each batch begins in them, and where
-    the last one ends.
+    Attributes:
+        indices: Numbers of the samples, int64, batch after batch.
+        starts: Position in `indices` where each batch begins, and where the last one ends, int64.
     """
 
     indices: NDArray[np.int64]
@@ -39,17 +39,18 @@ class SampleOrder(NamedTuple):
 
     @property
     def largest(self) -> int:
-        """Samples in the largest batch, at least 1."""
+        """Number of samples in the largest batch, at least 1."""
         return max(1, int(np.diff(self.starts).max(initial=0)))
 
     @property
     def digest(self) -> str:
+        """ORDER_LENGTH hexadecimal digits that identify the order."""
         digest = hashlib.blake2b(self.starts.astype("<i8").tobytes(), digest_size=ORDER_LENGTH // 2)
         digest.update(self.indices.astype("<i8").tobytes())
         return digest.hexdigest()
 
     def batch(self, number: int) -> list[int]:
-        """Indices of the samples of a batch."""
+        """Return the numbers of the samples of a batch."""
         found: list[int] = self.indices[self.starts[number] : self.starts[number + 1]].tolist()
         return found
 
@@ -57,19 +58,19 @@ class SampleOrder(NamedTuple):
 def order_of(
     sampler: Iterable[Any], batch_size: int | None, drop_last: bool, seed: int, epoch: int
 ) -> SampleOrder:
-    """Return the order of a pass. The global generators of torch, numpy and random are left as
-    they were.
+    """Return the order of a pass. The global generators do not change.
 
     Args:
-        sampler: Gives indices, or with batch_size None whole batches of them.
+        sampler: Gives indices, or with batch_size None complete batches of them.
         batch_size: Samples per batch.
-        drop_last: Leave out the last batch where it is smaller.
-        seed, epoch: What the generators are seeded by while the sampler runs.
+        drop_last: Leave out a smaller last batch.
+        seed: Seeds the generators while the sampler runs.
+        epoch: Seeds them too.
 
     Raises:
-        InvalidRequestError: It gives something else, an empty batch, or no end.
+        InvalidRequestError: The sampler gives no indices, an empty batch, or too many indices.
     """
-    with generators_kept():
+    with preserved_generators():
         reseed(seed % 2**64, epoch, 0, ORDER)
         if batch_size is not None:
             indices = _indices(sampler, iter(sampler))
@@ -89,11 +90,11 @@ def _batches(sampler: Iterable[Any], sizes: list[int]) -> Iterator[list[Any]]:
         except TypeError as error:
             raise InvalidRequestError(
                 f"batch_sampler {name_of(sampler)} gave {batch!r} instead of a list of indices. "
-                f"Try: sampler="
+                f"Try: sampler=..."
             ) from error
         if not samples:
             raise InvalidRequestError(
-                f"batch_sampler {name_of(sampler)} gave an empty batch: leave such batches out"
+                f"batch_sampler {name_of(sampler)} gave an empty batch. Try: leave it out"
             )
         sizes.append(len(samples))
         yield samples
@@ -101,16 +102,16 @@ def _batches(sampler: Iterable[Any], sizes: list[int]) -> Iterator[list[Any]]:
 
 def _indices(sampler: object, given: Iterator[Any]) -> NDArray[np.int64]:
     try:
-        indices = np.fromiter(map(operator.index, islice(given, INDICES_LIMIT + 1)), np.int64)
+        indices = np.fromiter(map(operator.index, islice(given, MAX_INDICES + 1)), np.int64)
     except (TypeError, OverflowError) as error:
         raise InvalidRequestError(
-            f"sampler {name_of(sampler)} failed to give indices: {error}. Try: a sampler of whole "
-            f"numbers of 64 bits"
+            f"sampler {name_of(sampler)} failed to give indices: {error}. Try: a sampler of 64-bit "
+            f"integers"
         ) from error
-    if len(indices) > INDICES_LIMIT:
+    if len(indices) > MAX_INDICES:
         raise InvalidRequestError(
-            f"sampler {name_of(sampler)} gave more than {INDICES_LIMIT} indices in a pass, and "
-            "perhaps has no end. Try: a sampler whose passes end, in a loop over passes"
+            f"sampler {name_of(sampler)} gave more than {MAX_INDICES} indices in a pass: perhaps "
+            "it has no end. Try: a sampler whose passes end, in a loop over passes"
         )
     return indices
 
@@ -120,12 +121,15 @@ def name_of(sampler: object) -> str:
 
 
 def check_sampler(option: str, sampler: Any) -> None:
-    """InvalidRequestError for what cannot order passes. option: sampler or batch_sampler."""
+    """Raise InvalidRequestError for a sampler that cannot order several passes.
+
+    option: name of the argument, sampler or batch_sampler.
+    """
     inner = getattr(sampler, "sampler", None)
     if isinstance(sampler, DistributedSampler) or isinstance(inner, DistributedSampler):
         raise InvalidRequestError(
-            f"{option}=DistributedSampler would divide the data twice: job.batches already gives "
-            "each sample to one worker. Try: leave it out, with shuffle=True or False"
+            f"{option}=DistributedSampler would divide the data a second time: job.batches already "
+            "gives each sample to one worker. Try: leave it out, with shuffle=True or False"
         )
     if not isinstance(sampler, Iterable):
         raise InvalidRequestError(
@@ -134,5 +138,5 @@ def check_sampler(option: str, sampler: Any) -> None:
     if isinstance(sampler, Iterator):
         raise InvalidRequestError(
             f"{option} is an iterator ({type(sampler).__name__}), which gives one pass only. Try: "
-            "a list or a sampler whose iter() begins a new pass"
+            "a list, or a sampler whose iter() begins a new pass"
         )

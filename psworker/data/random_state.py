@@ -1,4 +1,4 @@
-"""The global generators of torch, numpy and random: set for each batch, or kept as they are."""
+"""Seeds and preserves the global random generators of torch, numpy and random."""
 
 import random
 from collections.abc import Iterator
@@ -9,8 +9,10 @@ import torch
 
 
 def reseed(*entropy: int) -> None:
-    """Sets the global generators of torch, numpy and random, as a pure function of numbers that
-    are not negative.
+    """Seed the global generators of torch, numpy and random.
+
+    Args:
+        entropy: Non-negative integers. The same integers give the same random numbers.
     """
     words = np.random.SeedSequence(entropy).generate_state(4)
     torch.manual_seed(int(words[0]) << 32 | int(words[1]))
@@ -19,13 +21,14 @@ def reseed(*entropy: int) -> None:
 
 
 @contextmanager
-def generators_kept() -> Iterator[None]:
-    """What `reseed` does within is undone: torch, numpy and random go on where they were."""
-    of_numpy, of_random = np.random.get_state(), random.getstate()
-    in_use = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # a look at their state would begin to use them
-    with torch.random.fork_rng(range(torch.cuda.device_count()) if in_use else ()):
+def preserved_generators() -> Iterator[None]:
+    """Restore the global generators at the end of the `with` block."""
+    numpy_state, random_state = np.random.get_state(), random.getstate()
+    # reading the state of CUDA generators would initialize CUDA
+    has_cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    with torch.random.fork_rng(range(torch.cuda.device_count()) if has_cuda else ()):
         try:
             yield
         finally:
-            np.random.set_state(of_numpy)
-            random.setstate(of_random)
+            np.random.set_state(numpy_state)
+            random.setstate(random_state)

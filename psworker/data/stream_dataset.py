@@ -1,42 +1,75 @@
 """Streams: data of unknown length that is read in order, from one or several sources.
 
-A worker reads a source alone, from where it had counted before. It looks one sample ahead, so
-that it knows with each batch whether the source ends there.
+A worker reads a source alone, from the last position that has counted. It reads one sample ahead,
+so that it knows with each batch whether the source ends there.
 """
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from io import IOBase
 from itertools import islice
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
-from torch.utils.data import IterableDataset
+from torch.utils.data import IterableDataset, default_collate
 
 from pscommon.core.data_stream import StreamSpec
 from pscommon.core.errors import InvalidRequestError
 from pscommon.core.log_entries import BatchKey
-from psworker.data.batches import FETCH, LeasedBatches, StreamBatch
-from psworker.data.map_dataset import spec_made
+from psworker.data.data_source import (
+    FETCH,
+    LeasedNumbers,
+    LoaderArguments,
+    PassCounts,
+    PassSettings,
+    make_spec,
+)
 from psworker.data.random_state import reseed
-from psworker.data.torch_loader import LoaderArguments
 
 END = object()
 
 
 class StreamDataset(Protocol):
-    """A data set of numbered sources, each an ordered sequence of samples that is the same
-    whenever it is read.
+    """A data set of numbered sources, each an ordered sequence of samples.
+
+    Each read of a source must give the same samples, on every worker and in a resumed job.
     """
 
     def read(self, source: int, offset: int) -> Iterator[Any]:
-        """The samples of a source after its first `offset` ones; none where it has no more."""
+        """Return the samples of a source after the first `offset` ones.
+
+        Args:
+            source: Number of the source, from 0.
+            offset: Number of samples to skip. If the source has no more, return an empty iterator.
+        """
         ...
 
 
-class SingleSourceStream:
-    """An IterableDataset as a stream of one source: to go on at an offset it passes over what
-    comes before.
+def is_stream(arguments: LoaderArguments, settings: PassSettings) -> bool:
+    """Return whether the data is to be read in order, without a length."""
+    dataset = arguments.dataset
+    has_items = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
+    can_read = hasattr(dataset, "read") and not has_items
+    return settings.sources is not None or isinstance(dataset, IterableDataset) or can_read
+
+
+def make_stream_source(
+    arguments: LoaderArguments, settings: PassSettings, passes: PassCounts
+) -> "StreamSource":
+    """Return the source of a stream.
+
+    Raises:
+        InvalidRequestError: The data set cannot be read this way, or an argument does not apply
+            to streams.
     """
+    _check_arguments(arguments)
+    sources = 1 if settings.sources is None else settings.sources
+    spec = make_spec(StreamSpec, 0, sources, arguments.batch_size, settings.epochs)
+    seed = settings.seed if settings.reseed else None
+    return StreamSource(arguments.dataset, spec, arguments.collate_fn or default_collate, seed)
+
+
+class SingleSourceStream:
+    """An IterableDataset as a stream of one source: `read` skips the samples before the offset."""
 
     def __init__(self, dataset: IterableDataset[Any]) -> None:
         self._dataset = dataset
@@ -45,75 +78,85 @@ class SingleSourceStream:
         return islice(iter(self._dataset), offset, None)
 
 
-def is_stream(dataset: Any) -> bool:
-    """Is it to be read in order, without a length?"""
-    has_items = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
-    return isinstance(dataset, IterableDataset) or (hasattr(dataset, "read") and not has_items)
-
-
 def stream_of(dataset: Any, sources: int) -> StreamDataset:
-    """InvalidRequestError for what is no stream, or no stream of so many sources."""
+    """Return the data set as a stream of this number of sources.
+
+    Raises:
+        InvalidRequestError: It cannot be read so.
+    """
     if hasattr(dataset, "read"):
         if isinstance(dataset, IOBase):
             raise InvalidRequestError(
-                "an open file is no stream of samples: job.batches needs read(source, offset)"
+                "job.batches cannot read an open file: it is no stream of samples. Try: an object "
+                "with read(source, offset)"
             )
         stream: StreamDataset = dataset
         return stream
     if sources != 1 or not isinstance(dataset, IterableDataset):
         raise InvalidRequestError(
-            f"to be read as {sources} sources, {type(dataset).__name__} needs read(source, "
-            "offset), which gives an iterator over the source's samples from there on; an "
-            "IterableDataset without it is one source, read by one worker"
+            f"{type(dataset).__name__} cannot be read as {sources} sources: it has no read(source, "
+            "offset). Try: add this method, or give an IterableDataset, which is one source"
         )
     return SingleSourceStream(dataset)
 
 
-def refuse(given: LoaderArguments) -> None:
-    """InvalidRequestError for arguments that mean nothing here."""
-    chosen = {"sampler": given.sampler, "batch_sampler": given.batch_sampler}
-    unfit = [name for name, value in chosen.items() if value is not None]
-    unfit += [*(["drop_last"] if given.drop_last else []), *sorted(given.options)]
+def _check_arguments(arguments: LoaderArguments) -> None:
+    samplers = {"sampler": arguments.sampler, "batch_sampler": arguments.batch_sampler}
+    unfit = [name for name, value in samplers.items() if value is not None]
+    unfit += [*(["drop_last"] if arguments.drop_last else []), *sorted(arguments.options)]
     if unfit:
         raise InvalidRequestError(
-            f"a stream is read in order, in this process: {', '.join(unfit)} cannot apply to it"
+            f"{', '.join(unfit)} cannot apply to a stream: it is read in order, in this process. "
+            f"Try: leave out {', '.join(unfit)}"
         )
 
 
-class StreamData:
-    """A stream as a loader goes through it (psworker.data.batches.Data)."""
+class StreamBatch(NamedTuple):
+    """What is known of a batch that was read from a stream."""
+
+    key: BatchKey
+    samples: int
+    seeds: tuple[int, ...]
+
+
+class StreamSource:
+    """The data source of a stream (psworker.data.data_source.DataSource).
+
+    spec: of the first pass, with number 0.
+    collate: makes a batch of a list of samples.
+    seed: seeds the global random generators for each sample; None: they stay as they are.
+    """
 
     def __init__(
         self,
         dataset: Any,
-        batch_size: int | None,
-        epochs: int,
-        sources: int,
+        spec: StreamSpec,
         collate: Callable[[list[Any]], Any],
         seed: int | None,
     ) -> None:
         self.dataset = dataset
-        self._loop = spec_made(StreamSpec, 0, sources, batch_size, epochs)
-        self.batch_size: int | None = self._loop.batch_size
-        self._stream = stream_of(dataset, self._loop.sources)
+        self.batch_size: int | None = spec.batch_size
+        self._spec = spec
+        self._stream = stream_of(dataset, spec.sources)
         self._collate = collate
         self._seed = seed
 
     def spec(self) -> StreamSpec:
         raise TypeError(
-            f"a loader over a stream has no len(): {type(self.dataset).__name__} ends where it ends"
+            f"a loader over a stream has no len(): the length of {type(self.dataset).__name__} is "
+            "not known"
         )
 
     def next_pass(self, loop: int) -> tuple[StreamSpec, "StreamReader"]:
-        spec = replace(self._loop, loop=loop)
+        spec = replace(self._spec, loop=loop)
         return spec, StreamReader(spec, self._stream, self._collate, self._seed)
 
 
 class StreamReader:
-    """Reads this worker's sources where the ledger says.
+    """Reads the batches of one pass, each at the position that its number denotes.
 
-    seed: None: the global generators are left alone; else they are set before each sample is
-    read, as a function of the sample's place.
+    seed: with the position of a sample it seeds the global generators before the sample is read;
+        None: they stay as they are.
     """
 
     def __init__(
@@ -127,47 +170,45 @@ class StreamReader:
         self._dataset = dataset
         self._collate = collate
         self._seed = seed
-        self._at = (-1, 0)
+        self._position = (-1, 0)  # lap, and offset of the sample that was read ahead
         self._iterator: Iterator[Any] = iter(())
-        self._ahead: Any = END
+        self._next_sample: Any = END
 
-    def open(self, leases: LeasedBatches) -> "StreamPass":
+    def open(self, leases: LeasedNumbers) -> "StreamPass":
         return StreamPass(self.read, self._collate, leases)
 
     def read(self, number: int) -> tuple[StreamBatch, list[Any]]:
-        """The samples of a batch, fewer where the source ends in it, perhaps none."""
+        """Return the samples of a batch: fewer than batch_size, or none, where the source ends."""
         start = lap, offset = self._spec.lap(number), self._spec.offset(number)
-        if self._at != start:
-            self._at = start
+        if self._position != start:
+            self._position = start
             self._iterator = self._dataset.read(self._spec.source(number), offset)
-            self._advance()
+            self._read_ahead()
         samples: list[Any] = []
-        while self._ahead is not END and len(samples) < self._spec.batch_size:
-            samples.append(self._ahead)
-            self._at = lap, self._at[1] + 1
-            self._advance()
-        key = BatchKey(self._spec.loop, number, len(samples), end=self._ahead is END)
+        while self._next_sample is not END and len(samples) < self._spec.batch_size:
+            samples.append(self._next_sample)
+            self._position = lap, self._position[1] + 1
+            self._read_ahead()
+        key = BatchKey(self._spec.loop, number, len(samples), end=self._next_sample is END)
         return StreamBatch(key, len(samples), self._seeds(lap, offset)), samples
 
-    def _advance(self) -> None:
+    def _read_ahead(self) -> None:
         if self._seed is not None:
-            reseed(*self._seeds(*self._at), FETCH)
-        self._ahead = next(self._iterator, END)
+            reseed(*self._seeds(*self._position), FETCH)
+        self._next_sample = next(self._iterator, END)
 
     def _seeds(self, lap: int, offset: int) -> tuple[int, ...]:
         return (self._seed or 0) % 2**64, self._spec.loop, lap, offset
 
 
 class StreamPass:
-    """The batches of leased numbers. One that has nothing in it tells the ledger where its
-    source ends.
-    """
+    """The batches of leased numbers; a batch without samples is reported to the ledger."""
 
     def __init__(
         self,
         read: Callable[[int], tuple[StreamBatch, list[Any]]],
         collate: Callable[[list[Any]], Any],
-        leases: LeasedBatches,
+        leases: LeasedNumbers,
     ) -> None:
         self._read = read
         self._collate = collate
@@ -175,8 +216,8 @@ class StreamPass:
 
     def __iter__(self) -> Iterator[tuple[StreamBatch, Any]]:
         for number in self._leases:
-            found, samples = self._read(number)
+            facts, samples = self._read(number)
             if samples:
-                yield found, self._collate(samples)
+                yield facts, self._collate(samples)
             else:
-                self._leases.find_end(found.key)
+                self._leases.find_end(facts.key)

@@ -1,8 +1,6 @@
-"""What torch's DataLoader was told, as arguments of `job.batches`."""
+"""The arguments of torch's DataLoader as arguments of `Job.batches`."""
 
-from collections.abc import Mapping
-from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch.utils.data import (
     BatchSampler,
@@ -13,54 +11,45 @@ from torch.utils.data import (
 )
 
 from pscommon.core.errors import InvalidRequestError
+from psworker.data.data_source import LoaderArguments
 
 
-class LoaderArguments(NamedTuple):
-    """Arguments of `job.batches` that say what the batches are. options: for torch's DataLoader."""
+def unpack(loader: DataLoader[Any], arguments: LoaderArguments) -> LoaderArguments:
+    """Return the arguments that a DataLoader was made with.
 
-    dataset: Any
-    batch_size: int | None = None
-    shuffle: bool | None = None
-    drop_last: bool = False
-    sampler: Any = None
-    batch_sampler: Any = None
-    collate_fn: Any = None
-    options: Mapping[str, Any] = MappingProxyType({})
+    Its generator is not among them; only its sampler draws from it.
 
-
-def unpacked(loader: DataLoader[Any], given: LoaderArguments) -> LoaderArguments:
-    """Return what a DataLoader was told. given: the other arguments of the call, which must not
-    say it as well.
-
-    Its generator has no part in this, except that its sampler draws from it.
+    Args:
+        loader: The DataLoader, the data set of `arguments`.
+        arguments: Arguments of the call, which must not repeat those of the DataLoader.
 
     Raises:
-        InvalidRequestError: An argument has no equivalent here, or was given in the call too.
+        InvalidRequestError: An argument has no equivalent here, or is given in the call too.
     """
-    nothing = LoaderArguments(given.dataset)
-    twice = [name for name in given._fields if getattr(given, name) is not getattr(nothing, name)]
-    twice = [name for name in twice if name != "options"] + list(given.options)
-    if twice:
+    defaults = LoaderArguments(arguments.dataset)._asdict()
+    repeated = [name for name, value in arguments._asdict().items() if value is not defaults[name]]
+    repeated = [name for name in repeated if name != "options"] + list(arguments.options)
+    if repeated:
         raise InvalidRequestError(
-            f"the DataLoader says itself what {', '.join(twice)} is. Try: job.batches(loader), or "
-            "job.batches(loader.dataset, batch_size=...) with all options"
+            f"the DataLoader excludes {', '.join(repeated)}: it has its own. Try: "
+            "job.batches(loader), or job.batches(loader.dataset, batch_size=...) with all options"
         )
     kind = type(loader)
     if kind.__iter__ is not DataLoader.__iter__:
         raise InvalidRequestError(
-            f"{kind.__name__} has an __iter__ of its own, which cannot be divided among workers. "
+            f"{kind.__name__} cannot be divided among workers: it defines its own __iter__. "
             "Try: job.batches(loader.dataset, batch_size=...)"
         )
     if loader.batch_sampler is None:
         raise InvalidRequestError(
-            "a DataLoader with batch_size=None makes no batches: its data set does. Try: a data "
+            "a DataLoader with batch_size=None cannot be used: it makes no batches. Try: a data "
             "set of samples, with a batch_size"
         )
     batch_sampler, sampler, shuffle = None, None, None
     if loader.batch_size is None or type(loader.batch_sampler) is not BatchSampler:
         batch_sampler = loader.batch_sampler
     elif not isinstance(loader.dataset, IterableDataset):
-        sampler, shuffle = _order(loader)
+        sampler, shuffle = _sampler_or_shuffle(loader)
     return LoaderArguments(
         loader.dataset,
         None if batch_sampler else loader.batch_size,
@@ -73,19 +62,21 @@ def unpacked(loader: DataLoader[Any], given: LoaderArguments) -> LoaderArguments
     )
 
 
-def _order(loader: DataLoader[Any]) -> tuple[Any, bool | None]:
-    """Return the sampler, or whether to shuffle where it is one that torch makes by default."""
+def _sampler_or_shuffle(loader: DataLoader[Any]) -> tuple[Any, bool | None]:
+    """Return a sampler and None, or for a sampler that torch makes by default None and shuffle."""
     sampler: Any = loader.sampler
-    if type(sampler) is SequentialSampler and len(sampler) == len(loader.dataset):  # type: ignore[arg-type]
+    dataset: Any = loader.dataset
+    if type(sampler) is SequentialSampler and len(sampler) == len(dataset):
         return None, False
-    plain = type(sampler) is RandomSampler and not sampler.replacement and sampler.generator is None
-    if plain and sampler.num_samples == len(loader.dataset):  # type: ignore[arg-type]
+    if type(sampler) is not RandomSampler:
+        return sampler, None
+    is_default = not sampler.replacement and sampler.generator is None
+    if is_default and sampler.num_samples == len(dataset):
         return None, True
     return sampler, None
 
 
 def _options(loader: DataLoader[Any]) -> dict[str, Any]:
-    """Those that are not DataLoader's defaults."""
     defaults = {
         "num_workers": 0,
         "pin_memory": False,

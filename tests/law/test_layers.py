@@ -49,7 +49,6 @@ NUMBERS = {  # the only places that touch tensors; the client of psworker is fra
     "psserver.parameters.partition",
     "psworker.optim.accumulation",
     "psworker.optim.weight_gates",
-    "psworker.data.batches",
     "psworker.model.adapter",
     "psworker.model.change_detector",
     "psworker.cli",
@@ -57,7 +56,6 @@ NUMBERS = {  # the only places that touch tensors; the client of psworker is fra
     "psworker.ctl.checks",
     "psworker.data",
     "psworker.examples",
-    "psworker.data.random_state",
     "psworker.optim.param_groups",
     "psworker.job",
     "psworker.client.local_client",
@@ -68,7 +66,6 @@ NUMBERS = {  # the only places that touch tensors; the client of psworker is fra
     "psworker.optim.schedulers",
     "psworker.integrations",
     "psworker.simulation",
-    "psworker.data.stream_dataset",
     "psworker.training",
     "psworker.training_arguments",
 }

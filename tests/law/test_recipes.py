@@ -18,6 +18,7 @@ from pscommon.settings.option_types import POLICIES
 from psserver.core.job.policy import policy
 from psserver.process.config import ServerConfig
 from psserver.process.metrics import ServerMetrics, standby_metrics
+from psworker.data.sources import SOURCE_KINDS
 from psworker.session.metrics import WorkerMetrics
 from tests.support.sources import ROOT
 
@@ -127,9 +128,14 @@ def test_add_a_policy() -> None:
 
 
 def test_add_a_data_source() -> None:
-    modules = {str(path.relative_to(ROOT)) for path in (ROOT / "psworker/data").glob("[!_]*.py")}
+    makers = {
+        match
+        for path in (ROOT / "psworker/data").glob("*.py")
+        for match in re.findall(r"^def (make_\w+_source)\(", path.read_text(), re.MULTILINE)
+    }
+    registered = {kind.make.__name__ for kind in SOURCE_KINDS}
 
-    assert modules <= set(files(recipes()["Add a data source"])), "Add a data source: this recipe"
+    assert makers == registered, "Add a data source: psworker/data/sources.py"
 
 
 def test_add_an_exit_code() -> None:

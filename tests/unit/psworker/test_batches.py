@@ -14,7 +14,7 @@ from pscommon.core.errors import InvalidRequestError, QuarantinedError
 from pscommon.core.log_entries import BatchKey
 from psworker.client.local_client import LocalClient
 from psworker.core.results import Lease, PushResult
-from psworker.data.map_dataset import map_style
+from psworker.data.map_dataset import tensor_rows
 from psworker.job import Job
 from psworker.optim.optimizer import ServerOptimizer
 from psworker.session.drain import Stopping
@@ -309,33 +309,33 @@ def test_batches_of_no_data_are_none() -> None:
 def test_what_is_neither_map_style_nor_a_stream_cannot_be_shared_out(dataset: Any) -> None:
     job, _ = started()
 
-    with pytest.raises(InvalidRequestError, match=r"map-style.*stream"):
+    with pytest.raises(InvalidRequestError, match="cannot read a"):
         job.batches(dataset, 4)
 
 
 @pytest.mark.parametrize(
     ("dataset", "message"),
     [
-        ((), "this has none"),
-        ((np.zeros(3), torch.zeros(3)), r"this has ndarray.*torch\.from_numpy"),
-        ((torch.zeros(3), torch.zeros(4)), r"equally many rows, and have shapes \[\[3\], \[4\]\]"),
-        ((torch.zeros(()), torch.zeros(4)), "equally many rows"),
+        ((), "this one has none"),
+        ((np.zeros(3), torch.zeros(3)), "this one has ndarray"),
+        ((torch.zeros(3), torch.zeros(4)), r"shapes are \[\[3\], \[4\]\]"),
+        ((torch.zeros(()), torch.zeros(4)), "different numbers of rows"),
     ],
 )
 def test_a_tuple_that_has_no_rows_of_tensors(dataset: Any, message: str) -> None:
     with pytest.raises(InvalidRequestError, match=message):
-        map_style(dataset)
+        tensor_rows(dataset)
 
 
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"batch_size": 2.0}, "whole numbers: 'float'"),
-        ({"batch_size": 2, "epochs": None}, "whole numbers: 'NoneType'"),
+        ({"batch_size": 2.0}, "not valid: 'float'"),
+        ({"batch_size": 2, "epochs": None}, "not valid: 'NoneType'"),
         ({"batch_size": 2, "seed": None}, "seed=None is not a whole number"),
         ({"batch_size": 2, "seed": 1.5}, "seed=1.5"),
         ({"batch_size": 2, "seed": 2**64}, "seed=18446744073709551616"),
-        ({"batch_size": 2, "nun_workers": 1}, "nun_workers=... is known neither"),
+        ({"batch_size": 2, "nun_workers": 1}, "^nun_workers"),
     ],
 )
 def test_what_a_loop_cannot_take_is_refused_at_the_call(
@@ -358,7 +358,7 @@ def test_a_seed_may_have_64_bits_and_numbers_be_numpys() -> None:
 
 def test_an_open_file_is_no_stream() -> None:
     job, _ = started(Ledger())
-    with open(__file__) as file, pytest.raises(InvalidRequestError, match="an open file"):
+    with open(__file__) as file, pytest.raises(InvalidRequestError, match="open file"):
         job.batches(file, batch_size=2)
 
 

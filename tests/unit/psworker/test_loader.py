@@ -131,7 +131,7 @@ def test_a_stream_has_no_length_and_each_iter_reads_it_again() -> None:
     job, optimizer, client = started()
     loader = job.batches(Count(), 2)
 
-    with pytest.raises(TypeError, match=r"a stream has no len\(\): Count"):
+    with pytest.raises(TypeError, match=r"a stream has no len\(\)"):
         len(loader)
     assert passes(loader, optimizer, 2) == [[[0, 1], [2, 3], [4]]] * 2
     assert [spec.loop for spec in client.loops] == [0, 1]
@@ -158,9 +158,7 @@ def test_a_pass_that_is_still_held_ends_when_the_next_one_begins() -> None:
     assert len(passes(loader, optimizer, 1)[0]) == 5
 
     assert client.returned == [BatchKey(0, 1), BatchKey(0, 2)]
-    with pytest.raises(
-        InvalidRequestError, match=r"left when iter\(\) began the loader's next one.*another loader"
-    ):
+    with pytest.raises(InvalidRequestError, match="cannot continue this pass"):
         next(held)
 
 
@@ -212,7 +210,7 @@ def test_a_batch_size_that_is_missing_is_named() -> None:
 
     with pytest.raises(
         InvalidRequestError,
-        match=r"batch_size is missing. Try: job\.batches\(dataset, batch_size=32\)",
+        match="batch_size is missing",
     ):
         job.batches(NUMBERS)
 
@@ -243,7 +241,7 @@ def test_iterators_that_never_begin_hold_nothing_up() -> None:
     assert [spec.loop for spec in client.loops] == [3]
     assert first_open == [3, 3]
     for iterator in (held, also_held):
-        with pytest.raises(InvalidRequestError, match="next one"):
+        with pytest.raises(InvalidRequestError, match="cannot continue this pass"):
             next(iterator)
 
 

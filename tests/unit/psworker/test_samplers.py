@@ -239,7 +239,7 @@ DISTRIBUTED = DistributedSampler(range(10), num_replicas=2, rank=0)  # type: ign
         ),
         (
             {"batch_size": 2, "batch_sampler": Buckets()},
-            "batch_sampler excludes batch_size:.*leave out batch_size",
+            "batch_sampler excludes batch_size:",
         ),
         (
             {"batch_sampler": Buckets(), "shuffle": True, "drop_last": True, "sampler": Evens()},
@@ -247,21 +247,21 @@ DISTRIBUTED = DistributedSampler(range(10), num_replicas=2, rank=0)  # type: ign
         ),
         (
             {"batch_size": 2, "sampler": DISTRIBUTED},
-            "sampler=DistributedSampler would divide the data twice",
+            "sampler=DistributedSampler",
         ),
         (
             {"batch_sampler": BatchSampler(DISTRIBUTED, 2, False)},
-            "batch_sampler=DistributedSampler would divide the data twice.*Try: leave it out",
+            "batch_sampler=DistributedSampler",
         ),
         ({"batch_size": 2, "sampler": 3}, "sampler=3 is not iterable"),
         (
             {"batch_size": 2, "sampler": iter([1])},
-            r"sampler is an iterator \(list_iterator\), which gives one pass only",
+            r"^sampler is an iterator \(list_iterator\)",
         ),
         ({"batch_sampler": (x for x in [[1]])}, r"batch_sampler is an iterator \(generator\)"),
         (
             {"batch_size": 2, "sampler": Evens(), "epochs": 2},
-            "sampler excludes epochs=2.*for epoch in range",
+            "sampler excludes epochs=2",
         ),
         ({"batch_sampler": Buckets(), "epochs": 0}, "batch_sampler excludes epochs=0"),
         ({"batch_size": 0, "sampler": Evens()}, "batch_size must be at least 1"),
@@ -289,11 +289,11 @@ def test_what_cannot_go_together_is_refused_at_the_call(
         ),
         (
             {"batch_size": 2, "sampler": Stopper([2**70])},
-            "sampler Stopper failed to give indices: .*64 bits",
+            "sampler Stopper failed to give indices: ",
         ),
         (
             {"batch_sampler": Stopper([1, 2])},
-            "batch_sampler Stopper gave 1 instead of a list of indices. Try: sampler=",
+            "batch_sampler Stopper gave 1 instead",
         ),
         ({"batch_sampler": Stopper([[1], []])}, "batch_sampler Stopper gave an empty batch"),
         (
@@ -320,12 +320,10 @@ def test_what_a_sampler_must_not_give_is_refused_at_the_pass(
 def test_a_sampler_without_an_end_is_refused(
     given: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(orders, "INDICES_LIMIT", 100)
+    monkeypatch.setattr(orders, "MAX_INDICES", 100)
     job, _, _ = started()
 
-    with pytest.raises(
-        InvalidRequestError, match="gave more than 100 indices in a pass, and perhaps has no end"
-    ):
+    with pytest.raises(InvalidRequestError, match="gave more than 100 indices"):
         iter(job.batches(NUMBERS, **given))
 
 
@@ -334,11 +332,11 @@ def test_a_sampler_without_an_end_is_refused(
     [
         (
             {"batch_size": 2, "sampler": Evens()},
-            "a stream is read in order, in this process: sampler cannot apply",
+            "^sampler cannot apply to a stream",
         ),
         (
             {"batch_sampler": Buckets()},
-            "a stream is read in order, in this process: batch_sampler cannot apply",
+            "^batch_sampler cannot apply to a stream",
         ),
         (
             {"batch_size": 2, "drop_last": True, "num_workers": 1},
@@ -440,25 +438,25 @@ class Wrapped(DataLoader[Any]):
         (
             DataLoader(NUMBERS, 2),
             {"batch_size": 2},
-            "the DataLoader says itself what batch_size is",
+            "the DataLoader excludes batch_size:",
         ),  # type: ignore[arg-type]
         (
             DataLoader(NUMBERS, 2),  # type: ignore[arg-type]
             {"shuffle": False, "num_workers": 2, "sampler": Evens()},
-            "says itself what shuffle, sampler, num_workers is. Try: job.batches",
+            "the DataLoader excludes shuffle, sampler, num_workers:",
         ),
-        (Wrapped(NUMBERS, 2), {}, "Wrapped has an __iter__ of its own"),
-        (DataLoader(NUMBERS, batch_size=None), {}, "batch_size=None makes no batches"),  # type: ignore[arg-type]
+        (Wrapped(NUMBERS, 2), {}, "Wrapped.*__iter__"),
+        (DataLoader(NUMBERS, batch_size=None), {}, "batch_size=None"),  # type: ignore[arg-type]
         (
             DataLoader(Count(), 2, num_workers=1),
             {},
-            "num_workers, prefetch_factor cannot apply to it",
+            "num_workers, prefetch_factor cannot apply",
         ),
-        (DataLoader(Count(), 2, drop_last=True), {}, "drop_last cannot apply to it"),
+        (DataLoader(Count(), 2, drop_last=True), {}, "drop_last cannot apply"),
         (
             DataLoader(NUMBERS, 2, sampler=DISTRIBUTED),
             {},
-            "sampler=DistributedSampler would divide the data twice",
+            "sampler=DistributedSampler",
         ),  # type: ignore[arg-type]
         (DataLoader(NUMBERS, 2, sampler=Evens()), {"epochs": 2}, "sampler excludes epochs=2"),  # type: ignore[arg-type]
     ],

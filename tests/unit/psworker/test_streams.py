@@ -173,7 +173,7 @@ def test_a_map_style_data_set_that_can_read_something_is_map_style() -> None:
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
-        ({"sources": 2}, r"2 sources, Count needs read\(source, offset\)"),
+        ({"sources": 2}, "Count cannot be read as 2 sources"),
         ({"sources": 0}, "at least 1"),
         ({"drop_last": True}, "drop_last cannot apply"),
         ({"num_workers": 2}, "num_workers cannot apply"),
@@ -189,5 +189,5 @@ def test_what_a_stream_cannot_do_is_refused(options: dict[str, Any], problem: st
 def test_a_map_style_data_set_has_no_sources() -> None:
     job, _, _ = started()
 
-    with pytest.raises(InvalidRequestError, match="Tensor needs read"):
+    with pytest.raises(InvalidRequestError, match="Tensor cannot be read"):
         job.batches(torch.arange(4), 2, sources=1)

@@ -1,0 +1,130 @@
+"""What a loader needs of a data source, and the arguments that a source is made from."""
+
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+from pscommon.core.data_stream import Spec
+from pscommon.core.errors import InvalidRequestError
+from pscommon.core.log_entries import BatchKey
+
+SpecT = TypeVar("SpecT")
+
+PassCounts = dict[tuple[int, int], int]
+"""Passes that the script's loaders have begun, by size of the data set and seed."""
+
+FETCH, COMPUTE, ORDER = 0, 1, 2
+"""Last number of a random seed: to fetch a batch, to compute with it, to draw a pass's order."""
+
+
+class LoaderArguments(NamedTuple):
+    """Arguments of `Job.batches` that torch's DataLoader has too.
+
+    Attributes:
+        options: Further keywords of DataLoader.
+    """
+
+    dataset: Any
+    batch_size: int | None = None
+    shuffle: bool | None = None
+    drop_last: bool = False
+    sampler: Any = None
+    batch_sampler: Any = None
+    collate_fn: Any = None
+    options: Mapping[str, Any] = MappingProxyType({})
+
+
+class PassSettings(NamedTuple):
+    """Arguments of `Job.batches` that torch's DataLoader does not have.
+
+    Attributes:
+        epochs: Passes over the data in one loop.
+        seed: Signed 64-bit integer.
+        sources: Number of sources of a stream; None: not given.
+        reseed: Seed the global random generators for each batch.
+    """
+
+    epochs: int = 1
+    seed: int = 0
+    sources: int | None = None
+    reseed: bool = True
+
+
+class BatchFacts(Protocol):
+    """What is known of a batch without its data.
+
+    Attributes:
+        key: Identifies the batch in the job's ledger.
+        samples: Number of samples in it.
+        seeds: Non-negative integers that seed its random numbers.
+    """
+
+    @property
+    def key(self) -> BatchKey: ...
+    @property
+    def samples(self) -> int: ...
+    @property
+    def seeds(self) -> tuple[int, ...]: ...
+
+
+class LeasedNumbers(Protocol):
+    """The batch numbers that this worker may fetch, in order."""
+
+    def __iter__(self) -> Iterator[int]: ...
+
+    def find_end(self, key: BatchKey) -> None:
+        """Report a batch without samples: its source ends before it."""
+
+
+class PassReader(Protocol):
+    """Reads the batches of one pass."""
+
+    def open(self, leases: LeasedNumbers) -> Iterable[tuple[BatchFacts, Any]]:
+        """Return the batches of these numbers, to be iterated again when there are more numbers."""
+        ...
+
+
+class DataSource(Protocol):
+    """Data that a loader passes over.
+
+    Attributes:
+        dataset: The data set, as the loader shows it.
+        batch_size: Samples per batch; None if batches have different sizes.
+    """
+
+    dataset: Any
+    batch_size: int | None
+
+    def spec(self) -> Spec:
+        """Return the spec of a pass as long as the next one, for the loader's length.
+
+        Raises:
+            TypeError: The length is not known.
+        """
+        ...
+
+    def next_pass(self, loop: int) -> tuple[Spec, PassReader]:
+        """Begin the next pass, as the loop of this number."""
+        ...
+
+
+def make_spec(kind: Callable[..., SpecT], *fields: Any) -> SpecT:
+    """Return the spec of a loop.
+
+    Args:
+        kind: LoopSpec or StreamSpec.
+        fields: Its fields: booleans or integers of Python, numpy or torch.
+
+    Raises:
+        InvalidRequestError: The fields make no valid spec.
+    """
+    try:
+        return kind(
+            *(value if isinstance(value, bool) else operator.index(value) for value in fields)
+        )
+    except (TypeError, ValueError) as error:
+        raise InvalidRequestError(
+            f"batch_size, epochs or sources of job.batches is not valid: {error}. Try: positive "
+            f"whole numbers"
+        ) from error

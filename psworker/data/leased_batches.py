@@ -1,0 +1,135 @@
+"""The batches of one loop that this worker has leased from the job's ledger."""
+
+from collections import deque
+from collections.abc import Iterator
+from itertools import repeat
+
+import torch
+
+from pscommon.core.data_stream import Spec
+from pscommon.core.log_entries import BatchKey
+from psworker.session.session import Session
+
+MAX_DROPS_PER_REQUEST = 10_000
+
+
+class LeasedBatches:
+    """Iterates over the numbers of leased batches of one loop.
+
+    The iteration ends when the ledger has none at the moment; `wait` then returns whether there
+    are more.
+
+    Attributes:
+        loop: Number of the loop.
+        share: Number of the loop's batches that this worker can expect, as of the first answer of
+            the ledger; None before.
+    """
+
+    def __init__(self, session: Session, spec: Spec) -> None:
+        self._session = session
+        self._spec = spec
+        self.loop = spec.loop
+        self._ready: deque[int] = deque()
+        # unused batches by number, with how many batches of the same push follow each
+        self._unused: dict[int, int | None] = {}
+        self._evaluated: list[BatchKey] = []
+        self._has_ended = self._got_any = False
+        self.share: int | None = None
+
+    @property
+    def had_none(self) -> bool:
+        """The loop ended before this worker got a batch of it."""
+        return self._has_ended and not self._got_any
+
+    @property
+    def is_finished(self) -> bool:
+        return self._has_ended or self._session.client.stopping
+
+    def __iter__(self) -> Iterator[int]:
+        return self
+
+    def __next__(self) -> int:
+        if not self._ready and not self.is_finished:
+            self._request(idle=False)
+        if not self._ready or self.is_finished:
+            raise StopIteration
+        return self._ready.popleft()
+
+    def wait(self) -> bool:
+        """Wait, outside of rounds, until there are more batches; return False at the loop's end.
+
+        Afterwards the model has the newest weights.
+        """
+        while not self._ready and not self.is_finished:
+            self._request(idle=True)
+        if not self._session.client.stopping:
+            self._session.pull()
+        return not self.is_finished
+
+    def _request(self, idle: bool) -> None:
+        """Request more batches. A worker that had to rejoin for this has got none."""
+        with self._session.rejoin_on_fence():
+            lease = self._session.client.next_batches(
+                self._spec, idle=idle, first_open=self._session.loops.first
+            )
+            self._session.reset_rejoin_count()
+            self._ready.extend(lease.numbers)
+            self._got_any = self._got_any or bool(lease.numbers)
+            if self.share is None and (lease.numbers or lease.end):
+                self.share = lease.share
+            self._unused.update(zip(lease.numbers, lease.following or repeat(None), strict=False))
+            self._has_ended = lease.end and not lease.numbers
+            # otherwise the loop ends only for this worker, once its batches are used
+            if self._has_ended and not self._session.consumed.batches:
+                self._session.loops.passed(self._spec.loop)
+            if lease.sat_out and not idle:
+                self._session.pull()
+
+    def use(self, key: BatchKey, samples: int) -> bool:
+        """Record that the script receives this batch; return False if its lease has ended.
+
+        A batch that it receives while gradients are off has no weight in the next step.
+        """
+        if key.number not in self._unused:
+            return False
+        following = self._unused.pop(key.number)
+        evaluates = not torch.is_grad_enabled()
+        if evaluates:
+            self._evaluated.append(key)
+        self._session.consumed.add(key, 0 if evaluates else samples, following)
+        return True
+
+    def drop_evaluated(self) -> None:
+        """Commit batches that were only evaluated, if the loop has ended: no step commits them."""
+        keys, self._evaluated = self._evaluated, []
+        if keys and self._has_ended:
+            consumed, dropped = self._session.consumed, set(keys)
+            consumed.batches = tuple(key for key in consumed.batches if key not in dropped)
+            for start in range(0, len(keys), MAX_DROPS_PER_REQUEST):
+                with self._session.rejoin_on_fence():
+                    self._session.client.drop_batches(keys[start : start + MAX_DROPS_PER_REQUEST])
+
+    def find_end(self, key: BatchKey) -> None:
+        """Report a batch without samples: its source ends before it."""
+        if key.number in self._unused:
+            del self._unused[key.number]
+            with self._session.rejoin_on_fence():
+                self._session.client.return_batches([key])
+
+    def forget(self) -> None:
+        """Drop all unused batches: the job has given them to other workers.
+
+        Batches that the loader has fetched already are skipped.
+        """
+        self._ready.clear()
+        self._unused.clear()
+        self._evaluated.clear()
+
+    def give_back(self) -> None:
+        """Return all unused batches to the job."""
+        unused, self._unused = sorted(self._unused), {}
+        self._ready.clear()
+        if unused:
+            self._session.client.return_batches(
+                [BatchKey(self._spec.loop, number) for number in unused]
+            )
