@@ -129,7 +129,7 @@ class Server:
         self.engine = ShardEngine(
             self._states.empty(layout.shards),
             self.metrics,
-            self.snapshots.cut,
+            self.snapshots.write_part,
             config.in_flight,
             config.lanes,
             shard_log,
@@ -276,8 +276,8 @@ class Server:
     def _make_service(self, layout: ShardCountFile) -> CoordinatorService:
         if self._promotion is None:
             if self.config.resume != "never":
-                self.snapshots.check_place()
-            self.snapshots.next_generation()
+                self.snapshots.check_data_dir()
+            self.snapshots.generations.count()
         service = CoordinatorService(
             self.config,
             layout,

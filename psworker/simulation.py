@@ -103,7 +103,7 @@ class SimulatedCluster:
             )
             for shard in shards
         ]
-        snapshots[0].next_generation()
+        snapshots[0].generations.count()
         leader = ServerIdentity(0, config.shards, "simulated-0", job="simulated")
         self.service = CoordinatorService(
             config,

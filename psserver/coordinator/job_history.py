@@ -64,6 +64,7 @@ class JobHistory:
         self._engine, self._states, self._snapshots = engine, states, snapshots
         self._registry, self._metrics = registry, metrics
         self._fail, self._standby_link = fail, standby_link
+        self._generations = snapshots.generations
         self._rollback_lock = threading.RLock()
         self._coordinator: CoordinatorMachine | None = None  # of the current log
         self._is_recovered = False  # another process began the current log
@@ -81,15 +82,16 @@ class JobHistory:
         return Recorder(self._new_machine(), self.journal)
 
     def _new_machine(self) -> CoordinatorMachine:
-        generation, log_id = self._snapshots.generation, secrets.randbits(LOG_ID_BITS)
+        generation, log_id = self._generations.number, secrets.randbits(LOG_ID_BITS)
         return CoordinatorMachine(self._registry.shards, self._rules, generation, log_id)
 
     # ---- starting --------------------------------------------------------------------------------
 
     def start(self) -> None:
         """Continue from the log, from the requested snapshot, or begin a new job."""
-        manifest, recovery = self._snapshots.to_resume(self._config.resume), self._make_recovery()
-        is_auto, generation = self._config.resume == "auto", self._snapshots.generation
+        manifest = self._snapshots.choose_start(self._config.resume)
+        recovery = self._make_recovery()
+        is_auto, generation = self._config.resume == "auto", self._generations.number
         if recovery is not None and self.durable and is_auto:
             initial = recovery.recover(self.journal, manifest, generation)
             if initial is not None:
@@ -147,7 +149,7 @@ class JobHistory:
             else {
                 "epoch": coordinator.epoch,
                 "version": 0,
-                "generation": self._snapshots.generation,
+                "generation": self._generations.number,
                 "policy": [*coordinator.policy_args()],
                 "rules": coordinator.rules.as_json(),
             }
@@ -158,10 +160,10 @@ class JobHistory:
         """Continue from the state before a crash."""
         coordinator, manifest = initial.coordinator, initial.snapshot
         if manifest is not None:
-            self._snapshots.goes_on_from(manifest)
+            self._snapshots.continue_from(manifest)
         recorder = self.install(initial)
-        recorder.recovered(time.monotonic(), self._snapshots.generation, resumes=True)
-        coordinator.ledger.origin = self._snapshots.named(manifest, logged=True)
+        recorder.recovered(time.monotonic(), self._generations.number, resumes=True)
+        coordinator.ledger.origin = self._snapshots.describe(manifest, logged=True)
         recorder.do("go_by", time.monotonic(), rules=self._rules.as_json())
         coordinator.membership.begin_run(self._config.min_workers)
         log.info("continued from the log", extra={"version": coordinator.version})
@@ -173,13 +175,13 @@ class JobHistory:
         standby_state, coordinator = promotion.standby_state, promotion.standby_state.coordinator
         assert coordinator is not None
         snapshot, newest = standby_state.snapshots
-        self._snapshots.count_on(
+        self._generations.count_in_running_job(
             max(standby_state.hello["generation"], coordinator.membership.generation) + 1
         )
         recorder = self.install(
             InitialState(Origin.PROMOTION, coordinator, snapshot=snapshot, newest=newest)
         )
-        recorder.recovered(time.monotonic(), self._snapshots.generation, promotion.whole)
+        recorder.recovered(time.monotonic(), self._generations.number, promotion.whole)
         written = (
             []
             if promotion.whole
@@ -212,13 +214,13 @@ class JobHistory:
                 disk refuses.
         """
         with self._rollback_lock:
-            (count or self._snapshots.count_on)()
-            self._snapshots.goes_on_from(manifest)
+            (count or self._generations.count_in_running_job)()
+            self._snapshots.continue_from(manifest)
             coordinator = self._new_machine()
             coordinator.restore(
                 manifest.coordinator, manifest.model, time.monotonic(), self._coordinator
             )
-            coordinator.ledger.origin = self._snapshots.named(manifest)
+            coordinator.ledger.origin = self._snapshots.describe(manifest)
             self.install(
                 InitialState(Origin.SNAPSHOT, coordinator, snapshot=manifest, newest=manifest)
             )
@@ -261,7 +263,11 @@ class JobHistory:
             for manifest in (self._registry.snapshot, self.newest)
         ]
         layout = self._registry.layout.noted
-        return {"generation": self._snapshots.generation, "snapshots": snapshots, "layout": layout}
+        return {
+            "generation": self._generations.number,
+            "snapshots": snapshots,
+            "layout": layout,
+        }
 
     # ---- rollback --------------------------------------------------------------------------------
 
@@ -275,7 +281,7 @@ class JobHistory:
                 return
             extra = {"version": version, "problem": problem}
             log.error("a snapshot cannot be loaded; trying the previous one", extra=extra)
-            older = self._snapshots.before(version)
+            older = self._snapshots.find_before(version)
             if older is None:
                 self._fail(SnapshotError(f"no snapshot can be loaded: shard {shard}: {problem}"))
             else:
@@ -288,11 +294,11 @@ class JobHistory:
             SnapshotError: The snapshot does not exist or is damaged.
         """
         with self._rollback_lock:
-            manifest = self._snapshots.exactly(version)
+            manifest = self._snapshots.find(version)
             log.warning("going back to a snapshot, as asked", extra={"version": version})
             if self._coordinator is not None:
                 self._accounted_version = self._coordinator.version  # discarded on request
-            self.resume(manifest, self._snapshots.next_generation)
+            self.resume(manifest, self._generations.count)
 
     def go_back(self, why: str, epoch: int, version: int) -> None:
         """Roll all shards back to the newest snapshot because a shard lost its state.
@@ -308,14 +314,14 @@ class JobHistory:
         with self._rollback_lock:
             if self._coordinator is None or epoch != self._coordinator.epoch:
                 return
-            manifest = self._snapshots.newest()
+            manifest = self._snapshots.find_newest()
             if manifest is None and self._is_recovered:
                 log.error(
                     "the job begins again: there is no snapshot",
                     extra={"why": why, "updates_lost": version},
                 )
                 self._metrics.updates_lost(version)
-                self._snapshots.count_on()
+                self._generations.count_in_running_job()
                 self.begin()
             elif manifest is None:
                 self._fail(
@@ -336,7 +342,7 @@ class JobHistory:
         A restarted coordinator cannot know this loss otherwise.
         """
         with self._rollback_lock:
-            if self._accounted_version is None or worker > self._snapshots.generation * GENERATION:
+            if self._accounted_version is None or worker > self._generations.number * GENERATION:
                 return
             lost = version - self._accounted_version
             if lost > 0:

@@ -169,7 +169,7 @@ class CoordinatorService:
         member: Member = self._executor.do(
             "join", rank=rank, host=host, pid=pid, device=device, attempt=attempt
         )
-        self.snapshots.reserve_generation((member.worker - 1) // GENERATION)
+        self.snapshots.generations.reserve((member.worker - 1) // GENERATION)
         log.info(
             "worker joined",
             extra={"worker": member.worker, "rank": member.rank, "host": host, "pid": pid},
@@ -417,7 +417,7 @@ class CoordinatorService:
                 catch_up,
                 snapshot,
                 entries,
-                self.snapshots.kept,
+                self.snapshots.retained,
                 self.registry.picture(),
                 self.reshard_requests.move(adopts),
             )

@@ -103,7 +103,7 @@ class SnapshotScheduler:
 
     def last(self) -> str:
         """Write the last snapshot of a job; return why it is missing, empty if it is written."""
-        self._snapshots.tells = False  # the caller reports it with the outcome
+        self._snapshots.logs_failures = False  # the caller reports it with the outcome
         try:
             written = self._written(
                 self.coordinator.version, LAST_SNAPSHOT_SECONDS, LAST_SNAPSHOT_TRIES

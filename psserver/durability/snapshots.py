@@ -23,12 +23,7 @@ from pscommon.snapshot import Manifest, SnapshotDirectory, SnapshotPart, Snapsho
 from pscommon.system.packages import installed
 from psserver.core.job.snapshot_schedule import PartReport, SnapshotInProgress
 from psserver.parameters.store import ParameterStore
-from psserver.process.generation_file import (
-    GENERATION,
-    GenerationDamagedError,
-    GenerationFile,
-    remedy_for,
-)
+from psserver.process.generation_file import GENERATION, GenerationCounter
 from psserver.process.metrics import ServerMetrics
 
 WRITER_NICENESS = 10
@@ -46,9 +41,9 @@ class SnapshotManager:
     newest_time: when it was written, in seconds since 1970.
     problem: why the last snapshot failed; empty if it did not.
     failures: number of failed snapshots of the job.
-    tells: whether failures are logged here; otherwise the requester of the snapshot logs them.
-    kept: versions of the snapshots that are retained.
-    generation: number of this start of the job; -1 before the first.
+    logs_failures: whether failures are logged here; otherwise the requester logs them.
+    retained: versions of the existing snapshots.
+    generations: counts the starts of the job.
     resumed: progress of the job before this process, for the status.
     """
 
@@ -61,12 +56,10 @@ class SnapshotManager:
         self.newest_time: float | None = None
         self.problem = ""
         self.failures = 0
-        self.tells = True
-        self.kept: list[int] = []
-        self.generation = -1  # the first start makes it 0
+        self.logs_failures = True
+        self.retained: list[int] = []
+        self.generations = GenerationCounter(data_dir)
         self.resumed: dict[str, int] | None = None
-        self._reserved = -1  # workers use numbers of generations up to this one
-        self._is_uncounted = False  # a number could not be written
         self._shard, self._keep, self._metrics = shard, keep, metrics
         self._data_dir = data_dir
         self._snapshots = SnapshotDirectory(data_dir) if data_dir else None
@@ -78,65 +71,7 @@ class SnapshotManager:
 
     # ---- starting --------------------------------------------------------------------------------
 
-    def next_generation(self, least: int = 0) -> None:
-        """Count this start of the job durably, so that no worker number is reused.
-
-        Args:
-            least: Smallest allowed number.
-
-        Raises:
-            SnapshotError: The number cannot be stored.
-        """
-        least = max(least, self.generation + 1, self._reserved + 1)
-        if self._data_dir is None:
-            self.generation = least
-            return
-        file = GenerationFile(self._data_dir)
-        try:
-            self.generation = file.count_up(least)
-        except GenerationDamagedError as error:
-            raise SnapshotError(str(error)) from error
-        except OSError as error:
-            why = remedy_for(error, file.path)
-            raise SnapshotError(
-                f"cannot count this start of the job in {file.path}: {why}"
-            ) from error
-        self._is_uncounted = False
-
-    def count_on(self, least: int = 0) -> None:
-        """Count a start within a running job, which continues after a disk error.
-
-        After an error the number is written with the next snapshot.
-        """
-        least = max(least, self.generation + 1, self._reserved + 1)
-        try:
-            self.next_generation(least)
-        except SnapshotError as error:
-            self.generation, self._is_uncounted = least, True
-            log.error(
-                "a start of the job could not be counted; the job goes on",
-                extra={"problem": str(error)},
-            )
-
-    def reserve_generation(self, number: int) -> None:
-        """Skip this generation at the next start: its worker numbers are in use."""
-        if number <= max(self.generation, self._reserved):
-            return
-        self._reserved, self._is_uncounted = number, True
-        self._retry_count()
-        if self._is_uncounted and self._data_dir is not None:
-            log.error(
-                "a generation could not be reserved; the job goes on", extra={"generation": number}
-            )
-
-    def _retry_count(self) -> None:
-        """Retry to write a number whose write failed."""
-        if self._is_uncounted and self._data_dir is not None:
-            with contextlib.suppress(OSError, GenerationDamagedError):
-                GenerationFile(self._data_dir).count_up(max(self.generation, self._reserved))
-                self._is_uncounted = False
-
-    def check_place(self) -> None:
+    def check_data_dir(self) -> None:
         """Check that this data directory may belong to shard 0.
 
         A directory with parts or logs of shards, in which shard 0 never started, is refused. Copied
@@ -160,7 +95,7 @@ class SnapshotManager:
                 "SHARD_MISMATCH",
             )
 
-    def to_resume(self, resume: Literal["auto", "never"] | int) -> Manifest | None:
+    def choose_start(self, resume: Literal["auto", "never"] | int) -> Manifest | None:
         """Return the snapshot to resume from; None without one.
 
         Args:
@@ -176,7 +111,7 @@ class SnapshotManager:
             self._set_aside(-1)
             return None
         if isinstance(resume, int):
-            return self.exactly(resume)
+            return self.find(resume)
         manifest, skipped = self._snapshots.newest_valid()
         for problem in skipped:
             log.error("skipped a damaged snapshot", extra={"problem": problem})
@@ -186,7 +121,7 @@ class SnapshotManager:
             )
         return manifest
 
-    def exactly(self, version: int) -> Manifest:
+    def find(self, version: int) -> Manifest:
         """Return the snapshot of this version.
 
         Raises:
@@ -204,10 +139,10 @@ class SnapshotManager:
             raise SnapshotError("; ".join(problems))
         return self._snapshots.manifest(version)
 
-    def goes_on_from(self, manifest: Manifest) -> None:
+    def continue_from(self, manifest: Manifest) -> None:
         """Record that the job continues from this snapshot; set newer ones aside."""
         self._set_aside(manifest.version)
-        self.kept = [version for version in self.kept if version <= manifest.version]
+        self.retained = [version for version in self.retained if version <= manifest.version]
         self.newest_version = manifest.version
         self.newest_time = _written_at(manifest)
 
@@ -218,13 +153,13 @@ class SnapshotManager:
                 "set a snapshot aside: the job starts from before it", extra={"path": str(path)}
             )
 
-    def newest(self) -> Manifest | None:
+    def find_newest(self) -> Manifest | None:
         """Return the newest valid snapshot of this job, or None."""
         if self._snapshots is None:
             return None
         return self._snapshots.newest_valid()[0]
 
-    def before(self, version: int) -> Manifest | None:
+    def find_before(self, version: int) -> Manifest | None:
         """Return the newest valid snapshot older than `version`, or None.
 
         The caller uses it if some shard could not load `version`.
@@ -239,7 +174,7 @@ class SnapshotManager:
         """Return the absolute path of a version's folder; empty without a data directory."""
         return str(self._snapshots.path(version).resolve()) if self._snapshots else ""
 
-    def named(self, manifest: Manifest | None, logged: bool = False) -> str:
+    def describe(self, manifest: Manifest | None, logged: bool = False) -> str:
         """Describe the snapshot to resume from, for the log.
 
         logged: a log is replayed after it.
@@ -272,7 +207,7 @@ class SnapshotManager:
 
     # ---- writing ---------------------------------------------------------------------------------
 
-    def cut(self, cut: Cut, store: ParameterStore) -> None:
+    def write_part(self, cut: Cut, store: ParameterStore) -> None:
         """Copy the arrays now and write them in the background. Must not run during an update."""
         if self._writer is not None:
             self._writer.join()
@@ -325,7 +260,7 @@ class SnapshotManager:
 
     def _log_failure(self, version: int) -> None:
         """Log that the snapshot of this version failed because of self.problem."""
-        if self.tells:
+        if self.logs_failures:
             extra = {"version": version, "problem": self.problem}
             log.error("snapshot failed; training goes on", extra=extra)
         self.failures += 1  # threads that wait for the snapshot poll this
@@ -345,7 +280,7 @@ class SnapshotManager:
             self._note_failure(error)
             self._log_failure(cutting.version)
             return None
-        self._retry_count()
+        self.generations.write_again()
         self.problem, self.newest_version, self.newest_time = "", cutting.version, time.time()
         log.info("snapshot written", extra={"version": cutting.version})
         return manifest
@@ -355,7 +290,7 @@ class SnapshotManager:
         assert self._snapshots is not None
         try:
             self._snapshots.prune(self._keep)
-            self.kept = self._snapshots.versions()
+            self.retained = self._snapshots.versions()
         except SnapshotError as error:  # retried after the next snapshot
             log.warning("cannot remove old snapshots", extra={"problem": str(error)})
 
@@ -375,8 +310,8 @@ class SnapshotManager:
 
     def retain(self, versions: Sequence[int], job: str) -> None:
         """Remove all parts except those of these versions, which the coordinator keeps."""
-        if self._snapshots is not None and list(versions) != self.kept:
-            self.kept = [*versions]
+        if self._snapshots is not None and list(versions) != self.retained:
+            self.retained = [*versions]
             with contextlib.suppress(SnapshotError):  # retried after the next snapshot
                 self._snapshots.retain(versions, job)
 

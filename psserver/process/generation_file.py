@@ -6,10 +6,13 @@ write leaves the other slot. Earlier versions wrote the number alone; it is read
 two slots.
 """
 
+import contextlib
+import logging
 import os
 import zlib
 from pathlib import Path
 
+from pscommon.core.errors import SnapshotError
 from pscommon.snapshot.atomic_files import AtomicFiles, publish
 
 GENERATION = "generation"
@@ -20,6 +23,9 @@ SLOT_BYTES = 4096
 
 SAFE_START_NUMBER = 100_000
 """More starts than any job has had; for repairing a damaged file."""
+
+
+log = logging.getLogger("psserver")
 
 
 class GenerationDamagedError(Exception):
@@ -74,6 +80,78 @@ class GenerationFile:
         self._files.write(temporary, _slot(number) * 2)
         publish(self._files, temporary, self.path)
         return number
+
+
+class GenerationCounter:
+    """Counts the starts of a job; on disk if there is a data directory.
+
+    number: number of this start; -1 before the first.
+    """
+
+    def __init__(self, data_dir: Path | None) -> None:
+        self.number = -1
+        self._file = GenerationFile(data_dir) if data_dir is not None else None
+        self._reserved = -1  # workers use numbers of generations up to this one
+        self._is_unwritten = False
+
+    @property
+    def _next(self) -> int:
+        return max(self.number, self._reserved) + 1
+
+    def count(self, least: int = 0) -> None:
+        """Count a start durably, so that no worker number is reused.
+
+        Args:
+            least: Smallest allowed number.
+
+        Raises:
+            SnapshotError: The number cannot be stored.
+        """
+        number = max(least, self._next)
+        if self._file is not None:
+            try:
+                number = self._file.count_up(number)
+            except GenerationDamagedError as error:
+                raise SnapshotError(str(error)) from error
+            except OSError as error:
+                raise SnapshotError(
+                    f"cannot count this start of the job in {self._file.path}: "
+                    f"{remedy_for(error, self._file.path)}"
+                ) from error
+        self.number, self._is_unwritten = number, False
+
+    def count_in_running_job(self, least: int = 0) -> None:
+        """Count a start of a job that continues after a disk error.
+
+        After an error the number is written with the next snapshot.
+        """
+        number = max(least, self._next)
+        try:
+            self.count(number)
+        except SnapshotError as error:
+            self.number, self._is_unwritten = number, True
+            log.error(
+                "a start of the job could not be counted; the job goes on",
+                extra={"problem": str(error)},
+            )
+
+    def reserve(self, number: int) -> None:
+        """Skip this number at the next start: its worker numbers are in use."""
+        if number < self._next:
+            return
+        self._reserved, self._is_unwritten = number, True
+        self.write_again()
+        if self._is_unwritten and self._file is not None:
+            log.error(
+                "a generation could not be reserved; the job goes on", extra={"generation": number}
+            )
+
+    def write_again(self) -> None:
+        """Write a number whose write failed."""
+        if self._is_unwritten and self._file is not None:
+            with contextlib.suppress(OSError, GenerationDamagedError):
+                self._file.count_up(max(self.number, self._reserved))
+                self._is_unwritten = False
 
 
 def remedy_for(error: OSError, path: Path) -> str:

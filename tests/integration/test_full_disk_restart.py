@@ -63,7 +63,7 @@ def test_a_job_restarts_on_a_disk_without_a_free_byte(
         small_disk.fill()
         assert small_disk.free_bytes == 0
         servers = ready(cluster(2, data_dir=small_disk.path, **settings))
-        assert servers.servers[0].snapshots.generation >= start
+        assert servers.servers[0].snapshots.generations.number >= start
         with counter(servers.address) as client:
             assert counted(client.pull()) == version
             assert client.worker > start * 10_000

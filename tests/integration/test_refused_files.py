@@ -34,7 +34,7 @@ def test_all_go_back_where_that_cannot_be_counted(
     for starts in (1, 2):
         servers.servers.pop().close()
         servers.add(1, 2, data_dir=tmp_path)
-        until(lambda starts=starts: archive.generation == starts, "all go back")  # type: ignore[misc]
+        until(lambda starts=starts: archive.generations.number == starts, "all go back")  # type: ignore[misc]
         with counter(servers.address) as client:
             numbers.append(client.worker)
             count(client, 1)
@@ -43,5 +43,5 @@ def test_all_go_back_where_that_cannot_be_counted(
     assert "a start of the job could not be counted; the job goes on" in caplog.text
     (tmp_path / GENERATION).rmdir()
     hub.snapshot_scheduler.save(20)
-    assert archive.generation == 2
+    assert archive.generations.number == 2
     assert GenerationFile(tmp_path).count_up(0) == 3

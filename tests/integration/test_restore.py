@@ -225,7 +225,7 @@ def test_newer_snapshots_are_set_aside_and_the_log_begins_there(
     with counter(servers.address) as client:
         saved(servers.address, client, capsys, 2, 4, 6)
         ctl(capsys, "--ps", servers.address, "snapshot", "restore", 4)
-        assert snapshots(servers.address) == [2, 4] == servers.servers[0].snapshots.kept
+        assert snapshots(servers.address) == [2, 4] == servers.servers[0].snapshots.retained
         assert sorted(
             path.name for path in SnapshotDirectory(tmp_path).folder.glob("*6.aside-*")
         ) == ["000000000006.aside-1"]

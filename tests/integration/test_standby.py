@@ -127,7 +127,7 @@ def test_a_standby_of_shard_0_knows_the_newest_snapshot(cluster: Make, tmp_path:
             _, newest = mirror(following).snapshots
             assert newest is not None
             assert newest.version == version
-        until(lambda: server.snapshots.kept == [2, 3], "older ones to go")
+        until(lambda: server.snapshots.retained == [2, 3], "older ones to go")
 
 
 def test_standbys_come_along_when_the_model_moves(cluster: Make) -> None:

@@ -11,7 +11,6 @@ LONGER = {
     "psserver/app.py",
     "psserver/coordinator/service.py",
     "psserver/core/job/coordinator.py",
-    "psserver/durability/snapshots.py",
     "psserver/parameters/store.py",
     "psserver/shard/engine.py",
     "psworker/client/client.py",

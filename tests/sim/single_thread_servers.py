@@ -86,7 +86,7 @@ class DirectServer:
         self.identity = ServerIdentity(shard, config.shards, f"direct-{shard}", job=JOB)
         self.server = DataPlaneServicer(self.engine, self.identity)
         if shard == 0:
-            self.archive.next_generation()
+            self.archive.generations.count()
             self.service = CoordinatorService(
                 config,
                 ShardCountFile(config.shards, config.data_dir),
@@ -100,7 +100,7 @@ class DirectServer:
 
     def _cut(self, cut: Cut, store: ParameterStore) -> None:
         """Nothing else goes on while the part is written."""
-        self.archive.cut(cut, store)
+        self.archive.write_part(cut, store)
         self.archive.close()
         if self.dead:
             raise Killed

@@ -10,10 +10,7 @@ import pytest
 
 from pscommon.core.errors import SnapshotError
 from pscommon.snapshot.atomic_files import AtomicFiles
-from pscommon.telemetry.http import new_registry
-from psserver.durability.snapshots import SnapshotManager
-from psserver.process.generation_file import SLOT_BYTES, GenerationFile
-from psserver.process.metrics import ServerMetrics
+from psserver.process.generation_file import SLOT_BYTES, GenerationCounter, GenerationFile
 
 
 def counted(folder: Path, least: int = 0) -> int:
@@ -88,26 +85,26 @@ def test_the_number_alone_is_read_as_earlier_versions_wrote_it(tmp_path: Path) -
 def test_a_damaged_file_names_a_remedy_that_works(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "generation"
     path.write_bytes(content)
-    archive = SnapshotManager(tmp_path, 0, 2, ServerMetrics(new_registry(), shard=0))
+    generations = GenerationCounter(tmp_path)
 
     with pytest.raises(SnapshotError, match=f"Try: echo 100000 > {path}") as raised:
-        archive.next_generation()
+        generations.count()
     assert raised.value.exit_code == 12
     assert path.read_bytes() == content
 
     path.write_text("100000\n")
-    archive.next_generation()
-    assert archive.generation == 100_001
+    generations.count()
+    assert generations.number == 100_001
 
 
 def test_a_full_disk_names_a_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only the first start, and the first with an old file, need space."""
     monkeypatch.setattr(AtomicFiles, "write", NoNewFiles.write)
-    archive = SnapshotManager(tmp_path, 0, 2, ServerMetrics(new_registry(), shard=0))
+    generations = GenerationCounter(tmp_path)
     with pytest.raises(
         SnapshotError, match=rf"No space left on device. Try: free 8192 bytes in {tmp_path}"
     ):
-        archive.next_generation()
+        generations.count()
 
 
 def test_no_number_is_read_of_a_folder(tmp_path: Path) -> None:
