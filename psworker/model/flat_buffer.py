@@ -43,14 +43,14 @@ class FlatBuffer:
     """Client memory and the bytes behind the model's tensors; here both are the same.
 
     Attributes:
-        memory: client memory
-        host: `memory` as a uint8 tensor
-        near: the bytes that the model's tensors are views of, uint8
+        memory: Client memory.
+        host: `memory` as a uint8 tensor.
+        model_bytes: The bytes that the model's tensors are views of, uint8.
     """
 
     def __init__(self, memory: memoryview) -> None:
         self.memory = memory
-        self.host = self.near = tensor_of(memory)
+        self.host = self.model_bytes = tensor_of(memory)
 
     def view(self, extent: ByteRange, tensor: TensorSpec) -> Tensor:
         """Return a typed and shaped view of the tensor's bytes on the model's side.
@@ -58,29 +58,31 @@ class FlatBuffer:
         Each view has its own storage: torch.save writes whole storages, and refuses a storage with
         tensors of several dtypes.
         """
-        storage = self.near.untyped_storage()[extent.start : extent.stop]
-        flat = torch.empty(0, dtype=_dtype(tensor.dtype), device=self.near.device).set_(storage)
+        storage = self.model_bytes.untyped_storage()[extent.start : extent.stop]
+        flat = torch.empty(0, dtype=_dtype(tensor.dtype), device=self.model_bytes.device).set_(
+            storage
+        )
         return flat.view(tensor.shape)
 
-    def to_host(self, spans: Sequence[ByteRange]) -> CopyEvent:
+    def to_host(self, ranges: Sequence[ByteRange]) -> CopyEvent:
         """Start copying byte ranges to client memory, ordered after the model's queued work."""
         return _CopyDone()
 
-    def from_host(self, spans: Sequence[ByteRange]) -> None:
+    def from_host(self, ranges: Sequence[ByteRange]) -> None:
         """Copy byte ranges to the model, visible to its next operation.
 
-        Call `rest` before copying the same bytes a second time.
+        Call `wait_until_read` before copying the same bytes a second time.
         """
 
     def join(self) -> None:
         """Make the current stream wait for the last `from_host`, even on a different stream."""
 
-    def rest(self) -> None:
+    def wait_until_read(self) -> None:
         """Wait until the last `from_host` has read its source."""
 
-    def same(self, views: Sequence[Tensor], tensors: Sequence[Tensor]) -> list[bool]:
+    def are_equal(self, views: Sequence[Tensor], tensors: Sequence[Tensor]) -> list[bool]:
         """Return, for each view, whether it holds the same bytes as its tensor."""
-        return list(map(_same, views, tensors))
+        return list(map(_is_equal, views, tensors))
 
 
 class DoubleBuffer(FlatBuffer):
@@ -91,16 +93,16 @@ class DoubleBuffer(FlatBuffer):
 
     def __init__(self, memory: memoryview) -> None:
         super().__init__(memory)
-        self.near = torch.zeros_like(self.host)
+        self.model_bytes = torch.zeros_like(self.host)
 
-    def to_host(self, spans: Sequence[ByteRange]) -> CopyEvent:
-        for start, stop in spans:
-            self.host[start:stop].copy_(self.near[start:stop])
+    def to_host(self, ranges: Sequence[ByteRange]) -> CopyEvent:
+        for start, stop in ranges:
+            self.host[start:stop].copy_(self.model_bytes[start:stop])
         return _CopyDone()
 
-    def from_host(self, spans: Sequence[ByteRange]) -> None:
-        for start, stop in spans:
-            self.near[start:stop].copy_(self.host[start:stop])
+    def from_host(self, ranges: Sequence[ByteRange]) -> None:
+        for start, stop in ranges:
+            self.model_bytes[start:stop].copy_(self.host[start:stop])
 
 
 class HostCopy:
@@ -110,10 +112,10 @@ class HostCopy:
     """
 
     def __init__(
-        self, done: CopyEvent, spans: Sequence[ByteRange], source: Tensor, target: Tensor
+        self, done: CopyEvent, ranges: Sequence[ByteRange], source: Tensor, target: Tensor
     ) -> None:
         self._done = done
-        self._spans = spans
+        self._ranges = ranges
         self._source, self._target = source, target
 
     def query(self) -> bool:
@@ -124,9 +126,9 @@ class HostCopy:
 
     def synchronize(self) -> None:
         self._done.synchronize()
-        for start, stop in self._spans:
+        for start, stop in self._ranges:
             self._target[start:stop].copy_(self._source[start:stop])
-        self._spans = ()
+        self._ranges = ()
 
 
 class CudaBuffer(FlatBuffer):
@@ -149,63 +151,65 @@ class CudaBuffer(FlatBuffer):
         """
         super().__init__(memory)
         nbytes = memory.nbytes if stop is None else stop
-        self.near = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+        self.model_bytes = torch.zeros(nbytes, dtype=torch.uint8, device=device)
         self._pinned = torch.zeros(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._taken: CopyEvent = _CopyDone()
+        self._last_copy: CopyEvent = _CopyDone()
 
-    def to_host(self, spans: Sequence[ByteRange]) -> CopyEvent:
-        return HostCopy(self._copy(self._pinned, self.near, spans), spans, self._pinned, self.host)
+    def to_host(self, ranges: Sequence[ByteRange]) -> CopyEvent:
+        return HostCopy(
+            self._copy(self._pinned, self.model_bytes, ranges), ranges, self._pinned, self.host
+        )
 
-    def from_host(self, spans: Sequence[ByteRange]) -> None:
-        for start, stop in spans:
+    def from_host(self, ranges: Sequence[ByteRange]) -> None:
+        for start, stop in ranges:
             self._pinned[start:stop].copy_(self.host[start:stop])
-        self._taken = self._copy(self.near, self._pinned, spans)
-        torch.cuda.current_stream(self.near.device).wait_stream(self._stream)
+        self._last_copy = self._copy(self.model_bytes, self._pinned, ranges)
+        torch.cuda.current_stream(self.model_bytes.device).wait_stream(self._stream)
 
     def join(self) -> None:
         # from_host only makes its current stream wait, and a script may use several streams;
         # a stream in graph capture must not query an event recorded before the capture
-        if not torch.cuda.is_current_stream_capturing() and not self._taken.query():
-            torch.cuda.current_stream(self.near.device).wait_event(self._taken)  # type: ignore[arg-type]
+        if not torch.cuda.is_current_stream_capturing() and not self._last_copy.query():
+            torch.cuda.current_stream(self.model_bytes.device).wait_event(self._last_copy)  # type: ignore[arg-type]
 
-    def rest(self) -> None:
-        self._taken.synchronize()
+    def wait_until_read(self) -> None:
+        self._last_copy.synchronize()
 
-    def same(self, views: Sequence[Tensor], tensors: Sequence[Tensor]) -> list[bool]:
-        return same_on_device(views, tensors)
+    def are_equal(self, views: Sequence[Tensor], tensors: Sequence[Tensor]) -> list[bool]:
+        return are_equal_on_device(views, tensors)
 
-    def _copy(self, into: Tensor, out_of: Tensor, spans: Sequence[ByteRange]) -> CopyEvent:
-        self._stream.wait_stream(torch.cuda.current_stream(self.near.device))
+    def _copy(self, into: Tensor, out_of: Tensor, ranges: Sequence[ByteRange]) -> CopyEvent:
+        self._stream.wait_stream(torch.cuda.current_stream(self.model_bytes.device))
         with torch.cuda.stream(self._stream):
-            for start, stop in spans:
+            for start, stop in ranges:
                 into[start:stop].copy_(out_of[start:stop], non_blocking=True)
         done: CopyEvent = self._stream.record_event()
         return done
 
 
-def _alike(view: Tensor, tensor: Tensor) -> bool:
+def _is_comparable(view: Tensor, tensor: Tensor) -> bool:
     return tensor.layout is torch.strided and tensor.dtype is view.dtype
 
 
-def _same(view: Tensor, tensor: Tensor) -> bool:
-    if not _alike(view, tensor):
+def _is_equal(view: Tensor, tensor: Tensor) -> bool:
+    if not _is_comparable(view, tensor):
         return False
     # memcmp compares bits at memory speed: torch.equal is slower, and 0. equals -0. there
     dense = tensor.contiguous()
     return not _libc.memcmp(view.data_ptr(), dense.data_ptr(), view.nbytes)
 
 
-def same_on_device(views: Sequence[Tensor], tensors: Sequence[Tensor]) -> list[bool]:
-    """Return the same as `FlatBuffer.same`; synchronize with the device once for all tensors."""
-    alike = list(map(_alike, views, tensors))
+def are_equal_on_device(views: Sequence[Tensor], tensors: Sequence[Tensor]) -> list[bool]:
+    """Return the result of `FlatBuffer.are_equal` after one synchronization with the device."""
+    comparable = list(map(_is_comparable, views, tensors))
     differ = [
         torch.ne(view.view(bits), tensor.view(bits)).any()
-        for view, tensor in compress(zip(views, tensors, strict=True), alike)
+        for view, tensor in compress(zip(views, tensors, strict=True), comparable)
         for bits in (_BITS[view.itemsize],)
     ]
     found = iter(torch.stack(differ).tolist() if differ else ())
-    return [like and not next(found) for like in alike]
+    return [is_comparable and not next(found) for is_comparable in comparable]
 
 
 def tensor_of(memory: memoryview) -> Tensor:

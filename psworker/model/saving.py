@@ -10,19 +10,24 @@ from psworker.core.protocols import JobClient
 from psworker.model.adapter import ModelAdapter
 
 
-def save(client: JobClient, bridge: ModelAdapter, file: str | os.PathLike[str]) -> None:
-    """Write the newest weights to a file, as described at Job.save."""
+def save(client: JobClient, adapter: ModelAdapter, file: str | os.PathLike[str]) -> None:
+    """Write the newest weights to a safetensors file, as `Job.save` describes.
+
+    Raises:
+        InvalidRequestError: No file can be written there.
+        NotSavedError: The disk refuses the file.
+    """
     path = Path(file)
     if problem := why_no_file(path):
-        raise InvalidRequestError(f"job.save({os.fspath(file)!r}): {problem}")
+        raise InvalidRequestError(f"job.save({os.fspath(file)!r}) failed: {problem}")
     plan, memory = client.newest()
     # names and order as this worker registered them: the servers may have registered the model
     # with an older release
-    own = {tensor.name: tensor for tensor in bridge.spec.tensors}
+    own = {tensor.name: tensor for tensor in adapter.spec.tensors}
     by_name = dict(
         zip((t.name for t in plan.spec.tensors), tensors_in_buffer(plan, memory), strict=True)
     )
     try:
-        write_model(path, bridge.spec, [by_name[name] for name in own])
+        write_model(path, adapter.spec, [by_name[name] for name in own])
     except SnapshotError as error:
-        raise NotSavedError(f"job.save: {error}") from error
+        raise NotSavedError(f"job.save failed: {error}") from error

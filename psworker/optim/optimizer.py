@@ -117,7 +117,7 @@ class ServerOptimizer(torch.optim.Optimizer):
         self._pipelined = pipeline
         self._leaves = False
         plan = session.with_rejoin(lambda: session.client.agree(self._bridge.spec))
-        self._bridge.attach(plan, session.client.tapes(), apart=pipeline)
+        self._bridge.attach(plan, session.client.tapes(), double_buffered=pipeline)
         session.with_rejoin(lambda: session.client.start(self._bridge.weights.memory))
         self._bridge.scatter(everything=True)
         self._sum = GradientAccumulation(self._bridge.trainable.tensors)

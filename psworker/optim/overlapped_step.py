@@ -152,7 +152,7 @@ class BucketSender:
             for place in bucket.places
             if (grad := grads[place]) is not None
         ]
-        same = self._bridge.gradients.same(
+        same = self._bridge.gradients.are_equal(
             [slots[place] for place, _ in pairs], [grad for _, grad in pairs]
         )
         differ = {place for (place, _), equal in zip(pairs, same, strict=True) if not equal}

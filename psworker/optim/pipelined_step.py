@@ -58,7 +58,7 @@ class PipelinedStep(StepStrategy):
 
     def push(self, push: Push) -> None:
         base, result = self._version, self._land()
-        news = self._bridge.news()
+        news = self._bridge.received_ranges()
         absent = self._bridge.gather()  # before the weights come: with them come the buffers
         if result is not None:
             self._unload(result, news)
@@ -74,7 +74,7 @@ class PipelinedStep(StepStrategy):
     def settle(self) -> None:
         if (result := self._land()) is not None:
             self._bridge.reattach()
-            self._unload(result, self._bridge.news())
+            self._unload(result, self._bridge.received_ranges())
 
     def drop(self, error: PSError) -> None:
         """A push that is on its way counts if it has ended; else its batches went back with the

@@ -251,7 +251,7 @@ class WeightGates:
         self._wait(spans)
         flow, self._flow = self._flow, None
         flow.close()
-        self._bridge.changes.came()
+        self._bridge.changes.record_arrival()
 
     def _wait(self, spans: list[ByteRange]) -> None:
         flow = self._flow

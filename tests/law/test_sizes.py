@@ -15,7 +15,6 @@ LONGER = {
     "psserver/shard/engine.py",
     "psworker/client/client.py",
     "psworker/exchange/model_exchange.py",
-    "psworker/model/adapter.py",
     "psworker/optim/optimizer.py",
     "psworker/training.py",
     "psworker/transport/grpc.py",

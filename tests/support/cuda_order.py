@@ -1,4 +1,4 @@
-"""A GPU's order of work without a GPU: finds accesses to a tape that nothing puts in order.
+"""A GPU's order of work without a GPU: finds accesses to a buffer that nothing puts in order.
 
 What it does: everything computes at once, on the CPU, and so gives the right numbers. Beside it
 the host and each stream have a clock (vector clocks: program order, events, waits, blocking
@@ -8,7 +8,7 @@ copy between a GPU and memory that is not pinned.
 
 What it does not: kernels, the allocator, contexts, several devices, threads (the host counts as
 one). Backward runs in the script's thread, on the stream that is current there, where torch
-would take the forward's. Only the memory of the tapes is watched, not that of gradients and
+would take the forward's. Only the memory of the buffers is watched, not that of gradients and
 activations.
 """
 
@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from psworker.core.results import PushResult
-from psworker.model import adapter as bridge
+from psworker.model import adapter
 from psworker.model.flat_buffer import CudaBuffer, tensor_of
 from tests.support.late_client import LateClient, LateFlow
 
@@ -248,7 +248,7 @@ def _given(function: Any, args: Any, kwargs: Any) -> Iterator[tuple[Tensor, bool
 
 
 class OrderedClient(LateClient):
-    """A client whose reads and writes of the tapes are the host's, with those of its network."""
+    """A client whose reads and writes of the buffers are the host's, with those of its network."""
 
     def __init__(self, order: Order) -> None:
         super().__init__()
@@ -298,16 +298,16 @@ class OrderedFlow(LateFlow):
 
 
 @contextmanager
-def fake_gpu(quick: bool, tape: type[CudaBuffer] = CudaBuffer) -> Iterator[Order]:
+def fake_gpu(quick: bool, buffer: type[CudaBuffer] = CudaBuffer) -> Iterator[Order]:
     """In here models of the CPU lie in CudaBuffers, and torch.cuda has streams."""
     order = Order(quick)
     zeros, names = torch.zeros, cycle(("gradients", "weights"))
 
-    class Watched(tape):  # type: ignore[misc, valid-type]
+    class WatchedBuffer(buffer):  # type: ignore[misc, valid-type]
         def __init__(self, *args: Any) -> None:
             super().__init__(*args)
             name = next(names)
-            order.watch(f"{name} on the GPU", "device", self.near)
+            order.watch(f"{name} on the GPU", "device", self.model_bytes)
             order.watch(f"pinned {name}", "pinned", self._pinned)
 
     def on_cpu(
@@ -321,7 +321,7 @@ def fake_gpu(quick: bool, tape: type[CudaBuffer] = CudaBuffer) -> Iterator[Order
         patch.setattr(torch.cuda, "current_stream", lambda device=None: order.stream)
         patch.setattr(torch.cuda, "stream", order.on)
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-        patch.setattr(bridge, "_only_device", lambda tensors: torch.device("cuda"))
-        patch.setattr(bridge, "CudaBuffer", Watched)
+        patch.setattr(adapter, "only_device", lambda tensors: torch.device("cuda"))
+        patch.setattr(adapter, "CudaBuffer", WatchedBuffer)
         with order:
             yield order

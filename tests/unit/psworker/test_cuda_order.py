@@ -36,10 +36,14 @@ def _small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def trained(
-    make: Make, step: Step, quick: bool, tape: type[CudaBuffer] = CudaBuffer, overlaps: bool = True
+    make: Make,
+    step: Step,
+    quick: bool,
+    buffer: type[CudaBuffer] = CudaBuffer,
+    overlaps: bool = True,
 ) -> Values:
     model = seeded(make)
-    with fake_gpu(quick, tape) as order:
+    with fake_gpu(quick, buffer) as order:
         optimizer = Job(OrderedClient(order)).optimizer(adam(model), model, overlap=overlaps)
         for number in range(4):
             step(model, optimizer, number)
@@ -174,7 +178,7 @@ class ComputesBeforeWeightsCome(CudaBuffer):
     def from_host(self, spans: Sequence[ByteRange]) -> None:
         for start, stop in spans:
             self._pinned[start:stop].copy_(self.host[start:stop])
-        self._taken = self._copy(self.near, self._pinned, spans)
+        self._last_copy = self._copy(self.model_bytes, self._pinned, spans)
 
 
 class LeavesBeforeItIsMade(CudaBuffer):
@@ -187,7 +191,7 @@ class LeavesBeforeItIsMade(CudaBuffer):
 
 class SendsWhatHasNotArrived(CudaBuffer):
     def to_host(self, spans: Sequence[ByteRange]) -> CopyEvent:
-        self._copy(self._pinned, self.near, spans)
+        self._copy(self._pinned, self.model_bytes, spans)
         for start, stop in spans:
             self.host[start:stop].copy_(self._pinned[start:stop])
         return Done()
@@ -196,12 +200,12 @@ class SendsWhatHasNotArrived(CudaBuffer):
 class GoesPastPinnedMemory(CudaBuffer):
     def to_host(self, spans: Sequence[ByteRange]) -> CopyEvent:
         for start, stop in spans:
-            self.host[start:stop].copy_(self.near[start:stop])
+            self.host[start:stop].copy_(self.model_bytes[start:stop])
         return Done()
 
 
 @pytest.mark.parametrize(
-    ("tape", "fault"),
+    ("buffer", "fault"),
     [
         (
             ComputesBeforeWeightsCome,
@@ -221,25 +225,25 @@ class GoesPastPinnedMemory(CudaBuffer):
 )
 @pytest.mark.parametrize("overlaps", [True, False], ids=["overlap", "whole"])
 def test_a_wait_that_is_missing_is_found(
-    tape: type[CudaBuffer], fault: str, overlaps: bool
+    buffer: type[CudaBuffer], fault: str, overlaps: bool
 ) -> None:
     with pytest.raises(AssertionError, match=fault):
-        trained(perceptron, usual, False, tape, overlaps)
+        trained(perceptron, usual, False, buffer, overlaps)
 
 
 @pytest.mark.parametrize("rests", [True, False])
 def test_pinned_memory_is_written_again_when_the_gpu_has_taken_it(rests: bool) -> None:
     with fake_gpu(quick=False) as order:
-        tape = CudaBuffer(memoryview(bytearray(64)), torch.device("cpu"))
-        order.watch("pinned", "pinned", tape._pinned)
-        order.watch("near", "device", tape.near)
-        tape.from_host([ByteRange(0, 64)])
+        buffer = CudaBuffer(memoryview(bytearray(64)), torch.device("cpu"))
+        order.watch("pinned", "pinned", buffer._pinned)
+        order.watch("model_bytes", "device", buffer.model_bytes)
+        buffer.from_host([ByteRange(0, 64)])
         if rests:
-            tape.rest()
+            buffer.wait_until_read()
 
         with (
             nullcontext()
             if rests
             else pytest.raises(Disorder, match=r"pinned: .* by the host does not wait for")
         ):
-            tape.from_host([ByteRange(0, 64)])
+            buffer.from_host([ByteRange(0, 64)])

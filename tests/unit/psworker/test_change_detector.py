@@ -99,7 +99,7 @@ def test_a_pull_says_what_it_overwrites(caplog: pytest.LogCaptureFixture) -> Non
 def test_of_many_tensors_few_are_named(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(changes, "NAMED", 1)
+    monkeypatch.setattr(changes, "MAX_NAMES_COUNT", 1)
     model = net()
     optimizer = made(model)
 
@@ -112,7 +112,7 @@ def test_of_many_tensors_few_are_named(
 def test_a_large_model_is_compared_in_samples(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(changes, "SAMPLE", 8)
+    monkeypatch.setattr(changes, "SAMPLE_WORD_COUNT", 8)
     model = nn.Sequential(nn.Linear(4, 64), nn.Linear(64, 64), nn.Linear(64, 1))
     optimizer = made(model)
     train(model, optimizer)

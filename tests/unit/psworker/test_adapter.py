@@ -23,7 +23,7 @@ Make = Callable[[Iterable[Any]], torch.optim.Optimizer]
 def amount(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both ways to gather gradients: all at once, and pieces of one tensor by two threads."""
     if request.param == "many tensors":
-        monkeypatch.setattr("psworker.model.adapter.MANY", 2)
+        monkeypatch.setattr("psworker.model.adapter.THREADED_TENSOR_COUNT", 2)
         monkeypatch.setattr("psworker.model.adapter.cores", lambda: 2)
 
 

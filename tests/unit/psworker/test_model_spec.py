@@ -88,9 +88,7 @@ def test_tensors_in_the_same_memory_are_refused_by_name(
     model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 2))
     names = share(model)
 
-    with pytest.raises(
-        InvalidRequestError, match=rf"({names}) lie in the same memory: tie the Parameter itself"
-    ):
+    with pytest.raises(InvalidRequestError, match=rf"({names}) lie in the same memory"):
         Job(LocalClient()).optimizer(sgd(model.parameters()), model)
 
 
@@ -154,7 +152,7 @@ def test_a_lazy_model_is_refused() -> None:
 def test_a_model_without_servers_or_device_is_refused() -> None:
     model = nn.Linear(2, 2, device="meta")
 
-    with pytest.raises(InvalidRequestError, match="one device, cpu or cuda; this one is on meta"):
+    with pytest.raises(InvalidRequestError, match="not on one device, but on meta"):
         Job(LocalClient()).optimizer(sgd(model.parameters()), model)
 
 
@@ -179,7 +177,7 @@ def test_a_buffer_that_servers_cannot_keep_is_refused_with_the_remedy(dtype: tor
     model.register_buffer("odd", torch.zeros(2, dtype=dtype))
 
     with pytest.raises(
-        InvalidRequestError, match=rf"buffer odd.*{str(dtype)[6:]}; .*persistent=False"
+        InvalidRequestError, match=rf"buffer odd.*{str(dtype)[6:]}.*persistent=False"
     ):
         Job(LocalClient()).optimizer(sgd(model.parameters()), model)
 
@@ -205,7 +203,7 @@ def test_a_buffer_that_does_not_fit_any_more_is_refused_with_the_remedy(
     optimizer = Job(LocalClient()).optimizer(sgd(model.parameters()), model)
     change(model)
 
-    with pytest.raises(InvalidRequestError, match=r"seen was .* now: .*persistent=False"):
+    with pytest.raises(InvalidRequestError, match=r"^seen has changed.*persistent=False"):
         optimizer.step()
 
 

@@ -1,4 +1,4 @@
-"""Where the tape lies, what a step costs with thousands of tensors, and copies to a GPU that
+"""Where the buffer lies, what a step costs with thousands of tensors, and copies to a GPU that
 take their time.
 """
 
@@ -23,7 +23,7 @@ from psworker.model.flat_buffer import (
     DoubleBuffer,
     FlatBuffer,
     HostCopy,
-    same_on_device,
+    are_equal_on_device,
 )
 from psworker.optim import overlapped_step as overlap
 from tests.support.late_client import LateClient, values
@@ -70,7 +70,7 @@ def test_model_and_gradients_lie_in_the_client_s_memory() -> None:
     assert not model[0].weight.any()
 
 
-def test_a_model_of_nothing_has_tapes() -> None:
+def test_a_model_without_tensors_has_buffers() -> None:
     model = nn.ParameterList([nn.Parameter(torch.empty(0))])
     optimizer = Job(LocalClient()).optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
 
@@ -148,13 +148,15 @@ class Later:
             target.copy_(source)
 
 
-class LaterTape(DoubleBuffer):
+class LaterBuffer(DoubleBuffer):
     """Bytes reach the host some time after the call, as they were at the call; until then it
     holds rubbish.
     """
 
     def to_host(self, spans: Sequence[ByteRange]) -> CopyEvent:
-        pairs = [(self.host[start:stop], self.near[start:stop].clone()) for start, stop in spans]
+        pairs = [
+            (self.host[start:stop], self.model_bytes[start:stop].clone()) for start, stop in spans
+        ]
         for target, _ in pairs:
             target.fill_(0xFF)
         return Later(pairs)
@@ -162,12 +164,12 @@ class LaterTape(DoubleBuffer):
 
 @pytest.fixture
 def _two_memories(monkeypatch: pytest.MonkeyPatch) -> None:
-    def tapes(
-        self: ModelAdapter, memory: tuple[memoryview, memoryview], apart: bool
+    def make_buffers(
+        self: ModelAdapter, memory: tuple[memoryview, memoryview], double_buffered: bool
     ) -> tuple[FlatBuffer, FlatBuffer]:
-        return LaterTape(memory[0]), LaterTape(memory[1])
+        return LaterBuffer(memory[0]), LaterBuffer(memory[1])
 
-    monkeypatch.setattr(ModelAdapter, "_tapes", tapes)
+    monkeypatch.setattr(ModelAdapter, "_make_buffers", make_buffers)
     monkeypatch.setattr(overlap, "piece_nbytes", lambda nbytes: 128)
 
 
@@ -238,7 +240,9 @@ def test_what_left_backward_goes_before_the_weights_are_looked_at(
 
 
 @pytest.mark.parametrize(
-    "same", [FlatBuffer(memoryview(bytearray(64))).same, same_on_device], ids=["host", "device"]
+    "same",
+    [FlatBuffer(memoryview(bytearray(64))).are_equal, are_equal_on_device],
+    ids=["host", "device"],
 )
 def test_tensors_are_the_same_where_their_bytes_are(same: Any) -> None:
     nan, square = torch.tensor([torch.nan, 0.0]), torch.arange(6.0).view(2, 3)
@@ -301,19 +305,19 @@ def test_a_landing_makes_its_last_part_once_and_not_before_the_first() -> None:
 
 @pytest.mark.cuda
 @needs_cuda
-def test_a_cuda_tape_copies_in_order_of_what_the_model_computes() -> None:
-    tape = CudaBuffer(memoryview(bytearray(64 << 20)), torch.device("cuda"))
+def test_a_cuda_buffer_copies_in_order_of_what_the_model_computes() -> None:
+    buffer = CudaBuffer(memoryview(bytearray(64 << 20)), torch.device("cuda"))
     everything = [ByteRange(0, 64 << 20)]
 
     for value in range(1, 20):
-        tape.near.fill_(value)
-        ready = tape.to_host(everything)
+        buffer.model_bytes.fill_(value)
+        ready = buffer.to_host(everything)
         ready.synchronize()
-        assert tape.host.eq(value).all()
-        tape.host.fill_(100 + value)
-        tape.from_host(everything)
-        assert tape.near.eq(100 + value).all()
-        tape.rest()
+        assert buffer.host.eq(value).all()
+        buffer.host.fill_(100 + value)
+        buffer.from_host(everything)
+        assert buffer.model_bytes.eq(100 + value).all()
+        buffer.wait_until_read()
 
 
 @pytest.mark.cuda
