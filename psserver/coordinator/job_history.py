@@ -27,6 +27,7 @@ from psserver.durability.snapshots import SnapshotManager
 from psserver.process.config import ServerConfig
 from psserver.process.identity import ServerIdentity
 from psserver.process.metrics import ServerMetrics
+from psserver.replication.hello import CoordinatorFacts
 from psserver.replication.standby_state import Promotion
 from psserver.shard.engine import ShardEngine
 
@@ -174,12 +175,18 @@ class JobHistory:
         """
         standby_state, coordinator = promotion.standby_state, promotion.standby_state.coordinator
         assert coordinator is not None
-        snapshot, newest = standby_state.snapshots
+        facts = standby_state.hello.facts
+        assert facts is not None
         self._generations.count_in_running_job(
-            max(standby_state.hello["generation"], coordinator.membership.generation) + 1
+            max(facts.generation, coordinator.membership.generation) + 1
         )
         recorder = self.install(
-            InitialState(Origin.PROMOTION, coordinator, snapshot=snapshot, newest=newest)
+            InitialState(
+                Origin.PROMOTION,
+                coordinator,
+                snapshot=facts.snapshot,
+                newest=standby_state.newest,
+            )
         )
         recorder.recovered(time.monotonic(), self._generations.number, promotion.whole)
         written = (
@@ -241,8 +248,10 @@ class JobHistory:
     # ---- standbys --------------------------------------------------------------------------------
 
     @contextmanager
-    def paused(self, executor: CommandExecutor) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-        """Yield the first record for a standby and the coordinator's state, which does not change
+    def paused(
+        self, executor: CommandExecutor
+    ) -> Iterator[tuple[CoordinatorFacts, dict[str, Any]]]:
+        """Yield facts for a standby and the coordinator's state, which does not change
         meanwhile.
 
         Raises:
@@ -253,21 +262,15 @@ class JobHistory:
                 raise UnreachableError("the job is being resharded", "NOT_READY")
             model = executor.coordinator.model
             yield (
-                self._hello(),
+                self._facts(),
                 executor.coordinator.whole() | {"model": model_to_json(model) if model else None},
             )
 
-    def _hello(self) -> dict[str, Any]:
-        snapshots = [
-            manifest.as_json() if manifest else None
-            for manifest in (self._registry.snapshot, self.newest)
-        ]
-        layout = self._registry.layout.noted
-        return {
-            "generation": self._generations.number,
-            "snapshots": snapshots,
-            "layout": layout,
-        }
+    def _facts(self) -> CoordinatorFacts:
+        registry = self._registry
+        return CoordinatorFacts(
+            self._generations.number, registry.snapshot, self.newest, registry.layout.noted
+        )
 
     # ---- rollback --------------------------------------------------------------------------------
 

@@ -45,6 +45,7 @@ from psserver.process.identity import ServerIdentity
 from psserver.process.metrics import ServerMetrics
 from psserver.process.shard_count_file import ShardCountFile
 from psserver.process.worker_exits import WorkerExits
+from psserver.replication.hello import CoordinatorFacts
 from psserver.replication.standby_state import Promotion
 from psserver.shard.engine import ShardEngine
 
@@ -326,7 +327,7 @@ class CoordinatorService:
         )
         return server, connection
 
-    def paused(self) -> AbstractContextManager[tuple[dict[str, Any], dict[str, Any]]]:
+    def paused(self) -> AbstractContextManager[tuple[CoordinatorFacts, dict[str, Any]]]:
         """Yield the state for a standby of shard 0; the coordinator does not change meanwhile."""
         return self._history.paused(self._executor)
 

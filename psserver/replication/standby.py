@@ -28,6 +28,7 @@ from psserver.process.config import ServerConfig
 from psserver.process.grpc_server import listen
 from psserver.process.job_id_file import JobIdFile
 from psserver.process.metrics import standby_metrics
+from psserver.replication.hello import Hello
 from psserver.replication.servicer import NotPrimary, StandbyServicer
 from psserver.replication.standby_state import Promotion, StandbyState
 
@@ -218,7 +219,7 @@ class Standby:
 
     def _apply(self, record: StateRecord) -> None:
         if (record.source, record.kind) == (RecordSource.LINE, StateRecordKind.HELLO):
-            self._begin(json.loads(record.header))
+            self._begin(Hello.from_json(json.loads(record.header)))
         elif (record.source, record.kind) == (RecordSource.LINE, StateRecordKind.END):
             log.info("the primary has ended with the job")
             self.ended.set()
@@ -231,13 +232,13 @@ class Standby:
                     extra={"version": self._standby_state.version},
                 )
 
-    def _begin(self, hello: dict[str, Any]) -> None:
-        if not self._failover.begin_loading(hello["term"], hello["sync"]):
+    def _begin(self, hello: Hello) -> None:
+        if not self._failover.begin_loading(hello.term, hello.is_sync):
             raise UnreachableError(
-                f"{self.primary} is not primary any more: its term is {hello['term']}",
+                f"{self.primary} is not primary any more: its term is {hello.term}",
                 "NOT_PRIMARY",
             )
-        self._job = hello["job"] or self._job
+        self._job = hello.job or self._job
         self._standby_state = StandbyState(self.config, self._team, hello)
 
     @property

@@ -3,9 +3,8 @@
 import json
 from typing import Any, NamedTuple
 
-from pscommon.core.errors import MismatchError, PSError
+from pscommon.core.errors import PSError
 from pscommon.core.model_spec import model_from_json
-from pscommon.optim import check_same_optimizers
 from pscommon.snapshot import Manifest
 from pscommon.system.thread_team import ThreadTeam
 from pscommon.telemetry.http import MetricsServer
@@ -20,6 +19,7 @@ from psserver.durability.shard_log import SegmentBase, logged
 from psserver.durability.shard_state import ShardState
 from psserver.durability.state_records import ReceivedState, StateRecord, StateRecordKind, checksum
 from psserver.process.config import ServerConfig
+from psserver.replication.hello import Hello
 
 
 class DivergedError(PSError):
@@ -31,18 +31,20 @@ class StandbyState:
 
     Attributes:
         hello: The primary's first record: facts about itself and the job.
+        newest: The newest snapshot, on shard 0; None without one.
         coordinator: The coordinator's machine on shard 0; None on other shards.
         loaded: The complete state has arrived.
     """
 
-    def __init__(self, config: ServerConfig, team: ThreadTeam, hello: dict[str, Any]) -> None:
+    def __init__(self, config: ServerConfig, team: ThreadTeam, hello: Hello) -> None:
         self.hello = hello
+        self.newest = hello.facts.newest if hello.facts is not None else None
         self.shard_state = ShardState(config.shard, config.shards, team)
         self.coordinator: CoordinatorMachine | None = None
         self.loaded = False
         self._config = config
         self._numbers = ReceivedState()
-        check_settings(config, hello)
+        hello.check_settings(config)
 
     def take(self, record: StateRecord) -> None:
         """Apply the next record.
@@ -76,7 +78,7 @@ class StandbyState:
             case StateRecordKind.CHECKSUM:
                 self._compare(**json.loads(record.header))
             case StateRecordKind.SNAPSHOT:
-                self.hello["snapshots"][1] = record.header.decode()
+                self.newest = Manifest.from_json(record.header.decode())
 
     def _take_job(self, values: dict[str, Any], kind: JobKind) -> None:
         if kind is JobKind.BASE:
@@ -101,14 +103,6 @@ class StandbyState:
     def version(self) -> int:
         return self.shard_state.machine.version
 
-    @property
-    def snapshots(self) -> tuple[Manifest | None, Manifest | None]:
-        """The snapshot that the current log continues from, and the newest one."""
-        first, newest = self.hello["snapshots"]
-        return Manifest.from_json(first) if first else None, Manifest.from_json(
-            newest
-        ) if newest else None
-
 
 class Promotion(NamedTuple):
     """What a standby has when it becomes primary.
@@ -123,30 +117,6 @@ class Promotion(NamedTuple):
     standby_state: StandbyState
     whole: bool
     monitor: MetricsServer | None
-
-
-def settings(config: ServerConfig) -> dict[str, Any]:
-    """Return the settings that a primary and its standby must share, for JSON. Shard 0 decides
-    for all.
-    """
-    return dict(json.loads(json.dumps(config.rules().as_json()))) if config.shard == 0 else {}
-
-
-def check_settings(config: ServerConfig, hello: dict[str, Any]) -> None:
-    """Compare the settings with the primary's.
-
-    Raises:
-        MismatchError: Names the settings that differ.
-    """
-    check_same_optimizers("its primary", hello.get("optimizers", ""), "this standby")
-    mine, theirs = settings(config), hello["settings"]
-    differing = [key for key in mine if mine[key] != theirs.get(key)]
-    if differing:
-        text = "; ".join(f"{key} ({mine[key]}, primary: {theirs.get(key)})" for key in differing)
-        raise MismatchError(
-            f"the settings of this standby differ from its primary's: {text}",
-            "SHARD_MISMATCH",
-        )
 
 
 def _as_written(record: StateRecord) -> Record:

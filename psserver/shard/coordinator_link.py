@@ -56,10 +56,12 @@ class CoordinatorLink:
     timeout_seconds: time without contact after which the shard gives up.
     standby: the link to this shard's standby.
     has_log: whether this shard writes a log.
-    ended: set when the coordinator ends the job or refuses this shard, or the link gives up.
+    stopped: set when the coordinator ends the job or refuses this shard, or the link gives up.
     failure: why the link ended, if the job did not end.
-    job_ended: whether the coordinator has ended the job.
+    is_over: whether the coordinator has ended the job.
     """
+
+    not_saved = ""  # only shard 0 saves the final weights
 
     def __init__(
         self,
@@ -72,7 +74,7 @@ class CoordinatorLink:
         standby: StandbyLink,
         has_log: bool = False,
     ) -> None:
-        self.ended = threading.Event()
+        self.stopped = threading.Event()
         self.failure: PSError | None = None
         self._identity, self._engine = identity, engine
         self._states, self._snapshots = states, snapshots
@@ -83,7 +85,7 @@ class CoordinatorLink:
         self._optimizer_digest = digest_of_user_defined()
         self._addresses: dict[str, None] = {}  # possible addresses of shard 0, in order
         self._term = 0  # the highest term of a coordinator so far
-        self.job_ended = self._is_leaving = self._is_connected = False
+        self.is_over = self._is_leaving = self._is_connected = False
         self._waiting_for = "shard 0"
         self._last_contact = self._last_logged = 0.0
         self._wakeup = threading.Event()
@@ -108,13 +110,13 @@ class CoordinatorLink:
         """
         self._is_leaving = True
         if not self._is_connected:
-            self.ended.set()
-        timer = threading.Timer(seconds, self.ended.set)
+            self.stopped.set()
+        timer = threading.Timer(seconds, self.stopped.set)
         timer.daemon = True
         timer.start()
 
     def close(self) -> None:
-        self.ended.set()
+        self.stopped.set()
         self._wakeup.set()
         if isinstance(self._call, grpc.Call):
             self._call.cancel()
@@ -131,14 +133,14 @@ class CoordinatorLink:
         self._last_contact = self._last_logged = time.monotonic()
         while (
             not (address := self._identity.wait_for_coordinator(REPORT_INTERVAL_SECONDS))
-            and not self.ended.is_set()
+            and not self.stopped.is_set()
         ):
             self._handle_silence(
                 "shard 0",
                 "its address is unknown: give `--join`, or let a worker list all servers",
             )
         self._last_contact = self._last_logged = time.monotonic()
-        while not self.ended.is_set():
+        while not self.stopped.is_set():
             try:
                 if self._run_stream(address):
                     self._last_contact = self._last_logged = time.monotonic()
@@ -149,10 +151,10 @@ class CoordinatorLink:
                 self._handle_silence(f"shard 0 at {address}", str(error))
             self._is_connected = False
             if self._is_leaving:
-                self.ended.set()
+                self.stopped.set()
             self._waiting_for = f"shard 0 at {address}"
             address = self._next_address(address)
-            self.ended.wait(RETRY_INTERVAL_SECONDS)
+            self.stopped.wait(RETRY_INTERVAL_SECONDS)
 
     def _next_address(self, address: str) -> str:
         """Return the next address to try: shard 0 may have failed over, or failed back."""
@@ -181,7 +183,7 @@ class CoordinatorLink:
 
     def _fail(self, error: PSError) -> None:
         self.failure = error
-        self.ended.set()
+        self.stopped.set()
 
     def _run_stream(self, address: str) -> bool:
         """Run one stream, from connecting to its end. Return whether it connected."""
@@ -237,7 +239,7 @@ class CoordinatorLink:
 
     def _handle_disconnect(self, error: PSError, address: str, connected: bool) -> None:
         """Raise the error if there was no connection; a connection that worked is opened again."""
-        if self.ended.is_set() or self._is_leaving:
+        if self.stopped.is_set() or self._is_leaving:
             return
         if not connected:
             raise error
@@ -247,7 +249,7 @@ class CoordinatorLink:
     def _requests(self, outbox: deque[pb.LinkShardRequest]) -> Iterator[pb.LinkShardRequest]:
         """Yield a report now, at every change and every interval, until this stream is replaced."""
         last_statistics, standby = 0.0, ""
-        while not self.ended.is_set() and outbox is self._outbox:
+        while not self.stopped.is_set() and outbox is self._outbox:
             self._wakeup.clear()
             while outbox:
                 yield self._request(outbox.popleft())
@@ -310,8 +312,8 @@ class CoordinatorLink:
         if response.addresses:  # else the job does not use this shard, yet or any longer
             self._apply_response(response)
         if response.stop:
-            self.job_ended = True
-            self.ended.set()
+            self.is_over = True
+            self.stopped.set()
             self._wakeup.set()
 
     def _apply_response(self, response: pb.LinkShardResponse) -> None:

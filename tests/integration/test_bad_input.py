@@ -25,8 +25,8 @@ from pscommon.core.errors import (
     UnsupportedOptimizerError,
 )
 from psserver import cli as server_command
-from psserver.app import Server
 from psserver.process.config import ServerConfig
+from psserver.server import Server
 from psworker import OptimizerSpec
 from tests.support.cluster import Cluster
 from tests.support.programs import Programs, descendants, gone, programs_in

@@ -10,8 +10,8 @@ import pytest
 
 from pscommon.core.errors import UnreachableError
 from psproto.v1 import parameter_server_pb2 as ps
-from psserver.app import Server
 from psserver.process.config import ServerConfig
+from psserver.server import Server
 from psworker.transport.grpc import GrpcTransport
 from psworker.transport.streams import AnswerReceiver, Cancellation
 from tests.support.cluster import Cluster

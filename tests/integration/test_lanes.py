@@ -15,7 +15,7 @@ import pytest
 from pscommon.core.errors import InvalidRequestError, UnreachableError
 from pscommon.core.log_entries import PushKey
 from pscommon.snapshot.weights_digest import weights_sha256
-from psserver.app import Server
+from psserver.server import Server
 from psworker import Client, OptimizerSpec, WaitTimeoutError
 from tests.support.cluster import Cluster
 from tests.support.workers import (

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from psserver.app import Server
+from psserver.server import Server
 from psworker import Client, OptimizerSpec
 from tests.support.cluster import Cluster
 from tests.support.standbys import Following

@@ -26,10 +26,10 @@ from pscommon.wire.frames import chunks, encode_header
 from psproto.v1 import coordinator_pb2 as co
 from psproto.v1 import parameter_server_pb2 as ps
 from psproto.v1.coordinator_pb2_grpc import CoordinatorServiceStub
-from psserver.app import Server
 from psserver.coordinator.executor import CommandExecutor
 from psserver.coordinator.service import CoordinatorService
 from psserver.process.config import ServerConfig
+from psserver.server import Server
 from psworker.client.client import Client
 from psworker.connection.membership import WorkerMembership
 from psworker.run.job_poller import GrpcJobObserver

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from pscommon.settings.values import SnapshotEvery
-from psserver.app import Server
+from psserver.server import Server
 from psworker import Job
 from psworker.session import metrics as worker_metrics
 from tests.support.cluster import Cluster

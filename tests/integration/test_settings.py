@@ -22,8 +22,8 @@ from pscommon.system.thread_team import cores
 from pscommon.wire.channel import open_channel
 from psproto.v1 import coordinator_pb2 as co
 from psproto.v1.coordinator_pb2_grpc import CoordinatorServiceStub
-from psserver.app import Server
 from psserver.process.config import ServerConfig
+from psserver.server import Server
 from psworker import OptimizerSpec
 from tests.support.malloc_probe import MAPPED
 from tests.support.metrics_scrape import get

@@ -20,9 +20,9 @@ from pscommon.wire import messages as codec
 from pscommon.wire.channel import open_channel
 from psproto.v1 import coordinator_pb2 as co
 from psproto.v1.coordinator_pb2_grpc import CoordinatorServiceStub
-from psserver.app import Server
 from psserver.process.config import ServerConfig
 from psserver.replication.lease_directory import LeaseDirectory
+from psserver.server import Server
 from psworker import Client
 from tests.support.metrics_scrape import Metrics
 from tests.support.settings_coverage import server_setting

@@ -124,7 +124,7 @@ def test_a_standby_of_shard_0_knows_the_newest_snapshot(cluster: Make, tmp_path:
         for version in (1, 2, 3):
             count(client, 1)
             assert server.service.snapshot_scheduler.save(20.0) == version
-            _, newest = mirror(following).snapshots
+            newest = mirror(following).newest
             assert newest is not None
             assert newest.version == version
         until(lambda: server.snapshots.retained == [2, 3], "older ones to go")
@@ -157,7 +157,9 @@ def test_standbys_come_along_when_the_model_moves(cluster: Make) -> None:
         coordinator = mirror(of_first).coordinator
         assert coordinator is not None
         assert (coordinator.shards, mirror(of_first).shard_state.shards) == (1, 1)
-        assert mirror(of_first).hello["layout"] == {"shards": 1, "past": [2, 3], "changes": 3}
+        facts = mirror(of_first).hello.facts
+        assert facts is not None
+        assert facts.layout == {"shards": 1, "past": [2, 3], "changes": 3}
 
 
 def test_numbers_that_differ_are_found_and_loaded_anew(

@@ -39,6 +39,7 @@ NUMBERS = {  # the only places that touch tensors; the client of psworker is fra
     "pscommon.snapshot",
     "pscommon.snapshot.weights_digest",
     "psserver.app",
+    "psserver.server",
     "psserver.durability.snapshots",
     "psserver.parameters.optimizer",
     "psserver.parameters.averaging",

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from psserver.app import Server
 from psserver.process.config import ServerConfig
+from psserver.server import Server
 
 
 class Cluster:

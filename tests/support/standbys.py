@@ -10,11 +10,11 @@ from typing import Any, Self
 from pscommon.wire.channel import open_channel
 from psproto.v1 import standby_pb2 as pb
 from psproto.v1.standby_pb2_grpc import StandbyServiceStub
-from psserver.app import Server
 from psserver.durability.state_records import checksum
 from psserver.replication.lease_directory import lease_of
 from psserver.replication.standby import Standby
 from psserver.replication.standby_state import StandbyState
+from psserver.server import Server
 from tests.support.workers import until
 
 

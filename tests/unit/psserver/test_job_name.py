@@ -9,12 +9,12 @@ import pytest
 from pscommon.core.errors import MismatchError, SnapshotError, UnreachableError
 from psproto.v1 import coordinator_pb2 as co
 from psproto.v1 import standby_pb2 as pb
-from psserver.app import Server
 from psserver.process.config import ServerConfig
 from psserver.process.identity import ServerIdentity
 from psserver.process.job_id_file import JobIdFile
 from psserver.replication.servicer import standby_check
 from psserver.replication.standby import Standby
+from psserver.server import Server
 from psserver.shard.coordinator_link import CoordinatorLink
 
 
@@ -86,7 +86,9 @@ def asked_for(identity: ServerIdentity) -> str:
     """The job that a shard says it is of, when it comes to shard 0."""
     line = cast(Any, SimpleNamespace(term=1, address="", state="none"))
     return (
-        CoordinatorLink(identity, cast(Any, None), cast(Any, None), dict, 1.0, line)
+        CoordinatorLink(
+            identity, cast(Any, None), cast(Any, None), cast(Any, None), dict, 1.0, line
+        )
         ._request(co.LinkShardRequest())
         .job
     )

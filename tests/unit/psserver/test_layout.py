@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from pscommon.core.errors import SnapshotError
-from psserver.app import Server
 from psserver.process.config import ServerConfig
 from psserver.process.shard_count_file import ShardCountFile
+from psserver.server import Server
 
 
 def test_who_is_started_as_before_comes_back_as_one_of_as_many_as_there_are_now(
@@ -90,7 +90,7 @@ def test_the_coordinator_knows_of_a_move_before_its_shard_does() -> None:
     that follows.
     """
     mirror = SimpleNamespace(
-        hello={"layout": ShardCountFile(3, None).noted},
+        hello=SimpleNamespace(facts=SimpleNamespace(layout=ShardCountFile(3, None).noted)),
         shard_state=SimpleNamespace(shards=3),
         coordinator=SimpleNamespace(shards=1),
     )

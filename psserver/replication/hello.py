@@ -1,0 +1,113 @@
+"""The first record of a replication stream: facts about the primary and the job."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+from pscommon.core.errors import MismatchError
+from pscommon.optim import check_same_optimizers
+from pscommon.snapshot import Manifest
+from psserver.process.config import ServerConfig
+
+
+@dataclass(frozen=True, slots=True)
+class CoordinatorFacts:
+    """What only shard 0 knows of the job.
+
+    generation: number of this start of the job.
+    snapshot: the snapshot that the current log continues from; None without one.
+    newest: the newest snapshot; None without one.
+    layout: values of ShardCountFile.
+    """
+
+    generation: int
+    snapshot: Manifest | None
+    newest: Manifest | None
+    layout: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """What a standby learns first.
+
+    term: the primary's term.
+    is_sync: the primary replicates synchronously.
+    job: name of the job; empty if unknown.
+    coordinator: address of shard 0; empty if unknown.
+    standbys: addresses of the standbys, by shard.
+    settings: settings that a primary and its standby must share, for JSON.
+    optimizers: digest of the user-defined optimizers.
+    facts: what only shard 0 sends.
+    """
+
+    term: int
+    is_sync: bool
+    job: str
+    coordinator: str
+    standbys: Sequence[str]
+    settings: Mapping[str, Any]
+    optimizers: str
+    facts: CoordinatorFacts | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        values = {
+            "term": self.term,
+            "sync": self.is_sync,
+            "job": self.job,
+            "coordinator": self.coordinator,
+            "standbys": list(self.standbys),
+            "settings": dict(self.settings),
+            "optimizers": self.optimizers,
+        }
+        if (facts := self.facts) is not None:
+            snapshots = [
+                each.as_json() if each else None for each in (facts.snapshot, facts.newest)
+            ]
+            values |= {
+                "generation": facts.generation,
+                "snapshots": snapshots,
+                "layout": dict(facts.layout),
+            }
+        return values
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Self:
+        facts = None
+        if "generation" in values:
+            snapshot, newest = (
+                Manifest.from_json(each) if each else None for each in values["snapshots"]
+            )
+            facts = CoordinatorFacts(values["generation"], snapshot, newest, values["layout"])
+        return cls(
+            values["term"],
+            values["sync"],
+            values["job"],
+            values["coordinator"],
+            values["standbys"],
+            values["settings"],
+            values.get("optimizers", ""),
+            facts,
+        )
+
+    def check_settings(self, config: ServerConfig) -> None:
+        """Compare a standby's settings with the primary's.
+
+        Raises:
+            MismatchError: Names the settings that differ.
+        """
+        check_same_optimizers("its primary", self.optimizers, "this standby")
+        own, theirs = shared_settings(config), self.settings
+        differing = [key for key in own if own[key] != theirs.get(key)]
+        if differing:
+            text = "; ".join(f"{key} ({own[key]}, primary: {theirs.get(key)})" for key in differing)
+            raise MismatchError(
+                f"the settings of this standby differ from its primary's: {text}", "SHARD_MISMATCH"
+            )
+
+
+def shared_settings(config: ServerConfig) -> dict[str, Any]:
+    """Return the settings that a primary and its standby must share, for JSON. Shard 0 decides
+    for all.
+    """
+    return dict(json.loads(json.dumps(config.rules().as_json()))) if config.shard == 0 else {}
