@@ -1,56 +1,39 @@
-"""The small API: `DistributedTraining().train_distributed(model, data, nodes=3)` trains on a
-cluster of its own.
-"""
+"""`DistributedTraining`: train a model on several workers and servers with one call."""
 
 import contextlib
-import copy
 import logging
 import os
-import threading
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.optim import Optimizer
 
 from pscommon.core.errors import InvalidRequestError
-from pscommon.system import signals as interruptible
 from psworker.client.client import Client
 from psworker.connect import choose_device
 from psworker.data.random_state import preserved_generators
-from psworker.job import Job
 from psworker.local_servers import LocalServers
-from psworker.optim.optimizer import ServerOptimizer
 from psworker.session.arguments import whole
-from psworker.session.drain import Stopping
 from psworker.session.environment import without_settings
 from psworker.training_arguments import (
     Loss,
     MakeOptimizer,
-    checked_loss,
-    made_module,
+    check_data,
+    check_loss,
+    make_module,
     optimizer_maker,
+)
+from psworker.training_nodes import (
+    TrainingCluster,
+    TrainingNode,
+    TrainingTask,
+    copy_state,
+    train_nodes,
 )
 
 log = logging.getLogger("psworker")
-
-LOG_SECONDS = 5.0
-STOP_SECONDS = 5.0
-"""How long nodes that are told to stop may take for the step that they are in."""
-
-
-@dataclass(slots=True)
-class TrainingNode:
-    """What one worker brings back."""
-
-    steps: int = 0
-    samples: int = 0
-    loss: float = float("nan")
-    state: dict[str, Any] = field(default_factory=dict)
-    stopped: bool = False
 
 
 class DistributedTraining:
@@ -84,35 +67,35 @@ class DistributedTraining:
         epochs: int = 1,
         batch_size: int = 64,
         loss: Loss | None = None,
-        optimizer: MakeOptimizer | torch.optim.Optimizer | None = None,
+        optimizer: MakeOptimizer | Optimizer | None = None,
         *,
         shuffle: bool = True,
         seed: int = 0,
         simulate: bool = False,
         clip_norm: float | None = None,
     ) -> dict[str, Any]:
-        """Train a model and return what came out.
+        """Train a model and return the results.
 
-        Each worker is a thread of this process, with a copy of the model and connections of its
-        own. The servers are processes; no PS_<FLAG> in the environment applies to them. Each
-        sample is used once per epoch, by one of the workers.
+        Each worker is a thread of this process, with its own copy of the model and its own
+        connections. The servers are processes; no PS_<FLAG> in the environment applies to them.
+        Each sample is used once per epoch, by one of the workers.
 
         Args:
-            model: A module, which ends with the trained weights, or "package.module:function"
-                that makes one. It trains in the mode, train() or eval(), in which it comes.
+            model: A module, which gets the trained weights, or "package.module:function" that
+                makes one. Its mode, train() or eval(), does not change.
             data: A map-style dataset of (input, target), or a pair of tensors. An input or target
-                may be a dict, list or tuple of tensors; the model is called with the whole input.
+                may be a dict, list or tuple of tensors; the model is called with the input as it
+                is.
             nodes: Number of workers.
-            use_gpus: Compute on the CUDA devices in turn.
+            use_gpus: Compute on CUDA devices, which the workers take in turn.
             epochs: Passes over the data.
             batch_size: Samples per batch and worker.
             loss: loss(output, target). Default: cross entropy for integer targets, otherwise mean
-                squared error. It must not use parameters of the given model, which no worker
-                trains.
-            optimizer: Makes an optimizer from parameters, or is one whose settings are used.
-                Default: Adam.
+                squared error. It must not use parameters of the given model: workers train copies.
+            optimizer: A function that makes an optimizer from parameters, or an optimizer whose
+                settings are used. Default: Adam.
             shuffle: A new order in each epoch.
-            seed: Of the order.
+            seed: Seed of the order.
             simulate: Run the same workers, servers and policies one step at a time in this
                 process, with the same result every time.
             clip_norm: As of Job.optimizer.
@@ -129,15 +112,14 @@ class DistributedTraining:
         nodes = whole("nodes", nodes, 1)
         if simulate and self.ps is not None:
             raise InvalidRequestError(
-                f"simulate=True has servers of its own: leave out ps={self.ps!r}"
+                f"simulate=True excludes ps={self.ps!r}: it makes its servers. Try: leave out ps"
             )
-        module = made_module(model)
-        data, loss = _paired(data), checked_loss(loss)
-        task = _TrainingTask(
-            data,
+        module = make_module(model)
+        task = TrainingTask(
+            check_data(data),
             epochs,
             batch_size,
-            loss,
+            check_loss(loss),
             optimizer_maker(optimizer, module),
             shuffle,
             seed,
@@ -146,8 +128,8 @@ class DistributedTraining:
         devices = [choose_device("cuda" if use_gpus else "cpu", node) for node in range(nodes)]
         began = time.monotonic()
         run = self._simulated if simulate else self._real
-        with run(nodes) as cluster, preserved_generators(), _copies_train(module):
-            results = _train_all(cluster, task, module, devices)
+        with run(nodes) as cluster, preserved_generators(), _refuse_gradients_of(module):
+            results = train_nodes(cluster, task, module, devices)
         if self.ps is not None and not any(node.steps for node in results):
             log.warning(
                 "nothing was trained, and the model has the weights of the job at %s: it had been "
@@ -160,7 +142,7 @@ class DistributedTraining:
             "nodes_used": nodes,
             "device": str(devices[0]),
             "seconds": time.monotonic() - began,
-            **_brought_back(module, results),
+            **_summarize(module, results),
         }
 
     @contextlib.contextmanager
@@ -168,7 +150,7 @@ class DistributedTraining:
         if self.ps is not None:
             yield TrainingCluster(lambda node: Client(self.ps, rank=node))
             return
-        # a folder or port that is meant for another job is not for these
+        # settings in the environment (a data directory, a port) are meant for another job
         environ = without_settings(os.environ)
         with LocalServers(self.servers, nodes, self.policy, self.staleness, environ) as servers:
             yield TrainingCluster(lambda node: Client(servers.address, rank=node))
@@ -185,109 +167,13 @@ class DistributedTraining:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class TrainingCluster:
-    """How a node connects, and what it does before and after (a simulation's turns)."""
-
-    connect: Callable[[int], Client]
-    enter: Callable[[int], None] = lambda node: None
-    leave: Callable[[int], None] = lambda node: None
-
-
-@dataclass(frozen=True, slots=True)
-class _TrainingTask:
-    """What every node trains."""
-
-    data: Any
-    epochs: int
-    batch_size: int
-    loss: Loss
-    make_optimizer: MakeOptimizer
-    shuffle: bool
-    seed: int
-    clip_norm: float | None
-
-
-class _StopReason:
-    """Why the nodes stop before they are done, if they do: the first error. Then all of them are
-    asked to leave.
-    """
-
-    def __init__(self) -> None:
-        self.errors: list[BaseException] = []
-        self._clients: list[Client] = []
-
-    def concerns(self, client: Client) -> None:
-        """One more node's."""
-        self._clients.append(client)
-        if self.errors:
-            client.drain()
-
-    def begin(self, error: BaseException) -> None:
-        self.errors.append(error)
-        for client in list(self._clients):
-            client.drain()
-
-
-def _train_all(
-    cluster: TrainingCluster, task: _TrainingTask, module: nn.Module, devices: list[torch.device]
-) -> list[TrainingNode]:
-    """All nodes to the end. After the first error, or Ctrl-C, they stop; then it is raised."""
-    results = [TrainingNode() for _ in devices]
-    ending = _StopReason()
-    threads = [
-        threading.Thread(
-            target=_node,
-            args=(cluster, task, copy.deepcopy(module), device, number, result, ending),
-            daemon=True,  # after Ctrl-C a node that is stuck must not keep the process
-        )
-        for number, (device, result) in enumerate(zip(devices, results, strict=True))
-    ]
-    try:
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            interruptible.join(thread)
-    except BaseException as interruption:
-        ending.begin(interruption)
-        for thread in threads:
-            if thread.is_alive():
-                thread.join(STOP_SECONDS)
-        raise
-    if ending.errors:
-        raise ending.errors[0]
-    return results
-
-
-def _node(
-    cluster: TrainingCluster,
-    task: _TrainingTask,
-    model: nn.Module,
-    device: torch.device,
-    number: int,
-    result: TrainingNode,
-    ending: _StopReason,
-) -> None:
-    cluster.enter(number)
-    try:
-        client = cluster.connect(number)
-        with Job(client, number, device) as job:
-            ending.concerns(client)
-            _train(job, task, model.to(device), result)
-    except Stopping:
-        result.stopped = True
-    except BaseException as error:
-        ending.begin(error)
-    finally:
-        cluster.leave(number)
-
-
 @contextlib.contextmanager
-def _copies_train(given: nn.Module) -> Iterator[None]:
-    """A loss that uses parameters of the module itself, in a penalty say, is refused: it would
-    train nothing.
+def _refuse_gradients_of(model: nn.Module) -> Iterator[None]:
+    """Refuse a loss that uses parameters of the given model, such as a penalty.
+
+    Workers train copies, so these parameters would never change.
     """
-    trainable = [p for p in given.parameters() if p.requires_grad and not nn.parameter.is_lazy(p)]
+    trainable = [p for p in model.parameters() if p.requires_grad and not nn.parameter.is_lazy(p)]
     hooks = [parameter.register_hook(_refuse_gradient) for parameter in trainable]  # type: ignore[no-untyped-call]
     try:
         yield
@@ -298,133 +184,23 @@ def _copies_train(given: nn.Module) -> Iterator[None]:
 
 def _refuse_gradient(gradient: Tensor) -> None:
     raise InvalidRequestError(
-        "loss(output, target) uses parameters of the model that was given, but each node trains a "
-        "copy of it: let the "
-        "model return what the loss needs, and penalize weights with the optimizer's weight_decay"
+        "loss(output, target) uses parameters of the given model, but each node trains a copy of "
+        "it. Try: let the model return what the loss needs, and penalize weights with the "
+        "optimizer's weight_decay"
     )
 
 
-def _train(job: Job, task: _TrainingTask, model: nn.Module, result: TrainingNode) -> None:
-    """A worker's whole life: what a user's script would say."""
-    optimizer = job.optimizer(
-        task.make_optimizer(model.parameters()), model, clip_norm=task.clip_norm
-    )
-    try:
-        _go_through(job, task, model, optimizer, result)
-    finally:
-        result.state = _state(model)
-    log.info("worker %d: done after %d steps, loss %.4f", job.rank, result.steps, result.loss)
-
-
-def _go_through(
-    job: Job,
-    task: _TrainingTask,
-    model: nn.Module,
-    optimizer: ServerOptimizer,
-    result: TrainingNode,
-) -> None:
-    loss_of, told = _placed(task.loss, job.device), time.monotonic()
-    for batch in job.batches(task.data, task.batch_size, task.epochs, task.shuffle, task.seed):
-        inputs, target = _moved(_pair(batch), job.device)
-        loss, samples = loss_of(model(inputs), target), job.session.consumed.samples
-        if not isinstance(loss, Tensor) or loss.numel() != 1:
-            shape = (
-                f"a tensor of shape {list(loss.shape)}"
-                if isinstance(loss, Tensor)
-                else f"a {type(loss).__name__}"
-            )
-            raise InvalidRequestError(
-                f'loss(output, target) is {shape}, not one number, as with reduction="mean"'
-            )
-        loss.backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-        optimizer.zero_grad()
-        result.steps, result.samples, result.loss = (
-            result.steps + 1,
-            result.samples + samples,
-            loss.item(),
-        )
-        if time.monotonic() - told >= LOG_SECONDS:
-            told = time.monotonic()
-            log.info("worker %d: step %d, loss %.4f", job.rank, result.steps, result.loss)
-
-
-def _brought_back(module: nn.Module, results: list[TrainingNode]) -> dict[str, Any]:
-    """What the nodes bring back; the module gets the weights of one that has gone through all,
-    where there is one.
-    """
-    finished = [node for node in results if not node.stopped]
-    newest = next((node.state for node in [*finished, *results] if node.state), None) or _state(
-        module
-    )
+def _summarize(module: nn.Module, results: list[TrainingNode]) -> dict[str, Any]:
+    """Return the results of all nodes, and load the weights of a finished one into the module."""
+    finished = [node for node in results if not node.is_stopped]
+    states = (node.state for node in [*finished, *results] if node.state)
+    newest = next(states, None) or copy_state(module)
     module.load_state_dict(newest)
+    losses = [node.loss for node in results if node.steps]
     return {
         "status": "done" if finished else "stopped",
         "steps": sum(node.steps for node in results),
         "samples": sum(node.samples for node in results),
-        "final_loss": _mean([node.loss for node in results if node.steps]),
+        "final_loss": sum(losses) / len(losses) if losses else float("nan"),
         "state_dict": newest,
     }
-
-
-def _state(model: nn.Module) -> dict[str, Any]:
-    return {name: _kept(value) for name, value in model.state_dict().items()}
-
-
-def _paired(data: Any) -> Any:
-    """The data set; for a pair of tensors, listed or not, one of their rows."""
-    if isinstance(data, DataLoader):
-        raise InvalidRequestError(
-            "data is a DataLoader, and each node makes its own batches. Try: give the data set "
-            "that it has (loader.dataset), and batch_size and shuffle as arguments"
-        )
-    if isinstance(data, tuple) or (
-        isinstance(data, list) and data and all(isinstance(item, Tensor) for item in data)
-    ):
-        if len(data) != 2:
-            raise InvalidRequestError(
-                f"data is a pair of tensors, inputs and targets, or a data set, not {len(data)} "
-                f"of them"
-            )
-        return tuple(data)
-    return data
-
-
-def _pair(batch: Any) -> Any:
-    if isinstance(batch, tuple | list) and len(batch) == 2:
-        return batch
-    size = f" of {len(batch)}" if isinstance(batch, tuple | list) else ""
-    raise InvalidRequestError(
-        f"a sample of data is a pair, (input, target), not a {type(batch).__name__}{size}"
-    )
-
-
-def _placed(loss: Loss, device: torch.device) -> Loss:
-    """Where a loss has tensors (class weights), on the device; the user's own stays where it is."""
-    return (
-        copy.deepcopy(loss).to(device)
-        if isinstance(loss, nn.Module) and device.type != "cpu"
-        else loss
-    )
-
-
-def _moved(item: Any, device: torch.device) -> Any:
-    """With all tensors in it on the device."""
-    if isinstance(item, Tensor):
-        return item.to(device)
-    if isinstance(item, dict):
-        return {key: _moved(value, device) for key, value in item.items()}
-    if isinstance(item, tuple | list):
-        return [_moved(value, device) for value in item]
-    return item
-
-
-def _kept(value: Any) -> Any:
-    """An entry of a state_dict, which is what a module likes (get_extra_state), apart from the
-    module.
-    """
-    return value.detach().cpu().clone() if isinstance(value, Tensor) else copy.deepcopy(value)
-
-
-def _mean(values: list[float]) -> float:
-    return sum(values) / len(values) if values else float("nan")

@@ -67,6 +67,7 @@ NUMBERS = {  # the only places that touch tensors; the client of psworker is fra
     "psworker.simulation",
     "psworker.training",
     "psworker.training_arguments",
+    "psworker.training_nodes",
 }
 COMMANDS = {
     "pscommon.settings.command",

@@ -15,7 +15,6 @@ LONGER = {
     "psworker/client/client.py",
     "psworker/exchange/model_exchange.py",
     "psworker/optim/optimizer.py",
-    "psworker/training.py",
     "psworker/transport/grpc.py",
     "tests/integration/test_bad_input.py",
     "tests/integration/test_commands.py",

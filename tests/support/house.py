@@ -239,18 +239,25 @@ ALLOWED: dict[str, set[str]] = {
         "psworker.core",
         "psworker.transport",
     },
-    "psworker.training": {
+    "psworker.training_nodes": {
         "pscommon.core",
         "pscommon.system",
         "psworker.client",
+        "psworker.job",
+        "psworker.optim",
+        "psworker.session",
+        "psworker.training_arguments",
+    },
+    "psworker.training": {
+        "pscommon.core",
+        "psworker.client",
         "psworker.connect",
         "psworker.data",
-        "psworker.job",
         "psworker.local_servers",
-        "psworker.optim",
         "psworker.session",
         "psworker.simulation",
         "psworker.training_arguments",
+        "psworker.training_nodes",
     },
     "psserver.server": {
         "pscommon.core",
