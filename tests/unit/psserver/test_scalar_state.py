@@ -23,13 +23,14 @@ from pscommon.optim.specs import (
     validate,
 )
 from pscommon.snapshot import Manifest, SnapshotDirectory, SnapshotReader
-from psserver.durability.shard_log import SegmentBase
+from pscommon.system.thread_team import ALONE
+from psserver.durability.shard_state import ShardState
 from psserver.durability.state_records import (
     ReceivedState,
     StateRecord,
     StateRecordKind,
     checksum,
-    shard_state,
+    shard_records,
 )
 from psserver.parameters.frozen_shard import FrozenShard
 from psserver.parameters.store import ParameterStore
@@ -191,7 +192,9 @@ def test_a_standby_gets_scalars(name: str, group: dict[str, Any]) -> None:
     other = Shards(job.plan.spec, 2)
     for store, standby in zip(job.stores, other.stores, strict=True):
         received = ReceivedState()
-        for record in shard_state(SegmentBase(2, {}), job.plan.spec, store, []):
+        state = ShardState(0, 2, ALONE)
+        state.install_model(job.plan.spec, store)
+        for record in shard_records(state):
             if (
                 record.kind in (StateRecordKind.NUMBERS, StateRecordKind.OPTIMIZER)
                 and record.source.name == "LINE"
