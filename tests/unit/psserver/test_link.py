@@ -28,6 +28,7 @@ def make_link(standby: Any = None, patience: float = 1.0) -> CoordinatorLink:
         ServerIdentity(1, 2, "here:1", "there:1"),
         engine,
         cast(Any, None),
+        cast(Any, None),
         lambda: {"is": line.state},
         patience,
         line,
@@ -176,7 +177,7 @@ def test_a_line_that_ends_while_this_server_ends_too_is_no_warning(
     link._engine.version = 3
     if leaves:
         link.leave(60.0)
-        link.ended.clear()  # it was connected
+        link.stopped.clear()  # it was connected
 
     link._handle_disconnect(UnreachableError("cancelled"), "there:1", connected=True)
 
