@@ -197,7 +197,7 @@ class Server:
                 if self.service is not None
                 else (None, None)
             )
-            shard = stack.enter_context(self.engine.export_state(STATE_COPY_TIMEOUT_SECONDS))
+            shard = stack.enter_context(self.engine.live.export_state(STATE_COPY_TIMEOUT_SECONDS))
             identity = self.identity
             hello = Hello(
                 self.replicator.term,
@@ -290,7 +290,9 @@ class Server:
 
     def _serve(self) -> None:
         add_parameter_server_to_server(DataPlaneServicer(self.engine, self.identity), self._grpc)
-        add_ShardServiceServicer_to_server(PeerServicer(self.engine, self.identity), self._grpc)
+        add_ShardServiceServicer_to_server(
+            PeerServicer(self.engine.live, self.identity), self._grpc
+        )
         if self.service is not None:
             add_CoordinatorServiceServicer_to_server(ControlPlaneServicer(self.service), self._grpc)
         check = standby_check(self.identity)
@@ -343,8 +345,8 @@ class Server:
             waiting = self.service.waiting_for if not self.service.begun else ""
             problem = f"waiting for {waiting}" if waiting else ""
         else:
-            problem = "" if self.engine.has_begun else "no weights yet"
-        return not problem, problem or f"version {self.engine.version}"
+            problem = "" if self.engine.live.has_begun else "no weights yet"
+        return not problem, problem or f"version {self.engine.live.version}"
 
     @property
     def _job_end(self) -> CoordinatorService | CoordinatorLink:

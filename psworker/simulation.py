@@ -121,7 +121,7 @@ class SimulatedCluster:
         self.deliver()
 
     def _server(self, engine: ShardEngine) -> DataPlaneServicer:
-        shard = engine.shard
+        shard = engine.live.shard
         if shard > 0:
             self.service.connect_shard(shard, len(self._engines), f"simulated-{shard}", "simulated")
             engine.request_report = lambda: self.service.report(engine.make_report())

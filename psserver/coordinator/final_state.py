@@ -59,10 +59,10 @@ def save_final_state(
     elif save is not None:
         try:
             addresses = registry.addresses
-            write_final_weights(engine, addresses, job, coordinator.model, save)
+            write_final_weights(engine.live, addresses, job, coordinator.model, save)
             log.info(
                 "weights written",
-                extra={"file": str(save), "version": engine.version},
+                extra={"file": str(save), "version": engine.live.version},
             )
         except NotSavedError as error:
             problems.append(str(error))

@@ -174,10 +174,10 @@ class ReshardRequests:
             move, epoch = coordinator.move, coordinator.epoch
             self.dismiss()
             if move is None:
-                self._engine.discard_frozen()
+                self._engine.live.discard_frozen()
             if (
                 move is None
-                or not self._engine.is_resharding
+                or not self._engine.live.is_resharding
                 or (self._reshard_thread is not None and self._reshard_thread.is_alive())
             ):
                 return
@@ -225,7 +225,7 @@ class ReshardRequests:
         shard has it.
         """
         move = self._executor.coordinator.move
-        return self._engine.state_after(move.index) if move is not None else None
+        return self._engine.live.state_after(move.index) if move is not None else None
 
     def move(self, adopts: Mapping[str, Any] | None) -> pb.Move | None:
         """Return the description of the reshard that shards receive; None without a reshard.

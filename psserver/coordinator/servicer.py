@@ -103,7 +103,7 @@ class ControlPlaneServicer(CoordinatorServiceServicer):
             model=model_to_proto(plan.spec),
             plan_digest=plan.digest,
             version=self._service.version,
-            groups_json=groups_of(self._service.engine.store),
+            groups_json=groups_of(self._service.engine.live.store),
             **self._standing(worker),
         )
 

@@ -188,7 +188,7 @@ def statistics(engine: ShardEngine, standby_link: StandbyLink | None = None) -> 
     Args:
         standby_link: Connection to its standby; None if it can have none.
     """
-    store = engine.store
+    store = engine.live.store
     standby = (
         {
             "standby": standby_link.address,
@@ -200,7 +200,7 @@ def statistics(engine: ShardEngine, standby_link: StandbyLink | None = None) -> 
     )
     return {
         **standby,
-        "version": engine.version,
+        "version": engine.live.version,
         "parameter_bytes": store.nbytes if store else 0,
         "state_bytes": store.state_nbytes if store else 0,
         "received_bytes": engine.transfer_stats.received_bytes,

@@ -147,7 +147,7 @@ class ShardState:
         Raises:
             LogUnfitError: The entry needs pushes or weights that this shard lacks.
         """
-        if missing := counted([entry]) - self.staged.keys():
+        if missing := [key for key in counted([entry]) if key not in self.staged]:
             raise LogUnfitError(f"it lacks pushes {sorted(missing)}")
         match entry:
             case Measure():

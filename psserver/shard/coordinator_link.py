@@ -243,7 +243,11 @@ class CoordinatorLink:
             return
         if not connected:
             raise error
-        extra = {"coordinator": address, "problem": str(error), "version": self._engine.version}
+        extra = {
+            "coordinator": address,
+            "problem": str(error),
+            "version": self._engine.live.version,
+        }
         log.warning("lost the connection to the coordinator", extra=extra)
 
     def _requests(self, outbox: deque[pb.LinkShardRequest]) -> Iterator[pb.LinkShardRequest]:
@@ -340,12 +344,12 @@ class CoordinatorLink:
             )
         if (
             response.HasField("move")
-            and self._engine.is_resharding
+            and self._engine.live.is_resharding
             and self._identity.shard < response.shards
         ):
             self._build_partition(response.epoch, response.move)
         elif not response.HasField("move"):
-            self._engine.discard_frozen()
+            self._engine.live.discard_frozen()
         if response.snapshots:
             self._snapshots.retain(response.snapshots, response.job)
             self._engine.retire_log(max(response.snapshots))

@@ -12,7 +12,7 @@ from pscommon.core.model_spec import ROLES, ModelSpec
 from pscommon.core.partition import ByteRange, PartitionPlan
 from pscommon.snapshot import tensors_in_buffer, write_model
 from psserver.parameters.frozen_shard import FrozenBytes, FrozenDescription, FrozenShard
-from psserver.shard.engine import ShardEngine
+from psserver.shard.live_state import LiveShardState
 from psserver.shard.reshard_reader import PeerShard
 
 SAME_VERSION_TIMEOUT_SECONDS = 10.0
@@ -37,28 +37,28 @@ class WeightSource(Protocol):
 class LocalShard:
     """The current weights of this process's shard. Raises UnreachableError without weights."""
 
-    def __init__(self, engine: ShardEngine) -> None:
-        self._engine = engine
+    def __init__(self, live: LiveShardState) -> None:
+        self._live = live
 
     @property
     def version(self) -> int:
-        with self._engine.lock_weights(0) as (version, _):
+        with self._live.lock_weights(0) as (version, _):
             return version
 
     def describe(self) -> FrozenDescription:
-        with self._engine.lock_weights(0) as (_, store):
-            return FrozenShard(0, 0, self._engine.shards, store).describe()
+        with self._live.lock_weights(0) as (_, store):
+            return FrozenShard(0, 0, self._live.shards, store).describe()
 
     def read(self, kind: str, span: ByteRange) -> Iterator[FrozenBytes]:
         """Yield copies: the weights may change as soon as this returns."""
-        with self._engine.lock_weights(0) as (_, store):
-            pieces = FrozenShard(0, 0, self._engine.shards, store).read(kind, span)
+        with self._live.lock_weights(0) as (_, store):
+            pieces = FrozenShard(0, 0, self._live.shards, store).read(kind, span)
             copies = [FrozenBytes(piece.start, memoryview(bytes(piece.data))) for piece in pieces]
         yield from copies
 
 
 def write_final_weights(
-    engine: ShardEngine,
+    live: LiveShardState,
     addresses: Sequence[str],
     job: str,
     model: ModelSpec,
@@ -70,7 +70,7 @@ def write_final_weights(
     A file at `path` is replaced only by a complete one. Needs memory for all weights.
 
     Args:
-        engine: Shard 0.
+        live: The state of shard 0.
         addresses: Address of every shard; the first is this process.
         job: Name of the job.
         model: The job's model.
@@ -82,7 +82,7 @@ def write_final_weights(
     """
     plan = PartitionPlan(model, len(addresses))
     with ExitStack() as stack:
-        sources: list[WeightSource] = [LocalShard(engine)]
+        sources: list[WeightSource] = [LocalShard(live)]
         for address in addresses[1:]:
             peer = PeerShard(address, job, current=True)
             stack.callback(peer.close)

@@ -11,8 +11,8 @@ from pscommon.wire.status import answering
 from psproto.v1 import shard_pb2 as pb
 from psproto.v1.shard_pb2_grpc import ShardServiceServicer
 from psserver.process.identity import ServerIdentity
-from psserver.shard.engine import ShardEngine
 from psserver.shard.final_weights import LocalShard
+from psserver.shard.live_state import LiveShardState
 from psserver.shard.reshard_reader import PreviousShard
 
 FREEZE_TIMEOUT_SECONDS = 2.0
@@ -22,8 +22,8 @@ FREEZE_TIMEOUT_SECONDS = 2.0
 class PeerServicer(ShardServiceServicer):
     """Serves this shard's partition from before a reshard, or its current one."""
 
-    def __init__(self, engine: ShardEngine, identity: ServerIdentity) -> None:
-        self._engine, self._identity = engine, identity
+    def __init__(self, live: LiveShardState, identity: ServerIdentity) -> None:
+        self._live, self._identity = live, identity
 
     def ReadShard(
         self, request: pb.ReadShardRequest, context: grpc.ServicerContext
@@ -50,7 +50,7 @@ class PeerServicer(ShardServiceServicer):
     def _find_source(self, request: pb.ReadShardRequest) -> tuple[PreviousShard, int]:
         """Return what is requested, and the version of the current weights."""
         if request.current:
-            local = LocalShard(self._engine)
+            local = LocalShard(self._live)
             return local, local.version
-        frozen = self._engine.wait_for_frozen(request.epoch, request.index, FREEZE_TIMEOUT_SECONDS)
+        frozen = self._live.wait_for_frozen(request.epoch, request.index, FREEZE_TIMEOUT_SECONDS)
         return frozen, 0

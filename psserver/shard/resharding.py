@@ -35,8 +35,8 @@ def build_partition(
             stack.callback(peer.close)
         try:
             sources: list[PreviousShard] = list(peers)
-            if engine.shard < len(peers):
-                sources[engine.shard] = engine.wait_for_frozen(epoch, index)
+            if engine.live.shard < len(peers):
+                sources[engine.live.shard] = engine.live.wait_for_frozen(epoch, index)
             _build(engine, index, sources)
         except (UnreachableError, SnapshotError) as error:
             return 0, str(error)
@@ -48,7 +48,7 @@ def _build(engine: ShardEngine, index: int, sources: Sequence[PreviousShard]) ->
     pending = engine.prepare_partition(index)
     if pending is None:
         return
-    needed = needed_by(pending.store.plan, engine.shard)
+    needed = needed_by(pending.store.plan, engine.live.shard)
     plan = PartitionPlan(pending.store.plan.spec, len(sources))
     pending.store.restore(ReshardReader(plan, sources, needed))
     engine.install_partition(pending)

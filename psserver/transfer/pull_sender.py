@@ -24,9 +24,9 @@ class PullSender:
 
         Raises InFlightError if the byte budget has no room.
         """
-        nbytes = self._engine.wait_for_store(0.0).step_nbytes
+        nbytes = self._engine.live.wait_for_store(0.0).step_nbytes
         with self._engine.budget.borrow(header.worker, nbytes, header.wait_ms / 1000, alive):
-            with self._engine.lock_weights(header.shards) as (version, store):
+            with self._engine.live.lock_weights(header.shards) as (version, store):
                 read = _open_read(store, version, header, result)
             try:
                 yield read
@@ -36,7 +36,7 @@ class PullSender:
 
     def read_all(self, header: pb.PushPullHeader, result: pb.ExchangeResult) -> bytes:
         """Return all bytes of a small pull at once, and describe them in `result`."""
-        with self._engine.lock_weights(header.shards) as (version, store):
+        with self._engine.live.lock_weights(header.shards) as (version, store):
             read = _open_read(store, version, header, result)
             weights = b"".join(read.views())
             read.close()
@@ -46,7 +46,7 @@ class PullSender:
     def write_shared(self, header: pb.PushPullHeader, result: pb.ExchangeResult) -> None:
         """Copy the weights to the worker's shared memory, and describe them in `result`."""
         buffers, began = self._engine.shared_buffers.find(header), time.monotonic()
-        with self._engine.lock_weights(header.shards) as (version, store):
+        with self._engine.live.lock_weights(header.shards) as (version, store):
             unchanged = _find_unchanged(store, version, header, result)
             if unchanged is not None:
                 everything = header.pull == pb.PULL_ALL

@@ -113,7 +113,7 @@ class DataPlaneServicer:
             raise InvalidRequestError("an Exchange must start with its header")
         self._identity.check_job(header.job)
         self._identity.check_term(header.term)
-        self._engine.check_layout(header.shards)
+        self._engine.live.check_layout(header.shards)
         seconds = wait_seconds(header.wait_ms)
         self._engine.transfer_stats.note_request(header.worker)
         is_push = header.initial or header.seq > 0
@@ -143,7 +143,7 @@ class DataPlaneServicer:
             elif not header.memory:
                 receive(staging, first.data, frames)
             if header.groups_json:
-                staging.groups = self._engine.parse_groups(header.groups_json)
+                staging.groups = self._engine.live.parse_groups(header.groups_json)
             if header.samples < 1 and not header.initial:
                 raise InvalidRequestError("a push must have at least one sample")
         except BaseException:
@@ -162,7 +162,7 @@ class DataPlaneServicer:
         is_duplicate: bool,
     ) -> pb.ExchangeResult:
         result = pb.ExchangeResult(
-            outcome=pb.OUTCOME_NONE, version=self._engine.version, term=self._identity.term
+            outcome=pb.OUTCOME_NONE, version=self._engine.live.version, term=self._identity.term
         )
         if outcome is not None:
             if outcome.reason == "FENCED":
@@ -174,8 +174,8 @@ class DataPlaneServicer:
                 _, result.wait_seconds, result.apply_seconds = self._engine.push_timings.find(key)
         elif (
             key is not None
-            or not self._engine.has_begun
-            or self._engine.version < header.min_version
+            or not self._engine.live.has_begun
+            or self._engine.live.version < header.min_version
         ):
             self._engine.check_first_workers()
             return self._make_pending(self._engine.describe_wait())
@@ -187,7 +187,7 @@ class DataPlaneServicer:
     def _make_pending(self, waiting_for: str) -> pb.ExchangeResult:
         return pb.ExchangeResult(
             outcome=pb.OUTCOME_PENDING,
-            version=self._engine.version,
+            version=self._engine.live.version,
             waiting_for=waiting_for,
             term=self._identity.term,
         )

@@ -68,7 +68,7 @@ def test_the_primary_goes_on_alone_and_the_standby_never_takes_over(
             count(client, 3)
             mirror = following.standby._standby_state
             assert mirror is not None
-            until(lambda: mirror.version == 12 == server.engine.version, "all updates")
+            until(lambda: mirror.version == 12 == server.engine.live.version, "all updates")
     assert not following.standby._promoted
     assert not server.ended.is_set()
 

@@ -150,7 +150,7 @@ def test_a_push_goes_on_as_soon_as_there_is_room(full: Cluster) -> None:
         push = threading.Thread(target=client.push, args=(ONE,))
         push.start()
         until(lambda: budget_of(full).waiting, "a push that waits")
-        assert full.servers[0].engine.version == 0
+        assert full.servers[0].engine.live.version == 0
         budget_of(full).release(claim)
         push.join(DEADLINE)
 

@@ -136,9 +136,9 @@ def test_a_standby_that_comes_late(cluster: Make, name: str, hyper: dict[str, An
             until(lambda: mirror.version == 9, "all updates")
             store = mirror.shard_state.store
             assert store is not None
-            assert server.engine.store is not None
-            assert checksum(store) == checksum(server.engine.store)
-            assert store.scalars() == server.engine.store.scalars()
+            assert server.engine.live.store is not None
+            assert checksum(store) == checksum(server.engine.live.store)
+            assert store.scalars() == server.engine.live.store.scalars()
         check(client, name, hyper, 9)
 
 

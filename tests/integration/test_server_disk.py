@@ -69,7 +69,7 @@ def started_again(make: Make, data_dir: Path, durability: str) -> int:
     until(lambda: not fleet.missing, "servers that go on together")
     with counter(again.address) as client:
         version = counted(client.pull())
-        assert [server.engine.version for server in again.servers] == [version] * 2
+        assert [server.engine.live.version for server in again.servers] == [version] * 2
         count(client)
         assert counted(client.pull()) == version + 1
     again.close()

@@ -290,7 +290,7 @@ def test_shipping(serve: Serve, shipping: str, waits: bool) -> None:
         pushing.start()
         pushing.join(0.5 if waits else 10)
         assert pushing.is_alive() is waits
-        assert server.engine.version == (0 if waits else 1)
+        assert server.engine.live.version == (0 if waits else 1)
         speaking.set()
         pushing.join(10)
-        assert server.engine.version == 1
+        assert server.engine.live.version == 1

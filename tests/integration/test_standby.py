@@ -72,7 +72,7 @@ def test_pushes_that_are_staged_go_along(cluster: Make) -> None:
     with counter(server.address, rank=0) as first, Following(server) as following:
         pushing = threading.Thread(target=count, args=(first,))
         pushing.start()
-        until(lambda: len(server.engine._state.staged) == 1, "a push that waits")
+        until(lambda: len(server.engine.live.state.staged) == 1, "a push that waits")
         following.in_sync()
         until(lambda: same(following), "the same")
         assert len(mirror(following).shard_state.staged) == 1
@@ -253,10 +253,12 @@ def test_one_that_cannot_load_says_why(cluster: Make) -> None:
     server = cluster(policy="async").servers[0]
     with counter(server.address) as client:
         count(client, 1)
-        store = server.engine.store
+        store = server.engine.live.store
         assert store is not None
-        with server.engine.lock_weights(1):
-            server.engine._state.frozen = FrozenShard(server.engine._machine.epoch, 1, 1, store)
+        with server.engine.live.lock_weights(1):
+            server.engine.live.state.frozen = FrozenShard(
+                server.engine.live.machine.epoch, 1, 1, store
+            )
         with Following(server) as following:
             until(lambda: "the job is being resharded" in following.standby.ready()[1], "a reason")
             with pytest.raises(

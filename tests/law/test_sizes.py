@@ -11,7 +11,6 @@ LONGER = {
     "psserver/coordinator/service.py",
     "psserver/core/job/coordinator.py",
     "psserver/parameters/store.py",
-    "psserver/shard/engine.py",
     "psworker/client/client.py",
     "psworker/exchange/model_exchange.py",
     "psworker/optim/optimizer.py",

@@ -96,10 +96,10 @@ def mirror(following: Following) -> StandbyState:
 def same(following: Following) -> bool:
     """Has the standby what its primary has?"""
     engine, replica = following.primary.engine, mirror(following).shard_state
-    assert engine.store is not None
+    assert engine.live.store is not None
     assert replica.store is not None
     return (
-        replica.machine.state() == engine._machine.state()
-        and replica.staged.keys() == engine._state.staged.keys()
-        and checksum(replica.store) == checksum(engine.store)
+        replica.machine.state() == engine.live.machine.state()
+        and replica.staged.keys() == engine.live.state.staged.keys()
+        and checksum(replica.store) == checksum(engine.live.store)
     )

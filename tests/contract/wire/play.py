@@ -31,7 +31,7 @@ def play_to_shard_0(conversation: Conversation, cluster: Make) -> None:
         player.know(SHARD_0, server.address)
         player.play()
 
-        assert numbers_of(server.engine.store) == conversation.numbers
+        assert numbers_of(server.engine.live.store) == conversation.numbers
 
 
 def play_to_shard_1(conversation: Conversation, cluster: Make) -> None:

@@ -212,7 +212,7 @@ def recorded() -> Conversation:
             weights = work(first.address, recorder.wait_for)
             recorder.wait_for_quiet()
             events = list(recorder.events)
-            numbers = numbers_of(primary.engine.store)
+            numbers = numbers_of(primary.engine.live.store)
     return Conversation(recorder.calls, events, read_only(weights), numbers)
 
 

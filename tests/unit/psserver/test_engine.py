@@ -37,7 +37,7 @@ def engine() -> ShardEngine:
 def stage(engine: ShardEngine, seq: int) -> PushKey:
     key = PushKey(1, seq)
     engine.stage_push(
-        Staged(key, 1, 0), engine.wait_for_store(0.0).allocate_staging(initial=seq == 0)
+        Staged(key, 1, 0), engine.live.wait_for_store(0.0).allocate_staging(initial=seq == 0)
     )
     return key
 

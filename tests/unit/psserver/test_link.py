@@ -174,7 +174,7 @@ def test_a_line_that_ends_while_this_server_ends_too_is_no_warning(
     leaves: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     link = make_link()
-    link._engine.version = 3
+    link._engine.live = SimpleNamespace(version=3)
     if leaves:
         link.leave(60.0)
         link.stopped.clear()  # it was connected

@@ -1,0 +1,150 @@
+"""A shard's state while threads use it: its locks, and the threads that wait for a change.
+
+`changed` guards the state machine and wakes threads that wait for it; it is never held while arrays
+are computed. `apply_lock` lets one thread at a time change arrays. `log_lock` lets one thread at a
+time log and stage a push, or begin a log segment. A thread takes them in the order apply_lock,
+log_lock, changed.
+"""
+
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from pscommon.core.errors import LayoutError, UnreachableError
+from pscommon.core.model_spec import Scalar
+from pscommon.optim.specs import groups_of_push, validate
+from psserver.core.shard.state_machine import ShardMachine
+from psserver.durability.shard_state import ShardState
+from psserver.durability.state_records import StateRecord, shard_records
+from psserver.parameters.frozen_shard import FrozenShard
+from psserver.parameters.store import ParameterStore
+from psserver.shard.wakeups import PushWaiters
+
+
+class LiveShardState:
+    """The state of a running shard. All methods may be called from any thread.
+
+    state: the current state; only the engine replaces it.
+    stop_reason: why the shard stops; empty while it does not.
+    """
+
+    def __init__(self, state: ShardState) -> None:
+        self.state = state
+        self.stop_reason = ""
+        self.changed = PushWaiters()
+        self.apply_lock = threading.RLock()
+        self.log_lock = threading.Lock()
+
+    @property
+    def machine(self) -> ShardMachine:
+        return self.state.machine
+
+    @property
+    def shard(self) -> int:
+        return self.state.shard
+
+    @property
+    def shards(self) -> int:
+        """Number of shards; in a reshard, the number after it."""
+        return self.state.shards
+
+    @property
+    def version(self) -> int:
+        return self.machine.version
+
+    @property
+    def has_begun(self) -> bool:
+        return self.machine.begun
+
+    @property
+    def is_resharding(self) -> bool:
+        """Whether this shard lacks its new partition of the model."""
+        return self.machine.moving
+
+    @property
+    def store(self) -> ParameterStore | None:
+        return self.state.store
+
+    def check_layout(self, shards: int) -> None:
+        """Raise LayoutError if a request is meant for another number of shards."""
+        if shards not in (0, self.shards):
+            raise LayoutError(f"shard {self.shard} belongs to {self.shards} shards, not {shards}")
+
+    def wait_for_store(self, seconds: float) -> ParameterStore:
+        """Return the arrays, waiting until the model is known.
+
+        A worker may reach this shard before the coordinator has sent the model.
+        """
+        with self.changed:
+            self.changed.wait_for(lambda: self.state.store is not None or self.stop_reason, seconds)
+        if self.state.store is None:
+            what = (
+                "is waiting for its new partition of the model"
+                if self.is_resharding
+                else "does not know the job's model yet"
+            )
+            raise UnreachableError(f"shard {self.shard} {what}", "NOT_READY")
+        return self.state.store
+
+    def parse_groups(self, text: str) -> tuple[Mapping[str, Scalar], ...]:
+        """Parse a push's hyper-parameters and check them against the job's optimizer."""
+        assert self.state.model is not None
+        return groups_of_push(text, validate(self.state.model.optimizer), self.state.model.tensors)
+
+    @contextmanager
+    def lock_weights(self, shards: int) -> Iterator[tuple[int, ParameterStore]]:
+        """Yield the version and the arrays; nothing is applied meanwhile.
+
+        shards: as in `check_layout`. Raises UnreachableError (NOT_READY) without weights.
+        """
+        with self.apply_lock:
+            self.check_layout(shards)
+            if not self.machine.begun or self.state.store is None:
+                raise UnreachableError(f"shard {self.shard} has no weights yet", "NOT_READY")
+            yield self.machine.version, self.state.store
+
+    def state_after(self, index: int) -> dict[str, Any] | None:
+        """Return the machine's state if it has applied the entry at `index`, else None."""
+        with self.changed:
+            return self.machine.state() if self.machine.index >= index else None
+
+    def wait_for_frozen(self, log_id: int, index: int, seconds: float = 0.0) -> FrozenShard:
+        """Return the partition that the Reshard entry at this log and index froze.
+
+        Raises UnreachableError (NOT_READY) if it is not frozen within `seconds`, or is discarded.
+        """
+
+        def is_frozen() -> bool:
+            frozen = self.state.frozen
+            return frozen is not None and (frozen.epoch, frozen.index) == (log_id, index)
+
+        with self.changed:
+            self.changed.wait_for(is_frozen, seconds)
+            if self.state.frozen is None or not is_frozen():
+                text = f"shard {self.shard} has no partition frozen at entry {index}"
+                raise UnreachableError(text, "NOT_READY")
+            return self.state.frozen
+
+    def discard_frozen(self) -> None:
+        """Drop the partition from before a reshard: no other shard needs it."""
+        if self.state.frozen is not None:
+            with self.changed:
+                self.state.frozen = None
+
+    @contextmanager
+    def export_state(self, seconds: float) -> Iterator[Iterator[StateRecord]]:
+        """Yield the whole state as records for a standby; nothing is applied or staged meanwhile.
+
+        Raises UnreachableError (NOT_READY) if the shard stays busy for `seconds`, or during a
+        reshard, when other shards may still need the previous partition.
+        """
+        if self.is_resharding or self.state.frozen is not None:
+            raise UnreachableError("the job is being resharded", "NOT_READY")
+        if not self.apply_lock.acquire(timeout=seconds):
+            raise UnreachableError(f"shard {self.shard} is busy", "NOT_READY")
+        try:
+            with self.log_lock, self.changed:
+                yield shard_records(self.state)
+        finally:
+            self.apply_lock.release()
