@@ -183,7 +183,7 @@ class DirectTransport:
     ) -> None:
         """They are in this process, and stay."""
 
-    def look_around(self, job: str, timeout: float) -> bool:
+    def find_primaries(self, job: str, timeout: float) -> bool:
         """There is nobody else."""
         return False
 
@@ -253,7 +253,7 @@ class DirectTransport:
             self._hand_on()
         return ExchangeAnswer(result, 0.0, 0.0)
 
-    def whereabouts(self, timeout: float) -> Sequence[str]:
+    def find_addresses(self, timeout: float) -> Sequence[str]:
         return self.addresses
 
     def relocate(self, addresses: Sequence[str]) -> None:

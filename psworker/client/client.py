@@ -6,8 +6,7 @@ exchange).
 
 import json
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Never, Self, SupportsFloat
 
@@ -18,9 +17,10 @@ from pscommon.core.model_spec import ModelSpec, OptimizerSettings
 from pscommon.core.partition import PartitionPlan
 from pscommon.settings.values import Lanes
 from psproto.v1 import coordinator_pb2 as co
-from psworker.client.arrays import Array, ArrayBuffer, Arrays, Gradients, spec_of
+from psworker.client.array_model import ArrayModel
+from psworker.client.arrays import Array, Arrays, Gradients
 from psworker.client.batch_client import BatchClient
-from psworker.connection import finalizer as forgotten
+from psworker.connection import finalizer
 from psworker.connection.client_facts import ClientFacts
 from psworker.connection.connection import connected
 from psworker.connection.membership import StepProgress
@@ -32,10 +32,9 @@ from psworker.exchange.open_push import OpenPush
 from psworker.session import metrics
 from psworker.session.arguments import attempt_of, connect_timeout_of, lanes_of, rank_of, time_limit
 from psworker.session.drain import DrainedError
-from psworker.session.step_stats import StepStats
-from psworker.transport.grpc import Transport
+from psworker.transport.interface import Transport
 
-COMES_BACK = "comes back as a new worker"
+REJOIN_REASON = "comes back as a new worker"
 
 
 class Client(ClientFacts):
@@ -86,49 +85,30 @@ class Client(ClientFacts):
         )
         rank = rank_of(rank, environment)
         super().__init__(connected(servers, lane, environment, limits))
-        if not self._connection.lane.direct:  # a direct transport has no threads to end
-            forgotten.watch(self, self._connection)
-        self._observes = observe
-        chosen = "grpc" if self._connection.lane.direct else lanes_of(lanes, os.environ)
-        self._model = ModelExchange(self._connection, observe, chosen)
-        self._data = BatchClient(self._connection, self._model)
-        self._weights: ArrayBuffer | None = None
-        self._gradients: ArrayBuffer | None = None
-        self._leaves = False
-        self._stats = StepStats()  # of `push`; callers of `exchange` keep their own
+        direct = self._connection.transport.direct
+        if not direct:  # a direct transport has no threads to end
+            finalizer.watch(self, self._connection)
+        lanes = "grpc" if direct else lanes_of(lanes, os.environ)
+        self._exchange = ModelExchange(self._connection, observe, lanes)
+        self._arrays = ArrayModel(self._exchange, observe, self._connection.drain)
+        self._data = BatchClient(self._connection, self._exchange)
         if not observe:
-            self._join(rank, device)
-
-    def _join(self, rank: int | None, device: str) -> None:
-        try:
             self._connection.join(rank, attempt_of(os.environ), device)
-        except BaseException:
-            self._connection.close()
-            raise
 
     @property
     def plan(self) -> PartitionPlan:
         """Partition of the model's bytes; InvalidRequestError before a model is registered."""
-        return self._model.plan
+        return self._exchange.plan
 
     @property
     def version(self) -> int:
         """Version of the weights that were pulled last, the smallest over the shards."""
-        return self._model.version
+        return self._exchange.version
 
     @property
     def groups_json(self) -> str:
         """The optimizer's parameter groups as they stood when the model was registered."""
-        return self._model.groups_json
-
-    def drain(self) -> None:
-        """Ask this worker to leave, as SIGTERM to ps-worker does. Call it from any thread."""
-        self._connection.drain.ask()
-
-    @property
-    def stopping(self) -> bool:
-        """True if the job ends or this worker was asked to leave: finish the step, then close."""
-        return self._connection.place.stopping or self.draining
+        return self._exchange.groups_json
 
     # ---- numpy arrays ----------------------------------------------------------------------------
 
@@ -155,15 +135,7 @@ class Client(ClientFacts):
             UnsupportedOptimizerError: The servers cannot run this optimizer.
             NonFiniteError: An initial value is NaN or Inf.
         """
-        with self._model.turn:
-            arrays = {**params, **(buffers or {}), **(frozen or {})}
-            plan = self.agree(spec_of(params, buffers or {}, frozen or {}, optimizer))
-            gradients, memory = self.tapes()
-            weights = ArrayBuffer(plan, memory)
-            weights.write(arrays)
-            self.start(memory)
-            self._weights, self._gradients = weights, ArrayBuffer(plan, gradients)
-            self._stats.enter("compute")
+        self._arrays.register(params, optimizer, buffers or {}, frozen or {})
 
     def pull(self, out: Mapping[str, Array] | None = None) -> dict[str, Array]:
         """Return the newest weights, buffers and frozen tensors by name.
@@ -174,12 +146,7 @@ class Client(ClientFacts):
         Args:
             out: Arrays to fill. None: new arrays.
         """
-        with self._model.turn:
-            tape = self._known_weights()
-            tape.check_out(out or {})
-            with self._timed("pull"):
-                self.exchange(gradients=None, weights=tape.memory)
-            return tape.read(out)
+        return self._arrays.pull(out)
 
     def push(self, grads: Gradients, samples: int = 1) -> PushResult:
         """Send gradients by name, wait for the policy's decision, and return the result.
@@ -196,63 +163,18 @@ class Client(ClientFacts):
             InvalidRequestError: An unknown tensor, or another shape or dtype; nothing was sent.
                 NaN and Inf make the result "rejected".
         """
-        return self._push(grads, samples, pull=False)
+        return self._arrays.push(grads, samples)
 
     def push_pull(
         self, grads: Gradients, out: Mapping[str, Array] | None = None, samples: int = 1
     ) -> PushResult:
         """Push, then pull, in one round trip. The weights go into `out`, or stay in `weights`."""
-        with self._model.turn:
-            self._known_weights().check_out(out or {})
-            result = self._push(grads, samples, pull=True)
-            if out is not None:
-                self._known_weights().read(out)
-            return result
+        return self._arrays.push_pull(grads, out, samples)
 
     @property
     def weights(self) -> dict[str, Array]:
         """Last pulled weights by name, without a copy: the next pull changes them."""
-        return dict(self._known_weights().tensors)
-
-    def _push(self, grads: Gradients, samples: int, pull: bool) -> PushResult:
-        with self._model.turn:
-            weights = self._known_weights()
-            if self._gradients is None:
-                raise InvalidRequestError("an observer cannot push")
-            if self._leaves:
-                raise DrainedError(
-                    "this worker was asked to leave (client.stopping), and has made its last push"
-                )
-            self._leaves = self.draining
-            absent = self._gradients.write_gradients(grads, weights)
-            with self._timed("push"):
-                result = self.exchange(
-                    gradients=self._gradients.memory,
-                    weights=weights.memory if pull else None,
-                    absent=absent,
-                    samples=samples,
-                )
-            self._stats.finish_step(samples, result.seconds)
-            metrics.step({phase: self._stats.last[phase] for phase in metrics.PHASES}, samples)
-            return result
-
-    @contextmanager
-    def _timed(self, phase: str) -> Iterator[None]:
-        self._stats.enter(phase)
-        try:
-            yield
-        finally:
-            self._stats.enter("compute")
-
-    def _known_weights(self) -> ArrayBuffer:
-        if self._weights is None and self._observes:
-            plan = self._model.agree(None)
-            weights = ArrayBuffer(plan, self.tapes()[1])
-            self.start(weights.memory)
-            self._weights = weights
-        if self._weights is None:
-            raise InvalidRequestError("no model yet: call register first")
-        return self._weights
+        return dict(self._arrays.weights.tensors)
 
     # ---- flat buffers ----------------------------------------------------------------------------
 
@@ -265,7 +187,7 @@ class Client(ClientFacts):
             MismatchError: The job trains another model; the message shows the differences by
                 tensor.
         """
-        return self._model.agree(spec)
+        return self._exchange.agree(spec)
 
     def tapes(self) -> tuple[memoryview, memoryview]:
         """Return flat buffers for gradients and for weights, plan.nbytes each.
@@ -273,16 +195,16 @@ class Client(ClientFacts):
         They are the fastest memory for start and exchange: servers on this host access it
         directly. Between calls the caller may use it.
         """
-        tapes = self._model.tapes
-        return tapes.gradients, tapes.weights
+        buffers = self._exchange.buffers
+        return buffers.gradients, buffers.weights
 
-    def start(self, tape: memoryview) -> None:
+    def start(self, weights: memoryview) -> None:
         """Upload the weights if this worker is the job's first, then load the job's weights.
 
         Args:
-            tape: Writable flat buffer of plan.nbytes bytes.
+            weights: Writable flat buffer of plan.nbytes bytes.
         """
-        self._model.start(tape)
+        self._exchange.start(weights)
 
     def exchange(
         self,
@@ -312,14 +234,16 @@ class Client(ClientFacts):
         Returns:
             The outcome of the push; "none" without a push.
         """
-        return self._model.exchange(gradients, weights, absent, samples, batches, groups_json, base)
+        return self._exchange.exchange(
+            gradients, weights, absent, samples, batches, groups_json, base
+        )
 
     def begin(self) -> OpenPush | BufferedPush:
         """Open a push from and a pull into `tapes()`, byte range by byte range.
 
         Only one can be open. See `psworker.core.protocols.PushStream`.
         """
-        return self._model.begin(*self.tapes())
+        return self._exchange.begin(*self.tapes())
 
     # ---- data and membership ---------------------------------------------------------------------
 
@@ -337,7 +261,7 @@ class Client(ClientFacts):
                 this loop. Batches left in earlier loops go to other workers, and are dropped
                 once all workers have passed those loops.
         """
-        return self._data.take(loop, count, idle, loop.loop if first_open is None else first_open)
+        return self._data.lease(loop, count, idle, loop.loop if first_open is None else first_open)
 
     def share(self, loop: Spec) -> int:
         """Return how many of a loop's batches this worker can expect.
@@ -359,9 +283,7 @@ class Client(ClientFacts):
         numbers = {name: float(value) for name, value in values.items()}
         request = co.ReportMetricsRequest(job=self.job, worker=self.worker, metrics=numbers)
         connection = self._connection
-        connection.call(
-            "reporting", lambda: connection.lane.report(request, connection.call_seconds)
-        )
+        connection.call("reporting", connection.transport.report, request)
         for name, value in numbers.items():
             metrics.reported(name, value)
 
@@ -389,15 +311,12 @@ class Client(ClientFacts):
             phase: "compute", "push", "data" or "idle".
         """
         self._connection.reports.settle()
-        self._connection.show(StepProgress(steps, step_seconds, samples_per_second, phase))
+        self._connection.set_progress(StepProgress(steps, step_seconds, samples_per_second, phase))
 
     def status(self) -> dict[str, Any]:
         """Return the job as `ps-ctl status --output json` shows it."""
-        connection, request = self._connection, co.GetStatusRequest()
-        answer = connection.call(
-            "asking for the status",
-            lambda: connection.lane.status(request, connection.call_seconds),
-        )
+        call, status = self._connection.call, self._connection.transport.status
+        answer = call("asking for the status", status, co.GetStatusRequest())
         found: dict[str, Any] = json.loads(answer.status_json)
         return found
 
@@ -406,11 +325,13 @@ class Client(ClientFacts):
 
         The weights and the version of this client do not change.
         """
-        lane = self._connection.lane
-        given: dict[str, Any] = {"lane": lane} if lane.direct else {"servers": lane.addresses}
-        with Client(observe=True, **given) as observer:
-            observer._connection.place.job = self.job
-            memory = observer._known_weights().memory
+        transport = self._connection.transport
+        servers: dict[str, Any] = (
+            {"lane": transport} if transport.direct else {"servers": transport.addresses}
+        )
+        with Client(observe=True, **servers) as observer:
+            observer._connection.membership.job = self.job
+            memory = observer._arrays.weights.memory
             return observer.plan, memory
 
     def rejoin(self) -> None:
@@ -424,10 +345,10 @@ class Client(ClientFacts):
             FencedError: The servers have lost the job's weights.
             QuarantinedError: Too many gradients of this worker were bad (--quarantine-after).
         """
-        with self._model.turn:
-            self._model.check_idle()
-            self._connection.place.check_curable()
-            self._model.come_back(COMES_BACK)
+        with self._exchange.lock:
+            self._exchange.check_idle()
+            self._connection.membership.check_curable()
+            self._exchange.rejoin(REJOIN_REASON)
 
     def retire(self, reason: str = "") -> None:
         """Leave the rounds as `leave` does; pulls, reports and status work until `close`.
@@ -435,9 +356,9 @@ class Client(ClientFacts):
         Args:
             reason: Why the worker leaves; empty if it is done.
         """
-        with self._model.turn:
-            self._model.check_idle()
-            self._model.change_place(reason)
+        with self._exchange.lock:
+            self._exchange.check_idle()
+            self._exchange.replace_membership(reason)
 
     def leave(self, reason: str = "") -> None:
         """Leave the job: no process waits for this worker any more. May be repeated.
@@ -449,14 +370,14 @@ class Client(ClientFacts):
 
     def close(self) -> None:
         """Leave the job as done, and free threads and connections. May be repeated."""
-        self._model.abandon()
+        self._exchange.abandon()
         self._connection.close()
-        self._model.close()
+        self._exchange.close()
 
     def __reduce__(self) -> Never:
         raise InvalidRequestError(
-            "a Client is its process's connection and cannot be pickled or copied: give another "
-            "process the servers' addresses, and let it make a Client of its own"
+            "a Client cannot be pickled or copied: it is the connection of its process. Try: give "
+            "the other process the servers' addresses, and create a Client there"
         )
 
     def __enter__(self) -> Self:

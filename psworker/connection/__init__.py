@@ -7,5 +7,4 @@ __all__ = [
     "finalizer",
     "membership",
     "retry",
-    "shard_call",
 ]

@@ -1,4 +1,4 @@
-"""Facts about the job that a client can read without a request."""
+"""What a client knows about the job without a request."""
 
 from collections.abc import Sequence
 
@@ -6,7 +6,7 @@ from psworker.connection.connection import Connection
 
 
 class ClientFacts:
-    """Read-only properties of the job, as of the last answer of the servers."""
+    """Properties of the job, as of the last answer of the servers."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -14,22 +14,22 @@ class ClientFacts:
     @property
     def job(self) -> str:
         """The identifier of the job that the servers run."""
-        return self._connection.place.job
+        return self._connection.membership.job
 
     @property
     def worker(self) -> int:
         """This worker's number, new with every connection and `rejoin`; 0 for an observer."""
-        return self._connection.place.worker
+        return self._connection.membership.worker
 
     @property
     def policy(self) -> str:
         """The policy as of the last heartbeat: sync, async or ssp; empty for an observer."""
-        return self._connection.place.policy
+        return self._connection.membership.policy
 
     @property
     def workers(self) -> int:
         """Number of workers that train now, as of the last heartbeat."""
-        return self._connection.place.workers
+        return self._connection.membership.workers
 
     @property
     def is_first(self) -> bool:
@@ -37,7 +37,7 @@ class ClientFacts:
 
         While the job waits for its workers: True on the worker with rank 0.
         """
-        return self._connection.place.is_first
+        return self._connection.membership.is_first
 
     @property
     def bad_gradients(self) -> str:
@@ -47,18 +47,27 @@ class ClientFacts:
     @property
     def addresses(self) -> Sequence[str]:
         """Addresses of the servers, by shard."""
-        return self._connection.lane.addresses
+        return self._connection.transport.addresses
 
     @property
     def open_loop(self) -> int:
         """Number of a loop: all earlier loops had ended when this worker joined."""
-        return self._connection.place.open_loop
+        return self._connection.membership.open_loop
 
     def has_ended(self, loop: int) -> bool:
         """Return whether this loop had ended when this worker joined."""
-        return self._connection.place.has_ended(loop)
+        return self._connection.membership.has_ended(loop)
 
     @property
     def draining(self) -> bool:
         """True if this worker was asked to leave: SIGTERM to ps-worker, ps-ctl drain, `drain`."""
         return self._connection.drain.asked
+
+    def drain(self) -> None:
+        """Ask this worker to leave, as SIGTERM to ps-worker does. Call it from any thread."""
+        self._connection.drain.ask()
+
+    @property
+    def stopping(self) -> bool:
+        """True if the job ends or this worker was asked to leave: finish the step, then close."""
+        return self._connection.membership.stopping or self.draining

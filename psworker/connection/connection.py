@@ -6,34 +6,39 @@ import socket
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import TypeVar
 
 from pscommon.core.errors import InvalidRequestError, PSError
 from pscommon.core.formats import check_wire_format, spoken_format
-from pscommon.system import signals as interruptible
 from pscommon.system.process_id import process_id
 from psproto.v1 import coordinator_pb2 as co
 from psworker.connection.discovery import addresses_of, discover
 from psworker.connection.membership import Heartbeat, StepProgress, WorkerMembership
-from psworker.connection.retry import FIRST_PAUSE, PendingRequests, RetryDeadline, TimeLimits
-from psworker.connection.shard_call import ShardCall, run_in_turn
+from psworker.connection.retry import (
+    FIRST_PAUSE_SECONDS,
+    PendingRequests,
+    RetryDeadline,
+    TimeLimits,
+)
 from psworker.connection.unanswered import end_unanswered
 from psworker.session import metrics
 from psworker.session.drain import Drain
 from psworker.session.reports import ReportBuffer, ValueReport
-from psworker.transport.executor import ShardExecutor
-from psworker.transport.grpc import GrpcTransport, Transport
+from psworker.transport.executor import SequentialExecutor, ShardExecutor
+from psworker.transport.grpc import GrpcTransport
+from psworker.transport.interface import Transport
 from psworker.transport.streams import Cancellation
 
 CALL_SECONDS = 10.0
 """Longest deadline of a call that the coordinator answers at once."""
 
 LEAVE_SECONDS = 2.0
-LAST_WORD_SECONDS = 0.5
+LEAVE_AFTER_SILENCE_SECONDS = 0.5
 """Deadline of the leave request to servers that did not answer earlier requests."""
 
-T = TypeVar("T")
-Call = TypeVar("Call", bound=ShardCall)
+Response = TypeVar("Response")
+Request = TypeVar("Request")
 
 log = logging.getLogger("psworker")
 
@@ -42,27 +47,32 @@ class Connection:
     """A worker's connection, open until `close`.
 
     Attributes:
-        lane: Transport to the servers.
-        place: The membership; that of an observer (worker 0) until `join`.
+        transport: Transport to the servers.
+        membership: The membership; that of an observer (worker 0) until `join`.
         bad_gradients: The job's handling of gradients with NaN or Inf; empty until `join`.
         drain: Whether this worker was asked to leave.
+        executor: Runs the calls of a request to all shards.
         reports: Values that the script has reported.
     """
 
-    def __init__(self, lane: Transport, limits: TimeLimits, place: WorkerMembership) -> None:
-        self.lane = lane
-        self.place = place
+    def __init__(
+        self, transport: Transport, limits: TimeLimits, membership: WorkerMembership
+    ) -> None:
+        self.transport = transport
+        self.membership = membership
         self.bad_gradients = ""
-        self.drain = Drain(lane.clock, None if lane.direct else self._end_unanswered)
-        self.reports = ReportBuffer(lane.clock.now)
+        self.drain = Drain(transport.clock, None if transport.direct else self._end_unanswered)
+        self.reports = ReportBuffer(transport.clock.now)
+        self.executor = (
+            SequentialExecutor() if transport.direct else ShardExecutor("psworker-shard")
+        )
         self._limits = limits
         self._waits = PendingRequests()
-        self._crew = ShardExecutor("psworker-shard")
-        self._request = co.JoinRequest()
+        self._join_request = co.JoinRequest()
         self._heartbeat: Heartbeat | None = None
         self._pid = os.getpid()
-        self._closed = False
-        self._left = True
+        self._is_closed = False
+        self._has_left = True
 
     @property
     def call_seconds(self) -> float:
@@ -80,16 +90,22 @@ class Connection:
             attempt: Number of earlier starts of this rank by a launcher.
             device: The worker's device, for the status.
 
+        Closes the connection on failure.
+
         Raises:
             MismatchError: The servers run another job.
         """
-        host, process = socket.gethostname(), "" if self.lane.direct else process_id()
-        self._request = co.JoinRequest(
+        host, process = socket.gethostname(), "" if self.transport.direct else process_id()
+        self._join_request = co.JoinRequest(
             host=host, pid=os.getpid(), device=device, process=process, format=spoken_format()
         )
         if rank is not None:
-            self._request.rank, self._request.attempt = rank, attempt
-        self._enter()
+            self._join_request.rank, self._join_request.attempt = rank, attempt
+        try:
+            self._join()
+        except BaseException:
+            self.close()
+            raise
         self.drain.opens()
 
     def rejoin(self, reason: str) -> None:
@@ -98,23 +114,23 @@ class Connection:
         reason: Why the worker leaves its old membership.
         """
         self._check_open()
-        old, heartbeat = self.place, self._heartbeat
+        old, heartbeat = self.membership, self._heartbeat
         if not old.worker:
-            raise InvalidRequestError("an observer has no place in the job to come back to")
-        self._enter()
+            raise InvalidRequestError("cannot rejoin: an observer has no membership")
+        self._join()
         if heartbeat is not None:
             heartbeat.stop()
-        self._say_goodbye(old, reason)
+        self._send_leave(old, reason)
 
-    def _enter(self) -> None:
-        lane, self._request.job = self.lane, self.place.job
+    def _join(self) -> None:
+        transport, self._join_request.job = self.transport, self.membership.job
         limits = self._watched(lambda: None, self.drain.check)
-        answer = RetryDeadline("joining the job", lane.clock, limits).ask(
-            lambda: lane.join(self._request, self.call_seconds)
+        answer = RetryDeadline("joining the job", transport.clock, limits).ask(
+            partial(transport.join, self._join_request, self.call_seconds)
         )
-        check_wire_format(answer.format, f"shard 0 at {lane.addresses[0]}", "this worker")
-        lane.learn(answer.job, answer.addresses, [0] * len(answer.addresses), answer.standbys)
-        self.place = WorkerMembership(
+        check_wire_format(answer.format, f"shard 0 at {transport.addresses[0]}", "this worker")
+        transport.learn(answer.job, answer.addresses, [0] * len(answer.addresses), answer.standbys)
+        self.membership = WorkerMembership(
             answer.job,
             answer.worker,
             answer.open_loop,
@@ -122,61 +138,66 @@ class Connection:
             answer.known_loops,
             answer.open_loops,
         )
-        self._left = False
-        self.place.reports = self.reports
-        self.place.learn_standing(answer)
+        self._has_left = False
+        self.membership.reports = self.reports
+        self.membership.learn_standing(answer)
         self.bad_gradients = answer.bad_gradients
         metrics.in_job(True)
-        if not lane.direct:
+        if not transport.direct:
             self._heartbeat = Heartbeat(
-                self.place, lane, answer.lease_ms / 1000, self.drain, self._waits
+                self.membership, transport, answer.lease_ms / 1000, self.drain, self._waits
             )
 
-    def call(self, what: str, call: Callable[[], T]) -> T:
-        """Return the coordinator's answer to a request, repeated while no server answers."""
-        return self.new_retry(what).ask(call)
+    def call(
+        self,
+        what: str,
+        method: Callable[[Request, float], Response],
+        request: Request,
+        wait_seconds: float = 0.0,
+    ) -> Response:
+        """Return the coordinator's answer to a request, repeated while no server answers.
+
+        Args:
+            what: Names the request in logs and errors.
+            method: A method of the transport.
+            request: Its argument.
+            wait_seconds: Longest time for which the coordinator may hold the call.
+        """
+        timeout = wait_seconds + self.call_seconds
+        return self.new_retry(what).ask(partial(method, request, timeout))
 
     def new_retry(self, what: str) -> RetryDeadline:
         """Return the retry state of a new request. what: Names the request in logs and errors."""
         self.check()
         return RetryDeadline(
-            what, self.lane.clock, self._watched(self.place.check, self.drain.check)
+            what, self.transport.clock, self._watched(self.membership.check, self.drain.check)
         )
 
-    def exchange(
-        self, parts: Callable[[TimeLimits, Cancellation], Sequence[Call]]
-    ) -> Sequence[Call]:
-        """Run the shards' parts and return them; at the same time unless the lane is direct."""
+    def new_request(self) -> tuple[TimeLimits, Cancellation]:
+        """Return the time limits and the cancellation of a new request to all shards."""
         self.check()
-        cancellation = Cancellation(alone=len(self.lane.addresses) == 1)
-        exchanges = parts(
-            self._watched(cancellation.check, self.place.check, self.drain.check), cancellation
-        )
-        if self.lane.direct:
-            run_in_turn(exchanges)
-        else:
-            with interruptible.deferred(cancellation.cancel):
-                self._crew.run([part.run for part in exchanges], cancellation)
-        return exchanges
+        cancellation = Cancellation(alone=len(self.transport.addresses) == 1)
+        limits = self._watched(cancellation.check, self.membership.check, self.drain.check)
+        return limits, cancellation
 
     def find_servers(self) -> bool:
         """Get the servers' addresses from shard 0; return whether they have changed.
 
         Returns False while shard 0 does not know the addresses of all shards.
         """
-        lane = self.lane
-        found = self.call("finding the servers", lambda: lane.whereabouts(self.call_seconds))
-        if not all(found) or list(found) == list(lane.addresses):
-            self.lane.clock.sleep(FIRST_PAUSE)
+        transport, retry = self.transport, self.new_retry("finding the servers")
+        found = retry.ask(partial(transport.find_addresses, self.call_seconds))
+        if not all(found) or list(found) == list(transport.addresses):
+            self.transport.clock.sleep(FIRST_PAUSE_SECONDS)
             return False
-        lane.relocate(found)
+        transport.relocate(found)
         return True
 
     def check(self) -> None:
         """Raise if the connection cannot be used: closed, left, forked, or membership lost."""
         self._check_open()
         self.drain.begin()
-        self.place.check()
+        self.membership.check()
 
     def touch(self) -> None:
         """Record a call of the script that may make no request."""
@@ -189,21 +210,21 @@ class Connection:
                 f"this Client belongs to process {self._pid}, from which this one was forked: use "
                 f"it there"
             )
-        if self._closed:
+        if self._is_closed:
             raise InvalidRequestError("this Client is closed")
-        if self._left and self.place.worker:
+        if self._has_left and self.membership.worker:
             raise InvalidRequestError("this Client has left the job")
         self.drain.check_answered()
 
     def _end_unanswered(self) -> None:
-        end_unanswered(self.lane, self.drain, self._waits, lambda: self._left)
+        end_unanswered(self.transport, self.drain, self._waits, lambda: self._has_left)
 
-    def show(self, progress: StepProgress) -> None:
-        """Set the progress for the next heartbeat; with a direct lane, send a heartbeat now."""
+    def set_progress(self, progress: StepProgress) -> None:
+        """Set the progress for the next heartbeat; a direct transport sends it at once."""
         self.touch()
-        self.place.progress = progress
-        if self.lane.direct:
-            self.place.beat(self.lane, self.call_seconds, self.drain)
+        self.membership.progress = progress
+        if self.transport.direct:
+            self.membership.send_heartbeat(self.transport, self.call_seconds, self.drain)
 
     def leave(self, reason: str) -> None:
         """Leave the job, so that no other worker waits for this one.
@@ -212,9 +233,9 @@ class Connection:
 
         reason: Why the worker leaves; empty if it is done.
         """
-        if self._left or self._pid != os.getpid():
+        if self._has_left or self._pid != os.getpid():
             return
-        self._left = True
+        self._has_left = True
         metrics.in_job(False)
         self.drain.closes()
         if self._heartbeat is not None:
@@ -222,48 +243,53 @@ class Connection:
         # Reading a value may fail on a broken device; the worker must leave nevertheless.
         with suppress(Exception):
             self.reports.settle(final=True)
-        self._say_goodbye(self.place, reason, self.reports.unsent())
+        self._send_leave(self.membership, reason, self.reports.unsent())
 
     def send_reports(self) -> None:
         """Send the reported values that no heartbeat has delivered."""
         self.reports.settle(final=True)
         if not (reports := self.reports.unsent()):
             return
-        place = self.place
+        membership = self.membership
         request = co.ReportMetricsRequest(
-            job=place.job, worker=place.worker, values=place.wire_values(reports)
+            job=membership.job, worker=membership.worker, values=membership.wire_values(reports)
         )
-        self.call("reporting", lambda: self.lane.report(request, self.call_seconds))
+        self.call("reporting", self.transport.report, request)
         self.reports.confirm(reports)
 
-    def _say_goodbye(
-        self, place: WorkerMembership, reason: str, reports: Sequence[ValueReport] = ()
+    def _send_leave(
+        self, membership: WorkerMembership, reason: str, reports: Sequence[ValueReport] = ()
     ) -> None:
         request = co.LeaveRequest(
-            job=place.job, worker=place.worker, reason=reason, version=place.at_least
+            job=membership.job,
+            worker=membership.worker,
+            reason=reason,
+            version=membership.min_version,
         )
-        request.values.extend(place.wire_values(reports))
+        request.values.extend(membership.wire_values(reports))
         try:
-            self.lane.leave(request, LAST_WORD_SECONDS if self.drain.given_up else LEAVE_SECONDS)
+            self.transport.leave(
+                request, LEAVE_AFTER_SILENCE_SECONDS if self.drain.given_up else LEAVE_SECONDS
+            )
         except PSError as error:
-            log.debug("worker %d could not say that it leaves: %s", place.worker, error)
+            log.debug("worker %d could not say that it leaves: %s", membership.worker, error)
 
     def close(self, reason: str = "") -> None:
         """Leave the job, end the threads and close the channels.
 
         May be called again; does nothing in a forked process.
         """
-        if self._closed or self._pid != os.getpid():
+        if self._is_closed or self._pid != os.getpid():
             return
-        self._closed = True
+        self._is_closed = True
         try:
             self.leave(reason)
         finally:
-            self._crew.close()
-            self.lane.close()
+            self.executor.close()
+            self.transport.close()
 
     def _watched(self, *checks: Callable[[], None]) -> TimeLimits:
-        place, drain = self.place, self.drain
+        membership, drain = self.membership, self.drain
 
         def check() -> None:
             for each in checks:
@@ -273,7 +299,7 @@ class Connection:
             self._limits,
             check=check,
             unanswered=drain.unanswered,
-            hurry=lambda: place.stopping,
+            hurry=lambda: membership.stopping,
             deadline=lambda: drain.deadline,
             waits=self._waits,
         )
@@ -281,14 +307,14 @@ class Connection:
 
 def connected(
     servers: str | Sequence[str] | None,
-    lane: Transport | None,
+    transport: Transport | None,
     environment: Mapping[str, str],
     limits: TimeLimits,
 ) -> Connection:
-    """Return a connection over `lane`, or over gRPC to the job of these servers."""
+    """Return a connection over `transport`, or over gRPC to the job of these servers."""
     job = environment.get("PS_JOB", "")
-    if lane is not None:
-        return Connection(lane, limits, WorkerMembership(job, 0))
+    if transport is not None:
+        return Connection(transport, limits, WorkerMembership(job, 0))
     given = addresses_of(servers)
     cluster = discover(given, limits.connect)
     return Connection(

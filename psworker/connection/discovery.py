@@ -27,7 +27,7 @@ ADDRESS = re.compile(r"(?:\[[0-9a-fA-F:]+\]|[^\s\[\]:,/]+):([0-9]{1,5})")
 
 log = logging.getLogger("psworker")
 
-Doors = Callable[[str], ParameterServerServiceStub]
+StubOf = Callable[[str], ParameterServerServiceStub]
 
 
 def addresses_of(servers: str | Sequence[str] | None) -> tuple[str, ...]:
@@ -82,18 +82,20 @@ def discover(
         MismatchError: The addresses are not the servers of one job.
     """
     started = time.monotonic()
-    search, announcer = ServerSearch(given, started, grace), WaitLogger(started)
-    with _doors() as door:
+    search, wait_logger = ServerSearch(given, started, grace), WaitLogger(started)
+    with _open_stubs() as stub_of:
         while True:
-            _ask(search, door, min(CALL_SECONDS, max(0.1, connect_timeout)))
+            _ask(search, stub_of, min(CALL_SECONDS, max(0.1, connect_timeout)))
             if search.complete:
                 return search.cluster()
-            _introduce(search, door)
+            _introduce(search, stub_of)
             now = time.monotonic()
             search.check(now)
             if now - started >= connect_timeout:
                 raise search.gave_up(now - started)
-            announcer.say(now, f"still looking for the servers: {search.gave_up(now - started)}")
+            wait_logger.log_if_due(
+                now, f"still looking for the servers: {search.gave_up(now - started)}"
+            )
             if not search.has_news():
                 time.sleep(PAUSE_SECONDS)
 
@@ -115,28 +117,28 @@ def describe(address: str, timeout: float = 5.0) -> ServerDescription:
 
 
 @contextlib.contextmanager
-def _doors() -> Iterator[Doors]:
+def _open_stubs() -> Iterator[StubOf]:
     """Yield a function that returns a stub for an address; close the channels at the end."""
     with contextlib.ExitStack() as stack:
         stubs: dict[str, ParameterServerServiceStub] = {}
 
-        def door(address: str) -> ParameterServerServiceStub:
+        def stub_of(address: str) -> ParameterServerServiceStub:
             if address not in stubs:
                 stubs[address] = ParameterServerServiceStub(
                     stack.enter_context(open_channel(address))
                 )
             return stubs[address]
 
-        yield door
+        yield stub_of
 
 
-def _ask(search: ServerSearch, door: Doors, timeout: float) -> None:
+def _ask(search: ServerSearch, stub_of: StubOf, timeout: float) -> None:
     """Ask all servers at the same time, so that one that hangs does not delay the others."""
     calls: list[tuple[str, Any]] = []
     with interruptible.deferred(lambda _: [call.cancel() for _, call in calls]):
         for address in search.to_ask():
             calls.append(
-                (address, door(address).Describe.future(ps.DescribeRequest(), timeout=timeout))
+                (address, stub_of(address).Describe.future(ps.DescribeRequest(), timeout=timeout))
             )
         for address, call in calls:
             try:
@@ -148,13 +150,15 @@ def _ask(search: ServerSearch, door: Doors, timeout: float) -> None:
                 search.answered(address, answer, time.monotonic())
 
 
-def _introduce(search: ServerSearch, door: Doors) -> None:
+def _introduce(search: ServerSearch, stub_of: StubOf) -> None:
     for address, leader in search.introductions():
         with (
             contextlib.suppress(UnreachableError),
             translated(f"the server at {address} (Introduce)"),
         ):
-            door(address).Introduce(ps.IntroduceRequest(coordinator=leader), timeout=CALL_SECONDS)
+            stub_of(address).Introduce(
+                ps.IntroduceRequest(coordinator=leader), timeout=CALL_SECONDS
+            )
 
 
 def _described(message: ps.DescribeResponse, address: str) -> ServerDescription:

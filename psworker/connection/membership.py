@@ -26,17 +26,17 @@ from psworker.core.activity import CallActivity
 from psworker.core.push_sequence import PushSequence
 from psworker.session.drain import Drain
 from psworker.session.reports import ReportBuffer, ValueReport
-from psworker.transport.grpc import Transport
+from psworker.transport.interface import Transport
 
 BEATS_PER_LEASE = 5
 MIN_CALL_SECONDS = 1.0
 MIN_INTERVAL_SECONDS, MAX_INTERVAL_SECONDS = 0.01, 1.0
 SILENT_SECONDS = 2.0
 """Time without an answer, two heartbeats in a row, before it is logged."""
-LOOK_SECONDS = 0.25
+SEARCH_SECONDS = 0.25
 """Longest deadline and longest pause while a worker looks for a new primary."""
 
-LOST = (FencedError, MismatchError, NonFiniteError, SnapshotError, TooFewWorkersError)
+FINAL_ERRORS = (FencedError, MismatchError, NonFiniteError, SnapshotError, TooFewWorkersError)
 """Answers to a heartbeat that end the membership."""
 
 log = logging.getLogger("psworker")
@@ -75,8 +75,8 @@ class WorkerMembership:
         workers: Number of registered workers, as of the last answer.
         is_first: This worker is the first of them, as of the last answer.
         pushes: Numbers of this worker's pushes.
-        received: Number of batches received so far, by loop.
-        at_least: Smallest version that a pull may return.
+        received_batches: Number of batches received so far, by loop.
+        min_version: Smallest version that a pull may return.
         progress: Progress for the next heartbeat.
         stopping: The job ends.
     """
@@ -98,8 +98,8 @@ class WorkerMembership:
         self.reports = ReportBuffer(time.monotonic)
         self.workers, self.is_first = 0, False
         self.pushes = PushSequence()
-        self.received: dict[int, int] = {}
-        self.at_least = 0
+        self.received_batches: dict[int, int] = {}
+        self.min_version = 0
         self.progress = StepProgress()
         self.stopping = False
         self._lost: PSError | None = None
@@ -108,9 +108,9 @@ class WorkerMembership:
         """Return whether this loop had ended when the worker joined."""
         return loop < self._known_loops and loop not in self._open_loops
 
-    def expect(self, version: int) -> None:
+    def require_version(self, version: int) -> None:
         """Require at least this version from later pulls."""
-        self.at_least = max(self.at_least, version)
+        self.min_version = max(self.min_version, version)
 
     def lose(self, error: PSError) -> None:
         """Record that the membership is lost. Only the first error is kept."""
@@ -132,8 +132,8 @@ class WorkerMembership:
         if isinstance(self._lost, QuarantinedError):
             self.check()
 
-    def beat(
-        self, lane: Transport, timeout: float, drain: Drain, no_call_seconds: float = 0.0
+    def send_heartbeat(
+        self, transport: Transport, timeout: float, drain: Drain, no_call_seconds: float = 0.0
     ) -> str:
         """Send one heartbeat; return why no server answered, or an empty text.
 
@@ -155,14 +155,14 @@ class WorkerMembership:
             values=self.wire_values(reports),
         )
         try:
-            answer = lane.heartbeat(request, timeout)
-        except LOST as error:
+            answer = transport.heartbeat(request, timeout)
+        except FINAL_ERRORS as error:
             self.lose(error)
             log.info("worker %d is out of job %s: %s", self.worker, self.job, error)
         except PSError as error:
             return str(error)
         else:
-            lane.learn(self.job, answer.addresses, answer.terms, answer.standbys)
+            transport.learn(self.job, answer.addresses, answer.terms, answer.standbys)
             self.reports.confirm(reports)
             self.policy = answer.policy or self.policy
             self.learn_standing(answer)
@@ -199,24 +199,24 @@ class SilenceLogger:
 
     def __init__(self, worker: int, now: float) -> None:
         self._worker = worker
-        self._heard = now
-        self._announcer: WaitLogger | None = None
+        self._last_answer = now
+        self._wait_logger: WaitLogger | None = None
 
-    def look(self, now: float, problem: str) -> None:
+    def record(self, now: float, problem: str) -> None:
         """Record a heartbeat. problem: Why no server answered it; empty if one did."""
-        silent = now - self._heard
+        silent = now - self._last_answer
         text = f"no answer to worker {self._worker}'s heartbeats for {silent:.0f} s: {problem}"
         if not problem:
-            if self._announcer is not None:
+            if self._wait_logger is not None:
                 log.info(
                     "worker %d's heartbeats are answered again, after %.0f s", self._worker, silent
                 )
-            self._heard, self._announcer = now, None
-        elif self._announcer is not None:
-            self._announcer.say(now, text)
+            self._last_answer, self._wait_logger = now, None
+        elif self._wait_logger is not None:
+            self._wait_logger.log_if_due(now, text)
         elif silent >= SILENT_SECONDS:
-            self._announcer = WaitLogger(now)
-            self._announcer.tell(now, text)
+            self._wait_logger = WaitLogger(now)
+            self._wait_logger.log_now(now, text)
 
 
 class Heartbeat:
@@ -228,14 +228,14 @@ class Heartbeat:
 
     def __init__(
         self,
-        place: WorkerMembership,
-        lane: Transport,
+        membership: WorkerMembership,
+        transport: Transport,
         lease_seconds: float,
         drain: Drain,
         waits: PendingRequests,
     ) -> None:
-        self._place = place
-        self._lane = lane
+        self._membership = membership
+        self._transport = transport
         self._drain = drain
         self._waits = waits
         self._interval = max(
@@ -243,7 +243,7 @@ class Heartbeat:
         )
         self._stop = threading.Event()
         self._thread = threading.Thread(
-            target=self._run, name=f"heartbeat-{place.worker}", daemon=True
+            target=self._run, name=f"heartbeat-{membership.worker}", daemon=True
         )
         self._thread.start()
 
@@ -257,27 +257,32 @@ class Heartbeat:
         return max(self._interval, MIN_CALL_SECONDS)
 
     def _run(self) -> None:
-        clock = self._lane.clock
-        silence, problem = SilenceLogger(self._place.worker, clock.now()), ""
+        clock = self._transport.clock
+        silence, problem = SilenceLogger(self._membership.worker, clock.now()), ""
         activity, waits = CallActivity(clock.now()), self._waits
-        with suppress(PSError):  # the membership is lost, or the lane is closed
-            while not self._rested(bool(problem)) and not self._drain.given_up:
+        with suppress(PSError):  # the membership is lost, or the transport is closed
+            while not self._wait(bool(problem)) and not self._drain.given_up:
                 no_call = activity.beat(clock.now(), waits.calls, waits.any)
-                problem = self._place.beat(self._lane, self._call_seconds, self._drain, no_call)
-                silence.look(clock.now(), problem)
-                self._lane.end_stalled()
+                problem = self._membership.send_heartbeat(
+                    self._transport, self._call_seconds, self._drain, no_call
+                )
+                silence.record(clock.now(), problem)
+                self._transport.end_stalled()
                 self._waits.remind(clock.now())
-                self._place.check()
+                self._membership.check()
 
-    def _rested(self, silent: bool) -> bool:
+    def _wait(self, silent: bool) -> bool:
         """Wait for one interval; return whether the thread is to stop.
 
         While no server answers, the interval is used to look for a new primary.
         """
         if not silent:
             return self._stop.wait(self._interval)
-        end, pause = time.monotonic() + self._interval, min(LOOK_SECONDS, self._interval)
-        while not self._lane.look_around(self._place.job, pause) and time.monotonic() < end:
+        end, pause = time.monotonic() + self._interval, min(SEARCH_SECONDS, self._interval)
+        while (
+            not self._transport.find_primaries(self._membership.job, pause)
+            and time.monotonic() < end
+        ):
             if self._stop.wait(pause):
                 break
         return self._stop.is_set()

@@ -13,7 +13,8 @@ Theory of operation of `RetryDeadline`:
 import logging
 import math
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -22,7 +23,9 @@ from psworker.core.clock import Clock
 from psworker.session.drain import DrainedError
 
 LOG_SECONDS = 8.0  # so each wait of 10 s has a log line that names its cause
-FIRST_PAUSE, LONGEST_PAUSE = 0.05, 0.25
+FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.05, 0.25
+SLICE_SECONDS = 1.0
+"""Longest time for which a server holds a call before it names what the call waits for."""
 # Once the job is known to end, servers that do not answer do not come back.
 LAST_SECONDS = 2.0
 
@@ -41,16 +44,16 @@ class PendingRequests:
     def __init__(self) -> None:
         self.calls = 0
         self._open: set[RetryDeadline] = set()
-        self._said: dict[str, float] = {}
-        self._saying = threading.Lock()
+        self._log_times: dict[str, float] = {}
+        self._log_lock = threading.Lock()
 
-    def are_news(self, now: float, what: str) -> bool:
-        """Return whether to log that this request fails: not again within LOG_SECONDS."""
-        with self._saying:
-            self._said = {
-                each: then for each, then in self._said.items() if now - then < LOG_SECONDS
+    def can_log_failure(self, now: float, what: str) -> bool:
+        """Return whether to log that this request fails; True at most once in LOG_SECONDS."""
+        with self._log_lock:
+            self._log_times = {
+                each: then for each, then in self._log_times.items() if now - then < LOG_SECONDS
             }
-            return self._said.setdefault(what, now) == now
+            return self._log_times.setdefault(what, now) == now
 
     @property
     def any(self) -> bool:
@@ -105,12 +108,12 @@ class WaitLogger:
     def __init__(self, now: float) -> None:
         self._next = now + LOG_SECONDS
 
-    def say(self, now: float, text: str) -> None:
+    def log_if_due(self, now: float, text: str) -> None:
         """Log if LOG_SECONDS have passed since the last line."""
         if now >= self._next:
-            self.tell(now, text)
+            self.log_now(now, text)
 
-    def tell(self, now: float, text: str) -> None:
+    def log_now(self, now: float, text: str) -> None:
         """Log at once."""
         log.info(text)
         self._next = now + LOG_SECONDS
@@ -126,12 +129,12 @@ class RetryDeadline:
         self._what = what
         self._clock = clock
         self._limits = limits
-        self._started = self._heard = self._asked = clock.now()
+        self._start = self._last_answer = self._attempt_start = clock.now()
         self._slice = 0.0
-        self._announcer = WaitLogger(self._started)
-        self._whom = ""  # what the request waits for, by the last answer
-        self._silent = False  # the last attempt had no answer
-        self._pause = FIRST_PAUSE
+        self._wait_logger = WaitLogger(self._start)
+        self._cause = ""  # what the request waits for, by the last answer
+        self._is_silent = False  # the last attempt had no answer
+        self._pause = FIRST_PAUSE_SECONDS
         # Frames that have moved in this attempt, and in the attempt with most frames.
         self._frames = self._furthest = 0
 
@@ -139,26 +142,28 @@ class RetryDeadline:
         """Return the answer of `call`, repeated while no server answers."""
         while True:
             try:
-                answer = self.once(call)
+                with self.attempt():
+                    answer = call()
             except WaitTimeoutError as error:
                 self.handle_wait(str(error))
             except UnreachableError as error:
                 self.handle_failure(error)
             else:
-                self._heard = self._clock.now()
+                self._last_answer = self._clock.now()
                 return answer
 
-    def once(self, call: Callable[[], T]) -> T:
-        """Return the answer of `call`, or raise its error."""
+    @contextmanager
+    def attempt(self) -> Iterator[None]:
+        """Context in which the request is in flight."""
         self.begin_attempt()
         try:
-            return call()
+            yield
         finally:
             self.end_attempt()
 
     def begin_attempt(self) -> None:
         """Record that the request is in flight. Call `end_attempt` when the call has ended."""
-        self._asked, self._frames = self._clock.now(), 0
+        self._attempt_start, self._frames = self._clock.now(), 0
         self._limits.waits.begin(self)
 
     def record_frame(self) -> None:
@@ -168,7 +173,7 @@ class RetryDeadline:
         """
         self._frames += 1
         if self._frames > self._furthest:
-            self._furthest, self._heard = self._frames, self._clock.now()
+            self._furthest, self._last_answer = self._frames, self._clock.now()
 
     def end_attempt(self) -> None:
         """Record that the attempt has ended. May be called again."""
@@ -176,16 +181,18 @@ class RetryDeadline:
 
     def remind(self, now: float) -> None:
         """Log that the request is still in flight, if LOG_SECONDS have passed."""
-        silent = f"{self._what}: no answer for {now - self._asked:.0f} s"
-        self._announcer.say(now, f"{self._what} waits for {self._whom}" if self._whom else silent)
+        silent = f"{self._what}: no answer for {now - self._attempt_start:.0f} s"
+        self._wait_logger.log_if_due(
+            now, f"{self._what} waits for {self._cause}" if self._cause else silent
+        )
 
-    def next_wait_seconds(self, slice_seconds: float) -> float:
+    def next_wait_seconds(self, slice_seconds: float = SLICE_SECONDS) -> float:
         """Return how many seconds the next attempt may wait for other workers.
 
         At most `slice_seconds`, and half of the time for which a server may be silent.
         """
-        self._asked = self._clock.now()
-        left = min(self._started + self._limits.wait, self._limits.deadline()) - self._asked
+        self._attempt_start = self._clock.now()
+        left = min(self._start + self._limits.wait, self._limits.deadline()) - self._attempt_start
         self._slice = max(0.0, min(slice_seconds, self._limits.connect / 2, left))
         return self._slice
 
@@ -195,47 +202,47 @@ class RetryDeadline:
         Raises UnreachableError after too long a silence, DrainedError where the job has ended.
         """
         if error.reason == "NOT_READY":  # the server answers, so this is a wait, not silence
-            self._clock.sleep(FIRST_PAUSE)
+            self._clock.sleep(FIRST_PAUSE_SECONDS)
             return self.handle_wait(f"a server that is not ready: {error}")
         self._limits.unanswered()
         self._limits.check()
         now = self._clock.now()
-        silent, limit = now - self._heard, self._limits.connect
+        silent, limit = now - self._last_answer, self._limits.connect
         if self._limits.hurry() and silent >= min(limit, LAST_SECONDS):
             raise DrainedError(f"the job is over, and its servers are gone: {error}") from error
         if silent >= limit:
             raise UnreachableError(f"{error} (tried for {silent:.0f} s)", error.reason) from error
         text = f"{self._what}: trying again for {limit - silent:.0f} s: {error}"
         # The first failure is logged at once, but not again by another request within LOG_SECONDS.
-        if not self._silent and self._limits.waits.are_news(now, self._what):
-            self._announcer.tell(now, text)
+        if not self._is_silent and self._limits.waits.can_log_failure(now, self._what):
+            self._wait_logger.log_now(now, text)
         else:
-            self._announcer.say(now, text)
-        self._silent, self._whom = True, ""
-        self._clock.sleep(min(self._pause, LONGEST_PAUSE))
+            self._wait_logger.log_if_due(now, text)
+        self._is_silent, self._cause = True, ""
+        self._clock.sleep(min(self._pause, LONGEST_PAUSE_SECONDS))
         self._pause *= 2
         return self._limits.check()
 
-    def handle_wait(self, whom: str) -> None:
+    def handle_wait(self, cause: str) -> None:
         """Return when a request that has to wait may be repeated, else raise WaitTimeoutError.
 
-        whom: What the request waits for, as the answer names it.
+        cause: What the request waits for, as the answer names it.
         """
         self._limits.check()
-        now = self._heard = self._clock.now()
-        self._pause = FIRST_PAUSE
-        self._silent = False
-        self._whom = whom = whom or "the others"
-        if now - self._started >= self._limits.wait:
+        now = self._last_answer = self._clock.now()
+        self._pause = FIRST_PAUSE_SECONDS
+        self._is_silent = False
+        self._cause = cause = cause or "the others"
+        if now - self._start >= self._limits.wait:
             raise WaitTimeoutError(
-                f"{self._what} waited {now - self._started:.0f} s for {whom}", "WAIT_TIMEOUT"
+                f"{self._what} waited {now - self._start:.0f} s for {cause}", "WAIT_TIMEOUT"
             )
-        self._announcer.say(now, f"{self._what} waits for {whom}")
+        self._wait_logger.log_if_due(now, f"{self._what} waits for {cause}")
         # A server that answers at once must not be flooded with requests.
-        if now - self._asked < min(self._slice, FIRST_PAUSE):
-            self._clock.sleep(FIRST_PAUSE)
+        if now - self._attempt_start < min(self._slice, FIRST_PAUSE_SECONDS):
+            self._clock.sleep(FIRST_PAUSE_SECONDS)
 
     def restart(self) -> None:
         """Count wait and silence from now: the request has made progress, or begins only now."""
-        self._whom = ""
-        self._started = self._heard = self._clock.now()
+        self._cause = ""
+        self._start = self._last_answer = self._clock.now()

@@ -24,17 +24,14 @@ from pscommon.wire import messages as codec
 from psproto.v1 import parameter_server_pb2 as ps
 from psworker.connection.retry import TimeLimits
 from psworker.core.results import PushResult
-from psworker.exchange.open_shard_exchange import (
-    OpenShardExchange,
-    ShardDownload,
-    ShardUpload,
-)
-from psworker.exchange.shard_exchange import ShardExchange, combined
+from psworker.exchange.shard_exchange import OpenShardExchange, ShardExchange, combined
+from psworker.exchange.shard_streams import ShardDownload, ShardUpload
 from psworker.exchange.shared_buffers import ClientBuffers
-from psworker.exchange.transfer import ShardExchangeFactory, ShardTransfer
+from psworker.exchange.transfer import ShardTransfer
+from psworker.transport.interface import Transport
 from psworker.transport.streams import Cancellation
 
-TURN_SECONDS = 0.2
+WAKE_UP_SECONDS = 0.2
 
 
 class PushSteps(NamedTuple):
@@ -61,7 +58,7 @@ class OpenPush:
     Attributes:
         changed: Notified when bytes or an answer arrive, and when the push's thread ends.
         header: Header of the push without the fields that `finish` sets.
-        parts: The exchange of each shard, by shard.
+        exchanges: The exchange of each shard, by shard.
         resent: The whole push went to another number of shards, and the weights came from there.
     """
 
@@ -69,27 +66,28 @@ class OpenPush:
         self,
         steps: PushSteps,
         buffers: ClientBuffers,
-        move: ShardTransfer,
+        transfer: ShardTransfer,
         header: ps.PushPullHeader,
     ) -> None:
-        self._guard = threading.RLock()
-        self.changed = threading.Condition(self._guard)
+        self._lock = threading.RLock()
+        self.changed = threading.Condition(self._lock)
         self.header = header
-        self._steps, self._buffers, self._move = steps, buffers, move
-        self._plan = move.plan
-        self._arrivals = [
-            ShardDownload(self.changed, move, shard) for shard in range(move.plan.shards)
+        self._steps, self._buffers, self._transfer = steps, buffers, transfer
+        self._plan = transfer.plan
+        self._downloads = [
+            ShardDownload(self.changed, transfer, shard) for shard in range(transfer.plan.shards)
         ]
-        assert move.gradients is not None
-        self._openings = [
-            ShardUpload(move.plan, shard, move.gradients) for shard in range(move.plan.shards)
+        assert transfer.gradients is not None
+        self._uploads = [
+            ShardUpload(transfer.plan, shard, transfer.gradients)
+            for shard in range(transfer.plan.shards)
         ]
-        self.parts: Sequence[ShardExchange] = ()
+        self.exchanges: Sequence[ShardExchange] = ()
         self.resent = False
         self._opened: list[OpenShardExchange] = []
-        self._over = False
+        self._has_ended = False
         self._error: BaseException | None = None
-        self._finished = False
+        self._is_finished = False
         self._cancellation = Cancellation()
         self._thread = threading.Thread(target=self._run, name="psworker-flow", daemon=True)
 
@@ -103,8 +101,8 @@ class OpenPush:
 
         Bytes that were sent before are replaced.
         """
-        for opening in self._openings:
-            opening.send(ByteRange(start, stop))
+        for upload in self._uploads:
+            upload.send(ByteRange(start, stop))
 
     def finish(
         self,
@@ -115,12 +113,12 @@ class OpenPush:
         groups_json: str = "",
     ) -> PushResult:
         """Send the rest and return the outcome of the push; its weights may still be arriving."""
-        if self._finished or samples < 1:
+        if self._is_finished or samples < 1:
             raise InvalidRequestError(
-                "this push is finished" if self._finished else f"samples={samples} < 1"
+                "this push is finished" if self._is_finished else f"samples={samples} < 1"
             )
-        move = ShardTransfer(self._plan, self._move.gradients, None, frozenset(absent))
-        self._finished = True
+        transfer = ShardTransfer(self._plan, self._transfer.gradients, None, frozenset(absent))
+        self._is_finished = True
         header = ps.PushPullHeader(
             samples=samples,
             batches=codec.batches_to_proto(batches),
@@ -128,39 +126,41 @@ class OpenPush:
             groups_json=groups_json,
         )
         self._steps.begin_finish()
-        self._buffers.take_in(move)
+        self._buffers.copy_in(transfer)
         with interruptible.deferred(lambda _: None):
             with self.changed:
-                for part in () if self._over else self._opened:
-                    part.expected()
-            for shard, opening in enumerate(self._openings):
-                opening.close(header, move.sent(shard), move.outgoing(shard))
-        self._until(lambda: self.decided)
-        for part, arrival in zip(self._opened, self._arrivals, strict=True):
-            if arrival.result is not None and not self.resent:
-                part.decide(arrival.result)
-        result = combined(self.parts)
+                for exchange in () if self._has_ended else self._opened:
+                    exchange.expect_answer()
+            for shard, upload in enumerate(self._uploads):
+                upload.close(header, transfer.sent(shard), transfer.outgoing(shard))
+        self._wait_until(lambda: self.decided)
+        for exchange, download in zip(self._opened, self._downloads, strict=True):
+            if download.result is not None and not self.resent:
+                exchange.decide(download.result)
+        result = combined(self.exchanges)
         self._steps.record_decision(result)
         return result
 
     def wait(self, start: int, stop: int) -> None:
         """Wait for bytes [start, stop) of the weights buffer; raise what an exchange raises."""
-        if not self._finished:
+        if not self._is_finished:
             raise InvalidRequestError("no weights come before this push is finished")
-        span, tapes = ByteRange(start, stop), self._buffers
-        copied = bool(tapes.shards) and self._move.weights is not tapes.weights
-        self._until(lambda: not copied and all(arrival.has(span) for arrival in self._arrivals))
+        span, buffers = ByteRange(start, stop), self._buffers
+        copied = bool(buffers.shards) and self._transfer.weights is not buffers.weights
+        self._wait_until(
+            lambda: not copied and all(download.has(span) for download in self._downloads)
+        )
 
     def close(self) -> None:
         """Wait until all weights have arrived; give up a push that is not finished or has failed.
 
         May be called again.
         """
-        self._finished = True
+        self._is_finished = True
         with interruptible.deferred(lambda _: None):
-            for opening in self._openings:
-                if not opening.closed.is_set():
-                    opening.give_up()
+            for upload in self._uploads:
+                if not upload.closed.is_set():
+                    upload.give_up()
         interruptible.join(self._thread)
         self._steps.release(self)
 
@@ -169,69 +169,65 @@ class OpenPush:
         self._cancellation.cancel(InvalidRequestError("this Client is closed"))
         self.close()
 
-    def open_parts(
-        self, exchanges: ShardExchangeFactory, limits: TimeLimits, cancellation: Cancellation
-    ) -> list[OpenShardExchange]:
-        """Return one exchange per shard, to be run at the same time."""
+    def open_exchanges(
+        self,
+        transport: Transport,
+        headers: Sequence[ps.PushPullHeader],
+        limits: TimeLimits,
+        cancellation: Cancellation,
+    ) -> Sequence[OpenShardExchange]:
+        """Return one exchange per shard, to be run at the same time. headers: By shard."""
         self._cancellation = cancellation
-        self.parts = self._opened = [
-            OpenShardExchange(
-                exchanges.lane,
-                shard,
-                exchanges.header(shard, self.header),
-                (),
-                arrival,
-                limits,
-                cancellation,
+        self.exchanges = self._opened = [
+            OpenShardExchange(transport, shard, header, upload, download, limits, cancellation)
+            for shard, (header, upload, download) in enumerate(
+                zip(headers, self._uploads, self._downloads, strict=True)
             )
-            for shard, arrival in enumerate(self._arrivals)
         ]
-        for part, opening in zip(self._opened, self._openings, strict=True):
-            part.opening = opening
         return self._opened
 
-    def can_be_given_up(self, cancellation: Cancellation) -> None:
+    def set_cancellation(self, cancellation: Cancellation) -> None:
         """Set the Cancellation that ends the calls of this push."""
         self._cancellation = cancellation
 
-    def closed(self) -> tuple[ShardTransfer, ps.PushPullHeader]:
+    def wait_for_end(self) -> tuple[ShardTransfer, ps.PushPullHeader]:
         """Wait until the script has finished the push, and return all of it.
 
         Raises PSError if the script gives it up.
         """
-        for opening in self._openings:
-            opening.closed.wait()
-        closing = self._openings[0].header
+        for upload in self._uploads:
+            upload.closed.wait()
+        closing = self._uploads[0].header
         if closing is None:
             raise PSError("the push was given up")
         header = ps.PushPullHeader()
         header.CopyFrom(self.header)
         header.MergeFrom(closing)
-        return replace(self._move, absent=frozenset(closing.absent)), header
+        return replace(self._transfer, absent=frozenset(closing.absent)), header
 
     @property
     def decided(self) -> bool:
         """True once all shards have answered with the outcome of the push."""
-        return all(arrival.result is not None for arrival in self._arrivals)
+        return all(download.result is not None for download in self._downloads)
 
     @property
     def may_count(self) -> bool:
         """True if a server may have received the whole push."""
-        return any(opening.header is not None for opening in self._openings)
+        return any(upload.header is not None for upload in self._uploads)
 
-    def _until(self, done: Callable[[], bool]) -> None:
+    def _wait_until(self, done: Callable[[], bool]) -> None:
         # Most waits end here. Ctrl-C cannot interrupt the acquisition of this lock, as it can
         # interrupt that of a condition.
-        with self._guard:
-            ends = self._over or done()
+        with self._lock:
+            ends = self._has_ended or done()
         try:
             if not ends:
                 with (
                     interruptible.deferred(lambda interrupt: self._cancellation.cancel(interrupt)),
                     self.changed,
                 ):
-                    while not self._over and not done():
-                        self.changed.wait(TURN_SECONDS)
+                    while not self._has_ended and not done():
+                        self.changed.wait(WAKE_UP_SECONDS)
         except BaseException as interrupt:
             # The second Ctrl-C: without this, `close` would wait for the calls.
             self._cancellation.cancel(interrupt)
@@ -241,11 +237,11 @@ class OpenPush:
 
     def _run(self) -> None:
         try:
-            self._steps.run(self, self._move)
+            self._steps.run(self, self._transfer)
         except BaseException as error:
             self._error = error
         with self.changed:
-            self._over = True
-            for part in self._opened:
-                part.over()
+            self._has_ended = True
+            for exchange in self._opened:
+                exchange.end_wait()
             self.changed.notify_all()

@@ -8,6 +8,8 @@ Theory of operation of `ShardExchange`:
   same number, so the push counts at most once.
 - Outcome without weights: the next attempt is a pull.
 - Finished: the push is decided and the requested weights have arrived.
+
+`OpenShardExchange` begins before the push is complete; only its first attempt differs.
 """
 
 from collections.abc import Sequence
@@ -25,10 +27,11 @@ from pscommon.core.errors import (
     error_for,
 )
 from psproto.v1 import parameter_server_pb2 as ps
-from psworker.connection.retry import RetryDeadline, TimeLimits
-from psworker.connection.shard_call import SLICE_SECONDS
+from psworker.connection.retry import SLICE_SECONDS, RetryDeadline, TimeLimits
 from psworker.core.results import PushResult, Status
-from psworker.transport.grpc import Transport
+from psworker.exchange.shard_streams import ShardUpload
+from psworker.exchange.transfer import STATUS
+from psworker.transport.interface import Transport
 from psworker.transport.streams import AnswerReceiver, Cancellation, ExchangeAnswer
 
 REFUSALS = (FencedError, MismatchError, InvalidRequestError)
@@ -39,13 +42,8 @@ SPARE_SECONDS = 30.0
 
 SLOWEST_BYTES_PER_SECOND = 10e6
 
-STATUS: dict[int, Status] = {
-    ps.OUTCOME_NONE: "none",
-    ps.OUTCOME_APPLIED: "applied",
-    ps.OUTCOME_DUPLICATE: "duplicate",
-    ps.OUTCOME_STALE: "stale",
-    ps.OUTCOME_REJECTED: "rejected",
-}
+LONGEST_BACKWARD_SECONDS = 24 * 3600.0
+"""Deadline of a call that is open while the script computes. Pings detect a lost server."""
 
 
 class SentBefore(Enum):
@@ -77,7 +75,7 @@ class ShardExchange:
 
     def __init__(
         self,
-        lane: Transport,
+        transport: Transport,
         shard: int,
         header: ps.PushPullHeader,
         send: Sequence[memoryview],
@@ -89,7 +87,7 @@ class ShardExchange:
         self.result = ps.ExchangeResult()
         self.version = 0
         self.lost_memory = False
-        self._lane = lane
+        self._transport = transport
         self._shard = shard
         self._header = header
         self._send = send
@@ -102,9 +100,9 @@ class ShardExchange:
             view.nbytes for view in (*send, *receiver.views(ps.ExchangeResult(pulled=True)))
         )
         self._silence = limits.connect / 2
-        self._retry = RetryDeadline(self._what(), lane.clock, limits)
+        self._retry = RetryDeadline(self._name(), transport.clock, limits)
         receiver.moved = self._retry.record_frame
-        self._started = self._ended = lane.clock.now()
+        self._started = self._ended = transport.clock.now()
         self._pull_seconds = 0.0
         self._attempts = 0
         self._was_pending = False
@@ -135,16 +133,18 @@ class ShardExchange:
 
     def run(self) -> None:
         """Make all attempts in the calling thread."""
-        while not self.step(SLICE_SECONDS):
+        while not self.step():
             pass
 
-    def step(self, slice_seconds: float) -> bool:
+    def step(self, may_wait: bool = True) -> bool:
         """Make one attempt; return whether the exchange is finished.
 
-        slice_seconds: Longest time for which the server may hold the call.
+        may_wait: The server may hold the call while the push is not decided.
         """
+        wait = self._retry.next_wait_seconds(SLICE_SECONDS if may_wait else 0.0)
         try:
-            answer = self._asked(self._retry.next_wait_seconds(slice_seconds))
+            with self._retry.attempt():
+                answer = self._attempt(wait)
         except (WaitTimeoutError, InFlightError) as error:
             self._retry.handle_wait(str(error))
         except UnreachableError as error:
@@ -158,18 +158,11 @@ class ShardExchange:
             return self._take(answer)
         return False
 
-    def _asked(self, wait: float) -> ExchangeAnswer:
-        self._retry.begin_attempt()
-        try:
-            return self._attempt(wait)
-        finally:
-            self._retry.end_attempt()
-
     def _attempt(self, wait: float) -> ExchangeAnswer:
         self._attempts += self._pushes
         self._header.wait_ms = round(wait * 1000)
         timeout = wait + min(SPARE_SECONDS, self._silence) + self._nbytes / SLOWEST_BYTES_PER_SECOND
-        return self._lane.exchange(
+        return self._transport.exchange(
             self._shard, self._header, self._send, self._receiver, timeout, self._cancellation
         )
 
@@ -181,7 +174,7 @@ class ShardExchange:
             return False
         if result.outcome not in STATUS:
             raise PSError(
-                f"{self._who()} answered with outcome {result.outcome}, which this version does "
+                f"{self._server()} answered with outcome {result.outcome}, which this version does "
                 f"not know"
             )
         self.decide(result)
@@ -193,12 +186,12 @@ class ShardExchange:
         if self._pushes or not self.result.outcome:
             self.result = result
         self.version = result.version
-        self._ended = self._lane.clock.now()
+        self._ended = self._transport.clock.now()
 
     def _pull_alone(self) -> bool:
         """Make the next attempt a pull: the push is decided, but no weights came with it."""
         if not self._pushes:
-            raise PSError(f"{self._who()} sent no weights")
+            raise PSError(f"{self._server()} sent no weights")
         before = self._header
         self._header = ps.PushPullHeader(
             job=before.job,
@@ -211,7 +204,7 @@ class ShardExchange:
         self._pushes = False
         return False
 
-    def _what(self) -> str:
+    def _name(self) -> str:
         header = self._header
         name = (
             "the initial weights"
@@ -220,13 +213,80 @@ class ShardExchange:
             if header.seq
             else "a pull"
         )
-        return f"{name} of worker {header.worker} on {self._who()}"
+        return f"{name} of worker {header.worker} on {self._server()}"
 
-    def _who(self) -> str:
-        return f"shard {self._shard} at {self._lane.addresses[self._shard]}"
+    def _server(self) -> str:
+        return f"shard {self._shard} at {self._transport.addresses[self._shard]}"
 
 
-def combined(parts: Sequence[ShardExchange]) -> PushResult:
+class OpenShardExchange(ShardExchange):
+    """A shard's exchange whose first attempt begins before the push is complete.
+
+    upload: The bytes of the push for this shard.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        shard: int,
+        header: ps.PushPullHeader,
+        upload: ShardUpload,
+        receiver: AnswerReceiver,
+        limits: TimeLimits,
+        cancellation: Cancellation,
+    ) -> None:
+        super().__init__(transport, shard, header, (), receiver, limits, cancellation)
+        self._upload = upload
+        self._is_complete = False
+
+    def _attempt(self, wait: float) -> ExchangeAnswer:
+        upload = self._upload
+        if not self._attempts and not self._header.memory and not upload.closed.is_set():
+            return self._first_attempt(wait)
+        if not self._is_complete:
+            self._wait_for_close()
+        return super()._attempt(wait)
+
+    def _first_attempt(self, wait: float) -> ExchangeAnswer:
+        self._attempts += 1
+        self._header.open, self._header.wait_ms = True, round(wait * 1000)
+        frames = self._upload.frames(self._header)
+        self._retry.end_attempt()  # the call waits for the script: see `expect_answer`
+        try:
+            return self._transport.exchange(
+                self._shard,
+                self._header,
+                (),
+                self._receiver,
+                LONGEST_BACKWARD_SECONDS,
+                self._cancellation,
+                frames,
+            )
+        finally:
+            self._retry.restart()  # the time in which the script computed is not silence
+
+    def expect_answer(self) -> None:
+        """Record that the push is being closed: from here on the server has to answer."""
+        self._retry.begin_attempt()
+
+    def end_wait(self) -> None:
+        """Record that no answer is expected any more."""
+        self._retry.end_attempt()
+
+    def _wait_for_close(self) -> None:
+        """Wait until the push is complete, and use its bytes and header for the next attempt."""
+        self._retry.end_attempt()
+        self._upload.closed.wait()
+        self._retry.begin_attempt()
+        if self._upload.header is None:
+            raise PSError("the push was given up")
+        self._send, self._is_complete = self._upload.views, True
+        self._header.MergeFrom(self._upload.header)
+        self._header.open = False
+        self._retry.restart()
+
+
+def combined(exchanges: Sequence[ShardExchange]) -> PushResult:
     """Return one result for all shards.
 
     All shards follow one log and decide alike, but one of them may not know the reason any more.
@@ -236,26 +296,30 @@ def combined(parts: Sequence[ShardExchange]) -> PushResult:
         MismatchError: The push was rejected because it belongs to another job or model.
         InvalidRequestError: The request cannot be a push of this job.
     """
-    unfit = next((part for part in parts if part.status in ("rejected", "stale")), None)
-    if unfit is not None and unfit.status == "rejected":
-        _raise_if_out(unfit)
+    failed = next(
+        (exchange for exchange in exchanges if exchange.status in ("rejected", "stale")), None
+    )
+    if failed is not None and failed.status == "rejected":
+        _raise_refusal(failed)
     status = (
-        unfit.status
-        if unfit
+        failed.status
+        if failed
         else "applied"
-        if any(p.status == "applied" for p in parts)
-        else parts[0].status
+        if any(exchange.status == "applied" for exchange in exchanges)
+        else exchanges[0].status
     )
     return PushResult(
         status=status,
-        version=min(part.version for part in parts),
-        staleness=max(part.result.staleness for part in parts),
-        reason=unfit.reason if unfit else "",
-        seconds=max((part.seconds for part in parts), key=lambda row: sum(row.values())),
+        version=min(exchange.version for exchange in exchanges),
+        staleness=max(exchange.result.staleness for exchange in exchanges),
+        reason=failed.reason if failed else "",
+        seconds=max(
+            (exchange.seconds for exchange in exchanges), key=lambda row: sum(row.values())
+        ),
     )
 
 
-def _raise_if_out(part: ShardExchange) -> None:
-    reason = part.result.reason
+def _raise_refusal(exchange: ShardExchange) -> None:
+    reason = exchange.result.reason
     if reason in REASONS and issubclass(REASONS[reason].error, REFUSALS):
-        raise error_for(reason, part.result.detail or reason)
+        raise error_for(reason, exchange.result.detail or reason)

@@ -4,7 +4,8 @@ The servers read gradients from it and write weights to it.
 """
 
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 from pscommon.core.errors import (
     FencedError,
@@ -17,8 +18,9 @@ from pscommon.settings.values import Lanes
 from pscommon.system.shared_memory import NoSharedMemoryError, SharedRegion, sweep
 from psproto.v1 import parameter_server_pb2 as ps
 from psworker.connection.membership import WorkerMembership
+from psworker.exchange.shard_exchange import ShardExchange
 from psworker.exchange.transfer import ShardTransfer
-from psworker.transport.grpc import Transport
+from psworker.transport.interface import Transport
 
 log = logging.getLogger("psworker")
 
@@ -37,22 +39,31 @@ class ClientBuffers:
         shards: Shards that have attached the current offer.
     """
 
-    def __init__(self, nbytes: int, lanes: Lanes) -> None:
+    def __init__(self, nbytes: int, is_shared: bool = True, is_required: bool = False) -> None:
+        """Create the buffers.
+
+        Args:
+            nbytes: Size of each buffer.
+            is_shared: Offer the memory to the servers.
+            is_required: Fail if a server cannot attach it.
+        """
         self.number = 0
         self.shards: frozenset[int] = frozenset()
-        self._lanes = lanes
-        self._wanted = lanes != "grpc"
+        self._is_required = is_required
+        self._is_wanted = is_shared
         self._offers = 0
-        self._held = self._detaches = False
+        self._is_held = self._detach_on_release = False
+        # A weights buffer, and the version by shard that it holds.
+        self._pulled: tuple[memoryview, list[int]] | None = None
         self._region = SharedRegion(2 * nbytes)
         self.gradients, self.weights = self._region.memory[:nbytes], self._region.memory[nbytes:]
 
     @property
     def is_to_be_offered(self) -> bool:
         """True if `offer` would send requests."""
-        return self._wanted and not self.number and not self._held
+        return self._is_wanted and not self.number and not self._is_held
 
-    def offer(self, lane: Transport, place: WorkerMembership, timeout: float) -> None:
+    def offer(self, transport: Transport, membership: WorkerMembership, timeout: float) -> None:
         """Offer the memory to all servers, unless there is a current offer.
 
         Shards that cannot attach it use gRPC. If a server does not answer, all shards use gRPC
@@ -68,41 +79,85 @@ class ClientBuffers:
         if not self.is_to_be_offered:
             return
         try:
-            reasons = self._offer(lane, place, timeout)
+            reasons = self._offer(transport, membership, timeout)
         except PSError as error:
             self.detach()
             if isinstance(error, UnreachableError):
                 return
             raise
-        if self._lanes == "shm" and reasons:
+        if self._is_required and reasons:
             self.detach()
-            raise InvalidRequestError(f"--lanes shm is not possible: {'; '.join(reasons)}")
+            raise InvalidRequestError(
+                f"`--lanes shm` is not possible: {'; '.join(reasons)}. Try: `--lanes auto`"
+            )
         if self.shards:
             others = f", over gRPC to the others: {'; '.join(reasons)}" if reasons else ""
             log.info(
                 "tensors move through shared memory to shards %s%s", sorted(self.shards), others
             )
         if not self.shards:
-            self._wanted = False
+            self._is_wanted = False
             self.detach()
             log.info("tensors move over gRPC, not shared memory: %s", reasons[0])
 
-    def take_in(self, move: ShardTransfer) -> None:
+    def copy_in(self, transfer: ShardTransfer) -> None:
         """Copy the gradients of attached shards to shared memory, unless they are there already."""
-        if move.gradients is not None and move.gradients is not self.gradients:
-            inner = ShardTransfer(move.plan, self.gradients, None, move.absent, move.everything)
+        if transfer.gradients is not None and transfer.gradients is not self.gradients:
+            inner = ShardTransfer(
+                transfer.plan, self.gradients, None, transfer.absent, transfer.everything
+            )
             for shard in self.shards:
-                _copy(move.sent(shard), inner.sent(shard))
+                _copy(transfer.sent(shard), inner.sent(shard))
 
-    def give_out(self, move: ShardTransfer, lost: Collection[int]) -> None:
+    def headers(
+        self, transfer: ShardTransfer, header: ps.PushPullHeader, membership: WorkerMembership
+    ) -> list[ps.PushPullHeader]:
+        """Return the header for each shard: addressed, and with the fields about the memory."""
+        header.job, header.worker = membership.job, membership.worker
+        header.min_version, header.shards = membership.min_version, transfer.plan.shards
+        versions, found = self._held_versions(transfer, header), []
+        for shard in range(transfer.plan.shards):
+            own = ps.PushPullHeader()
+            own.CopyFrom(header)
+            own.memory = self.number if shard in self.shards else 0
+            if versions is not None:
+                own.have = versions[shard]
+            found.append(own)
+        return found
+
+    def _held_versions(
+        self, transfer: ShardTransfer, header: ps.PushPullHeader
+    ) -> list[int] | None:
+        """Return the version by shard that the weights buffer holds; None asks for all tensors.
+
+        A pull without a push always asks for all tensors.
+        """
+        if self._pulled is None or self._pulled[0] is not transfer.weights:
+            return None
+        pushes = header.seq > 0 and header.pull == ps.PULL_STEP
+        return self._pulled[1] if pushes else None
+
+    def take_weights(self, transfer: ShardTransfer, exchanges: Sequence[ShardExchange]) -> None:
         """Copy the weights that attached shards have written to the transfer's buffer.
 
-        lost: Shards that have sent their weights over gRPC instead.
+        exchanges: The finished exchanges, by shard.
         """
-        if move.weights is not None and move.weights is not self.weights:
-            inner = ShardTransfer(move.plan, None, self.weights, move.absent, move.everything)
+        lost = [shard for shard, exchange in enumerate(exchanges) if exchange.lost_memory]
+        if transfer.weights is not None and transfer.weights is not self.weights:
+            inner = ShardTransfer(
+                transfer.plan, None, self.weights, transfer.absent, transfer.everything
+            )
             for shard in self.shards.difference(lost):
-                _copy(inner.received(shard), move.received(shard))
+                _copy(inner.received(shard), transfer.received(shard))
+        if transfer.weights is not None:
+            self._pulled = transfer.weights, [exchange.version for exchange in exchanges]
+        if lost:
+            self.detach()
+
+    def reset(self) -> None:
+        """Share no memory, and assume no version of the weights: an exchange has failed."""
+        self._pulled = None
+        self.detach()
 
     def detach(self) -> None:
         """Make the memory private again: servers and worker no longer see each other's writes.
@@ -110,25 +165,27 @@ class ClientBuffers:
         While the memory is held, the detachment waits for `release`.
         """
         self.number, self.shards = 0, frozenset()
-        self._detaches = self._held
-        if not self._held:
+        self._detach_on_release = self._is_held
+        if not self._is_held:
             self._region.detach()
 
     def hold(self) -> None:
         """Keep the mapping: the script computes while another thread transfers bytes."""
-        self._held = True
+        self._is_held = True
 
     def release(self) -> None:
         """Allow remapping: no other thread transfers bytes. May be called again."""
-        self._held = False
-        if self._detaches:
+        self._is_held = False
+        if self._detach_on_release:
             self.detach()
 
     def close(self) -> None:
         """Remove the shared file's name. Views that are still in use stay valid."""
         self._region.hide()
 
-    def _offer(self, lane: Transport, place: WorkerMembership, timeout: float) -> Sequence[str]:
+    def _offer(
+        self, transport: Transport, membership: WorkerMembership, timeout: float
+    ) -> Sequence[str]:
         """Return the reason of each shard that did not attach the memory."""
         sweep()
         try:
@@ -137,8 +194,8 @@ class ClientBuffers:
             return [str(error)]
         self._offers += 1
         request = ps.AttachMemoryRequest(
-            job=place.job,
-            worker=place.worker,
+            job=membership.job,
+            worker=membership.worker,
             memory=self._offers,
             name=offer.name,
             nbytes=offer.nbytes,
@@ -146,7 +203,8 @@ class ClientBuffers:
         )
         try:
             answers = {
-                shard: _asked(lane, shard, request, timeout) for shard in range(len(lane.addresses))
+                shard: _attach(transport, shard, request, timeout)
+                for shard in range(len(transport.addresses))
             }
         finally:
             self._region.hide()
@@ -155,18 +213,28 @@ class ClientBuffers:
         return [f"shard {shard}: {reason}" for shard, reason in answers.items() if reason]
 
 
+LANES: Mapping[Lanes, Callable[[int], ClientBuffers]] = {
+    "auto": ClientBuffers,
+    "grpc": partial(ClientBuffers, is_shared=False),
+    "shm": partial(ClientBuffers, is_required=True),
+}
+"""The lanes by the value of `--lanes`: each creates buffers of a size in bytes."""
+
+
 def _copy(sources: Sequence[memoryview], targets: Sequence[memoryview]) -> None:
     for source, target in zip(sources, targets, strict=True):
         target[:] = source
 
 
-def _asked(lane: Transport, shard: int, request: ps.AttachMemoryRequest, timeout: float) -> str:
+def _attach(
+    transport: Transport, shard: int, request: ps.AttachMemoryRequest, timeout: float
+) -> str:
     """Return why the shard did not attach the memory; empty if it did.
 
     Raises UnreachableError, FencedError or MismatchError.
     """
     try:
-        answer = lane.attach(shard, request, timeout)
+        answer = transport.attach(shard, request, timeout)
     except (UnreachableError, FencedError, MismatchError):
         raise
     except PSError as error:

@@ -1,17 +1,23 @@
-"""Byte ranges of the worker's flat buffers by shard, in wire order."""
+"""Byte ranges of the worker's flat buffers by shard in wire order; the status of an outcome."""
 
 import hashlib
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 from pscommon.core.errors import InvalidRequestError
 from pscommon.core.partition import ByteRange, PartitionPlan
 from psproto.v1 import parameter_server_pb2 as ps
-from psworker.connection.retry import TimeLimits
-from psworker.exchange.shard_exchange import SentBefore, ShardExchange
-from psworker.transport.grpc import Transport
-from psworker.transport.streams import AnswerReceiver, Cancellation
+from psworker.core.results import Status
+from psworker.transport.streams import AnswerReceiver
+
+STATUS: Mapping[int, Status] = {
+    ps.OUTCOME_NONE: "none",
+    ps.OUTCOME_APPLIED: "applied",
+    ps.OUTCOME_DUPLICATE: "duplicate",
+    ps.OUTCOME_STALE: "stale",
+    ps.OUTCOME_REJECTED: "rejected",
+}
+"""Status of a push by the outcome in a shard's answer; a pending push has none."""
 
 
 @dataclass(frozen=True)
@@ -38,13 +44,14 @@ class ShardTransfer:
     def __post_init__(self) -> None:
         if self.gradients is None and self.weights is None:
             raise InvalidRequestError("neither a push nor a pull")
-        for tape in (self.gradients, self.weights):
-            if tape is not None and (tape.nbytes != self.plan.nbytes or tape.format != "B"):
+        for buffer in (self.gradients, self.weights):
+            if buffer is not None and (buffer.nbytes != self.plan.nbytes or buffer.format != "B"):
                 raise InvalidRequestError(
-                    f"a tape of this model is {self.plan.nbytes} bytes, not {tape.nbytes}"
+                    f"a flat buffer of this model has {self.plan.nbytes} bytes (format B), not "
+                    f"{buffer.nbytes} (format {buffer.format})"
                 )
         if self.weights is not None and self.weights.readonly:
-            raise InvalidRequestError("the tape for the weights cannot be written to")
+            raise InvalidRequestError("the flat buffer for the weights is read-only")
         for index in self.absent:
             if (
                 not 0 <= index < len(self.plan.spec.tensors)
@@ -85,86 +92,27 @@ class ShardTransfer:
             _cut(self.weights, self.incoming(shard, unchanged)) if self.weights is not None else []
         )
 
+    def receiver(self, shard: int) -> AnswerReceiver:
+        """Return a receiver that writes the shard's bytes to `weights`."""
+        return AnswerReceiver(lambda result: self.received(shard, result.unchanged))
+
     def _others(self, shard: int) -> Iterator[ByteRange]:
         yield self.plan.range(shard, "buffer")
         if self.everything:
             yield self.plan.range(shard, "frozen")
 
 
-class ShardExchangeFactory:
-    """Creates one `ShardExchange` per shard.
-
-    Args:
-        lane: Transport to the servers.
-        move: Buffers of the transfer.
-        memory: Number of the shared-memory offer; 0 if there is none.
-        in_memory: Shards that have attached the shared memory.
-        have: Version that the weights buffer holds, by shard; None: unknown.
-    """
-
-    def __init__(
-        self,
-        lane: Transport,
-        move: ShardTransfer,
-        memory: int = 0,
-        in_memory: Collection[int] = (),
-        have: Sequence[int] | None = None,
-    ) -> None:
-        self.lane, self._move = lane, move
-        self._memory, self._in_memory = memory, in_memory
-        self._have = have
-
-    def parts(
-        self,
-        header: ps.PushPullHeader,
-        limits: TimeLimits,
-        cancellation: Cancellation,
-        sent: SentBefore,
-    ) -> list[ShardExchange]:
-        return [
-            self._part(shard, self.header(shard, header), limits, cancellation, sent)
-            for shard in range(self._move.plan.shards)
-        ]
-
-    def _part(
-        self,
-        shard: int,
-        header: ps.PushPullHeader,
-        limits: TimeLimits,
-        cancellation: Cancellation,
-        sent: SentBefore,
-    ) -> ShardExchange:
-        receiver = AnswerReceiver(partial(_received, self._move, shard))
-        return ShardExchange(
-            self.lane, shard, header, self._move.sent(shard), receiver, limits, cancellation, sent
-        )
-
-    def header(self, shard: int, header: ps.PushPullHeader) -> ps.PushPullHeader:
-        """Return a copy of the header with the fields of this shard."""
-        own = ps.PushPullHeader()
-        own.CopyFrom(header)
-        own.memory = self._memory if shard in self._in_memory else 0
-        own.shards = self._move.plan.shards
-        if self._have is not None:
-            own.have = self._have[shard]
-        return own
-
-
-def _received(move: ShardTransfer, shard: int, result: ps.ExchangeResult) -> list[memoryview]:
-    return move.received(shard, result.unchanged)
-
-
-def digest_of(move: ShardTransfer, content: bytes) -> bytes:
+def digest_of(transfer: ShardTransfer, content: bytes) -> bytes:
     """Return a digest of a push's bytes and of `content`, the serialized header.
 
     It does not depend on the partition: the number of shards may change before a retry.
     """
-    plan, digest = move.plan, hashlib.blake2b(content)
-    sections = [*plan.without(plan.section("trainable"), move.absent), plan.section("buffer")]
-    for view in _cut(move.gradients, sections) if move.gradients is not None else ():
+    plan, digest = transfer.plan, hashlib.blake2b(content)
+    sections = [*plan.without(plan.section("trainable"), transfer.absent), plan.section("buffer")]
+    for view in _cut(transfer.gradients, sections) if transfer.gradients is not None else ():
         digest.update(view)
     return digest.digest()
 
 
-def _cut(tape: memoryview, ranges: Sequence[ByteRange]) -> list[memoryview]:
-    return [tape[start:stop] for start, stop in ranges if start < stop]
+def _cut(buffer: memoryview, ranges: Sequence[ByteRange]) -> list[memoryview]:
+    return [buffer[start:stop] for start, stop in ranges if start < stop]

@@ -1,3 +1,3 @@
 """Requests to servers: the transport interface, gRPC, server addresses, and parallel calls."""
 
-__all__ = ["executor", "grpc", "streams"]
+__all__ = ["executor", "grpc", "interface", "streams"]

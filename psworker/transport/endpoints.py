@@ -3,7 +3,7 @@
 Theory of operation:
 
 - `addresses` holds the server to ask for each shard; a second address may be its standby.
-- `failed` swaps the two addresses when the first one does not answer or is not primary.
+- `switch` swaps the two addresses when the first one does not answer or is not primary.
 - A primary of a higher term replaces both addresses. A lower term changes nothing.
 - In the same term only shard 0 may move a primary, which was then restarted elsewhere.
 - Invariant: the term of a shard decreases only in `relocate`, where a new server takes the shard.
@@ -29,20 +29,24 @@ class Endpoints:
     def __init__(self, addresses: Sequence[str], given: Sequence[str] = ()) -> None:
         self.addresses: Sequence[str] = tuple(addresses)
         self._given = tuple(given)
-        self._others = [""] * len(self.addresses)
+        self._alternatives = [""] * len(self.addresses)
         self._terms = [0] * len(self.addresses)  # highest known term by shard
         # Last address from shard 0. Empty for an address that the user gave: it may be another
         # name of the same server, and stays in use.
-        self._told = ["" if address in self._given else address for address in self.addresses]
+        self._from_shard_0 = [
+            "" if address in self._given else address for address in self.addresses
+        ]
         self._shards = len(self.addresses)  # size of the job by the newest answer
         self._lock = threading.Lock()
 
     @property
-    def known(self) -> list[str]:
+    def known_addresses(self) -> list[str]:
         """All known addresses, each once."""
         return list(
             dict.fromkeys(
-                address for address in (*self._given, *self.addresses, *self._others) if address
+                address
+                for address in (*self._given, *self.addresses, *self._alternatives)
+                if address
             )
         )
 
@@ -65,24 +69,24 @@ class Endpoints:
         """
         if self._shards != len(self.addresses):
             raise LayoutError(
-                f"the job has {self._shards} servers by now, not {len(self.addresses)}", "LAYOUT"
+                f"the job has {self._shards} servers now, not {len(self.addresses)}", "LAYOUT"
             )
 
-    def told(self, shard: int, address: str, term: int, standby: str) -> set[str]:
+    def learn_from_shard_0(self, shard: int, address: str, term: int, standby: str) -> set[str]:
         """Take the address of a primary from shard 0, as `learn` does.
 
         Shard 0 also knows a primary that was restarted at another address in the same term.
         """
         with self._lock:
-            known, before = self._terms[shard], self._told[shard]
+            known, before = self._terms[shard], self._from_shard_0[shard]
             if not address and term == known:
-                self._remember(shard, standby)
+                self._set_standby(shard, standby)
             if not address or term < known:
                 return set()
-            self._told[shard] = address
+            self._from_shard_0[shard] = address
             if known in (0, term) and before not in ("", address):
                 self._terms[shard] = term
-                return self._move(shard, address, standby)
+                return self._replace(shard, address, standby)
         return self.learn(shard, address, term, standby)
 
     def learn(self, shard: int, address: str, term: int, standby: str = "") -> set[str]:
@@ -93,29 +97,29 @@ class Endpoints:
                 return set()
             self._terms[shard] = term
             if term == known or (not known and (term == 1 or address == current)):
-                self._remember(shard, standby)
+                self._set_standby(shard, standby)
                 return set()
-            return self._move(shard, address, standby)
+            return self._replace(shard, address, standby)
 
-    def _remember(self, shard: int, standby: str) -> None:
+    def _set_standby(self, shard: int, standby: str) -> None:
         """Record the standby, unless it is the server that is asked now."""
         if standby not in ("", self.addresses[shard]):
-            self._others[shard] = standby
+            self._alternatives[shard] = standby
 
-    def _move(self, shard: int, address: str, standby: str) -> set[str]:
-        void = {self.addresses[shard], self._others[shard]} - {address, standby, ""}
-        self._go(shard, address)
-        self._others[shard] = standby
+    def _replace(self, shard: int, address: str, standby: str) -> set[str]:
+        void = {self.addresses[shard], self._alternatives[shard]} - {address, standby, ""}
+        self._set_address(shard, address)
+        self._alternatives[shard] = standby
         return void
 
-    def failed(self, shard: int, address: str) -> None:
-        """Ask the other server next: this one does not answer, or is not primary."""
+    def switch(self, shard: int, address: str) -> None:
+        """Use the other server of the shard: `address` does not answer, or is not primary."""
         with self._lock:
-            if self._others[shard] and self.addresses[shard] == address:
-                other, self._others[shard] = self._others[shard], address
-                self._go(shard, other)
+            if self._alternatives[shard] and self.addresses[shard] == address:
+                other, self._alternatives[shard] = self._alternatives[shard], address
+                self._set_address(shard, other)
 
-    def _go(self, shard: int, address: str) -> None:
+    def _set_address(self, shard: int, address: str) -> None:
         self.addresses = (*self.addresses[:shard], address, *self.addresses[shard + 1 :])
 
     def relocate(self, addresses: Sequence[str]) -> set[str]:
@@ -123,16 +127,16 @@ class Endpoints:
         with self._lock:
             before = dict(enumerate(self.addresses))
             stays = [before.get(shard) == address for shard, address in enumerate(addresses)]
-            gone = {*self.addresses} - {*addresses}
+            void = {*self.addresses} - {*addresses}
             self._terms = [
                 self._terms[shard] if stays[shard] else 0 for shard in range(len(addresses))
             ]
-            self._others = [
-                self._others[shard] if stays[shard] else "" for shard in range(len(addresses))
+            self._alternatives = [
+                self._alternatives[shard] if stays[shard] else "" for shard in range(len(addresses))
             ]
-            self.addresses, self._told = tuple(addresses), list(addresses)
+            self.addresses, self._from_shard_0 = tuple(addresses), list(addresses)
             self._shards = len(addresses)
-            return gone
+            return void
 
     def check(self, shard: int, term: int) -> None:
         """Record the term of an answer.

@@ -1,16 +1,13 @@
-"""Transport of a worker's requests to the servers: the protocol, and its gRPC implementation.
-
-The layers above are the same over gRPC and in a simulation.
-"""
+"""The gRPC transport of a worker's requests: channels to all servers, and calls on them."""
 
 import itertools
 import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 import grpc
 
@@ -18,7 +15,7 @@ from pscommon.core.errors import InvalidRequestError, PSError, UnreachableError
 from pscommon.core.formats import check_wire_format
 from pscommon.system import signals as interruptible
 from pscommon.wire.channel import FRAME_BYTES, open_channel
-from pscommon.wire.frames import ExchangeStub, Frame, chunks, decode_response, encode_header
+from pscommon.wire.frames import ExchangeStub, chunks, decode_response, encode_header
 from pscommon.wire.status import translated
 from psproto.v1 import coordinator_pb2 as co
 from psproto.v1 import parameter_server_pb2 as ps
@@ -34,115 +31,7 @@ from psworker.transport.streams import (
     take,
 )
 
-T = TypeVar("T")
-
 INTRODUCTION_SECONDS = 5.0
-
-
-class Transport(Protocol):
-    """Requests to the coordinator and to each shard.
-
-    All methods raise PSErrors. `timeout` is the deadline of one call in seconds.
-
-    Attributes:
-        direct: Calls run in the caller's thread; there are no other threads and no heartbeats.
-        clock: Source of all times and pauses of the client.
-        addresses: Server addresses by shard.
-    """
-
-    direct: bool
-    clock: Clock
-
-    @property
-    def addresses(self) -> Sequence[str]: ...
-
-    def learn(
-        self, job: str, addresses: Sequence[str], terms: Sequence[int], standbys: Sequence[str]
-    ) -> None:
-        """Take the addresses that shard 0 knows.
-
-        A primary with a higher term, or one restarted elsewhere, replaces the known addresses.
-
-        Args:
-            job: The job's identifier.
-            addresses: Primaries by shard; empty where shard 0 knows none. Such a shard may not
-                know shard 0 either.
-            terms: Terms by shard; 0 where unknown.
-            standbys: Standbys by shard; empty where unknown.
-        """
-        ...
-
-    def look_around(self, job: str, timeout: float) -> bool:
-        """Ask all known servers which of them are primaries; return whether a primary is new.
-
-        For use while the coordinator does not answer.
-        """
-        ...
-
-    def end_stalled(self) -> None:
-        """End the exchanges that have moved no bytes for their timeout; call it periodically."""
-        ...
-
-    def answers(self, timeout: float) -> bool:
-        """Probe all shards at the same time; return whether all answered within the timeout."""
-        ...
-
-    def end_calls(self) -> None:
-        """End all calls in flight as if no server answered. Later calls work as usual."""
-        ...
-
-    def join(self, request: co.JoinRequest, timeout: float) -> co.JoinResponse: ...
-    def register(self, request: co.RegisterRequest, timeout: float) -> co.RegisterResponse: ...
-    def heartbeat(self, request: co.HeartbeatRequest, timeout: float) -> co.HeartbeatResponse: ...
-    def leave(self, request: co.LeaveRequest, timeout: float) -> co.LeaveResponse: ...
-    def next_batch(self, request: co.NextBatchRequest, timeout: float) -> co.NextBatchResponse: ...
-    def return_batches(
-        self, request: co.ReturnBatchesRequest, timeout: float
-    ) -> co.ReturnBatchesResponse: ...
-    def report(
-        self, request: co.ReportMetricsRequest, timeout: float
-    ) -> co.ReportMetricsResponse: ...
-    def status(self, request: co.GetStatusRequest, timeout: float) -> co.GetStatusResponse: ...
-
-    def attach(
-        self, shard: int, request: ps.AttachMemoryRequest, timeout: float
-    ) -> ps.AttachMemoryResponse: ...
-
-    def whereabouts(self, timeout: float) -> Sequence[str]:
-        """Return the servers' addresses as shard 0 knows them, by shard; empty before a join."""
-        ...
-
-    def relocate(self, addresses: Sequence[str]) -> None:
-        """Replace the servers after a reshard.
-
-        Shard 0 keeps its address, and no exchange may be under way.
-        """
-        ...
-
-    def exchange(
-        self,
-        shard: int,
-        header: ps.PushPullHeader,
-        send: Sequence[memoryview],
-        receiver: AnswerReceiver,
-        timeout: float,
-        cancellation: Cancellation,
-        frames: Iterator[bytes] | None = None,
-    ) -> ExchangeAnswer:
-        """Make one Exchange call. After an error the receiver's memory may be partly written.
-
-        Args:
-            shard: Index of the shard.
-            header: Header of the request.
-            send: Bytes to send, if header.has_data is set.
-            receiver: Memory for the bytes of the answer.
-            timeout: Deadline in seconds.
-            cancellation: Ends the call from another thread.
-            frames: Encoded frames to send instead of `header` and `send`.
-        """
-        ...
-
-    def close(self) -> None: ...
 
 
 class ServerChannel:
@@ -161,10 +50,10 @@ class ServerChannel:
     def __init__(self, address: str, tensors: bool) -> None:
         self.address = address
         self.closed = False
-        self.exchanges = ExchangeStub(channel := open_channel(address, tensors))
+        self._channel = channel = open_channel(address, tensors)
+        self.exchanges = ExchangeStub(channel)
         self.shard: ParameterServerServiceStub = ParameterServerServiceStub(channel)
         self.coordinator: CoordinatorServiceStub = CoordinatorServiceStub(channel)
-        self._channel = channel
 
     def close(self) -> None:
         """Close the channel, which ends all its calls. May be called again."""
@@ -194,72 +83,76 @@ class GrpcTransport:
 
     def __init__(self, addresses: Sequence[str], given: Sequence[str] = ()) -> None:
         self.clock = Clock(time.monotonic, time.sleep)
-        self._places = Endpoints(addresses, given)
+        self._endpoints = Endpoints(addresses, given)
         self._lock = threading.Lock()
-        self._lines: dict[tuple[str, bool], ServerChannel] = {}
+        self._channels: dict[tuple[str, bool], ServerChannel] = {}
         self._streams = TransferCalls()
         self._introductions: list[object] = []  # keeps the futures alive, so their calls go on
         self._closed = False
-        _lanes.add(self)
+        _transports.add(self)
 
     @property
     def addresses(self) -> Sequence[str]:
-        return self._places.addresses
+        return self._endpoints.addresses
 
     def learn(
         self, job: str, addresses: Sequence[str], terms: Sequence[int], standbys: Sequence[str]
     ) -> None:
-        if any(0 < term < self._places.term(0) for term in terms[:1]):
+        if any(0 < term < self._endpoints.term(0) for term in terms[:1]):
             return  # a late answer of a former primary of shard 0
-        if not self._places.count(len(addresses)):
+        if not self._endpoints.count(len(addresses)):
             return  # the next exchange raises LayoutError and finds the servers
         void: set[str] = set()
         for shard, known in enumerate(zip(addresses, terms, standbys, strict=False)):
-            void |= self._places.told(shard, *known)
-        self._leave(void)
+            void |= self._endpoints.learn_from_shard_0(shard, *known)
+        self._close_channels(void)
         # Not strict: another thread may change the number of addresses.
         first, *others = zip(self.addresses, addresses, strict=False)
-        strangers = [address for address, known in others if not known]
-        self._introductions = [self._introduce(address, job, first[0]) for address in strangers]
+        uninformed = [address for address, known in others if not known]
+        self._introductions = [self._introduce(address, job, first[0]) for address in uninformed]
 
     def _introduce(self, address: str, job: str, coordinator: str) -> object:
         """Send a shard the address of shard 0 without waiting; the next `learn` retries."""
         request = ps.IntroduceRequest(coordinator=coordinator, job=job)
         with suppress(ValueError, InvalidRequestError), interruptible.deferred(lambda _: None):
             # ValueError or InvalidRequestError: another thread has closed the channel.
-            return self._line(address).shard.Introduce.future(request, timeout=INTRODUCTION_SECONDS)
+            return self._channel(address).shard.Introduce.future(
+                request, timeout=INTRODUCTION_SECONDS
+            )
         return None
 
-    def _leave(self, gone: set[str]) -> None:
+    def _close_channels(self, addresses: set[str]) -> None:
         """Close the channels to former primaries; their calls end and are retried elsewhere."""
         with self._lock:
-            lines = [self._lines.pop(key) for key in list(self._lines) if key[0] in gone]
-        for line in lines:
-            line.close()
+            channels = [
+                self._channels.pop(key) for key in list(self._channels) if key[0] in addresses
+            ]
+        for channel in channels:
+            channel.close()
 
-    def look_around(self, job: str, timeout: float) -> bool:
-        places, calls, void = self._places, [], set[str]()
-        for address in places.known:
-            line = self._line(address)
+    def find_primaries(self, job: str, timeout: float) -> bool:
+        endpoints, calls, void = self._endpoints, [], set[str]()
+        for address in endpoints.known_addresses:
+            channel = self._channel(address)
             # gRPC raises ValueError if another thread has closed the channel.
             with suppress(ValueError):
                 calls.append(
-                    (address, line.shard.Describe.future(ps.DescribeRequest(), timeout=timeout))
+                    (address, channel.shard.Describe.future(ps.DescribeRequest(), timeout=timeout))
                 )
         for address, call in calls:
             with suppress(PSError), translated(address):
                 found = call.result()
                 check_wire_format(found.format, address, "this worker")
                 if found.job == job and found.shard < len(self.addresses):
-                    void |= places.learn(found.shard, address, found.term)
-        self._leave(void)
+                    void |= endpoints.learn(found.shard, address, found.term)
+        self._close_channels(void)
         return bool(void)
 
     def answers(self, timeout: float) -> bool:
         calls = []
         with suppress(ValueError, InvalidRequestError):  # another thread has closed the channel
             for address in self.addresses:
-                describe = self._line(address).shard.Describe
+                describe = self._channel(address).shard.Describe
                 calls.append((address, describe.future(ps.DescribeRequest(), timeout=timeout)))
         for address, call in calls:
             try:
@@ -273,53 +166,64 @@ class GrpcTransport:
 
     def end_calls(self) -> None:
         with self._lock:
-            lines, self._lines = list(self._lines.values()), {}
-        for line in lines:
-            line.close()
+            channels, self._channels = list(self._channels.values()), {}
+        for channel in channels:
+            channel.close()
 
     def join(self, request: co.JoinRequest, timeout: float) -> co.JoinResponse:
-        return self._ask("Join", lambda stub: stub.Join(request, timeout=timeout))
+        with self._coordinator("Join") as stub:
+            return stub.Join(request, timeout=timeout)
 
     def register(self, request: co.RegisterRequest, timeout: float) -> co.RegisterResponse:
-        return self._ask("Register", lambda stub: stub.Register(request, timeout=timeout))
+        with self._coordinator("Register") as stub:
+            return stub.Register(request, timeout=timeout)
 
     def heartbeat(self, request: co.HeartbeatRequest, timeout: float) -> co.HeartbeatResponse:
-        return self._ask("Heartbeat", lambda stub: stub.Heartbeat(request, timeout=timeout))
+        with self._coordinator("Heartbeat") as stub:
+            return stub.Heartbeat(request, timeout=timeout)
 
     def leave(self, request: co.LeaveRequest, timeout: float) -> co.LeaveResponse:
-        return self._ask("Leave", lambda stub: stub.Leave(request, timeout=timeout))
+        with self._coordinator("Leave") as stub:
+            return stub.Leave(request, timeout=timeout)
 
     def next_batch(self, request: co.NextBatchRequest, timeout: float) -> co.NextBatchResponse:
-        return self._ask("NextBatch", lambda stub: stub.NextBatch(request, timeout=timeout))
+        with self._coordinator("NextBatch") as stub:
+            return stub.NextBatch(request, timeout=timeout)
 
     def return_batches(
         self, request: co.ReturnBatchesRequest, timeout: float
     ) -> co.ReturnBatchesResponse:
-        return self._ask("ReturnBatches", lambda stub: stub.ReturnBatches(request, timeout=timeout))
+        with self._coordinator("ReturnBatches") as stub:
+            return stub.ReturnBatches(request, timeout=timeout)
 
     def report(self, request: co.ReportMetricsRequest, timeout: float) -> co.ReportMetricsResponse:
-        return self._ask("ReportMetrics", lambda stub: stub.ReportMetrics(request, timeout=timeout))
+        with self._coordinator("ReportMetrics") as stub:
+            return stub.ReportMetrics(request, timeout=timeout)
 
     def status(self, request: co.GetStatusRequest, timeout: float) -> co.GetStatusResponse:
-        return self._ask("GetStatus", lambda stub: stub.GetStatus(request, timeout=timeout))
+        with self._coordinator("GetStatus") as stub:
+            return stub.GetStatus(request, timeout=timeout)
 
     def attach(
         self, shard: int, request: ps.AttachMemoryRequest, timeout: float
     ) -> ps.AttachMemoryResponse:
         with (
-            self._at(shard, "AttachMemory", tensors=True) as line,
-            interruptible.deferred(line.cancel),
+            self._at(shard, "AttachMemory", tensors=True) as channel,
+            interruptible.deferred(channel.cancel),
         ):
-            return line.shard.AttachMemory(request, timeout=timeout)
+            return channel.shard.AttachMemory(request, timeout=timeout)
 
-    def whereabouts(self, timeout: float) -> Sequence[str]:
-        with self._at(0, "Describe", tensors=True) as line, interruptible.deferred(line.cancel):
-            found = tuple(line.shard.Describe(ps.DescribeRequest(), timeout=timeout).addresses)
-            self._places.count(len(found))
+    def find_addresses(self, timeout: float) -> Sequence[str]:
+        with (
+            self._at(0, "Describe", tensors=True) as channel,
+            interruptible.deferred(channel.cancel),
+        ):
+            found = tuple(channel.shard.Describe(ps.DescribeRequest(), timeout=timeout).addresses)
+            self._endpoints.count(len(found))
             return found
 
     def relocate(self, addresses: Sequence[str]) -> None:
-        self._leave(self._places.relocate(addresses))
+        self._close_channels(self._endpoints.relocate(addresses))
 
     def exchange(
         self,
@@ -331,45 +235,28 @@ class GrpcTransport:
         cancellation: Cancellation,
         frames: Iterator[bytes] | None = None,
     ) -> ExchangeAnswer:
-        self._places.check_layout()
-        header.term = self._places.term(shard)
-        with self._at(shard, "Exchange", tensors=True) as line:
-            answer = self._exchange(line, header, send, receiver, timeout, cancellation, frames)
-            self._places.check(shard, answer.result.term)
+        self._endpoints.check_layout()
+        header.term = self._endpoints.term(shard)
+        with self._at(shard, "Exchange", tensors=True) as channel:
+            if header.memory:
+                request = encode_header(header)
+                answer = _exchange_once(channel, request, receiver, timeout, cancellation, True)
+            elif frames is None and _fits_once(header, send, receiver):
+                request = encode_header(header, *(send if header.has_data else ()))
+                answer = _exchange_once(channel, request, receiver, timeout, cancellation)
+            else:
+                if frames is None and header.has_data:
+                    frames = itertools.chain([encode_header(header)], chunks(send))
+                with self._streams.open(channel.address, timeout, receiver) as stream:
+                    stub = channel.exchanges
+                    call = (
+                        stub.ask(encode_header(header))
+                        if frames is None
+                        else stub.stream(stream.watched(frames))
+                    )
+                    answer = stream.answer(call, cancellation)
+            self._endpoints.check(shard, answer.result.term)
             return answer
-
-    def _exchange(
-        self,
-        line: ServerChannel,
-        header: ps.PushPullHeader,
-        send: Sequence[memoryview],
-        receiver: AnswerReceiver,
-        timeout: float,
-        cancellation: Cancellation,
-        frames: Iterator[bytes] | None,
-    ) -> ExchangeAnswer:
-        stub, started = line.exchanges, time.monotonic()
-        if header.memory:
-            answer = _once(line, encode_header(header), timeout, cancellation)
-            return ExchangeAnswer(
-                take(answer, receiver, in_memory=True), time.monotonic() - started, 0.0
-            )
-        if frames is None and _fits_once(header, send, receiver):
-            request = encode_header(header, *(send if header.has_data else ()))
-            return ExchangeAnswer(
-                take(_once(line, request, timeout, cancellation), receiver),
-                time.monotonic() - started,
-                0.0,
-            )
-        if frames is None and header.has_data:
-            frames = itertools.chain([encode_header(header)], chunks(send))
-        with self._streams.open(line.address, timeout, receiver) as stream:
-            call = (
-                stub.ask(encode_header(header))
-                if frames is None
-                else stub.stream(stream.watched(frames))
-            )
-            return stream.answer(call, cancellation)
 
     def end_stalled(self) -> None:
         self._streams.end_stalled()
@@ -383,49 +270,50 @@ class GrpcTransport:
     def _at(self, shard: int, method: str, tensors: bool = False) -> Iterator[ServerChannel]:
         """Yield the channel to a shard's server; after a failure the next call uses the other."""
         address = self.addresses[shard]
-        line = self._line(address, tensors)
+        channel = self._channel(address, tensors)
         try:
             with translated(f"shard {shard} at {address} ({method})"):
-                yield line
+                yield channel
         except UnreachableError as error:
-            if error.reason in ("UNREACHABLE", "NOT_PRIMARY") and not line.closed:
-                self._places.failed(shard, address)
+            if error.reason in ("UNREACHABLE", "NOT_PRIMARY") and not channel.closed:
+                self._endpoints.switch(shard, address)
             raise
         except ValueError as closed:
             # gRPC raises ValueError on a closed channel: the server is no longer primary, or
             # another thread has cancelled a call on it.
-            if self._closed or not line.closed:
+            if self._closed or not channel.closed:
                 raise
             raise UnreachableError(
-                f"the line to shard {shard} at {address} was closed", "NOT_PRIMARY"
+                f"the channel to shard {shard} at {address} was closed", "NOT_PRIMARY"
             ) from closed
 
-    def _ask(self, method: str, call: Callable[[CoordinatorServiceStub], T]) -> T:
-        with self._at(0, method) as line, interruptible.deferred(line.cancel):
-            return call(line.coordinator)
+    @contextmanager
+    def _coordinator(self, method: str) -> Iterator[CoordinatorServiceStub]:
+        with self._at(0, method) as channel, interruptible.deferred(channel.cancel):
+            yield channel.coordinator
 
-    def _line(self, address: str, tensors: bool = False) -> "ServerChannel":
+    def _channel(self, address: str, tensors: bool = False) -> "ServerChannel":
         with self._lock:
             if self._closed:
                 raise InvalidRequestError("this Client is closed")
-            line = self._lines.get((address, tensors))
-            if line is None or line.closed:
-                line = self._lines[address, tensors] = ServerChannel(address, tensors)
-            return line
+            channel = self._channels.get((address, tensors))
+            if channel is None or channel.closed:
+                channel = self._channels[address, tensors] = ServerChannel(address, tensors)
+            return channel
 
-    def forget(self) -> None:
+    def drop_inherited_channels(self) -> None:
         """In a forked child: drop the parent's channels without closing them, which could hang."""
-        _inherited.extend(self._lines.values())
-        self._lock, self._lines = threading.Lock(), {}
+        _inherited.extend(self._channels.values())
+        self._lock, self._channels = threading.Lock(), {}
 
 
-_lanes: "weakref.WeakSet[GrpcTransport]" = weakref.WeakSet()
+_transports: "weakref.WeakSet[GrpcTransport]" = weakref.WeakSet()
 _inherited: list[Any] = []
 
 
 def _after_fork() -> None:
-    for lane in list(_lanes):
-        lane.forget()
+    for transport in list(_transports):
+        transport.drop_inherited_channels()
 
 
 os.register_at_fork(after_in_child=_after_fork)
@@ -435,25 +323,32 @@ def _fits_once(
     header: ps.PushPullHeader, send: Sequence[memoryview], receiver: AnswerReceiver
 ) -> bool:
     """Return whether one message in each direction suffices."""
-    most = ps.ExchangeResult(pulled=header.pull != ps.PULL_NONE)
+    answer = ps.ExchangeResult(pulled=header.pull != ps.PULL_NONE)
     return (
         sum(view.nbytes for view in send)
         <= FRAME_BYTES
-        >= sum(view.nbytes for view in receiver.views(most))
+        >= sum(view.nbytes for view in receiver.views(answer))
     )
 
 
-def _once(
-    line: ServerChannel, request: bytes, timeout: float, cancellation: Cancellation
-) -> Iterator[Frame[ps.ExchangeResult]]:
-    once: Any = line.exchanges.once
-    call: Any = line
+def _exchange_once(
+    channel: ServerChannel,
+    request: bytes,
+    receiver: AnswerReceiver,
+    timeout: float,
+    cancellation: Cancellation,
+    in_memory: bool = False,
+) -> ExchangeAnswer:
+    """Exchange one message in each direction. in_memory: The bytes are in shared memory."""
+    once: Any = channel.exchanges.once
+    call: Any = channel
+    started = time.monotonic()
     if not cancellation.alone:  # a blocking call spares one of gRPC's threads
         call = once.future(request, timeout=timeout)
     cancellation.attach(call)
     try:
-        return iter(
-            [decode_response(once(request, timeout=timeout) if call is line else call.result())]
-        )
+        answer = once(request, timeout=timeout) if call is channel else call.result()
     finally:
         cancellation.detach(call)
+    result = take(iter([decode_response(answer)]), receiver, in_memory)
+    return ExchangeAnswer(result, time.monotonic() - started, 0.0)

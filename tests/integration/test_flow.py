@@ -173,7 +173,7 @@ def test_a_push_that_is_given_up_leaves_nothing(lanes: Any, cluster: Make) -> No
         flow.close()
 
         assert flow.header.seq == 4
-        assert all((part._header.memory != 0) is (lanes == "shm") for part in flow.parts)
+        assert all((part._header.memory != 0) is (lanes == "shm") for part in flow.exchanges)
         assert counted(client.pull()) == 1
         until(
             lambda: all(server.engine.budget.used == 0 for server in made.servers),
@@ -228,7 +228,9 @@ def test_worker_that_is_out_of_the_job_hears_of_it_at_finish(lanes: Any, cluster
     made = cluster(2, policy="async")
     with counter(made.address, lanes=lanes) as client, counter(made.address) as other:
         flow = client.begin()
-        client._connection.lane.leave(co.LeaveRequest(job=client.job, worker=client.worker), 5.0)
+        client._connection.transport.leave(
+            co.LeaveRequest(job=client.job, worker=client.worker), 5.0
+        )
         with pytest.raises(FencedError):
             flow.finish()
         flow.close()

@@ -200,7 +200,7 @@ def test_a_worker_whose_bytes_move_is_not_dropped(
 ) -> None:
     """Where they fill its line no heartbeat may get through; and whoever sends neither is lost."""
     servers = cluster(2, lease=2.0, lanes="grpc")
-    monkeypatch.setattr(WorkerMembership, "beat", lambda place, *args: "")
+    monkeypatch.setattr(WorkerMembership, "send_heartbeat", lambda place, *args: "")
     lane = TricklingLane(servers.addresses.split(","))
     lane.slow = slow
     with Client(lane=lane) as client:

@@ -37,7 +37,7 @@ class LosesShard(GrpcTransport):
     def exchange(self, shard: int, header: ps.PushPullHeader, *args: Any) -> ExchangeAnswer:
         answer = super().exchange(shard, header, *args)
         if shard == 1 and header.seq:
-            self._places._go(1, f"127.0.0.1:{free_port()}")
+            self._endpoints._set_address(1, f"127.0.0.1:{free_port()}")
             raise UnreachableError("shard 1 does not answer", "UNREACHABLE")
         return answer
 

@@ -148,7 +148,7 @@ def test_unclosed_client_does_not_keep_its_process(cluster: FakeCluster, ending:
 DROPS = """
 import gc
 gc.disable()
-lane = client._connection.lane
+lane = client._connection.transport
 client.myself = client  # only the collector finds it
 del client
 """
@@ -160,7 +160,7 @@ def test_client_that_is_collected_in_the_midst_of_a_call(cluster: FakeCluster) -
     """
     program = """
 from psproto.v1.parameter_server_pb2 import DescribeRequest
-describe = lane._line(lane.addresses[0]).shard.Describe
+describe = lane._channel(lane.addresses[0]).shard.Describe
 
 class Operations(tuple):
     def __iter__(self):  # when the call is there, and nothing has been started on it

@@ -4,7 +4,7 @@ from typing import Any
 
 from pscommon.core.errors import UnreachableError
 from psworker.core.clock import Clock
-from psworker.transport.grpc import Transport
+from psworker.transport.interface import Transport
 
 HOUR = 3600.0
 
@@ -21,9 +21,9 @@ class BreakableLane:
     def die(self) -> None:
         self._dead = True
 
-    def look_around(self, job: str, timeout: float) -> bool:
+    def find_primaries(self, job: str, timeout: float) -> bool:
         """Never fails: over a dead line nobody new is found."""
-        return not self._dead and self._lane.look_around(job, timeout)
+        return not self._dead and self._lane.find_primaries(job, timeout)
 
     def end_stalled(self) -> None:
         self._lane.end_stalled()

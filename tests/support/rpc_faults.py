@@ -18,7 +18,8 @@ from pscommon.core.errors import UnreachableError
 from psproto.v1 import coordinator_pb2 as co
 from psproto.v1 import parameter_server_pb2 as ps
 from psworker.connection.discovery import discover
-from psworker.transport.grpc import GrpcTransport, Transport
+from psworker.transport.grpc import GrpcTransport
+from psworker.transport.interface import Transport
 from psworker.transport.streams import AnswerReceiver, Cancellation, ExchangeAnswer
 
 T = TypeVar("T")
@@ -129,8 +130,8 @@ class FaultyLane:
     ) -> None:
         self.lane.learn(job, addresses, terms, standbys)
 
-    def look_around(self, job: str, timeout: float) -> bool:
-        return self.lane.look_around(job, timeout)
+    def find_primaries(self, job: str, timeout: float) -> bool:
+        return self.lane.find_primaries(job, timeout)
 
     def end_stalled(self) -> None:
         self.lane.end_stalled()

@@ -18,7 +18,7 @@ def pushes(cluster: FakeCluster) -> list[ps.PushPullHeader]:
 
 def hour_skipper(client: Client) -> Callable[[], None]:
     """What is called to let an hour pass, for this client."""
-    lane, passed = client._connection.lane, [0.0]
+    lane, passed = client._connection.transport, [0.0]
     clock = lane.clock
     lane.clock = Clock(lambda: clock.now() + passed[0], clock.sleep)
 

@@ -252,7 +252,7 @@ def test_other_placement_is_refused(pair: FakeCluster) -> None:
     pair.digest = "0123"
     with (
         Client(pair.addresses) as client,
-        pytest.raises(MismatchError, match="place the model otherwise"),
+        pytest.raises(MismatchError, match="another partition of the model"),
     ):
         client.register(params(), SGD)
 

@@ -221,7 +221,7 @@ def test_lost_answer_with_batches_is_asked_for_again(cluster: FakeCluster) -> No
 
 
 def test_a_client_is_not_pickled_and_says_what_to_do(client: Client) -> None:
-    with pytest.raises(InvalidRequestError, match="make a Client of its own"):
+    with pytest.raises(InvalidRequestError, match="create a Client there"):
         pickle.dumps(client)
 
 

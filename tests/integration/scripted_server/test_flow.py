@@ -221,9 +221,9 @@ def test_hours_of_computing_are_neither_silence_nor_waiting(
 ) -> None:
     """A server is given the usual time once the push is finished, not since it was begun."""
     with connect(cluster, connect_timeout=5.0, wait_timeout=5.0) as client:
-        clock = client._connection.lane.clock
+        clock = client._connection.transport.clock
         hours = [0.0]
-        client._connection.lane.clock = Clock(lambda: clock.now() + hours[0], clock.sleep)
+        client._connection.transport.clock = Clock(lambda: clock.now() + hours[0], clock.sleep)
         if cut:
             cluster.incoming[0] = cut_at(4)
         flow = begun(cluster, client)

@@ -13,7 +13,7 @@ from pscommon.core.errors import FencedError, InvalidRequestError, MismatchError
 from pscommon.core.model_spec import OptimizerSettings
 from psproto.v1 import parameter_server_pb2 as ps
 from psworker.client.client import Client
-from psworker.exchange.model_exchange import MOST_PLACES
+from psworker.exchange.model_exchange import MAX_LOST_MEMBERSHIPS
 from tests.support.fake_server import FakeCluster, lost
 
 SGD = OptimizerSettings("sgd", ({"lr": 0.5},))
@@ -130,12 +130,12 @@ def test_a_place_that_is_lost_at_once_is_followed_by_another(cluster: FakeCluste
 
 def test_servers_that_never_let_it_begin_are_not_asked_for_ever(cluster: FakeCluster) -> None:
     with connect(cluster) as client:
-        cluster.control["Register"].extend([_fenced] * MOST_PLACES)
+        cluster.control["Register"].extend([_fenced] * MAX_LOST_MEMBERSHIPS)
 
         with pytest.raises(FencedError):
             client.rejoin()
 
-        assert client.worker == 1 + MOST_PLACES
+        assert client.worker == 1 + MAX_LOST_MEMBERSHIPS
         client.rejoin()
         assert client.push(gradient()).status == "applied"
 
@@ -228,7 +228,7 @@ def test_an_observer_and_a_closed_client_have_no_place_to_come_back_to(
 ) -> None:
     with (
         Client(cluster.addresses, observe=True) as observer,
-        pytest.raises(InvalidRequestError, match="an observer has no place"),
+        pytest.raises(InvalidRequestError, match="an observer has no membership"),
     ):
         observer.rejoin()
     client = connect(cluster)

@@ -125,7 +125,7 @@ def test_every_call_outlives_a_server_that_is_away_for_a_while(
     """Away, or there again and not ready; for far longer than any pause, far shorter than
     --connect-timeout.
     """
-    monkeypatch.setattr(patience, "LONGEST_PAUSE", 0.05)
+    monkeypatch.setattr(patience, "LONGEST_PAUSE_SECONDS", 0.05)
 
     def away() -> None:
         raise UnreachableError("not now", reason)

@@ -24,11 +24,11 @@ def places() -> Endpoints:
 
 
 def test_who_is_silent_is_asked_in_turn_with_its_standby(places: Endpoints) -> None:
-    places.failed(0, "a")
+    places.switch(0, "a")
     assert places.addresses == ("c", "b")
-    places.failed(0, "a")  # another thread, which asked before
+    places.switch(0, "a")  # another thread, which asked before
     assert places.addresses == ("c", "b")
-    places.failed(0, "c")
+    places.switch(0, "c")
     assert places.addresses == ("a", "b")
 
 
@@ -36,28 +36,28 @@ def test_the_primary_is_not_forgotten_while_its_standby_is_asked(places: Endpoin
     """It was away for a moment, and is primary still: heartbeats say so, and where its standby
     is.
     """
-    places.failed(0, "a")
-    assert places.told(0, "a", 1, "c") == set()
+    places.switch(0, "a")
+    assert places.learn_from_shard_0(0, "a", 1, "c") == set()
     assert places.addresses == ("c", "b")
 
-    places.failed(0, "c")
+    places.switch(0, "c")
 
     assert places.addresses == ("a", "b")
-    places.failed(0, "a")
+    places.switch(0, "a")
     assert places.addresses == ("c", "b")
 
 
 def test_where_nobody_serves_a_shard_its_standby_is_heard_of(places: Endpoints) -> None:
     assert places.learn(1, "b", 1) == set()
-    assert places.told(1, "", 1, "e") == set()
+    assert places.learn_from_shard_0(1, "", 1, "e") == set()
 
-    places.failed(1, "b")
+    places.switch(1, "b")
 
     assert places.addresses == ("a", "e")
 
 
 def test_without_a_standby_there_is_nobody_else(places: Endpoints) -> None:
-    places.failed(1, "b")
+    places.switch(1, "b")
 
     assert places.addresses == ("a", "b")
 
@@ -70,7 +70,7 @@ def test_a_higher_term_voids_the_address_before(places: Endpoints) -> None:
 
 
 def test_what_was_found_by_trying_is_voided_too(places: Endpoints) -> None:
-    places.failed(0, "a")
+    places.switch(0, "a")
 
     assert places.learn(0, "c", 2, "a2") == {"a"}
 
@@ -82,31 +82,33 @@ def test_the_first_word_of_a_term_does_not_move_anybody(places: Endpoints) -> No
 
 
 def test_who_is_started_again_elsewhere_is_followed_in_the_same_term(places: Endpoints) -> None:
-    assert places.told(1, "b-as-advertised", 0, "") == set()  # b is another name of it
-    assert places.told(1, "b-as-advertised", 1, "") == set()
+    assert (
+        places.learn_from_shard_0(1, "b-as-advertised", 0, "") == set()
+    )  # b is another name of it
+    assert places.learn_from_shard_0(1, "b-as-advertised", 1, "") == set()
     assert places.addresses == ("a", "b")
 
-    assert places.told(1, "", 1, "") == set()  # it is away
-    assert places.told(1, "b2", 1, "e") == {"b"}
+    assert places.learn_from_shard_0(1, "", 1, "") == set()  # it is away
+    assert places.learn_from_shard_0(1, "b2", 1, "e") == {"b"}
     assert places.addresses == ("a", "b2")
-    places.failed(1, "b2")
+    places.switch(1, "b2")
     assert places.addresses == ("a", "e")
 
 
 def test_who_comes_back_elsewhere_before_its_term_was_heard_is_followed() -> None:
     places = Endpoints(["a", "b"], ["a"])  # where b is, a has said
-    assert places.told(1, "b2", 1, "") == {"b"}
+    assert places.learn_from_shard_0(1, "b2", 1, "") == {"b"}
     assert places.addresses == ("a", "b2")
 
 
 def test_after_a_move_the_new_addresses_are_those_that_were_told(places: Endpoints) -> None:
     places.relocate(["a", "b", "x"])
-    assert places.told(2, "y", 1, "") == {"x"}
+    assert places.learn_from_shard_0(2, "y", 1, "") == {"x"}
 
 
 def test_where_a_primary_of_a_lower_term_was_started_again_is_no_news(places: Endpoints) -> None:
-    places.told(1, "c", 2, "")
-    assert places.told(1, "b2", 1, "") == set()
+    places.learn_from_shard_0(1, "c", 2, "")
+    assert places.learn_from_shard_0(1, "b2", 1, "") == set()
     assert places.addresses == ("a", "c")
 
 
@@ -121,15 +123,13 @@ def test_a_late_word_of_a_deposed_shard_0_moves_nobody() -> None:
 def test_an_answer_of_a_lower_term_is_refused(places: Endpoints) -> None:
     places.check(0, 2)
 
-    with pytest.raises(
-        UnreachableError, match="term 1, and there is a primary of term 2"
-    ) as refused:
+    with pytest.raises(UnreachableError, match="term 1; its primary is of term 2") as refused:
         places.check(0, 1)
     assert refused.value.reason == "NOT_PRIMARY"
 
 
 def test_all_who_may_know_are_known(places: Endpoints) -> None:
-    assert places.known == ["a", "b", "d", "c"]
+    assert places.known_addresses == ["a", "b", "d", "c"]
 
 
 def test_another_number_of_servers_is_news_for_each_exchange(places: Endpoints) -> None:
@@ -137,7 +137,7 @@ def test_another_number_of_servers_is_news_for_each_exchange(places: Endpoints) 
     places.check_layout()
 
     assert not places.count(1)
-    with pytest.raises(LayoutError, match="the job has 1 servers by now, not 2"):
+    with pytest.raises(LayoutError, match="the job has 1 servers now, not 2"):
         places.check_layout()
     places.relocate(["a"])
     places.check_layout()
@@ -146,10 +146,10 @@ def test_another_number_of_servers_is_news_for_each_exchange(places: Endpoints) 
 def test_who_looks_around_bears_a_line_that_another_thread_closes() -> None:
     """One that hears of a new primary, say; the heartbeats that look around must go on."""
     with closing(GrpcTransport([f"127.0.0.1:{free_port()}"])) as lane:
-        assert not lane.look_around("job", 0.1)
-        for line in lane._lines.values():
+        assert not lane.find_primaries("job", 0.1)
+        for line in lane._channels.values():
             line.close()
-        assert not lane.look_around("job", 0.1)
+        assert not lane.find_primaries("job", 0.1)
 
 
 def test_a_line_is_not_closed_before_all_that_can_be_asked_on_it_is_there(
@@ -168,7 +168,7 @@ def test_a_line_is_not_closed_before_all_that_can_be_asked_on_it_is_there(
         closing(GrpcTransport([f"127.0.0.1:{free_port()}"])) as lane,
         ThreadPoolExecutor(1) as pool,
     ):
-        lane.look_around("job", 0.1)
+        lane.find_primaries("job", 0.1)
     assert not early
 
 

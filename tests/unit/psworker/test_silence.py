@@ -16,7 +16,7 @@ def told(caplog: pytest.LogCaptureFixture, answers: str, seconds: float = 1.0) -
     caplog.set_level(logging.INFO, "psworker")
     silence = SilenceLogger(7, 0.0)
     for number, answer in enumerate(answers, 1):
-        silence.look(number * seconds, LOST if answer == "x" else "")
+        silence.record(number * seconds, LOST if answer == "x" else "")
     return caplog.messages
 
 

@@ -4,8 +4,9 @@ process, or does not.
 
 import logging
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,7 @@ from pscommon.system.shared_memory import (
 )
 from psproto.v1 import parameter_server_pb2 as ps
 from psworker.connection.membership import WorkerMembership
-from psworker.exchange.shared_buffers import ClientBuffers
+from psworker.exchange.shared_buffers import LANES, ClientBuffers
 from psworker.exchange.transfer import ShardTransfer
 
 TENSORS = (TensorSpec("w", (5000,), "float32"), TensorSpec("mean", (900,), "float32", "buffer"))
@@ -68,10 +69,15 @@ class Servers:
 def offered(lanes: Any = "auto", **refuses: str) -> tuple[ClientBuffers, Any]:
     servers: Any = Servers()
     servers.refuses = {int(shard[1:]): reason for shard, reason in refuses.items()}
-    tapes = ClientBuffers(PLAN.nbytes, lanes)
+    tapes = LANES[lanes](PLAN.nbytes)
     tapes.gradients[:4], tapes.weights[:4] = b"grad", b"weig"
     tapes.offer(servers, PLACE, 5.0)
     return tapes, servers
+
+
+def finished(lost: Collection[int]) -> Any:
+    """Exchanges with both shards; those in `lost` did not know the shared memory."""
+    return [SimpleNamespace(version=1, lost_memory=shard in lost) for shard in range(2)]
 
 
 def files(servers: Servers) -> list[Path]:
@@ -142,7 +148,7 @@ def test_gradients_that_lie_elsewhere_are_copied_for_the_servers_that_share() ->
     tapes, servers = offered(_1="no")
     elsewhere = memoryview(bytearray(range(256)) * (PLAN.nbytes // 256 + 1))[: PLAN.nbytes]
     tapes.gradients[:] = bytes(PLAN.nbytes)
-    tapes.take_in(ShardTransfer(PLAN, elsewhere, None))
+    tapes.copy_in(ShardTransfer(PLAN, elsewhere, None))
     first, second = PLAN.range(0, "trainable"), PLAN.range(1, "trainable")
 
     assert bytes(servers.tape(0, 0)[first.start : first.stop]) == bytes(
@@ -156,7 +162,7 @@ def test_weights_that_belong_elsewhere_are_copied_from_those_that_wrote_them() -
         tapes, servers = offered()
         servers.tape(0, 1)[:] = 5
         elsewhere = memoryview(bytearray(b"\1" * PLAN.nbytes))
-        tapes.give_out(ShardTransfer(PLAN, None, elsewhere), lost)
+        tapes.take_weights(ShardTransfer(PLAN, None, elsewhere), finished(lost))
 
         for shard, value in enumerate((5, 1 if lost else 5)):
             for role in ("trainable", "buffer"):
@@ -168,8 +174,8 @@ def test_own_tapes_are_not_copied() -> None:
     """They would be written while servers read them."""
     tapes, servers = offered()
     servers.tape(0, 1)[:] = 5
-    tapes.take_in(ShardTransfer(PLAN, tapes.gradients, tapes.weights))
-    tapes.give_out(ShardTransfer(PLAN, tapes.gradients, tapes.weights), ())
+    tapes.copy_in(ShardTransfer(PLAN, tapes.gradients, tapes.weights))
+    tapes.take_weights(ShardTransfer(PLAN, tapes.gradients, tapes.weights), finished(()))
 
     assert set(tapes.weights) == {5}
     assert bytes(tapes.gradients[:4]) == b"grad"
@@ -194,7 +200,7 @@ def test_server_that_does_not_answer_is_asked_again_with_the_next_call(lanes: An
     demanded.
     """
     servers: Any = Servers()
-    tapes = ClientBuffers(PLAN.nbytes, lanes)
+    tapes = LANES[lanes](PLAN.nbytes)
 
     def fails() -> None:
         servers.before = lambda: None
@@ -213,7 +219,7 @@ def test_server_that_does_not_answer_is_asked_again_with_the_next_call(lanes: An
 
 def test_an_offer_of_a_worker_that_is_out_is_an_error_and_not_a_reason_for_grpc() -> None:
     servers: Any = Servers()
-    tapes = ClientBuffers(PLAN.nbytes, "auto")
+    tapes = ClientBuffers(PLAN.nbytes)
 
     def fenced() -> None:
         servers.before = lambda: None
@@ -229,12 +235,12 @@ def test_an_offer_of_a_worker_that_is_out_is_an_error_and_not_a_reason_for_grpc(
 
 def test_demanded_memory_that_one_server_refuses_is_used_by_nobody() -> None:
     with pytest.raises(
-        InvalidRequestError, match="--lanes shm is not possible: shard 1: no, thanks"
+        InvalidRequestError, match="`--lanes shm` is not possible: shard 1: no, thanks"
     ):
         offered("shm", _1="no, thanks")
     servers: Any = Servers()
     servers.refuses = {1: "no"}
-    tapes = ClientBuffers(PLAN.nbytes, "shm")
+    tapes = LANES["shm"](PLAN.nbytes)
     with pytest.raises(InvalidRequestError):
         tapes.offer(servers, PLACE, 5.0)
     tapes.gradients[0] = 9
@@ -251,7 +257,7 @@ def test_no_offer_where_grpc_is_wanted() -> None:
 
 def test_interrupted_offer_leaves_no_name_and_the_next_one_works() -> None:
     servers: Any = Servers()
-    tapes = ClientBuffers(PLAN.nbytes, "auto")
+    tapes = ClientBuffers(PLAN.nbytes)
 
     def interrupt() -> None:
         raise KeyboardInterrupt

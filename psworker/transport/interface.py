@@ -1,0 +1,119 @@
+"""The interface through which a worker's requests reach the servers.
+
+Implementations: `GrpcTransport` for servers in other processes, `psworker.simulation` for servers
+in this process. The layers above are the same over both.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+from psproto.v1 import coordinator_pb2 as co
+from psproto.v1 import parameter_server_pb2 as ps
+from psworker.core.clock import Clock
+from psworker.transport.streams import AnswerReceiver, Cancellation, ExchangeAnswer
+
+
+class Transport(Protocol):
+    """Requests to the coordinator and to each shard.
+
+    All methods raise PSErrors. `timeout` is the deadline of one call in seconds.
+
+    Attributes:
+        direct: Calls run in the caller's thread; there are no other threads and no heartbeats.
+        clock: Source of all times and pauses of the client.
+        addresses: Server addresses by shard.
+    """
+
+    direct: bool
+    clock: Clock
+
+    @property
+    def addresses(self) -> Sequence[str]: ...
+
+    def learn(
+        self, job: str, addresses: Sequence[str], terms: Sequence[int], standbys: Sequence[str]
+    ) -> None:
+        """Take the addresses that shard 0 knows.
+
+        A primary with a higher term, or one restarted elsewhere, replaces the known addresses.
+
+        Args:
+            job: The job's identifier.
+            addresses: Primaries by shard; empty where shard 0 knows none. Such a shard may not
+                know shard 0 either.
+            terms: Terms by shard; 0 where unknown.
+            standbys: Standbys by shard; empty where unknown.
+        """
+        ...
+
+    def find_primaries(self, job: str, timeout: float) -> bool:
+        """Ask all known servers which of them are primaries; return whether a primary is new.
+
+        For use while the coordinator does not answer.
+        """
+        ...
+
+    def end_stalled(self) -> None:
+        """End the exchanges that have moved no bytes for their timeout; call it periodically."""
+        ...
+
+    def answers(self, timeout: float) -> bool:
+        """Probe all shards at the same time; return whether all answered within the timeout."""
+        ...
+
+    def end_calls(self) -> None:
+        """End all calls in flight as if no server answered. Later calls work as usual."""
+        ...
+
+    def join(self, request: co.JoinRequest, timeout: float) -> co.JoinResponse: ...
+    def register(self, request: co.RegisterRequest, timeout: float) -> co.RegisterResponse: ...
+    def heartbeat(self, request: co.HeartbeatRequest, timeout: float) -> co.HeartbeatResponse: ...
+    def leave(self, request: co.LeaveRequest, timeout: float) -> co.LeaveResponse: ...
+    def next_batch(self, request: co.NextBatchRequest, timeout: float) -> co.NextBatchResponse: ...
+    def return_batches(
+        self, request: co.ReturnBatchesRequest, timeout: float
+    ) -> co.ReturnBatchesResponse: ...
+    def report(
+        self, request: co.ReportMetricsRequest, timeout: float
+    ) -> co.ReportMetricsResponse: ...
+    def status(self, request: co.GetStatusRequest, timeout: float) -> co.GetStatusResponse: ...
+
+    def attach(
+        self, shard: int, request: ps.AttachMemoryRequest, timeout: float
+    ) -> ps.AttachMemoryResponse: ...
+
+    def find_addresses(self, timeout: float) -> Sequence[str]:
+        """Return the servers' addresses as shard 0 knows them, by shard; empty before a join."""
+        ...
+
+    def relocate(self, addresses: Sequence[str]) -> None:
+        """Replace the servers after a reshard.
+
+        Shard 0 keeps its address, and no exchange may be under way.
+        """
+        ...
+
+    def exchange(
+        self,
+        shard: int,
+        header: ps.PushPullHeader,
+        send: Sequence[memoryview],
+        receiver: AnswerReceiver,
+        timeout: float,
+        cancellation: Cancellation,
+        frames: Iterator[bytes] | None = None,
+    ) -> ExchangeAnswer:
+        """Make one Exchange call. After an error the receiver's memory may be partly written.
+
+        Args:
+            shard: Index of the shard.
+            header: Header of the request.
+            send: Bytes to send, if header.has_data is set.
+            receiver: Memory for the bytes of the answer.
+            timeout: Deadline in seconds.
+            cancellation: Ends the call from another thread.
+            frames: Encoded frames to send instead of `header` and `send`.
+        """
+        ...
+
+    def close(self) -> None: ...

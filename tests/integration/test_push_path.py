@@ -1,0 +1,101 @@
+"""The call stacks of a push and of a batch request stay short, and ARCHITECTURE.md lists them."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from psworker.client.client import Client
+from psworker.job import Job
+from tests.support.call_paths import Path, RequestPaths, documented_path, recorded_paths
+from tests.support.cluster import Cluster
+
+Make = Callable[..., Cluster]
+
+MAX_MODULES = 8
+LARGE = 600  # the weight of such a layer does not fit one message
+CHOICES: dict[str, dict[str, Any]] = {
+    "plain": {"overlap": False},
+    "overlapped": {"overlap": True},
+    "pipelined": {"pipeline": True},
+}
+
+
+def modules(path: Path) -> list[str]:
+    return list(dict.fromkeys(call.module for call in path))
+
+
+def functions(path: Path) -> Path:
+    """Without wrappers that torch demands."""
+    return tuple(call for call in path if "<locals>" not in call.function)
+
+
+def pushes(paths: RequestPaths, functions: tuple[str, ...]) -> list[Path]:
+    """The exchanges that began in one of these functions."""
+    return [path for path in paths.found["Exchange"] if path[0].function in functions]
+
+
+STEP = "_step_of_torch.<locals>.step"
+HOOK = "BucketSender._counter.<locals>.made"
+
+
+def train(address: str, lanes: Any, width: int, choice: dict[str, Any]) -> None:
+    """Make two steps over a loader."""
+    data = torch.ones(4, width)
+    with Job(Client(address, lanes=lanes)) as job:
+        model = nn.Linear(width, width)
+        optimizer = job.optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, **choice)
+        for batch in job.batches(data, batch_size=2, shuffle=False):
+            optimizer.zero_grad()
+            model(batch).sum().backward()
+            optimizer.step()
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+@pytest.mark.parametrize("lanes", ["grpc", "shm"])
+@pytest.mark.parametrize(("shards", "width"), [(1, 3), (2, 3), (2, LARGE)])
+def test_few_modules_are_on_the_path_of_a_push(
+    cluster: Make,
+    monkeypatch: pytest.MonkeyPatch,
+    shards: int,
+    width: int,
+    lanes: str,
+    choice: str,
+) -> None:
+    servers = cluster(shards, policy="async")
+    with recorded_paths(monkeypatch) as paths:
+        train(servers.addresses, lanes, width, CHOICES[choice])
+    found = pushes(paths, (STEP, HOOK))
+
+    assert len(found) >= 2 * shards
+    assert all(path[-1].module == "psworker.transport.grpc" for path in found)
+    for path in found:
+        assert len(modules(path)) <= MAX_MODULES, "\n".join(map(str, path))
+
+
+@pytest.mark.parametrize("lanes", ["grpc", "shm"])
+def test_the_documented_path_of_a_push(
+    cluster: Make, monkeypatch: pytest.MonkeyPatch, lanes: str
+) -> None:
+    servers = cluster(1)
+    with recorded_paths(monkeypatch) as paths:
+        train(servers.address, lanes, 3, CHOICES["plain"])
+
+    assert {functions(path) for path in pushes(paths, (STEP,))} == {
+        documented_path("Path of a push")
+    }
+
+
+def test_the_documented_path_of_a_batch_request(
+    cluster: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    servers = cluster(1)
+    with recorded_paths(monkeypatch) as paths:
+        train(servers.address, "grpc", 3, CHOICES["plain"])
+    found = paths.found["NextBatch"]
+
+    for path in found:
+        assert len(modules(path)) <= MAX_MODULES, "\n".join(map(str, path))
+    assert functions(found[0]) == documented_path("Path of a batch request")

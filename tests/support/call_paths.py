@@ -1,0 +1,123 @@
+"""The functions of ours on the call stack of a worker's request, recorded at the gRPC stub."""
+
+import re
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any, NamedTuple
+
+import pytest
+
+from pscommon.wire.frames import ExchangeStub
+from psproto.v1.coordinator_pb2_grpc import CoordinatorServiceStub
+from psworker.transport import executor, grpc
+from tests.support.sources import ROOT
+
+PACKAGES = ("psworker", "pscommon")
+
+
+class Call(NamedTuple):
+    """A function on the call stack. function: Its qualified name."""
+
+    module: str
+    function: str
+
+
+Path = tuple[Call, ...]
+"""From the script's call to the stub."""
+
+
+class RequestPaths:
+    """The paths of all requests, by name of the RPC."""
+
+    def __init__(self) -> None:
+        self.found: dict[str, list[Path]] = {}
+
+    def add(self, rpc: str) -> None:
+        self.found.setdefault(rpc, []).append(current_path())
+
+
+class SubmittedFuture(Future[Any]):
+    """A future that knows the path of the call that submitted its work."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.path = current_path()
+
+
+def current_path() -> Path:
+    """Return the path to the caller; across threads, from the call that handed over the work."""
+    calls: list[Call] = []
+    before = getattr(threading.current_thread(), "path", ())
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        module = frame.f_globals.get("__name__", "")
+        if module.partition(".")[0] in PACKAGES:
+            calls.append(Call(module, frame.f_code.co_qualname))
+        if frame.f_code is executor._work.__code__:
+            before = frame.f_locals["future"].path
+        frame = frame.f_back
+    return (*before, *reversed(calls))
+
+
+@contextmanager
+def recorded_paths(monkeypatch: pytest.MonkeyPatch) -> Iterator[RequestPaths]:
+    """Record the paths of all requests of clients that are created in this context."""
+    paths, start = RequestPaths(), threading.Thread.start
+
+    def start_with_path(thread: threading.Thread) -> None:
+        thread.path = current_path()  # type: ignore[attr-defined]
+        start(thread)
+
+    def exchange_stub(channel: Any) -> Any:
+        stub: Any = ExchangeStub(channel)
+        for name in ("once", "ask", "stream"):
+            setattr(stub, name, Recorded(getattr(stub, name), paths, "Exchange"))
+        return stub
+
+    def coordinator_stub(channel: Any) -> Any:
+        stub: Any = CoordinatorServiceStub(channel)  # type: ignore[no-untyped-call]
+        stub.NextBatch = Recorded(stub.NextBatch, paths, "NextBatch")
+        return stub
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", start_with_path)
+        patch.setattr(executor, "Future", SubmittedFuture)
+        patch.setattr(grpc, "ExchangeStub", exchange_stub)
+        patch.setattr(grpc, "CoordinatorServiceStub", coordinator_stub)
+        yield paths
+
+
+class Recorded:
+    """A stub that records the path of each of its calls."""
+
+    def __init__(self, stub: Any, paths: RequestPaths, rpc: str) -> None:
+        self._stub, self._paths, self._rpc = stub, paths, rpc
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        self._paths.add(self._rpc)
+        return self._stub(*args, **options)
+
+    def future(self, *args: Any, **options: Any) -> Any:
+        self._paths.add(self._rpc)
+        return self._stub.future(*args, **options)
+
+
+def documented_path(title: str) -> Path:
+    """Return the path in the table of a section of ARCHITECTURE.md.
+
+    A name that begins with a dot is a method of the class before it.
+    """
+    text = (ROOT / "ARCHITECTURE.md").read_text().partition(f"\n## {title}\n")[2]
+    section = text.partition("\n## ")[0]
+    calls = []
+    for file, functions in re.findall(r"^\| `([^`]+)\.py` \| (.*) \|$", section, re.MULTILINE):
+        module, owner = file.removeprefix("common/").replace("/", "."), ""
+        for name in re.findall(r"`([^`]+)`", functions):
+            function = owner + name if name.startswith(".") else name
+            owner = function.rpartition(".")[0]
+            calls.append(Call(module, function))
+    return tuple(calls)
