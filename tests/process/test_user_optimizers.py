@@ -109,7 +109,7 @@ def test_a_module_that_is_not_there(
 
     assert (program.wait(), path.wait()) == (2, 2)
     assert (
-        "--optimizers their_optimizers: there is no module their_optimizers. Try: " in program.err
+        "there is no module their_optimizers. Try: " in program.err
     )
     assert "'my_optimizers.py' is not a module name. Try: package.module, without .py" in path.err
 
@@ -129,5 +129,5 @@ def test_servers_with_different_modules(programs: Programs, standby: bool) -> No
 
     assert other.wait() == 11, other.said
     assert "SHARD_MISMATCH" in other.err
-    assert "started with different --optimizers: " in other.err
+    assert "have different `--optimizers`: " in other.err
     assert "Try: start every server with the same module" in other.err

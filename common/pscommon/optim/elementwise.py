@@ -1,4 +1,4 @@
-"""Optimizers whose local step is the formula that servers carry out."""
+"""Base class of optimizers whose local step runs the formula that servers run."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -11,8 +11,7 @@ from pscommon.optim.registry import OptimizerKind, Rows, kind_of_class
 
 
 class ElementwiseOptimizer(torch.optim.Optimizer):
-    """Base class of optimizers that are added with `register`: step() runs the registered
-    formula on each parameter.
+    """Base class of optimizers that `register` adds: step() runs the registered formula.
 
     A subclass needs only a constructor, which passes the parameters and a dict of all
     hyper-parameters to `super().__init__`.
@@ -23,13 +22,13 @@ class ElementwiseOptimizer(torch.optim.Optimizer):
         """Perform one step on every parameter with a gradient.
 
         Args:
-            closure: evaluates the model and returns the loss, as in torch.
+            closure: Evaluates the model and returns the loss, as in torch.
 
         Returns:
             The loss of the closure, or None.
 
         Raises:
-            UnsupportedOptimizerError: the class is not registered.
+            UnsupportedOptimizerError: The class is not registered.
         """
         loss = None
         if closure is not None:
@@ -38,9 +37,9 @@ class ElementwiseOptimizer(torch.optim.Optimizer):
         kind = next((kind for _, kind in kind_of_class(type(self))), None)
         if kind is None:
             raise UnsupportedOptimizerError(
-                f"{type(self).__qualname__} has no formula. Try: "
-                f"`pscommon.optim.register({type(self).__qualname__}, "
-                "formula)`, once, in the module that defines it."
+                f"{type(self).__qualname__} cannot step: it has no formula. Try: "
+                f"`pscommon.optim.register({type(self).__qualname__}, formula)`, once, in the "
+                "module that defines it"
             )
         for group in self.param_groups:
             for parameter in group["params"]:
@@ -57,7 +56,7 @@ def _step(
         or parameter.grad.layout is not torch.strided
         or parameter.is_complex()
     ):
-        raise RuntimeError(f"{kind.torch_class.__name__} takes dense real gradients only")
+        raise RuntimeError(f"{kind.torch_class.__name__} supports only dense real gradients")
     hyper = {key: _plain(group[key]) for key in kind.defaults}
     if "step" not in state:
         state["step"] = torch.zeros(())

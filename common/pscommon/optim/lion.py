@@ -15,22 +15,22 @@ from pscommon.optim.user_defined import add_formula
 
 
 class Lion(ElementwiseOptimizer):
-    """Steps by the sign of an interpolation between momentum and gradient; it keeps one number
-    for each weight.
+    """Steps by the sign of an interpolation between momentum and gradient.
 
-    Usable in plain PyTorch scripts and with `job.optimizer`, where the servers run it. Because
-    each step has the size `lr` in every element, the paper uses a learning rate 3 to 10 times
-    smaller than AdamW's, and a weight decay 3 to 10 times larger.
+    Its state is one number per weight. It works in plain PyTorch scripts and with
+    `job.optimizer`, where the servers run it. Each step has the size `lr` in every element.
+    Therefore the paper uses a learning rate 3 to 10 times smaller than that of AdamW, and a weight
+    decay 3 to 10 times larger.
 
     Args:
-        params: parameters, or parameter groups, as for every torch optimizer.
-        lr: learning rate, the size of each element's step.
-        betas: weights of the momentum in the interpolation and in its own update, each in [0, 1).
-        weight_decay: decoupled weight decay.
-        maximize: step along the gradient instead of against it.
+        params: Parameters, or parameter groups, as for every torch optimizer.
+        lr: Learning rate, the size of each element's step.
+        betas: Weights of the momentum in the interpolation and in its own update, each in [0, 1).
+        weight_decay: Decoupled weight decay.
+        maximize: Step along the gradient instead of against it.
 
     Raises:
-        ValueError: a value is out of range.
+        ValueError: A value is out of range.
     """
 
     def __init__(

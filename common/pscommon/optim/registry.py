@@ -1,4 +1,4 @@
-"""The table of optimizers: one entry has all that servers and workers know of an optimizer."""
+"""The table of optimizers; one entry describes an optimizer for servers and workers."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -13,11 +13,12 @@ from pscommon.core.model_spec import Scalar
 
 @dataclass(frozen=True, slots=True)
 class OptimizerState:
-    """Numbers that an optimizer keeps for each weight, in the dtype of the weights.
+    """State of an optimizer: one number per weight, in the dtype of the weights.
 
-    name: torch's key for it in `Optimizer.state`; also the kind in snapshots.
-    switch: the hyper-parameter that enables it; empty: it is always kept.
-    initial: the hyper-parameter that gives its first value; empty: zero.
+    Attributes:
+        name: torch's key for it in `Optimizer.state`; also the kind in snapshots.
+        switch: Hyper-parameter that enables it; empty: always enabled.
+        initial: Hyper-parameter with its first value; empty: zero.
     """
 
     name: str
@@ -27,10 +28,11 @@ class OptimizerState:
 
 @dataclass(frozen=True, slots=True)
 class ScalarState:
-    """One float32 number that an optimizer keeps for each tensor.
+    """State of an optimizer: one float32 number per tensor.
 
-    name: torch's key for it in `Optimizer.state`.
-    initial: its value before the tensor's first step: a number, or the name of a hyper-parameter.
+    Attributes:
+        name: torch's key for it in `Optimizer.state`.
+        initial: Value before the tensor's first step: a number or the name of a hyper-parameter.
     """
 
     name: str
@@ -42,12 +44,16 @@ class ScalarState:
 
 
 class Rows(NamedTuple):
-    """What one call of a formula steps: flat weights of one dtype, each with its state.
+    """The arguments of one call of a formula: flat weights of one dtype, and their state.
 
-    weights: the flat tensors. state: for each OptimizerState that is kept, a tensor beside each
-    of `weights`. scalars: for each ScalarState, a float32 tensor without dimensions for each of
-    `weights`. steps: the steps before this one, a float32 tensor without dimensions for each;
-    the formula adds 1. fused: whether torch's fused kernel is to be used.
+    Attributes:
+        weights: The flat tensors.
+        state: By name of an enabled OptimizerState: a tensor for each of `weights`, same shape.
+        scalars: By name of a ScalarState: a float32 tensor without dimensions for each of
+            `weights`.
+        steps: Number of steps before this one for each of `weights`, as a float32 tensor without
+            dimensions; the formula adds 1.
+        fused: Use torch's fused kernel.
     """
 
     weights: list[Tensor]
@@ -58,17 +64,19 @@ class Rows(NamedTuple):
 
 
 Formula = Callable[[Rows, list[Tensor], dict[str, Any]], None]
-"""Performs one step in place: rows, a gradient for each (read-only), and the hyper-parameters
-(its own copy).
+"""Performs one step in place.
+
+Its arguments are the rows, a read-only gradient for each, and its own copy of the hyper-parameters.
 """
 
 Check = Callable[[Mapping[str, Any]], str]
-"""Returns what is wrong with the hyper-parameters of a group, or an empty text."""
+"""Returns the problem with the hyper-parameters of a group; empty: none."""
 
 
 def find_out_of_range(group: Mapping[str, Any], unbounded: frozenset[str] = frozenset()) -> str:
-    """Return the first number that is below 0, or the first betas outside [0, 1); empty: there
-    is none.
+    """Return the problem with the first number below 0 or betas outside [0, 1); empty: none.
+
+    unbounded: hyper-parameters that may be negative.
     """
     for key, value in group.items():
         if key in unbounded:
@@ -85,17 +93,24 @@ def find_out_of_range(group: Mapping[str, Any], unbounded: frozenset[str] = froz
 class OptimizerKind:
     """One optimizer.
 
-    torch_class: the class that scripts use; such classes have no constructor in common.
-    defaults: each hyper-parameter with its default, whose type is the required type. formula:
-    the step that servers carry out. states: what is kept for each weight. scalars: what is kept
-    for each tensor. fused: dtypes with a fused CPU kernel in torch, which passes over the memory
-    once instead of once per operation. by_step: the number of the step enters the formula, so
-    tensors with different counts need a call each. first: hyper-parameters with another value in
-    a tensor's first step. constructor_only: hyper-parameters that torch reads from the
-    constructor and not from parameter groups. free: hyper-parameters that the formula only
-    compares with step counts, so their size does not matter. check: refuses values that torch's
-    constructor refuses, or with which the formula would raise an exception. source: digest of
-    the module that registered it; empty: it is built in.
+    Attributes:
+        torch_class: The class that scripts use; such classes have no constructor in common.
+        defaults: Each hyper-parameter with its default, whose type is the required type.
+        formula: The step that servers run.
+        states: State per weight.
+        scalars: State per tensor.
+        fused: Dtypes for which torch has a fused CPU kernel, which passes over the memory once
+            instead of once per operation.
+        by_step: The formula depends on the number of the step, so tensors with different numbers
+            need separate calls.
+        first: Hyper-parameters with another value in a tensor's first step.
+        constructor_only: Hyper-parameters that torch reads from the constructor, not from
+            parameter groups.
+        free: Hyper-parameters that the formula only compares with step counts, so their size does
+            not matter.
+        check: Refuses values that torch's constructor refuses, and values with which the formula
+            would raise an exception.
+        source: Digest of the module that registered it; empty: built in.
     """
 
     torch_class: type[Any]
@@ -112,20 +127,16 @@ class OptimizerKind:
     source: str = ""
 
     def states_of(self, group: Mapping[str, Scalar]) -> tuple[OptimizerState, ...]:
-        """Return what is kept for the weights of a parameter group with these hyper-parameters."""
+        """Return the enabled states of a parameter group with these hyper-parameters."""
         return tuple(state for state in self.states if not state.switch or group[state.switch])
 
     def set_by_first_step(self, state: OptimizerState) -> bool:
-        """Whether the state's first value is the hyper-parameter at the time of a tensor's first
-        step.
-        """
+        """Return whether a hyper-parameter at a tensor's first step gives the first value."""
         return bool(state.initial) and state.initial not in self.constructor_only
 
     @property
     def counts_steps(self) -> bool:
-        """Whether steps count where a group keeps no state (those of SGD without momentum do
-        not).
-        """
+        """Steps of a tensor are counted even if its group has no state per weight."""
         return self.by_step or bool(self.scalars)
 
 
@@ -141,7 +152,5 @@ def add(name: str, kind: OptimizerKind) -> None:
 
 
 def kind_of_class(optimizer_class: type[Any]) -> Iterator[tuple[str, OptimizerKind]]:
-    """Yield the entries of a class; subclasses have none, because they may compute something
-    else.
-    """
+    """Yield the entries of a class. Subclasses have none: they may compute something else."""
     return ((name, kind) for name, kind in _KINDS.items() if kind.torch_class is optimizer_class)

@@ -1,7 +1,6 @@
-"""Optimizers as specifications: name and hyper-parameters, checked against the registry
-(pscommon/optim).
+"""Optimizers as data: name and hyper-parameters, checked against the registry.
 
-An optimizer crosses the wire as an `OptimizerSpec`; code never does.
+Only `OptimizerSettings` cross the wire, never code.
 """
 
 import inspect
@@ -30,32 +29,31 @@ SUPPORTED = KINDS
 Groups = tuple[Mapping[str, Scalar], ...]
 
 Scalars = Mapping[str, Mapping[int, float]]
-"""Numbers that an optimizer keeps once for each tensor: by name, then by index of the tensor in
-the model.
-"""
+"""State per tensor, by name and by index of the tensor in the model spec."""
 
-# Constructor arguments that choose an implementation or name the class; they do not change what is
-# computed.
+# constructor arguments that choose an implementation or the class, and do not change the result
 _NOT_HYPER = frozenset(
     {"params", "foreach", "fused", "capturable", "differentiable", "decoupled_weight_decay"}
 )
 
 
-ROUNDING, SMALLEST_RATE = 1e-6, 1e-12
-"""How far below zero rounding may bring a learning rate: relative to the registered one, and in
-any case.
-"""
+RATE_ROUNDING, MIN_RATE_ROUNDING = 1e-6, 1e-12
+"""Accepted size of a negative learning rate: relative to the registered one, and at least."""
 
 
 def validate(spec: OptimizerSettings) -> OptimizerSettings:
-    """The same optimizer with every hyper-parameter of every group filled in, numbers as floats.
+    """Return the optimizer with all hyper-parameters of all groups, numbers as floats.
 
-    Raises UnsupportedOptimizerError for an unknown name, InvalidRequestError for a
-    hyper-parameter that is unknown, of the wrong type, not finite, or that torch itself refuses.
+    Raises:
+        UnsupportedOptimizerError: The name is unknown.
+        InvalidRequestError: A hyper-parameter is unknown, of the wrong type, not finite, or out of
+            torch's range.
     """
     kind = _kind(spec.name)
     if not spec.groups:
-        raise InvalidRequestError(f"{spec.name}: an optimizer has at least one parameter group")
+        raise InvalidRequestError(
+            f"optimizer {spec.name} is not valid: it has no parameter group. Try: at least one"
+        )
     groups = []
     for index, given in enumerate(spec.groups):
         group = _complete(f"{spec.name}, group {index}", given, kind.defaults)
@@ -66,13 +64,14 @@ def validate(spec: OptimizerSettings) -> OptimizerSettings:
 
 
 def spec_of(optimizer: torch.optim.Optimizer) -> OptimizerSettings:
-    """Name and hyper-parameters, as they stand now, of each parameter group of a torch
-    optimizer.
+    """Return name and current hyper-parameters of all parameter groups of a torch optimizer.
 
     Implementation choices (foreach, fused, capturable, differentiable) and keys that LR
-    schedulers or users add to groups are left out; a tensor is read as a number. Raises
-    UnsupportedOptimizerError for any class but those in SUPPORTED: a subclass may compute
-    anything.
+    schedulers or users add to groups are left out. A tensor is read as a number.
+
+    Raises:
+        UnsupportedOptimizerError: Its class is not in SUPPORTED. Subclasses are not either: they
+            may compute anything.
     """
     name = _name_of(optimizer)
     kind = SUPPORTED[name]
@@ -88,27 +87,33 @@ def spec_of(optimizer: torch.optim.Optimizer) -> OptimizerSettings:
 
 
 def groups_to_json(groups: Iterable[Mapping[str, Scalar]]) -> str:
-    """Parameter groups as JSON; floats survive the way there and back bit by bit."""
+    """Return parameter groups as JSON, which keeps every bit of floats."""
     return json.dumps([dict(group) for group in groups], sort_keys=True, allow_nan=False)
 
 
 def groups_from_json(text: str, like: OptimizerSettings) -> Groups:
-    """Parameter groups from JSON, checked against the job's validated optimizer; what is left
-    out is as in `like`.
+    """Return parameter groups from JSON.
 
-    Names, types, finiteness and the number of groups are checked. Ranges are not, as torch does
-    not check them after construction either: a scheduler may round a learning rate to just below
-    zero. Raises InvalidRequestError.
+    Names, types, finiteness and the number of groups are checked. Ranges are not: torch does not
+    check them after construction either, and a scheduler may round a learning rate to just below
+    zero.
+
+    Args:
+        text: Result of `groups_to_json`; hyper-parameters may be missing.
+        like: The job's validated optimizer; it has the missing hyper-parameters.
+
+    Raises:
+        InvalidRequestError: The text does not fit.
     """
     try:
         raw = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise InvalidRequestError(f"parameter groups are not JSON: {error}") from None
+        raise InvalidRequestError(f"cannot read parameter groups: not JSON: {error}") from None
     if not isinstance(raw, list) or not all(isinstance(group, dict) for group in raw):
-        raise InvalidRequestError("parameter groups should be a JSON list of objects")
+        raise InvalidRequestError("cannot read parameter groups: no JSON list of objects")
     if len(raw) != len(like.groups):
         raise InvalidRequestError(
-            f"{like.name}: {len(raw)} parameter groups, the job has {len(like.groups)}"
+            f"{like.name} has {len(raw)} parameter groups, but {len(like.groups)} in the job"
         )
     return tuple(
         _complete(f"{like.name}, group {index}", group, present)
@@ -117,8 +122,9 @@ def groups_from_json(text: str, like: OptimizerSettings) -> Groups:
 
 
 def groups_of_push(text: str, like: OptimizerSettings, tensors: Iterable[TensorSpec]) -> Groups:
-    """Return a push's parameter groups: as `groups_from_json`, with `check_rates` and
-    `check_numbers`.
+    """Return a push's parameter groups: `groups_from_json` with further checks.
+
+    The checks are `check_rates` and `check_numbers`.
     """
     groups = groups_from_json(text, like)
     check_rates(groups, like)
@@ -127,12 +133,10 @@ def groups_of_push(text: str, like: OptimizerSettings, tensors: Iterable[TensorS
 
 
 def check_numbers(optimizer: OptimizerSettings, tensors: Iterable[TensorSpec]) -> None:
-    """Raise InvalidRequestError for hyper-parameters with which a formula may raise an
-    exception.
+    """Raise InvalidRequestError for hyper-parameters with which a formula may fail.
 
-    A server would stop at an update that all servers have agreed on. As in torch, a learning
-    rate may be just below zero, to which schedulers round, and SGD's nesterov may stand beside a
-    momentum of zero.
+    A server would stop at an update that the coordinator has decided. As in torch, schedulers may
+    round a learning rate to just below zero, and SGD may have nesterov with a momentum of zero.
     """
     kind = _kind(optimizer.name)
     for index, group in enumerate(optimizer.groups):
@@ -150,7 +154,7 @@ def check_numbers(optimizer: OptimizerSettings, tensors: Iterable[TensorSpec]) -
         }:
             if problem := find_overflow(kind, group, getattr(torch, dtype)):
                 raise InvalidRequestError(
-                    f"{where}: too large a number for {dtype} weights: {problem}"
+                    f"{where}: a number is too large for {dtype} weights: {problem}"
                 )
 
 
@@ -165,17 +169,17 @@ def check_rates(groups: Groups, like: OptimizerSettings) -> None:
         if (
             isinstance(rate, float)
             and isinstance(own, float)
-            and rate < -max(ROUNDING * own, SMALLEST_RATE)
+            and rate < -max(RATE_ROUNDING * own, MIN_RATE_ROUNDING)
         ):
             raise InvalidRequestError(
                 f"push refused: the learning rate of group {index} is {rate}, below 0 "
-                f"(registered: {own}). Try: correct the scheduler of the script.",
+                f"(registered: {own}). Try: correct the scheduler of the script",
                 "OUT_OF_RANGE",
             )
 
 
 def scalars_to_json(scalars: Scalars) -> str:
-    """Return numbers per tensor as JSON, which keeps every bit; empty where there are none."""
+    """Return state per tensor as JSON, which keeps every bit; empty: there is none."""
     return (
         json.dumps({name: dict(values) for name, values in scalars.items()}, sort_keys=True)
         if scalars
@@ -184,8 +188,10 @@ def scalars_to_json(scalars: Scalars) -> str:
 
 
 def scalars_from_json(text: str) -> dict[str, dict[int, float]]:
-    """Return what `scalars_to_json` wrote. AttributeError, TypeError or ValueError for another
-    text.
+    """Return the inverse of `scalars_to_json`.
+
+    Raises:
+        AttributeError, TypeError, ValueError: It has not written this text.
     """
     raw = json.loads(text) if text else {}
     return {
@@ -203,8 +209,7 @@ def _kind(name: str) -> OptimizerKind:
             f"servers cannot run {name!r}: {reason}"
             if reason
             else f"optimizer {name!r} is not one of {', '.join(sorted(SUPPORTED))}. Try: one of "
-            f"these, or start every "
-            "ps-server with `--optimizers MODULE`, the module that registers it."
+            "these, or start every ps-server with `--optimizers MODULE`, which registers it"
         )
     return SUPPORTED[name]
 
@@ -219,9 +224,8 @@ def _name_of(optimizer: torch.optim.Optimizer) -> str:
         known = ", ".join(sorted(kind.torch_class.__name__ for kind in SUPPORTED.values()))
         raise UnsupportedOptimizerError(
             f"servers cannot run {cls.__module__}.{cls.__qualname__}: "
-            f"{reason or 'it is not registered'}. They run {known} (these classes themselves, no "
-            "subclasses). Try: one of these, or register a formula of your own (--optimizers "
-            "MODULE)."
+            f"{reason or 'it is not registered'}. Try: one of {known} (no subclasses), or register "
+            "a formula (`--optimizers MODULE`)"
         )
     if names[0] not in ("adam", "adamw"):
         return names[0]
@@ -232,7 +236,8 @@ def _name_of(optimizer: torch.optim.Optimizer) -> str:
     }
     if len(decoupled) > 1:
         raise UnsupportedOptimizerError(
-            "parameter groups differ in decoupled_weight_decay; use Adam or AdamW for all"
+            "servers cannot run this Adam: its groups differ in decoupled_weight_decay. Try: Adam "
+            "or AdamW for all groups"
         )
     return "adamw" if decoupled == {True} else "adam"
 
@@ -240,20 +245,18 @@ def _name_of(optimizer: torch.optim.Optimizer) -> str:
 def _refuse_unknown(
     optimizer: torch.optim.Optimizer, group: Mapping[str, Any], kind: OptimizerKind
 ) -> None:
-    """A hyper-parameter that a newer torch has added may stand at its default, where it changes
-    nothing.
-    """
+    # a hyper-parameter that a newer torch has added changes nothing at its default
     arguments = inspect.signature(type(optimizer)).parameters
     for key in (group.keys() & arguments.keys()) - kind.defaults.keys() - _NOT_HYPER:
         if group[key] is not arguments[key].default and group[key] != arguments[key].default:
             raise UnsupportedOptimizerError(
-                f"the servers do not know {key}={group[key]!r} of "
-                f"torch.optim.{type(optimizer).__name__}"
+                f"servers cannot run torch.optim.{type(optimizer).__name__} with "
+                f"{key}={group[key]!r}. Try: leave it out"
             )
 
 
 def _plain(value: Any, default: Scalar) -> Any:
-    """Tensors as numbers, and truth as torch takes it."""
+    """Return tensors as numbers; if the default is a boolean, the truth value."""
     if isinstance(default, tuple):
         return tuple(_plain(item, 0.0) for item in value)
     if isinstance(value, torch.Tensor):
@@ -267,7 +270,7 @@ def _complete(
     unknown = sorted(group.keys() - defaults.keys())
     if unknown:
         raise InvalidRequestError(
-            f"{where}: unknown hyper-parameter {unknown[0]!r}; known are {', '.join(defaults)}"
+            f"{where}: unknown hyper-parameter {unknown[0]!r}. Try: one of {', '.join(defaults)}"
         )
     return {
         key: _checked(f"{where}: {key}", group[key], default) if key in group else default

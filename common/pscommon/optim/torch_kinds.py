@@ -1,7 +1,6 @@
-"""The elementwise optimizers of torch.optim, by the functional forms that its classes call
-themselves.
+"""The elementwise optimizers of torch.optim, by the functional forms that its classes call.
 
-The classes are not used to step: the first Optimizer object of a process imports torch's
+Servers do not step with the classes: the first Optimizer object of a process imports torch's
 compiler, which doubles the start time of a server. `foreach=False` is what torch itself uses on
 a CPU. Only Adam, AdamW, Adagrad and SGD have fused CPU kernels.
 """
@@ -40,15 +39,13 @@ EVERY_DTYPE = FULL_PRECISION | {torch.float16, torch.bfloat16}
 
 REFUSED_CLASSES: Mapping[str, str] = {
     "LBFGS": "its line search evaluates the model several times in a step and needs products of "
-    "whole gradients",
-    "Muon": "it orthogonalizes whole weight matrices, of which a server holds only parts",
-    "Adafactor": "it needs the row and column means of whole weight matrices, of which a server "
-    "holds only parts",
-    "SparseAdam": "it takes sparse gradients only, and servers take dense ones; use Adam",
+    "complete gradients",
+    "Muon": "it orthogonalizes complete weight matrices, and a server has only parts",
+    "Adafactor": "it needs row and column means of complete weight matrices, and a server has only "
+    "parts",
+    "SparseAdam": "it supports only sparse gradients, and servers only dense ones",
 }
-"""Classes of torch.optim that servers cannot run, and why. Servers run what treats each element
-by itself.
-"""
+"""Classes of torch.optim that servers cannot run, and why: they are not elementwise."""
 
 
 def _sgd(rows: Rows, gradients: list[Tensor], group: dict[str, Any]) -> None:
@@ -144,7 +141,7 @@ def _nadam(rows: Rows, gradients: list[Tensor], group: dict[str, Any]) -> None:
 
 
 def _refuse_nadam(group: Mapping[str, Any]) -> str:
-    """torch divides by 1 - mu_product, where mu_product is a float32 and at most betas[0]."""
+    # torch divides by 1 - mu_product, where mu_product is a float32 and at most betas[0]
     if problem := find_out_of_range(group):
         return problem
     if np.float32(group["betas"][0]) == 1:
@@ -211,9 +208,7 @@ def _asgd(rows: Rows, gradients: list[Tensor], group: dict[str, Any]) -> None:
 
 
 def _refuse_asgd(group: Mapping[str, Any]) -> str:
-    """torch computes lr / (1 + lambd * lr * step) ** alpha with Python's numbers, which may
-    raise an exception.
-    """
+    # torch computes lr / (1 + lambd * lr * step) ** alpha with Python's numbers, which may raise
     if group["alpha"] > 1:
         return f"alpha is {group['alpha']}, above 1"
     return find_out_of_range(group, frozenset({"t0"}))

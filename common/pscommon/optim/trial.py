@@ -1,6 +1,4 @@
-"""Formulas on a few numbers: to find out, before a server relies on them, whether they can
-compute at all.
-"""
+"""Trial runs of formulas on small tensors, before a server relies on them."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,14 +9,12 @@ from torch import Tensor
 from pscommon.core.model_spec import Scalar
 from pscommon.optim.registry import OptimizerKind, Rows
 
-HARMLESS = 100.0
-"""Numbers up to this size, and products of two of them, fit into every dtype of weights (float16
-ends at 65504).
-"""
+HARMLESS_SIZE = 100.0
+"""Products of two numbers up to this size fit into every dtype of weights (float16: to 65504)."""
 
 
 class ChangedGradientError(ValueError):
-    """The formula has written to the gradient, which may be a worker's memory."""
+    """A formula has written to the gradient, which may be a worker's memory."""
 
 
 def try_formula(
@@ -34,8 +30,8 @@ def try_formula(
         The weights, each state, and for each scalar the values of the first and the last part.
 
     Raises:
-        ChangedGradientError: the formula has written to the gradient.
-        Exception: whatever the formula raises.
+        ChangedGradientError: The formula has written to the gradient.
+        Exception: The formula failed.
     """
     weights = torch.linspace(-1.0, 1.0, sum(sizes)).to(dtype)
     gradients = torch.linspace(2.0, -3.0, sum(sizes)).to(dtype)
@@ -58,19 +54,17 @@ def try_formula(
             kind.formula(rows, _parts(gradients, sizes), dict(group))
             if not torch.equal(original, gradients):
                 raise ChangedGradientError("it changes the gradient")
-    scalars = [column[place] for column in rows.scalars.values() for place in (0, -1)]
+    scalars = [column[index] for column in rows.scalars.values() for index in (0, -1)]
     return [weights, *(torch.cat(column) for column in rows.state.values()), *scalars]
 
 
 def is_harmless(kind: OptimizerKind, group: Mapping[str, Scalar]) -> bool:
-    """Whether all numbers are so small that they fit into every dtype of weights."""
+    """Return whether all numbers are small enough for every dtype of weights."""
     return all(_is_harmless(value) for key, value in group.items() if key not in kind.free)
 
 
 def find_overflow(kind: OptimizerKind, group: Mapping[str, Scalar], dtype: torch.dtype) -> str:
-    """Return what torch says of hyper-parameters that are too large for weights of this dtype;
-    empty: nothing.
-    """
+    """Return torch's error for hyper-parameters that are too large for this dtype; empty: none."""
     try:
         try_formula(kind, group, [2], dtype, steps=1)  # torch fills a single number without a check
     except (ArithmeticError, RuntimeError) as error:
@@ -80,7 +74,7 @@ def find_overflow(kind: OptimizerKind, group: Mapping[str, Scalar], dtype: torch
 
 def _is_harmless(value: Any) -> bool:
     parts = value if isinstance(value, tuple) else (value,)
-    return all(abs(part) <= HARMLESS for part in parts)
+    return all(abs(part) <= HARMLESS_SIZE for part in parts)
 
 
 def _first_values(initial: str, group: Mapping[str, Any], like: Tensor) -> Tensor:

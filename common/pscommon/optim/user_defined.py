@@ -30,9 +30,7 @@ TensorFormula = Callable[[Tensor, Tensor, Mapping[str, Any], Mapping[str, Any]],
 """formula(weight, gradient, state, group): one step of one flat tensor in place."""
 
 IMPLEMENTATION = frozenset({"foreach", "fused", "capturable", "differentiable"})
-"""Constructor arguments of torch that choose an implementation; they do not change what is
-computed.
-"""
+"""Constructor arguments of torch that choose an implementation and do not change the result."""
 
 FLOATS_PER_ALIGNMENT = 16
 """Number of float32 values in 64 bytes, the alignment at which shards divide tensors."""
@@ -53,7 +51,7 @@ def register(
     entry.
 
     Args:
-        optimizer_class: class that scripts hand to `job.optimizer`. Its constructor takes the
+        optimizer_class: Class that scripts hand to `job.optimizer`. Its constructor takes the
             parameters, then hyper-parameters with defaults (bool, number or tuple of numbers),
             and passes the same names to torch's constructor. With the base class
             `ElementwiseOptimizer`, step() runs the formula in local training too.
@@ -63,11 +61,11 @@ def register(
             `state` has the tensors named in `states`; the numbers named in `scalars` as float32
             tensors without dimensions, to be changed in place; and `step`, the number of this
             step of the tensor, from 1. `group` has the current hyper-parameters.
-        states: names of the values stored for each weight, in its dtype, initially zero.
-        scalars: names and first values of numbers stored once per tensor. All parts of a tensor
+        states: Names of the values stored for each weight, in its dtype, initially zero.
+        scalars: Names and first values of numbers stored once per tensor. All parts of a tensor
             must compute the same new value: it may depend on `group`, `state["step"]` and itself,
             not on weights or gradients.
-        check: returns what is wrong with the hyper-parameters of a group, or an empty text. The
+        check: Returns the problem with the hyper-parameters of a group; empty: none. The
             default refuses negative numbers and `betas` outside [0, 1).
 
     Raises:
@@ -111,22 +109,21 @@ def load_module(module: str) -> None:
     """Import the module that an operator named with `--optimizers`.
 
     Raises:
-        InvalidRequestError: it is not there, cannot be imported, or registers nothing.
+        InvalidRequestError: It is missing, cannot be imported, or registers no optimizer.
     """
     import_user_module("--optimizers", module)
     if not any(kind.source for kind in KINDS.values()):
         raise InvalidRequestError(
-            f"--optimizers {module}: it registers no optimizer. Try: call pscommon.optim.register "
-            f"in it."
+            f"`--optimizers {module}` failed: it registers no optimizer. Try: call "
+            "pscommon.optim.register in it"
         )
 
 
 def digest_of_user_defined() -> str:
-    """Return a text that is equal on servers with the same user-defined optimizers; empty where
-    there are none.
+    """Return names and a digest of the user-defined optimizers; empty: there are none.
 
-    It has their names, and a digest of hyper-parameters, states, and the source of the modules
-    that define them.
+    The digest covers hyper-parameters, states, and the source of the modules that define them.
+    So the text is equal on servers with the same user-defined optimizers.
     """
     kinds = {name: kind for name, kind in sorted(KINDS.items()) if kind.source}
     rows = [
@@ -137,12 +134,21 @@ def digest_of_user_defined() -> str:
 
 
 def check_same_optimizers(other: str, theirs: str, this: str) -> None:
-    """Raise MismatchError where another server's `digest_of_user_defined` is not this server's."""
+    """Compare user-defined optimizers with those of another server.
+
+    Args:
+        other: Name of the other server, for the error.
+        theirs: Its `digest_of_user_defined`.
+        this: Name of this server, for the error.
+
+    Raises:
+        MismatchError: They differ (SHARD_MISMATCH).
+    """
     mine = digest_of_user_defined()
     if theirs != mine:
         raise MismatchError(
-            f"{other} and {this} were started with different --optimizers: {theirs or 'none'} and "
-            f"{mine or 'none'}. Try: start every server with the same module, of the same version.",
+            f"{other} and {this} have different `--optimizers`: {theirs or 'none'} and "
+            f"{mine or 'none'}. Try: start every server with the same module, of the same version",
             "SHARD_MISMATCH",
         )
 
@@ -161,11 +167,11 @@ def _digest(rows: Sequence[str]) -> str:
 
 def _for_each(formula: TensorFormula) -> Formula:
     def step(rows: Rows, gradients: list[Tensor], group: dict[str, Any]) -> None:
-        for place, (weight, gradient) in enumerate(zip(rows.weights, gradients, strict=True)):
-            rows.steps[place] += 1
-            columns = {**rows.state, **rows.scalars}
-            state = {name: column[place] for name, column in columns.items()}
-            formula(weight, gradient, state | {"step": int(rows.steps[place])}, group)
+        columns = {**rows.state, **rows.scalars}
+        for index, (weight, gradient) in enumerate(zip(rows.weights, gradients, strict=True)):
+            rows.steps[index] += 1
+            state = {name: column[index] for name, column in columns.items()}
+            formula(weight, gradient, state | {"step": int(rows.steps[index])}, group)
 
     return step
 
@@ -183,8 +189,8 @@ def _defaults_of(optimizer_class: type[Any]) -> dict[str, Scalar]:
             isinstance(value, tuple) and all(isinstance(part, int | float) for part in value)
         ):
             raise InvalidRequestError(
-                f"{optimizer_class.__name__}: {argument.name} of its constructor has no default "
-                "that is a bool, a number or a tuple of numbers. Try: give it one."
+                f"cannot register {optimizer_class.__name__}: {argument.name} of its constructor "
+                "has no valid default. Try: a bool, a number or a tuple of numbers"
             )
         found[argument.name] = (
             tuple(map(float, value)) if isinstance(value, tuple) else _as_float(value)
@@ -201,15 +207,15 @@ def _check_names(name: str, kind: OptimizerKind) -> None:
     shown = kind.torch_class.__name__
     if present is not None and _identity(present.torch_class) != _identity(kind.torch_class):
         raise InvalidRequestError(
-            f"{shown}: the name {name} belongs to {'.'.join(_identity(present.torch_class))}. "
-            f"Try: rename the class."
+            f"cannot register {shown}: the name {name} belongs to "
+            f"{'.'.join(_identity(present.torch_class))}. Try: rename the class"
         )
     names = [each.name for each in kind.states] + [each.name for each in kind.scalars]
     bad = [each for each in names if not each.isidentifier() or each in ("weight", "step")]
     if bad or len(set(names)) < len(names):
         raise InvalidRequestError(
-            f"{shown}: states and scalars {names} need different names that are Python "
-            "identifiers, not `weight` or `step`."
+            f"cannot register {shown}: states and scalars {names} have invalid names. Try: "
+            "different Python identifiers, other than `weight` and `step`"
         )
 
 
@@ -218,7 +224,7 @@ def _identity(optimizer_class: type[Any]) -> tuple[str, str]:
 
 
 def _check_elementwise(shown: str, kind: OptimizerKind) -> None:
-    """Compare two steps on a whole tensor with the same steps on its parts."""
+    """Compare two steps on a complete tensor with the same steps on its parts."""
     count = 3 * FLOATS_PER_ALIGNMENT
     try:
         complete = try_formula(kind, kind.defaults, [count])
@@ -227,14 +233,13 @@ def _check_elementwise(shown: str, kind: OptimizerKind) -> None:
         )
     except Exception as error:
         raise InvalidRequestError(
-            f"{shown}: its formula failed on {count} float32 numbers: {error!r}"
+            f"cannot register {shown}: its formula failed on {count} float32 numbers: {error!r}"
         ) from error
     if not all(
         torch.allclose(*pair, rtol=1e-4, atol=1e-6, equal_nan=True)
         for pair in zip(complete, parts, strict=True)
     ):
         raise InvalidRequestError(
-            f"{shown}: its formula is not elementwise: the parts of a tensor step differently "
-            f"than the whole, and "
-            "servers hold parts. Methods that need whole tensors cannot run on servers."
+            f"cannot register {shown}: its formula is not elementwise, and servers store parts of "
+            "tensors. Try: a formula that treats each element by itself"
         )

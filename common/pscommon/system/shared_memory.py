@@ -52,8 +52,8 @@ from pathlib import Path
 FOLDER = Path("/dev/shm")
 NAME = re.compile(r"paramserver-[0-9a-f]{32}")
 TOKEN_BYTES = 32
-# the first page, which holds the token; a whole one, because the memory behind it starts on a page
-HEADER = mmap.PAGESIZE
+# the header holds the token; it is a page, because the memory after it must start on a page
+HEADER_BYTES = mmap.PAGESIZE
 MREMAP_MAYMOVE, MREMAP_FIXED = 1, 2
 MAP_FIXED = 0x10
 MAP_FAILED = c_void_p(-1).value
@@ -63,66 +63,79 @@ _libc.mmap.restype = c_void_p
 _libc.mmap.argtypes = [c_void_p, c_size_t, c_int, c_int, c_int, c_long]  # the last one is off_t
 _libc.munmap.argtypes = [c_void_p, c_size_t]
 
-_shared: dict[
-    int, tuple[int, int]
-] = {}  # by address of a mapping that is shared: its length, a descriptor of its file
+# length and file descriptor of each shared mapping, by address
+_shared: dict[int, tuple[int, int]] = {}
 
 
 class NoSharedMemoryError(Exception):
-    """A region cannot be shared here; the message says why and, where there is one, the remedy."""
+    """A region cannot be shared here; the message has the reason and a remedy."""
 
 
 class NotSharedError(Exception):
-    """An offer does not hold here: another host, another user, or a file that is not what was
-    offered.
-    """
+    """An offer is not valid here: another host, another user, or another file."""
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryOffer:
-    """What a server needs to attach a region."""
+    """What a server needs to attach a region.
 
-    name: str  # of the file, without a folder
-    token: bytes  # TOKEN_BYTES random ones, which are in the file too
-    nbytes: int  # of the region, without the header
+    Attributes:
+        name: Name of the file, without its folder.
+        token: TOKEN_BYTES random bytes, which are in the file too.
+        nbytes: Size of the region in bytes, without the header.
+    """
+
+    name: str
+    token: bytes
+    nbytes: int
 
 
 class SharedRegion:
-    """nbytes of zeroed memory, first private to this process, then shared as often as one likes.
+    """Zeroed memory, private to this process until `share`; it can be shared repeatedly.
 
-    `memory` is a view of all of it: writable, format "B", page-aligned, at the same address
-    until `close`. Raises OSError where there is not enough memory. One thread at a time may call
-    the methods.
+    One thread at a time may call the methods.
+
+    Attributes:
+        nbytes: Size in bytes.
+        is_shared: The memory is shared.
+        memory: Writable view of the memory, format "B", page-aligned, at the same address until
+            `close`.
+
+    Raises:
+        OSError: There is not enough memory.
     """
 
     def __init__(self, nbytes: int, folder: Path = FOLDER) -> None:
         self.nbytes = nbytes
-        self.shared = False
+        self.is_shared = False
         self._folder = folder
         self._file: _SharedFile | None = None
-        self._length = HEADER + nbytes
+        self._length = HEADER_BYTES + nbytes
         self._address = _map(self._length)
         self._owner: object = (owner := _own(self._address, nbytes))
         self.memory = memoryview(owner).cast("B")
 
     def share(self) -> MemoryOffer:
-        """Moves the bytes to a new file of the folder. A region that is shared already leaves
-        its old file to others.
+        """Move the bytes to a new file of the folder, and return an offer for it.
 
-        Raises NoSharedMemoryError where that cannot be; nothing has changed and no file is left
-        then. Raises ValueError after `close`.
+        A region that is shared already leaves its old file to the processes that have it.
+
+        Raises:
+            NoSharedMemoryError: The memory cannot be shared. Nothing has changed, and no file is
+                left.
+            ValueError: The region is closed.
         """
         if self._owner is None:
             raise ValueError("the region is closed")
         if sys.platform != "linux":
-            raise NoSharedMemoryError(f"memory is not shared on {sys.platform}, only on Linux")
+            raise NoSharedMemoryError(f"cannot share memory on {sys.platform}, only on Linux")
         token = secrets.token_bytes(TOKEN_BYTES)
         try:
             file = self._fill(token)
         except OSError as error:
             raise NoSharedMemoryError(_reason(self._folder, self._length, error)) from error
         self.hide()
-        self._file, self.shared = file, True
+        self._file, self.is_shared = file, True
         return MemoryOffer(file.path.name, token, self.nbytes)
 
     def hide(self) -> None:
@@ -132,28 +145,27 @@ class SharedRegion:
             self._file = None
 
     def detach(self) -> None:
-        """Makes the bytes private again. The others keep the file as it was. Harmless to repeat.
+        """Make the bytes private again. Other processes keep the file as it was. Idempotent.
 
-        Raises OSError where there is not enough memory for a copy; nothing has changed then.
+        Raises:
+            OSError: There is not enough memory for a copy. Nothing has changed.
         """
-        if self.shared:
+        if self.is_shared:
             copy = _map(self._length)
-            ctypes.memmove(copy + HEADER, self._address + HEADER, self.nbytes)
+            ctypes.memmove(copy + HEADER_BYTES, self._address + HEADER_BYTES, self.nbytes)
             _replace(self._address, copy, self._length)
             _forget(self._address)
-            self.shared = False
+            self.is_shared = False
         self.hide()
 
     def close(self) -> None:
-        """Gives everything up; `memory` is empty then. Views that are still alive stay valid.
-        Harmless to repeat.
-        """
+        """Release the memory; `memory` is empty then. Existing views stay valid. Idempotent."""
         self.hide()
-        self.shared = False
+        self.is_shared = False
         self.memory, self._owner = memoryview(bytearray()), None
 
     def _fill(self, token: bytes) -> "_SharedFile":
-        """A file with the token and the contents, mapped in the memory's place."""
+        """Write token and contents to a new file, and map it over the memory."""
         file = _SharedFile(self._folder)
         try:
             while not file.lock():
@@ -161,7 +173,7 @@ class SharedRegion:
                 file = _SharedFile(self._folder)
             os.posix_fallocate(file.descriptor, 0, self._length)
             _write(file.descriptor, token, 0)
-            _write(file.descriptor, self.memory, HEADER)
+            _write(file.descriptor, self.memory, HEADER_BYTES)
             descriptor = os.dup(file.descriptor)
             try:
                 _replace(self._address, _map(self._length, descriptor), self._length)
@@ -177,24 +189,28 @@ class SharedRegion:
 
 
 class AttachedRegion:
-    """Another process's region: `memory` is a writable view of the same bytes, format "B"."""
+    """The region of another process.
+
+    Attributes:
+        memory: Writable view of the same bytes, format "B".
+    """
 
     def __init__(self, memory: memoryview) -> None:
         self.memory = memory
 
     def close(self) -> None:
-        """Gives the memory up; `memory` is empty then. Views that are still alive stay valid.
-        Harmless to repeat.
-        """
+        """Release the memory; `memory` is empty then. Existing views stay valid. Idempotent."""
         self.memory = memoryview(bytearray())
 
 
 def attach(offer: MemoryOffer, folder: Path = FOLDER) -> AttachedRegion:
-    """The region behind an offer. Raises NotSharedError where it does not hold here; the message
-    says why.
+    """Map the region of an offer.
+
+    Raises:
+        NotSharedError: The offer is not valid here; the message has the reason.
     """
     if not NAME.fullmatch(offer.name):
-        raise NotSharedError(f"{offer.name!r} is no name of a shared region")
+        raise NotSharedError(f"{offer.name!r} is not a name of a shared region")
     path = folder / offer.name
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -206,7 +222,7 @@ def attach(offer: MemoryOffer, folder: Path = FOLDER) -> AttachedRegion:
         if fault := _fault(descriptor, offer):
             raise NotSharedError(f"{path} {fault}")
         return AttachedRegion(
-            memoryview(_own(_map(HEADER + offer.nbytes, descriptor), offer.nbytes)).cast("B")
+            memoryview(_own(_map(HEADER_BYTES + offer.nbytes, descriptor), offer.nbytes)).cast("B")
         )
     except OSError as error:
         raise NotSharedError(f"{path}: {error.strerror}") from error
@@ -215,9 +231,7 @@ def attach(offer: MemoryOffer, folder: Path = FOLDER) -> AttachedRegion:
 
 
 def sweep(folder: Path = FOLDER) -> list[str]:
-    """Removes this user's files whose creators died before they could hide them; returns their
-    names.
-    """
+    """Remove this user's files whose creators died before `hide`; return their names."""
     try:
         names = sorted(name for name in os.listdir(folder) if NAME.fullmatch(name))
     except OSError:
@@ -226,9 +240,7 @@ def sweep(folder: Path = FOLDER) -> list[str]:
 
 
 class _SharedFile:
-    """A new file, which has to be locked against sweep. Its name goes with this object at the
-    latest.
-    """
+    """A new file, to be locked against sweep. Its name ends with this object at the latest."""
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / f"paramserver-{secrets.token_hex(16)}"
@@ -237,8 +249,8 @@ class _SharedFile:
         self.remove = weakref.finalize(self, _remove, self.path, self.descriptor, os.getpid())
 
     def lock(self) -> bool:
-        """False where sweep was faster. Raises OSError."""
-        os.fchmod(self.descriptor, 0o600)  # a umask may have taken even the owner's rights
+        """Lock the file; return False if sweep has removed it."""
+        os.fchmod(self.descriptor, 0o600)  # a umask may have removed the owner's rights
         try:
             fcntl.flock(self.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -247,7 +259,7 @@ class _SharedFile:
 
 
 def _remove(path: Path, descriptor: int, creator: int) -> None:
-    if os.getpid() == creator:  # a fork has the object too, but not the right
+    if os.getpid() == creator:  # a fork has a copy of the object, but must not remove the file
         with suppress(OSError):  # already removed or replaced by another process
             path.unlink()
     os.close(descriptor)
@@ -256,7 +268,7 @@ def _remove(path: Path, descriptor: int, creator: int) -> None:
 def _sweep(path: Path) -> bool:
     """Remove the file if it has no owner; return whether it was removed."""
     try:
-        # not blocking: should it be a pipe, open would wait for a writer
+        # O_NONBLOCK: if this is a pipe, open would wait for a writer
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError:
         return False
@@ -274,15 +286,15 @@ def _sweep(path: Path) -> bool:
 
 
 def _fault(descriptor: int, offer: MemoryOffer) -> str:
-    """Why this file is not the offered one; empty where it is."""
+    """Return why this is not the offered file; empty: it is."""
     found = os.fstat(descriptor)
     if not stat.S_ISREG(found.st_mode):
         return "is not a regular file"
     if found.st_uid != os.geteuid():
-        return f"belongs to user {found.st_uid}, not to this server's, {os.geteuid()}"
+        return f"belongs to user {found.st_uid}, not to the server's user {os.geteuid()}"
     if found.st_mode & 0o077:
         return f"is accessible to others: mode {stat.S_IMODE(found.st_mode):04o}"
-    if found.st_size != HEADER + max(offer.nbytes, 0):
+    if found.st_size != HEADER_BYTES + max(offer.nbytes, 0):
         return f"has {found.st_size} bytes, not the header and {offer.nbytes} more"
     if not hmac.compare_digest(os.pread(descriptor, TOKEN_BYTES, 0), offer.token):
         return "holds another token"
@@ -297,32 +309,32 @@ def _reason(folder: Path, needed: int, error: OSError) -> str:
         space = os.statvfs(folder)
         free = f"{space.f_bavail * space.f_frsize / (1 << 20):.1f} MiB"
     return (
-        f"{folder} is too small: {needed / (1 << 20):.1f} MiB are needed and {free} are free; "
-        "make it larger (shm_size in compose, --shm-size in docker run) or use --lanes grpc"
+        f"{folder} is too small: {needed / (1 << 20):.1f} MiB are needed and {free} are free. Try: "
+        "make it larger (shm_size in compose, `--shm-size` in docker run), or `--lanes grpc`"
     )
 
 
 def _write(descriptor: int, data: bytes | memoryview, offset: int) -> None:
-    """All of it: one system call takes 2 GiB at most."""
-    rest = memoryview(data)
-    while rest:
-        done = os.pwrite(descriptor, rest, offset)
-        rest, offset = rest[done:], offset + done
+    remaining = memoryview(data)
+    while remaining:  # one system call writes at most 2 GiB
+        written = os.pwrite(descriptor, remaining, offset)
+        remaining, offset = remaining[written:], offset + written
 
 
 def _map(
     length: int,
     descriptor: int = -1,
     flags: int = mmap.MAP_SHARED | mmap.MAP_POPULATE,
-    place: int = 0,
+    fixed_address: int = 0,
 ) -> int:
-    """The address of memory: a file's, by default shared, its pages mapped at once, or new and
-    private. OSError.
+    """Map a file, by default shared and populated, or without one new private memory.
+
+    Returns its address. Raises OSError.
     """
     if descriptor < 0:
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     address = _libc.mmap(
-        place or None, length, mmap.PROT_READ | mmap.PROT_WRITE, flags, descriptor, 0
+        fixed_address or None, length, mmap.PROT_READ | mmap.PROT_WRITE, flags, descriptor, 0
     )
     if address == MAP_FAILED:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
@@ -333,7 +345,7 @@ def _replace(address: int, new: int, length: int) -> None:
     """Move a mapping over another one, atomically for readers.
 
     Raises:
-        OSError: the move failed; the new mapping is released.
+        OSError: The move failed; the new mapping is released.
     """
     mremap = _libc.mremap
     mremap.restype, mremap.argtypes = c_void_p, [c_void_p, c_size_t, c_size_t, c_int, c_void_p]
@@ -344,12 +356,13 @@ def _replace(address: int, new: int, length: int) -> None:
 
 
 def _own(address: int, nbytes: int) -> "ctypes.Array[ctypes.c_ubyte]":
-    """The bytes behind a mapping's header. All views of them refer to this object, and the
-    mapping goes with it.
+    """Return the bytes after a mapping's header.
+
+    All views of them refer to the returned object, and the mapping ends with it.
     """
-    owner = (ctypes.c_ubyte * nbytes).from_address(address + HEADER)
-    # not at exit: other threads may still read then, and the kernel unmaps in any case
-    weakref.finalize(owner, _unmap, address, HEADER + nbytes).atexit = False
+    owner = (ctypes.c_ubyte * nbytes).from_address(address + HEADER_BYTES)
+    # not at exit: other threads may read then, and the kernel unmaps in any case
+    weakref.finalize(owner, _unmap, address, HEADER_BYTES + nbytes).atexit = False
     return owner
 
 
@@ -359,17 +372,17 @@ def _unmap(address: int, length: int) -> None:
 
 
 def _forget(address: int) -> None:
-    """What is mapped there is not shared, or not any more."""
+    """Close the file of a mapping that is no longer shared."""
     if address in _shared:
         os.close(_shared.pop(address)[1])
 
 
-def _part() -> None:
-    """In a fork: its memory is its own from now on."""
+def _make_private() -> None:
+    """Replace shared mappings by private ones, in a fork."""
     while _shared:
         address, (length, descriptor) = _shared.popitem()
         _map(length, descriptor, mmap.MAP_PRIVATE | MAP_FIXED, address)
         os.close(descriptor)
 
 
-os.register_at_fork(after_in_child=_part)
+os.register_at_fork(after_in_child=_make_private)

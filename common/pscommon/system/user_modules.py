@@ -22,7 +22,9 @@ def check_module(flag: str, module: str) -> None:
         found = find_spec(module)
     except ModuleNotFoundError as error:
         _refuse_missing(flag, module, error)
-        raise InvalidRequestError(f"{flag} {module}: importing it failed: {error!r}") from error
+        raise InvalidRequestError(
+            f"`{flag} {module}` failed: importing it raised {error!r}"
+        ) from error
     if found is None:
         raise _missing(flag, module, module)
 
@@ -31,20 +33,22 @@ def import_user_module(flag: str, module: str) -> None:
     """Import a user module.
 
     Args:
-        flag: flag that names it, for messages.
-        module: dotted name.
+        flag: Flag that names it, for messages.
+        module: Dotted name.
 
     Raises:
-        InvalidRequestError: it is missing, or its import failed.
+        InvalidRequestError: It is missing, or its import failed.
     """
     _search_current_folder()
     try:
         import_module(module)
     except InvalidRequestError as error:
-        raise InvalidRequestError(f"{flag} {module}: {error}") from error
+        raise InvalidRequestError(f"`{flag} {module}` failed: {error}") from error
     except Exception as error:
         _refuse_missing(flag, module, error)
-        raise InvalidRequestError(f"{flag} {module}: importing it failed: {error!r}") from error
+        raise InvalidRequestError(
+            f"`{flag} {module}` failed: importing it raised {error!r}"
+        ) from error
 
 
 def _search_current_folder() -> None:
@@ -64,6 +68,6 @@ def _refuse_missing(flag: str, module: str, error: Exception) -> None:
 
 def _missing(flag: str, module: str, missing: str) -> InvalidRequestError:
     return InvalidRequestError(
-        f"{flag} {module}: there is no module {missing}. Try: start this command in the module's "
-        "folder, or put that folder on PYTHONPATH."
+        f"`{flag} {module}` failed: there is no module {missing}. Try: start this command in the "
+        "module's folder, or put that folder on PYTHONPATH"
     )

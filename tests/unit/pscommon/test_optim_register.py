@@ -161,7 +161,7 @@ def test_a_name_that_is_taken_is_refused_and_the_same_class_replaces_itself() ->
 
 @pytest.mark.parametrize("names", [["weight"], ["step"], ["a b"], ["x@y"], ["fade"], ["m", "m"]])
 def test_names_of_states_that_snapshots_could_not_tell_apart_are_refused(names: list[str]) -> None:
-    with pytest.raises(InvalidRequestError, match="need different names"):
+    with pytest.raises(InvalidRequestError, match="have invalid names"):
         decayed(states=names)
 
 
@@ -170,7 +170,7 @@ def test_a_hyper_parameter_without_a_plain_default_is_refused_by_name() -> None:
         def __init__(self, params: Any, lr: float, schedule: Any = None) -> None:
             super().__init__(params, {"lr": lr})
 
-    with pytest.raises(InvalidRequestError, match="Needy: lr of its constructor has no default"):
+    with pytest.raises(InvalidRequestError, match="Needy: lr of its constructor"):
         register(Needy, decaying)
 
 
@@ -200,11 +200,11 @@ def test_the_digest_tells_servers_with_different_optimizers_apart() -> None:
         (
             "ps_needs_more",
             "import ps_not_there_either",
-            r"importing it failed: ModuleNotFoundError\(.*ps_not_there_either",
+            r"importing it raised ModuleNotFoundError\(.*ps_not_there_either",
         ),
-        ("ps_broken", "1 / 0", "importing it failed: ZeroDivisionError"),
-        ("ps_syntax", "def", "importing it failed: SyntaxError"),
-        ("ps_empty", "", "it registers no optimizer. Try: call pscommon.optim.register"),
+        ("ps_broken", "1 / 0", "importing it raised ZeroDivisionError"),
+        ("ps_syntax", "def", "importing it raised SyntaxError"),
+        ("ps_empty", "", "registers no optimizer"),
     ],
 )
 def test_a_module_that_cannot_be_used_is_named_with_the_remedy(
@@ -214,5 +214,5 @@ def test_a_module_that_cannot_be_used_is_named_with_the_remedy(
     if code is not None:
         (tmp_path / f"{module}.py").write_text(code)
 
-    with pytest.raises(InvalidRequestError, match=f"--optimizers {module}: {why}"):
+    with pytest.raises(InvalidRequestError, match=f"`--optimizers {module}` failed: .*{why}"):
         load_module(module)

@@ -103,7 +103,7 @@ def test_an_unknown_name_is_answered_with_those_known_and_the_remedy(name: str) 
 
 REFUSED = [
     ("LBFGS", "several times"),
-    ("Muon", "whole weight matrices"),
+    ("Muon", "weight matrices"),
     ("Adafactor", "row and column means"),
     ("SparseAdam", "sparse gradients"),
 ]
@@ -152,7 +152,7 @@ def test_every_optimizer_of_torch_is_supported_or_refused_with_a_reason() -> Non
         ("sgd", {"lr": 1j}, "not a finite number"),
         ("sgd", {"nesterov": True}, "nesterov needs a momentum"),
         ("sgd", {"nesterov": 1}, "nesterov is 1, not true or false"),
-        ("sgd", {"betas": (0.9, 0.99)}, "unknown hyper-parameter 'betas'; known are lr, momentum"),
+        ("sgd", {"betas": (0.9, 0.99)}, "unknown hyper-parameter 'betas'"),
         ("adam", {"betas": (0.9,)}, "not 2 numbers"),
         ("adam", {"betas": 0.9}, "not 2 numbers"),
         ("adam", {"betas": (0.9, 1.0)}, "not at least 0 and below 1"),
@@ -225,7 +225,7 @@ def test_hyper_parameters_are_refused_with_which_the_formula_raises(
 
 
 def test_an_optimizer_needs_a_group() -> None:
-    with pytest.raises(InvalidRequestError, match="at least one parameter group"):
+    with pytest.raises(InvalidRequestError, match="no parameter group"):
         validate(OptimizerSettings("sgd", ()))
 
 
@@ -376,14 +376,12 @@ def test_a_hyper_parameter_of_a_newer_torch_is_refused_unless_it_is_at_its_defau
         self: Any, params: Any, lr: float = 0.1, cautious: bool = False, **rest: Any
     ) -> None: ...
 
-    still, changed = torch.optim.SGD(weights()), torch.optim.SGD(weights())
-    still.param_groups[0]["cautious"], changed.param_groups[0]["cautious"] = False, True
+    unchanged, changed = torch.optim.SGD(weights()), torch.optim.SGD(weights())
+    unchanged.param_groups[0]["cautious"], changed.param_groups[0]["cautious"] = False, True
     monkeypatch.setattr(torch.optim.SGD, "__init__", newer)
 
-    assert spec_of(still).name == "sgd"
-    with pytest.raises(
-        UnsupportedOptimizerError, match=r"do not know cautious=True of torch\.optim\.SGD"
-    ):
+    assert spec_of(unchanged).name == "sgd"
+    with pytest.raises(UnsupportedOptimizerError, match=r"SGD with cautious=True"):
         spec_of(changed)
 
 
@@ -409,9 +407,9 @@ def test_what_json_leaves_out_is_as_the_job_has_it() -> None:
         ("", "not JSON"),
         ("nonsense", "not JSON"),
         ("[" * 100_000, "not JSON"),
-        ("{}", "a JSON list of objects"),
-        ("[1, 2]", "a JSON list of objects"),
-        ("[{}]", "adam: 1 parameter groups, the job has 2"),
+        ("{}", "no JSON list of objects"),
+        ("[1, 2]", "no JSON list of objects"),
+        ("[{}]", "adam has 1 parameter groups"),
         ('[{}, {"lr": NaN}]', "adam, group 1: lr is nan"),
         ('[{}, {"lr": "x"}]', "not a finite number"),
         ('[{}, {"__class__": "x"}]', "unknown hyper-parameter '__class__'"),

@@ -58,7 +58,7 @@ def test_bytes_and_address_stay(nbytes: int, tmp_path: Path) -> None:
     private = [region.detach, region.detach]
     for change in (*shared, *private, *shared, region.share, *private):
         change()
-        assert region.shared == (change not in private)
+        assert region.is_shared == (change not in private)
         assert region.memory == expected
         assert address(region.memory) == start
         assert nbytes == 0 or start % mmap.PAGESIZE == 0
@@ -159,7 +159,7 @@ def test_views_outlive_close_and_then_the_memory_is_freed(tmp_path: Path) -> Non
     for _ in range(2):
         region.close()
         attached.close()
-    assert (len(region.memory), len(attached.memory), region.shared) == (0, 0, False)
+    assert (len(region.memory), len(attached.memory), region.is_shared) == (0, 0, False)
     region.detach()
     with pytest.raises(ValueError, match="closed"):
         region.share()
@@ -204,7 +204,7 @@ def test_a_hidden_file_has_no_name_and_is_open_once_while_it_is_shared(tmp_path:
     for _ in range(2):
         region.hide()
         assert (len(opened(tmp_path)), list(tmp_path.iterdir())) == (1, [])
-    assert region.shared
+    assert region.is_shared
     region.close()
     assert opened(tmp_path) == []
 
@@ -227,7 +227,7 @@ def test_the_usual_folder() -> None:
         attach(offer).memory[0] = 4
     finally:
         region.close()
-    assert region.shared is False
+    assert region.is_shared is False
     assert not Path("/dev/shm", offer.name).exists()
 
 

@@ -34,7 +34,7 @@ try:
 except NoSharedMemoryError as error:
     print(error)
 assert os.listdir(sys.argv[1]) == [], os.listdir(sys.argv[1])
-assert bytes(region.memory[:4]) == b"abc\\0" and not region.shared
+assert bytes(region.memory[:4]) == b"abc\\0" and not region.is_shared
 small = SharedRegion(100_000, Path(sys.argv[1]))
 if sys.argv[2] == "fits":
     small.share()
@@ -88,7 +88,7 @@ def test_a_folder_that_is_none(tmp_path: Path) -> None:
         region = SharedRegion(10, folder)
         with pytest.raises(NoSharedMemoryError, match=f"{folder}: {words}"):
             region.share()
-        assert not region.shared
+        assert not region.is_shared
         assert sweep(folder) == []
         region.close()
 
@@ -104,7 +104,7 @@ def test_a_failed_share_leaves_the_one_before(tmp_path: Path) -> None:
         region.share()
 
     region.memory[0] = 3
-    assert region.shared
+    assert region.is_shared
     assert attached.memory[0] == 3
     region.close()
 
@@ -195,8 +195,8 @@ def test_a_file_that_is_something_else(
         ({"nbytes": 4999}, "has .* bytes"),
         ({"nbytes": -1}, "has .* bytes"),
         ({"name": "paramserver-" + "0" * 32}, "No such file"),
-        ({"name": "../paramserver-" + "0" * 32}, "is no name"),
-        ({"name": ""}, "is no name"),
+        ({"name": "../paramserver-" + "0" * 32}, "not a name"),
+        ({"name": ""}, "not a name"),
     ],
 )
 def test_an_offer_that_is_not_of_this_file(
