@@ -1,8 +1,7 @@
 """Training on a parameter server, seen from a worker.
 
 `connect` gives a PyTorch script its job; `Client` moves numpy arrays for anything else.
-Importing this package loads neither torch nor gRPC: each comes with the first use of what needs
-it.
+Importing this package loads neither torch nor gRPC; the first use of a name that needs them does.
 """
 
 from importlib import import_module
@@ -93,7 +92,7 @@ class OptimizerSpec(_OptimizerSpec):
 
 
 def _plain(value: Any) -> Any:
-    """Numbers of numpy and torch as Python's."""
+    """Return a number of numpy or torch as a Python number."""
     if isinstance(value, tuple | list):
         return tuple(map(_plain, value))
     return value.item() if hasattr(value, "item") else value

@@ -30,13 +30,13 @@ SCRIPT = click.Argument(["script"], metavar="(SCRIPT | -m MODULE)")
 ARGS = click.Argument(["args"], nargs=-1, type=click.UNPROCESSED, metavar="[ARGS]...")
 
 # parsing ends at the name of the script; all following arguments belong to the script
-UP_TO_THE_SCRIPT = {"allow_interspersed_args": False}
+FLAGS_BEFORE_SCRIPT = {"allow_interspersed_args": False}
 
 COMMAND = options.command(
     "worker",
     "ps-worker",
     arguments=(MODULE, SCRIPT, ARGS),
-    context_settings=UP_TO_THE_SCRIPT,
+    context_settings=FLAGS_BEFORE_SCRIPT,
     help="Run a training script as one worker of a job. The script calls psworker.connect() or "
     "psworker.Client().",
     epilog="""\b
@@ -82,12 +82,12 @@ def start(ctx: click.Context) -> int:
     if is_on("PS_LOCAL"):
         if settings["ps"]:
             raise InvalidRequestError(
-                f"PS_LOCAL means training without servers, but --ps is {settings['ps']}. "
-                f"Try: unset one of them"
+                f"PS_LOCAL excludes `--ps {settings['ps']}`: it trains without servers. Try: unset "
+                "one of them"
             )
     elif not settings["ps"]:
         raise InvalidRequestError(
-            "--ps HOST:PORT is missing. Try: the address of any server, or PS_LOCAL=1 to train "
+            "`--ps HOST:PORT` is missing. Try: the address of any server, or PS_LOCAL=1 to train "
             "without servers"
         )
     script = Script(settings["script"], settings["module"], tuple(settings["args"]))
@@ -137,7 +137,7 @@ def export(settings: dict[str, Any], environ: MutableMapping[str, str]) -> None:
 
 
 def _import_first(threads: int | None) -> None:
-    """Import our modules before the script's folder is on the path; it may shadow modules."""
+    """Import modules before the script's folder is on the path; it may shadow them."""
     if threads is not None and "torch" not in sys.modules:
         os.environ["OMP_NUM_THREADS"] = str(threads)  # read when torch is imported
     with quick_imports():

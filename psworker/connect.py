@@ -1,4 +1,4 @@
-"""How a script gets its job: from its environment, unless it says otherwise."""
+"""`connect`: join the job that arguments or the environment name."""
 
 import os
 from collections.abc import Sequence
@@ -47,35 +47,43 @@ def connect(
         MismatchError: The servers run another job, or are not one complete set.
     """
     rank = rank_of(rank, os.environ)
-    place = choose_device(device or os.environ.get("PS_DEVICE") or "auto", rank or 0)
+    chosen = choose_device(device or os.environ.get("PS_DEVICE") or "auto", rank or 0)
     from psworker.job import Job
 
     if is_on("PS_LOCAL"):
         from psworker.client.local_client import LocalClient
 
-        return Job(LocalClient(), rank or 0, place)
+        return Job(LocalClient(), rank or 0, chosen)
     if not servers and not os.environ.get("PS_SERVERS"):
         raise InvalidRequestError(
-            "no servers to train with: start the script with `ps-run ... SCRIPT` (a whole job on "
-            "this machine) or `ps-worker --ps HOST:PORT SCRIPT` (one worker), set "
-            "PS_SERVERS=HOST:PORT, or set PS_LOCAL=1 to train alone"
+            "cannot connect: no servers are named. Try: start the script with `ps-run ... SCRIPT` "
+            "(a job on this machine) or `ps-worker --ps HOST:PORT SCRIPT`, or set PS_SERVERS or "
+            "PS_LOCAL=1"
         )
     from psworker.client.client import Client
 
     client = Client(
         servers or None,
         rank=rank,
-        device=str(place),
+        device=str(chosen),
         connect_timeout=connect_timeout,
         wait_timeout=wait_timeout,
     )
-    return Job(client, client.worker - 1 if rank is None else rank, place)
+    return Job(client, client.worker - 1 if rank is None else rank, chosen)
 
 
 def choose_device(wanted: str, rank: int) -> "torch.device":
-    """The torch device of that name; "auto" and "cuda" spread workers over the GPUs; where there
-    is none "auto" is the CPU. The device of a GPU has its number: torch's current device is not
-    the same in all threads.
+    """Return the torch device of a worker; a CUDA device has its number.
+
+    torch's current device differs between threads, so the number is needed.
+
+    Args:
+        wanted: auto, cpu, cuda or cuda:K. "auto" and "cuda" spread workers over the GPUs by
+            rank; without a GPU "auto" is the CPU.
+        rank: Rank of the worker.
+
+    Raises:
+        InvalidRequestError: There is no such device.
     """
     import torch
 
@@ -83,18 +91,19 @@ def choose_device(wanted: str, rank: int) -> "torch.device":
         device = torch.device("cuda" if wanted == "auto" else wanted)
     except RuntimeError:
         raise InvalidRequestError(
-            f"device {wanted!r} is not one of auto, cpu, cuda, cuda:K"
+            f"device {wanted!r} is not valid. Try: auto, cpu, cuda or cuda:K"
         ) from None
-    # not even asked for a GPU: once torch was, forks of this process cannot use it
+    # do not even ask for GPUs: forks of this process could not use them afterwards
     if device.type == "cpu":
         return device
     if device.type != "cuda":
-        raise InvalidRequestError(f"device {wanted!r} is not one of auto, cpu, cuda, cuda:K")
+        raise InvalidRequestError(f"device {wanted!r} is not valid. Try: auto, cpu, cuda or cuda:K")
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if wanted == "auto" and not count:
         return torch.device("cpu")
     if (device.index or 0) >= count:
         raise InvalidRequestError(
-            f"device {wanted}: torch {torch.__version__} sees {count} GPUs on this machine"
+            f"device {wanted} is not available: torch {torch.__version__} sees {count} GPUs. Try: "
+            "device cpu or auto"
         )
     return torch.device("cuda", rank % count) if device.index is None else device

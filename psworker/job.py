@@ -1,4 +1,4 @@
-"""A training job as a script sees it: its optimizer, its share of the data, its place in time."""
+"""`Job`: a training job as a script sees it: optimizer, share of the data, progress."""
 
 import logging
 import os
@@ -33,11 +33,11 @@ class Job(JobFacts):
     Use it in a `with` block, or call `close` at the end.
 
     Attributes:
-        client: The connection underneath.
+        client: The connection to the servers.
         rank: 0, 1, ... among the workers that started together, for logs and tests.
         device: Where the operator wants this worker to compute. Call `model.to(job.device)`
             before `job.optimizer`.
-        stats: Where the time of the steps goes.
+        stats: Time of the steps by phase, in seconds.
     """
 
     def __init__(
@@ -100,14 +100,15 @@ class Job(JobFacts):
         """
         if self._optimizer is not None:
             raise InvalidRequestError(
-                "a job has one model and one optimizer: put all networks into one ModuleDict"
+                "job.optimizer failed: the job has its model and optimizer already. Try: one "
+                "ModuleDict with all networks"
             )
         if pipeline and (overlap or self.policy == "sync"):
             raise InvalidRequestError(
-                "pipeline=True and overlap=True exclude each other"
+                "pipeline=True excludes overlap=True. Try: leave out one of them"
                 if overlap
-                else "pipeline=True needs policy async or ssp: under sync every gradient is of "
-                "the newest weights"
+                else "pipeline=True excludes policy sync: its gradients are of the newest weights. "
+                "Try: policy async or ssp"
             )
         pipelined = pipeline and self.policy != "local"
         overlapped = not pipeline and (is_on("PS_OVERLAP") if overlap is None else overlap)
@@ -214,12 +215,12 @@ class Job(JobFacts):
         """
         if self._optimizer is None:
             raise InvalidRequestError(
-                "call job.optimizer first: before it there is no model to save"
+                "job.save failed: there is no model yet. Try: call job.optimizer first"
             )
         self._optimizer.save(file)
 
     def report(self, **values: SupportsFloat) -> None:
-        """Report values by name, such as `loss=loss`, after any step. Never waits.
+        """Report values by name, such as `loss=loss`, after any step, without waiting.
 
         Heartbeats send at most one value per second and name, and the newest one in any case. A
         value on a GPU is read only then. `ps-run` shows the values, its summary has the last
@@ -236,11 +237,11 @@ class Job(JobFacts):
     def resume(
         self, scheduler: torch.optim.lr_scheduler.LRScheduler, steps: int | None = None
     ) -> None:
-        """Fast-forward a fresh scheduler to where the job stood when this worker joined.
+        """Fast-forward a new scheduler to the job's progress when this worker joined.
 
         Args:
-            scheduler: Made with the optimizer, not stepped so far.
-            steps: How often to step it. Default: the job's version at `job.optimizer`, 0 in a new
+            scheduler: Made with the optimizer, not stepped yet.
+            steps: Number of steps. Default: the job's version at `job.optimizer`, 0 in a new
                 job. This is right under sync for a scheduler that is stepped with every update.
                 Under async and ssp a version is one step of one worker: divide by the number of
                 workers. For a scheduler that is stepped once per epoch, give the number of
@@ -279,7 +280,7 @@ class Job(JobFacts):
             if self._optimizer is not None:
                 self._optimizer.close()
             if not reason:
-                with suppress(PSError, Stopping):  # what was reported is worth no failure
+                with suppress(PSError, Stopping):  # lost reports are no failure of the script
                     self.session.with_rejoin(self.client.send_reports)
         finally:
             self.client.leave(reason)

@@ -1,4 +1,4 @@
-"""Servers on this machine for as long as a `with` lasts: processes that leave nothing behind."""
+"""Servers on this machine for the duration of a `with` block: processes that leave no files."""
 
 import os
 import subprocess
@@ -11,19 +11,30 @@ from types import TracebackType
 
 from pscommon.core.errors import PSError, UnreachableError, error_for
 from pscommon.core.exit_codes import ExitCode
-from psworker.launch import orphan_guard as tether
+from psworker.launch import orphan_guard
 
-START_SECONDS = 60.0
-STOP_SECONDS = 10.0
-POLL_SECONDS = 0.02
-TAIL = 2000
+START_TIMEOUT_SECONDS = 60.0
+STOP_TIMEOUT_SECONDS = 10.0
+POLL_INTERVAL_SECONDS = 0.02
+LOG_TAIL_CHARACTERS = 2000
 
 
 class LocalServers:
-    """`count` shards on free ports of 127.0.0.1. address: of shard 0, inside the `with`.
-    environ: what they inherit.
+    """Server processes on free ports of 127.0.0.1, to be used in a `with` block.
 
-    Raises UnreachableError, with the end of the server's log, where one does not come up.
+    Args:
+        count: Number of shards.
+        min_workers: Workers required before training starts.
+        policy: sync, async or ssp.
+        staleness: Bound of ssp, in steps; None for the other policies.
+        environ: Environment of the servers.
+
+    Attributes:
+        address: Address of shard 0, inside the `with` block.
+
+    Raises:
+        UnreachableError: A server does not start; the message has the end of its log.
+        InvalidRequestError: A server refuses its settings.
     """
 
     def __init__(
@@ -51,7 +62,7 @@ class LocalServers:
 
     def __enter__(self) -> "LocalServers":
         try:
-            # only for the start: whatever ends this process later, SIGTERM say, leaves no folder
+            # only during the start: a signal that ends this process later leaves no folder
             with tempfile.TemporaryDirectory(prefix="paramserver-") as folder:
                 for shard in range(self._count):
                     address = self._start(shard, Path(folder))
@@ -77,7 +88,7 @@ class LocalServers:
             command += ["--join", self.address]
         with log.open("wb") as output:
             process = subprocess.Popen(
-                [sys.executable, "-I", "-S", tether.__file__, str(os.getpid()), *command],
+                [sys.executable, "-I", "-S", orphan_guard.__file__, str(os.getpid()), *command],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -85,28 +96,29 @@ class LocalServers:
                 start_new_session=True,
             )
         self._processes.append(process)
-        deadline = time.monotonic() + START_SECONDS
+        deadline = time.monotonic() + START_TIMEOUT_SECONDS
         while not port_file.exists():
             if process.poll() is not None or time.monotonic() > deadline:
                 raise self._failure(shard, process, log)
-            time.sleep(POLL_SECONDS)
+            time.sleep(POLL_INTERVAL_SECONDS)
         return f"127.0.0.1:{port_file.read_text().strip()}"
 
     def _failure(self, shard: int, process: "subprocess.Popen[bytes]", log: Path) -> PSError:
-        end = log.read_text(errors="replace")[-TAIL:].strip()
+        end = log.read_text(errors="replace")[-LOG_TAIL_CHARACTERS:].strip()
         if process.poll() == ExitCode.USAGE:
             return error_for("INVALID_REQUEST", end)
         return UnreachableError(
-            f"the server of shard {shard} did not start (exit code {process.poll()}):\n{end}"
+            f"the server of shard {shard} failed to start: exit code {process.poll()}; its log "
+            f"ends with:\n{end}"
         )
 
     def _stop(self) -> None:
-        """Shard 0 last: the others wait for its word that the job is over."""
+        # shard 0 ends last: the others wait for its message that the job has ended
         for process in self._processes:
             process.terminate()
         for process in self._processes:
             try:
-                process.wait(STOP_SECONDS)
+                process.wait(STOP_TIMEOUT_SECONDS)
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()

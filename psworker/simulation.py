@@ -1,12 +1,11 @@
-"""The real servers and workers in this one process, one step at a time in a fixed order
-(simulate=True).
+"""A simulated job: servers and workers in one process, one step at a time in a fixed order.
 
-Everything that decides is the product's own code: the shards' engines, the coordinator, the
-client. Only the network is missing: a DirectTransport calls the servers' methods. Workers are
-threads of which one runs at a time, and each hands the turn to the next when it has made a step
-or has to wait. So a run is the same every time, in every policy.
+The shards' engines, the coordinator and the client are those of real jobs. Only the network is
+replaced: a DirectTransport calls the servers' methods. Workers are threads, and one runs at a time:
+it passes the turn to the next one when it has made a step or has to wait. So every run with the
+same arguments has the same result, under every policy.
 
-This is the one module of psworker that knows psserver.
+This is the only module of psworker that imports psserver.
 """
 
 import threading
@@ -40,48 +39,64 @@ from psworker.transport.streams import AnswerReceiver, Cancellation, ExchangeAns
 Request = TypeVar("Request")
 Response = TypeVar("Response")
 
-FOREVER = 1e6
-UNBOUNDED = 1 << 62
+ENDLESS_LEASE_SECONDS = 1e6
+UNLIMITED_BYTES = 1 << 62
 
-TICK = 0.01
-"""Simulated seconds that one turn takes."""
+TURN_SECONDS = 0.01
+"""Simulated duration of one turn."""
 
 
 class Turns:
-    """Lets one of `count` threads run at a time, in a circle."""
+    """Lets one of `count` threads run at a time, in cyclic order.
+
+    Attributes:
+        turn_count: Number of turns that have ended.
+    """
 
     def __init__(self, count: int) -> None:
-        self.made = 0
+        self.turn_count = 0
         self._changed = threading.Condition()
-        self._left = list(range(count))
+        self._active = list(range(count))
         self._turn = 0
 
     def enter(self, number: int) -> None:
-        """Wait for the turn."""
+        """Wait for the first turn of a thread."""
         with self._changed:
             self._changed.wait_for(lambda: self._turn == number)
 
-    def hand_on(self, number: int) -> None:
-        """Let the others go first."""
+    def pass_on(self, number: int) -> None:
+        """End the turn of a thread, and wait for its next one."""
         with self._changed:
             self._next(number)
             self._changed.wait_for(lambda: self._turn == number)
 
     def leave(self, number: int) -> None:
-        """This thread is done."""
+        """End the last turn of a thread."""
         with self._changed:
-            if len(self._left) > 1:
+            if len(self._active) > 1:
                 self._next(number)
-            self._left.remove(number)
+            self._active.remove(number)
 
     def _next(self, number: int) -> None:
-        self.made += 1
-        self._turn = self._left[(self._left.index(number) + 1) % len(self._left)]
+        self.turn_count += 1
+        index = self._active.index(number)
+        self._turn = self._active[(index + 1) % len(self._active)]
         self._changed.notify_all()
 
 
 class SimulatedCluster:
-    """The servers of a job. config: of shard 0; its addresses and folders are not used."""
+    """The servers of a job, without network and disks.
+
+    Args:
+        config: Configuration of shard 0; its addresses and folders are not used.
+        workers: Number of workers that take turns.
+
+    Attributes:
+        turns: The turns of the workers.
+        service: The coordinator.
+        coordinator: Its control plane.
+        servers: The data plane of each shard.
+    """
 
     def __init__(self, config: ServerConfig, workers: int) -> None:
         self.turns = Turns(workers)
@@ -97,7 +112,7 @@ class SimulatedCluster:
                 self._states[shard].empty(config.shards),
                 metrics[shard],
                 lambda version, store: None,
-                UNBOUNDED,
+                UNLIMITED_BYTES,
                 "grpc",
                 logs[shard],
             )
@@ -133,19 +148,17 @@ class SimulatedCluster:
         )
 
     def deliver(self) -> None:
-        """Send every shard all updates until there are none: what the links do between
-        processes.
-        """
-        quiet = False
-        while not quiet:
-            quiet = True
+        """Send updates to all shards until there are none, as LinkShard does between processes."""
+        is_finished = False
+        while not is_finished:
+            is_finished = True
             for shard, engine in enumerate(self._engines[1:], start=1):
                 update = self.service.next_update(
                     self.service.registry[shard], self._cursors[shard]
                 )
-                assert update is not None  # their number does not change
-                quiet = (
-                    quiet
+                assert update is not None  # the number of shards does not change
+                is_finished = (
+                    is_finished
                     and update.cursor == self._cursors[shard]
                     and update.catch_up is CatchUp.FOLLOW
                 )
@@ -163,9 +176,11 @@ class SimulatedCluster:
 
 
 class DirectTransport:
-    """A worker's requests as plain calls. A request that has to wait passes the turn on.
+    """Calls the servers' methods for a worker. A request that has to wait ends the turn.
 
-    number: The worker's place in the order of turns.
+    Args:
+        cluster: The servers.
+        number: Number of the worker in the order of turns.
     """
 
     direct = True
@@ -176,60 +191,62 @@ class DirectTransport:
         ]
         self._cluster = cluster
         self._number = number
-        self.clock = Clock(lambda: cluster.turns.made * TICK, lambda seconds: self._hand_on())
+        self.clock = Clock(
+            lambda: cluster.turns.turn_count * TURN_SECONDS, lambda _: self._pass_on()
+        )
 
     def learn(
         self, job: str, addresses: Sequence[str], terms: Sequence[int], standbys: Sequence[str]
     ) -> None:
-        """They are in this process, and stay."""
+        """Do nothing: the servers stay in this process."""
 
     def find_primaries(self, job: str, timeout: float) -> bool:
-        """There is nobody else."""
+        """Return False: there are no other servers."""
         return False
 
     def end_stalled(self) -> None:
-        """Nothing does."""
+        """Do nothing: no call stalls."""
 
     def answers(self, timeout: float) -> bool:
-        """They are in this process."""
+        """Return True: the servers are in this process."""
         return True
 
     def end_calls(self) -> None:
-        """None is in flight while another thread runs."""
+        """Do nothing: no call is in flight while another thread runs."""
 
     def join(self, request: co.JoinRequest, timeout: float) -> co.JoinResponse:
-        return self._ask(self._cluster.coordinator.Join, request)
+        return self._call(self._cluster.coordinator.Join, request)
 
     def register(self, request: co.RegisterRequest, timeout: float) -> co.RegisterResponse:
         request.wait_ms = 0
-        answer = self._ask(self._cluster.coordinator.Register, request)
+        answer = self._call(self._cluster.coordinator.Register, request)
         if answer.state == co.RegisterResponse.STATE_PENDING:
-            self._hand_on()
+            self._pass_on()
         return answer
 
     def heartbeat(self, request: co.HeartbeatRequest, timeout: float) -> co.HeartbeatResponse:
-        return self._ask(self._cluster.coordinator.Heartbeat, request)
+        return self._call(self._cluster.coordinator.Heartbeat, request)
 
     def leave(self, request: co.LeaveRequest, timeout: float) -> co.LeaveResponse:
-        return self._ask(self._cluster.coordinator.Leave, request)
+        return self._call(self._cluster.coordinator.Leave, request)
 
     def next_batch(self, request: co.NextBatchRequest, timeout: float) -> co.NextBatchResponse:
         request.wait_ms = 0
-        answer = self._ask(self._cluster.coordinator.NextBatch, request)
+        answer = self._call(self._cluster.coordinator.NextBatch, request)
         if not answer.numbers and not answer.end and request.idle:
-            self._hand_on()
+            self._pass_on()
         return answer
 
     def return_batches(
         self, request: co.ReturnBatchesRequest, timeout: float
     ) -> co.ReturnBatchesResponse:
-        return self._ask(self._cluster.coordinator.ReturnBatches, request)
+        return self._call(self._cluster.coordinator.ReturnBatches, request)
 
     def report(self, request: co.ReportMetricsRequest, timeout: float) -> co.ReportMetricsResponse:
-        return self._ask(self._cluster.coordinator.ReportMetrics, request)
+        return self._call(self._cluster.coordinator.ReportMetrics, request)
 
     def status(self, request: co.GetStatusRequest, timeout: float) -> co.GetStatusResponse:
-        return self._ask(self._cluster.coordinator.GetStatus, request)
+        return self._call(self._cluster.coordinator.GetStatus, request)
 
     def exchange(
         self,
@@ -250,14 +267,14 @@ class DirectTransport:
         self._cluster.deliver()
         pushed_last = header.seq > 0 and shard == len(self._cluster.servers) - 1
         if may_wait and (pushed_last or result.outcome == ps.OUTCOME_PENDING):
-            self._hand_on()
+            self._pass_on()
         return ExchangeAnswer(result, 0.0, 0.0)
 
     def find_addresses(self, timeout: float) -> Sequence[str]:
         return self.addresses
 
     def relocate(self, addresses: Sequence[str]) -> None:
-        raise PSError("simulated servers stay as many as they are")
+        raise PSError("cannot reshard: a simulated job keeps its number of servers")
 
     def attach(
         self, shard: int, request: ps.AttachMemoryRequest, timeout: float
@@ -265,22 +282,31 @@ class DirectTransport:
         return ps.AttachMemoryResponse(reason="the servers are in this process")
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing: no connection is open."""
 
-    def _ask(self, method: Callable[[Request, None], Response], request: Request) -> Response:
+    def _call(self, method: Callable[[Request, None], Response], request: Request) -> Response:
         answer = method(request, None)
         self._cluster.deliver()
         return answer
 
-    def _hand_on(self) -> None:
-        self._cluster.turns.hand_on(self._number)
+    def _pass_on(self) -> None:
+        self._cluster.turns.pass_on(self._number)
 
 
 def simulated(shards: int, workers: int, policy: str, staleness: int | None) -> SimulatedCluster:
-    """A cluster with settings as of ps-server, for that many workers. Leases never end: no time
-    passes.
+    """Return a cluster with settings of ps-server, in which leases never end.
+
+    Args:
+        shards: Number of shards.
+        workers: Number of workers.
+        policy: sync, async or ssp.
+        staleness: Bound of ssp, in steps; None for the other policies.
     """
     config = ServerConfig(
-        shards=shards, policy=policy, staleness=staleness, min_workers=workers, lease=FOREVER
+        shards=shards,
+        policy=policy,
+        staleness=staleness,
+        min_workers=workers,
+        lease=ENDLESS_LEASE_SECONDS,
     )
     return SimulatedCluster(config, workers)

@@ -22,7 +22,7 @@ from pscommon.system.small_files import is_special, why_no_file
 from pscommon.system.thread_team import cores
 from pscommon.system.user_modules import check_module
 from pscommon.telemetry import logs
-from psworker.cli import ARGS, MODULE, SCRIPT, UP_TO_THE_SCRIPT, words
+from psworker.cli import ARGS, FLAGS_BEFORE_SCRIPT, MODULE, SCRIPT, words
 from psworker.launch import plan
 from psworker.launch.events import SignalReceived
 from psworker.launch.script import Script
@@ -43,7 +43,7 @@ COMMAND = options.command(
     "run",
     "ps-run",
     arguments=(MODULE, SCRIPT, ARGS),
-    context_settings=UP_TO_THE_SCRIPT,
+    context_settings=FLAGS_BEFORE_SCRIPT,
     help="Run a training script with servers and workers on this machine.",
     epilog="""\b
 Examples:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from psworker.launch import orphan_guard as tether
+from psworker.launch import orphan_guard
 from psworker.launch.processes import TAIL_LINES, LineSplitter, ManagedProcess
 
 LIMIT = 30.0
@@ -192,19 +192,19 @@ arguments = [sys.argv[1], sys.argv[2], str(os.getpid())]
 child = subprocess.Popen([sys.executable, "-I", "-S", "-c", *arguments])
 signal.pause()
 """
-TETHERED = """
+GUARDED = """
 import runpy, sys
-tether = runpy.run_path(sys.argv[1])
+guard = runpy.run_path(sys.argv[1])
 code = "import os, signal; print(os.getpid(), flush=True); signal.pause()"
 command = [sys.executable, "-I", "-S", "-c", code]
-sys.exit(tether["main"](int(sys.argv[2]), command, watch=WATCH))
+sys.exit(guard["main"](int(sys.argv[2]), command, watch=WATCH))
 """
 
 
 @pytest.mark.parametrize("watch", [False, True])
 def test_a_tethered_process_ends_with_a_parent_that_is_killed(watch: bool) -> None:
-    code = TETHERED.replace("WATCH", str(watch))
-    line = [sys.executable, "-I", "-S", "-c", PARENT, code, tether.__file__]
+    code = GUARDED.replace("WATCH", str(watch))
+    line = [sys.executable, "-I", "-S", "-c", PARENT, code, orphan_guard.__file__]
     with subprocess.Popen(
         line, stdout=subprocess.PIPE, text=True, start_new_session=True
     ) as parent:
@@ -221,7 +221,7 @@ def test_a_command_whose_parent_is_already_gone_never_starts() -> None:
         sys.executable,
         "-I",
         "-S",
-        tether.__file__,
+        orphan_guard.__file__,
         "1",
         sys.executable,
         "-c",

@@ -108,9 +108,7 @@ def test_a_module_that_is_not_there(
     path = programs.run(command, "--optimizers", "my_optimizers.py", *rest, **environment)
 
     assert (program.wait(), path.wait()) == (2, 2)
-    assert (
-        "there is no module their_optimizers. Try: " in program.err
-    )
+    assert "there is no module their_optimizers. Try: " in program.err
     assert "'my_optimizers.py' is not a module name. Try: package.module, without .py" in path.err
 
 

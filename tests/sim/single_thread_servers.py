@@ -41,7 +41,7 @@ from psserver.process.shard_count_file import ShardCountFile
 from psserver.shard.engine import ShardEngine
 from psserver.transfer.servicer import DataPlaneServicer
 from psworker.core.clock import Clock
-from psworker.simulation import FOREVER, UNBOUNDED, DirectTransport
+from psworker.simulation import ENDLESS_LEASE_SECONDS, UNLIMITED_BYTES, DirectTransport
 from psworker.transport.streams import AnswerReceiver, Cancellation, ExchangeAnswer, take
 
 JOB = "direct"
@@ -81,7 +81,7 @@ class DirectServer:
         self._log = ShardLog(RecordSink(RecordSource.SHARD, disk))
         self.states = ShardStateFactory(shard, ALONE, self.archive, self._log)
         self.engine = ShardEngine(
-            self.states.empty(config.shards), metrics, self._cut, UNBOUNDED, "grpc", self._log
+            self.states.empty(config.shards), metrics, self._cut, UNLIMITED_BYTES, "grpc", self._log
         )
         self.identity = ServerIdentity(shard, config.shards, f"direct-{shard}", job=JOB)
         self.server = DataPlaneServicer(self.engine, self.identity)
@@ -166,7 +166,7 @@ class DirectServers:
             **{
                 "shards": shards,
                 "data_dir": folder,
-                "lease": FOREVER,
+                "lease": ENDLESS_LEASE_SECONDS,
                 "log_fsync": "always",
                 **settings,
             }
@@ -326,7 +326,7 @@ class Lane(DirectTransport):
 
     def __init__(self, servers: DirectServers) -> None:
         self.addresses = [f"direct-{shard}" for shard in range(len(servers.lives))]
-        self.clock = Clock(lambda: self._now, lambda seconds: self._hand_on())
+        self.clock = Clock(lambda: self._now, lambda seconds: self._pass_on())
         self._cluster = servers
         self._now = 0.0
 
@@ -354,6 +354,6 @@ class Lane(DirectTransport):
         self._cluster.deliver()
         return answer
 
-    def _hand_on(self) -> None:
+    def _pass_on(self) -> None:
         self._now += PAUSE
         self._cluster.tick()

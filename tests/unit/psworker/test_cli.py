@@ -117,7 +117,7 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[Script]:
 def test_no_servers_is_bad_usage(ran: list[Script], capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["train.py"]) == 2
 
-    assert "--ps HOST:PORT is missing" in capsys.readouterr().err
+    assert "`--ps HOST:PORT` is missing" in capsys.readouterr().err
     assert ran == []
 
 
@@ -183,7 +183,7 @@ def test_servers_and_training_without_them_exclude_each_other(
 
     assert cli.main(["--ps", "a:1", "train.py"]) == 2
 
-    assert "PS_LOCAL means training without servers" in capsys.readouterr().err
+    assert "PS_LOCAL excludes" in capsys.readouterr().err
     assert ran == []
 
 

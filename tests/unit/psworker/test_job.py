@@ -271,7 +271,7 @@ def test_a_job_has_one_model_with_fixed_parameters() -> None:
     job, net, optimizer = started()
 
     with pytest.raises(
-        psworker.InvalidRequestError, match=r"one model and one optimizer: .* one ModuleDict"
+        psworker.InvalidRequestError, match="job has its model and optimizer already"
     ):
         job.optimizer(torch.optim.SGD(net.parameters(), lr=0.1), net)
     with pytest.raises(psworker.InvalidRequestError, match="switch requires_grad"):

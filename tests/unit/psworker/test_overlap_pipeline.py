@@ -328,9 +328,9 @@ class Sync(LocalClient):
 def test_where_it_makes_no_sense_it_is_refused() -> None:
     model = net()
 
-    with pytest.raises(InvalidRequestError, match="needs policy async or ssp"):
+    with pytest.raises(InvalidRequestError, match="excludes policy sync"):
         Job(Sync()).optimizer(sgd(model), model, pipeline=True)
-    with pytest.raises(InvalidRequestError, match="exclude each other"):
+    with pytest.raises(InvalidRequestError, match="excludes overlap=True"):
         Job(Held()).optimizer(sgd(model), model, pipeline=True, overlap=True)
 
 
