@@ -1,6 +1,5 @@
 """Run ps-server: start a server or a standby, serve until the job ends, and handle signals."""
 
-import logging
 import signal
 import threading
 from collections.abc import Callable
@@ -14,6 +13,7 @@ from pscommon.core.exit_codes import ExitCode
 from pscommon.system import shared_memory
 from pscommon.system import signals as interruptible
 from pscommon.system.malloc import tune_malloc
+from pscommon.telemetry.logs import get_logger
 from psserver.coordinator.final_state import conclude
 from psserver.process.config import ServerConfig
 from psserver.replication.lease_directory import lease_of
@@ -21,7 +21,7 @@ from psserver.replication.standby import Standby
 from psserver.replication.standby_state import Promotion
 from psserver.server import Server
 
-log = logging.getLogger("psserver")
+log = get_logger(__name__)
 
 
 def run(config: ServerConfig) -> int:
@@ -60,8 +60,12 @@ def successor(config: ServerConfig, address: str, promotion: Promotion) -> Serve
             if isinstance(error, TakenError)
             else "which cannot be used"
         )
-        then = "Try: start a standby of this server with that directory, and promote it"
-        log.error(f"continuing without --data-dir, {why}", extra={"problem": f"{error}. {then}"})
+        log.error(
+            "data_dir_abandoned",
+            reason=why,
+            problem=str(error),
+            remedy="start a standby of this server with that directory, and promote it",
+        )
     server = Server(
         replace(config, data_dir=None, snapshot_every=None, durability="snapshot"), promotion
     )

@@ -1,6 +1,5 @@
 """The command ps-server."""
 
-import logging
 import os
 from collections.abc import Sequence
 
@@ -12,9 +11,10 @@ from pscommon.settings.command import run_command
 from pscommon.settings.environment import unread
 from pscommon.system.imports import quick_imports
 from pscommon.telemetry import logs
+from pscommon.telemetry.logs import get_logger
 from psserver.process.config import ServerConfig
 
-log = logging.getLogger("psserver")
+log = get_logger(__name__)
 
 COMMAND = options.command(
     "server",
@@ -42,7 +42,7 @@ def start(ctx: click.Context) -> int:
     config = ServerConfig.from_settings(ctx.params)
     logs.set_up(config.log_level, config.log_format, shard=config.shard, job=config.job)
     for warning in unread(os.environ):
-        log.warning(warning)
+        log.warning("environment_variable_unknown", problem=warning)
     with quick_imports():
         from psserver import app  # imports torch, which --help and usage errors do not need
     if config.optimizers is not None:

@@ -18,6 +18,7 @@ from pscommon.snapshot import DataDirLock
 from pscommon.system.local_jobs import JobAnnouncement
 from pscommon.system.thread_team import ThreadTeam
 from pscommon.telemetry.http import MetricsServer, new_registry
+from pscommon.telemetry.logs import get_logger
 from pscommon.wire.frames import add_parameter_server_to_server
 from psproto.v1 import coordinator_pb2, parameter_server_pb2, shard_pb2, standby_pb2
 from psproto.v1.coordinator_pb2_grpc import add_CoordinatorServiceServicer_to_server
@@ -74,7 +75,7 @@ SERVICES = (
     coordinator_pb2.DESCRIPTOR.services_by_name["CoordinatorService"].full_name,
 )
 
-log = logging.getLogger("psserver")
+log = get_logger(__name__)
 
 
 class Server:
@@ -225,9 +226,9 @@ class Server:
             why: The reason; empty if it was planned.
         """
         if why:
-            log.error("this server must end", extra={"problem": why})
+            log.error("primary_deposed", problem=why)
         else:
-            log.warning("another server is primary of this shard now, as planned")
+            log.info("primary_replaced")
         self._port_file.remove()
         logging.shutdown()
         os._exit(ExitCode.TAKEN if why else ExitCode.DONE)
@@ -324,9 +325,7 @@ class Server:
         self._announce()
         # only shard 0 knows the current policy
         policy = {} if self.service is None else {"policy": self.service.policy}
-        log.info(
-            "listening", extra={"address": self.address, "shards": self.identity.shards, **policy}
-        )
+        log.info("listening", address=self.address, shards=self.identity.shards, **policy)
 
     def _announce(self) -> None:
         """Let commands of this user on this machine find the job without an address."""
@@ -335,7 +334,7 @@ class Server:
         try:
             announcement = JobAnnouncement(self.identity.job, self.identity.address)
         except OSError as error:
-            log.warning("commands need --ps to find this job", extra={"problem": str(error)})
+            log.warning("job_not_announced", problem=str(error), remedy="give commands --ps")
         else:
             self._resources.callback(announcement.remove)
 

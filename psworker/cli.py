@@ -1,6 +1,5 @@
 """ps-worker: run a training script as one worker of a job."""
 
-import logging
 import os
 import sys
 from collections.abc import MutableMapping, Sequence
@@ -17,11 +16,12 @@ from pscommon.settings.environment import unread
 from pscommon.system.imports import quick_imports
 from pscommon.system.malloc import tune_malloc
 from pscommon.telemetry import logs
+from pscommon.telemetry.logs import get_logger
 from psworker.connect import choose_device
 from psworker.launch.script import Script, run
 from psworker.session.environment import is_on
 
-log = logging.getLogger("psworker")
+log = get_logger(__name__)
 
 MODULE = click.Option(
     ["-m", "module"], is_flag=True, help="Run a module as the script, like python -m."
@@ -100,7 +100,7 @@ def start(ctx: click.Context) -> int:
     )
     if "PS_WORKER_ATTEMPT" not in os.environ:  # ps-run has shown these warnings
         for warning in unread(os.environ):
-            log.warning(warning)
+            log.warning("environment_variable_unknown", problem=warning)
     if settings["malloc"] == "tuned":
         tune_malloc()
     _import_first(settings["threads"])

@@ -1,6 +1,5 @@
 """`Job`: a training job as a script sees it: optimizer, share of the data, progress."""
 
-import logging
 import os
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
@@ -11,6 +10,7 @@ import torch
 from torch import nn
 
 from pscommon.core.errors import InvalidRequestError, PSError
+from pscommon.telemetry.logs import get_logger
 from psworker.core.protocols import JobClient
 from psworker.core.results import PushResult
 from psworker.data.batches import BatchLoader
@@ -24,7 +24,7 @@ from psworker.session.job_facts import JobFacts
 from psworker.session.resume_notice import log_if_finished
 from psworker.session.session import Session
 
-log = logging.getLogger("psworker")
+log = get_logger(__name__)
 
 
 class Job(JobFacts):
@@ -300,5 +300,5 @@ class Job(JobFacts):
         try:
             self.close(reason=f"{type(error).__name__}: {error}")
         except PSError as trouble:
-            log.warning("could not leave the job: %s", trouble)  # `error` is what the user must see
+            log.warning("leave_failed", problem=str(trouble))  # `error` is what the user must see
         return None

@@ -1,7 +1,6 @@
 """`DistributedTraining`: train a model on several workers and servers with one call."""
 
 import contextlib
-import logging
 import os
 import time
 from collections.abc import Iterator
@@ -11,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from pscommon.core.errors import InvalidRequestError
+from pscommon.telemetry.logs import get_logger
 from psworker.client.client import Client
 from psworker.connect import choose_device
 from psworker.data.random_state import preserved_generators
@@ -33,7 +33,7 @@ from psworker.training_nodes import (
     train_nodes,
 )
 
-log = logging.getLogger("psworker")
+log = get_logger(__name__)
 
 
 class DistributedTraining:
@@ -132,10 +132,10 @@ class DistributedTraining:
             results = train_nodes(cluster, task, module, devices)
         if self.ps is not None and not any(node.steps for node in results):
             log.warning(
-                "nothing was trained, and the model has the weights of the job at %s: it had been "
-                "through its data "
-                "before; a job is one training, so for another one start other servers",
-                self.ps,
+                "nothing_trained",
+                servers=self.ps,
+                problem="the job had trained on all its data before; a job is one training",
+                remedy="start other servers for another training",
             )
         return {
             "model_name": type(module).__name__,

@@ -1,7 +1,6 @@
 """The workers of `train_distributed`: threads that train copies of one model."""
 
 import copy
-import logging
 import threading
 import time
 from collections.abc import Callable
@@ -13,13 +12,14 @@ from torch import Tensor, nn
 
 from pscommon.core.errors import InvalidRequestError
 from pscommon.system import signals as interruptible
+from pscommon.telemetry.logs import get_logger
 from psworker.client.client import Client
 from psworker.job import Job
 from psworker.optim.optimizer import ServerOptimizer
 from psworker.session.drain import Stopping
 from psworker.training_arguments import Loss, MakeOptimizer
 
-log = logging.getLogger("psworker")
+log = get_logger(__name__)
 
 LOG_INTERVAL_SECONDS = 5.0
 STOP_TIMEOUT_SECONDS = 5.0
@@ -159,7 +159,7 @@ def _train(job: Job, task: TrainingTask, model: nn.Module, result: TrainingNode)
         _train_batches(job, task, model, optimizer, result)
     finally:
         result.state = copy_state(model)
-    log.info("worker %d: done after %d steps, loss %.4f", job.rank, result.steps, result.loss)
+    log.info("training_finished", rank=job.rank, steps=result.steps, loss=round(result.loss, 4))
 
 
 def _train_batches(
@@ -182,7 +182,9 @@ def _train_batches(
         result.loss = loss.item()
         if time.monotonic() - logged_at >= LOG_INTERVAL_SECONDS:
             logged_at = time.monotonic()
-            log.info("worker %d: step %d, loss %.4f", job.rank, result.steps, result.loss)
+            log.info(
+                "training_progress", rank=job.rank, steps=result.steps, loss=round(result.loss, 4)
+            )
 
 
 def _check_pair(batch: Any) -> Any:

@@ -2,12 +2,12 @@
 of --save.
 """
 
-import logging
 import os
 from pathlib import Path
 
 from pscommon.core.errors import NotSavedError, PSError
 from pscommon.system.small_files import write_whole
+from pscommon.telemetry.logs import get_logger
 from psserver.coordinator.server_registry import ServerRegistry
 from psserver.coordinator.snapshot_jobs import SnapshotScheduler
 from psserver.durability.snapshots import SnapshotManager
@@ -20,7 +20,7 @@ NOT_SAVED_FILE = "PS_NOT_SAVED_FILE"
 A signal's exit code cannot tell this.
 """
 
-log = logging.getLogger("psserver")
+log = get_logger(__name__)
 
 
 def save_final_state(
@@ -60,10 +60,7 @@ def save_final_state(
         try:
             addresses = registry.addresses
             write_final_weights(engine.live, addresses, job, coordinator.model, save)
-            log.info(
-                "weights written",
-                extra={"file": str(save), "version": engine.live.version},
-            )
+            log.info("weights_written", file=str(save), version=engine.live.version)
         except NotSavedError as error:
             problems.append(str(error))
     text = "; ".join(filter(None, problems))
@@ -71,7 +68,7 @@ def save_final_state(
         try:
             write_whole(Path(path), text)
         except OSError as error:
-            log.warning("cannot write what is not saved for ps-run", extra={"problem": str(error)})
+            log.warning("result_file_unwritable", problem=str(error))
     return text
 
 
@@ -86,7 +83,7 @@ def _last_snapshot_problem(
     if not problem:
         return ""
     if scheduler.is_logged:
-        log.warning("no last snapshot; the log holds all updates", extra={"problem": problem})
+        log.warning("last_snapshot_missing", problem=problem)
         return ""
     newest = snapshots.newest_version
     held = (
@@ -108,7 +105,7 @@ def conclude(failure: PSError | None, not_saved: str, code: int) -> int:
         NotSavedError: The job did not fail, and its final state is not saved.
     """
     if not_saved and (failure is not None or code):
-        log.error("the final weights are not saved", extra={"problem": not_saved})
+        log.error("final_weights_not_saved", problem=not_saved)
     if failure is not None:
         raise failure
     if not_saved and not code:

@@ -1,12 +1,12 @@
 """Heartbeats of workers, the values that they report, and the answers."""
 
-import logging
 import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from pscommon.core.errors import FencedError, InvalidRequestError
 from pscommon.core.metric_row import MetricRow
+from pscommon.telemetry.logs import get_logger
 from psserver.coordinator.executor import CommandExecutor
 from psserver.core.commands.recorder import Recorder
 from psserver.core.reports.reported_values import ReportedValue
@@ -16,7 +16,7 @@ MAX_AGE_SECONDS = 60.0
 name.
 """
 
-log = logging.getLogger("psserver")
+log = get_logger(__name__)
 
 
 class ReceivedValue(NamedTuple):
@@ -106,9 +106,7 @@ class Heartbeats:
         try:
             self.report(worker, values)
         except (FencedError, InvalidRequestError) as error:
-            log.warning(
-                "reported values are dropped", extra={"worker": worker, "problem": str(error)}
-            )
+            log.warning("reported_values_dropped", worker=worker, problem=str(error))
 
     def history(self) -> list[MetricRow]:
         """Return all rows of reported values, by time."""

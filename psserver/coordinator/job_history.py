@@ -2,7 +2,6 @@
 rollbacks.
 """
 
-import logging
 import secrets
 import threading
 import time
@@ -13,6 +12,7 @@ from typing import Any
 from pscommon.core.errors import PSError, SnapshotError, UnreachableError
 from pscommon.core.model_spec import model_to_json
 from pscommon.snapshot import Manifest
+from pscommon.telemetry.logs import get_logger
 from psserver.coordinator.executor import CommandExecutor
 from psserver.coordinator.server_registry import ServerRegistry
 from psserver.core.commands.recorder import Recorder
@@ -31,7 +31,7 @@ from psserver.replication.hello import CoordinatorFacts
 from psserver.replication.standby_state import Promotion
 from psserver.shard.engine import ShardEngine
 
-log = logging.getLogger("psserver")
+log = get_logger(__name__)
 
 LOG_ID_BITS = 62
 
@@ -167,7 +167,7 @@ class JobHistory:
         coordinator.ledger.origin = self._snapshots.describe(manifest, logged=True)
         recorder.do("go_by", time.monotonic(), rules=self._rules.as_json())
         coordinator.membership.begin_run(self._config.min_workers)
-        log.info("continued from the log", extra={"version": coordinator.version})
+        log.info("resumed_from_log", version=coordinator.version)
 
     def install_promotion(self, promotion: Promotion) -> None:
         """Continue as the coordinator that this process replicated as a standby; the shards
@@ -231,7 +231,7 @@ class JobHistory:
             self.install(
                 InitialState(Origin.SNAPSHOT, coordinator, snapshot=manifest, newest=manifest)
             )
-            log.info("resuming", extra={"version": manifest.version})
+            log.info("resumed_from_snapshot", version=manifest.version)
             # after the others have been asked: all shards load at the same time
             self.loaded(0, manifest.version, self._load(coordinator.epoch, manifest))
         self._engine.request_report()
@@ -282,8 +282,7 @@ class JobHistory:
             wanted = self._registry.snapshot
             if not problem or wanted is None or version != wanted.version:
                 return
-            extra = {"version": version, "problem": problem}
-            log.error("a snapshot cannot be loaded; trying the previous one", extra=extra)
+            log.error("snapshot_unloadable", version=version, failed_shard=shard, problem=problem)
             older = self._snapshots.find_before(version)
             if older is None:
                 self._fail(SnapshotError(f"no snapshot can be loaded: shard {shard}: {problem}"))
@@ -298,7 +297,7 @@ class JobHistory:
         """
         with self._rollback_lock:
             manifest = self._snapshots.find(version)
-            log.warning("going back to a snapshot, as asked", extra={"version": version})
+            log.warning("rollback_requested", version=version)
             if self._coordinator is not None:
                 self._accounted_version = self._coordinator.version  # discarded on request
             self.resume(manifest, self._generations.count)
@@ -319,10 +318,7 @@ class JobHistory:
                 return
             manifest = self._snapshots.find_newest()
             if manifest is None and self._is_recovered:
-                log.error(
-                    "the job begins again: there is no snapshot",
-                    extra={"why": why, "updates_lost": version},
-                )
+                log.error("job_restarted_without_snapshot", reason=why, updates_lost=version)
                 self._metrics.updates_lost(version)
                 self._generations.count_in_running_job()
                 self.begin()
@@ -333,8 +329,9 @@ class JobHistory:
             else:
                 lost = version - manifest.version
                 self._metrics.updates_lost(lost)
-                extra = {"why": why, "version": manifest.version, "updates_lost": lost}
-                log.error("rolling back to a snapshot", extra=extra)
+                log.error(
+                    "rollback_started", reason=why, version=manifest.version, updates_lost=lost
+                )
                 self._accounted_version = version
                 self.resume(manifest)
 
@@ -351,10 +348,7 @@ class JobHistory:
             if lost > 0:
                 self._accounted_version = version
                 self._metrics.updates_lost(lost)
-                extra = {"worker": worker, "version": version, "updates_lost": lost}
-                log.error(
-                    "a worker reports a newer version than the restored snapshot", extra=extra
-                )
+                log.error("updates_lost", worker=worker, version=version, updates_lost=lost)
 
     def commit_snapshot(self, coordinator: CoordinatorMachine, executor: CommandExecutor) -> bool:
         """Commit the finished snapshot if its log is current; return whether there is one."""

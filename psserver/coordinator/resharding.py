@@ -3,7 +3,6 @@ callers.
 """
 
 import json
-import logging
 import threading
 import time
 from collections.abc import Mapping
@@ -15,6 +14,7 @@ from pscommon.core.errors import (
     UnreachableError,
     WaitTimeoutError,
 )
+from pscommon.telemetry.logs import get_logger
 from psproto.v1 import coordinator_pb2 as pb
 from psserver.coordinator.executor import CommandExecutor
 from psserver.coordinator.server_registry import ServerRegistry
@@ -30,7 +30,7 @@ from psserver.shard.resharding import build_partition
 MAX_LISTED_COMMANDS = 8
 """Number of missing servers whose start commands an error message lists."""
 
-log = logging.getLogger("psserver")
+log = get_logger(__name__)
 
 
 class ReshardRequests:
@@ -76,7 +76,7 @@ class ReshardRequests:
                 f"not begun after {seconds:.0f} s: "
                 f"{self._registry.missing or 'a snapshot is written'}"
             )
-        log.info("reshard started", extra={"shards": shards})
+        log.info("reshard_started", shards=shards)
         self.advance()
         # this process's own shard has reached the entry: new shards can now receive its state
         self._executor.wake()
@@ -90,10 +90,7 @@ class ReshardRequests:
                 f"not done after {seconds:.0f} s, and still under way; waits for {self.waiting_for}"
             )
         nbytes = sum(self._moved.values())
-        log.info(
-            "reshard finished",
-            extra={"shards": shards, "seconds": round(ended - began, 3), "nbytes": nbytes},
-        )
+        log.info("reshard_finished", shards=shards, seconds=round(ended - began, 3), nbytes=nbytes)
         return ended - began, nbytes
 
     def _check(self, shards: int) -> None:
@@ -213,9 +210,7 @@ class ReshardRequests:
     def moved(self, shard: int, nbytes: int, problem: str) -> None:
         """Record that a shard has built its new part, or why it could not yet."""
         if problem and self._problems.get(shard) != problem:
-            log.info(
-                "a shard cannot build its new part yet", extra={"moving": shard, "problem": problem}
-            )
+            log.info("partition_delayed", peer_shard=shard, problem=problem)
         self._problems[shard] = problem
         if not problem:
             self._moved[shard] = self._moved.get(shard, 0) + nbytes

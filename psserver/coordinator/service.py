@@ -1,6 +1,5 @@
 """The job on shard 0: what workers, shards and commands ask of the coordinator, and its clock."""
 
-import logging
 import threading
 import time
 from collections.abc import Iterable, Mapping
@@ -12,6 +11,7 @@ from pscommon.core.limits import MAX_REASON_CHARACTERS
 from pscommon.core.log_entries import BatchKey, ShardReport
 from pscommon.core.model_spec import ModelSpec
 from pscommon.core.partition import PartitionPlan
+from pscommon.telemetry.logs import get_logger
 from psserver.coordinator.executor import CommandExecutor
 from psserver.coordinator.final_state import save_final_state
 from psserver.coordinator.heartbeats import Heartbeats
@@ -49,7 +49,7 @@ from psserver.replication.hello import CoordinatorFacts
 from psserver.replication.standby_state import Promotion
 from psserver.shard.engine import ShardEngine
 
-log = logging.getLogger("psserver")
+log = get_logger(__name__)
 
 
 class CoordinatorService:
@@ -171,10 +171,7 @@ class CoordinatorService:
             "join", rank=rank, host=host, pid=pid, device=device, attempt=attempt
         )
         self.snapshots.generations.reserve((member.worker - 1) // GENERATION)
-        log.info(
-            "worker joined",
-            extra={"worker": member.worker, "rank": member.rank, "host": host, "pid": pid},
-        )
+        log.info("worker_joined", worker=member.worker, rank=member.rank, host=host, pid=pid)
         return member
 
     @property
@@ -224,12 +221,12 @@ class CoordinatorService:
         self._executor.do("leave", worker=worker, reason=reason[:MAX_REASON_CHARACTERS])
         self._history.count_lost_updates(worker, version)
         self.metrics.gone(worker)
-        log.info("worker left", extra={"worker": worker, "reason": reason or "done"})
+        log.info("worker_left", worker=worker, reason=reason or "done")
 
     def drain(self, worker: int) -> None:
         """Ask a worker to leave at its next step boundary."""
         self._executor.do("drain", worker=worker)
-        log.info("worker is asked to leave", extra={"worker": worker})
+        log.info("worker_drain_requested", worker=worker)
 
     def set_policy(self, name: str, staleness: int | None, max_staleness: int | None) -> None:
         """Use another policy from the next update on."""
@@ -238,10 +235,7 @@ class CoordinatorService:
             lambda recorder, now: check_switch(recorder.coordinator, row, self.config.in_flight)
         )
         self._executor.do("set_policy", row=(name, staleness, max_staleness, row.backup))
-        log.info(
-            "policy changed",
-            extra={"policy": name, "staleness": staleness, "max_staleness": max_staleness},
-        )
+        log.info("policy_changed", policy=name, staleness=staleness, max_staleness=max_staleness)
 
     def next_batches(self, seconds: float, **asked: Any) -> BatchesReply | None:
         """Return batches, or the end of the data; None if there are none within `seconds`.
@@ -321,10 +315,7 @@ class CoordinatorService:
             if term > 1:  # its predecessor may have reported more than it has
                 self._executor.do("shard_lost", shard=shard)
                 self.snapshot_scheduler.wanted = True
-        log.info(
-            "shard connected",
-            extra={"shard": shard, "shards": shards, "address": address, "term": term},
-        )
+        log.info("shard_connected", peer_shard=shard, shards=shards, address=address, term=term)
         return server, connection
 
     def paused(self) -> AbstractContextManager[tuple[CoordinatorFacts, dict[str, Any]]]:
@@ -336,10 +327,7 @@ class CoordinatorService:
             lost = self.registry.disconnect(server, connection)
             self._executor.wake()
         if lost and not (server.is_leaving or self.stopped.is_set()):
-            log.warning(
-                "lost the connection to a shard",
-                extra={"lost": server.shard, "address": server.address},
-            )
+            log.warning("shard_connection_lost", peer_shard=server.shard, address=server.address)
 
     def report(
         self, report: ShardReport, server: ServerEntry | None = None, connection: int | None = None
@@ -446,9 +434,7 @@ class CoordinatorService:
                 return
             catch_up, server.catch_up = server.catch_up, None
         if catch_up is CatchUp.RECOVER and problem:
-            log.error(
-                "a shard's log cannot be used", extra={"shard": server.shard, "problem": problem}
-            )
+            log.error("shard_log_unusable", peer_shard=server.shard, problem=problem)
         elif catch_up is CatchUp.RESTORE:
             self._history.loaded(server.shard, version, problem)
 
@@ -463,7 +449,7 @@ class CoordinatorService:
 
     def _broken(self, bug: Exception) -> None:
         """End this process without a snapshot: its state may be wrong."""
-        log.error("the coordinator cannot go on", exc_info=bug)
+        log.error("coordinator_failed", exc_info=bug)
         self.failure, self.is_over = PSError(f"a bug: {bug!r}"), True
         self.stopped.set()
 
@@ -516,7 +502,7 @@ class CoordinatorService:
                 return
             self.stop_reason = reason or "asked to"
             self._executor.wake()
-        log.info("stopping", extra={"reason": self.stop_reason})
+        log.info("server_stopping", reason=self.stop_reason)
         threading.Thread(target=self._end_job, name="end-of-the-job", daemon=True).start()
 
     def _end_job(self) -> None:

@@ -1,7 +1,5 @@
 """Snapshots of the job on shard 0: requested, committed when all parts are written, restored."""
 
-import logging
-
 from pscommon.core.errors import SnapshotError, UnreachableError, WaitTimeoutError
 from psserver.coordinator.executor import CommandExecutor
 from psserver.coordinator.job_history import JobHistory
@@ -16,8 +14,6 @@ LAST_SNAPSHOT_SECONDS = 30.0
 LAST_SNAPSHOT_TRIES, RETRY_PAUSE_SECONDS = 5, 2.0
 """Attempts at the last snapshot, and the pause between them: each attempt writes the whole model.
 """
-
-log = logging.getLogger("psserver")
 
 
 class SnapshotScheduler:

@@ -1,17 +1,17 @@
 """A write-ahead log that training does not depend on: training continues if a write fails."""
 
 import errno
-import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from pscommon.core.errors import SnapshotError
+from pscommon.telemetry.logs import get_logger
 from pscommon.wal.log import Fsync, LogDamagedError, Record, WriteAheadLog
 
 Raw = tuple[int, bytes, Sequence[memoryview]]
 
-log = logging.getLogger("psserver")
+log = get_logger(__name__)
 
 
 def segment(version: int, number: int) -> str:
@@ -81,7 +81,7 @@ class BestEffortLog:
         else:
             self._logged_errno = 0
             if self.broken and self._writable_since is None:
-                log.info("the log can be written again", extra={"folder": str(self._folder)})
+                log.info("log_writable_again", folder=str(self._folder))
                 self._writable_since = version
             self.whole, self.broken = True, self.broken and not self._is_cleared
             self._is_cleared = False
@@ -93,8 +93,12 @@ class BestEffortLog:
             self._folder.rmdir()
         if self._logged_errno != (error.errno or -1):
             self._logged_errno = error.errno or -1
-            text = "the log cannot be written; training goes on without it until the next snapshot"
-            log.error(text, extra={"folder": str(self._folder), "problem": str(error)})
+            log.error(
+                "log_unwritable",
+                folder=str(self._folder),
+                problem=str(error),
+                effect="training continues without this log until the next snapshot",
+            )
 
     def since(self, version: int | None) -> Iterator[Record]:
         """Yield all records since the snapshot of this version; None: there is no snapshot.
@@ -133,7 +137,7 @@ class BestEffortLog:
         try:
             self._log.retire(segment(version, 0))
         except OSError as error:
-            log.warning("cannot remove old segments of the log", extra={"problem": str(error)})
+            log.warning("log_segments_not_removed", problem=str(error))
 
     def clear(self) -> None:
         """Remove all segments; the caller calls `begin` next."""

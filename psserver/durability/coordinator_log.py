@@ -1,16 +1,16 @@
 """The coordinator's log and replication stream: every command, before its result is visible."""
 
 import json
-import logging
 from collections.abc import Iterator, Mapping
 from enum import IntEnum
 from typing import Any
 
+from pscommon.telemetry.logs import get_logger
 from psserver.core.commands.recorder import RecordedCommand, replay
 from psserver.core.job.coordinator import CoordinatorMachine
 from psserver.durability.record_sink import RecordSink
 
-log = logging.getLogger("psserver")
+log = get_logger(__name__)
 
 
 LOG_FOLDER = "log-job"
@@ -81,5 +81,4 @@ class CoordinatorLog:
 
 
 def _log_failed_command(command: RecordedCommand, error: Exception) -> None:
-    extra = {"command": command.name, "problem": repr(error)}
-    log.warning("a recorded command fails as it did before; going on after it", extra=extra)
+    log.warning("recorded_command_failed", command=command.name, problem=repr(error))

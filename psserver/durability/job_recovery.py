@@ -1,7 +1,6 @@
 """Crash recovery of shard 0: replay the coordinator's log and the log of its own shard."""
 
 import json
-import logging
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import Any
 
 from pscommon.core.errors import InvalidRequestError, SnapshotError
 from pscommon.snapshot import Manifest
+from pscommon.telemetry.logs import get_logger
 from pscommon.wal.log import LogDamagedError
 from psserver.core.commands.recorder import RecordedCommand
 from psserver.core.job.coordinator import CoordinatorMachine
@@ -23,7 +23,7 @@ from psserver.durability.shard_recovery import ShardStateFactory
 from psserver.durability.shard_state import LogUnfitError
 from psserver.process.shard_count_file import ShardCountFile
 
-log = logging.getLogger("psserver")
+log = get_logger(__name__)
 
 Record = Mapping[str, Any] | RecordedCommand
 
@@ -107,8 +107,7 @@ class JobRecovery:
             return
         folder, lost = self._data_dir / LOG_FOLDER, max(0, reached - saved)
         missing = f"{folder} holds nothing since version {saved}: files of it are missing"
-        extra = {"problem": problem or missing, "version": saved, "updates_lost": lost}
-        log.error("the log cannot be used", extra=extra)
+        log.error("job_log_unusable", problem=problem or missing, version=saved, updates_lost=lost)
         self._count_lost(lost)
         self.unusable_version = reached
 

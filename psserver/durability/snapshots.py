@@ -2,7 +2,6 @@
 
 import contextlib
 import errno
-import logging
 import os
 import sys
 import threading
@@ -21,6 +20,7 @@ from pscommon.core.partition import PartitionPlan
 from pscommon.optim.specs import groups_to_json, scalars_to_json
 from pscommon.snapshot import Manifest, SnapshotDirectory, SnapshotPart, SnapshotReader
 from pscommon.system.packages import installed
+from pscommon.telemetry.logs import get_logger
 from psserver.core.job.snapshot_schedule import PartReport, SnapshotInProgress
 from psserver.parameters.store import ParameterStore
 from psserver.process.generation_file import GENERATION, GenerationCounter
@@ -29,7 +29,7 @@ from psserver.process.metrics import ServerMetrics
 WRITER_NICENESS = 10
 """Niceness of the writing thread: a tenth of another thread's share of a busy core."""
 
-log = logging.getLogger("psserver")
+log = get_logger(__name__)
 
 
 class SnapshotManager:
@@ -67,7 +67,7 @@ class SnapshotManager:
         self._writer: threading.Thread | None = None
         if self._snapshots is not None:
             for path in self._snapshots.sweep(shard):
-                log.warning("removed what a crash left half-written", extra={"path": str(path)})
+                log.warning("partial_snapshot_removed", path=str(path))
 
     # ---- starting --------------------------------------------------------------------------------
 
@@ -114,7 +114,7 @@ class SnapshotManager:
             return self.find(resume)
         manifest, skipped = self._snapshots.newest_valid()
         for problem in skipped:
-            log.error("skipped a damaged snapshot", extra={"problem": problem})
+            log.error("snapshot_damaged", problem=problem)
         if manifest is None and versions:
             raise SnapshotError(
                 f"none of the snapshots in {self._snapshots.folder} is valid: {'; '.join(skipped)}"
@@ -149,9 +149,7 @@ class SnapshotManager:
     def _set_aside(self, version: int) -> None:
         assert self._snapshots is not None
         for path in self._snapshots.set_aside(version):
-            log.warning(
-                "set a snapshot aside: the job starts from before it", extra={"path": str(path)}
-            )
+            log.warning("snapshot_set_aside", path=str(path))
 
     def find_newest(self) -> Manifest | None:
         """Return the newest valid snapshot of this job, or None."""
@@ -254,15 +252,12 @@ class SnapshotManager:
         number = cause.errno if isinstance(cause, OSError) else None
         self._metrics.snapshot_failed(errno.errorcode.get(number or 0, "other"))
         if not is_expected:
-            log.error(
-                "a part of a snapshot failed", extra={"problem": self.problem}, exc_info=error
-            )
+            log.error("snapshot_part_failed", problem=self.problem, exc_info=error)
 
     def _log_failure(self, version: int) -> None:
         """Log that the snapshot of this version failed because of self.problem."""
         if self.logs_failures:
-            extra = {"version": version, "problem": self.problem}
-            log.error("snapshot failed; training goes on", extra=extra)
+            log.error("snapshot_failed", version=version, problem=self.problem)
         self.failures += 1  # threads that wait for the snapshot poll this
 
     def commit(self, cutting: SnapshotInProgress, job: str, model: ModelSpec) -> Manifest | None:
@@ -282,7 +277,7 @@ class SnapshotManager:
             return None
         self.generations.write_again()
         self.problem, self.newest_version, self.newest_time = "", cutting.version, time.time()
-        log.info("snapshot written", extra={"version": cutting.version})
+        log.info("snapshot_written", version=cutting.version)
         return manifest
 
     def prune(self) -> None:
@@ -292,7 +287,7 @@ class SnapshotManager:
             self._snapshots.prune(self._keep)
             self.retained = self._snapshots.versions()
         except SnapshotError as error:  # retried after the next snapshot
-            log.warning("cannot remove old snapshots", extra={"problem": str(error)})
+            log.warning("old_snapshots_not_removed", problem=str(error))
 
     def _manifest(self, cutting: SnapshotInProgress, job: str, model: ModelSpec) -> Manifest:
         parts = [cutting.parts[shard] for shard in sorted(cutting.parts)]

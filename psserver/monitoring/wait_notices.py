@@ -1,12 +1,12 @@
 """Log lines about what the job waits for, and about refused pushes."""
 
-import logging
 import math
 from collections.abc import Iterable
 
 from pscommon.core.errors import QUARANTINED
 from pscommon.core.log_entries import Entry, Evict, Reject
 from pscommon.core.model_spec import ModelSpec
+from pscommon.telemetry.logs import get_logger
 from psserver.core.data.resume_rules import hyper_parameter_changes
 from psserver.core.job.coordinator import CoordinatorMachine
 
@@ -16,7 +16,7 @@ NOTICE_INTERVAL_SECONDS = 8.0
 REFUSAL_INTERVAL_SECONDS = 1.0
 """Shortest time between two log lines about refused pushes."""
 
-log = logging.getLogger("psserver")
+log = get_logger(__name__)
 
 
 class WaitNotice:
@@ -38,12 +38,10 @@ class WaitNotice:
         elif now - self._logged_at >= NOTICE_INTERVAL_SECONDS:
             self._logged_at = now
             log.info(
-                "waiting",
-                extra={
-                    "step": step[1],
-                    "waiting_for": missing,
-                    "seconds": round(now - self._since),
-                },
+                "update_delayed",
+                step=step[1],
+                waiting_for=missing,
+                seconds=round(now - self._since),
             )
 
 
@@ -65,22 +63,20 @@ class RefusalNotice:
                 case Reject() if entry.reason != "STALE":
                     self._refused(entry, now)
                 case Evict() if entry.reason.startswith(QUARANTINED):
-                    log.warning(
-                        "worker is quarantined",
-                        extra={"worker": entry.worker, "reason": entry.reason},
-                    )
+                    log.warning("worker_quarantined", worker=entry.worker, reason=entry.reason)
 
     def _refused(self, entry: Reject, now: float) -> None:
         if now - self._logged_at < REFUSAL_INTERVAL_SECONDS:
             self._skipped += 1
             return
-        extra = {
-            "worker": entry.key.worker,
-            "push": entry.key.seq,
-            "reason": entry.reason,
-            "detail": entry.detail,
-        }
-        log.warning("a push is refused", extra={**extra, "unsaid": self._skipped})
+        log.warning(
+            "push_refused",
+            worker=entry.key.worker,
+            push=entry.key.seq,
+            reason=entry.reason,
+            detail=entry.detail,
+            suppressed=self._skipped,
+        )
         self._logged_at, self._skipped = now, 0
 
 
@@ -88,7 +84,4 @@ def log_changed_hyper_parameters(before: ModelSpec | None, after: ModelSpec | No
     """Log that the first worker of a resumed job has other hyper-parameters."""
     changes = hyper_parameter_changes(before.optimizer, after.optimizer) if before and after else ""
     if changes and after:
-        log.info(
-            "hyper-parameters changed",
-            extra={"optimizer": after.optimizer.name, "changes": changes},
-        )
+        log.info("hyper_parameters_changed", optimizer=after.optimizer.name, changes=changes)

@@ -1,10 +1,10 @@
 """What the coordinator reports about its workers: log lines and metrics."""
 
-import logging
 import math
 import time
 from collections.abc import Iterable, Mapping
 
+from pscommon.telemetry.logs import get_logger
 from psserver.core.commands.waiting import late
 from psserver.core.job.coordinator import CoordinatorMachine
 from psserver.core.workers.health import WorkerCondition, WorkerHealth, conditions
@@ -20,7 +20,7 @@ LATE = (WorkerHealth.SLOW, WorkerHealth.HANGING)
 LOG_INTERVAL_SECONDS = 10.0
 """Shortest time between two log lines about one worker's speed."""
 
-log = logging.getLogger("psserver")
+log = get_logger(__name__)
 
 
 def health(coordinator: CoordinatorMachine, now: float) -> dict[int, WorkerCondition]:
@@ -49,10 +49,9 @@ class WorkerMonitor:
         """Log the workers whose leases have ended."""
         for member in members:
             if member.is_current:
-                extra = {"worker": member.worker, "seconds": self._keep_seconds}
-                log.warning("worker is silent; its place is kept", extra=extra)
+                log.warning("worker_silent", worker=member.worker, keep_seconds=self._keep_seconds)
             else:
-                log.warning("worker lost", extra={"worker": member.worker, "reason": member.reason})
+                log.warning("worker_lost", worker=member.worker, reason=member.reason)
                 self._metrics.gone(member.worker)
 
     def update(
@@ -101,23 +100,20 @@ class WorkerMonitor:
     def _log_change(self, member: Member, condition: WorkerCondition, now: float) -> None:
         self._slow ^= {member.worker}
         self._logged_at[member.worker] = now
-        hangs = condition.health is WorkerHealth.HANGING
-        line = (
-            "worker makes no call"
-            if hangs
-            else "worker is slow"
-            if member.worker in self._slow
-            else "worker is slow no longer"
-        )
-        seconds = {
+        fields = {
+            "worker": member.worker,
+            "rank": member.rank,
+            "host": member.host,
             "step_seconds": _rounded(condition.seconds),
             "median_seconds": _rounded(condition.median),
         }
-        seconds |= {"no_call_seconds": _rounded(member.no_call_seconds)} if hangs else {}
-        log.warning(
-            line,
-            extra={"worker": member.worker, "rank": member.rank, "host": member.host, **seconds},
-        )
+        if condition.health is WorkerHealth.HANGING:
+            silent = _rounded(member.no_call_seconds)
+            log.warning("worker_hanging", **fields, no_call_seconds=silent)
+        elif member.worker in self._slow:
+            log.warning("worker_slow", **fields)
+        else:
+            log.info("worker_recovered", **fields)
 
     def _forget(self, worker: int) -> None:
         self._metrics.gone(worker)

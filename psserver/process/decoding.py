@@ -2,13 +2,13 @@
 traceback.
 """
 
-import logging
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import grpc
 
 from pscommon.core.errors import InvalidRequestError
+from pscommon.telemetry.logs import get_logger
 from pscommon.wire.status import answering
 
 _MAKERS = {
@@ -17,7 +17,7 @@ _MAKERS = {
     (True, True): ("stream_stream", grpc.stream_stream_rpc_method_handler),
 }
 
-log = logging.getLogger("psserver")
+log = get_logger(__name__)
 
 
 class Undecodable(NamedTuple):
@@ -44,8 +44,9 @@ def guarded(method: str, handler: Any) -> Any:
             return Undecodable(str(error) or type(error).__name__)
 
     def note(request: Undecodable, context: grpc.ServicerContext) -> None:
-        extra = {"method": method, "peer": context.peer(), "problem": request.problem}
-        log.warning("undecodable_message", extra=extra)
+        log.warning(
+            "message_undecodable", method=method, peer=context.peer(), problem=request.problem
+        )
 
     def answer(request: Any, context: grpc.ServicerContext) -> Any:
         if isinstance(request, Undecodable):

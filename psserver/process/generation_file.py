@@ -7,13 +7,13 @@ two slots.
 """
 
 import contextlib
-import logging
 import os
 import zlib
 from pathlib import Path
 
 from pscommon.core.errors import SnapshotError
 from pscommon.snapshot.atomic_files import AtomicFiles, publish
+from pscommon.telemetry.logs import get_logger
 
 GENERATION = "generation"
 """Name of the file; every data directory of a shard 0 has one."""
@@ -25,7 +25,7 @@ SAFE_START_NUMBER = 100_000
 """More starts than any job has had; for repairing a damaged file."""
 
 
-log = logging.getLogger("psserver")
+log = get_logger(__name__)
 
 
 class GenerationDamagedError(Exception):
@@ -130,10 +130,7 @@ class GenerationCounter:
             self.count(number)
         except SnapshotError as error:
             self.number, self._is_unwritten = number, True
-            log.error(
-                "a start of the job could not be counted; the job goes on",
-                extra={"problem": str(error)},
-            )
+            log.error("start_not_counted", problem=str(error))
 
     def reserve(self, number: int) -> None:
         """Skip this number at the next start: its worker numbers are in use."""
@@ -142,9 +139,7 @@ class GenerationCounter:
         self._reserved, self._is_unwritten = number, True
         self.write_again()
         if self._is_unwritten and self._file is not None:
-            log.error(
-                "a generation could not be reserved; the job goes on", extra={"generation": number}
-            )
+            log.error("generation_not_reserved", generation=number)
 
     def write_again(self) -> None:
         """Write a number whose write failed."""

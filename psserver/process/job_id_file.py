@@ -1,16 +1,16 @@
 """The name of the job that owns a data directory: another job must not touch it."""
 
-import logging
 import re
 import secrets
 from pathlib import Path
 
 from pscommon.core.errors import MismatchError, SnapshotError
 from pscommon.snapshot.atomic_files import AtomicFiles, publish
+from pscommon.telemetry.logs import get_logger
 
 GENERATED_NAME = re.compile("job-[0-9a-f]{8}")
 
-log = logging.getLogger("psserver")
+log = get_logger(__name__)
 
 
 def made_up() -> str:
@@ -63,4 +63,4 @@ class JobIdFile:
                 files.write(temporary, job.encode())
                 publish(files, temporary, self._path)
             except OSError as error:
-                log.error("cannot store the job's name", extra={"problem": str(error)})
+                log.error("job_name_not_stored", problem=str(error))

@@ -1,14 +1,14 @@
 """The file into which a server writes its port (--port-file)."""
 
-import logging
 import threading
 from contextlib import suppress
 from pathlib import Path
 
 from pscommon.core.errors import InvalidRequestError
 from pscommon.system.small_files import is_special, remove_whole, write_whole
+from pscommon.telemetry.logs import get_logger
 
-log = logging.getLogger("psserver")
+log = get_logger(__name__)
 
 
 class PortFile:
@@ -41,7 +41,7 @@ class PortFile:
             problem = f"--port-file {path} cannot be written: {error.strerror}"
             if not inherited:
                 raise InvalidRequestError(problem) from error
-            log.error("continuing without a port file", extra={"problem": problem})
+            log.error("port_file_unwritable", problem=problem)
 
     def remove(self) -> None:
         """Remove the file; ignore errors, because this process ends."""

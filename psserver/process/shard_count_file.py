@@ -3,15 +3,15 @@ reshard.
 """
 
 import json
-import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from pscommon.core.errors import SnapshotError
 from pscommon.snapshot.atomic_files import AtomicFiles, publish
+from pscommon.telemetry.logs import get_logger
 
-log = logging.getLogger("psserver")
+log = get_logger(__name__)
 
 
 class ShardCountFile:
@@ -81,7 +81,7 @@ class ShardCountFile:
         try:
             self._write(self.noted)
         except OSError as error:
-            log.error("cannot store the number of servers", extra={"problem": str(error)})
+            log.error("shard_count_not_stored", problem=str(error))
 
     def _write(self, noted: Mapping[str, Any]) -> None:
         if self._path is None:

@@ -2,7 +2,6 @@
 threads.
 """
 
-import logging
 import threading
 import time
 from collections import deque
@@ -10,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Never, TypeVar
 
 from pscommon.core.errors import MismatchError, UnreachableError
+from pscommon.telemetry.logs import get_logger
 from psproto.v1 import standby_pb2 as pb
 from psserver.core.shard.replication import ReplicationMachine, ReplicationPhase
 from psserver.durability.record_sink import RecordSource
@@ -39,7 +39,7 @@ MAX_QUEUED_BYTES = 256 << 20
 
 T = TypeVar("T")
 
-log = logging.getLogger("psserver")
+log = get_logger(__name__)
 
 Whole = Callable[[Callable[[Iterable[StateRecord]], None]], None]
 """Calls its argument with the complete state, while nothing changes."""
@@ -189,7 +189,7 @@ class PrimaryReplicator:
                 self._check()
                 self._changed.wait(TICK_SECONDS)
             if self.open:
-                log.info("the standby has to load the state again", extra={"why": why})
+                log.info("standby_resync_required", reason=why)
                 self._why = f", for {why}"
                 self._lose(self._machine.link_id)
 
@@ -256,12 +256,9 @@ class PrimaryReplicator:
             link_id = self._begin(hello, records)
 
         self.whole(begin)
-        log.info("a standby loads", extra={"standby": hello.address, "term": machine.term})
+        log.info("standby_loading", standby=hello.address, term=machine.term)
         if hello.problem:
-            log.error(
-                "the standby has to load the state again because it differs",
-                extra={"standby": hello.address, "problem": hello.problem},
-            )
+            log.error("standby_diverged", standby=hello.address, problem=hello.problem)
             self._metrics.standby_diverged()
         return link_id
 
@@ -296,9 +293,7 @@ class PrimaryReplicator:
             self._guarded(lambda: machine.acknowledge(link_id, number, time.monotonic()), None)
             self._check()
             if machine.phase is ReplicationPhase.IN_SYNC and before is not ReplicationPhase.IN_SYNC:
-                log.info(
-                    "the standby is in sync", extra={"standby": self._address, "term": machine.term}
-                )
+                log.info("standby_in_sync", standby=self._address, term=machine.term)
             self._changed.notify_all()
 
     def lost(self, link_id: int) -> None:
@@ -315,9 +310,7 @@ class PrimaryReplicator:
     def _cleared(self, had_standby: bool) -> None:
         self._check()
         if had_standby and not self.open:
-            log.warning(
-                "the standby is lost; continuing without it", extra={"standby": self._address}
-            )
+            log.warning("standby_lost", standby=self._address)
             self._metrics.standby_lost()
             self._address = ""
             self._queue.clear()

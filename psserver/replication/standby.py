@@ -1,7 +1,6 @@
 """A server as a standby: it follows its shard's primary until it becomes primary itself."""
 
 import json
-import logging
 import threading
 import time
 import uuid
@@ -14,6 +13,7 @@ from pscommon.core.errors import MismatchError, PSError, UnreachableError
 from pscommon.core.formats import check_wire_format, spoken_format
 from pscommon.system.thread_team import ThreadTeam
 from pscommon.telemetry.http import MetricsServer
+from pscommon.telemetry.logs import get_logger
 from pscommon.wire.channel import open_channel
 from pscommon.wire.status import error_from, translated
 from psproto.v1 import standby_pb2 as pb
@@ -45,7 +45,7 @@ MAX_CONCURRENT_CALLS = 64
 STEP_DOWN_SECONDS = 5.0
 """Time for a primary to hand over."""
 
-log = logging.getLogger("psserver")
+log = get_logger(__name__)
 
 
 class Standby:
@@ -96,7 +96,7 @@ class Standby:
         called.
         """
         self._grpc.start()
-        log.info("listening", extra={"address": self.address, "standby_of": self.primary})
+        log.info("standby_listening", address=self.address, standby_of=self.primary)
         ticker = threading.Thread(target=self._tick_forever, name="standby", daemon=True)
         ticker.start()
         try:
@@ -119,8 +119,7 @@ class Standby:
             )
         self._wait_for_silence()
         log.warning(
-            "this standby is primary now",
-            extra={"term": self._promoted.term, "version": self._standby_state.version},
+            "standby_promoted", term=self._promoted.term, version=self._standby_state.version
         )
         return Promotion(
             self._promoted, self._standby_state, self._failover.is_complete, self.monitor
@@ -221,16 +220,13 @@ class Standby:
         if (record.source, record.kind) == (RecordSource.LINE, StateRecordKind.HELLO):
             self._begin(Hello.from_json(json.loads(record.header)))
         elif (record.source, record.kind) == (RecordSource.LINE, StateRecordKind.END):
-            log.info("the primary has ended with the job")
+            log.info("primary_ended")
             self.ended.set()
         elif self._standby_state is not None:
             self._standby_state.take(record)
             if self._standby_state.loaded and not self._failover.has_state:
                 self._failover.has_state, self._problem, self._why = True, "", ""
-                log.info(
-                    "the primary's state is loaded",
-                    extra={"version": self._standby_state.version},
-                )
+                log.info("primary_state_loaded", version=self._standby_state.version)
 
     def _begin(self, hello: Hello) -> None:
         if not self._failover.begin_loading(hello.term, hello.is_sync):
@@ -266,7 +262,7 @@ class Standby:
             self.ended.set()
         elif unfit:
             self._problem = str(error)
-            log.error("loading the primary's state again", extra={"problem": self._problem})
+            log.error("primary_state_unusable", problem=self._problem)
         elif (
             not self._failover.has_state
             and self._failover.silence_seconds(time.monotonic()) >= self.config.join_timeout
@@ -277,10 +273,7 @@ class Standby:
             self.ended.set()
         elif time.monotonic() - self._noticed_at >= NOTICE_INTERVAL_SECONDS:
             self._noticed_at = time.monotonic()
-            log.info(
-                "waiting",
-                extra={"waiting_for": f"the primary at {self.primary}", "problem": str(error)},
-            )
+            log.info("waiting_for_primary", primary=self.primary, problem=str(error))
 
     def _requests(self) -> Iterator[pb.ReplicateRequest]:
         """Yield the request for replication, then acknowledgements: at every change and at every
@@ -327,12 +320,13 @@ class Standby:
             try:
                 self._promoted = self._promoted or self._failover.take_over()
             except (OSError, ValueError) as error:
-                log.error("the failover lock cannot be used", extra={"problem": str(error)})
+                log.error("failover_lock_unusable", problem=str(error))
             if self._promoted is None:
                 self._failover.has_state = False  # the primary continued alone: this state is old
                 log.warning(
-                    "failover refused: this standby was not in sync with the unreachable primary",
-                    extra={"seconds": silent},
+                    "failover_refused",
+                    reason="this standby was not in sync with the unreachable primary",
+                    silent_seconds=silent,
                 )
 
     def promote(self, seconds: float) -> pb.PromoteResponse:
@@ -382,10 +376,7 @@ class Standby:
                 )
             self._failover.is_handover_complete = True
         except UnreachableError as silence:
-            log.warning(
-                "the primary does not step down: it does not answer",
-                extra={"problem": str(silence)},
-            )
+            log.warning("step_down_unanswered", primary=self.primary, problem=str(silence))
             version = self._standby_state.version
             return (
                 f"the primary at {self.primary} did not answer; "

@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import logging
 import threading
 import time
 from collections import deque
@@ -21,6 +20,7 @@ from pscommon.core.formats import check_wire_format, spoken_format
 from pscommon.optim import digest_of_user_defined
 from pscommon.snapshot import Manifest
 from pscommon.system.process_id import place
+from pscommon.telemetry.logs import get_logger
 from pscommon.wire.channel import open_channel
 from pscommon.wire.messages import entry_from_proto, model_from_proto, report_to_proto
 from pscommon.wire.status import error_from
@@ -46,7 +46,7 @@ RETRY_INTERVAL_SECONDS = 0.2
 WAIT_LOG_INTERVAL_SECONDS = 8.0
 """Seconds between log lines that say what this shard waits for."""
 
-log = logging.getLogger("psserver")
+log = get_logger(__name__)
 
 
 class CoordinatorLink:
@@ -126,7 +126,7 @@ class CoordinatorLink:
         try:
             self._stay_connected()
         except Exception as bug:
-            log.exception("the connection to the coordinator failed")
+            log.exception("coordinator_link_failed")
             self._fail(PSError(f"a bug: {bug!r}"))
 
     def _stay_connected(self) -> None:
@@ -177,8 +177,10 @@ class CoordinatorLink:
         elif now - self._last_logged >= WAIT_LOG_INTERVAL_SECONDS:
             self._last_logged = now
             log.info(
-                "waiting",
-                extra={"waiting_for": waiting_for, "seconds": round(silent), "problem": problem},
+                "waiting_for_coordinator",
+                waiting_for=waiting_for,
+                seconds=round(silent),
+                problem=problem,
             )
 
     def _fail(self, error: PSError) -> None:
@@ -196,10 +198,7 @@ class CoordinatorLink:
                 for response in call:
                     check_wire_format(response.format, f"shard 0 at {address}", "this shard")
                     if not connected:
-                        log.info(
-                            "connected to the coordinator",
-                            extra={"coordinator": address, "job": response.job},
-                        )
+                        log.info("coordinator_connected", coordinator=address, job=response.job)
                         self._check_durable(response)
                     if response.term < self._term:
                         raise UnreachableError(
@@ -218,8 +217,11 @@ class CoordinatorLink:
     def _check_durable(self, response: pb.LinkShardResponse) -> None:
         """Log an error if only shard 0 writes a log: a crash of this shard would lose updates."""
         if response.durable and not self._has_log:
-            text = "shard 0 writes a log, this shard does not: its crash causes a rollback"
-            log.error(text, extra={"remedy": "start it with --durability log and a --data-dir"})
+            log.error(
+                "shard_log_missing",
+                problem="shard 0 writes a log, this shard does not: its crash causes a rollback",
+                remedy="start it with --durability log and a --data-dir",
+            )
 
     def _reset_outbox(self) -> None:
         """Start another stream's outbox with the messages that are still to be sent.
@@ -243,12 +245,12 @@ class CoordinatorLink:
             return
         if not connected:
             raise error
-        extra = {
-            "coordinator": address,
-            "problem": str(error),
-            "version": self._engine.live.version,
-        }
-        log.warning("lost the connection to the coordinator", extra=extra)
+        log.warning(
+            "coordinator_connection_lost",
+            coordinator=address,
+            problem=str(error),
+            version=self._engine.live.version,
+        )
 
     def _requests(self, outbox: deque[pb.LinkShardRequest]) -> Iterator[pb.LinkShardRequest]:
         """Yield a report now, at every change and every interval, until this stream is replaced."""

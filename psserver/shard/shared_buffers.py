@@ -1,6 +1,5 @@
 """Shared memory of workers on this host: the server reads pushes from it and writes pulls to it."""
 
-import logging
 from typing import NamedTuple
 
 import torch
@@ -8,10 +7,11 @@ import torch
 from pscommon.core.errors import InvalidRequestError, UnreachableError
 from pscommon.settings.values import Lanes
 from pscommon.system.shared_memory import MemoryOffer, NotSharedError, attach, sweep
+from pscommon.telemetry.logs import get_logger
 from psproto.v1 import parameter_server_pb2 as pb
 from psserver.parameters.partition import WorkerBuffer
 
-log = logging.getLogger("psserver")
+log = get_logger(__name__)
 
 
 class WorkerBuffers(NamedTuple):
@@ -52,7 +52,7 @@ class AttachedBuffers:
         self._buffers[request.worker] = WorkerBuffers(
             request.memory, WorkerBuffer(gradients), WorkerBuffer(weights)
         )
-        log.info("memory attached", extra={"worker": request.worker, "nbytes": request.nbytes})
+        log.info("shared_memory_attached", worker=request.worker, nbytes=request.nbytes)
         return ""
 
     def check_network_allowed(self) -> None:

@@ -1,7 +1,6 @@
 """Training without servers (PS_LOCAL=1): the optimizer runs in this process."""
 
 import heapq
-import logging
 import time
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -19,8 +18,6 @@ from psworker.core.protocols import PushStream
 from psworker.core.results import Lease, PushResult, Status
 from psworker.exchange.buffered_push import BufferedPush
 from psworker.session.reports import ReportBuffer
-
-log = logging.getLogger("psworker")
 
 
 class LocalClient:

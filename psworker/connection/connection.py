@@ -1,6 +1,5 @@
 """One worker's connection to a job: transport, membership, and their threads."""
 
-import logging
 import os
 import socket
 from collections.abc import Callable, Mapping, Sequence
@@ -12,6 +11,7 @@ from typing import TypeVar
 from pscommon.core.errors import InvalidRequestError, PSError
 from pscommon.core.formats import check_wire_format, spoken_format
 from pscommon.system.process_id import process_id
+from pscommon.telemetry.logs import get_logger
 from psproto.v1 import coordinator_pb2 as co
 from psworker.connection.discovery import addresses_of, discover
 from psworker.connection.membership import Heartbeat, StepProgress, WorkerMembership
@@ -40,7 +40,7 @@ LEAVE_AFTER_SILENCE_SECONDS = 0.5
 Response = TypeVar("Response")
 Request = TypeVar("Request")
 
-log = logging.getLogger("psworker")
+log = get_logger(__name__)
 
 
 class Connection:
@@ -272,7 +272,7 @@ class Connection:
                 request, LEAVE_AFTER_SILENCE_SECONDS if self.drain.given_up else LEAVE_SECONDS
             )
         except PSError as error:
-            log.debug("worker %d could not say that it leaves: %s", membership.worker, error)
+            log.debug("leave_unanswered", worker=membership.worker, problem=str(error))
 
     def close(self, reason: str = "") -> None:
         """Leave the job, end the threads and close the channels.

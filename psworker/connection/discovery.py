@@ -1,7 +1,6 @@
 """Discovery of a job's servers, from the addresses that the user gave."""
 
 import contextlib
-import logging
 import os
 import re
 import time
@@ -12,11 +11,12 @@ from pscommon.core.errors import InvalidRequestError, MismatchError, Unreachable
 from pscommon.core.formats import check_wire_format
 from pscommon.system import signals as interruptible
 from pscommon.system.local_jobs import only_local_job
+from pscommon.telemetry.logs import get_logger
 from pscommon.wire.channel import open_channel
 from pscommon.wire.status import translated
 from psproto.v1 import parameter_server_pb2 as ps
 from psproto.v1.parameter_server_pb2_grpc import ParameterServerServiceStub
-from psworker.connection.retry import WaitLogger
+from psworker.connection.retry import LogTimer
 from psworker.core.server_search import JobServers, ServerDescription, ServerSearch
 
 GRACE_SECONDS = 5.0
@@ -25,7 +25,7 @@ PAUSE_SECONDS = 0.1
 
 ADDRESS = re.compile(r"(?:\[[0-9a-fA-F:]+\]|[^\s\[\]:,/]+):([0-9]{1,5})")
 
-log = logging.getLogger("psworker")
+log = get_logger(__name__)
 
 StubOf = Callable[[str], ParameterServerServiceStub]
 
@@ -47,7 +47,7 @@ def addresses_of(servers: str | Sequence[str] | None) -> tuple[str, ...]:
             local = only_local_job(
                 "no servers given (pass HOST:PORT or set PS_SERVERS)", os.environ.get("PS_JOB", "")
             )
-            log.info("using the only local job: %s", local)
+            log.info("local_job_found", job=local.job, address=local.address, pid=local.pid)
             return (local.address,)
     listed = servers.split(",") if isinstance(servers, str) else list(servers)
     found = tuple(address.strip() for address in listed if address.strip())
@@ -82,7 +82,7 @@ def discover(
         MismatchError: The addresses are not the servers of one job.
     """
     started = time.monotonic()
-    search, wait_logger = ServerSearch(given, started, grace), WaitLogger(started)
+    search, log_timer = ServerSearch(given, started, grace), LogTimer(started)
     with _open_stubs() as stub_of:
         while True:
             _ask(search, stub_of, min(CALL_SECONDS, max(0.1, connect_timeout)))
@@ -93,9 +93,8 @@ def discover(
             search.check(now)
             if now - started >= connect_timeout:
                 raise search.gave_up(now - started)
-            wait_logger.log_if_due(
-                now, f"still looking for the servers: {search.gave_up(now - started)}"
-            )
+            if log_timer.is_due(now):
+                log.info("servers_incomplete", problem=str(search.gave_up(now - started)))
             if not search.has_news():
                 time.sleep(PAUSE_SECONDS)
 

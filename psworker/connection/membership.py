@@ -3,7 +3,6 @@
 A membership that the servers have fenced is lost for good: the worker has to rejoin.
 """
 
-import logging
 import threading
 import time
 from collections.abc import Iterable, Sequence
@@ -20,8 +19,9 @@ from pscommon.core.errors import (
     TooFewWorkersError,
 )
 from pscommon.system.process_id import process_id
+from pscommon.telemetry.logs import get_logger
 from psproto.v1 import coordinator_pb2 as co
-from psworker.connection.retry import PendingRequests, WaitLogger
+from psworker.connection.retry import LogTimer, PendingRequests
 from psworker.core.activity import CallActivity
 from psworker.core.push_sequence import PushSequence
 from psworker.session.drain import Drain
@@ -39,7 +39,7 @@ SEARCH_SECONDS = 0.25
 FINAL_ERRORS = (FencedError, MismatchError, NonFiniteError, SnapshotError, TooFewWorkersError)
 """Answers to a heartbeat that end the membership."""
 
-log = logging.getLogger("psworker")
+log = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +158,7 @@ class WorkerMembership:
             answer = transport.heartbeat(request, timeout)
         except FINAL_ERRORS as error:
             self.lose(error)
-            log.info("worker %d is out of job %s: %s", self.worker, self.job, error)
+            log.info("membership_lost", worker=self.worker, job=self.job, reason=str(error))
         except PSError as error:
             return str(error)
         else:
@@ -167,9 +167,7 @@ class WorkerMembership:
             self.policy = answer.policy or self.policy
             self.learn_standing(answer)
             if answer.stopping and not self.stopping:
-                log.info(
-                    "job %s is over: worker %d ends its step and leaves", self.job, self.worker
-                )
+                log.info("job_ending", job=self.job, worker=self.worker)
                 self.stopping = True
             if answer.draining:
                 drain.ask()
@@ -200,23 +198,26 @@ class SilenceLogger:
     def __init__(self, worker: int, now: float) -> None:
         self._worker = worker
         self._last_answer = now
-        self._wait_logger: WaitLogger | None = None
+        self._log_timer: LogTimer | None = None
 
     def record(self, now: float, problem: str) -> None:
         """Record a heartbeat. problem: Why no server answered it; empty if one did."""
         silent = now - self._last_answer
-        text = f"no answer to worker {self._worker}'s heartbeats for {silent:.0f} s: {problem}"
         if not problem:
-            if self._wait_logger is not None:
-                log.info(
-                    "worker %d's heartbeats are answered again, after %.0f s", self._worker, silent
-                )
-            self._last_answer, self._wait_logger = now, None
-        elif self._wait_logger is not None:
-            self._wait_logger.log_if_due(now, text)
-        elif silent >= SILENT_SECONDS:
-            self._wait_logger = WaitLogger(now)
-            self._wait_logger.log_now(now, text)
+            if self._log_timer is not None:
+                log.info("heartbeats_answered", worker=self._worker, silent_seconds=round(silent))
+            self._last_answer, self._log_timer = now, None
+            return
+        is_first = self._log_timer is None and silent >= SILENT_SECONDS
+        if is_first:
+            self._log_timer = LogTimer(now)
+        if self._log_timer is not None and self._log_timer.is_due(now, at_once=is_first):
+            log.info(
+                "heartbeats_unanswered",
+                worker=self._worker,
+                silent_seconds=round(silent),
+                problem=problem,
+            )
 
 
 class Heartbeat:

@@ -10,7 +10,6 @@ Theory of operation of `RetryDeadline`:
   silence if the attempt has moved more frames than any attempt before it.
 """
 
-import logging
 import math
 import threading
 from collections.abc import Callable, Iterator
@@ -19,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from pscommon.core.errors import UnreachableError, WaitTimeoutError
+from pscommon.telemetry.logs import get_logger
 from psworker.core.clock import Clock
 from psworker.session.drain import DrainedError
 
@@ -31,7 +31,7 @@ LAST_SECONDS = 2.0
 
 T = TypeVar("T")
 
-log = logging.getLogger("psworker")
+log = get_logger(__name__)
 
 
 class PendingRequests:
@@ -102,21 +102,18 @@ class TimeLimits:
     waits: PendingRequests = field(default_factory=PendingRequests)
 
 
-class WaitLogger:
-    """Logs the cause of a wait every LOG_SECONDS, and not before LOG_SECONDS have passed."""
+class LogTimer:
+    """Decides when to log a wait: every LOG_SECONDS, first after LOG_SECONDS."""
 
     def __init__(self, now: float) -> None:
         self._next = now + LOG_SECONDS
 
-    def log_if_due(self, now: float, text: str) -> None:
-        """Log if LOG_SECONDS have passed since the last line."""
-        if now >= self._next:
-            self.log_now(now, text)
-
-    def log_now(self, now: float, text: str) -> None:
-        """Log at once."""
-        log.info(text)
+    def is_due(self, now: float, at_once: bool = False) -> bool:
+        """Return whether to log now; then the next time is LOG_SECONDS later."""
+        if now < self._next and not at_once:
+            return False
         self._next = now + LOG_SECONDS
+        return True
 
 
 class RetryDeadline:
@@ -131,7 +128,7 @@ class RetryDeadline:
         self._limits = limits
         self._start = self._last_answer = self._attempt_start = clock.now()
         self._slice = 0.0
-        self._wait_logger = WaitLogger(self._start)
+        self._log_timer = LogTimer(self._start)
         self._cause = ""  # what the request waits for, by the last answer
         self._is_silent = False  # the last attempt had no answer
         self._pause = FIRST_PAUSE_SECONDS
@@ -181,10 +178,13 @@ class RetryDeadline:
 
     def remind(self, now: float) -> None:
         """Log that the request is still in flight, if LOG_SECONDS have passed."""
-        silent = f"{self._what}: no answer for {now - self._attempt_start:.0f} s"
-        self._wait_logger.log_if_due(
-            now, f"{self._what} waits for {self._cause}" if self._cause else silent
-        )
+        if not self._log_timer.is_due(now):
+            return
+        if self._cause:
+            log.info("request_waiting", request=self._what, waiting_for=self._cause)
+        else:
+            seconds = round(now - self._attempt_start)
+            log.info("request_unanswered", request=self._what, silent_seconds=seconds)
 
     def next_wait_seconds(self, slice_seconds: float = SLICE_SECONDS) -> float:
         """Return how many seconds the next attempt may wait for other workers.
@@ -212,12 +212,15 @@ class RetryDeadline:
             raise DrainedError(f"the job is over, and its servers are gone: {error}") from error
         if silent >= limit:
             raise UnreachableError(f"{error} (tried for {silent:.0f} s)", error.reason) from error
-        text = f"{self._what}: trying again for {limit - silent:.0f} s: {error}"
         # The first failure is logged at once, but not again by another request within LOG_SECONDS.
-        if not self._is_silent and self._limits.waits.can_log_failure(now, self._what):
-            self._wait_logger.log_now(now, text)
-        else:
-            self._wait_logger.log_if_due(now, text)
+        is_news = not self._is_silent and self._limits.waits.can_log_failure(now, self._what)
+        if self._log_timer.is_due(now, at_once=is_news):
+            log.info(
+                "request_repeated",
+                request=self._what,
+                seconds_left=round(limit - silent),
+                problem=str(error),
+            )
         self._is_silent, self._cause = True, ""
         self._clock.sleep(min(self._pause, LONGEST_PAUSE_SECONDS))
         self._pause *= 2
@@ -237,7 +240,8 @@ class RetryDeadline:
             raise WaitTimeoutError(
                 f"{self._what} waited {now - self._start:.0f} s for {cause}", "WAIT_TIMEOUT"
             )
-        self._wait_logger.log_if_due(now, f"{self._what} waits for {cause}")
+        if self._log_timer.is_due(now):
+            log.info("request_waiting", request=self._what, waiting_for=cause)
         # A server that answers at once must not be flooded with requests.
         if now - self._attempt_start < min(self._slice, FIRST_PAUSE_SECONDS):
             self._clock.sleep(FIRST_PAUSE_SECONDS)

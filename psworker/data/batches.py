@@ -7,19 +7,19 @@ rounds until a lost worker's batches return or the loop ends. The ledger ends a 
 """
 
 import inspect
-import logging
 import weakref
 from collections.abc import Generator, Iterable, Iterator
 from typing import Any, Self
 
 from pscommon.core.data_stream import Spec
 from pscommon.core.errors import InvalidRequestError
+from pscommon.telemetry.logs import get_logger
 from psworker.data.data_source import COMPUTE, BatchFacts, DataSource, PassReader
 from psworker.data.leased_batches import LeasedBatches
 from psworker.data.random_state import reseed
 from psworker.session.session import Session
 
-log = logging.getLogger("psworker")
+log = get_logger(__name__)
 
 
 class BatchLoader:
@@ -153,10 +153,11 @@ class DataPass:
             self._session.enter("compute")
         if self._session.stats.steps == steps and (unused := self._void_samples(samples)):
             log.warning(
-                "no optimizer.step() in this loop: for the job its %d samples are unused; call "
-                "step() of what "
-                "job.optimizer returned, or, to evaluate, go through them under torch.no_grad()",
-                unused,
+                "batches_unused",
+                samples=unused,
+                reason="no optimizer.step() in this loop",
+                remedy="call step() of what job.optimizer returned, or, to evaluate, "
+                "iterate under torch.no_grad()",
             )
 
     def _void_samples(self, samples: int) -> int:

@@ -1,6 +1,5 @@
 """A worker's view of the job's model: registration, initial upload, pushes and pulls."""
 
-import logging
 import threading
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
@@ -17,6 +16,7 @@ from pscommon.core.log_entries import BatchKey
 from pscommon.core.model_spec import ModelSpec
 from pscommon.core.partition import PartitionPlan
 from pscommon.settings.values import Lanes
+from pscommon.telemetry.logs import get_logger
 from pscommon.wire import messages as codec
 from psproto.v1 import coordinator_pb2 as co
 from psproto.v1 import parameter_server_pb2 as ps
@@ -35,7 +35,7 @@ from psworker.transport.streams import Cancellation
 MAX_LOST_MEMBERSHIPS = 5
 """Memberships in a row that a rejoining worker may lose before it has registered its model."""
 
-log = logging.getLogger("psworker")
+log = get_logger(__name__)
 
 
 class ModelExchange:
@@ -142,9 +142,9 @@ class ModelExchange:
                 if not left:
                     raise
                 log.info(
-                    "worker %d lost its place before it began: %s",
-                    self._connection.membership.worker,
-                    error,
+                    "membership_lost_early",
+                    worker=self._connection.membership.worker,
+                    reason=str(error),
                 )
 
     def replace_membership(self, reason: str) -> None:
@@ -311,13 +311,11 @@ class ModelExchange:
         """Update the servers' addresses and the partition; share no memory with former servers."""
         before = self.plan.shards
         if not self._connection.find_servers():
-            log.debug("the servers are as they were: %s", error)
+            log.debug("servers_unchanged", problem=str(error))
             return
         self._plan = PartitionPlan(self.plan.spec, len(self._connection.transport.addresses))
         self._reset_memory()
-        log.info(
-            "the job has moved from %d to %d servers: going on there", before, self._plan.shards
-        )
+        log.info("reshard_followed", shards_before=before, shards=self._plan.shards)
 
     # ---- a push that begins before it is complete ------------------------------------------------
 

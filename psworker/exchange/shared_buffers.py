@@ -3,7 +3,6 @@
 The servers read gradients from it and write weights to it.
 """
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
@@ -16,13 +15,14 @@ from pscommon.core.errors import (
 )
 from pscommon.settings.values import Lanes
 from pscommon.system.shared_memory import NoSharedMemoryError, SharedRegion, sweep
+from pscommon.telemetry.logs import get_logger
 from psproto.v1 import parameter_server_pb2 as ps
 from psworker.connection.membership import WorkerMembership
 from psworker.exchange.shard_exchange import ShardExchange
 from psworker.exchange.transfer import ShardTransfer
 from psworker.transport.interface import Transport
 
-log = logging.getLogger("psworker")
+log = get_logger(__name__)
 
 
 class ClientBuffers:
@@ -91,14 +91,12 @@ class ClientBuffers:
                 f"`--lanes shm` is not possible: {'; '.join(reasons)}. Try: `--lanes auto`"
             )
         if self.shards:
-            others = f", over gRPC to the others: {'; '.join(reasons)}" if reasons else ""
-            log.info(
-                "tensors move through shared memory to shards %s%s", sorted(self.shards), others
-            )
+            others = {"others_use_grpc": "; ".join(reasons)} if reasons else {}
+            log.info("shared_memory_used", shards=sorted(self.shards), **others)
         if not self.shards:
             self._is_wanted = False
             self.detach()
-            log.info("tensors move over gRPC, not shared memory: %s", reasons[0])
+            log.info("shared_memory_unavailable", reason=reasons[0])
 
     def copy_in(self, transfer: ShardTransfer) -> None:
         """Copy the gradients of attached shards to shared memory, unless they are there already."""

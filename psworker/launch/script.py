@@ -2,7 +2,6 @@
 
 import builtins
 import importlib.util
-import logging
 import os
 import pkgutil
 import signal
@@ -18,6 +17,7 @@ from typing import Any
 from pscommon.core.errors import InvalidRequestError, PSError
 from pscommon.core.exit_codes import ExitCode
 from pscommon.settings.command import print_error
+from pscommon.telemetry.logs import get_logger
 from psworker.session import drain
 
 TRACEBACK_FILE = "PS_TRACEBACK_FILE"
@@ -25,7 +25,7 @@ TRACEBACK_FILE = "PS_TRACEBACK_FILE"
 
 LEAVING_MESSAGE = b"ps-worker: leaving after this step; Ctrl-C again ends the script at once\n"
 
-log = logging.getLogger("psworker")
+log = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,14 +106,14 @@ def _run(script: Script, debug: bool) -> int:
         _put_first(script.folder)
         _execute(script)
     except drain.Stopping as end:
-        log.info("the script has ended: %s", end)
+        log.info("script_ended", reason=str(end))
         return ExitCode.DONE
     except SystemExit as end:
         return _status(end)
     except KeyboardInterrupt:
         return ExitCode.INTERRUPTED
     except drain.DrainedError as end:
-        log.info("the script has ended: %s", end)
+        log.info("script_ended", reason=str(end))
         return ExitCode.DONE
     except PSError as error:
         _remember(error)

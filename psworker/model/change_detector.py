@@ -1,6 +1,5 @@
 """Detector of in-place changes that a script makes to job weights."""
 
-import logging
 from bisect import bisect_right
 from collections.abc import Collection, Iterable, Sequence
 from itertools import compress
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor
 
 from pscommon.core.partition import ByteRange
+from pscommon.telemetry.logs import get_logger
 
 SAMPLE_WORD_COUNT = 1 << 9
 """Number of 8-byte words compared per step: all of a small model, an even sample of a large one."""
@@ -23,7 +23,7 @@ MAX_NAMES_COUNT = 3
 
 _VERSION = attrgetter("_version")
 
-log = logging.getLogger("psworker")
+log = get_logger(__name__)
 
 
 class ChangeDetector:
@@ -100,13 +100,12 @@ class ChangeDetector:
                 else ""
             )
             log.warning(
-                "the script has changed %s%s in place: that is lost, because the job's weights "
-                "live on the servers and overwrite this worker's copy. Load or set weights before "
-                "job.optimizer, and bound them in the forward pass (torch.nn.utils.parametrize). "
-                "This is said once; it does not matter for weights that the script has put back "
-                "since",
-                ", ".join(self._names[number] for number in numbers[:MAX_NAMES_COUNT]),
-                more,
+                "weights_changed_by_script",
+                tensors=", ".join(self._names[number] for number in numbers[:MAX_NAMES_COUNT])
+                + more,
+                problem="the job's weights live on the servers and overwrite this worker's copy",
+                remedy="load or set weights before job.optimizer; bound them in the forward pass "
+                "(torch.nn.utils.parametrize)",
             )
 
     def _counted(self) -> "np.ndarray[tuple[int], np.dtype[np.int64]]":

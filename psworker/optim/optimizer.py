@@ -2,7 +2,6 @@
 servers.
 """
 
-import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from pscommon.core.errors import FencedError, InvalidRequestError, PSError, error_for
+from pscommon.telemetry.logs import get_logger
 from psworker.core.results import PushResult, lost
 from psworker.model.adapter import ModelAdapter
 from psworker.model.saving import save
@@ -31,7 +31,7 @@ from psworker.session.session import Session
 
 P = ParamSpec("P")
 
-log = logging.getLogger("psworker")
+log = get_logger(__name__)
 
 MARK = "paramserver"
 
@@ -264,9 +264,7 @@ class ServerOptimizer(torch.optim.Optimizer):
                 self._session.client.return_batches(push.batches)
             if not result.lost:
                 log.warning(
-                    "push was stale by %d versions; its %d batches went back",
-                    result.staleness,
-                    len(push.batches),
+                    "push_stale", staleness=result.staleness, returned_batches=len(push.batches)
                 )
         else:
             self._told_groups = push.groups_json or self._told_groups
@@ -276,7 +274,7 @@ class ServerOptimizer(torch.optim.Optimizer):
             reason, _, detail = why.partition(": ")
             raise error_for(reason, detail)
         self._session.stats.rejected += 1
-        log.warning("step is skipped (--bad-gradients skip): %s", why)
+        log.warning("step_skipped", reason=why)
 
     @property
     def has_gradients(self) -> bool:

@@ -1,18 +1,18 @@
 """The notice for a run that resumes a job which an earlier run finished."""
 
-import logging
 import os
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
 from pscommon.core.errors import PSError
+from pscommon.telemetry.logs import get_logger
 from psworker.session.session import Session
 
 UNDER_PS_RUN = "PS_WORKER_ATTEMPT"
 """Set for the workers of ps-run, which prints the notice itself."""
 
-log = logging.getLogger("psworker")
+log = get_logger(__name__)
 
 
 def nothing_left(status: Mapping[str, Any]) -> str:
@@ -51,4 +51,4 @@ def log_if_finished(session: Session, rank: int, first_version: int) -> None:
         return
     with suppress(PSError):
         if line := nothing_left(session.client.status()):
-            log.warning(line)
+            log.warning("training_already_finished", problem=line)

@@ -4,12 +4,12 @@ A worker that loses its membership rejoins the job here, and a worker that is as
 its membership up here.
 """
 
-import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Never, Protocol, TypeVar
 
 from pscommon.core.errors import FencedError, InvalidRequestError, PSError, QuarantinedError
+from pscommon.telemetry.logs import get_logger
 from psworker.core.protocols import JobClient
 from psworker.core.results import PushResult
 from psworker.session import metrics
@@ -26,7 +26,7 @@ LEAVE_REASON = "this worker was asked to leave"
 MAX_REJOINS = 5
 """Rejoins in a row before any request of the worker has succeeded."""
 
-log = logging.getLogger("psworker")
+log = get_logger(__name__)
 
 
 class TrainedModel(Protocol):
@@ -194,13 +194,13 @@ class Session(JobFacts):
         if self._stop_reason:
             return
         self._stop_reason = reason
-        log.info("worker %d stops training: %s", self.client.worker, reason)
+        log.info("training_stopped", worker=self.client.worker, reason=reason)
         self._drop_membership(DrainedError(reason))
         if self.client.draining and not self.is_closed:
             try:
                 self.client.retire(retire_reason)
             except PSError as error:  # then it leaves when it closes the job
-                log.debug("worker %d could not leave the rounds yet: %s", self.client.worker, error)
+                log.debug("retire_failed", worker=self.client.worker, problem=str(error))
 
     def rejoin(self, error: FencedError) -> None:
         """Replace the membership that was lost with this error, and load the job's weights.
@@ -219,7 +219,7 @@ class Session(JobFacts):
             self.check_stopping()
             self._count_rejoin(error)
             log.warning(
-                "worker %d lost its place in job %s: %s", self.client.worker, self.client.job, error
+                "rejoin_started", worker=self.client.worker, job=self.client.job, reason=str(error)
             )
             self._drop_membership(error)
             self.client.rejoin()
@@ -251,12 +251,7 @@ class Session(JobFacts):
     def _renew_model(self) -> None:
         if self.model is not None:
             self.model.renew()
-        log.info(
-            "back in job %s as worker %d, version %d",
-            self.client.job,
-            self.client.worker,
-            self.version,
-        )
+        log.info("rejoined", job=self.client.job, worker=self.client.worker, version=self.version)
 
     def _check_rollback(self) -> None:
         if self.loops.come_again(self.client.has_ended, self.version):

@@ -22,8 +22,8 @@ from tests.support.programs import Program
 
 TICK, MEASURE = 0.1, 1.0
 START_SECONDS, END_SECONDS = 60.0, 120.0
-ROLLED_BACK = "rolling back to a snapshot"
-RESUMED = "resuming"
+ROLLED_BACK = "rollback_started"
+RESUMED = "resumed_from_snapshot"
 
 
 @dataclass

@@ -98,7 +98,7 @@ def test_training_continues_soon_after_shard_0_has_another_address(
     worker.wait_for("version", times=20)
 
     kill(first)
-    worker.wait_for("heartbeats for", seconds=30)
+    worker.wait_for("heartbeats_unanswered", seconds=30)
     pushed = worker.out.count("version")
     names.point("127.0.0.2")
     shard_0("127.0.0.2").wait_for("listening")

@@ -87,7 +87,7 @@ def suffer(found: Outage, cable: Cable | None) -> None:
     if cable is not None:
         cable.silence()
     found.began = time.time()
-    found.noticed = more(pushing, "no answer to worker")
+    found.noticed = more(pushing, "heartbeats_unanswered")
     until(lambda: time.time() - found.began > CUT, "the end of the cut", 2 * CUT)
     said = found.wired.out.count("pushed") if found.wired else 0
     healed = time.monotonic()
@@ -106,7 +106,7 @@ def test_it_is_noticed_and_nobody_waits_without_a_line(outage: Outage) -> None:
     print(f"\ncut of {CUT:.0f} s: noticed after {outage.noticed:.1f} s")
     assert outage.noticed <= NOTICED
     for life in workers(outage.patient) + workers(outage.strict):
-        assert longest_silence(life, " shard ", outage.began, outage.began + CUT) < LINE
+        assert longest_silence(life, "shard ", outage.began, outage.began + CUT) < LINE
 
 
 def test_training_resumes_soon_after_the_healing(outage: Outage) -> None:
@@ -117,14 +117,14 @@ def test_training_resumes_soon_after_the_healing(outage: Outage) -> None:
 def test_a_lease_that_outlasts_the_cut_is_kept(outage: Outage) -> None:
     """The same workers go on, nothing is lost and nothing counts twice."""
     assert [lines(life, "fenced") for life in workers(outage.patient)] == [[], []]
-    assert not lines(outage.patient.lives["s0"], "rolling back")
+    assert not lines(outage.patient.lives["s0"], "rollback_started")
     finish(outage.patient)
 
 
 def test_a_lease_that_ends_in_the_cut_makes_new_workers(outage: Outage) -> None:
     """They are fenced, told so, and come back; what was acknowledged has counted."""
     assert [len(lines(life, "fenced")) for life in workers(outage.strict)] == [1, 1]
-    assert not lines(outage.strict.lives["s0"], "rolling back")
+    assert not lines(outage.strict.lives["s0"], "rollback_started")
     finish(outage.strict, fenced=2)
 
 

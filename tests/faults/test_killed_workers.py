@@ -68,7 +68,7 @@ def test_with_wait_a_successor_takes_the_place_at_once(tmp_path: Path) -> None:
         killed.kill()
         killed.attempt = -1  # the next one is attempt 0 again
         until(
-            lambda: "its place is kept" in running.lives["s0"].log.read_text(),
+            lambda: "worker_silent" in running.lives["s0"].log.read_text(),
             "a place that is kept",
         )
         before = len(steps(running, "w0"))

@@ -38,12 +38,13 @@ def test_a_round_that_waits_for_a_stopped_worker(jobs: Jobs) -> None:
     job = jobs("sync", "60s", shards=1)
     job.lives["w1"].send(signal.SIGSTOP)
     began = time.monotonic()
-    line = heard(job.lives["w0"], " waits for worker ")
-    notice = heard(job.lives["s0"], '"event": "waiting"')
+    line = heard(job.lives["w0"], "waiting_for=worker ")
+    notice = heard(job.lives["s0"], '"event": "update_delayed"')
 
     assert machine_seconds(began) < LINE
     assert re.search(
-        r"push \d+ of worker \d on shard 0 at [\d.:]+ waits for worker \d \(rank 1, .*, step \d+\)",
+        r"push \d+ of worker \d on shard 0 at [\d.:]+ "
+        r"waiting_for=worker \d \(rank 1, .*, step \d+\)",
         line,
     )
     assert re.search(r'"step": \d+, "waiting_for": "worker \d \(rank 1, ', notice)
@@ -70,7 +71,7 @@ def test_a_call_of_a_worker_that_vanished_is_given_up(jobs: Jobs) -> None:
     so_far, beats = calls(), calls("Heartbeat")
     until(lambda: calls("Heartbeat") > beats + 1, "a second in which the next call has arrived")
     job.proxies[0].half_open()
-    told = more([job.lives["w0"]], "no answer to worker")
+    told = more([job.lives["w0"]], "heartbeats_unanswered")
     until(lambda: calls() > so_far, "the call is given up")
     given_up = machine_seconds(began)
     print(
@@ -97,11 +98,11 @@ def test_the_line_between_two_servers_is_cut_and_healed(jobs: Jobs) -> None:
     began, cut = time.time(), time.monotonic()
     job.proxies[0].refuse()
     job.link.half_open()
-    heard(job.lives["s0"], "lost the connection to a shard")
-    heard(job.lives["s1"], "lost the connection to the coordinator")
+    heard(job.lives["s0"], "shard_connection_lost")
+    heard(job.lives["s1"], "coordinator_connection_lost")
     noticed = machine_seconds(cut)
     for life in workers(job):
-        heard(life, "waits for shard ")
+        heard(life, "waiting_for=shard ")
     spoken = machine_seconds(cut)
     until(lambda: time.time() - began > LINK_CUT, "the end of the cut")
     stood = job.metrics(0)("ps_version")
@@ -117,7 +118,7 @@ def test_the_line_between_two_servers_is_cut_and_healed(jobs: Jobs) -> None:
     assert spoken < LINE
     assert resumed <= RESUMED
     assert longest_silence(job.lives["s1"], "shard 0 at", began, began + LINK_CUT) < LINE
-    assert not lines(job.lives["s0"], "rolling back")
+    assert not lines(job.lives["s0"], "rollback_started")
     assert finish(job) > stood
 
 
@@ -128,11 +129,11 @@ def test_a_shard_that_lost_its_line_takes_the_way_that_workers_have(jobs: Jobs) 
     job = jobs("async", "60s")
     cut = time.monotonic()
     job.link.half_open()
-    heard(job.lives["s1"], "lost the connection to the coordinator")
+    heard(job.lives["s1"], "coordinator_connection_lost")
     noticed = machine_seconds(cut)
     resumed = more(workers(job), "pushed", times=2)
 
     assert noticed <= NOTICED
     assert resumed <= NOTICED
-    assert len(lines(job.lives["s1"], "connected to the coordinator")) == 2
+    assert len(lines(job.lives["s1"], "coordinator_connected")) == 2
     finish(job)

@@ -47,4 +47,4 @@ def test_a_large_push_arrives(tmp_path: Path) -> None:
         assert worker.wait(seconds=90) == 0, worker.said
         assert worker.out == "applied -1.0\n"
         assert "does not answer" not in worker.err
-        assert "worker lost" not in server.err
+        assert "worker_lost" not in server.err

@@ -119,11 +119,7 @@ def test_a_disk_that_refuses_keeps_nobody_from_taking_over(tmp_path: Path, refus
         else:
             (data / GENERATION).mkdir(parents=True)
         goes_on(job, time.monotonic())
-        told = (
-            "continuing without --data-dir, which cannot be used"
-            if whole
-            else "could not be counted; the job goes on"
-        )
+        told = "data_dir_abandoned" if whole else "start_not_counted"
         assert told in job.lives["b0"].log.read_text()
         finish(job, "sync")
 

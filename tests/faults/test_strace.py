@@ -114,10 +114,8 @@ def test_a_refused_system_call_is_told_and_mended_while_training_goes_on(
     first = server.start(trouble)
     with counter(server.address) as client:
         count(client, 60)
-        first.wait_for(
-            "the log cannot be written; training goes on without it until the next snapshot"
-        )
-        first.wait_for("can be written again")
+        first.wait_for("log_unwritable")
+        first.wait_for("log_writable_again")
         until(lambda: SnapshotDirectory(tmp_path / "data").newest_valid()[0], "the snapshot")
     first.end()
 

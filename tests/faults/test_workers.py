@@ -47,7 +47,7 @@ def test_a_stopped_worker_is_left_behind_and_comes_back_as_new(tmp_path: Path) -
 
         assert stalls(steps(running, "w0")) < LEASE + STEP
         check_data(running)
-    assert "lost its place in job" in stopped.log.read_text()
+    assert "rejoin_started" in stopped.log.read_text()
     assert stopped.log.read_text().count("step ") > 5
 
 

@@ -27,6 +27,7 @@ from psserver.core.job.coordinator import CoordinatorMachine
 from psworker import Client
 from psworker.ctl.job_client import CoordinatorClient
 from tests.support.cluster import Cluster
+from tests.support.events import events
 from tests.support.standbys import Following
 from tests.support.workers import count, counted, counter, digest, status, until
 
@@ -232,7 +233,7 @@ def test_a_command_that_raises_an_unexpected_error_does_not_stop_later_starts(
         assert digest(again.address) == weights
         assert status(again.address)["samples"] == 1003
         again.close()
-    assert any("a recorded command fails" in record.message for record in caplog.records)
+    assert "recorded_command_failed" in events(caplog)
 
 
 def test_a_push_with_a_negative_learning_rate_is_refused(cluster: Make) -> None:

@@ -23,6 +23,7 @@ from psserver.coordinator.final_state import NOT_SAVED_FILE, conclude
 from psserver.process.config import ServerConfig
 from psworker.run.summary import NOT_SAVED
 from tests.support.cluster import Cluster
+from tests.support.events import events, records_of
 from tests.support.programs import Programs, programs_in
 from tests.support.settings_coverage import server_setting
 from tests.support.workers import count, counted, counter, until
@@ -58,7 +59,7 @@ def ended(servers: Cluster, pushes: int = 2, reason: str = "done", *, over: bool
 
 
 def errors(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [record.message for record in caplog.records if record.levelno >= logging.ERROR]
+    return events(caplog, logging.ERROR)
 
 
 # ---- the last snapshot or a log ------------------------------------------------------------------
@@ -90,7 +91,7 @@ def test_a_last_snapshot_that_fails_is_not_saved_and_leaves_no_folder(
     # of the one when all workers were done
     assert errors(caplog) in (
         [],
-        ["snapshot failed; training goes on"],
+        ["snapshot_failed"],
     )
     assert not (tmp_path / "snapshots").exists()
 
@@ -120,7 +121,7 @@ def test_a_complete_log_is_enough(
 ) -> None:
     servers = cluster(2, data_dir=tmp_path, durability="log", snapshot_every=RARELY)
     assert ended(servers) == ""
-    assert "no last snapshot; the log holds all updates" in caplog.messages
+    assert "last_snapshot_missing" in events(caplog)
     servers.close()
 
     again = cluster(2, data_dir=tmp_path, durability="log", snapshot_every=RARELY)
@@ -151,11 +152,7 @@ def test_a_log_that_lacks_something_is_not_enough(
     monkeypatch.setattr(LogFiles, "write", refuse_one)
 
     assert "version 3 is not saved" in ended(servers)
-    told = [
-        record.__dict__["folder"]
-        for record in caplog.records
-        if "log cannot be written" in record.message
-    ]
+    told = [record.__dict__["folder"] for record in records_of(caplog, "log_unwritable")]
     assert told == [str(tmp_path / broken)]
 
 
@@ -205,7 +202,7 @@ def test_exit_codes_of_a_server(caplog: pytest.LogCaptureFixture) -> None:
     assert conclude(None, "the disk is full", 128 + signal.SIGTERM) == 143
     with pytest.raises(NonFiniteError):
         conclude(NonFiniteError("NaN"), "the disk is full", 0)
-    assert errors(caplog) == ["the final weights are not saved"] * 2
+    assert errors(caplog) == ["final_weights_not_saved"] * 2
 
 
 def test_a_snapshot_that_never_comes_is_waited_for_no_longer_than_promised(
@@ -224,7 +221,7 @@ def test_a_file_for_ps_run_that_cannot_be_written_costs_nothing_else(
     monkeypatch.setenv(NOT_SAVED_FILE, str(tmp_path / "missing" / "file"))
 
     assert ended(cluster(1, save=tmp_path / "f")) == ""
-    assert "cannot write what is not saved for ps-run" in caplog.messages
+    assert "result_file_unwritable" in events(caplog)
 
 
 @pytest.mark.usefixtures("no_snapshots")
@@ -380,7 +377,7 @@ def test_ps_server_exits_with_15_or_as_its_signal_says(programs: Programs, last:
 
     assert server.wait() == {"done": 15, "SIGTERM": 143}[last], server.said
     assert ("ps-server: NOT_SAVED: " in server.said) is (last == "done")
-    assert ("the final weights are not saved" in server.said) is (last == "SIGTERM")
+    assert ("final_weights_not_saved" in server.said) is (last == "SIGTERM")
 
 
 def test_ps_run_refuses_a_place_for_the_file_before_it_starts_anything(programs: Programs) -> None:

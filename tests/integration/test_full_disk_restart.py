@@ -9,6 +9,7 @@ import pytest
 
 from pscommon.settings.values import SnapshotEvery
 from tests.support.cluster import Cluster
+from tests.support.events import records_of
 from tests.support.metrics_scrape import Metrics
 from tests.support.small_disk import SmallDisk, missing
 from tests.support.workers import count, counted, counter, until
@@ -101,7 +102,7 @@ def test_a_missing_log_file_of_the_coordinator_is_an_error_with_the_number_of_lo
 
     servers = ready(cluster(2, data_dir=tmp_path, **LOG | {"durability": durability}))
 
-    (record,) = (each for each in caplog.records if each.message == "the log cannot be used")
+    (record,) = records_of(caplog, "job_log_unusable")
     assert record.levelname == "ERROR"
     assert record.__dict__["updates_lost"] == lost
     assert record.__dict__["version"] == 1
@@ -118,7 +119,7 @@ def test_without_a_snapshot_a_missing_log_costs_all_updates(
 
     servers = ready(cluster(2, data_dir=tmp_path, **LOG))
 
-    (record,) = (each for each in caplog.records if each.message == "the log cannot be used")
+    (record,) = records_of(caplog, "job_log_unusable")
     assert record.__dict__["updates_lost"] == 3
     assert "files of it are missing" in record.__dict__["problem"]
     with counter(servers.address) as client:
@@ -134,4 +135,4 @@ def test_a_log_that_was_left_on_purpose_is_not_missed(
     trained(cluster, tmp_path, 2, **LOG)
     trained(cluster, tmp_path, 2, **LOG | {"resume": "never"})
 
-    assert [each for each in caplog.records if each.message == "the log cannot be used"] == []
+    assert records_of(caplog, "job_log_unusable") == []

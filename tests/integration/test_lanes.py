@@ -18,6 +18,7 @@ from pscommon.snapshot.weights_digest import weights_sha256
 from psserver.server import Server
 from psworker import Client, OptimizerSpec, WaitTimeoutError
 from tests.support.cluster import Cluster
+from tests.support.events import records_of
 from tests.support.workers import (
     ONES,
     connected,
@@ -40,17 +41,16 @@ PARAMS: dict[str, Any] = {
 }
 BUFFERS: dict[str, Any] = {"mean": np.zeros(130, np.float32), "batches": np.zeros((), np.int64)}
 FROZEN = {"mask": np.arange(900, dtype=np.int32)}
-SHARED = "tensors move through shared memory to shards"
-TRAVEL = "tensors move over gRPC, not shared memory"
+SHARED = "shared_memory_used shards="
+TRAVEL = "shared_memory_unavailable reason="
 
 
 @pytest.fixture
 def said(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
     """What workers have logged about lanes."""
     caplog.set_level(logging.INFO, "psworker")
-    return lambda: [
-        record.getMessage() for record in caplog.records if "tensors move" in record.getMessage()
-    ]
+    keys = ("shared_memory_used", "shared_memory_unavailable")
+    return lambda: [record.getMessage() for record in records_of(caplog, *keys)]
 
 
 def half_shared(cluster: Make) -> Cluster:
@@ -150,7 +150,7 @@ def test_shared_memory_gives_the_same_weights(
     made = cluster(2, min_workers=2)
 
     assert trained(made.address, step) == travelled
-    assert said() == [f"{SHARED} [0, 1]"] * 2
+    assert said() == [f"{SHARED}[0, 1]"] * 2
     assert [server.engine.budget.used for server in made.servers] == [0, 0]
 
 
@@ -161,7 +161,7 @@ def test_half_of_the_shards_in_shared_memory(
     made = half_shared(cluster)
 
     assert trained(made.address, step) == travelled
-    assert [line.startswith(f"{SHARED} [0]") for line in said()] == [True, True]
+    assert [line.startswith(f"{SHARED}[0]") for line in said()] == [True, True]
     assert all("shard 1: the server runs with --lanes grpc" in line for line in said())
 
 
@@ -176,7 +176,7 @@ def test_server_that_refuses_is_reached_over_grpc_and_says_so_once(
         count(client, 3)
 
         assert counted(client.pull()) == 3
-    assert said() == [f"{TRAVEL}: shard 0: the server runs with --lanes grpc"]
+    assert said() == [f"{TRAVEL}shard 0: the server runs with --lanes grpc"]
 
 
 def test_worker_that_wants_grpc_offers_nothing(
@@ -212,7 +212,7 @@ def test_demanded_shared_memory_that_is_there(cluster: Make, said: Callable[[], 
         count(client)
 
         assert counted(client.pull()) == 1
-    assert said() == [f"{SHARED} [0, 1]"]
+    assert said() == [f"{SHARED}[0, 1]"]
 
 
 def test_the_environment_chooses(
@@ -299,7 +299,7 @@ def test_memory_that_a_server_has_lost_is_offered_again(
 
         assert counted(client.pull()) == 3
         assert [memory_number(server, client.worker) for server in made.servers] == [2, 2]
-    assert said() == [f"{SHARED} [0, 1]"] * 2
+    assert said() == [f"{SHARED}[0, 1]"] * 2
 
 
 def test_weights_that_came_over_grpc_are_not_overwritten_by_lost_memory(cluster: Make) -> None:

@@ -36,6 +36,7 @@ from psworker.run.job_poller import GrpcJobObserver
 from psworker.transport.grpc import GrpcTransport
 from psworker.transport.streams import ExchangeAnswer
 from tests.support.cluster import Cluster
+from tests.support.events import records_of
 from tests.support.metrics_scrape import Metrics
 from tests.support.programs import Program, programs_in
 from tests.support.workers import (
@@ -108,9 +109,7 @@ def test_a_killed_worker_is_dropped_and_the_rest_continue(
         assert (lost["state"], lost["pid"]) == ("lost", other.pid)
         assert lost["reason"] == "its process has ended"
         assert member(address, rank=0)["state"] == "active"
-    (record,) = until(
-        lambda: [r for r in caplog.records if r.message == "worker lost"], "a line about it"
-    )
+    (record,) = until(lambda: records_of(caplog, "worker_lost"), "a line about it")
     assert (record.levelno, record.__dict__["worker"]) == (logging.WARNING, lost["worker"])
 
 

@@ -22,6 +22,7 @@ from tests.support.cluster import Cluster
 from tests.support.ctl_output import ctl
 from tests.support.data_training import ALL, EPOCHS, SIZE
 from tests.support.data_training import train as train_loop
+from tests.support.events import events
 from tests.support.snapshot_files import flip, stored
 from tests.support.training_threads import real
 from tests.support.workers import (
@@ -114,7 +115,7 @@ def test_all_shards_go_back_under_load_and_no_update_is_lost_after_it(
         )
 
     assert (found["version"], found["state"]) == (5, "restored")
-    assert "going back to a snapshot, as asked" in caplog.messages
+    assert "rollback_requested" in events(caplog)
     assert fresh(address) == {
         w: n for each in pushers for w, n in each.acknowledged.items() if w in fresh(address)
     }

@@ -16,6 +16,7 @@ import psworker
 from pscommon.core.errors import MismatchError
 from psworker.session.resume_notice import UNDER_PS_RUN
 from tests.support.cluster import Cluster
+from tests.support.events import records_of
 from tests.support.programs import Programs, programs_in
 from tests.support.workers import connected, status
 
@@ -73,9 +74,8 @@ def resumed(
 
 
 def changes(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [
-        r.__dict__["changes"] for r in caplog.records if r.message == "hyper-parameters changed"
-    ]
+    records = records_of(caplog, "hyper_parameters_changed")
+    return [record.__dict__["changes"] for record in records]
 
 
 def test_another_learning_rate_is_adopted_named_once_and_trained_with(

@@ -24,6 +24,7 @@ from psworker import Client
 from psworker.ctl.cli import main
 from tests.support.cluster import Cluster
 from tests.support.disk_operations import TROUBLES, Operations, failing
+from tests.support.events import events, records_of
 from tests.support.metrics_scrape import Metrics
 from tests.support.small_disk import SmallDisk, missing
 from tests.support.snapshot_files import stored
@@ -37,10 +38,7 @@ STEPS = SnapshotEvery(steps=2)
 RARELY = SnapshotEvery(seconds=3600)
 ANY = "127.0.0.1:0"
 LASTING = {"durability": "log", "log_fsync": "always", "metrics_bind": ANY}
-BROKEN, MENDED = (
-    "the log cannot be written; training goes on without it until the next snapshot",
-    "can be written again",
-)
+BROKEN, MENDED = "log_unwritable", "log_writable_again"
 
 # samples of the operations of `job`, each trouble at others: there are about 240 with a log, 50
 # without. Not of the first: a server that cannot count its starts does not start
@@ -138,7 +136,7 @@ def test_without_a_failure_nothing_is_lost(
     servers.close()
 
     assert started_again(cluster, tmp_path, "log") == PUSHES
-    assert [r.message for r in caplog.records if r.levelno >= logging.ERROR] == []
+    assert events(caplog, logging.ERROR) == []
 
 
 def test_what_cannot_be_removed_does_not_undo_a_snapshot(cluster: Make, tmp_path: Path) -> None:
@@ -182,9 +180,9 @@ def small_disk(tmp_path: Path) -> Iterator[SmallDisk]:
         yield disk
 
 
-def said(caplog: pytest.LogCaptureFixture, text: str) -> set[str]:
+def said(caplog: pytest.LogCaptureFixture, event: str) -> set[str]:
     """Folders of logs about which it was said."""
-    return {r.__dict__["folder"] for r in caplog.records if text in r.message}
+    return {record.__dict__["folder"] for record in records_of(caplog, event)}
 
 
 def recovers(
@@ -214,7 +212,7 @@ def test_a_disk_that_fails_for_long_is_told_now_and_then(
         with counter(servers.address) as client:
             count(client, 30)
             until(lambda: failures(servers) >= 10, "tries that fail")
-            errors = [r.__dict__["folder"] for r in caplog.records if r.message == BROKEN]
+            errors = [r.__dict__["folder"] for r in records_of(caplog, BROKEN)]
             assert sorted(errors) == [
                 str(tmp_path / name) for name in ("log-job", "log-shard-0", "log-shard-1")
             ]
@@ -262,10 +260,7 @@ def test_who_asks_for_a_snapshot_on_a_full_disk_is_told_at_once(
 
         assert main(["--ps", servers.address, "snapshot", "save"]) == 12
         assert "No space left" in capsys.readouterr().err
-        assert (
-            len([each for each in caplog.records if each.message.startswith("snapshot failed")])
-            == 1
-        )
+        assert len(records_of(caplog, "snapshot_failed")) == 1
 
         small_disk.free()
         assert main(["--ps", servers.address, "snapshot", "save"]) == 0

@@ -382,7 +382,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Program, Pro
             until(path.exists, "a port", seconds=60)
             with closing(open_channel(f"127.0.0.1:{path.read_text().strip()}")) as channel:
                 CoordinatorServiceStub(channel).Join(co.JoinRequest(), timeout=20)
-            server.wait_for("worker lost")
+            server.wait_for("worker_lost")
             server.send(signal.SIGTERM)
             assert server.wait() == 143, server.said
         yield started[0], started[1]
@@ -425,5 +425,5 @@ def test_log_level(two: tuple[Program, Program]) -> None:
 def test_log_format(two: tuple[Program, Program]) -> None:
     text, lines = (server.err.splitlines() for server in two)
 
-    assert any("[warning] worker lost" in line for line in text)
-    assert [json.loads(line)["event"] for line in lines] == ["worker lost"]
+    assert any("[warning] worker_lost" in line for line in text)
+    assert [json.loads(line)["event"] for line in lines] == ["worker_lost"]

@@ -24,6 +24,7 @@ from psserver.process.config import ServerConfig
 from psserver.replication.lease_directory import LeaseDirectory
 from psserver.server import Server
 from psworker import Client
+from tests.support.events import events
 from tests.support.metrics_scrape import Metrics
 from tests.support.settings_coverage import server_setting
 from tests.support.standbys import Following, silent_standby
@@ -77,8 +78,8 @@ def test_on_worker_loss_decides_when_a_round_goes_on(
             count(client)
 
         assert time.monotonic() - began >= OUTLIVED + seconds
-    until(lambda: "worker lost" in caplog.messages, "a line about it")
-    assert ("worker is silent; its place is kept" in caplog.messages) is kept
+    until(lambda: "worker_lost" in events(caplog), "a line about it")
+    assert ("worker_silent" in events(caplog)) is kept
 
 
 def test_on_worker_loss_abort_ends_the_job(serve: Serve) -> None:

@@ -3,7 +3,6 @@ them.
 """
 
 import json
-import logging
 import os
 import sys
 import threading
@@ -23,6 +22,7 @@ from pscommon.snapshot.atomic_files import AtomicFiles
 from psserver.durability.snapshots import WRITER_NICENESS
 from psworker import Job
 from tests.support.cluster import Cluster
+from tests.support.events import events, records_of
 from tests.support.snapshot_files import flip, stored
 from tests.support.workers import (
     VERSIONS,
@@ -372,7 +372,7 @@ def test_a_lost_shard_takes_all_back_to_the_newest_snapshot(
         "a job that waits for its workers",
     )
 
-    assert "rolling back to a snapshot" in caplog.text
+    assert "rollback_started" in events(caplog)
     with counter(servers.address) as client:
         assert counted(client.pull()) == 5
         count(client, 2)
@@ -392,9 +392,7 @@ def test_a_damaged_newest_one_is_skipped_loudly(
     again = cluster(2, min_workers=2, data_dir=tmp_path)
 
     assert status(again.address)["version"] == 5
-    (skipped,) = [
-        r for r in caplog.records if r.levelno == logging.ERROR and "skipped a damaged" in r.message
-    ]
+    (skipped,) = records_of(caplog, "snapshot_damaged")
     assert str(part) in skipped.__dict__["problem"]
     with finished(again) as address:
         assert digest(address) == whole

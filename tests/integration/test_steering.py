@@ -24,6 +24,7 @@ from psworker.ctl.job_client import CoordinatorClient
 from tests.support.cluster import Cluster
 from tests.support.ctl_output import ctl
 from tests.support.data_training import assert_each_once, train
+from tests.support.events import events, records_of
 from tests.support.programs import Programs, programs_in
 from tests.support.workers import (
     DEADLINE,
@@ -232,7 +233,7 @@ def test_a_slow_worker_is_named_by_its_own_part_of_the_steps(
 
     def look() -> list[dict[str, Any]]:
         try:
-            until(lambda: "worker is slow" in caplog.messages, "a line that names it")
+            until(lambda: "worker_slow" in events(caplog), "a line that names it")
             return list(ctl(capsys, "--ps", address, "workers"))
         finally:
             named.set()
@@ -244,7 +245,7 @@ def test_a_slow_worker_is_named_by_its_own_part_of_the_steps(
 
     assert [rows[rank]["health"] for rank in range(3)] == ["live", "live", "slow"]
     assert rows[2]["own_seconds"] > 2 * rows[0]["own_seconds"]
-    (record,) = [record for record in caplog.records if record.message == "worker is slow"]
+    (record,) = records_of(caplog, "worker_slow")
     assert (record.__dict__["worker"], record.__dict__["rank"]) == (slow, 2)
     assert record.__dict__["step_seconds"] > 2 * record.__dict__["median_seconds"]
 

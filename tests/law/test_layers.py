@@ -96,7 +96,7 @@ HOMES = {
     },
     "click": {*COMMANDS, "psworker.run", "psworker.ctl"},
     "rich": {"psworker.run", "psworker.ctl"},
-    "structlog": {"pscommon.telemetry.logs", "psserver", "psworker"},
+    "structlog": {"pscommon.telemetry.logs"},
     "sklearn": {"psworker.examples"},
     "torchvision": {"psworker.examples.resnet"},
     "transformers": {"psworker.integrations.transformers", "psworker.examples.gpt2"},

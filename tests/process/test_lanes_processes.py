@@ -135,7 +135,7 @@ def test_normal_end_leaves_nothing(programs: Programs) -> None:
     assert together == [{offered(client): False}] * 3
     assert client.wait() == 0, client.said
     assert "ends with -300.0" in client.out
-    assert "tensors move through shared memory to shards [0, 1]" in client.err
+    assert "shared_memory_used shards=[0, 1]" in client.err
     until(lambda: not any(map(mapped, shards)), "the servers let go of a worker that left")
     assert not (SHM / offered(client)).exists()
 
@@ -191,9 +191,7 @@ def trained(programs: Programs, lanes: str) -> str:
     workers = [programs.fork("ps-worker", "--worker-rank", rank, *command) for rank in range(2)]
     for worker in workers:
         assert worker.wait() == 0, worker.said
-        assert ("tensors move through shared memory to shards [0, 1]" in worker.said) is (
-            lanes == "shm"
-        )
+        assert ("shared_memory_used shards=[0, 1]" in worker.said) is (lanes == "shm")
     return digest(address)
 
 
@@ -227,10 +225,10 @@ def test_too_small_memory_falls_back_with_one_line_that_says_why(
 
     assert client.wait() == 0, client.said
     assert "ends with -20.0" in client.out
-    lines = [line for line in client.err.splitlines() if "tensors move" in line]
+    lines = [line for line in client.err.splitlines() if "shared_memory" in line]
     assert len(lines) == 1
     assert lines[0].startswith(
-        "tensors move over gRPC, not shared memory: /dev/shm is too small: 3.8 MiB are needed and "
+        "shared_memory_unavailable reason=/dev/shm is too small: 3.8 MiB are needed and "
         "1.0 MiB are free"
     )
 
@@ -244,11 +242,10 @@ def test_server_that_sees_another_folder_is_not_shared_with(
 
     assert client.wait() == 0, client.said
     assert "ends with -20.0" in client.out
-    lines = [line for line in client.err.splitlines() if "tensors move" in line]
+    lines = [line for line in client.err.splitlines() if "shared_memory" in line]
     name = offered(client)
     assert lines == [
-        f"tensors move over gRPC, not shared memory: shard 0: /dev/shm/{name}: No such file or "
-        f"directory"
+        f"shared_memory_unavailable reason=shard 0: /dev/shm/{name}: No such file or directory"
     ]
     assert not (SHM / name).exists()
     assert not any(map(mapped, shards))

@@ -191,7 +191,7 @@ def test_a_killed_worker_is_started_again_and_the_run_finishes(programs: Program
     assert (content["status"], content["restarts"]) == ("done", 1)
     assert (content["samples"], content["steps"]) == (320, 2 * VERSIONS)
     assert "w1 was killed by SIGKILL; restart 1 of at most 3" in run.err
-    assert "worker lost" in run.err
+    assert "worker_lost" in run.err
 
 
 def test_with_a_log_killed_servers_and_workers_change_no_bit(

@@ -106,7 +106,7 @@ def test_ctrl_c_ends_each_call_of_a_script(programs: Programs, lanes: str) -> No
         stop(server)
     (programs.folder / "go").touch()
     for worker in workers.values():
-        worker.wait_for("no answer to worker")
+        worker.wait_for("heartbeats_unanswered")
 
     for call, worker in workers.items():
         began = time.monotonic()
@@ -133,7 +133,7 @@ def test_ctrl_c_to_ps_run_continues_its_servers_so_that_they_save(programs: Prog
     servers = servers_of(run)
     for pid in servers:
         os.kill(pid, signal.SIGSTOP)
-    run.wait_for("no answer to worker")
+    run.wait_for("heartbeats_unanswered")
 
     began = time.monotonic()
     run.send(signal.SIGINT)
@@ -141,4 +141,4 @@ def test_ctrl_c_to_ps_run_continues_its_servers_so_that_they_save(programs: Prog
     assert run.wait() == 130
     assert len(servers) == 2
     assert machine_seconds(began) < GRACE_SECONDS, run.said
-    assert "snapshot written" in run.err
+    assert "snapshot_written" in run.err

@@ -256,7 +256,7 @@ def test_log_dir(programs: Programs, chosen: Program, default: Program) -> None:
 
 @run_setting("log_format")
 def test_log_format(chosen: Program, default: Program) -> None:
-    (line,) = [line for line in chosen.err.splitlines() if "set a snapshot aside" in line]
+    (line,) = [line for line in chosen.err.splitlines() if "snapshot_set_aside" in line]
     assert json.loads(line.partition("] ")[2])["level"] == "warning"
     assert "[info] listening" in default.err.replace("  ", " ")
 

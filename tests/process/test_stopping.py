@@ -86,7 +86,7 @@ def test_a_signal_to_ps_run_ends_scripts_within_their_epoch(
         0,
     )
     after = run.err[run.err.index("interrupted by") :]
-    assert after.count("snapshot written") == 1
+    assert after.count("snapshot_written") == 1
     assert "[warning]" not in after
     summary = json.loads((programs.folder / "summary.json").read_text())
     assert (summary["status"], summary["error"]["exit_code"]) == ("interrupted", 128 + number)
@@ -106,7 +106,7 @@ def test_stop_ends_all_scripts_and_the_run_with_0(programs: Programs) -> None:
         run.said.count("swallowed"),
         run.said.count("Traceback"),
     ) == (2, 0, 0)
-    assert run.said.count("the script has ended: the job ends") == 2
+    assert run.said.count("reason=the job ends") == 2
     assert "[warning]" not in run.said
 
 
@@ -133,11 +133,11 @@ def test_a_worker_that_waits_for_another_in_sync_ends_within_two_seconds(
     programs.script(SLOW)
     run = programs.start("ps-run", "--workers", 2, "--grace", "4s", "train.py")
     run.wait_for("takes its time")
-    run.wait_for("waiting for worker")
+    run.wait_for("update_delayed")
 
     began = time.monotonic()
     run.send(signal.SIGINT)
-    run.wait_for("the script has ended: asked to leave, this worker waited 1.5 s more and now goes")
+    run.wait_for("reason=asked to leave, this worker waited 1.5 s more and now goes")
 
     assert time.monotonic() - began < 2.0 + 1.0  # for a machine that stands still
     assert run.wait() == 130

@@ -32,6 +32,7 @@ from psworker import Client
 from tests.sim.single_thread_servers import DirectServers, Killed
 from tests.support import workers
 from tests.support.disk_operations import TROUBLES, Act, Operation, Operations
+from tests.support.events import event_key
 from tests.support.snapshot_files import stored
 from tests.support.workers import counted, counter
 
@@ -40,7 +41,7 @@ BEFORE, AFTER, STEPS = 3, 2, 2
 FOR_GOOD = 1 << 30
 TICKS = 20
 """In which a disk that works again must have been found out."""
-BROKEN = "the log cannot be written; training goes on without it until the next snapshot"
+BROKEN = "log_unwritable"
 BEGUN = "there is none since version 0"
 """What is said of a log whose server died while it began: of a job without weights."""
 ERRNOS = ("ENOSPC", "EIO", "EROFS")
@@ -207,13 +208,13 @@ def check_said(servers: DirectServers, said: list[logging.LogRecord]) -> None:
     """One ERROR for each log that could not be written, however often; and it is counted, as
     each snapshot is.
     """
-    broken = Counter(record.__dict__["folder"] for record in said if record.getMessage() == BROKEN)
+    broken = Counter(record.__dict__["folder"] for record in said if event_key(record) == BROKEN)
     logs, snapshots = (
         sum(life.failures(name) for life in servers.all) for name in ("log", "snapshot")
     )
     assert bool(broken) == bool(logs)
     assert all(times <= len(servers.all) // len(servers.lives) for times in broken.values())
-    told = [record for record in said if record.getMessage().startswith("snapshot failed")]
+    told = [record for record in said if event_key(record) == "snapshot_failed"]
     assert bool(told) == bool(snapshots)
 
 

@@ -2,7 +2,6 @@
 
 import contextlib
 import errno
-import logging
 import socket
 import sys
 import threading
@@ -16,6 +15,7 @@ from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector,
 from prometheus_client.exposition import MetricsHandler
 
 from pscommon.core.errors import InvalidRequestError, TakenError
+from pscommon.telemetry.logs import get_logger
 
 Ready = Callable[[], tuple[bool, str]]
 
@@ -39,7 +39,7 @@ SECONDS = (
     60.0,
 )
 
-_log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 
 def new_registry() -> CollectorRegistry:
@@ -111,7 +111,7 @@ class _HttpServer(ThreadingHTTPServer):
 
     def handle_error(self, request: object, client_address: object) -> None:
         # a scraper that hangs up is no reason for a traceback on stderr
-        _log.warning("request from %s failed: %r", client_address, sys.exc_info()[1])
+        log.warning("http_request_failed", client=client_address, problem=repr(sys.exc_info()[1]))
 
 
 class _RequestHandler(MetricsHandler):

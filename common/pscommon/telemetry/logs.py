@@ -8,8 +8,9 @@ import io
 import logging
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Literal, TextIO
 
 import structlog
@@ -24,6 +25,42 @@ Format = Literal["auto", "text", "json"]
 _fields: dict[str, Any] = {}
 
 _EXTRA = structlog.stdlib.ExtraAdder()
+
+# frames of structlog between a statement and the standard library's logger
+_STRUCTLOG_FRAMES = 3
+
+
+@dataclass(frozen=True)
+class Event:
+    """The message of a record: what happened. Handlers of the user's print key and fields."""
+
+    key: str
+    fields: Mapping[str, Any]
+
+    def __str__(self) -> str:
+        return " ".join([self.key, *(f"{name}={value}" for name, value in self.fields.items())])
+
+
+def get_logger(name: str) -> structlog.stdlib.BoundLogger:
+    """Return the logger of a module.
+
+    Its events travel through the standard library's logging, with or without `set_up`: in a user's
+    process they reach the user's handlers and obey the user's levels.
+    """
+    return structlog.stdlib.BoundLogger(
+        logging.getLogger(name), [structlog.stdlib.filter_by_level, _to_record], {}
+    )
+
+
+def _to_record(logger: logging.Logger, _: str, fields: EventDict) -> EventDict:
+    # structlog's own class of loggers, which set_up() installs, skips these frames itself
+    is_plain = type(logger).findCaller is logging.Logger.findCaller
+    return {
+        "msg": Event(fields.pop("event"), fields),
+        "exc_info": fields.pop("exc_info", None),
+        "extra": fields,
+        "stacklevel": 1 + _STRUCTLOG_FRAMES * is_plain,
+    }
 
 
 def set_up(
@@ -99,9 +136,12 @@ def _add_process_fields(_: WrappedLogger, __: str, event: EventDict) -> EventDic
 
 
 def _add_extra(logger: WrappedLogger, method: str, event: EventDict) -> EventDict:
-    """Add the values of `extra=` as fields; they do not override standard fields."""
+    """Add the fields of an event or of `extra=`; they do not override standard fields."""
     for name, value in _EXTRA(logger, method, {"_record": event["_record"]}).items():
         event.setdefault(name, value)
+    message = event["_record"].msg
+    if isinstance(message, Event):
+        event["event"] = message.key
     return event
 
 

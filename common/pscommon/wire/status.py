@@ -6,7 +6,6 @@ people and never parsed.
 """
 
 import contextlib
-import logging
 from collections.abc import Iterator
 from typing import Any, Never
 
@@ -17,6 +16,7 @@ from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
 from pscommon.core.errors import REASONS, MismatchError, PSError, UnreachableError, error_for
+from pscommon.telemetry.logs import get_logger
 
 DOMAIN = "paramserver"
 DETAILS_KEY = "grpc-status-details-bin"
@@ -24,7 +24,7 @@ RETRY_SECONDS = 0.2
 # the text travels twice, the second time in base64, and has to fit the metadata limit of channel.py
 MAX_TEXT = 6_000
 
-log = logging.getLogger("pscommon.wire")
+log = get_logger(__name__)
 
 
 def abort(context: grpc.ServicerContext, error: PSError) -> Never:
@@ -99,7 +99,7 @@ def answering(context: grpc.ServicerContext | None) -> Iterator[None]:
     except Exception as bug:
         if context.code() is not None:  # type: ignore[attr-defined]  # raised by an abort inside
             raise
-        log.exception("a call failed because of a bug")
+        log.exception("rpc_failed")
         abort(context, PSError(f"{type(bug).__name__}: {bug}"))
 
 

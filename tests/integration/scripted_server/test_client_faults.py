@@ -157,7 +157,7 @@ def test_waiting_is_logged(
         with pytest.raises(WaitTimeoutError):
             client.push(gradient())
 
-    assert "waits for worker 2 (rank 1)" in caplog.text
+    assert "waiting_for=worker 2 (rank 1)" in caplog.text
 
 
 def test_same_push_again_after_a_failure_is_a_duplicate_if_it_counted(cluster: FakeCluster) -> None:

@@ -110,8 +110,8 @@ def test_a_step_that_finds_the_place_lost_is_stale_and_the_loop_goes_on(
     assert cluster.returned == []  # the servers took batch 1 back by themselves
     (text,) = warnings(caplog)
     assert text == (
-        "worker 1 lost its place in job job-1: worker 1 is no longer a member of the job: "
-        "its lease ended"
+        "rejoin_started worker=1 job=job-1 "
+        "reason=worker 1 is no longer a member of the job: its lease ended"
     )
 
 

@@ -73,7 +73,8 @@ def test_a_server_that_sits_on_a_push_is_named_while_it_does(
 
     assert (
         lines.texts[0]
-        == f"push 1 of worker 1 on shard 1 at {cluster.addresses[1]}: no answer for 0 s"
+        == f"request_unanswered request=push 1 of worker 1 on shard 1 at {cluster.addresses[1]} "
+        "silent_seconds=0"
     )
 
 
@@ -95,7 +96,8 @@ def test_so_is_one_that_sits_on_the_end_of_a_flow_but_the_script_is_not(
 
     assert (
         lines.texts[0]
-        == f"push 1 of worker 1 on shard 1 at {cluster.addresses[1]}: no answer for 0 s"
+        == f"request_unanswered request=push 1 of worker 1 on shard 1 at {cluster.addresses[1]} "
+        "silent_seconds=0"
     )
     assert len(lines.texts) == said
 

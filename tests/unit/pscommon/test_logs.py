@@ -243,3 +243,74 @@ def test_the_last_set_up_counts() -> None:
 
     assert first.getvalue() == ""
     assert "shard" not in json_lines(second)[0]
+
+
+# ---- our own loggers -----------------------------------------------------------------------------
+
+
+def test_our_events_have_key_fields_and_module() -> None:
+    stream = io.StringIO()
+    logs.set_up(stream=stream, shard=1)
+
+    logs.get_logger("psserver.app").warning("worker_lost", worker=3, reason="its lease ended")
+
+    (event,) = json_lines(stream)
+    del event["time"]
+    assert event == {
+        "event": "worker_lost",
+        "level": "warning",
+        "logger": "psserver.app",
+        "worker": 3,
+        "reason": "its lease ended",
+        "shard": 1,
+    }
+
+
+def test_our_events_are_readable_text_on_a_terminal() -> None:
+    stream = Terminal()
+    logs.set_up(stream=stream, job="otter")
+
+    logs.get_logger("psserver.app").warning("worker_lost", worker=3, reason="its lease ended")
+
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", stream.getvalue())
+    assert re.fullmatch(
+        r"\S+Z \[warning\] worker_lost +\[psserver.app\] job=otter reason='?its lease ended'? "
+        r"worker=3\n",
+        plain,
+    )
+
+
+def test_our_exceptions_have_a_traceback() -> None:
+    stream = io.StringIO()
+    logs.set_up(stream=stream)
+
+    try:
+        raise ValueError("bad data")
+    except ValueError:
+        logs.get_logger("a").exception("rpc_failed")
+
+    (event,) = json_lines(stream)
+    assert event["event"] == "rpc_failed"
+    assert "ValueError: bad data" in event["exception"]
+
+
+@pytest.mark.parametrize("kind", [logging.Logger, structlog.stdlib._FixedFindCallerLogger])
+def test_a_script_without_set_up_gets_our_events_by_its_own_handlers(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    kind: type[logging.Logger],
+) -> None:
+    """With key and fields in the message, the caller's place, and the script's levels."""
+    stream, root = io.StringIO(), logging.getLogger()
+    handler = logging.StreamHandler(stream)
+    handler.setFormatter(logging.Formatter("%(levelname)s %(filename)s %(worker)s %(message)s"))
+    root.handlers[:] = [handler]
+    root.setLevel("INFO")
+    monkeypatch.setattr(logging, "_loggerClass", kind)
+    log = logs.get_logger(f"psworker.{kind.__name__}")
+
+    log.info("rejoined", worker=3, version=7)
+    log.debug("retire_failed", worker=3)
+
+    assert stream.getvalue() == "INFO test_logs.py 3 rejoined worker=3 version=7\n"
+    assert capsys.readouterr().out == ""

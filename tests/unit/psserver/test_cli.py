@@ -13,6 +13,7 @@ from pscommon.settings import options
 from pscommon.settings.values import SnapshotEvery
 from psserver import cli
 from psserver.process.config import ServerConfig
+from tests.support.events import events
 
 LIMIT = 60.0
 
@@ -180,7 +181,7 @@ def test_a_variable_that_nobody_reads_is_named(
     monkeypatch.setenv("PS_MIN_WORKER", "3")
 
     assert cli.main([]) == 0
-    assert "no setting is called PS_MIN_WORKER; did you mean PS_MIN_WORKERS?" in caplog.messages
+    assert "environment_variable_unknown" in events(caplog)
 
 
 def test_the_exit_code_is_the_servers(

@@ -14,6 +14,7 @@ from psproto.v1 import coordinator_pb2 as co
 from psproto.v1 import parameter_server_pb2 as ps
 from psproto.v1.parameter_server_pb2_grpc import ParameterServerServiceStub
 from tests.support.cluster import Cluster, cluster  # a fixture  # noqa: F401
+from tests.support.events import event_key, events
 
 GARBAGE = b"\xff\xff\xff\xffgarbage"
 UNARY = [
@@ -35,7 +36,7 @@ def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
     traceback.
     """
     records = [record for record in caplog.records if record.levelname in ("WARNING", "ERROR")]
-    assert {record.message for record in records} <= {"undecodable_message"}
+    assert {event_key(record) for record in records} <= {"message_undecodable"}
     assert [record.exc_info for record in records if record.exc_info] == []
     assert all(record.__dict__["peer"].startswith("ipv4:") for record in records)
     return [record.__dict__["method"] for record in records]
@@ -82,5 +83,5 @@ def test_a_stream_that_brings_one_late_ends(
     sound = co.LinkShardRequest(shard=0, shards=1, address="h:1", instance="i").SerializeToString()
     with suppress(grpc.RpcError):
         list(call(iter([sound, GARBAGE]), timeout=10))
-    assert "undecodable_message" in [record.message for record in caplog.records]
+    assert "message_undecodable" in events(caplog)
     assert not any(record.exc_info for record in caplog.records)

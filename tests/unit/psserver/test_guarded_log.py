@@ -11,6 +11,7 @@ from pscommon.core.errors import SnapshotError
 from pscommon.wal.log import LogDamagedError, LogFiles
 from psserver.durability.best_effort_log import BestEffortLog
 from tests.support.disk_operations import Operations, failing
+from tests.support.events import events
 
 FOR_GOOD = 1 << 30
 
@@ -126,7 +127,7 @@ def test_begin_makes_it_whole_again_and_says_so_and_with_a_snapshot_it_can_be_re
     assert log.broken
     log.retire(4)
     assert not log.broken
-    assert [r.message for r in caplog.records][1:] == ["the log can be written again"]
+    assert events(caplog)[1:] == ["log_writable_again"]
 
 
 def test_a_begin_that_fails_ends_the_segment_before_it(

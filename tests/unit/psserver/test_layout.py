@@ -12,6 +12,7 @@ from pscommon.core.errors import SnapshotError
 from psserver.process.config import ServerConfig
 from psserver.process.shard_count_file import ShardCountFile
 from psserver.server import Server
+from tests.support.events import events
 
 
 def test_who_is_started_as_before_comes_back_as_one_of_as_many_as_there_are_now(
@@ -53,8 +54,8 @@ def test_a_log_may_be_of_a_number_from_before_the_last_change(
     again.close()
 
     assert again.identity.shards == 1
-    assert "the log cannot be used" not in caplog.text
-    assert "continued from the log" in caplog.text
+    assert "job_log_unusable" not in events(caplog)
+    assert "resumed_from_log" in events(caplog)
 
 
 def test_a_number_that_comes_back_is_not_of_the_past(tmp_path: Path) -> None:
@@ -110,7 +111,7 @@ def test_who_takes_over_and_cannot_note_it_down_goes_on(
     layout.take_over({"shards": 3, "past": [2], "changes": 1}, 3)
 
     assert (layout.shards, layout.past, layout.changes) == (3, {2}, 1)
-    assert "cannot store" in caplog.text
+    assert "shard_count_not_stored" in events(caplog)
 
 
 def test_without_a_data_directory_it_lasts_as_long_as_the_process() -> None:

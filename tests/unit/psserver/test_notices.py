@@ -10,6 +10,7 @@ from psserver.core.job.coordinator import CoordinatorMachine
 from psserver.core.job.policy import policy
 from psserver.core.job.settings import JobRules
 from psserver.monitoring.wait_notices import RefusalNotice, WaitNotice
+from tests.support.events import event_key
 
 WHOM = "worker 2, silent for 3.0 s"
 
@@ -69,12 +70,12 @@ def test_a_push_that_is_refused_is_named_once_a_second_and_a_quarantine_always(
     )
 
     said = [
-        (r.levelname, r.message, r.__dict__["worker"], r.__dict__.get("unsaid"))
+        (r.levelname, event_key(r), r.__dict__["worker"], r.__dict__.get("suppressed"))
         for r in caplog.records
     ]
     assert said == [
-        ("WARNING", "a push is refused", 7, 0),
-        ("WARNING", "a push is refused", 7, 2),
-        ("WARNING", "worker is quarantined", 7, None),
+        ("WARNING", "push_refused", 7, 0),
+        ("WARNING", "push_refused", 7, 2),
+        ("WARNING", "worker_quarantined", 7, None),
     ]
     assert caplog.records[0].__dict__["detail"] == "worker 7: tensor w"

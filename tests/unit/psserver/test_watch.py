@@ -13,6 +13,7 @@ from psserver.core.workers.health import WorkerCondition, WorkerHealth
 from psserver.core.workers.members import WorkerState
 from psserver.monitoring.worker_monitor import CONFIRM_SECONDS, LOG_INTERVAL_SECONDS, WorkerMonitor
 from psserver.process.metrics import ServerMetrics
+from tests.support.events import event_key, events
 
 Log = pytest.LogCaptureFixture
 SLOW, LIVE, SILENT = (
@@ -50,7 +51,7 @@ class Scene:
 
 @pytest.fixture
 def scene(caplog: Log) -> Scene:
-    caplog.set_level(logging.WARNING)
+    caplog.set_level(logging.INFO)
     return Scene()
 
 
@@ -63,7 +64,7 @@ def test_who_is_slow_is_named_once_and_once_when_it_is_so_no_longer(
         key: record.__dict__[key]
         for key in ("worker", "rank", "host", "step_seconds", "median_seconds")
     }
-    assert (record.levelname, record.message) == ("WARNING", "worker is slow")
+    assert (record.levelname, event_key(record)) == ("WARNING", "worker_slow")
     assert said == {
         "worker": 1,
         "rank": 7,
@@ -74,24 +75,24 @@ def test_who_is_slow_is_named_once_and_once_when_it_is_so_no_longer(
 
     scene.pass_by(60.0, LIVE)
 
-    assert caplog.messages == ["worker is slow", "worker is slow no longer"]
+    assert events(caplog) == ["worker_slow", "worker_recovered"]
 
 
 def test_a_moment_is_not_worth_a_line(scene: Scene, caplog: Log) -> None:
     scene.pass_by(60.0, SLOW, SLOW, SLOW, LIVE)
-    assert caplog.messages == []
+    assert events(caplog) == []
 
     scene.pass_by(CONFIRM_SECONDS + 0.4, SLOW)
 
-    assert caplog.messages == ["worker is slow"]
+    assert events(caplog) == ["worker_slow"]
 
 
 def test_who_goes_back_and_forth_gets_a_line_every_ten_seconds(scene: Scene, caplog: Log) -> None:
     changing = [SLOW] * 10 + [LIVE] * 10
     scene.pass_by(120.0, *changing)
 
-    assert 2 <= len(caplog.messages) <= 120.0 / LOG_INTERVAL_SECONDS
-    assert caplog.messages[:2] == ["worker is slow", "worker is slow no longer"]
+    assert 2 <= len(events(caplog)) <= 120.0 / LOG_INTERVAL_SECONDS
+    assert events(caplog)[:2] == ["worker_slow", "worker_recovered"]
 
 
 def test_nothing_new_is_said_of_one_that_is_silent_or_gone(scene: Scene, caplog: Log) -> None:
@@ -100,7 +101,7 @@ def test_nothing_new_is_said_of_one_that_is_silent_or_gone(scene: Scene, caplog:
     scene.membership.remove(scene.member, WorkerState.LOST, "its lease ended")
     scene.pass_by(60.0, SLOW)
 
-    assert caplog.messages == ["worker is slow"]
+    assert events(caplog) == ["worker_slow"]
 
 
 def test_the_time_of_the_last_push_is_of_that_and_ends_with_its_worker(
@@ -131,5 +132,5 @@ def test_who_makes_no_call_is_named_with_the_seconds(scene: Scene, caplog: Log) 
     scene.pass_by(5.0, WorkerCondition(WorkerHealth.HANGING, 41.7, 0.1))
     scene.pass_by(20.0, LIVE)
 
-    assert caplog.messages == ["worker makes no call", "worker is slow no longer"]
+    assert events(caplog) == ["worker_hanging", "worker_recovered"]
     assert caplog.records[0].__dict__["no_call_seconds"] == 41.7

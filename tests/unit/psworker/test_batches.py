@@ -18,6 +18,7 @@ from psworker.data.map_dataset import tensor_rows
 from psworker.job import Job
 from psworker.optim.optimizer import ServerOptimizer
 from psworker.session.drain import Stopping
+from tests.support.events import records_of
 
 
 class Ledger(LocalClient):
@@ -399,7 +400,8 @@ def test_a_loop_without_a_step_is_warned_of(caplog: pytest.LogCaptureFixture) ->
 
     list(job.batches(NUMBERS, 4))
 
-    assert "no optimizer.step() in this loop: for the job its 10 samples are unused" in caplog.text
+    (record,) = records_of(caplog, "batches_unused")
+    assert record.__dict__["samples"] == 10
     caplog.clear()
     with torch.no_grad():
         list(job.batches(NUMBERS, 4))

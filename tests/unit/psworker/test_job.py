@@ -330,7 +330,7 @@ def test_a_stale_step_is_no_error(caplog: pytest.LogCaptureFixture) -> None:
     assert job.last == PushResult("stale", 7, staleness=4)
     assert job.stats.stale == 2
     assert again.numbers == (0, 1)
-    assert "stale by 4 versions" in caplog.text
+    assert "push_stale staleness=4" in caplog.text
 
 
 def test_stats_tell_where_a_step_s_time_went() -> None:

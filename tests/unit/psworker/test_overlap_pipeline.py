@@ -299,7 +299,7 @@ def test_the_loop_ends_with_every_batch_counted(caplog: pytest.LogCaptureFixture
 
     assert (seen, client.returned, client.version) == (4, [2], 3)
     assert (job.stats.steps, job.stats.stale) == (4, 1)
-    assert "stale by 4 versions; its 1 batches went back" in caplog.text
+    assert "push_stale staleness=4 returned_batches=1" in caplog.text
 
 
 def test_samples_and_batches_go_with_their_own_gradient() -> None:

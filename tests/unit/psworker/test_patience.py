@@ -10,6 +10,7 @@ from psworker.core.clock import Clock
 from psworker.session.drain import DrainedError
 
 SILENT = UnreachableError("shard 1 at a:1 does not answer", "UNREACHABLE")
+WAITS = "request_waiting request=push 7 waiting_for=worker 2"
 
 
 class Time:
@@ -61,7 +62,11 @@ def test_a_request_that_is_made_anew_again_and_again_does_not_say_each_time_that
     RetryDeadline("push 8", time.clock(), limits).handle_failure(SILENT)
 
     assert time.now == pytest.approx(110.05)
-    assert [record.getMessage()[:6] for record in caplog.records] == ["push 7", "push 7", "push 8"]
+    assert [record.__dict__["request"] for record in caplog.records] == [
+        "push 7",
+        "push 7",
+        "push 8",
+    ]
 
 
 def test_an_answer_ends_the_silence(time: Time) -> None:
@@ -149,7 +154,7 @@ def test_waiting_is_logged_before_ten_seconds_are_over(
             time.now += 1
             patience.handle_wait("worker 2")
 
-    assert caplog.messages == ["push 7 waits for worker 2"] * 3
+    assert caplog.messages == [WAITS] * 3
 
 
 def test_server_that_does_not_wait_is_not_flooded(time: Time) -> None:
@@ -218,9 +223,9 @@ def test_people_are_reminded_of_a_request_that_a_server_sits_on(
     waits.remind(time.now)
 
     assert [record.getMessage() for record in caplog.records] == [
-        "push 7 of worker 2 on shard 1 at a:1: no answer for 8 s",
-        "push 7 of worker 2 on shard 1 at a:1: no answer for 16 s",
-        "push 7 of worker 2 on shard 1 at a:1: no answer for 24 s",
+        "request_unanswered request=push 7 of worker 2 on shard 1 at a:1 silent_seconds=8",
+        "request_unanswered request=push 7 of worker 2 on shard 1 at a:1 silent_seconds=16",
+        "request_unanswered request=push 7 of worker 2 on shard 1 at a:1 silent_seconds=24",
     ]
 
 
@@ -239,7 +244,9 @@ def test_a_request_is_a_wait_only_while_it_is_asked(
     assert patience.ask(hangs) == 3
     time.now += 10
     waits.remind(time.now)
-    assert [record.getMessage() for record in caplog.records] == ["asking: no answer for 10 s"]
+    assert [record.getMessage() for record in caplog.records] == [
+        "request_unanswered request=asking silent_seconds=10"
+    ]
 
 
 def test_a_server_that_falls_silent_is_news_and_said_at_once(
@@ -254,8 +261,8 @@ def test_a_server_that_falls_silent_is_news_and_said_at_once(
     patience.handle_wait("worker 2")
     patience.handle_failure(SILENT)
 
-    text = "push 7: trying again for 60 s: shard 1 at a:1 does not answer"
-    assert caplog.messages == [text, "push 7 waits for worker 2", text]
+    text = "request_repeated request=push 7 seconds_left=60 problem=shard 1 at a:1 does not answer"
+    assert caplog.messages == [text, WAITS, text]
 
 
 def test_a_reminder_names_whom_the_last_answer_named(
@@ -274,5 +281,5 @@ def test_a_reminder_names_whom_the_last_answer_named(
     time.now += 8
     patience.remind(time.now)
 
-    assert caplog.messages[0] == "push 7 waits for worker 2"
-    assert caplog.messages[2] == "push 7: no answer for 8 s"
+    assert caplog.messages[0] == WAITS
+    assert caplog.messages[2] == "request_unanswered request=push 7 silent_seconds=8"

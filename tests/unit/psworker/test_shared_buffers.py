@@ -188,7 +188,7 @@ def test_server_that_refuses_is_named_in_one_line(caplog: pytest.LogCaptureFixtu
         tapes.offer(servers, PLACE, 5.0)
 
     assert [r.getMessage() for r in caplog.records] == [
-        "tensors move over gRPC, not shared memory: shard 0: not here",
+        "shared_memory_unavailable reason=shard 0: not here",
     ]
     assert len(servers.requests) == 2
     assert tapes.number == 0

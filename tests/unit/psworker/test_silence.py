@@ -27,9 +27,9 @@ def test_one_lost_heartbeat_is_not_worth_a_line(caplog: pytest.LogCaptureFixture
 def test_two_are_and_then_one_line_every_eight_seconds(caplog: pytest.LogCaptureFixture) -> None:
     first, second = told(caplog, "." + "x" * 17)
 
-    assert first == f"no answer to worker 7's heartbeats for 2 s: {LOST}"
-    assert second == f"no answer to worker 7's heartbeats for 10 s: {LOST}"
+    assert first == f"heartbeats_unanswered worker=7 silent_seconds=2 problem={LOST}"
+    assert second == f"heartbeats_unanswered worker=7 silent_seconds=10 problem={LOST}"
 
 
 def test_the_end_of_a_silence_that_was_spoken_of_is_said(caplog: pytest.LogCaptureFixture) -> None:
-    assert told(caplog, ".xxx..")[1:] == ["worker 7's heartbeats are answered again, after 4 s"]
+    assert told(caplog, ".xxx..")[1:] == ["heartbeats_answered worker=7 silent_seconds=4"]
