@@ -34,20 +34,24 @@ class JoinRequest(google.protobuf.message.Message):
     PROCESS_FIELD_NUMBER: builtins.int
     FORMAT_FIELD_NUMBER: builtins.int
     job: builtins.str
-    """empty: whatever job runs here"""
+    """empty: any job"""
     rank: builtins.int
-    """order in a round's sum, among workers that started together; unset: by order of joining"""
+    """order of summation in a round, among workers that start together; absent: order of joining"""
     host: builtins.str
     pid: builtins.int
     device: builtins.str
     attempt: builtins.int
-    """how often its launcher had started it before: a later attempt of a rank takes the place of earlier ones at once"""
+    """number of earlier starts by its launcher; a later attempt of a rank replaces earlier ones at
+    once
+    """
     process: builtins.str
-    """the worker's process: boot, PID namespace, PID and start time, so that a server on the same system sees its end;
-    empty where the system has no such name
+    """the worker's process: boot, PID namespace, PID and start time, so that a server on the same
+    system can see its end; empty: not supported by the system
     """
     format: builtins.int
-    """format of the messages that the worker speaks; absent: 1. A server that knows older formats only answers FORMAT"""
+    """format of the worker's messages; absent: 1. A server that supports only older formats answers
+    FORMAT
+    """
     def __init__(
         self,
         *,
@@ -91,15 +95,15 @@ class JoinResponse(google.protobuf.message.Message):
     lease_ms: builtins.int
     policy: builtins.str
     open_loop: builtins.int
-    """loops before this one have ended; a worker that comes back while its script is further has to start it again"""
+    """loops before this one have ended; a rejoining worker whose script is further must restart it"""
     bad_gradients: builtins.str
-    """what becomes of gradients with NaN or Inf, or with too large a norm: abort, skip or clip"""
+    """handling of gradients with NaN or Inf, or with too large a norm: abort, skip or clip"""
     known_loops: builtins.int
-    """loops from this one on have not begun yet; of those before it, all but the open ones are the past for this worker"""
+    """loops from this one on have not begun; earlier loops have ended for this worker unless open"""
     workers: builtins.int
     first: builtins.bool
     format: builtins.int
-    """format of the messages that the server speaks; absent: 1"""
+    """format of the server's messages; absent: 1"""
     @property
     def addresses(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]: ...
     @property
@@ -144,7 +148,7 @@ class RegisterRequest(google.protobuf.message.Message):
     worker: builtins.int
     wait_ms: builtins.int
     observe: builtins.bool
-    """only look at the job: get its model, take no part in rounds"""
+    """return the job's model and take no part in rounds"""
     @property
     def model(self) -> psproto.v1.model_pb2.ModelSpec: ...
     def __init__(
@@ -173,20 +177,20 @@ class RegisterResponse(google.protobuf.message.Message):
         DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
         STATE_UNSPECIFIED: RegisterResponse._State.ValueType  # 0
         STATE_READY: RegisterResponse._State.ValueType  # 1
-        """weights are there: pull them"""
+        """the weights exist: pull them"""
         STATE_UPLOAD: RegisterResponse._State.ValueType  # 2
         """this worker uploads the initial weights to every shard, then registers again"""
         STATE_PENDING: RegisterResponse._State.ValueType  # 3
-        """another worker is uploading; ask again"""
+        """another worker uploads; ask again"""
 
     class State(_State, metaclass=_StateEnumTypeWrapper): ...
     STATE_UNSPECIFIED: RegisterResponse.State.ValueType  # 0
     STATE_READY: RegisterResponse.State.ValueType  # 1
-    """weights are there: pull them"""
+    """the weights exist: pull them"""
     STATE_UPLOAD: RegisterResponse.State.ValueType  # 2
     """this worker uploads the initial weights to every shard, then registers again"""
     STATE_PENDING: RegisterResponse.State.ValueType  # 3
-    """another worker is uploading; ask again"""
+    """another worker uploads; ask again"""
 
     STATE_FIELD_NUMBER: builtins.int
     MODEL_FIELD_NUMBER: builtins.int
@@ -201,13 +205,13 @@ class RegisterResponse(google.protobuf.message.Message):
     version: builtins.int
     waiting_for: builtins.str
     groups_json: builtins.str
-    """parameter groups as they stand now (a resumed job's learning rate)"""
+    """current parameter groups (for example, the learning rate of a resumed job)"""
     workers: builtins.int
     """as in HeartbeatResponse"""
     first: builtins.bool
     @property
     def model(self) -> psproto.v1.model_pb2.ModelSpec:
-        """the job's model, which decides order and so placement"""
+        """the job's model; its order of tensors decides their placement"""
 
     def __init__(
         self,
@@ -245,14 +249,14 @@ class HeartbeatRequest(google.protobuf.message.Message):
     step_seconds: builtins.float
     samples_per_second: builtins.float
     phase: builtins.str
-    """where the worker is, for people: "compute", "push", "data", "idle" """
+    """activity of the worker, as text for people: "compute", "push", "data", "idle" """
     process: builtins.str
-    """as in JoinRequest; a server that was started again, or took over, learns it here"""
+    """as in JoinRequest; a restarted or promoted server learns it from heartbeats"""
     no_call_seconds: builtins.float
-    """since its script last called into this library; 0 while a server has a request of it"""
+    """seconds since the script last called psworker; 0 while a request is in flight"""
     @property
     def values(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___ReportedValue]:
-        """what its script has reported since the last answer; sending a value again does no harm"""
+        """values that the script reported since the last answer; repetition is allowed"""
 
     def __init__(
         self,
@@ -282,9 +286,9 @@ class ReportedValue(google.protobuf.message.Message):
     name: builtins.str
     value: builtins.float
     version: builtins.int
-    """of the weights that the worker had"""
+    """version of the worker's weights"""
     age_seconds: builtins.float
-    """how long ago it was reported"""
+    """seconds since the report"""
     def __init__(
         self,
         *,
@@ -306,7 +310,7 @@ class ReportExitRequest(google.protobuf.message.Message):
     process: builtins.str
     """as in JoinRequest"""
     reason: builtins.str
-    """how it ended, for people"""
+    """how it ended, as text for people"""
     def __init__(
         self,
         *,
@@ -324,7 +328,7 @@ class ReportExitResponse(google.protobuf.message.Message):
     WORKERS_FIELD_NUMBER: builtins.int
     @property
     def workers(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """that it was"""
+        """workers of this process"""
 
     def __init__(
         self,
@@ -354,14 +358,14 @@ class HeartbeatResponse(google.protobuf.message.Message):
     draining: builtins.bool
     """an operator asked this worker to leave: finish the step, then leave"""
     policy: builtins.str
-    """of the moment"""
+    """current policy"""
     workers: builtins.int
-    """workers that have registered the model and still take part"""
+    """number of workers that have registered the model and take part in rounds"""
     first: builtins.bool
-    """this worker comes first among them; while the job waits for its workers: its rank is 0"""
+    """this worker is the first of them; while the job waits for its workers: its rank is 0"""
     @property
     def addresses(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """current primaries, terms and standbys of all shards, by index; empty without a standby"""
+        """primary, term and standby of each shard, by index; empty: no standby"""
 
     @property
     def terms(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
@@ -396,11 +400,9 @@ class LeaveRequest(google.protobuf.message.Message):
     job: builtins.str
     worker: builtins.int
     reason: builtins.str
-    """empty: done; else why it leaves before the end"""
+    """why it leaves before the end; empty: it is done"""
     version: builtins.int
-    """the newest version that this worker knows of: where the servers have gone back to an older one, what came after that
-    is lost
-    """
+    """newest version that this worker knows; after a rollback to an older one, later updates are lost"""
     @property
     def values(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___ReportedValue]:
         """as in HeartbeatRequest"""
@@ -430,8 +432,8 @@ global___LeaveResponse = LeaveResponse
 
 @typing.final
 class LoopSpec(google.protobuf.message.Message):
-    """A loop over a data set: `epochs` passes over `size` indices in batches; or over a stream of `sources`, where size and
-    what concerns the shuffle are not set.
+    """A loop over a data set: `epochs` passes over `size` indices in batches. For a stream of
+    `sources`, the size and the fields of the shuffle are not set.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -454,17 +456,19 @@ class LoopSpec(google.protobuf.message.Message):
     epochs: builtins.int
     drop_last: builtins.bool
     shuffle: builtins.bool
-    """only compared, so that all workers shuffle alike"""
+    """compared only: all workers must shuffle in the same way"""
     seed: builtins.int
     first_epoch: builtins.int
     """number of this loop's first epoch, for the shuffle"""
     sources: builtins.int
     """0: not a stream"""
     order: builtins.str
-    """digest of the order that a sampler gave, 32 hexadecimal digits, and the class of the sampler; empty: there is none"""
+    """digest of the sampler's order (32 hexadecimal digits) and class of the sampler; empty: no
+    sampler
+    """
     sampler: builtins.str
     batches: builtins.int
-    """number of batches that a batch sampler gave; batch_size is the size of the largest one"""
+    """number of batches of a batch sampler; batch_size is then the size of the largest one"""
     def __init__(
         self,
         *,
@@ -501,20 +505,20 @@ class NextBatchRequest(google.protobuf.message.Message):
     job: builtins.str
     worker: builtins.int
     count: builtins.int
-    """how many batches at most"""
+    """maximum number of batches"""
     idle: builtins.bool
-    """true: nothing in hand; wait for a batch or the end, sitting out of rounds meanwhile"""
+    """the worker has no batches: wait for a batch or the end, and take no part in rounds meanwhile"""
     wait_ms: builtins.int
     received: builtins.int
-    """how many batches of this loop this worker has got; what was sent after those is sent again, so a lost answer loses
-    no data
+    """number of batches of this loop that the worker has received; later ones are sent again, so a
+    lost answer loses no data
     """
     first_open: builtins.int
-    """the first loop that the worker's script is still in, be it that another one runs inside it, or has made and may yet
-    begin; it has left those before
+    """first loop that the script runs (also with another loop inside it) or may still begin; the
+    script has left earlier loops
     """
     share_only: builtins.bool
-    """only the share is wanted: hand out nothing, and do not come to the loop"""
+    """return only the share: lease nothing, and do not begin the loop"""
     @property
     def loop(self) -> global___LoopSpec: ...
     def __init__(
@@ -546,20 +550,20 @@ class NextBatchResponse(google.protobuf.message.Message):
     FOLLOWING_FIELD_NUMBER: builtins.int
     SHARE_FIELD_NUMBER: builtins.int
     end: builtins.bool
-    """no more batches will come in this loop"""
+    """the loop has no more batches"""
     waiting_for: builtins.str
-    """neither batches nor end: ask again"""
+    """neither batches nor end: ask again; as text for people"""
     version: builtins.int
-    """version at which these were handed out; a worker that sat out pulls it before it computes"""
+    """version at which these batches were leased; an idle worker pulls it before it computes"""
     share: builtins.int
-    """number of the loop's batches that this worker can expect with the workers that are registered now; set in the
-    answer to the first request of a loop (received 0), and to share_only
+    """number of batches of this loop that the worker can expect, with the workers that are registered
+    now; set in the answer to the first request of a loop (received 0) and to share_only
     """
     @property
     def numbers(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
     @property
     def following(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """for each number, how many more of those that come after it belong to the same push; empty: each is one of its own"""
+        """for each number, how many of the following numbers belong to the same push; empty: 0 for each"""
 
     def __init__(
         self,
@@ -586,7 +590,7 @@ class ReturnBatchesRequest(google.protobuf.message.Message):
     job: builtins.str
     worker: builtins.int
     used: builtins.bool
-    """they were used, and no push will bring them (an evaluation): others must not have them"""
+    """they were used without a push (an evaluation): other workers must not get them"""
     @property
     def batches(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[psproto.v1.parameter_server_pb2.Batch]: ...
     def __init__(
@@ -693,7 +697,7 @@ global___GetHistoryResponse = GetHistoryResponse
 
 @typing.final
 class HistoryRow(google.protobuf.message.Message):
-    """A reported value; rows are ordered by time."""
+    """One reported value. Rows are ordered by time."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -740,7 +744,7 @@ class GetStatusResponse(google.protobuf.message.Message):
 
     STATUS_JSON_FIELD_NUMBER: builtins.int
     status_json: builtins.str
-    """JSON: its keys are promised in the README; people's tools read it"""
+    """JSON; its keys are part of the interface"""
     def __init__(
         self,
         *,
@@ -897,9 +901,9 @@ class ReshardResponse(google.protobuf.message.Message):
     SECONDS_FIELD_NUMBER: builtins.int
     NBYTES_FIELD_NUMBER: builtins.int
     seconds: builtins.float
-    """how long no push counted"""
+    """seconds during which no push was applied"""
     nbytes: builtins.int
-    """weights and optimizer state that went from one server to another"""
+    """bytes of weights and optimizer state that servers transferred"""
     def __init__(
         self,
         *,
@@ -994,21 +998,21 @@ class LinkShardRequest(google.protobuf.message.Message):
     shards: builtins.int
     address: builtins.str
     instance: builtins.str
-    """new at every start of the server process"""
+    """random; differs for every start of the server process"""
     job: builtins.str
-    """the only one that it may follow; empty: any"""
+    """the only job that the shard may follow; empty: any"""
     stats_json: builtins.str
-    """shard statistics for status, as JSON"""
+    """statistics of the shard for the status, as JSON"""
     term: builtins.int
-    """the shard's primary of this term speaks; who has a higher one takes its place"""
+    """term of this primary; a server with a higher term replaces it"""
     standby: builtins.str
-    """where its standby is; empty: it has none"""
+    """address of the shard's standby; empty: none"""
     optimizers: builtins.str
-    """names and digest of the optimizers that --optimizers registered; empty: none"""
+    """names and digest of the optimizers of --optimizers; empty: none"""
     place: builtins.str
-    """boot and PID namespace of the shard's process, as JoinRequest.process begins with them"""
+    """boot and PID namespace of the shard's process, as at the beginning of JoinRequest.process"""
     format: builtins.int
-    """format of the messages that the shard speaks; absent: 1"""
+    """format of the shard's messages; absent: 1"""
     @property
     def report(self) -> global___Report: ...
     @property
@@ -1019,11 +1023,11 @@ class LinkShardRequest(google.protobuf.message.Message):
     def moved(self) -> global___MoveResult: ...
     @property
     def alive(self) -> google.protobuf.internal.containers.ScalarMap[builtins.int, builtins.float]:
-        """workers whose bytes have moved through the shard since it last said so, and how many seconds ago: a sign of life"""
+        """workers that transferred bytes since the last report, and the seconds since then; renews leases"""
 
     @property
     def ended(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """workers of `processes` whose processes the shard has seen, and which have ended"""
+        """workers of `processes` whose processes the shard has seen and that have ended"""
 
     def __init__(
         self,
@@ -1066,20 +1070,20 @@ class Report(google.protobuf.message.Message):
     MEASURED_FIELD_NUMBER: builtins.int
     index: builtins.int
     epoch: builtins.int
-    """which start of the log this is about; a report about another one is ignored"""
+    """log_id of the report; a report for another log_id is ignored"""
     log_bytes: builtins.int
-    """of the shard's log since the last snapshot"""
+    """size of the shard's log since the last snapshot"""
     digest: builtins.int
-    """digest of all entries up to index; detects a different history"""
+    """digest of all entries up to index, which detects a different history"""
     log_broken: builtins.bool
-    """something since the last snapshot could not be written down"""
+    """the shard's log lacks a record since the last snapshot"""
     moving: builtins.bool
-    """it does not hold yet what the last Reshard gives it"""
+    """the shard has not built its partition of the last Reshard yet"""
     @property
     def staged(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Staged]: ...
     @property
     def measured(self) -> global___Measured:
-        """the answer to the newest Measure; absent once its pushes have counted, or void"""
+        """answer to the newest Measure; absent after its pushes were applied or voided"""
 
     def __init__(
         self,
@@ -1105,9 +1109,9 @@ class Measured(google.protobuf.message.Message):
     INDEX_FIELD_NUMBER: builtins.int
     SQUARE_NORM_FIELD_NUMBER: builtins.int
     index: builtins.int
-    """of the Measure in the log"""
+    """index of the Measure entry"""
     square_norm: builtins.float
-    """sum of the squares of this shard's part of the average"""
+    """sum of squares of this shard's part of the average"""
     def __init__(
         self,
         *,
@@ -1133,9 +1137,9 @@ class Staged(google.protobuf.message.Message):
     base: builtins.int
     problem: builtins.str
     square_norm: builtins.float
-    """sum of the squares of this shard's part of the gradient, where its norm matters"""
+    """sum of squares of this shard's part of the gradient; set only if the job uses norms"""
     mended: builtins.str
-    """the tensor in which this shard put zeros for what was not finite"""
+    """tensor in which this shard replaced NaN and Inf by zeros; empty: none"""
     @property
     def key(self) -> global___PushKey: ...
     @property
@@ -1158,7 +1162,7 @@ global___Staged = Staged
 
 @typing.final
 class SnapshotPart(google.protobuf.message.Message):
-    """One shard's file of a snapshot, written and synced."""
+    """One shard's file of a snapshot, written and synced to disk."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -1173,9 +1177,9 @@ class SnapshotPart(google.protobuf.message.Message):
     nbytes: builtins.int
     sha256: builtins.str
     problem: builtins.str
-    """not empty: it could not be written, and why"""
+    """why it could not be written; empty: it was written"""
     index: builtins.int
-    """of the Cut in the log"""
+    """index of the Cut entry"""
     def __init__(
         self,
         *,
@@ -1192,7 +1196,7 @@ global___SnapshotPart = SnapshotPart
 
 @typing.final
 class MoveResult(google.protobuf.message.Message):
-    """A shard has made its new part of the model, or could not yet."""
+    """Result of building a shard's new partition in a reshard."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -1201,7 +1205,7 @@ class MoveResult(google.protobuf.message.Message):
     PROBLEM_FIELD_NUMBER: builtins.int
     index: builtins.int
     nbytes: builtins.int
-    """that came from others"""
+    """bytes received from other shards"""
     problem: builtins.str
     def __init__(
         self,
@@ -1222,7 +1226,7 @@ class RestoreResult(google.protobuf.message.Message):
     PROBLEM_FIELD_NUMBER: builtins.int
     version: builtins.int
     problem: builtins.str
-    """not empty: it could not be loaded, and why"""
+    """why it could not be loaded; empty: it was loaded"""
     def __init__(
         self,
         *,
@@ -1279,54 +1283,54 @@ class LinkShardResponse(google.protobuf.message.Message):
     job: builtins.str
     stop: builtins.bool
     waiting_for: builtins.str
-    """workers that the round waits for, as text for people"""
+    """what the round waits for, as text for people"""
     epoch: builtins.int
-    """which start of the log the entries belong to; it changes when the job goes back to a snapshot"""
+    """log_id of the entries; it changes with every rollback"""
     base: builtins.int
-    """entries up to here are not kept any more; a shard that is new starts after them"""
+    """entries up to this index are no longer available; a new shard starts after them"""
     recover: builtins.bool
-    """load `restore`, or nothing, then carry out your own log of this epoch on top of it, and report how far it went"""
+    """load `restore` if set, then replay your own log of this log_id, and report the index reached"""
     begin: builtins.bool
-    """there is nothing to load: follow the log of `epoch` from `base` on, with nothing"""
+    """there is nothing to load: follow the log of `epoch` after `base`, with an empty state"""
     term: builtins.int
-    """of shard 0, whose orders of a lower term are void, and where its standby is"""
+    """term of shard 0 (responses with a lower term are void), and the standby of each shard"""
     shards: builtins.int
-    """how many shards there are, and how often that has changed"""
+    """number of shards, and number of reshards so far"""
     layout: builtins.int
     policy: builtins.str
-    """the policy of the moment, for people"""
+    """current policy, as text for people"""
     mends: builtins.bool
-    """what shard 0 was told to do with gradients: NaN and Inf become zeros; it has to know their norms"""
+    """replace NaN and Inf in gradients by zeros; report the norms of gradients"""
     norms: builtins.bool
     durable: builtins.bool
-    """shard 0 writes a log (--durability log), so every shard should"""
+    """shard 0 writes a log (--durability log), so every shard should write one"""
     format: builtins.int
-    """format of the messages that shard 0 speaks; absent: 1"""
+    """format of the messages of shard 0; absent: 1"""
     @property
     def addresses(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]: ...
     @property
     def model(self) -> psproto.v1.model_pb2.ModelSpec:
-        """set once the model is known"""
+        """absent until a worker has registered it"""
 
     @property
     def restore(self) -> global___Restore:
-        """load this snapshot first; answered by RestoreResult"""
+        """load this snapshot first; the shard answers with RestoreResult"""
 
     @property
     def entries(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Entry]: ...
     @property
     def snapshots(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """versions whose snapshots are kept; a shard with a disk of its own removes older ones"""
+        """versions of the retained snapshots; a shard with its own disk removes older ones"""
 
     @property
     def standbys(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]: ...
     @property
     def move(self) -> global___Move:
-        """the model moves: make the new part of what these shards held before, once the log has come to `index`"""
+        """a reshard: build the new partition from the former shards after applying the entry `index`"""
 
     @property
     def processes(self) -> google.protobuf.internal.containers.ScalarMap[builtins.int, builtins.str]:
-        """workers at the shard's place, and their processes, which shard 0 cannot see"""
+        """workers on the shard's system and their processes, which shard 0 cannot see"""
 
     def __init__(
         self,
@@ -1370,10 +1374,10 @@ class Move(google.protobuf.message.Message):
     STATE_JSON_FIELD_NUMBER: builtins.int
     index: builtins.int
     state_json: builtins.str
-    """for a shard that is new: the state of one that has followed the log"""
+    """for a new shard: the state of a shard that has followed the log"""
     @property
     def sources(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """addresses by shard, of as many as there were before"""
+        """addresses of the former shards, by index"""
 
     def __init__(
         self,
@@ -1396,7 +1400,7 @@ class Restore(google.protobuf.message.Message):
     version: builtins.int
     manifest_json: builtins.str
     index: builtins.int
-    """index of the log at which this version stands"""
+    """index of the log at this version"""
     def __init__(
         self,
         *,
@@ -1498,7 +1502,7 @@ class Contribution(google.protobuf.message.Message):
     samples: builtins.int
     base: builtins.int
     scale: builtins.float
-    """the gradient is multiplied with this, which may be 0; absent: it counts as it is"""
+    """factor of the gradient, which may be 0; absent: 1"""
     @property
     def key(self) -> global___PushKey: ...
     def __init__(
@@ -1517,7 +1521,9 @@ global___Contribution = Contribution
 
 @typing.final
 class Measure(google.protobuf.message.Message):
-    """Measure the average of these pushes and report it (Report.measured); nothing changes."""
+    """Shards compute the norm of the average of these pushes and report it (Report.measured). The
+    weights do not change.
+    """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 

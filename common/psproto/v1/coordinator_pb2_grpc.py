@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class CoordinatorServiceStub(object):
-    """What shard 0 serves besides: membership, the job, the data ledger, the log that all shards follow.
+    """The coordinator on shard 0: membership, the job, the data ledger, and the log of all shards.
     """
 
     def __init__(self, channel):
@@ -123,128 +123,131 @@ class CoordinatorServiceStub(object):
 
 
 class CoordinatorServiceServicer(object):
-    """What shard 0 serves besides: membership, the job, the data ledger, the log that all shards follow.
+    """The coordinator on shard 0: membership, the job, the data ledger, and the log of all shards.
     """
 
     def Join(self, request, context):
-        """A worker asks for a place. Every call makes a new worker; a place that is not used ends with its lease.
+        """Joins the job as a new worker. A membership that is not used ends with its lease.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Register(self, request, context):
-        """States the model. The first worker is told to upload the initial weights; others wait (PENDING after wait_ms, ask
-        again) until those are there. Another model gets MODEL_MISMATCH with the difference by tensor.
+        """Registers the model. The first worker is asked to upload the initial weights. Other workers
+        wait for them: they get PENDING after wait_ms and ask again. A different model gets
+        MODEL_MISMATCH with the differences by tensor.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Heartbeat(self, request, context):
-        """Keeps the lease. A worker whose lease has ended gets FENCED and can only join as new.
+        """Renews the lease. A worker whose lease has ended gets FENCED and has to join as a new worker.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ReportExit(self, request, context):
-        """The process that started a worker has waited for it: the worker's lease ends at once.
+        """Reports the end of a worker's process, by the process that started it. The lease ends at once.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Leave(self, request, context):
-        """Leaves the job between steps; rounds no longer wait for this worker. Idempotent.
+        """Leaves the job between steps. Rounds no longer wait for this worker. Idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def NextBatch(self, request, context):
-        """Hands out the next batch of a loop. A loop that others describe differently gets INVALID_REQUEST; a loop that is
-        over answers END at once, so a restarted script runs through its past without work.
+        """Leases the next batches of a loop. If other workers describe the loop differently, the answer
+        is INVALID_REQUEST. A loop that has ended answers with `end` at once, so a restarted script
+        passes its finished loops without work.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ReturnBatches(self, request, context):
-        """Gives batches back that were handed out and will not be pushed.
+        """Returns leased batches that will not be pushed.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ReportMetrics(self, request, context):
-        """Values that the script reports, for summaries and people.
+        """Reports values of the script, for summaries and the status.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetHistory(self, request, context):
-        """All values that scripts have reported, thinned where they are too many.
+        """Returns all reported values; long histories are thinned.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetStatus(self, request, context):
-        """Everything that `ps-ctl status` shows.
+        """Returns what `ps-ctl status` shows.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def SaveSnapshot(self, request, context):
-        """Cuts a snapshot at the current version and waits until it is written everywhere.
+        """Takes a snapshot of the current version and waits until all shards have written it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Drain(self, request, context):
-        """The worker is to leave at its next step boundary, done; others go on without it.
+        """Asks a worker to leave after its current step. The other workers continue.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def RestoreSnapshot(self, request, context):
-        """All shards go back to the snapshot of this version, together. Workers join again by themselves.
+        """Rolls all shards back to the snapshot of this version. Workers rejoin by themselves.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def SetPolicy(self, request, context):
-        """Another policy from the next update on.
+        """Sets the policy, from the next update on.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Reshard(self, request, context):
-        """The model moves to another number of shards, under load. Those that come must have been started (see LinkShard), or
-        the answer says which; those that leave end with 0. Answers when workers go on.
+        """Changes the number of shards of the running job. New servers must have been started (see
+        LinkShard); otherwise the answer names those that are missing. Removed servers exit with 0.
+        Returns when workers continue.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def StopJob(self, request, context):
-        """Ends the job: a last snapshot where there is a data directory, then every server exits with 0.
+        """Ends the job: with a data directory takes a last snapshot; then every server exits with 0.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def LinkShard(self, request_iterator, context):
-        """One stream per shard other than 0, open for the life of the shard. Each report is complete, so reports may be lost
-        or repeated. The coordinator answers with the log entries after the reported index. A shard whose index is beyond
-        the job's number of shards waits until a reshard.
+        """Connects a shard other than 0 for the lifetime of its process. Each report is complete, so
+        reports may be lost or repeated. The coordinator answers with the log entries after the
+        reported index. A shard whose number is beyond the job's number of shards waits for a reshard.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -347,7 +350,7 @@ def add_CoordinatorServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class CoordinatorService(object):
-    """What shard 0 serves besides: membership, the job, the data ledger, the log that all shards follow.
+    """The coordinator on shard 0: membership, the job, the data ledger, and the log of all shards.
     """
 
     @staticmethod

@@ -18,236 +18,242 @@ class _ServicerContext(grpc.ServicerContext, grpc.aio.ServicerContext):  # type:
     ...
 
 class CoordinatorServiceStub:
-    """What shard 0 serves besides: membership, the job, the data ledger, the log that all shards follow."""
+    """The coordinator on shard 0: membership, the job, the data ledger, and the log of all shards."""
 
     def __init__(self, channel: typing.Union[grpc.Channel, grpc.aio.Channel]) -> None: ...
     Join: grpc.UnaryUnaryMultiCallable[
         psproto.v1.coordinator_pb2.JoinRequest,
         psproto.v1.coordinator_pb2.JoinResponse,
     ]
-    """A worker asks for a place. Every call makes a new worker; a place that is not used ends with its lease."""
+    """Joins the job as a new worker. A membership that is not used ends with its lease."""
 
     Register: grpc.UnaryUnaryMultiCallable[
         psproto.v1.coordinator_pb2.RegisterRequest,
         psproto.v1.coordinator_pb2.RegisterResponse,
     ]
-    """States the model. The first worker is told to upload the initial weights; others wait (PENDING after wait_ms, ask
-    again) until those are there. Another model gets MODEL_MISMATCH with the difference by tensor.
+    """Registers the model. The first worker is asked to upload the initial weights. Other workers
+    wait for them: they get PENDING after wait_ms and ask again. A different model gets
+    MODEL_MISMATCH with the differences by tensor.
     """
 
     Heartbeat: grpc.UnaryUnaryMultiCallable[
         psproto.v1.coordinator_pb2.HeartbeatRequest,
         psproto.v1.coordinator_pb2.HeartbeatResponse,
     ]
-    """Keeps the lease. A worker whose lease has ended gets FENCED and can only join as new."""
+    """Renews the lease. A worker whose lease has ended gets FENCED and has to join as a new worker."""
 
     ReportExit: grpc.UnaryUnaryMultiCallable[
         psproto.v1.coordinator_pb2.ReportExitRequest,
         psproto.v1.coordinator_pb2.ReportExitResponse,
     ]
-    """The process that started a worker has waited for it: the worker's lease ends at once."""
+    """Reports the end of a worker's process, by the process that started it. The lease ends at once."""
 
     Leave: grpc.UnaryUnaryMultiCallable[
         psproto.v1.coordinator_pb2.LeaveRequest,
         psproto.v1.coordinator_pb2.LeaveResponse,
     ]
-    """Leaves the job between steps; rounds no longer wait for this worker. Idempotent."""
+    """Leaves the job between steps. Rounds no longer wait for this worker. Idempotent."""
 
     NextBatch: grpc.UnaryUnaryMultiCallable[
         psproto.v1.coordinator_pb2.NextBatchRequest,
         psproto.v1.coordinator_pb2.NextBatchResponse,
     ]
-    """Hands out the next batch of a loop. A loop that others describe differently gets INVALID_REQUEST; a loop that is
-    over answers END at once, so a restarted script runs through its past without work.
+    """Leases the next batches of a loop. If other workers describe the loop differently, the answer
+    is INVALID_REQUEST. A loop that has ended answers with `end` at once, so a restarted script
+    passes its finished loops without work.
     """
 
     ReturnBatches: grpc.UnaryUnaryMultiCallable[
         psproto.v1.coordinator_pb2.ReturnBatchesRequest,
         psproto.v1.coordinator_pb2.ReturnBatchesResponse,
     ]
-    """Gives batches back that were handed out and will not be pushed."""
+    """Returns leased batches that will not be pushed."""
 
     ReportMetrics: grpc.UnaryUnaryMultiCallable[
         psproto.v1.coordinator_pb2.ReportMetricsRequest,
         psproto.v1.coordinator_pb2.ReportMetricsResponse,
     ]
-    """Values that the script reports, for summaries and people."""
+    """Reports values of the script, for summaries and the status."""
 
     GetHistory: grpc.UnaryUnaryMultiCallable[
         psproto.v1.coordinator_pb2.GetHistoryRequest,
         psproto.v1.coordinator_pb2.GetHistoryResponse,
     ]
-    """All values that scripts have reported, thinned where they are too many."""
+    """Returns all reported values; long histories are thinned."""
 
     GetStatus: grpc.UnaryUnaryMultiCallable[
         psproto.v1.coordinator_pb2.GetStatusRequest,
         psproto.v1.coordinator_pb2.GetStatusResponse,
     ]
-    """Everything that `ps-ctl status` shows."""
+    """Returns what `ps-ctl status` shows."""
 
     SaveSnapshot: grpc.UnaryUnaryMultiCallable[
         psproto.v1.coordinator_pb2.SaveSnapshotRequest,
         psproto.v1.coordinator_pb2.SaveSnapshotResponse,
     ]
-    """Cuts a snapshot at the current version and waits until it is written everywhere."""
+    """Takes a snapshot of the current version and waits until all shards have written it."""
 
     Drain: grpc.UnaryUnaryMultiCallable[
         psproto.v1.coordinator_pb2.DrainRequest,
         psproto.v1.coordinator_pb2.DrainResponse,
     ]
-    """The worker is to leave at its next step boundary, done; others go on without it."""
+    """Asks a worker to leave after its current step. The other workers continue."""
 
     RestoreSnapshot: grpc.UnaryUnaryMultiCallable[
         psproto.v1.coordinator_pb2.RestoreSnapshotRequest,
         psproto.v1.coordinator_pb2.RestoreSnapshotResponse,
     ]
-    """All shards go back to the snapshot of this version, together. Workers join again by themselves."""
+    """Rolls all shards back to the snapshot of this version. Workers rejoin by themselves."""
 
     SetPolicy: grpc.UnaryUnaryMultiCallable[
         psproto.v1.coordinator_pb2.SetPolicyRequest,
         psproto.v1.coordinator_pb2.SetPolicyResponse,
     ]
-    """Another policy from the next update on."""
+    """Sets the policy, from the next update on."""
 
     Reshard: grpc.UnaryUnaryMultiCallable[
         psproto.v1.coordinator_pb2.ReshardRequest,
         psproto.v1.coordinator_pb2.ReshardResponse,
     ]
-    """The model moves to another number of shards, under load. Those that come must have been started (see LinkShard), or
-    the answer says which; those that leave end with 0. Answers when workers go on.
+    """Changes the number of shards of the running job. New servers must have been started (see
+    LinkShard); otherwise the answer names those that are missing. Removed servers exit with 0.
+    Returns when workers continue.
     """
 
     StopJob: grpc.UnaryUnaryMultiCallable[
         psproto.v1.coordinator_pb2.StopJobRequest,
         psproto.v1.coordinator_pb2.StopJobResponse,
     ]
-    """Ends the job: a last snapshot where there is a data directory, then every server exits with 0."""
+    """Ends the job: with a data directory takes a last snapshot; then every server exits with 0."""
 
     LinkShard: grpc.StreamStreamMultiCallable[
         psproto.v1.coordinator_pb2.LinkShardRequest,
         psproto.v1.coordinator_pb2.LinkShardResponse,
     ]
-    """One stream per shard other than 0, open for the life of the shard. Each report is complete, so reports may be lost
-    or repeated. The coordinator answers with the log entries after the reported index. A shard whose index is beyond
-    the job's number of shards waits until a reshard.
+    """Connects a shard other than 0 for the lifetime of its process. Each report is complete, so
+    reports may be lost or repeated. The coordinator answers with the log entries after the
+    reported index. A shard whose number is beyond the job's number of shards waits for a reshard.
     """
 
 class CoordinatorServiceAsyncStub:
-    """What shard 0 serves besides: membership, the job, the data ledger, the log that all shards follow."""
+    """The coordinator on shard 0: membership, the job, the data ledger, and the log of all shards."""
 
     Join: grpc.aio.UnaryUnaryMultiCallable[
         psproto.v1.coordinator_pb2.JoinRequest,
         psproto.v1.coordinator_pb2.JoinResponse,
     ]
-    """A worker asks for a place. Every call makes a new worker; a place that is not used ends with its lease."""
+    """Joins the job as a new worker. A membership that is not used ends with its lease."""
 
     Register: grpc.aio.UnaryUnaryMultiCallable[
         psproto.v1.coordinator_pb2.RegisterRequest,
         psproto.v1.coordinator_pb2.RegisterResponse,
     ]
-    """States the model. The first worker is told to upload the initial weights; others wait (PENDING after wait_ms, ask
-    again) until those are there. Another model gets MODEL_MISMATCH with the difference by tensor.
+    """Registers the model. The first worker is asked to upload the initial weights. Other workers
+    wait for them: they get PENDING after wait_ms and ask again. A different model gets
+    MODEL_MISMATCH with the differences by tensor.
     """
 
     Heartbeat: grpc.aio.UnaryUnaryMultiCallable[
         psproto.v1.coordinator_pb2.HeartbeatRequest,
         psproto.v1.coordinator_pb2.HeartbeatResponse,
     ]
-    """Keeps the lease. A worker whose lease has ended gets FENCED and can only join as new."""
+    """Renews the lease. A worker whose lease has ended gets FENCED and has to join as a new worker."""
 
     ReportExit: grpc.aio.UnaryUnaryMultiCallable[
         psproto.v1.coordinator_pb2.ReportExitRequest,
         psproto.v1.coordinator_pb2.ReportExitResponse,
     ]
-    """The process that started a worker has waited for it: the worker's lease ends at once."""
+    """Reports the end of a worker's process, by the process that started it. The lease ends at once."""
 
     Leave: grpc.aio.UnaryUnaryMultiCallable[
         psproto.v1.coordinator_pb2.LeaveRequest,
         psproto.v1.coordinator_pb2.LeaveResponse,
     ]
-    """Leaves the job between steps; rounds no longer wait for this worker. Idempotent."""
+    """Leaves the job between steps. Rounds no longer wait for this worker. Idempotent."""
 
     NextBatch: grpc.aio.UnaryUnaryMultiCallable[
         psproto.v1.coordinator_pb2.NextBatchRequest,
         psproto.v1.coordinator_pb2.NextBatchResponse,
     ]
-    """Hands out the next batch of a loop. A loop that others describe differently gets INVALID_REQUEST; a loop that is
-    over answers END at once, so a restarted script runs through its past without work.
+    """Leases the next batches of a loop. If other workers describe the loop differently, the answer
+    is INVALID_REQUEST. A loop that has ended answers with `end` at once, so a restarted script
+    passes its finished loops without work.
     """
 
     ReturnBatches: grpc.aio.UnaryUnaryMultiCallable[
         psproto.v1.coordinator_pb2.ReturnBatchesRequest,
         psproto.v1.coordinator_pb2.ReturnBatchesResponse,
     ]
-    """Gives batches back that were handed out and will not be pushed."""
+    """Returns leased batches that will not be pushed."""
 
     ReportMetrics: grpc.aio.UnaryUnaryMultiCallable[
         psproto.v1.coordinator_pb2.ReportMetricsRequest,
         psproto.v1.coordinator_pb2.ReportMetricsResponse,
     ]
-    """Values that the script reports, for summaries and people."""
+    """Reports values of the script, for summaries and the status."""
 
     GetHistory: grpc.aio.UnaryUnaryMultiCallable[
         psproto.v1.coordinator_pb2.GetHistoryRequest,
         psproto.v1.coordinator_pb2.GetHistoryResponse,
     ]
-    """All values that scripts have reported, thinned where they are too many."""
+    """Returns all reported values; long histories are thinned."""
 
     GetStatus: grpc.aio.UnaryUnaryMultiCallable[
         psproto.v1.coordinator_pb2.GetStatusRequest,
         psproto.v1.coordinator_pb2.GetStatusResponse,
     ]
-    """Everything that `ps-ctl status` shows."""
+    """Returns what `ps-ctl status` shows."""
 
     SaveSnapshot: grpc.aio.UnaryUnaryMultiCallable[
         psproto.v1.coordinator_pb2.SaveSnapshotRequest,
         psproto.v1.coordinator_pb2.SaveSnapshotResponse,
     ]
-    """Cuts a snapshot at the current version and waits until it is written everywhere."""
+    """Takes a snapshot of the current version and waits until all shards have written it."""
 
     Drain: grpc.aio.UnaryUnaryMultiCallable[
         psproto.v1.coordinator_pb2.DrainRequest,
         psproto.v1.coordinator_pb2.DrainResponse,
     ]
-    """The worker is to leave at its next step boundary, done; others go on without it."""
+    """Asks a worker to leave after its current step. The other workers continue."""
 
     RestoreSnapshot: grpc.aio.UnaryUnaryMultiCallable[
         psproto.v1.coordinator_pb2.RestoreSnapshotRequest,
         psproto.v1.coordinator_pb2.RestoreSnapshotResponse,
     ]
-    """All shards go back to the snapshot of this version, together. Workers join again by themselves."""
+    """Rolls all shards back to the snapshot of this version. Workers rejoin by themselves."""
 
     SetPolicy: grpc.aio.UnaryUnaryMultiCallable[
         psproto.v1.coordinator_pb2.SetPolicyRequest,
         psproto.v1.coordinator_pb2.SetPolicyResponse,
     ]
-    """Another policy from the next update on."""
+    """Sets the policy, from the next update on."""
 
     Reshard: grpc.aio.UnaryUnaryMultiCallable[
         psproto.v1.coordinator_pb2.ReshardRequest,
         psproto.v1.coordinator_pb2.ReshardResponse,
     ]
-    """The model moves to another number of shards, under load. Those that come must have been started (see LinkShard), or
-    the answer says which; those that leave end with 0. Answers when workers go on.
+    """Changes the number of shards of the running job. New servers must have been started (see
+    LinkShard); otherwise the answer names those that are missing. Removed servers exit with 0.
+    Returns when workers continue.
     """
 
     StopJob: grpc.aio.UnaryUnaryMultiCallable[
         psproto.v1.coordinator_pb2.StopJobRequest,
         psproto.v1.coordinator_pb2.StopJobResponse,
     ]
-    """Ends the job: a last snapshot where there is a data directory, then every server exits with 0."""
+    """Ends the job: with a data directory takes a last snapshot; then every server exits with 0."""
 
     LinkShard: grpc.aio.StreamStreamMultiCallable[
         psproto.v1.coordinator_pb2.LinkShardRequest,
         psproto.v1.coordinator_pb2.LinkShardResponse,
     ]
-    """One stream per shard other than 0, open for the life of the shard. Each report is complete, so reports may be lost
-    or repeated. The coordinator answers with the log entries after the reported index. A shard whose index is beyond
-    the job's number of shards waits until a reshard.
+    """Connects a shard other than 0 for the lifetime of its process. Each report is complete, so
+    reports may be lost or repeated. The coordinator answers with the log entries after the
+    reported index. A shard whose number is beyond the job's number of shards waits for a reshard.
     """
 
 class CoordinatorServiceServicer(metaclass=abc.ABCMeta):
-    """What shard 0 serves besides: membership, the job, the data ledger, the log that all shards follow."""
+    """The coordinator on shard 0: membership, the job, the data ledger, and the log of all shards."""
 
     @abc.abstractmethod
     def Join(
@@ -255,7 +261,7 @@ class CoordinatorServiceServicer(metaclass=abc.ABCMeta):
         request: psproto.v1.coordinator_pb2.JoinRequest,
         context: _ServicerContext,
     ) -> typing.Union[psproto.v1.coordinator_pb2.JoinResponse, collections.abc.Awaitable[psproto.v1.coordinator_pb2.JoinResponse]]:
-        """A worker asks for a place. Every call makes a new worker; a place that is not used ends with its lease."""
+        """Joins the job as a new worker. A membership that is not used ends with its lease."""
 
     @abc.abstractmethod
     def Register(
@@ -263,8 +269,9 @@ class CoordinatorServiceServicer(metaclass=abc.ABCMeta):
         request: psproto.v1.coordinator_pb2.RegisterRequest,
         context: _ServicerContext,
     ) -> typing.Union[psproto.v1.coordinator_pb2.RegisterResponse, collections.abc.Awaitable[psproto.v1.coordinator_pb2.RegisterResponse]]:
-        """States the model. The first worker is told to upload the initial weights; others wait (PENDING after wait_ms, ask
-        again) until those are there. Another model gets MODEL_MISMATCH with the difference by tensor.
+        """Registers the model. The first worker is asked to upload the initial weights. Other workers
+        wait for them: they get PENDING after wait_ms and ask again. A different model gets
+        MODEL_MISMATCH with the differences by tensor.
         """
 
     @abc.abstractmethod
@@ -273,7 +280,7 @@ class CoordinatorServiceServicer(metaclass=abc.ABCMeta):
         request: psproto.v1.coordinator_pb2.HeartbeatRequest,
         context: _ServicerContext,
     ) -> typing.Union[psproto.v1.coordinator_pb2.HeartbeatResponse, collections.abc.Awaitable[psproto.v1.coordinator_pb2.HeartbeatResponse]]:
-        """Keeps the lease. A worker whose lease has ended gets FENCED and can only join as new."""
+        """Renews the lease. A worker whose lease has ended gets FENCED and has to join as a new worker."""
 
     @abc.abstractmethod
     def ReportExit(
@@ -281,7 +288,7 @@ class CoordinatorServiceServicer(metaclass=abc.ABCMeta):
         request: psproto.v1.coordinator_pb2.ReportExitRequest,
         context: _ServicerContext,
     ) -> typing.Union[psproto.v1.coordinator_pb2.ReportExitResponse, collections.abc.Awaitable[psproto.v1.coordinator_pb2.ReportExitResponse]]:
-        """The process that started a worker has waited for it: the worker's lease ends at once."""
+        """Reports the end of a worker's process, by the process that started it. The lease ends at once."""
 
     @abc.abstractmethod
     def Leave(
@@ -289,7 +296,7 @@ class CoordinatorServiceServicer(metaclass=abc.ABCMeta):
         request: psproto.v1.coordinator_pb2.LeaveRequest,
         context: _ServicerContext,
     ) -> typing.Union[psproto.v1.coordinator_pb2.LeaveResponse, collections.abc.Awaitable[psproto.v1.coordinator_pb2.LeaveResponse]]:
-        """Leaves the job between steps; rounds no longer wait for this worker. Idempotent."""
+        """Leaves the job between steps. Rounds no longer wait for this worker. Idempotent."""
 
     @abc.abstractmethod
     def NextBatch(
@@ -297,8 +304,9 @@ class CoordinatorServiceServicer(metaclass=abc.ABCMeta):
         request: psproto.v1.coordinator_pb2.NextBatchRequest,
         context: _ServicerContext,
     ) -> typing.Union[psproto.v1.coordinator_pb2.NextBatchResponse, collections.abc.Awaitable[psproto.v1.coordinator_pb2.NextBatchResponse]]:
-        """Hands out the next batch of a loop. A loop that others describe differently gets INVALID_REQUEST; a loop that is
-        over answers END at once, so a restarted script runs through its past without work.
+        """Leases the next batches of a loop. If other workers describe the loop differently, the answer
+        is INVALID_REQUEST. A loop that has ended answers with `end` at once, so a restarted script
+        passes its finished loops without work.
         """
 
     @abc.abstractmethod
@@ -307,7 +315,7 @@ class CoordinatorServiceServicer(metaclass=abc.ABCMeta):
         request: psproto.v1.coordinator_pb2.ReturnBatchesRequest,
         context: _ServicerContext,
     ) -> typing.Union[psproto.v1.coordinator_pb2.ReturnBatchesResponse, collections.abc.Awaitable[psproto.v1.coordinator_pb2.ReturnBatchesResponse]]:
-        """Gives batches back that were handed out and will not be pushed."""
+        """Returns leased batches that will not be pushed."""
 
     @abc.abstractmethod
     def ReportMetrics(
@@ -315,7 +323,7 @@ class CoordinatorServiceServicer(metaclass=abc.ABCMeta):
         request: psproto.v1.coordinator_pb2.ReportMetricsRequest,
         context: _ServicerContext,
     ) -> typing.Union[psproto.v1.coordinator_pb2.ReportMetricsResponse, collections.abc.Awaitable[psproto.v1.coordinator_pb2.ReportMetricsResponse]]:
-        """Values that the script reports, for summaries and people."""
+        """Reports values of the script, for summaries and the status."""
 
     @abc.abstractmethod
     def GetHistory(
@@ -323,7 +331,7 @@ class CoordinatorServiceServicer(metaclass=abc.ABCMeta):
         request: psproto.v1.coordinator_pb2.GetHistoryRequest,
         context: _ServicerContext,
     ) -> typing.Union[psproto.v1.coordinator_pb2.GetHistoryResponse, collections.abc.Awaitable[psproto.v1.coordinator_pb2.GetHistoryResponse]]:
-        """All values that scripts have reported, thinned where they are too many."""
+        """Returns all reported values; long histories are thinned."""
 
     @abc.abstractmethod
     def GetStatus(
@@ -331,7 +339,7 @@ class CoordinatorServiceServicer(metaclass=abc.ABCMeta):
         request: psproto.v1.coordinator_pb2.GetStatusRequest,
         context: _ServicerContext,
     ) -> typing.Union[psproto.v1.coordinator_pb2.GetStatusResponse, collections.abc.Awaitable[psproto.v1.coordinator_pb2.GetStatusResponse]]:
-        """Everything that `ps-ctl status` shows."""
+        """Returns what `ps-ctl status` shows."""
 
     @abc.abstractmethod
     def SaveSnapshot(
@@ -339,7 +347,7 @@ class CoordinatorServiceServicer(metaclass=abc.ABCMeta):
         request: psproto.v1.coordinator_pb2.SaveSnapshotRequest,
         context: _ServicerContext,
     ) -> typing.Union[psproto.v1.coordinator_pb2.SaveSnapshotResponse, collections.abc.Awaitable[psproto.v1.coordinator_pb2.SaveSnapshotResponse]]:
-        """Cuts a snapshot at the current version and waits until it is written everywhere."""
+        """Takes a snapshot of the current version and waits until all shards have written it."""
 
     @abc.abstractmethod
     def Drain(
@@ -347,7 +355,7 @@ class CoordinatorServiceServicer(metaclass=abc.ABCMeta):
         request: psproto.v1.coordinator_pb2.DrainRequest,
         context: _ServicerContext,
     ) -> typing.Union[psproto.v1.coordinator_pb2.DrainResponse, collections.abc.Awaitable[psproto.v1.coordinator_pb2.DrainResponse]]:
-        """The worker is to leave at its next step boundary, done; others go on without it."""
+        """Asks a worker to leave after its current step. The other workers continue."""
 
     @abc.abstractmethod
     def RestoreSnapshot(
@@ -355,7 +363,7 @@ class CoordinatorServiceServicer(metaclass=abc.ABCMeta):
         request: psproto.v1.coordinator_pb2.RestoreSnapshotRequest,
         context: _ServicerContext,
     ) -> typing.Union[psproto.v1.coordinator_pb2.RestoreSnapshotResponse, collections.abc.Awaitable[psproto.v1.coordinator_pb2.RestoreSnapshotResponse]]:
-        """All shards go back to the snapshot of this version, together. Workers join again by themselves."""
+        """Rolls all shards back to the snapshot of this version. Workers rejoin by themselves."""
 
     @abc.abstractmethod
     def SetPolicy(
@@ -363,7 +371,7 @@ class CoordinatorServiceServicer(metaclass=abc.ABCMeta):
         request: psproto.v1.coordinator_pb2.SetPolicyRequest,
         context: _ServicerContext,
     ) -> typing.Union[psproto.v1.coordinator_pb2.SetPolicyResponse, collections.abc.Awaitable[psproto.v1.coordinator_pb2.SetPolicyResponse]]:
-        """Another policy from the next update on."""
+        """Sets the policy, from the next update on."""
 
     @abc.abstractmethod
     def Reshard(
@@ -371,8 +379,9 @@ class CoordinatorServiceServicer(metaclass=abc.ABCMeta):
         request: psproto.v1.coordinator_pb2.ReshardRequest,
         context: _ServicerContext,
     ) -> typing.Union[psproto.v1.coordinator_pb2.ReshardResponse, collections.abc.Awaitable[psproto.v1.coordinator_pb2.ReshardResponse]]:
-        """The model moves to another number of shards, under load. Those that come must have been started (see LinkShard), or
-        the answer says which; those that leave end with 0. Answers when workers go on.
+        """Changes the number of shards of the running job. New servers must have been started (see
+        LinkShard); otherwise the answer names those that are missing. Removed servers exit with 0.
+        Returns when workers continue.
         """
 
     @abc.abstractmethod
@@ -381,7 +390,7 @@ class CoordinatorServiceServicer(metaclass=abc.ABCMeta):
         request: psproto.v1.coordinator_pb2.StopJobRequest,
         context: _ServicerContext,
     ) -> typing.Union[psproto.v1.coordinator_pb2.StopJobResponse, collections.abc.Awaitable[psproto.v1.coordinator_pb2.StopJobResponse]]:
-        """Ends the job: a last snapshot where there is a data directory, then every server exits with 0."""
+        """Ends the job: with a data directory takes a last snapshot; then every server exits with 0."""
 
     @abc.abstractmethod
     def LinkShard(
@@ -389,9 +398,9 @@ class CoordinatorServiceServicer(metaclass=abc.ABCMeta):
         request_iterator: _MaybeAsyncIterator[psproto.v1.coordinator_pb2.LinkShardRequest],
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[psproto.v1.coordinator_pb2.LinkShardResponse], collections.abc.AsyncIterator[psproto.v1.coordinator_pb2.LinkShardResponse]]:
-        """One stream per shard other than 0, open for the life of the shard. Each report is complete, so reports may be lost
-        or repeated. The coordinator answers with the log entries after the reported index. A shard whose index is beyond
-        the job's number of shards waits until a reshard.
+        """Connects a shard other than 0 for the lifetime of its process. Each report is complete, so
+        reports may be lost or repeated. The coordinator answers with the log entries after the
+        reported index. A shard whose number is beyond the job's number of shards waits for a reshard.
         """
 
 def add_CoordinatorServiceServicer_to_server(servicer: CoordinatorServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

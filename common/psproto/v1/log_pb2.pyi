@@ -15,9 +15,10 @@ DESCRIPTOR: google.protobuf.descriptor.FileDescriptor
 
 @typing.final
 class LoggedPush(google.protobuf.message.Message):
-    """What a shard writes into its log (--durability log) before it says that it holds a push. The bytes of the gradient
-    follow, as they travel: the trainable tensors that are not absent, then the buffers; none where there is a problem.
-    Besides there are Entry and ModelSpec, as they come from the coordinator.
+    """Record that a shard writes into its log (--durability log) before it reports a push. The bytes of
+    the gradient follow in the order of the wire: trainable tensors that are not absent, then
+    buffers. They are omitted if the push has a problem. Other records are Entry and ModelSpec, as
+    received from the coordinator.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -27,9 +28,9 @@ class LoggedPush(google.protobuf.message.Message):
     GROUPS_JSON_FIELD_NUMBER: builtins.int
     INITIAL_FIELD_NUMBER: builtins.int
     groups_json: builtins.str
-    """hyper-parameters that came with it; empty: unchanged"""
+    """hyper-parameters of the push; empty: unchanged"""
     initial: builtins.bool
-    """an upload of initial weights: all tensors' bytes"""
+    """upload of initial weights: the bytes of all tensors follow"""
     @property
     def staged(self) -> psproto.v1.coordinator_pb2.Staged: ...
     @property

@@ -27,9 +27,9 @@ class _RoleEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeW
     DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
     ROLE_UNSPECIFIED: _Role.ValueType  # 0
     ROLE_TRAINABLE: _Role.ValueType  # 1
-    """gets gradients; the optimizer steps it"""
+    """gets gradients; the optimizer updates it"""
     ROLE_BUFFER: _Role.ValueType  # 2
-    """travels by value with each push and is averaged over the contributors"""
+    """sent by value with each push, and averaged over the workers of a round"""
     ROLE_FROZEN: _Role.ValueType  # 3
     """set once by the first worker"""
 
@@ -37,9 +37,9 @@ class Role(_Role, metaclass=_RoleEnumTypeWrapper): ...
 
 ROLE_UNSPECIFIED: Role.ValueType  # 0
 ROLE_TRAINABLE: Role.ValueType  # 1
-"""gets gradients; the optimizer steps it"""
+"""gets gradients; the optimizer updates it"""
 ROLE_BUFFER: Role.ValueType  # 2
-"""travels by value with each push and is averaged over the contributors"""
+"""sent by value with each push, and averaged over the workers of a round"""
 ROLE_FROZEN: Role.ValueType  # 3
 """set once by the first worker"""
 global___Role = Role
@@ -58,7 +58,7 @@ class TensorSpec(google.protobuf.message.Message):
     ALIASES_FIELD_NUMBER: builtins.int
     name: builtins.str
     dtype: builtins.str
-    """numpy's name of the dtype, or "bfloat16" """
+    """numpy name of the dtype, or "bfloat16" """
     role: global___Role.ValueType
     group: builtins.int
     """index of the optimizer's parameter group"""
@@ -91,7 +91,9 @@ class ModelSpec(google.protobuf.message.Message):
     TENSORS_FIELD_NUMBER: builtins.int
     OPTIMIZER_JSON_FIELD_NUMBER: builtins.int
     optimizer_json: builtins.str
-    """{"name": ..., "groups": [{hyper-parameter: value}]} as JSON; validated against a fixed table, never executed"""
+    """{"name": ..., "groups": [{hyper-parameter: value}]} as JSON; validated against a table, never
+    executed
+    """
     @property
     def tensors(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___TensorSpec]: ...
     def __init__(

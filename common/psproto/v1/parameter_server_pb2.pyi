@@ -269,7 +269,9 @@ class PushPullHeader(google.protobuf.message.Message):
     samples: builtins.int
     """weight of this gradient in a round's average"""
     groups_json: builtins.str
-    """hyper-parameters of each group as JSON, when they may have changed since the last push; empty: unchanged"""
+    """hyper-parameters of each group as JSON, when they may have changed since the last push; empty:
+    unchanged
+    """
     pull: global___Pull.ValueType
     """what to send back"""
     min_version: builtins.int
@@ -281,9 +283,13 @@ class PushPullHeader(google.protobuf.message.Message):
     open: builtins.bool
     """the push is not complete yet: a closing header will come"""
     have: builtins.int
-    """version of the weights that the caller got from this shard; unchanged tensors are not sent again"""
+    """version of the weights that the caller got from this shard; unchanged tensors are not sent
+    again
+    """
     term: builtins.int
-    """the highest term of this shard's primary that the caller knows; a server with a lower term answers NOT_PRIMARY"""
+    """the highest term of this shard's primary that the caller knows; a server with a lower term
+    answers NOT_PRIMARY
+    """
     shards: builtins.int
     """number of shards that the caller assumes; a different number gets LAYOUT. 0: unknown"""
     @property
@@ -292,7 +298,9 @@ class PushPullHeader(google.protobuf.message.Message):
 
     @property
     def absent(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """trainable tensors (indices into the model) that got no gradient this step; their bytes are not sent"""
+        """trainable tensors (indices into the model) that got no gradient this step; their bytes are not
+        sent
+        """
 
     def __init__(
         self,

@@ -26,9 +26,10 @@ if _version_not_supported:
 
 
 class ParameterServerServiceStub(object):
-    """What every shard serves to workers: gradients in, weights out.
+    """Requests of workers to every shard: gradients in, weights out.
 
-    Errors carry google.rpc.ErrorInfo with domain "paramserver" and a reason; the text must not be parsed.
+    Errors carry google.rpc.ErrorInfo with domain "paramserver" and a reason; the text must not be
+    parsed.
     """
 
     def __init__(self, channel):
@@ -65,9 +66,10 @@ class ParameterServerServiceStub(object):
 
 
 class ParameterServerServiceServicer(object):
-    """What every shard serves to workers: gradients in, weights out.
+    """Requests of workers to every shard: gradients in, weights out.
 
-    Errors carry google.rpc.ErrorInfo with domain "paramserver" and a reason; the text must not be parsed.
+    Errors carry google.rpc.ErrorInfo with domain "paramserver" and a reason; the text must not be
+    parsed.
     """
 
     def Describe(self, request, context):
@@ -78,11 +80,12 @@ class ParameterServerServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Introduce(self, request, context):
-        """Gives the address of shard 0 to a shard started without --join. Idempotent. An address other than the known one
-        gets SHARD_MISMATCH. Shard 0 answers SHARD_MISMATCH to any address but its own.
+        """Gives the address of shard 0 to a shard started without --join. Idempotent. An address other
+        than the known one gets SHARD_MISMATCH. Shard 0 answers SHARD_MISMATCH to any address but its
+        own.
 
-        With the job's name, from one of its workers: shard 0 may have moved to this address. The shard tries the address
-        when the known one no longer answers.
+        With the job's name, from one of its workers: shard 0 may have moved to this address. The shard
+        tries the address when the known one no longer answers.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -91,34 +94,38 @@ class ParameterServerServiceServicer(object):
     def Exchange(self, request_iterator, context):
         """Moves one push, one pull, or both, of any size, for one shard.
 
-        Request: a frame with the header, then frames of data until the push's bytes are complete (none for a pull alone).
-        Response: a frame with the header, then frames of data with the bytes of the pull. A header's frame may hold data.
+        Request: a frame with the header, then frames of data until the push's bytes are complete (none
+        for a pull alone). Response: a frame with the header, then frames of data with the bytes of the
+        pull. A header's frame may hold data.
 
-        A push may begin before it is complete (header.open): its data frames then say where their bytes belong (offset),
-        may come in any order, and may be sent again, when the later ones count; another header closes it. That header
-        says what the push is (samples, batches, absent ...); bytes of absent tensors may have been sent or not.
+        A push may begin before it is complete (header.open). Its data frames then carry the position
+        of their bytes (offset). They may arrive in any order and may be repeated; the later bytes
+        count. A second header closes the push and describes it (samples, batches, absent ...). The
+        bytes of absent tensors may have been sent or not.
 
-        A push is named by (worker, seq). A seq that was already counted is answered DUPLICATE and changes nothing; one that
-        is still waiting is waited for again, so a client may repeat a push after any failure. A job id that is not this
-        job's gets JOB_MISMATCH; a worker that was dropped gets FENCED. The call answers when the push is decided, or with
-        OUTCOME_PENDING after `wait`: then the push is safe here and the client asks again, without the bytes.
-        A push beyond the memory limit (--in-flight) gets RESOURCE_EXHAUSTED, IN_FLIGHT and a retry delay.
+        A push is identified by (worker, seq). A push that already counts is answered DUPLICATE and
+        changes nothing. For a staged push the call waits again, so a client may repeat a push after
+        any failure. Another job's id gets JOB_MISMATCH; a fenced worker gets FENCED. The call returns
+        when the push is decided, or with OUTCOME_PENDING after wait_ms: then the push is staged, and
+        the client asks again without the bytes. A push beyond the memory limit (--in-flight) gets
+        RESOURCE_EXHAUSTED, IN_FLIGHT and a retry delay.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ExchangeOnce(self, request, context):
-        """The same with one message each way: for what fits into one, and for what goes through shared memory.
+        """Exchange with one message in each direction: for small parts and for shared memory.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def AttachMemory(self, request, context):
-        """Offers shared memory of a worker on this host for its pushes and pulls (header.memory). The server proves that it
-        is on the same host by reading the token. A server that cannot, or must not (--lanes grpc), answers
-        attached = false. A later offer of the same worker replaces the earlier one.
+        """Offers shared memory of a worker on this host for its pushes and pulls (header.memory). The
+        server proves that it is on the same host by reading the token. A server that cannot or must
+        not do so (--lanes grpc) answers attached = false. A later offer of the same worker replaces
+        the earlier one.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -161,9 +168,10 @@ def add_ParameterServerServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class ParameterServerService(object):
-    """What every shard serves to workers: gradients in, weights out.
+    """Requests of workers to every shard: gradients in, weights out.
 
-    Errors carry google.rpc.ErrorInfo with domain "paramserver" and a reason; the text must not be parsed.
+    Errors carry google.rpc.ErrorInfo with domain "paramserver" and a reason; the text must not be
+    parsed.
     """
 
     @staticmethod

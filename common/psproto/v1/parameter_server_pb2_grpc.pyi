@@ -18,9 +18,10 @@ class _ServicerContext(grpc.ServicerContext, grpc.aio.ServicerContext):  # type:
     ...
 
 class ParameterServerServiceStub:
-    """What every shard serves to workers: gradients in, weights out.
+    """Requests of workers to every shard: gradients in, weights out.
 
-    Errors carry google.rpc.ErrorInfo with domain "paramserver" and a reason; the text must not be parsed.
+    Errors carry google.rpc.ErrorInfo with domain "paramserver" and a reason; the text must not be
+    parsed.
     """
 
     def __init__(self, channel: typing.Union[grpc.Channel, grpc.aio.Channel]) -> None: ...
@@ -34,11 +35,12 @@ class ParameterServerServiceStub:
         psproto.v1.parameter_server_pb2.IntroduceRequest,
         psproto.v1.parameter_server_pb2.IntroduceResponse,
     ]
-    """Gives the address of shard 0 to a shard started without --join. Idempotent. An address other than the known one
-    gets SHARD_MISMATCH. Shard 0 answers SHARD_MISMATCH to any address but its own.
+    """Gives the address of shard 0 to a shard started without --join. Idempotent. An address other
+    than the known one gets SHARD_MISMATCH. Shard 0 answers SHARD_MISMATCH to any address but its
+    own.
 
-    With the job's name, from one of its workers: shard 0 may have moved to this address. The shard tries the address
-    when the known one no longer answers.
+    With the job's name, from one of its workers: shard 0 may have moved to this address. The shard
+    tries the address when the known one no longer answers.
     """
 
     Exchange: grpc.StreamStreamMultiCallable[
@@ -47,39 +49,44 @@ class ParameterServerServiceStub:
     ]
     """Moves one push, one pull, or both, of any size, for one shard.
 
-    Request: a frame with the header, then frames of data until the push's bytes are complete (none for a pull alone).
-    Response: a frame with the header, then frames of data with the bytes of the pull. A header's frame may hold data.
+    Request: a frame with the header, then frames of data until the push's bytes are complete (none
+    for a pull alone). Response: a frame with the header, then frames of data with the bytes of the
+    pull. A header's frame may hold data.
 
-    A push may begin before it is complete (header.open): its data frames then say where their bytes belong (offset),
-    may come in any order, and may be sent again, when the later ones count; another header closes it. That header
-    says what the push is (samples, batches, absent ...); bytes of absent tensors may have been sent or not.
+    A push may begin before it is complete (header.open). Its data frames then carry the position
+    of their bytes (offset). They may arrive in any order and may be repeated; the later bytes
+    count. A second header closes the push and describes it (samples, batches, absent ...). The
+    bytes of absent tensors may have been sent or not.
 
-    A push is named by (worker, seq). A seq that was already counted is answered DUPLICATE and changes nothing; one that
-    is still waiting is waited for again, so a client may repeat a push after any failure. A job id that is not this
-    job's gets JOB_MISMATCH; a worker that was dropped gets FENCED. The call answers when the push is decided, or with
-    OUTCOME_PENDING after `wait`: then the push is safe here and the client asks again, without the bytes.
-    A push beyond the memory limit (--in-flight) gets RESOURCE_EXHAUSTED, IN_FLIGHT and a retry delay.
+    A push is identified by (worker, seq). A push that already counts is answered DUPLICATE and
+    changes nothing. For a staged push the call waits again, so a client may repeat a push after
+    any failure. Another job's id gets JOB_MISMATCH; a fenced worker gets FENCED. The call returns
+    when the push is decided, or with OUTCOME_PENDING after wait_ms: then the push is staged, and
+    the client asks again without the bytes. A push beyond the memory limit (--in-flight) gets
+    RESOURCE_EXHAUSTED, IN_FLIGHT and a retry delay.
     """
 
     ExchangeOnce: grpc.UnaryUnaryMultiCallable[
         psproto.v1.parameter_server_pb2.ExchangeRequest,
         psproto.v1.parameter_server_pb2.ExchangeResponse,
     ]
-    """The same with one message each way: for what fits into one, and for what goes through shared memory."""
+    """Exchange with one message in each direction: for small parts and for shared memory."""
 
     AttachMemory: grpc.UnaryUnaryMultiCallable[
         psproto.v1.parameter_server_pb2.AttachMemoryRequest,
         psproto.v1.parameter_server_pb2.AttachMemoryResponse,
     ]
-    """Offers shared memory of a worker on this host for its pushes and pulls (header.memory). The server proves that it
-    is on the same host by reading the token. A server that cannot, or must not (--lanes grpc), answers
-    attached = false. A later offer of the same worker replaces the earlier one.
+    """Offers shared memory of a worker on this host for its pushes and pulls (header.memory). The
+    server proves that it is on the same host by reading the token. A server that cannot or must
+    not do so (--lanes grpc) answers attached = false. A later offer of the same worker replaces
+    the earlier one.
     """
 
 class ParameterServerServiceAsyncStub:
-    """What every shard serves to workers: gradients in, weights out.
+    """Requests of workers to every shard: gradients in, weights out.
 
-    Errors carry google.rpc.ErrorInfo with domain "paramserver" and a reason; the text must not be parsed.
+    Errors carry google.rpc.ErrorInfo with domain "paramserver" and a reason; the text must not be
+    parsed.
     """
 
     Describe: grpc.aio.UnaryUnaryMultiCallable[
@@ -92,11 +99,12 @@ class ParameterServerServiceAsyncStub:
         psproto.v1.parameter_server_pb2.IntroduceRequest,
         psproto.v1.parameter_server_pb2.IntroduceResponse,
     ]
-    """Gives the address of shard 0 to a shard started without --join. Idempotent. An address other than the known one
-    gets SHARD_MISMATCH. Shard 0 answers SHARD_MISMATCH to any address but its own.
+    """Gives the address of shard 0 to a shard started without --join. Idempotent. An address other
+    than the known one gets SHARD_MISMATCH. Shard 0 answers SHARD_MISMATCH to any address but its
+    own.
 
-    With the job's name, from one of its workers: shard 0 may have moved to this address. The shard tries the address
-    when the known one no longer answers.
+    With the job's name, from one of its workers: shard 0 may have moved to this address. The shard
+    tries the address when the known one no longer answers.
     """
 
     Exchange: grpc.aio.StreamStreamMultiCallable[
@@ -105,39 +113,44 @@ class ParameterServerServiceAsyncStub:
     ]
     """Moves one push, one pull, or both, of any size, for one shard.
 
-    Request: a frame with the header, then frames of data until the push's bytes are complete (none for a pull alone).
-    Response: a frame with the header, then frames of data with the bytes of the pull. A header's frame may hold data.
+    Request: a frame with the header, then frames of data until the push's bytes are complete (none
+    for a pull alone). Response: a frame with the header, then frames of data with the bytes of the
+    pull. A header's frame may hold data.
 
-    A push may begin before it is complete (header.open): its data frames then say where their bytes belong (offset),
-    may come in any order, and may be sent again, when the later ones count; another header closes it. That header
-    says what the push is (samples, batches, absent ...); bytes of absent tensors may have been sent or not.
+    A push may begin before it is complete (header.open). Its data frames then carry the position
+    of their bytes (offset). They may arrive in any order and may be repeated; the later bytes
+    count. A second header closes the push and describes it (samples, batches, absent ...). The
+    bytes of absent tensors may have been sent or not.
 
-    A push is named by (worker, seq). A seq that was already counted is answered DUPLICATE and changes nothing; one that
-    is still waiting is waited for again, so a client may repeat a push after any failure. A job id that is not this
-    job's gets JOB_MISMATCH; a worker that was dropped gets FENCED. The call answers when the push is decided, or with
-    OUTCOME_PENDING after `wait`: then the push is safe here and the client asks again, without the bytes.
-    A push beyond the memory limit (--in-flight) gets RESOURCE_EXHAUSTED, IN_FLIGHT and a retry delay.
+    A push is identified by (worker, seq). A push that already counts is answered DUPLICATE and
+    changes nothing. For a staged push the call waits again, so a client may repeat a push after
+    any failure. Another job's id gets JOB_MISMATCH; a fenced worker gets FENCED. The call returns
+    when the push is decided, or with OUTCOME_PENDING after wait_ms: then the push is staged, and
+    the client asks again without the bytes. A push beyond the memory limit (--in-flight) gets
+    RESOURCE_EXHAUSTED, IN_FLIGHT and a retry delay.
     """
 
     ExchangeOnce: grpc.aio.UnaryUnaryMultiCallable[
         psproto.v1.parameter_server_pb2.ExchangeRequest,
         psproto.v1.parameter_server_pb2.ExchangeResponse,
     ]
-    """The same with one message each way: for what fits into one, and for what goes through shared memory."""
+    """Exchange with one message in each direction: for small parts and for shared memory."""
 
     AttachMemory: grpc.aio.UnaryUnaryMultiCallable[
         psproto.v1.parameter_server_pb2.AttachMemoryRequest,
         psproto.v1.parameter_server_pb2.AttachMemoryResponse,
     ]
-    """Offers shared memory of a worker on this host for its pushes and pulls (header.memory). The server proves that it
-    is on the same host by reading the token. A server that cannot, or must not (--lanes grpc), answers
-    attached = false. A later offer of the same worker replaces the earlier one.
+    """Offers shared memory of a worker on this host for its pushes and pulls (header.memory). The
+    server proves that it is on the same host by reading the token. A server that cannot or must
+    not do so (--lanes grpc) answers attached = false. A later offer of the same worker replaces
+    the earlier one.
     """
 
 class ParameterServerServiceServicer(metaclass=abc.ABCMeta):
-    """What every shard serves to workers: gradients in, weights out.
+    """Requests of workers to every shard: gradients in, weights out.
 
-    Errors carry google.rpc.ErrorInfo with domain "paramserver" and a reason; the text must not be parsed.
+    Errors carry google.rpc.ErrorInfo with domain "paramserver" and a reason; the text must not be
+    parsed.
     """
 
     @abc.abstractmethod
@@ -154,11 +167,12 @@ class ParameterServerServiceServicer(metaclass=abc.ABCMeta):
         request: psproto.v1.parameter_server_pb2.IntroduceRequest,
         context: _ServicerContext,
     ) -> typing.Union[psproto.v1.parameter_server_pb2.IntroduceResponse, collections.abc.Awaitable[psproto.v1.parameter_server_pb2.IntroduceResponse]]:
-        """Gives the address of shard 0 to a shard started without --join. Idempotent. An address other than the known one
-        gets SHARD_MISMATCH. Shard 0 answers SHARD_MISMATCH to any address but its own.
+        """Gives the address of shard 0 to a shard started without --join. Idempotent. An address other
+        than the known one gets SHARD_MISMATCH. Shard 0 answers SHARD_MISMATCH to any address but its
+        own.
 
-        With the job's name, from one of its workers: shard 0 may have moved to this address. The shard tries the address
-        when the known one no longer answers.
+        With the job's name, from one of its workers: shard 0 may have moved to this address. The shard
+        tries the address when the known one no longer answers.
         """
 
     @abc.abstractmethod
@@ -169,18 +183,21 @@ class ParameterServerServiceServicer(metaclass=abc.ABCMeta):
     ) -> typing.Union[collections.abc.Iterator[psproto.v1.parameter_server_pb2.ExchangeResponse], collections.abc.AsyncIterator[psproto.v1.parameter_server_pb2.ExchangeResponse]]:
         """Moves one push, one pull, or both, of any size, for one shard.
 
-        Request: a frame with the header, then frames of data until the push's bytes are complete (none for a pull alone).
-        Response: a frame with the header, then frames of data with the bytes of the pull. A header's frame may hold data.
+        Request: a frame with the header, then frames of data until the push's bytes are complete (none
+        for a pull alone). Response: a frame with the header, then frames of data with the bytes of the
+        pull. A header's frame may hold data.
 
-        A push may begin before it is complete (header.open): its data frames then say where their bytes belong (offset),
-        may come in any order, and may be sent again, when the later ones count; another header closes it. That header
-        says what the push is (samples, batches, absent ...); bytes of absent tensors may have been sent or not.
+        A push may begin before it is complete (header.open). Its data frames then carry the position
+        of their bytes (offset). They may arrive in any order and may be repeated; the later bytes
+        count. A second header closes the push and describes it (samples, batches, absent ...). The
+        bytes of absent tensors may have been sent or not.
 
-        A push is named by (worker, seq). A seq that was already counted is answered DUPLICATE and changes nothing; one that
-        is still waiting is waited for again, so a client may repeat a push after any failure. A job id that is not this
-        job's gets JOB_MISMATCH; a worker that was dropped gets FENCED. The call answers when the push is decided, or with
-        OUTCOME_PENDING after `wait`: then the push is safe here and the client asks again, without the bytes.
-        A push beyond the memory limit (--in-flight) gets RESOURCE_EXHAUSTED, IN_FLIGHT and a retry delay.
+        A push is identified by (worker, seq). A push that already counts is answered DUPLICATE and
+        changes nothing. For a staged push the call waits again, so a client may repeat a push after
+        any failure. Another job's id gets JOB_MISMATCH; a fenced worker gets FENCED. The call returns
+        when the push is decided, or with OUTCOME_PENDING after wait_ms: then the push is staged, and
+        the client asks again without the bytes. A push beyond the memory limit (--in-flight) gets
+        RESOURCE_EXHAUSTED, IN_FLIGHT and a retry delay.
         """
 
     @abc.abstractmethod
@@ -189,7 +206,7 @@ class ParameterServerServiceServicer(metaclass=abc.ABCMeta):
         request: psproto.v1.parameter_server_pb2.ExchangeRequest,
         context: _ServicerContext,
     ) -> typing.Union[psproto.v1.parameter_server_pb2.ExchangeResponse, collections.abc.Awaitable[psproto.v1.parameter_server_pb2.ExchangeResponse]]:
-        """The same with one message each way: for what fits into one, and for what goes through shared memory."""
+        """Exchange with one message in each direction: for small parts and for shared memory."""
 
     @abc.abstractmethod
     def AttachMemory(
@@ -197,9 +214,10 @@ class ParameterServerServiceServicer(metaclass=abc.ABCMeta):
         request: psproto.v1.parameter_server_pb2.AttachMemoryRequest,
         context: _ServicerContext,
     ) -> typing.Union[psproto.v1.parameter_server_pb2.AttachMemoryResponse, collections.abc.Awaitable[psproto.v1.parameter_server_pb2.AttachMemoryResponse]]:
-        """Offers shared memory of a worker on this host for its pushes and pulls (header.memory). The server proves that it
-        is on the same host by reading the token. A server that cannot, or must not (--lanes grpc), answers
-        attached = false. A later offer of the same worker replaces the earlier one.
+        """Offers shared memory of a worker on this host for its pushes and pulls (header.memory). The
+        server proves that it is on the same host by reading the token. A server that cannot or must
+        not do so (--lanes grpc) answers attached = false. A later offer of the same worker replaces
+        the earlier one.
         """
 
 def add_ParameterServerServiceServicer_to_server(servicer: ParameterServerServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

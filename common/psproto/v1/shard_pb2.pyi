@@ -14,7 +14,9 @@ DESCRIPTOR: google.protobuf.descriptor.FileDescriptor
 
 @typing.final
 class ReadShardRequest(google.protobuf.message.Message):
-    """A stretch of one kind of numbers: "weight", or torch's name of an optimizer state. No kind: only what there is."""
+    """A byte range of one kind of values: "weight", or torch's name of an optimizer state. Without a
+    kind, the answer is only the description of the partition.
+    """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -27,14 +29,14 @@ class ReadShardRequest(google.protobuf.message.Message):
     CURRENT_FIELD_NUMBER: builtins.int
     job: builtins.str
     epoch: builtins.int
-    """of the log entry with which the move began"""
+    """log_id and index of the Reshard entry"""
     index: builtins.int
     kind: builtins.str
     start: builtins.int
-    """bytes of the tape"""
+    """range in the flat buffer, in bytes"""
     stop: builtins.int
     current: builtins.bool
-    """what the shard holds at its newest version; epoch and index are not used"""
+    """read the newest version; epoch and index are not used"""
     def __init__(
         self,
         *,
@@ -52,7 +54,7 @@ global___ReadShardRequest = ReadShardRequest
 
 @typing.final
 class ReadShardResponse(google.protobuf.message.Message):
-    """The pieces of it that are there, in at most 2 MiB each; before them, where no kind was asked for, what there is."""
+    """The available parts of the range, at most 2 MiB each; without a kind, one description instead."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -60,7 +62,7 @@ class ReadShardResponse(google.protobuf.message.Message):
     START_FIELD_NUMBER: builtins.int
     DATA_FIELD_NUMBER: builtins.int
     start: builtins.int
-    """where on the tape the data belongs"""
+    """position of the data in the flat buffer"""
     data: builtins.bytes
     @property
     def holding(self) -> global___Holding: ...
@@ -103,14 +105,14 @@ class Holding(google.protobuf.message.Message):
     VERSION_FIELD_NUMBER: builtins.int
     groups_json: builtins.str
     scalars_json: builtins.str
-    """what the optimizer keeps once for each tensor: JSON, names to index of tensor to number; empty: nothing"""
+    """optimizer state with one number per tensor, as JSON {name: {tensor index: number}}; empty: none"""
     version: builtins.int
-    """of the weights, where `current` was asked for"""
+    """version of the weights, for `current`"""
     @property
     def kinds(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]: ...
     @property
     def steps(self) -> google.protobuf.internal.containers.ScalarMap[builtins.int, builtins.int]:
-        """optimizer steps by index of tensor"""
+        """number of optimizer steps by tensor index"""
 
     def __init__(
         self,

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class ShardServiceStub(object):
-    """What shards serve to each other.
+    """Requests between shards.
     """
 
     def __init__(self, channel):
@@ -43,12 +43,13 @@ class ShardServiceStub(object):
 
 
 class ShardServiceServicer(object):
-    """What shards serve to each other.
+    """Requests between shards.
     """
 
     def ReadShard(self, request, context):
-        """While the model moves to another number of shards: what this one held before. NOT_READY where it is
-        not there yet, or not any more. With `current`: what it holds now.
+        """Returns a byte range of the partition that this shard had before a reshard. NOT_READY: the
+        partition is not available yet, or no longer. With `current`: a byte range of its present
+        partition.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -71,7 +72,7 @@ def add_ShardServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class ShardService(object):
-    """What shards serve to each other.
+    """Requests between shards.
     """
 
     @staticmethod

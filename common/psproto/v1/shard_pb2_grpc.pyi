@@ -18,30 +18,32 @@ class _ServicerContext(grpc.ServicerContext, grpc.aio.ServicerContext):  # type:
     ...
 
 class ShardServiceStub:
-    """What shards serve to each other."""
+    """Requests between shards."""
 
     def __init__(self, channel: typing.Union[grpc.Channel, grpc.aio.Channel]) -> None: ...
     ReadShard: grpc.UnaryStreamMultiCallable[
         psproto.v1.shard_pb2.ReadShardRequest,
         psproto.v1.shard_pb2.ReadShardResponse,
     ]
-    """While the model moves to another number of shards: what this one held before. NOT_READY where it is
-    not there yet, or not any more. With `current`: what it holds now.
+    """Returns a byte range of the partition that this shard had before a reshard. NOT_READY: the
+    partition is not available yet, or no longer. With `current`: a byte range of its present
+    partition.
     """
 
 class ShardServiceAsyncStub:
-    """What shards serve to each other."""
+    """Requests between shards."""
 
     ReadShard: grpc.aio.UnaryStreamMultiCallable[
         psproto.v1.shard_pb2.ReadShardRequest,
         psproto.v1.shard_pb2.ReadShardResponse,
     ]
-    """While the model moves to another number of shards: what this one held before. NOT_READY where it is
-    not there yet, or not any more. With `current`: what it holds now.
+    """Returns a byte range of the partition that this shard had before a reshard. NOT_READY: the
+    partition is not available yet, or no longer. With `current`: a byte range of its present
+    partition.
     """
 
 class ShardServiceServicer(metaclass=abc.ABCMeta):
-    """What shards serve to each other."""
+    """Requests between shards."""
 
     @abc.abstractmethod
     def ReadShard(
@@ -49,8 +51,9 @@ class ShardServiceServicer(metaclass=abc.ABCMeta):
         request: psproto.v1.shard_pb2.ReadShardRequest,
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[psproto.v1.shard_pb2.ReadShardResponse], collections.abc.AsyncIterator[psproto.v1.shard_pb2.ReadShardResponse]]:
-        """While the model moves to another number of shards: what this one held before. NOT_READY where it is
-        not there yet, or not any more. With `current`: what it holds now.
+        """Returns a byte range of the partition that this shard had before a reshard. NOT_READY: the
+        partition is not available yet, or no longer. With `current`: a byte range of its present
+        partition.
         """
 
 def add_ShardServiceServicer_to_server(servicer: ShardServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

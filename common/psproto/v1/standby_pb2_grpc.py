@@ -57,16 +57,17 @@ class StandbyServiceServicer(object):
     """
 
     def Replicate(self, request_iterator, context):
-        """Replicates the primary to the standby that calls: first the state, then each record in order. The standby
-        acknowledges received records. A server that is not primary answers NOT_PRIMARY.
+        """Replicates the primary to the standby that calls: first the state, then each record in order.
+        The standby acknowledges received records. A server that is not primary answers NOT_PRIMARY.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def StepDown(self, request, context):
-        """Asks a primary to hand over to this standby: it stops answering and exits once the standby has every acknowledged
-        record. If the standby is behind, the answer is FAILED_PRECONDITION (NOT_IN_SYNC), and nothing changes.
+        """Asks a primary to hand over to this standby: it stops answering and exits once the standby has
+        every acknowledged record. If the standby is behind, the answer is FAILED_PRECONDITION
+        (NOT_IN_SYNC), and nothing changes.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

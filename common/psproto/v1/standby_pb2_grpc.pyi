@@ -25,16 +25,17 @@ class StandbyServiceStub:
         psproto.v1.standby_pb2.ReplicateRequest,
         psproto.v1.standby_pb2.ReplicateResponse,
     ]
-    """Replicates the primary to the standby that calls: first the state, then each record in order. The standby
-    acknowledges received records. A server that is not primary answers NOT_PRIMARY.
+    """Replicates the primary to the standby that calls: first the state, then each record in order.
+    The standby acknowledges received records. A server that is not primary answers NOT_PRIMARY.
     """
 
     StepDown: grpc.UnaryUnaryMultiCallable[
         psproto.v1.standby_pb2.StepDownRequest,
         psproto.v1.standby_pb2.StepDownResponse,
     ]
-    """Asks a primary to hand over to this standby: it stops answering and exits once the standby has every acknowledged
-    record. If the standby is behind, the answer is FAILED_PRECONDITION (NOT_IN_SYNC), and nothing changes.
+    """Asks a primary to hand over to this standby: it stops answering and exits once the standby has
+    every acknowledged record. If the standby is behind, the answer is FAILED_PRECONDITION
+    (NOT_IN_SYNC), and nothing changes.
     """
 
     Promote: grpc.UnaryUnaryMultiCallable[
@@ -50,16 +51,17 @@ class StandbyServiceAsyncStub:
         psproto.v1.standby_pb2.ReplicateRequest,
         psproto.v1.standby_pb2.ReplicateResponse,
     ]
-    """Replicates the primary to the standby that calls: first the state, then each record in order. The standby
-    acknowledges received records. A server that is not primary answers NOT_PRIMARY.
+    """Replicates the primary to the standby that calls: first the state, then each record in order.
+    The standby acknowledges received records. A server that is not primary answers NOT_PRIMARY.
     """
 
     StepDown: grpc.aio.UnaryUnaryMultiCallable[
         psproto.v1.standby_pb2.StepDownRequest,
         psproto.v1.standby_pb2.StepDownResponse,
     ]
-    """Asks a primary to hand over to this standby: it stops answering and exits once the standby has every acknowledged
-    record. If the standby is behind, the answer is FAILED_PRECONDITION (NOT_IN_SYNC), and nothing changes.
+    """Asks a primary to hand over to this standby: it stops answering and exits once the standby has
+    every acknowledged record. If the standby is behind, the answer is FAILED_PRECONDITION
+    (NOT_IN_SYNC), and nothing changes.
     """
 
     Promote: grpc.aio.UnaryUnaryMultiCallable[
@@ -77,8 +79,8 @@ class StandbyServiceServicer(metaclass=abc.ABCMeta):
         request_iterator: _MaybeAsyncIterator[psproto.v1.standby_pb2.ReplicateRequest],
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[psproto.v1.standby_pb2.ReplicateResponse], collections.abc.AsyncIterator[psproto.v1.standby_pb2.ReplicateResponse]]:
-        """Replicates the primary to the standby that calls: first the state, then each record in order. The standby
-        acknowledges received records. A server that is not primary answers NOT_PRIMARY.
+        """Replicates the primary to the standby that calls: first the state, then each record in order.
+        The standby acknowledges received records. A server that is not primary answers NOT_PRIMARY.
         """
 
     @abc.abstractmethod
@@ -87,8 +89,9 @@ class StandbyServiceServicer(metaclass=abc.ABCMeta):
         request: psproto.v1.standby_pb2.StepDownRequest,
         context: _ServicerContext,
     ) -> typing.Union[psproto.v1.standby_pb2.StepDownResponse, collections.abc.Awaitable[psproto.v1.standby_pb2.StepDownResponse]]:
-        """Asks a primary to hand over to this standby: it stops answering and exits once the standby has every acknowledged
-        record. If the standby is behind, the answer is FAILED_PRECONDITION (NOT_IN_SYNC), and nothing changes.
+        """Asks a primary to hand over to this standby: it stops answering and exits once the standby has
+        every acknowledged record. If the standby is behind, the answer is FAILED_PRECONDITION
+        (NOT_IN_SYNC), and nothing changes.
         """
 
     @abc.abstractmethod
