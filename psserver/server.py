@@ -50,6 +50,7 @@ from psserver.replication.standby_state import Promotion
 from psserver.shard.coordinator_link import CoordinatorLink
 from psserver.shard.engine import ShardEngine
 from psserver.shard.peer_servicer import PeerServicer
+from psserver.shard.worker_traffic import WorkerTraffic
 from psserver.transfer.servicer import DataPlaneServicer
 
 MAX_CONCURRENT_CALLS = 1024
@@ -121,10 +122,8 @@ class Server:
         self._states = ShardStateFactory(config.shard, team, self.snapshots, shard_log)
         self.engine = ShardEngine(
             self._states.empty(layout.shards),
-            self.metrics,
+            WorkerTraffic(self.metrics, config.in_flight, config.lanes),
             self.snapshots.write_part,
-            config.in_flight,
-            config.lanes,
             shard_log,
             config.fitness,
         )

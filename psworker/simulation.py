@@ -32,6 +32,7 @@ from psserver.process.identity import ServerIdentity
 from psserver.process.metrics import ServerMetrics
 from psserver.process.shard_count_file import ShardCountFile
 from psserver.shard.engine import ShardEngine
+from psserver.shard.worker_traffic import WorkerTraffic
 from psserver.transfer.servicer import DataPlaneServicer
 from psworker.core.clock import Clock
 from psworker.transport.streams import AnswerReceiver, Cancellation, ExchangeAnswer, take
@@ -110,10 +111,8 @@ class SimulatedCluster:
         self._engines = [
             ShardEngine(
                 self._states[shard].empty(config.shards),
-                metrics[shard],
+                WorkerTraffic(metrics[shard], UNLIMITED_BYTES, "grpc"),
                 lambda version, store: None,
-                UNLIMITED_BYTES,
-                "grpc",
                 logs[shard],
             )
             for shard in shards

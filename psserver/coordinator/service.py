@@ -466,7 +466,7 @@ class CoordinatorService:
 
     def tick(self) -> None:
         self._first_workers.update(self._coordinator)
-        if alive := self.engine.transfer_stats.take_active_workers():
+        if alive := self.engine.traffic.transfer.take_active_workers():
             self.alive(alive)
         self._worker_monitor.log_lost(
             self._executor.step(

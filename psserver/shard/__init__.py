@@ -2,4 +2,11 @@
 and the workers' shared-memory buffers.
 """
 
-__all__ = ["coordinator_link", "engine", "final_weights", "peer_servicer", "resharding"]
+__all__ = [
+    "coordinator_link",
+    "engine",
+    "final_weights",
+    "peer_servicer",
+    "resharding",
+    "worker_traffic",
+]

@@ -267,7 +267,7 @@ class CoordinatorLink:
             ):
                 last_statistics, standby = time.monotonic(), self._standby.state
                 request.stats_json = json.dumps(self._statistics())
-                request.alive.update(self._engine.transfer_stats.take_active_workers())
+                request.alive.update(self._engine.traffic.transfer.take_active_workers())
             request.report.CopyFrom(report_to_proto(self._engine.make_report()))
             request.ended.extend(self._exits.among(self._worker_processes))
             yield self._request(request)

@@ -23,21 +23,16 @@ from pscommon.core.log_entries import (
     Staged,
 )
 from pscommon.core.model_spec import ModelSpec
-from pscommon.settings.values import Lanes
 from psserver.core.job.settings import ANY, GradientRules
 from psserver.core.shard.state_machine import PushOutcome
 from psserver.durability.record_sink import RecordSink, RecordSource
 from psserver.durability.shard_log import ShardLog
 from psserver.durability.shard_state import ShardState
 from psserver.parameters.gradient_check import check_gradient
-from psserver.parameters.memory_budget import MemoryBudget
 from psserver.parameters.staging import Staging
-from psserver.parameters.store import ParameterStore, count_elements
-from psserver.process.metrics import ServerMetrics
+from psserver.parameters.store import ParameterStore
 from psserver.shard.live_state import LiveShardState
-from psserver.shard.push_timings import PushTimings
-from psserver.shard.shared_buffers import AttachedBuffers
-from psserver.shard.transfer_stats import TransferStats
+from psserver.shard.worker_traffic import WorkerTraffic
 
 CALLER_CHECK_INTERVAL_SECONDS = 0.4
 """Seconds between checks that the caller of a waiting request is still connected."""
@@ -61,35 +56,29 @@ class ShardEngine:
 
     state: the state to begin with.
     live: the current state.
+    traffic: the traffic with workers; its observers learn what happens to the shard.
     log: the shard's log; a push or entry is written to it before anything is reported of it.
     gradient_rules: what pushes must satisfy.
     request_report: called, outside all locks, when there is something new to report.
     describe_wait: returns what the job waits for, as text.
     check_first_workers: raises if waiting for the first workers can no longer succeed.
-    duplicate_count: pushes received again after they were decided.
     """
 
     def __init__(
         self,
         state: ShardState,
-        metrics: ServerMetrics,
+        traffic: WorkerTraffic,
         start_snapshot: Callable[[Cut, ParameterStore], None],
-        in_flight: int,
-        lanes: Lanes,
         log: ShardLog | None = None,
         gradient_rules: GradientRules = ANY,
     ) -> None:
-        self.metrics = metrics
-        self.budget = MemoryBudget(in_flight)
-        self.shared_buffers = AttachedBuffers(lanes)
+        self.traffic = traffic
         self.request_report: Callable[[], None] = lambda: None
         self.describe_wait: Callable[[], str] = lambda: ""
         self.check_first_workers: Callable[[], None] = lambda: None
-        self.push_timings = PushTimings(metrics)
-        self.transfer_stats = TransferStats(metrics)
-        self.duplicate_count = 0
         self.gradient_rules = gradient_rules
         self.live = LiveShardState(state)
+        self._observers = traffic.observers
         self._start_snapshot = start_snapshot
         self._log = log or ShardLog(RecordSink(RecordSource.SHARD), state.shard)
 
@@ -112,11 +101,8 @@ class ShardEngine:
     def _install_model(self, spec: ModelSpec, store: ParameterStore) -> None:
         self.live.state.install_model(spec, store)
         self.live.changed.notify_all()
-        self._show_model()
-
-    def _show_model(self) -> None:
-        if (store := self.live.state.store) is not None:
-            self.metrics.model(count_elements(store.plan, self.live.shard), store.nbytes)
+        for observer in self._observers:
+            observer.on_model(self.live.state)
 
     def install(self, state: ShardState, continues_log: bool = False) -> None:
         """Replace the whole state. Discards staged pushes; workers attach their buffers again.
@@ -126,17 +112,17 @@ class ShardEngine:
         with self.live.apply_lock, self.live.log_lock, self.live.changed:
             for arrays in self.live.state.staged.values():
                 self.release(arrays.staging)
-            self.shared_buffers.clear()
             self.live.state = state
+            for observer in self._observers:
+                observer.on_install(state)
+                observer.on_model(state)
             if not continues_log:
                 self._log.clear()
-            self._show_model()
             self._begin_segment()
             self.live.changed.notify_all()
 
     def _begin_segment(self) -> None:
         state = self.live.state
-        self.metrics.version(state.machine.version)
         self._log.begin(state.base(), state.model, state.staged_pushes())
 
     # ---- resharding ------------------------------------------------------------------------------
@@ -179,15 +165,16 @@ class ShardEngine:
         staged = check_gradient(staged, staging, store, self.gradient_rules)
         with self.live.log_lock:
             is_new = self._log_and_stage(staged, staging)
-        self.transfer_stats.count_received(staging.nbytes)
+        for observer in self._observers:
+            observer.on_receive(staging.nbytes)
         if is_new:
             self.request_report()
             return True
         self.release(staging)
         if self.live.machine.outcome(staged.key) is None:
             return True  # staged by an earlier attempt, or a reshard has started
-        self.duplicate_count += 1
-        self.metrics.pushed("duplicate")
+        for observer in self._observers:
+            observer.on_repeat()
         return False
 
     def _log_and_stage(self, staged: Staged, staging: Staging) -> bool:
@@ -206,7 +193,7 @@ class ShardEngine:
         claim, staging.claim = staging.claim, None
         self.live.state.release(staging)
         if claim is not None:
-            self.budget.release(claim)
+            self.traffic.budget.release(claim)
 
     def wait_for_outcome(
         self, key: PushKey | None, version: int, seconds: float, alive: Callable[[], bool]
@@ -287,12 +274,15 @@ class ShardEngine:
                 staged_at = [state.staged[c.key].since for c in entry.contributions]
                 began = time.monotonic()
                 state.compute(entry)
-                self.push_timings.record_update(entry, staged_at, began, time.monotonic() - began)
+                seconds = time.monotonic() - began
+                for observer in self._observers:
+                    observer.on_update(entry, staged_at, began, seconds)
             case Reject():
-                self.metrics.pushed("stale" if entry.reason == "STALE" else "rejected")
+                for observer in self._observers:
+                    observer.on_reject(entry)
             case Evict():
-                self.push_timings.drop(entry.worker)
-                self.shared_buffers.drop(entry.worker)
+                for observer in self._observers:
+                    observer.on_evict(entry.worker)
             case Cut() if not state.machine.moving:
                 self._start_snapshot(entry, state.loaded_store)
             case _:

@@ -9,7 +9,9 @@ from pscommon.settings.values import Lanes
 from pscommon.system.shared_memory import MemoryOffer, NotSharedError, attach, sweep
 from pscommon.telemetry.logs import get_logger
 from psproto.v1 import parameter_server_pb2 as pb
+from psserver.durability.shard_state import ShardState
 from psserver.parameters.partition import WorkerBuffer
+from psserver.shard.observers import ShardObserver
 
 log = get_logger(__name__)
 
@@ -25,7 +27,7 @@ class WorkerBuffers(NamedTuple):
     weights: WorkerBuffer
 
 
-class AttachedBuffers:
+class AttachedBuffers(ShardObserver):
     """The newest shared memory that each worker offered.
 
     The memory of a staged push stays mapped as long as the push needs it.
@@ -74,12 +76,12 @@ class AttachedBuffers:
             )
         return buffers
 
-    def clear(self) -> None:
-        """Drop the buffers of all workers."""
+    def on_install(self, state: ShardState) -> None:
+        """Drop the buffers of all workers: they offer them again."""
         self._buffers.clear()
         sweep()
 
-    def drop(self, worker: int) -> None:
+    def on_evict(self, worker: int) -> None:
         """Drop the buffers of a worker that has left, and unlink its file after a crash."""
         self._buffers.pop(worker, None)
         sweep()

@@ -4,9 +4,10 @@ import time
 from collections.abc import Iterator
 
 from psserver.process.metrics import ServerMetrics
+from psserver.shard.observers import ShardObserver
 
 
-class TransferStats:
+class TransferStats(ShardObserver):
     """Transfer counters of one shard.
 
     received_bytes: bytes of pushes so far.
@@ -18,7 +19,7 @@ class TransferStats:
         self._metrics = metrics
         self._last_active: dict[int, float] = {}
 
-    def count_received(self, nbytes: int) -> None:
+    def on_receive(self, nbytes: int) -> None:
         self.received_bytes += nbytes
         self._metrics.moved(received=nbytes)
 

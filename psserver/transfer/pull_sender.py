@@ -25,12 +25,14 @@ class PullSender:
         Raises InFlightError if the byte budget has no room.
         """
         nbytes = self._engine.live.wait_for_store(0.0).step_nbytes
-        with self._engine.budget.borrow(header.worker, nbytes, header.wait_ms / 1000, alive):
+        with self._engine.traffic.budget.borrow(
+            header.worker, nbytes, header.wait_ms / 1000, alive
+        ):
             with self._engine.live.lock_weights(header.shards) as (version, store):
                 read = _open_read(store, version, header, result)
             try:
                 yield read
-                self._engine.transfer_stats.count_sent(read.nbytes)
+                self._engine.traffic.transfer.count_sent(read.nbytes)
             finally:
                 read.close()
 
@@ -40,19 +42,19 @@ class PullSender:
             read = _open_read(store, version, header, result)
             weights = b"".join(read.views())
             read.close()
-        self._engine.transfer_stats.count_sent(len(weights))
+        self._engine.traffic.transfer.count_sent(len(weights))
         return weights
 
     def write_shared(self, header: pb.PushPullHeader, result: pb.ExchangeResult) -> None:
         """Copy the weights to the worker's shared memory, and describe them in `result`."""
-        buffers, began = self._engine.shared_buffers.find(header), time.monotonic()
+        buffers, began = self._engine.traffic.shared_buffers.find(header), time.monotonic()
         with self._engine.live.lock_weights(header.shards) as (version, store):
             unchanged = _find_unchanged(store, version, header, result)
             if unchanged is not None:
                 everything = header.pull == pb.PULL_ALL
                 result.nbytes = store.copy_to(buffers.weights, everything, unchanged)
         result.pull_seconds = time.monotonic() - began
-        self._engine.transfer_stats.count_sent(result.nbytes)
+        self._engine.traffic.transfer.count_sent(result.nbytes)
 
 
 def _open_read(

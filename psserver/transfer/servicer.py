@@ -80,7 +80,7 @@ class DataPlaneServicer:
                 yield encode_header(result)
                 # the worker of an open push computes with the first bytes while the rest arrives
                 data = read.frames(piece_nbytes(read.nbytes)) if header.open else read.frames()
-                yield from self._engine.transfer_stats.watch_frames(header.worker, data)
+                yield from self._engine.traffic.transfer.watch_frames(header.worker, data)
         except InFlightError as full:
             yield encode_header(self._make_pending(str(full)))
 
@@ -97,7 +97,7 @@ class DataPlaneServicer:
     ) -> pb.AttachMemoryResponse:
         with answering(context):
             self._identity.check_job(request.job)
-            reason = self._engine.shared_buffers.attach(request)
+            reason = self._engine.traffic.shared_buffers.attach(request)
         return pb.AttachMemoryResponse(attached=not reason, reason=reason)
 
     def _push_and_wait(
@@ -115,7 +115,7 @@ class DataPlaneServicer:
         self._identity.check_term(header.term)
         self._engine.live.check_layout(header.shards)
         seconds = wait_seconds(header.wait_ms)
-        self._engine.transfer_stats.note_request(header.worker)
+        self._engine.traffic.transfer.note_request(header.worker)
         is_push = header.initial or header.seq > 0
         key = PushKey(header.worker, header.seq) if is_push else None
         is_duplicate = (
@@ -136,7 +136,7 @@ class DataPlaneServicer:
     ) -> bool:
         """Receive and stage a push. Return whether it was decided before."""
         staging = self._allocator.take(header, alive)
-        frames = self._engine.transfer_stats.watch_frames(header.worker, frames)
+        frames = self._engine.traffic.transfer.watch_frames(header.worker, frames)
         try:
             if header.open:
                 header.MergeFrom(receive_open(staging, first, frames))
@@ -171,7 +171,7 @@ class DataPlaneServicer:
             result.version, result.staleness = outcome.version, max(0, outcome.staleness)
             result.reason, result.detail = outcome.reason, outcome.detail
             if key is not None:
-                _, result.wait_seconds, result.apply_seconds = self._engine.push_timings.find(key)
+                _, result.wait_seconds, result.apply_seconds = self._engine.traffic.pushes.find(key)
         elif (
             key is not None
             or not self._engine.live.has_begun

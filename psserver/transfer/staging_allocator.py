@@ -25,15 +25,15 @@ class StagingAllocator:
         store = engine.live.wait_for_store(seconds)
         if header.memory:
             return store.stage_worker_buffer(
-                engine.shared_buffers.find(header).gradients, header.absent, header.initial
+                engine.traffic.shared_buffers.find(header).gradients, header.absent, header.initial
             )
-        engine.shared_buffers.check_network_allowed()
+        engine.traffic.shared_buffers.check_network_allowed()
         nbytes = store.nbytes if header.initial else store.step_nbytes
-        claim = engine.budget.take(header.worker, nbytes, seconds, alive)
+        claim = engine.traffic.budget.take(header.worker, nbytes, seconds, alive)
         try:
             staging = store.allocate_staging(header.absent, header.initial)
         except BaseException:
-            engine.budget.release(claim)
+            engine.traffic.budget.release(claim)
             raise
         staging.claim = claim
         return staging

@@ -176,7 +176,7 @@ def test_a_push_that_is_given_up_leaves_nothing(lanes: Any, cluster: Make) -> No
         assert all((part._header.memory != 0) is (lanes == "shm") for part in flow.exchanges)
         assert counted(client.pull()) == 1
         until(
-            lambda: all(server.engine.budget.used == 0 for server in made.servers),
+            lambda: all(server.engine.traffic.budget.used == 0 for server in made.servers),
             "all room is given back",
         )
 

@@ -37,7 +37,7 @@ def joined(address: str, lanes: Any = "grpc", **options: Any) -> Client:
 
 
 def budget_of(cluster: Cluster) -> MemoryBudget:
-    return cluster.servers[0].engine.budget
+    return cluster.servers[0].engine.traffic.budget
 
 
 # ---- 64 clients ----------------------------------------------------------------------------------

@@ -151,7 +151,7 @@ def test_shared_memory_gives_the_same_weights(
 
     assert trained(made.address, step) == travelled
     assert said() == [f"{SHARED}[0, 1]"] * 2
-    assert [server.engine.budget.used for server in made.servers] == [0, 0]
+    assert [server.engine.traffic.budget.used for server in made.servers] == [0, 0]
 
 
 @pytest.mark.parametrize("step", [lambda: by_name, Foreign], ids=["push_pull", "foreign memory"])
@@ -283,7 +283,7 @@ def test_nobody_sees_a_half_applied_version(cluster: Make) -> None:
 
 def memory_number(server: Server, worker: int) -> int:
     """Of the offer that stands at the server."""
-    return server.engine.shared_buffers._buffers[worker].number
+    return server.engine.traffic.shared_buffers._buffers[worker].number
 
 
 def test_memory_that_a_server_has_lost_is_offered_again(
@@ -293,7 +293,7 @@ def test_memory_that_a_server_has_lost_is_offered_again(
     made = cluster(2)
     with counter(made.address) as client:
         count(client)
-        made.servers[1].engine.shared_buffers.drop(client.worker)
+        made.servers[1].engine.traffic.shared_buffers.on_evict(client.worker)
         count(client)
         count(client)
 
@@ -306,7 +306,7 @@ def test_weights_that_came_over_grpc_are_not_overwritten_by_lost_memory(cluster:
     made = cluster(2)
     with counter(made.address) as client:
         foreign = memoryview(bytearray(client.plan.nbytes))
-        made.servers[1].engine.shared_buffers.drop(client.worker)
+        made.servers[1].engine.traffic.shared_buffers.on_evict(client.worker)
         client.exchange(gradients=client.tapes()[0], weights=foreign)
         client.exchange(
             gradients=None, weights=(expected := memoryview(bytearray(client.plan.nbytes)))
@@ -314,7 +314,7 @@ def test_weights_that_came_over_grpc_are_not_overwritten_by_lost_memory(cluster:
         assert foreign == expected
 
         count(client)
-        made.servers[1].engine.shared_buffers.drop(client.worker)
+        made.servers[1].engine.traffic.shared_buffers.on_evict(client.worker)
         client.exchange(gradients=None, weights=foreign)
         client.exchange(gradients=None, weights=expected)
 
@@ -384,7 +384,7 @@ def test_push_that_completes_late_touches_nothing_of_what_the_worker_does_next(
         assert [memory_number(server, client.worker) for server in made.servers] == [2, 2]
         assert (np.frombuffer(weights, np.float32)[:120] == -4).all()
         until(
-            lambda: all(server.engine.budget.used == 0 for server in made.servers),
+            lambda: all(server.engine.traffic.budget.used == 0 for server in made.servers),
             "everything is given back",
         )
 
@@ -393,7 +393,7 @@ def test_servers_that_are_gone_are_shared_with_no_longer(cluster: Make) -> None:
     made = cluster(2)
     with counter(made.address, lanes="shm", connect_timeout=1.0) as client:
         memories = [
-            server.engine.shared_buffers._buffers[client.worker].gradients
+            server.engine.traffic.shared_buffers._buffers[client.worker].gradients
             for server in made.servers
         ]
         made.close()

@@ -341,7 +341,7 @@ def test_in_flight(serve: Serve, flags: list[object], expected: str) -> None:
 
 
 def test_half_of_the_memory_may_be_in_flight(serve: Serve) -> None:
-    assert serve().engine.budget.limit == usable_memory() // 2
+    assert serve().engine.traffic.budget.limit == usable_memory() // 2
 
 
 @server_setting("metrics_bind")

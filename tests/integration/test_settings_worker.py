@@ -133,7 +133,7 @@ def test_lanes(cluster: Make, told: Told, flags: list[object], refused: str) -> 
 def test_overlap(cluster: Make, told: Told, flags: list[object], early: bool) -> None:
     """Does a push begin before step()? Over gRPC one that is under way takes room."""
     servers = cluster(1, lanes="grpc")
-    budget = servers.servers[0].engine.budget
+    budget = servers.servers[0].engine.traffic.budget
     told("--ps", servers.address, "--device", "cpu", *flags)
     with psworker.connect() as job:
         model = torch.nn.Linear(10, 10)

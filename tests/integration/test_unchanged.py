@@ -44,7 +44,7 @@ class Sent:
         self()
 
     def __call__(self) -> int:
-        total = sum(server.engine.transfer_stats.sent_bytes for server in self._cluster.servers)
+        total = sum(server.engine.traffic.transfer.sent_bytes for server in self._cluster.servers)
         since, self._before = total - self._before, total
         return since
 

@@ -39,6 +39,7 @@ from psserver.process.identity import ServerIdentity
 from psserver.process.metrics import ServerMetrics
 from psserver.process.shard_count_file import ShardCountFile
 from psserver.shard.engine import ShardEngine
+from psserver.shard.worker_traffic import WorkerTraffic
 from psserver.transfer.servicer import DataPlaneServicer
 from psworker.core.clock import Clock
 from psworker.simulation import ENDLESS_LEASE_SECONDS, UNLIMITED_BYTES, DirectTransport
@@ -81,7 +82,10 @@ class DirectServer:
         self._log = ShardLog(RecordSink(RecordSource.SHARD, disk))
         self.states = ShardStateFactory(shard, ALONE, self.archive, self._log)
         self.engine = ShardEngine(
-            self.states.empty(config.shards), metrics, self._cut, UNLIMITED_BYTES, "grpc", self._log
+            self.states.empty(config.shards),
+            WorkerTraffic(metrics, UNLIMITED_BYTES, "grpc"),
+            self._cut,
+            self._log,
         )
         self.identity = ServerIdentity(shard, config.shards, f"direct-{shard}", job=JOB)
         self.server = DataPlaneServicer(self.engine, self.identity)

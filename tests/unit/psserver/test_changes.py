@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 
 from pscommon.core.log_entries import Apply, Begin, Contribution, Cut, Entry, Evict, PushKey, Reject
-from psserver.shard.wakeups import PushWaiters
+from psserver.shard.live_state import PushWaiters
 
 MINE, OTHERS = PushKey(1, 5), PushKey(2, 5)
 LONG = 30.0

@@ -12,6 +12,7 @@ from psproto.v1 import parameter_server_pb2 as pb
 from psserver.durability.shard_state import ShardState
 from psserver.process.metrics import ServerMetrics
 from psserver.shard.engine import ShardEngine
+from psserver.shard.worker_traffic import WorkerTraffic
 
 SPEC = ModelSpec((TensorSpec("w", (4,), "float32"),), OptimizerSettings("sgd", ({"lr": 1.0},)))
 
@@ -27,7 +28,8 @@ def following(log_id: int) -> ShardState:
 def engine() -> ShardEngine:
     """With weights."""
     metrics = ServerMetrics(CollectorRegistry(), shard=0)
-    engine = ShardEngine(following(1), metrics, lambda cut, store: None, 1 << 20, "auto")
+    traffic = WorkerTraffic(metrics, 1 << 20, "auto")
+    engine = ShardEngine(following(1), traffic, lambda cut, store: None)
     engine.set_model(SPEC)
     stage(engine, 0)
     engine.deliver(1, [Begin(1, 1)])
@@ -66,10 +68,10 @@ def test_memory_of_workers_goes_with_the_log_that_they_were_in(engine: ShardEngi
     request = pb.AttachMemoryRequest(
         worker=1, memory=1, name=offer.name, nbytes=offer.nbytes, token=offer.token
     )
-    assert engine.shared_buffers.attach(request) == ""
+    assert engine.traffic.shared_buffers.attach(request) == ""
     region.hide()
 
     engine.install(following(2))
 
     with pytest.raises(UnreachableError, match="not attached"):
-        engine.shared_buffers.find(pb.PushPullHeader(worker=1, memory=1))
+        engine.traffic.shared_buffers.find(pb.PushPullHeader(worker=1, memory=1))

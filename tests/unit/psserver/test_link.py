@@ -20,7 +20,8 @@ def make_link(standby: Any = None, patience: float = 1.0) -> CoordinatorLink:
     engine = cast(
         Any,
         SimpleNamespace(
-            make_report=ShardMachine(1).report, transfer_stats=TransferStats(cast(Any, None))
+            make_report=ShardMachine(1).report,
+            traffic=SimpleNamespace(transfer=TransferStats(cast(Any, None))),
         ),
     )
     line = standby or SimpleNamespace(term=1, address="", state="none")
@@ -96,8 +97,8 @@ def test_whose_bytes_have_moved_is_said_once() -> None:
         return list(next(requests).alive)
 
     assert told() == []
-    assert list(link._engine.transfer_stats.watch_frames(7, iter([b"a", b"b"]))) == [b"a", b"b"]
-    link._engine.transfer_stats.note_request(8)
+    assert list(link._engine.traffic.transfer.watch_frames(7, iter([b"a", b"b"]))) == [b"a", b"b"]
+    link._engine.traffic.transfer.note_request(8)
     assert told(due=False) == []
     assert sorted(told()) == [7, 8]
     assert told() == []
@@ -111,7 +112,7 @@ def test_bytes_are_told_with_the_seconds_since_they_moved(monkeypatch: pytest.Mo
     )
     link = make_link()
     requests = link._requests(link._outbox)
-    link._engine.transfer_stats.note_request(7)
+    link._engine.traffic.transfer.note_request(7)
     clock.now = 10.75
 
     assert dict(next(requests).alive) == {7: 0.75}

@@ -1,10 +1,13 @@
-"""Measure how long pushes wait on a shard and how long their updates take."""
+"""Statistics of a shard's pushes and updates, for metrics, the status and workers."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from pscommon.core.log_entries import Apply, PushKey
+from pscommon.core.log_entries import Apply, PushKey, Reject
+from psserver.durability.shard_state import ShardState
+from psserver.parameters.store import count_elements
 from psserver.process.metrics import ServerMetrics
+from psserver.shard.observers import ShardObserver
 
 
 class PushTiming(NamedTuple):
@@ -20,14 +23,16 @@ class PushTiming(NamedTuple):
     apply_seconds: float
 
 
-class PushTimings:
-    """Timings of each worker's newest applied push.
+class PushStatistics(ShardObserver):
+    """Counts pushes and updates, and keeps the timing of each worker's newest applied push.
 
     apply_seconds: duration of all updates so far.
+    duplicate_count: pushes received again after they were decided.
     """
 
     def __init__(self, metrics: ServerMetrics) -> None:
         self.apply_seconds = 0.0
+        self.duplicate_count = 0
         self._metrics = metrics
         self._newest: dict[int, PushTiming] = {}
 
@@ -40,15 +45,20 @@ class PushTimings:
             else PushTiming(key.seq, 0.0, 0.0)
         )
 
-    def record_update(
+    def on_install(self, state: ShardState) -> None:
+        self._metrics.version(state.machine.version)
+
+    def on_model(self, state: ShardState) -> None:
+        if (store := state.store) is not None:
+            self._metrics.model(count_elements(store.plan, state.shard), store.nbytes)
+
+    def on_repeat(self) -> None:
+        self.duplicate_count += 1
+        self._metrics.pushed("duplicate")
+
+    def on_update(
         self, entry: Apply, staged_at: Sequence[float], began: float, seconds: float
     ) -> None:
-        """Record an update.
-
-        staged_at: when each of its pushes was complete (monotonic seconds).
-        began: when the update started (monotonic seconds).
-        seconds: duration of the update.
-        """
         self.apply_seconds += seconds
         self._metrics.applied(seconds, len(staged_at))
         self._metrics.version(entry.version)
@@ -59,6 +69,8 @@ class PushTimings:
                 contribution.key.seq, began - since, seconds
             )
 
-    def drop(self, worker: int) -> None:
-        """Forget a worker that has left."""
+    def on_reject(self, entry: Reject) -> None:
+        self._metrics.pushed("stale" if entry.reason == "STALE" else "rejected")
+
+    def on_evict(self, worker: int) -> None:
         self._newest.pop(worker, None)

@@ -1,0 +1,30 @@
+"""Everything about the traffic between workers and one shard."""
+
+from pscommon.settings.values import Lanes
+from psserver.parameters.memory_budget import MemoryBudget
+from psserver.process.metrics import ServerMetrics
+from psserver.shard.observers import ShardObserver
+from psserver.shard.push_statistics import PushStatistics
+from psserver.shard.shared_buffers import AttachedBuffers
+from psserver.shard.transfer_stats import TransferStats
+
+
+class WorkerTraffic:
+    """Memory, shared buffers and statistics of one shard's traffic with workers.
+
+    budget: bytes in flight.
+    shared_buffers: memory that workers on this host offered.
+    transfer: bytes received and sent.
+    pushes: statistics of pushes and updates.
+    """
+
+    def __init__(self, metrics: ServerMetrics, in_flight: int, lanes: Lanes) -> None:
+        self.budget = MemoryBudget(in_flight)
+        self.shared_buffers = AttachedBuffers(lanes)
+        self.transfer = TransferStats(metrics)
+        self.pushes = PushStatistics(metrics)
+
+    @property
+    def observers(self) -> tuple[ShardObserver, ...]:
+        """The observers of the shard, in the order in which they are called."""
+        return self.pushes, self.transfer, self.shared_buffers
