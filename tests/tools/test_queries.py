@@ -101,8 +101,8 @@ def test_dashboard_is_well_formed() -> None:
     assert max(x for x, _ in cells) < 24
     assert set(cells.values()) == {1}
     assert [panel["title"] for panel in panels if panel["type"] == "row"] == [
-        "Is it training?",
-        "Where does a step go?",
+        "Training",
+        "Duration of a step",
         "Staleness and policy",
         "Servers",
         "Durability",
