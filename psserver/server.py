@@ -273,7 +273,7 @@ class Server:
             self.metrics,
             self.replicator,
         )
-        self.snapshots.on_part = lambda part: service.snapshot_part(0, part)
+        self.snapshots.on_part = lambda part: service.shard_connections.record_part(0, part)
         return service
 
     def _make_coordinator_link(self) -> CoordinatorLink:

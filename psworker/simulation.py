@@ -19,10 +19,10 @@ from pscommon.system.thread_team import ALONE
 from pscommon.wire.frames import chunks, decode_response, encode_header
 from psproto.v1 import coordinator_pb2 as co
 from psproto.v1 import parameter_server_pb2 as ps
-from psserver.coordinator.server_registry import DeliveryCursor
 from psserver.coordinator.service import CoordinatorService
 from psserver.coordinator.servicer import ControlPlaneServicer
-from psserver.core.job.catch_up import CatchUp
+from psserver.core.coordinator.catch_up import CatchUp
+from psserver.core.coordinator.server_entry import DeliveryCursor
 from psserver.durability.record_sink import RecordSink, RecordSource
 from psserver.durability.shard_log import ShardLog
 from psserver.durability.shard_recovery import ShardStateFactory
@@ -137,8 +137,12 @@ class SimulatedCluster:
     def _server(self, engine: ShardEngine) -> DataPlaneServicer:
         shard = engine.live.shard
         if shard > 0:
-            self.service.connect_shard(shard, len(self._engines), f"simulated-{shard}", "simulated")
-            engine.request_report = lambda: self.service.report(engine.make_report())
+            self.service.shard_connections.connect(
+                shard, len(self._engines), f"simulated-{shard}", "simulated"
+            )
+            engine.request_report = lambda: self.service.shard_connections.report(
+                engine.make_report()
+            )
             engine.request_report()
             engine.describe_wait = lambda: self.service.waiting_for
         return DataPlaneServicer(
@@ -152,7 +156,7 @@ class SimulatedCluster:
         while not is_finished:
             is_finished = True
             for shard, engine in enumerate(self._engines[1:], start=1):
-                update = self.service.next_update(
+                update = self.service.shard_connections.next_update(
                     self.service.registry[shard], self._cursors[shard]
                 )
                 assert update is not None  # the number of shards does not change

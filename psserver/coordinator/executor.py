@@ -12,12 +12,13 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from pscommon.core.errors import PSError
 from pscommon.core.log_entries import Entry
+from psserver.core.commands.command import Command
 from psserver.core.commands.recorder import Recorder
-from psserver.core.job.coordinator import CoordinatorMachine
+from psserver.core.coordinator.machine import CoordinatorMachine
 from psserver.monitoring.wait_notices import RefusalNotice
 from psserver.shard.engine import ShardEngine
 
@@ -74,13 +75,13 @@ class CommandExecutor:
             self._recorder = recorder
             self.wake()
 
-    def do(self, name: str, quiet: bool = False, **args: Any) -> Any:
-        """Execute one command and return its answer.
+    def do(self, command: Command[T], quiet: bool = False) -> T:
+        """Execute one command and return its reply.
 
         Args:
             quiet: Do not wake the waiting requests.
         """
-        return self.step(lambda recorder, now: recorder.do(name, now, **args), quiet)
+        return self.step(lambda recorder, now: recorder.do(command, now), quiet)
 
     def step(self, action: Callable[[Recorder, float], T], quiet: bool = False) -> T:
         """Run one action on the machine, then deliver the entries that it created, even if it
@@ -121,7 +122,7 @@ class CommandExecutor:
         with self.changed:
             return min(
                 CHECK_INTERVAL_SECONDS,
-                self.coordinator.membership.seconds_to_lease_end(time.monotonic()),
+                self.coordinator.membership.leases.seconds_to_end(time.monotonic()),
             )
 
     def wake(self) -> None:

@@ -6,10 +6,11 @@ import os
 from pathlib import Path
 
 from pscommon.core.errors import NotSavedError, PSError
+from pscommon.snapshot import Manifest
 from pscommon.system.small_files import write_whole
 from pscommon.telemetry.logs import get_logger
-from psserver.coordinator.server_registry import ServerRegistry
 from psserver.coordinator.snapshot_jobs import SnapshotScheduler
+from psserver.core.coordinator.shard_directory import ShardDirectory
 from psserver.durability.snapshots import SnapshotManager
 from psserver.shard.engine import ShardEngine
 from psserver.shard.final_weights import write_final_weights
@@ -27,7 +28,7 @@ def save_final_state(
     job: str,
     save: Path | None,
     engine: ShardEngine,
-    registry: ServerRegistry,
+    registry: ShardDirectory[Manifest],
     scheduler: SnapshotScheduler,
     snapshots: SnapshotManager,
     lost_data_dir: str,

@@ -8,8 +8,10 @@ from pscommon.core.errors import FencedError, InvalidRequestError
 from pscommon.core.metric_row import MetricRow
 from pscommon.telemetry.logs import get_logger
 from psserver.coordinator.executor import CommandExecutor
+from psserver.core.commands.data_commands import ReportValues
 from psserver.core.commands.recorder import Recorder
 from psserver.core.reports.reported_values import ReportedValue
+from psserver.core.workers.members import WorkerHeartbeat
 
 MAX_AGE_SECONDS = 60.0
 """An older value counts as reported this long ago: workers keep only the newest value of each
@@ -56,8 +58,8 @@ class Heartbeats:
         self._executor = executor
         self._check_is_over = check_is_over
 
-    def beat(self, worker: int, **values: float | str) -> HeartbeatAnswer:
-        """Record a heartbeat (see Member.take).
+    def beat(self, worker: int, heartbeat: WorkerHeartbeat) -> HeartbeatAnswer:
+        """Record what a worker reports of itself.
 
         Raises:
             FencedError: The worker is no longer a member.
@@ -65,8 +67,8 @@ class Heartbeats:
         """
 
         def action(recorder: Recorder, now: float) -> bool:
-            member = recorder.coordinator.member(worker, now)
-            member.update(**values)
+            member = recorder.coordinator.job.member(worker, now)
+            member.update(heartbeat)
             return member.draining
 
         draining = self._executor.step(action, quiet=True)
@@ -97,7 +99,7 @@ class Heartbeats:
             for sent in newest.values()
         ]
         if taken:
-            self._executor.do("report_values", quiet=True, worker=worker, values=taken)
+            self._executor.do(ReportValues(worker, taken), quiet=True)
 
     def report_beside(self, worker: int, values: Sequence[ReceivedValue]) -> None:
         """Record the values sent with another request, which must not fail because of them."""

@@ -14,9 +14,10 @@ from pscommon.core.model_spec import model_to_json
 from pscommon.snapshot import Manifest
 from pscommon.telemetry.logs import get_logger
 from psserver.coordinator.executor import CommandExecutor
-from psserver.coordinator.server_registry import ServerRegistry
+from psserver.core.commands.job_commands import UseRules
 from psserver.core.commands.recorder import Recorder
-from psserver.core.job.coordinator import CoordinatorMachine
+from psserver.core.coordinator.machine import CoordinatorMachine
+from psserver.core.coordinator.shard_directory import ShardDirectory
 from psserver.core.workers.membership import GENERATION
 from psserver.durability.coordinator_log import LOG_FOLDER, CoordinatorLog
 from psserver.durability.initial_state import InitialState, Origin
@@ -27,6 +28,7 @@ from psserver.durability.snapshots import SnapshotManager
 from psserver.process.config import ServerConfig
 from psserver.process.identity import ServerIdentity
 from psserver.process.metrics import ServerMetrics
+from psserver.process.shard_count_file import ShardCountFile
 from psserver.replication.hello import CoordinatorFacts
 from psserver.replication.standby_state import Promotion
 from psserver.shard.engine import ShardEngine
@@ -56,14 +58,15 @@ class JobHistory:
         engine: ShardEngine,
         states: ShardStateFactory,
         snapshots: SnapshotManager,
-        registry: ServerRegistry,
+        registry: ShardDirectory[Manifest],
+        layout: ShardCountFile,
         metrics: ServerMetrics,
         fail: Callable[[PSError], None],
         standby_link: StandbyLink | None = None,
     ) -> None:
         self._config, self._identity = config, identity
         self._engine, self._states, self._snapshots = engine, states, snapshots
-        self._registry, self._metrics = registry, metrics
+        self._registry, self._layout, self._metrics = registry, layout, metrics
         self._fail, self._standby_link = fail, standby_link
         self._generations = snapshots.generations
         self._rollback_lock = threading.RLock()
@@ -100,7 +103,7 @@ class JobHistory:
         elif recovery is not None and not self.durable:
             recovery.remove_logs(manifest, generation, checks=is_auto)
         if manifest is None:
-            self._registry.layout.forget()
+            self._layout.forget()
             self._learn("")
             self.begin()
         else:
@@ -117,7 +120,7 @@ class JobHistory:
             JobRecovery(
                 data_dir,
                 self._states,
-                self._registry.layout,
+                self._layout,
                 metrics.updates_lost,
                 metrics.log_failed,
             )
@@ -128,7 +131,7 @@ class JobHistory:
     def install(self, initial: InitialState) -> Recorder:
         """Begin a log with this state. Return the recorder of its machine."""
         coordinator, is_log = initial.coordinator, initial.origin is Origin.LOG
-        self._registry.form(coordinator.members)
+        self._registry.form(coordinator.job.following_shards)
         self._registry.new_log(initial.snapshot)
         if initial.job:
             self._learn(initial.job)
@@ -151,8 +154,8 @@ class JobHistory:
                 "epoch": coordinator.epoch,
                 "version": 0,
                 "generation": self._generations.number,
-                "policy": [*coordinator.policy_args()],
-                "rules": coordinator.rules.as_json(),
+                "policy": [*coordinator.job.policy_row()],
+                "rules": coordinator.job.rules.as_json(),
             }
         )
         return {"shards": self._registry.shards, **state, "job": self._identity.job}
@@ -165,8 +168,8 @@ class JobHistory:
         recorder = self.install(initial)
         recorder.recovered(time.monotonic(), self._generations.number, resumes=True)
         coordinator.ledger.origin = self._snapshots.describe(manifest, logged=True)
-        recorder.do("go_by", time.monotonic(), rules=self._rules.as_json())
-        coordinator.membership.begin_run(self._config.min_workers)
+        recorder.do(UseRules(self._rules), time.monotonic())
+        coordinator.membership.run.begin_next(self._config.min_workers)
         log.info("resumed_from_log", version=coordinator.version)
 
     def install_promotion(self, promotion: Promotion) -> None:
@@ -207,7 +210,7 @@ class JobHistory:
         """Begin a job without earlier state."""
         coordinator, shards = self._new_machine(), self._registry.shards
         if self._coordinator is not None:
-            coordinator.policy = self._coordinator.policy
+            coordinator.job.policy = self._coordinator.policy
         shard = self._states.fresh(coordinator.epoch, 0, shards)
         self.install(InitialState(Origin.FRESH, coordinator, shard))
         self._engine.request_report()
@@ -269,7 +272,7 @@ class JobHistory:
     def _facts(self) -> CoordinatorFacts:
         registry = self._registry
         return CoordinatorFacts(
-            self._generations.number, registry.snapshot, self.newest, registry.layout.noted
+            self._generations.number, registry.snapshot, self.newest, self._layout.noted
         )
 
     # ---- rollback --------------------------------------------------------------------------------
@@ -381,7 +384,7 @@ class JobHistory:
         self._identity.learn(
             self._config.job or job or self._identity.job,
             registry.addresses,
-            registry.layout.changes,
+            self._layout.changes,
         )
 
     def close(self) -> None:

@@ -14,16 +14,19 @@ from pscommon.core.errors import (
     UnreachableError,
     WaitTimeoutError,
 )
+from pscommon.snapshot import Manifest
 from pscommon.telemetry.logs import get_logger
 from psproto.v1 import coordinator_pb2 as pb
 from psserver.coordinator.executor import CommandExecutor
-from psserver.coordinator.server_registry import ServerRegistry
 from psserver.core.commands.recorder import Recorder
 from psserver.core.commands.request_checks import check_shards
-from psserver.core.job.admission import check_reshard
+from psserver.core.commands.shard_commands import StartReshard
+from psserver.core.coordinator.admission import check_reshard
+from psserver.core.coordinator.shard_directory import ShardDirectory
 from psserver.durability.snapshots import SnapshotManager
 from psserver.process.config import ServerConfig
 from psserver.process.identity import ServerIdentity
+from psserver.process.shard_count_file import ShardCountFile
 from psserver.shard.engine import ShardEngine
 from psserver.shard.resharding import build_partition
 
@@ -39,7 +42,8 @@ class ReshardRequests:
     def __init__(
         self,
         executor: CommandExecutor,
-        registry: ServerRegistry,
+        registry: ShardDirectory[Manifest],
+        layout: ShardCountFile,
         engine: ShardEngine,
         snapshots: SnapshotManager,
         identity: ServerIdentity,
@@ -51,7 +55,7 @@ class ReshardRequests:
             engine,
             snapshots,
         )
-        self._identity, self._config = identity, config
+        self._identity, self._config, self._layout = identity, config, layout
         self._moved: dict[int, int] = {}  # bytes that a shard received from others
         self._problems: dict[int, str] = {}  # why a shard's last attempt failed
         self._reshard_thread: threading.Thread | None = None
@@ -132,16 +136,16 @@ class ReshardRequests:
 
         The shard count is written to disk first: a server that restarts must find the new number.
         """
-        layout, coordinator = self._registry.layout, recorder.coordinator
-        if self._registry.missing or not coordinator.can_reshard(shards):
+        layout, coordinator = self._layout, recorder.coordinator
+        if self._registry.missing or not coordinator.resharding.can_start(shards):
             return None
         try:
             layout.change(shards)
         except OSError as error:
             raise SnapshotError(f"cannot store the number of servers: {error}") from error
-        recorder.do("reshard", now, shards=shards, keeps=self._snapshots.enabled)
+        recorder.do(StartReshard(shards, self._snapshots.enabled), now)
         self._moved.clear()
-        self._registry.form(coordinator.members)
+        self._registry.form(coordinator.job.following_shards)
         self.learn()
         return now
 
@@ -158,9 +162,7 @@ class ReshardRequests:
 
     def learn(self) -> None:
         """Update the addresses that this server gives to others."""
-        self._identity.learn(
-            self._identity.job, self._registry.addresses, self._registry.layout.changes
-        )
+        self._identity.learn(self._identity.job, self._registry.addresses, self._layout.changes)
 
     def advance(self) -> None:
         """Advance the reshard: build this shard's new part, and release servers that are no
@@ -188,7 +190,7 @@ class ReshardRequests:
 
         The caller holds the executor's lock.
         """
-        members = self._executor.coordinator.members
+        members = self._executor.coordinator.job.following_shards
         if len(list(self._registry)) > members:
             self._registry.form(members)
             self._executor.wake()

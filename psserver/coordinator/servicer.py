@@ -27,8 +27,11 @@ from psproto.v1.coordinator_pb2_grpc import CoordinatorServiceServicer
 from psserver.coordinator.heartbeats import ReceivedValue
 from psserver.coordinator.service import CoordinatorService
 from psserver.coordinator.shard_stream import follow_shard
+from psserver.core.commands.data_commands import LeaseBatches, ReturnBatches
 from psserver.core.commands.request_checks import wait_seconds
+from psserver.core.commands.worker_commands import Join
 from psserver.core.shard.state_machine import NO_LOG
+from psserver.core.workers.members import WorkerHeartbeat
 from psserver.durability.snapshots import groups_of
 from psserver.process.grpc_server import when_ended
 
@@ -48,8 +51,9 @@ class ControlPlaneServicer(CoordinatorServiceServicer):
         with answering(context):
             check_wire_format(request.format, "the worker", "the server")
             rank = request.rank if request.HasField("rank") else None
-            member = self._service.join(
-                request.job, rank, request.host, request.pid, request.device, request.attempt
+            self._service.check_job(request.job)
+            member = self._service.worker_requests.join(
+                Join(rank, request.host, request.pid, request.device, request.attempt)
             )
             self._service.worker_exits.learn(member.worker, request.process[:MAX_NAME_CHARACTERS])
             return pb.JoinResponse(
@@ -75,7 +79,9 @@ class ControlPlaneServicer(CoordinatorServiceServicer):
             spec = model_from_proto(request.model)
             spec = ModelSpec(spec.tensors, validate(spec.optimizer))
             check_numbers(spec.optimizer, spec.tensors)
-            state = self._service.register(request.worker, spec, wait_seconds(request.wait_ms))
+            state = self._service.worker_requests.register(
+                request.worker, spec, wait_seconds(request.wait_ms)
+            )
             if state not in STATES:
                 waiting = self._service.waiting_for
                 return pb.RegisterResponse(
@@ -113,10 +119,12 @@ class ControlPlaneServicer(CoordinatorServiceServicer):
             beats = self._service.heartbeats
             beat = beats.beat(
                 request.worker,
-                step_seconds=request.step_seconds,
-                samples_per_second=request.samples_per_second,
-                phase=request.phase[:MAX_NAME_CHARACTERS],
-                no_call_seconds=request.no_call_seconds,
+                WorkerHeartbeat(
+                    request.step_seconds,
+                    request.samples_per_second,
+                    request.phase[:MAX_NAME_CHARACTERS],
+                    request.no_call_seconds,
+                ),
             )
             beats.report_beside(request.worker, _received_values(request.values))
             self._service.worker_exits.learn(request.worker, request.process[:MAX_NAME_CHARACTERS])
@@ -145,7 +153,7 @@ class ControlPlaneServicer(CoordinatorServiceServicer):
         with answering(context):
             self._service.check_job(request.job)
             self._service.heartbeats.report_beside(request.worker, _received_values(request.values))
-            self._service.leave(request.worker, request.reason, request.version)
+            self._service.worker_requests.leave(request.worker, request.reason, request.version)
             return pb.LeaveResponse()
 
     def NextBatch(self, request: pb.NextBatchRequest, context: Context) -> pb.NextBatchResponse:
@@ -154,22 +162,26 @@ class ControlPlaneServicer(CoordinatorServiceServicer):
             spec = loop_from_proto(request.loop)
             if request.share_only:
                 return pb.NextBatchResponse(
-                    share=self._service.data_shares.of(request.worker, spec)
+                    share=self._service.worker_requests.share(request.worker, spec)
                 )
-            batches = self._service.next_batches(
-                wait_seconds(request.wait_ms),
-                worker=request.worker,
-                spec=spec,
-                received=request.received,
-                count=max(1, request.count),
-                idle=request.idle,
-                first_open=request.first_open,
+            command = LeaseBatches(
+                request.worker,
+                spec,
+                request.received,
+                max(1, request.count),
+                request.idle,
+                request.first_open,
+            )
+            batches = self._service.worker_requests.lease_batches(
+                command, wait_seconds(request.wait_ms)
             )
             if batches is None:
                 return pb.NextBatchResponse(
                     waiting_for=self._service.waiting_for, version=self._service.version
                 )
-            share = 0 if request.received else self._service.data_shares.of(request.worker, spec)
+            share = (
+                0 if request.received else self._service.worker_requests.share(request.worker, spec)
+            )
             return pb.NextBatchResponse(
                 numbers=batches.numbers,
                 end=batches.end,
@@ -183,8 +195,9 @@ class ControlPlaneServicer(CoordinatorServiceServicer):
     ) -> pb.ReturnBatchesResponse:
         with answering(context):
             self._service.check_job(request.job)
-            self._service.return_batches(
-                request.worker, batches_from_proto(request.batches), request.used
+            batches = batches_from_proto(request.batches)
+            self._service.worker_requests.return_batches(
+                ReturnBatches(request.worker, list(batches), request.used)
             )
             return pb.ReturnBatchesResponse()
 
@@ -264,15 +277,17 @@ class ControlPlaneServicer(CoordinatorServiceServicer):
             self._service.check_job(first.job)
             check_same_optimizers(f"shard {first.shard}", first.optimizers, "shard 0")
             followed, term = first.report.epoch != NO_LOG, max(1, first.term)
-            server, connection = self._service.connect_shard(
+            server, connection = self._service.shard_connections.connect(
                 first.shard, first.shards, first.address, first.instance, followed, term
             )
             # at once, not at the next check of follow_shard: the shard's next process may connect
-            when_ended(context, lambda: self._service.disconnect_shard(server, connection))
+            when_ended(
+                context, lambda: self._service.shard_connections.disconnect(server, connection)
+            )
             try:
                 yield from follow_shard(self._service, server, connection, first, requests, context)
             finally:
-                self._service.disconnect_shard(server, connection)
+                self._service.shard_connections.disconnect(server, connection)
 
 
 def _received_values(values: Iterable[pb.ReportedValue]) -> list[ReceivedValue]:

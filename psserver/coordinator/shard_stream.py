@@ -14,9 +14,9 @@ import grpc
 from pscommon.core.formats import spoken_format
 from pscommon.wire.messages import entry_to_proto, model_to_proto, report_from_proto
 from psproto.v1 import coordinator_pb2 as pb
-from psserver.coordinator.server_registry import DeliveryCursor, ServerEntry
 from psserver.coordinator.service import CoordinatorService
-from psserver.core.job.catch_up import CatchUp
+from psserver.core.coordinator.catch_up import CatchUp
+from psserver.core.coordinator.server_entry import DeliveryCursor, ServerEntry
 from psserver.core.job.snapshot_schedule import PartReport
 
 UPDATE_INTERVAL_SECONDS = 1.0
@@ -49,7 +49,7 @@ def follow_shard(
         yield response
         if response.stop:
             return
-        service.wait_for_update(server, cursor, UPDATE_INTERVAL_SECONDS)
+        service.shard_connections.wait_for_update(server, cursor, UPDATE_INTERVAL_SECONDS)
 
 
 def _next_response(
@@ -58,7 +58,7 @@ def _next_response(
     """Return the next response, the cursor after it, and the fingerprint of the model that
     the shard then has.
     """
-    update = service.next_update(server, cursor)
+    update = service.shard_connections.next_update(server, cursor)
     over, durable = (
         service.is_over and service.stopped.is_set(),
         service.config.durability == "log",
@@ -156,19 +156,21 @@ class ShardListener(threading.Thread):
         if request.ended:
             service.worker_exits.found(request.ended)
         if request.alive:
-            service.alive(request.alive)
+            service.worker_requests.renew_leases(request.alive)
         if request.stats_json:
             self._server.stats = json.loads(request.stats_json)
         if request.HasField("restored"):
-            service.restored(
+            service.shard_connections.finish_catch_up(
                 self._server, self._connection, request.restored.version, request.restored.problem
             )
         if request.HasField("snapshot_part"):
             part = request.snapshot_part
             named = (part.version, part.index, part.file, part.nbytes, part.sha256, part.problem)
-            service.snapshot_part(shard, PartReport(*named))
+            service.shard_connections.record_part(shard, PartReport(*named))
         if request.HasField("moved"):
             service.reshard_requests.moved(shard, request.moved.nbytes, request.moved.problem)
         if request.HasField("report"):
             self._server.standby = request.standby
-            service.report(report_from_proto(shard, request.report), self._server, self._connection)
+            service.shard_connections.report(
+                report_from_proto(shard, request.report), self._server, self._connection
+            )

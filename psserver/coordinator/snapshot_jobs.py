@@ -1,11 +1,14 @@
 """Snapshots of the job on shard 0: requested, committed when all parts are written, restored."""
 
 from pscommon.core.errors import SnapshotError, UnreachableError, WaitTimeoutError
+from pscommon.snapshot import Manifest
 from psserver.coordinator.executor import CommandExecutor
 from psserver.coordinator.job_history import JobHistory
-from psserver.coordinator.server_registry import ServerRegistry
+from psserver.core.commands.job_commands import FinishSnapshot
 from psserver.core.commands.recorder import Recorder
-from psserver.core.job.coordinator import CoordinatorMachine
+from psserver.core.commands.shard_commands import FinishReshard
+from psserver.core.coordinator.machine import CoordinatorMachine
+from psserver.core.coordinator.shard_directory import ShardDirectory
 from psserver.durability.snapshots import SnapshotManager
 
 LAST_SNAPSHOT_SECONDS = 30.0
@@ -29,7 +32,7 @@ class SnapshotScheduler:
         executor: CommandExecutor,
         history: JobHistory,
         snapshots: SnapshotManager,
-        registry: ServerRegistry,
+        registry: ShardDirectory[Manifest],
     ) -> None:
         self.wanted = False
         self._executor, self._history, self._snapshots, self._registry = (
@@ -133,16 +136,16 @@ class SnapshotScheduler:
         """
         coordinator = self._executor.coordinator
         new = coordinator.begun and coordinator.version > coordinator.cuts.last_version
-        return new and coordinator.membership.is_run_done(1)
+        return new and coordinator.membership.run.is_done(1)
 
     def _finish(self) -> None:
         """Commit the snapshot whose parts are all written; only then may the next one start."""
         coordinator = self._executor.coordinator
         if coordinator.cuts.finished is not None:
             written = self._history.commit_snapshot(coordinator, self._executor)
-            self._executor.do("filed")
+            self._executor.do(FinishSnapshot())
             if coordinator.move is not None and (written or not self._history.durable):
-                self._executor.do("settle")  # without a log, the previous snapshot is enough
+                self._executor.do(FinishReshard())  # without a log, the previous snapshot is enough
 
     def _written(self, wanted: int, seconds: float, tries: int = 1) -> int | None:
         """Take snapshots until one holds the wanted version (after a rollback: the current

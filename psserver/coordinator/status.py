@@ -9,9 +9,10 @@ from typing import Any
 from pscommon.core.data_loop import LoopSpec
 from pscommon.core.data_stream import StreamSpec
 from pscommon.core.partition import PartitionPlan
-from psserver.coordinator.server_registry import ServerRegistry
+from pscommon.snapshot import Manifest
 from psserver.core.commands.recorder import HUNG
-from psserver.core.job.coordinator import CoordinatorMachine
+from psserver.core.coordinator.machine import CoordinatorMachine
+from psserver.core.coordinator.shard_directory import ShardDirectory
 from psserver.core.workers.members import Member, WorkerState
 from psserver.durability.record_sink import StandbyLink
 from psserver.durability.snapshots import SnapshotManager
@@ -33,7 +34,7 @@ class JobView:
 
     job: str
     config: ServerConfig
-    registry: ServerRegistry
+    registry: ShardDirectory[Manifest]
     snapshots: SnapshotManager
     progress: PassProgress
     waiting_for: str
@@ -62,12 +63,12 @@ def describe(
         "max_staleness": policy.max_staleness,
         "state": state(view, coordinator),
         "version": coordinator.version,
-        "steps": coordinator.counts["applied"],
-        "samples": coordinator.samples,
+        "steps": coordinator.job.counts["applied"],
+        "samples": coordinator.job.samples,
         "resumed": snapshots.resumed,
         "seconds": round(now - began, 3),
         "waiting_for": view.waiting_for,
-        "min_workers": coordinator.min_workers,
+        "min_workers": coordinator.job.min_workers,
         "backup_workers": policy.backup,
         **settings(view.config),
         "settings": in_force(view, coordinator),
@@ -82,13 +83,13 @@ def describe(
         if snapshots.newest_time
         else None,
         "snapshot_problem": snapshots.problem,
-        "pushes": coordinator.counts
+        "pushes": coordinator.job.counts
         | {"duplicate": sum(int(s.stats.get("duplicates", 0)) for s in view.registry)},
         "metrics": {
             name: value for name, (_, value) in sorted(coordinator.reported.latest.items())
         },
         "model": model(coordinator),
-        "finished": coordinator.membership.done_count,
+        "finished": coordinator.membership.run.done_count,
     }
 
 
@@ -124,7 +125,7 @@ def in_force(view: JobView, coordinator: CoordinatorMachine) -> list[dict[str, A
     """Return the job's settings for `ps-ctl config`: shard 0's flags and the policy that a
     command set.
     """
-    name, staleness, max_staleness, _ = coordinator.policy_args()
+    name, staleness, max_staleness, _ = coordinator.job.policy_row()
     chosen = {"policy": name, "staleness": staleness, "max_staleness": max_staleness}
     given = {field.name: _plain(getattr(view.config, field.name)) for field in fields(view.config)}
     known = {"job": view.job, "shards": coordinator.shards}
@@ -161,7 +162,7 @@ def state(view: JobView, coordinator: CoordinatorMachine) -> str:
     return "running" if coordinator.started else "waiting for workers"
 
 
-def servers(registry: ServerRegistry) -> list[dict[str, Any]]:
+def servers(registry: ShardDirectory[Manifest]) -> list[dict[str, Any]]:
     return [
         {
             "shard": s.shard,
@@ -174,7 +175,7 @@ def servers(registry: ServerRegistry) -> list[dict[str, Any]]:
     ]
 
 
-def candidates(registry: ServerRegistry) -> list[dict[str, Any]]:
+def candidates(registry: ShardDirectory[Manifest]) -> list[dict[str, Any]]:
     """Return the servers that wait for ps-ctl reshard."""
     return [
         {"shard": shard, "shards": shards, "address": server.address}
@@ -249,7 +250,7 @@ def data(coordinator: CoordinatorMachine) -> list[dict[str, Any]]:
             "batch_size": loop.spec.batch_size,
             "epochs": loop.spec.epochs,
             "committed": loop.committed,
-            "leased": loop.leased,
+            "leased": len(loop.leases),
             "dropped": loop.dropped,
             "duplicates": loop.duplicates,
             "ended": loop.ended,

@@ -1,62 +1,144 @@
-"""Workers' requests that wait for the coordinator or read its state: registration, data shares."""
+"""Requests of workers: they join, register, ask for batches, return them, and leave."""
 
 import time
+from collections.abc import Callable, Mapping
 
 from pscommon.core.data_stream import Spec
 from pscommon.core.errors import InvalidRequestError
+from pscommon.core.limits import MAX_REASON_CHARACTERS
 from pscommon.core.model_spec import ModelSpec
 from pscommon.snapshot.tensor_file import RESERVED
 from pscommon.system.memory_limit import usable_memory
+from pscommon.telemetry.logs import get_logger
 from psserver.coordinator.executor import CommandExecutor
+from psserver.coordinator.job_history import JobHistory
+from psserver.core.commands.data_commands import LeaseBatches, ReturnBatches
 from psserver.core.commands.recorder import Recorder
 from psserver.core.commands.request_checks import check_memory
+from psserver.core.commands.worker_commands import Join, Leave, Register
 from psserver.core.commands.worker_share import worker_share
-from psserver.core.job.admission import check_registration, push_nbytes
+from psserver.core.coordinator.admission import check_registration, push_nbytes
+from psserver.core.coordinator.data_requests import BatchesReply
+from psserver.core.coordinator.registration import RegistrationReply
+from psserver.core.workers.members import Member
+from psserver.core.workers.membership import GENERATION
+from psserver.durability.snapshots import SnapshotManager
+from psserver.monitoring.first_workers import FirstWorkers
 from psserver.monitoring.wait_notices import log_changed_hyper_parameters
+from psserver.process.metrics import ServerMetrics
 from psserver.shard.engine import ShardEngine
 
+log = get_logger(__name__)
 
-def register(
-    executor: CommandExecutor,
-    engine: ShardEngine,
-    shards: int,
-    in_flight: int,
-    worker: int,
-    spec: ModelSpec,
-    seconds: float,
-) -> str:
-    """Register a worker's model; wait up to `seconds` while the answer is pending.
 
-    Returns:
-        ready, upload or pending.
+class WorkerRequests:
+    """Answers workers. All methods may be called from any thread.
 
-    Raises:
-        MismatchError: The job trains another model.
-        InvalidRequestError: No file or server can hold the model.
+    Args:
+        in_flight: Bytes of pushes that a server may hold.
+        first_workers: Checks the wait for --min-workers.
+        check_goes_on: Raises UnreachableError if this server stops.
+        is_over: Returns whether the job ends with this server.
     """
-    check_memory(spec, shards, usable_memory())
-    nbytes, asked = push_nbytes(spec, shards), time.monotonic()
 
-    def ask(recorder: Recorder, now: float) -> str | None:
-        coordinator = recorder.coordinator
-        check_registration(coordinator, worker, nbytes, in_flight)
-        if coordinator.unresolved_peer(worker, asked):
-            coordinator.member(worker, now)
-            return None
-        if coordinator.model is None:
-            check_names(spec)
-        before = coordinator.model
-        state: str = recorder.do("register", now, worker=worker, spec=spec)
-        log_changed_hyper_parameters(before, coordinator.model)
-        return None if state == "pending" else state
+    def __init__(
+        self,
+        executor: CommandExecutor,
+        engine: ShardEngine,
+        in_flight: int,
+        history: JobHistory,
+        snapshots: SnapshotManager,
+        metrics: ServerMetrics,
+        first_workers: FirstWorkers,
+        check_goes_on: Callable[[], None],
+        is_over: Callable[[], bool],
+    ) -> None:
+        self._executor, self._engine, self._in_flight = executor, engine, in_flight
+        self._history, self._snapshots, self._metrics = history, snapshots, metrics
+        self._first_workers, self._check_goes_on = first_workers, check_goes_on
+        self._is_over = is_over
 
-    answer = executor.until(ask, seconds)
-    if executor.coordinator.model is not None:
-        engine.set_model(executor.coordinator.model)
-    return answer or "pending"
+    def join(self, command: Join) -> Member:
+        """Add a worker to the job."""
+        self._check_goes_on()
+        member = self._executor.do(command)
+        self._snapshots.generations.reserve((member.worker - 1) // GENERATION)
+        worker, rank = member.worker, member.rank
+        log.info("worker_joined", worker=worker, rank=rank, host=member.host, pid=member.pid)
+        return member
+
+    def register(self, worker: int, spec: ModelSpec, seconds: float) -> RegistrationReply:
+        """Register a worker's model; wait up to `seconds` while the answer is pending.
+
+        Raises:
+            MismatchError: The job trains another model.
+            InvalidRequestError: No file or server can hold the model.
+        """
+        shards, asked = self._executor.coordinator.shards, time.monotonic()
+        check_memory(spec, shards, usable_memory())
+        nbytes = push_nbytes(spec, shards)
+
+        def ask(recorder: Recorder, now: float) -> RegistrationReply | None:
+            coordinator = recorder.coordinator
+            check_registration(coordinator, worker, nbytes, self._in_flight)
+            if coordinator.registration.unresolved_peer(worker, asked):
+                coordinator.job.member(worker, now)
+                return None
+            if coordinator.model is None:
+                check_tensor_names(spec)
+            before = coordinator.model
+            state = recorder.do(Register(worker, spec), now)
+            log_changed_hyper_parameters(before, coordinator.model)
+            return None if state == "pending" else state
+
+        answer: RegistrationReply | None = self._executor.until(ask, seconds)
+        if (model := self._executor.coordinator.model) is not None:
+            self._engine.set_model(model)
+        return answer or "pending"
+
+    def leave(self, worker: int, reason: str, version: int) -> None:
+        """Remove a worker that leaves.
+
+        Args:
+            version: The newest version that the worker knows.
+        """
+        self._executor.do(Leave(worker, reason[:MAX_REASON_CHARACTERS]))
+        self._history.count_lost_updates(worker, version)
+        self._metrics.gone(worker)
+        log.info("worker_left", worker=worker, reason=reason or "done")
+
+    def renew_leases(self, ages: Mapping[int, float]) -> None:
+        """Renew leases from the last transfer; `ages` has the seconds since then by worker."""
+        self._executor.step(
+            lambda r, now: r.coordinator.membership.leases.renew_by_transfers(ages, now), quiet=True
+        )
+
+    def lease_batches(self, command: LeaseBatches, seconds: float) -> BatchesReply | None:
+        """Return batches, or the end of the data; None if there are none within `seconds`.
+
+        A job that is over has no more batches. If only this server stops, batches follow after
+        its restart.
+        """
+        answer = self._executor.until(lambda recorder, now: recorder.do(command, now), seconds)
+        if answer is None and self._is_over():
+            return BatchesReply(end=True)
+        if answer is None:
+            self._check_goes_on()
+            self._first_workers.check()
+        return answer
+
+    def return_batches(self, command: ReturnBatches) -> None:
+        """Take batches back that a worker will not push."""
+        self._executor.do(command)
+
+    def share(self, worker: int, spec: Spec) -> int:
+        """Return the number of batches that the worker can expect (see worker_share)."""
+        return self._executor.step(
+            lambda recorder, now: worker_share(recorder.coordinator, worker, spec), quiet=True
+        )
 
 
-def check_names(spec: ModelSpec) -> None:
+def check_tensor_names(spec: ModelSpec) -> None:
     """Check that a snapshot file can hold the names of a new model's tensors.
 
     Raises:
@@ -66,19 +148,4 @@ def check_names(spec: ModelSpec) -> None:
         raise InvalidRequestError(
             f"cannot register the model: a tensor is named {RESERVED}, which safetensors files "
             "reserve. Try: rename this parameter or buffer"
-        )
-
-
-class DataShares:
-    """Reads the coordinator's machine through the executor; it changes nothing, so nothing is
-    recorded.
-    """
-
-    def __init__(self, executor: CommandExecutor) -> None:
-        self._executor = executor
-
-    def of(self, worker: int, spec: Spec) -> int:
-        """Return the number of batches that the worker can expect (see worker_share)."""
-        return self._executor.step(
-            lambda recorder, now: worker_share(recorder.coordinator, worker, spec), quiet=True
         )

@@ -6,8 +6,9 @@ from enum import IntEnum
 from typing import Any
 
 from pscommon.telemetry.logs import get_logger
-from psserver.core.commands.recorder import RecordedCommand, replay
-from psserver.core.job.coordinator import CoordinatorMachine
+from psserver.core.commands.recorded import RecordedCommand
+from psserver.core.commands.recorder import replay
+from psserver.core.coordinator.machine import CoordinatorMachine
 from psserver.durability.record_sink import RecordSink
 
 log = get_logger(__name__)
@@ -80,5 +81,6 @@ class CoordinatorLog:
         self._log.close()
 
 
-def _log_failed_command(command: RecordedCommand, error: Exception) -> None:
-    log.warning("recorded_command_failed", command=command.name, problem=repr(error))
+def _log_failed_command(recorded: RecordedCommand, error: Exception) -> None:
+    name = recorded.command.wire_name
+    log.warning("recorded_command_failed", command=name, problem=repr(error))

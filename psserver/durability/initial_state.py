@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from pscommon.snapshot import Manifest
-from psserver.core.job.coordinator import CoordinatorMachine
+from psserver.core.coordinator.machine import CoordinatorMachine
 from psserver.durability.shard_state import ShardState
 
 

@@ -10,8 +10,8 @@ from pscommon.core.errors import InvalidRequestError, SnapshotError
 from pscommon.snapshot import Manifest
 from pscommon.telemetry.logs import get_logger
 from pscommon.wal.log import LogDamagedError
-from psserver.core.commands.recorder import RecordedCommand
-from psserver.core.job.coordinator import CoordinatorMachine
+from psserver.core.commands.recorded import RecordedCommand
+from psserver.core.coordinator.machine import CoordinatorMachine
 from psserver.core.job.policy import policy
 from psserver.core.job.settings import JobRules
 from psserver.durability.best_effort_log import BestEffortLog
@@ -201,7 +201,7 @@ def _begin(
     coordinator = CoordinatorMachine(
         record["shards"], JobRules.from_json(record["rules"]), generation, record["epoch"]
     )
-    coordinator.policy = policy(*record["policy"])
+    coordinator.job.policy = policy(*record["policy"])
     if "log" in record:
         assert manifest is not None
         coordinator.become(record, manifest.model, time.monotonic(), manifest.index)

@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable
 
 from pscommon.core.errors import TooFewWorkersError
-from psserver.core.job.coordinator import CoordinatorMachine
+from psserver.core.coordinator.machine import CoordinatorMachine
 
 
 class FirstWorkers:

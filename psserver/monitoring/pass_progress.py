@@ -4,8 +4,8 @@ from collections import deque
 from typing import Any
 
 from pscommon.core.data_loop import LoopSpec
+from psserver.core.coordinator.machine import CoordinatorMachine
 from psserver.core.data.loop import LoopLedger
-from psserver.core.job.coordinator import CoordinatorMachine
 
 WINDOW_SECONDS = 30.0
 SAMPLE_SECONDS = 0.5

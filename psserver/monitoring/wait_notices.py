@@ -7,8 +7,8 @@ from pscommon.core.errors import QUARANTINED
 from pscommon.core.log_entries import Entry, Evict, Reject
 from pscommon.core.model_spec import ModelSpec
 from pscommon.telemetry.logs import get_logger
+from psserver.core.coordinator.machine import CoordinatorMachine
 from psserver.core.data.resume_rules import hyper_parameter_changes
-from psserver.core.job.coordinator import CoordinatorMachine
 
 NOTICE_INTERVAL_SECONDS = 8.0
 """Time after which a wait is logged, and then logged again."""

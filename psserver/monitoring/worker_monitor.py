@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 
 from pscommon.telemetry.logs import get_logger
 from psserver.core.commands.waiting import late
-from psserver.core.job.coordinator import CoordinatorMachine
+from psserver.core.coordinator.machine import CoordinatorMachine
 from psserver.core.workers.health import WorkerCondition, WorkerHealth, conditions
 from psserver.core.workers.members import Member
 from psserver.monitoring.wait_notices import WaitNotice

@@ -9,8 +9,8 @@ from pscommon.snapshot import Manifest
 from pscommon.system.thread_team import ThreadTeam
 from pscommon.telemetry.http import MetricsServer
 from pscommon.wal.log import Record
-from psserver.core.commands.recorder import RecordedCommand
-from psserver.core.job.coordinator import CoordinatorMachine
+from psserver.core.commands.recorded import RecordedCommand
+from psserver.core.coordinator.machine import CoordinatorMachine
 from psserver.core.shard.primary_lease import PrimaryRecord
 from psserver.durability.coordinator_log import CoordinatorLog
 from psserver.durability.coordinator_log import CoordinatorRecordKind as JobKind

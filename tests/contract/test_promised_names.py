@@ -21,9 +21,9 @@ from pscommon.core.log_entries import (
     Reject,
     Reshard,
 )
-from psserver.core.commands import recorder
-from psserver.core.commands.recorder import RecordedCommand, replay
-from psserver.core.job.coordinator import CoordinatorMachine
+from psserver.core.commands.recorded import DECODERS, RecordedCommand
+from psserver.core.commands.recorder import replay
+from psserver.core.coordinator.machine import CoordinatorMachine
 from psserver.core.job.settings import JobRules
 from psserver.core.workers.health import WorkerHealth
 from psserver.core.workers.members import WorkerState
@@ -71,7 +71,7 @@ def check(section: str, names: set[str]) -> None:
 
 
 def commands() -> set[str]:
-    return {" ".join([name, *_arguments(name)]) for name in recorder._PERFORM}
+    return {" ".join([name, *_arguments(name)]) for name in DECODERS}
 
 
 def _arguments(name: str) -> list[str]:

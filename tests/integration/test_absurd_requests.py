@@ -23,7 +23,7 @@ from psproto.v1 import coordinator_pb2 as co
 from psproto.v1 import model_pb2 as mo
 from psproto.v1 import parameter_server_pb2 as ps
 from psproto.v1.coordinator_pb2_grpc import CoordinatorServiceStub
-from psserver.core.job.coordinator import CoordinatorMachine
+from psserver.core.coordinator.departures import Departures
 from psworker import Client
 from psworker.ctl.job_client import CoordinatorClient
 from tests.support.cluster import Cluster
@@ -202,11 +202,11 @@ def test_a_command_that_raises_an_unexpected_error_does_not_stop_later_starts(
     state.
     """
 
-    def faulty(self: CoordinatorMachine, worker: int, now: float) -> None:
-        self.samples += 1000
+    def faulty(self: Departures, worker: int) -> None:
+        self._job.samples += 1000
         raise ZeroDivisionError("planted")
 
-    monkeypatch.setattr(CoordinatorMachine, "drain", faulty)
+    monkeypatch.setattr(Departures, "drain", faulty)
     settings = {"data_dir": tmp_path / "primary", "durability": "log", "policy": "async"}
     servers = cluster(1, **settings)
     with Following(servers.servers[0], data_dir=tmp_path / "standby") as following:
@@ -225,7 +225,7 @@ def test_a_command_that_raises_an_unexpected_error_does_not_stop_later_starts(
         assert hub is not None
         assert mirror is not None
         assert mirror.coordinator is not None
-        assert mirror.coordinator.samples == hub._coordinator.samples == 1003
+        assert mirror.coordinator.job.samples == hub._coordinator.job.samples == 1003
         assert following.primary.replicator.state == "in sync"
         servers.close()
     for _ in range(2):

@@ -10,6 +10,7 @@ import pytest
 
 from psserver.coordinator.service import CoordinatorService
 from psserver.core.commands.recorder import DEPARTED_KEPT
+from psserver.core.commands.worker_commands import Join
 from psserver.core.workers.membership import GENERATION
 from psworker.ctl.job_client import CoordinatorClient
 from tests.support.cluster import Cluster
@@ -29,8 +30,8 @@ def hub_of(servers: Cluster) -> CoordinatorService:
 
 def join(hub: CoordinatorService) -> int:
     """A worker that leaves at once."""
-    worker = hub.join("", None, "host", 1, "cpu").worker
-    hub.leave(worker, "", 0)
+    worker = hub.worker_requests.join(Join(None, "host", 1, "cpu")).worker
+    hub.worker_requests.leave(worker, "", 0)
     return worker
 
 

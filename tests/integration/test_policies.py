@@ -15,7 +15,7 @@ import pytest
 from pscommon.core.errors import UnreachableError
 from pscommon.core.log_entries import Apply, PushKey, ShardReport, Staged
 from pscommon.core.model_spec import ModelSpec, TensorSpec
-from psserver.core.job.coordinator import CoordinatorMachine
+from psserver.core.coordinator.machine import CoordinatorMachine
 from psserver.core.job.policy import policy
 from psserver.core.job.settings import JobRules
 from psworker import Client, OptimizerSpec
@@ -150,18 +150,17 @@ class Race:
                 self.step()
 
     def join(self) -> None:
-        coordinator, model = self.coordinator, ModelSpec((TensorSpec("w", (1,), "float32"),), SGD)
-        worker = coordinator.join(0.0, None, "host", 1, "cpu").worker
+        model = ModelSpec((TensorSpec("w", (1,), "float32"),), SGD)
+        worker = self.coordinator.membership.join(0.0, None, "host", 1, "cpu").worker
         self._speeds[worker], self._sent[worker] = self.random.choice([0.05, 1.0, 1.0, 5.0]), 0
-        if coordinator.register(worker, model, 0.0) == "upload":
+        while self.coordinator.registration.register(worker, model, 0.0) == "upload":
             self.report(Staged(PushKey(worker, 0), 1, 0))
-            coordinator.register(worker, model, 0.0)
         self.clocks[worker] = min(self.clocks.values(), default=0)
 
     def leave(self, worker: int) -> None:
         del self.clocks[worker]
         self._staged.pop(worker, None)
-        self.coordinator.leave(worker, "", 0.0)
+        self.coordinator.departures.leave(worker, "", 0.0)
         self.look()
 
     def step(self) -> None:
@@ -176,8 +175,8 @@ class Race:
         self.held_back += worker in self._staged
 
     def report(self, *more: Staged) -> None:
-        index = self.coordinator.log.index
-        self.coordinator.report(ShardReport(0, 0, index, (*self._staged.values(), *more)), 0.0)
+        staged, index = (*self._staged.values(), *more), self.coordinator.log.index
+        self.coordinator.reports.process(ShardReport(0, 0, index, staged), 0.0)
         self.look()
 
     def look(self) -> None:

@@ -86,7 +86,7 @@ def test_what_a_server_says_that_is_to_leave_takes_nobody_back(
         # it is not told that it may go
         patch.setattr(ReshardRequests, "dismiss", lambda reshards: None)
         reshard(servers, 1, policy="async")
-        hub.report(leaver.engine.make_report(), left, left.connection)
+        hub.shard_connections.report(leaver.engine.make_report(), left, left.connection)
     assert (leader.failure, hub.version) == (None, 1)
 
 

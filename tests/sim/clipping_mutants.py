@@ -7,7 +7,7 @@ from typing import Any
 import psserver.core.job.entry_log as job_log_module
 from pscommon.core.log_entries import Contribution, Entry, Measure, PushKey, ShardReport
 from pscommon.core.model_spec import ModelSpec
-from psserver.core.job.coordinator import CoordinatorMachine
+from psserver.core.coordinator.machine import CoordinatorMachine
 from psserver.core.job.pending_pushes import PendingPushes
 from psserver.core.job.policy import policy
 from psserver.core.shard.clipping import Measurement
@@ -18,23 +18,34 @@ from tests.sim.servers import SimShard
 class TakesAnyMeasurement(CoordinatorMachine):
     """Clips an update by what was measured of another one."""
 
-    def _square_norm(self, contributions: tuple[Contribution, ...]) -> float | None:
-        if self.pending.measurement is not None:
-            return self.pending.measurement.square_norm(self.shards)
-        return super()._square_norm(contributions)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        square_norm = self.rounds._square_norm
+
+        def of_any(contributions: tuple[Contribution, ...]) -> float | None:
+            if self.pending.measurement is not None:
+                return self.pending.measurement.square_norm(self.shards)
+            return square_norm(contributions)
+
+        self.rounds._square_norm = of_any  # type: ignore[method-assign]
 
 
 class MeasurementOverReshard(CoordinatorMachine):
     """Adds up what shards of two layouts measured."""
 
-    def _lay_out(self, shards: int, index: int) -> None:
-        measurement = self.pending.measurement
-        super()._lay_out(shards, index)
-        if measurement is not None:
-            kept = {
-                shard: value for shard, value in measurement.square_norms.items() if shard < shards
-            }
-            self.pending.measurement = replace(measurement, square_norms=kept)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        clear = self.pending.clear
+
+        def clear_pushes(shards: int) -> None:
+            measurement = self.pending.measurement
+            clear(shards)
+            if measurement is not None:
+                norms = measurement.square_norms.items()
+                kept = {shard: value for shard, value in norms if shard < shards}
+                self.pending.measurement = replace(measurement, square_norms=kept)
+
+        self.pending.clear = clear_pushes  # type: ignore[method-assign]
 
 
 class ForgetsWhatItMeasured(SimShard):
@@ -57,21 +68,35 @@ class ForgetsTheMeasurement(CoordinatorMachine):
 class ClipsEachPush(CoordinatorMachine):
     """Clips each push of a round by its own norm instead of their average."""
 
-    def _clipped(self, contributions: tuple[Contribution, ...]) -> tuple[Contribution, ...] | None:
-        clipped = [super(ClipsEachPush, self)._clipped((each,)) for each in contributions]
-        return None if None in clipped else tuple(each[0] for each in clipped if each is not None)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        clip = self.rounds._clipped
+
+        def clip_each(
+            contributions: tuple[Contribution, ...],
+        ) -> tuple[Contribution, ...] | None:
+            clipped = [clip((each,)) for each in contributions]
+            return (
+                None if None in clipped else tuple(each[0] for each in clipped if each is not None)
+            )
+
+        self.rounds._clipped = clip_each  # type: ignore[method-assign]
 
 
 class AnswersUnwritten(CoordinatorMachine):
     """Acts on what shards measured without having it written down."""
 
-    def has_measured(self, report: ShardReport) -> bool:
-        return False
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        record_index = self.reports.record_index
 
-    def reached(self, report: ShardReport) -> None:
-        super().reached(report)
-        if self.pending.measurement is not None and report.epoch == self.epoch:
-            self.pending.measurement.take(report)
+        def record_answer(report: ShardReport) -> None:
+            record_index(report)
+            if self.pending.measurement is not None and report.epoch == self.epoch:
+                self.pending.measurement.take(report)
+
+        self.reports.has_measured = lambda report: False  # type: ignore[method-assign]
+        self.reports.record_index = record_answer  # type: ignore[method-assign]
 
 
 COUNTED = job_log_module.counted

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pscommon.core.log_entries import Apply, PushKey, Reject
-from psserver.core.commands.recorder import RecordedCommand
-from psserver.core.job.coordinator import CoordinatorMachine
+from psserver.core.commands.recorded import RecordedCommand
+from psserver.core.coordinator.machine import CoordinatorMachine
 from tests.sim.mirror import Mirror
 
 History = list[tuple[PushKey, ...]]

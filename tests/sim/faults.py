@@ -7,8 +7,11 @@ from dataclasses import replace
 from functools import partial
 
 from pscommon.core.errors import InvalidRequestError, PSError
+from psserver.core.commands.data_commands import LeaseBatches, ReportMetrics
+from psserver.core.commands.job_commands import PolicyRow, SetPolicy
 from psserver.core.commands.recorder import Recorder
-from psserver.core.job.coordinator import CoordinatorMachine
+from psserver.core.commands.worker_commands import Join, Leave
+from psserver.core.coordinator.machine import CoordinatorMachine
 from tests.sim import invalid_requests as absurd
 from tests.sim.scenario import Scenario
 from tests.sim.servers import check
@@ -127,26 +130,28 @@ class Faults:
         if 0 in self.down:
             return
         rng, coordinator = random.Random(self.rng.random()), self.coordinator
-        worker = self.recorder.do("join", self.now, rank=None, host="h", pid=1, device="cpu").worker
+        worker = self.recorder.do(Join(rank=None, host="h", pid=1, device="cpu"), self.now).worker
         for _ in range(5):
-            name, args = absurd.request(rng, [worker, 0, 2**64 - 1])
-            if name in absurd.OF_OPERATORS or (name == "next_batches" and args["spec"].loop == 0):
+            command = absurd.request(rng, [worker, 0, 2**64 - 1])
+            if isinstance(command, absurd.OF_OPERATORS) or (
+                isinstance(command, LeaseBatches) and command.spec.loop == 0
+            ):
                 continue  # the loop of the others is what its first worker says that it is
             before = json.dumps(coordinator.state())
             try:
-                self.recorder.do(name, self.now, **args)
+                self.recorder.do(command, self.now)
             except InvalidRequestError:
                 check(
                     json.dumps(coordinator.state()) == before,
                     "a refused {} changed something",
-                    name,
+                    command,
                 )
             except PSError:
                 continue
         with suppress(ZeroDivisionError, PSError):
-            self.recorder.do("report_metrics", self.now, worker=worker, metrics={absurd.FAULT: 1.0})
+            self.recorder.do(ReportMetrics(worker, {absurd.FAULT: 1.0}), self.now)
         self.push_unfit(rng, worker)
-        self.recorder.do("leave", self.now, worker=worker, reason="it was absurd")
+        self.recorder.do(Leave(worker, "it was absurd"), self.now)
         self.flush()
 
     def push_unfit(self, rng: random.Random, worker: int) -> None:
@@ -159,12 +164,10 @@ class Faults:
         check(self.coordinator.version == before, "{} was applied", push)
         here = {shard.machine.epoch for shard in self.shards} == {self.coordinator.epoch}
         if here and self.all_ready and self.coordinator.move is None:
-            check(not self.coordinator.is_undecided(push.key), "{} was not refused", push)
+            check(not self.coordinator.reports.is_undecided(push.key), "{} was not refused", push)
 
     def switch_policy(self) -> None:
         if 0 not in self.down:
-            row = self.rng.choice(
-                [("sync", None, None, 0), ("async", None, None, 0), ("ssp", 1, None, 0)]
-            )
-            self.recorder.do("set_policy", self.now, row=row)
+            row = self.rng.choice([PolicyRow("sync"), PolicyRow("async"), PolicyRow("ssp", 1)])
+            self.recorder.do(SetPolicy(row), self.now)
             self.flush()

@@ -3,14 +3,26 @@
 import math
 import random
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from pscommon.core.data_loop import LoopSpec
 from pscommon.core.data_stream import StreamSpec
 from pscommon.core.log_entries import BatchKey, PushKey, ShardReport, Staged
 from pscommon.core.model_spec import ModelSpec, OptimizerSettings, TensorSpec
+from psserver.core.commands.command import Command
+from psserver.core.commands.data_commands import (
+    LeaseBatches,
+    ReportMetrics,
+    ReportValues,
+    ReturnBatches,
+)
+from psserver.core.commands.job_commands import PolicyRow, SetPolicy
 from psserver.core.commands.recorder import Recorder
-from psserver.core.job.coordinator import CoordinatorMachine
+from psserver.core.commands.shard_commands import StartReshard
+from psserver.core.commands.worker_commands import DrainWorker, Join, Leave, Register
+from psserver.core.coordinator.machine import CoordinatorMachine
+from psserver.core.reports.reported_values import ReportedValue
+from psserver.core.workers.members import Member
 
 NUMBERS = (0, 1, 2, 3, 7, 1023, 2**31, 2**32 - 1, 2**53 + 1, 2**63, 2**64 - 1, 10**30)
 TEXTS = ("", "cpu", "ä\x00\n", "QUARANTINED", "x" * 300, "y" * 100_000)
@@ -24,31 +36,29 @@ FAULT = "fault"
 (Faulty).
 """
 
-OF_OPERATORS = frozenset({"set_policy", "reshard", "register"})
+OF_OPERATORS = (SetPolicy, StartReshard, Register)
 """Requests that change a job for all its workers where they are granted."""
 
 
 class Faulty(CoordinatorMachine):
     """Raises an unexpected error in the midst of a command, as a bug would."""
 
-    def report_metrics(self, worker: int, metrics: dict[str, float], now: float) -> None:
-        super().report_metrics(worker, metrics, now)
-        if FAULT in metrics:
-            self.counts["rejected"] += 1
-            raise ZeroDivisionError("planted")
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        take_latest = self.reported.take_latest
+
+        def take_or_fail(member: Member, name: str, value: float, *rest: Any) -> None:
+            take_latest(member, name, value, *rest)
+            if name == FAULT:
+                self.job.counts["rejected"] += 1
+                raise ZeroDivisionError("planted")
+
+        self.reported.take_latest = take_or_fail  # type: ignore[method-assign]
 
 
-class Request(NamedTuple):
-    """One command with its arguments."""
-
-    name: str
-    args: dict[str, Any]
-
-
-def request(rng: random.Random, workers: Sequence[int]) -> Request:
+def request(rng: random.Random, workers: Sequence[int]) -> Command[Any]:
     """Draw one; workers: numbers that it may be sent for."""
-    name = rng.choice(list(_ARGUMENTS))
-    return Request(name, _ARGUMENTS[name](rng, rng.choice(workers)))
+    return rng.choice(_COMMANDS)(rng, rng.choice(workers))
 
 
 def pushes(rng: random.Random, workers: Sequence[int]) -> tuple[Staged, ...]:
@@ -60,8 +70,7 @@ def send(recorder: Recorder, rng: random.Random, workers: Sequence[int], now: fl
     """Send one request, or report pushes as each shard would."""
     coordinator = recorder.coordinator
     if rng.random() < 0.7:
-        name, args = request(rng, workers)
-        return recorder.do(name, now, **args)
+        return recorder.do(request(rng, workers), now)
     staged = pushes(rng, workers)
     for shard in range(coordinator.shards):
         recorder.report(ShardReport(shard, coordinator.epoch, coordinator.log.index, staged), now)
@@ -115,9 +124,12 @@ def _loop(rng: random.Random) -> LoopSpec | StreamSpec:
     )
 
 
-def _values(rng: random.Random) -> list[tuple[str, float, int, float]]:
+def _values(rng: random.Random) -> list[ReportedValue]:
     times = (0.0, -1e18, 1e18, math.inf, -math.inf, math.nan)
-    return [(name, value, _number(rng), rng.choice(times)) for name, value in _metrics(rng).items()]
+    return [
+        ReportedValue(name, value, _number(rng), rng.choice(times))
+        for name, value in _metrics(rng).items()
+    ]
 
 
 def _metrics(rng: random.Random) -> dict[str, float]:
@@ -125,41 +137,33 @@ def _metrics(rng: random.Random) -> dict[str, float]:
     return dict.fromkeys(names, rng.choice([0.5, math.nan, math.inf, -math.inf]))
 
 
-_ARGUMENTS: dict[str, Callable[[random.Random, int], dict[str, Any]]] = {
-    "join": lambda rng, worker: {
-        "rank": rng.choice([None, _number(rng)]),
-        "host": rng.choice(TEXTS),
-        "pid": _number(rng),
-        "device": rng.choice(TEXTS),
-        "attempt": _number(rng),
-    },
-    "register": lambda rng, worker: {"worker": worker, "spec": MODEL},
-    "leave": lambda rng, worker: {"worker": worker, "reason": rng.choice(TEXTS)},
-    "drain": lambda rng, worker: {"worker": worker},
-    "next_batches": lambda rng, worker: {
-        "worker": worker,
-        "spec": _loop(rng),
-        "received": _number(rng),
-        "count": _number(rng),
-        "idle": rng.random() < 0.5,
-        "first_open": _number(rng),
-    },
-    "return_batches": lambda rng, worker: {"worker": worker, "batches": list(_batches(rng))},
-    "report_metrics": lambda rng, worker: {"worker": worker, "metrics": _metrics(rng)},
-    "report_values": lambda rng, worker: {"worker": worker, "values": _values(rng)},
-    "set_policy": lambda rng, worker: {
-        "row": [rng.choice(["sync", "async", "ssp", "all"]), *_row(rng)]
-    },
-    "reshard": lambda rng, worker: {
-        "shards": rng.choice([-1, 0, 10**8, 2**32 - 1]),
-        "keeps": False,
-    },
-}
+_COMMANDS: Sequence[Callable[[random.Random, int], Command[Any]]] = (
+    lambda rng, worker: Join(
+        rng.choice([None, _number(rng)]),
+        rng.choice(TEXTS),
+        _number(rng),
+        rng.choice(TEXTS),
+        _number(rng),
+    ),
+    lambda rng, worker: Register(worker, MODEL),
+    lambda rng, worker: Leave(worker, rng.choice(TEXTS)),
+    lambda rng, worker: DrainWorker(worker),
+    lambda rng, worker: LeaseBatches(
+        worker, _loop(rng), _number(rng), _number(rng), rng.random() < 0.5, _number(rng)
+    ),
+    lambda rng, worker: ReturnBatches(worker, list(_batches(rng))),
+    lambda rng, worker: ReportMetrics(worker, _metrics(rng)),
+    lambda rng, worker: ReportValues(worker, _values(rng)),
+    lambda rng, worker: SetPolicy(
+        PolicyRow(rng.choice(["sync", "async", "ssp", "all"]), *_row(rng))
+    ),
+    lambda rng, worker: StartReshard(rng.choice([-1, 0, 10**8, 2**32 - 1]), False),
+)
 
 
-def _row(rng: random.Random) -> list[int | None]:
-    return [
+def _row(rng: random.Random) -> tuple[int | None, int | None, int]:
+    return (
         rng.choice([None, 0, 3, 2**32 - 1]),
         rng.choice([None, 0, 2**32 - 1]),
         rng.choice([0, 1, 10**9]),
-    ]
+    )

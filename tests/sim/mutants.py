@@ -8,21 +8,25 @@ from dataclasses import replace
 from typing import Any
 
 import psserver.core.commands.recorder as recorder_module
+import psserver.core.coordinator.update_rounds as updates_module
 import psserver.core.data.data_ledger as data_ledger_module
-import psserver.core.job.update_rounds as updates_module
+import psserver.core.job.job_state as job_state_module
 import tests.sim.servers as servers_module
 from pscommon.core.errors import PSError
 from pscommon.core.log_entries import Contribution, Entry, PushKey, Reshard, Staged
 from pscommon.core.model_spec import ModelSpec
-from psserver.core.commands.recorder import NO_DEATHS, RecordedCommand, Recorder, perform
+from psserver.core.commands.data_commands import LeaseBatches, ReportMetrics
+from psserver.core.commands.recorded import RecordedCommand
+from psserver.core.commands.recorder import NO_DEATHS, Recorder
 from psserver.core.commands.request_checks import UnfitPush
+from psserver.core.commands.worker_commands import Lose
+from psserver.core.coordinator.machine import CoordinatorMachine
 from psserver.core.data.map_loop import MapLoop
-from psserver.core.job.coordinator import CoordinatorMachine
 from psserver.core.job.pending_pushes import PendingPushes
 from psserver.core.job.policy import Policy, choose, policy
 from psserver.core.shard.state_machine import PushOutcome, ShardMachine
+from psserver.core.workers.leases import WorkerLeases
 from psserver.core.workers.members import Member
-from psserver.core.workers.membership import Membership
 from tests.sim.disks import JobJournal
 from tests.sim.invalid_requests import FAULT
 from tests.sim.scenario import Scenario
@@ -55,8 +59,9 @@ class ShardForgets(ShardMachine):
 class NoDuplicateCheck(CoordinatorMachine):
     """Counts every push that the shards hold, also one that was counted before."""
 
-    def _forget(self, key: PushKey) -> None:
-        self.pending.forget(key)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.rounds._forget = self.pending.forget  # type: ignore[method-assign]
 
 
 class ReadyOnOneShard(PendingPushes):
@@ -94,7 +99,7 @@ class ForgetsCommands(JobJournal):
     """Does not write down to whom batches were dealt."""
 
     def write(self, command: RecordedCommand) -> None:
-        if command.name != "next_batches":
+        if not isinstance(command.command, LeaseBatches):
             super().write(command)
 
 
@@ -181,10 +186,16 @@ class AdoptsNoOutcomes(ShardMachine):
 class CountsInMove(CoordinatorMachine):
     """Counts pushes as soon as all shards hold them, before the move is safe on the disk."""
 
-    def advance(self, now: float) -> None:
-        move, self.move = self.move, None
-        super().advance(now)
-        self.move = move
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        advance, job = self.rounds.advance, self.job
+
+        def advance_without_move(now: float) -> None:
+            move, job.move = job.move, None
+            advance(now)
+            job.move = move
+
+        self.rounds.advance = advance_without_move  # type: ignore[method-assign]
 
 
 class TakesAMoveForOver(CoordinatorMachine):
@@ -214,7 +225,9 @@ class ForgetsWhatItHolds(SimShard):
 class TrustsTheReborn(CoordinatorMachine):
     """Believes that a shard which died in a move still holds its new part."""
 
-    def reborn(self, shard: int, now: float) -> None: ...
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.resharding.restart_shard = lambda shard: None  # type: ignore[method-assign]
 
 
 RECOVERED = Recorder.recovered
@@ -237,15 +250,13 @@ def gives_up_places_of_the_dead(
     members = recorder.coordinator.membership.members
     for worker, proof in deaths.items():
         if worker in members and members[worker].is_current:
-            recorder.do("lose", now, worker=worker, reason=proof)
+            recorder.do(Lose(worker, proof), now)
     return TICK(recorder, now)
 
 
-def believes_late_messages(membership: Membership, now: float) -> list[Member]:
+def believes_late_messages(leases: WorkerLeases, now: float) -> list[Member]:
     """Takes what a dead worker sent before for a sign of life."""
-    return [
-        member for member in membership.current() if now - member.last_contact_at > membership.lease
-    ]
+    return [m for m in leases._current if now - m.last_contact_at > leases.seconds]
 
 
 def replay_until_an_error(
@@ -254,7 +265,7 @@ def replay_until_an_error(
     """Stops where a recorded command raises an unexpected error."""
     for count, command in enumerate(commands):
         try:
-            perform(coordinator, command)
+            command.command.perform(coordinator, command.now)
         except PSError:
             continue
         except ZeroDivisionError:
@@ -266,7 +277,7 @@ class ForgetsFailedCommands(JobJournal):
     """Does not write down a command that raised an unexpected error."""
 
     def write(self, command: RecordedCommand) -> None:
-        if FAULT not in command.args.get("metrics", ()):
+        if not isinstance(command.command, ReportMetrics) or FAULT not in command.command.metrics:
             super().write(command)
 
 
@@ -315,9 +326,9 @@ CLASSES: dict[str, dict[str, type]] = {
 PATCHES: dict[str, tuple[Any, str, Any]] = {
     "bound off by one": (updates_module, "choose", bound_off_by_one),
     "a round closed by part of its members": (updates_module, "choose", part_of_the_members),
-    "a push counted on one shard only": (updates_module, "PendingPushes", ReadyOnOneShard),
+    "a push counted on one shard only": (job_state_module, "PendingPushes", ReadyOnOneShard),
     "a dead worker's place is given up": (Recorder, "tick", gives_up_places_of_the_dead),
-    "a dead worker is believed to live": (Membership, "with_ended_lease", believes_late_messages),
+    "a dead worker is believed to live": (WorkerLeases, "ended", believes_late_messages),
     "a replay ends at a command that failed": (servers_module, "replay", replay_until_an_error),
     "an unfit push is not refused": (recorder_module, "unfit_pushes", no_unfit_pushes),
     "workers outlive what they were told": (Recorder, "recovered", keeps_everybody),

@@ -8,7 +8,7 @@ from collections import Counter
 
 from pscommon.core.log_entries import Apply, Reject
 from psserver.core.commands.recorder import Recorder
-from psserver.core.job.coordinator import CoordinatorMachine
+from psserver.core.coordinator.machine import CoordinatorMachine
 from tests.sim.disks import Disk, JobJournal, Saved
 from tests.sim.mirror import Mirror, mirror_of
 from tests.sim.scenario import Scenario

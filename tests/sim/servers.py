@@ -24,8 +24,9 @@ from pscommon.core.log_entries import (
     Staged,
 )
 from pscommon.core.model_spec import ModelSpec, OptimizerSettings, TensorSpec
-from psserver.core.commands.recorder import RecordedCommand, Recorder, replay
-from psserver.core.job.coordinator import CoordinatorMachine
+from psserver.core.commands.recorded import RecordedCommand
+from psserver.core.commands.recorder import Recorder, replay
+from psserver.core.coordinator.machine import CoordinatorMachine
 from psserver.core.job.reshard_phase import ReshardPhase
 from psserver.core.job.snapshot_schedule import PartReport
 from psserver.core.workers.members import WorkerState

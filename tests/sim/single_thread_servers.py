@@ -24,10 +24,11 @@ from pscommon.snapshot import Manifest
 from pscommon.system.thread_team import ALONE
 from pscommon.wire.frames import chunks, decode_response, encode_header
 from psproto.v1 import parameter_server_pb2 as ps
-from psserver.coordinator.server_registry import DeliveryCursor, ShardUpdate
 from psserver.coordinator.service import CoordinatorService
 from psserver.coordinator.servicer import ControlPlaneServicer
-from psserver.core.job.catch_up import CatchUp
+from psserver.coordinator.shard_connections import ShardUpdate
+from psserver.core.coordinator.catch_up import CatchUp
+from psserver.core.coordinator.server_entry import DeliveryCursor
 from psserver.durability.record_sink import RecordSink, RecordSource, disk_log
 from psserver.durability.shard_log import ShardLog
 from psserver.durability.shard_recovery import ShardStateFactory
@@ -76,7 +77,7 @@ class DirectServer:
         shard, metrics = self.shard, ServerMetrics(self._registry, shard=self.shard)
         self.archive = SnapshotManager(config.data_dir, shard, config.snapshot_keep, metrics)
         self.archive.on_part = lambda part: self.outbox.append(
-            lambda hub: hub.snapshot_part(shard, part)
+            lambda hub: hub.shard_connections.record_part(shard, part)
         )
         disk = disk_log(config, f"log-shard-{shard}", metrics.log_failed)
         self._log = ShardLog(RecordSink(RecordSource.SHARD, disk))
@@ -141,7 +142,9 @@ class DirectServer:
             problem = str(error)
         version = manifest.version if manifest else 0
         self.outbox.append(
-            lambda hub: hub.restored(hub.registry[self.shard], self.line, version, problem)
+            lambda hub: hub.shard_connections.finish_catch_up(
+                hub.registry[self.shard], self.line, version, problem
+            )
         )
 
     def close(self) -> None:
@@ -241,7 +244,7 @@ class DirectServers:
             if life is not None and dead.shard == 0:
                 life.told = None
         if dead.told is not None and self.lives[0] is not None:
-            self.service.disconnect_shard(self.service.registry[dead.shard], dead.line)
+            self.service.shard_connections.disconnect(self.service.registry[dead.shard], dead.line)
 
     @contextmanager
     def inside(self, shard: int) -> Iterator[DirectServer]:
@@ -299,12 +302,12 @@ class DirectServers:
             report = life.engine.make_report()
             new, life.reported = report != life.reported, report
             if new:
-                self.service.report(report)
+                self.service.shard_connections.report(report)
         return new or count > 0
 
     def _connect(self, life: DirectServer) -> None:
         identity, report = life.identity, life.engine.make_report()
-        _, life.line = self.service.connect_shard(
+        _, life.line = self.service.shard_connections.connect(
             life.shard, len(self.lives), identity.address, identity.instance
         )
         life.told, life.reported = DeliveryCursor(report.epoch, report.index), None
@@ -312,7 +315,9 @@ class DirectServers:
     def _hear(self, life: DirectServer) -> bool:
         assert life.told is not None
         with self.inside(0):
-            update = self.service.next_update(self.service.registry[life.shard], life.told)
+            update = self.service.shard_connections.next_update(
+                self.service.registry[life.shard], life.told
+            )
         quiet = update.cursor == life.told and update.catch_up is CatchUp.FOLLOW
         life.told = update.cursor
         with self.inside(life.shard):

@@ -7,7 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 from pscommon.core.errors import FencedError
 from pscommon.core.log_entries import BatchKey, PushKey, Staged
+from psserver.core.commands.command import Command
+from psserver.core.commands.data_commands import LeaseBatches
 from psserver.core.commands.recorder import Recorder
+from psserver.core.commands.worker_commands import Join, Leave, Register
 from psserver.core.shard.state_machine import PushOutcome
 from psworker.core.push_sequence import PushSequence
 from tests.sim.servers import UNITS, Push, check, gradient, part_of
@@ -45,9 +48,7 @@ class SimWorker:
         self.numbers = PushSequence()
         self.used: list[int] = []
         self.outcomes: dict[int, PushOutcome] = {}
-        self.call(
-            "join", self.joined, rank=self.rank, host="h", pid=1, device="cpu", attempt=self.attempt
-        )
+        self.call(Join(self.rank, "h", 1, "cpu", self.attempt), self.joined)
 
     # ---- time and messages
 
@@ -70,16 +71,18 @@ class SimWorker:
 
         self.world.after(seconds, act)
 
-    def call(self, name: str, then: Callable[[Any], None], **args: Any) -> None:
+    def call(self, command: Command[Any], then: Callable[[Any], None]) -> None:
         """A request to the coordinator, repeated until it is answered (not None); late answers
         are dropped.
         """
 
         def request(recorder: Recorder, now: float) -> Any:
-            if name == "register" and recorder.coordinator.unresolved_peer(args["worker"], now):
-                return None
-            answer = recorder.do(name, now, **args)
-            return (answer, recorder.coordinator.version) if name == "register" else answer
+            if isinstance(command, Register):
+                registration = recorder.coordinator.registration
+                if registration.unresolved_peer(command.worker, now):
+                    return None
+                return recorder.do(command, now), recorder.coordinator.version
+            return recorder.do(command, now)
 
         self.asked += 1
         self.ask(self.asked, request, then)
@@ -136,7 +139,7 @@ class SimWorker:
             self.restart()
 
     def register(self) -> None:
-        self.call("register", self.registered, worker=self.worker, spec=self.world.model)
+        self.call(Register(self.worker, self.world.model), self.registered)
 
     def registered(self, answer: tuple[str, int]) -> None:
         state, self.at_least = answer
@@ -163,15 +166,8 @@ class SimWorker:
     def want(self, idle: bool) -> None:
         if self.draining and not self.used:
             return self.finish()
-        return self.call(
-            "next_batches",
-            lambda batches: self.got(batches, idle),
-            worker=self.worker,
-            spec=self.world.loop,
-            received=self.received,
-            count=1,
-            idle=idle,
-        )
+        command = LeaseBatches(self.worker, self.world.loop, self.received, 1, idle)
+        return self.call(command, lambda batches: self.got(batches, idle))
 
     def got(self, batches: Any, idle: bool) -> None:
         if batches.numbers:
@@ -267,7 +263,7 @@ class SimWorker:
         self.asked += 1
         self.ask(
             self.asked,
-            lambda recorder, now: recorder.do("leave", now, worker=worker, reason="") or True,
+            lambda recorder, now: recorder.do(Leave(worker, ""), now) or True,
             _ignore,
         )
 

@@ -17,13 +17,22 @@ from dataclasses import dataclass, field
 from pscommon.core.data_loop import LoopSpec
 from pscommon.core.errors import FencedError
 from pscommon.core.log_entries import Apply, Entry, Measure, PushKey, Reject, ShardReport
+from psserver.core.commands.data_commands import ReturnBatches
+from psserver.core.commands.job_commands import FinishSnapshot, RecordPart
 from psserver.core.commands.recorder import Recorder
+from psserver.core.commands.shard_commands import (
+    DropShardReports,
+    FinishReshard,
+    RestartShard,
+    StartReshard,
+)
 from psserver.core.commands.waiting import waiting_for
-from psserver.core.job.catch_up import CatchUp, choose_catch_up
-from psserver.core.job.coordinator import CoordinatorMachine
+from psserver.core.coordinator.catch_up import CatchUp, choose_catch_up
+from psserver.core.coordinator.machine import CoordinatorMachine
 from psserver.core.job.settings import JobRules
 from psserver.core.job.snapshot_schedule import PartReport, SnapshotInterval
 from psserver.core.shard.state_machine import NO_LOG, PushOutcome, ShardMachine
+from psserver.core.workers.members import WorkerHeartbeat
 from tests.sim import verdict
 from tests.sim.disks import Disk, JobJournal, Saved
 from tests.sim.faults import Faults
@@ -231,7 +240,9 @@ class World(Faults, ServerFailures):
 
     def on_beat(self, sender: SimWorker, worker: int, no_call_seconds: float) -> None:
         try:
-            self.coordinator.member(worker, self.now).update(no_call_seconds=no_call_seconds)
+            self.coordinator.job.member(worker, self.now).update(
+                WorkerHeartbeat(no_call_seconds=no_call_seconds)
+            )
         except FencedError:
             self.send(lambda: sender.later(0.0, lambda: sender.fenced(worker)), self.shards[0])
 
@@ -261,9 +272,9 @@ class World(Faults, ServerFailures):
             shard.met = self.recorder
             if not shard.is_known:
                 shard.is_known = True
-                self.recorder.do("reborn", self.now, shard=report.shard)
+                self.recorder.do(RestartShard(report.shard), self.now)
             if self.scenario.lag:
-                self.recorder.do("shard_lost", self.now, shard=report.shard)
+                self.recorder.do(DropShardReports(report.shard), self.now)
         return shard.met is self.recorder
 
     def introduce(self, shard: SimShard, report: ShardReport) -> None:
@@ -271,7 +282,7 @@ class World(Faults, ServerFailures):
         coordinator = self.coordinator
         if not shard.is_ready and not shard.is_known:
             shard.is_known = True
-            self.recorder.do("reborn", self.now, shard=report.shard)
+            self.recorder.do(RestartShard(report.shard), self.now)
         way = choose_catch_up(
             coordinator,
             report,
@@ -287,7 +298,7 @@ class World(Faults, ServerFailures):
             assert saved is not None
             action = lambda: shard.load(saved, epoch)  # noqa: E731
         elif way is CatchUp.BEGIN:
-            self.recorder.do("shard_lost", self.now, shard=shard.machine.shard)
+            self.recorder.do(DropShardReports(shard.machine.shard), self.now)
             base = coordinator.log.base
             action = lambda: shard.follow(epoch, base)  # noqa: E731
         elif way is CatchUp.ADOPT:
@@ -305,7 +316,7 @@ class World(Faults, ServerFailures):
 
     def on_part(self, shard: int, part: PartReport) -> None:
         if 0 not in self.down:
-            self.recorder.do("part", self.now, shard=shard, part=part)
+            self.recorder.do(RecordPart(shard, part), self.now)
 
     def on_snapshot(self) -> None:
         cutting = self.coordinator.cuts.finished
@@ -318,9 +329,9 @@ class World(Faults, ServerFailures):
             tuple(self.decided[: cutting.version]),
             tuple(reject for reject in self.dropped if reject.index <= cutting.index),
         )
-        self.recorder.do("filed", self.now)
+        self.recorder.do(FinishSnapshot(), self.now)
         if self.coordinator.move is not None:
-            self.recorder.do("settle", self.now)
+            self.recorder.do(FinishReshard(), self.now)
         for number, disk in enumerate(self.disks):
             # who still reads its log, hears of it later
             if number >= len(self.shards) or self.shards[number].is_ready:
@@ -382,7 +393,7 @@ class World(Faults, ServerFailures):
         if outcome.status == "stale":
             batches, worker = list(push.staged.batches), push.staged.key.worker
             with suppress(FencedError):  # by now it may be out: it hears of that soon
-                self.recorder.do("return_batches", self.now, worker=worker, batches=batches)
+                self.recorder.do(ReturnBatches(worker, batches), self.now)
 
     # ---- faults
 
@@ -396,9 +407,7 @@ class World(Faults, ServerFailures):
             [number for number in range(1, UNITS + 1) if number != self.layout]
         )
         keeps = self.scenario.durable or self.rng.random() < 0.5
-        if not self.all_ready or not self.recorder.do(
-            "reshard", self.now, shards=shards, keeps=keeps
-        ):
+        if not self.all_ready or not self.recorder.do(StartReshard(shards, keeps), self.now):
             return self.after(0.5, self.reshard)
         self.layout, self.moves = shards, self.moves + 1
         self.shards += [self.new_shard(number) for number in range(len(self.shards), shards)]

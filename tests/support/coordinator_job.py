@@ -5,8 +5,10 @@ from collections.abc import Sequence
 from pscommon.core.data_loop import LoopSpec
 from pscommon.core.log_entries import Apply, BatchKey, Entry, PushKey, ShardReport, Staged
 from pscommon.core.model_spec import ModelSpec, OptimizerSettings, TensorSpec
+from psserver.core.commands.data_commands import LeaseBatches
 from psserver.core.commands.recorder import Recorder
-from psserver.core.job.coordinator import BatchesReply, CoordinatorMachine
+from psserver.core.coordinator.data_requests import BatchesReply
+from psserver.core.coordinator.machine import CoordinatorMachine
 from psserver.core.job.policy import Policy, policy
 from psserver.core.job.settings import JobRules
 from psserver.core.job.snapshot_schedule import SnapshotInterval
@@ -45,10 +47,10 @@ class Job:
         self.coordinator, self.recorder = coordinator, Recorder(coordinator)
 
     def add(self) -> int:
-        worker = self.coordinator.join(self.now, None, "host", 1, "cpu").worker
-        if self.coordinator.register(worker, MODEL, self.now) == "upload":
+        worker = self.coordinator.membership.join(self.now, None, "host", 1, "cpu").worker
+        if self.coordinator.registration.register(worker, MODEL, self.now) == "upload":
             self.push(worker, 0)
-            self.coordinator.register(worker, MODEL, self.now)
+            self.coordinator.registration.register(worker, MODEL, self.now)
         return worker
 
     def push(
@@ -71,7 +73,7 @@ class Job:
     def ask(
         self, worker: int, received: int = 0, idle: bool = False, loop: LoopSpec = LOOP
     ) -> BatchesReply | None:
-        return self.coordinator.next_batches(worker, loop, received, 1, idle, self.now)
+        return self.recorder.do(LeaseBatches(worker, loop, received, 1, idle), self.now)
 
     def news(self) -> list[Entry]:
         """Log entries since the last call."""

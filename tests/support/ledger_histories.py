@@ -132,10 +132,8 @@ class History:
     def sent(self, worker: Worker) -> list[BatchKey]:
         if (loop := self.ledgers[0].loops.get(worker.loop)) is None:
             return []
-        ready = loop._leases.ready(worker.number)
-        return [
-            BatchKey(worker.loop, n) for n in loop._leases.held(worker.number) if n not in ready
-        ]
+        ready = loop.leases.ready(worker.number)
+        return [BatchKey(worker.loop, n) for n in loop.leases.held(worker.number) if n not in ready]
 
     def die(self, worker: Worker) -> None:
         self.workers[self.workers.index(worker)] = self.new_worker()

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from pscommon.core.data_stream import Spec, StreamSpec
 from pscommon.core.log_entries import Apply, BatchKey, PushKey, ShardReport, Staged
 from pscommon.core.model_spec import ModelSpec, OptimizerSettings, TensorSpec
-from psserver.core.job.coordinator import CoordinatorMachine
+from psserver.core.coordinator.data_requests import BatchRequest
+from psserver.core.coordinator.machine import CoordinatorMachine
 from psserver.core.job.settings import JobRules
 
 MODEL = ModelSpec((TensorSpec("w", (1,), "float32"),), OptimizerSettings("sgd", ({"lr": 0.1},)))
@@ -43,15 +44,15 @@ class Crew:
         self.workers = [self.joined() for _ in range(count)]
 
     def joined(self) -> Worker:
-        worker = Worker(self.coordinator.join(0.0, None, "host", 1, "cpu").worker)
-        if self.coordinator.register(worker.number, MODEL, 0.0) == "upload":
+        worker = Worker(self.coordinator.membership.join(0.0, None, "host", 1, "cpu").worker)
+        if self.coordinator.registration.register(worker.number, MODEL, 0.0) == "upload":
             self.report(PushKey(worker.number, 0), [])
-            assert self.coordinator.register(worker.number, MODEL, 0.0) == "ready"
+            assert self.coordinator.registration.register(worker.number, MODEL, 0.0) == "ready"
         return worker
 
     def report(self, key: PushKey, batches: list[BatchKey]) -> None:
         staged = Staged(key, len(batches), self.coordinator.version, tuple(batches))
-        self.coordinator.report(ShardReport(0, self.coordinator.epoch, 0, (staged,)), 0.0)
+        self.coordinator.reports.process(ShardReport(0, self.coordinator.epoch, 0, (staged,)), 0.0)
 
     def run(self) -> "Crew":
         steps = 0
@@ -75,9 +76,8 @@ class Crew:
 
     def ask(self, worker: Worker, idle: bool) -> bool:
         count = self.rng.randint(1, 2)
-        answer = self.coordinator.next_batches(
-            worker.number, self.spec, worker.received, count, idle, 0.0
-        )
+        request = BatchRequest(worker.number, self.spec, worker.received, count, idle)
+        answer = self.coordinator.data.lease(request, 0.0)
         if answer is None:
             return False
         worker.received += len(answer.numbers)
@@ -85,7 +85,7 @@ class Crew:
         for number, after in zip(answer.numbers, following, strict=True):
             key = self.found(number)
             if isinstance(self.spec, StreamSpec) and not key.count:
-                self.coordinator.return_batches(worker.number, [key], 0.0)
+                self.coordinator.data.give_back(worker.number, [key], 0.0)
             else:
                 worker.hand.append((key, after))
         worker.at_end = answer.end and not worker.hand
@@ -108,7 +108,7 @@ class Crew:
 
     def lose(self, worker: Worker) -> None:
         self.workers.remove(worker)
-        self.coordinator.leave(worker.number, "lost", 0.0)
+        self.coordinator.departures.leave(worker.number, "lost", 0.0)
 
     @property
     def updates(self) -> list[list[list[BatchKey]]]:

@@ -7,8 +7,11 @@ from pscommon.core.data_loop import LoopSpec
 from pscommon.core.data_stream import StreamSpec
 from pscommon.core.log_entries import BatchKey, PushKey, ShardReport, Staged
 from pscommon.core.model_spec import ModelSpec, OptimizerSettings, TensorSpec
-from psserver.core.commands.recorder import RecordedCommand, Recorder, replay
-from psserver.core.job.coordinator import CoordinatorMachine
+from psserver.core.commands.data_commands import LeaseBatches
+from psserver.core.commands.recorded import RecordedCommand
+from psserver.core.commands.recorder import Recorder, replay
+from psserver.core.commands.worker_commands import Join, Register
+from psserver.core.coordinator.machine import CoordinatorMachine
 from psserver.core.job.policy import Policy
 from psserver.core.job.settings import JobRules
 
@@ -58,11 +61,11 @@ class Job:
 
     def join(self) -> int:
         worker: int = self.recorder.do(
-            "join", self.now, rank=None, host="h", pid=1, device="cpu"
+            Join(rank=None, host="h", pid=1, device="cpu"), self.now
         ).worker
-        if self.recorder.do("register", self.now, worker=worker, spec=MODEL) == "upload":
+        if self.recorder.do(Register(worker, MODEL), self.now) == "upload":
             self.report(Staged(PushKey(worker, 0), 1, 0))
-            self.recorder.do("register", self.now, worker=worker, spec=MODEL)
+            self.recorder.do(Register(worker, MODEL), self.now)
         self.seqs[worker] = 0
         return worker
 
@@ -76,13 +79,7 @@ class Job:
         """Ask for a batch, and push where there is one."""
         received = self.received.get((worker, spec.loop), 0)
         batches = self.recorder.do(
-            "next_batches",
-            self.now,
-            worker=worker,
-            spec=spec,
-            received=received,
-            count=1,
-            idle=True,
+            LeaseBatches(worker=worker, spec=spec, received=received, count=1, idle=True), self.now
         )
         if batches is None or not batches.numbers:
             return

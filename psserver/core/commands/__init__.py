@@ -2,4 +2,15 @@
 nothing.
 """
 
-__all__ = ["recorder", "request_checks", "waiting", "worker_share"]
+__all__ = [
+    "command",
+    "data_commands",
+    "job_commands",
+    "recorded",
+    "recorder",
+    "request_checks",
+    "shard_commands",
+    "waiting",
+    "worker_commands",
+    "worker_share",
+]

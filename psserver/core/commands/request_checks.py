@@ -4,8 +4,8 @@ A refused request changes nothing and is not recorded, so a replay does not cont
 machine does not call these checks: it replays commands of earlier releases unchanged.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple, NoReturn
 
 from pscommon.core import limits
 from pscommon.core.data_loop import LoopSpec
@@ -13,10 +13,9 @@ from pscommon.core.data_stream import Spec
 from pscommon.core.errors import InvalidRequestError
 from pscommon.core.log_entries import BatchKey, PushKey, Staged
 from pscommon.core.model_spec import ModelSpec
-from psserver.core.job.coordinator import CoordinatorMachine
+from psserver.core.coordinator.data_requests import BatchRequest
+from psserver.core.coordinator.machine import CoordinatorMachine
 from psserver.core.job.policy import policy
-
-Check = Callable[[CoordinatorMachine, Mapping[str, Any]], None]
 
 
 class UnfitPush(NamedTuple):
@@ -30,16 +29,6 @@ class UnfitPush(NamedTuple):
     detail: str
 
 
-def check_request(coordinator: CoordinatorMachine, name: str, args: Mapping[str, Any]) -> None:
-    """Check the arguments of a command.
-
-    Raises:
-        InvalidRequestError: No correct worker sends these arguments.
-    """
-    if (check := _CHECKS.get(name)) is not None:
-        check(coordinator, args)
-
-
 def unfit_pushes(
     coordinator: CoordinatorMachine, news: Iterable[Staged]
 ) -> dict[PushKey, UnfitPush]:
@@ -47,7 +36,11 @@ def unfit_pushes(
     unfit = {}
     for staged in news:
         problem = push_problem(coordinator, staged)
-        if problem is not None and staged.key.seq > 0 and coordinator.is_undecided(staged.key):
+        if (
+            problem is not None
+            and staged.key.seq > 0
+            and coordinator.reports.is_undecided(staged.key)
+        ):
             unfit[staged.key] = problem
     return unfit
 
@@ -113,7 +106,7 @@ def wait_seconds(wait_ms: int) -> float:
         InvalidRequestError: It is negative, or above a day.
     """
     if not 0 <= wait_ms <= limits.MAX_WAIT_MS:
-        _refuse(
+        refuse(
             "waiting",
             f"wait_ms {wait_ms} is not between 0 and {limits.MAX_WAIT_MS}",
             "ask again later instead",
@@ -124,7 +117,7 @@ def wait_seconds(wait_ms: int) -> float:
 def check_shards(shards: int) -> None:
     """Raise InvalidRequestError if a job cannot have this number of servers."""
     if not 1 <= shards <= limits.MAX_SHARDS:
-        _refuse(
+        refuse(
             "reshard",
             f"--servers {shards} is not between 1 and {limits.MAX_SHARDS}",
             "fewer servers",
@@ -142,103 +135,68 @@ def check_memory(spec: ModelSpec, shards: int, usable_nbytes: int) -> None:
     needed = sum(tensor.nbytes for tensor in spec.tensors) // shards
     if needed > usable_nbytes:
         need = f"its weights take {needed} bytes on each of {shards} servers"
-        _refuse("the model", f"{need}, which may use {usable_nbytes}", "more servers")
+        refuse("the model", f"{need}, which may use {usable_nbytes}", "more servers")
 
 
-def _join(coordinator: CoordinatorMachine, args: Mapping[str, Any]) -> None:
-    rank = args["rank"]
-    if rank is not None and not 0 <= rank <= limits.MAX_RANK:
-        _refuse(
-            "join",
-            f"rank {rank} is not between 0 and {limits.MAX_RANK}",
-            "set PS_WORKER_RANK to a smaller number",
-        )
-    if not 0 <= args.get("attempt", 0) <= limits.MAX_ATTEMPT:
-        _refuse(
-            "join",
-            f"attempt {args['attempt']} is above {limits.MAX_ATTEMPT}",
-            "unset PS_WORKER_ATTEMPT",
-        )
-    _check_names("join", (args["host"], args["device"]))
-
-
-def _next_batches(coordinator: CoordinatorMachine, args: Mapping[str, Any]) -> None:
-    spec, count, global_batch = args["spec"], args["count"], coordinator.rules.global_batch
+def check_batch_request(coordinator: CoordinatorMachine, request: BatchRequest) -> None:
+    """Raise InvalidRequestError if no worker asks for batches in this way."""
+    spec, count, global_batch = request.spec, request.count, coordinator.job.rules.global_batch
     if not 1 <= count <= limits.MAX_BATCHES_PER_REQUEST:
         least = f"is not between 1 and {limits.MAX_BATCHES_PER_REQUEST}"
-        _refuse("data", f"count {count} {least}", "ask for fewer batches at a time")
-    if args["received"] < 0:
-        _refuse("data", f"{args['received']} batches cannot have been received", "send 0 or more")
+        refuse("data", f"count {count} {least}", "ask for fewer batches at a time")
+    if request.received < 0:
+        refuse("data", f"{request.received} batches cannot have been received", "send 0 or more")
     if problem := limits.loop_problem(spec):
-        _refuse(f"data of loop {spec.loop}", problem, "a smaller number of epochs")
+        refuse(f"data of loop {spec.loop}", problem, "a smaller number of epochs")
     if global_batch is not None and global_batch // spec.batch_size > limits.MAX_BATCHES_PER_PUSH:
         batches = global_batch // spec.batch_size
         units = f"--global-batch {global_batch} takes {batches} batches of {spec.batch_size}"
-        _refuse(
+        refuse(
             f"data of loop {spec.loop}",
             f"{units}, above {limits.MAX_BATCHES_PER_PUSH}",
             "a larger batch_size",
         )
 
 
-def _return_batches(coordinator: CoordinatorMachine, args: Mapping[str, Any]) -> None:
-    if problem := batches_problem(coordinator, args["batches"]):
-        _refuse("returning batches", problem, "return only batches that were received")
+def check_returned_batches(coordinator: CoordinatorMachine, batches: Sequence[BatchKey]) -> None:
+    """Raise InvalidRequestError if these batches cannot be the job's."""
+    if problem := batches_problem(coordinator, batches):
+        refuse("returning batches", problem, "return only batches that were received")
 
 
-def _report_metrics(coordinator: CoordinatorMachine, args: Mapping[str, Any]) -> None:
-    _check_values(coordinator, args["metrics"].keys())
-
-
-def _report_values(coordinator: CoordinatorMachine, args: Mapping[str, Any]) -> None:
-    names = [name for name, _, _, _ in args["values"]]
+def check_value_names(coordinator: CoordinatorMachine, names: Sequence[str]) -> None:
+    """Raise InvalidRequestError if names of values are too long or too many."""
     if len(names) > limits.MAX_METRICS:
-        _refuse(
+        refuse(
             "report",
             f"{len(names)} values are above {limits.MAX_METRICS}",
             "fewer values at a time",
         )
-    _check_values(coordinator, names)
-
-
-def _check_values(coordinator: CoordinatorMachine, names: Iterable[str]) -> None:
-    _check_names("report", names)
+    check_names("report", names)
     if len({*coordinator.reported.latest, *names}) > limits.MAX_METRICS:
-        _refuse(
+        refuse(
             "report", f"the job has more than {limits.MAX_METRICS} names of values", "reuse names"
         )
 
 
-def _set_policy(coordinator: CoordinatorMachine, args: Mapping[str, Any]) -> None:
+def check_policy(name: str, staleness: int | None, max_staleness: int | None, backup: int) -> None:
+    """Raise InvalidRequestError if the settings of a policy do not fit together."""
     try:
-        policy(*args["row"])
+        policy(name, staleness, max_staleness, backup)
     except ValueError as error:
         raise InvalidRequestError(str(error)) from error
 
 
-def _reshard(coordinator: CoordinatorMachine, args: Mapping[str, Any]) -> None:
-    check_shards(args["shards"])
-
-
-def _check_names(what: str, names: Iterable[str]) -> None:
+def check_names(what: str, names: Iterable[str]) -> None:
+    """Raise InvalidRequestError if a name is too long."""
     for name in names:
         if len(name) > limits.MAX_NAME_CHARACTERS:
             text = (
                 f"{name[:20]!r}... has {len(name)} characters, above {limits.MAX_NAME_CHARACTERS}"
             )
-            _refuse(what, text, "a shorter name")
+            refuse(what, text, "a shorter name")
 
 
-def _refuse(what: str, why: str, how: str) -> None:
+def refuse(what: str, why: str, how: str) -> NoReturn:
+    """Raise InvalidRequestError for an argument that is out of range."""
     raise InvalidRequestError(f"{what} refused: {why}. Try: {how}.", "OUT_OF_RANGE")
-
-
-_CHECKS: Mapping[str, Check] = {
-    "join": _join,
-    "next_batches": _next_batches,
-    "return_batches": _return_batches,
-    "report_metrics": _report_metrics,
-    "report_values": _report_values,
-    "set_policy": _set_policy,
-    "reshard": _reshard,
-}

@@ -1,6 +1,6 @@
 """Description of the processes or events that a job waits for."""
 
-from psserver.core.job.coordinator import CoordinatorMachine
+from psserver.core.coordinator.machine import CoordinatorMachine
 from psserver.core.workers.members import Member
 
 NAMED = 3
@@ -9,27 +9,27 @@ NAMED = 3
 def waiting_for(coordinator: CoordinatorMachine, now: float) -> str:
     """Return a phrase for people; empty if the job waits for nothing."""
     if not coordinator.begun:
-        uploader = coordinator.uploader
+        uploader = coordinator.job.uploader
         return (
             f"the initial weights from {uploader}" if uploader else "a worker to register a model"
         )
     if not coordinator.started:
         here = len(coordinator.membership.registered())
-        return f"workers: {here} of --min-workers {coordinator.min_workers} are here"
+        return f"workers: {here} of --min-workers {coordinator.job.min_workers} are here"
     members = late(coordinator)
     named = [f"{member}, {_silence(coordinator, member, now)}" for member in members[:NAMED]]
     return ", ".join(named) + (f" and {len(members) - NAMED} more" if len(members) > NAMED else "")
 
 
 def _silence(coordinator: CoordinatorMachine, member: Member, now: float) -> str:
-    if coordinator.membership.is_hanging(member):
+    if coordinator.membership.leases.is_hanging(member):
         return f"whose script has made no call for {member.no_call_seconds:.0f} s"
     return f"silent for {now - member.last_contact_at:.1f} s"
 
 
 def late(coordinator: CoordinatorMachine) -> list[Member]:
     """Return the active workers whose push would unblock the others."""
-    active, held = coordinator.membership.active(), coordinator.ready_workers
+    active, held = coordinator.membership.active(), coordinator.pending.ready_workers
     if not held or not coordinator.started:
         return []
     if coordinator.policy.barrier:

@@ -1,7 +1,7 @@
 """Share of a loop that a worker can expect: what `len()` of a loader returns."""
 
 from pscommon.core.data_stream import Spec, StreamSpec
-from psserver.core.job.coordinator import CoordinatorMachine
+from psserver.core.coordinator.machine import CoordinatorMachine
 from psserver.core.workers.replacement import predecessor
 
 
@@ -18,7 +18,7 @@ def worker_share(coordinator: CoordinatorMachine, worker: int, spec: Spec) -> in
     if isinstance(spec, StreamSpec):
         return 0
     workers, place = _team(coordinator, worker)
-    units = coordinator.units(spec)
+    units = coordinator.job.units(spec)
     if units is None:
         return _part(spec.total, workers, place)
     draws, rest = divmod(spec.batches_in_epoch, units)
@@ -39,7 +39,7 @@ def _team(coordinator: CoordinatorMachine, worker: int) -> tuple[int, int]:
         team = sorted(
             [*(m for m in team if m is not replaced), member], key=lambda m: (m.rank, m.worker)
         )
-    workers = max(len(team), 1 if coordinator.started else coordinator.min_workers)
+    workers = max(len(team), 1 if coordinator.started else coordinator.job.min_workers)
     if member not in team:
         return workers, workers - 1
     assert member is not None

@@ -1,7 +1,7 @@
 """Batch leases: batches dealt to a worker, sent to it, and not yet counted."""
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 
@@ -21,9 +21,18 @@ class BatchLeases:
     def __len__(self) -> int:
         return len(self._holders)
 
-    def held(self, worker: int) -> list[int]:
-        """Return a worker's leased numbers, in the order in which they were dealt."""
-        return [number for number, holder in self._holders.items() if holder == worker]
+    def held(self, worker: int, numbers: Iterable[int] | None = None) -> list[int]:
+        """Return those of these numbers that a worker leases, in ascending order.
+
+        Without `numbers` return all that it leases, in the order in which they were dealt.
+        """
+        if numbers is None:
+            return [number for number, holder in self._holders.items() if holder == worker]
+        return sorted({number for number in numbers if self.holds(worker, number)})
+
+    def has_sent(self, worker: int) -> bool:
+        """Return whether a worker has received batches that have not counted yet."""
+        return len(self.held(worker)) > len(self.ready(worker))
 
     def holds(self, worker: int, number: int) -> bool:
         """Return whether this worker leases this number."""

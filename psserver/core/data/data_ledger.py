@@ -44,7 +44,7 @@ class DataLedger:
         self.loops: dict[int, MapLoop | StreamLoop] = {}
         self._resumed: frozenset[int] = frozenset()  # the loops that were there then
         self._last = -1  # the highest number of a loop
-        # without the loops that were closed when a worker last reached a loop
+        # without the ended and idle loops of the time when a worker last reached a loop
         self._live: dict[int, MapLoop | StreamLoop] = {}
         self._first_open_loops: dict[int, int] = {}
 
@@ -104,9 +104,8 @@ class DataLedger:
         resumed = spec.loop in self._resumed
         reason, possible = "", resumed and only_epochs_differ(spec, loop.spec)
         if possible:
-            reason = why_not_extended(
-                spec, loop.spec, is_last, self.extendable, not loop.can_renumber
-            )
+            is_outstanding = isinstance(loop, StreamLoop) and not loop.is_idle
+            reason = why_not_extended(spec, loop.spec, is_last, self.extendable, is_outstanding)
         if reason or not possible:  # must not depend on `origin`, which a replay lacks
             raise loop_mismatch(spec, loop.spec, self.origin if resumed else "", reason)
         loop.extend(spec)
@@ -137,7 +136,9 @@ class DataLedger:
         for number, loop in self._live.items():
             if number < first:
                 loop.end()
-        self._live = {number: loop for number, loop in self._live.items() if not loop.closed}
+        self._live = {
+            number: loop for number, loop in self._live.items() if not (loop.ended and loop.is_idle)
+        }
 
     def commit(self, worker: int, batches: Iterable[BatchKey]) -> None:
         """Commit the batches of a push that counts."""

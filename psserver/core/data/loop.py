@@ -28,6 +28,7 @@ class LoopLedger(ABC):
     dropped: batches that scripts discarded; they are committed.
     duplicates: batches in counted pushes whose worker no longer leased them. Their samples also
         count in another push.
+    leases: the batches that workers lease.
     units: batches that one draw deals under --global-batch; None: one to each worker.
 
     Args:
@@ -42,12 +43,8 @@ class LoopLedger(ABC):
         self.duplicates = 0
         self.units: int | None = None
         self._whereabouts = whereabouts
-        self._leases = BatchLeases()
+        self.leases = BatchLeases()
         self._left_behind: dict[int, int] = {}
-
-    @property
-    def leased(self) -> int:
-        return len(self._leases)
 
     @property
     @abstractmethod
@@ -60,20 +57,15 @@ class LoopLedger(ABC):
         """Whether every batch is committed."""
 
     @property
-    def closed(self) -> bool:
-        """Whether the loop has ended and no later event of a worker can change this ledger."""
-        return self.ended and not self.leased and not self._left_behind
+    def is_idle(self) -> bool:
+        """Whether no worker has a batch of this loop that may still count."""
+        return not self.leases and not self._left_behind
 
     def end(self) -> None:
         """Stop dealing batches. What was sent is not sent again."""
         self.ended = True
-        if not self.leased:
-            self._leases = BatchLeases()
-
-    @property
-    def can_renumber(self) -> bool:
-        """Whether more epochs would leave the meaning of all outstanding numbers unchanged."""
-        return True
+        if not self.leases:
+            self.leases = BatchLeases()
 
     def extend(self, spec: Spec) -> None:
         """Continue the loop with more epochs; it is no longer ended."""
@@ -81,19 +73,11 @@ class LoopLedger(ABC):
 
     def dealt(self) -> tuple[Any, ...]:
         """Return a value that changes with every deal, send, acknowledgement and commit."""
-        return self.ended, self.committed, self._leases.state()
-
-    def holds(self, worker: int) -> bool:
-        """Return whether this worker has received batches that have not counted yet."""
-        return len(self._leases.held(worker)) > len(self._leases.ready(worker))
+        return self.ended, self.committed, self.leases.state()
 
     def has_dealt(self, worker: int) -> bool:
         """Return whether a dealt batch is ready and this worker may fetch it now."""
-        return bool(self._leases.ready(worker))
-
-    def is_late(self, worker: int, received: int) -> bool:
-        """Return whether a later request was answered already, so this response is not awaited."""
-        return self._leases.is_late(worker, received)
+        return bool(self.leases.ready(worker))
 
     def take(self, worker: int, received: int, count: int, together: Sequence[int]) -> list[int]:
         """Return up to `count` batches for a worker.
@@ -106,15 +90,15 @@ class LoopLedger(ABC):
             count: Maximum number of batches.
             together: The workers that a draw deals to, in order.
         """
-        if again := self._leases.again(worker, received):
+        if again := self.leases.again(worker, received):
             return again
         here = [other for other in together if self._whereabouts.get(other, 0) <= self.spec.loop]
-        while len(self._leases.ready(worker)) < count and self._may_draw(worker):
+        while len(self.leases.ready(worker)) < count and self._may_draw(worker):
             if not self._draw(here):
                 break
         numbers: list[int] = []
         while len(numbers) < count and self.has_dealt(worker):
-            numbers.append(self._leases.send(worker, received + len(numbers)))
+            numbers.append(self.leases.send(worker, received + len(numbers)))
         return numbers
 
     def following(self, worker: int, numbers: Iterable[int]) -> list[int]:
@@ -145,7 +129,7 @@ class LoopLedger(ABC):
 
         Return False for a duplicate: the worker did not lease the batch.
         """
-        if self._leases.end(worker, number):
+        if self.leases.end(worker, number):
             self._count(number)
             return True
         if self._left_behind.get(number) == worker:
@@ -157,7 +141,7 @@ class LoopLedger(ABC):
 
     def drop(self, worker: int, numbers: Iterable[int] | None = None) -> None:
         """Commit these batches (None: all) of a worker without a push; they are not dealt again."""
-        for number in self._held(worker, numbers):
+        for number in self.leases.held(worker, numbers):
             self.commit(worker, number)
             self.dropped += 1
 
@@ -167,8 +151,8 @@ class LoopLedger(ABC):
         Batches that it received are dropped, unless its next push uses them. Batches that were not
         sent become free.
         """
-        self.give_back(worker, list(self._leases.ready(worker)))
-        held = self._leases.held(worker)
+        self.give_back(worker, list(self.leases.ready(worker)))
+        held = self.leases.held(worker)
         self.drop(worker)
         self._left_behind.update(dict.fromkeys(held, worker))
 
@@ -181,27 +165,22 @@ class LoopLedger(ABC):
 
     def give_back(self, worker: int, numbers: Iterable[int] | None = None) -> None:
         """Free these batches (None: all) of a worker."""
-        for number in self._held(worker, numbers):
-            self._leases.end(worker, number)
+        for number in self.leases.held(worker, numbers):
+            self.leases.end(worker, number)
             self._free(number)
-
-    def _held(self, worker: int, numbers: Iterable[int] | None) -> list[int]:
-        if numbers is None:
-            return self._leases.held(worker)
-        return sorted({number for number in numbers if self._leases.holds(worker, number)})
 
     def lose(self, worker: int) -> None:
         """Free all batches of a worker that is no longer a member."""
         self.give_back(worker)
         self.settle(worker)
-        self._leases.forget(worker)
+        self.leases.forget(worker)
 
     def transfer(self, old: int, new: int) -> None:
         """Move all batches of `old` to its replacement `new`.
 
         They are sent to `new` in the same order, before any other batch.
         """
-        self._leases.transfer(old, new)
+        self.leases.transfer(old, new)
 
     def state(self) -> dict[str, Any]:
         """Return the state, JSON-ready; `restore` and `recover` are the inverses."""
@@ -214,7 +193,7 @@ class LoopLedger(ABC):
                 worker for worker, loop in self._whereabouts.items() if loop == self.spec.loop
             ),
             "left_behind": [list(pair) for pair in self._left_behind.items()],
-            **self._leases.state(),
+            **self.leases.state(),
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -228,5 +207,5 @@ class LoopLedger(ABC):
     def recover(self, state: Mapping[str, Any]) -> None:
         """Restore the exact ledger, leases included."""
         self.restore(state)
-        self._leases = BatchLeases.recovered(state)
+        self.leases = BatchLeases.recovered(state)
         self._left_behind = dict(state["left_behind"])

@@ -30,7 +30,7 @@ class MapLoop(LoopLedger):
     @property
     def free(self) -> int:
         """Batches that are neither leased nor committed."""
-        return self.spec.total - self.committed - self.leased
+        return self.spec.total - self.committed - len(self.leases)
 
     @property
     def done(self) -> bool:
@@ -41,16 +41,16 @@ class MapLoop(LoopLedger):
         self._pool.total = self.spec.total
 
     def has_dealt(self, worker: int) -> bool:
-        ready = self._leases.ready(worker)
-        return bool(ready) and self._draws.may_have(self._leases, worker, ready[0])
+        ready = self.leases.ready(worker)
+        return bool(ready) and self._draws.may_have(self.leases, worker, ready[0])
 
     def following(self, worker: int, numbers: Iterable[int]) -> list[int]:
         if self.units is None:
             return []
-        return [self._draws.following(self._leases, worker, number) for number in numbers]
+        return [self._draws.following(self.leases, worker, number) for number in numbers]
 
     def _may_draw(self, worker: int) -> bool:
-        return self._draws.may_have(self._leases, worker)
+        return self._draws.may_have(self.leases, worker)
 
     def _draw(self, workers: Sequence[int]) -> bool:
         if self.units is None:
@@ -60,7 +60,7 @@ class MapLoop(LoopLedger):
             self._draws.add([number for part in parts for number in part])
         for worker, part in zip(workers, parts, strict=False):
             for number in part:
-                self._leases.deal(worker, number)
+                self.leases.deal(worker, number)
         return any(parts)
 
     def _drawn(self, count: int) -> list[int]:

@@ -50,10 +50,6 @@ class StreamLoop(LoopLedger):
         """Laps of which every batch has counted."""
         return self._laps.committed
 
-    @property
-    def can_renumber(self) -> bool:
-        return not self.leased and not self._left_behind
-
     def extend(self, spec: Spec) -> None:
         super().extend(spec)
         self._laps.total = self.spec.laps
@@ -74,9 +70,9 @@ class StreamLoop(LoopLedger):
         if pool is None or (pool.total is not None and pool.total <= total):
             return
         pool.end(total)
-        for other, holder in self._leases.items():
+        for other, holder in self.leases.items():
             if self.spec.lap(other) == lap and self.spec.place(other) >= total:
-                self._leases.end(holder, other)
+                self.leases.end(holder, other)
         self._end_if_done(lap)
 
     def _may_draw(self, worker: int) -> bool:
@@ -96,7 +92,7 @@ class StreamLoop(LoopLedger):
                 self._readers[lap] = worker
                 self._begun.setdefault(lap, BatchPool())
             if lap is not None:
-                self._leases.deal(worker, self.spec.number(lap, self._begun[lap].take()))
+                self.leases.deal(worker, self.spec.number(lap, self._begun[lap].take()))
                 dealt = True
         return dealt
 
@@ -116,7 +112,7 @@ class StreamLoop(LoopLedger):
     def _free(self, number: int) -> None:
         lap = self.spec.lap(number)
         self._begun[lap].put_back(self.spec.place(number))
-        if not any(self.spec.lap(other) == lap for other, _ in self._leases.items()):
+        if not any(self.spec.lap(other) == lap for other, _ in self.leases.items()):
             self._release(lap)
 
     def _release(self, lap: int) -> None:

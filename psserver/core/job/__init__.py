@@ -1,14 +1,11 @@
-"""The coordinator's decisions: update rounds, policies, snapshots, resharding, and the log of
-entries.
-"""
+"""The state of a job: settings, policy, log of entries, pending pushes, snapshots."""
 
 __all__ = [
-    "admission",
-    "catch_up",
-    "coordinator",
     "entry_log",
+    "job_state",
     "pending_pushes",
     "policy",
+    "reshard_phase",
     "settings",
     "snapshot_schedule",
 ]

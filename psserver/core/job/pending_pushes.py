@@ -24,9 +24,21 @@ class PendingPushes:
         self._ready: dict[PushKey, Staged] = {}
         self.measurement: Measurement | None = None
 
+    def clear(self, shards: int) -> None:
+        """Drop all pushes; later ones are of this number of shards."""
+        self._shards = shards
+        self._held.clear()
+        self._ready.clear()
+        self.measurement = None
+
     @property
     def ready(self) -> Mapping[PushKey, Staged]:
         return self._ready
+
+    @property
+    def ready_workers(self) -> set[int]:
+        """Workers with an undecided push that all shards have."""
+        return {key.worker for key in self._ready}
 
     def holds(self, shard: int, key: PushKey) -> bool:
         """Return whether this shard has reported the push."""

@@ -22,14 +22,14 @@ class ReshardPhase:
         before: Old number of shards.
         shards: New number of shards.
         index: Index of the Reshard entry.
-        keeps: Whether it ends with a snapshot.
+        writes_snapshot: Whether it ends with a snapshot.
         moved: Shards that have their new part.
     """
 
     before: int
     shards: int
     index: int
-    keeps: bool
+    writes_snapshot: bool
     moved: set[int] = field(default_factory=set)
 
     @property
@@ -48,7 +48,7 @@ class ReshardPhase:
             "before": self.before,
             "shards": self.shards,
             "index": self.index,
-            "keeps": self.keeps,
+            "keeps": self.writes_snapshot,
             "moved": sorted(self.moved),
         }
 

@@ -61,9 +61,9 @@ def conditions(
         seconds = step_seconds[member.worker]
         others = _median_without(known, seconds if member.is_registered else None)
         condition = _condition(
-            member, seconds, others, member.worker in late, membership.lease, now
+            member, seconds, others, member.worker in late, membership.leases.seconds, now
         )
-        hangs = membership.is_hanging(member) and condition.health is not WorkerHealth.SILENT
+        hangs = membership.leases.is_hanging(member) and condition.health is not WorkerHealth.SILENT
         found[member.worker] = (
             condition._replace(health=WorkerHealth.HANGING) if hangs else condition
         )

@@ -1,10 +1,9 @@
 """One worker of the job: its state, what was decided about it, and what it reported."""
 
-from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 from psserver.core.workers.step_timer import StepTimer
 
@@ -29,6 +28,15 @@ class WorkerState(StrEnum):
 
 
 DEPARTED_STATES = (WorkerState.LOST, WorkerState.LEFT, WorkerState.PAST)
+
+
+class WorkerHeartbeat(NamedTuple):
+    """What a worker reports of itself, see Member."""
+
+    step_seconds: float = 0.0
+    samples_per_second: float = 0.0
+    phase: str = ""
+    no_call_seconds: float = 0.0
 
 
 @dataclass(slots=True)
@@ -102,10 +110,12 @@ class Member:
         """Time of its last sign of life. Its bytes are one: they can delay its heartbeats."""
         return max(self.last_seen, self.last_moved)
 
-    def update(self, **values: Any) -> None:
-        """Set attributes that a heartbeat reports."""
-        for name, value in values.items():
-            setattr(self, name, value)
+    def update(self, heartbeat: WorkerHeartbeat) -> None:
+        """Store what a heartbeat reports."""
+        self.step_seconds = heartbeat.step_seconds
+        self.samples_per_second = heartbeat.samples_per_second
+        self.phase = heartbeat.phase
+        self.no_call_seconds = heartbeat.no_call_seconds
 
     def __str__(self) -> str:
         process = f"rank {self.rank}, {self.host} pid {self.pid}, step {self.steps}"
@@ -144,56 +154,3 @@ def member_to_json(member: Member) -> dict[str, Any]:
 def member_from_json(values: Mapping[str, Any], now: float) -> Member:
     """Return a saved member; its lease begins now."""
     return Member(**{**values, "state": WorkerState(values["state"])}, last_seen=now, joined_at=now)
-
-
-@dataclass(slots=True)
-class DepartedTotals:
-    """Totals of departed members that were forgotten.
-
-    Attributes:
-        states: Number of members by state.
-        done: Number of members that were done.
-        lost_ranks: Ranks whose newest worker had not left in order.
-        unranked: Whether a worker without a rank had not left in order.
-    """
-
-    states: Counter[str] = field(default_factory=Counter)
-    done: int = 0
-    lost_ranks: set[int] = field(default_factory=set)
-    unranked: bool = False
-
-    def add(self, member: Member, is_newest: bool) -> None:
-        """Add a member. is_newest: no later member has its rank."""
-        self.states[member.state] += 1
-        self.done += member.is_done
-        if not is_newest:
-            return
-        if not member.ranked:
-            self.unranked = self.unranked or member.state is not WorkerState.LEFT
-        elif member.state is WorkerState.LEFT:
-            self.lost_ranks.discard(member.rank)
-        else:
-            self.lost_ranks.add(member.rank)
-
-    def has_lost(self, ranks: Collection[int]) -> bool:
-        """Return whether the newest worker of a rank other than these did not leave in order."""
-        return self.unranked or not self.lost_ranks.issubset(ranks)
-
-    def state(self) -> dict[str, Any]:
-        """Return the totals as JSON values for `recovered`."""
-        ranks = sorted(self.lost_ranks)
-        return {
-            "states": dict(self.states),
-            "done": self.done,
-            "lost_ranks": ranks,
-            "unranked": self.unranked,
-        }
-
-    @staticmethod
-    def recovered(state: Mapping[str, Any]) -> "DepartedTotals":
-        """Return the totals whose `state` this is, or none for an empty one."""
-        if not state:
-            return DepartedTotals()
-        return DepartedTotals(
-            Counter(state["states"]), state["done"], set(state["lost_ranks"]), state["unranked"]
-        )

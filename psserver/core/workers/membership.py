@@ -4,13 +4,13 @@ A worker joins, registers, and leaves or is lost; members.py has the states. Tim
 seconds by the monotonic clock of this host.
 """
 
-import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from psserver.core.workers.departed import DepartedTotals, WorkerRun
+from psserver.core.workers.leases import WorkerLeases
 from psserver.core.workers.members import (
-    DepartedTotals,
     Member,
     WorkerState,
     member_from_json,
@@ -20,29 +20,27 @@ from psserver.core.workers.members import (
 GENERATION = 10_000
 """Worker numbers of the n-th start of a job's servers begin after n times this many."""
 
-HANGING_SECONDS = 30.0
-"""Time without a call after which a script counts as hanging, or --progress-timeout if shorter."""
-
 
 class Membership:
     """All workers that joined and were not forgotten, in worker order: by rank, then by number.
 
     Attributes:
-        lease: Duration of a lease in seconds.
-        progress_timeout: See JobRules.
         members: Current and departed members by number.
+        leases: Leases of the current members.
+        run: Which workers of the current run are done.
+
+    Args:
+        lease_seconds: Duration of a lease.
+        generation: Number of this start of the servers.
     """
 
-    def __init__(self, lease: float, generation: int = 0) -> None:
-        self.lease = lease
-        self.progress_timeout: float | None = None
+    def __init__(self, lease_seconds: float, generation: int = 0) -> None:
         self._next_worker = generation * GENERATION + 1
         self.members: dict[int, Member] = {}
         self._current: list[Member] = []  # in worker order
         self._departed_counts: Counter[str] = Counter()
-        self._done_in_earlier_run: frozenset[int] = frozenset()
-        self._forgotten = DepartedTotals()
-        self._forgotten_of_earlier_run = 0
+        self.leases = WorkerLeases(lease_seconds, self._current)
+        self.run = WorkerRun(self.members, self._current)
 
     def begin_generation(self, generation: int) -> None:
         """Give later members numbers of this start of the servers."""
@@ -107,7 +105,9 @@ class Membership:
             "members": [member_to_json(member) for member in self.members.values()],
             "here": [m.worker for m in self._current],
         }
-        return state | ({"forgotten": self._forgotten.state()} if self._forgotten.states else {})
+        return state | (
+            {"forgotten": self.run.forgotten.state()} if self.run.forgotten.states else {}
+        )
 
     def recover(self, state: Mapping[str, Any], now: float) -> None:
         """Load a `state`. All leases begin now."""
@@ -115,12 +115,12 @@ class Membership:
         for values in state["members"]:
             member = member_from_json(values, now)
             self.members[member.worker] = member
-        self._current = [self.members[worker] for worker in state["here"]]
-        self._forgotten = DepartedTotals.recovered(state.get("forgotten", {}))
+        self._current[:] = [self.members[worker] for worker in state["here"]]
+        self.run.forgotten = DepartedTotals.recovered(state.get("forgotten", {}))
         self._departed_counts = Counter[str](
             member.state for member in self.members.values() if not member.is_current
         )
-        self._departed_counts.update(self._forgotten.states)
+        self._departed_counts.update(self.run.forgotten.states)
 
     def __iter__(self) -> Iterator[Member]:
         """Return current and departed members, in worker order."""
@@ -178,48 +178,6 @@ class Membership:
         new.state = WorkerState.ACTIVE
         self._sort()
 
-    # ---- leases ----------------------------------------------------------------------------------
-
-    def with_ended_lease(self, now: float) -> list[Member]:
-        """Return the members whose lease has ended, or whose process has."""
-        return [m for m in self._current if m.death or now - m.last_contact_at > self.lease]
-
-    def mark_dead(self, worker: int, proof: str) -> None:
-        """End the lease of a worker whose process has ended; earlier messages do not renew it."""
-        member = self.members.get(worker)
-        if member is not None and member.is_current:
-            member.death = member.death or proof
-
-    def is_hanging(self, member: Member) -> bool:
-        """Return whether a script makes no call although it waits for nothing.
-
-        A long evaluation looks the same.
-        """
-        limit = min(HANGING_SECONDS, self.progress_timeout or HANGING_SECONDS)
-        return member.is_registered and member.no_call_seconds > limit
-
-    def over_progress_timeout(self) -> list[Member]:
-        """Return the members that have hung for longer than --progress-timeout."""
-        limit = self.progress_timeout
-        return [
-            m
-            for m in self._current
-            if limit is not None and m.is_registered and m.no_call_seconds > limit
-        ]
-
-    def seconds_to_lease_end(self, now: float) -> float:
-        """Return the time until the next lease ends; infinite without a running lease."""
-        left = (m.last_contact_at + self.lease - now for m in self._current)
-        return min((seconds for seconds in left if seconds >= 0), default=math.inf)
-
-    def extend_leases(self, seconds: float) -> None:
-        """Extend all leases by a time for which this process itself was stopped."""
-        for member in self._current:
-            member.last_seen += seconds
-            member.last_moved += seconds
-            member.joined_at += seconds
-            member.step_timer.add_pause(seconds)
-
     # ---- departed members ------------------------------------------------------------------------
 
     def remove(self, member: Member, state: WorkerState, reason: str) -> None:
@@ -234,28 +192,6 @@ class Membership:
         return self._departed_counts + Counter[str](member.state for member in self._current)
 
     @property
-    def done_count(self) -> int:
-        """Number of workers that took part in this run and left without giving a reason."""
-        return (
-            len(self._done() - self._done_in_earlier_run)
-            + self._forgotten.done
-            - self._forgotten_of_earlier_run
-        )
-
-    def _done(self) -> set[int]:
-        return {m.worker for m in self.members.values() if m.is_done}
-
-    def is_run_done(self, min_workers: int) -> bool:
-        """Return whether at least so many workers are done and no member is left."""
-        return not self._current and self.done_count >= min_workers
-
-    def begin_run(self, min_workers: int) -> None:
-        """Start another run if the last one is done; its workers then do not count as done."""
-        if self.is_run_done(min_workers):
-            self._done_in_earlier_run = frozenset(self._done())
-            self._forgotten_of_earlier_run = self._forgotten.done
-
-    @property
     def have_all_left(self) -> bool:
         """Whether the newest worker of every rank has left, so that none will join again.
 
@@ -265,7 +201,7 @@ class Membership:
         return (
             bool(last)
             and set(last.values()) == {WorkerState.LEFT}
-            and not self._forgotten.has_lost(last.keys())
+            and not self.run.forgotten.has_lost(last.keys())
         )
 
     @property
@@ -282,8 +218,5 @@ class Membership:
         newest = {member.rank: member.worker for member in self.members.values()}
         departed = [member for member in self.members.values() if not member.is_current]
         for member in departed[: max(0, len(departed) - keep)]:
-            self._forgotten.add(member, newest[member.rank] == member.worker)
-            self._forgotten_of_earlier_run += (
-                member.is_done and member.worker in self._done_in_earlier_run
-            )
+            self.run.add_forgotten(member, newest[member.rank] == member.worker)
             del self.members[member.worker]

@@ -3,6 +3,7 @@ restart and on a standby.
 """
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,10 +14,16 @@ from pscommon.core.data_loop import LoopSpec
 from pscommon.core.data_stream import StreamSpec
 from pscommon.core.errors import FencedError, InvalidRequestError, PSError
 from pscommon.core.log_entries import Apply, BatchKey, PushKey, Reject, ShardReport, Staged
-from psserver.core.commands.recorder import RecordedCommand, replay
-from psserver.core.job.coordinator import CoordinatorMachine
+from psserver.core.commands.command import Command
+from psserver.core.commands.data_commands import LeaseBatches, ReportMetrics, ReturnBatches
+from psserver.core.commands.recorded import RecordedCommand
+from psserver.core.commands.recorder import replay
+from psserver.core.commands.shard_commands import StartReshard
+from psserver.core.commands.worker_commands import DrainWorker
+from psserver.core.coordinator.departures import Departures
+from psserver.core.coordinator.machine import CoordinatorMachine
 from psserver.core.job.policy import Policy, policy
-from psserver.core.job.settings import JobRules
+from psserver.core.workers.members import Member
 from tests.sim import invalid_requests as absurd
 from tests.support.replayed_job import Job, whole
 
@@ -58,15 +65,15 @@ def test_commands_that_bypassed_the_checks_replay_to_the_same_state(
     job = Job(row)
     for _ in range(rng.randint(1, 25)):
         job.now += rng.random()
-        name, args = absurd.request(rng, [*job.workers, 999])
-        if name == "next_batches":
-            args["count"] = min(args["count"], 50)  # it would deal them all
-        if name == "reshard":
+        command = absurd.request(rng, [*job.workers, 999])
+        if isinstance(command, LeaseBatches):
+            command = replace(command, count=min(command.count, 50))  # it would deal them all
+        if isinstance(command, StartReshard):
             # earlier releases refused more than there are servers
-            args["shards"] = min(args["shards"], 5)
-        command = RecordedCommand(name, job.now, args)
-        job.book.write(command)
-        replay(job.coordinator, [command])
+            command = replace(command, shards=min(command.shards, 5))
+        recorded = RecordedCommand(command, job.now)
+        job.book.write(recorded)
+        replay(job.coordinator, [recorded])
 
     assert whole(job.replayed()) == whole(job.coordinator)
 
@@ -74,22 +81,30 @@ def test_commands_that_bypassed_the_checks_replay_to_the_same_state(
 class Faulty(CoordinatorMachine):
     """Raises in the midst of a command, as a bug would."""
 
-    def report_metrics(self, worker: int, metrics: dict[str, float], now: float) -> None:
-        self.samples += 1
-        super().report_metrics(worker, metrics, now)
-        raise ZeroDivisionError("planted")
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        take_latest = self.reported.take_latest
+
+        def take_and_fail(member: Member, name: str, value: float, *rest: Any) -> None:
+            self.job.samples += 1
+            take_latest(member, name, value, *rest)
+            raise ZeroDivisionError("planted")
+
+        self.reported.take_latest = take_and_fail  # type: ignore[method-assign]
 
 
 def test_an_unexpected_error_leaves_the_same_state_live_and_in_a_replay() -> None:
     job = Job(policy("async"), kind=Faulty)
     job.step(job.workers[0], LOOP)
     with pytest.raises(ZeroDivisionError):
-        job.recorder.do("report_metrics", job.now, worker=job.workers[0], metrics={"loss": 1.0})
+        job.recorder.do(ReportMetrics(job.workers[0], {"loss": 1.0}), job.now)
     job.step(job.workers[1], LOOP)
     failed: list[str] = []
     again = job.made()
     replay(
-        again, job.book.commands, lambda command, error: failed.append(f"{command.name}: {error}")
+        again,
+        job.book.commands,
+        lambda recorded, error: failed.append(f"{recorded.command.wire_name}: {error}"),
     )
 
     assert failed == ["report_metrics: planted"]
@@ -102,28 +117,28 @@ def test_an_error_that_depends_on_memory_is_not_recorded(monkeypatch: pytest.Mon
     job = Job(policy("async"))
     before = list(job.book.lines)
 
-    def full(self: CoordinatorMachine, worker: int, now: float) -> None:
+    def full(self: Departures, worker: int) -> None:
         raise MemoryError
 
-    monkeypatch.setattr(CoordinatorMachine, "drain", full)
+    monkeypatch.setattr(Departures, "drain", full)
     with pytest.raises(MemoryError):
-        job.recorder.do("drain", job.now, worker=job.workers[0])
+        job.recorder.do(DrainWorker(job.workers[0]), job.now)
     assert job.book.lines == before
 
 
 def test_a_replay_refuses_a_command_of_a_later_release() -> None:
     with pytest.raises(ValueError, match="does not know the command 'later'"):
-        replay(CoordinatorMachine(1, JobRules(policy("sync"))), [RecordedCommand("later", 0.0, {})])
+        RecordedCommand.from_json({"do": "later", "now": 0.0})
 
 
 # ---- single requests -----------------------------------------------------------------------------
 
 
-def refused(job: Job, name: str, **args: Any) -> str:
+def refused(job: Job, command: Command[Any]) -> str:
     """The reason of a refusal that changes nothing and is not recorded."""
     before, lines = whole(job.coordinator), len(job.book.lines)
     with pytest.raises(InvalidRequestError) as caught:
-        job.recorder.do(name, job.now, **args)
+        job.recorder.do(command, job.now)
     assert (whole(job.coordinator), len(job.book.lines)) == (before, lines)
     return caught.value.reason
 
@@ -134,19 +149,14 @@ def test_returned_batches_of_a_stream_without_epochs_are_refused(end: bool) -> N
     worker, empty = job.workers[0], StreamSpec(0, sources=2, batch_size=3, epochs=0)
     job.step(worker, empty)
 
-    assert (
-        refused(job, "return_batches", worker=worker, batches=[BatchKey(0, 5, 3, end)])
-        == "OUT_OF_RANGE"
-    )
+    assert refused(job, ReturnBatches(worker, [BatchKey(0, 5, 3, end)])) == "OUT_OF_RANGE"
 
 
 def test_batches_that_a_loop_does_not_have_cannot_be_returned() -> None:
     job = Job(policy("async"))
     job.step(job.workers[0], LOOP), job.step(job.workers[0], STREAM)
     for batch in (BatchKey(0, 27), BatchKey(0, 2**64 - 1), BatchKey(1, 2**63), BatchKey(1, 0, 4)):
-        assert (
-            refused(job, "return_batches", worker=job.workers[0], batches=[batch]) == "OUT_OF_RANGE"
-        )
+        assert refused(job, ReturnBatches(job.workers[0], [batch])) == "OUT_OF_RANGE"
 
 
 UNFIT = {
@@ -171,7 +181,7 @@ def test_an_unfit_push_is_rejected_before_anything_is_applied(name: str, row: Po
     first, second = job.workers
     for spec in (LOOP, StreamSpec(2, 2, 3, epochs=0)):
         job.recorder.do(
-            "next_batches", job.now, worker=first, spec=spec, received=0, count=1, idle=False
+            LeaseBatches(worker=first, spec=spec, received=0, count=1, idle=False), job.now
         )
     job.step(first, STREAM), job.step(second, STREAM)
     version = job.coordinator.version
@@ -192,7 +202,7 @@ def test_an_unfit_push_that_comes_in_a_move_is_rejected_after_it() -> None:
     """Reshard: a shard that holds its new part takes pushes before the move is over."""
     job = Job(policy("async"), workers=1)
     (worker,) = job.workers
-    job.recorder.do("reshard", job.now, shards=1, keeps=False)
+    job.recorder.do(StartReshard(1, False), job.now)
     push = Staged(PushKey(worker, 1), 1, 10**6)
     index = job.coordinator.log.index
     job.recorder.report(ShardReport(0, 5, index, (push,), moving=True), job.now)
@@ -215,7 +225,7 @@ def test_a_push_of_a_worker_that_is_out_is_fenced_whatever_its_base() -> None:
 
     assert not any(isinstance(entry, Reject) for entry in job.coordinator.entries_after(0))
     with pytest.raises(FencedError):
-        job.recorder.do("return_batches", job.now, worker=77, batches=[])
+        job.recorder.do(ReturnBatches(77, []), job.now)
 
 
 def test_a_worker_that_is_put_out_in_a_round_does_not_apply_the_round_again() -> None:

@@ -20,8 +20,12 @@ from pscommon.core.log_entries import (
     Staged,
 )
 from pscommon.core.model_spec import ModelSpec, OptimizerSettings, TensorSpec
-from psserver.core.commands.recorder import RecordedCommand, Recorder, replay
-from psserver.core.job.coordinator import CoordinatorMachine
+from psserver.core.commands.job_commands import PolicyRow, SetPolicy
+from psserver.core.commands.recorded import RecordedCommand
+from psserver.core.commands.recorder import Recorder, replay
+from psserver.core.commands.shard_commands import StartReshard
+from psserver.core.commands.worker_commands import Join, Leave, Lose, Register
+from psserver.core.coordinator.machine import CoordinatorMachine
 from psserver.core.job.policy import Policy, policy
 from psserver.core.job.settings import JobRules
 from psserver.core.shard.clipping import clip_factor
@@ -61,10 +65,10 @@ class Job:
         self.told = self.machine.log.index
 
     def add(self, rank: int, model: ModelSpec = MODEL) -> int:
-        worker = self.recorder.do("join", 0.0, rank=rank, host="h", pid=1, device="cpu").worker
-        if self.recorder.do("register", 0.0, worker=worker, spec=model) == "upload":
+        worker = self.recorder.do(Join(rank=rank, host="h", pid=1, device="cpu"), 0.0).worker
+        if self.recorder.do(Register(worker, model), 0.0) == "upload":
             self.push(worker, 0)
-            self.recorder.do("register", 0.0, worker=worker, spec=model)
+            self.recorder.do(Register(worker, model), 0.0)
         return int(worker)
 
     def push(
@@ -79,7 +83,7 @@ class Job:
     def report(self, shard: int, measured: Measured | None = None) -> None:
         staged = tuple(self.staged[shard].values())
         # entries stay
-        report = ShardReport(shard, 0, self.machine.layout_index, staged, measured=measured)
+        report = ShardReport(shard, 0, self.machine.job.layout_index, staged, measured=measured)
         self.recorder.report(report, 0.0)
 
     def measure(self, *squares: float, index: int | None = None) -> None:
@@ -221,7 +225,7 @@ def test_what_was_measured_is_void_when_a_contributor_is_evicted() -> None:
     for worker in (1, 2, 3):
         job.push(worker, 1)
     job.measure(100.0)
-    job.recorder.do("lose", 0.0, worker=2, reason="silent")
+    job.recorder.do(Lose(2, "silent"), 0.0)
 
     first, evict, second = job.news()
     assert isinstance(first, Measure)
@@ -237,7 +241,7 @@ def test_when_one_contributor_is_left_the_norm_of_its_push_is_enough() -> None:
     job = Job()
     job.push(1, 1, (4.0, 12.0))
     job.push(2, 1)
-    job.recorder.do("leave", 0.0, worker=2, reason="")
+    job.recorder.do(Leave(2, ""), 0.0)
 
     measure, evict, update = job.news()
     assert [type(measure), type(evict)] == [Measure, Evict]
@@ -263,7 +267,7 @@ def test_another_policy_in_between_lets_each_push_count_alone() -> None:
     job = Job()
     job.push(1, 1, (4.0, 12.0))
     job.push(2, 1, (0.01, 0.01))
-    job.recorder.do("set_policy", 0.0, row=("async", None, None, 0))
+    job.recorder.do(SetPolicy(PolicyRow("async", None, None, 0)), 0.0)
 
     measure, first, second = job.news()
     assert isinstance(measure, Measure)
@@ -290,7 +294,7 @@ def test_a_reshard_in_between_voids_what_was_measured() -> None:
     job.push(1, 1)
     job.push(2, 1)
     job.measure(4.0)
-    job.recorder.do("reshard", 0.0, shards=1, keeps=False)
+    job.recorder.do(StartReshard(1, False), 0.0)
     assert [type(entry) for entry in job.news()] == [Measure, Reshard]
     assert job.machine.pending.measurement is None
     job.report(0)
@@ -315,7 +319,7 @@ def test_a_coordinator_made_again_waits_for_the_same_answers() -> None:
     assert other.whole() == job.machine.whole()
 
     for machine in (again, other):
-        machine.report(
+        machine.reports.process(
             ShardReport(1, 0, 2, tuple(job.staged[1].values()), measured=Measured(2, 12.0)), 0.0
         )
         (update,) = machine.entries_after(2)

@@ -6,50 +6,56 @@ from pscommon.core.data_loop import LoopSpec
 from pscommon.core.errors import FencedError, MismatchError
 from pscommon.core.log_entries import Apply, Begin, Cut, Evict, PushKey, Reject, ShardReport, Staged
 from pscommon.core.model_spec import ModelSpec, TensorSpec
+from psserver.core.commands.data_commands import ReportMetrics
 from psserver.core.commands.waiting import waiting_for
-from psserver.core.job.coordinator import BatchesReply, CoordinatorMachine
+from psserver.core.coordinator.data_requests import BatchesReply
+from psserver.core.coordinator.machine import CoordinatorMachine
 from psserver.core.job.policy import policy
 from psserver.core.job.settings import JobRules
 from psserver.core.job.snapshot_schedule import SnapshotInterval
 from psserver.core.shard.state_machine import GIVEN_UP
 from psserver.core.workers.members import WorkerState
-from tests.support.coordinator_job import LOOP, MODEL, Job
+from tests.support.coordinator_job import MODEL, Job
 
 OTHER = ModelSpec((TensorSpec("w", (2,), "float32"),), MODEL.optimizer)
 
 
 def test_the_first_to_register_uploads_and_the_others_wait_for_it() -> None:
     coordinator = CoordinatorMachine(2, JobRules(policy("sync"), 2))
-    first, second = (coordinator.join(0.0, None, "host", 1, "cpu").worker for _ in range(2))
+    first, second = (
+        coordinator.membership.join(0.0, None, "host", 1, "cpu").worker for _ in range(2)
+    )
 
-    assert coordinator.register(first, MODEL, 0.0) == "upload"
-    assert coordinator.register(second, MODEL, 0.0) == "pending"
+    assert coordinator.registration.register(first, MODEL, 0.0) == "upload"
+    assert coordinator.registration.register(second, MODEL, 0.0) == "pending"
     upload = Staged(PushKey(first, 0), 1, 0)
-    coordinator.report(ShardReport(0, 0, 0, (upload,)), 0.0)
-    assert coordinator.register(second, MODEL, 0.0) == "pending"
-    coordinator.report(ShardReport(1, 0, 0, (upload,)), 0.0)
+    coordinator.reports.process(ShardReport(0, 0, 0, (upload,)), 0.0)
+    assert coordinator.registration.register(second, MODEL, 0.0) == "pending"
+    coordinator.reports.process(ShardReport(1, 0, 0, (upload,)), 0.0)
 
-    assert coordinator.register(second, MODEL, 0.0) == "ready"
+    assert coordinator.registration.register(second, MODEL, 0.0) == "ready"
     assert coordinator.entries_after(0) == [Begin(1, first)]
 
 
 def test_another_takes_over_when_the_uploader_goes() -> None:
     coordinator = CoordinatorMachine(1, JobRules(policy("sync"), 1))
-    first, second = (coordinator.join(0.0, None, "host", 1, "cpu").worker for _ in range(2))
-    coordinator.register(first, OTHER, 0.0)
-    coordinator.leave(first, "died", 0.0)
+    first, second = (
+        coordinator.membership.join(0.0, None, "host", 1, "cpu").worker for _ in range(2)
+    )
+    coordinator.registration.register(first, OTHER, 0.0)
+    coordinator.departures.leave(first, "died", 0.0)
 
-    assert coordinator.register(second, MODEL, 0.0) == "upload"
+    assert coordinator.registration.register(second, MODEL, 0.0) == "upload"
 
 
 def test_a_different_model_is_told_apart() -> None:
     job = Job(workers=1)
-    worker = job.coordinator.join(0.0, None, "host", 1, "cpu").worker
+    worker = job.coordinator.membership.join(0.0, None, "host", 1, "cpu").worker
 
     with pytest.raises(
         MismatchError, match=r"w: float32\[2\] trainable, the job has float32\[1\]"
     ) as caught:
-        job.coordinator.register(worker, OTHER, 0.0)
+        job.coordinator.registration.register(worker, OTHER, 0.0)
     assert caught.value.reason == "MODEL_MISMATCH"
 
 
@@ -77,7 +83,7 @@ def test_the_first_round_waits_for_min_workers_and_later_ones_do_not() -> None:
 
     second = job.add()
     assert job.applied() == [[first]]
-    coordinator.leave(second, "", 0.0)
+    coordinator.departures.leave(second, "", 0.0)
     job.push(first, 2)
     assert job.applied() == [[first]]
 
@@ -89,11 +95,11 @@ def test_a_round_closes_when_whom_it_waits_for_leaves_or_is_lost() -> None:
     assert job.applied() == []
     assert "worker 2" in waiting_for(job.coordinator, 0.0)
 
-    job.coordinator.leave(2, "", 0.0)
+    job.coordinator.departures.leave(2, "", 0.0)
     assert job.applied() == [[1, 3]]
     job.push(1, 2)
     job.now = 4.0
-    job.coordinator.member(1, 4.0)
+    job.coordinator.job.member(1, 4.0)
     for second in (4.5, 5.0, 5.5):
         lost = job.recorder.tick(second)
     assert [m.worker for m in lost] == [3]
@@ -103,7 +109,7 @@ def test_a_round_closes_when_whom_it_waits_for_leaves_or_is_lost() -> None:
 def test_a_lost_worker_is_out_and_its_push_with_it() -> None:
     job = Job(workers=2)
     job.push(2, 1)
-    job.coordinator.member(1, 4.0)
+    job.coordinator.job.member(1, 4.0)
     for second in (4.5, 5.0, 5.5):
         job.recorder.tick(second)
 
@@ -111,7 +117,7 @@ def test_a_lost_worker_is_out_and_its_push_with_it() -> None:
     with pytest.raises(
         FencedError, match="worker 2 is no longer a member of the job: nothing heard from it"
     ):
-        job.coordinator.member(2, 6.0)
+        job.coordinator.job.member(2, 6.0)
     job.push(1, 1)
     assert job.applied() == [[1]]
 
@@ -119,9 +125,9 @@ def test_a_lost_worker_is_out_and_its_push_with_it() -> None:
 def test_bytes_renew_a_lease_from_when_they_moved() -> None:
     """Not from when it is told; and who tells of older ones, later, takes nothing away."""
     job = Job(workers=2)
-    job.coordinator.member(1, 4.0)
-    job.coordinator.alive({2: 3.5, 99: 0.0}, 4.0)
-    job.coordinator.alive({2: 4.0}, 4.25)
+    job.coordinator.job.member(1, 4.0)
+    job.coordinator.membership.leases.renew_by_transfers({2: 3.5, 99: 0.0}, 4.0)
+    job.coordinator.membership.leases.renew_by_transfers({2: 4.0}, 4.25)
     for second in (4.5, 5.0, 5.4):
         job.recorder.tick(second)
     assert not [entry for entry in job.news() if isinstance(entry, Evict)]
@@ -158,7 +164,7 @@ def test_stale_pushes_are_rejected_as_soon_as_they_are_too_old() -> None:
     assert [type(entry) for entry in entries] == [Apply, Apply, Apply, Reject]
     assert isinstance(entries[-1], Reject)
     assert (entries[-1].key, entries[-1].reason) == (PushKey(2, 2), "STALE")
-    assert job.coordinator.counts == {"applied": 3, "stale": 1, "rejected": 0}
+    assert job.coordinator.job.counts == {"applied": 3, "stale": 1, "rejected": 0}
 
 
 def test_a_push_with_a_problem_is_rejected_and_the_round_still_waits() -> None:
@@ -217,7 +223,7 @@ def test_a_worker_without_data_waits_for_what_others_may_give_back() -> None:
         job.push(worker, 1, batches=[worker - 1])
     assert job.ask(1, 1, loop=three) == BatchesReply((2,))
     assert job.ask(2, 1, idle=True, loop=three) is None
-    job.coordinator.leave(1, "died", 0.0)
+    job.coordinator.departures.leave(1, "died", 0.0)
 
     assert job.ask(2, 1, idle=True, loop=three) == BatchesReply((2,))
     assert job.coordinator.membership.members[2].state is WorkerState.ACTIVE
@@ -249,9 +255,9 @@ def test_a_loop_described_differently_is_an_error_that_names_what_differs() -> N
 
 def test_of_reported_metrics_the_lowest_rank_s_is_believed() -> None:
     job = Job(workers=2)
-    job.coordinator.report_metrics(2, {"loss": 2.0, "only": 5.0}, 0.0)
-    job.coordinator.report_metrics(1, {"loss": 1.0}, 0.0)
-    job.coordinator.report_metrics(2, {"loss": 3.0}, 0.0)
+    job.recorder.do(ReportMetrics(2, {"loss": 2.0, "only": 5.0}), 0.0)
+    job.recorder.do(ReportMetrics(1, {"loss": 1.0}), 0.0)
+    job.recorder.do(ReportMetrics(2, {"loss": 3.0}), 0.0)
 
     assert {name: value for name, (_, value) in job.coordinator.reported.latest.items()} == {
         "loss": 1.0,
@@ -283,33 +289,32 @@ def test_a_snapshot_s_state_goes_on_with_the_same_data_and_remembers_pushes() ->
     again.coordinator.restore(cutting.state, MODEL, 0.0)
     worker = again.add()
 
-    assert (again.coordinator.version, again.coordinator.samples) == (1, 8)
+    assert (again.coordinator.version, again.coordinator.job.samples) == (1, 8)
     assert again.ask(worker) == BatchesReply((1,))
     with pytest.raises(FencedError):
-        again.coordinator.member(1, 0.0)
+        again.coordinator.job.member(1, 0.0)
 
 
 def test_a_late_request_for_data_changes_nothing() -> None:
     job = Job(policy("async"), workers=1)
-    asked = {"worker": 1, "spec": LOOP, "count": 1, "idle": False, "now": 0.0}
-    assert job.coordinator.next_batches(received=0, **asked) == BatchesReply((0,))
-    assert job.coordinator.next_batches(received=1, **asked) == BatchesReply((1,))
+    assert job.ask(1, received=0) == BatchesReply((0,))
+    assert job.ask(1, received=1) == BatchesReply((1,))
 
-    assert job.coordinator.next_batches(received=0, **asked) == BatchesReply()
-    assert job.coordinator.next_batches(received=2, **asked) == BatchesReply((2,))
+    assert job.ask(1, received=0) == BatchesReply()
+    assert job.ask(1, received=2) == BatchesReply((2,))
 
 
 def test_who_registers_after_its_successor_is_out() -> None:
     """It died, and its last words were long under way: a round would wait for it."""
     coordinator = CoordinatorMachine(1, JobRules(policy("sync"), 1, 5.0, SnapshotInterval()))
-    old = coordinator.join(0.0, 0, "host", 1, "cpu", attempt=0).worker
-    new = coordinator.join(0.0, 0, "host", 2, "cpu", attempt=1).worker
-    coordinator.register(new, MODEL, 0.0)
-    coordinator.report(ShardReport(0, 0, 0, (Staged(PushKey(new, 0), 1, 0),)), 0.0)
-    coordinator.register(new, MODEL, 0.0)
+    old = coordinator.membership.join(0.0, 0, "host", 1, "cpu", attempt=0).worker
+    new = coordinator.membership.join(0.0, 0, "host", 2, "cpu", attempt=1).worker
+    coordinator.registration.register(new, MODEL, 0.0)
+    coordinator.reports.process(ShardReport(0, 0, 0, (Staged(PushKey(new, 0), 1, 0),)), 0.0)
+    coordinator.registration.register(new, MODEL, 0.0)
 
     with pytest.raises(FencedError):
-        coordinator.register(old, MODEL, 0.0)
+        coordinator.registration.register(old, MODEL, 0.0)
     assert [member.worker for member in coordinator.membership.registered()] == [new]
 
 

@@ -10,15 +10,11 @@ from unittest.mock import MagicMock, Mock
 import pytest
 
 from psproto.v1 import coordinator_pb2 as pb
-from psserver.coordinator.server_registry import (
-    DeliveryCursor,
-    RegistryView,
-    ServerEntry,
-    ShardUpdate,
-)
 from psserver.coordinator.servicer import ControlPlaneServicer
+from psserver.coordinator.shard_connections import ShardUpdate
 from psserver.coordinator.shard_stream import MAX_SILENCE_SECONDS, ShardListener
-from psserver.core.job.catch_up import CatchUp
+from psserver.core.coordinator.catch_up import CatchUp
+from psserver.core.coordinator.server_entry import DeliveryCursor, RegistryView, ServerEntry
 from psserver.core.job.settings import GradientRules
 from psserver.process.worker_exits import WorkerExits
 
@@ -35,9 +31,10 @@ class ReshardingService:
         self.server = ServerEntry(1, "s1:1", connected=True, connection=1)
         self.registry: Any = [ServerEntry(0, term=3)]
         self.stopped, self.worker_exits = threading.Event(), WorkerExits()
-        self.reshard_requests = self.report = self.disconnect_shard = self.check_job = Mock()
+        self.reshard_requests = self.report = self.disconnect = self.check_job = Mock()
+        self.shard_connections = self
 
-    def connect_shard(self, *args: object) -> tuple[ServerEntry, int]:
+    def connect(self, *args: object) -> tuple[ServerEntry, int]:
         return self.server, self.server.connection
 
     def next_update(self, server: ServerEntry, cursor: DeliveryCursor) -> ShardUpdate:
@@ -137,7 +134,7 @@ def test_silence_counts_only_while_somebody_listens(monkeypatch: pytest.MonkeyPa
         clock.now += 2 * MAX_SILENCE_SECONDS
         found.append(listener.silent)
 
-    service.report = update
+    service.shard_connections.report = update
     for _ in range(2):
         listener.handle(pb.LinkShardRequest(report=pb.Report()))
         found.append(listener.silent)

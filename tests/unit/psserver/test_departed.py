@@ -9,6 +9,7 @@ import pytest
 from pscommon.core.errors import FencedError
 from pscommon.core.log_entries import Apply, Contribution, Evict, PushKey, ShardReport, Staged
 from psserver.core.commands.recorder import DEPARTED_KEPT, EVICTED_MOST
+from psserver.core.commands.worker_commands import Join, Leave, Register
 from psserver.core.job.policy import policy
 from psserver.core.job.settings import WorkerLossMode
 from psserver.core.shard.state_machine import EVICTED_KEPT, ShardMachine
@@ -25,7 +26,7 @@ def come_and_go(job: Job, count: int, reason: str = "") -> list[int]:
     for _ in range(count):
         worker = job.join()
         job.push(worker)
-        job.recorder.do("leave", job.now, worker=worker, reason=reason)
+        job.recorder.do(Leave(worker, reason), job.now)
         job.recorder.tick(job.now)
         workers.append(worker)
     return workers
@@ -37,10 +38,10 @@ def test_a_job_with_many_departed_workers_stays_small() -> None:
     coordinator, membership = job.coordinator, job.coordinator.membership
 
     assert membership.departed_count <= 2 * DEPARTED_KEPT
-    assert len(coordinator.evicted) <= EVICTED_MOST
+    assert len(coordinator.job.evicted) <= EVICTED_MOST
     assert len(json.dumps(coordinator.state())) < 100_000
-    assert (membership.done_count, membership.counts()[WorkerState.LEFT]) == (JOINS, JOINS)
-    assert membership.departed_count + membership._forgotten.done == len(gone)
+    assert (membership.run.done_count, membership.counts()[WorkerState.LEFT]) == (JOINS, JOINS)
+    assert membership.departed_count + membership.run.forgotten.done == len(gone)
     assert coordinator.version == JOINS
 
 
@@ -51,7 +52,7 @@ def test_a_restart_and_a_standby_forget_the_same_workers() -> None:
     standby = job.made()
     standby.become(json.loads(json.dumps(again.whole())), MODEL, job.now)
 
-    assert job.coordinator.membership._forgotten.states[WorkerState.LEFT] > 0
+    assert job.coordinator.membership.run.forgotten.states[WorkerState.LEFT] > 0
     assert whole(again) == whole(job.coordinator)
     assert json.dumps(standby.state()) == json.dumps(again.state())
     assert standby.membership.counts() == again.membership.counts()
@@ -63,7 +64,7 @@ def test_a_forgotten_worker_is_fenced_whatever_it_asks() -> None:
 
     assert forgotten not in job.coordinator.membership.members
     with pytest.raises(FencedError):
-        job.coordinator.member(forgotten, job.now)
+        job.coordinator.job.member(forgotten, job.now)
     index = job.coordinator.log.index
     job.recorder.report(ShardReport(0, 5, index, (Staged(PushKey(forgotten, 2), 1, 0),)), job.now)
     (entry,) = job.coordinator.entries_after(index)
@@ -77,7 +78,7 @@ def test_a_push_that_a_shard_holds_of_a_worker_it_has_forgotten_is_evicted_again
     """
     job = Job(policy("async"), workers=2)
     first = job.workers[0]
-    job.recorder.do("leave", job.now, worker=first, reason="")
+    job.recorder.do(Leave(first, ""), job.now)
     before = job.coordinator.log.index
     held = (Staged(PushKey(first, 9), 1, 0),)
     job.recorder.report(ShardReport(1, 5, before - 1, held), job.now)
@@ -108,23 +109,23 @@ def test_a_shard_forgets_the_oldest_of_many_evicted_workers_and_learns_of_them_a
 def test_a_successor_takes_its_place_however_many_others_have_gone() -> None:
     job = Job(policy("sync"), workers=0, on_loss=WorkerLossMode("wait", 1000.0))
     join = {"rank": 0, "host": "h", "pid": 1, "device": "cpu"}
-    dead = job.recorder.do("join", job.now, attempt=0, **join).worker
-    job.recorder.do("register", job.now, worker=dead, spec=MODEL)
+    dead = job.recorder.do(Join(attempt=0, **join), job.now).worker
+    job.recorder.do(Register(dead, MODEL), job.now)
     job.report(Staged(PushKey(dead, 0), 1, 0))
-    job.recorder.do("register", job.now, worker=dead, spec=MODEL)
+    job.recorder.do(Register(dead, MODEL), job.now)
     for _ in range(5):
         job.seqs.setdefault(dead, 0)
         job.push(dead)
     clock = job.coordinator.membership.members[dead].clock
     for _ in range(3 * DEPARTED_KEPT):
-        worker = job.recorder.do("join", job.now, rank=None, host="h", pid=1, device="cpu").worker
-        job.recorder.do("leave", job.now, worker=worker, reason="")
+        worker = job.recorder.do(Join(rank=None, host="h", pid=1, device="cpu"), job.now).worker
+        job.recorder.do(Leave(worker, ""), job.now)
         job.recorder.tick(job.now)
-    successor = job.recorder.do("join", job.now, attempt=1, **join).worker
-    job.recorder.do("register", job.now, worker=successor, spec=MODEL)
+    successor = job.recorder.do(Join(attempt=1, **join), job.now).worker
+    job.recorder.do(Register(successor, MODEL), job.now)
     member = job.coordinator.membership.members[successor]
 
-    assert job.coordinator.membership._forgotten.states[WorkerState.LEFT] > 0
+    assert job.coordinator.membership.run.forgotten.states[WorkerState.LEFT] > 0
     assert clock == 5
     assert (member.clock, member.rank, member.state) == (clock, 0, WorkerState.ACTIVE)
 
@@ -168,14 +169,14 @@ def test_another_run_counts_only_its_own_workers_as_finished() -> None:
 
     finish(5)
     membership.forget_departed(3)
-    assert (membership.done_count, membership.is_run_done(5)) == (5, True)
-    membership.begin_run(5)
-    assert membership.done_count == 0
+    assert (membership.run.done_count, membership.run.is_done(5)) == (5, True)
+    membership.run.begin_next(5)
+    assert membership.run.done_count == 0
     membership.forget_departed(1)
-    assert membership.done_count == 0
+    assert membership.run.done_count == 0
     finish(2)
     membership.forget_departed(0)
-    assert (membership.done_count, membership.is_run_done(3), membership.is_run_done(2)) == (
+    assert (membership.run.done_count, membership.run.is_done(3), membership.run.is_done(2)) == (
         2,
         False,
         True,

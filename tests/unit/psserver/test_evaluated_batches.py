@@ -4,8 +4,9 @@ import json
 
 from pscommon.core.data_loop import LoopSpec
 from pscommon.core.log_entries import BatchKey
-from psserver.core.commands.recorder import RecordedCommand
-from psserver.core.job.coordinator import BatchesReply
+from psserver.core.commands.data_commands import ReturnBatches
+from psserver.core.commands.recorded import RecordedCommand
+from psserver.core.coordinator.data_requests import BatchesReply
 from tests.support.coordinator_job import Job
 
 
@@ -15,15 +16,15 @@ def test_batches_that_were_only_evaluated_are_done_and_dealt_to_no_other() -> No
     assert job.ask(2, loop=two) == BatchesReply((1,))
     loop = job.coordinator.ledger.loops[0]
 
-    job.recorder.do("return_batches", job.now, worker=1, batches=[BatchKey(0, 0)], used=True)
+    job.recorder.do(ReturnBatches(worker=1, batches=[BatchKey(0, 0)], used=True), job.now)
     assert (loop.committed, loop.dropped, loop.ended) == (1, 1, False)
     assert job.ask(1, received=1, idle=True, loop=two) is None
-    job.recorder.do("return_batches", job.now, worker=2, batches=[BatchKey(0, 1)], used=True)
+    job.recorder.do(ReturnBatches(worker=2, batches=[BatchKey(0, 1)], used=True), job.now)
 
     assert (loop.committed, loop.dropped, loop.ended) == (2, 2, True)
     assert job.ask(1, received=1, idle=True, loop=two) == BatchesReply(end=True)
-    job.coordinator.leave(1, "", job.now)
-    assert (loop.committed, loop.leased) == (2, 0)
+    job.coordinator.departures.leave(1, "", job.now)
+    assert (loop.committed, len(loop.leases)) == (2, 0)
 
 
 def test_a_worker_uses_up_only_what_is_its_own() -> None:
@@ -31,17 +32,15 @@ def test_a_worker_uses_up_only_what_is_its_own() -> None:
     job.ask(1, loop=two)
 
     job.recorder.do(
-        "return_batches", job.now, worker=2, batches=[BatchKey(0, 0), BatchKey(7, 0)], used=True
+        ReturnBatches(worker=2, batches=[BatchKey(0, 0), BatchKey(7, 0)], used=True), job.now
     )
 
     assert job.coordinator.ledger.loops[0].committed == 0
 
 
 def test_what_was_used_up_is_replayed_and_other_returns_are_written_as_they_were() -> None:
-    used = RecordedCommand(
-        "return_batches", 1.0, {"worker": 1, "batches": [BatchKey(0, 0)], "used": True}
-    )
-    free = RecordedCommand("return_batches", 1.0, {"worker": 1, "batches": [BatchKey(0, 0)]})
+    used = RecordedCommand(ReturnBatches(worker=1, batches=[BatchKey(0, 0)], used=True), 1.0)
+    free = RecordedCommand(ReturnBatches(1, [BatchKey(0, 0)]), 1.0)
 
     assert RecordedCommand.from_json(json.loads(json.dumps(used.as_json()))) == used
     assert "used" not in free.as_json()

@@ -3,7 +3,8 @@
 import pytest
 
 from psserver.core.commands.recorder import Recorder
-from psserver.core.job.coordinator import CoordinatorMachine
+from psserver.core.commands.worker_commands import Join
+from psserver.core.coordinator.machine import CoordinatorMachine
 from psserver.core.job.policy import policy
 from psserver.core.job.settings import JobRules
 from psserver.core.job.snapshot_schedule import SnapshotInterval
@@ -204,7 +205,7 @@ class Timed(Job):
 
     def beat(self) -> None:
         for each in (1, 2):
-            self.coordinator.member(each, self.now)
+            self.coordinator.job.member(each, self.now)
 
 
 def test_waiting_for_others_is_no_part_of_a_step() -> None:
@@ -292,7 +293,7 @@ def test_nobody_is_lost_while_the_servers_own_process_stands_still(
     """Shorter gaps are what happens; the lease runs on in these."""
     coordinator = CoordinatorMachine(1, JobRules(policy("async"), 1, lease, SnapshotInterval()))
     recorder, now = Recorder(coordinator), 100.0
-    worker = recorder.do("join", now, rank=None, host="h", pid=1, device="cpu").worker
+    worker = recorder.do(Join(rank=None, host="h", pid=1, device="cpu"), now).worker
     recorder.tick(now)
     lost: list[Member] = []
     while now < 100.0 + lease:

@@ -10,8 +10,11 @@ from hypothesis import strategies as st
 
 from pscommon.core.limits import MAX_METRICS, MAX_NAME_CHARACTERS
 from pscommon.core.metric_row import MetricRow
-from psserver.core.commands.recorder import RecordedCommand, Recorder, replay
-from psserver.core.job.coordinator import CoordinatorMachine
+from psserver.core.commands.data_commands import ReportValues
+from psserver.core.commands.recorded import RecordedCommand
+from psserver.core.commands.recorder import Recorder, replay
+from psserver.core.commands.worker_commands import Join, Leave, Lose
+from psserver.core.coordinator.machine import CoordinatorMachine
 from psserver.core.job.policy import policy
 from psserver.core.job.settings import JobRules
 from psserver.core.reports.report_history import MAX_ROWS, MAX_THINNED_ROWS, ReportHistory
@@ -173,12 +176,10 @@ class Shipped:
 def test_a_standby_that_comes_later_has_the_same_history() -> None:
     rules = JobRules(policy("async"))
     recorder = Recorder(CoordinatorMachine(1, rules))
-    worker = recorder.do("join", 0.0, rank=0, host="h", pid=1, device="cpu").worker
+    worker = recorder.do(Join(rank=0, host="h", pid=1, device="cpu"), 0.0).worker
 
     def report(second: float, value: float) -> None:
-        recorder.do(
-            "report_values", second, worker=worker, values=[ReportedValue("loss", value, 1, second)]
-        )
+        recorder.do(ReportValues(worker, [ReportedValue("loss", value, 1, second)]), second)
 
     report(1.0, 3.0)
     report(2.0, math.nan)
@@ -202,36 +203,31 @@ def test_a_coordinator_without_reported_values_has_the_state_of_earlier_releases
 def test_a_name_is_shown_by_the_lowest_rank_unless_that_is_lost() -> None:
     recorder = Recorder(CoordinatorMachine(1, JobRules(policy("async"))))
     workers = [
-        recorder.do("join", 0.0, rank=rank, host="h", pid=1, device="cpu").worker for rank in (0, 1)
+        recorder.do(Join(rank=rank, host="h", pid=1, device="cpu"), 0.0).worker for rank in (0, 1)
     ]
 
     def report(rank: int, value: float) -> float:
         values = [ReportedValue("loss", value, 1, 0.0)]
-        recorder.do("report_values", 1.0, worker=workers[rank], values=values)
+        recorder.do(ReportValues(workers[rank], values), 1.0)
         return recorder.coordinator.reported.latest["loss"][1]
 
     assert [report(1, 1.0), report(0, 2.0), report(1, 3.0)] == [1.0, 2.0, 2.0]
-    recorder.do("leave", 1.0, worker=workers[0], reason="")
+    recorder.do(Leave(workers[0], ""), 1.0)
     assert report(1, 4.0) == 2.0
-    workers[0] = recorder.do("join", 0.0, rank=0, host="h", pid=1, device="cpu").worker
+    workers[0] = recorder.do(Join(rank=0, host="h", pid=1, device="cpu"), 0.0).worker
     report(0, 5.0)
-    recorder.do("lose", 1.0, worker=workers[0], reason="")
+    recorder.do(Lose(workers[0], ""), 1.0)
     assert report(1, 6.0) == 5.0, "an earlier worker of this rank was done"
 
 
 def test_a_lost_worker_gives_way() -> None:
     recorder = Recorder(CoordinatorMachine(1, JobRules(policy("async"))))
     first, second = (
-        recorder.do("join", 0.0, rank=rank, host="h", pid=1, device="cpu").worker for rank in (0, 1)
+        recorder.do(Join(rank=rank, host="h", pid=1, device="cpu"), 0.0).worker for rank in (0, 1)
     )
     for worker in (first, second):
-        recorder.do(
-            "report_values",
-            1.0,
-            worker=worker,
-            values=[ReportedValue("loss", float(worker), 1, 0.0)],
-        )
-    recorder.do("lose", 1.0, worker=first, reason="")
-    recorder.do("report_values", 1.0, worker=second, values=[ReportedValue("loss", 9.0, 2, 0.0)])
+        recorder.do(ReportValues(worker, [ReportedValue("loss", float(worker), 1, 0.0)]), 1.0)
+    recorder.do(Lose(first, ""), 1.0)
+    recorder.do(ReportValues(second, [ReportedValue("loss", 9.0, 2, 0.0)]), 1.0)
 
     assert recorder.coordinator.reported.latest["loss"] == (1, 9.0)

@@ -9,8 +9,13 @@ import pytest
 from pscommon.core.data_loop import LoopSpec
 from pscommon.core.log_entries import BatchKey, PushKey, ShardReport, Staged
 from pscommon.core.model_spec import ModelSpec, OptimizerSettings, TensorSpec
-from psserver.core.commands.recorder import RecordedCommand, Recorder, replay
-from psserver.core.job.coordinator import BatchesReply, CoordinatorMachine
+from psserver.core.commands.data_commands import LeaseBatches, ReturnBatches
+from psserver.core.commands.recorded import RecordedCommand
+from psserver.core.commands.recorder import Recorder, replay
+from psserver.core.commands.shard_commands import ProcessReport
+from psserver.core.commands.worker_commands import Join, Register
+from psserver.core.coordinator.data_requests import BatchesReply
+from psserver.core.coordinator.machine import CoordinatorMachine
 from psserver.core.job.policy import policy
 from psserver.core.job.settings import JobRules
 from psserver.durability.best_effort_log import BestEffortLog
@@ -38,7 +43,7 @@ def coordinator() -> CoordinatorMachine:
 
 
 def join(recorder: Recorder, now: float) -> None:
-    recorder.do("join", now, rank=None, host="host", pid=1, device="cpu", attempt=0)
+    recorder.do(Join(rank=None, host="host", pid=1, device="cpu", attempt=0), now)
 
 
 @pytest.fixture
@@ -53,15 +58,14 @@ def journal(tmp_path: Path) -> CoordinatorLog:
 def test_commands_are_read_as_they_were_given(journal: CoordinatorLog) -> None:
     recorder = Recorder(coordinator(), journal)
     join(recorder, 1.5)
-    recorder.do("register", 2.0, worker=1, spec=MODEL)
+    recorder.do(Register(1, MODEL), 2.0)
 
     base, *commands = journal.since(None)
 
     assert base == BASE
-    arguments = {"rank": None, "host": "host", "pid": 1, "device": "cpu", "attempt": 0}
     assert commands == [
-        RecordedCommand("join", 1.5, arguments),
-        RecordedCommand("register", 2.0, {"worker": 1, "spec": MODEL}),
+        RecordedCommand(Join(None, "host", 1, "cpu"), 1.5),
+        RecordedCommand(Register(1, MODEL), 2.0),
     ]
 
 
@@ -114,7 +118,7 @@ def test_a_log_that_lacks_its_beginning_is_refused(
 def test_a_log_that_begins_with_a_command_is_refused(journal: CoordinatorLog) -> None:
     recorder = Recorder(coordinator(), journal)
     join(recorder, 1.0)
-    journal.since = lambda version: iter([RecordedCommand("join", 1.0, {})])  # type: ignore[method-assign]
+    journal.since = lambda version: iter([RecordedCommand(Join(None, "host", 1, "cpu"), 1.0)])  # type: ignore[method-assign]
 
     with pytest.raises(LogUnfitError, match="it does not begin with a state"):
         recover_coordinator(journal, None, 0)
@@ -143,7 +147,7 @@ def test_who_waits_for_data_writes_one_line_however_often_it_asks(journal: Coord
             "count": count,
             "idle": True,
         }
-        answer: BatchesReply | None = recorder.do("next_batches", 3.0, **asked)
+        answer: BatchesReply | None = recorder.do(LeaseBatches(**asked), 3.0)
         return answer
 
     def commands() -> list[RecordedCommand]:
@@ -155,15 +159,15 @@ def test_who_waits_for_data_writes_one_line_however_often_it_asks(journal: Coord
         assert len(commands()) - before == lines
 
     join(recorder, 1.0)
-    recorder.do("register", 1.0, worker=1, spec=MODEL)
-    recorder.do("report", 1.0, report=ShardReport(0, 5, 0, (Staged(PushKey(1, 0), 0, 0),)))
-    recorder.do("register", 1.0, worker=1, spec=MODEL)
+    recorder.do(Register(1, MODEL), 1.0)
+    recorder.do(ProcessReport(ShardReport(0, 5, 0, (Staged(PushKey(1, 0), 0, 0),))), 1.0)
+    recorder.do(Register(1, MODEL), 1.0)
     asks_in_vain(1, lines=0)  # there are to be two workers
     join(recorder, 2.0)
-    recorder.do("register", 2.0, worker=2, spec=MODEL)
+    recorder.do(Register(2, MODEL), 2.0)
     assert ask(1, count=2) == BatchesReply((0, 1))
     asks_in_vain(2, lines=1)
-    recorder.do("return_batches", 4.0, worker=1, batches=[BatchKey(0, 1)])
+    recorder.do(ReturnBatches(1, [BatchKey(0, 1)]), 4.0)
     assert ask(2) == BatchesReply((1,))
 
     again = CoordinatorMachine(1, rules, generation=0, epoch=5)

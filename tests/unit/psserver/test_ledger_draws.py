@@ -102,7 +102,7 @@ def test_a_worker_without_a_share_sits_out_until_the_update_has_counted() -> Non
 
     for worker, number in ((1, 0), (2, 1), (1, 2)):
         assert not data.has_dealt(3)
-        assert not data.holds(3)
+        assert not data.leases.has_sent(3)
         assert data.take(3, 0, 1, [1, 2, 3]) == []
         data.commit(worker, number)
     assert data.take(3, 0, 1, [1, 2, 3]) == [6]
@@ -118,7 +118,7 @@ def test_who_sat_out_the_end_of_an_epoch_is_in_the_next_update_and_not_in_two() 
         assert not data.has_dealt(3)
         data.commit(worker, number)
     assert data.take(3, 1, 1, workers) == []
-    assert not data.holds(3)
+    assert not data.leases.has_sent(3)
 
     data.commit(1, 3)
     assert data.has_dealt(3)

@@ -48,7 +48,7 @@ def test_each_worker_reads_a_source_of_its_own_and_who_finds_none_waits() -> Non
     assert places(data, data.take(2, 0, 1, workers)) == [(1, 0)]
     assert places(data, data.take(1, 0, 2, workers)) == [(0, 0), (0, 4)]
     assert data.take(3, 0, 1, workers) == []
-    assert not data.holds(3)
+    assert not data.leases.has_sent(3)
 
 
 def test_a_source_ends_where_its_reader_says_and_the_reader_gets_the_next() -> None:
@@ -68,7 +68,7 @@ def test_what_was_dealt_behind_the_end_is_nobodys() -> None:
     numbers = data.take(1, 0, 3, [1])
     data.ends(numbers[1], count=0)
 
-    assert data.leased == 1
+    assert len(data.leases) == 1
     data.commit(1, numbers[0])
     assert data.done
 
@@ -80,7 +80,7 @@ def test_an_empty_source_is_done_when_its_reader_says_so() -> None:
     ledger.put_back(1, [BatchKey(0, number, 0, True)])
 
     assert data.done
-    assert (data.committed, data.leased) == (0, 0)
+    assert (data.committed, len(data.leases)) == (0, 0)
 
 
 def test_the_last_batch_of_a_source_that_comes_back_is_dealt_again() -> None:
@@ -135,7 +135,7 @@ def test_a_restored_stream_begins_each_source_where_it_had_counted() -> None:
     restored.restore(json.loads(json.dumps(ledger.state())))
     again = restored.loops[0]
 
-    assert (again.leased, again.committed) == (0, 2)
+    assert (len(again.leases), again.committed) == (0, 2)
     assert [again.spec.offset(n) for n in again.take(7, 0, 3, [7])] == [4, 12, 16]  # type: ignore[union-attr]
 
 

@@ -82,16 +82,16 @@ def test_when_all_wait_for_data_a_joiner_starts_level_with_the_fastest() -> None
 
 def test_the_next_lease_to_end_is_that_of_whoever_was_silent_for_longest() -> None:
     membership = Membership(5.0)
-    assert membership.seconds_to_lease_end(0.0) == math.inf
+    assert membership.leases.seconds_to_end(0.0) == math.inf
     joined(membership, now=0.0), joined(membership, now=2.0)
 
-    assert [membership.seconds_to_lease_end(now) for now in (3.0, 5.0, 6.0, 8.0)] == [
+    assert [membership.leases.seconds_to_end(now) for now in (3.0, 5.0, 6.0, 8.0)] == [
         2.0,
         0.0,
         1.0,
         math.inf,
     ]
-    assert [len(membership.with_ended_lease(now)) for now in (5.0, 5.1, 7.1)] == [0, 1, 2]
+    assert [len(membership.leases.ended(now)) for now in (5.0, 5.1, 7.1)] == [0, 1, 2]
 
 
 def active_clock(membership: Membership) -> int:
@@ -104,13 +104,13 @@ def test_leases_end_and_are_forgiven() -> None:
     membership = Membership(5.0)
     early, late = joined(membership, now=0.0), joined(membership, now=2.0)
 
-    assert membership.with_ended_lease(5.0) == []
-    assert membership.with_ended_lease(6.0) == [early]
-    membership.extend_leases(3.0)
-    assert membership.with_ended_lease(8.0) == []
-    assert membership.with_ended_lease(11.0) == [early, late]
+    assert membership.leases.ended(5.0) == []
+    assert membership.leases.ended(6.0) == [early]
+    membership.leases.extend(3.0)
+    assert membership.leases.ended(8.0) == []
+    assert membership.leases.ended(11.0) == [early, late]
     membership.remove(early, WorkerState.LOST, "")
-    assert membership.with_ended_lease(11.0) == [late]
+    assert membership.leases.ended(11.0) == [late]
 
 
 def test_bytes_that_move_renew_a_lease() -> None:
@@ -118,10 +118,10 @@ def test_bytes_that_move_renew_a_lease() -> None:
     silent, sending = joined(membership), joined(membership)
     sending.last_moved = 8.0
 
-    assert membership.with_ended_lease(11.0) == [silent]
-    assert membership.seconds_to_lease_end(11.0) == 2.0
-    membership.extend_leases(3.0)
-    assert membership.seconds_to_lease_end(14.0) == 2.0
+    assert membership.leases.ended(11.0) == [silent]
+    assert membership.leases.seconds_to_end(11.0) == 2.0
+    membership.leases.extend(3.0)
+    assert membership.leases.seconds_to_end(14.0) == 2.0
 
 
 def test_workers_of_before_a_restart_are_out() -> None:

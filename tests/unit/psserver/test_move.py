@@ -8,9 +8,11 @@ import pytest
 
 from pscommon.core.log_entries import Cut, PushKey, Reshard, ShardReport, Staged
 from pscommon.core.model_spec import ModelSpec, OptimizerSettings, TensorSpec
+from psserver.core.commands.job_commands import FinishSnapshot, RecordPart
 from psserver.core.commands.recorder import Recorder
-from psserver.core.job.catch_up import CatchUp, choose_catch_up
-from psserver.core.job.coordinator import CoordinatorMachine
+from psserver.core.commands.shard_commands import FinishReshard, RestartShard, StartReshard
+from psserver.core.coordinator.catch_up import CatchUp, choose_catch_up
+from psserver.core.coordinator.machine import CoordinatorMachine
 from psserver.core.job.policy import policy
 from psserver.core.job.settings import JobRules
 from psserver.core.job.snapshot_schedule import PartReport, SnapshotInterval
@@ -26,10 +28,10 @@ class Job:
         self.recorder = Recorder(
             CoordinatorMachine(2, JobRules(policy("async"), 1, 5.0, SnapshotInterval()))
         )
-        self.machine.join(0.0, None, "host", 1, "cpu")
-        self.machine.register(1, MODEL, 0.0)
+        self.machine.membership.join(0.0, None, "host", 1, "cpu")
+        self.machine.registration.register(1, MODEL, 0.0)
         self.report(0, 1, seqs=[0])
-        self.machine.register(1, MODEL, 0.0)
+        self.machine.registration.register(1, MODEL, 0.0)
         self.report(0, 1, seqs=[1])
         assert self.machine.version == 1
 
@@ -57,7 +59,7 @@ def test_what_is_staged_is_void_and_counts_once_it_has_come_again() -> None:
     job = Job()
     job.report(0, seqs=[2])
     before = job.machine.log.index
-    assert job.recorder.do("reshard", 0.0, shards=3, keeps=False)
+    assert job.recorder.do(StartReshard(3, False), 0.0)
     assert job.machine.entries_after(before) == [Reshard(before + 1, 1, 3)]
 
     job.report(1, seqs=[2], index=before)
@@ -71,7 +73,7 @@ def test_what_is_staged_is_void_and_counts_once_it_has_come_again() -> None:
 
 def test_pushes_wait_until_all_hold_their_new_part_and_the_snapshot_is_written() -> None:
     job = Job()
-    job.recorder.do("reshard", 0.0, shards=1, keeps=True)
+    job.recorder.do(StartReshard(1, True), 0.0)
     job.report(0, moving=True)
     assert not job.machine.move.complete  # type: ignore[union-attr]
     job.report(0)
@@ -79,12 +81,12 @@ def test_pushes_wait_until_all_hold_their_new_part_and_the_snapshot_is_written()
 
     job.report(0, seqs=[2])
     cut = job.machine.log.index
-    job.recorder.do("part", 0.0, shard=0, part=PartReport(1, cut - 1, "f", 1, "s"))
+    job.recorder.do(RecordPart(0, PartReport(1, cut - 1, "f", 1, "s")), 0.0)
     assert job.machine.cuts.finished is None, "a part of another cut"
-    job.recorder.do("part", 0.0, shard=0, part=PartReport(1, cut, "f", 1, "s"))
+    job.recorder.do(RecordPart(0, PartReport(1, cut, "f", 1, "s")), 0.0)
     assert job.machine.version == 1
-    job.recorder.do("filed", 0.0)
-    job.recorder.do("settle", 0.0)
+    job.recorder.do(FinishSnapshot(), 0.0)
+    job.recorder.do(FinishReshard(), 0.0)
 
     assert job.machine.move is None
     assert job.machine.version == 2
@@ -93,25 +95,23 @@ def test_pushes_wait_until_all_hold_their_new_part_and_the_snapshot_is_written()
 def test_a_reshard_is_refused_during_another_and_before_all_follow_and_during_a_snapshot() -> None:
     job = Job()
     job.recorder.cut(0.0)
-    assert not job.recorder.do("reshard", 0.0, shards=3, keeps=True)
+    assert not job.recorder.do(StartReshard(3, True), 0.0)
     for shard in (0, 1):
-        job.recorder.do(
-            "part", 0.0, shard=shard, part=PartReport(1, job.machine.log.index, "f", 1, "s")
-        )
-    job.recorder.do("filed", 0.0)
-    assert not job.recorder.do("reshard", 0.0, shards=2, keeps=True)
-    assert job.recorder.do("reshard", 0.0, shards=3, keeps=True)
-    assert not job.recorder.do("reshard", 0.0, shards=1, keeps=True)
+        job.recorder.do(RecordPart(shard, PartReport(1, job.machine.log.index, "f", 1, "s")), 0.0)
+    job.recorder.do(FinishSnapshot(), 0.0)
+    assert not job.recorder.do(StartReshard(2, True), 0.0)
+    assert job.recorder.do(StartReshard(3, True), 0.0)
+    assert not job.recorder.do(StartReshard(1, True), 0.0)
     assert not Recorder(
         CoordinatorMachine(2, JobRules(policy("async"), 1, 5.0, SnapshotInterval()))
-    ).do("reshard", 0.0, shards=3, keeps=True)
+    ).do(StartReshard(3, True), 0.0)
 
 
 def test_a_shard_that_dies_in_a_move_has_to_move_again() -> None:
     job = Job()
-    job.recorder.do("reshard", 0.0, shards=3, keeps=False)
+    job.recorder.do(StartReshard(3, False), 0.0)
     job.report(0, 1)
-    job.recorder.do("reborn", 0.0, shard=1)
+    job.recorder.do(RestartShard(1), 0.0)
     job.report(2)
     assert job.machine.move is not None
     job.report(1)
@@ -120,7 +120,7 @@ def test_a_shard_that_dies_in_a_move_has_to_move_again() -> None:
 
 def test_who_is_new_in_a_move_adopts_and_who_waits_in_vain_goes_back() -> None:
     job = Job()
-    job.recorder.do("reshard", 0.0, shards=3, keeps=False)
+    job.recorder.do(StartReshard(3, False), 0.0)
     blank, moving = (
         ShardReport(2, NO_LOG, 0, ()),
         ShardReport(0, 0, job.machine.log.index, (), 0, job.machine.log.digest, moving=True),
@@ -145,7 +145,7 @@ def test_a_recovered_coordinator_knows_whether_its_snapshot_ended_the_move(is_ov
     """All have their new parts, and the snapshot has been cut: is it written?"""
     job = Job()
     before = job.machine.log.index
-    job.recorder.do("reshard", 0.0, shards=1, keeps=True)
+    job.recorder.do(StartReshard(1, True), 0.0)
     job.report(0)
     assert job.machine.cuts.cutting is not None
 
@@ -168,7 +168,7 @@ def test_a_shard_whose_process_is_new_may_be_behind_what_the_one_before_it_said(
     decided = job.machine.entries_after(before)
     job.report(1)
 
-    job.recorder.do("reborn", 0.0, shard=1)
+    job.recorder.do(RestartShard(1), 0.0)
     job.report(1, index=before)
     job.report(0)
 

@@ -6,7 +6,7 @@ import pytest
 
 from pscommon.core.errors import QUARANTINED
 from pscommon.core.log_entries import Evict, PushKey, Reject
-from psserver.core.job.coordinator import CoordinatorMachine
+from psserver.core.coordinator.machine import CoordinatorMachine
 from psserver.core.job.policy import policy
 from psserver.core.job.settings import JobRules
 from psserver.monitoring.wait_notices import RefusalNotice, WaitNotice
@@ -44,7 +44,7 @@ def test_another_step_or_nobody_begins_anew(
     caplog.set_level(logging.INFO, "psserver")
     notice = WaitNotice(100.0)
     for second in range(101, 121):
-        coordinator.version = second // 7
+        coordinator.job.version = second // 7
         notice.update(coordinator, WHOM, second)
     for second in range(121, 141):
         notice.update(coordinator, "" if second % 5 else WHOM, second)

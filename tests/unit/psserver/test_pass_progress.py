@@ -6,7 +6,7 @@ import pytest
 
 from pscommon.core.data_loop import LoopSpec
 from pscommon.core.data_stream import Spec, StreamSpec
-from psserver.core.job.coordinator import CoordinatorMachine
+from psserver.core.coordinator.machine import CoordinatorMachine
 from psserver.core.job.policy import policy
 from psserver.core.job.settings import JobRules
 from psserver.monitoring.pass_progress import WINDOW_SECONDS, PassProgress

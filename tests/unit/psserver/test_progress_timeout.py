@@ -5,12 +5,14 @@ from dataclasses import replace
 import pytest
 
 from pscommon.core.errors import FencedError, InvalidRequestError, TooFewWorkersError
-from psserver.core.commands.recorder import RecordedCommand, Recorder
+from psserver.core.commands.recorded import RecordedCommand
+from psserver.core.commands.recorder import Recorder
 from psserver.core.commands.waiting import waiting_for
 from psserver.core.job.policy import policy
 from psserver.core.job.settings import JobRules, WorkerLossMode
-from psserver.core.workers.members import WorkerState
-from psserver.core.workers.membership import HANGING_SECONDS, Membership
+from psserver.core.workers.leases import HANGING_SECONDS
+from psserver.core.workers.members import WorkerHeartbeat, WorkerState
+from psserver.core.workers.membership import Membership
 from psserver.monitoring.worker_monitor import health
 from psserver.process.config import ServerConfig
 from tests.support.coordinator_job import Job
@@ -25,7 +27,8 @@ class Written:
         self.lines: list[tuple[str, str]] = []
 
     def write(self, command: RecordedCommand) -> None:
-        self.lines.append((command.name, str(command.args.get("reason", ""))))
+        line = command.as_json()
+        self.lines.append((line["do"], line.get("reason", "")))
 
     def rotate(self, coordinator: object) -> None: ...
 
@@ -34,9 +37,9 @@ def job_of_two(
     timeout: float | None = TIMEOUT, on_loss: WorkerLossMode | None = None
 ) -> tuple[Job, Written]:
     job = Job(workers=2)
-    job.coordinator.go_by(
+    job.coordinator.use_rules(
         replace(
-            job.coordinator.rules, progress_timeout=timeout, on_loss=on_loss or WorkerLossMode()
+            job.coordinator.job.rules, progress_timeout=timeout, on_loss=on_loss or WorkerLossMode()
         ),
         job.now,
     )
@@ -48,7 +51,7 @@ def job_of_two(
 def beat(job: Job, *no_call_seconds: float) -> None:
     """A heartbeat of each worker, and a look at the clock."""
     for worker, seconds in enumerate(no_call_seconds, start=1):
-        job.coordinator.member(worker, job.now).update(no_call_seconds=seconds)
+        job.coordinator.job.member(worker, job.now).update(WorkerHeartbeat(no_call_seconds=seconds))
     job.recorder.tick(job.now)
 
 
@@ -66,7 +69,7 @@ def test_a_worker_that_hangs_for_longer_is_lost_and_its_round_closes(mode: str) 
     assert job.coordinator.membership.members[2].state is WorkerState.LOST
     assert written.lines[-1] == ("lose", "--progress-timeout: its script made no call for 7.5 s")
     with pytest.raises(FencedError, match="its script made no call"):
-        job.coordinator.member(2, job.now)
+        job.coordinator.job.member(2, job.now)
 
 
 def test_with_abort_it_ends_the_job() -> None:
@@ -94,9 +97,9 @@ def test_without_a_timeout_it_is_named_and_stays() -> None:
 def test_one_that_has_not_registered_may_take_its_time() -> None:
     """It reads its data, say; no round waits for it."""
     job, written = job_of_two()
-    worker = job.coordinator.join(job.now, None, "host", 1, "cpu").worker
+    worker = job.coordinator.membership.join(job.now, None, "host", 1, "cpu").worker
 
-    job.coordinator.member(worker, job.now).update(no_call_seconds=600.0)
+    job.coordinator.job.member(worker, job.now).update(WorkerHeartbeat(no_call_seconds=600.0))
     job.recorder.tick(job.now)
 
     assert [name for name, _ in written.lines if name == "lose"] == []
@@ -107,9 +110,9 @@ def test_a_worker_is_named_no_later_than_it_is_dropped() -> None:
     member = membership.join(0.0, None, "host", 1, "cpu")
     member.state = WorkerState.ACTIVE
     for timeout, hanging in ((None, False), (4.0, True), (600.0, False)):
-        membership.progress_timeout = timeout
+        membership.leases.progress_timeout = timeout
         member.no_call_seconds = 5.0
-        assert membership.is_hanging(member) is hanging
+        assert membership.leases.is_hanging(member) is hanging
 
 
 def test_what_a_heartbeat_says_is_no_part_of_the_state() -> None:

@@ -17,7 +17,9 @@ from pscommon.core.errors import InvalidRequestError
 from pscommon.core.log_entries import BatchKey
 from pscommon.core.model_spec import ModelSpec, OptimizerSettings, TensorSpec
 from pscommon.wire.messages import loop_from_proto, loop_to_proto
+from psserver.core.commands.data_commands import LeaseBatches, ReportMetrics, ReturnBatches
 from psserver.core.commands.request_checks import check_memory, check_shards, wait_seconds
+from psserver.core.commands.worker_commands import Join
 from psserver.core.commands.worker_share import worker_share
 from psserver.core.job.policy import policy
 from psworker.client.local_client import LocalClient
@@ -62,7 +64,7 @@ def test_a_request_for_too_many_batches_is_refused_and_costs_nothing(name: str, 
             "count": count,
             "idle": False,
         }
-        assert reason(lambda: job.recorder.do("next_batches", job.now, **asked)) == "OUT_OF_RANGE"
+        assert reason(lambda: job.recorder.do(LeaseBatches(**asked), job.now)) == "OUT_OF_RANGE"
     assert not job.coordinator.ledger.loops
 
 
@@ -73,7 +75,7 @@ def test_the_largest_request_for_batches_is_cheap_with_many_workers() -> None:
 
     with bounded(16 * MEGABYTE, 5.0):
         answer = job.recorder.do(
-            "next_batches", job.now, count=limits.MAX_BATCHES_PER_REQUEST, **asked
+            LeaseBatches(count=limits.MAX_BATCHES_PER_REQUEST, **asked), job.now
         )
     assert len(answer.numbers) == limits.MAX_BATCHES_PER_REQUEST
 
@@ -89,7 +91,7 @@ def test_a_global_batch_of_too_many_batches_is_refused() -> None:
     }
 
     with bounded(MEGABYTE, 0.5):
-        assert reason(lambda: job.recorder.do("next_batches", job.now, **asked)) == "OUT_OF_RANGE"
+        assert reason(lambda: job.recorder.do(LeaseBatches(**asked), job.now)) == "OUT_OF_RANGE"
 
 
 @pytest.mark.parametrize("spec", [LoopSpec(0, 60, 3, FOREVER), StreamSpec(1, 1000, 3, FOREVER)])
@@ -141,7 +143,7 @@ def test_a_loop_whose_batches_cannot_be_numbered_is_refused(spec: LoopSpec | Str
     assert reason(lambda: loop_from_proto(loop_to_proto(spec))) == "OUT_OF_RANGE"
     job = Job(policy("async"))
     asked = {"worker": job.workers[0], "spec": spec, "received": 0, "count": 1, "idle": False}
-    assert reason(lambda: job.recorder.do("next_batches", job.now, **asked)) == "OUT_OF_RANGE"
+    assert reason(lambda: job.recorder.do(LeaseBatches(**asked), job.now)) == "OUT_OF_RANGE"
 
 
 def test_a_loop_of_the_greatest_length_is_accepted() -> None:
@@ -154,12 +156,12 @@ def test_many_returned_batches_are_found_at_once() -> None:
     job = Job(policy("async"))
     asked = {"worker": job.workers[0], "spec": LoopSpec(0, 10**9, 1), "idle": False}
     for received in range(0, 8 * 1024, 1024):
-        job.recorder.do("next_batches", job.now, received=received, count=1024, **asked)
+        job.recorder.do(LeaseBatches(received=received, count=1024, **asked), job.now)
     batches = [BatchKey(0, number) for number in range(limits.MAX_BATCHES_PER_PUSH)]
 
     with bounded(64 * MEGABYTE, 10.0):
-        job.recorder.do("return_batches", job.now, worker=job.workers[0], batches=batches)
-    assert job.coordinator.ledger.loops[0].leased == 0
+        job.recorder.do(ReturnBatches(job.workers[0], batches), job.now)
+    assert len(job.coordinator.ledger.loops[0].leases) == 0
 
 
 @pytest.mark.parametrize("shards", [-1, 0, limits.MAX_SHARDS + 1, 100_000_000])
@@ -193,7 +195,7 @@ def test_a_worker_with_an_absurd_place_is_refused(args: dict[str, object]) -> No
     job = Job(policy("async"))
     join = {"rank": None, "host": "h", "pid": 1, "device": "cpu", "attempt": 0, **args}
 
-    assert reason(lambda: job.recorder.do("join", job.now, **join)) == "OUT_OF_RANGE"
+    assert reason(lambda: job.recorder.do(Join(**join), job.now)) == "OUT_OF_RANGE"
 
 
 def test_the_names_of_reported_values_are_bounded() -> None:
@@ -201,7 +203,7 @@ def test_the_names_of_reported_values_are_bounded() -> None:
     worker = job.workers[0]
 
     def report(*names: str) -> None:
-        job.recorder.do("report_metrics", job.now, worker=worker, metrics=dict.fromkeys(names, 1.0))
+        job.recorder.do(ReportMetrics(worker, dict.fromkeys(names, 1.0)), job.now)
 
     report(*(f"value {number}" for number in range(limits.MAX_METRICS)))
     report("value 1")

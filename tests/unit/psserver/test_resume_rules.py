@@ -14,9 +14,13 @@ from pscommon.core.data_stream import Spec, StreamSpec
 from pscommon.core.errors import MismatchError
 from pscommon.core.log_entries import BatchKey, PushKey, ShardReport, Staged
 from pscommon.core.model_spec import ModelSpec, OptimizerSettings, TensorSpec
-from psserver.core.commands.recorder import RecordedCommand, Recorder, replay
+from psserver.core.commands.data_commands import LeaseBatches, ReturnBatches
+from psserver.core.commands.recorded import RecordedCommand
+from psserver.core.commands.recorder import Recorder, replay
+from psserver.core.commands.worker_commands import Join, Leave, Lose, Register
+from psserver.core.coordinator.data_requests import BatchesReply
+from psserver.core.coordinator.machine import CoordinatorMachine
 from psserver.core.data.resume_rules import hyper_parameter_changes
-from psserver.core.job.coordinator import BatchesReply, CoordinatorMachine
 from psserver.core.job.policy import policy
 from psserver.core.job.settings import JobRules
 
@@ -50,11 +54,11 @@ class Run:
 
     def worker(self, spec: ModelSpec = MODEL) -> int:
         worker: int = self.recorder.do(
-            "join", 0.0, rank=None, host="host", pid=1, device="cpu"
+            Join(rank=None, host="host", pid=1, device="cpu"), 0.0
         ).worker
-        if self.recorder.do("register", 0.0, worker=worker, spec=spec) == "upload":
+        if self.recorder.do(Register(worker, spec), 0.0) == "upload":
             self.push(worker, 0)
-            self.recorder.do("register", 0.0, worker=worker, spec=spec)
+            self.recorder.do(Register(worker, spec), 0.0)
         return worker
 
     def push(self, worker: int, seq: int, *batches: BatchKey) -> None:
@@ -65,7 +69,7 @@ class Run:
         self, worker: int, spec: Spec, received: int = 0, idle: bool = False
     ) -> BatchesReply | None:
         answer: BatchesReply | None = self.recorder.do(
-            "next_batches", 0.0, worker=worker, spec=spec, received=received, count=1, idle=idle
+            LeaseBatches(worker=worker, spec=spec, received=received, count=1, idle=idle), 0.0
         )
         return answer
 
@@ -79,7 +83,7 @@ class Run:
             self.push(worker, len(numbers), BatchKey(spec.loop, answer.numbers[0], 1))
             if isinstance(spec, StreamSpec):  # its only source has one batch
                 end = BatchKey(spec.loop, spec.number(spec.lap(answer.numbers[0]), 1), 0, True)
-                self.recorder.do("return_batches", 0.0, worker=worker, batches=[end])
+                self.recorder.do(ReturnBatches(worker, [end]), 0.0)
         return numbers
 
 
@@ -112,7 +116,7 @@ def resumed(request: pytest.FixtureRequest) -> Callable[..., Run]:
         worker = run.worker()
         for spec in loops or (LOOP,):
             run.train(worker, spec)
-        run.recorder.do("leave", 0.0, worker=worker, reason="")
+        run.recorder.do(Leave(worker, ""), 0.0)
         way: Callable[[Run], Run] = request.param
         return way(run)
 
@@ -247,7 +251,7 @@ def test_over_any_runs_with_growing_epochs_each_batch_counts_once(
             run.push(worker, step + 1, BatchKey(0, answer.numbers[0], 1))
             counted += answer.numbers
         if resume is from_log or batches % 3:  # a log knows it until its lease ends
-            run.recorder.do("lose", 0.0, worker=worker, reason="killed")
+            run.recorder.do(Lose(worker, "killed"), 0.0)
         run = resume(run)
 
     assert sorted(counted) == list(range(size * epochs))

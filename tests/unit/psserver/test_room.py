@@ -4,8 +4,8 @@ import pytest
 
 from pscommon.core.errors import InvalidRequestError
 from pscommon.core.model_spec import ModelSpec, OptimizerSettings, TensorSpec
-from psserver.core.job.admission import check_registration, push_nbytes
-from psserver.core.job.coordinator import CoordinatorMachine
+from psserver.core.coordinator.admission import check_registration, push_nbytes
+from psserver.core.coordinator.machine import CoordinatorMachine
 from psserver.core.job.policy import policy
 from tests.support.coordinator_job import Job
 
@@ -38,7 +38,7 @@ def fits(coordinator: CoordinatorMachine, worker: int, in_flight: int) -> bool:
 )
 def test_a_round_needs_room_for_everybody(name: str, bound: int | None, needed: int) -> None:
     coordinator = Job(policy(name, bound), workers=3).coordinator
-    newcomer = coordinator.join(0.0, None, "host", 1, "cpu").worker
+    newcomer = coordinator.membership.join(0.0, None, "host", 1, "cpu").worker
 
     assert [fits(coordinator, newcomer, room) for room in (needed - 1, needed)] == [False, True]
 
@@ -47,7 +47,7 @@ def test_who_registers_again_is_not_counted_twice_and_who_has_left_not_at_all() 
     job = Job(workers=3)
     assert fits(job.coordinator, 1, 30)
     assert not fits(job.coordinator, 1, 29)
-    job.coordinator.leave(2, "", 0.0)
+    job.coordinator.departures.leave(2, "", 0.0)
 
     assert fits(job.coordinator, 1, 20)
     assert fits(job.coordinator, 99, 30)

@@ -37,14 +37,14 @@ def test_other_settings_count_from_then_on() -> None:
     coordinator = job.coordinator
     coordinator.set_policy(policy("ssp", 2), job.now)
 
-    coordinator.go_by(
-        replace(coordinator.rules, min_workers=3, lease=9.0, every=SnapshotInterval(steps=1)),
+    coordinator.use_rules(
+        replace(coordinator.job.rules, min_workers=3, lease=9.0, every=SnapshotInterval(steps=1)),
         job.now,
     )
 
-    assert (coordinator.min_workers, coordinator.policy) == (3, policy("ssp", 2))
-    assert coordinator.membership.seconds_to_lease_end(job.now) == 9.0
+    assert (coordinator.job.min_workers, coordinator.policy) == (3, policy("ssp", 2))
+    assert coordinator.membership.leases.seconds_to_end(job.now) == 9.0
     job.push(job.add(), 1)
     assert isinstance(job.news()[-1], Cut)
-    coordinator.go_by(replace(coordinator.rules, policy=policy("async")), job.now)
+    coordinator.use_rules(replace(coordinator.job.rules, policy=policy("async")), job.now)
     assert coordinator.policy == policy("async")

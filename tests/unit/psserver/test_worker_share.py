@@ -12,7 +12,7 @@ from pscommon.core.data_loop import LoopSpec
 from pscommon.core.data_stream import StreamSpec
 from pscommon.core.errors import InvalidRequestError
 from psserver.core.commands.worker_share import worker_share
-from psserver.core.job.coordinator import CoordinatorMachine
+from psserver.core.coordinator.machine import CoordinatorMachine
 from psserver.core.job.policy import policy
 from psserver.core.job.settings import JobRules
 from tests.support.coordinator_job import MODEL, Job
@@ -20,7 +20,7 @@ from tests.support.coordinator_job import MODEL, Job
 
 def job_of(workers: int, global_batch: int | None = None, name: str = "sync") -> Job:
     job = Job(policy(name, 3 if name == "ssp" else None), workers)
-    job.coordinator.rules = replace(job.coordinator.rules, global_batch=global_batch)
+    job.coordinator.job.rules = replace(job.coordinator.job.rules, global_batch=global_batch)
     return job
 
 
@@ -84,27 +84,27 @@ def test_the_share_follows_the_workers_that_are_registered() -> None:
     third = job.add()
     assert worker_share(job.coordinator, third, loop) == 3
 
-    job.coordinator.leave(1, "", 0.0)
+    job.coordinator.departures.leave(1, "", 0.0)
     assert [worker_share(job.coordinator, worker, loop) for worker in (2, third)] == [5, 4]
 
 
 def test_before_the_first_round_the_workers_that_are_awaited_count() -> None:
     """By the rank that a launcher gave, else in the order of joining; also before they register."""
     coordinator, loop = CoordinatorMachine(1, JobRules(policy("sync"), 3)), LoopSpec(0, 10, 1)
-    last = coordinator.join(0.0, 2, "host", 1, "cpu").worker
-    first = coordinator.join(0.0, 0, "host", 1, "cpu").worker
+    last = coordinator.membership.join(0.0, 2, "host", 1, "cpu").worker
+    first = coordinator.membership.join(0.0, 0, "host", 1, "cpu").worker
 
     assert [worker_share(coordinator, worker, loop) for worker in (first, last)] == [4, 3]
 
     unranked = CoordinatorMachine(1, JobRules(policy("sync"), 3))
-    ids = [unranked.join(0.0, None, "host", 1, "cpu").worker for _ in range(2)]
+    ids = [unranked.membership.join(0.0, None, "host", 1, "cpu").worker for _ in range(2)]
     assert [worker_share(unranked, worker, loop) for worker in ids] == [4, 3]
 
 
 def test_a_worker_that_is_about_to_register_counts_itself() -> None:
     job, loop = job_of(2), LoopSpec(0, 10, 1)
     job.ask(1, loop=loop)
-    newcomer = job.coordinator.join(0.0, None, "host", 1, "cpu").worker
+    newcomer = job.coordinator.membership.join(0.0, None, "host", 1, "cpu").worker
 
     assert worker_share(job.coordinator, newcomer, loop) == 3
     assert worker_share(job.coordinator, 1, loop) == 5
@@ -115,12 +115,12 @@ def test_a_worker_that_takes_another_s_place_has_its_share() -> None:
     job = job_of(1)
     job.lead(coordinator)
     coordinator.membership.join(0.0, 0, "host", 1, "cpu", 0)
-    coordinator.register(1, MODEL, 0.0)
+    coordinator.registration.register(1, MODEL, 0.0)
     job.push(1, 0)
-    coordinator.register(1, MODEL, 0.0)
+    coordinator.registration.register(1, MODEL, 0.0)
     job.ask(1, loop=loop)
 
-    again = coordinator.join(0.0, 0, "host", 1, "cpu", 1).worker
+    again = coordinator.membership.join(0.0, 0, "host", 1, "cpu", 1).worker
 
     assert worker_share(coordinator, again, loop) == 10
 

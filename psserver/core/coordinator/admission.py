@@ -7,7 +7,7 @@ at the same time.
 from pscommon.core.errors import InvalidRequestError
 from pscommon.core.model_spec import ModelSpec
 from pscommon.core.partition import PartitionPlan
-from psserver.core.job.coordinator import CoordinatorMachine
+from psserver.core.coordinator.machine import CoordinatorMachine
 from psserver.core.job.policy import Policy
 
 

@@ -1,112 +1,76 @@
 """The servers of a job as shard 0 sees them: which are connected, and which follow the log.
 
-The executor's lock guards it.
+Theory of operation. A shard's process connects, reports its state, and gets updates. A process
+that does not follow the current log is first told how it can (catch_up.py). It follows as soon as
+its report belongs to the log; only then does it get entries.
+
+Events: a process connects, reports, finishes a catch-up action, or is disconnected. A new log
+begins, or a reshard changes the number of servers.
+
+Invariants:
+
+- A shard has one primary: the newest process of the highest term.
+- A cursor says what a connection has transferred. An update holds what the cursor lacks, all of
+  one moment.
+- A catch-up action is sent once over a connection, and stays in force until it is finished or a
+  new log begins.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from collections.abc import Collection, Iterator
+from typing import Generic, Protocol, TypeVar
 
 from pscommon.core.errors import MismatchError, TakenError
-from pscommon.core.log_entries import Entry, ShardReport
-from pscommon.core.model_spec import ModelSpec
-from pscommon.snapshot import Manifest
-from psproto.v1 import coordinator_pb2 as pb
-from psserver.core.job.catch_up import CatchUp, choose_catch_up
-from psserver.core.job.coordinator import CoordinatorMachine
+from pscommon.core.log_entries import ShardReport
+from psserver.core.coordinator.catch_up import CatchUp, choose_catch_up
+from psserver.core.coordinator.machine import CoordinatorMachine
+from psserver.core.coordinator.server_entry import (
+    Delivery,
+    DeliveryCursor,
+    RegistryView,
+    ReportDecision,
+    ServerEntry,
+)
 from psserver.core.shard.state_machine import NO_LOG
-from psserver.durability.record_sink import StandbyLink
-from psserver.process.shard_count_file import ShardCountFile
 
 
-class DeliveryCursor(NamedTuple):
-    """What a shard has received over one connection.
+class ShardCounts(Protocol):
+    """The number of shards of the job.
 
     Attributes:
-        epoch: Id of the log.
-        reached: Index of the last log entry that was sent.
-        catch_up: The last catch-up action that was sent.
-    """
-
-    epoch: int = NO_LOG
-    reached: int = 0
-    catch_up: CatchUp | None = None
-
-
-class RegistryView(NamedTuple):
-    """The job's servers at one moment.
-
-    Attributes:
-        shards: Number of shards.
-        addresses: Primaries by shard; empty where none has connected.
-        standbys: Standbys by shard; empty where there is none.
-        layout: How often the number of shards has changed.
+        shards: Current number; during a reshard: after it.
+        changes: How often the number has changed.
+        past: Earlier numbers, which command lines may still contain.
     """
 
     shards: int
-    addresses: list[str]
-    standbys: list[str]
-    layout: int
+    changes: int
+
+    @property
+    def past(self) -> Collection[int]: ...
 
 
-class ShardUpdate(NamedTuple):
-    """What to send to a shard, and the cursor after it.
+class StandbyView(Protocol):
+    """The connection to the standby of shard 0."""
 
-    All fields are of the same moment: an action combined with a later list of servers would be
-    wrong.
+    @property
+    def term(self) -> int:
+        """Term of shard 0's primary."""
+        ...
 
-    Attributes:
-        base: Index of the log entry at which the log starts.
-        catch_up: What the shard must do before it can follow the log.
-        snapshots: Versions of the snapshots that are kept.
-        move: The reshard in progress; None without one.
-    """
-
-    cursor: DeliveryCursor
-    base: int
-    model: ModelSpec | None
-    catch_up: CatchUp
-    snapshot: Manifest | None
-    entries: list[Entry]
-    snapshots: list[int]
-    registry: RegistryView
-    move: pb.Move | None
+    @property
+    def address(self) -> str:
+        """Address of the standby; empty without a standby."""
+        ...
 
 
-@dataclass(slots=True)
-class ServerEntry:
-    """What the coordinator knows of a shard's process.
+class SavedSnapshot(Protocol):
+    """A complete snapshot."""
 
-    Attributes:
-        instance: Differs at every start of the process.
-        connection: Number of the current connection; increases at every connect.
-        ready: The process follows the current log.
-        catch_up: The action that it was asked to take in order to follow the log.
-        is_recovery_requested: The process was asked to read its write-ahead log.
-        logs: The process writes a write-ahead log.
-        log_broken: The process could not write part of its log.
-        is_leaving: The job no longer needs the process.
-        term: Number of failovers of the shard.
-        standby: Address of its standby; empty without one.
-        place: Namespace in which its PIDs are valid (`pscommon.system.process_id`).
-        stats: The statistics that it reported last.
-    """
+    @property
+    def version(self) -> int: ...
 
-    shard: int
-    address: str = ""
-    instance: str = ""
-    connected: bool = False
-    connection: int = 0
-    ready: bool = False
-    catch_up: CatchUp | None = None
-    is_recovery_requested: bool = False
-    logs: bool = False
-    log_broken: bool = False
-    is_leaving: bool = False
-    term: int = 1
-    standby: str = ""
-    place: str = ""
-    stats: dict[str, Any] = field(default_factory=dict)
+
+SnapshotT = TypeVar("SnapshotT", bound=SavedSnapshot)
 
 
 CATCH_UP_TEXTS = {
@@ -116,12 +80,13 @@ CATCH_UP_TEXTS = {
 }
 
 
-class ServerRegistry:
+class ShardDirectory(Generic[SnapshotT]):
     """All servers by shard; shard 0's is this process.
 
     While the model moves to fewer shards, the leaving servers are still here.
 
     Attributes:
+        layout: The number of shards.
         snapshot: The snapshot that the current log continues from; None without one.
         candidates: Servers that wait for a reshard, by shard and number of shards.
 
@@ -130,9 +95,9 @@ class ServerRegistry:
     """
 
     def __init__(
-        self, layout: ShardCountFile, address: str, standby_link: StandbyLink | None = None
+        self, layout: ShardCounts, address: str, standby_link: StandbyView | None = None
     ) -> None:
-        self.snapshot: Manifest | None = None
+        self.snapshot: SnapshotT | None = None
         self.layout = layout
         self.candidates: dict[tuple[int, int], ServerEntry] = {}
         self._standby_link = standby_link
@@ -256,6 +221,19 @@ class ServerRegistry:
         server.connection += 1
         return server, replaces
 
+    def is_current(
+        self, server: ServerEntry, connection: int | None, coordinator: CoordinatorMachine
+    ) -> bool:
+        """Return whether the server is a member and the connection is its current one.
+
+        Candidates, leaving servers, replaced servers and old connections are excluded.
+        """
+        return (
+            server.shard < coordinator.job.following_shards
+            and self.is_member(server)
+            and connection in (None, server.connection)
+        )
+
     def is_member(self, server: ServerEntry) -> bool:
         """Return whether the server follows the job's log."""
         return server.shard < len(self._servers) and self._servers[server.shard] is server
@@ -270,14 +248,58 @@ class ServerRegistry:
         self.candidates = {place: each for place, each in self.candidates.items() if each.connected}
         return is_lost
 
-    def choose_catch_up(
-        self, report: ShardReport, coordinator: CoordinatorMachine, durable: bool
-    ) -> CatchUp:
-        """Choose what the reporting shard must do to follow the log.
+    def record_report(
+        self,
+        server: ServerEntry,
+        report: ShardReport,
+        coordinator: CoordinatorMachine,
+        has_logs: bool,
+    ) -> ReportDecision:
+        """Record a member's report, and choose what it must do to follow the log.
 
         Args:
-            durable: Shards write logs.
+            has_logs: Shards write logs.
         """
+        catch_up = self._choose_catch_up(report, coordinator, has_logs)
+        follows = catch_up is CatchUp.FOLLOW
+        is_change = catch_up is not server.catch_up or server.ready is not follows
+        server.ready, server.catch_up = follows, catch_up
+        server.is_recovery_requested = server.is_recovery_requested or catch_up is CatchUp.RECOVER
+        server.logs, server.log_broken = report.log_bytes > 0, report.log_broken
+        return ReportDecision(catch_up, is_change)
+
+    def end_catch_up(self, server: ServerEntry) -> CatchUp | None:
+        """Record that a member has finished its catch-up action, or failed. Return the action."""
+        action, server.catch_up = server.catch_up, None
+        return action
+
+    def next_delivery(
+        self, server: ServerEntry, cursor: DeliveryCursor, coordinator: CoordinatorMachine
+    ) -> Delivery | None:
+        """Return what a server has not received yet; None if it is no member."""
+        if not self.is_member(server):
+            return None
+        index = cursor.reached if cursor.epoch == coordinator.epoch else coordinator.log.base
+        entries = coordinator.entries_after(index) if server.ready else []
+        reached = max(index, coordinator.log.index) if server.ready else index
+        is_new = (cursor.epoch, cursor.catch_up) != (coordinator.epoch, server.catch_up)
+        catch_up = (server.catch_up or CatchUp.FOLLOW) if is_new else CatchUp.FOLLOW
+        return Delivery(
+            DeliveryCursor(coordinator.epoch, reached, server.catch_up), catch_up, entries
+        )
+
+    def has_delivery(
+        self, server: ServerEntry, cursor: DeliveryCursor, coordinator: CoordinatorMachine
+    ) -> bool:
+        """Return whether a member may lack entries or the current log."""
+        if not self.is_member(server):
+            return False
+        lacks_entries = coordinator.log.index > cursor.reached and server.ready
+        return coordinator.epoch != cursor.epoch or lacks_entries
+
+    def _choose_catch_up(
+        self, report: ShardReport, coordinator: CoordinatorMachine, has_logs: bool
+    ) -> CatchUp:
         server = self._servers[report.shard]
         if report.epoch != coordinator.epoch and server.catch_up in (
             CatchUp.RECOVER,
@@ -289,10 +311,10 @@ class ServerRegistry:
         if (
             report.epoch == coordinator.epoch
             and server.ready
-            and not coordinator.is_stranded(report)
+            and not coordinator.resharding.is_stranded(report)
         ):
             return CatchUp.FOLLOW
-        can_recover = durable and not server.is_recovery_requested
+        can_recover = has_logs and not server.is_recovery_requested
         return choose_catch_up(
             coordinator,
             report,
@@ -301,7 +323,7 @@ class ServerRegistry:
             restores=self.snapshot is not None,
         )
 
-    def new_log(self, snapshot: Manifest | None) -> None:
+    def new_log(self, snapshot: SnapshotT | None) -> None:
         """Record that a new log starts from a snapshot or empty: no server follows it yet."""
         self.snapshot = snapshot
         for server in self._servers:

@@ -3,7 +3,7 @@
 from enum import Enum, auto
 
 from pscommon.core.log_entries import ShardReport
-from psserver.core.job.coordinator import CoordinatorMachine
+from psserver.core.coordinator.machine import CoordinatorMachine
 
 
 class CatchUp(Enum):
@@ -42,11 +42,11 @@ def choose_catch_up(
         restores: This log began with a snapshot.
     """
     if report.epoch == coordinator.epoch and not blank:
-        fits = coordinator.log.can_go_on(report) and not coordinator.is_stranded(report)
+        fits = coordinator.log.can_go_on(report) and not coordinator.resharding.is_stranded(report)
         return CatchUp.FOLLOW if fits else CatchUp.GO_BACK
     if blank and coordinator.move is not None and report.shard >= coordinator.move.before:
         return CatchUp.ADOPT  # it had no part before the reshard
-    followed = report.shard in coordinator.followers
+    followed = report.shard in coordinator.job.followers
     if blank and can_recover and followed:
         return CatchUp.RECOVER
     if coordinator.begun and followed:

@@ -1,0 +1,164 @@
+"""Commands about the membership of workers."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from pscommon.core import limits
+from pscommon.core.model_spec import ModelSpec, model_from_json, model_to_json
+from psserver.core.commands.command import Command
+from psserver.core.commands.request_checks import check_names, refuse
+from psserver.core.coordinator.machine import CoordinatorMachine
+from psserver.core.coordinator.registration import RegistrationReply
+from psserver.core.workers.members import Member
+
+
+@dataclass(frozen=True, slots=True)
+class Join(Command[Member]):
+    """Add a worker. No round waits for it before it has registered.
+
+    Attributes:
+        rank: The rank that its launcher gave it; None: by its number.
+        attempt: How often its launcher had started it before.
+    """
+
+    wire_name: ClassVar[str] = "join"
+    rank: int | None
+    host: str
+    pid: int
+    device: str
+    attempt: int = 0
+
+    def perform(self, coordinator: CoordinatorMachine, now: float) -> Member:
+        return coordinator.membership.join(
+            now, self.rank, self.host, self.pid, self.device, self.attempt
+        )
+
+    def as_json(self) -> Mapping[str, Any]:
+        return {
+            "rank": self.rank,
+            "host": self.host,
+            "pid": self.pid,
+            "device": self.device,
+            "attempt": self.attempt,
+        }
+
+    def check(self, coordinator: CoordinatorMachine) -> None:
+        if self.rank is not None and not 0 <= self.rank <= limits.MAX_RANK:
+            refuse(
+                "join",
+                f"rank {self.rank} is not between 0 and {limits.MAX_RANK}",
+                "set PS_WORKER_RANK to a smaller number",
+            )
+        if not 0 <= self.attempt <= limits.MAX_ATTEMPT:
+            refuse(
+                "join",
+                f"attempt {self.attempt} is above {limits.MAX_ATTEMPT}",
+                "unset PS_WORKER_ATTEMPT",
+            )
+        check_names("join", (self.host, self.device))
+
+
+@dataclass(frozen=True, slots=True)
+class Register(Command[RegistrationReply]):
+    """Register a worker with its model."""
+
+    wire_name: ClassVar[str] = "register"
+    worker: int
+    spec: ModelSpec
+
+    def perform(self, coordinator: CoordinatorMachine, now: float) -> RegistrationReply:
+        return coordinator.registration.register(self.worker, self.spec, now)
+
+    def as_json(self) -> Mapping[str, Any]:
+        return {"worker": self.worker, "spec": model_to_json(self.spec)}
+
+    @staticmethod
+    def from_json(worker: int, spec: dict[str, Any]) -> "Register":
+        return Register(worker, model_from_json(spec))
+
+
+@dataclass(frozen=True, slots=True)
+class Leave(Command[None]):
+    """Remove a worker that is done (empty reason) or gives up."""
+
+    wire_name: ClassVar[str] = "leave"
+    worker: int
+    reason: str
+
+    def perform(self, coordinator: CoordinatorMachine, now: float) -> None:
+        coordinator.departures.leave(self.worker, self.reason, now)
+
+    def as_json(self) -> Mapping[str, Any]:
+        return {"worker": self.worker, "reason": self.reason}
+
+
+@dataclass(frozen=True, slots=True)
+class DrainWorker(Command[None]):
+    """Ask a worker to leave after its current step."""
+
+    wire_name: ClassVar[str] = "drain"
+    worker: int
+
+    def perform(self, coordinator: CoordinatorMachine, now: float) -> None:
+        coordinator.departures.drain(self.worker)
+
+    def as_json(self) -> Mapping[str, Any]:
+        return {"worker": self.worker}
+
+
+@dataclass(frozen=True, slots=True)
+class KeepPlace(Command[None]):
+    """Keep the place of a worker whose lease has ended."""
+
+    wire_name: ClassVar[str] = "missing"
+    worker: int
+
+    def perform(self, coordinator: CoordinatorMachine, now: float) -> None:
+        coordinator.departures.keep_place(self.worker, now)
+
+    def as_json(self) -> Mapping[str, Any]:
+        return {"worker": self.worker}
+
+
+@dataclass(frozen=True, slots=True)
+class EndAbsence(Command[None]):
+    """Note that a missing worker has shown a sign of life."""
+
+    wire_name: ClassVar[str] = "back"
+    worker: int
+
+    def perform(self, coordinator: CoordinatorMachine, now: float) -> None:
+        coordinator.departures.end_absence(self.worker)
+
+    def as_json(self) -> Mapping[str, Any]:
+        return {"worker": self.worker}
+
+
+@dataclass(frozen=True, slots=True)
+class Lose(Command[None]):
+    """Remove a worker whose lease has ended."""
+
+    wire_name: ClassVar[str] = "lose"
+    worker: int
+    reason: str
+
+    def perform(self, coordinator: CoordinatorMachine, now: float) -> None:
+        coordinator.departures.lose(self.worker, self.reason, now)
+
+    def as_json(self) -> Mapping[str, Any]:
+        return {"worker": self.worker, "reason": self.reason}
+
+
+@dataclass(frozen=True, slots=True)
+class ForgetDeparted(Command[None]):
+    """Forget all but the newest departed members."""
+
+    wire_name: ClassVar[str] = "forget_departed"
+    keep: int
+
+    def perform(self, coordinator: CoordinatorMachine, now: float) -> None:
+        coordinator.participation.forget_departed(self.keep)
+
+    def as_json(self) -> Mapping[str, Any]:
+        return {"keep": self.keep}

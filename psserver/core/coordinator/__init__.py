@@ -1,0 +1,13 @@
+"""The coordinator's machine and its parts: update rounds, reports, registration, departures, data
+requests, resharding; and how shards and workers are admitted.
+"""
+
+__all__ = [
+    "admission",
+    "catch_up",
+    "data_requests",
+    "machine",
+    "registration",
+    "server_entry",
+    "shard_directory",
+]

@@ -1,0 +1,234 @@
+"""The coordinator: it runs on shard 0, decides, and writes the job's log.
+
+Theory of operation. One process orders all decisions; every shard carries them out in that order
+(a replicated state machine with a single leader). A gradient counts on all shards or on none,
+because an Apply is written only after every shard has reported the push (the voting phase of a
+two-phase commit).
+
+States of a job: no weights, weights but fewer than --min-workers workers, training, resharding,
+failed. States of a worker: see workers/members.py.
+
+Events: workers join, register, push, ask for data, and leave. Shards report what they have
+staged. Leases end. An operator changes the policy or the number of shards, or asks for a
+snapshot.
+
+Decisions are log entries: Begin, Apply, Reject, Evict, Measure, Cut, Reshard.
+
+Parts. Each part decides on one kind of event and works on the shared JobState:
+
+- push_reports.py: reports of shards.
+- update_rounds.py: which ready pushes make the next update.
+- participation.py: which members rounds wait for.
+- registration.py, departures.py: workers come and go.
+- data_requests.py: batches for workers.
+- resharding.py: a change of the number of shards.
+
+A command (psserver/core/commands) calls one of the parts.
+
+Invariants:
+
+- The batches of a push are committed with its Apply, so data and weights always agree.
+- A request never blocks. One that cannot be answered yet gets None, and the caller repeats it
+  after a change.
+- Requests may be repeated without effect.
+- The state depends only on the commands and their order. Time is an argument of each command. A
+  coordinator is therefore recovered by replaying its commands (commands/recorder.py).
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from pscommon.core.errors import PSError
+from pscommon.core.log_entries import Cut, Entry
+from pscommon.core.model_spec import ModelSpec
+from psserver.core.coordinator.data_requests import DataRequests
+from psserver.core.coordinator.departures import Departures
+from psserver.core.coordinator.participation import Participation
+from psserver.core.coordinator.push_reports import PushReports
+from psserver.core.coordinator.registration import Registration
+from psserver.core.coordinator.resharding import Resharding
+from psserver.core.coordinator.update_rounds import UpdateRounds
+from psserver.core.job.job_state import JobState
+from psserver.core.job.policy import Policy, policy
+from psserver.core.job.reshard_phase import ReshardPhase
+from psserver.core.job.settings import JobRules
+from psserver.core.workers.step_timer import StepTimer
+
+
+class CoordinatorMachine:
+    """The machine; the text of the module describes it, JobState the arguments.
+
+    Attributes:
+        job: The state that the parts share. Its main machines are attributes here, too.
+    """
+
+    def __init__(
+        self, shards: int, rules: JobRules, generation: int = 0, epoch: int | None = None
+    ) -> None:
+        self.job = job = JobState(shards, rules, generation, epoch)
+        self.membership, self.ledger, self.log = job.membership, job.ledger, job.log
+        self.pending, self.cuts, self.reported = job.pending, job.cuts, job.reported
+        self.participation = Participation(job)
+        self.rounds = UpdateRounds(job, self.participation)
+        self.reports = PushReports(job, self.rounds, self.participation)
+        self.registration = Registration(job, self.rounds)
+        self.departures = Departures(job, self.rounds)
+        self.data = DataRequests(job, self.rounds, self.participation)
+        self.resharding = Resharding(job, self.rounds)
+
+    # ---- what other threads and processes read ---------------------------------------------------
+
+    @property
+    def epoch(self) -> int:
+        return self.job.epoch
+
+    @property
+    def version(self) -> int:
+        return self.job.version
+
+    @property
+    def shards(self) -> int:
+        return self.job.shards
+
+    @property
+    def begun(self) -> bool:
+        return self.job.begun
+
+    @property
+    def started(self) -> bool:
+        return self.job.started
+
+    @property
+    def model(self) -> ModelSpec | None:
+        return self.job.model
+
+    @property
+    def policy(self) -> Policy:
+        return self.job.policy
+
+    @property
+    def move(self) -> ReshardPhase | None:
+        return self.job.move
+
+    @property
+    def failure(self) -> PSError | None:
+        return self.job.failure
+
+    def entries_after(self, index: int) -> list[Entry]:
+        """Return the entries that a shard needs after `index`."""
+        return self.log.after(index)
+
+    # ---- settings --------------------------------------------------------------------------------
+
+    def set_policy(self, row: Policy, now: float) -> None:
+        """Change the policy from the next update on. All registered workers get one clock."""
+        self.job.policy = row
+        highest = max((member.clock for member in self.membership.registered()), default=0)
+        for member in self.membership.registered():
+            member.clock = highest
+        self.rounds.advance(now)
+
+    def use_rules(self, rules: JobRules, now: float) -> None:
+        """Use the operator's settings after a restart of the servers, and clear a failure.
+
+        A policy that a command set stays unless the settings name another one than before.
+        """
+        job, leases = self.job, self.membership.leases
+        before, job.rules, job.failure = job.rules, rules, None
+        leases.seconds, leases.progress_timeout = rules.lease, rules.progress_timeout
+        self.cuts.every = rules.every
+        if rules.min_workers != before.min_workers:
+            job.min_workers = rules.min_workers
+        if rules.policy != before.policy:
+            self.set_policy(rules.policy, now)
+
+    # ---- snapshots and recovery ------------------------------------------------------------------
+
+    def cut(self, now: float) -> bool:
+        """Append a Cut of the current version. Return False while another snapshot is written."""
+        job, cuts = self.job, self.cuts
+        if not job.begun or cuts.busy or (job.move is not None and not job.move.complete):
+            return False
+        job.log.append(Cut(job.log.next, job.version))
+        cuts.begin(job.version, job.log.index, now, {})
+        assert cuts.cutting is not None
+        cuts.cutting.state = self.state()
+        return True
+
+    def state(self) -> dict[str, Any]:
+        """Return all decisions as JSON values. Reports of shards and workers are not included."""
+        return self.job.as_json()
+
+    def whole(self) -> dict[str, Any]:
+        """Return `state` with the entries that some shard may need, for `become`."""
+        return self.job.with_entries()
+
+    def restore(
+        self,
+        state: Mapping[str, Any],
+        model: ModelSpec,
+        now: float,
+        before: "CoordinatorMachine | None" = None,
+    ) -> None:
+        """Continue from a snapshot. All workers join as new, and uncommitted batches are free.
+
+        Args:
+            state: The coordinator's state in the snapshot.
+            model: The model.
+            now: The time.
+            before: The coordinator before a rollback: its policy stays, and no more workers than
+                its own are expected. None: the job was not running; the snapshot's policy stays
+                unless the settings name another one than then.
+        """
+        job = self.job
+        job.load_numbers(state, model)
+        job.is_resumed = True
+        expected = before.job.expected_workers if before is not None else job.min_workers
+        # where all workers had left, as at the end of a run, a new run begins
+        job.min_workers = max(1, min(job.min_workers, state["registered"] or expected, expected))
+        if before is not None:
+            job.policy = before.policy
+        elif JobRules.from_json(state["rules"]).policy == job.rules.policy:
+            job.policy = policy(*state["policy"])
+        self.reported.recover(state)
+        self.ledger.restore(state["loops"])
+        self.membership.restore({int(worker): seq for worker, seq in state["pushes"].items()})
+        self.cuts.started(job.version, now)
+
+    def become(
+        self, whole: Mapping[str, Any], model: ModelSpec | None, now: float, snapshot: int = 0
+    ) -> None:
+        """Load the state of `whole`.
+
+        Args:
+            whole: The state.
+            model: The model.
+            now: The time.
+            snapshot: Index of the newest snapshot's Cut; a reshard before it is complete.
+        """
+        self.job.load(whole, model, now, snapshot)
+
+    def recovered(self, now: float, generation: int, resumes: bool = False) -> None:
+        """Continue in a new process after a replay. Leases begin now; a snapshot is abandoned.
+
+        The log may lack its newest commands, and with them workers that joined: their numbers
+        are not given again. If all workers had left, the next ones wait for --min-workers.
+
+        Args:
+            now: The time.
+            generation: Number of this start of the servers.
+            resumes: The next worker may begin another run, and change what a resumed job allows.
+        """
+        job = self.job
+        self.membership.begin_generation(generation)
+        if resumes:
+            job.is_resumed = job.begun
+            self.ledger.resumes()
+        job.started = job.started and not self.membership.have_all_left
+        self.cuts.abandon()
+        self.cuts.started(job.version, now)
+        self.resharding.continue_after_restart(now)
+        for member in self.membership.current():
+            member.last_seen = member.joined_at = now
+            member.missing_since, member.step_timer = None, StepTimer()
+        self.rounds.advance(now)

@@ -1,0 +1,88 @@
+"""Reports of shards about staged pushes: what is new in them, and what the job does with it."""
+
+from pscommon.core.log_entries import PushKey, ShardReport, Staged
+from psserver.core.coordinator.participation import Participation
+from psserver.core.coordinator.update_rounds import UpdateRounds
+from psserver.core.job.job_state import JobState
+
+
+class PushReports:
+    """Processes the reports of shards. A report on another log is ignored."""
+
+    def __init__(self, job: JobState, rounds: UpdateRounds, participation: Participation) -> None:
+        self._job, self._rounds, self._participation = job, rounds, participation
+
+    def process(self, report: ShardReport, now: float) -> None:
+        """Record what a shard has staged and measured, and append the updates that follow."""
+        job = self._job
+        if report.epoch != job.epoch:
+            return
+        self.record_index(report)
+        if job.is_of_layout(report):
+            for staged in report.staged:
+                self._record_staged(report, staged, now)
+            if job.pending.measurement is not None:
+                job.pending.measurement.take(report)
+        self._rounds.advance(now)
+
+    def record_index(self, report: ShardReport) -> None:
+        """Note how far a shard is, and drop entries that every shard has carried out."""
+        if report.epoch == self._job.epoch:
+            self._job.log.reached(report.shard, report.index)
+
+    def new_pushes(self, report: ShardReport) -> list[Staged]:
+        """Return the pushes that a shard has not reported before."""
+        if report.epoch != self._job.epoch or not self._job.is_of_layout(report):
+            return []
+        return [staged for staged in report.staged if self._is_new(report.shard, staged)]
+
+    def _is_new(self, shard: int, staged: Staged) -> bool:
+        member = self._job.membership.members.get(staged.key.worker)
+        decided = (
+            member is not None
+            and member.is_current
+            and staged.key.seq <= member.seq
+            and self._job.begun
+        )
+        return not decided and not self._job.pending.holds(shard, staged.key)
+
+    def has_measured(self, report: ShardReport) -> bool:
+        """Return whether a report has a new answer to the current Measure."""
+        measurement = self._job.pending.measurement
+        if (
+            measurement is None
+            or report.epoch != self._job.epoch
+            or not self._job.is_of_layout(report)
+        ):
+            return False
+        return measurement.is_answered_by(report)
+
+    def is_undecided(self, key: PushKey) -> bool:
+        """Return whether this is a push of a member that nothing has been decided on."""
+        member = self._job.membership.members.get(key.worker)
+        return member is not None and member.is_current and key.seq > member.seq
+
+    def refuse(self, worker: int, seq: int, reason: str, detail: str, now: float) -> None:
+        """Reject a push that cannot be applied. Its batches stay leased: its worker may return
+        them.
+        """
+        if self.is_undecided(key := PushKey(worker, seq)):
+            self._rounds.reject(key, reason, f"push {seq} of worker {worker} refused: {detail}")
+            self._rounds.advance(now)
+
+    def _record_staged(self, report: ShardReport, staged: Staged, now: float) -> None:
+        job, key = self._job, staged.key
+        member = job.membership.members.get(key.worker)
+        if member is None or not member.is_current:
+            return self._participation.evict_unknown(key.worker, report.index)
+        if key.seq <= member.seq and not (key.seq == 0 and not job.begun):
+            return None
+        if staged.problem and job.move is not None:
+            return None  # the shard reports it again
+        if staged.problem:
+            reason, _, detail = staged.problem.partition(": ")
+            return self._rounds.reject_bad(staged, reason, f"{member}: {detail}", now)
+        job.pending.staged(report.shard, staged)
+        if key in job.pending.ready:
+            member.step_timer.end(now)
+        return None

@@ -1,0 +1,82 @@
+"""Registration: a worker joins, names its model, and takes part from then on."""
+
+from typing import Literal
+
+from pscommon.core.errors import out_of_the_job
+from pscommon.core.model_spec import ModelSpec
+from psserver.core.coordinator.update_rounds import UpdateRounds
+from psserver.core.data.resume_rules import adopted_model, model_mismatch
+from psserver.core.job.job_state import JobState
+from psserver.core.workers import replacement
+from psserver.core.workers.members import Member, WorkerState
+
+RegistrationReply = Literal["ready", "upload", "pending"]
+
+
+class Registration:
+    """Registers workers; a restarted one takes the place of its predecessor."""
+
+    def __init__(self, job: JobState, rounds: UpdateRounds) -> None:
+        self._job, self._rounds = job, rounds
+
+    def register(self, worker: int, spec: ModelSpec, now: float) -> RegistrationReply:
+        """Register a worker with its model.
+
+        Raises:
+            MismatchError: The model is not the job's; the message lists the differences.
+        """
+        job = self._job
+        member = job.member(worker, now)
+        if job.model is None:
+            job.model, job.uploading_worker = spec, worker
+        if job.is_resumed:
+            job.model = adopted_model(spec, job.model) or job.model
+        if spec.differences(job.model):
+            raise model_mismatch(spec, job.model, job.ledger.origin)
+        if not job.begun:
+            return "upload" if job.uploading_worker == worker else "pending"
+        job.is_resumed = False
+        if (successor := replacement.successor(job.membership.registered(), member)) is not None:
+            self._remove_replaced(member, successor, now)
+            raise out_of_the_job(worker, member.reason)
+        self._activate(member, now)
+        return "ready"
+
+    def unresolved_peer(self, worker: int, asked_at: float) -> Member | None:
+        """Return the worker whose place a registering worker may have to take, if that is open.
+
+        With --on-worker-loss wait the place of a dead worker is kept for its successor. The
+        registration waits until the other worker shows a sign of life or its lease ends.
+        """
+        member = self._job.membership.members.get(worker)
+        if (
+            self._job.rules.on_loss.mode != "wait"
+            or member is None
+            or member.is_registered
+            or not member.is_current
+        ):
+            return None
+        registered = self._job.membership.registered()
+        if replacement.predecessor(registered, member):
+            return None
+        return replacement.unresolved_peer(registered, member, asked_at)
+
+    def _activate(self, member: Member, now: float) -> None:
+        membership = self._job.membership
+        old = (
+            None
+            if member.is_registered
+            else replacement.predecessor(membership.registered(), member)
+        )
+        if self._job.started and not member.is_registered:
+            member.step_timer.begin(now)
+        if old is None:
+            membership.activate(member)
+            return self._rounds.advance(now)
+        membership.replace(old, member)
+        self._job.ledger.transfer(old.worker, member.worker)
+        return self._remove_replaced(old, member, now)
+
+    def _remove_replaced(self, old: Member, new: Member, now: float) -> None:
+        reason = f"worker {new.worker} was started in its place"
+        self._rounds.remove(old, WorkerState.LOST, reason, now)

@@ -1,0 +1,208 @@
+"""The state of a job that the parts of its coordinator share, and its JSON form.
+
+The keys of the JSON form are names on disk.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from pscommon.core.data_stream import Spec
+from pscommon.core.errors import PSError, out_of_the_job
+from pscommon.core.log_entries import ShardReport
+from pscommon.core.model_spec import ModelSpec
+from psserver.core.data.data_ledger import DataLedger
+from psserver.core.data.draw_groups import units_of
+from psserver.core.job.entry_log import EntryLog
+from psserver.core.job.pending_pushes import PendingPushes
+from psserver.core.job.policy import policy
+from psserver.core.job.reshard_phase import ReshardPhase
+from psserver.core.job.settings import JobRules
+from psserver.core.job.snapshot_schedule import SnapshotSchedule
+from psserver.core.reports.reported_values import ReportedValues
+from psserver.core.workers.members import Member
+from psserver.core.workers.membership import Membership
+
+
+class JobState:
+    """Everything that the coordinator has decided, and the reports that it decides on.
+
+    Attributes:
+        shards: Number of shards; during a reshard: after it.
+        epoch: Id of this log; reports on another log are ignored.
+        version: Number of updates.
+        samples: Number of samples in all updates.
+        counts: Number of decided pushes by outcome.
+        begun: Whether every shard has weights.
+        started: Whether --min-workers workers have registered once.
+        failure: Why the job has to end.
+        model: The model; None before a worker registers one.
+        uploading_worker: Number of the worker that uploads the initial weights.
+        move: The reshard in progress.
+        layout_index: Index of the newest Reshard.
+        is_reshard_saved: The snapshot that this state continues from ends the reshard of `move`.
+        followers: Shards that follow this log.
+        evicted: Workers with an Evict entry.
+        is_resumed: The servers were restarted, and no worker has asked since.
+
+    Args:
+        generation: Number of starts of the job's servers: no worker number is given twice.
+        epoch: Id of the log; None: the generation.
+    """
+
+    def __init__(
+        self, shards: int, rules: JobRules, generation: int = 0, epoch: int | None = None
+    ) -> None:
+        self.shards = shards
+        self.rules = rules
+        self.epoch = generation if epoch is None else epoch
+        self.policy = rules.policy
+        self.min_workers = rules.min_workers
+        self.membership = Membership(rules.lease, generation)
+        self.membership.leases.progress_timeout = rules.progress_timeout
+        self.ledger = DataLedger()
+        self.log = EntryLog(shards)
+        self.pending = PendingPushes(shards)
+        self.cuts = SnapshotSchedule(rules.every, shards)
+        self.reported = ReportedValues()
+        self.move: ReshardPhase | None = None
+        self.layout_index = 0
+        self.is_reshard_saved = False
+        self.model: ModelSpec | None = None
+        self.uploading_worker: int | None = None
+        self.failure: PSError | None = None
+        self.begun = self.started = self.is_resumed = False
+        self.version = self.samples = 0
+        self.counts = {"applied": 0, "stale": 0, "rejected": 0}
+        self.evicted: set[int] = set()
+        self.followers: set[int] = set()
+
+    def fail(self, error: PSError) -> None:
+        self.failure = self.failure or error
+
+    def member(self, worker: int, now: float) -> Member:
+        """Return the worker of a request and renew its lease.
+
+        Raises:
+            FencedError: The worker is not a member any more.
+        """
+        member = self.membership.members.get(worker)
+        if member is None or not member.is_current:
+            raise out_of_the_job(
+                worker, member.reason if member else "it is not a worker of this job"
+            )
+        member.last_seen = now
+        return member
+
+    def has_started(self) -> bool:
+        """Return whether training has started: the first round waits for --min-workers."""
+        self.started = self.started or (
+            self.begun and len(self.membership.registered()) >= self.min_workers
+        )
+        return self.started
+
+    @property
+    def uploader(self) -> Member | None:
+        """The worker that uploads the initial weights."""
+        return self.membership.members.get(self.uploading_worker or 0)
+
+    @property
+    def expected_workers(self) -> int:
+        """Number of workers that would join again after a rollback."""
+        return len(self.membership.registered()) if self.started else self.min_workers
+
+    def units(self, spec: Spec) -> int | None:
+        """Return the number of batches of an update; None: one of each worker."""
+        return units_of(self.rules.global_batch, spec) if self.policy.barrier else None
+
+    def policy_row(self) -> tuple[str, int | None, int | None, int]:
+        """Return the arguments of `policy` for the current policy."""
+        row = self.policy
+        return row.name, row.bound if row.name == "ssp" else None, row.max_staleness, row.backup
+
+    # ---- shards ----------------------------------------------------------------------------------
+
+    @property
+    def following_shards(self) -> int:
+        """Number of shards that follow the log."""
+        return self.move.members if self.move is not None else self.shards
+
+    def is_of_layout(self, report: ShardReport) -> bool:
+        """Return whether a report's pushes have the current partition."""
+        return report.shard < self.shards and report.index >= self.layout_index
+
+    def set_layout(self, shards: int, index: int) -> None:
+        """Set the number of shards and drop all pending pushes: they have the old partition."""
+        self.shards = self.cuts.shards = shards
+        self.layout_index = index
+        self.pending.clear(shards)
+
+    # ---- saved and loaded ------------------------------------------------------------------------
+
+    def as_json(self) -> dict[str, Any]:
+        """Return all decisions as JSON values. Reports of shards and workers are not included."""
+        return {
+            "epoch": self.epoch,
+            "shards": self.shards,
+            "layout_index": self.layout_index,
+            "move": self.move.state() if self.move is not None else None,
+            "version": self.version,
+            "index": self.log.index,
+            "digest": self.log.digest,
+            "samples": self.samples,
+            "counts": dict(self.counts),
+            "policy": [*self.policy_row()],
+            "rules": self.rules.as_json(),
+            "started": self.started,
+            "min_workers": self.min_workers,
+            "cutting": self.cuts.busy,
+            "last_cut": self.cuts.last_version,
+            "resumed": self.is_resumed,
+            **({"extendable": True} if self.ledger.extendable else {}),
+            **self.reported.state(),
+            "registered": len(self.membership.registered()),
+            "pushes": {str(m.worker): m.seq for m in self.membership},
+            "evicted": sorted(self.evicted),
+            "followers": sorted(self.followers),
+            "roster": self.membership.state(),
+            "pending": self.pending.state(),
+            "loops": self.ledger.state(),
+        }
+
+    def with_entries(self) -> dict[str, Any]:
+        """Return `as_json` with the entries that some shard may need, for `load`."""
+        return self.as_json() | {
+            "begun": self.begun,
+            "uploader": self.uploading_worker,
+            "log": self.log.state(),
+            "cut": self.cuts.parts(),
+        }
+
+    def load_numbers(self, state: Mapping[str, Any], model: ModelSpec | None) -> None:
+        """Load the numbers that a snapshot and a complete state both have."""
+        self.model, self.begun = model, True
+        self.version, self.samples = state["version"], state["samples"]
+        self.counts = dict(state["counts"])
+        self.log.start(state["index"])
+
+    def load(
+        self, whole: Mapping[str, Any], model: ModelSpec | None, now: float, snapshot_index: int
+    ) -> None:
+        """Load a complete state, see CoordinatorMachine.become."""
+        self.load_numbers(whole, model)
+        self.set_layout(whole["shards"], whole["layout_index"])
+        self.move = ReshardPhase.from_state(whole["move"]) if whole["move"] else None
+        self.is_reshard_saved = self.move is not None and self.move.index < snapshot_index
+        self.log.recover(whole["log"])
+        self.begun, self.uploading_worker = whole["begun"], whole["uploader"]
+        self.epoch, self.started = whole["epoch"], whole["started"]
+        self.is_resumed = whole["resumed"]
+        self.policy = policy(*whole["policy"])
+        self.reported.recover(whole)
+        self.membership.recover(whole["roster"], now)
+        self.pending.recover(whole["pending"])
+        self.ledger.recover(whole["loops"])
+        if whole.get("extendable"):
+            self.ledger.resumes()
+        self.evicted, self.followers = set(whole["evicted"]), set(whole["followers"])
+        self.min_workers = whole["min_workers"]
+        self.cuts.recover(whole["last_cut"], whole["cut"], now)
