@@ -1,4 +1,4 @@
-"""Small trainings to run and to read.
+"""Small training scripts to run and to read.
 
 - digits: a CNN.
 - charlm: a transformer.

@@ -1,5 +1,4 @@
-"""A small transformer learns to write Python, letter by letter, from the source text of Python's
-standard library.
+"""A small transformer learns to write Python, byte by byte, from Python's standard library.
 
 ps-run --servers 2 --workers 2 -m psworker.examples.charlm
 PS_LOCAL=1 python -m psworker.examples.charlm                 # the same training without servers
@@ -20,11 +19,11 @@ import psworker
 
 log = logging.getLogger("charlm")
 
-CONTEXT = 64
+CONTEXT_BYTES = 64
 
 
 def source_text(nbytes: int) -> bytes:
-    """The first `nbytes` of the standard library's modules in the order of their names."""
+    """Return the first `nbytes` of the standard library's modules, in the order of their names."""
     text = b""
     for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
         text += path.read_bytes()
@@ -34,11 +33,12 @@ def source_text(nbytes: int) -> bytes:
 
 
 def windows(text: bytes) -> Tensor:
-    """The text cut into rows of CONTEXT + 1 bytes, int64[n, CONTEXT + 1]: each byte is to be
-    told from those before.
+    """Return the text as rows of CONTEXT_BYTES + 1 bytes, int64[n, CONTEXT_BYTES + 1].
+
+    The model predicts each byte of a row from those before it.
     """
-    letters = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(torch.int64)
-    return letters.unfold(0, CONTEXT + 1, CONTEXT)
+    symbols = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(torch.int64)
+    return symbols.unfold(0, CONTEXT_BYTES + 1, CONTEXT_BYTES)
 
 
 class Transformer(nn.Module):
@@ -47,7 +47,7 @@ class Transformer(nn.Module):
     def __init__(self, width: int = 64, layers: int = 2, heads: int = 4) -> None:
         super().__init__()
         self.letter = nn.Embedding(256, width)
-        self.place = nn.Embedding(CONTEXT, width)
+        self.place = nn.Embedding(CONTEXT_BYTES, width)
         layer = nn.TransformerEncoderLayer(
             width,
             heads,
@@ -65,15 +65,24 @@ class Transformer(nn.Module):
         for embedding in (self.letter, self.place):
             nn.init.normal_(embedding.weight, std=0.1)
         self.register_buffer(
-            "future", nn.Transformer.generate_square_subsequent_mask(CONTEXT), persistent=False
+            "future",
+            nn.Transformer.generate_square_subsequent_mask(CONTEXT_BYTES),
+            persistent=False,
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """Logits float32[batch, CONTEXT, 256] for the byte after each byte of int64[batch,
-        CONTEXT].
+        """Return logits of the next bytes.
+
+        Args:
+            x: Bytes, int64[batch, CONTEXT_BYTES].
+
+        Returns:
+            float32[batch, CONTEXT_BYTES, 256]: for each byte, logits of the byte after it.
         """
-        places = torch.arange(x.shape[1], device=x.device)
-        hidden = self.layers(self.letter(x) + self.place(places), mask=self.future, is_causal=True)
+        positions = torch.arange(x.shape[1], device=x.device)
+        hidden = self.layers(
+            self.letter(x) + self.place(positions), mask=self.future, is_causal=True
+        )
         logits: Tensor = self.out(hidden)
         return logits
 
@@ -85,7 +94,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--epochs", type=int, default=1)
     parser.add_argument("--batch-size", type=int, default=16, help="per worker")
     parser.add_argument("--lr", type=float, default=3e-3)
-    parser.add_argument("--bytes", type=int, default=300_000, help="how much text to learn from")
+    parser.add_argument("--bytes", type=int, default=300_000, help="size of the training text")
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args()
 

@@ -1,5 +1,4 @@
-"""A convolutional network learns handwritten digits: 1797 images of 8x8 pixels that come with
-scikit-learn.
+"""A convolutional network learns handwritten digits: 1797 images of 8x8 pixels of scikit-learn.
 
 ps-run --servers 2 --workers 2 -m psworker.examples.digits
 PS_LOCAL=1 python -m psworker.examples.digits                 # the same training without servers
@@ -20,12 +19,13 @@ import psworker
 
 log = logging.getLogger("digits")
 
-TEST_IMAGES = 360
+TEST_IMAGE_COUNT = 360
 
 
 def load() -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """Training set and test set, always split alike: images float32[n, 1, 8, 8] in 0..1 and
-    labels int64[n].
+    """Return training set and test set, with the same split in every run.
+
+    Each is a pair: images float32[n, 1, 8, 8] in 0..1, and labels int64[n].
     """
     try:
         from sklearn.datasets import load_digits
@@ -37,13 +37,14 @@ def load() -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
     order = np.random.RandomState(0).permutation(len(labels))
     x = torch.tensor(images[order] / 16, dtype=torch.float32).reshape(-1, 1, 8, 8)
     y = torch.tensor(labels[order], dtype=torch.int64)
-    return (x[TEST_IMAGES:], y[TEST_IMAGES:]), (x[:TEST_IMAGES], y[:TEST_IMAGES])
+    return (x[TEST_IMAGE_COUNT:], y[TEST_IMAGE_COUNT:]), (
+        x[:TEST_IMAGE_COUNT],
+        y[:TEST_IMAGE_COUNT],
+    )
 
 
 def network() -> nn.Module:
-    """39 thousand weights, with the things that are hard to distribute: BatchNorm's statistics
-    and dropout.
-    """
+    """Return a network of 39 thousand weights, with BatchNorm and dropout."""
     return nn.Sequential(
         nn.Conv2d(1, 16, 3, padding=1),
         nn.BatchNorm2d(16),
@@ -72,7 +73,7 @@ def train(
     optimizer: torch.optim.Optimizer,
     loader: Iterable[list[Tensor]],
 ) -> None:
-    """One epoch, of this worker's share."""
+    """Train for one epoch on this worker's share of the data."""
     model.train()
     for batch in loader:
         x, y = (tensor.to(job.device) for tensor in batch)
@@ -107,7 +108,7 @@ def main() -> None:
         train_loader = job.batches(training_set, args.batch_size, seed=args.seed)
         for epoch in range(args.epochs):
             train(job, model, optimizer, train_loader)
-            if not train_loader.skipped:  # else a run before this one has completed the epoch
+            if not train_loader.skipped:  # otherwise an earlier run has completed the epoch
                 log.info("epoch %d: test accuracy %.4f", epoch, accuracy(model, images, labels))
 
         correct = accuracy(model, images, labels)

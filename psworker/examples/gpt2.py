@@ -1,4 +1,4 @@
-"""Hugging Face's GPT-2, built from a configuration, learns to write Python, letter by letter.
+"""Hugging Face's GPT-2, built from a configuration, learns to write Python, byte by byte.
 
 ps-run --servers 2 --workers 2 -m psworker.examples.gpt2
 PS_LOCAL=1 python -m psworker.examples.gpt2                   # the same training without servers
@@ -15,13 +15,13 @@ import torch
 from torch import nn
 
 import psworker
-from psworker.examples.charlm import CONTEXT, source_text, windows
+from psworker.examples.charlm import CONTEXT_BYTES, source_text, windows
 
 log = logging.getLogger("gpt2")
 
 
 def gpt2(width: int = 64, layers: int = 2, heads: int = 4) -> nn.Module:
-    """An untrained GPT-2 over bytes; its embedding is also its output layer (tied weights)."""
+    """Return an untrained GPT-2 over bytes, with tied input and output embeddings."""
     try:
         from transformers import GPT2Config, GPT2LMHeadModel
     except ImportError:
@@ -30,7 +30,7 @@ def gpt2(width: int = 64, layers: int = 2, heads: int = 4) -> nn.Module:
         ) from None
     config = GPT2Config(
         vocab_size=256,
-        n_positions=CONTEXT + 1,
+        n_positions=CONTEXT_BYTES + 1,
         n_embd=width,
         n_layer=layers,
         n_head=heads,
@@ -48,7 +48,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=1)
     parser.add_argument("--batch-size", type=int, default=16, help="per worker")
     parser.add_argument("--lr", type=float, default=3e-3)
-    parser.add_argument("--bytes", type=int, default=300_000, help="how much text to learn from")
+    parser.add_argument("--bytes", type=int, default=300_000, help="size of the training text")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")

@@ -1,4 +1,4 @@
-"""Least squares with numpy alone: what `psworker.Client` offers to any framework, or to none.
+"""Least squares with numpy alone, by `psworker.Client`, which works with any framework.
 
 ps-run --servers 2 --workers 2 -m psworker.examples.linear
 """
@@ -9,7 +9,7 @@ import numpy as np
 
 import psworker
 
-FEATURES = 8
+FEATURE_COUNT = 8
 
 
 def main() -> None:
@@ -20,16 +20,16 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=32)
     parser.add_argument("--lr", type=float, default=0.1)
     args = parser.parse_args()
-    truth = np.random.default_rng(0).normal(size=FEATURES)
+    truth = np.random.default_rng(0).normal(size=FEATURE_COUNT)
 
     with psworker.Client() as client:
-        params = {"w": np.zeros(FEATURES), "b": np.zeros(())}
+        params = {"w": np.zeros(FEATURE_COUNT), "b": np.zeros(())}
         client.register(params, psworker.OptimizerSpec("sgd", lr=args.lr))
         client.pull(out=params)
 
-        rng = np.random.default_rng(client.worker)  # every worker sees other data
+        rng = np.random.default_rng(client.worker)  # every worker has different data
         for _ in range(args.steps):
-            x = rng.normal(size=(args.batch_size, FEATURES))
+            x = rng.normal(size=(args.batch_size, FEATURE_COUNT))
             y = x @ truth + 3 + rng.normal(scale=0.01, size=args.batch_size)
             error = x @ params["w"] + params["b"] - y
             grads = {"w": x.T @ error / args.batch_size, "b": error.mean()}

@@ -1,4 +1,4 @@
-"""torchvision's ResNet-18 learns the colours of noisy images, which are made on the spot.
+"""torchvision's ResNet-18 learns the colours of generated noisy images.
 
 ps-run --servers 2 --workers 2 -m psworker.examples.resnet
 PS_LOCAL=1 python -m psworker.examples.resnet                 # the same training without servers
@@ -21,26 +21,26 @@ import psworker
 
 log = logging.getLogger("resnet")
 
-CLASSES = 4
-TEST_IMAGES = 128
+CLASS_COUNT = 4
+TEST_IMAGE_COUNT = 128
 
 
 def resnet18() -> nn.Module:
-    """The network with CLASSES outputs, untrained."""
+    """Return the untrained network with CLASS_COUNT outputs."""
     try:
         from torchvision.models import resnet18
     except ImportError:
         raise SystemExit(
             "this example needs torchvision: pip install 'paramserver[vision]'"
         ) from None
-    network: nn.Module = resnet18(num_classes=CLASSES)
+    network: nn.Module = resnet18(num_classes=CLASS_COUNT)
     return network
 
 
 def images(count: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Noise float32[count, 3, 32, 32] with a tint that depends on the label int64[count]."""
+    """Return noise float32[count, 3, 32, 32], tinted by its labels, and the labels int64[count]."""
     generator = torch.Generator().manual_seed(seed)
-    labels = torch.randint(0, CLASSES, (count,), generator=generator)
+    labels = torch.randint(0, CLASS_COUNT, (count,), generator=generator)
     x = torch.randn(count, 3, 32, 32, generator=generator)
     x[:, 0] += 0.5 * (labels // 2 * 2 - 1).view(-1, 1, 1)
     x[:, 1] += 0.5 * (labels % 2 * 2 - 1).view(-1, 1, 1)
@@ -48,7 +48,7 @@ def images(count: int, seed: int) -> tuple[Tensor, Tensor]:
 
 
 def make_optimizer(model: nn.Module, lr: float) -> torch.optim.SGD:
-    """SGD in two parameter groups: no weight decay for biases and normalization."""
+    """Return SGD with two parameter groups: no weight decay for biases and normalization."""
     decayed: list[Any] = [p for p in model.parameters() if p.ndim > 1]
     others: list[Any] = [p for p in model.parameters() if p.ndim <= 1]
     groups = [{"params": decayed, "weight_decay": 5e-4}, {"params": others, "weight_decay": 0.0}]
@@ -72,7 +72,7 @@ def main() -> None:
         model = resnet18().to(job.device)
         optimizer = job.optimizer(make_optimizer(model, args.lr), model)
         training_set = TensorDataset(*images(args.images, seed=1))
-        test_x, test_y = (tensor.to(job.device) for tensor in images(TEST_IMAGES, seed=2))
+        test_x, test_y = (tensor.to(job.device) for tensor in images(TEST_IMAGE_COUNT, seed=2))
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
 
         loader = job.batches(training_set, args.batch_size, drop_last=True, seed=args.seed)
@@ -85,7 +85,7 @@ def main() -> None:
                 optimizer.zero_grad()
                 job.report(loss=loss)
             scheduler.step()
-            if not loader.skipped:  # else a run before this one has completed the epoch
+            if not loader.skipped:  # otherwise an earlier run has completed the epoch
                 model.eval()
                 with torch.no_grad():
                     accuracy = float((model(test_x).argmax(1) == test_y).float().mean())

@@ -7,7 +7,7 @@
     )
 
 The first data loader that `prepare` receives together with the optimizer is the training data,
-of which this worker gets its share. Every worker goes through the whole of each other loader.
+of which this worker gets its share. Every worker iterates over all batches of other loaders.
 The first worker is the main process.
 """
 
@@ -32,13 +32,14 @@ class Accelerator(accelerate.Accelerator):
     """accelerate.Accelerator on a parameter-server job.
 
     Args:
-        job: what `psworker.connect` returned.
-        clip_norm: the largest norm of the averaged gradient, clipped by the servers.
-        seed: of the order of training batches.
-        args, kwargs: those of accelerate.Accelerator.
+        job: Result of `psworker.connect`.
+        clip_norm: Largest norm of the averaged gradient, clipped by the servers.
+        seed: Seed of the order of training batches.
+        args: Arguments of accelerate.Accelerator.
+        kwargs: Keywords of accelerate.Accelerator.
 
     Raises:
-        InvalidRequestError: several models or optimizers, `load_state`, or another clip norm in
+        InvalidRequestError: Several models or optimizers, `load_state`, or another clip norm in
             `clip_grad_norm_`.
     """
 
@@ -54,8 +55,8 @@ class Accelerator(accelerate.Accelerator):
         """Prepare objects as accelerate does; the optimizer and training data become the job's.
 
         Args:
-            args: one model, its optimizer, its training data first among loaders, schedulers.
-            device_placement: as in accelerate; not supported together with an optimizer.
+            args: One model, its optimizer, its training data first among loaders, schedulers.
+            device_placement: As in accelerate; not supported together with an optimizer.
 
         Returns:
             The prepared objects in the same order.
@@ -66,22 +67,22 @@ class Accelerator(accelerate.Accelerator):
         models = [item for item in args if isinstance(item, torch.nn.Module)]
         if len(optimizers) != 1 or len(models) != 1 or device_placement is not None:
             raise InvalidRequestError(
-                f"prepare got {len(models)} models and {len(optimizers)} optimizers; a job has one "
-                "of each. Try: one call with both, one ModuleDict for several networks, and no "
+                f"prepare has {len(models)} models and {len(optimizers)} optimizers, but a job has "
+                "one of each. Try: one call with both, one ModuleDict for several networks, and no "
                 "device_placement"
             )
         models[0].to(self.device)
-        handed_over = self.job.optimizer(optimizers[0], models[0], clip_norm=self._clip_norm)
-        items: list[Any] = [handed_over if item is optimizers[0] else item for item in args]
+        server_optimizer = self.job.optimizer(optimizers[0], models[0], clip_norm=self._clip_norm)
+        items: list[Any] = [server_optimizer if item is optimizers[0] else item for item in args]
         loaders = [index for index, item in enumerate(items) if isinstance(item, DataLoader)]
         training = loaders[:1]
-        dealt = [
+        shares = [
             TrainingLoader(self.job.batches(items[index], seed=self._seed), self.device)
             for index in training
         ]
         prepared = super().prepare(*(item for i, item in enumerate(items) if i not in training))
         result = list(prepared) if isinstance(prepared, tuple) else [prepared]
-        for index, loader in zip(training, dealt, strict=True):
+        for index, loader in zip(training, shares, strict=True):
             result.insert(index, loader)
         for item in args:
             if isinstance(item, LRScheduler):
@@ -98,7 +99,7 @@ class Accelerator(accelerate.Accelerator):
         return super().clip_grad_norm_(parameters, float("inf"))
 
     def load_state(self, input_dir: Any = None, **_: Any) -> None:
-        """Refuse: the servers resume their own snapshot."""
+        """Raise InvalidRequestError: the servers resume from their own snapshot."""
         refuse_checkpoint(input_dir or "a checkpoint")
 
     @property
@@ -127,7 +128,7 @@ class TrainingLoader(DataLoaderStateMixin):
 
     @property
     def skipped(self) -> bool:
-        """Whether a resumed job has completed the current pass."""
+        """A resumed job has completed the current pass."""
         return self._batches.skipped
 
     def __len__(self) -> int:

@@ -5,7 +5,7 @@
     trainer.fit(module, train_loader, validation_loader)
 
 The module stays as it is. `batch_size` is per worker; `gradient_clip_val` clips the averaged
-gradient, as with DDP. Every worker evaluates the whole validation set. The first worker writes
+gradient, as with DDP. Every worker evaluates the complete validation set. The first worker writes
 checkpoints and logs.
 """
 
@@ -25,12 +25,12 @@ class ParameterServerStrategy(SingleDeviceStrategy):
     """Runs the optimizer on the job's servers and takes training batches from the job.
 
     Args:
-        job: what `psworker.connect` returned.
-        seed: of the order of training batches.
-        kwargs: those of lightning's SingleDeviceStrategy (precision_plugin, checkpoint_io ...).
+        job: Result of `psworker.connect`.
+        seed: Seed of the order of training batches.
+        kwargs: Keywords of lightning's SingleDeviceStrategy (precision_plugin, checkpoint_io ...).
 
     Raises:
-        InvalidRequestError: several optimizers, clipping by value, resume from a checkpoint.
+        InvalidRequestError: Several optimizers, clipping by value, resume from a checkpoint.
     """
 
     strategy_name = "parameter_server"
@@ -59,13 +59,13 @@ class ParameterServerStrategy(SingleDeviceStrategy):
         super().setup_optimizers(trainer)
         if len(self.optimizers) != 1:
             raise InvalidRequestError(
-                f"configure_optimizers returned {len(self.optimizers)} optimizers; a job has one. "
-                "Try: one optimizer with a parameter group for each network"
+                f"configure_optimizers returned {len(self.optimizers)} optimizers, but a job has "
+                "one. Try: one optimizer with a parameter group for each network"
             )
         if trainer.gradient_clip_val and trainer.gradient_clip_algorithm == "value":
             raise InvalidRequestError(
-                "servers clip by norm. Try: gradient_clip_algorithm='norm', or clip in the "
-                "module's on_before_optimizer_step"
+                "cannot clip by value: servers clip by norm. Try: gradient_clip_algorithm='norm', "
+                "or clip in the module's on_before_optimizer_step"
             )
         clip_norm, trainer.gradient_clip_val = trainer.gradient_clip_val, None
         self.optimizers = [
@@ -76,13 +76,13 @@ class ParameterServerStrategy(SingleDeviceStrategy):
                 self.job.resume(config.scheduler, steps_before(self.job) // config.frequency)
 
     def process_dataloader(self, dataloader: Any) -> Any:
-        """Return this worker's share of training data; evaluation data is left as it is."""
+        """Return this worker's share of training data, and evaluation data unchanged."""
         if self._trainer is None or not self._trainer.training:
             return dataloader
         return self.job.batches(dataloader, seed=self._seed)
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Load a checkpoint for evaluation; to train on, the servers resume their snapshot."""
+        """Load a checkpoint for evaluation; for training, servers resume from a snapshot."""
         if self._trainer is None or self._trainer.state.fn == TrainerFn.FITTING:
             refuse_checkpoint(checkpoint_path)
         checkpoint: dict[str, Any] = super().load_checkpoint(checkpoint_path, *args, **kwargs)

@@ -5,7 +5,7 @@
     trainer.train()
 
 Arguments keep their meaning. `per_device_train_batch_size` is per worker; `max_grad_norm` clips the
-averaged gradient, as with DDP. Every worker evaluates the whole evaluation set. The first worker
+averaged gradient, as with DDP. Every worker evaluates the complete evaluation set. The first worker
 writes checkpoints and logs.
 """
 
@@ -26,11 +26,12 @@ class Trainer(transformers.Trainer):
     """transformers.Trainer on a parameter-server job.
 
     Args:
-        job: what `psworker.connect` returned.
-        args, kwargs: those of transformers.Trainer.
+        job: Result of `psworker.connect`.
+        args: Arguments of transformers.Trainer.
+        kwargs: Keywords of transformers.Trainer.
 
     Raises:
-        InvalidRequestError: resume from a checkpoint folder, or a device that is not the job's.
+        InvalidRequestError: Resume from a checkpoint folder, or a device that is not the job's.
     """
 
     def __init__(self, *args: Any, job: Job, **kwargs: Any) -> None:
@@ -41,7 +42,7 @@ class Trainer(transformers.Trainer):
         self.add_callback(_DataEndsTraining())
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """Train; a job that is resumed goes on from its servers' snapshot."""
+        """Train; a resumed job continues from its servers' snapshot."""
         refuse_checkpoint(resume_from_checkpoint)
         return super().train(None, *args, **kwargs)
 
@@ -54,7 +55,7 @@ class Trainer(transformers.Trainer):
         return self.job.batches(super().get_train_dataloader().base_dataloader, seed=seed)
 
     def _run_epoch(self, **epoch: Any) -> None:
-        """Train until the job's ledger ends the pass; lost workers change how long that is."""
+        """Train until the job's ledger ends the pass; lost workers change its length."""
         loader = epoch["train_dataloader"]
         batches: Iterator[Any] = iter(loader)
         first = list(islice(batches, 1))
@@ -66,7 +67,7 @@ class Trainer(transformers.Trainer):
         super()._run_epoch(**epoch)
 
     def get_batch_samples(self, *args: Any) -> Any:
-        """Collect the batches of a step; none left ends the pass."""
+        """Return the batches of a step; if there are none, the pass ends."""
         samples, items = super().get_batch_samples(*args)
         if not samples:
             self.control.should_epoch_stop = True
@@ -117,7 +118,7 @@ class Trainer(transformers.Trainer):
 
 
 class _DataEndsTraining(TrainerCallback):
-    """Overrules the step limit that the Trainer derives from a share of the data at the start."""
+    """Ignores the step limit that the Trainer derives from a share of the data at the start."""
 
     def on_step_end(
         self, args: Any, state: TrainerState, control: TrainerControl, **_: Any

@@ -89,8 +89,8 @@ def test_charlm_reads_the_same_text_each_time() -> None:
     assert len(text) == 5000
     assert text == charlm.source_text(9000)[:5000]
     rows = charlm.windows(text)
-    assert rows.shape == (4999 // charlm.CONTEXT, charlm.CONTEXT + 1)
-    assert bytes(rows[0].tolist()) == text[: charlm.CONTEXT + 1]
+    assert rows.shape == (4999 // charlm.CONTEXT_BYTES, charlm.CONTEXT_BYTES + 1)
+    assert bytes(rows[0].tolist()) == text[: charlm.CONTEXT_BYTES + 1]
 
 
 def test_gpt2_learns_letters(run: Run) -> None:
