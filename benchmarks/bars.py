@@ -22,7 +22,7 @@ from benchmarks.works.entrants import (
     team,
 )
 
-MINUTE = 60.0
+MINUTE_SECONDS = 60.0
 
 Measure = Callable[[Result], Ratio | None]
 
@@ -148,7 +148,7 @@ def flat(result: str, contender: str) -> Bar:
 def snapshot_share(lane: str) -> Bar:
     """What snapshots cost where one is taken every minute."""
     name = ours(lane, snapshots.SAVING)
-    return absolute(11, "snapshots", name, "lost", f"{MINUTE:g} s", MINUTE, 0.035)
+    return absolute(11, "snapshots", name, "lost", f"{MINUTE_SECONDS:g} s", MINUTE_SECONDS, 0.035)
 
 
 def snapshot_pause(lane: str) -> Bar:

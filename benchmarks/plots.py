@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 
 from benchmarks.record import Result
 from benchmarks.scale import FULL
-from benchmarks.setup import MEGABYTE
+from benchmarks.setup import BYTES_PER_MEGABYTE
 from benchmarks.works import phases
 from benchmarks.works.entrants import GLOO, STREAM, ours, team, with_workers
 from psworker.session.step_stats import PHASES
@@ -49,7 +49,7 @@ def _points(result: Result, name: str) -> list[tuple[float, float]]:
         base, _, size = contender.rpartition(", ")
         if base == name and (seconds := result.find(contender, "seconds")):
             megabytes = float(size.removesuffix(" MB"))
-            found.append((megabytes, 2 * megabytes * MEGABYTE / seconds.median / 1e9))
+            found.append((megabytes, 2 * megabytes * BYTES_PER_MEGABYTE / seconds.median / 1e9))
     return found
 
 

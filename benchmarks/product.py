@@ -18,7 +18,7 @@ from psworker.client.client import Client
 from psworker.local_servers import LocalServers
 
 LANES = ("grpc", "shm")
-PAUSE = 0.05
+POLL_INTERVAL_SECONDS = 0.05
 """Seconds between two looks whether a standby is in sync."""
 
 
@@ -70,7 +70,7 @@ def standby(address: str, setup: Setup) -> Iterator[None]:
         with closing(open_channel(address)) as channel:
             stub = CoordinatorServiceStub(channel)
             while '"in sync"' not in stub.GetStatus(GetStatusRequest(), timeout=10).status_json:
-                time.sleep(PAUSE)
+                time.sleep(POLL_INTERVAL_SECONDS)
         yield
     finally:
         process.terminate()

@@ -13,7 +13,7 @@ from benchmarks.speaker import Command, Measurements, Speaker
 
 Show = Callable[[str], None]
 
-AT_ONCE = 2
+MAX_CONCURRENT_STARTS = 2
 """Contenders that start at a time: dozens of starting processes would starve each other until
 leases end.
 """
@@ -53,7 +53,7 @@ class Contest:
         self._speakers: dict[tuple[Command, str], Speaker] = {}
         warming: deque[Speaker] = deque()
         for process in wanted:
-            if len(warming) == AT_ONCE:
+            if len(warming) == MAX_CONCURRENT_STARTS:
                 warming.popleft().wait_until_ready()
             self._speakers[process] = resources.enter_context(Speaker(process[0]))
             warming.append(self._speakers[process])

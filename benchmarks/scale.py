@@ -4,7 +4,7 @@ it.
 
 from dataclasses import dataclass
 
-from benchmarks.setup import MEGABYTE
+from benchmarks.setup import BYTES_PER_MEGABYTE
 
 
 @dataclass(frozen=True)
@@ -17,27 +17,27 @@ class Scale:
 
     name: str
     rounds: int
-    large: int = 100 * MEGABYTE
+    large: int = 100 * BYTES_PER_MEGABYTE
     small: int = 50_000
     small_pieces: int = 200
-    many: int = 40 * MEGABYTE
+    many: int = 40 * BYTES_PER_MEGABYTE
     many_tensors: int = 10_000
-    memory_nbytes: int = 400 * MEGABYTE
-    in_flight: int = 800 * MEGABYTE
+    memory_nbytes: int = 400 * BYTES_PER_MEGABYTE
+    in_flight: int = 800 * BYTES_PER_MEGABYTE
     memory_steps: int = 20
     crowd: int = 64
     crowd_rounds: int = 3
-    medium: int = 4 * MEGABYTE
+    medium: int = 4 * BYTES_PER_MEGABYTE
     pulls: int = 300
     saved_steps: int = 20
     logged: int = 9
     pushes: int = 192
     growth: tuple[int, ...] = (1, 2, 4, 8, 16)
-    sizes: tuple[int, ...] = tuple(size * MEGABYTE for size in (1, 4, 16, 64, 256))
+    sizes: tuple[int, ...] = tuple(size * BYTES_PER_MEGABYTE for size in (1, 4, 16, 64, 256))
     link_megabits: int = 200
-    linked: int = 5 * MEGABYTE
+    linked: int = 5 * BYTES_PER_MEGABYTE
     linked_steps: int = 5
-    trained: int = 40 * MEGABYTE
+    trained: int = 40 * BYTES_PER_MEGABYTE
     tensorflow: str = ""
     no_tensorflow: str = "no environment with TensorFlow; make bench-tf makes one"
 
@@ -47,12 +47,12 @@ QUICK = Scale("quick", rounds=7, small_pieces=100, pulls=100, no_tensorflow="not
 TINY = Scale(
     "tiny",
     rounds=2,
-    large=2 * MEGABYTE,
+    large=2 * BYTES_PER_MEGABYTE,
     small_pieces=3,
     many=400_000,
     many_tensors=100,
-    memory_nbytes=MEGABYTE,
-    in_flight=4 * MEGABYTE,
+    memory_nbytes=BYTES_PER_MEGABYTE,
+    in_flight=4 * BYTES_PER_MEGABYTE,
     memory_steps=2,
     crowd=3,
     crowd_rounds=2,
@@ -62,7 +62,7 @@ TINY = Scale(
     logged=2,
     pushes=4,
     growth=(1, 2),
-    sizes=(400_000, MEGABYTE),
+    sizes=(400_000, BYTES_PER_MEGABYTE),
     linked=200_000,
     linked_steps=2,
     trained=200_000,

@@ -3,7 +3,7 @@
 import json
 from dataclasses import asdict, dataclass
 
-MEGABYTE = 1_000_000
+BYTES_PER_MEGABYTE = 1_000_000
 RATES = {"sgd": 0.1, "adam": 0.001}
 """Learning rates. With gradients that are all 1, a step of either moves every weight down by
 that much.

@@ -1,6 +1,6 @@
 """Models to move: names and shapes only."""
 
-TENSORS = 160
+TENSOR_COUNT = 160
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -11,12 +11,12 @@ def resnet_like(numbers: int) -> Shapes:
 
     ValueError for fewer than 60 000 numbers, which would leave tensors empty.
     """
-    weights = [4.0 ** (index * 4 // (TENSORS // 2)) for index in range(TENSORS // 2)]
-    vectors = {f"norm{index}": (256,) for index in range(TENSORS // 2)}
+    weights = [4.0 ** (index * 4 // (TENSOR_COUNT // 2)) for index in range(TENSOR_COUNT // 2)]
+    vectors = {f"norm{index}": (256,) for index in range(TENSOR_COUNT // 2)}
     left = numbers - 256 * len(vectors)
     shapes = {f"conv{i}": (int(left * weight / sum(weights)),) for i, weight in enumerate(weights)}
     if left <= 0 or min(shapes.values()) < (1,):
-        raise ValueError(f"{numbers} numbers are too few for {TENSORS} tensors")
+        raise ValueError(f"{numbers} numbers are too few for {TENSOR_COUNT} tensors")
     return {**shapes, **vectors}
 
 

@@ -8,7 +8,7 @@ import time
 import numpy as np
 
 from benchmarks import product
-from benchmarks.contenders.exchange import WARM_UP, check_weights
+from benchmarks.contenders.exchange import WARM_UP_COUNT, check_weights
 from benchmarks.setup import Setup
 from benchmarks.shapes import shapes
 from benchmarks.speaker import Measurements, serve
@@ -36,7 +36,7 @@ def main(setup: Setup, address: str, rank: int) -> None:
             )
             return {"seconds": seconds, "count": setup.pieces}
 
-        serve({"go": turn}, WARM_UP)
+        serve({"go": turn}, WARM_UP_COUNT)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from benchmarks.speaker import Measurements, serve
 from pscommon.core.partition import PartitionPlan
 from pscommon.system.malloc import tune_malloc
 
-WARM_UP = 3
+WARM_UP_COUNT = 3
 
 
 class Worker:
@@ -79,7 +79,7 @@ def main(setup: Setup, address: str, rank: int) -> None:
     tune_malloc()
     worker = Worker(setup, address, rank)
     with worker.client:
-        serve({"go": worker.turn}, WARM_UP)
+        serve({"go": worker.turn}, WARM_UP_COUNT)
 
 
 if __name__ == "__main__":

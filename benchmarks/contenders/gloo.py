@@ -19,8 +19,8 @@ from benchmarks.contenders.exchange import check_weights
 from benchmarks.setup import Setup
 from benchmarks.speaker import Command, Measurements, Speaker, Team, serve
 
-WARM_UP = 3
-WORLD = 2
+WARM_UP_COUNT = 3
+WORLD_SIZE = 2
 
 Work = tuple[Callable[[], None], Callable[[int], None]]
 """Function for one piece of work, and function that checks the number of pieces."""
@@ -32,7 +32,7 @@ def reduce(setup: Setup) -> Work:
     """
     tensor = torch.ones(setup.nbytes // 4)
     dist.all_reduce(tensor)
-    if tensor.min() != WORLD or tensor.max() != WORLD:
+    if tensor.min() != WORLD_SIZE or tensor.max() != WORLD_SIZE:
         raise RuntimeError("gloo's sum is wrong")
     tensor.zero_()
     return lambda: dist.all_reduce(tensor), lambda updates: None
@@ -46,15 +46,15 @@ def adam(setup: Setup) -> Work:
 
     def work() -> None:
         dist.all_reduce(gradient)
-        gradient.div_(WORLD)
+        gradient.div_(WORLD_SIZE)
         optimizer.step()
 
     return work, lambda updates: check_weights(parameter.detach()[[0, -1]].numpy(), setup, updates)
 
 
 def member(kind: str, setup: Setup, store: str, rank: int) -> None:
-    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // WORLD))
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD)
+    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // WORLD_SIZE))
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD_SIZE)
     work, check = {"reduce": reduce, "adam": adam}[kind](setup)
     updates = 0
 
@@ -68,7 +68,7 @@ def member(kind: str, setup: Setup, store: str, rank: int) -> None:
         check(updates)
         return {"seconds": seconds, "count": setup.pieces}
 
-    serve({"go": turn}, WARM_UP)
+    serve({"go": turn}, WARM_UP_COUNT)
     dist.destroy_process_group()
 
 
@@ -76,7 +76,7 @@ def main(kind: str, setup: Setup) -> None:
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         args = (kind, setup.to_json(), str(Path(folder) / "store"))
         commands = [
-            Command("benchmarks.contenders.gloo", (*args, str(rank))) for rank in range(WORLD)
+            Command("benchmarks.contenders.gloo", (*args, str(rank))) for rank in range(WORLD_SIZE)
         ]
         team = Team([stack.enter_context(Speaker(command)) for command in commands])
         serve({"go": team.go})

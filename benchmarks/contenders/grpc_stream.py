@@ -16,7 +16,7 @@ from benchmarks.speaker import Measurements, serve
 from pscommon.system.malloc import tune_malloc
 from pscommon.wire.channel import FRAME_BYTES
 
-WARM_UP = 3
+WARM_UP_COUNT = 3
 
 
 def frames(memory: memoryview) -> Iterator[bytes]:
@@ -57,7 +57,7 @@ def client(setup: Setup, address: str) -> None:
                 fill(into, stub(frames(out)))
             return {"seconds": (time.perf_counter() - began) / setup.pieces, "count": setup.pieces}
 
-        serve({"go": turn}, WARM_UP)
+        serve({"go": turn}, WARM_UP_COUNT)
         if into != out:
             raise RuntimeError("other bytes came back")
 

@@ -14,7 +14,7 @@ from benchmarks.setup import Setup
 from benchmarks.speaker import Measurements, serve
 from pscommon.system.malloc import tune_malloc
 
-WARM_UP = 3
+WARM_UP_COUNT = 3
 
 
 def main(setup: Setup) -> None:
@@ -36,7 +36,7 @@ def main(setup: Setup) -> None:
 
             return turn
 
-        serve({"go": calls(bytes(setup.nbytes)), "empty": calls(b"")}, WARM_UP)
+        serve({"go": calls(bytes(setup.nbytes)), "empty": calls(b"")}, WARM_UP_COUNT)
 
 
 if __name__ == "__main__":

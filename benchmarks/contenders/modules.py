@@ -11,7 +11,7 @@ from torch import nn
 
 import psworker
 from benchmarks import product
-from benchmarks.contenders.exchange import WARM_UP, check_weights
+from benchmarks.contenders.exchange import WARM_UP_COUNT, check_weights
 from benchmarks.setup import Setup
 from benchmarks.shapes import shapes
 from benchmarks.speaker import Measurements, serve
@@ -49,7 +49,7 @@ def main(setup: Setup, address: str, rank: int) -> None:
             check_weights(np.array(last, np.float32), setup, job.version)
             return {"seconds": seconds, "count": setup.pieces}
 
-        serve({"go": turn}, WARM_UP)
+        serve({"go": turn}, WARM_UP_COUNT)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from benchmarks.contenders.exchange import check_weights
 from benchmarks.setup import Setup
 from benchmarks.speaker import Measurements, serve
 
-WARM_UP = 3
+WARM_UP_COUNT = 3
 
 
 def server(setup: Setup, file: int) -> None:
@@ -68,7 +68,7 @@ def main(setup: Setup) -> None:
             check_weights(weights[[0, -1]], setup, updates)
             return {"seconds": seconds, "count": setup.pieces}
 
-        serve({"go": turn}, WARM_UP)
+        serve({"go": turn}, WARM_UP_COUNT)
         to_server.close()
 
 

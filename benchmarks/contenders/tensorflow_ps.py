@@ -30,7 +30,7 @@ from benchmarks.setup import Setup
 from benchmarks.shapes import shapes
 from benchmarks.speaker import Measurements, serve
 
-WARM_UP = 5
+WARM_UP_COUNT = 5
 Cluster = dict[str, list[str]]
 
 
@@ -131,7 +131,10 @@ def main(setup: Setup) -> None:
             assert process.stdin is not None
             stack.callback(process.stdin.close)
         training = Training(setup, cluster)
-        serve({"worker": training.work("worker"), "coordinator": training.work("chief")}, WARM_UP)
+        serve(
+            {"worker": training.work("worker"), "coordinator": training.work("chief")},
+            WARM_UP_COUNT,
+        )
 
 
 if __name__ == "__main__":

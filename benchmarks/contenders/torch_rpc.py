@@ -24,7 +24,7 @@ from benchmarks.setup import Setup
 from benchmarks.shapes import shapes
 from benchmarks.speaker import Measurements, guarded, serve
 
-WARM_UP = 3
+WARM_UP_COUNT = 3
 
 WEIGHTS: list[Tensor] = []
 """The server's: a function that is called over RPC finds its state in its module."""
@@ -75,7 +75,7 @@ def main(kind: str, setup: Setup) -> None:
                 )
                 return {"seconds": seconds, "count": setup.pieces}
 
-            serve({"go": turn}, WARM_UP)
+            serve({"go": turn}, WARM_UP_COUNT)
             rpc.shutdown()
             process.wait(30)
 

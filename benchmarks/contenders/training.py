@@ -23,16 +23,16 @@ from pscommon.system.malloc import tune_malloc
 from psworker.job import Job
 from psworker.session.step_stats import PHASES
 
-DEPTH = 32
-RATE = 1e-3
+LAYER_COUNT = 32
+LEARNING_RATE = 1e-3
 
 
 def network(nbytes: int) -> nn.Sequential:
     """Layers of equal size, of about `nbytes` in all."""
     torch.manual_seed(0)
-    width = max(2, round((nbytes / 4 / DEPTH) ** 0.5))
+    width = max(2, round((nbytes / 4 / LAYER_COUNT) ** 0.5))
     return nn.Sequential(
-        *[part for _ in range(DEPTH) for part in (nn.Linear(width, width), nn.ReLU())]
+        *[part for _ in range(LAYER_COUNT) for part in (nn.Linear(width, width), nn.ReLU())]
     )
 
 
@@ -42,7 +42,7 @@ class Training:
     def __init__(self, setup: Setup, job: Job) -> None:
         self._setup, self._job = setup, job
         self._model = network(setup.nbytes)
-        optimizer = OPTIMIZERS[setup.optimizer](self._model.parameters(), lr=RATE)
+        optimizer = OPTIMIZERS[setup.optimizer](self._model.parameters(), lr=LEARNING_RATE)
         self._optimizer = job.optimizer(optimizer, self._model, overlap=setup.overlap)
         width = next(self._model.parameters()).shape[1]
         # one item of the data set is a whole batch: putting rows together is not what is measured

@@ -8,7 +8,7 @@ from benchmarks.setup import Setup
 from benchmarks.works.entrants import job, ours
 from benchmarks.works.work import Lineup, Work
 
-ADAM_STATES = 2
+ADAM_STATE_COUNT = 2
 MANY = ours("grpc", "many clients")
 """The crowd's name."""
 
@@ -40,7 +40,7 @@ def crowd(scale: Scale, resources: ExitStack) -> Lineup:
 
 def facts(scale: Scale) -> dict[str, float]:
     """allowed: bytes of weights, optimizer state and the budget."""
-    return {"allowed": scale.memory_nbytes * (1 + ADAM_STATES) + scale.in_flight}
+    return {"allowed": scale.memory_nbytes * (1 + ADAM_STATE_COUNT) + scale.in_flight}
 
 
 STEPS = Work(

@@ -18,8 +18,8 @@ COMPUTE, TRANSFER, PLAIN, OVERLAPPED = (
     "step without overlap",
     "step with overlap",
 )
-FIRST_BATCH = 256
-PROBES = 3
+FIRST_BATCH_SIZE = 256
+PROBE_COUNT = 3
 
 
 def lineup(scale: Scale, resources: ExitStack) -> Lineup:
@@ -27,7 +27,7 @@ def lineup(scale: Scale, resources: ExitStack) -> Lineup:
     if reason:
         return Lineup([], dict.fromkeys((COMPUTE, TRANSFER, PLAIN, OVERLAPPED), reason))
     ends = resources.enter_context(link.SlowLink(scale.link_megabits))
-    batch = balanced(Setup(scale.linked, pieces=scale.linked_steps, batch=FIRST_BATCH), ends)
+    batch = balanced(Setup(scale.linked, pieces=scale.linked_steps, batch=FIRST_BATCH_SIZE), ends)
     setup = Setup(scale.linked, pieces=scale.linked_steps, batch=batch)
     overlapped = Setup(scale.linked, pieces=scale.linked_steps, batch=batch, overlap=True)
     entries = [
@@ -49,8 +49,8 @@ def balanced(setup: Setup, ends: link.SlowLink) -> int:
     for _ in range(2):
         with Speaker(distant(replace(setup, batch=batch), ends)) as probe:
             probe.wait_until_ready()
-            compute = median(probe.ask("compute")["seconds"] for _ in range(PROBES))
-            transfer = median(probe.ask("transfer")["seconds"] for _ in range(PROBES))
+            compute = median(probe.ask("compute")["seconds"] for _ in range(PROBE_COUNT))
+            transfer = median(probe.ask("transfer")["seconds"] for _ in range(PROBE_COUNT))
         batch = max(1, round(batch * transfer / compute))
     return batch
 

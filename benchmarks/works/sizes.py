@@ -4,25 +4,25 @@ from contextlib import ExitStack
 
 from benchmarks.product import LANES
 from benchmarks.scale import Scale
-from benchmarks.setup import MEGABYTE, Setup
+from benchmarks.setup import BYTES_PER_MEGABYTE, Setup
 from benchmarks.works.entrants import GLOO, STREAM, job, ours, peer
 from benchmarks.works.work import Lineup, Work
 
-TURN_BYTES = 100 * MEGABYTE
+TURN_BYTES = 100 * BYTES_PER_MEGABYTE
 """Bytes of one turn; small models do several pieces per turn."""
 
-MOST_PIECES = 50
+MAX_PIECES = 50
 
 
 def sized(name: str, nbytes: int) -> str:
     """The contender's name."""
-    return f"{name}, {nbytes / MEGABYTE:g} MB"
+    return f"{name}, {nbytes / BYTES_PER_MEGABYTE:g} MB"
 
 
 def lineup(scale: Scale, resources: ExitStack) -> Lineup:
     entries = []
     for nbytes in scale.sizes:
-        pieces = max(1, min(MOST_PIECES, TURN_BYTES // nbytes)) if scale.name == "full" else 1
+        pieces = max(1, min(MAX_PIECES, TURN_BYTES // nbytes)) if scale.name == "full" else 1
         setup = Setup(nbytes, pieces=pieces)
         entries += [
             job(sized(ours(lane), nbytes), Setup(nbytes, pieces=pieces, lanes=lane))

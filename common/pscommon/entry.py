@@ -9,7 +9,7 @@ import signal
 from importlib import import_module
 from types import FrameType
 
-INTERRUPTED = 130
+INTERRUPTED_EXIT_CODE = 130
 
 
 def ps_server() -> int:
@@ -52,4 +52,4 @@ def _exit_on_ctrl_c() -> None:
 
 
 def _exit(number: int, frame: FrameType | None) -> None:
-    os._exit(INTERRUPTED)
+    os._exit(INTERRUPTED_EXIT_CODE)

@@ -18,7 +18,7 @@ from psserver.core.commands.job_commands import UseRules
 from psserver.core.commands.recorder import Recorder
 from psserver.core.coordinator.machine import CoordinatorMachine
 from psserver.core.coordinator.shard_directory import ShardDirectory
-from psserver.core.workers.membership import GENERATION
+from psserver.core.workers.membership import WORKERS_PER_GENERATION
 from psserver.durability.coordinator_log import LOG_FOLDER, CoordinatorLog
 from psserver.durability.initial_state import InitialState, Origin
 from psserver.durability.job_recovery import JobRecovery
@@ -345,7 +345,10 @@ class JobHistory:
         A restarted coordinator cannot know this loss otherwise.
         """
         with self._rollback_lock:
-            if self._accounted_version is None or worker > self._generations.number * GENERATION:
+            if (
+                self._accounted_version is None
+                or worker > self._generations.number * WORKERS_PER_GENERATION
+            ):
                 return
             lost = version - self._accounted_version
             if lost > 0:

@@ -14,7 +14,7 @@ from psserver.durability.snapshots import SnapshotManager
 LAST_SNAPSHOT_SECONDS = 30.0
 """Time that the end of a job waits for its last snapshot."""
 
-LAST_SNAPSHOT_TRIES, RETRY_PAUSE_SECONDS = 5, 2.0
+LAST_SNAPSHOT_ATTEMPTS, RETRY_PAUSE_SECONDS = 5, 2.0
 """Attempts at the last snapshot, and the pause between them: each attempt writes the whole model.
 """
 
@@ -105,7 +105,7 @@ class SnapshotScheduler:
         self._snapshots.logs_failures = False  # the caller reports it with the outcome
         try:
             written = self._written(
-                self.coordinator.version, LAST_SNAPSHOT_SECONDS, LAST_SNAPSHOT_TRIES
+                self.coordinator.version, LAST_SNAPSHOT_SECONDS, LAST_SNAPSHOT_ATTEMPTS
             )
         except SnapshotError as error:
             return str(error)

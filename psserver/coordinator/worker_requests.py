@@ -21,7 +21,7 @@ from psserver.core.coordinator.admission import check_registration, push_nbytes
 from psserver.core.coordinator.data_requests import BatchesReply
 from psserver.core.coordinator.registration import RegistrationReply
 from psserver.core.workers.members import Member
-from psserver.core.workers.membership import GENERATION
+from psserver.core.workers.membership import WORKERS_PER_GENERATION
 from psserver.durability.snapshots import SnapshotManager
 from psserver.monitoring.first_workers import FirstWorkers
 from psserver.monitoring.wait_notices import log_changed_hyper_parameters
@@ -62,7 +62,7 @@ class WorkerRequests:
         """Add a worker to the job."""
         self._check_goes_on()
         member = self._executor.do(command)
-        self._snapshots.generations.reserve((member.worker - 1) // GENERATION)
+        self._snapshots.generations.reserve((member.worker - 1) // WORKERS_PER_GENERATION)
         worker, rank = member.worker, member.rank
         log.info("worker_joined", worker=worker, rank=rank, host=member.host, pid=member.pid)
         return member

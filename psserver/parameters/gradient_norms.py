@@ -15,7 +15,7 @@ from torch import Tensor
 from psserver.parameters.averaging import sum_gradients
 from psserver.parameters.partition import blocks
 
-ROW = 1 << 14
+ROW_ELEMENT_COUNT = 1 << 14
 """Elements that are added at a time: torch splits sums of 32 768 elements and more among its
 threads.
 """
@@ -69,8 +69,8 @@ def total(squares: Iterable[float]) -> float:
 
 
 def _squares(flat: Tensor) -> list[float]:
-    whole = len(flat) // ROW * ROW
-    rows, rest = flat[:whole].view(-1, ROW), flat[whole:]
+    whole = len(flat) // ROW_ELEMENT_COUNT * ROW_ELEMENT_COUNT
+    rows, rest = flat[:whole].view(-1, ROW_ELEMENT_COUNT), flat[whole:]
     norms = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64).tolist() if whole else []
     if len(rest):
         norms.append(torch.linalg.vector_norm(rest, dtype=torch.float64).item())

@@ -8,11 +8,17 @@ import torch
 
 from pscommon.core.errors import InvalidRequestError
 from pscommon.core.model_spec import ITEMSIZE, ROLES, Role
-from pscommon.core.partition import ALIGN, ByteRange, PartitionPlan, TensorSlice, TrainableRange
+from pscommon.core.partition import (
+    ALIGNMENT_BYTES,
+    ByteRange,
+    PartitionPlan,
+    TensorSlice,
+    TrainableRange,
+)
 
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ITEMSIZE}
 
-BLOCK = 1 << 20
+BLOCK_BYTES = 1 << 20
 """Bytes processed at a time if intermediate results are needed: these then fit into the cache."""
 
 MAX_CACHED_VIEWS = 64
@@ -190,7 +196,7 @@ class ShardPartition:
                 tensor_slice.stop - piece.start, padded(tensor_slice.stop) - piece.start, size
             )
             for tensor_slice in self.slices(piece.start, piece.stop)
-            if tensor_slice.stop % ALIGN
+            if tensor_slice.stop % ALIGNMENT_BYTES
         ]
         return torch.cat(gaps) // size if gaps else torch.empty(0, dtype=torch.int64)
 
@@ -215,11 +221,11 @@ def raw(tensor: torch.Tensor) -> memoryview:
 
 
 def blocks(*tensors: torch.Tensor) -> "zip[tuple[torch.Tensor, ...]]":
-    """Split flat tensors of one length and dtype into pieces of BLOCK bytes, side by side."""
-    size = BLOCK // tensors[0].element_size()
+    """Split flat tensors of one length and dtype into pieces of BLOCK_BYTES bytes, side by side."""
+    size = BLOCK_BYTES // tensors[0].element_size()
     return zip(*(torch.split(tensor, size) for tensor in tensors), strict=True)
 
 
 def padded(position: int) -> int:
     """Return the end of the padding after a tensor that ends at `position`."""
-    return -(-position // ALIGN) * ALIGN
+    return -(-position // ALIGNMENT_BYTES) * ALIGNMENT_BYTES

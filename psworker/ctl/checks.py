@@ -22,7 +22,7 @@ from psworker.ctl.context import CommandContext, pass_settings, shared
 from psworker.ctl.output import Table, show, size
 
 State = Literal["ok", "warning", "problem"]
-MEBIBYTE = 1 << 20
+BYTES_PER_MEBIBYTE = 1 << 20
 PACKAGES = ("paramserver", "grpcio", "protobuf", "numpy", "safetensors")
 SLOW_CALL_MILLISECONDS = 5.0
 SLOW_STREAM_MEGABYTES_PER_SECOND = 100.0
@@ -159,7 +159,7 @@ def data_dir(path: Path) -> Finding:
     try:
         start = time.perf_counter()
         with tempfile.TemporaryFile(dir=path) as file:
-            file.write(bytes(MEBIBYTE))
+            file.write(bytes(BYTES_PER_MEBIBYTE))
             file.flush()
             os.fsync(file.fileno())
         seconds = time.perf_counter() - start
@@ -191,7 +191,7 @@ def shared_memory(path: Path = Path("/dev/shm")) -> Finding:
             "mount a tmpfs; DataLoader workers need it",
         )
     text = f"{size(usage.free)} free of {size(usage.total)}"
-    if usage.free <= 64 * MEBIBYTE:
+    if usage.free <= 64 * BYTES_PER_MEBIBYTE:
         return Finding(
             str(path),
             "warning",

@@ -14,8 +14,8 @@ from pscommon.wire.status import translated
 
 ECHO = "/paramserver.Doctor/Echo"
 STREAM = "/paramserver.Doctor/Stream"
-CALLS = 50
-FRAMES = 128
+CALL_COUNT = 50
+FRAME_COUNT = 128
 CALL_SECONDS = 20.0
 
 
@@ -69,7 +69,7 @@ def _round_trip(channel: grpc.Channel) -> float:
     call: grpc.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(ECHO)
     call(b"", timeout=CALL_SECONDS)  # connects
     times = []
-    for _ in range(CALLS):
+    for _ in range(CALL_COUNT):
         start = time.perf_counter()
         call(b"x", timeout=CALL_SECONDS)
         times.append(time.perf_counter() - start)
@@ -80,7 +80,7 @@ def _rate(channel: grpc.Channel) -> float:
     frame = bytes(FRAME_BYTES)
 
     def frames() -> Iterator[bytes]:
-        for _ in range(FRAMES):
+        for _ in range(FRAME_COUNT):
             yield frame
 
     stream: grpc.StreamStreamMultiCallable[bytes, bytes] = channel.stream_stream(STREAM)

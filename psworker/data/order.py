@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch.utils.data.distributed import DistributedSampler
 
-from pscommon.core.data_loop import NAME_LENGTH, ORDER_LENGTH
+from pscommon.core.data_loop import MAX_NAME_CHARACTERS, ORDER_CHARACTERS
 from pscommon.core.errors import InvalidRequestError
 from psworker.data.data_source import ORDER
 from psworker.data.random_state import preserved_generators, reseed
@@ -44,8 +44,10 @@ class SampleOrder(NamedTuple):
 
     @property
     def digest(self) -> str:
-        """ORDER_LENGTH hexadecimal digits that identify the order."""
-        digest = hashlib.blake2b(self.starts.astype("<i8").tobytes(), digest_size=ORDER_LENGTH // 2)
+        """ORDER_CHARACTERS hexadecimal digits that identify the order."""
+        digest = hashlib.blake2b(
+            self.starts.astype("<i8").tobytes(), digest_size=ORDER_CHARACTERS // 2
+        )
         digest.update(self.indices.astype("<i8").tobytes())
         return digest.hexdigest()
 
@@ -117,7 +119,7 @@ def _indices(sampler: object, given: Iterator[Any]) -> NDArray[np.int64]:
 
 
 def name_of(sampler: object) -> str:
-    return type(sampler).__name__[:NAME_LENGTH]
+    return type(sampler).__name__[:MAX_NAME_CHARACTERS]
 
 
 def check_sampler(option: str, sampler: Any) -> None:

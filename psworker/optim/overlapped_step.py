@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from pscommon.core.errors import FencedError, PSError
-from pscommon.core.partition import ALIGN, ByteRange, piece_nbytes
+from pscommon.core.partition import ALIGNMENT_BYTES, ByteRange, piece_nbytes
 from psworker.core.protocols import JobClient, PushStream
 from psworker.core.results import PushResult
 from psworker.model.adapter import ModelAdapter
@@ -27,7 +27,7 @@ from psworker.model.flat_buffer import CopyEvent
 from psworker.optim.step import Push, StepStrategy
 from psworker.optim.weight_gates import Enter, Healing, WeightGates
 
-PATIENCE = 100
+RETENTION_STEP_COUNT = 100
 """Steps for which a bucket stays until step() after its gradients were changed behind its back,
 as by clipping.
 """
@@ -183,7 +183,7 @@ class BucketSender:
         for bucket in again:
             places = slice(bucket.first, bucket.last)
             if self._counts[places] == self._expected[places]:
-                bucket.stays = PATIENCE
+                bucket.stays = RETENTION_STEP_COUNT
         self._renew(self._counts)
 
     def _renew(self, expected: list[int]) -> None:
@@ -235,7 +235,7 @@ def _send(flow: PushStream, spans: Sequence[ByteRange]) -> None:
 
 
 def _padded(position: int) -> int:
-    return -(-position // ALIGN) * ALIGN
+    return -(-position // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
 def _hook(tensor: Tensor, function: Callable[[Tensor], None]) -> Any:

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from pscommon.core.errors import InvalidRequestError
-from pscommon.core.partition import ALIGN, ByteRange
+from pscommon.core.partition import ALIGNMENT_BYTES, ByteRange
 from psworker.core.protocols import PushStream
 from psworker.model.adapter import ModelAdapter
 
@@ -309,7 +309,7 @@ def _merged(extents: Sequence[ByteRange]) -> list[ByteRange]:
     """Neighbours with only padding between them as one."""
     found: list[ByteRange] = []
     for extent in extents:
-        if found and extent.start - found[-1].stop < ALIGN:
+        if found and extent.start - found[-1].stop < ALIGNMENT_BYTES:
             found[-1] = ByteRange(found[-1].start, max(found[-1].stop, extent.stop))
         elif extent.nbytes:
             found.append(extent)

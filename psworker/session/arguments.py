@@ -12,7 +12,7 @@ from pscommon.core.model_spec import is_clip_norm
 from pscommon.settings.values import LANES, Lanes, seconds
 
 CONNECT_SECONDS = "60"
-MOST_RANK = 2**32 - 1
+MAX_RANK = 2**32 - 1
 
 
 def whole(name: str, value: Any, least: int, most: int = 2**63 - 1) -> int:
@@ -54,7 +54,7 @@ def rank_of(given: int | None, environment: Mapping[str, str]) -> int | None:
     return (
         _from_environment("PS_WORKER_RANK", environment)
         if given is None
-        else whole("rank", given, 0, MOST_RANK)
+        else whole("rank", given, 0, MAX_RANK)
     )
 
 
@@ -65,7 +65,7 @@ def attempt_of(environment: Mapping[str, str]) -> int:
 
 def _from_environment(name: str, environment: Mapping[str, str]) -> int | None:
     text = environment.get(name, "")
-    if text and not (text.isascii() and text.isdecimal() and int(text) <= MOST_RANK):
+    if text and not (text.isascii() and text.isdecimal() and int(text) <= MAX_RANK):
         raise InvalidRequestError(f"{name} must be 0, 1, 2 ..., not {text!r}")
     return int(text) if text else None
 

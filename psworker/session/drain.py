@@ -10,7 +10,7 @@ from typing import ClassVar
 from pscommon.core.errors import PSError
 from psworker.core.clock import Clock
 
-LONGEST_WAIT = 1.5
+MAX_WAIT_SECONDS = 1.5
 """Seconds that a call still waits for others once this worker was asked to leave."""
 
 
@@ -69,21 +69,21 @@ class Drain:
     def ask(self) -> None:
         """Ask the worker to leave, and set its deadline. May be called again."""
         if not self.asked:
-            self.deadline = self._now() + LONGEST_WAIT
+            self.deadline = self._now() + MAX_WAIT_SECONDS
             if self._watch is not None:
                 _thread.start_new_thread(self._watch, ())  # unlike Thread.start, takes no lock
 
     def begin(self) -> None:
         """Renew the deadline for the first call of the script after the request to leave."""
         if self.deadline < math.inf and not self._renewed:
-            self._renewed, self.deadline = True, self._now() + LONGEST_WAIT
+            self._renewed, self.deadline = True, self._now() + MAX_WAIT_SECONDS
 
     def check(self) -> None:
         """Raise DrainedError once the deadline has passed."""
         self.check_answered()
         if self._now() >= self.deadline:
             raise DrainedError(
-                f"asked to leave, this worker waited {LONGEST_WAIT:g} s more and now goes"
+                f"asked to leave, this worker waited {MAX_WAIT_SECONDS:g} s more and now goes"
             )
 
     def give_up(self) -> None:

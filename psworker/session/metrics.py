@@ -12,7 +12,7 @@ from pscommon.telemetry.http import SECONDS, MetricsServer, new_registry
 
 PHASES = ("data", "pull", "compute", "push", "wait")
 # Largest number of names of reported values for Prometheus; further names are left out.
-MAX_REPORTED = 64
+MAX_REPORTED_NAMES = 64
 
 
 class WorkerMetrics:
@@ -68,7 +68,7 @@ class WorkerMetrics:
         """Record a reported value; the one with the name "loss" also sets ps_worker_loss."""
         if name == "loss":
             self._loss.set(value)
-        if name in self._names or len(self._names) < MAX_REPORTED:
+        if name in self._names or len(self._names) < MAX_REPORTED_NAMES:
             self._names.add(name)
             self._reported.labels(name).set(value)
 

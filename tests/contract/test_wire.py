@@ -16,7 +16,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from pscommon.core.errors import UnreachableError
-from pscommon.wire.channel import MAX_MESSAGE
+from pscommon.wire.channel import MAX_MESSAGE_BYTES
 from pscommon.wire.frames import encode_data, encode_header
 from psproto.v1 import coordinator_pb2 as co
 from psproto.v1 import parameter_server_pb2 as ps
@@ -63,8 +63,8 @@ def test_a_tensor_of_300_mb_trains_and_a_message_of_more_than_64_mib_is_refused(
     del client, gradient, weights
     gc.collect()
 
-    assert MAX_MESSAGE == 64 << 20
-    too_long = encode_data(memoryview(bytes(MAX_MESSAGE)))
+    assert MAX_MESSAGE_BYTES == 64 << 20
+    too_long = encode_data(memoryview(bytes(MAX_MESSAGE_BYTES)))
     with pytest.raises(grpc.RpcError) as caught:
         list(exchange(channel(address), [too_long]))
     assert cast(grpc.Call, caught.value).code() is grpc.StatusCode.RESOURCE_EXHAUSTED

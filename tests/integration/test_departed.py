@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from psserver.coordinator.service import CoordinatorService
-from psserver.core.commands.recorder import DEPARTED_KEPT
+from psserver.core.commands.recorder import MAX_DEPARTED_COUNT
 from psserver.core.commands.worker_commands import Join
-from psserver.core.workers.membership import GENERATION
+from psserver.core.workers.membership import WORKERS_PER_GENERATION
 from psworker.ctl.job_client import CoordinatorClient
 from tests.support.cluster import Cluster
 from tests.support.metrics_scrape import Metrics
@@ -46,7 +46,7 @@ def test_the_status_stays_small_after_many_workers(cluster: Make) -> None:
         found = until(
             lambda: (
                 (now := status(servers.address))
-                and len(now["workers"]) <= 2 * DEPARTED_KEPT + 1
+                and len(now["workers"]) <= 2 * MAX_DEPARTED_COUNT + 1
                 and now
             ),
             "forgotten workers",
@@ -73,12 +73,12 @@ def test_numbers_of_workers_do_not_repeat_after_many_joins(
         with CoordinatorClient([servers.address], 10.0) as asked:
             asked.save(30.0)
         until(lambda: 3 in snapshots(servers.address), "a snapshot")
-        hub._coordinator.membership._next_worker = GENERATION - 1  # so many have come and gone
+        hub._coordinator.membership._next_worker = WORKERS_PER_GENERATION - 1  # as after many
         given += [join(hub) for _ in range(5)]
         with CoordinatorClient([servers.address], 10.0) as asked:
             asked.restore(3, 30.0)
         given += [join(hub) for _ in range(3)]
-        hub._coordinator.membership._next_worker = 4 * GENERATION
+        hub._coordinator.membership._next_worker = 4 * WORKERS_PER_GENERATION
         given += [join(hub) for _ in range(3)]
         servers.close()
     again = hub_of(cluster(1, **settings))
@@ -92,8 +92,8 @@ def test_numbers_of_workers_do_not_repeat_without_a_data_directory(cluster: Make
     """A start of the log that is not kept anywhere takes a later generation, too."""
     servers = cluster(1, policy="async")
     hub = hub_of(servers)
-    hub._coordinator.membership._next_worker = GENERATION
+    hub._coordinator.membership._next_worker = WORKERS_PER_GENERATION
     given = [join(hub) for _ in range(3)]
     hub.snapshots.generations.count_in_running_job()
 
-    assert hub.snapshots.generations.number * GENERATION >= max(given)
+    assert hub.snapshots.generations.number * WORKERS_PER_GENERATION >= max(given)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from pscommon.core.errors import FencedError, InvalidRequestError
-from pscommon.core.partition import PIECES
+from pscommon.core.partition import PIECE_COUNT
 from psproto.v1 import coordinator_pb2 as co
 from psserver.parameters import weight_reads as reading
 from psworker import Client, OptimizerSpec
@@ -135,7 +135,7 @@ def test_what_is_used_as_it_comes_comes_in_small_pieces(
             flow.finish()
             flow.wait(0, client.plan.nbytes)
 
-    assert (whole, len(frames)) == (4, PIECES)
+    assert (whole, len(frames)) == (4, PIECE_COUNT)
 
 
 def test_half_of_the_shards_in_shared_memory(cluster: Make) -> None:

@@ -19,7 +19,7 @@ import psserver.core.commands.recorder
 from pscommon.settings.values import SnapshotEvery
 from pscommon.snapshot import SnapshotDirectory
 from pscommon.snapshot.atomic_files import AtomicFiles
-from psserver.coordinator.snapshot_jobs import LAST_SNAPSHOT_TRIES
+from psserver.coordinator.snapshot_jobs import LAST_SNAPSHOT_ATTEMPTS
 from psworker import Client
 from psworker.ctl.cli import main
 from tests.support.cluster import Cluster
@@ -283,8 +283,8 @@ def test_the_last_snapshot_on_a_full_disk_is_tried_some_times_with_pauses(
         server.stop("SIGTERM")
         assert server.ended.wait(30)
 
-    assert server.snapshots.failures == LAST_SNAPSHOT_TRIES
-    assert time.monotonic() - began >= 0.2 * (LAST_SNAPSHOT_TRIES - 1)
+    assert server.snapshots.failures == LAST_SNAPSHOT_ATTEMPTS
+    assert time.monotonic() - began >= 0.2 * (LAST_SNAPSHOT_ATTEMPTS - 1)
     assert "version 1 is not saved, and there is no snapshot" in server.not_saved
     assert "No space left" in server.not_saved
     assert not [each for each in caplog.records if each.levelno >= logging.ERROR]

@@ -128,8 +128,8 @@ def test_histories_keep_every_invariant_when_departed_workers_are_forgotten_at_o
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """By the coordinator and by the shards."""
-    monkeypatch.setattr(recorder_module, "DEPARTED_KEPT", 0)
-    monkeypatch.setattr(shard_module, "EVICTED_KEPT", 1)
+    monkeypatch.setattr(recorder_module, "MAX_DEPARTED_COUNT", 0)
+    monkeypatch.setattr(shard_module, "MAX_EVICTED_WORKERS", 1)
     forgotten = 0
     for seed in range(600):
         world = run(seed)

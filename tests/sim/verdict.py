@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from pscommon.core.log_entries import Apply
 from psserver.core.shard.state_machine import PushOutcome
-from psserver.core.workers.membership import GENERATION
+from psserver.core.workers.membership import WORKERS_PER_GENERATION
 from tests.sim.servers import UNITS, Push, check
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ def check_outcome(world: "World", push: Push, outcome: PushOutcome) -> None:
     """A worker has been told that this is how its push ended. All may have gone back since the
     shards said so.
     """
-    if push.staged.key.worker < GENERATION * world.generation:
+    if push.staged.key.worker < WORKERS_PER_GENERATION * world.generation:
         return
     if outcome.status == "applied" and outcome.detail != "long ago":
         counted = [c.key for c in world.decided[outcome.version - 1].contributions]
@@ -36,7 +36,7 @@ def verify(world: "World") -> None:
     check(len(counted) == len(set(counted)), "a push counted twice")
     done = counted + [reject.key for reject in world.dropped]
     batches = sorted(batch.number for key in done for batch in world.pushes[key].staged.batches)
-    newest = GENERATION * world.generation
+    newest = WORKERS_PER_GENERATION * world.generation
     deserted = world.generation and all(
         w.draining for w in world.workers if (w.worker or 0) > newest
     )

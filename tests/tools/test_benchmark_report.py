@@ -4,7 +4,7 @@ from pathlib import Path
 
 from benchmarks import record, report
 from benchmarks.bars import BARS
-from benchmarks.setup import MEGABYTE
+from benchmarks.setup import BYTES_PER_MEGABYTE
 from benchmarks.works.entrants import RPC, STREAM, TENSORFLOW, ours, team
 from benchmarks.works.sizes import sized
 from tests.support.benchmark_results import result
@@ -60,7 +60,8 @@ def test_page_with_pictures(tmp_path: Path) -> None:
     shown = ("data", "pull", "compute", "push", "wait", "apply")
     results = {
         "sizes": result(
-            "sizes", {sized(GRPC, size * MEGABYTE): {"seconds": [0.1 * size]} for size in (1, 4)}
+            "sizes",
+            {sized(GRPC, size * BYTES_PER_MEGABYTE): {"seconds": [0.1 * size]} for size in (1, 4)},
         ),
         "growth": result(
             "growth", {team("grpc", count): {"server_cpu": [0.01]} for count in (1, 2)}

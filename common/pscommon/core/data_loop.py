@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-ORDER_LENGTH, NAME_LENGTH = 32, 100
+ORDER_CHARACTERS, MAX_NAME_CHARACTERS = 32, 100
 """Hexadecimal digits of an order's digest, and maximum length of a sampler's name."""
 
 
@@ -59,13 +59,14 @@ class LoopSpec:
     def _check_order(self) -> None:
         if not self.order and not self.sampler and not self.batches:
             return
-        if len(self.order) != ORDER_LENGTH or not set(self.order) <= set(hexdigits):
+        if len(self.order) != ORDER_CHARACTERS or not set(self.order) <= set(hexdigits):
             raise ValueError(
-                f"the order of a sampler is a digest of {ORDER_LENGTH} hexadecimal digits"
+                f"the order of a sampler is a digest of {ORDER_CHARACTERS} hexadecimal digits"
             )
-        if not 0 < len(self.sampler) <= NAME_LENGTH:
+        if not 0 < len(self.sampler) <= MAX_NAME_CHARACTERS:
             raise ValueError(
-                f"the name of a sampler has 1 to {NAME_LENGTH} letters, not {len(self.sampler)}"
+                f"the name of a sampler has 1 to {MAX_NAME_CHARACTERS} characters, not "
+                f"{len(self.sampler)}"
             )
         if self.epochs != 1 or not 0 <= self.batches <= self.size:
             raise ValueError("a loop with a sampler has one epoch, and a batch at least one sample")

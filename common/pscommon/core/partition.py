@@ -22,10 +22,10 @@ from typing import NamedTuple
 
 from pscommon.core.model_spec import ROLES, ModelSpec, Role, TensorSpec
 
-ALIGN = 64
+ALIGNMENT_BYTES = 64
 
-PIECES = 32
-SMALLEST_PIECE, LARGEST_PIECE = 64 << 10, 1 << 20
+PIECE_COUNT = 32
+MIN_PIECE_BYTES, MAX_PIECE_BYTES = 64 << 10, 1 << 20
 
 
 class ByteRange(NamedTuple):
@@ -61,12 +61,12 @@ class TrainableRange(NamedTuple):
 
 
 def cut(span: ByteRange, parts: int) -> list[ByteRange]:
-    """Cut a byte range into equal parts, all bounds multiples of ALIGN; some parts may be empty."""
-    blocks = span.nbytes // ALIGN
+    """Divide a byte range equally, at multiples of ALIGNMENT_BYTES; parts may be empty."""
+    blocks = span.nbytes // ALIGNMENT_BYTES
     return [
         ByteRange(*pair)
         for pair in pairwise(
-            span.start + blocks * part // parts * ALIGN for part in range(parts + 1)
+            span.start + blocks * part // parts * ALIGNMENT_BYTES for part in range(parts + 1)
         )
     ]
 
@@ -80,11 +80,11 @@ def piece_nbytes(nbytes: int) -> int:
     Args:
         nbytes: Size of the whole transfer, in bytes.
     """
-    return max(SMALLEST_PIECE, min(LARGEST_PIECE, nbytes // PIECES))
+    return max(MIN_PIECE_BYTES, min(MAX_PIECE_BYTES, nbytes // PIECE_COUNT))
 
 
 def _padded(nbytes: int) -> int:
-    return -(-nbytes // ALIGN) * ALIGN
+    return -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
 @dataclass(frozen=True)

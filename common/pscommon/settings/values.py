@@ -42,7 +42,7 @@ LONGEST_HOURS = 1000
 MAX_COUNT = 2**31 - 1
 """Upper bound of every count, which is transmitted in 32 bits."""
 
-LAST_VERSION = 2**63 - 1
+MAX_VERSION = 2**63 - 1
 
 
 class ValueType(ParamType):
@@ -168,7 +168,7 @@ def count_or_none(text: str) -> int:
 
 def version(text: str) -> int:
     """Parse a version."""
-    return _integer(text, 0, LAST_VERSION)
+    return _integer(text, 0, MAX_VERSION)
 
 
 def _integer(text: str, lowest: int, highest: int) -> int:

@@ -3,8 +3,8 @@
 import ctypes
 
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3
-# glibc up to 2.34 takes no larger mmap threshold than this
-OLD_LIMIT = 32 << 20
+# glibc up to 2.34 refuses larger mmap thresholds
+MAX_OLD_THRESHOLD_BYTES = 32 << 20
 
 
 def tune_malloc() -> bool:
@@ -21,7 +21,9 @@ def tune_malloc() -> bool:
         ctypes.CDLL(None).gnu_get_libc_version  # noqa: B018
     except (OSError, AttributeError, TypeError):
         return False
-    mapped = mallopt(M_MMAP_THRESHOLD, 1 << 30) or mallopt(M_MMAP_THRESHOLD, OLD_LIMIT)
+    mapped = mallopt(M_MMAP_THRESHOLD, 1 << 30) or mallopt(
+        M_MMAP_THRESHOLD, MAX_OLD_THRESHOLD_BYTES
+    )
     return bool(
         mapped and mallopt(M_TRIM_THRESHOLD, (1 << 31) - 1) and mallopt(M_TOP_PAD, 64 << 20)
     )

@@ -12,7 +12,7 @@ from typing import TypeVar
 PART_BYTES = 2 << 20
 """Minimum size of a part; handing over smaller parts costs more than it saves."""
 
-PARTS_A_THREAD = 4
+PARTS_PER_THREAD = 4
 """More than one, because cores differ in speed: one may be asleep or busy."""
 
 T = TypeVar("T")
@@ -36,7 +36,7 @@ class ThreadTeam:
     def parts(self, nbytes: int) -> int:
         """Return the number of parts for a pass over `nbytes` bytes."""
         return (
-            max(1, min(self._threads * PARTS_A_THREAD, nbytes // PART_BYTES))
+            max(1, min(self._threads * PARTS_PER_THREAD, nbytes // PART_BYTES))
             if self._threads > 1
             else 1
         )

@@ -27,7 +27,7 @@ _fields: dict[str, Any] = {}
 _EXTRA = structlog.stdlib.ExtraAdder()
 
 # frames of structlog between a statement and the standard library's logger
-_STRUCTLOG_FRAMES = 3
+_STRUCTLOG_FRAME_COUNT = 3
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ def _to_record(logger: logging.Logger, _: str, fields: EventDict) -> EventDict:
         "msg": Event(fields.pop("event"), fields),
         "exc_info": fields.pop("exc_info", None),
         "extra": fields,
-        "stacklevel": 1 + _STRUCTLOG_FRAMES * is_plain,
+        "stacklevel": 1 + _STRUCTLOG_FRAME_COUNT * is_plain,
     }
 
 

@@ -51,7 +51,7 @@ __all__ = [
 
 Fsync = Literal["always", "everysec", "no"]
 SEGMENT, SPARE = ".log", ".spare"
-SPARES = 2
+SPARE_COUNT = 2
 NAME = re.compile(r"[0-9A-Za-z][0-9A-Za-z_-]*")
 SYNC_INTERVAL_SECONDS = 1.0
 """Time between syncs for "everysec"."""
@@ -287,7 +287,7 @@ class WriteAheadLog:
 
     def _drop(self, names: list[str]) -> None:
         for name in names:
-            if len(self._names(SPARE)) < SPARES:
+            if len(self._names(SPARE)) < SPARE_COUNT:
                 self._files.rename(self._path(name, SEGMENT), self._path(name, SPARE))
             else:
                 self._files.remove(self._path(name, SEGMENT))

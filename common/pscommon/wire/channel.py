@@ -30,7 +30,7 @@ from pscommon.core.errors import InvalidRequestError
 FRAME_BYTES = 1 << 20
 """Payload of one data frame; 1 to 2 MiB is fastest."""
 
-MAX_MESSAGE = 64 << 20
+MAX_MESSAGE_BYTES = 64 << 20
 """Maximum size of a message in bytes. Tensors are sent in frames, but the state of a job in one
 message: about 200 bytes per tensor, 500 per ended loop, 400 per former worker. The limit allows
 some 100 000 of each, and bounds the memory for one call of an unknown peer.
@@ -39,8 +39,8 @@ some 100 000 of each, and bounds the memory for one call of an unknown peer.
 Option = tuple[str, int]
 
 _BOTH: tuple[Option, ...] = (
-    ("grpc.max_send_message_length", MAX_MESSAGE),
-    ("grpc.max_receive_message_length", MAX_MESSAGE),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     # error details list the differences between two models: more than the default of 8 KiB
     ("grpc.max_metadata_size", 64 << 10),
     ("grpc.absolute_max_metadata_size", 128 << 10),

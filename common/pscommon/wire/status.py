@@ -22,7 +22,7 @@ DOMAIN = "paramserver"
 DETAILS_KEY = "grpc-status-details-bin"
 RETRY_SECONDS = 0.2
 # the text travels twice, the second time in base64, and has to fit the metadata limit of channel.py
-MAX_TEXT = 6_000
+MAX_TEXT_CHARACTERS = 6_000
 
 log = get_logger(__name__)
 
@@ -134,6 +134,6 @@ def _text(failure: grpc.RpcError) -> str:
 def _shortened(text: str) -> str:
     return (
         text
-        if len(text) <= MAX_TEXT
-        else f"{text[:MAX_TEXT]}... ({len(text) - MAX_TEXT} more characters)"
+        if len(text) <= MAX_TEXT_CHARACTERS
+        else f"{text[:MAX_TEXT_CHARACTERS]}... ({len(text) - MAX_TEXT_CHARACTERS} more characters)"
     )

@@ -67,7 +67,7 @@ LOG_REPAIR_INTERVAL_SECONDS = 10.0
 HUNG = "--progress-timeout: its script made no call"
 """Start of the reason for which a hanging worker is lost."""
 
-DEPARTED_KEPT, EVICTED_MOST = 100, 500
+MAX_DEPARTED_COUNT, MAX_EVICTED_COUNT = 100, 500
 """Departed workers that are kept, and evicted numbers; both may be exceeded for a moment."""
 
 NOT_WHOLE = "another server took over, and may lack the newest of what the workers were told"
@@ -176,10 +176,10 @@ class Recorder:
         for _, command in late:
             self.do(command, now)
         if (
-            membership.departed_count > 2 * DEPARTED_KEPT
-            or len(self.coordinator.job.evicted) > EVICTED_MOST
+            membership.departed_count > 2 * MAX_DEPARTED_COUNT
+            or len(self.coordinator.job.evicted) > MAX_EVICTED_COUNT
         ):
-            self.do(ForgetDeparted(DEPARTED_KEPT), now)
+            self.do(ForgetDeparted(MAX_DEPARTED_COUNT), now)
         self._cut_if_due(now)
         if self.coordinator.cuts.age(now) >= RESHARD_SNAPSHOT_RETRY_SECONDS:
             self._end_reshard(now)

@@ -3,7 +3,7 @@
 from psserver.core.coordinator.machine import CoordinatorMachine
 from psserver.core.workers.members import Member
 
-NAMED = 3
+MAX_NAMED_COUNT = 3
 
 
 def waiting_for(coordinator: CoordinatorMachine, now: float) -> str:
@@ -17,8 +17,12 @@ def waiting_for(coordinator: CoordinatorMachine, now: float) -> str:
         here = len(coordinator.membership.registered())
         return f"workers: {here} of --min-workers {coordinator.job.min_workers} are here"
     members = late(coordinator)
-    named = [f"{member}, {_silence(coordinator, member, now)}" for member in members[:NAMED]]
-    return ", ".join(named) + (f" and {len(members) - NAMED} more" if len(members) > NAMED else "")
+    named = [
+        f"{member}, {_silence(coordinator, member, now)}" for member in members[:MAX_NAMED_COUNT]
+    ]
+    return ", ".join(named) + (
+        f" and {len(members) - MAX_NAMED_COUNT} more" if len(members) > MAX_NAMED_COUNT else ""
+    )
 
 
 def _silence(coordinator: CoordinatorMachine, member: Member, now: float) -> str:

@@ -44,7 +44,7 @@ from pscommon.core.log_entries import (
 OUTCOMES_PER_WORKER = 16
 """Outcomes kept per worker, for answers that are lost. A worker has far fewer pushes in flight."""
 
-EVICTED_KEPT = 1000
+MAX_EVICTED_WORKERS = 1000
 """Newest evicted workers whose pushes a shard answers without the coordinator."""
 
 GIVEN_UP = "its worker has gone on to another push"
@@ -251,7 +251,7 @@ class ShardMachine:
         self._evicted.pop(entry.worker, None)
         self._evicted[entry.worker] = entry.reason
         # a later push of such a worker makes the coordinator evict it again
-        while len(self._evicted) > EVICTED_KEPT:
+        while len(self._evicted) > MAX_EVICTED_WORKERS:
             del self._evicted[next(iter(self._evicted))]
         self._outcomes.pop(entry.worker, None)
 

@@ -17,7 +17,7 @@ from psserver.core.workers.members import (
     member_to_json,
 )
 
-GENERATION = 10_000
+WORKERS_PER_GENERATION = 10_000
 """Worker numbers of the n-th start of a job's servers begin after n times this many."""
 
 
@@ -35,7 +35,7 @@ class Membership:
     """
 
     def __init__(self, lease_seconds: float, generation: int = 0) -> None:
-        self._next_worker = generation * GENERATION + 1
+        self._next_worker = generation * WORKERS_PER_GENERATION + 1
         self.members: dict[int, Member] = {}
         self._current: list[Member] = []  # in worker order
         self._departed_counts: Counter[str] = Counter()
@@ -44,12 +44,12 @@ class Membership:
 
     def begin_generation(self, generation: int) -> None:
         """Give later members numbers of this start of the servers."""
-        self._next_worker = max(self._next_worker, generation * GENERATION + 1)
+        self._next_worker = max(self._next_worker, generation * WORKERS_PER_GENERATION + 1)
 
     @property
     def generation(self) -> int:
         """The newest start of the servers in whose range a number was given."""
-        return (self._next_worker - 1) // GENERATION
+        return (self._next_worker - 1) // WORKERS_PER_GENERATION
 
     def join(
         self, now: float, rank: int | None, host: str, pid: int, device: str, attempt: int = 0
@@ -59,7 +59,7 @@ class Membership:
         self._next_worker += 1
         member = Member(
             worker,
-            worker % GENERATION - 1 if rank is None else rank,
+            worker % WORKERS_PER_GENERATION - 1 if rank is None else rank,
             host,
             pid,
             device,
@@ -94,7 +94,7 @@ class Membership:
                 seq=seq,
                 reason="the job was restarted",
             )
-            # one start may have given out more than GENERATION numbers
+            # one start may have given out more than WORKERS_PER_GENERATION numbers
             self._next_worker = max(self._next_worker, worker + 1)
         self._departed_counts[WorkerState.PAST] += len(pushes)
 

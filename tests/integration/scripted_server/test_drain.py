@@ -39,7 +39,7 @@ def cluster() -> Iterator[FakeCluster]:
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody waits long for others."""
-    monkeypatch.setattr(drain, "LONGEST_WAIT", 0.1)
+    monkeypatch.setattr(drain, "MAX_WAIT_SECONDS", 0.1)
 
 
 def connect(cluster: FakeCluster) -> Client:
@@ -82,7 +82,7 @@ def test_who_was_asked_waits_some_time_more() -> None:
     assert not asked.asked
 
     asked.ask()
-    now[0] += drain.LONGEST_WAIT - 0.1
+    now[0] += drain.MAX_WAIT_SECONDS - 0.1
     asked.ask()
     asked.check()
     now[0] += 0.1
@@ -368,7 +368,7 @@ def test_the_first_call_after_the_question_has_the_whole_time() -> None:
 
     asked.begin()
     asked.check()
-    now[0] += drain.LONGEST_WAIT
+    now[0] += drain.MAX_WAIT_SECONDS
     asked.begin()
 
     with pytest.raises(DrainedError):

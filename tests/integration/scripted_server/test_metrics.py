@@ -15,7 +15,7 @@ from pscommon.core.errors import TakenError
 from pscommon.core.model_spec import OptimizerSettings
 from psworker.client.client import Client
 from psworker.session import metrics
-from psworker.session.metrics import MAX_REPORTED, WorkerMetrics
+from psworker.session.metrics import MAX_REPORTED_NAMES, WorkerMetrics
 from tests.support.fake_server import FakeCluster
 
 
@@ -69,12 +69,13 @@ def test_reported_values(registry: CollectorRegistry) -> None:
 def test_reported_names_are_bounded(registry: CollectorRegistry) -> None:
     """Names beyond the bound are dropped; the known ones go on."""
     worker = WorkerMetrics(registry)
-    for number in range(MAX_REPORTED + 1):
+    for number in range(MAX_REPORTED_NAMES + 1):
         worker.reported(f"value {number}", number)
     worker.reported("value 0", 7)
 
     assert (
-        registry.get_sample_value("ps_worker_reported", {"name": f"value {MAX_REPORTED}"}) is None
+        registry.get_sample_value("ps_worker_reported", {"name": f"value {MAX_REPORTED_NAMES}"})
+        is None
     )
     assert registry.get_sample_value("ps_worker_reported", {"name": "value 0"}) == 7
 

@@ -13,7 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pscommon.core.model_spec import ROLES, ModelSpec, OptimizerSettings, TensorSpec
-from pscommon.core.partition import ALIGN, PIECES, ByteRange, PartitionPlan, piece_nbytes
+from pscommon.core.partition import (
+    ALIGNMENT_BYTES,
+    PIECE_COUNT,
+    ByteRange,
+    PartitionPlan,
+    piece_nbytes,
+)
 from tests.support import architectures
 from tests.support.architectures import Shapes
 
@@ -81,12 +87,12 @@ def test_every_byte_has_one_place_and_every_shard_a_fair_share(plan: PartitionPl
 
     for index, found in pieces.items():
         start, stop = plan.extent(index)
-        assert start % ALIGN == 0
+        assert start % ALIGNMENT_BYTES == 0
         assert [a for a, _ in found[1:]] == [b for _, b in found[:-1]]
         assert (found[0][0], found[-1][1]) == (start, stop) if found else start == stop
     for role in ROLES:
         sizes = [plan.range(shard, role).nbytes for shard in range(plan.shards)]
-        assert max(sizes) - min(sizes) <= ALIGN
+        assert max(sizes) - min(sizes) <= ALIGNMENT_BYTES
 
 
 @given(plans())
@@ -129,10 +135,10 @@ def test_without_leaves_out_whole_tensors(plan: PartitionPlan, data: st.DataObje
     def kept(block: int) -> bool:
         return not any(start <= block < stop for start, stop in holes)
 
-    blocks = [block for block in range(span.start, span.stop, ALIGN) if kept(block)]
+    blocks = [block for block in range(span.start, span.stop, ALIGNMENT_BYTES) if kept(block)]
 
     assert [
-        b for start, stop in plan.without(span, absent) for b in range(start, stop, ALIGN)
+        b for start, stop in plan.without(span, absent) for b in range(start, stop, ALIGNMENT_BYTES)
     ] == blocks
 
 
@@ -212,4 +218,4 @@ def test_absent_tensors_at_the_edges_of_a_range() -> None:
 def test_pieces_are_a_small_part_of_all_but_neither_tiny_nor_larger_than_a_cheap_message() -> None:
     sizes = [piece_nbytes(nbytes) for nbytes in (0, 1 << 20, 4 << 20, 1 << 30)]
 
-    assert sizes == [64 << 10, 64 << 10, (4 << 20) // PIECES, 1 << 20]
+    assert sizes == [64 << 10, 64 << 10, (4 << 20) // PIECE_COUNT, 1 << 20]

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from pscommon.core.errors import InvalidRequestError
-from pscommon.wire.channel import FRAME_BYTES, MAX_MESSAGE
+from pscommon.wire.channel import FRAME_BYTES, MAX_MESSAGE_BYTES
 from pscommon.wire.frames import (
     Filler,
     Frame,
@@ -150,7 +150,7 @@ def test_chunks_are_full_frames_and_fit_a_message() -> None:
         FRAME_BYTES,
         FRAME_BYTES // 2,
     ]
-    assert max(map(len, frames)) < MAX_MESSAGE
+    assert max(map(len, frames)) < MAX_MESSAGE_BYTES
 
 
 def test_views_of_any_shape_and_type_count_as_bytes() -> None:

@@ -8,13 +8,13 @@ import pytest
 
 from pscommon.core.errors import FencedError
 from pscommon.core.log_entries import Apply, Contribution, Evict, PushKey, ShardReport, Staged
-from psserver.core.commands.recorder import DEPARTED_KEPT, EVICTED_MOST
+from psserver.core.commands.recorder import MAX_DEPARTED_COUNT, MAX_EVICTED_COUNT
 from psserver.core.commands.worker_commands import Join, Leave, Register
 from psserver.core.job.policy import policy
 from psserver.core.job.settings import WorkerLossMode
-from psserver.core.shard.state_machine import EVICTED_KEPT, ShardMachine
+from psserver.core.shard.state_machine import MAX_EVICTED_WORKERS, ShardMachine
 from psserver.core.workers.members import WorkerState
-from psserver.core.workers.membership import GENERATION, Membership
+from psserver.core.workers.membership import WORKERS_PER_GENERATION, Membership
 from tests.support.replayed_job import MODEL, Job, whole
 
 JOINS = 2000
@@ -37,8 +37,8 @@ def test_a_job_with_many_departed_workers_stays_small() -> None:
     gone = come_and_go(job, JOINS)
     coordinator, membership = job.coordinator, job.coordinator.membership
 
-    assert membership.departed_count <= 2 * DEPARTED_KEPT
-    assert len(coordinator.job.evicted) <= EVICTED_MOST
+    assert membership.departed_count <= 2 * MAX_DEPARTED_COUNT
+    assert len(coordinator.job.evicted) <= MAX_EVICTED_COUNT
     assert len(json.dumps(coordinator.state())) < 100_000
     assert (membership.run.done_count, membership.counts()[WorkerState.LEFT]) == (JOINS, JOINS)
     assert membership.departed_count + membership.run.forgotten.done == len(gone)
@@ -47,7 +47,7 @@ def test_a_job_with_many_departed_workers_stays_small() -> None:
 
 def test_a_restart_and_a_standby_forget_the_same_workers() -> None:
     job = Job(policy("sync"), workers=2, on_loss=WorkerLossMode("wait", 5.0))
-    come_and_go(job, 3 * DEPARTED_KEPT, reason="killed")
+    come_and_go(job, 3 * MAX_DEPARTED_COUNT, reason="killed")
     again = job.replayed()
     standby = job.made()
     standby.become(json.loads(json.dumps(again.whole())), MODEL, job.now)
@@ -92,14 +92,14 @@ def test_a_push_that_a_shard_holds_of_a_worker_it_has_forgotten_is_evicted_again
 def test_a_shard_forgets_the_oldest_of_many_evicted_workers_and_learns_of_them_again() -> None:
     shard = ShardMachine(0)
     shard.follow(1, 0)
-    for number in range(1, EVICTED_KEPT + 3):
+    for number in range(1, MAX_EVICTED_WORKERS + 3):
         shard.done(Evict(number, number, "it left the job"))
-    newest, oldest = (Staged(PushKey(worker, 1), 1, 0) for worker in (EVICTED_KEPT + 2, 1))
+    newest, oldest = (Staged(PushKey(worker, 1), 1, 0) for worker in (MAX_EVICTED_WORKERS + 2, 1))
 
-    assert len(json.dumps(shard.state())) < 60 * EVICTED_KEPT
+    assert len(json.dumps(shard.state())) < 60 * MAX_EVICTED_WORKERS
     assert not shard.offer(newest)
     assert shard.offer(oldest)
-    shard.done(Evict(EVICTED_KEPT + 3, 1, "it is not a worker of this job any more"))
+    shard.done(Evict(MAX_EVICTED_WORKERS + 3, 1, "it is not a worker of this job any more"))
     outcome = shard.outcome(oldest.key)
     assert not shard.staged
     assert outcome is not None
@@ -117,7 +117,7 @@ def test_a_successor_takes_its_place_however_many_others_have_gone() -> None:
         job.seqs.setdefault(dead, 0)
         job.push(dead)
     clock = job.coordinator.membership.members[dead].clock
-    for _ in range(3 * DEPARTED_KEPT):
+    for _ in range(3 * MAX_DEPARTED_COUNT):
         worker = job.recorder.do(Join(rank=None, host="h", pid=1, device="cpu"), job.now).worker
         job.recorder.do(Leave(worker, ""), job.now)
         job.recorder.tick(job.now)
@@ -186,14 +186,14 @@ def test_another_run_counts_only_its_own_workers_as_finished() -> None:
 def test_worker_numbers_do_not_repeat_after_many_joins_and_a_rollback() -> None:
     """A snapshot names workers beyond the numbers of the start that goes on from it."""
     before = Membership(5.0)
-    for _ in range(GENERATION + 3):
+    for _ in range(WORKERS_PER_GENERATION + 3):
         before.remove(before.join(0.0, None, "h", 1, "cpu"), WorkerState.LEFT, "")
         before.forget_departed(10)
     after = Membership(5.0, generation=1)
     after.restore(dict.fromkeys(before.members, 0))
 
     assert before.generation == 1
-    assert after.join(0.0, None, "h", 1, "cpu").worker == GENERATION + 4
+    assert after.join(0.0, None, "h", 1, "cpu").worker == WORKERS_PER_GENERATION + 4
 
 
 def test_the_state_of_a_job_without_forgotten_workers_is_as_in_earlier_releases() -> None:
@@ -209,7 +209,7 @@ def test_a_decided_push_of_a_kept_worker_is_answered_after_others_are_forgotten(
     push = Staged(PushKey(7, 1), 1, 0)
     shard.offer(push)
     shard.done(Apply(1, 1, (Contribution(push.key, 1, 0),)))
-    for number in range(EVICTED_KEPT + 10):
+    for number in range(MAX_EVICTED_WORKERS + 10):
         shard.done(Evict(number + 2, 100 + number, "gone"))
     outcome = shard.outcome(push.key)
 

@@ -3,7 +3,7 @@
 import math
 
 from psserver.core.workers.members import Member, WorkerState
-from psserver.core.workers.membership import GENERATION, Membership
+from psserver.core.workers.membership import WORKERS_PER_GENERATION, Membership
 from psserver.core.workers.replacement import MAX_HEARTBEAT_DELAY_SECONDS, unresolved_peer
 
 
@@ -31,9 +31,9 @@ def test_without_ranks_the_order_is_that_of_joining() -> None:
 
     assert [joined(membership).rank for _ in range(3)] == [0, 1, 2]
     assert [m.worker for m in membership] == [
-        3 * GENERATION + 1,
-        3 * GENERATION + 2,
-        3 * GENERATION + 3,
+        3 * WORKERS_PER_GENERATION + 1,
+        3 * WORKERS_PER_GENERATION + 2,
+        3 * WORKERS_PER_GENERATION + 3,
     ]
 
 
@@ -130,7 +130,7 @@ def test_workers_of_before_a_restart_are_out() -> None:
 
     assert [(m.worker, m.seq, m.is_current) for m in membership] == [(1, 12, False), (2, 13, False)]
     assert membership.counts() == {WorkerState.PAST: 2}  # nobody was lost
-    assert joined(membership).worker == GENERATION + 1
+    assert joined(membership).worker == WORKERS_PER_GENERATION + 1
 
 
 def test_a_newcomer_doubts_its_rank_until_the_other_is_heard_of_later() -> None:

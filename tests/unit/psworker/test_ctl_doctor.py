@@ -17,8 +17,8 @@ Output = pytest.CaptureFixture[str]
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loopback, "FRAMES", 4)
-    monkeypatch.setattr(loopback, "CALLS", 5)
+    monkeypatch.setattr(loopback, "FRAME_COUNT", 4)
+    monkeypatch.setattr(loopback, "CALL_COUNT", 5)
 
 
 def test_a_healthy_machine_passes(tmp_path: Path, capsys: Output, quick: None) -> None:

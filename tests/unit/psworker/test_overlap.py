@@ -83,7 +83,7 @@ def test_accumulated_gradients_leave_once_when_the_last_has_come() -> None:
 
 
 def test_what_is_clipped_stays_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(overlap, "PATIENCE", 2)
+    monkeypatch.setattr(overlap, "RETENTION_STEP_COUNT", 2)
     _, (model, optimizer), client = both(perceptron)
     left = []
 
