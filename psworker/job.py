@@ -18,6 +18,7 @@ from psworker.data.data_source import LoaderArguments, PassSettings
 from psworker.data.loader import make_loader
 from psworker.optim.optimizer import ServerOptimizer
 from psworker.optim.schedulers import fast_forward
+from psworker.optim.step_strategies import StepStrategyName
 from psworker.session.drain import DrainedError, Stopping
 from psworker.session.environment import is_on
 from psworker.session.job_facts import JobFacts
@@ -110,11 +111,12 @@ class Job(JobFacts):
                 else "pipeline=True excludes policy sync: its gradients are of the newest weights. "
                 "Try: policy async or ssp"
             )
-        pipelined = pipeline and self.policy != "local"
-        overlapped = not pipeline and (is_on("PS_OVERLAP") if overlap is None else overlap)
-        self._optimizer = ServerOptimizer(
-            optimizer, model, self.session, overlapped, pipelined, clip_norm
-        )
+        strategy: StepStrategyName = "plain"
+        if pipeline and self.policy != "local":
+            strategy = "pipelined"
+        elif not pipeline and (is_on("PS_OVERLAP") if overlap is None else overlap):
+            strategy = "overlapped"
+        self._optimizer = ServerOptimizer(optimizer, model, self.session, strategy, clip_norm)
         self.session.model = self._optimizer
         self.first_version = self.version
         return self._optimizer

@@ -1,5 +1,3 @@
-"""The torch optimizer that a script holds, and the strategies by which its steps reach the
-servers.
-"""
+"""The torch optimizer of a job, and the strategies by which its steps reach the servers."""
 
-__all__ = ["optimizer", "schedulers"]
+__all__ = ["optimizer", "schedulers", "step_strategies"]

@@ -1,4 +1,4 @@
-"""Gradients of one update that several batches make (`--global-batch`), added up on this worker."""
+"""The sum of the gradients of one update, if several batches make it (`--global-batch`)."""
 
 from collections.abc import Sequence
 
@@ -7,21 +7,19 @@ from torch import Tensor
 
 
 class GradientAccumulation:
-    """Sums of gradients, each times its number of samples. What was added in half precision is
-    summed in single.
-    """
+    """Sums of gradients, weighted by samples. Half-precision gradients are summed in float32."""
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
         self._parameters = parameters
         self.clear()
 
     def clear(self) -> None:
-        """What was added is dropped."""
+        """Drop the sums."""
         self._sums: list[Tensor | None] = [None] * len(self._parameters)
         self._samples = 0
 
     def add(self, samples: int) -> None:
-        """The gradients in hand, the mean over so many samples, are part of the update."""
+        """Add the parameters' gradients to the update. samples: They are the mean over these."""
         for place, parameter in enumerate(self._parameters):
             grad, total = parameter.grad, self._sums[place]
             if grad is not None and total is None:
@@ -32,10 +30,12 @@ class GradientAccumulation:
         self._samples += samples
 
     def finish(self, samples: int) -> int:
-        """The gradients in hand are the last part: they become the mean over all. Returns the
-        samples of the update.
+        """Replace the parameters' gradients by the mean over the whole update.
 
-        With nothing added before they are the update as they are.
+        samples: The current gradients, the last part of the update, are the mean over these.
+
+        Returns:
+            Number of samples of the update.
         """
         if not self._samples:
             return samples
@@ -44,6 +44,6 @@ class GradientAccumulation:
             if total is not None:
                 mean = total.div_(self._samples).to(parameter.dtype)
                 parameter.grad = mean if parameter.grad is None else parameter.grad.copy_(mean)
-        everything = self._samples
+        total_samples = self._samples
         self.clear()
-        return everything
+        return total_samples

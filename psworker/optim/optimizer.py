@@ -1,14 +1,9 @@
-"""The torch optimizer that a script holds: it looks like any other, and its steps happen on the
-servers.
-"""
+"""The torch optimizer of a job: scripts use it like any other, and the servers run its steps."""
 
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import wraps
-from itertools import groupby
-from operator import index
 from os import PathLike
 from typing import Any, ParamSpec
 
@@ -21,10 +16,12 @@ from psworker.core.results import PushResult, lost
 from psworker.model.adapter import ModelAdapter
 from psworker.model.saving import save
 from psworker.optim.accumulation import GradientAccumulation
-from psworker.optim.overlapped_step import OverlappedStep
+from psworker.optim.checks import check_own_step, checked_weight, refuse_copy
+from psworker.optim.grad_scaling import unscale
+from psworker.optim.optimizer_state import StateOnServers, check_unused
 from psworker.optim.param_groups import GroupSettings
-from psworker.optim.pipelined_step import PipelinedStep
-from psworker.optim.step import Push, StepStrategy
+from psworker.optim.step import Push, StepContext
+from psworker.optim.step_strategies import STEP_STRATEGIES, StepStrategyName
 from psworker.session.arguments import clip_norm_of
 from psworker.session.drain import DrainedError
 from psworker.session.session import Session
@@ -33,32 +30,17 @@ P = ParamSpec("P")
 
 log = get_logger(__name__)
 
-MARK = "paramserver"
+STATE_DICT_KEY = "paramserver"
 
 
-class StateOnServers(defaultdict[Any, Any]):
-    """An optimizer's state that is there, but not here. Not false: torch.distributed.checkpoint
-    makes state where it finds none, by a step with gradients of zero, which the servers would
-    count.
+def _step_of_torch(function: Callable[P, Any]) -> Callable[P, Any]:
+    """Run torch's hooks around a step, unless GradScaler leaves it out; never compile it.
+
+    A compiled step would be a trace through the client.
     """
+    hooked = torch.optim.Optimizer.profile_hook_step(function)
 
-    def __init__(self) -> None:
-        super().__init__(dict)
-
-    def __bool__(self) -> bool:
-        return True
-
-    def __reduce__(self) -> tuple[type, tuple[()]]:
-        return type(self), ()
-
-
-def _step_of_torch(made: Callable[P, Any]) -> Callable[P, Any]:
-    """With hooks, unless GradScaler leaves the step out; and not compiled, or a trace would go
-    through the client.
-    """
-    hooked = torch.optim.Optimizer.profile_hook_step(made)
-
-    @wraps(made)
+    @wraps(function)
     def step(*args: P.args, **kwargs: P.kwargs) -> Any:
         optimizer: Any = args[0]
         return optimizer._leave_out() if optimizer.found_inf else hooked(*args, **kwargs)
@@ -69,26 +51,24 @@ def _step_of_torch(made: Callable[P, Any]) -> Callable[P, Any]:
 
 
 class ServerOptimizer(torch.optim.Optimizer):
-    """Takes the place of `optimizer`, whose class, hyper-parameters and parameter groups the
-    servers carry out.
+    """An optimizer whose steps run on the servers. `Job.optimizer` creates it.
 
-    Made by `Job.optimizer`, where overlap and pipeline are described. Groups and hooks are
-    shared with `optimizer`, and LR schedulers work on either: what stands in the groups travels
-    with the next step. Optimizer state (moments) lives on the servers, `state` here has no
-    entries.
+    It shares parameter groups and hooks with the script's optimizer, and LR schedulers work on
+    either: the values in the groups travel with the next step. The servers hold the optimizer
+    state (moments); `state` here has no entries.
 
-    result: PushResult of the last step that has been decided, None before the first. status
-    "applied" or "duplicate": it counted; "stale": the policy found the gradient too old, or the
-    job had gone on without this worker, which has come back (reason FENCED); its batches went
-    back into the pool, and the weights are the job's newest. pending: where the servers have a
-    --global-batch, an update may take several batches of this worker. step() after one that is
-    not the last of them adds its gradient up here, sends nothing and changes no weight; `result`
-    stays that of the update before, and pending is True: an LR scheduler that is stepped with
-    every update is not stepped then.
+    Attributes:
+        result: PushResult of the last step that was decided; None before the first. Status
+            "applied" or "duplicate": it counted. "stale": the policy found the gradient too
+            old, or the worker lost its membership and has rejoined (reason FENCED); then its
+            batches went back, and the model holds the job's newest weights.
+        pending: The last step only added its gradient to an update of several batches
+            (`--global-batch`): it sent nothing, `result` belongs to the update before, and a
+            scheduler that steps with every update must not step.
     """
 
     _step_supports_amp_scaling = True
-    """GradScaler calls step() in any case, and says in `found_inf` whether there is to be none."""
+    """GradScaler always calls step(), and sets `found_inf` where there must be no step."""
 
     found_inf: Tensor | float = 0.0
 
@@ -97,13 +77,12 @@ class ServerOptimizer(torch.optim.Optimizer):
         optimizer: torch.optim.Optimizer,
         model: nn.Module,
         session: Session,
-        overlap: bool = False,
-        pipeline: bool = False,
+        strategy: StepStrategyName = "plain",
         clip_norm: float | None = None,
     ) -> None:
-        _refuse_history(optimizer.state)
-        _refuse_own_step(optimizer)
-        self._bridge = ModelAdapter(model, optimizer, clip_norm_of(clip_norm))
+        check_unused(optimizer.state)
+        check_own_step(optimizer)
+        self._adapter = adapter = ModelAdapter(model, optimizer, clip_norm_of(clip_norm))
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self.param_groups, self.state = optimizer.param_groups, StateOnServers()
         vars(self).update(
@@ -111,53 +90,40 @@ class ServerOptimizer(torch.optim.Optimizer):
         )
         self.result: PushResult | None = None
         self.pending = False
-        self._settings = GroupSettings(optimizer)
+        self._group_settings = GroupSettings(optimizer)
         self._session = session
-        self._told_groups = ""
-        self._pipelined = pipeline
-        self._leaves = False
-        plan = session.with_rejoin(lambda: session.client.agree(self._bridge.spec))
-        self._bridge.attach(plan, session.client.tapes(), double_buffered=pipeline)
-        session.with_rejoin(lambda: session.client.start(self._bridge.weights.memory))
-        self._bridge.scatter(everything=True)
-        self._sum = GradientAccumulation(self._bridge.trainable.tensors)
-        self._courier = self._make_courier(model, overlap)
-        self._handed_over, self._refusal = optimizer, optimizer.register_step_pre_hook(_refuse_step)
-
-    def _make_courier(self, model: nn.Module, overlap: bool) -> StepStrategy:
-        bridge, session = self._bridge, self._session
-        if self._pipelined:
-            return PipelinedStep(bridge, session.client, model, self._decide, self.wait)
-        if overlap:
-            return OverlappedStep(
-                bridge,
-                session.client,
+        self._groups_on_servers = ""  # as JSON; empty: unknown
+        self._must_leave = False
+        client, strategy_class = session.client, STEP_STRATEGIES[strategy]
+        plan = session.with_rejoin(lambda: client.agree(adapter.spec))
+        adapter.attach(plan, client.tapes(), double_buffered=strategy_class.is_deferred)
+        session.with_rejoin(lambda: client.start(adapter.weights.memory))
+        adapter.scatter(everything=True)
+        self._accumulation = GradientAccumulation(adapter.trainable.tensors)
+        self._strategy = strategy_class(
+            StepContext(
+                adapter,
+                client,
                 model,
                 session.enter,
-                self._healing_forward,
+                self._rejoin_in_forward,
                 self.wait,
+                self._record_outcome,
             )
-        return StepStrategy(bridge, session.client)
+        )
+        self._original = optimizer
+        self._original_hook = optimizer.register_step_pre_hook(_refuse_original)
 
     @property
     def grad_scale(self) -> Tensor:
-        """What GradScaler has gradients divided by: that is done at once, so that hooks see them
-        without it.
-        """
+        """The scale of GradScaler. Setting it divides the gradients at once, before hooks run."""
         raise AttributeError("grad_scale")
 
     @grad_scale.setter
     def grad_scale(self, scale: Tensor | None) -> None:
         if scale is not None:
-            unscale(
-                [
-                    p.grad
-                    for group in self.param_groups
-                    for p in group["params"]
-                    if p.grad is not None
-                ],
-                scale,
-            )
+            parameters = [p for group in self.param_groups for p in group["params"]]
+            unscale([p.grad for p in parameters if p.grad is not None], scale)
 
     @grad_scale.deleter
     def grad_scale(self) -> None:
@@ -165,86 +131,91 @@ class ServerOptimizer(torch.optim.Optimizer):
 
     @_step_of_torch
     def step(self, closure: Callable[[], Any] | None = None, *, samples: int | None = None) -> Any:
-        """Sends the gradients, waits until the policy lets them count, and leaves the newest
-        weights in the model.
+        """Send the gradients, wait for the policy's decision, and load the newest weights.
 
-        closure: as in torch, evaluates the model and returns the loss, which is returned.
-        samples: the weight of this gradient in a round's average; by default the number of
-        samples in the batches that were used since the last step, or 1 without `job.batches`. A
-        parameter whose grad is None is left alone, on all its servers. Where a step is a part of
-        an update (see `pending`), zero_grad() follows it as any other. In a script that goes
-        through `job.batches`, a step with neither a gradient nor a batch to train on since the
-        last one does nothing, and the samples of a step that GradScaler leaves out weigh nothing
-        later.
+        A parameter whose grad is None stays as it is on all servers. In a script that uses
+        `job.batches`, a step without a gradient and without a new batch does nothing. The
+        samples of a step that GradScaler leaves out weigh nothing later.
 
-        With NaN or Inf in a gradient nothing changes, on any server: NonFiniteError, or with
-        `ps-server --bad-gradients skip` a warning, and `result` says "rejected".
+        Args:
+            closure: Evaluates the model and returns the loss, as in torch.
+            samples: Weight of this gradient in the average of a round. Default: the samples in
+                the batches since the last step; 1 without `job.batches`.
 
-        Raises also InvalidRequestError for a model that was moved or cast since it was handed
-        over, Stopping in the second step after this worker was asked to leave or the job ended,
-        and what the connection may raise.
+        Returns:
+            The loss that `closure` returned, else None.
+
+        Raises:
+            NonFiniteError: A gradient has NaN or Inf; no server has changed anything. With
+                `--bad-gradients skip` a warning instead, and status "rejected" in `result`.
+            InvalidRequestError: The model was moved or cast since `job.optimizer`.
+            Stopping: This worker was asked to leave, or the job ended, and the step in progress
+                was the last one.
+            PSError: Any error of the connection.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._handed_over._opt_called = True  # type: ignore[attr-defined]  # LR schedulers made with it look there
+        # where LR schedulers that were created with the original optimizer look
+        self._original._opt_called = True  # type: ignore[attr-defined]
         self._push(samples)
         return loss
 
     def _leave_out(self) -> None:
-        """GradScaler makes no step: what the gradients are of weighs nothing; in a
-        --global-batch it counts as zero.
+        """Drop the gradients of a step that GradScaler leaves out.
+
+        In a `--global-batch` they count as zero.
         """
         if self._session.consumed.shared:
             self.zero_grad()
             self._push(None)
         else:
             self._session.consumed.samples = 0
-            self._courier.skip()
+            self._strategy.skip()
 
     @torch.no_grad()
     def _push(self, samples: int | None) -> None:
-        session, groups = self._session, self._settings.groups_json(self.param_groups)
-        weight = max(1, session.consumed.samples) if samples is None else _checked_weight(samples)
-        if session.consumed.nothing and not self.has_gradients:
-            return self._courier.skip()
+        session, consumed = self._session, self._session.consumed
+        groups = self._group_settings.groups_json(self.param_groups)
+        weight = max(1, consumed.samples) if samples is None else checked_weight(samples)
+        if consumed.nothing and not self.has_gradients:
+            return self._strategy.skip()
         self._check_leaving()
-        self.pending = session.consumed.following > 0 and session.consumed.lost is None
+        self.pending = consumed.following > 0 and consumed.lost is None
         if self.pending:
-            return self._add_up(weight)
+            return self._accumulate(weight)
         session.enter("push")
-        # how the push before ended, and so whether its groups counted, is not known yet in a
-        # pipeline
-        told = "" if groups == self._told_groups and not self._pipelined else groups
-        push = Push(self._sum.finish(weight), session.consumed.batches, told)
-        result = self._sent(push)
-        push = replace(push, batches=session.consumed.batches)  # those of a lost place are gone
+        # A deferred step does not know yet whether the groups of the push before have counted.
+        is_known = groups == self._groups_on_servers and not self._strategy.is_deferred
+        push = Push(self._accumulation.finish(weight), consumed.batches, "" if is_known else groups)
+        result = self._send(push)
+        push = replace(push, batches=consumed.batches)  # without those of a lost membership
         self.result = result or self.result
-        session.consumed.clear()
+        consumed.clear()
         session.finish_step(push.samples, self.result.seconds if self.result else {})
         if result is not None:
-            self._decide(push, result)
+            self._record_outcome(push, result)
         return None
 
-    def _add_up(self, samples: int) -> None:
-        self._sum.add(samples)
+    def _accumulate(self, samples: int) -> None:
+        self._accumulation.add(samples)
         self._session.consumed.samples = 0
-        self._courier.skip()
+        self._strategy.skip()
 
     def _check_leaving(self) -> None:
-        """One step is in progress when a worker is asked to leave; the next one is one too many."""
-        if self._leaves:
+        """Raise Stopping in the second step after the request to leave: the first was begun."""
+        if self._must_leave:
             self._session.check_stopping()
-        self._leaves = self._session.client.stopping
+        self._must_leave = self._session.client.stopping
 
-    def _sent(self, push: Push) -> PushResult | None:
+    def _send(self, push: Push) -> PushResult | None:
         session = self._session
         if session.consumed.lost is not None:
-            self._courier.skip()
+            self._strategy.skip()
             return lost(session.consumed.lost, session.version)
         try:
-            result = self._courier.push(push)
+            result = self._strategy.push(push)
         except DrainedError as error:
             session.stop(str(error), "drained")
         except FencedError as error:
@@ -253,11 +224,10 @@ class ServerOptimizer(torch.optim.Optimizer):
         session.reset_rejoin_count()
         return result
 
-    def _decide(self, push: Push, result: PushResult) -> None:
-        """A push has ended."""
+    def _record_outcome(self, push: Push, result: PushResult) -> None:
         self.result = result
         if result.status == "rejected":
-            self._refused(result.reason)
+            self._reject(result.reason)
         if result.status == "stale":
             self._session.stats.stale += 1
             with suppress(FencedError):  # then they have gone back already
@@ -267,9 +237,9 @@ class ServerOptimizer(torch.optim.Optimizer):
                     "push_stale", staleness=result.staleness, returned_batches=len(push.batches)
                 )
         else:
-            self._told_groups = push.groups_json or self._told_groups
+            self._groups_on_servers = push.groups_json or self._groups_on_servers
 
-    def _refused(self, why: str) -> None:
+    def _reject(self, why: str) -> None:
         if self._session.client.bad_gradients != "skip":
             reason, _, detail = why.partition(": ")
             raise error_for(reason, detail)
@@ -278,24 +248,26 @@ class ServerOptimizer(torch.optim.Optimizer):
 
     @property
     def has_gradients(self) -> bool:
-        """Has any parameter one?"""
-        return self._bridge.has_gradients
+        """Whether any parameter has a gradient."""
+        return self._adapter.has_gradients
 
     @torch.no_grad()
     def pull(self) -> None:
-        """The job's newest weights and buffers into the model, without a step."""
+        """Load the job's newest weights and buffers into the model, without a step."""
         with self._session.rejoin_on_fence():
-            self._courier.pull()
+            self._strategy.pull()
 
     @torch.no_grad()
     def wait(self) -> None:
-        """As Job.wait."""
+        """Wait as `Job.wait` does."""
         with self._session.rejoin_on_fence():
-            self._courier.settle()
+            self._strategy.settle()
 
     @contextmanager
-    def _healing_forward(self) -> Iterator[None]:
-        """Amid a forward: its first modules have used other weights than the rest will, so its
+    def _rejoin_in_forward(self) -> Iterator[None]:
+        """Leave the body when the worker is fenced inside a forward, and rejoin.
+
+        The first modules of that forward have used older weights than the rest will, so its
         gradients are void.
         """
         try:
@@ -307,69 +279,68 @@ class ServerOptimizer(torch.optim.Optimizer):
             self._session.consumed.lose(error)
 
     def save(self, file: str | PathLike[str]) -> None:
-        """As Job.save."""
+        """Write the weights as `Job.save` does."""
         self.wait()
-        save(self._session.client, self._bridge, file)
+        save(self._session.client, self._adapter, file)
 
     def drop(self, error: PSError) -> None:
-        """The worker has lost its place: what is on its way is lost or lands now."""
-        self._sum.clear()
-        self._courier.drop(error)
+        """End or drop a push under way: the worker has lost its membership with this error."""
+        self._accumulation.clear()
+        self._strategy.drop(error)
 
     @torch.no_grad()
     def renew(self) -> None:
-        """The worker has a new place: the model gets all that the job has."""
-        self._told_groups = ""
-        self._courier.renew()
+        """Load all of the job's weights: the worker has a new membership."""
+        self._groups_on_servers = ""
+        self._strategy.renew()
 
     def close(self) -> None:
-        """The model is the script's own again, as it is now."""
-        self._refusal.remove()
-        self._courier.close()
+        """Remove all hooks: the model belongs to the script, as it is now."""
+        self._original_hook.remove()
+        self._strategy.close()
 
     @property
     def _is_copy(self) -> bool:
-        """What deepcopy and pickle make: settings without a job, as deep copies of a scheduler
-        need them.
-        """
+        """Whether deepcopy or pickle made this object, as for a deep copy of a scheduler."""
         return "_session" not in vars(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         if self._is_copy:
-            self.register_step_pre_hook(_refuse_copy)
+            self.register_step_pre_hook(refuse_copy)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Only before the model is handed over: the servers cannot take in more parameters
-        later.
-        """
-        if hasattr(self, "_courier"):
+        """Add a group. Only torch's constructor may: the servers cannot add parameters later."""
+        if hasattr(self, "_strategy"):
             raise InvalidRequestError(
-                "a job's parameters are fixed; give the optimizer all of them at the start and "
-                "switch requires_grad"
+                "the parameters of a job are fixed. Try: give the optimizer all of them before "
+                "job.optimizer, and switch requires_grad"
             )
         super().add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
-        """Hyper-parameters, and which job and version they belong to. The moments are in the
-        servers' snapshots.
+        """Return the hyper-parameters, with the job and the version that they belong to.
+
+        Moments are in the servers' snapshots.
         """
         if self._is_copy:
             return super().state_dict()
         self.wait()
         return super().state_dict() | {
-            MARK: {"job": self._session.client.job, "version": self._session.version}
+            STATE_DICT_KEY: {"job": self._session.client.job, "version": self._session.version}
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Takes over the hyper-parameters; they travel with the next step.
+        """Load the hyper-parameters; they travel with the next step.
 
-        Raises InvalidRequestError for the state_dict of a plain torch optimizer that has made
-        steps: its moments cannot be brought to the servers, and training on without them would
-        be another training. To drop them on purpose, load `{**state_dict, "state": {}}`; to go
-        on where a job stopped, resume the servers' snapshot.
+        To continue a job, resume the servers' snapshot. To drop the moments of a plain torch
+        optimizer on purpose, load `{**state_dict, "state": {}}`.
+
+        Raises:
+            InvalidRequestError: The state_dict belongs to a plain torch optimizer that has made
+                steps. The servers cannot load its moments.
         """
-        _refuse_history(state_dict["state"])
+        check_unused(state_dict["state"])
         shared = self.param_groups
         super().load_state_dict({**state_dict, "state": {}})
         for mine, loaded in zip(shared, self.param_groups, strict=True):
@@ -377,71 +348,13 @@ class ServerOptimizer(torch.optim.Optimizer):
         self.param_groups, self.state = shared, StateOnServers()
 
 
-def unscale(gradients: Sequence[Tensor], scale: Tensor) -> None:
-    """Divides them, with the very bits of GradScaler's own division. It does not divide what
-    could become 0.
-    """
-    if any(gradient.dtype is torch.float16 for gradient in gradients):
-        raise ValueError("Attempting to unscale FP16 gradients.")
-    for _, group in groupby(sorted(gradients, key=_dtype), _dtype):
-        alike = list(group)
-        inverse = scale.double().reciprocal().float().to(alike[0].device)
-        torch._amp_foreach_non_finite_check_and_unscale_(alike, torch.zeros_like(inverse), inverse)
+def _refuse_original(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Raise InvalidRequestError in a step of the script's optimizer.
 
-
-def _dtype(tensor: Tensor) -> str:
-    return str(tensor.dtype)
-
-
-def _checked_weight(samples: Any) -> int:
-    with suppress(TypeError):
-        if not isinstance(samples, bool) and (weight := index(samples)) > 0:
-            return weight
-    raise InvalidRequestError(
-        f"samples={samples!r}: the weight of a gradient is a whole number of samples, at least 1; "
-        "to leave a gradient out, do not call step()"
-    )
-
-
-def _refuse_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """The other optimizer's step would change this worker's copy of the weights, and nothing on
-    the servers.
+    It would change this worker's copy of the weights only.
     """
     if not isinstance(optimizer, ServerOptimizer):  # the two share their hooks
         raise InvalidRequestError(
-            "this optimizer was handed over: call step() of the one that job.optimizer(...) "
-            "returned, which takes its place"
+            "this optimizer was given to the job. Try: call step() of the optimizer that "
+            "job.optimizer(...) returned, which takes its place"
         )
-
-
-def _refuse_own_step(optimizer: torch.optim.Optimizer) -> None:
-    """As a subclass is. LR schedulers put a step of their own there, which counts and changes
-    nothing.
-    """
-    if "step" in vars(optimizer) and not hasattr(optimizer.step, "_wrapped_by_lr_sched"):
-        raise InvalidRequestError(
-            "this optimizer's step() was replaced, and the servers' would be torch's own: hand it "
-            "over as it was; what is to happen before or after a step goes into "
-            "register_step_pre_hook and register_step_post_hook"
-        )
-
-
-def _refuse_copy(*_: Any) -> None:
-    raise InvalidRequestError(
-        "this is a copy of a job's optimizer, which has its settings but no place in the job: call "
-        "step() of the one that job.optimizer(...) returned"
-    )
-
-
-def _refuse_history(state: Mapping[Any, Any]) -> None:
-    """Adagrad has state before its first step; a step, or a moment without a count of steps,
-    makes it history.
-    """
-    for entries in state.values():
-        kept = {key: value for key, value in entries.items() if value is not None}
-        if kept and float(kept.get("step", 1)) != 0:
-            raise InvalidRequestError(
-                "this optimizer state has steps behind it, and moments cannot be brought to the "
-                "servers: start with a fresh torch optimizer, and let the servers resume their own "
-                "snapshot (ps-server --resume)"
-            )

@@ -1,10 +1,13 @@
 """Steps that begin in backward and end in the next forward.
 
-Gradients leave in buckets during backward, last layers first, and forward waits for new weights
-layer by layer (`arrivals`). Nothing of this changes a result: what left early is compared at
-step() with what the script has made of it, byte by byte, and goes again where it differs.
-Torch's count of changes in place would be cheaper, but is silent about some (GradScaler's
-unscaling, `parameter.grad.data.mul_`, writing through numpy).
+Theory of operation:
+
+- Gradients leave in buckets during backward, the last layers first (`BucketSender`).
+- Forward waits for the new weights module by module (`weight_gates`).
+- Results are the same as without overlap. `push` compares byte by byte what has left early with
+  the current gradients, and sends again what differs.
+- torch's counter of in-place changes would be cheaper, but it misses some: GradScaler's
+  unscaling, `parameter.grad.data.mul_`, writes through numpy.
 """
 
 from collections import deque
@@ -13,39 +16,41 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import compress, groupby, repeat
 from operator import is_not
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from pscommon.core.errors import FencedError, PSError
 from pscommon.core.partition import ALIGNMENT_BYTES, ByteRange, piece_nbytes
-from psworker.core.protocols import JobClient, PushStream
+from psworker.core.protocols import PushStream
 from psworker.core.results import PushResult
 from psworker.model.adapter import ModelAdapter
 from psworker.model.flat_buffer import CopyEvent
-from psworker.optim.step import Push, StepStrategy
-from psworker.optim.weight_gates import Enter, Healing, WeightGates
+from psworker.optim.step import PlainStep, Push, StepContext
+from psworker.optim.weight_gates import WeightGates
 
 RETENTION_STEP_COUNT = 100
-"""Steps for which a bucket stays until step() after its gradients were changed behind its back,
-as by clipping.
+"""Steps for which a bucket leaves only in step(), after the script has changed gradients that had
+left, for example by clipping.
 """
 
 
 @dataclass(slots=True)
 class GradientBucket:
-    """The trainable tensors [first, last) in tape order, which leave together.
+    """The trainable tensors [first, last) in flat buffer order, which leave together.
 
-    missing: how many of them still lack gradients in this step. sent: which of them had one when
-    they left, None: they have not. stays: for so many steps it leaves at step() only.
+    Attributes:
+        missing: Number of its tensors that still lack gradients in this step.
+        sent: Which of its tensors had a gradient when they left; None: they have not left.
+        hold_steps: Number of steps for which it leaves only in step().
     """
 
     first: int
     last: int
     missing: int = 0
     sent: list[bool] | None = None
-    stays: int = 0
+    hold_steps: int = 0
 
     @property
     def places(self) -> range:
@@ -55,94 +60,99 @@ class GradientBucket:
 class BucketSender:
     """Sends each bucket as soon as backward has made its gradients.
 
-    A parameter is expected to get as many gradients as in the step before: so accumulation over
-    several backwards sends once, and a layer that is not used holds up nobody. `begin` opens a
-    push. check: told the place of each gradient that comes, raises where it cannot be right.
+    A parameter is expected to get as many gradients as in the step before. So accumulation over
+    several backwards sends once, and an unused layer delays no bucket.
+
+    Args:
+        adapter: The model's flat buffers.
+        begin: Opens a push.
+        check: Receives the place of each new gradient; raises if it cannot be right.
     """
 
     def __init__(
-        self, bridge: ModelAdapter, begin: Callable[[], PushStream], check: Callable[[int], None]
+        self, adapter: ModelAdapter, begin: Callable[[], PushStream], check: Callable[[int], None]
     ) -> None:
-        self._bridge = bridge
+        self._adapter = adapter
         self._begin = begin
         self._check = check
-        self._flow: PushStream | None = None
-        self._extents = bridge.trainable.extents
+        self._stream: PushStream | None = None
+        self._extents = adapter.trainable.extents
         self.buckets = _buckets(self._extents)
         self._bucket_of = [bucket for bucket in reversed(self.buckets) for _ in bucket.places]
         self._expected = [1] * len(self._extents)
-        self._leaving: deque[tuple[CopyEvent, list[ByteRange]]] = deque()
-        self._renew(self._expected)
+        self._copies: deque[tuple[CopyEvent, list[ByteRange]]] = deque()
+        self._start_step(self._expected)
         self._hooks = [
-            _hook(tensor, self._counter(i)) for i, tensor in enumerate(bridge.trainable.tensors)
+            _hook(tensor, self._counter(i)) for i, tensor in enumerate(adapter.trainable.tensors)
         ]
 
     def _counter(self, place: int) -> Callable[[Tensor], None]:
         bucket = self._bucket_of[place]
 
-        def made(parameter: Tensor) -> None:
+        def count_gradient(parameter: Tensor) -> None:
             self._check(place)
             self._counts[place] = count = self._counts[place] + 1
             if count == self._expected[place]:
                 bucket.missing -= 1
-                if not bucket.missing and not bucket.stays:
-                    self._leave(bucket)
+                if not bucket.missing and not bucket.hold_steps:
+                    self._send_bucket(bucket)
 
-        return made
+        return count_gradient
 
     @torch.no_grad()
-    def _leave(self, bucket: GradientBucket) -> None:
-        grads = self._bridge.grads(bucket.first, bucket.last)
-        self._bridge.write(bucket.first, grads)
+    def _send_bucket(self, bucket: GradientBucket) -> None:
+        grads = self._adapter.grads(bucket.first, bucket.last)
+        self._adapter.write(bucket.first, grads)
         bucket.sent = _given(grads)
         spans = self._spans(bucket, grads)
-        self._leaving.append((self._bridge.gradients.to_host(spans), spans))
+        self._copies.append((self._adapter.gradients.to_host(spans), spans))
         try:
-            self._flow = flow = self._flow or self._begin()
-        except FencedError:  # backward is no place to come back from: finish will meet the same
+            self._stream = stream = self._stream or self._begin()
+        except FencedError:  # a rejoin is not possible in backward: `finish` raises it again
             return
-        while self._leaving and self._leaving[0][0].query():
-            _send(flow, self._leaving.popleft()[1])
+        while self._copies and self._copies[0][0].query():
+            _send(stream, self._copies.popleft()[1])
 
     def finish(self, push: Push) -> tuple[PushStream, PushResult, set[int]]:
-        """Sends all that has not left as it is now, and waits for the decision. Returns also who
-        had a gradient.
+        """Send what has not left as it is now, and wait for the decision.
+
+        Returns:
+            The open push, its outcome, and the places of the tensors that had a gradient.
         """
-        self._flow = flow = self._flow or self._begin()
-        for ready, spans in self._leaving:
+        self._stream = stream = self._stream or self._begin()
+        for ready, spans in self._copies:
             ready.synchronize()
-            _send(flow, spans)
-        # not before: it waits for all that a GPU has been given to compute, and what has left
-        # backward need not
-        self._bridge.reattach()
-        grads = self._bridge.grads()
-        absent, again = self._bridge.absent(grads), self._send_changed(flow, grads)
-        self._bridge.changes.step(absent)
-        result = flow.finish(
+            _send(stream, spans)
+        # Not earlier: it waits for all queued work of a GPU, which the buckets above need not.
+        self._adapter.reattach()
+        grads = self._adapter.grads()
+        absent, again = self._adapter.absent(grads), self._send_changed(stream, grads)
+        self._adapter.changes.step(absent)
+        result = stream.finish(
             absent=absent, samples=push.samples, batches=push.batches, groups_json=push.groups_json
         )
         self._learn(again)
-        self._flow = None
-        return flow, result, set(compress(range(len(grads)), _given(grads)))
+        self._stream = None
+        return stream, result, set(compress(range(len(grads)), _given(grads)))
 
-    def _send_changed(self, flow: PushStream, grads: list[Tensor | None]) -> list[GradientBucket]:
-        """Returns the buckets that had left and have to leave again."""
+    def _send_changed(self, stream: PushStream, grads: list[Tensor | None]) -> list[GradientBucket]:
+        """Send the buckets that have not left with these bytes; return those that leave again."""
         changed = self._changed(grads)
         for bucket in changed:
-            self._bridge.write(bucket.first, grads[bucket.first : bucket.last])
-        self._bridge.write_buffers()
+            self._adapter.write(bucket.first, grads[bucket.first : bucket.last])
+        self._adapter.write_buffers()
         spans = [
             span
             for bucket in changed
             for span in self._spans(bucket, grads[bucket.first : bucket.last])
         ]
-        self._bridge.gradients.to_host([*spans, self._bridge.buffer_range]).synchronize()
-        _send(flow, spans)
+        self._adapter.gradients.to_host([*spans, self._adapter.buffer_range]).synchronize()
+        _send(stream, spans)
         return [bucket for bucket in changed if bucket.sent is not None]
 
     def _changed(self, grads: list[Tensor | None]) -> list[GradientBucket]:
-        """Those that have not left with these very bytes."""
-        given, slots = _given(grads), self._bridge.trainable.gradients
+        """Return the buckets that have not left with exactly these bytes."""
+        given, slots = _given(grads), self._adapter.trainable.gradients
         left = [
             bucket for bucket in self.buckets if bucket.sent == given[bucket.first : bucket.last]
         ]
@@ -152,7 +162,7 @@ class BucketSender:
             for place in bucket.places
             if (grad := grads[place]) is not None
         ]
-        same = self._bridge.gradients.are_equal(
+        same = self._adapter.gradients.are_equal(
             [slots[place] for place, _ in pairs], [grad for _, grad in pairs]
         )
         differ = {place for (place, _), equal in zip(pairs, same, strict=True) if not equal}
@@ -163,9 +173,7 @@ class BucketSender:
         ]
 
     def _spans(self, bucket: GradientBucket, grads: list[Tensor | None]) -> list[ByteRange]:
-        """The fewest stretches of tape that hold the bucket's gradients; the padding between two
-        goes along.
-        """
+        """Return the fewest byte ranges with the bucket's gradients; they may include padding."""
         spans, first = [], bucket.first
         for here, run in groupby(_given(grads)):
             last = first + len(list(run))
@@ -177,44 +185,44 @@ class BucketSender:
         return [span for span in spans if span.nbytes]
 
     def _learn(self, again: list[GradientBucket]) -> None:
-        """What the next step will be like."""
+        """Expect the same number of gradients in the next step."""
         for bucket in self.buckets:
-            bucket.stays = max(0, bucket.stays - 1)
+            bucket.hold_steps = max(0, bucket.hold_steps - 1)
         for bucket in again:
             places = slice(bucket.first, bucket.last)
             if self._counts[places] == self._expected[places]:
-                bucket.stays = RETENTION_STEP_COUNT
-        self._renew(self._counts)
+                bucket.hold_steps = RETENTION_STEP_COUNT
+        self._start_step(self._counts)
 
-    def _renew(self, expected: list[int]) -> None:
+    def _start_step(self, expected: list[int]) -> None:
         self._expected = expected
         self._counts = [0] * len(expected)
-        self._leaving.clear()
+        self._copies.clear()
         for bucket in self.buckets:
             bucket.missing = sum(map(bool, expected[bucket.first : bucket.last]))
             bucket.sent = None
 
-    def give_up(self) -> None:
-        """Nothing has left; the next step starts anew.
+    def drop(self) -> None:
+        """Give up the open push; all buckets leave again in the next step.
 
-        A GPU may be copying what had: that copy is read by nobody, and the next one of these
-        bytes comes after it.
+        A copy that a GPU still makes is never read, and the next copy of these bytes follows it.
         """
-        flow, self._flow = self._flow, None
-        self._renew(self._expected)
-        if flow is not None:
-            flow.close()
+        stream, self._stream = self._stream, None
+        self._start_step(self._expected)
+        if stream is not None:
+            stream.close()
 
     def close(self) -> None:
-        """Backward is torch's own again."""
+        """Remove the hooks from the parameters."""
         for hook in self._hooks:
             hook.remove()
-        self.give_up()
+        self.drop()
 
 
 def _buckets(extents: Sequence[ByteRange]) -> list[GradientBucket]:
-    """Neighbours on the tape, a piece at least but for the one at the tape's start, which comes
-    last.
+    """Return buckets of neighbours in the flat buffer, from its end to its start.
+
+    Each has at least the bytes of one piece; the one at the start may have fewer.
     """
     found, last = [], len(extents)
     least = piece_nbytes(extents[-1].stop) if extents else 0
@@ -229,9 +237,9 @@ def _given(grads: Sequence[Tensor | None]) -> list[bool]:
     return list(map(is_not, grads, repeat(None)))
 
 
-def _send(flow: PushStream, spans: Sequence[ByteRange]) -> None:
+def _send(stream: PushStream, spans: Sequence[ByteRange]) -> None:
     for start, stop in spans:
-        flow.send(start, stop)
+        stream.send(start, stop)
 
 
 def _padded(position: int) -> int:
@@ -239,66 +247,55 @@ def _padded(position: int) -> int:
 
 
 def _hook(tensor: Tensor, function: Callable[[Tensor], None]) -> Any:
-    """torch only takes it from a parameter that trains at the moment; it stays when that is
-    switched off and on.
-    """
+    """Register a hook. torch accepts it only while the parameter requires grad."""
     trains = tensor.requires_grad
     handle = tensor.requires_grad_(True).register_post_accumulate_grad_hook(function)  # type: ignore[no-untyped-call]
     tensor.requires_grad_(trains)
     return handle
 
 
-class OverlappedStep(StepStrategy):
-    """Makes steps that begin in backward and end in the next forward. See this module's text for
-    what is seen.
-    """
+class OverlappedStep(PlainStep):
+    """A step that begins in backward and ends in the next forward. See the module."""
 
-    def __init__(
-        self,
-        bridge: ModelAdapter,
-        client: JobClient,
-        model: nn.Module,
-        enter: Enter,
-        healing: Healing,
-        settle: Callable[[], None],
-    ) -> None:
-        """See Arrivals for enter, healing and settle."""
-        super().__init__(bridge, client)
-        self._arrivals = WeightGates(bridge, model, enter, healing, settle)
-        self._departures = BucketSender(bridge, self._begin, self._arrivals.check)
+    is_deferred: ClassVar[bool] = False
+
+    def __init__(self, context: StepContext) -> None:
+        super().__init__(context)
+        self._gates = WeightGates(context)
+        self._sender = BucketSender(context.adapter, self._begin, self._gates.check)
 
     def _begin(self) -> PushStream:
-        """A client has one push at a time, so what the last one brings must be here first."""
-        self._arrivals.land()
+        """Open a push, once the weights of the one before have arrived: a client has one push."""
+        self._gates.receive()
         return self._client.begin()
 
     def push(self, push: Push) -> PushResult:
-        self._arrivals.settle()
+        self._gates.settle()
         try:
-            flow, result, stepped = self._departures.finish(push)
+            stream, result, stepped = self._sender.finish(push)
         except BaseException:
-            self._departures.give_up()
+            self._sender.drop()
             raise
-        self._arrivals.expect(flow, stepped)
+        self._gates.expect(stream, stepped)
         return result
 
     def pull(self) -> None:
-        """What of the next gradient has left already is dropped, and goes again later."""
-        self._arrivals.settle()
-        self._departures.give_up()
+        """Load the newest weights. Gradients that have left are dropped, and leave again."""
+        self._gates.settle()
+        self._sender.drop()
         super().pull()
 
     def settle(self) -> None:
-        self._arrivals.settle()
+        self._gates.settle()
 
     def skip(self) -> None:
-        self._departures.give_up()
+        self._sender.drop()
 
     def drop(self, error: PSError) -> None:
         with suppress(PSError):
-            self._arrivals.settle()
+            self._gates.settle()
         super().drop(error)
 
     def close(self) -> None:
-        self._arrivals.close()
-        self._departures.close()
+        self._gates.close()
+        self._sender.close()

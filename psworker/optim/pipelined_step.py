@@ -1,28 +1,40 @@
-"""Steps that end while the next gradient is being computed."""
+"""Steps whose push is decided while the script computes the next gradient.
+
+Theory of operation:
+
+- `push` waits for the push before, loads its weights, and hands its own push to a thread.
+- So the weights of a push reach the model one step later, and are one version older.
+- A buffer that returns as it was sent keeps what the model has made of it since then. One that
+  other workers have changed is replaced.
+- A push that fails in its thread stays, and the next wait tries it again. So it counts once.
+- If the job's policy becomes sync, each `push` waits for its own outcome.
+"""
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, replace
-
-from torch import nn
+from typing import ClassVar
 
 from pscommon.core.errors import FencedError, PSError, UnreachableError
 from pscommon.core.partition import ByteRange
 from pscommon.system import signals as interruptible
-from psworker.core.protocols import JobClient
 from psworker.core.results import PushResult, lost
-from psworker.model.adapter import ModelAdapter
-from psworker.optim.step import Push, StepStrategy
-from psworker.optim.weight_gates import barriers
+from psworker.optim.step import PlainStep, Push, StepContext
+from psworker.optim.weight_gates import add_state_gates
 from psworker.session.drain import DrainedError
 
 
 @dataclass(slots=True)
-class StepInFlight:
-    """A push on its way. base: version of the weights that its gradient was computed from.
-    future: None: it failed.
+class PushInFlight:
+    """A push that its thread sends.
+
+    Attributes:
+        push: The push.
+        absent: Trainable tensors without a gradient.
+        base: Version of the weights that its gradient was computed from.
+        future: Its outcome; None if it has failed and must be sent again.
     """
 
     push: Push
@@ -31,38 +43,25 @@ class StepInFlight:
     future: "Future[PushResult] | None" = None
 
 
-class PipelinedStep(StepStrategy):
-    """Hands each push to a thread and gets its end at the next one.
+class PipelinedStep(PlainStep):
+    """A step whose push is in flight while the script computes. See the module."""
 
-    The weights that a push brings reach the model when the next gradient has been computed, from
-    those before. A buffer that comes back as it left keeps what the model has made of it since;
-    one that others have changed is taken over. decided: told how each push ended, once; may
-    raise. A push that fails on its way stays and is tried again, so that it counts once. settle:
-    what state_dict waits for. Where the job's policy has become sync, each push waits for its
-    end.
-    """
+    is_deferred: ClassVar[bool] = True
 
-    def __init__(
-        self,
-        bridge: ModelAdapter,
-        client: JobClient,
-        model: nn.Module,
-        decided: Callable[[Push, PushResult], None],
-        settle: Callable[[], None],
-    ) -> None:
-        super().__init__(bridge, client)
-        self._decided = decided
-        self._flight: StepInFlight | None = None
-        self._version = client.version
-        self._hooks = barriers(model, settle)
+    def __init__(self, context: StepContext) -> None:
+        super().__init__(context)
+        self._record_outcome = context.record_outcome
+        self._in_flight: PushInFlight | None = None
+        self._version = self._client.version
+        self._hooks = add_state_gates(context.model, context.wait)
 
     def push(self, push: Push) -> None:
-        base, result = self._version, self._land()
-        news = self._bridge.received_ranges()
-        absent = self._bridge.gather()  # before the weights come: with them come the buffers
+        base, result = self._version, self._receive()
+        ranges = self._adapter.received_ranges()
+        absent = self._adapter.gather()  # before the weights are loaded, and buffers with them
         if result is not None:
-            self._unload(result, news)
-        self._start(StepInFlight(push, absent, base))
+            self._load(result, ranges)
+        self._start(PushInFlight(push, absent, base))
         if self._client.policy == "sync":
             self.settle()
 
@@ -72,66 +71,64 @@ class PipelinedStep(StepStrategy):
         self._version = self._client.version
 
     def settle(self) -> None:
-        if (result := self._land()) is not None:
-            self._bridge.reattach()
-            self._unload(result, self._bridge.received_ranges())
+        if (result := self._receive()) is not None:
+            self._adapter.reattach()
+            self._load(result, self._adapter.received_ranges())
 
     def drop(self, error: PSError) -> None:
-        """A push that is on its way counts if it has ended; else its batches went back with the
-        place.
-        """
-        if self._flight is None or self._flight.future is None:
+        """Count a push in flight if it has ended; else its batches went back."""
+        if self._in_flight is None or self._in_flight.future is None:
             self._lose(error)
         with suppress(FencedError, UnreachableError, DrainedError):
             self.settle()
         self._lose(error)
 
     def _lose(self, error: PSError) -> None:
-        flight, self._flight = self._flight, None
+        flight, self._in_flight = self._in_flight, None
         if flight is not None:
-            self._decided(replace(flight.push, batches=()), lost(error, self._version))
+            self._record_outcome(replace(flight.push, batches=()), lost(error, self._version))
 
     def renew(self) -> None:
         super().renew()
         self._version = self._client.version
 
     def close(self) -> None:
-        """A push that is still on its way counts or not, as the servers decide."""
+        """Remove the hooks. The servers decide on a push that is still in flight."""
         for hook in self._hooks:
             hook.remove()
 
-    def _land(self) -> PushResult | None:
-        """Waits for the push that is on its way; its weights are then on the host."""
-        if self._flight is None:
+    def _receive(self) -> PushResult | None:
+        """Wait for the push in flight; its weights are then in host memory."""
+        if self._in_flight is None:
             return None
-        future = self._flight.future or self._start(self._flight)
+        future = self._in_flight.future or self._start(self._in_flight)
         interruptible.settle(future)
         if future.exception() is not None:
-            self._flight.future = None
+            self._in_flight.future = None
         return future.result()
 
-    def _unload(self, result: PushResult, news: Sequence[ByteRange]) -> None:
-        flight, self._flight = self._flight, None
+    def _load(self, result: PushResult, ranges: Sequence[ByteRange]) -> None:
+        flight, self._in_flight = self._in_flight, None
         assert flight is not None
-        self._bridge.weights.from_host(news)
+        self._adapter.weights.from_host(ranges)
         self._version = result.version
-        self._decided(flight.push, result)
+        self._record_outcome(flight.push, result)
 
-    def _start(self, flight: StepInFlight) -> "Future[PushResult]":
+    def _start(self, flight: PushInFlight) -> "Future[PushResult]":
         future: Future[PushResult] = Future()
-        self._flight, flight.future = flight, future
+        self._in_flight, flight.future = flight, future
         # a daemon: a script that fails must be able to end
         threading.Thread(
-            target=self._fly, args=(flight, future), name="paramserver-push", daemon=True
+            target=self._send, args=(flight, future), name="paramserver-push", daemon=True
         ).start()
         return future
 
-    def _fly(self, flight: StepInFlight, future: "Future[PushResult]") -> None:
+    def _send(self, flight: PushInFlight, future: "Future[PushResult]") -> None:
         push = flight.push
         try:
             result = self._client.exchange(
-                gradients=self._bridge.gradients.memory,
-                weights=self._bridge.weights.memory,
+                gradients=self._adapter.gradients.memory,
+                weights=self._adapter.weights.memory,
                 absent=flight.absent,
                 samples=push.samples,
                 batches=push.batches,

@@ -1,4 +1,4 @@
-"""Learning rate schedulers of a job that goes on."""
+"""Learning rate schedulers of a resumed job."""
 
 import warnings
 
@@ -8,16 +8,18 @@ from pscommon.core.errors import InvalidRequestError
 
 
 def fast_forward(scheduler: LRScheduler, steps: int) -> None:
-    """Step a fresh scheduler as often as the job has; InvalidRequestError for one that goes by
-    measurements.
+    """Step a fresh scheduler `steps` times.
+
+    Raises:
+        InvalidRequestError: The scheduler depends on measured values, which no job keeps.
     """
     if isinstance(scheduler, ReduceLROnPlateau):
         raise InvalidRequestError(
-            "ReduceLROnPlateau goes by what was measured, which no job keeps: save and load its "
-            "state_dict()"
+            "ReduceLROnPlateau depends on measured values, which no job keeps. Try: save and load "
+            "its state_dict()"
         )
     with warnings.catch_warnings():
-        # torch misses the optimizer's steps, which earlier workers have made
+        # torch expects steps of the optimizer, which earlier workers have made
         warnings.filterwarnings(
             "ignore", message=r"Detected call of `lr_scheduler\.step\(\)` before"
         )

@@ -1,9 +1,14 @@
-"""How a step's gradients get to the servers and the weights come back. Here: all goes, then all
-comes.
+"""Steps: how the gradients of one reach the servers and the new weights come back.
+
+`StepStrategy` is the interface. `PlainStep` sends all gradients, then receives all weights.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import ClassVar, Protocol
+
+from torch import nn
 
 from pscommon.core.errors import PSError
 from pscommon.core.log_entries import BatchKey
@@ -14,8 +19,12 @@ from psworker.model.adapter import ModelAdapter
 
 @dataclass(frozen=True, slots=True)
 class Push:
-    """What goes with a step's gradients. groups_json: the parameter groups where they may have
-    changed, else empty.
+    """The fields of a push beside its gradients.
+
+    Attributes:
+        samples: Weight in a round's average.
+        batches: Batches that the push commits.
+        groups_json: The parameter groups, if they may have changed; else empty.
     """
 
     samples: int
@@ -23,54 +32,104 @@ class Push:
     groups_json: str
 
 
-class StepStrategy:
-    """Makes steps one after another: everything goes, then everything comes."""
+@dataclass(frozen=True, slots=True)
+class StepContext:
+    """What a step strategy works with.
 
-    def __init__(self, bridge: ModelAdapter, client: JobClient) -> None:
-        self._bridge = bridge
-        self._client = client
+    Attributes:
+        adapter: The model's flat buffers.
+        client: The connection to the job.
+        model: The script's model.
+        begin_phase: Begins a phase of the worker's time, and returns the phase before it.
+        rejoin_in_forward: Context inside a forward. When the worker is fenced, it leaves the
+            body and rejoins the job; the model then has the job's weights.
+        wait: Waits until no push is under way.
+        record_outcome: Takes the outcome of a push that was decided after `push` returned.
+    """
+
+    adapter: ModelAdapter
+    client: JobClient
+    model: nn.Module
+    begin_phase: Callable[[str], str]
+    rejoin_in_forward: Callable[[], AbstractContextManager[None]]
+    wait: Callable[[], None]
+    record_outcome: Callable[[Push, PushResult], None]
+
+
+class StepStrategy(Protocol):
+    """How one optimizer's steps reach the servers.
+
+    Attributes:
+        is_deferred: `push` returns before the push is decided.
+    """
+
+    is_deferred: ClassVar[bool]
+
+    def __init__(self, context: StepContext) -> None: ...
 
     def push(self, push: Push) -> PushResult | None:
-        """Sends the model's gradients. Returns how it ended; None where that is not known yet."""
-        absent = self._bridge.gather()
+        """Send the model's gradients; return the outcome, or None if it is not known yet."""
+        ...
+
+    def pull(self) -> None:
+        """Load the job's newest weights and buffers into the model."""
+
+    def settle(self) -> None:
+        """Wait until no push is under way and its weights are in the model; raise its error."""
+
+    def skip(self) -> None:
+        """Drop the current gradients: no push follows."""
+
+    def drop(self, error: PSError) -> None:
+        """End or drop a push under way: the worker has lost its membership with this error."""
+
+    def renew(self) -> None:
+        """Load all of the job's weights, frozen tensors too: the worker has a new membership."""
+
+    def close(self) -> None:
+        """Remove all hooks from the model, without waiting."""
+
+
+class PlainStep:
+    """A step that sends all gradients, waits for the decision, and receives all weights."""
+
+    is_deferred: ClassVar[bool] = False
+
+    def __init__(self, context: StepContext) -> None:
+        self._adapter = context.adapter
+        self._client = context.client
+
+    def push(self, push: Push) -> PushResult | None:
+        absent = self._adapter.gather()
         result = self._client.exchange(
-            gradients=self._bridge.gradients.memory,
-            weights=self._bridge.weights.memory,
+            gradients=self._adapter.gradients.memory,
+            weights=self._adapter.weights.memory,
             absent=absent,
             samples=push.samples,
             batches=push.batches,
             groups_json=push.groups_json,
         )
-        self._bridge.scatter()
+        self._adapter.scatter()
         return result
 
     def pull(self) -> None:
-        """The job's newest weights and buffers into the model."""
-        self._bridge.reattach()
-        self._client.exchange(gradients=None, weights=self._bridge.weights.memory)
-        self._bridge.scatter()
+        self._adapter.reattach()
+        self._client.exchange(gradients=None, weights=self._adapter.weights.memory)
+        self._adapter.scatter()
 
     def settle(self) -> None:
-        """Waits until no push is on its way and its weights are in the model; raises what it
-        ended with.
-        """
+        """Do nothing: `push` waits."""
 
     def skip(self) -> None:
-        """The gradients in hand are not sent."""
+        """Do nothing: no gradient was sent."""
 
     def drop(self, error: PSError) -> None:
-        """This worker has lost its place in the job, for this reason. Nothing is on its way any
-        more.
-        """
         self.skip()
 
     def renew(self) -> None:
-        """The worker has a new place: everything that the job has now into the model, frozen
-        tensors too.
-        """
-        self._bridge.reattach()
-        self._client.start(self._bridge.weights.memory)
-        self._bridge.scatter(everything=True)
+        self._adapter.reattach()
+        self._client.start(self._adapter.weights.memory)
+        self._adapter.scatter(everything=True)
 
     def close(self) -> None:
-        """Takes the job's hands off the model, without waiting for anything."""
+        """Do nothing: the model has no hooks."""

@@ -1,13 +1,16 @@
-"""Weights that are used while others still arrive: whoever calls a module, or reads a tensor of
-it, waits for its own.
+"""Gates at which a script waits for weights that still arrive, module by module.
 
-Tensors that are reached in another way - through references kept from before, a traced module, a
-compiled function - are not waited for. That is found out when such a tensor gets a gradient,
-before anything of it counts.
+Theory of operation:
+
+- A module waits for its own weights before it runs forward, and before one of its tensors is read.
+- A module may use weights of another one that is never called. So the weights of modules that no
+  forward has called since the last step come first. Without gradients, torch takes more short
+  cuts, and each module waits for all weights.
+- Tensors that are reached in another way have no gate: through references from before, a traced
+  module, a compiled function. A gradient for such a tensor is an error before it counts.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -18,46 +21,38 @@ from torch import nn
 from pscommon.core.errors import InvalidRequestError
 from pscommon.core.partition import ALIGNMENT_BYTES, ByteRange
 from psworker.core.protocols import PushStream
-from psworker.model.adapter import ModelAdapter
-
-Enter = Callable[[str], str]
-"""Tells the job what the worker does from now on; returns what it did before."""
-
-Healing = Callable[[], AbstractContextManager[None]]
-"""A body that finds the job gone on without this worker is left, and the worker is back, with
-all weights here.
-"""
-
+from psworker.optim.step import StepContext
 
 Owners = tuple[int, ...]
-"""The numbers of the modules that have a tensor, ascending: several where it is tied."""
+"""The numbers of the modules that have a tensor, ascending; several if it is tied."""
 
-TENSORS = "_parameters", "_buffers"
-"""Where a module has them."""
+TENSOR_ATTRIBUTES = "_parameters", "_buffers"
+"""Attributes in which a module has its tensors."""
 
-FLAT = "_flat_weights"
-"""Where a recurrent layer has its parameters a second time."""
+FLAT_WEIGHTS = "_flat_weights"
+"""Attribute in which a recurrent layer has its parameters a second time."""
 
 
 class UnscriptableError(InvalidRequestError, AttributeError):
-    """A hook has no name, by which torch.jit.script asks first and nobody else counts on it."""
+    """A hook has no name. Only torch.jit.script asks for it, and expects an AttributeError."""
 
 
 class ModuleHook:
-    """Of a module, in Python: torch.jit.script would have to compile it."""
+    """A hook of a module, which torch.jit.script cannot compile."""
 
     @property
     def __name__(self) -> str:
         raise UnscriptableError(
-            "torch.jit.script cannot compile the hooks by which modules wait for weights with "
-            "overlap, and copies of such modules have some as well: script a new model that has "
-            "loaded this one's state_dict(), or leave overlap off"
+            "torch.jit.script cannot compile a model with overlap, or a copy of it: its modules "
+            "have hooks that wait for weights. Try: script a new model that has loaded the "
+            "state_dict(), or leave overlap off"
         )
 
 
 class WeightGate(ModuleHook):
-    """A hook before a module runs, or before its state is read or loaded. A copy of the module
-    has an OpenGate.
+    """A hook before a module runs, or before its state is read or loaded.
+
+    A copy of the module has an OpenGate instead.
     """
 
     def __init__(self, function: Callable[[], None]) -> None:
@@ -71,16 +66,14 @@ class WeightGate(ModuleHook):
 
 
 class OpenGate(ModuleHook):
-    """The hook in a copy of the model, which has weights of its own and waits for nothing."""
+    """The hook in a copy of the model, which has weights of its own."""
 
     def __call__(self, *_: Any) -> None:
-        """Nothing to do."""
+        """Do nothing: no weights are on their way."""
 
 
 class GatedDict(dict[str, Any]):
-    """A module's parameters or buffers, for which is waited before somebody reads one. A copy is
-    a plain dict.
-    """
+    """A module's parameters or buffers. A read waits for them; a copy is a plain dict."""
 
     def __init__(self, tensors: dict[str, Any], gate: Callable[[], None]) -> None:
         super().__init__(tensors)
@@ -103,9 +96,10 @@ class GatedDict(dict[str, Any]):
 
 
 class GatedList(list[Any]):
-    """As Watched, of a recurrent layer's list of its parameters: on a GPU flatten_parameters(),
-    which scripts call before the layer, copies from there, and the layer then computes with the
-    copies.
+    """A recurrent layer's list of its parameters. A read waits for them; a copy is a plain list.
+
+    On a GPU, scripts call flatten_parameters() before the layer. It copies the parameters from
+    this list, and the layer computes with the copies.
     """
 
     def __init__(self, tensors: list[Any], gate: Callable[[], None]) -> None:
@@ -120,10 +114,8 @@ class GatedList(list[Any]):
         return list, (list(self),)
 
 
-def barriers(model: nn.Module, settle: Callable[[], None]) -> list[Any]:
-    """Before state_dict and load_state_dict of the model or any part of it: settle. Returns the
-    handles.
-    """
+def add_state_gates(model: nn.Module, settle: Callable[[], None]) -> list[Any]:
+    """Call `settle` before state_dict and load_state_dict of each module; return the handles."""
     gate = WeightGate(settle)
     handles: list[Any] = []
     for name, module in model.named_modules():
@@ -136,79 +128,64 @@ def barriers(model: nn.Module, settle: Callable[[], None]) -> list[Any]:
 def _refuse_scripted(name: str, module: nn.Module) -> None:
     if isinstance(module, torch.jit.ScriptModule):
         raise InvalidRequestError(
-            f"{name} was scripted or traced, so nobody sees when it is used: leave overlap and "
-            f"pipeline off"
+            f"{name} was scripted or traced, so it cannot wait for weights. Try: leave overlap and "
+            "pipeline off"
         )
 
 
 class WeightGates:
-    """Lets each module wait for its own weights and buffers before it runs forward, or one of
-    them is read.
+    """All gates of one model. See the module."""
 
-    A module may keep references to weights of another one that is never called itself. So
-    whatever no forward has called since the last step is waited for first of all; and without
-    gradients, where torch takes short cuts more often, everything is. enter, healing: see above;
-    settle: what state_dict waits for, this object's and more.
-    """
-
-    def __init__(
-        self,
-        bridge: ModelAdapter,
-        model: nn.Module,
-        enter: Enter,
-        healing: Healing,
-        settle: Callable[[], None],
-    ) -> None:
-        self._bridge = bridge
-        self._enter = enter
-        self._healing = healing
-        self._flow: PushStream | None = None
+    def __init__(self, context: StepContext) -> None:
+        model = context.model
+        self._adapter = adapter = context.adapter
+        self._begin_phase = context.begin_phase
+        self._rejoin_in_forward = context.rejoin_in_forward
+        self._stream: PushStream | None = None
         modules = list(model.modules())
-        extents = bridge.moving_extents()
+        extents = adapter.moving_extents()
         self._owned, self._parts = _parts(modules, extents)
-        place_of = {id(tensor): place for place, tensor in enumerate(bridge.trainable.tensors)}
+        place_of = {id(tensor): place for place, tensor in enumerate(adapter.trainable.tensors)}
         self._places = [
             {place_of[id(p)] for p in module.parameters(recurse=False) if id(p) in place_of}
             for module in modules
         ]
-        self._left: dict[Owners, list[ByteRange]] = {}
+        self._awaited: dict[Owners, list[ByteRange]] = {}
         self._unread: set[int] = set()
         self._called: set[int] = set()
         self._first: list[int] = []
-        self._hooks = barriers(model, settle)
+        self._hooks = add_state_gates(model, context.wait)
         for number, module in enumerate(modules):
             gate = WeightGate(partial(self.pass_through, number))
             self._hooks.append(module.register_forward_pre_hook(gate, prepend=True))
-            for kind in TENSORS:
+            for kind in TENSOR_ATTRIBUTES:
                 module.__dict__[kind] = GatedDict(
                     module.__dict__[kind], partial(self._read, number)
                 )
             if isinstance(module, nn.RNNBase):
-                module.__dict__[FLAT] = GatedList(
-                    module.__dict__[FLAT], partial(self._read, number)
+                module.__dict__[FLAT_WEIGHTS] = GatedList(
+                    module.__dict__[FLAT_WEIGHTS], partial(self._read, number)
                 )
         self._modules = modules
 
-    def expect(self, flow: PushStream, stepped: set[int]) -> None:
-        """The weights of this push are on their way; stepped: which trainable tensors it had
-        gradients for.
-        """
-        self._flow, self._left = flow, self._owned.copy()
+    def expect(self, stream: PushStream, stepped: set[int]) -> None:
+        """Expect the weights of a push. stepped: Places of the tensors that had a gradient."""
+        self._stream, self._awaited = stream, self._owned.copy()
         self._first = sorted(self._parts.keys() - self._called)
         self._called = set()
         self._unread = stepped
 
     def pass_through(self, number: int) -> None:
-        """A module is about to run forward."""
+        """Wait for the weights of a module that is about to run forward."""
         self._called.add(number)
         self._read(number)
 
     def _read(self, number: int) -> None:
         self._unread -= self._places[number]
-        if self._flow is not None:
-            with self._healing():
+        if self._stream is not None:
+            with self._rejoin_in_forward():
                 self._wait_for(number)
-        self._bridge.weights.join()
+        self._adapter.weights.join()
 
     def _wait_for(self, number: int) -> None:
         if not torch.is_grad_enabled():
@@ -217,77 +194,73 @@ class WeightGates:
         self._first = []
         self._unread.difference_update(*(self._places[each] for each in wanted))
         parts = [part for each in wanted for part in self._parts.get(each, ())]
-        if any(part in self._left for part in parts):
-            self._wait([span for part in parts for span in self._left.pop(part, ())])
-        if not self._left:
+        if any(part in self._awaited for part in parts):
+            self._wait([span for part in parts for span in self._awaited.pop(part, ())])
+        if not self._awaited:
             self.settle()
         return None
 
     def check(self, place: int) -> None:
-        """A trainable tensor has got a gradient: InvalidRequestError unless its weights were
-        waited for before.
-        """
+        """Raise InvalidRequestError if a tensor got a gradient before its weights were awaited."""
         if place in self._unread:
             raise InvalidRequestError(
-                f"{self._bridge.trainable.names[place]} has got a gradient, but nobody had waited "
-                "for its new weights, so it may be one of old weights: the forward came before "
-                "the last step, or did not reach them through their module (a traced module, a "
-                "compiled function, references kept from before). Call job.wait() after "
-                "optimizer.step(), or leave overlap off"
+                f"{self._adapter.trainable.names[place]} has got a gradient, but perhaps of old "
+                "weights: its forward came before the last step, or did not read the weights "
+                "through their module (a traced module, a compiled function, references from "
+                "before). Try: Call job.wait() after optimizer.step(), or leave overlap off"
             )
 
     def settle(self) -> None:
-        """All that is still on its way, for whoever may read any of it."""
-        self.land()
-        self._bridge.weights.join()
+        """Wait until all weights are in the model; every tensor may be read afterwards."""
+        self.receive()
+        self._adapter.weights.join()
         self._unread.clear()
 
-    def land(self) -> None:
-        """All that is still on its way. What nobody has waited for stays unread."""
-        if self._flow is None:
+    def receive(self) -> None:
+        """Wait until all weights have arrived. Tensors that no gate has awaited stay unread."""
+        if self._stream is None:
             return
-        spans = [span for owned in self._left.values() for span in owned]
-        self._left.clear()
+        spans = [span for owned in self._awaited.values() for span in owned]
+        self._awaited.clear()
         self._wait(spans)
-        flow, self._flow = self._flow, None
-        flow.close()
-        self._bridge.changes.record_arrival()
+        stream, self._stream = self._stream, None
+        stream.close()
+        self._adapter.changes.record_arrival()
 
     def _wait(self, spans: list[ByteRange]) -> None:
-        flow = self._flow
-        assert flow is not None
-        before = self._enter("pull")
+        stream = self._stream
+        assert stream is not None
+        before = self._begin_phase("pull")
         try:
             for start, stop in spans:
-                flow.wait(start, stop)
+                stream.wait(start, stop)
         except BaseException:
             # the model holds weights of two versions now, as after an exchange that failed
-            self._flow = None
-            flow.close()
+            self._stream = None
+            stream.close()
             raise
         finally:
-            self._enter(before)
-        self._bridge.weights.from_host(spans)
+            self._begin_phase(before)
+        self._adapter.weights.from_host(spans)
 
     def close(self) -> None:
-        """The model is its own again."""
+        """Remove all gates from the model."""
         for hook in self._hooks:
             hook.remove()
         for module in self._modules:
-            for kind in TENSORS:
+            for kind in TENSOR_ATTRIBUTES:
                 module.__dict__[kind] = dict(module.__dict__[kind])
             if isinstance(module, nn.RNNBase):
-                module.__dict__[FLAT] = list(module.__dict__[FLAT])
+                module.__dict__[FLAT_WEIGHTS] = list(module.__dict__[FLAT_WEIGHTS])
 
 
 def _parts(
     modules: Sequence[nn.Module], extents: dict[int, ByteRange]
 ) -> tuple[dict[Owners, list[ByteRange]], dict[int, list[Owners]]]:
-    """Where tensors lie, by the modules that have them; and of each module all parts. extents:
-    by id of the tensor.
+    """Return the byte ranges by owners, and the owners by module. extents: By id of the tensor.
 
-    What several modules have is a part of its own, so that it comes once: a buffer that the
-    first of them has gone on with must not be overwritten when the second is called.
+    Tensors of several modules are a part of their own, which arrives once: a buffer that the
+    first module has updated must not be overwritten when the second one is called.
     """
     owners: dict[int, list[int]] = {}
     for number, module in enumerate(modules):
@@ -306,7 +279,7 @@ def _parts(
 
 
 def _merged(extents: Sequence[ByteRange]) -> list[ByteRange]:
-    """Neighbours with only padding between them as one."""
+    """Return the ranges; neighbours with only padding between them become one."""
     found: list[ByteRange] = []
     for extent in extents:
         if found and extent.start - found[-1].stop < ALIGNMENT_BYTES:

@@ -38,7 +38,7 @@ def pushes(paths: RequestPaths, functions: tuple[str, ...]) -> list[Path]:
 
 
 STEP = "_step_of_torch.<locals>.step"
-HOOK = "BucketSender._counter.<locals>.made"
+HOOK = "BucketSender._counter.<locals>.count_gradient"
 
 
 def train(address: str, lanes: Any, width: int, choice: dict[str, Any]) -> None:

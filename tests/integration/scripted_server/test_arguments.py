@@ -108,5 +108,5 @@ def test_a_scheduler_that_goes_by_what_was_measured_cannot_be_resumed(steps: int
     optimizer = job.optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
     scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
 
-    with pytest.raises(InvalidRequestError, match=r"what was measured.*state_dict\(\)"):
+    with pytest.raises(InvalidRequestError, match=r"measured values.*state_dict\(\)"):
         job.resume(scheduler, steps)

@@ -257,7 +257,7 @@ def test_groups_that_are_others_than_the_job_s_are_refused_with_the_remedy(
     before = [parameter.detach().clone() for parameter in model.parameters()]
 
     with pytest.raises(
-        InvalidRequestError, match=r"not those that the job was made with.*requires_grad"
+        InvalidRequestError, match=r"parameters of a group are fixed.*requires_grad"
     ):
         optimizer.step()
     assert all(map(torch.equal, before, model.parameters()))
