@@ -133,6 +133,10 @@ class ShardPartition:
             ).view(dtype)
         return view
 
+    def view_segment(self, memory: RoleBuffers, segment: TrainableRange) -> torch.Tensor:
+        """Return the elements of a segment; shares the memory."""
+        return self.view(memory, DTYPES[segment.dtype], segment.start, segment.stop)
+
     def slices(self, start: int, stop: int) -> Iterator[TensorSlice]:
         """Return the tensors with bytes in [start, stop) of the flat buffer."""
         return self.plan.slices(ByteRange(start, stop))

@@ -87,12 +87,22 @@ class Staging:
             and self._checked_count == len(self._gradients)
         )
 
+    def require_memory(self) -> RoleBuffers:
+        """Return the memory. Raises ValueError if it was released."""
+        if self.memory is None:
+            raise ValueError("this staging was released")
+        return self.memory
+
+    @property
+    def absent_here(self) -> frozenset[int]:
+        """The absent tensors that have bytes on this shard."""
+        return self.absent & self.partition.trainable
+
     @property
     def contents(self) -> list[memoryview]:
         """The bytes as they are sent, without absent tensors."""
-        if self.memory is None:
-            raise ValueError("this staging was released")
-        return [self.memory.raw(*span) for span in self.partition.push(self.absent, self.initial)]
+        memory = self.require_memory()
+        return [memory.raw(*span) for span in self.partition.push(self.absent, self.initial)]
 
     def release(self) -> RoleBuffers | None:
         """Give up the memory. Return it at the first call, then None."""

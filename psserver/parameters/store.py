@@ -1,10 +1,6 @@
 """The arrays of one shard: weights, optimizer state and staged pushes."""
 
-import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from functools import partial
-from itertools import chain
 from typing import Protocol
 
 import torch
@@ -15,18 +11,17 @@ from pscommon.core.model_spec import ITEMSIZE, ROLES, Role, Scalar
 from pscommon.core.partition import ByteRange, PartitionPlan, TrainableRange, cut
 from pscommon.optim.specs import Scalars, groups_from_json, validate
 from pscommon.system.thread_team import ALONE, ThreadTeam
-from psserver.parameters.averaging import mean_of_values, sum_gradients
-from psserver.parameters.gradient_norms import MeanBlock, mean_blocks, squares, total
+from psserver.parameters.averaging import mean_of_values
+from psserver.parameters.finite_check import FiniteCheck
 from psserver.parameters.optimizer import FlatOptimizer, StateReader
 from psserver.parameters.partition import (
-    DTYPES,
     RoleBuffers,
-    SameGradientRange,
     ShardPartition,
     Span,
     WorkerBuffer,
     raw,
 )
+from psserver.parameters.round_mean import RoundMean, scale_shares, share_of_samples
 from psserver.parameters.staging import Staging, StagingPool
 from psserver.parameters.weight_reads import WeightRead, WeightReads
 
@@ -60,6 +55,8 @@ class ParameterStore:
             torch.zeros(self._partition.nbytes, dtype=torch.uint8)
         )
         self._pool = StagingPool(self._partition)
+        self._mean = RoundMean(self._partition, self._pool, team)
+        self._finite_check = FiniteCheck(self._partition, self._weights, team)
         self._reads = WeightReads(self._copy_step_weights, self._pool.return_buffers)
         self._applied = 0
         self._last_changed = dict.fromkeys(self._partition.trainable, 0)
@@ -123,28 +120,11 @@ class ParameterStore:
         Checks gradients and floating buffers; of initial weights only the trainable ones. A buffer
         may have such a value where the model's own buffer has one (an attention mask's -inf).
         """
-        memory = _memory(staging)
-        pieces = (
-            ()
-            if staging.gradients_are_finite
-            else self._partition.pieces((self._absent_here(staging),))
-        )
-        for piece in pieces:
-            if not self._is_finite(memory, piece):
-                for tensor_slice in self._partition.slices(piece.start, piece.stop):
-                    if not _is_finite(
-                        self._partition.view(
-                            memory, piece.dtype, tensor_slice.start, tensor_slice.stop
-                        )
-                    ):
-                        return self._partition.name(tensor_slice.tensor)
-        return "" if staging.initial else self._find_in_buffers(memory)
+        return self._finite_check.find(staging)
 
     def replace_non_finite(self, staging: Staging) -> None:
         """Replace NaN and Inf in the gradients by zeros."""
-        memory = _memory(staging)
-        for piece in self._partition.pieces((self._absent_here(staging),)):
-            self._partition.view(memory, piece.dtype, *piece.span).nan_to_num_(0.0, 0.0, 0.0)
+        self._finite_check.replace(staging)
 
     def square_norm(
         self,
@@ -153,24 +133,12 @@ class ParameterStore:
         scales: Sequence[float] = (),
     ) -> float:
         """Return the sum of squares, in float64, of the mean that `apply` would step with."""
-        _, factors = _shares(samples, scales)
-        memories = [_memory(staging) for staging in stagings]
-        work: list[MeanBlock] = []
-        for piece in self._partition.pieces(
-            tuple(self._absent_here(staging) for staging in stagings)
-        ):
-            views = [
-                self._partition.view(memories[push], piece.dtype, *piece.span)
-                for push in piece.holders
-            ]
-            work += mean_blocks(
-                views, [factors[push] for push in piece.holders], self._partition.padding(piece)
-            )
-        return total(chain.from_iterable(self._team.map(squares, work)))
+        factors = scale_shares(share_of_samples(samples), scales)
+        return self._mean.square_norm(stagings, factors)
 
     def set_initial_weights(self, staging: Staging) -> None:
         """Copy the initial weights from a staging."""
-        initial = _memory(staging)
+        initial = staging.require_memory()
         for role in ROLES:
             self._weights[role].copy_(initial[role])
 
@@ -188,35 +156,20 @@ class ParameterStore:
         """
         if not stagings or min(samples) < 1:
             raise ValueError(f"cannot average {len(stagings)} pushes with samples {list(samples)}")
-        shares, factors = _shares(samples, scales)
+        shares = share_of_samples(samples)
         self.averaged_last = len(stagings) > 1
-        memories = [_memory(staging) for staging in stagings]
-        absent = tuple(self._absent_here(staging) for staging in stagings)
+        untouched = frozenset.intersection(*(staging.absent_here for staging in stagings))
         self._optimizer.groups = next(
             (s.groups for s in stagings if s.groups is not None), self._optimizer.groups
         )
         self._reads.freeze()
-        with self._sum_buffer(stagings, factors) as total:
-            self._sum_gradients(total, memories, absent, factors)
-            self._optimizer.step(total, frozenset.intersection(*absent))
+        with self._mean.sum_gradients(stagings, scale_shares(shares, scales)) as gradients:
+            self._optimizer.step(gradients, untouched)
+        view = self._partition.view_segment
         for segment in self._partition.segments["buffer"]:
-            values = [self._view(memory, segment) for memory in memories]
-            mean_of_values(self._view(self._weights, segment), values, shares)
-        self._count_changes(frozenset.intersection(*absent))
-
-    @contextmanager
-    def _sum_buffer(
-        self, stagings: Sequence[Staging], factors: Sequence[float]
-    ) -> Iterator[RoleBuffers]:
-        """Yield memory for the sum: the first push's, unless it is a worker's."""
-        if list(factors) == [1.0] or stagings[0].is_server_memory:
-            yield _memory(stagings[0])
-            return
-        buffers = self._pool.take_buffers()
-        try:
-            yield buffers
-        finally:
-            self._pool.return_buffers(buffers)
+            values = [view(staging.require_memory(), segment) for staging in stagings]
+            mean_of_values(view(self._weights, segment), values, shares)
+        self._count_changes(untouched)
 
     def _count_changes(self, untouched: frozenset[int]) -> None:
         """Note the update in which each tensor last changed; usually one number for all tensors."""
@@ -316,107 +269,26 @@ class ParameterStore:
         Raises SnapshotError if weights are missing.
         """
         self._optimizer.groups = groups_from_json(reader.groups_json(), self._settings)
+        view = self._partition.view_segment
         for segment in self._segments():
             start, stop = segment.start, segment.stop
-            if not reader.read("weight", start, stop, raw(self._view(self._weights, segment))):
+            if not reader.read("weight", start, stop, raw(view(self._weights, segment))):
                 raise SnapshotError(
-                    f"the snapshot does not hold all weights in bytes {start} to {stop} of the tape"
+                    f"the snapshot lacks weights in bytes {start} to {stop} of the flat buffer"
                 )
         self._optimizer.restore(reader)
-
-    def _absent_here(self, staging: Staging) -> frozenset[int]:
-        """Return the absent tensors that have bytes on this shard."""
-        return staging.absent & self._partition.trainable
-
-    def _sum_gradients(
-        self,
-        total: RoleBuffers,
-        memories: list[RoleBuffers],
-        absent: tuple[frozenset[int], ...],
-        factors: list[float],
-    ) -> None:
-        if factors == [1.0] and memories[0] is total:
-            return
-        for piece in self._partition.pieces(absent):
-            for_each = partial(self._sum_part, piece, total, memories, factors)
-            self._team.map(
-                for_each, cut(piece.span, self._team.parts(piece.span.nbytes * len(memories)))
-            )
-
-    def _sum_part(
-        self,
-        piece: SameGradientRange,
-        total: RoleBuffers,
-        memories: list[RoleBuffers],
-        factors: list[float],
-        part: ByteRange,
-    ) -> None:
-        target, *views = [
-            self._partition.view(memory, piece.dtype, *part) for memory in (total, *memories)
-        ]
-        sum_gradients(
-            target,
-            [views[push] for push in piece.holders],
-            [factors[push] for push in piece.holders],
-        )
-
-    def _is_finite(self, memory: RoleBuffers, piece: SameGradientRange) -> bool:
-        def check(part: ByteRange) -> bool:
-            return _is_finite(self._partition.view(memory, piece.dtype, *part))
-
-        return all(self._team.map(check, cut(piece.span, self._team.parts(piece.span.nbytes))))
-
-    def _find_in_buffers(self, memory: RoleBuffers) -> str:
-        for segment in self._partition.segments["buffer"]:
-            dtype = DTYPES[segment.dtype]
-            if not dtype.is_floating_point or _is_finite(self._view(memory, segment)):
-                continue
-            for tensor_slice in self._partition.slices(segment.start, segment.stop):
-                new, old = (
-                    self._partition.view(m, dtype, tensor_slice.start, tensor_slice.stop)
-                    for m in (memory, self._weights)
-                )
-                if bool((old.isfinite() & ~new.isfinite()).any()):
-                    return self._partition.name(tensor_slice.tensor)
-        return ""
-
-    def _view(self, memory: RoleBuffers, segment: TrainableRange) -> Tensor:
-        return self._partition.view(memory, DTYPES[segment.dtype], segment.start, segment.stop)
 
     def _segments(self) -> Iterator[TrainableRange]:
         for role in ROLES:
             yield from self._partition.segments[role]
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield all arrays, flat and typed, by their names in `export`."""
         for segment in self._segments():
-            yield f"weight@{segment.start}", self._view(self._weights, segment)
+            weights = self._partition.view_segment(self._weights, segment)
+            yield f"weight@{segment.start}", weights
         for kind, start, tensor in self._optimizer.state():
             yield f"{kind}@{start}", tensor
-
-
-def _shares(samples: Sequence[int], scales: Sequence[float]) -> tuple[list[float], list[float]]:
-    """Return each push's weight in the mean, and its gradient factor: weight times scale."""
-    total_samples = sum(samples)
-    shares = [count / total_samples for count in samples]
-    return shares, [
-        share * scale for share, scale in zip(shares, scales, strict=True)
-    ] if scales else shares
-
-
-def _memory(staging: Staging) -> RoleBuffers:
-    if staging.memory is None:
-        raise ValueError("this staging was released")
-    return staging.memory
-
-
-def _is_finite(flat: Tensor) -> bool:
-    """Return whether all values are finite.
-
-    A sum keeps NaN and Inf and is fast; the extremes tell whether the sum itself overflowed.
-    """
-    return math.isfinite(flat.sum().item()) or all(
-        math.isfinite(extreme.item()) for extreme in torch.aminmax(flat)
-    )
 
 
 def count_elements(plan: PartitionPlan, shard: int) -> int:

@@ -38,13 +38,13 @@ def test_a_round_that_waits_for_a_stopped_worker(jobs: Jobs) -> None:
     job = jobs("sync", "60s", shards=1)
     job.lives["w1"].send(signal.SIGSTOP)
     began = time.monotonic()
-    line = heard(job.lives["w0"], "waiting_for=worker ")
+    line = heard(job.lives["w0"], "waiting_for='worker ")
     notice = heard(job.lives["s0"], '"event": "update_delayed"')
 
     assert machine_seconds(began) < LINE
     assert re.search(
-        r"push \d+ of worker \d on shard 0 at [\d.:]+ "
-        r"waiting_for=worker \d \(rank 1, .*, step \d+\)",
+        r"push \d+ of worker \d on shard 0 at [\d.:]+' "
+        r"waiting_for='worker \d \(rank 1, .*, step \d+\)",
         line,
     )
     assert re.search(r'"step": \d+, "waiting_for": "worker \d \(rank 1, ', notice)
@@ -102,7 +102,7 @@ def test_the_line_between_two_servers_is_cut_and_healed(jobs: Jobs) -> None:
     heard(job.lives["s1"], "coordinator_connection_lost")
     noticed = machine_seconds(cut)
     for life in workers(job):
-        heard(life, "waiting_for=shard ")
+        heard(life, "waiting_for='shard ")
     spoken = machine_seconds(cut)
     until(lambda: time.time() - began > LINK_CUT, "the end of the cut")
     stood = job.metrics(0)("ps_version")

@@ -43,6 +43,7 @@ NUMBERS = {  # the only places that touch tensors; the client of psworker is fra
     "psserver.durability.snapshots",
     "psserver.parameters.optimizer",
     "psserver.parameters.averaging",
+    "psserver.parameters.finite_check",
     "psserver.shard.shared_buffers",
     "psserver.parameters.gradient_norms",
     "psserver.parameters.staging",

@@ -191,7 +191,7 @@ def trained(programs: Programs, lanes: str) -> str:
     workers = [programs.fork("ps-worker", "--worker-rank", rank, *command) for rank in range(2)]
     for worker in workers:
         assert worker.wait() == 0, worker.said
-        assert ("shared_memory_used shards=[0, 1]" in worker.said) is (lanes == "shm")
+        assert ("shared_memory_used" in worker.said) is (lanes == "shm")
     return digest(address)
 
 

@@ -106,7 +106,7 @@ def test_stop_ends_all_scripts_and_the_run_with_0(programs: Programs) -> None:
         run.said.count("swallowed"),
         run.said.count("Traceback"),
     ) == (2, 0, 0)
-    assert run.said.count("reason=the job ends") == 2
+    assert run.said.count("script_ended") == 2
     assert "[warning]" not in run.said
 
 
@@ -137,7 +137,7 @@ def test_a_worker_that_waits_for_another_in_sync_ends_within_two_seconds(
 
     began = time.monotonic()
     run.send(signal.SIGINT)
-    run.wait_for("reason=asked to leave, this worker waited 1.5 s more and now goes")
+    run.wait_for("script_ended")
 
     assert time.monotonic() - began < 2.0 + 1.0  # for a machine that stands still
     assert run.wait() == 130

@@ -159,6 +159,7 @@ def _formatter(as_json: bool, colors: bool) -> logging.Formatter:
                 timestamp_key="time",
                 pad_event_to=0,
                 pad_level=False,
+                sort_keys=False,  # as in the statement
                 exception_formatter=structlog.dev.plain_traceback,
             )
         )
