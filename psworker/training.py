@@ -15,7 +15,7 @@ from psworker.client.client import Client
 from psworker.connect import choose_device
 from psworker.data.random_state import preserved_generators
 from psworker.local_servers import LocalServers
-from psworker.session.arguments import whole
+from psworker.session.arguments import check_integer
 from psworker.session.environment import without_settings
 from psworker.training_arguments import (
     Loss,
@@ -109,7 +109,7 @@ class DistributedTraining:
         Raises:
             InvalidRequestError: An argument does not fit, or there is no GPU for use_gpus.
         """
-        nodes = whole("nodes", nodes, 1)
+        nodes = check_integer("nodes", nodes, 1)
         if simulate and self.ps is not None:
             raise InvalidRequestError(
                 f"simulate=True excludes ps={self.ps!r}: it makes its servers. Try: leave out ps"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from pscommon.core.errors import NotSavedError, PSError
 from pscommon.snapshot import Manifest
-from pscommon.system.small_files import write_whole
+from pscommon.system.small_files import replace_file
 from pscommon.telemetry.logs import get_logger
 from psserver.coordinator.snapshot_jobs import SnapshotScheduler
 from psserver.core.coordinator.shard_directory import ShardDirectory
@@ -67,7 +67,7 @@ def save_final_state(
     text = "; ".join(filter(None, problems))
     if path := os.environ.get(NOT_SAVED_FILE):
         try:
-            write_whole(Path(path), text)
+            replace_file(Path(path), text)
         except OSError as error:
             log.warning("result_file_unwritable", problem=str(error))
     return text

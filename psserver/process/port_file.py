@@ -5,7 +5,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from pscommon.core.errors import InvalidRequestError
-from pscommon.system.small_files import is_special, remove_whole, write_whole
+from pscommon.system.small_files import is_special, remove_file, replace_file
 from pscommon.telemetry.logs import get_logger
 
 log = get_logger(__name__)
@@ -36,7 +36,7 @@ class PortFile:
                     target=_write_pipe, args=(path, text), name="port-file", daemon=True
                 ).start()
             else:
-                write_whole(path, text)
+                replace_file(path, text)
         except OSError as error:
             problem = f"--port-file {path} cannot be written: {error.strerror}"
             if not inherited:
@@ -47,9 +47,9 @@ class PortFile:
         """Remove the file; ignore errors, because this process ends."""
         if self._path is not None:
             with suppress(OSError):
-                remove_whole(self._path)
+                remove_file(self._path)
 
 
 def _write_pipe(pipe: Path, text: str) -> None:
     with suppress(OSError):  # the reader may have closed the pipe
-        write_whole(pipe, text)
+        replace_file(pipe, text)

@@ -5,7 +5,7 @@ parent process.
 import threading
 from collections.abc import Iterable
 
-from pscommon.system.process_id import has_ended, runs_here
+from pscommon.system.process_id import has_ended, is_running
 
 FOUND = "its process has ended"
 
@@ -29,7 +29,7 @@ class WorkerExits:
             if not name or self._names.get(worker) == name:
                 return
             self._names[worker] = name
-            if runs_here(name):
+            if is_running(name):
                 self._local.add(worker)
 
     def report(self, name: str, reason: str) -> list[int]:

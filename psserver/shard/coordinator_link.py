@@ -19,7 +19,7 @@ from pscommon.core.errors import (
 from pscommon.core.formats import check_wire_format, spoken_format
 from pscommon.optim import digest_of_user_defined
 from pscommon.snapshot import Manifest
-from pscommon.system.process_id import place
+from pscommon.system.process_id import pid_namespace
 from pscommon.telemetry.logs import get_logger
 from pscommon.wire.channel import open_channel
 from pscommon.wire.messages import entry_from_proto, model_from_proto, report_to_proto
@@ -291,7 +291,7 @@ class CoordinatorLink:
         request.term, request.standby, request.place = (
             self._standby.term,
             self._standby.address,
-            place(),
+            pid_namespace(),
         )
         return request
 

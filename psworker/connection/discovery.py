@@ -95,7 +95,7 @@ def discover(
                 raise search.gave_up(now - started)
             if log_timer.is_due(now):
                 log.info("servers_incomplete", problem=str(search.gave_up(now - started)))
-            if not search.has_news():
+            if not search.has_unasked():
                 time.sleep(PAUSE_SECONDS)
 
 

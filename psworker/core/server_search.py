@@ -20,7 +20,7 @@ from pscommon.core.errors import MismatchError, PSError, UnreachableError
 REMEDY = "list every server, or start the others with --join and the address of shard 0"
 # Prefixes of the address of a server that listens on all interfaces and has no public address.
 # Other machines cannot use it.
-NOWHERE = ("0.0.0.0:", "[::]:")
+WILDCARD_PREFIXES = ("0.0.0.0:", "[::]:")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class ServerDescription:
         return {
             shard: address
             for shard, address in known
-            if address and not address.startswith(NOWHERE)
+            if address and not address.startswith(WILDCARD_PREFIXES)
         }
 
 
@@ -84,7 +84,7 @@ class ServerSearch:
         self._learned_at = now
         self._answers: dict[str, ServerDescription] = {}
         self._failures: dict[str, str] = {}
-        self._places: dict[int, str] = {}
+        self._found: dict[int, str] = {}
         self._hints: dict[int, str] = {}
         self._asked: set[str] = set()
 
@@ -99,26 +99,26 @@ class ServerSearch:
         """True once each shard has answered and belongs to the job."""
         return (
             bool(self._answers)
-            and all(i in self._places for i in range(self.shards))
+            and all(i in self._found for i in range(self.shards))
             and not self._strays()
         )
 
     def cluster(self) -> JobServers:
         """Return all servers of the job; call it once the search is complete."""
         return JobServers(
-            self._answers[self._places[0]].job, tuple(self._places[i] for i in range(self.shards))
+            self._answers[self._found[0]].job, tuple(self._found[i] for i in range(self.shards))
         )
 
     def to_ask(self) -> list[str]:
         """Return the servers that have not answered, or whose answer may change."""
         silent = [address for address in self._given if address not in self._answers]
-        hinted = [address for shard, address in self._hints.items() if shard not in self._places]
-        settled = [] if self.complete else list(self._places.values())
+        hinted = [address for shard, address in self._hints.items() if shard not in self._found]
+        settled = [] if self.complete else list(self._found.values())
         asking = list(dict.fromkeys(silent + hinted + settled))
         self._asked.update(asking)
         return asking
 
-    def has_news(self) -> bool:
+    def has_unasked(self) -> bool:
         """Return whether a server was never asked; then the caller need not pause."""
         return not self._asked.issuperset(self._silent())
 
@@ -129,7 +129,7 @@ class ServerSearch:
             self._learned_at = now
         self._answers[address] = answer
         self._failures.pop(address, None)
-        self._places.setdefault(answer.shard, address)
+        self._found.setdefault(answer.shard, address)
         for shard, hint in answer.hints().items():
             # Each shard reports its address to shard 0, so shard 0's addresses take precedence.
             if shard not in self._hints or answer.shard == 0:
@@ -139,19 +139,19 @@ class ServerSearch:
         """Record a failed request; an earlier answer of this address no longer counts."""
         self._failures[address] = why
         self._answers.pop(address, None)
-        self._places = {shard: place for shard, place in self._places.items() if place != address}
+        self._found = {shard: found for shard, found in self._found.items() if found != address}
 
     def introductions(self) -> list[tuple[str, str]]:
         """Return the shards that do not follow shard 0, once all shards are known.
 
         Each item is the address of a shard, and the address of shard 0 to send to it.
         """
-        if 0 not in self._places or self._missing():
+        if 0 not in self._found or self._missing():
             return []
-        leader = self._places[0]
-        told = self._answers[leader].own or leader
+        leader = self._found[0]
+        leader_address = self._answers[leader].own or leader
         return [
-            (address, told)
+            (address, leader_address)
             for shard, address in self._followers()
             if not self._answers[address].coordinator
         ]
@@ -160,7 +160,7 @@ class ServerSearch:
         """Raise MismatchError if the search can no longer become complete."""
         if now - self._learned_at < self._grace or not self._answers or self._silent():
             return
-        knows_leader = 0 in self._places or 0 in self._hints
+        knows_leader = 0 in self._found or 0 in self._hints
         # A single given address that leads to shard 0 need not be the complete list, so other
         # servers may still be starting.
         if self._missing() and (len(self._given) > 1 or not knows_leader):
@@ -171,15 +171,17 @@ class ServerSearch:
     def gave_up(self, seconds: float) -> PSError:
         """Return the error of a search that is not complete after `seconds` seconds."""
         if silent := self._silent():
-            whom = "; ".join(
+            failures = "; ".join(
                 f"{address}: {self._failures.get(address, 'no answer')}" for address in silent
             )
-            return UnreachableError(f"no answer within {seconds:.0f} s from {whom}", "UNREACHABLE")
+            return UnreachableError(
+                f"no answer within {seconds:.0f} s from {failures}", "UNREACHABLE"
+            )
         if self._missing():
             return self._incomplete()
         strays = ", ".join(f"shard {shard} at {address}" for shard, address in self._strays())
         return UnreachableError(
-            f"{strays} has not joined shard 0 at {self._places[0]} within {seconds:.0f} s",
+            f"{strays} has not joined shard 0 at {self._found[0]} within {seconds:.0f} s",
             "UNREACHABLE",
         )
 
@@ -205,12 +207,12 @@ class ServerSearch:
             one_process = other == address or (earlier.own and earlier.own == answer.own)
             if earlier.shard == answer.shard and not one_process:
                 raise _mismatch(
-                    f"{other} and {address} are both shard {answer.shard} of {answer.shards}: "
-                    f"{REMEDY}"
+                    f"{other} and {address} are both shard {answer.shard} of {answer.shards}. "
+                    f"Try: {REMEDY}"
                 )
 
     def _compare_with_leader(self, shard: int, address: str) -> None:
-        leader = self._places.get(0, "")
+        leader = self._found.get(0, "")
         known = self._answers[leader].hints().get(shard, "") if leader else ""
         if known and known not in (address, self._answers[address].own):
             raise _mismatch(
@@ -219,34 +221,34 @@ class ServerSearch:
             )
 
     def _followers(self) -> list[tuple[int, str]]:
-        return [(shard, address) for shard, address in sorted(self._places.items()) if shard]
+        return [(shard, address) for shard, address in sorted(self._found.items()) if shard]
 
     def _strays(self) -> list[tuple[int, str]]:
         """Return the servers that run but do not belong to the job yet."""
-        here = [(shard, at) for shard, at in sorted(self._places.items()) if shard < self.shards]
-        return [(shard, at) for shard, at in here if not self._answers[at].job]
+        joined = [(shard, at) for shard, at in sorted(self._found.items()) if shard < self.shards]
+        return [(shard, at) for shard, at in joined if not self._answers[at].job]
 
     def _missing(self) -> list[int]:
         """Return the shards that have not answered and whose address is unknown."""
         return [
             shard
             for shard in range(self.shards)
-            if shard not in self._places and shard not in self._hints
+            if shard not in self._found and shard not in self._hints
         ]
 
     def _silent(self) -> list[str]:
         """Return the known addresses that have not answered."""
         given = [address for address in self._given if address not in self._answers]
-        hinted = [address for shard, address in self._hints.items() if shard not in self._places]
+        hinted = [address for shard, address in self._hints.items() if shard not in self._found]
         return list(dict.fromkeys(given + hinted))
 
     def _incomplete(self) -> MismatchError:
         found = ", ".join(
-            f"{address} is shard {shard}" for shard, address in sorted(self._places.items())
+            f"{address} is shard {shard}" for shard, address in sorted(self._found.items())
         )
         missing = self._missing()
         names = f"shard{'s' * (len(missing) > 1)} {', '.join(map(str, missing))} of {self.shards}"
-        return _mismatch(f"{found}; nobody knows where {names} is: {REMEDY}")
+        return _mismatch(f"{found}; no server knows the address of {names}. Try: {REMEDY}")
 
 
 def _mismatch(text: str) -> MismatchError:

@@ -29,7 +29,7 @@ from psworker.exchange.registration import plan_of, register
 from psworker.exchange.shard_exchange import SentBefore, ShardExchange, combined
 from psworker.exchange.shared_buffers import LANES, ClientBuffers
 from psworker.exchange.transfer import ShardTransfer, digest_of
-from psworker.session.arguments import whole
+from psworker.session.arguments import check_integer
 from psworker.transport.streams import Cancellation
 
 MAX_LOST_MEMBERSHIPS = 5
@@ -197,7 +197,7 @@ class ModelExchange:
             if self._observes:
                 raise InvalidRequestError("an observer cannot push")
             header = ps.PushPullHeader(
-                samples=whole("samples", samples, 1),
+                samples=check_integer("samples", samples, 1),
                 batches=codec.batches_to_proto(batches),
                 absent=sorted(absent),
                 groups_json=groups_json,

@@ -31,20 +31,20 @@ class LineSplitter:
     """Splitter of a byte stream into lines; a line with carriage returns gives its last part."""
 
     def __init__(self) -> None:
-        self._rest = b""
+        self._incomplete = b""
 
     def feed(self, data: bytes) -> list[str]:
         """Return the lines that are complete after `data`."""
-        *complete, self._rest = (self._rest + data).split(b"\n")
-        if len(self._rest) > MAX_LINE_BYTES:
-            complete.append(self._rest)
-            self._rest = b""
+        *complete, self._incomplete = (self._incomplete + data).split(b"\n")
+        if len(self._incomplete) > MAX_LINE_BYTES:
+            complete.append(self._incomplete)
+            self._incomplete = b""
         return [_text(line) for line in complete]
 
     def flush(self) -> list[str]:
         """Return the incomplete last line, if any."""
-        rest, self._rest = self._rest, b""
-        return [_text(rest)] if rest else []
+        line, self._incomplete = self._incomplete, b""
+        return [_text(line)] if line else []
 
 
 def _text(line: bytes) -> str:
@@ -159,7 +159,7 @@ class ManagedProcess:
         finally:
             self.kill()
             code = self._process.wait()
-            self._kill_rest_of_group()
+            self._kill_remaining_group()
             for pipe in (self._process.stdout, self._process.stderr):
                 if pipe is not None:
                     pipe.close()
@@ -189,10 +189,10 @@ class ManagedProcess:
         with self._lock:
             if self._process.poll() is None:
                 return False
-        self._kill_rest_of_group()
+        self._kill_remaining_group()
         return True
 
-    def _kill_rest_of_group(self) -> None:
+    def _kill_remaining_group(self) -> None:
         """Kill the group once, right after the end: later its number could be reused."""
         if not self._is_group_killed:
             self._is_group_killed = True

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from pscommon.core.metric_row import MetricRow
-from pscommon.system.small_files import write_whole
+from pscommon.system.small_files import replace_file
 
 COLUMNS = ("time", "seconds", "version", "worker", "rank", "name", "value")
 
@@ -41,7 +41,7 @@ def write_csv(path: Path, rows: Sequence[MetricRow]) -> None:
         writer.writerow(
             (moment, since, row.version, row.worker, row.rank, row.name, repr(row.value))
         )
-    write_whole(path, text.getvalue())
+    replace_file(path, text.getvalue())
 
 
 def digest(rows: Iterable[MetricRow]) -> dict[str, dict[str, Any]]:

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from pscommon.core.exit_codes import EXPLANATIONS, ExitCode
-from pscommon.system.small_files import write_whole
+from pscommon.system.small_files import replace_file
 from pscommon.telemetry import strict_json
 from psworker.launch.outcome import RunOutcome
 from psworker.run.history import digest
@@ -87,7 +87,7 @@ def this_run(result: JobResult) -> dict[str, Any]:
 
 def write_summary(path: Path, content: Mapping[str, Any]) -> None:
     """Replace the file atomically; write directly to a special file (a pipe, /dev/null)."""
-    write_whole(path, strict_json.dumps(content, indent=2) + "\n")
+    replace_file(path, strict_json.dumps(content, indent=2) + "\n")
 
 
 def table(content: Mapping[str, Any], coloured: bool = False) -> str:

@@ -15,21 +15,23 @@ CONNECT_SECONDS = "60"
 MAX_RANK = 2**32 - 1
 
 
-def whole(name: str, value: Any, least: int, most: int = 2**63 - 1) -> int:
+def check_integer(name: str, value: Any, minimum: int, maximum: int = 2**63 - 1) -> int:
     """Return an integer of Python, numpy or torch as a Python integer.
 
     Args:
         name: Name of the argument, for the error.
         value: The value to check.
-        least: Smallest valid value.
-        most: Largest valid value.
+        minimum: Smallest valid value.
+        maximum: Largest valid value.
     """
     try:
         number = operator.index(value)
     except TypeError:
-        number = least - 1
-    if isinstance(value, bool) or not least <= number <= most:
-        raise InvalidRequestError(f"{name}={value!r} is not a whole number from {least} to {most}")
+        number = minimum - 1
+    if isinstance(value, bool) or not minimum <= number <= maximum:
+        raise InvalidRequestError(
+            f"{name}={value!r} is not valid. Try: a whole number from {minimum} to {maximum}"
+        )
     return number
 
 
@@ -38,15 +40,15 @@ def clip_norm_of(value: Any) -> float | None:
     number = value.item() if hasattr(value, "item") else value
     if number is not None and not is_clip_norm(number):
         raise InvalidRequestError(
-            f"clip_norm={value!r} is not a finite number above 0. Try: clip_norm=1.0, or None for "
-            f"no clipping."
+            f"clip_norm={value!r} is not valid. Try: a finite number above 0, or None for no "
+            "clipping"
         )
     return None if number is None else float(number)
 
 
 def seed_of(value: Any) -> int:
     """Return a 64-bit seed as a signed integer. Seeds that differ by 2**64 are equal."""
-    return (whole("seed", value, -(2**63), 2**64 - 1) + 2**63) % 2**64 - 2**63
+    return (check_integer("seed", value, -(2**63), 2**64 - 1) + 2**63) % 2**64 - 2**63
 
 
 def rank_of(given: int | None, environment: Mapping[str, str]) -> int | None:
@@ -54,7 +56,7 @@ def rank_of(given: int | None, environment: Mapping[str, str]) -> int | None:
     return (
         _from_environment("PS_WORKER_RANK", environment)
         if given is None
-        else whole("rank", given, 0, MAX_RANK)
+        else check_integer("rank", given, 0, MAX_RANK)
     )
 
 
@@ -66,7 +68,7 @@ def attempt_of(environment: Mapping[str, str]) -> int:
 def _from_environment(name: str, environment: Mapping[str, str]) -> int | None:
     text = environment.get(name, "")
     if text and not (text.isascii() and text.isdecimal() and int(text) <= MAX_RANK):
-        raise InvalidRequestError(f"{name} must be 0, 1, 2 ..., not {text!r}")
+        raise InvalidRequestError(f"{name}={text!r} is not valid. Try: 0, 1, 2 ...")
     return int(text) if text else None
 
 
@@ -77,20 +79,20 @@ def connect_timeout_of(given: float | None, environment: Mapping[str, str]) -> f
     try:
         return seconds(environment.get("PS_CONNECT_TIMEOUT") or CONNECT_SECONDS)
     except ValueError as error:
-        raise InvalidRequestError(f"PS_CONNECT_TIMEOUT: {error}") from error
+        raise InvalidRequestError(f"PS_CONNECT_TIMEOUT is not valid: {error}") from error
 
 
 def time_limit(name: str, given: float) -> float:
     """Return a positive number of seconds, which may be infinite."""
     if isinstance(given, int | float) and given > 0:
         return given
-    raise InvalidRequestError(f"{name}={given!r} is not a positive number of seconds")
+    raise InvalidRequestError(f"{name}={given!r} is not valid. Try: a positive number of seconds")
 
 
 def lanes_of(given: Lanes | None, environment: Mapping[str, str]) -> Lanes:
     """Return the lane for tensors: the given one, else PS_LANES, else auto."""
     lanes: Any = given or environment.get("PS_LANES") or "auto"
     if lanes not in LANES:
-        raise InvalidRequestError(f"lanes {lanes!r} is not one of {', '.join(LANES)}")
+        raise InvalidRequestError(f"lanes {lanes!r} is not valid. Try: one of {', '.join(LANES)}")
     chosen: Lanes = lanes
     return chosen

@@ -39,10 +39,10 @@ class ConsumedBatches:
         self.samples += samples
         self.shared = following is not None
         if samples and following is not None:
-            self._check_whole()
+            self._check_update_is_open()
             self.following, self._ended = following, following == 0
 
-    def _check_whole(self) -> None:
+    def _check_update_is_open(self) -> None:
         if self._ended:
             raise InvalidRequestError(
                 "--global-batch decides how many batches make an update, so call optimizer.step() "

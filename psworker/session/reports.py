@@ -45,7 +45,7 @@ class ReportBuffer:
         self._now = now
         self._lock = threading.Lock()
         self._next: dict[str, float] = {}  # time by name at which a value is due again
-        self._held: dict[str, _PendingValue] = {}
+        self._pending: dict[str, _PendingValue] = {}
         self._unsent: dict[str, ValueReport] = {}
 
     def add(self, values: Mapping[str, Any], version: int) -> None:
@@ -61,7 +61,7 @@ class ReportBuffer:
         }
         with self._lock:
             self._check_names(read)
-            self._held.update(read)
+            self._pending.update(read)
         self.settle()
 
     def settle(self, final: bool = False) -> None:
@@ -69,13 +69,15 @@ class ReportBuffer:
 
         final: Read all values.
         """
-        if self._held:
-            self._settle(lambda name, held: final or self._is_due(name))
+        if self._pending:
+            self._settle(lambda name, pending: final or self._is_due(name))
 
     def unsent(self) -> Sequence[ValueReport]:
         """Return the values that the servers have not confirmed. Call it from any thread."""
-        if self._held:
-            self._settle(lambda name, held: isinstance(held.value, float) and self._is_due(name))
+        if self._pending:
+            self._settle(
+                lambda name, pending: isinstance(pending.value, float) and self._is_due(name)
+            )
         with self._lock:
             return list(self._unsent.values())
 
@@ -92,14 +94,14 @@ class ReportBuffer:
 
     def _settle(self, is_due: Callable[[str, _PendingValue], bool]) -> None:
         with self._lock:
-            due = {name: held for name, held in self._held.items() if is_due(name, held)}
+            due = {name: value for name, value in self._pending.items() if is_due(name, value)}
             for name in due:
-                del self._held[name]
+                del self._pending[name]
                 self._next[name] = self._now() + MIN_INTERVAL_SECONDS
         # Outside the lock: a device may take long, and heartbeats must not wait for it.
         read = [
-            ValueReport(name, _number(name, held.value), held.version, held.time)
-            for name, held in due.items()
+            ValueReport(name, _number(name, pending.value), pending.version, pending.time)
+            for name, pending in due.items()
         ]
         with self._lock:
             self._unsent.update({report.name: report for report in read})
@@ -116,7 +118,7 @@ class ReportBuffer:
                     f"job.report got the name {name[:40]!r}: a name has 1 to "
                     f"{MAX_NAME_CHARACTERS} printable characters"
                 )
-        if len({*values, *self._held, *self._next}) > MAX_METRICS:
+        if len({*values, *self._pending, *self._next}) > MAX_METRICS:
             raise InvalidRequestError(f"job.report got more than {MAX_METRICS} different names")
 
 

@@ -358,10 +358,10 @@ def test_a_clip_norm_that_is_none_is_refused(clip_norm: Any) -> None:
 
     with pytest.raises(
         InvalidRequestError,
-        match=r"clip_norm=.* is not a finite number above 0\. Try: clip_norm=1\.0",
+        match=r"^clip_norm=.* is not valid",
     ):
         simulated(1, train)
-    with pytest.raises(InvalidRequestError, match="is not a finite number above 0"):
+    with pytest.raises(InvalidRequestError, match="clip_norm="):
         psworker.OptimizerSpec("sgd", clip_norm=clip_norm)
 
 

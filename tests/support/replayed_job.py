@@ -86,7 +86,7 @@ class Job:
         self.received[worker, spec.loop] = received + 1
         key = BatchKey(spec.loop, batches.numbers[0])
         if isinstance(spec, StreamSpec):
-            key = key._replace(count=3, end=spec.place(key.number) == 2)
+            key = key._replace(count=3, end=spec.lap_index(key.number) == 2)
         self.push(worker, key)
 
     def push(self, worker: int, *batches: BatchKey) -> None:

@@ -11,8 +11,8 @@ class StreamSpec:
     """`epochs` passes over `sources`, each an ordered sequence of samples, equal at every read.
 
     A lap is one pass over one source; laps run through all epochs from 0 to `laps` - 1. The batch
-    at a place of a lap holds samples [offset, offset + batch_size) of the lap's source. The last
-    batch of a lap may be smaller. A batch number encodes lap and place, so it denotes the same
+    at an index of a lap has samples [offset, offset + batch_size) of the lap's source. The last
+    batch of a lap may be smaller. A batch number encodes lap and index, so it denotes the same
     samples for every worker.
 
     loop: number of the loop in the script, from 0.
@@ -36,14 +36,14 @@ class StreamSpec:
     def laps(self) -> int:
         return self.sources * self.epochs
 
-    def number(self, lap: int, place: int) -> int:
-        """Return the number of the batch at this place of this lap."""
-        return place * self.laps + lap
+    def number(self, lap: int, index: int) -> int:
+        """Return the number of the batch at this index of this lap."""
+        return index * self.laps + lap
 
     def lap(self, number: int) -> int:
         return number % self.laps
 
-    def place(self, number: int) -> int:
+    def lap_index(self, number: int) -> int:
         """Return the number of batches of the lap before this one."""
         return number // self.laps
 
@@ -55,7 +55,7 @@ class StreamSpec:
 
     def offset(self, number: int) -> int:
         """Return the number of samples of the source before this batch."""
-        return self.place(number) * self.batch_size
+        return self.lap_index(number) * self.batch_size
 
     def as_dict(self) -> dict[str, Any]:
         """Return the fields, JSON-ready; spec_from_dict is the inverse."""

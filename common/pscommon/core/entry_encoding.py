@@ -132,4 +132,6 @@ def contributions_from_json(raw: Iterable[Sequence[Any]]) -> tuple[Contribution,
 
     The scale may be missing: older releases did not write it.
     """
-    return tuple(Contribution(PushKey(worker, seq), *rest) for (worker, seq), *rest in raw)
+    return tuple(
+        Contribution(PushKey(worker, seq), *remaining) for (worker, seq), *remaining in raw
+    )

@@ -108,7 +108,7 @@ class PartitionPlan:
     def order(self) -> tuple[int, ...]:
         """Indices into spec.tensors, in flat buffer order."""
         tensors = self.spec.tensors
-        return tuple(sorted(range(len(tensors)), key=lambda i: (*_tape_key(tensors[i]), i)))
+        return tuple(sorted(range(len(tensors)), key=lambda i: (*_buffer_order_key(tensors[i]), i)))
 
     @cached_property
     def starts(self) -> tuple[int, ...]:
@@ -224,5 +224,5 @@ class PartitionPlan:
         return [self.starts[index] for index in self.order]
 
 
-def _tape_key(tensor: TensorSpec) -> tuple[int, str, int]:
+def _buffer_order_key(tensor: TensorSpec) -> tuple[int, str, int]:
     return ROLES.index(tensor.role), tensor.dtype, tensor.group

@@ -126,7 +126,7 @@ class SettingsCommand(click.Command):
         *,
         tables: Mapping[str, Sequence[Option]],
         reads: Sequence[str],
-        **rest: Any,
+        **remaining: Any,
     ) -> None:
         """Make the command.
 
@@ -135,7 +135,7 @@ class SettingsCommand(click.Command):
             options: its options.
             tables: all tables of a file, with their options.
             reads: tables that apply to this command, its own one last.
-            rest: arguments for click.Command.
+            remaining: arguments for click.Command.
         """
         self.options = tuple(options)
         self.tables = {
@@ -143,7 +143,7 @@ class SettingsCommand(click.Command):
         }
         self.reads = tuple(reads)
         super().__init__(
-            name, params=[_config_option(), *options, *rest.pop("arguments", ())], **rest
+            name, params=[_config_option(), *options, *remaining.pop("arguments", ())], **remaining
         )
         click.version_option(package_name="paramserver", message="%(prog)s %(version)s")(self)
 

@@ -215,11 +215,11 @@ READS: Mapping[str, tuple[str, ...]] = {
 
 
 def command(
-    table: str, name: str, arguments: Sequence[click.Parameter] = (), **rest: Any
+    table: str, name: str, arguments: Sequence[click.Parameter] = (), **remaining: Any
 ) -> SettingsCommand:
     """Return the click command with the options of TABLES[table]."""
     return SettingsCommand(
-        name, TABLES[table], tables=TABLES, reads=READS[table], arguments=arguments, **rest
+        name, TABLES[table], tables=TABLES, reads=READS[table], arguments=arguments, **remaining
     )
 
 

@@ -74,8 +74,8 @@ class ValueType(ParamType):
 class PathType(click.Path):
     """Path of a file or folder; refuses an empty path, as from an unset shell variable."""
 
-    def __init__(self, **rest: Any) -> None:
-        super().__init__(path_type=Path, **rest)
+    def __init__(self, **remaining: Any) -> None:
+        super().__init__(path_type=Path, **remaining)
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """Check a value; called by click."""
@@ -134,9 +134,9 @@ def on_worker_loss(text: str) -> OnWorkerLoss:
     """Parse 'shrink', 'abort' or 'wait:SECONDS'."""
     if text == "shrink" or text == "abort":
         return OnWorkerLoss("shrink" if text == "shrink" else "abort")
-    mode, _, rest = text.partition(":")
-    if mode == "wait" and _time(rest) > 0:
-        return OnWorkerLoss("wait", _time(rest))
+    mode, _, remaining = text.partition(":")
+    if mode == "wait" and _time(remaining) > 0:
+        return OnWorkerLoss("wait", _time(remaining))
     raise ValueError(f"{text!r} is not shrink, abort or wait:SECONDS (wait:60, wait:5m)")
 
 

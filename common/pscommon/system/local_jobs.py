@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from pscommon.core.errors import InvalidRequestError
-from pscommon.system.process_id import has_ended, process_id, runs_here
+from pscommon.system.process_id import has_ended, is_running, process_id
 
 FALLBACK = "/tmp/paramserver-{uid}"
 MAX_FILE_BYTES = 65536
@@ -150,7 +150,7 @@ def _running(folder: int) -> Iterator[LocalJob]:
         entry = _read(folder, name) if name.endswith(SUFFIX) and not name.startswith(".") else None
         if entry is None:
             continue
-        if runs_here(entry.process) if entry.process else _answers_signals(entry.pid):
+        if is_running(entry.process) if entry.process else _answers_signals(entry.pid):
             yield entry
         elif not entry.process or has_ended(entry.process):
             with suppress(OSError):

@@ -17,30 +17,32 @@ class ProcessId(NamedTuple):
     """Parts of a process name.
 
     Attributes:
-        place: boot id and PID namespace.
-        pid: process number.
-        started: start time in clock ticks since the boot.
+        namespace: Boot id and PID namespace.
+        pid: Process number.
+        started: Start time in clock ticks since the boot.
     """
 
-    place: str
+    namespace: str
     pid: int
     started: int
 
     def __str__(self) -> str:
-        return f"{self.place}/{self.pid}/{self.started}"
+        return f"{self.namespace}/{self.pid}/{self.started}"
 
 
 def process_id(pid: int | None = None) -> str:
     """Return the name of a running process, by default of this one; empty if unsupported."""
     number = os.getpid() if pid is None else pid
-    here, stat = place(), _stat(number)
-    return str(ProcessId(here, number, stat[1])) if here and stat else ""
+    namespace, stat = pid_namespace(), _stat(number)
+    return str(ProcessId(namespace, number, stat[1])) if namespace and stat else ""
 
 
-def runs_here(name: str) -> bool:
-    """Return whether this process runs and is visible from here."""
+def is_running(name: str) -> bool:
+    """Return whether this process runs and is visible to this process."""
     process = _parsed(name)
-    stat = _stat(process.pid) if process is not None and process.place == place() else None
+    stat = (
+        _stat(process.pid) if process is not None and process.namespace == pid_namespace() else None
+    )
     return (
         process is not None
         and stat is not None
@@ -52,7 +54,7 @@ def runs_here(name: str) -> bool:
 def has_ended(name: str) -> bool:
     """Return whether a process has certainly ended."""
     process = _parsed(name)
-    if process is None or process.place != place():
+    if process is None or process.namespace != pid_namespace():
         return False
     try:
         state, started = _read_stat(process.pid)
@@ -63,14 +65,14 @@ def has_ended(name: str) -> bool:
     return started != process.started or _is_dead(process.pid, state)
 
 
-def place() -> str:
+def pid_namespace() -> str:
     """Return boot id and PID namespace of this process; empty if unknown."""
-    return _place_of(os.getpid())
+    return _namespace_of(os.getpid())
 
 
 @lru_cache(maxsize=1)
-def _place_of(pid: int) -> str:
-    """Return the place; empty without a comparable PID: not Linux, or a foreign /proc."""
+def _namespace_of(pid: int) -> str:
+    """Return the namespace; empty without a comparable PID: not Linux, or a foreign /proc."""
     try:
         if os.readlink(PROC / "self") != str(pid):
             return ""

@@ -25,7 +25,7 @@ def why_no_file(path: Path) -> str:
     return ""
 
 
-def write_whole(path: Path, text: str) -> None:
+def replace_file(path: Path, text: str) -> None:
     """Replace a file atomically, but not durably; a symbolic link stays.
 
     A special file is written directly; a pipe blocks until its reader opens it.
@@ -49,8 +49,8 @@ def write_whole(path: Path, text: str) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def remove_whole(path: Path) -> None:
-    """Remove a file written by `write_whole`; special files stay."""
+def remove_file(path: Path) -> None:
+    """Remove a file written by `replace_file`; special files stay."""
     if not is_special(path):
         path.resolve().unlink(missing_ok=True)
 

@@ -134,14 +134,14 @@ class LogSegment:
 
     def _write(self, buffers: Sequence[Buffer]) -> None:
         """Write all buffers behind the last record, and the end mark behind them."""
-        rest, offset = views_of([*buffers, end_mark(self._nonce)]), self.nbytes
-        end = offset + sum(view.nbytes for view in rest) - NONCE_BYTES
+        remaining, offset = views_of([*buffers, end_mark(self._nonce)]), self.nbytes
+        end = offset + sum(view.nbytes for view in remaining) - NONCE_BYTES
         try:
-            while rest:
-                done = self._files.write(self._descriptor, rest[:IOV_MAX], offset)
+            while remaining:
+                done = self._files.write(self._descriptor, remaining[:IOV_MAX], offset)
                 if done <= 0:
                     raise OSError(errno.EIO, "the system wrote nothing")
-                rest, offset = _behind(rest, done), offset + done
+                remaining, offset = _behind(remaining, done), offset + done
         except OSError as error:
             self.failure = failed(error, self.path)
             raise self.failure from error

@@ -65,13 +65,13 @@ class StreamLoop(LoopLedger):
         """
         if not self.spec.laps:
             return  # a loop over no epochs has no batches
-        lap, total = self.spec.lap(number), self.spec.place(number) + (count > 0)
+        lap, total = self.spec.lap(number), self.spec.lap_index(number) + (count > 0)
         pool = self._begun.get(lap)
         if pool is None or (pool.total is not None and pool.total <= total):
             return
         pool.end(total)
         for other, holder in self.leases.items():
-            if self.spec.lap(other) == lap and self.spec.place(other) >= total:
+            if self.spec.lap(other) == lap and self.spec.lap_index(other) >= total:
                 self.leases.end(holder, other)
         self._end_if_done(lap)
 
@@ -99,7 +99,7 @@ class StreamLoop(LoopLedger):
     def _count(self, number: int) -> None:
         lap = self.spec.lap(number)
         self._committed += 1
-        self._begun[lap].commit(self.spec.place(number))
+        self._begun[lap].commit(self.spec.lap_index(number))
         self._end_if_done(lap)
 
     def _end_if_done(self, lap: int) -> None:
@@ -111,7 +111,7 @@ class StreamLoop(LoopLedger):
 
     def _free(self, number: int) -> None:
         lap = self.spec.lap(number)
-        self._begun[lap].put_back(self.spec.place(number))
+        self._begun[lap].put_back(self.spec.lap_index(number))
         if not any(self.spec.lap(other) == lap for other, _ in self.leases.items()):
             self._release(lap)
 

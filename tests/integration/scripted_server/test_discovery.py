@@ -139,7 +139,7 @@ def test_shard_that_nobody_knows(apart: FakeCluster) -> None:
     error = failure(apart.addresses[:2])
 
     assert (type(error), error.reason, error.exit_code) == (MismatchError, "SHARD_MISMATCH", 11)
-    assert "nobody knows where shard 2 of 3 is" in str(error)
+    assert "no server knows the address of shard 2 of 3" in str(error)
     assert "--join" in str(error)
     assert apart.servers[1].introduced == []
 
@@ -148,7 +148,7 @@ def test_no_way_to_shard_0(apart: FakeCluster) -> None:
     error = failure([apart.addresses[1]])
 
     assert (type(error), error.reason) == (MismatchError, "SHARD_MISMATCH")
-    assert "nobody knows where shards 0, 2 of 3 is" in str(error)
+    assert "no server knows the address of shards 0, 2 of 3" in str(error)
 
 
 def test_describe_one_server(cluster: FakeCluster) -> None:

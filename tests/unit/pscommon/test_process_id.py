@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from pscommon.system import process_id as module
-from pscommon.system.process_id import has_ended, process_id, runs_here
+from pscommon.system.process_id import has_ended, is_running, process_id
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
 
@@ -26,26 +26,26 @@ def child() -> Iterator["subprocess.Popen[bytes]"]:
 def test_a_process_that_runs_has_not_ended() -> None:
     name = process_id()
     assert str(os.getpid()) in name.split("/")
-    assert (runs_here(name), has_ended(name)) == (True, False)
+    assert (is_running(name), has_ended(name)) == (True, False)
 
 
 def test_the_end_of_a_process_is_seen_before_and_after_somebody_waits_for_it(
     child: "subprocess.Popen[bytes]",
 ) -> None:
     name = process_id(child.pid)
-    assert (runs_here(name), has_ended(name)) == (True, False)
+    assert (is_running(name), has_ended(name)) == (True, False)
 
     child.kill()
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # it stays a zombie
-    assert (runs_here(name), has_ended(name)) == (False, True)
+    assert (is_running(name), has_ended(name)) == (False, True)
     child.wait()
-    assert (runs_here(name), has_ended(name)) == (False, True)
+    assert (is_running(name), has_ended(name)) == (False, True)
 
 
 def test_a_number_that_is_used_again_is_another_process(child: "subprocess.Popen[bytes]") -> None:
     place, pid, started = process_id(child.pid).rsplit("/", 2)
     earlier = f"{place}/{pid}/{int(started) - 1}"
-    assert (runs_here(earlier), has_ended(earlier)) == (False, True)
+    assert (is_running(earlier), has_ended(earlier)) == (False, True)
 
 
 @pytest.mark.parametrize("part", [0, 1])
@@ -54,12 +54,12 @@ def test_nothing_is_certain_of_another_boot_or_namespace(part: int) -> None:
     parts = process_id().split("/")
     parts[part], parts[2] = "0", "4194305"
     name = "/".join(parts)
-    assert (runs_here(name), has_ended(name)) == (False, False)
+    assert (is_running(name), has_ended(name)) == (False, False)
 
 
 @pytest.mark.parametrize("name", ["", "x", "a/b/c", "a/1/-1", "//", "1/2/3/4/5", "a/b/1/²"])
 def test_what_is_no_name_proves_nothing(name: str) -> None:
-    assert (runs_here(name), has_ended(name)) == (False, False)
+    assert (is_running(name), has_ended(name)) == (False, False)
 
 
 def test_a_system_that_hides_processes_proves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,7 +69,7 @@ def test_a_system_that_hides_processes_proves_nothing(monkeypatch: pytest.Monkey
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(module, "_read_stat", denied)
-    assert (process_id(), runs_here(name), has_ended(name)) == ("", False, False)
+    assert (process_id(), is_running(name), has_ended(name)) == ("", False, False)
 
 
 def test_a_process_in_a_namespace_of_its_own_has_another_name() -> None:
@@ -84,4 +84,4 @@ def test_a_process_in_a_namespace_of_its_own_has_another_name() -> None:
             pytest.skip(found.stderr.strip())
         name = found.stdout.strip()
         assert bool(name) == bool(mount)
-        assert (runs_here(name), has_ended(name)) == (False, False)
+        assert (is_running(name), has_ended(name)) == (False, False)

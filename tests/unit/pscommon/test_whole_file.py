@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from pscommon.system.small_files import remove_whole, write_whole
+from pscommon.system.small_files import remove_file, replace_file
 
 LIMIT = 60.0
 
@@ -15,10 +15,10 @@ def test_a_link_stays_one_and_what_it_leads_to_goes(tmp_path: Path) -> None:
     link, file = tmp_path / "link", tmp_path / "there" / "file"
     link.symlink_to(file)
 
-    write_whole(link, "7\n")
+    replace_file(link, "7\n")
     assert (link.is_symlink(), file.read_text()) == (True, "7\n")
 
-    remove_whole(link)
+    remove_file(link)
     assert (link.is_symlink(), list((tmp_path / "there").iterdir())) == (True, [])
 
 
@@ -27,8 +27,8 @@ def test_a_pipe_is_written_to_and_stays(tmp_path: Path) -> None:
     os.mkfifo(path)
     reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     try:
-        write_whole(path, "7\n")
-        remove_whole(path)
+        replace_file(path, "7\n")
+        remove_file(path)
 
         assert os.read(reader, 100) == b"7\n"
         assert path.is_fifo()
@@ -43,11 +43,11 @@ def test_stdout_that_is_a_file_keeps_what_was_and_what_comes(tmp_path: Path) -> 
     script = """if True:
         import sys
         from pathlib import Path
-        from pscommon.system.small_files import remove_whole, write_whole
+        from pscommon.system.small_files import remove_file, replace_file
         print("before", flush=True)
         for name in sys.argv[1:]:
-            write_whole(Path(name), "written\\n")
-            remove_whole(Path(name))
+            replace_file(Path(name), "written\\n")
+            remove_file(Path(name))
         print("after", flush=True)"""
     with file.open("w") as out:
         command = [sys.executable, "-c", script, "/dev/stdout", "/dev/fd/1", str(link)]

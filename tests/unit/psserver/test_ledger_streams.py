@@ -26,7 +26,7 @@ def test_a_number_stands_for_a_source_and_an_offset() -> None:
     for lap in range(spec.laps):
         for place in range(4):
             number = spec.number(lap, place)
-            assert (spec.lap(number), spec.place(number)) == (lap, place)
+            assert (spec.lap(number), spec.lap_index(number)) == (lap, place)
             assert (spec.epoch(number), spec.source(number), spec.offset(number)) == (
                 lap // 3,
                 lap % 3,

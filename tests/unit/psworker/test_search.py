@@ -47,9 +47,9 @@ def test_answers_in_any_order_complete_it(order: tuple[int, ...]) -> None:
 def test_follower_leads_to_shard_0_and_shard_0_to_all() -> None:
     search = ServerSearch(["s2:1"], 0.0, GRACE)
     search.answered("s2:1", described(2), 0.0)
-    assert search.has_news()
+    assert search.has_unasked()
     assert search.to_ask() == ["s0:1", "s2:1"]
-    assert not search.has_news()
+    assert not search.has_unasked()
     search.answered("s0:1", described(0, knows=EVERYBODY), 0.0)
 
     assert search.to_ask() == ["s1:1", "s2:1", "s0:1"]
@@ -107,7 +107,7 @@ def test_one_address_that_leads_to_shard_0_may_wait_for_the_rest() -> None:
 
     error = search.gave_up(60.0)
     assert isinstance(error, MismatchError)
-    assert "s0:1 is shard 0; nobody knows where shards 1, 2 of 3 is" in str(error)
+    assert "s0:1 is shard 0; no server knows the address of shards 1, 2 of 3" in str(error)
 
 
 def test_grace_starts_anew_when_something_is_learned() -> None:
