@@ -4,13 +4,10 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
-from torch import nn
 
-from psworker.client.client import Client
-from psworker.job import Job
 from tests.support.call_paths import Path, RequestPaths, documented_path, recorded_paths
 from tests.support.cluster import Cluster
+from tests.support.loader_script import train
 
 Make = Callable[..., Cluster]
 
@@ -41,18 +38,6 @@ STEP = "_step_of_torch.<locals>.step"
 HOOK = "BucketSender._counter.<locals>.count_gradient"
 
 
-def train(address: str, lanes: Any, width: int, choice: dict[str, Any]) -> None:
-    """Make two steps over a loader."""
-    data = torch.ones(4, width)
-    with Job(Client(address, lanes=lanes)) as job:
-        model = nn.Linear(width, width)
-        optimizer = job.optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, **choice)
-        for batch in job.batches(data, batch_size=2, shuffle=False):
-            optimizer.zero_grad()
-            model(batch).sum().backward()
-            optimizer.step()
-
-
 @pytest.mark.parametrize("choice", CHOICES)
 @pytest.mark.parametrize("lanes", ["grpc", "shm"])
 @pytest.mark.parametrize(("shards", "width"), [(1, 3), (2, 3), (2, LARGE)])
@@ -66,7 +51,7 @@ def test_few_modules_are_on_the_path_of_a_push(
 ) -> None:
     servers = cluster(shards, policy="async")
     with recorded_paths(monkeypatch) as paths:
-        train(servers.addresses, lanes, width, CHOICES[choice])
+        train(servers.addresses, lanes, width, **CHOICES[choice])
     found = pushes(paths, (STEP, HOOK))
 
     assert len(found) >= 2 * shards
@@ -81,10 +66,10 @@ def test_the_documented_path_of_a_push(
 ) -> None:
     servers = cluster(1)
     with recorded_paths(monkeypatch) as paths:
-        train(servers.address, lanes, 3, CHOICES["plain"])
+        train(servers.address, lanes, 3, **CHOICES["plain"])
 
     assert {functions(path) for path in pushes(paths, (STEP,))} == {
-        documented_path("Path of a push")
+        documented_path("Path of a push", "worker")
     }
 
 
@@ -93,9 +78,9 @@ def test_the_documented_path_of_a_batch_request(
 ) -> None:
     servers = cluster(1)
     with recorded_paths(monkeypatch) as paths:
-        train(servers.address, "grpc", 3, CHOICES["plain"])
+        train(servers.address, "grpc", 3, **CHOICES["plain"])
     found = paths.found["NextBatch"]
 
     for path in found:
         assert len(modules(path)) <= MAX_MODULES, "\n".join(map(str, path))
-    assert functions(found[0]) == documented_path("Path of a batch request")
+    assert functions(found[0]) == documented_path("Path of a batch request", "worker")

@@ -1,4 +1,4 @@
-"""The functions of ours on the call stack of a worker's request, recorded at the gRPC stub."""
+"""The functions of ours on the call stacks of requests, and those that ARCHITECTURE.md lists."""
 
 import re
 import sys
@@ -91,6 +91,37 @@ def recorded_paths(monkeypatch: pytest.MonkeyPatch) -> Iterator[RequestPaths]:
         yield paths
 
 
+@contextmanager
+def recorded_calls(
+    monkeypatch: pytest.MonkeyPatch, owner: type, name: str, packages: tuple[str, ...]
+) -> Iterator[list[Path]]:
+    """Record the path of each call of a method, without lambdas; packages: whose functions."""
+    paths: list[Path] = []
+    method = getattr(owner, name)
+
+    def recorded(*args: Any, **options: Any) -> Any:
+        calls = [call for call in _stack(packages) if not call.function.endswith("<lambda>")]
+        last = Call(method.__module__, method.__qualname__)
+        paths.append((*(call for call in calls if "<locals>" not in call.function), last))
+        return method(*args, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, recorded)
+        yield paths
+
+
+def _stack(packages: tuple[str, ...]) -> Path:
+    """Return the functions of these packages on this thread's stack, outermost first."""
+    calls: list[Call] = []
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        module = frame.f_globals.get("__name__", "")
+        if module.partition(".")[0] in packages:
+            calls.append(Call(module, frame.f_code.co_qualname))
+        frame = frame.f_back
+    return tuple(reversed(calls))
+
+
 class Recorded:
     """A stub that records the path of each of its calls."""
 
@@ -106,15 +137,16 @@ class Recorded:
         return self._stub.future(*args, **options)
 
 
-def documented_path(title: str) -> Path:
-    """Return the path in the table of a section of ARCHITECTURE.md.
+def documented_path(title: str, where: str) -> Path:
+    """Return a path from the table of a section of ARCHITECTURE.md.
 
     A name that begins with a dot is a method of the class before it.
     """
     text = (ROOT / "ARCHITECTURE.md").read_text().partition(f"\n## {title}\n")[2]
     section = text.partition("\n## ")[0]
     calls = []
-    for file, functions in re.findall(r"^\| `([^`]+)\.py` \| (.*) \|$", section, re.MULTILINE):
+    row = rf"^\| {where} \| `([^`]+)\.py` \| (.*) \|$"
+    for file, functions in re.findall(row, section, re.MULTILINE):
         module, owner = file.removeprefix("common/").replace("/", "."), ""
         for name in re.findall(r"`([^`]+)`", functions):
             function = owner + name if name.startswith(".") else name

@@ -128,7 +128,7 @@ def test_the_tests_that_faults_names_exist() -> None:
 
 
 def test_pages_keep_their_length() -> None:
-    limits = {"README.md": 150, "ARCHITECTURE.md": 120}
+    limits = {"README.md": 150, "ARCHITECTURE.md": 160}
     limits |= {str(page.relative_to(ROOT)): 30 for page in (ROOT / "docs/adr").glob("0*.md")}
     lengths = {name: len((ROOT / name).read_text(encoding="utf-8").splitlines()) for name in limits}
 
