@@ -114,7 +114,7 @@ class Server:
         layout = self._make_layout()
         patience = PORT_RELEASE_SECONDS if self._promotion is not None else 0.0
         self._grpc, self.address = listen(
-            config.bind, MAX_CONCURRENT_CALLS, [RpcTimer(self.metrics.rpc).wrap], patience
+            config.bind, MAX_CONCURRENT_CALLS, [RpcTimer(self.metrics.record_call).wrap], patience
         )
         self._resources.callback(lambda: self._grpc.stop(grace=None))
         self.replicator = self._make_replicator()
@@ -234,7 +234,7 @@ class Server:
 
     def _make_log(self) -> ShardLog:
         config = self.config
-        disk = disk_log(config, f"log-shard-{config.shard}", self.metrics.log_failed)
+        disk = disk_log(config, f"log-shard-{config.shard}", self.metrics.count_log_failure)
         log = ShardLog(RecordSink(RecordSource.SHARD, disk, self.replicator), config.shard)
         self._resources.callback(log.close)
         return log

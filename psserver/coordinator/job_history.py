@@ -77,7 +77,7 @@ class JobHistory:
         self._rules = config.rules()
         self.replace_recorder: Callable[[Recorder], None] = lambda recorder: None
         self.newest: Manifest | None = None
-        disk = disk_log(config, LOG_FOLDER, metrics.log_failed)
+        disk = disk_log(config, LOG_FOLDER, metrics.count_log_failure)
         self.durable = disk is not None
         self.journal = CoordinatorLog(RecordSink(RecordSource.JOB, disk, standby_link))
 
@@ -121,8 +121,8 @@ class JobHistory:
                 data_dir,
                 self._states,
                 self._layout,
-                metrics.updates_lost,
-                metrics.log_failed,
+                metrics.count_lost_updates,
+                metrics.count_log_failure,
             )
             if data_dir is not None
             else None
@@ -322,7 +322,7 @@ class JobHistory:
             manifest = self._snapshots.find_newest()
             if manifest is None and self._is_recovered:
                 log.error("job_restarted_without_snapshot", reason=why, updates_lost=version)
-                self._metrics.updates_lost(version)
+                self._metrics.count_lost_updates(version)
                 self._generations.count_in_running_job()
                 self.begin()
             elif manifest is None:
@@ -331,7 +331,7 @@ class JobHistory:
                 )
             else:
                 lost = version - manifest.version
-                self._metrics.updates_lost(lost)
+                self._metrics.count_lost_updates(lost)
                 log.error(
                     "rollback_started", reason=why, version=manifest.version, updates_lost=lost
                 )
@@ -353,7 +353,7 @@ class JobHistory:
             lost = version - self._accounted_version
             if lost > 0:
                 self._accounted_version = version
-                self._metrics.updates_lost(lost)
+                self._metrics.count_lost_updates(lost)
                 log.error("updates_lost", worker=worker, version=version, updates_lost=lost)
 
     def commit_snapshot(self, coordinator: CoordinatorMachine, executor: CommandExecutor) -> bool:

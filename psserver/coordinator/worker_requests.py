@@ -104,7 +104,7 @@ class WorkerRequests:
         """
         self._executor.do(Leave(worker, reason[:MAX_REASON_CHARACTERS]))
         self._history.count_lost_updates(worker, version)
-        self._metrics.gone(worker)
+        self._metrics.remove_worker(worker)
         log.info("worker_left", worker=worker, reason=reason or "done")
 
     def renew_leases(self, ages: Mapping[int, float]) -> None:

@@ -201,7 +201,7 @@ class SnapshotManager:
         if manifest is not None:
             self.newest_version = manifest.version
             own = manifest.parts[self._shard].nbytes if self._shard < manifest.shards else 0
-            self._metrics.snapshot_found(_written_at(manifest), own)
+            self._metrics.set_restored_snapshot(_written_at(manifest), own)
 
     # ---- writing ---------------------------------------------------------------------------------
 
@@ -238,7 +238,7 @@ class SnapshotManager:
             self._note_failure(error)
             self.on_part(PartReport(cut.version, cut.index, "", 0, "", self.problem))
             return
-        self._metrics.snapshot(time.monotonic() - began, part.nbytes)
+        self._metrics.record_snapshot(time.monotonic() - began, part.nbytes)
         self.on_part(PartReport(cut.version, cut.index, part.file, part.nbytes, part.sha256))
 
     def _note_failure(self, error: Exception) -> None:
@@ -250,7 +250,7 @@ class SnapshotManager:
         self.problem = str(error) if is_expected else f"a bug: {error!r}"
         cause = error.__cause__
         number = cause.errno if isinstance(cause, OSError) else None
-        self._metrics.snapshot_failed(errno.errorcode.get(number or 0, "other"))
+        self._metrics.count_snapshot_failure(errno.errorcode.get(number or 0, "other"))
         if not is_expected:
             log.error("snapshot_part_failed", problem=self.problem, exc_info=error)
 
@@ -265,7 +265,7 @@ class SnapshotManager:
         assert self._snapshots is not None
         if cutting.problem:
             self.problem = cutting.problem
-            self._metrics.snapshot_failed("incomplete")
+            self._metrics.count_snapshot_failure("incomplete")
             self._log_failure(cutting.version)
             return None
         manifest = self._manifest(cutting, job, model)

@@ -52,7 +52,7 @@ class WorkerMonitor:
                 log.warning("worker_silent", worker=member.worker, keep_seconds=self._keep_seconds)
             else:
                 log.warning("worker_lost", worker=member.worker, reason=member.reason)
-                self._metrics.gone(member.worker)
+                self._metrics.remove_worker(member.worker)
 
     def update(
         self,
@@ -69,8 +69,8 @@ class WorkerMonitor:
         """
         self._notice.update(coordinator, missing, now)
         membership = coordinator.membership
-        self._metrics.workers(membership.counts())
-        self._metrics.backup_workers(coordinator.policy.backup)
+        self._metrics.set_workers(membership.counts())
+        self._metrics.set_backup_workers(coordinator.policy.backup)
         for departed in (
             self._steps.keys() | self._since.keys() | self._logged_at.keys()
         ) - found.keys():
@@ -78,8 +78,8 @@ class WorkerMonitor:
         for worker, condition in found.items():
             member = membership.members[worker]
             if member.is_registered:
-                self._metrics.worker(
-                    worker, member.clock, pushed=member.steps > self._steps.get(worker, 0)
+                self._metrics.set_worker(
+                    worker, member.clock, has_pushed=member.steps > self._steps.get(worker, 0)
                 )
                 self._steps[worker] = member.steps
             if condition.health is not WorkerHealth.SILENT and self._is_confirmed_change(
@@ -116,7 +116,7 @@ class WorkerMonitor:
             log.info("worker_recovered", **fields)
 
     def _forget(self, worker: int) -> None:
-        self._metrics.gone(worker)
+        self._metrics.remove_worker(worker)
         self._steps.pop(worker, None)
         self._slow.discard(worker)
         self._since.pop(worker, None)

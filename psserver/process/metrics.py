@@ -11,7 +11,9 @@ from prometheus_client.registry import Collector
 from pscommon.system.packages import installed
 from pscommon.telemetry.http import SECONDS, new_registry
 
-MAX_WORKERS = 256  # series per worker-labelled metric; later workers share the label "other"
+MAX_WORKERS = 256
+"""Series of a metric with the label `worker`; further workers share the label "other"."""
+
 OTHER = "other"
 OUTCOMES = ("applied", "duplicate", "stale", "rejected")
 WORKER_STATES = ("joined", "active", "idle", "lost", "left", "past")
@@ -46,44 +48,44 @@ class ServerMetrics:
         self.about: Callable[[], Mapping[str, str]] = dict
         self._registry = registry
         self._shard = str(shard)
-        self._build()
-        self._training()
-        self._network()
-        self._membership()
-        self._durability()
+        self._create_info()
+        self._create_training()
+        self._create_network()
+        self._create_membership()
+        self._create_durability()
 
-    def version(self, version: int) -> None:
+    def set_version(self, version: int) -> None:
         """Set the number of updates in this shard's weights."""
         self._version.set(version)
 
-    def model(self, parameters: int, nbytes: int) -> None:
-        """Set the size of this shard's part of the model, in numbers and in bytes."""
+    def set_model_size(self, parameters: int, nbytes: int) -> None:
+        """Set the size of this shard's part of the model, in elements and in bytes."""
         self._parameters.set(parameters)
         self._parameter_bytes.set(nbytes)
 
-    def pushed(self, outcome: str, staleness: int | None = None) -> None:
+    def count_push(self, outcome: str, staleness: int | None = None) -> None:
         """Count a decided push: one of OUTCOMES, and its staleness in versions if it has one."""
         self._outcomes[outcome].inc()
         if staleness is not None:
             self._staleness.observe(staleness)
 
-    def applied(self, seconds: float, contributors: int) -> None:
+    def record_update(self, seconds: float, contributors: int) -> None:
         """Count an update of the weights: its duration and the number of workers in it."""
         self._apply.observe(seconds)
         self._contributors.observe(contributors)
 
-    def waited(self, seconds: float) -> None:
+    def record_barrier_wait(self, seconds: float) -> None:
         """Record the seconds from the staging of a push to its decision."""
         self._barrier.observe(seconds)
 
-    def moved(self, received: int = 0, sent: int = 0) -> None:
+    def count_bytes(self, received: int = 0, sent: int = 0) -> None:
         """Count bytes of received gradients and of sent weights."""
         if received:
             self._received.inc(received)
         if sent:
             self._sent.inc(sent)
 
-    def rpc(self, method: str, code: str, seconds: float) -> None:
+    def record_call(self, method: str, code: str, seconds: float) -> None:
         """Count a finished call: its short name and its canonical status code (see
         psserver.process.rpc_metrics).
         """
@@ -96,35 +98,34 @@ class ServerMetrics:
         count.inc()
         duration.observe(seconds)
 
-    def backup_workers(self, count: int) -> None:
+    def set_backup_workers(self, count: int) -> None:
         """Set the number of workers that a round does not wait for under the current policy."""
         self._backup.set(count)
 
-    def workers(self, counts: Mapping[str, int]) -> None:
+    def set_workers(self, counts: Mapping[str, int]) -> None:
         """Set the number of members by state; a missing state counts zero."""
         for state in dict.fromkeys((*WORKER_STATES, *counts)):
             self._workers.labels(self._shard, state).set(counts.get(state, 0))
 
-    def worker(self, worker: int | str, clock: int, pushed: bool) -> None:
-        """Set a worker's clock.
+    def set_worker(self, worker: int | str, clock: int, has_pushed: bool) -> None:
+        """Set a worker's clock. The label "other" shows the worker of the last call.
 
         Args:
-            pushed: One of its pushes has counted since the last call. The label "other" shows the
-                worker that was last.
+            has_pushed: One of its pushes has counted since the last call.
         """
         with self._lock:
             label = self._label(str(worker))
             self._clock.labels(self._shard, label).set(clock)
-            if pushed:
+            if has_pushed:
                 self._last_push.labels(self._shard, label).set_to_current_time()
-                self._pushed.add(label)
+                self._with_push_time.add(label)
 
-    def gone(self, worker: int | str) -> None:
+    def remove_worker(self, worker: int | str) -> None:
         """End the series of a worker that has left or is lost; ignore an unknown worker."""
         with self._lock:
             self._forget(str(worker))
 
-    def snapshot(self, seconds: float, nbytes: int) -> None:
+    def record_snapshot(self, seconds: float, nbytes: int) -> None:
         """Record that this shard's part of a snapshot is complete on disk; its age counts from
         now.
         """
@@ -132,37 +133,37 @@ class ServerMetrics:
         self._snapshot_bytes.set(nbytes)
         self._snapshot_success.set_to_current_time()
 
-    def snapshot_found(self, at: float, nbytes: int) -> None:
+    def set_restored_snapshot(self, at: float, nbytes: int) -> None:
         """Set the time and size of the snapshot that this shard continues from; 0: none."""
         self._snapshot_bytes.set(nbytes)
         self._snapshot_success.set(at)
 
-    def snapshot_failed(self, reason: str) -> None:
+    def count_snapshot_failure(self, reason: str) -> None:
         """Count a failed snapshot: one of SNAPSHOT_FAILURES (an errno's name), or "other"."""
         known = reason if reason in SNAPSHOT_FAILURES else OTHER
         self._snapshot_failures.labels(self._shard, known).inc()
 
-    def log_failed(self, reason: str) -> None:
-        """Count a failed write to the log; reason as for `snapshot_failed`."""
+    def count_log_failure(self, reason: str) -> None:
+        """Count a failed write to the log; reason as for `count_snapshot_failure`."""
         known = reason if reason in SNAPSHOT_FAILURES else OTHER
         self._log_failures.labels(self._shard, known).inc()
 
-    def updates_lost(self, count: int) -> None:
+    def count_lost_updates(self, count: int) -> None:
         """Count the updates that a rollback to a snapshot lost."""
         if count:
             self._lost.inc(count)
-            self._lost_at.set_to_current_time()
+            self._last_loss_time.set_to_current_time()
 
-    def standby(self, in_sync: bool, behind: int) -> None:
+    def set_standby(self, in_sync: bool, behind: int) -> None:
         """Set whether a standby could take over, and the number of records in flight to it."""
         self._standby_in_sync.set(in_sync)
         self._standby_behind.set(behind)
 
-    def standby_diverged(self) -> None:
+    def count_standby_divergence(self) -> None:
         """Count a standby whose state differed from the primary's."""
         self._standby_divergences.inc()
 
-    def standby_lost(self) -> None:
+    def count_lost_standby(self) -> None:
         """Count a standby that is silent or disconnected."""
         self._standby_losses.inc()
 
@@ -172,7 +173,7 @@ class ServerMetrics:
         if len(self._known) == MAX_WORKERS:
             self._others.add(worker)
             return OTHER
-        self._forget(worker)  # it may share the label "other" until now
+        self._forget(worker)  # until now it may share the label "other"
         self._known.add(worker)
         return worker
 
@@ -186,28 +187,28 @@ class ServerMetrics:
 
     def _end_series(self, label: str) -> None:
         self._clock.remove(self._shard, label)
-        if label in self._pushed:
-            self._pushed.remove(label)
+        if label in self._with_push_time:
+            self._with_push_time.remove(label)
             self._last_push.remove(self._shard, label)
 
     # the metrics themselves, by dashboard row
 
-    def _build(self) -> None:
+    def _create_info(self) -> None:
         about = {name: installed(name) for name in ("torch", "grpcio", "protobuf")}
         build = Info(
-            "ps_build", "Versions of this server and of what it runs on", registry=self._registry
+            "ps_build", "Versions of this server and its libraries", registry=self._registry
         )
         build.info(
             {"version": installed("paramserver"), "python": platform.python_version(), **about}
         )
         self._registry.register(_ShardInfo(lambda: {"shard": self._shard, **self.about()}))
 
-    def _training(self) -> None:
+    def _create_training(self) -> None:
         self._version = self._gauge("ps_version", "Updates in this shard's weights").labels(
             self._shard
         )
         self._parameters = self._gauge(
-            "ps_parameters", "Numbers of the model on this shard"
+            "ps_parameters", "Elements of the model on this shard"
         ).labels(self._shard)
         self._parameter_bytes = self._gauge(
             "ps_parameter_bytes", "Bytes of the model on this shard"
@@ -215,54 +216,52 @@ class ServerMetrics:
         self._apply = self._histogram(
             "ps_push_apply_seconds", "Optimizer's time for one update", SECONDS
         )
-        self._contributors = self._histogram(
-            "ps_apply_pushes", "Pushes that one update summed", _PUSHES
-        )
+        self._contributors = self._histogram("ps_apply_pushes", "Pushes in one update", _PUSHES)
         self._barrier = self._histogram(
             "ps_barrier_wait_seconds", "Time a push was staged until decided", SECONDS
         )
         self._staleness = self._histogram(
             "ps_staleness_versions", "Updates between a push and its weights", _VERSIONS
         )
-        self._pushes = self._counter("ps_pushes_total", "Pushes by what became of them", "outcome")
+        self._pushes = self._counter("ps_pushes_total", "Pushes by outcome", "outcome")
         # from zero, so that a rate includes the first event
         self._outcomes = {
             outcome: self._pushes.labels(self._shard, outcome) for outcome in OUTCOMES
         }
 
-    def _network(self) -> None:
+    def _create_network(self) -> None:
         self._received = self._counter("ps_bytes_received_total", "Bytes of pushes").labels(
             self._shard
         )
         self._sent = self._counter("ps_bytes_sent_total", "Bytes of pulls").labels(self._shard)
-        self._rpcs = self._counter("ps_rpc_requests_total", "Calls that ended", "method", "code")
+        self._rpcs = self._counter("ps_rpc_requests_total", "Finished calls", "method", "code")
         self._calls: dict[
             tuple[str, str], tuple[Counter, Histogram]
         ] = {}  # looking up a series costs more than counting
         labels = ("shard", "method")
         self._rpc_seconds = Histogram(
             "ps_rpc_duration_seconds",
-            "Calls, waits included",
+            "Duration of calls, including waits",
             labels,
             buckets=SECONDS,
             registry=self._registry,
         )
 
-    def _membership(self) -> None:
+    def _create_membership(self) -> None:
         self._workers = self._gauge("ps_workers", "Workers by state", "state")
         self._backup = self._gauge(
             "ps_backup_workers", "Workers that a round need not wait for"
         ).labels(self._shard)
         self._clock = self._gauge("ps_worker_clock", "Steps that a worker has finished", "worker")
         self._last_push = self._gauge(
-            "ps_worker_last_push_timestamp_seconds", "When it counted", "worker"
+            "ps_worker_last_push_timestamp_seconds", "Time of the last applied push", "worker"
         )
-        self._pushed: set[str] = set()  # series of these have a time of the last push
+        self._with_push_time: set[str] = set()  # labels with a time of the last push
         self._lock = threading.Lock()  # guards the sets and their series
         self._known: set[str] = set()
         self._others: set[str] = set()
 
-    def _durability(self) -> None:
+    def _create_durability(self) -> None:
         self._snapshot_seconds = self._histogram(
             "ps_snapshot_duration_seconds", "Time to write one part", SECONDS
         )
@@ -271,28 +270,26 @@ class ServerMetrics:
         )
         name = "ps_snapshot_last_success_timestamp_seconds"
         self._snapshot_success = self._gauge(
-            name, "When the newest part was complete; 0: none yet"
+            name, "Time of the newest complete part; 0: none"
         ).labels(self._shard)
         self._snapshot_failures = self._counter(
-            "ps_snapshot_failures_total", "Snapshots that failed", "reason"
+            "ps_snapshot_failures_total", "Failed snapshots", "reason"
         )
         for reason in SNAPSHOT_FAILURES:
             self._snapshot_failures.labels(self._shard, reason)
         self._log_failures = self._counter(
-            "ps_log_failures_total", "Writes to the log that failed", "reason"
+            "ps_log_failures_total", "Failed writes to the log", "reason"
         )
         for reason in SNAPSHOT_FAILURES:
             self._log_failures.labels(self._shard, reason)
-        lost = self._counter(
-            "ps_updates_lost_total", "Updates lost when the job went back to a snapshot"
-        )
+        lost = self._counter("ps_updates_lost_total", "Updates lost by rollbacks")
         self._lost = lost.labels(self._shard)
         # an equal counter in a restarted process, or in a standby, shows no increase
-        lost_at = self._gauge(
-            "ps_updates_lost_timestamp_seconds", "When updates were last lost; 0: never"
+        last_loss_time = self._gauge(
+            "ps_updates_lost_timestamp_seconds", "Time of the last lost updates; 0: never"
         )
-        self._lost_at = lost_at.labels(self._shard)
-        in_sync = self._gauge("ps_standby_in_sync", "1: there is a standby that could take over")
+        self._last_loss_time = last_loss_time.labels(self._shard)
+        in_sync = self._gauge("ps_standby_in_sync", "1: a standby could take over")
         self._standby_in_sync = in_sync.labels(self._shard)
         behind = self._gauge(
             "ps_standby_behind_records", "Records that the standby does not have yet"
@@ -300,7 +297,7 @@ class ServerMetrics:
         self._standby_behind = behind.labels(self._shard)
         diverged = self._counter("ps_standby_divergences_total", "Standby checksum mismatches")
         self._standby_divergences = diverged.labels(self._shard)
-        losses = self._counter("ps_standby_losses_total", "Standbys that were lost")
+        losses = self._counter("ps_standby_losses_total", "Lost standbys")
         self._standby_losses = losses.labels(self._shard)
 
     def _gauge(self, name: str, about: str, *labels: str) -> Gauge:
@@ -323,5 +320,5 @@ class _ShardInfo(Collector):
 
     def collect(self) -> Iterator[InfoMetricFamily]:
         yield InfoMetricFamily(
-            "ps_shard", "Which shard of which job this is", value=dict(self._labels())
+            "ps_shard", "Shard and job of this server", value=dict(self._labels())
         )

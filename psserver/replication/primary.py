@@ -259,7 +259,7 @@ class PrimaryReplicator:
         log.info("standby_loading", standby=hello.address, term=machine.term)
         if hello.problem:
             log.error("standby_diverged", standby=hello.address, problem=hello.problem)
-            self._metrics.standby_diverged()
+            self._metrics.count_standby_divergence()
         return link_id
 
     def _end_connection(self, hello: pb.ReplicateRequest) -> None:
@@ -311,7 +311,7 @@ class PrimaryReplicator:
         self._check()
         if had_standby and not self.open:
             log.warning("standby_lost", standby=self._address)
-            self._metrics.standby_lost()
+            self._metrics.count_lost_standby()
             self._address = ""
             self._queue.clear()
             self._queued = 0
@@ -342,4 +342,4 @@ class PrimaryReplicator:
                 had_standby = self.open
                 self._guarded(lambda: self._machine.tick(time.monotonic()), None)
                 self._cleared(had_standby)
-            self._metrics.standby(self.state == "in sync", self.behind)
+            self._metrics.set_standby(self.state == "in sync", self.behind)

@@ -46,31 +46,31 @@ class PushStatistics(ShardObserver):
         )
 
     def on_install(self, state: ShardState) -> None:
-        self._metrics.version(state.machine.version)
+        self._metrics.set_version(state.machine.version)
 
     def on_model(self, state: ShardState) -> None:
         if (store := state.store) is not None:
-            self._metrics.model(count_elements(store.plan, state.shard), store.nbytes)
+            self._metrics.set_model_size(count_elements(store.plan, state.shard), store.nbytes)
 
     def on_repeat(self) -> None:
         self.duplicate_count += 1
-        self._metrics.pushed("duplicate")
+        self._metrics.count_push("duplicate")
 
     def on_update(
         self, entry: Apply, staged_at: Sequence[float], began: float, seconds: float
     ) -> None:
         self.apply_seconds += seconds
-        self._metrics.applied(seconds, len(staged_at))
-        self._metrics.version(entry.version)
+        self._metrics.record_update(seconds, len(staged_at))
+        self._metrics.set_version(entry.version)
         for contribution, since in zip(entry.contributions, staged_at, strict=True):
-            self._metrics.pushed("applied", entry.version - 1 - contribution.base)
-            self._metrics.waited(began - since)
+            self._metrics.count_push("applied", entry.version - 1 - contribution.base)
+            self._metrics.record_barrier_wait(began - since)
             self._newest[contribution.key.worker] = PushTiming(
                 contribution.key.seq, began - since, seconds
             )
 
     def on_reject(self, entry: Reject) -> None:
-        self._metrics.pushed("stale" if entry.reason == "STALE" else "rejected")
+        self._metrics.count_push("stale" if entry.reason == "STALE" else "rejected")
 
     def on_evict(self, worker: int) -> None:
         self._newest.pop(worker, None)

@@ -21,11 +21,11 @@ class TransferStats(ShardObserver):
 
     def on_receive(self, nbytes: int) -> None:
         self.received_bytes += nbytes
-        self._metrics.moved(received=nbytes)
+        self._metrics.count_bytes(received=nbytes)
 
     def count_sent(self, nbytes: int) -> None:
         self.sent_bytes += nbytes
-        self._metrics.moved(sent=nbytes)
+        self._metrics.count_bytes(sent=nbytes)
 
     def note_request(self, worker: int) -> None:
         """Note a request of this worker, with or without all its bytes."""

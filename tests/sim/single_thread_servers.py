@@ -79,7 +79,7 @@ class DirectServer:
         self.archive.on_part = lambda part: self.outbox.append(
             lambda hub: hub.shard_connections.record_part(shard, part)
         )
-        disk = disk_log(config, f"log-shard-{shard}", metrics.log_failed)
+        disk = disk_log(config, f"log-shard-{shard}", metrics.count_log_failure)
         self._log = ShardLog(RecordSink(RecordSource.SHARD, disk))
         self.states = ShardStateFactory(shard, ALONE, self.archive, self._log)
         self.engine = ShardEngine(

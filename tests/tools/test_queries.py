@@ -35,9 +35,9 @@ def server() -> CollectorRegistry:
     registry = new_registry()
     metrics = ServerMetrics(registry, shard=0)
     metrics.about = lambda: {"shards": "2", "job": "otter", "policy": "sync"}
-    metrics.workers({"active": 1})
-    metrics.worker(1, clock=1, pushed=True)
-    metrics.rpc("Exchange", "OK", 0.1)
+    metrics.set_workers({"active": 1})
+    metrics.set_worker(1, clock=1, has_pushed=True)
+    metrics.record_call("Exchange", "OK", 0.1)
     return registry
 
 

@@ -124,8 +124,8 @@ def test_a_dropped_worker_has_no_memory_here(
     before = mapped()
     assert memories.attach(asked(region.share())) == ""
     held = memories.find(header()).gradients
-    memories.drop(1)
-    memories.drop(1)
+    memories.on_evict(1)
+    memories.on_evict(1)
     assert mapped() == before + 2  # what a staged push refers to stays
     held.whole[0] = 7
     assert region.memory[0] == 7

@@ -67,9 +67,9 @@ def test_info(registry: CollectorRegistry, metrics: ServerMetrics) -> None:
 
 def test_progress(registry: CollectorRegistry, metrics: ServerMetrics) -> None:
     """Gauges show the last value."""
-    metrics.model(parameters=1000, nbytes=4000)
-    metrics.version(6)
-    metrics.version(7)
+    metrics.set_model_size(parameters=1000, nbytes=4000)
+    metrics.set_version(6)
+    metrics.set_version(7)
 
     names = ("ps_version", "ps_parameters", "ps_parameter_bytes")
     assert [value(registry, name) for name in names] == [7, 1000, 4000]
@@ -77,9 +77,9 @@ def test_progress(registry: CollectorRegistry, metrics: ServerMetrics) -> None:
 
 def test_pushes(registry: CollectorRegistry, metrics: ServerMetrics) -> None:
     """Outcomes are counted apart; a push without a staleness is not in the histogram."""
-    metrics.pushed("applied", staleness=0)
-    metrics.pushed("applied", staleness=5)
-    metrics.pushed("duplicate")
+    metrics.count_push("applied", staleness=0)
+    metrics.count_push("applied", staleness=5)
+    metrics.count_push("duplicate")
 
     assert value(registry, "ps_pushes_total", outcome="applied") == 2
     assert value(registry, "ps_pushes_total", outcome="duplicate") == 1
@@ -90,8 +90,8 @@ def test_pushes(registry: CollectorRegistry, metrics: ServerMetrics) -> None:
 
 def test_times(registry: CollectorRegistry, metrics: ServerMetrics) -> None:
     """Seconds go into the bucket that holds them."""
-    metrics.applied(0.0004, contributors=3)
-    metrics.waited(20.0)
+    metrics.record_update(0.0004, contributors=3)
+    metrics.record_barrier_wait(20.0)
 
     assert value(registry, "ps_push_apply_seconds_bucket", le="0.0005") == 1
     assert value(registry, "ps_apply_pushes_sum") == 3
@@ -101,10 +101,10 @@ def test_times(registry: CollectorRegistry, metrics: ServerMetrics) -> None:
 
 def test_network(registry: CollectorRegistry, metrics: ServerMetrics) -> None:
     """Bytes add up by direction, calls by method and code."""
-    metrics.moved(received=10)
-    metrics.moved(received=5, sent=7)
-    metrics.rpc("Exchange", "OK", 0.002)
-    metrics.rpc("Exchange", "UNAVAILABLE", 0.002)
+    metrics.count_bytes(received=10)
+    metrics.count_bytes(received=5, sent=7)
+    metrics.record_call("Exchange", "OK", 0.002)
+    metrics.record_call("Exchange", "UNAVAILABLE", 0.002)
 
     assert value(registry, "ps_bytes_received_total") == 15
     assert value(registry, "ps_bytes_sent_total") == 7
@@ -114,8 +114,8 @@ def test_network(registry: CollectorRegistry, metrics: ServerMetrics) -> None:
 
 def test_workers_by_state(registry: CollectorRegistry, metrics: ServerMetrics) -> None:
     """A state that nobody is in any more goes back to zero."""
-    metrics.workers({"active": 2, "joined": 1})
-    metrics.workers({"active": 3})
+    metrics.set_workers({"active": 2, "joined": 1})
+    metrics.set_workers({"active": 3})
 
     assert value(registry, "ps_workers", state="active") == 3
     assert value(registry, "ps_workers", state="joined") == 0
@@ -126,16 +126,16 @@ def test_a_worker_has_series_until_it_is_gone(
 ) -> None:
     """Clock and time of the last push; both end, and a second or unknown gone() is harmless."""
     before = time.time()
-    metrics.worker(12, clock=4, pushed=True)
+    metrics.set_worker(12, clock=4, has_pushed=True)
 
     assert value(registry, "ps_worker_clock", worker="12") == 4
     last = value(registry, "ps_worker_last_push_timestamp_seconds", worker="12")
     assert last is not None
     assert before <= last <= time.time()
 
-    metrics.gone(12)
-    metrics.gone(12)
-    metrics.gone(99)
+    metrics.remove_worker(12)
+    metrics.remove_worker(12)
+    metrics.remove_worker(99)
 
     assert (
         workers_of(registry)
@@ -149,18 +149,18 @@ def test_worker_series_are_bounded(registry: CollectorRegistry, metrics: ServerM
     next that pushes.
     """
     for worker in range(MAX_WORKERS + 2):
-        metrics.worker(worker, clock=worker, pushed=True)
+        metrics.set_worker(worker, clock=worker, has_pushed=True)
 
     assert len(workers_of(registry)) == MAX_WORKERS + 1
     assert value(registry, "ps_worker_clock", worker="other") == MAX_WORKERS + 1
 
-    metrics.gone(0)
-    metrics.worker(MAX_WORKERS, clock=1, pushed=True)
+    metrics.remove_worker(0)
+    metrics.set_worker(MAX_WORKERS, clock=1, has_pushed=True)
 
     assert value(registry, "ps_worker_clock", worker=str(MAX_WORKERS)) == 1
     assert "other" in workers_of(registry)
 
-    metrics.gone(MAX_WORKERS + 1)
+    metrics.remove_worker(MAX_WORKERS + 1)
 
     assert "other" not in workers_of(registry)
 
@@ -169,9 +169,9 @@ def test_snapshots(registry: CollectorRegistry, metrics: ServerMetrics) -> None:
     """Duration, size and time of the newest; failures by a bounded set of reasons."""
     assert value(registry, "ps_snapshot_last_success_timestamp_seconds") == 0
     before = time.time()
-    metrics.snapshot(1.5, nbytes=4096)
-    metrics.snapshot_failed("ENOSPC")
-    metrics.snapshot_failed("something new")
+    metrics.record_snapshot(1.5, nbytes=4096)
+    metrics.count_snapshot_failure("ENOSPC")
+    metrics.count_snapshot_failure("something new")
 
     assert value(registry, "ps_snapshot_duration_seconds_sum") == 1.5
     assert value(registry, "ps_snapshot_bytes") == 4096
@@ -181,7 +181,7 @@ def test_snapshots(registry: CollectorRegistry, metrics: ServerMetrics) -> None:
     assert value(registry, "ps_snapshot_failures_total", reason="ENOSPC") == 1
     assert value(registry, "ps_snapshot_failures_total", reason="other") == 1
 
-    metrics.snapshot_found(17.0, nbytes=2048)
+    metrics.set_restored_snapshot(17.0, nbytes=2048)
 
     assert value(registry, "ps_snapshot_last_success_timestamp_seconds") == 17.0
     assert value(registry, "ps_snapshot_bytes") == 2048
@@ -190,11 +190,11 @@ def test_snapshots(registry: CollectorRegistry, metrics: ServerMetrics) -> None:
 
 def test_updates_lost_and_when(registry: CollectorRegistry, metrics: ServerMetrics) -> None:
     """A return to a snapshot that loses nothing is no news."""
-    metrics.updates_lost(0)
+    metrics.count_lost_updates(0)
     assert value(registry, "ps_updates_lost_timestamp_seconds") == 0
     before = time.time()
-    metrics.updates_lost(3)
-    metrics.updates_lost(4)
+    metrics.count_lost_updates(3)
+    metrics.count_lost_updates(4)
 
     assert value(registry, "ps_updates_lost_total") == 7
     assert (value(registry, "ps_updates_lost_timestamp_seconds") or 0) >= before
@@ -204,7 +204,7 @@ def test_shards_in_one_process_do_not_mix() -> None:
     """A registry each; the same object never holds two shards."""
     registries = [new_registry(), new_registry()]
     shards = [ServerMetrics(registry, shard=shard) for shard, registry in enumerate(registries)]
-    shards[0].version(5)
+    shards[0].set_version(5)
 
     assert registries[0].get_sample_value("ps_version", {"shard": "0"}) == 5
     assert registries[1].get_sample_value("ps_version", {"shard": "1"}) == 0
