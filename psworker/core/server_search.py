@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from pscommon.core.errors import MismatchError, PSError, UnreachableError
 
-REMEDY = "list every server, or start the others with --join and the address of shard 0"
+REMEDY = "list every server, or start the others with `--join` and the address of shard 0"
 # Prefixes of the address of a server that listens on all interfaces and has no public address.
 # Other machines cannot use it.
 WILDCARD_PREFIXES = ("0.0.0.0:", "[::]:")

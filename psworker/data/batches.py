@@ -119,12 +119,12 @@ class DataPass:
         self._leases = LeasedBatches(session, spec)
         self._reader = reader
         self._reseed = reseed
-        self._had_ended = session.client.has_ended(spec.loop)
+        self._was_finished = session.client.has_ended(spec.loop)
 
     @property
     def is_skipped(self) -> bool:
         """The loop had ended before this worker began it."""
-        return self._had_ended and self._leases.had_none
+        return self._was_finished and self._leases.is_empty
 
     @property
     def share(self) -> int | None:

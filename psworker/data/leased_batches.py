@@ -37,7 +37,7 @@ class LeasedBatches:
         self.share: int | None = None
 
     @property
-    def had_none(self) -> bool:
+    def is_empty(self) -> bool:
         """The loop ended before this worker got a batch of it."""
         return self._has_ended and not self._got_any
 

@@ -92,7 +92,7 @@ def _batches(sampler: Iterable[Any], sizes: list[int]) -> Iterator[list[Any]]:
         except TypeError as error:
             raise InvalidRequestError(
                 f"batch_sampler {name_of(sampler)} gave {batch!r} instead of a list of indices. "
-                f"Try: sampler=..."
+                f"Try: pass it as sampler"
             ) from error
         if not samples:
             raise InvalidRequestError(

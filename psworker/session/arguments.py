@@ -68,7 +68,7 @@ def attempt_of(environment: Mapping[str, str]) -> int:
 def _from_environment(name: str, environment: Mapping[str, str]) -> int | None:
     text = environment.get(name, "")
     if text and not (text.isascii() and text.isdecimal() and int(text) <= MAX_RANK):
-        raise InvalidRequestError(f"{name}={text!r} is not valid. Try: 0, 1, 2 ...")
+        raise InvalidRequestError(f"{name}={text!r} is not valid. Try: a whole number from 0")
     return int(text) if text else None
 
 

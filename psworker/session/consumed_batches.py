@@ -45,9 +45,8 @@ class ConsumedBatches:
     def _check_update_is_open(self) -> None:
         if self._ended:
             raise InvalidRequestError(
-                "--global-batch decides how many batches make an update, so call optimizer.step() "
-                "after each batch: with gradients that are None for one to be left out; where "
-                "there is nothing to train, go through job.batches under torch.no_grad()"
+                "optimizer.step() is missing after a batch: `--global-batch` decides which batches "
+                "make an update. Try: step() after each batch; evaluate under torch.no_grad()"
             )
 
     def begin(self) -> None:

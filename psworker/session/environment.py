@@ -19,9 +19,7 @@ def is_on(name: str) -> bool:
     text = os.environ.get(name, "")
     word = text.strip().lower()
     if word not in ON + OFF:
-        raise InvalidRequestError(
-            f"{name}={text} is neither on ({', '.join(ON)}) nor off ({', '.join(OFF[1:])})"
-        )
+        raise InvalidRequestError(f"{name}={text} is not valid. Try: {', '.join((*ON, *OFF[1:]))}")
     return word in ON
 
 

@@ -111,7 +111,7 @@ class Session(JobFacts):
         """Load the job's newest weights into the model."""
         if self.model is None:
             raise InvalidRequestError(
-                "call job.optimizer first: before it there is no model to train"
+                "cannot load weights: there is no model yet. Try: call job.optimizer first"
             )
         before = self.enter("pull")
         self.model.pull()
@@ -124,7 +124,9 @@ class Session(JobFacts):
         Raises Stopping before the loop, and at its end, once the script is to end.
         """
         if self.model is None:
-            raise InvalidRequestError("call job.optimizer before going through job.batches")
+            raise InvalidRequestError(
+                "cannot begin this pass: there is no model yet. Try: call job.optimizer first"
+            )
         self.check_stopping()
         self.loops.begin(batches)
         steps = self.stats.steps
@@ -256,6 +258,6 @@ class Session(JobFacts):
     def _check_rollback(self) -> None:
         if self.loops.come_again(self.client.has_ended, self.version):
             raise FencedError(
-                f"the servers went back to version {self.version}, in an earlier loop: start the "
-                f"script again"
+                f"cannot continue: the servers rolled back to version {self.version}, in an "
+                "earlier loop. Try: start the script again"
             )

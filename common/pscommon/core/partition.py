@@ -192,14 +192,14 @@ class PartitionPlan:
         extents = [
             (self.starts[i], self.starts[i] + _padded(self.spec.tensors[i].nbytes)) for i in absent
         ]
-        kept, position = [], span.start
+        remaining, position = [], span.start
         for start, stop in sorted(extent for extent in extents if extent[0] < extent[1]):
             if position < min(start, span.stop):
-                kept.append(ByteRange(position, min(start, span.stop)))
+                remaining.append(ByteRange(position, min(start, span.stop)))
             position = max(position, stop)
         if position < span.stop:
-            kept.append(ByteRange(position, span.stop))
-        return kept
+            remaining.append(ByteRange(position, span.stop))
+        return remaining
 
     def shard_nbytes(self, shard: int) -> int:
         """Return the size of a shard's part of the model, in bytes."""

@@ -297,7 +297,7 @@ def test_a_loop_that_the_servers_have_again_ahead_of_them_needs_the_script_from_
             cluster.open_loop, cluster.version = 0, 0
 
         with pytest.raises(
-            FencedError, match="went back to version 0, in an earlier loop: start the script again"
+            FencedError, match="rolled back to version 0, in an earlier loop"
         ) as caught:
             run(job, net, optimizer, fence_at(cluster, 0))
 
@@ -321,7 +321,7 @@ def test_steps_of_a_loop_that_was_broken_off_are_not_lost_without_a_word(
         if back_to:
             assert run(job, net, optimizer, fence_at(cluster, 0))[0] == "stale"
         else:
-            with pytest.raises(FencedError, match="went back to version 0, in an earlier loop"):
+            with pytest.raises(FencedError, match="rolled back to version 0, in an earlier loop"):
                 run(job, net, optimizer, fence_at(cluster, 0))
 
 

@@ -368,7 +368,7 @@ def test_nonsense_and_a_missing_optimizer_are_refused() -> None:
 
     with pytest.raises(InvalidRequestError, match="batch_size must be at least 1"):
         job.batches(NUMBERS, 0)
-    with pytest.raises(InvalidRequestError, match=r"job\.optimizer before"):
+    with pytest.raises(InvalidRequestError, match="no model yet"):
         next(iter(Job(LocalClient()).batches(NUMBERS, 4)))
 
 

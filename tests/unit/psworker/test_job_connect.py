@@ -43,7 +43,7 @@ def test_ps_local_can_be_switched_on(monkeypatch: pytest.MonkeyPatch, word: str)
 def test_ps_local_is_on_or_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PS_LOCAL", "2")
 
-    with pytest.raises(psworker.InvalidRequestError, match="PS_LOCAL=2 is neither on"):
+    with pytest.raises(psworker.InvalidRequestError, match="PS_LOCAL=2 is not valid"):
         psworker.connect()
 
 
