@@ -84,7 +84,7 @@ class ArrayModel:
             self._exchange.start(weights.memory)
             self._weights = weights
         if self._weights is None:
-            raise InvalidRequestError("no model yet: call register first")
+            raise InvalidRequestError("no model is registered. Try: call register first")
         return self._weights
 
     @contextmanager

@@ -44,7 +44,8 @@ def spec_of(
     """
     if not isinstance(optimizer, OptimizerSettings):
         raise InvalidRequestError(
-            f'optimizer is psworker.OptimizerSpec("sgd", lr=...), say, not {optimizer!r}'
+            f"optimizer={optimizer!r} is no OptimizerSpec. Try: "
+            'psworker.OptimizerSpec("sgd", lr=0.1)'
         )
     groups: tuple[tuple[Role, Arrays], ...] = (
         ("trainable", params),
@@ -65,7 +66,7 @@ def spec_of(
 def _text(name: object) -> str:
     if isinstance(name, str):
         return name
-    raise InvalidRequestError(f"tensors have names, texts, not {name!r}")
+    raise InvalidRequestError(f"the name of a tensor is a string, not {name!r}")
 
 
 def as_array(name: str, array: object) -> Array:
@@ -79,7 +80,7 @@ def as_array(name: str, array: object) -> Array:
         return np.asarray(array)
     except (RuntimeError, TypeError, ValueError) as error:
         raise InvalidRequestError(
-            f"tensor {name!r} is no numpy array, and cannot be made one: {error}"
+            f"tensor {name!r} cannot be converted to a numpy array: {error}"
         ) from error
 
 
@@ -155,7 +156,7 @@ class ArrayBuffer:
             self.fitting(name, array)
             if not isinstance(array, np.ndarray) or not array.flags.writeable:
                 raise InvalidRequestError(
-                    f"out[{name!r}] cannot be written to; give a numpy array of your own"
+                    f"out[{name!r}] is no writable numpy array. Try: an array of your own"
                 )
 
     def fitting(self, name: str, array: Array) -> Array:

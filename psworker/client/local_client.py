@@ -61,11 +61,11 @@ class LocalClient:
     def begin(self) -> PushStream:
         return BufferedPush(self.exchange, self._gradients, self._received)
 
-    def start(self, tape: memoryview) -> None:
+    def start(self, weights: memoryview) -> None:
         """Take the worker's weights as the job's, and create the optimizer."""
-        self._tape = _bytes_of(tape).clone()
+        self._buffer = _bytes_of(weights).clone()
         self._weights = [
-            _view(self._tape, self.plan, index) for index in range(len(self.plan.spec.tensors))
+            _view(self._buffer, self.plan, index) for index in range(len(self.plan.spec.tensors))
         ]
         members: list[list[Tensor]] = [[] for _ in self._optimizer_spec.groups]
         for spec, weight in zip(self.plan.spec.tensors, self._weights, strict=True):
@@ -95,19 +95,19 @@ class LocalClient:
             problem = self._step(_bytes_of(gradients), absent, groups_json)
         if weights is not None:
             moving = self.plan.section("buffer").stop  # frozen tensors never change
-            _bytes_of(weights)[:moving].copy_(self._tape[:moving])
+            _bytes_of(weights)[:moving].copy_(self._buffer[:moving])
         status: Status = "none" if gradients is None else "rejected" if problem else "applied"
         return PushResult(status, self.version, 0, problem, {"apply": time.perf_counter() - began})
 
-    def _step(self, tape: Tensor, absent: Collection[int], groups_json: str) -> str:
+    def _step(self, gradients: Tensor, absent: Collection[int], groups_json: str) -> str:
         """Make one optimizer step; return why it was rejected, or an empty text."""
         for index, spec in enumerate(self.plan.spec.tensors):
-            pushed = _view(tape, self.plan, index)
+            pushed = _view(gradients, self.plan, index)
             if spec.role == "trainable":
                 self._weights[index].grad = None if index in absent else self._own(pushed)
                 if index not in absent and not pushed.isfinite().all():
                     return f"NON_FINITE: NaN or Inf in the gradient of {spec.name}"
-        self._take_buffers(tape)
+        self._take_buffers(gradients)
         self._take_groups(groups_json)
         if (clip_norm := self._optimizer_spec.clip_norm) is not None:
             torch.nn.utils.clip_grad_norm_(self._weights, clip_norm)
@@ -119,9 +119,9 @@ class LocalClient:
         """Copy the gradient if clipping would change the worker's flat buffer."""
         return pushed if self._optimizer_spec.clip_norm is None else pushed.clone()
 
-    def _take_buffers(self, tape: Tensor) -> None:
+    def _take_buffers(self, pushed: Tensor) -> None:
         start, stop = self.plan.section("buffer")
-        self._tape[start:stop] = tape[start:stop]
+        self._buffer[start:stop] = pushed[start:stop]
 
     def _take_groups(self, groups_json: str) -> None:
         if groups_json:
@@ -172,7 +172,7 @@ class LocalClient:
 
     def newest(self) -> tuple[PartitionPlan, memoryview]:
         """Return the partition and the weights' flat buffer, without a copy."""
-        return self.plan, self._tape.numpy().data
+        return self.plan, self._buffer.numpy().data
 
     def status(self) -> Mapping[str, Any]:
         """Return an empty status."""
@@ -247,6 +247,6 @@ def _bytes_of(memory: memoryview) -> Tensor:
     return torch.from_numpy(np.asarray(memory))
 
 
-def _view(tape: Tensor, plan: PartitionPlan, index: int) -> Tensor:
+def _view(buffer: Tensor, plan: PartitionPlan, index: int) -> Tensor:
     spec, extent = plan.spec.tensors[index], plan.extent(index)
-    return tape[extent.start : extent.stop].view(getattr(torch, spec.dtype)).view(spec.shape)
+    return buffer[extent.start : extent.stop].view(getattr(torch, spec.dtype)).view(spec.shape)

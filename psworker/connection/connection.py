@@ -207,8 +207,8 @@ class Connection:
     def _check_open(self) -> None:
         if self._pid != os.getpid():
             raise InvalidRequestError(
-                f"this Client belongs to process {self._pid}, from which this one was forked: use "
-                f"it there"
+                f"this Client belongs to process {self._pid}, and this process is a fork of it. "
+                "Try: use the Client in that process only"
             )
         if self._is_closed:
             raise InvalidRequestError("this Client is closed")

@@ -57,7 +57,7 @@ def addresses_of(servers: str | Sequence[str] | None) -> tuple[str, ...]:
             raise InvalidRequestError(f"{address!r} is not an address of the form HOST:PORT")
         if found.count(address) > 1:
             raise MismatchError(
-                f"{address} is listed twice: every server is to be listed once", "SHARD_MISMATCH"
+                f"{address} is listed twice. Try: list each server once", "SHARD_MISMATCH"
             )
     if not found:
         raise InvalidRequestError("the list of servers is empty")

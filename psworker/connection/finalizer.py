@@ -59,6 +59,6 @@ class ClientFinalizer:
             connection.close(DROPPED)
 
 
-_forgotten = ClientFinalizer()
-watch = _forgotten.watch
-atexit.register(_forgotten.end)
+_finalizer = ClientFinalizer()
+watch = _finalizer.watch
+atexit.register(_finalizer.end)

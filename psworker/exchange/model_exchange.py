@@ -67,7 +67,7 @@ class ModelExchange:
     @property
     def plan(self) -> PartitionPlan:
         if self._plan is None:
-            raise InvalidRequestError("no model yet: call register (or agree) first")
+            raise InvalidRequestError("no model is registered. Try: call register (or agree) first")
         return self._plan
 
     @property
@@ -93,7 +93,7 @@ class ModelExchange:
         spec: The worker's model; None for an observer, which takes the job's model.
         """
         if (spec is None) != self._observes:
-            raise InvalidRequestError("an observer has no model of its own")
+            raise InvalidRequestError("an observer has no model to register")
         with self.lock:
             self._spec = spec
             answer = self._register()
@@ -121,11 +121,11 @@ class ModelExchange:
             return
         answer = self._register_as_new_worker(reason)
         if self._has_started and self._must_upload:
-            raise FencedError("the servers have lost the job's weights: start the script again")
+            raise FencedError("the servers have lost the job's weights. Try: restart the script")
         plan = plan_of(self._connection, answer)
         if (plan.spec.tensors, plan.order) != (self._plan.spec.tensors, self._plan.order):
             raise MismatchError(
-                "the servers hold the model in another order than before: start the script again",
+                "the servers hold the model in another order than before. Try: restart the script",
                 "MODEL_MISMATCH",
             )
         self._plan = PartitionPlan(self._plan.spec, plan.shards)
@@ -207,7 +207,7 @@ class ModelExchange:
     def check_idle(self) -> None:
         """Raise InvalidRequestError while a push is open."""
         if self._open_push is not None:
-            raise InvalidRequestError("a push is under way: finish or close it first")
+            raise InvalidRequestError("a push is under way. Try: finish or close it first")
 
     def _push(
         self,
@@ -341,7 +341,7 @@ class ModelExchange:
                 self._run_open, self._connection.touch, self._take_decision, self._release
             )
             self._open_push = push = OpenPush(steps, self.buffers, transfer, header)
-            self.buffers.hold()
+            self.buffers.pin()
             push.start()
             return push
 
@@ -374,7 +374,7 @@ class ModelExchange:
         """Send the whole push to another number of shards, once the script has finished it."""
         transfer, header = push.wait_for_end()
         if not push.decided:  # `finish` blocks the script, so the buffers may be remapped
-            self.buffers.release()
+            self.buffers.unpin()
         self._relocate(error)
         transfer, push.exchanges = self._run_shards(
             replace(transfer, plan=self.plan), header, SentBefore.CALL, push.set_cancellation
@@ -393,4 +393,4 @@ class ModelExchange:
         """Release an open push that the script has closed. May be called again."""
         if self._open_push is push:
             self._open_push = None
-            self.buffers.release()
+            self.buffers.unpin()

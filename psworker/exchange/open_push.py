@@ -144,7 +144,9 @@ class OpenPush:
     def wait(self, start: int, stop: int) -> None:
         """Wait for bytes [start, stop) of the weights buffer; raise what an exchange raises."""
         if not self._is_finished:
-            raise InvalidRequestError("no weights come before this push is finished")
+            raise InvalidRequestError(
+                "the weights of a push arrive after finish(). Try: call finish() before wait()"
+            )
         span, buffers = ByteRange(start, stop), self._buffers
         copied = bool(buffers.shards) and self._transfer.weights is not buffers.weights
         self._wait_until(

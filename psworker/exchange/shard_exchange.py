@@ -174,8 +174,8 @@ class ShardExchange:
             return False
         if result.outcome not in STATUS:
             raise PSError(
-                f"{self._server()} answered with outcome {result.outcome}, which this version does "
-                f"not know"
+                f"{self._server()} answered with the unknown outcome {result.outcome}. Try: one "
+                "version of this software for the whole job"
             )
         self.decide(result)
         self._pull_seconds += answer.receive_seconds + result.pull_seconds

@@ -29,7 +29,7 @@ class ClientBuffers:
     """The flat buffers of one worker, at a fixed address.
 
     `offer` and `detach` remap the memory; bytes that another thread writes meanwhile may be
-    lost. Between `hold` and `release` neither remaps it: the script computes while another
+    lost. Between `pin` and `unpin` neither remaps it: the script computes while another
     thread transfers bytes.
 
     Attributes:
@@ -52,7 +52,7 @@ class ClientBuffers:
         self._is_required = is_required
         self._is_wanted = is_shared
         self._offers = 0
-        self._is_held = self._detach_on_release = False
+        self._is_pinned = self._detach_on_unpin = False
         # A weights buffer, and the version by shard that it holds.
         self._pulled: tuple[memoryview, list[int]] | None = None
         self._region = SharedRegion(2 * nbytes)
@@ -61,7 +61,7 @@ class ClientBuffers:
     @property
     def is_to_be_offered(self) -> bool:
         """True if `offer` would send requests."""
-        return self._is_wanted and not self.number and not self._is_held
+        return self._is_wanted and not self.number and not self._is_pinned
 
     def offer(self, transport: Transport, membership: WorkerMembership, timeout: float) -> None:
         """Offer the memory to all servers, unless there is a current offer.
@@ -113,7 +113,7 @@ class ClientBuffers:
         """Return the header for each shard: addressed, and with the fields about the memory."""
         header.job, header.worker = membership.job, membership.worker
         header.min_version, header.shards = membership.min_version, transfer.plan.shards
-        versions, found = self._held_versions(transfer, header), []
+        versions, found = self._known_versions(transfer, header), []
         for shard in range(transfer.plan.shards):
             own = ps.PushPullHeader()
             own.CopyFrom(header)
@@ -123,7 +123,7 @@ class ClientBuffers:
             found.append(own)
         return found
 
-    def _held_versions(
+    def _known_versions(
         self, transfer: ShardTransfer, header: ps.PushPullHeader
     ) -> list[int] | None:
         """Return the version by shard that the weights buffer holds; None asks for all tensors.
@@ -160,21 +160,21 @@ class ClientBuffers:
     def detach(self) -> None:
         """Make the memory private again: servers and worker no longer see each other's writes.
 
-        While the memory is held, the detachment waits for `release`.
+        While the memory is pinned, the detachment waits for `unpin`.
         """
         self.number, self.shards = 0, frozenset()
-        self._detach_on_release = self._is_held
-        if not self._is_held:
+        self._detach_on_unpin = self._is_pinned
+        if not self._is_pinned:
             self._region.detach()
 
-    def hold(self) -> None:
+    def pin(self) -> None:
         """Keep the mapping: the script computes while another thread transfers bytes."""
-        self._is_held = True
+        self._is_pinned = True
 
-    def release(self) -> None:
+    def unpin(self) -> None:
         """Allow remapping: no other thread transfers bytes. May be called again."""
-        self._is_held = False
-        if self._detach_on_release:
+        self._is_pinned = False
+        if self._detach_on_unpin:
             self.detach()
 
     def close(self) -> None:

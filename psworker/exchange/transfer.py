@@ -43,7 +43,7 @@ class ShardTransfer:
 
     def __post_init__(self) -> None:
         if self.gradients is None and self.weights is None:
-            raise InvalidRequestError("neither a push nor a pull")
+            raise InvalidRequestError("an exchange needs gradients, weights, or both")
         for buffer in (self.gradients, self.weights):
             if buffer is not None and (buffer.nbytes != self.plan.nbytes or buffer.format != "B"):
                 raise InvalidRequestError(

@@ -207,7 +207,7 @@ class WeightGates:
                 f"{self._adapter.trainable.names[place]} has got a gradient, but perhaps of old "
                 "weights: its forward came before the last step, or did not read the weights "
                 "through their module (a traced module, a compiled function, references from "
-                "before). Try: Call job.wait() after optimizer.step(), or leave overlap off"
+                "before). Try: call job.wait() after optimizer.step(), or leave overlap off"
             )
 
     def settle(self) -> None:

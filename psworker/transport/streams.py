@@ -83,7 +83,7 @@ class Cancellation:
     def check(self) -> None:
         """Raise PSError if the request is cancelled."""
         if self.cause is not None:
-            raise PSError(f"given up, because another shard failed: {self.cause}")
+            raise PSError(f"the call was cancelled because another shard failed: {self.cause}")
 
 
 class TransferCall:
@@ -148,7 +148,7 @@ class TransferCalls:
             yield stream
         except Exception as error:
             if stream.stalled:
-                text = f"between here and {address} nothing has moved for {seconds:.0f} s"
+                text = f"no bytes have moved between this worker and {address} for {seconds:.0f} s"
                 raise UnreachableError(text, "UNREACHABLE") from error
             raise
         finally:

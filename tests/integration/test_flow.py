@@ -186,13 +186,9 @@ def test_no_second_push_while_one_is_open(lanes: Any, cluster: Make) -> None:
     with counter(cluster(2).address, lanes=lanes) as client:
         flow = client.begin()
         for call in (client.begin, client.pull):
-            with pytest.raises(
-                InvalidRequestError, match="a push is under way: finish or close it first"
-            ):
+            with pytest.raises(InvalidRequestError, match="a push is under way"):
                 call()
-        with pytest.raises(
-            InvalidRequestError, match="no weights come before this push is finished"
-        ):
+        with pytest.raises(InvalidRequestError, match="arrive after finish"):
             flow.wait(0, 1)
         with pytest.raises(InvalidRequestError, match="samples=0 < 1"):
             flow.finish(samples=0)

@@ -72,7 +72,7 @@ ALLOWED = {
     "common/pscommon/core": 2,
     "proto": 0,
     "psserver": 77,
-    "psworker": 25,
+    "psworker": 14,
     "psworker/ctl": 0,
     "psworker/examples": 0,
     "psworker/integrations": 0,

@@ -73,7 +73,7 @@ def test_what_stands_still_is_given_up(
         try:
             with pytest.raises(
                 UnreachableError,
-                match=r"between here and [\d.:]+ nothing has moved for 3 s \(tried for",
+                match=r"no bytes have moved between this worker and [\d.:]+ for 3 s \(tried for",
             ):
                 client.push_pull(ONES)
         finally:

@@ -314,7 +314,7 @@ def test_what_cannot_be_registered(pair: FakeCluster) -> None:
             lambda: client.plan,
             lambda: client.weights,
         ):
-            with pytest.raises(InvalidRequestError, match="no model yet"):
+            with pytest.raises(InvalidRequestError, match="no model is registered"):
                 call()
 
 

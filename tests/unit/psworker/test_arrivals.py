@@ -69,7 +69,7 @@ def test_a_gradient_of_weights_that_nobody_waited_for_is_refused() -> None:
 
     loss = rest(F.linear(batch(1)[0], weight, bias)).sum()
     with pytest.raises(
-        InvalidRequestError, match=r"0\.(weight|bias) has got a gradient, but .*Call job\.wait\(\)"
+        InvalidRequestError, match=r"0\.(weight|bias) has got a gradient, but .*call job\.wait\(\)"
     ):
         loss.backward()
 

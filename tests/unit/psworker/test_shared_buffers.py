@@ -129,7 +129,7 @@ def test_memory_that_is_held_is_mapped_anew_when_it_is_released() -> None:
     be lost.
     """
     tapes, servers = offered()
-    tapes.hold()
+    tapes.pin()
 
     tapes.detach()
     tapes.offer(servers, PLACE, 5.0)
@@ -137,7 +137,7 @@ def test_memory_that_is_held_is_mapped_anew_when_it_is_released() -> None:
     tapes.weights[0] = 7
     assert (tapes.number, tapes.shards, len(servers.requests)) == (0, frozenset(), 2)
     assert servers.tape(0, 1)[0] == 7, "it is where it was"
-    tapes.release()
+    tapes.unpin()
     tapes.weights[0] = 8
     assert servers.tape(0, 1)[0] == 7
     tapes.offer(servers, PLACE, 5.0)
