@@ -1,6 +1,4 @@
-"""Clients and the life of their process: forks, endings without close, Ctrl-C. Each in a process
-of its own.
-"""
+"""Clients and their processes: forks, exit without close, Ctrl-C. Each test starts processes."""
 
 import os
 import signal
@@ -43,7 +41,7 @@ def cluster() -> Iterator[FakeCluster]:
         yield cluster
 
 
-def start(cluster: FakeCluster, program: str) -> "subprocess.Popen[str]":
+def start_program(cluster: FakeCluster, program: str) -> "subprocess.Popen[str]":
     return subprocess.Popen(
         [sys.executable, "-c", program, ",".join(cluster.addresses)],
         stdin=subprocess.PIPE,
@@ -55,8 +53,10 @@ def start(cluster: FakeCluster, program: str) -> "subprocess.Popen[str]":
     )
 
 
-def run(cluster: FakeCluster, program: str, start_with: str = START) -> tuple[int, str, str]:
-    with start(cluster, start_with + program) as process:
+def run_program(
+    cluster: FakeCluster, program: str, start_with: str = START
+) -> tuple[int, str, str]:
+    with start_program(cluster, start_with + program) as process:
         try:
             out, err = process.communicate(timeout=60)
         finally:
@@ -73,15 +73,15 @@ def run(cluster: FakeCluster, program: str, start_with: str = START) -> tuple[in
         "client.close(); sys.exit(0)",
     ],
 )
-def test_forked_child_ends_and_the_parent_goes_on(cluster: FakeCluster, ending: str) -> None:
-    code, out, err = run(cluster, FORKS.replace("ENDING", ending))
+def test_a_parent_can_push_after_its_forked_child_exits(cluster: FakeCluster, ending: str) -> None:
+    code, out, err = run_program(cluster, FORKS.replace("ENDING", ending))
 
     assert (code, out, err) == (0, "done\n", "")
     assert cluster.version == 20
     assert cluster.left == {1: ""}
 
 
-def test_client_in_a_forked_child_says_so(cluster: FakeCluster) -> None:
+def test_a_client_inherited_by_a_forked_child_is_refused(cluster: FakeCluster) -> None:
     program = """
 if not os.fork():
     try:
@@ -92,15 +92,15 @@ if not os.fork():
 os.wait()
 client.close()
 """
-    code, out, _ = run(cluster, program)
+    code, out, _ = run_program(cluster, program)
 
     assert code == 0
     assert out.startswith("InvalidRequestError this Client belongs to process")
     assert cluster.version == 0
 
 
-def test_client_of_a_forked_childs_own_is_refused(cluster: FakeCluster) -> None:
-    """gRPC would hang or crash there, sometimes."""
+def test_a_new_client_in_a_forked_child_is_refused(cluster: FakeCluster) -> None:
+    """gRPC would sometimes hang or crash there."""
     program = """
 if not os.fork():
     try:
@@ -111,7 +111,7 @@ if not os.fork():
 os.wait()
 client.close()
 """
-    code, out, err = run(cluster, program)
+    code, out, err = run_program(cluster, program)
 
     assert (code, err) == (0, "")
     assert out.startswith(
@@ -120,7 +120,7 @@ client.close()
     assert "spawn" in out
 
 
-def test_clients_in_children_only(cluster: FakeCluster) -> None:
+def test_forked_children_can_create_clients_if_the_parent_has_none(cluster: FakeCluster) -> None:
     program = """
 import os, sys
 from psworker.client.client import Client
@@ -131,14 +131,14 @@ for _ in range(2):
         os._exit(0)
     os.wait()
 """
-    code, out, err = run(cluster, program, start_with="")
+    code, out, err = run_program(cluster, program, start_with="")
 
     assert (code, out, err) == (0, "1\n2\n", "")
 
 
 @pytest.mark.parametrize("ending", ["", "del client", "sys.exit(3)", "raise KeyError('oops')"])
-def test_unclosed_client_does_not_keep_its_process(cluster: FakeCluster, ending: str) -> None:
-    code, _, err = run(cluster, "client.push(params)\n" + ending)
+def test_a_process_exits_with_an_unclosed_client(cluster: FakeCluster, ending: str) -> None:
+    code, _, err = run_program(cluster, "client.push(params)\n" + ending)
 
     assert code == {"sys.exit(3)": 3, "raise KeyError('oops')": 1}.get(ending, 0)
     assert "oops" in err or not err
@@ -154,10 +154,8 @@ del client
 """
 
 
-def test_client_that_is_collected_in_the_midst_of_a_call(cluster: FakeCluster) -> None:
-    """gRPC's core aborts the process where a channel is closed in the midst of starting a call
-    on it.
-    """
+def test_a_client_can_be_garbage_collected_while_a_call_starts(cluster: FakeCluster) -> None:
+    """gRPC's core aborts the process if a channel is closed while a call is started on it."""
     program = """
 from psproto.v1.parameter_server_pb2 import DescribeRequest
 describe = lane._channel(lane.addresses[0]).shard.Describe
@@ -178,21 +176,21 @@ collected, describe._managed_call = [], managed
 answer = describe.future(DescribeRequest(), timeout=5)
 assert any(collected)
 """
-    code, _, err = run(cluster, DROPS + program)
+    code, _, err = run_program(cluster, DROPS + program)
 
     assert (code, err) == (0, "")
     assert cluster.left == {1: DROPPED}
 
 
-def test_client_that_is_collected_under_a_lock_that_closing_takes(cluster: FakeCluster) -> None:
-    code, _, err = run(cluster, DROPS + "with lane._lock: assert gc.collect()")
+def test_a_client_can_be_garbage_collected_while_its_lock_is_taken(cluster: FakeCluster) -> None:
+    code, _, err = run_program(cluster, DROPS + "with lane._lock: assert gc.collect()")
 
     assert (code, err) == (0, "")
     assert cluster.left == {1: DROPPED}
 
 
-def test_dropped_clients_leave_at_once(cluster: FakeCluster) -> None:
-    """Not with the end of their process; their threads end too."""
+def test_garbage_collected_clients_leave_at_once(cluster: FakeCluster) -> None:
+    """They leave before their process exits, and their threads end."""
     program = """
 for _ in range(3):
     Client(sys.argv[1])
@@ -201,7 +199,7 @@ while len(threads()) > 1: threading.Event().wait(0.01)
 print("ended", flush=True)
 sys.stdin.read()
 """
-    with start(cluster, START + program) as process:
+    with start_program(cluster, START + program) as process:
         try:
             assert process.stdout is not None
             assert process.stdout.readline() == "ended\n"
@@ -220,10 +218,10 @@ except KeyboardInterrupt:
 """
 
 
-def test_ctrl_c_in_the_midst_of_a_call_leaves_nothing_that_close_would_wait_for(
+def test_close_does_not_block_after_ctrl_c_during_a_call(
     cluster: FakeCluster,
 ) -> None:
-    """gRPC has begun a call, and not yet the thread that will end it."""
+    """gRPC has started the call but not yet the thread that ends it."""
     cluster.waits_for = "worker 2"
     program = """
 import grpc._channel as channel
@@ -237,15 +235,15 @@ def interrupted(state):
 
 channel._run_channel_spin_thread = interrupted
 """
-    assert run(cluster, program + INTERRUPTED) == (0, "interrupted set()\n", "")
+    assert run_program(cluster, program + INTERRUPTED) == (0, "interrupted set()\n", "")
     assert cluster.left == {1: ""}
 
 
 @pytest.mark.parametrize("shards", [1, 2])
-def test_ctrl_c_ends_a_wait(shards: int) -> None:
+def test_ctrl_c_interrupts_a_waiting_push(shards: int) -> None:
     with (
         FakeCluster(shards=shards, lease=0.05) as cluster,
-        start(cluster, START + INTERRUPTED) as process,
+        start_program(cluster, START + INTERRUPTED) as process,
     ):
         cluster.waits_for = "worker 2"
         try:
@@ -261,8 +259,8 @@ def test_ctrl_c_ends_a_wait(shards: int) -> None:
 
 @pytest.mark.parametrize("call", ["push(params)", "status()"])
 @pytest.mark.parametrize("shards", [1, 2])
-def test_what_a_signals_handler_raises_leaves_no_lock_taken(shards: int, call: str) -> None:
-    """The alarm of a time limit, in the midst of taking a lock of gRPC's, or of this package's."""
+def test_an_exception_in_a_signal_handler_releases_all_locks(shards: int, call: str) -> None:
+    """A time-limit alarm arrives while a lock of gRPC or of this package is being acquired."""
     program = f"""
 def late(number, frame):
     raise TimeoutError("late")
@@ -286,6 +284,6 @@ assert client.push(params).status in ("applied", "duplicate")  # the first may h
 client.close()
 """
     with FakeCluster(shards=shards, lease=0.05) as cluster:
-        assert run(cluster, program) == (0, "late\n", "")
+        assert run_program(cluster, program) == (0, "late\n", "")
         assert cluster.left == {1: ""}
         assert cluster.version == 1

@@ -1,9 +1,8 @@
-"""Every command of README.md and of the tutorial is run, section by section, but for targets of
-make.
+"""Every shell command of README.md and of the tutorial runs, except targets of make.
 
-Each section begins in an empty folder with the page's files. A block whose title names a
-terminal is left running if it starts a server or a worker; all of these must end with 0. A
-second machine is a network namespace.
+Each section starts in an empty folder with the page's files. If the title of a block names a
+terminal and the block starts a server or worker, it stays running; each of these must exit with 0.
+A second machine is a network namespace.
 """
 
 import os
@@ -34,9 +33,7 @@ pytestmark = [pytest.mark.full, pytest.mark.timeout(2 * LIMIT)]
 
 @pytest.fixture
 def machines() -> Iterator[list[tuple[str, ...]]]:
-    """What to put before a command of machine 1 and of machine 2; empty where there can be no
-    namespaces.
-    """
+    """Yield the command prefixes of machines 1 and 2; an empty list without network namespaces."""
     if missing():
         yield []
         return
@@ -54,8 +51,8 @@ def programs(tmp_path: Path) -> Iterator[Programs]:
         yield programs
 
 
-class Reader:
-    """Does what a section says."""
+class SectionRunner:
+    """Runs the commands of one section."""
 
     def __init__(self, programs: Programs, machines: list[tuple[str, ...]]) -> None:
         self._programs = programs
@@ -66,7 +63,7 @@ class Reader:
         self._environment = {"PATH": f"{BIN}:{os.environ['PATH']}", "XDG_RUNTIME_DIR": str(runtime)}
         (programs.folder / ".venv").symlink_to(sys.prefix)
 
-    def carry_out(self, block: Block) -> None:
+    def run_block(self, block: Block) -> None:
         lines = [line for line in block.text.splitlines() if not line.startswith("make ")]
         program = self._start("\n".join(lines), self._machine(block.title))
         if "terminal" in block.title and lines[0].startswith(("ps-server", "ps-worker")):
@@ -93,21 +90,21 @@ class Reader:
 
 
 @pytest.mark.parametrize(("page", "section"), SECTIONS)
-def test_the_commands_of_a_section(
+def test_commands_of_a_section_succeed(
     page: Path, section: str, programs: Programs, machines: list[tuple[str, ...]]
 ) -> None:
     for block in blocks(page):
         if block.language == "python":
             programs.script(block.text, block.title)
-    reader = Reader(programs, machines)
+    runner = SectionRunner(programs, machines)
     for block in blocks(page):
         if block.section == section and block.language == "sh":
-            reader.carry_out(block)
-    reader.finish()
+            runner.run_block(block)
+    runner.finish()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_all_blocks_are_commands_or_files(page: Path) -> None:
-    """So none of them escapes the test above."""
+def test_every_block_is_a_command_or_a_file(page: Path) -> None:
+    """The test above therefore runs every command."""
     assert {block.language for block in blocks(page)} == {"sh", "python"}
     assert all(block.title.endswith(".py") for block in blocks(page) if block.language == "python")

@@ -1,4 +1,4 @@
-"""Signals that end a worker's script: processes, against servers in this one."""
+"""Signals to worker processes; the servers run in the process of the test."""
 
 import os
 import signal
@@ -41,7 +41,7 @@ print("end", flush=True)
 
 @pytest.fixture
 def script(cluster: FakeCluster, tmp_path: Path) -> Iterator["subprocess.Popen[str]"]:
-    """A worker that trains against the cluster."""
+    """Yield a worker process that trains against the cluster."""
     (tmp_path / "train.py").write_text(SCRIPT)
     environment = {
         "PYTHONPATH": f"{ROOT}:{ROOT / 'common'}",
@@ -65,17 +65,17 @@ def finish(process: "subprocess.Popen[str]") -> tuple[int, str, str]:
     return process.returncode, out, err
 
 
-def test_sigterm_lets_a_worker_end_its_step_and_its_script(
+def test_sigterm_lets_a_worker_finish_its_step(
     cluster: FakeCluster, script: "subprocess.Popen[str]"
 ) -> None:
     cluster.deal(*range(9))
-    hold, held = threading.Event(), threading.Event()
+    release, is_waiting = threading.Event(), threading.Event()
     # upload, pull, a push
-    cluster.before[0].extend([lambda: None] * 2 + [lambda: (held.set(), hold.wait(30))[0]])
-    assert held.wait(60)
+    cluster.before[0].extend([lambda: None] * 2 + [lambda: (is_waiting.set(), release.wait(30))[0]])
+    assert is_waiting.wait(60)
 
     script.send_signal(signal.SIGTERM)
-    hold.set()
+    release.set()
 
     assert finish(script) == (0, "step\n", "")
     assert cluster.counted == [(1, 1)]
@@ -83,7 +83,7 @@ def test_sigterm_lets_a_worker_end_its_step_and_its_script(
     assert cluster.metrics == {}
 
 
-def test_a_second_sigterm_ends_it_at_once(
+def test_a_second_sigterm_ends_a_worker_at_once(
     cluster: FakeCluster, script: "subprocess.Popen[str]"
 ) -> None:
     cluster.deal(*range(9))
@@ -100,7 +100,7 @@ def test_a_second_sigterm_ends_it_at_once(
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_before_the_script_joins_ends_it_at_once(
+def test_a_signal_before_joining_ends_a_script_at_once(
     tmp_path: Path, number: signal.Signals
 ) -> None:
     (tmp_path / "train.py").write_text(
@@ -121,23 +121,23 @@ def test_a_signal_before_the_script_joins_ends_it_at_once(
         assert finish(process) == (128 + number, "", "")
 
 
-def test_ctrl_c_lets_a_worker_end_its_step_and_gives_130(
+def test_ctrl_c_lets_a_worker_finish_its_step_and_exit_with_130(
     cluster: FakeCluster, script: "subprocess.Popen[str]"
 ) -> None:
     cluster.deal(*range(9))
-    hold, held = threading.Event(), threading.Event()
-    cluster.before[0].extend([lambda: None] * 2 + [lambda: (held.set(), hold.wait(30))[0]])
-    assert held.wait(60)
+    release, is_waiting = threading.Event(), threading.Event()
+    cluster.before[0].extend([lambda: None] * 2 + [lambda: (is_waiting.set(), release.wait(30))[0]])
+    assert is_waiting.wait(60)
 
     script.send_signal(signal.SIGINT)
-    hold.set()
+    release.set()
 
     assert finish(script) == (130, "step\n", "")
     assert cluster.counted == [(1, 1)]
     assert cluster.left == {1: "", 2: ""}
 
 
-def test_a_second_ctrl_c_ends_it_at_once(
+def test_a_second_ctrl_c_ends_a_worker_at_once(
     cluster: FakeCluster, script: "subprocess.Popen[str]"
 ) -> None:
     cluster.deal(*range(9))
@@ -176,10 +176,10 @@ with psworker.connect() as job:
 """
 
 
-def test_ctrl_c_of_a_terminal_ends_no_process_of_a_loader_before_the_worker(
+def test_loader_processes_outlive_ctrl_c_until_their_worker_exits(
     cluster: FakeCluster, tmp_path: Path
 ) -> None:
-    """It goes to all of them; the worker may be waiting for the next batch."""
+    """A terminal sends SIGINT to all processes; the worker may be waiting for the next batch."""
     cluster.deal(*range(9))
     (tmp_path / "train.py").write_text(LOADS)
     environment = {

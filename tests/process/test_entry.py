@@ -1,4 +1,4 @@
-"""Ctrl-C while a command loads its code: the process ends with 130 and says nothing."""
+"""Ctrl-C while a command imports its code: the process exits with 130 and without output."""
 
 import signal
 import subprocess
@@ -27,8 +27,8 @@ sys.exit(getattr(entry, command)())
 """
 
 
-def interrupted(command: str, module: str, *args: str) -> "subprocess.CompletedProcess[str]":
-    """The command, which gets Ctrl-C at its first import of this module."""
+def run_interrupted(command: str, module: str, *args: str) -> "subprocess.CompletedProcess[str]":
+    """Run a command that gets Ctrl-C when it first imports `module`."""
     return subprocess.run(
         [sys.executable, "-P", "-c", INTERRUPTED_AT, command, module, *args],
         env={"PYTHONPATH": f"{ROOT}:{ROOT / 'common'}", "OMP_NUM_THREADS": "1"},
@@ -54,19 +54,19 @@ def interrupted(command: str, module: str, *args: str) -> "subprocess.CompletedP
         ("ps_ctl", "grpc", ["--ps", "127.0.0.1:1", "status"]),
     ],
 )
-def test_ctrl_c_while_code_is_loaded_ends_the_process_without_a_word(
+def test_ctrl_c_during_imports_exits_silently_with_130(
     command: str, module: str, args: list[str]
 ) -> None:
-    done = interrupted(command, module, *args)
+    done = run_interrupted(command, module, *args)
 
     assert (done.returncode, done.stdout, done.stderr.strip()) == (130, "", "")
 
 
-def test_ctrl_c_that_is_ignored_stays_ignored() -> None:
-    """As a shell starts what runs in the background."""
+def test_an_ignored_sigint_stays_ignored() -> None:
+    """Shells start background processes with SIGINT ignored."""
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        done = interrupted("ps_ctl", "click", "explain", "12")
+        done = run_interrupted("ps_ctl", "click", "explain", "12")
     finally:
         signal.signal(signal.SIGINT, before)
 

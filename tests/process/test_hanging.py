@@ -1,4 +1,4 @@
-"""A script that hangs while its process sends heartbeats, in a real run."""
+"""A real run with a script that hangs while its process sends heartbeats."""
 
 from pathlib import Path
 
@@ -22,7 +22,7 @@ job.close()
 
 
 @server_setting("progress_timeout")
-def test_a_worker_that_hangs_is_dropped_killed_and_started_again(tmp_path: Path) -> None:
+def test_a_hanging_worker_is_dropped_killed_and_restarted(tmp_path: Path) -> None:
     with programs_in(tmp_path) as programs:
         programs.script(HANGS_ONCE)
 

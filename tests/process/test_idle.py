@@ -1,4 +1,4 @@
-"""Runs in which no training step was counted."""
+"""Runs that count no training step."""
 
 import json
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Programs]:
         yield programs
 
 
-def test_a_script_that_never_joins(programs: Programs) -> None:
+def test_a_run_fails_if_no_script_joins(programs: Programs) -> None:
     programs.script("print('no job')")
 
     run = programs.start(
@@ -32,8 +32,7 @@ def test_a_script_that_never_joins(programs: Programs) -> None:
     )
 
 
-def test_a_script_that_is_not_meant_to_train(programs: Programs) -> None:
-    """It prints its --help, say."""
+def test_allow_idle_accepts_a_script_that_never_joins(programs: Programs) -> None:
     programs.script("print('no job')")
 
     run = programs.start("ps-run", "--allow-idle", "train.py")
@@ -54,7 +53,7 @@ job.close()
 """
 
 
-def test_a_script_that_forgets_to_step(programs: Programs) -> None:
+def test_a_run_fails_if_a_script_never_steps(programs: Programs) -> None:
     programs.script(FORGETS_TO_STEP)
 
     run = programs.run("ps-run", "train.py")

@@ -1,6 +1,4 @@
-"""Shared memory between real processes, which are killed at any time, or do not see the same
-/dev/shm.
-"""
+"""Shared memory between real processes that are killed at any stage or mount different /dev/shm."""
 
 import re
 import shutil
@@ -17,8 +15,8 @@ from tests.support.workers import digest, until, weights_of
 SHM = Path("/dev/shm")
 STAGES = ("connected", "offered", "attached", "pushing")
 
-# pauses at a stage, or pushes ones until it is told to end; a shard's attach is the point between
-# share and hide
+# pauses at a stage, or pushes ones until it is killed; a shard's attach is the point between share
+# and hide
 WORKER = """
 import itertools, logging, signal, sys
 import numpy as np
@@ -51,7 +49,7 @@ with psworker.Client(address, connect_timeout=5.0, wait_timeout=30.0) as client:
 """
 
 
-# a job of torch
+# a torch job
 SCRIPT = """
 import torch, psworker
 torch.manual_seed(0)
@@ -82,41 +80,47 @@ def address_of(server: Program) -> str:
     return found[0]
 
 
-def servers(programs: Programs, *within: str) -> tuple[list[Program], str]:
-    """Two shards, and the first one's address. within: a command that starts them."""
+def start_servers(programs: Programs, *within: str) -> tuple[list[Program], str]:
+    """Start two shards, with the prefix `within`; return them and the address of shard 0."""
     settings = ("--bind", "127.0.0.1:0", "--policy", "async", "--lease", "2s")
-    first = start(programs, within, "ps-server", "--shard", "0/2", *settings)
+    first = start_program(programs, within, "ps-server", "--shard", "0/2", *settings)
     address = address_of(first)
-    second = start(programs, within, "ps-server", "--shard", "1/2", "--join", address, *settings)
+    second = start_program(
+        programs, within, "ps-server", "--shard", "1/2", "--join", address, *settings
+    )
     address_of(second)
     return [first, second], address
 
 
-def start(programs: Programs, within: tuple[str, ...], command: str, *args: object) -> Program:
+def start_program(
+    programs: Programs, within: tuple[str, ...], command: str, *args: object
+) -> Program:
     if not within:
         return programs.fork(command, *args)
-    return programs.start(within[0], *within[1:], str(BIN / command), *args)
+    return programs.start_program(within[0], *within[1:], str(BIN / command), *args)
 
 
-def worker(
+def start_worker(
     programs: Programs, address: str, stage: str = "none", steps: int = -1, *within: str
 ) -> Program:
-    return start(programs, within, "python", programs.folder / "train.py", address, stage, steps)
+    return start_program(
+        programs, within, "python", programs.folder / "train.py", address, stage, steps
+    )
 
 
-def mapped(program: Program) -> dict[str, bool]:
-    """Names of our files in a process's memory, and whether they still have that name."""
+def mapped_files(program: Program) -> dict[str, bool]:
+    """Return the names of mapped paramserver files and whether each file still exists."""
     try:
         maps = Path(f"/proc/{program.pid}/maps").read_text()
     except OSError:
         return {}
     return {
-        name: not gone
-        for name, gone in re.findall(r"/dev/shm/(paramserver-\w+)( \(deleted\))?$", maps, re.M)
+        name: not deleted
+        for name, deleted in re.findall(r"/dev/shm/(paramserver-\w+)( \(deleted\))?$", maps, re.M)
     }
 
 
-def offered(program: Program) -> str:
+def offered_name(program: Program) -> str:
     return program.wait_for("offered").split()[1]
 
 
@@ -125,64 +129,66 @@ def kill(program: Program) -> None:
     program.wait()
 
 
-def test_normal_end_leaves_nothing(programs: Programs) -> None:
-    """While it trains, all three map one file that has no name; then nobody does."""
-    shards, address = servers(programs)
-    client = worker(programs, address, steps=300)
+def test_a_normal_exit_leaves_no_shared_memory(programs: Programs) -> None:
+    """During training all three processes map one unlinked file; afterwards none of them does."""
+    shards, address = start_servers(programs)
+    client = start_worker(programs, address, steps=300)
     client.wait_for("step 5")
-    together = [mapped(program) for program in (client, *shards)]
+    mappings = [mapped_files(program) for program in (client, *shards)]
 
-    assert together == [{offered(client): False}] * 3
+    assert mappings == [{offered_name(client): False}] * 3
     assert client.wait() == 0, client.said
     assert "ends with -300.0" in client.out
     assert "shared_memory_used shards=[0, 1]" in client.err
-    until(lambda: not any(map(mapped, shards)), "the servers let go of a worker that left")
-    assert not (SHM / offered(client)).exists()
+    until(lambda: not any(map(mapped_files, shards)), "the servers let go of a worker that left")
+    assert not (SHM / offered_name(client)).exists()
 
 
-def test_worker_killed_at_any_stage_leaves_nothing(programs: Programs) -> None:
-    """A file has a name between offer and attach only; one that is left then goes with the next
-    who shares memory.
+def test_a_worker_killed_at_any_stage_leaves_no_shared_memory(programs: Programs) -> None:
+    """A file has a name only between offer and attach. The next worker that shares memory removes a
+    remaining one.
     """
-    shards, address = servers(programs)
+    shards, address = start_servers(programs)
     names = set()
     for stage in STAGES:
-        killed = worker(programs, address, stage)
+        killed = start_worker(programs, address, stage)
         killed.wait_for(stage if stage != "pushing" else "step 5")
-        names |= set(mapped(killed))
+        names |= set(mapped_files(killed))
         if stage in ("offered", "attached"):
-            assert mapped(killed) == {offered(killed): True}
-            assert stat.S_IMODE((SHM / offered(killed)).stat().st_mode) == 0o600
+            assert mapped_files(killed) == {offered_name(killed): True}
+            assert stat.S_IMODE((SHM / offered_name(killed)).stat().st_mode) == 0o600
         kill(killed)
-    last = worker(programs, address, steps=3)
+    last = start_worker(programs, address, steps=3)
 
     assert last.wait() == 0, last.said
     assert len(names) == 3
     assert not [name for name in names if (SHM / name).exists()]
-    until(lambda: not any(map(mapped, shards)), "the servers let go of what the dead had shared")
+    until(
+        lambda: not any(map(mapped_files, shards)), "the servers let go of what the dead had shared"
+    )
     assert len(set(weights_of(address)["w"])) == 1
 
 
-@pytest.mark.parametrize("victim", ["a server", "everybody"])
-def test_server_killed_while_pushes_go_on_leaves_nothing(victim: str, programs: Programs) -> None:
-    shards, address = servers(programs)
-    client = worker(programs, address)
+@pytest.mark.parametrize("victim", ["a server", "all processes"])
+def test_servers_killed_during_pushes_leave_no_shared_memory(
+    victim: str, programs: Programs
+) -> None:
+    shards, address = start_servers(programs)
+    client = start_worker(programs, address)
     client.wait_for("step 5")
-    names = set(mapped(client))
-    for killed in {"a server": shards[1:], "everybody": [*shards, client]}[victim]:
+    names = set(mapped_files(client))
+    for killed in {"a server": shards[1:], "all processes": [*shards, client]}[victim]:
         kill(killed)
 
-    assert names == {offered(client)}
-    if victim != "everybody":
+    assert names == {offered_name(client)}
+    if victim != "all processes":
         assert client.wait() == 1
         assert "UnreachableError" in client.err
     assert not [name for name in names if (SHM / name).exists()]
 
 
-def trained(programs: Programs, lanes: str) -> str:
-    """A job of 2 servers and 2 workers, 20 steps of Adam, all of them processes: the weights'
-    digest.
-    """
+def train_job(programs: Programs, lanes: str) -> str:
+    """Train a job of 2 servers and 2 workers for 20 Adam steps; return the weights' digest."""
     settings = ("--bind", "127.0.0.1:0", "--min-workers", 2)
     first = programs.fork("ps-server", "--shard", "0/2", *settings)
     address = address_of(first)
@@ -195,10 +201,10 @@ def trained(programs: Programs, lanes: str) -> str:
     return digest(address)
 
 
-def test_processes_train_to_the_same_weights_over_either_lane(programs: Programs) -> None:
+def test_both_lanes_train_to_the_same_weights(programs: Programs) -> None:
     programs.script(SCRIPT, "job.py")
 
-    assert trained(programs, "grpc") == trained(programs, "shm")
+    assert train_job(programs, "grpc") == train_job(programs, "shm")
 
 
 # ---- another /dev/shm ----------------------------------------------------------------------------
@@ -206,7 +212,7 @@ def test_processes_train_to_the_same_weights_over_either_lane(programs: Programs
 
 @pytest.fixture
 def small_shm(programs: Programs) -> tuple[str, ...]:
-    """A command that starts another one with a /dev/shm of its own, 1 MiB large."""
+    """Return a command prefix that mounts a private /dev/shm of 1 MiB."""
     script = 'mount -t tmpfs -o size=1m none /dev/shm && exec "$@"'
     within = ("unshare", "--map-root-user", "--mount", "sh", "-c", script, "sh")
     if (
@@ -217,11 +223,11 @@ def small_shm(programs: Programs) -> tuple[str, ...]:
     return (str(shutil.which("unshare")), *within[1:])
 
 
-def test_too_small_memory_falls_back_with_one_line_that_says_why(
+def test_a_too_small_shm_falls_back_with_one_log_line(
     small_shm: tuple[str, ...], programs: Programs
 ) -> None:
-    _, address = servers(programs)
-    client = worker(programs, address, "none", 20, *small_shm)
+    _, address = start_servers(programs)
+    client = start_worker(programs, address, "none", 20, *small_shm)
 
     assert client.wait() == 0, client.said
     assert "ends with -20.0" in client.out
@@ -233,19 +239,19 @@ def test_too_small_memory_falls_back_with_one_line_that_says_why(
     )
 
 
-def test_server_that_sees_another_folder_is_not_shared_with(
+def test_servers_with_another_shm_are_reached_over_grpc(
     small_shm: tuple[str, ...], programs: Programs
 ) -> None:
-    """The same host name, network and user."""
-    shards, address = servers(programs, *small_shm)
-    client = worker(programs, address, steps=20)
+    """Host name, network and user are the same."""
+    shards, address = start_servers(programs, *small_shm)
+    client = start_worker(programs, address, steps=20)
 
     assert client.wait() == 0, client.said
     assert "ends with -20.0" in client.out
     lines = [line for line in client.err.splitlines() if "shared_memory" in line]
-    name = offered(client)
+    name = offered_name(client)
     assert lines == [
         f"shared_memory_unavailable reason=shard 0: /dev/shm/{name}: No such file or directory"
     ]
     assert not (SHM / name).exists()
-    assert not any(map(mapped, shards))
+    assert not any(map(mapped_files, shards))

@@ -1,4 +1,4 @@
-"""The notebook of the examples runs from its first cell to its last."""
+"""The example notebook runs from its first to its last cell."""
 
 import json
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ def programs(tmp_path: Path) -> Iterator[Programs]:
         yield programs
 
 
-def test_the_notebook_runs(programs: Programs) -> None:
+def test_the_notebook_reaches_its_accuracy(programs: Programs) -> None:
     pytest.importorskip("sklearn", reason="scikit-learn is an extra")
     cells = json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]
     code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]

@@ -1,6 +1,4 @@
-"""ps-run from the first process to the last: what it reports, that it can be repeated, and what
-it survives.
-"""
+"""ps-run with real processes: its summary, its reproducibility and its recovery."""
 
 import json
 import signal
@@ -13,8 +11,7 @@ from pscommon.snapshot import SnapshotDirectory
 from tests.support.programs import Program, Programs, descendants, gone, programs_in
 from tests.support.workers import until
 
-# Everything that a restart has to bring back: moments, the learning rate, BatchNorm's statistics,
-# dropout's draws.
+# State that a restart must restore: moments, learning rate, BatchNorm statistics, dropout draws.
 SCRIPT = """
 import os, signal, torch, psworker
 from torch import nn
@@ -63,8 +60,8 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Programs]:
 
 
 @pytest.fixture(scope="module")
-def whole(programs: Programs) -> Program:
-    """A run that nobody disturbs; it leaves whole.json and the folder logs."""
+def undisturbed(programs: Programs) -> Program:
+    """A run without faults; it writes whole.json and the folder logs."""
     return programs.run(
         "ps-run",
         "--servers",
@@ -84,13 +81,13 @@ def summary(programs: Programs, name: str) -> dict[str, Any]:
     return found
 
 
-def test_the_summary_says_what_came_out(programs: Programs, whole: Program) -> None:
-    assert whole.wait() == 0, whole.said
+def test_the_summary_describes_the_run(programs: Programs, undisturbed: Program) -> None:
+    assert undisturbed.wait() == 0, undisturbed.said
     content = summary(programs, "whole.json")
 
     assert content.pop("seconds") > 0
     assert len(bytes.fromhex(content["weights_sha256"])) == 32
-    assert content.pop("weights_sha256") in whole.out
+    assert content.pop("weights_sha256") in undisturbed.out
     metrics = content.pop("metrics")
     assert metrics["lr"] == pytest.approx(0.05 * 0.9**VERSIONS)
     assert 0 < metrics["loss"] < 5
@@ -113,38 +110,36 @@ def test_the_summary_says_what_came_out(programs: Programs, whole: Program) -> N
     }
 
 
-def test_nothing_is_left(programs: Programs, whole: Program) -> None:
-    assert whole.wait() == 0
+def test_a_finished_run_leaves_no_temporary_files(programs: Programs, undisturbed: Program) -> None:
+    assert undisturbed.wait() == 0
     assert list(programs.temporary.iterdir()) == []
 
 
-def test_log_dir_has_a_file_for_each_process(programs: Programs, whole: Program) -> None:
-    assert whole.wait() == 0
+def test_log_dir_contains_the_log_of_each_process(programs: Programs, undisturbed: Program) -> None:
+    assert undisturbed.wait() == 0
     logs = {path.name: path.read_text() for path in (programs.folder / "logs").iterdir()}
 
     assert sorted(logs) == ["s0.log", "s1.log", "w0.log", "w1.log"]
     assert "listening" in logs["s1.log"]
     assert "here 1" in logs["w1.log"]
-    assert "[w1] here 1" in whole.out
+    assert "[w1] here 1" in undisturbed.out
 
 
-def test_the_same_run_gives_the_same_bytes_on_any_number_of_servers(
-    programs: Programs, whole: Program
+def test_weights_do_not_depend_on_the_number_of_servers(
+    programs: Programs, undisturbed: Program
 ) -> None:
     again = programs.run(
         "ps-run", "--servers", 1, "--workers", 2, "--summary", "again.json", "train.py"
     )
 
-    assert (whole.wait(), again.wait()) == (0, 0), again.said
+    assert (undisturbed.wait(), again.wait()) == (0, 0), again.said
     assert (
         summary(programs, "again.json")["weights_sha256"]
         == summary(programs, "whole.json")["weights_sha256"]
     )
 
 
-def test_a_run_that_was_killed_resumes_to_the_same_bytes(
-    programs: Programs, whole: Program
-) -> None:
+def test_a_killed_run_resumes_to_the_same_weights(programs: Programs, undisturbed: Program) -> None:
     flags = (
         "--servers",
         2,
@@ -164,24 +159,24 @@ def test_a_run_that_was_killed_resumes_to_the_same_bytes(
         "a snapshot of version 5",
     )
 
-    everybody = descendants(first.pid)
+    processes = descendants(first.pid)
     first.send(signal.SIGKILL)
-    assert len(everybody) in (4, 5)  # a spare server comes after some seconds
-    assert all(map(gone, everybody))
+    assert len(processes) in (4, 5)  # a spare server comes after some seconds
+    assert all(map(gone, processes))
     second = programs.run("ps-run", *flags, "train.py")
 
     assert second.wait() == 0, second.said
     assert second.out.count("starts at 5") == 2
-    assert whole.wait() == 0
+    assert undisturbed.wait() == 0
     assert (
         summary(programs, "end.json")["weights_sha256"]
         == summary(programs, "whole.json")["weights_sha256"]
     )
 
 
-def test_a_killed_worker_is_started_again_and_the_run_finishes(programs: Programs) -> None:
-    """It dies with a batch in hand: that goes to another, what it had pushed stays, each batch
-    counts once.
+def test_a_killed_worker_is_restarted_and_each_batch_counts_once(programs: Programs) -> None:
+    """The worker is killed while it has a batch. Another worker gets that batch; its earlier pushes
+    count.
     """
     flags = ("--servers", 1, "--workers", 2, "--lease", "1s", "--summary", "killed.json")
     run = programs.run("ps-run", *flags, "train.py", FALLS="yes")
@@ -194,10 +189,10 @@ def test_a_killed_worker_is_started_again_and_the_run_finishes(programs: Program
     assert "worker_lost" in run.err
 
 
-def test_with_a_log_killed_servers_and_workers_change_no_bit(
-    programs: Programs, whole: Program
+def test_with_a_log_killed_processes_do_not_change_the_weights(
+    programs: Programs, undisturbed: Program
 ) -> None:
-    """Both servers and a worker are killed, each is started again, nobody else is."""
+    """Both servers and a worker are killed; ps-run restarts only these three."""
     (programs.folder / "fallen").unlink(missing_ok=True)
     flags = ("--servers", 2, "--workers", 2, "--data-dir", "logged", "--durability", "log")
     wait = ("--on-worker-loss", "wait:60s", "--summary", "fallen.json")
@@ -208,12 +203,12 @@ def test_with_a_log_killed_servers_and_workers_change_no_bit(
         assert f"{name} was killed by SIGKILL; restart " in run.err
     content = summary(programs, "fallen.json")
     assert (content["status"], content["restarts"], content["samples"]) == ("done", 3, 320)
-    assert whole.wait() == 0
+    assert undisturbed.wait() == 0
     assert content["weights_sha256"] == summary(programs, "whole.json")["weights_sha256"]
 
 
-def test_servers_that_are_told_to_end_are_started_again(programs: Programs, whole: Program) -> None:
-    """Not by ps-run: the training is not over with them."""
+def test_servers_that_get_sigterm_are_restarted(programs: Programs, undisturbed: Program) -> None:
+    """ps-run did not send the signal, and training is not finished."""
     for shard in (0, 1):
         (programs.folder / f"fallen-{shard}").unlink(missing_ok=True)
     flags = (
@@ -233,7 +228,7 @@ def test_servers_that_are_told_to_end_are_started_again(programs: Programs, whol
     assert run.wait() == 0, run.said
     for name in ("s0", "s1"):
         assert f"{name} exited with 143: terminated (SIGTERM); restart " in run.err
-    assert whole.wait() == 0
+    assert undisturbed.wait() == 0
     assert (
         summary(programs, "told.json")["weights_sha256"]
         == summary(programs, "whole.json")["weights_sha256"]

@@ -1,6 +1,4 @@
-"""ps-run from outside: real processes and signals, with small stand-ins for the servers and for
-the way to them.
-"""
+"""ps-run as a process that gets signals; the servers and the connections to them are stubs."""
 
 import json
 import os
@@ -23,7 +21,7 @@ def bench(tmp_path: Path) -> Iterator[Bench]:
 
 
 def pids(text: str) -> list[int]:
-    """Of all processes that have said their number."""
+    """Return the PIDs that processes have printed."""
     return [
         int(line.split()[2])
         for line in text.splitlines()
@@ -31,7 +29,7 @@ def pids(text: str) -> list[int]:
     ]
 
 
-def gone(pid: int) -> bool:
+def has_exited(pid: int) -> bool:
     try:
         handle = os.pidfd_open(pid)
     except ProcessLookupError:
@@ -46,7 +44,7 @@ GOOD = 'import os, sys; print("worker", os.getpid(), os.environ["PS_WORKER_RANK"
 WAITING = GOOD + "\nimport signal\nsignal.pause()"
 
 
-def test_a_run_that_goes_well(bench: Bench) -> None:
+def test_a_successful_run_writes_summary_and_output(bench: Bench) -> None:
     summary = bench.folder / "summary.json"
 
     result = bench.run(
@@ -77,11 +75,11 @@ def test_a_run_that_goes_well(bench: Bench) -> None:
     for prefix in ("[s0] server", "[s1] server", "[w0] worker", "[w1] worker"):
         assert prefix in result.stdout
     assert len(pids(result.stdout)) == 4
-    assert all(map(gone, pids(result.stdout)))
+    assert all(map(has_exited, pids(result.stdout)))
     assert list(bench.temporary.iterdir()) == []
 
 
-def test_a_summary_that_cannot_be_written_any_more_fails_the_run_but_hides_no_result(
+def test_an_unwritable_summary_fails_the_run_after_printing_results(
     bench: Bench,
 ) -> None:
     (bench.folder / "there").mkdir()
@@ -95,7 +93,7 @@ def test_a_summary_that_cannot_be_written_any_more_fails_the_run_but_hides_no_re
     assert "ab" * 32 in result.stdout
 
 
-def test_the_scripts_arguments_are_its_own(bench: Bench) -> None:
+def test_arguments_after_the_script_belong_to_the_script(bench: Bench) -> None:
     args = ["--policy", "async", "--", "--help", "-m", "", "--servers=7", "a b"]
 
     result = bench.run("--policy", "sync", bench.script(GOOD), *args)
@@ -105,16 +103,16 @@ def test_the_scripts_arguments_are_its_own(bench: Bench) -> None:
     assert "0/1 sync" in result.stdout
 
 
-def test_a_variable_that_nobody_reads_is_named_once(bench: Bench) -> None:
-    """Not again by each process. One of everything is not called by the plural."""
+def test_an_unknown_variable_is_reported_once(bench: Bench) -> None:
+    """Only ps-run reports it, not each process."""
     result = bench.run(bench.script(GOOD), PS_MIN_WORKER="3")
 
-    named = [line for line in result.stderr.splitlines() if "PS_MIN_WORKER" in line]
-    assert named == ["[run] no setting is called PS_MIN_WORKER; did you mean PS_MIN_WORKERS?"]
+    warnings = [line for line in result.stderr.splitlines() if "PS_MIN_WORKER" in line]
+    assert warnings == ["[run] no setting is called PS_MIN_WORKER; did you mean PS_MIN_WORKERS?"]
     assert "[run] 1 server, 1 worker on " in result.stderr
 
 
-def test_a_module_runs_as_well(bench: Bench) -> None:
+def test_a_module_can_be_run(bench: Bench) -> None:
     bench.script(GOOD, "my_train.py")
 
     result = bench.run("-m", "my_train", "--lr", "1")
@@ -123,7 +121,7 @@ def test_a_module_runs_as_well(bench: Bench) -> None:
     assert "0 ['--lr', '1']" in result.stdout
 
 
-def test_a_script_that_raises_fails_the_run_and_shows_its_traceback_once(bench: Bench) -> None:
+def test_a_script_exception_fails_the_run_with_one_traceback(bench: Bench) -> None:
     script = bench.script(GOOD + "\nraise ValueError('bad data')")
     summary = bench.folder / "summary.json"
 
@@ -138,10 +136,10 @@ def test_a_script_that_raises_fails_the_run_and_shows_its_traceback_once(bench: 
     assert content["status"] == "failed"
     assert content["error"]["exit_code"] == 1
     assert content["error"]["process"] in ("w0", "w1")
-    assert all(map(gone, pids(output)))
+    assert all(map(has_exited, pids(output)))
 
 
-def test_the_logs_of_a_failed_run_are_kept_and_said_where(bench: Bench) -> None:
+def test_a_failed_run_leaves_its_logs_and_prints_their_path(bench: Bench) -> None:
     result = bench.run(bench.script(GOOD + "\nraise ValueError('bad data')"))
 
     (log,) = [line.split("log: ")[1] for line in result.stderr.splitlines() if "log: " in line]
@@ -150,7 +148,7 @@ def test_the_logs_of_a_failed_run_are_kept_and_said_where(bench: Bench) -> None:
     assert sorted(path.name for path in folder.iterdir()) == ["s0.log", "w0.log"]
 
 
-def test_log_dir_holds_a_file_for_each_process(bench: Bench) -> None:
+def test_log_dir_contains_one_file_per_process(bench: Bench) -> None:
     logs = bench.folder / "a" / "b"
 
     for _ in range(2):  # the second run replaces the files of the first
@@ -163,17 +161,17 @@ def test_log_dir_holds_a_file_for_each_process(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize("code", [10, 12])
-def test_a_server_that_fails_is_named_with_its_code_and_a_remedy(bench: Bench, code: int) -> None:
+def test_a_failed_server_is_reported_with_exit_code_and_remedy(bench: Bench, code: int) -> None:
     result = bench.run("--servers", "2", bench.script(WAITING), BROKEN_SERVER="1/2", CODE=str(code))
 
     assert result.returncode == code
     assert "first failure: s1" in result.stderr
     assert f"s1 exited with {code}: " in result.stderr
     assert "remedy: " in result.stderr
-    assert all(map(gone, pids(result.stdout)))
+    assert all(map(has_exited, pids(result.stdout)))
 
 
-def test_a_killed_worker_is_started_again(bench: Bench) -> None:
+def test_a_killed_worker_is_restarted(bench: Bench) -> None:
     once = "import os, pathlib\nmark = pathlib.Path('mark')\n"
     once += "if not mark.exists():\n    mark.touch()\n    os.kill(os.getpid(), 9)\n"
     summary = bench.folder / "summary.json"
@@ -185,14 +183,14 @@ def test_a_killed_worker_is_started_again(bench: Bench) -> None:
     assert "w0 was killed by SIGKILL; restart 1 of at most 3" in result.stderr
 
 
-def test_max_restarts_is_obeyed(bench: Bench) -> None:
+def test_max_restarts_limits_restarts(bench: Bench) -> None:
     result = bench.run("--max-restarts", "0", bench.script("import os; os.kill(os.getpid(), 9)"))
 
     assert result.returncode == 137
     assert "w0 was killed by SIGKILL" in result.stderr
 
 
-def test_weights_that_cannot_be_read_are_said_so(bench: Bench) -> None:
+def test_unreadable_weights_are_reported(bench: Bench) -> None:
     (bench.folder / "no-model").touch()
 
     result = bench.run(bench.script(GOOD))
@@ -203,7 +201,7 @@ def test_weights_that_cannot_be_read_are_said_so(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_signal_ends_everything_and_leaves_nothing(
+def test_a_signal_ends_all_processes_and_removes_the_folder(
     bench: Bench, number: signal.Signals, code: int
 ) -> None:
     summary = bench.folder / "summary.json"
@@ -216,28 +214,28 @@ def test_a_signal_ends_everything_and_leaves_nothing(
     out, err = process.communicate(timeout=LIMIT)
 
     assert process.returncode == code
-    everybody = pids(seen + out)
-    assert len(everybody) == 4
-    assert all(map(gone, everybody))
+    all_pids = pids(seen + out)
+    assert len(all_pids) == 4
+    assert all(map(has_exited, all_pids))
     assert "Traceback" not in out + err
     assert json.loads(summary.read_text())["status"] == "interrupted"
     assert list(bench.temporary.iterdir()) == []
 
 
-def test_a_second_ctrl_c_kills_what_does_not_want_to_end(bench: Bench) -> None:
-    stubborn = (
+def test_a_second_ctrl_c_kills_processes_that_ignore_the_first(bench: Bench) -> None:
+    ignoring = (
         "import signal; signal.signal(15, lambda *_: print('worker', 0, 'no', flush=True))\n" + GOOD
     )
-    process = bench.popen("--grace", "1h", bench.script(stubborn + "\nwhile True: signal.pause()"))
+    process = bench.popen("--grace", "1h", bench.script(ignoring + "\nwhile True: signal.pause()"))
     seen = wait_for_workers(process, 1)
 
     process.send_signal(signal.SIGINT)
-    wait_for_workers(process, 1)  # it has got the first one
+    wait_for_workers(process, 1)  # the handler of the first signal ran
     process.send_signal(signal.SIGINT)
     out, _ = process.communicate(timeout=LIMIT)
 
     assert process.returncode == 130
-    assert all(map(gone, pids(seen)))
+    assert all(map(has_exited, pids(seen)))
     assert list(bench.temporary.iterdir()) == []
     assert "Traceback" not in out
 
@@ -245,7 +243,7 @@ def test_a_second_ctrl_c_kills_what_does_not_want_to_end(bench: Bench) -> None:
 LOUD = "for number in range(200_000): print('x' * 100, number)"
 
 
-def test_a_worker_says_what_our_stdout_cannot_encode(bench: Bench) -> None:
+def test_output_that_stdout_cannot_encode_is_escaped(bench: Bench) -> None:
     script = bench.script(
         "import sys; sys.stdout.reconfigure(encoding='utf-8')\nprint('a \u2192 b')\n" + GOOD
     )
@@ -256,7 +254,7 @@ def test_a_worker_says_what_our_stdout_cannot_encode(bench: Bench) -> None:
     assert "[w0] a \\u2192 b\n" in result.stdout
 
 
-def test_a_reader_that_goes_away_does_not_end_the_run(bench: Bench) -> None:
+def test_a_closed_stdout_does_not_end_the_run(bench: Bench) -> None:
     process = bench.popen(bench.script(GOOD + "\n" + LOUD))
     wait_for_workers(process, 1)
     assert process.stdout is not None
@@ -269,18 +267,18 @@ def test_a_reader_that_goes_away_does_not_end_the_run(bench: Bench) -> None:
     assert "Traceback" not in err
 
 
-def test_signals_count_while_nobody_reads(bench: Bench) -> None:
-    """The pipe, the queue and the workers' own pipes are all full by then, or nearly."""
+def test_signals_take_effect_while_stdout_is_not_read(bench: Bench) -> None:
+    """The pipe, the queue and the pipes of the workers are then full or nearly full."""
     process = bench.popen(bench.script(GOOD + "\n" + LOUD + "\nimport signal\nsignal.pause()"))
     seen = wait_for_workers(process, 1)
 
     process.send_signal(signal.SIGTERM)
 
     assert process.wait(timeout=LIMIT) == 143
-    assert all(map(gone, pids(seen)))
+    assert all(map(has_exited, pids(seen)))
 
 
-def test_the_end_is_there_for_whoever_reads_late(bench: Bench) -> None:
+def test_a_late_reader_gets_the_complete_output(bench: Bench) -> None:
     process = bench.popen(
         "--summary", "summary.json", bench.script(GOOD + "\n" + LOUD.replace("200", "20"))
     )
@@ -296,11 +294,11 @@ def test_the_end_is_there_for_whoever_reads_late(bench: Bench) -> None:
     assert "weights sha256" in out.splitlines()[-1]
 
 
-def test_grace_is_how_long_a_stubborn_process_has(bench: Bench) -> None:
-    stubborn = (
+def test_a_process_that_ignores_sigterm_is_killed_after_grace(bench: Bench) -> None:
+    ignoring = (
         "import signal; signal.signal(15, signal.SIG_IGN)\n" + GOOD + "\nwhile True: signal.pause()"
     )
-    process = bench.popen("--grace", "300ms", bench.script(stubborn))
+    process = bench.popen("--grace", "300ms", bench.script(ignoring))
     seen = wait_for_workers(process, 1)
 
     began = time.monotonic()
@@ -309,19 +307,19 @@ def test_grace_is_how_long_a_stubborn_process_has(bench: Bench) -> None:
 
     assert process.returncode == 130
     assert 0.3 <= time.monotonic() - began < LIMIT / 2
-    assert all(map(gone, pids(seen)))
+    assert all(map(has_exited, pids(seen)))
 
 
-def test_nothing_outlives_a_ps_run_that_is_killed(bench: Bench) -> None:
+def test_killing_ps_run_ends_all_its_processes(bench: Bench) -> None:
     process = bench.popen("--servers", "2", "--workers", "2", bench.script(WAITING))
     seen = wait_for_workers(process, 2)
 
     process.kill()
     out, _ = process.communicate(timeout=LIMIT)
 
-    everybody = pids(seen + out)
-    assert len(everybody) == 4
-    assert all(map(gone, everybody))
+    all_pids = pids(seen + out)
+    assert len(all_pids) == 4
+    assert all(map(has_exited, all_pids))
 
 
 USAGE = {
@@ -353,7 +351,9 @@ USAGE = {
 
 
 @pytest.mark.parametrize(("args", "text"), USAGE.values(), ids=USAGE.keys())
-def test_bad_usage_is_said_before_anything_starts(bench: Bench, args: list[str], text: str) -> None:
+def test_usage_errors_are_reported_before_any_process_starts(
+    bench: Bench, args: list[str], text: str
+) -> None:
     bench.script(GOOD)
     (bench.folder / "w1.log").mkdir()
 
@@ -366,7 +366,7 @@ def test_bad_usage_is_said_before_anything_starts(bench: Bench, args: list[str],
     assert list(bench.temporary.iterdir()) == []
 
 
-def test_workers_of_a_cluster_do_not_train_alone(bench: Bench) -> None:
+def test_ps_local_is_refused(bench: Bench) -> None:
     result = bench.run(bench.script(GOOD), PS_LOCAL="1")
 
     assert result.returncode == 2
@@ -382,7 +382,7 @@ def test_help_shows_examples(bench: Bench) -> None:
 
 
 def wait_for_workers(process: subprocess.Popen[str], count: int) -> str:
-    """Reads what ps-run shows until so many workers have said that they run."""
+    """Read the output of ps-run until `count` workers have printed their PID; return it."""
     assert process.stdout is not None
     seen = ""
     while len([line for line in seen.splitlines() if "] worker " in line]) < count:

@@ -1,6 +1,4 @@
-"""What ps-run does about killed processes: it reports its workers' ends, and removes the folders
-of killed runs.
-"""
+"""ps-run reports killed workers to the servers and removes folders of killed runs."""
 
 import os
 import signal
@@ -38,8 +36,8 @@ def bench(tmp_path: Path) -> Iterator[Bench]:
         yield bench
 
 
-def test_the_end_of_a_worker_is_reported_to_the_servers(bench: Bench) -> None:
-    """Not that of one that was done."""
+def test_a_killed_worker_is_reported_to_the_servers(bench: Bench) -> None:
+    """The exit of a worker that finished is not reported."""
     result = bench.run("--workers", "2", bench.script(DIES_ONCE))
     assert result.returncode == 0, result.stderr
 
@@ -58,7 +56,7 @@ def killed_run(bench: Bench) -> "subprocess.Popen[str]":
     return run
 
 
-def test_the_folder_of_a_killed_run_is_removed_by_the_next(bench: Bench) -> None:
+def test_the_next_run_removes_the_folder_of_a_killed_run(bench: Bench) -> None:
     killed_run(bench)
     (left,) = bench.temporary.glob("ps-run-*")
     assert (left / OWNER).exists()
@@ -67,18 +65,18 @@ def test_the_folder_of_a_killed_run_is_removed_by_the_next(bench: Bench) -> None
     assert list(bench.temporary.glob("ps-run-*")) == []
 
 
-def test_folders_of_others_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a run that goes on, of one that was kept for its logs, of a system elsewhere, and what
-    a link leads to.
+def test_folders_that_are_not_stale_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """These are folders of a live run, of a run that preserved its logs, of another boot, and
+    targets of links.
     """
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     running = make_folder("ps-run-")
-    kept, elsewhere, target = (
+    with_logs, elsewhere, target = (
         tmp_path / name for name in ("ps-run-kept", "ps-run-elsewhere", "target")
     )
-    for folder in (kept, elsewhere, target):
+    for folder in (with_logs, elsewhere, target):
         folder.mkdir()
-    (kept / "w0.log").write_text("precious")
+    (with_logs / "w0.log").write_text("precious")
     (elsewhere / OWNER).write_text("another-boot/7/1/1")
     with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as ended:
         name = process_id(ended.pid)
@@ -90,7 +88,7 @@ def test_folders_of_others_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert {path.name for path in tmp_path.iterdir()} == {
         running.name,
         newest.name,
-        kept.name,
+        with_logs.name,
         elsewhere.name,
         "target",
         "ps-run-link",
@@ -101,4 +99,4 @@ def test_folders_of_others_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     target.rename(tmp_path / "ps-run-stale")
     make_folder("ps-run-")
     assert not (tmp_path / "ps-run-stale").exists()
-    assert os.listdir(kept) == ["w0.log"]
+    assert os.listdir(with_logs) == ["w0.log"]

@@ -1,4 +1,4 @@
-"""Processes and their output: real ones, but tiny."""
+"""Child processes of ps-run and their output, with small real processes."""
 
 import os
 import select
@@ -16,13 +16,13 @@ from psworker.launch.processes import TAIL_LINES, LineSplitter, ManagedProcess
 LIMIT = 30.0
 
 
-class Started:
-    """A process that runs a piece of Python, and what it said."""
+class OutputRecorder:
+    """A process that runs Python code, with its recorded output and exit code."""
 
     def __init__(self, code: str, folder: Path) -> None:
         self.lines: list[tuple[str, str, str]] = []
         self.codes: list[int] = []
-        self.said = threading.Event()
+        self.has_output = threading.Event()
         self.log = folder / "w0.log"
         self.process = ManagedProcess(
             "w0",
@@ -30,38 +30,38 @@ class Started:
             {"PATH": os.environ["PATH"]},
             self.log,
             traceback_file=folder / "w0.traceback",
-            on_line=self._line,
+            on_line=self._record_line,
             on_exit=lambda _, code: self.codes.append(code),
         )
 
-    def _line(self, name: str, stream: str, text: str) -> None:
+    def _record_line(self, name: str, stream: str, text: str) -> None:
         self.lines.append((name, stream, text))
-        self.said.set()
+        self.has_output.set()
 
-    def end(self) -> int:
+    def join(self) -> int:
         self.process.join()
         return self.codes[0]
 
 
-Start = Callable[[str], Started]
+Start = Callable[[str], OutputRecorder]
 
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
-    """Starts processes that are gone after the test, however it ends."""
-    everything: list[Started] = []
+    """Yield a function that starts processes; kill them after the test."""
+    recorders: list[OutputRecorder] = []
 
-    def start_one(code: str) -> Started:
-        everything.append(Started(code, tmp_path))
-        return everything[-1]
+    def start_process(code: str) -> OutputRecorder:
+        recorders.append(OutputRecorder(code, tmp_path))
+        return recorders[-1]
 
-    yield start_one
-    for started in everything:
-        started.process.kill()
-        started.process.join()
+    yield start_process
+    for recorder in recorders:
+        recorder.process.kill()
+        recorder.process.join()
 
 
-def wait_until_gone(pid: int) -> None:
+def wait_for_exit(pid: int) -> None:
     try:
         handle = os.pidfd_open(pid)
     except ProcessLookupError:
@@ -72,118 +72,118 @@ def wait_until_gone(pid: int) -> None:
         os.close(handle)
 
 
-def test_lines_of_both_streams_are_told_and_logged(start: Start) -> None:
+def test_lines_of_both_streams_are_reported_and_logged(start: Start) -> None:
     code = "import sys; print('one'); print('two', file=sys.stderr); sys.exit(7)"
 
-    started = start(code)
+    recorder = start(code)
 
-    assert started.end() == 7
-    assert sorted(started.lines) == [("w0", "stderr", "two"), ("w0", "stdout", "one")]
-    assert sorted(started.log.read_text().split()) == ["one", "two"]
-
-
-def test_the_tail_holds_the_last_lines(start: Start) -> None:
-    started = start("for i in range(50): print(i)")
-    started.end()
-
-    assert list(started.process.tail) == [str(number) for number in range(50 - TAIL_LINES, 50)]
+    assert recorder.join() == 7
+    assert sorted(recorder.lines) == [("w0", "stderr", "two"), ("w0", "stdout", "one")]
+    assert sorted(recorder.log.read_text().split()) == ["one", "two"]
 
 
-def test_a_signal_is_a_negative_code(start: Start) -> None:
-    started = start("import os; os.kill(os.getpid(), 9)")
+def test_the_tail_contains_the_last_lines(start: Start) -> None:
+    recorder = start("for i in range(50): print(i)")
+    recorder.join()
 
-    assert started.end() == -9
+    assert list(recorder.process.tail) == [str(number) for number in range(50 - TAIL_LINES, 50)]
 
 
-def test_terminate_is_sigterm_to_the_process(start: Start) -> None:
+def test_a_killed_process_has_a_negative_exit_code(start: Start) -> None:
+    recorder = start("import os; os.kill(os.getpid(), 9)")
+
+    assert recorder.join() == -9
+
+
+def test_terminate_sends_sigterm(start: Start) -> None:
     code = (
         "import signal, sys; signal.signal(15, lambda *_: sys.exit(3)); print('up'); signal.pause()"
     )
-    started = start(code)
-    assert started.said.wait(LIMIT)
+    recorder = start(code)
+    assert recorder.has_output.wait(LIMIT)
 
-    started.process.terminate()
+    recorder.process.terminate()
 
-    assert started.end() == 3
+    assert recorder.join() == 3
 
 
-def test_kill_takes_everything_along_that_the_process_started(start: Start) -> None:
+def test_kill_also_kills_child_processes(start: Start) -> None:
     code = (
         "import signal, subprocess, sys; signal.signal(15, signal.SIG_IGN);child = "
         "subprocess.Popen([sys.executable, '-I', '-S', '-c', 'import signal; "
         "signal.pause()']);print(child.pid); signal.pause()"
     )
-    started = start(code)
-    assert started.said.wait(LIMIT)
+    recorder = start(code)
+    assert recorder.has_output.wait(LIMIT)
 
-    started.process.kill()
+    recorder.process.kill()
 
-    assert started.end() == -9
-    wait_until_gone(int(started.lines[0][2]))
+    assert recorder.join() == -9
+    wait_for_exit(int(recorder.lines[0][2]))
 
 
-def test_what_an_ended_process_leaves_behind_is_killed_too(start: Start) -> None:
+def test_children_of_an_exited_process_are_killed(start: Start) -> None:
     code = (
         "import subprocess, sys;child = subprocess.Popen([sys.executable, '-I', '-S', '-c', "
         "'import signal; signal.pause()']);print(child.pid)"
     )
-    started = start(code)
+    recorder = start(code)
 
-    assert started.end() == 0
-    wait_until_gone(int(started.lines[0][2]))
-
-
-def test_killing_what_has_ended_is_harmless(start: Start) -> None:
-    started = start("")
-    started.end()
-
-    started.process.kill()
-    started.process.terminate()
-
-    assert started.codes == [0]
+    assert recorder.join() == 0
+    wait_for_exit(int(recorder.lines[0][2]))
 
 
-def test_what_the_script_raised_goes_to_the_log_and_is_kept_apart(
+def test_killing_an_exited_process_has_no_effect(start: Start) -> None:
+    recorder = start("")
+    recorder.join()
+
+    recorder.process.kill()
+    recorder.process.terminate()
+
+    assert recorder.codes == [0]
+
+
+def test_a_script_traceback_is_logged_and_available_separately(
     start: Start, tmp_path: Path
 ) -> None:
     (tmp_path / "w0.traceback").write_text("Traceback\nValueError: x\n")
 
-    started = start("print('before')")
-    started.end()
+    recorder = start("print('before')")
+    recorder.join()
 
-    assert started.process.traceback == ["Traceback", "ValueError: x"]
-    assert started.log.read_text() == "before\nTraceback\nValueError: x\n"
+    assert recorder.process.traceback == ["Traceback", "ValueError: x"]
+    assert recorder.log.read_text() == "before\nTraceback\nValueError: x\n"
     assert not (tmp_path / "w0.traceback").exists()
 
 
 @pytest.mark.parametrize(
     ("broken", "why"), [("full", "No space left on device"), ("a folder", "Is a directory")]
 )
-def test_a_log_that_cannot_be_written_costs_the_log_and_not_the_process(
+def test_a_process_continues_without_a_log_that_cannot_be_written(
     start: Start, tmp_path: Path, broken: str, why: str
 ) -> None:
     path = tmp_path / "w0.log"
     path.symlink_to("/dev/full") if broken == "full" else path.mkdir()
 
-    started = start("import sys; print('one'); print('two', file=sys.stderr); sys.exit(7)")
+    recorder = start("import sys; print('one'); print('two', file=sys.stderr); sys.exit(7)")
 
-    assert started.end() == 7
+    assert recorder.join() == 7
     problem = f"{path} cannot be written: {why}; the process continues without its log"
-    assert sorted(text for _, _, text in started.lines) == sorted([problem, "one", "two"])
+    assert sorted(text for _, _, text in recorder.lines) == sorted([problem, "one", "two"])
 
 
-def test_lines_that_cannot_be_shown_end_the_process_and_are_no_trouble_of_the_log(
+def test_an_error_in_the_line_handler_kills_the_process(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     raised: list[type[BaseException]] = []
     monkeypatch.setattr(threading, "excepthook", lambda found: raised.append(found.exc_type))
-    monkeypatch.setattr(Started, "_line", lambda *_: "→".encode("latin-1"))
+    monkeypatch.setattr(OutputRecorder, "_record_line", lambda *_: "→".encode("latin-1"))
 
-    started = start("import signal; print('line', flush=True); signal.pause()")
+    recorder = start("import signal; print('line', flush=True); signal.pause()")
 
-    assert started.end() == -9
+    assert recorder.join() == -9
     assert raised == [UnicodeEncodeError]
-    assert list(started.process.tail) == ["line"]
+    assert list(recorder.process.tail) == ["line"]
 
 
 PARENT = """
@@ -202,7 +202,7 @@ sys.exit(guard["main"](int(sys.argv[2]), command, watch=WATCH))
 
 
 @pytest.mark.parametrize("watch", [False, True])
-def test_a_tethered_process_ends_with_a_parent_that_is_killed(watch: bool) -> None:
+def test_a_guarded_process_exits_when_its_parent_is_killed(watch: bool) -> None:
     code = GUARDED.replace("WATCH", str(watch))
     line = [sys.executable, "-I", "-S", "-c", PARENT, code, orphan_guard.__file__]
     with subprocess.Popen(
@@ -213,10 +213,10 @@ def test_a_tethered_process_ends_with_a_parent_that_is_killed(watch: bool) -> No
 
         parent.kill()
 
-        wait_until_gone(pid)
+        wait_for_exit(pid)
 
 
-def test_a_command_whose_parent_is_already_gone_never_starts() -> None:
+def test_a_command_whose_parent_has_exited_never_starts() -> None:
     line = [
         sys.executable,
         "-I",
@@ -233,8 +233,8 @@ def test_a_command_whose_parent_is_already_gone_never_starts() -> None:
     assert (result.returncode, result.stdout) == (143, "")
 
 
-class TestLines:
-    def test_cut_at_line_ends_wherever_the_chunks_end(self) -> None:
+class TestLineSplitter:
+    def test_lines_are_split_independently_of_chunks(self) -> None:
         lines = LineSplitter()
 
         assert lines.feed(b"on") == []
@@ -242,11 +242,11 @@ class TestLines:
         assert lines.flush() == ["th"]
         assert lines.flush() == []
 
-    def test_a_progress_bar_is_its_last_state(self) -> None:
+    def test_a_progress_bar_is_reduced_to_its_last_state(self) -> None:
         assert LineSplitter().feed(b"\r 10%\r 55%\r100%\ndone\r\n") == ["100%", "done"]
 
-    def test_bytes_that_are_no_text_do_not_hurt(self) -> None:
+    def test_invalid_utf8_is_replaced(self) -> None:
         assert LineSplitter().feed(b"\xff\n") == ["\N{REPLACEMENT CHARACTER}"]
 
-    def test_a_line_without_end_comes_in_pieces(self) -> None:
+    def test_a_long_line_without_newline_is_split(self) -> None:
         assert LineSplitter().feed(b"x" * 100_000) == ["x" * 100_000]

@@ -1,4 +1,4 @@
-"""ps-run keeps a server ahead for those that have to be started again."""
+"""ps-run keeps a spare server process to replace servers that it restarts."""
 
 import os
 import signal
@@ -26,8 +26,8 @@ while not Path("done").exists():
 """
 
 
-def spare_of(bench: Bench, before: int = 0) -> int:
-    """The spare server's pid, once it is another one than before."""
+def spare_pid(bench: Bench, before: int = 0) -> int:
+    """Return the PID of the spare server as soon as it differs from `before`."""
     path = bench.folder / "spare"
     return until(
         lambda: path.exists() and (found := int(path.read_text())) != before and found,
@@ -35,22 +35,22 @@ def spare_of(bench: Bench, before: int = 0) -> int:
     )
 
 
-def server_of(run: "subprocess.Popen[str]") -> int:
-    """The pid that the next server says."""
+def next_server_pid(run: "subprocess.Popen[str]") -> int:
+    """Return the PID that the next started server prints."""
     assert run.stdout is not None
     return next(int(line.split()[2]) for line in run.stdout if line.startswith("[s0] server"))
 
 
-def test_a_spare_server_takes_the_place_of_one_that_was_killed(bench: Bench) -> None:
-    """Its arguments and its exit code are those of any server, and soon there is another spare
-    one.
+def test_a_spare_server_replaces_a_killed_server(bench: Bench) -> None:
+    """It has the arguments and the exit code of any server; ps-run then starts another spare
+    server.
     """
     run = bench.popen("--servers", "1", "--workers", "1", "--data-dir", "data", bench.script(WAITS))
-    first = server_of(run)
-    spare = spare_of(bench)
+    first = next_server_pid(run)
+    spare = spare_pid(bench)
     os.kill(first, signal.SIGKILL)
-    assert server_of(run) == spare
-    another = spare_of(bench, before=spare)
+    assert next_server_pid(run) == spare
+    another = spare_pid(bench, before=spare)
     (bench.folder / "done").touch()
     out, err = run.communicate(timeout=LIMIT)
 
@@ -59,12 +59,12 @@ def test_a_spare_server_takes_the_place_of_one_that_was_killed(bench: Bench) -> 
     assert not Path(f"/proc/{another}").exists()
 
 
-def test_a_spare_server_that_has_died_is_not_missed(bench: Bench) -> None:
+def test_a_server_restarts_although_its_spare_was_killed(bench: Bench) -> None:
     run = bench.popen("--servers", "1", "--workers", "1", "--data-dir", "data", bench.script(WAITS))
-    first, spare = server_of(run), spare_of(bench)
+    first, spare = next_server_pid(run), spare_pid(bench)
     os.kill(spare, signal.SIGKILL)
     os.kill(first, signal.SIGKILL)
-    again = server_of(run)
+    again = next_server_pid(run)
     (bench.folder / "done").touch()
     run.communicate(timeout=LIMIT)
 
@@ -72,7 +72,7 @@ def test_a_spare_server_that_has_died_is_not_missed(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize("flags", [(), ("--data-dir", "data", "--max-restarts", "0")])
-def test_there_is_no_spare_server_where_none_could_be_of_use(
+def test_a_run_that_cannot_restart_servers_has_no_spare_server(
     bench: Bench, flags: tuple[str, ...]
 ) -> None:
     run = bench.popen(

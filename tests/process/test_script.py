@@ -1,4 +1,4 @@
-"""Running a script in a worker: like plain Python, and every end has its exit code."""
+"""A worker runs a script like plain Python does; each way to end has its exit code."""
 
 import json
 import os
@@ -13,7 +13,7 @@ import pytest
 
 LIMIT = 60.0
 
-# No torch and no servers: only what runs the script.
+# Only the code that runs a script: no torch, no servers.
 RUN = """
 import sys
 from psworker.launch.script import Script, run
@@ -56,7 +56,7 @@ def finish(process: subprocess.Popen[str]) -> subprocess.CompletedProcess[str]:
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
 
-def test_a_script_is_main_with_its_own_arguments_and_folder(tmp_path: Path) -> None:
+def test_a_script_is_main_with_its_arguments_and_folder(tmp_path: Path) -> None:
     inner = tmp_path / "inner"
     inner.mkdir()
     (inner / "neighbour.py").write_text("WORD = 'found'")
@@ -71,7 +71,7 @@ def test_a_script_is_main_with_its_own_arguments_and_folder(tmp_path: Path) -> N
     assert result.returncode == 0
 
 
-# What a script can see of how it is run; -P, because a worker is started with it.
+# Prints what a script can observe of its start. Workers are started with -P.
 PROBE = """
 import json, sys
 own = {
@@ -90,7 +90,7 @@ print(json.dumps([own, kinds, spec, sys.argv, sys.path[0], is_main]))
 @pytest.mark.parametrize(
     "target", ["inner/train.py", "link.py", "inner", "app.zip", "bytes.pyc", "-m pack", "-m pack.a"]
 )
-def test_a_script_finds_what_it_would_without_us(tmp_path: Path, target: str) -> None:
+def test_a_script_has_the_same_globals_as_under_plain_python(tmp_path: Path, target: str) -> None:
     for name in (
         "inner/train.py",
         "inner/__main__.py",
@@ -119,7 +119,7 @@ def test_a_script_finds_what_it_would_without_us(tmp_path: Path, target: str) ->
     assert not list(tmp_path.glob("inner/__pycache__/train.*"))
 
 
-def test_the_script_is_still_there_for_exit_handlers(tmp_path: Path) -> None:
+def test_exit_handlers_can_use_the_script_module(tmp_path: Path) -> None:
     code = (
         "import atexit, pickle\nclass Sample: pass\n"
         "atexit.register(lambda: print(len(pickle.dumps(Sample())) > 0))"
@@ -130,7 +130,7 @@ def test_the_script_is_still_there_for_exit_handlers(tmp_path: Path) -> None:
     assert (result.stdout, result.stderr) == ("True\n", "")
 
 
-def test_a_script_may_change_the_current_folder(tmp_path: Path) -> None:
+def test_a_script_can_change_the_current_folder(tmp_path: Path) -> None:
     result = run(
         "import os; os.chdir('/'); print(os.path.exists(__file__), __annotations__)",
         folder=tmp_path,
@@ -139,7 +139,7 @@ def test_a_script_may_change_the_current_folder(tmp_path: Path) -> None:
     assert result.stdout == "True {}\n", result.stderr
 
 
-def test_the_scripts_own_excepthook_reports(tmp_path: Path) -> None:
+def test_an_excepthook_of_the_script_reports_its_exception(tmp_path: Path) -> None:
     hook = "import sys\nsys.excepthook = lambda kind, error, _: print(kind.__name__, error)\n"
 
     result = run(
@@ -152,7 +152,7 @@ def test_the_scripts_own_excepthook_reports(tmp_path: Path) -> None:
     assert not (tmp_path / "traceback").exists()
 
 
-def test_an_excepthook_that_fails_hides_nothing(tmp_path: Path) -> None:
+def test_a_failing_excepthook_does_not_hide_the_exception(tmp_path: Path) -> None:
     result = run(
         "import sys\nsys.excepthook = lambda *_: 1 / 0\nraise ValueError('x')", folder=tmp_path
     )
@@ -163,10 +163,8 @@ def test_an_excepthook_that_fails_hides_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("safe", [True, False])
-def test_the_scripts_folder_is_first_and_no_other_is_lost(tmp_path: Path, safe: bool) -> None:
-    """Without -P the interpreter has put a folder of its own first: the script's replaces that
-    one.
-    """
+def test_the_script_folder_is_prepended_to_sys_path(tmp_path: Path, safe: bool) -> None:
+    """Without -P the interpreter has prepended a folder; the script's folder replaces it."""
     (tmp_path / "train.py").write_text("import json, sys; print(json.dumps(sys.path))")
     line = [sys.executable, *(["-P"] if safe else []), "-c"]
     plain = subprocess.run(
@@ -200,7 +198,7 @@ def test_a_module_is_main_with_the_current_folder_first(tmp_path: Path) -> None:
     assert result.stdout.strip() == f"__main__ pack.train ['--lr', '1'] {tmp_path}"
 
 
-def test_classes_of_the_script_can_be_pickled(tmp_path: Path) -> None:
+def test_classes_of_a_script_can_be_pickled(tmp_path: Path) -> None:
     result = run(
         "import pickle\nclass Sample: pass\nprint(type(pickle.loads(pickle.dumps(Sample()))) is "
         "Sample)",
@@ -220,13 +218,15 @@ def test_classes_of_the_script_can_be_pickled(tmp_path: Path) -> None:
         ("raise KeyboardInterrupt", 130, ""),
     ],
 )
-def test_how_a_script_ends_is_passed_on(tmp_path: Path, code: str, status: int, err: str) -> None:
+def test_exit_code_and_message_of_a_script_are_preserved(
+    tmp_path: Path, code: str, status: int, err: str
+) -> None:
     result = run(code, folder=tmp_path)
 
     assert (result.returncode, result.stderr) == (status, err)
 
 
-def test_an_exception_shows_the_scripts_own_frames_once(tmp_path: Path) -> None:
+def test_a_traceback_contains_only_frames_of_the_script(tmp_path: Path) -> None:
     result = run("def load():\n    raise ValueError('bad data')\nload()\n", folder=tmp_path)
 
     assert result.returncode == 1
@@ -237,7 +237,7 @@ def test_an_exception_shows_the_scripts_own_frames_once(tmp_path: Path) -> None:
     assert "runpy" not in result.stderr
 
 
-def test_a_syntax_error_points_into_the_script(tmp_path: Path) -> None:
+def test_a_syntax_error_names_the_line_of_the_script(tmp_path: Path) -> None:
     result = run("x = = 1\n", folder=tmp_path)
 
     assert result.returncode == 1
@@ -245,7 +245,7 @@ def test_a_syntax_error_points_into_the_script(tmp_path: Path) -> None:
     assert result.stderr.splitlines()[-1].startswith("SyntaxError")
 
 
-def test_a_launcher_can_take_the_traceback_instead_of_stderr(tmp_path: Path) -> None:
+def test_a_traceback_file_replaces_the_traceback_on_stderr(tmp_path: Path) -> None:
     file = tmp_path / "traceback"
 
     result = run("raise ValueError('bad data')", folder=tmp_path, PS_TRACEBACK_FILE=str(file))
@@ -259,7 +259,7 @@ EXPECTED = (
 )
 
 
-def test_an_expected_error_is_one_line_and_its_exit_code(tmp_path: Path) -> None:
+def test_an_expected_error_prints_one_line_and_its_exit_code(tmp_path: Path) -> None:
     result = run(EXPECTED, folder=tmp_path)
 
     assert result.returncode == 11
@@ -268,7 +268,7 @@ def test_an_expected_error_is_one_line_and_its_exit_code(tmp_path: Path) -> None
     assert "exit code 11" in line
 
 
-def test_an_expected_error_has_its_traceback_when_debugging(tmp_path: Path) -> None:
+def test_an_expected_error_has_a_traceback_in_debug_mode(tmp_path: Path) -> None:
     result = run(EXPECTED, folder=tmp_path, debug=True)
 
     assert result.returncode == 11
@@ -276,7 +276,7 @@ def test_an_expected_error_has_its_traceback_when_debugging(tmp_path: Path) -> N
     assert "conv1 has another shape" in result.stderr.splitlines()[-1]
 
 
-def test_exit_handlers_run_and_find_what_was_raised(tmp_path: Path) -> None:
+def test_exit_handlers_find_the_raised_exception(tmp_path: Path) -> None:
     code = (
         "import atexit, sys\natexit.register(lambda: print('handler', repr(sys.last_value)))\n"
         "raise ValueError('x')"
@@ -302,7 +302,7 @@ def test_sigterm_unwinds_the_script(tmp_path: Path) -> None:
     assert (result.returncode, result.stdout, result.stderr) == (143, "left\n", "")
 
 
-def test_a_script_that_finishes_after_sigterm_is_done(tmp_path: Path) -> None:
+def test_a_script_that_handles_sigterm_exits_with_0(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(
         "import signal, threading\ntold = threading.Event()\nsignal.signal(15, lambda *_: "
         "told.set())\n"
@@ -334,7 +334,7 @@ def test_a_second_sigterm_ends_the_process_at_once(tmp_path: Path) -> None:
     assert finish(process).returncode == -signal.SIGTERM
 
 
-def test_ctrl_c_is_130(tmp_path: Path) -> None:
+def test_ctrl_c_exits_with_130(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("import signal\nprint('up', flush=True); signal.pause()")
     process = popen("train.py", folder=tmp_path)
     assert process.stdout is not None
@@ -356,7 +356,9 @@ def test_ctrl_c_is_130(tmp_path: Path) -> None:
         ("pack", True, "pack is a package without a __main__"),
     ],
 )
-def test_nothing_to_run_is_bad_usage(tmp_path: Path, target: str, module: bool, text: str) -> None:
+def test_a_missing_script_is_a_usage_error(
+    tmp_path: Path, target: str, module: bool, text: str
+) -> None:
     (tmp_path / "folder").mkdir()
     (tmp_path / "pack").mkdir()
     (tmp_path / "pack" / "__init__.py").touch()
@@ -368,7 +370,7 @@ def test_nothing_to_run_is_bad_usage(tmp_path: Path, target: str, module: bool, 
     assert text in line
 
 
-def test_a_module_whose_package_fails_to_import_shows_why(tmp_path: Path) -> None:
+def test_a_failing_package_import_shows_its_traceback(tmp_path: Path) -> None:
     (tmp_path / "pack").mkdir()
     (tmp_path / "pack" / "__init__.py").write_text("import does_not_exist")
     (tmp_path / "pack" / "train.py").touch()

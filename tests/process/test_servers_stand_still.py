@@ -1,6 +1,4 @@
-"""Ctrl-C while the servers stand still (SIGSTOP): no call of a script goes on for longer than
-two seconds.
-"""
+"""Ctrl-C while servers are stopped by SIGSTOP: each call of a script returns within two seconds."""
 
 import os
 import signal
@@ -20,9 +18,9 @@ pytestmark = pytest.mark.timing
 STOPPING_SECONDS = 2.0
 """From Ctrl-C in a call to psworker.Stopping in the script."""
 LEAVING_SECONDS = 1.0
-"""From there to the end of the process."""
+"""From psworker.Stopping to the exit of the process."""
 SPARE_SECONDS = 1.0
-"""For a machine that also does other things."""
+"""Tolerance for a busy machine."""
 GRACE_SECONDS = 10.0
 """Default of --grace, after which ps-run kills."""
 
@@ -83,7 +81,7 @@ def two_servers(programs: Programs) -> tuple[list[Program], str]:
 
 
 @pytest.mark.parametrize("lanes", ["grpc", "shm"])
-def test_ctrl_c_ends_each_call_of_a_script(programs: Programs, lanes: str) -> None:
+def test_ctrl_c_interrupts_every_call_to_stopped_servers(programs: Programs, lanes: str) -> None:
     servers, addresses = two_servers(programs)
     programs.script(SCRIPT)
     workers = {
@@ -119,18 +117,18 @@ def test_ctrl_c_ends_each_call_of_a_script(programs: Programs, lanes: str) -> No
         assert machine_seconds(began) < STOPPING_SECONDS + LEAVING_SECONDS + SPARE_SECONDS, call
 
 
-def servers_of(run: Program) -> list[int]:
+def server_pids(run: Program) -> list[int]:
     lines = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in descendants(run.pid)}
     return [pid for pid, line in lines.items() if b"--shard" in line]
 
 
-def test_ctrl_c_to_ps_run_continues_its_servers_so_that_they_save(programs: Programs) -> None:
+def test_ctrl_c_to_ps_run_resumes_stopped_servers_to_save(programs: Programs) -> None:
     programs.script(SCRIPT)
     run = programs.start(
         "ps-run", "--servers", 2, "--workers", 2, "--data-dir", "data", "train.py", "never"
     )
     run.wait_for("[w0] trains")
-    servers = servers_of(run)
+    servers = server_pids(run)
     for pid in servers:
         os.kill(pid, signal.SIGSTOP)
     run.wait_for("heartbeats_unanswered")

@@ -1,5 +1,6 @@
-"""Each setting of ps-run changes what a run does. Two runs see nearly all of them: one has every
-setting, one none.
+"""Each setting of ps-run changes a run.
+
+Most tests compare a run with all settings and a run without any.
 """
 
 import json
@@ -21,7 +22,7 @@ from tests.support.ports import free_ports
 from tests.support.programs import Program, Programs, programs_in
 from tests.support.settings_coverage import run_setting
 
-# Tells what it sees of the job, then trains a little.
+# Prints what it observes of the job, then trains for four steps.
 SCRIPT = (
     MAPPED
     + """
@@ -32,7 +33,7 @@ from pscommon.wire.channel import open_channel
 from psproto.v1 import coordinator_pb2 as co
 from psproto.v1.coordinator_pb2_grpc import CoordinatorServiceStub
 
-TOLD = ("PS_DEVICE", "PS_CONNECT_TIMEOUT", "PS_LANES", "PS_OVERLAP")
+VARIABLES = ("PS_DEVICE", "PS_CONNECT_TIMEOUT", "PS_LANES", "PS_OVERLAP")
 
 def second():
     "Is there room in flight for another worker?"
@@ -51,7 +52,7 @@ with psworker.Client() as client:
         urllib.request.urlopen(f"http://{address}/livez", timeout=20).status
         for address in sys.argv[1:]
     ]
-    environment = {name: os.environ.get(name) for name in TOLD}
+    environment = {name: os.environ.get(name) for name in VARIABLES}
     environment |= {"mapped": mapped(), "second": second()}
     facts = {"threads": torch.get_num_threads(), "lease": joined.lease_ms, "alive": alive}
     print(json.dumps({**client.status(), **facts, **environment}))
@@ -70,10 +71,10 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Programs]:
 
 @pytest.fixture(scope="module")
 def chosen(programs: Programs) -> Program:
-    """A run with every setting but --max-restarts and --grace, over the snapshot of an earlier
+    """A run with every setting except --max-restarts and --grace, after the snapshot of an earlier
     job.
     """
-    earlier(programs.folder / "job")
+    write_earlier_snapshot(programs.folder / "job")
     metrics = [f"127.0.0.1:{port}" for port in free_ports(3)]
     line = (
         "--servers 2 --workers 1 --summary s.json --history h.csv --save m.safetensors --log-dir "
@@ -82,33 +83,33 @@ def chosen(programs: Programs) -> Program:
         f"--connect-timeout 33s --device cpu --threads 2 --metrics-bind {metrics[0]} --log-level "
         "warning --log-format json --lanes grpc --overlap on --malloc system --in-flight 448"
     )
-    return done(programs.run("ps-run", *line.split(), "train.py", *metrics))
+    return require_success(programs.run("ps-run", *line.split(), "train.py", *metrics))
 
 
 @pytest.fixture(scope="module")
-def careful(programs: Programs) -> Program:
-    """A run with every setting about what may go wrong."""
+def fault_settings(programs: Programs) -> Program:
+    """A run with all settings for faults."""
     line = (
         "--workers 2 --min-workers 1 --progress-timeout 66s --on-worker-loss wait:44s "
         "--backup-workers 1 --late-gradients drop --bad-gradients skip --max-norm 1e9 "
         "--quarantine-after 5 --data-dir careful --durability log --log-fsync no"
     )
-    return done(programs.run("ps-run", *line.split(), "train.py"))
+    return require_success(programs.run("ps-run", *line.split(), "train.py"))
 
 
 @pytest.fixture(scope="module")
 def default(programs: Programs) -> Program:
-    """A run with no setting but the number of workers."""
-    return done(programs.run("ps-run", "--workers", 2, "train.py"))
+    """A run with no setting except the number of workers."""
+    return require_success(programs.run("ps-run", "--workers", 2, "train.py"))
 
 
-def done(run: Program) -> Program:
+def require_success(run: Program) -> Program:
     assert run.wait() == 0, run.said
     return run
 
 
-def earlier(data_dir: Path) -> None:
-    """Leaves a snapshot of version 1."""
+def write_earlier_snapshot(data_dir: Path) -> None:
+    """Write a snapshot of version 1."""
     cluster = Cluster(1, data_dir=data_dir)
     with Client(cluster.address) as client:
         client.register({"w": np.zeros(100)}, psworker.OptimizerSpec("sgd", lr=1.0))
@@ -116,25 +117,25 @@ def earlier(data_dir: Path) -> None:
     cluster.stop()
 
 
-def told(run: Program) -> dict[str, Any]:
-    """What the first worker has told."""
+def worker_report(run: Program) -> dict[str, Any]:
+    """Return what the first worker printed about the job."""
     line = next(line for line in run.out.splitlines() if "] {" in line)
     document: dict[str, Any] = json.loads(line.partition("] ")[2])
     return document
 
 
 @run_setting("servers", "workers")
-def test_how_many(chosen: Program, default: Program) -> None:
+def test_servers_and_workers(chosen: Program, default: Program) -> None:
     for run, servers, workers in ((chosen, 2, 1), (default, 1, 2)):
-        assert len(told(run)["servers"]) == servers
+        assert len(worker_report(run)["servers"]) == servers
         assert (
             len({line.split()[0] for line in run.out.splitlines() if line.startswith("[w")})
             == workers
         )
 
 
-# what a worker is told of a run with the setting, and of one without
-TOLD: dict[str, tuple[str, Any, Any]] = {
+# key of the worker's report, and its values in a run with the setting and in one without
+OBSERVED: dict[str, tuple[str, Any, Any]] = {
     "policy": ("policy", "ssp", "sync"),
     "staleness": ("staleness", 3, None),
     "max_staleness": ("max_staleness", 9, None),
@@ -151,18 +152,18 @@ TOLD: dict[str, tuple[str, Any, Any]] = {
 }
 
 
-@run_setting(*TOLD)
-@pytest.mark.parametrize(("name", "with_it", "without"), TOLD.values(), ids=TOLD.keys())
-def test_what_a_worker_is_told(
+@run_setting(*OBSERVED)
+@pytest.mark.parametrize(("name", "with_it", "without"), OBSERVED.values(), ids=OBSERVED.keys())
+def test_settings_that_a_worker_observes(
     chosen: Program, default: Program, name: str, with_it: object, without: object
 ) -> None:
-    assert told(chosen)[name] == with_it
-    if name != "PS_DEVICE":  # what auto becomes is the machine's business
-        assert told(default)[name] == without
+    assert worker_report(chosen)[name] == with_it
+    if name != "PS_DEVICE":  # what auto selects depends on the machine
+        assert worker_report(default)[name] == without
 
 
-# the same for the settings about what may go wrong
-CAREFUL: dict[str, tuple[Any, Any]] = {
+# values in a run with all settings for faults and in one without
+FAULT_SETTINGS: dict[str, tuple[Any, Any]] = {
     "on_worker_loss": ("wait:44", "shrink"),
     "progress_timeout": (66.0, None),
     "backup_workers": (1, 0),
@@ -175,13 +176,13 @@ CAREFUL: dict[str, tuple[Any, Any]] = {
 }
 
 
-@run_setting(*CAREFUL)
-def test_what_a_worker_is_told_of_faults(careful: Program, default: Program) -> None:
-    assert {name: told(careful)[name] for name in CAREFUL} == {
-        name: row[0] for name, row in CAREFUL.items()
+@run_setting(*FAULT_SETTINGS)
+def test_fault_settings_that_a_worker_observes(fault_settings: Program, default: Program) -> None:
+    assert {name: worker_report(fault_settings)[name] for name in FAULT_SETTINGS} == {
+        name: row[0] for name, row in FAULT_SETTINGS.items()
     }
-    assert {name: told(default)[name] for name in CAREFUL} == {
-        name: row[1] for name, row in CAREFUL.items()
+    assert {name: worker_report(default)[name] for name in FAULT_SETTINGS} == {
+        name: row[1] for name, row in FAULT_SETTINGS.items()
     }
 
 
@@ -198,24 +199,25 @@ def test_allow_idle(programs: Programs) -> None:
 
 @run_setting("global_batch")
 def test_global_batch(programs: Programs, default: Program) -> None:
-    """Not with --backup-workers, so in a run of its own."""
+    """--backup-workers excludes it, so it needs its own run."""
     assert (
-        told(done(programs.run("ps-run", "--global-batch", 64, "train.py")))["global_batch"] == 64
+        worker_report(require_success(programs.run("ps-run", "--global-batch", 64, "train.py")))[
+            "global_batch"
+        ]
+        == 64
     )
-    assert told(default)["global_batch"] is None
+    assert worker_report(default)["global_batch"] is None
 
 
 @run_setting("job")
 def test_job(chosen: Program, default: Program) -> None:
-    assert told(chosen)["job"] == "otter"
-    assert told(default)["job"].startswith("job-")
+    assert worker_report(chosen)["job"] == "otter"
+    assert worker_report(default)["job"].startswith("job-")
 
 
 @run_setting("data_dir", "snapshot_every", "snapshot_keep", "resume")
 def test_snapshots(programs: Programs, chosen: Program) -> None:
-    """Two of the four that came with the steps are kept; the earlier job's is set aside, not
-    resumed.
-    """
+    """Two of four snapshots remain. The snapshot of the earlier job is set aside, not resumed."""
     found = SnapshotDirectory(programs.folder / "job")
 
     assert len(found.versions()) == 2
@@ -269,8 +271,8 @@ def test_log_level(chosen: Program, default: Program) -> None:
 @pytest.mark.timing
 @run_setting("max_restarts", "grace")
 def test_max_restarts_and_grace(programs: Programs) -> None:
-    """The first worker dies and is not started again; the second one does not want to end and is
-    made to.
+    """The first worker is killed and not restarted. The second worker ignores SIGTERM and is
+    killed.
     """
     script = """
 import os, signal
@@ -284,7 +286,7 @@ print("falls")
 os.kill(os.getpid(), signal.SIGKILL)
 """
     programs.script(script, "falls.py")
-    os.mkfifo(programs.folder / "stubborn")  # each end waits for the other one
+    os.mkfifo(programs.folder / "stubborn")  # opening either end waits for the other
     flags = ("--workers", 2, "--max-restarts", 0, "--grace", "500ms")
     run = programs.start("ps-run", *flags, "falls.py")
     run.wait_for("falls")

@@ -1,6 +1,4 @@
-"""Scripts with epochs and evaluations, ended by Ctrl-C, SIGTERM, drain and stop; and the
-one-call API.
-"""
+"""Scripts with epochs and evaluation that Ctrl-C, SIGTERM, drain or stop ends; the one-call API."""
 
 import json
 import signal
@@ -68,7 +66,7 @@ def programs(tmp_path: Path) -> Iterator[Programs]:
 
 @pytest.mark.parametrize("loaders", [0, 1])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_to_ps_run_ends_scripts_within_their_epoch(
+def test_a_signal_to_ps_run_ends_scripts_within_an_epoch(
     programs: Programs, number: signal.Signals, loaders: int
 ) -> None:
     programs.script(EPOCHS)
@@ -92,7 +90,7 @@ def test_a_signal_to_ps_run_ends_scripts_within_their_epoch(
     assert (summary["status"], summary["error"]["exit_code"]) == ("interrupted", 128 + number)
 
 
-def test_stop_ends_all_scripts_and_the_run_with_0(programs: Programs) -> None:
+def test_stop_ends_all_scripts_and_the_run_exits_with_0(programs: Programs) -> None:
     programs.script(EPOCHS)
     run = programs.start("ps-run", "--workers", 2, "train.py")
     run.wait_for("[w1] evaluated 1")
@@ -126,10 +124,12 @@ for number, (x,) in enumerate(job.batches((torch.ones(400, 1),), batch_size=4)):
 
 
 @pytest.mark.timing
-def test_a_worker_that_waits_for_another_in_sync_ends_within_two_seconds(
+def test_a_worker_that_waits_in_sync_stops_within_two_seconds(
     programs: Programs,
 ) -> None:
-    """That one makes no call any more, and is killed after the grace."""
+    """It waits for a worker that makes no further call; ps-run kills that one after the grace
+    period.
+    """
     programs.script(SLOW)
     run = programs.start("ps-run", "--workers", 2, "--grace", "4s", "train.py")
     run.wait_for("takes its time")
@@ -139,7 +139,7 @@ def test_a_worker_that_waits_for_another_in_sync_ends_within_two_seconds(
     run.send(signal.SIGINT)
     run.wait_for("script_ended")
 
-    assert time.monotonic() - began < 2.0 + 1.0  # for a machine that stands still
+    assert time.monotonic() - began < 2.0 + 1.0  # tolerance for a busy machine
     assert run.wait() == 130
     assert "Traceback" not in run.said
 
@@ -147,18 +147,18 @@ def test_a_worker_that_waits_for_another_in_sync_ends_within_two_seconds(
 # ---- train_distributed ---------------------------------------------------------------------------
 
 
-def endless(address: str) -> dict[str, Any]:
+def train_endlessly(address: str) -> dict[str, Any]:
     return DistributedTraining(ps=address).train_distributed(
         nn.Linear(1, 1), DATA, nodes=2, epochs=100_000
     )
 
 
 @pytest.mark.parametrize("how", ["stop", "drain"])
-def test_train_distributed_returns_what_was_reached(cluster: Make, how: str) -> None:
-    """It does not end the process of its caller."""
+def test_train_distributed_returns_its_progress_when_stopped(cluster: Make, how: str) -> None:
+    """The process of the caller continues."""
     address = cluster(1, min_workers=2).address
     with ThreadPoolExecutor(1) as pool:
-        training = pool.submit(endless, address)
+        training = pool.submit(train_endlessly, address)
         until(lambda: status(address)["version"] > 5, "training")
         here = [
             str(row["worker"]) for row in status(address)["workers"] if row["state"] == "active"
@@ -174,7 +174,7 @@ def test_train_distributed_returns_what_was_reached(cluster: Make, how: str) -> 
     assert set(result["state_dict"]) == {"weight", "bias"}
 
 
-def test_train_distributed_is_done_when_another_worker_ends_the_data_of_one_that_was_drained(
+def test_train_distributed_is_done_after_one_of_two_workers_is_drained(
     cluster: Make,
 ) -> None:
     address = cluster(1, min_workers=2).address

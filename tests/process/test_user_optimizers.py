@@ -1,5 +1,6 @@
-"""--optimizers MODULE: optimizers of the user's on real servers and workers. The module is the
-one of the docs.
+"""--optimizers MODULE: user-defined optimizers on real servers and workers.
+
+The module is the example in docs/optimizers.md.
 """
 
 import json
@@ -51,7 +52,7 @@ def weights(program: Program) -> list[list[float]]:
 @server_setting("optimizers")
 @worker_setting("optimizers")
 @run_setting("optimizers")
-def test_servers_train_as_one_process_does(programs: Programs) -> None:
+def test_two_servers_compute_the_same_weights_as_one_process(programs: Programs) -> None:
     alone = programs.run("ps-worker", "--optimizers", "my_optimizers", "train.py", 2, PS_LOCAL=1)
     run = programs.run("ps-run", "--servers", 2, "--optimizers", "my_optimizers", "train.py", 2)
 
@@ -60,9 +61,9 @@ def test_servers_train_as_one_process_does(programs: Programs) -> None:
         assert ours == pytest.approx(theirs, rel=1e-5, abs=1e-6)
 
 
-def test_a_resumed_job_and_the_offline_commands(programs: Programs) -> None:
-    """Snapshots hold the optimizer by its name; without the module servers say what they lack,
-    and change nothing.
+def test_resuming_needs_the_module_and_export_does_not(programs: Programs) -> None:
+    """A snapshot contains the optimizer's name. A server without the module names the missing
+    optimizer and changes no file.
     """
     flags = ("--data-dir", "job", "--resume", "auto")
     first = programs.run(
@@ -85,7 +86,7 @@ def test_a_resumed_job_and_the_offline_commands(programs: Programs) -> None:
     assert not list((programs.folder / "job").glob("snapshots/*aside*"))
 
 
-def test_a_worker_with_an_optimizer_that_the_servers_lack(programs: Programs) -> None:
+def test_a_worker_is_refused_if_servers_lack_its_optimizer(programs: Programs) -> None:
     run = programs.run("ps-run", "train.py", 1)
 
     assert run.wait() == 2, run.said
@@ -101,7 +102,7 @@ def test_a_worker_with_an_optimizer_that_the_servers_lack(programs: Programs) ->
         ("ps-run", ("train.py", "1"), {}),
     ],
 )
-def test_a_module_that_is_not_there(
+def test_a_missing_optimizer_module_is_a_usage_error(
     programs: Programs, command: str, rest: tuple[str, ...], environment: dict[str, object]
 ) -> None:
     program = programs.run(command, "--optimizers", "their_optimizers", *rest, **environment)
@@ -113,8 +114,10 @@ def test_a_module_that_is_not_there(
 
 
 @pytest.mark.parametrize("standby", [False, True])
-def test_servers_with_different_modules(programs: Programs, standby: bool) -> None:
-    """A shard, or a standby, that lacks what shard 0 has."""
+def test_servers_with_different_optimizer_modules_are_refused(
+    programs: Programs, standby: bool
+) -> None:
+    """A shard or a standby lacks a module that shard 0 has."""
     port = programs.folder / f"port-{standby}"
     shards = 1 if standby else 2
     own = ("--bind", "127.0.0.1:0", "--port-file", port, "--shard", f"0/{shards}")

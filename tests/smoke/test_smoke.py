@@ -38,10 +38,8 @@ def programs(tmp_path: Path) -> Iterator[Programs]:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_each_push_counts_once_although_both_servers_are_killed(
-    policy: str, tmp_path: Path
-) -> None:
-    """Servers recover from their logs; requests and replies are lost and repeated."""
+def test_pushes_count_once_although_both_servers_are_killed(policy: str, tmp_path: Path) -> None:
+    """The servers recover from their logs; requests and replies are lost and repeated."""
     check(run(tmp_path, policy, PUSHES), policy, PUSHES)
 
 
@@ -54,8 +52,8 @@ def test_a_standby_takes_over_from_a_killed_primary(tmp_path: Path) -> None:
         finish(job, "sync")
 
 
-def test_a_running_job_gets_more_servers_and_fewer(programs: Programs) -> None:
-    """By ps-ctl: no push is lost or counted twice."""
+def test_a_running_job_reshards_to_more_and_to_fewer_servers(programs: Programs) -> None:
+    """ps-ctl starts each reshard; no push is lost or counted twice."""
     flags = (*POLICIES["async"], "--min-workers", 2, "--durability", "log")
     with ForkedJob(
         programs.folder, 2, flags, count, pushes=400, lanes=("grpc", "shm"), pause=0.01
@@ -74,7 +72,7 @@ def test_a_running_job_gets_more_servers_and_fewer(programs: Programs) -> None:
         assert "fenced 0" in job.said()
 
 
-def test_ps_server_ps_worker_and_ps_ctl(programs: Programs) -> None:
+def test_ps_server_ps_worker_and_ps_ctl_train_together(programs: Programs) -> None:
     programs.script(SCRIPT)
     server = programs.start(
         "ps-server", "--bind", "127.0.0.1:0", "--port-file", "port", "--exit-when-done"
@@ -88,7 +86,7 @@ def test_ps_server_ps_worker_and_ps_ctl(programs: Programs) -> None:
     assert (worker.wait(), server.wait()) == (0, 0), worker.said + server.said
 
 
-def test_ps_run_starts_a_killed_worker_again(programs: Programs) -> None:
+def test_ps_run_restarts_a_killed_worker(programs: Programs) -> None:
     programs.script(SCRIPT)
     run = programs.run(
         "ps-run", "--servers", 2, "--workers", 2, "--summary", "summary.json", "train.py"
