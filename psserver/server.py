@@ -45,7 +45,7 @@ from psserver.process.shard_count_file import ShardCountFile
 from psserver.replication.hello import Hello, shared_settings
 from psserver.replication.lease_directory import begin_primary, lease_of
 from psserver.replication.primary import PrimaryReplicator
-from psserver.replication.servicer import StandbyServicer, standby_check
+from psserver.replication.servicer import StandbyServicer, make_standby_check
 from psserver.replication.standby_state import Promotion
 from psserver.shard.coordinator_link import CoordinatorLink
 from psserver.shard.engine import ShardEngine
@@ -112,10 +112,9 @@ class Server:
         )
         # before the port is bound: a second attempt without this disk needs it
         layout = self._make_layout()
-        patience = PORT_RELEASE_SECONDS if self._promotion is not None else 0.0
-        self._grpc, self.address = listen(
-            config.bind, MAX_CONCURRENT_CALLS, [RpcTimer(self.metrics.record_call).wrap], patience
-        )
+        retry_seconds = PORT_RELEASE_SECONDS if self._promotion is not None else 0.0
+        wraps = [RpcTimer(self.metrics.record_call).wrap]
+        self._grpc, self.address = listen(config.bind, MAX_CONCURRENT_CALLS, wraps, retry_seconds)
         self._resources.callback(lambda: self._grpc.stop(grace=None))
         self.replicator = self._make_replicator()
         shard_log, team = self._make_log(), ThreadTeam(config.threads or 1)
@@ -125,7 +124,7 @@ class Server:
             WorkerTraffic(self.metrics, config.in_flight, config.lanes),
             self.snapshots.write_part,
             shard_log,
-            config.fitness,
+            config.gradient_rules,
         )
         self._resources.callback(self._end)  # when no call is in progress any more
         if self._promotion is not None:
@@ -186,10 +185,10 @@ class Server:
             primary_record, lease, config.shipping == "sync", time.monotonic()
         )
         replicator = PrimaryReplicator(machine, self.metrics, self._deposed)
-        replicator.whole = self._whole
+        replicator.copy_state = self._copy_state
         return replicator
 
-    def _whole(self, begin: Callable[[Iterable[StateRecord]], None]) -> None:
+    def _copy_state(self, begin: Callable[[Iterable[StateRecord]], None]) -> None:
         """Pass the complete state to `begin`, copied at one moment, for a new standby."""
         with ExitStack() as stack:
             facts, job = (
@@ -295,7 +294,7 @@ class Server:
         )
         if self.service is not None:
             add_CoordinatorServiceServicer_to_server(ControlPlaneServicer(self.service), self._grpc)
-        check = standby_check(self.identity)
+        check = make_standby_check(self.identity)
         add_StandbyServiceServicer_to_server(
             StandbyServicer(self.replicator, None, check), self._grpc
         )
@@ -393,6 +392,6 @@ class Server:
         if self.service is not None:
             self.service.close()
         self.snapshots.close()
-        self.replicator.close(over=self.job_is_over)
+        self.replicator.close(job_has_ended=self.job_is_over)
         self._resources.close()
         self._port_file.remove()

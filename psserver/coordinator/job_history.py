@@ -191,10 +191,10 @@ class JobHistory:
                 newest=standby_state.newest,
             )
         )
-        recorder.recovered(time.monotonic(), self._generations.number, promotion.whole)
+        recorder.recovered(time.monotonic(), self._generations.number, promotion.is_complete)
         written = (
             []
-            if promotion.whole
+            if promotion.is_complete
             else [snapshot["version"] for snapshot in self._snapshots.listing()]
         )
         if max(written, default=0) > coordinator.version or not coordinator.log.can_go_on(

@@ -87,8 +87,8 @@ def _next_response(
         layout=update.registry.layout,
         move=update.move,
         policy=service.policy,
-        mends=service.config.fitness.mends,
-        norms=service.config.fitness.norms,
+        mends=service.config.gradient_rules.mends,
+        norms=service.config.gradient_rules.norms,
         durable=durable,
         processes=service.worker_exits.at(server.place),
     )

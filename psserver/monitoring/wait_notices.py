@@ -49,8 +49,7 @@ class RefusalNotice:
     """Logs refused pushes and quarantined workers. Stale pushes are normal under a policy and not
     logged.
 
-    Attributes:
-        unsaid (in the log): pushes refused since the last line about one.
+    Its field `suppressed` counts the refused pushes since the last line.
     """
 
     def __init__(self) -> None:

@@ -69,9 +69,9 @@ def total(squares: Iterable[float]) -> float:
 
 
 def _squares(flat: Tensor) -> list[float]:
-    whole = len(flat) // ROW_ELEMENT_COUNT * ROW_ELEMENT_COUNT
-    rows, rest = flat[:whole].view(-1, ROW_ELEMENT_COUNT), flat[whole:]
-    norms = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64).tolist() if whole else []
+    rows_stop = len(flat) // ROW_ELEMENT_COUNT * ROW_ELEMENT_COUNT
+    rows, rest = flat[:rows_stop].view(-1, ROW_ELEMENT_COUNT), flat[rows_stop:]
+    norms = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64).tolist() if rows_stop else []
     if len(rest):
         norms.append(torch.linalg.vector_norm(rest, dtype=torch.float64).item())
     return [norm * norm for norm in norms]

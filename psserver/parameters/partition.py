@@ -117,9 +117,9 @@ class ShardPartition:
 
     def bytes_of(self, memory: RoleBuffers, span: ByteRange) -> torch.Tensor:
         """Return the bytes of a range, which lies within one role."""
-        for role, whole in self.ranges.items():
-            if whole.start <= span.start and span.stop <= whole.stop:
-                return memory[role][span.start - whole.start : span.stop - whole.start]
+        for role, covered in self.ranges.items():
+            if covered.start <= span.start and span.stop <= covered.stop:
+                return memory[role][span.start - covered.start : span.stop - covered.start]
         raise ValueError(f"{span} does not lie on shard {self.shard}")
 
     def view(self, memory: RoleBuffers, dtype: torch.dtype, start: int, stop: int) -> torch.Tensor:
@@ -208,14 +208,14 @@ class ShardPartition:
 class WorkerBuffer:
     """A worker's whole flat buffer in shared memory. The shard's ranges of it are cached."""
 
-    def __init__(self, whole: torch.Tensor) -> None:
-        self.whole = whole
+    def __init__(self, flat: torch.Tensor) -> None:
+        self.flat = flat
         self._ranges: tuple[ShardPartition, RoleBuffers] | None = None
 
     def find_ranges(self, partition: ShardPartition) -> RoleBuffers:
         """Return the shard's ranges. Raises InvalidRequestError if the size is not the model's."""
         if self._ranges is None or self._ranges[0] is not partition:
-            self._ranges = partition, partition.split_flat(self.whole)
+            self._ranges = partition, partition.split_flat(self.flat)
         return self._ranges[1]
 
 

@@ -243,7 +243,7 @@ class ServerConfig:
         )
 
     @property
-    def fitness(self) -> GradientRules:
+    def gradient_rules(self) -> GradientRules:
         """Which properties of gradients shards check; shard 0 sends it to the others."""
         return GradientRules(self.bad_gradients == "clip", self.max_norm is not None)
 

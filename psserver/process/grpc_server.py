@@ -16,14 +16,14 @@ RETRY_PAUSE_SECONDS = 0.05
 
 
 def listen(
-    bind: str, calls: int, wraps: Sequence[Wrap] = (), patience: float = 0.0
+    bind: str, calls: int, wraps: Sequence[Wrap] = (), retry_seconds: float = 0.0
 ) -> tuple[grpc.Server, str]:
     """Create a gRPC server that has its port and is not started yet.
 
     Args:
         calls: Concurrent calls.
         wraps: Wrappers for the handler of each method.
-        patience: Seconds to wait for a port that another process still holds.
+        retry_seconds: Time to wait for a port that another process still uses.
 
     Returns:
         The server and its HOST:PORT.
@@ -31,7 +31,7 @@ def listen(
     Raises:
         TakenError: The port or the address is not available.
     """
-    deadline = time.monotonic() + patience
+    deadline = time.monotonic() + retry_seconds
     while True:
         server = grpc.server(
             ThreadPoolExecutor(calls, thread_name_prefix="call"),

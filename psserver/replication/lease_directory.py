@@ -17,7 +17,7 @@ from psserver.core.shard.failover import acquire_primary_record
 from psserver.core.shard.primary_lease import LeaseStore, PrimaryRecord
 from psserver.process.config import ServerConfig
 
-STANDBY_GONE_FILE = "standby-is-gone"
+LOSS_CONFIRMATION_FILE = "standby-is-gone"
 """File with which an operator confirms that the standby that may take over is permanently lost.
 
 The term stays and grows: a server that restarted with term 1 would be refused by all that know a
@@ -71,9 +71,9 @@ class LeaseDirectory:
         (self._path(number) if won else self._path(number + 1)).unlink(missing_ok=True)
         return won
 
-    def confirm_standby_gone(self) -> None:
+    def apply_loss_confirmation(self) -> None:
         """Mark the standby as not in sync if an operator has confirmed its loss."""
-        marker, found = self._folder / STANDBY_GONE_FILE, self.read()
+        marker, found = self._folder / LOSS_CONFIRMATION_FILE, self.read()
         if marker.exists():
             if found is not None:
                 self.swap(found, replace(found, in_sync=""))
@@ -132,21 +132,21 @@ def begin_primary(
     try:
         _check_holder(config, lease, address)
         if lease is not None:
-            lease.confirm_standby_gone()
-        tenure = acquire_primary_record(lease, address)
+            lease.apply_loss_confirmation()
+        primary_record = acquire_primary_record(lease, address)
     except (OSError, ValueError, TypeError) as error:
         raise TakenError(
             f"--failover-lock {config.failover_lock} cannot be used: {error}"
         ) from error
-    if tenure is None:
+    if primary_record is None:
         raise TakenError(
             f"cannot start as primary of shard {config.shard}: its standby was in sync and may "
             f"have taken over. Try: start this server with `--standby-of HOST:PORT` of the "
             f"standby; if the standby is permanently lost: `touch "
-            f"{config.failover_lock}/shard-{config.shard}/{STANDBY_GONE_FILE}`; if it belongs to "
-            f"another job: give each job its own `--failover-lock`"
+            f"{config.failover_lock}/shard-{config.shard}/{LOSS_CONFIRMATION_FILE}`; if it belongs "
+            f"to another job: give each job its own `--failover-lock`"
         )
-    return tenure
+    return primary_record
 
 
 def _check_holder(config: ServerConfig, lease: LeaseStore | None, address: str) -> None:

@@ -41,7 +41,7 @@ T = TypeVar("T")
 
 log = get_logger(__name__)
 
-Whole = Callable[[Callable[[Iterable[StateRecord]], None]], None]
+CopyState = Callable[[Callable[[Iterable[StateRecord]], None]], None]
 """Calls its argument with the complete state, while nothing changes."""
 
 
@@ -53,7 +53,7 @@ class PrimaryReplicator:
             ends the process and never returns.
 
     Attributes:
-        whole: Copies the state of this server for a new standby.
+        copy_state: Copies the state of this server for a new standby.
 
     Threads: `_changed` guards the machine and the queue. A thread that waits in `settle` may hold
     locks of the engine or the executor; no code under `_changed` takes those.
@@ -62,14 +62,14 @@ class PrimaryReplicator:
     def __init__(
         self, machine: ReplicationMachine, metrics: ServerMetrics, deposed: Callable[[str], Never]
     ) -> None:
-        self.whole: Whole = lambda begin: None
+        self.copy_state: CopyState = lambda begin: None
         self._address = ""
-        self._why = ""  # why there is no standby
+        self._problem = ""  # why there is no standby; begins with a comma
         self._machine, self._metrics = machine, metrics
         self._deposed = deposed
         self._changed = threading.Condition()
         self._queue: deque[tuple[int, StateRecord]] = deque()
-        self._queued = 0  # bytes in the queue, without the initial state: no sender waits for that
+        self._queued_nbytes = 0  # without the initial state: no sender waits for that
         self._state_end = 0
         self._ended = threading.Event()
         self._ticker = threading.Thread(target=self._tick_forever, name="shipping", daemon=True)
@@ -77,20 +77,20 @@ class PrimaryReplicator:
     def start(self) -> None:
         self._ticker.start()
 
-    def close(self, over: bool) -> None:
+    def close(self, job_has_ended: bool) -> None:
         """Stop replication.
 
         Args:
-            over: The job ends as well, so the standby must not take over.
+            job_has_ended: The standby must not take over.
         """
-        if over:
+        if job_has_ended:
             with self._changed:
                 _, last = self._put(about(StateRecordKind.END))
                 self._changed.wait_for(
                     lambda: not self.open or self._machine.last_acknowledged >= last,
                     END_TIMEOUT_SECONDS,
                 )
-                self._lose(self._machine.link_id)
+                self._drop_link(self._machine.link_id)
         self._ended.set()
         if self._ticker.is_alive():
             self._ticker.join()
@@ -134,7 +134,7 @@ class PrimaryReplicator:
             return self._machine.link_id, self._machine.append()
         record = copied(source, kind, header, payload)
         with self._changed:
-            self._changed.wait_for(lambda: not self.open or self._queued < MAX_QUEUED_BYTES)
+            self._changed.wait_for(lambda: not self.open or self._queued_nbytes < MAX_QUEUED_BYTES)
             return self._put(record)
 
     @property
@@ -146,19 +146,19 @@ class PrimaryReplicator:
         number = self._machine.append()
         if number and self.open:
             self._queue.append((number, record))
-            self._queued += record.nbytes
+            self._queued_nbytes += record.nbytes
             self._changed.notify_all()
         return self._machine.link_id, number
 
     def settle(self, sent: tuple[int, int]) -> None:
         with self._changed:
-            while not self._may_tell(*sent):
+            while not self._can_reply(*sent):
                 self._check()
                 self._changed.wait(TICK_SECONDS)
         self._check()
 
-    def _may_tell(self, link_id: int, number: int) -> bool:
-        return self._guarded(
+    def _can_reply(self, link_id: int, number: int) -> bool:
+        return self._use_lease(
             lambda: self._machine.can_reply(link_id, number, time.monotonic()), False
         )
 
@@ -172,7 +172,7 @@ class PrimaryReplicator:
                 "" if self._machine.is_handover_complete else self._machine.deposed_reason
             )
 
-    def _guarded(self, action: Callable[[], T], otherwise: T) -> T:
+    def _use_lease(self, action: Callable[[], T], otherwise: T) -> T:
         """Run an action; treat a lease that cannot be read or written as lost."""
         try:
             return action()
@@ -190,8 +190,8 @@ class PrimaryReplicator:
                 self._changed.wait(TICK_SECONDS)
             if self.open:
                 log.info("standby_resync_required", reason=why)
-                self._why = f", for {why}"
-                self._lose(self._machine.link_id)
+                self._problem = f", for {why}"
+                self._drop_link(self._machine.link_id)
 
     def checksum(self, version: int, store: ParameterStore) -> None:
         if self.open and version % CHECKSUM_EVERY_VERSIONS == 0:
@@ -217,7 +217,7 @@ class PrimaryReplicator:
                 )
             if record is not None:
                 yield from frames(number, record)
-                self._sent(link_id, number, record)
+                self._remove_sent(link_id, number, record)
             elif time.monotonic() - beat >= HEARTBEAT_INTERVAL_SECONDS / 2:
                 beat = time.monotonic()
                 yield pb.ReplicateResponse()
@@ -225,11 +225,11 @@ class PrimaryReplicator:
     def _is_current(self, link_id: int) -> bool:
         return self._machine.link_id == link_id and self.open
 
-    def _sent(self, link_id: int, number: int, record: StateRecord) -> None:
+    def _remove_sent(self, link_id: int, number: int, record: StateRecord) -> None:
         with self._changed:
             if self._machine.link_id == link_id and self._queue:
                 self._queue.popleft()
-                self._queued -= record.nbytes if number > self._state_end else 0
+                self._queued_nbytes -= record.nbytes if number > self._state_end else 0
                 self._changed.notify_all()
 
     def attach(self, hello: pb.ReplicateRequest) -> int:
@@ -248,28 +248,28 @@ class PrimaryReplicator:
                 f"this server is of term {machine.term}, not {hello.term}", "NOT_PRIMARY"
             )
         with self._changed:
-            self._end_connection(hello)
+            self._end_link(hello)
         link_id = 0
 
         def begin(records: Iterable[StateRecord]) -> None:
             nonlocal link_id
             link_id = self._begin(hello, records)
 
-        self.whole(begin)
+        self.copy_state(begin)
         log.info("standby_loading", standby=hello.address, term=machine.term)
         if hello.problem:
             log.error("standby_diverged", standby=hello.address, problem=hello.problem)
             self._metrics.count_standby_divergence()
         return link_id
 
-    def _end_connection(self, hello: pb.ReplicateRequest) -> None:
+    def _end_link(self, hello: pb.ReplicateRequest) -> None:
         """End the current connection, if this standby may replace it."""
         machine = self._machine
         if self.open and machine.standby_id != hello.instance:
             raise MismatchError(f"this shard has a standby at {self._address}", "SHARD_TAKEN")
         if machine.is_handing_over:
             raise UnreachableError("this server hands over to its standby", "NOT_PRIMARY")
-        self._lose(machine.link_id)  # the standby reconnects: its previous connection ended
+        self._drop_link(machine.link_id)  # the standby reconnects: its previous connection ended
         self._check()
 
     def _begin(self, hello: pb.ReplicateRequest, records: Iterable[StateRecord]) -> int:
@@ -277,44 +277,44 @@ class PrimaryReplicator:
         state = list(records)
         with self._changed:
             # another standby may have connected while the state was copied
-            self._end_connection(hello)
+            self._end_link(hello)
             link_id = machine.attach(hello.instance, time.monotonic())
-            self._address, self._why = hello.address, ""
+            self._address, self._problem = hello.address, ""
             for record in state:
                 self._put(record)
             machine.end_state_transfer()
-            self._state_end, self._queued = machine.last_sent, 0
+            self._state_end, self._queued_nbytes = machine.last_sent, 0
         return link_id
 
-    def acknowledged(self, link_id: int, number: int) -> None:
+    def handle_acknowledgement(self, link_id: int, number: int) -> None:
         machine = self._machine
         with self._changed:
             before = machine.phase
-            self._guarded(lambda: machine.acknowledge(link_id, number, time.monotonic()), None)
+            self._use_lease(lambda: machine.acknowledge(link_id, number, time.monotonic()), None)
             self._check()
             if machine.phase is ReplicationPhase.IN_SYNC and before is not ReplicationPhase.IN_SYNC:
                 log.info("standby_in_sync", standby=self._address, term=machine.term)
             self._changed.notify_all()
 
-    def lost(self, link_id: int) -> None:
-        """Record the end of a connection."""
+    def handle_disconnect(self, link_id: int) -> None:
+        """Handle the end of a connection."""
         with self._changed:
             if link_id == self._machine.link_id and not self._ended.is_set():
-                self._lose(link_id)
+                self._drop_link(link_id)
 
-    def _lose(self, link_id: int) -> None:
-        had_standby = self.open
-        self._guarded(lambda: self._machine.drop_link(link_id), None)
-        self._cleared(had_standby)
+    def _drop_link(self, link_id: int) -> None:
+        was_connected = self.open
+        self._use_lease(lambda: self._machine.drop_link(link_id), None)
+        self._handle_link_state(was_connected)
 
-    def _cleared(self, had_standby: bool) -> None:
+    def _handle_link_state(self, was_connected: bool) -> None:
         self._check()
-        if had_standby and not self.open:
+        if was_connected and not self.open:
             log.warning("standby_lost", standby=self._address)
             self._metrics.count_lost_standby()
             self._address = ""
             self._queue.clear()
-            self._queued = 0
+            self._queued_nbytes = 0
         self._changed.notify_all()
 
     def step_down(self, instance: str, seconds: float) -> None:
@@ -329,8 +329,8 @@ class PrimaryReplicator:
         with self._changed:
             if machine.standby_id != instance or not machine.begin_handover():
                 raise MismatchError(
-                    f"this standby is behind ({self.state}{self._why}): wait until ps-ctl status "
-                    "shows it in sync; then promote",
+                    f"this standby is behind ({self.state}{self._problem}). "
+                    "Try: wait until `ps-ctl status` shows it in sync; then promote",
                     "NOT_IN_SYNC",
                 )
             if not self._changed.wait_for(lambda: machine.is_handover_complete, seconds):
@@ -339,7 +339,7 @@ class PrimaryReplicator:
     def _tick_forever(self) -> None:
         while not self._ended.wait(TICK_SECONDS):
             with self._changed:
-                had_standby = self.open
-                self._guarded(lambda: self._machine.tick(time.monotonic()), None)
-                self._cleared(had_standby)
+                was_connected = self.open
+                self._use_lease(lambda: self._machine.tick(time.monotonic()), None)
+                self._handle_link_state(was_connected)
             self._metrics.set_standby(self.state == "in sync", self.behind)

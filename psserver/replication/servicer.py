@@ -51,7 +51,7 @@ class StandbyServicer(StandbyServiceServicer):
             check_wire_format(hello.format, "the standby", "its primary")
             self._check(hello)
             link_id = replicator.attach(hello)
-            when_ended(context, lambda: replicator.lost(link_id))
+            when_ended(context, lambda: replicator.handle_disconnect(link_id))
             listener = threading.Thread(
                 target=_listen, args=(replicator, link_id, requests), name="acks", daemon=True
             )
@@ -59,7 +59,7 @@ class StandbyServicer(StandbyServiceServicer):
             try:
                 yield from replicator.replicate(link_id, context.is_active)
             finally:
-                replicator.lost(link_id)
+                replicator.handle_disconnect(link_id)
 
     def StepDown(
         self, request: pb.StepDownRequest, context: grpc.ServicerContext
@@ -91,7 +91,7 @@ def _listen(
 ) -> None:
     with contextlib.suppress(grpc.RpcError):  # the standby went away
         for request in requests:
-            replicator.acknowledged(link_id, request.received)
+            replicator.handle_acknowledgement(link_id, request.received)
 
 
 def not_primary(primary: str) -> UnreachableError:
@@ -117,7 +117,7 @@ class NotPrimary(grpc.GenericRpcHandler):
         return grpc.stream_unary_rpc_method_handler(refuse)
 
 
-def standby_check(identity: ServerIdentity) -> Callable[[pb.ReplicateRequest], None]:
+def make_standby_check(identity: ServerIdentity) -> Callable[[pb.ReplicateRequest], None]:
     """Return a check that a standby belongs to this shard and job.
 
     After a reshard, command lines may still contain an earlier number of shards.

@@ -224,7 +224,7 @@ class Standby:
             self.ended.set()
         elif self._standby_state is not None:
             self._standby_state.take(record)
-            if self._standby_state.loaded and not self._failover.has_state:
+            if self._standby_state.is_loaded and not self._failover.has_state:
                 self._failover.has_state, self._problem, self._why = True, "", ""
                 log.info("primary_state_loaded", version=self._standby_state.version)
 

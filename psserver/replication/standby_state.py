@@ -33,7 +33,7 @@ class StandbyState:
         hello: The primary's first record: facts about itself and the job.
         newest: The newest snapshot, on shard 0; None without one.
         coordinator: The coordinator's machine on shard 0; None on other shards.
-        loaded: The complete state has arrived.
+        is_loaded: The complete state has arrived.
     """
 
     def __init__(self, config: ServerConfig, team: ThreadTeam, hello: Hello) -> None:
@@ -41,9 +41,9 @@ class StandbyState:
         self.newest = hello.facts.newest if hello.facts is not None else None
         self.shard_state = ShardState(config.shard, config.shards, team)
         self.coordinator: CoordinatorMachine | None = None
-        self.loaded = False
+        self.is_loaded = False
         self._config = config
-        self._numbers = ReceivedState()
+        self._received = ReceivedState()
         hello.check_settings(config)
 
     def take(self, record: StateRecord) -> None:
@@ -68,13 +68,13 @@ class StandbyState:
     def _take_line(self, record: StateRecord) -> None:
         match StateRecordKind(record.kind):
             case StateRecordKind.NUMBERS:
-                self._numbers.add(record)
+                self._received.add(record)
             case StateRecordKind.OPTIMIZER:
-                self._numbers.add(record)
-                self.shard_state.loaded_store.restore(self._numbers)
-                self._numbers = ReceivedState()
+                self._received.add(record)
+                self.shard_state.loaded_store.restore(self._received)
+                self._received = ReceivedState()
             case StateRecordKind.LOADED:
-                self.loaded = True
+                self.is_loaded = True
             case StateRecordKind.CHECKSUM:
                 self._compare(**json.loads(record.header))
             case StateRecordKind.SNAPSHOT:
@@ -109,13 +109,13 @@ class Promotion(NamedTuple):
 
     Attributes:
         primary_record: The record by which it is primary.
-        whole: The replicated state holds everything that the former primary has acknowledged.
+        is_complete: The replicated state has everything that the former primary has acknowledged.
         monitor: The metrics endpoint, which keeps its port; None without one.
     """
 
     primary_record: PrimaryRecord
     standby_state: StandbyState
-    whole: bool
+    is_complete: bool
     monitor: MetricsServer | None
 
 

@@ -208,10 +208,10 @@ class ShardEngine:
         live, deadline = self.live, time.monotonic() + seconds
 
         def is_decided() -> bool:
-            return live.machine.answers(key, version)
+            return live.machine.can_answer(key, version)
 
         def is_lost() -> bool:  # a rollback discarded the push
-            return key is not None and not live.machine.knows(key)
+            return key is not None and not live.machine.is_known(key)
 
         with live.changed:
             while (

@@ -400,9 +400,9 @@ def test_servers_that_are_gone_are_shared_with_no_longer(cluster: Make) -> None:
         with pytest.raises(UnreachableError):
             count(client)
         client.tapes()[0][0] = 200
-        memories[1].whole[1] = 201
+        memories[1].flat[1] = 201
 
-        assert memories[0].whole[0] != 200
+        assert memories[0].flat[0] != 200
         assert client.tapes()[0][1] != 201
 
 

@@ -107,7 +107,8 @@ def test_going_back_to_a_snapshot_is_followed(cluster: Make, tmp_path: Path) -> 
         count(client, 3)
         server.service.snapshot_scheduler.restore(version, 20)
         until(
-            lambda: mirror(following).loaded and mirror(following).version == 2, "the older version"
+            lambda: mirror(following).is_loaded and mirror(following).version == 2,
+            "the older version",
         )
         following.in_sync()
         assert same(following)

@@ -71,7 +71,7 @@ ALLOWED = {
     "common/pscommon": 0,
     "common/pscommon/core": 2,
     "proto": 0,
-    "psserver": 77,
+    "psserver": 47,
     "psworker": 14,
     "psworker/ctl": 0,
     "psworker/examples": 0,

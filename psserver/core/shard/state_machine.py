@@ -99,7 +99,7 @@ class ShardMachine:
         self.moving = False
         self.staged: dict[PushKey, Staged] = {}
         self.measured: Measured | None = None
-        self._handed = 0  # last entry that accept() returned
+        self._last_returned = 0  # last entry that accept() returned
         self._early: dict[int, Entry] = {}
         self._outcomes: dict[int, OrderedDict[int, PushOutcome]] = {}
         self._evicted: dict[int, str] = {}
@@ -134,7 +134,7 @@ class ShardMachine:
 
     def recover(self, state: Mapping[str, Any]) -> None:
         """Load a `state`. The caller then replays the log through `offer` and `accept`."""
-        self.epoch, self.index, self._handed = state["epoch"], state["index"], state["index"]
+        self.epoch, self.index, self._last_returned = state["epoch"], state["index"], state["index"]
         self.version, self.begun, self.digest = state["version"], state["begun"], state["digest"]
         self.moving = state["moving"]
         self.measured = Measured(*state["measured"]) if "measured" in state else None
@@ -157,9 +157,9 @@ class ShardMachine:
         if epoch != self.epoch:
             self._early.clear()
             self.measured = None
-            self.epoch, self.index, self._handed, self.digest = epoch, base, base, 0
+            self.epoch, self.index, self._last_returned, self.digest = epoch, base, base, 0
         else:
-            self.index = self._handed = max(base, self._handed)
+            self.index = self._last_returned = max(base, self._last_returned)
 
     def offer(self, push: Staged) -> bool:
         """Stage a complete push. Return False if it is known or its worker is evicted.
@@ -189,14 +189,14 @@ class ShardMachine:
             return PushOutcome("applied", self.version, detail="long ago")
         return PushOutcome("stale", self.version, reason="STALE", detail=GIVEN_UP)
 
-    def knows(self, key: PushKey) -> bool:
+    def is_known(self, key: PushKey) -> bool:
         """Return whether the push is staged or decided.
 
         Once there are weights, initial weights of any worker count as decided.
         """
         return key in self.staged or (self.begun and key.seq == 0) or self.outcome(key) is not None
 
-    def answers(self, key: PushKey | None, version: int) -> bool:
+    def can_answer(self, key: PushKey | None, version: int) -> bool:
         """Return whether the push is decided (None: no push) and the shard has `version`.
 
         A stale or rejected push needs no version.
@@ -210,12 +210,12 @@ class ShardMachine:
     def accept(self, epoch: int, entries: Iterable[Entry]) -> list[Entry]:
         """Return the entries to carry out now, in order. Later ones are kept, others ignored."""
         for entry in entries:
-            if epoch == self.epoch and entry.index > self._handed:
+            if epoch == self.epoch and entry.index > self._last_returned:
                 self._early[entry.index] = entry
         ready = []
-        while self._handed + 1 in self._early:
-            self._handed += 1
-            ready.append(self._early.pop(self._handed))
+        while self._last_returned + 1 in self._early:
+            self._last_returned += 1
+            ready.append(self._early.pop(self._last_returned))
         return ready
 
     def done(self, entry: Entry, square_norm: float = 0.0) -> None:
@@ -230,13 +230,13 @@ class ShardMachine:
                 self.begun = True
                 self.staged.pop(PushKey(entry.worker, 0), None)
             case Apply():
-                self._applied(entry)
+                self._apply(entry)
             case Measure():
                 if self.moving or self.missing(entry):
-                    raise self._unfit(entry)
+                    raise self._invariant_error(entry)
                 self.measured = Measured(entry.index, square_norm)
             case Reject():
-                self._rejected(entry)
+                self._reject(entry)
             case Evict():
                 self._evict(entry)
                 for key in [key for key in self.staged if key.worker == entry.worker]:
@@ -261,26 +261,26 @@ class ShardMachine:
             return []
         return [c.key for c in entry.contributions if c.key not in self.staged]
 
-    def _applied(self, entry: Apply) -> None:
+    def _apply(self, entry: Apply) -> None:
         if self.moving or entry.version != self.version + 1 or self.missing(entry):
-            raise self._unfit(entry)
+            raise self._invariant_error(entry)
         self.version, self.measured = entry.version, None
         for contribution in entry.contributions:
             del self.staged[contribution.key]
             staleness = entry.version - 1 - contribution.base
-            self._ended(contribution.key, PushOutcome("applied", entry.version, staleness))
+            self._record_outcome(contribution.key, PushOutcome("applied", entry.version, staleness))
         self._drop_given_up()
 
-    def _unfit(self, entry: Apply | Measure) -> LogInvariantError:
+    def _invariant_error(self, entry: Apply | Measure) -> LogInvariantError:
         return LogInvariantError(
             f"shard {self.shard} at version {self.version} cannot apply {entry}"
         )
 
-    def _rejected(self, entry: Reject) -> None:
+    def _reject(self, entry: Reject) -> None:
         push = self.staged.pop(entry.key, None)
         status = "stale" if entry.reason == "STALE" else "rejected"
         staleness = self.version - push.base if push else 0
-        self._ended(
+        self._record_outcome(
             entry.key, PushOutcome(status, self.version, staleness, entry.reason, entry.detail)
         )
         self._drop_given_up()
@@ -290,7 +290,7 @@ class ShardMachine:
         for key in [key for key in self.staged if self.outcome(key) is not None]:
             del self.staged[key]
 
-    def _ended(self, key: PushKey, outcome: PushOutcome) -> None:
+    def _record_outcome(self, key: PushKey, outcome: PushOutcome) -> None:
         known = self._outcomes.setdefault(key.worker, OrderedDict())
         known[key.seq] = outcome
         if len(known) > OUTCOMES_PER_WORKER:

@@ -25,7 +25,7 @@ class ReshardingService:
     """Once it has said what is new, a move to one shard ends."""
 
     job, waiting_for, is_over, policy = "j", "", False, "ssp"
-    config = SimpleNamespace(fitness=GradientRules(), durability="log")
+    config = SimpleNamespace(gradient_rules=GradientRules(), durability="log")
 
     def __init__(self) -> None:
         self.server = ServerEntry(1, "s1:1", connected=True, connection=1)

@@ -12,7 +12,7 @@ from psproto.v1 import standby_pb2 as pb
 from psserver.process.config import ServerConfig
 from psserver.process.identity import ServerIdentity
 from psserver.process.job_id_file import JobIdFile
-from psserver.replication.servicer import standby_check
+from psserver.replication.servicer import make_standby_check
 from psserver.replication.standby import Standby
 from psserver.server import Server
 from psserver.shard.coordinator_link import CoordinatorLink
@@ -133,7 +133,7 @@ def test_a_standby_is_bound_too(tmp_path: Path) -> None:
 
 
 def test_a_primary_refuses_the_standby_of_another_job() -> None:
-    check = standby_check(ServerIdentity(0, 1, "here:1", job="otter"))
+    check = make_standby_check(ServerIdentity(0, 1, "here:1", job="otter"))
     check(pb.ReplicateRequest(shard=0, shards=1))
     check(pb.ReplicateRequest(shard=0, shards=1, job="otter"))
     with pytest.raises(MismatchError, match="stoat") as caught:
@@ -142,7 +142,7 @@ def test_a_primary_refuses_the_standby_of_another_job() -> None:
 
 
 def test_a_primary_that_knows_no_job_yet_lets_a_bound_standby_ask_again() -> None:
-    check = standby_check(ServerIdentity(1, 2, "here:1"))
+    check = make_standby_check(ServerIdentity(1, 2, "here:1"))
     check(pb.ReplicateRequest(shard=1, shards=2))
     with pytest.raises(UnreachableError, match="has not heard from the coordinator"):
         check(pb.ReplicateRequest(shard=1, shards=2, job="otter"))

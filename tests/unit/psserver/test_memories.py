@@ -60,11 +60,11 @@ def test_both_sides_see_the_same_bytes(memories: AttachedBuffers, region: Shared
     assert memories.attach(asked(region.share())) == ""
     tapes = memories.find(header())
     region.memory[3:5] = b"de"
-    tapes.weights.whole[:4] = torch.tensor([1, 2, 3, 4], dtype=torch.uint8)
+    tapes.weights.flat[:4] = torch.tensor([1, 2, 3, 4], dtype=torch.uint8)
 
-    assert bytes(tapes.gradients.whole[:5].tolist()) == b"abcde"
+    assert bytes(tapes.gradients.flat[:5].tolist()) == b"abcde"
     assert bytes(region.memory[TAPE : TAPE + 4]) == bytes([1, 2, 3, 4])
-    assert (tapes.number, len(tapes.gradients.whole), len(tapes.weights.whole)) == (1, TAPE, TAPE)
+    assert (tapes.number, len(tapes.gradients.flat), len(tapes.weights.flat)) == (1, TAPE, TAPE)
 
 
 def test_a_server_without_the_lane_says_so(region: SharedRegion) -> None:
@@ -109,7 +109,7 @@ def test_only_the_last_offer_of_a_worker_stands(
 ) -> None:
     for number in (1, 2):
         assert memories.attach(asked(region.share(), memory=number)) == ""
-    memories.find(header(memory=2)).weights.whole[0] = 9
+    memories.find(header(memory=2)).weights.flat[0] = 9
 
     assert region.memory[TAPE] == 9
     for other in (header(memory=1), header(memory=3), header(worker=2, memory=2)):
@@ -127,7 +127,7 @@ def test_a_dropped_worker_has_no_memory_here(
     memories.on_evict(1)
     memories.on_evict(1)
     assert mapped() == before + 2  # what a staged push refers to stays
-    held.whole[0] = 7
+    held.flat[0] = 7
     assert region.memory[0] == 7
     del held
 
@@ -142,7 +142,7 @@ def test_a_model_without_bytes_can_be_attached(memories: AttachedBuffers) -> Non
     tapes = memories.find(header())
     region.hide()
 
-    assert (len(tapes.gradients.whole), len(tapes.weights.whole)) == (0, 0)
+    assert (len(tapes.gradients.flat), len(tapes.weights.flat)) == (0, 0)
 
 
 def test_ranges_and_views_of_a_tape_are_made_once_for_each_model() -> None:

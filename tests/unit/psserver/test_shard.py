@@ -162,34 +162,34 @@ def test_an_entry_out_of_turn_is_a_bug() -> None:
 
 def test_it_knows_what_it_holds_and_what_was_decided() -> None:
     shard = ShardMachine(0)
-    assert not shard.knows(PushKey(1, 0))
+    assert not shard.is_known(PushKey(1, 0))
     shard = begun()
-    assert shard.knows(PushKey(2, 0)), "there are weights, so nobody's are needed"
+    assert shard.is_known(PushKey(2, 0)), "there are weights, so nobody's are needed"
 
     push = staged(1, 1)
-    assert not shard.knows(push.key)
+    assert not shard.is_known(push.key)
     shard.offer(push)
-    assert shard.knows(push.key)
+    assert shard.is_known(push.key)
     carry_out(shard, Reject(2, push.key, "STALE", ""))
-    assert shard.knows(push.key)
+    assert shard.is_known(push.key)
 
 
 def test_it_answers_for_a_push_once_it_is_rejected_or_its_version_is_here() -> None:
     shard, good, bad = begun(), staged(1, 1), staged(2, 1)
     shard.offer(good)
     shard.offer(bad)
-    assert not shard.answers(good.key, 0)
-    assert shard.answers(None, 0)
+    assert not shard.can_answer(good.key, 0)
+    assert shard.can_answer(None, 0)
 
     carry_out(shard, apply(2, 1, good), Reject(3, bad.key, "NON_FINITE", ""))
 
-    assert shard.answers(good.key, 1)
-    assert not shard.answers(good.key, 2)
-    assert shard.answers(bad.key, 2)
+    assert shard.can_answer(good.key, 1)
+    assert not shard.can_answer(good.key, 2)
+    assert shard.can_answer(bad.key, 2)
 
 
 def test_it_knows_nothing_of_what_was_before_it_went_back() -> None:
     shard = ShardMachine(0)
     shard.restore(7, 3, 9)
 
-    assert not shard.knows(PushKey(1, 1))
+    assert not shard.is_known(PushKey(1, 1))

@@ -72,13 +72,13 @@ def shipper(lease: BrokenLease | None, sync: bool = True) -> PrimaryReplicator:
         ServerMetrics(CollectorRegistry(), shard=0),
         deposed,
     )
-    made.whole = lambda begin: begin(STATE)
+    made.copy_state = lambda begin: begin(STATE)
     in_sync(made, made.attach(S))
     return made
 
 
 def in_sync(primary: PrimaryReplicator, line: int) -> None:
-    primary.acknowledged(line, len(STATE))
+    primary.handle_acknowledgement(line, len(STATE))
     assert primary._machine.phase is ReplicationPhase.IN_SYNC
 
 
@@ -86,18 +86,18 @@ def meanwhile(primary: PrimaryReplicator, action: Callable[[], object]) -> None:
     """Done while the next standby waits for the moment at which the whole state can be copied."""
 
     def whole(begin: Callable[[Iterable[StateRecord]], None]) -> None:
-        primary.whole = lambda begin: begin(STATE)
+        primary.copy_state = lambda begin: begin(STATE)
         action()
         begin(STATE)
 
-    primary.whole = whole
+    primary.copy_state = whole
 
 
 def test_who_loses_its_standby_goes_on_if_the_lock_allows_it(lease: BrokenLease) -> None:
     primary = shipper(lease)
     sent = primary.send(RecordSource.SHARD, 4, b"entry")
 
-    primary.lost(sent[0])
+    primary.handle_disconnect(sent[0])
 
     primary.settle(sent)
     assert lease.read() == FIRST
@@ -109,7 +109,7 @@ def test_who_finds_another_one_in_its_place_ends(lease: BrokenLease) -> None:
     lease.primary_record = PrimaryRecord(2, "s:1")
 
     with pytest.raises(DeposedError, match="s:1, in term 2"):
-        primary.lost(sent[0])
+        primary.handle_disconnect(sent[0])
     with pytest.raises(DeposedError):
         primary.settle(sent)
 
@@ -124,7 +124,7 @@ def test_who_has_handed_over_ends_as_planned_however_it_learns_that_it_is_not_pr
     lease.primary_record = PrimaryRecord(2, "s:1")
 
     with pytest.raises(DeposedError) as ended:
-        primary.lost(line)
+        primary.handle_disconnect(line)
 
     assert not str(ended.value)
 
@@ -137,12 +137,12 @@ def test_who_has_handed_over_tells_nothing_more_however_its_line_ends(sync: bool
     log, (line, _) = RecordSink(RecordSource.SHARD, line=primary), primary.last
     primary.step_down("s", 1.0)
 
-    primary.lost(line)
+    primary.handle_disconnect(line)
 
     assert not log.idle
     sent = primary.send(RecordSource.SHARD, 4, b"entry")
-    assert not primary._may_tell(*sent)
-    assert not primary._may_tell(*primary.last)
+    assert not primary._can_reply(*sent)
+    assert not primary._can_reply(*primary.last)
 
 
 def test_who_hands_over_begins_with_no_standby_anew() -> None:
@@ -150,7 +150,7 @@ def test_who_hands_over_begins_with_no_standby_anew() -> None:
     primary = shipper(None)
     line, _ = primary.last
     primary.step_down("s", 1.0)
-    primary.lost(line)
+    primary.handle_disconnect(line)
 
     with pytest.raises(UnreachableError, match="hands over") as refused:
         primary.attach(pb.ReplicateRequest(instance="s", address="s:1"))
@@ -170,7 +170,7 @@ def test_what_no_record_says_is_not_done_once_there_is_a_hand_over(lease: Broken
             dropping.result(0.3)
         lease.primary_record = PrimaryRecord(2, "s:1")
         with pytest.raises(DeposedError):
-            primary.lost(line)
+            primary.handle_disconnect(line)
 
         with pytest.raises(DeposedError) as ended:
             dropping.result(10)
@@ -218,7 +218,7 @@ def test_who_has_handed_over_while_a_standby_waits_gives_it_nothing() -> None:
     meanwhile(primary, switch)
     with pytest.raises(UnreachableError, match="hands over"):
         primary.attach(S)
-    assert not primary._may_tell(*primary.send(RecordSource.SHARD, 4, b"entry"))
+    assert not primary._can_reply(*primary.send(RecordSource.SHARD, 4, b"entry"))
 
 
 @pytest.mark.parametrize("listens", [True, False])
@@ -237,10 +237,9 @@ def test_one_that_is_behind_hears_why() -> None:
     primary = shipper(None)
     primary.drop("the model has moved")
 
-    with pytest.raises(
-        MismatchError, match=r"behind \(none, for the model has moved\): wait until ps-ctl status"
-    ):
+    with pytest.raises(MismatchError, match="the model has moved") as refused:
         primary.step_down("s", 1.0)
+    assert refused.value.reason == "NOT_IN_SYNC"
 
 
 def test_a_lock_that_cannot_be_used_is_lost(lease: BrokenLease) -> None:
@@ -249,7 +248,7 @@ def test_a_lock_that_cannot_be_used_is_lost(lease: BrokenLease) -> None:
     lease.broken = True
 
     with pytest.raises(DeposedError, match=r"the failover lock cannot be used.*Stale file handle"):
-        primary.lost(1)
+        primary.handle_disconnect(1)
 
 
 def test_async_tells_nothing_on_an_old_look(lease: BrokenLease) -> None:
@@ -332,7 +331,7 @@ def test_a_standby_that_loads_much_holds_nobody_up(
     machine = ReplicationMachine(FIRST, lease, True, time.monotonic())
     primary = PrimaryReplicator(machine, ServerMetrics(CollectorRegistry(), shard=0), deposed)
     state = [StateRecord(RecordSource.LINE, StateRecordKind.NUMBERS, b"x", [bytes(80)])] * 3
-    primary.whole = lambda begin: begin(state)
+    primary.copy_state = lambda begin: begin(state)
     line = primary.attach(pb.ReplicateRequest(instance="s", address="s:1"))
 
     primary.send(RecordSource.SHARD, 4, bytes(120))
