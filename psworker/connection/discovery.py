@@ -45,7 +45,7 @@ def addresses_of(servers: str | Sequence[str] | None) -> tuple[str, ...]:
         servers = os.environ.get("PS_SERVERS", "")
         if not servers.strip():
             local = only_local_job(
-                "no servers given (pass HOST:PORT or set PS_SERVERS)", os.environ.get("PS_JOB", "")
+                "no servers are named (HOST:PORT or PS_SERVERS)", os.environ.get("PS_JOB", "")
             )
             log.info("local_job_found", job=local.job, address=local.address, pid=local.pid)
             return (local.address,)

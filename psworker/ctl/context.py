@@ -39,7 +39,7 @@ class CommandContext:
         """
         from psworker.ctl.job_client import CoordinatorClient
 
-        ps = self.ps or only_local_job("--ps HOST:PORT is missing").address
+        ps = self.ps or only_local_job("`--ps HOST:PORT` is missing").address
         return CoordinatorClient(ps.split(","), self.timeout)
 
 

@@ -103,7 +103,7 @@ def test_a_worker_refuses_newer_servers(method: str) -> None:
         working = pool.submit(work, address, player.wait_for)
         player.play()
 
-        assert f"at {address} speaks" in refusal(working.exception(WAIT_SECONDS))
+        assert f"at {address} uses" in refusal(working.exception(WAIT_SECONDS))
 
 
 def test_a_shard_refuses_a_newer_shard_0(cluster: Make) -> None:
@@ -114,7 +114,7 @@ def test_a_shard_refuses_a_newer_shard_0(cluster: Make) -> None:
         player.play()
 
         assert server.ended.wait(WAIT_SECONDS)
-        assert "this shard speaks 1" in refusal(server.failure)
+        assert "this shard knows formats up to 1" in refusal(server.failure)
 
 
 def test_a_standby_refuses_a_newer_primary() -> None:
@@ -122,7 +122,7 @@ def test_a_standby_refuses_a_newer_primary() -> None:
         player.play()
 
         assert standby.ended.wait(WAIT_SECONDS)
-        assert "this standby speaks 1" in refusal(standby.failure)
+        assert "this standby knows formats up to 1" in refusal(standby.failure)
 
 
 # ---- what others ask -----------------------------------------------------------------------------
@@ -225,7 +225,7 @@ def test_a_server_refuses_a_newer_data_directory_and_changes_nothing(
         cluster(1, data_dir=data_dir, durability=durability)
 
     assert caught.value.exit_code == 11
-    assert f"{path} has format 2, and this release reads formats up to 1. Try: the release" in str(
+    assert f"{path} has format 2, but this release reads formats up to 1. Try: the release" in str(
         caught.value
     )
     assert contents(data_dir) == before

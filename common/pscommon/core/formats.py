@@ -24,8 +24,8 @@ def check_wire_format(theirs: int, who: str, here: str) -> None:
     """
     if theirs > WIRE_FORMAT:
         raise FormatError(
-            f"{who} speaks message format {theirs}, and {here} speaks {WIRE_FORMAT}. "
-            f"Try: install the newer release of paramserver for {here} too."
+            f"{who} uses message format {theirs}, but {here} knows formats up to {WIRE_FORMAT}. "
+            f"Try: install the newer release of paramserver for {here} too"
         )
 
 
@@ -42,6 +42,6 @@ def check_file_format(found: object, known: int, what: str) -> None:
     """
     if isinstance(found, int) and found > known:
         raise FormatError(
-            f"{what} has format {found}, and this release reads formats up to {known}. "
-            "Try: the release of paramserver that wrote it, or a newer one."
+            f"{what} has format {found}, but this release reads formats up to {known}. "
+            "Try: the release of paramserver that wrote it, or a newer one"
         )

@@ -165,7 +165,7 @@ def _check(tensor: TensorSpec, seen: set[str], groups: int) -> None:
         )
     if tensor.role == "trainable" and tensor.dtype not in FLOATING:
         raise InvalidModelError(
-            f"tensor {tensor.name!r}: {tensor.dtype} cannot be trained; use a floating dtype"
+            f"tensor {tensor.name!r}: {tensor.dtype} cannot be trained. Try: a floating dtype"
         )
     if tensor.role not in ROLES or not 0 <= tensor.group < groups:
         raise InvalidModelError(

@@ -314,8 +314,10 @@ def check_policy(policy: str, staleness: int | None) -> None:
     """
     if policy == "ssp" and staleness is None:
         raise ValueError(
-            "--policy ssp needs --staleness S, the number of steps that a worker may be ahead (0 "
-            "acts as sync)"
+            "`--policy ssp` needs a bound. Try: `--staleness S`, the number of steps that a worker "
+            "may be ahead (0 acts as sync)"
         )
     if policy != "ssp" and staleness is not None:
-        raise ValueError(f"--staleness bounds --policy ssp; {policy} has no bound")
+        raise ValueError(
+            f"`--policy {policy}` excludes `--staleness`: it has no bound. Try: `--policy ssp`"
+        )

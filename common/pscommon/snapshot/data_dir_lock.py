@@ -67,8 +67,8 @@ class DataDirLock:
             holder = os.read(descriptor, 32).decode(errors="replace").strip() or "unknown"
             os.close(descriptor)
             raise TakenError(
-                f"data directory {self.path.parent}: shard {self._shard} is in use by process "
-                f"{holder}; stop it or choose another --data-dir"
+                f"data directory {self.path.parent} is in use: process {holder} serves shard "
+                f"{self._shard}. Try: stop it, or choose another `--data-dir`"
             ) from None
         except BaseException:
             os.close(descriptor)

@@ -83,23 +83,23 @@ def only_local_job(missing: str, job: str = "") -> LocalJob:
     """Return the user's only job on this machine.
 
     Args:
-        missing: what was not given; the error message begins with it.
-        job: name of the job that is wanted; empty: any.
+        missing: What is missing; the error message begins with it.
+        job: Name of the job; empty: any.
 
     Raises:
-        InvalidRequestError: there is no such job, or there are several; the message lists them.
+        InvalidRequestError: There is no such job, or several; the message lists them.
     """
     try:
         found = [entry for entry in local_jobs() if job in ("", entry.job)]
     except OSError as error:
-        raise InvalidRequestError(f"{missing}, and local jobs cannot be listed: {error}") from error
+        raise InvalidRequestError(f"{missing}; local jobs cannot be listed: {error}") from error
     if not found:
         named = f" called {job}" if job else ""
-        raise InvalidRequestError(f"{missing}, and no job of this user{named} runs on this machine")
+        raise InvalidRequestError(f"{missing}; no job of this user{named} runs on this machine")
     if len(found) > 1:
         listed = "; ".join(str(entry) for entry in found)
         raise InvalidRequestError(
-            f"{missing}, and several jobs of this user run on this machine: {listed}"
+            f"{missing}; several jobs of this user run on this machine. Try: one of {listed}"
         )
     return found[0]
 

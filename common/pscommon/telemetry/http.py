@@ -154,13 +154,15 @@ def _split(bind: str) -> tuple[str, int]:
         if host and 0 <= int(port) <= 65535:
             return host.strip("[]"), int(port)
     raise InvalidRequestError(
-        f"metrics address {bind!r} is not HOST:PORT, such as 127.0.0.1:9464 (port 0: a free one)"
+        f"metrics address {bind!r} is not valid. Try: HOST:PORT, such as 127.0.0.1:9464 (port 0: "
+        "any free port)"
     )
 
 
 def _cannot_bind(bind: str, error: OSError) -> TakenError | InvalidRequestError:
     if error.errno == errno.EADDRINUSE:
         return TakenError(
-            f"metrics port {bind} is taken; stop its holder or choose another (port 0: a free one)"
+            f"cannot serve metrics on {bind}: the port is taken. Try: another port (0: any free "
+            "port), or stop the process that uses it"
         )
     return InvalidRequestError(f"cannot serve metrics on {bind}: {error.strerror or error}")

@@ -69,7 +69,7 @@ def model_from_proto(message: mo.ModelSpec) -> ModelSpec:
     if len(message.tensors) > MAX_TENSORS:
         why = f"it has {len(message.tensors)} tensors, above {MAX_TENSORS}"
         raise InvalidRequestError(
-            f"the model refused: {why}. Try: join small tensors.", "OUT_OF_RANGE"
+            f"the model refused: {why}. Try: join small tensors", "OUT_OF_RANGE"
         )
     try:
         optimizer = OptimizerSettings.from_json(message.optimizer_json)
@@ -110,7 +110,7 @@ def loop_from_proto(message: co.LoopSpec) -> Spec:
         raise InvalidRequestError(str(error)) from error
     if problem := loop_problem(spec):
         raise InvalidRequestError(
-            f"loop {spec.loop} refused: {problem}. Try: fewer epochs.", "OUT_OF_RANGE"
+            f"loop {spec.loop} refused: {problem}. Try: fewer epochs", "OUT_OF_RANGE"
         )
     return spec
 

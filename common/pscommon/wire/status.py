@@ -59,12 +59,12 @@ def error_from(failure: grpc.RpcError, who: str) -> PSError:
         case grpc.StatusCode.UNAVAILABLE | grpc.StatusCode.CANCELLED:
             return UnreachableError(f"{who} does not answer: {text}", "UNREACHABLE")
         case grpc.StatusCode.RESOURCE_EXHAUSTED:  # a server with all its threads taken
-            return UnreachableError(f"{who} takes no more calls: {text}", "UNREACHABLE")
+            return UnreachableError(f"{who} accepts no more calls: {text}", "UNREACHABLE")
         case grpc.StatusCode.DEADLINE_EXCEEDED:
             return UnreachableError(f"{who} did not answer in time", "UNREACHABLE")
         case grpc.StatusCode.UNIMPLEMENTED:
             return MismatchError(
-                f"{who} is no parameter server of this version: {text}", "SHARD_MISMATCH"
+                f"{who} is not a parameter server of this release: {text}", "SHARD_MISMATCH"
             )
         case _:
             return PSError(f"{who} failed: {reason or code.name}: {text}")

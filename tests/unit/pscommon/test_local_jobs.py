@@ -168,9 +168,7 @@ def test_a_link_in_place_of_the_folder_is_refused(fallback: Path, tmp_path: Path
 
     with pytest.raises(OSError, match="paramserver-"):
         JobAnnouncement("mine", "127.0.0.1:1")
-    with pytest.raises(
-        InvalidRequestError, match=r"^no address, and local jobs cannot be listed: "
-    ):
+    with pytest.raises(InvalidRequestError, match=r"^no address; local jobs cannot be listed: "):
         only_local_job("no address")
     assert list((tmp_path / "theirs").iterdir()) == []
 
@@ -214,11 +212,10 @@ def test_no_job_and_several_jobs_are_errors_that_say_so(
         LocalJob("theirs", "127.0.0.1:2", other.pid),
     )
     assert str(several.value) == (
-        "no address, and several jobs of this user run on this machine: "
+        "no address; several jobs of this user run on this machine. Try: one of "
         + "; ".join(map(str, sorted([mine, theirs], key=lambda job: job.pid)))
     )
     assert (
-        str(absent.value)
-        == "no address, and no job of this user called another runs on this machine"
+        str(absent.value) == "no address; no job of this user called another runs on this machine"
     )
     assert only_local_job("no address", "theirs").pid == other.pid

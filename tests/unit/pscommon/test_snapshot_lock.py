@@ -26,7 +26,7 @@ def test_a_second_holder_is_told_who_the_first_is(tmp_path: Path) -> None:
         pass
 
     assert raised.value.exit_code == 10
-    assert f"data directory {tmp_path}: shard 0 is in use by process {os.getpid()}" in str(
+    assert f"data directory {tmp_path} is in use: process {os.getpid()} serves shard 0" in str(
         raised.value
     )
 

@@ -151,7 +151,7 @@ def test_server_with_all_threads_taken_may_be_asked_again(
     error = failure(stub)
 
     assert (type(error), error.reason) == (UnreachableError, "UNREACHABLE")
-    assert str(error) == f"{WHO} takes no more calls: too many calls"
+    assert str(error) == f"{WHO} accepts no more calls: too many calls"
 
 
 def test_no_server_is_unreachable_and_names_the_address() -> None:

@@ -256,7 +256,7 @@ def test_a_server_that_hangs_is_given_up_after_the_timeout(
 
 def test_without_servers_it_says_how_to_name_them(capsys: Output) -> None:
     assert main(["status"]) == 2
-    assert "--ps HOST:PORT is missing" in capsys.readouterr().err
+    assert "`--ps HOST:PORT` is missing" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("variable", ["PS_SERVERS", "PS_PS"])

@@ -54,7 +54,7 @@ def test_several_local_jobs_are_listed(cluster: Cluster, capsys: Output) -> None
 
     assert main(["stop"]) == 2
     said = capsys.readouterr().err
-    assert "--ps HOST:PORT is missing, and several jobs of this user run on this machine" in said
+    assert "`--ps HOST:PORT` is missing; several jobs of this user run on this machine" in said
     assert f"job job-7 at {cluster.address} (pid {os.getpid()})" in said
     assert "job job-8 at 127.0.0.1:9" in said
     assert cluster.stopped == []
