@@ -41,9 +41,8 @@ class GroupSettings:
             for group, own in zip(groups, self._members, strict=True)
         ):
             raise InvalidRequestError(
-                "the optimizer's parameter groups have changed, but the parameters of a group are "
-                "fixed. Try: change a group's values in place (group['lr'] = ...); to leave "
-                "weights out, switch requires_grad or set gradients to None"
+                "the parameters of a group are fixed, but a group has others now. Try: change "
+                "values in place (group['lr'] = ...), and leave weights out by requires_grad"
             )
 
 

@@ -44,8 +44,8 @@ class ModuleHook:
     def __name__(self) -> str:
         raise UnscriptableError(
             "torch.jit.script cannot compile a model with overlap, or a copy of it: its modules "
-            "have hooks that wait for weights. Try: script a new model that has loaded the "
-            "state_dict(), or leave overlap off"
+            "have hooks. Try: script a new model that has loaded the state_dict(), or leave "
+            "overlap off"
         )
 
 
@@ -204,10 +204,9 @@ class WeightGates:
         """Raise InvalidRequestError if a tensor got a gradient before its weights were awaited."""
         if place in self._unread:
             raise InvalidRequestError(
-                f"{self._adapter.trainable.names[place]} has got a gradient, but perhaps of old "
-                "weights: its forward came before the last step, or did not read the weights "
-                "through their module (a traced module, a compiled function, references from "
-                "before). Try: call job.wait() after optimizer.step(), or leave overlap off"
+                f"{self._adapter.trainable.names[place]} has got a gradient, but its module has "
+                "not waited for the new weights. Try: call job.wait() after optimizer.step(), or "
+                "leave overlap off"
             )
 
     def settle(self) -> None:

@@ -19,6 +19,7 @@ from psserver.core.job.policy import policy
 from psserver.process.config import ServerConfig
 from psserver.process.metrics import ServerMetrics, standby_metrics
 from psworker.data.sources import SOURCE_KINDS
+from psworker.optim.step_strategies import STEP_STRATEGIES
 from psworker.session.metrics import WorkerMetrics
 from tests.support.sources import ROOT
 
@@ -136,6 +137,15 @@ def test_add_a_data_source() -> None:
     registered = {kind.make.__name__ for kind in SOURCE_KINDS}
 
     assert makers == registered, "Add a data source: psworker/data/sources.py"
+
+
+def test_add_a_step_strategy() -> None:
+    choices = text("tests/integration/test_push_path.py").partition("CHOICES:")[2]
+    names = re.findall(r'^    "(\w+)": ', choices.partition("\n}")[0], re.MULTILINE)
+
+    assert names == list(STEP_STRATEGIES), (
+        "Add a step strategy: tests/integration/test_push_path.py"
+    )
 
 
 def test_add_an_exit_code() -> None:
