@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from pscommon.core.errors import InvalidRequestError
-from pscommon.optim.specs import SUPPORTED
+from pscommon.optim import KINDS
 
 Loss = Callable[[Any, Any], Tensor]
 MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
@@ -89,7 +89,7 @@ def optimizer_maker(
             "the optimizer has parameters that are not the model's. Try: make it from "
             "model.parameters()"
         )
-    kinds = [kind for kind in SUPPORTED.values() if kind.torch_class is type(optimizer)]
+    kinds = [kind for kind in KINDS.values() if kind.torch_class is type(optimizer)]
     arguments = {key: optimizer.defaults[key] for kind in kinds for key in kind.constructor_only}
 
     def make(parameters: Any) -> torch.optim.Optimizer:

@@ -16,8 +16,8 @@ from torch import Tensor
 from pscommon.core.errors import SnapshotError
 from pscommon.core.model_spec import OptimizerSettings
 from pscommon.core.partition import ByteRange, TrainableRange, cut
-from pscommon.optim import OptimizerKind, OptimizerState, Rows
-from pscommon.optim.specs import SUPPORTED, Groups, Scalars
+from pscommon.optim import KINDS, OptimizerKind, OptimizerState, Rows
+from pscommon.optim.specs import Groups, Scalars
 from pscommon.system.thread_team import ALONE, ThreadTeam
 from psserver.parameters.partition import DTYPES, RoleBuffers, ShardPartition, blocks, padded, raw
 
@@ -71,7 +71,7 @@ class FlatOptimizer:
         team: ThreadTeam = ALONE,
     ) -> None:
         self.groups: Groups = spec.groups
-        self._kind = SUPPORTED[spec.name]
+        self._kind = KINDS[spec.name]
         self._team = team
         self._partition = partition
         self._weights = weights

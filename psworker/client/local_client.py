@@ -13,7 +13,8 @@ from pscommon.core.data_stream import Spec, StreamSpec
 from pscommon.core.log_entries import BatchKey
 from pscommon.core.model_spec import ModelSpec
 from pscommon.core.partition import PartitionPlan
-from pscommon.optim.specs import SUPPORTED, groups_from_json, groups_to_json, validate
+from pscommon.optim import KINDS
+from pscommon.optim.specs import groups_from_json, groups_to_json, validate
 from psworker.core.protocols import PushStream
 from psworker.core.results import Lease, PushResult, Status
 from psworker.exchange.buffered_push import BufferedPush
@@ -72,7 +73,7 @@ class LocalClient:
             if spec.role == "trainable":
                 members[spec.group].append(weight)
         groups = self._optimizer_spec.groups
-        kind = SUPPORTED[self._optimizer_spec.name]
+        kind = KINDS[self._optimizer_spec.name]
         parameters = [
             {**group, "params": params} for params, group in zip(members, groups, strict=True)
         ]

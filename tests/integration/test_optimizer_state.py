@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from pscommon.core.errors import InvalidRequestError
-from pscommon.optim.specs import SUPPORTED
+from pscommon.optim import KINDS
 from psserver.durability.state_records import checksum
 from psworker import Client, OptimizerSpec
 from psworker.client.arrays import spec_of
@@ -42,7 +42,7 @@ def gradients(step: int) -> dict[str, np.ndarray]:
 
 def expected(name: str, hyper: dict[str, Any], steps: int) -> dict[str, torch.Tensor]:
     weights = {key: torch.zeros(size, dtype=torch.float64) for key, size in SIZES.items()}
-    optimizer = SUPPORTED[name].torch_class([*weights.values()], **hyper)
+    optimizer = KINDS[name].torch_class([*weights.values()], **hyper)
     for step in range(steps):
         pushed = gradients(step)
         for key, weight in weights.items():

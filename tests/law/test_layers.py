@@ -222,7 +222,7 @@ def test_the_law_finds(path: str, text: str) -> None:
         ),
         (
             "psserver/parameters/store.py",
-            "import torch\nimport threading\nfrom pscommon.optim.specs import SUPPORTED",
+            "import torch\nimport threading\nfrom pscommon.optim.specs import validate",
         ),
         ("psworker/simulation.py", "from psserver.parameters.store import ParameterStore"),
         (

@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry
 import psworker
 from pscommon.core import errors
 from pscommon.core.exit_codes import EXPLANATIONS, ExitCode
-from pscommon.optim.specs import SUPPORTED
+from pscommon.optim import KINDS
 from pscommon.settings import options
 from pscommon.settings.option_types import POLICIES
 from psserver.core.job.policy import policy
@@ -61,7 +61,7 @@ def test_every_file_of_a_recipe_is_there(title: str) -> None:
 
 
 def test_add_an_optimizer() -> None:
-    built_in = {name for name, kind in SUPPORTED.items() if not kind.source}
+    built_in = {name for name, kind in KINDS.items() if not kind.source}
     documented = set(re.findall(r"`(\w+)`", cells("docs/optimizers.md")))
     tested = text("tests/unit/psserver/test_store_torch.py")
 

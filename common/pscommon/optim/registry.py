@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -63,11 +63,19 @@ class Rows(NamedTuple):
     fused: bool = False
 
 
-Formula = Callable[[Rows, list[Tensor], dict[str, Any]], None]
-"""Performs one step in place.
+class Formula(Protocol):
+    """The update rule of an optimizer."""
 
-Its arguments are the rows, a read-only gradient for each, and its own copy of the hyper-parameters.
-"""
+    def __call__(self, rows: Rows, gradients: list[Tensor], group: dict[str, Any], /) -> None:
+        """Perform one step in place.
+
+        Args:
+            rows: Weights and state.
+            gradients: One for each of `rows.weights`; read-only.
+            group: The hyper-parameters; the formula may change them.
+        """
+        ...
+
 
 Check = Callable[[Mapping[str, Any]], str]
 """Returns the problem with the hyper-parameters of a group; empty: none."""
@@ -143,7 +151,7 @@ class OptimizerKind:
 _KINDS: dict[str, OptimizerKind] = {}
 
 KINDS: Mapping[str, OptimizerKind] = MappingProxyType(_KINDS)
-"""Every optimizer by its name on the wire. A live view: `register` adds to it."""
+"""The registry: every optimizer by its name on the wire. `register` adds to it."""
 
 
 def add(name: str, kind: OptimizerKind) -> None:

@@ -24,8 +24,6 @@ from pscommon.optim import (
     kind_of_class,
 )
 
-SUPPORTED = KINDS
-
 Groups = tuple[Mapping[str, Scalar], ...]
 
 Scalars = Mapping[str, Mapping[int, float]]
@@ -70,11 +68,11 @@ def spec_of(optimizer: torch.optim.Optimizer) -> OptimizerSettings:
     schedulers or users add to groups are left out. A tensor is read as a number.
 
     Raises:
-        UnsupportedOptimizerError: Its class is not in SUPPORTED. Subclasses are not either: they
+        UnsupportedOptimizerError: Its class is not in KINDS. Subclasses are not either: they
             may compute anything.
     """
     name = _name_of(optimizer)
-    kind = SUPPORTED[name]
+    kind = KINDS[name]
     groups = []
     for index, group in enumerate(optimizer.param_groups):
         _refuse_unknown(optimizer, group, kind)
@@ -201,17 +199,17 @@ def scalars_from_json(text: str) -> dict[str, dict[int, float]]:
 
 
 def _kind(name: str) -> OptimizerKind:
-    if name not in SUPPORTED:
+    if name not in KINDS:
         reason = next(
             (why for refused, why in REFUSED_CLASSES.items() if refused.lower() == name), ""
         )
         raise UnsupportedOptimizerError(
             f"servers cannot run {name!r}: {reason}"
             if reason
-            else f"optimizer {name!r} is not one of {', '.join(sorted(SUPPORTED))}. Try: one of "
+            else f"optimizer {name!r} is not one of {', '.join(sorted(KINDS))}. Try: one of "
             "these, or start every ps-server with `--optimizers MODULE`, which registers it"
         )
-    return SUPPORTED[name]
+    return KINDS[name]
 
 
 def _name_of(optimizer: torch.optim.Optimizer) -> str:
@@ -221,7 +219,7 @@ def _name_of(optimizer: torch.optim.Optimizer) -> str:
         reason = (
             REFUSED_CLASSES.get(cls.__name__) if cls.__module__.startswith("torch.optim") else None
         )
-        known = ", ".join(sorted(kind.torch_class.__name__ for kind in SUPPORTED.values()))
+        known = ", ".join(sorted(kind.torch_class.__name__ for kind in KINDS.values()))
         raise UnsupportedOptimizerError(
             f"servers cannot run {cls.__module__}.{cls.__qualname__}: "
             f"{reason or 'it is not registered'}. Try: one of {known} (no subclasses), or register "

@@ -10,14 +10,15 @@ import torch
 
 from pscommon.core.errors import InvalidRequestError
 from pscommon.core.model_spec import ModelSpec, OptimizerSettings, TensorSpec
-from pscommon.optim.specs import SUPPORTED, check_numbers, groups_of_push, validate
+from pscommon.optim import KINDS
+from pscommon.optim.specs import check_numbers, groups_of_push, validate
 from tests.support.stores import begun
 
 TENSORS = (TensorSpec("w", (3,), "float16"), TensorSpec("v", (3,), "float32", group=1))
 
 
 def large_values() -> Iterator[tuple[str, str, Any]]:
-    for name, kind in SUPPORTED.items():
+    for name, kind in KINDS.items():
         for key, default in kind.defaults.items():
             for large in (1e5, 1e39, 1e300):
                 if isinstance(default, tuple) and key != "betas":

@@ -14,15 +14,8 @@ from hypothesis import strategies as st
 
 from pscommon.core.errors import InvalidRequestError, UnsupportedOptimizerError
 from pscommon.core.model_spec import OptimizerSettings
-from pscommon.optim import REFUSED_CLASSES
-from pscommon.optim.specs import (
-    SUPPORTED,
-    check_rates,
-    groups_from_json,
-    groups_to_json,
-    spec_of,
-    validate,
-)
+from pscommon.optim import KINDS, REFUSED_CLASSES
+from pscommon.optim.specs import check_rates, groups_from_json, groups_to_json, spec_of, validate
 
 IMPLEMENTATION = {"params", "foreach", "fused", "capturable", "differentiable"}
 
@@ -34,9 +27,9 @@ def weights(count: int = 1) -> list[torch.Tensor]:
 # ---- the table -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", SUPPORTED)
+@pytest.mark.parametrize("name", KINDS)
 def test_defaults_are_those_of_torch(name: str) -> None:
-    kind = SUPPORTED[name]
+    kind = KINDS[name]
     arguments = inspect.signature(kind.torch_class).parameters
     theirs = {
         key: argument.default for key, argument in arguments.items() if key not in IMPLEMENTATION
@@ -50,7 +43,7 @@ def test_defaults_are_those_of_torch(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "group"),
     [
-        *((name, {}) for name in SUPPORTED),
+        *((name, {}) for name in KINDS),
         ("sgd", {"momentum": 0.9}),
         ("adam", {"amsgrad": True}),
         ("adamw", {"amsgrad": True}),
@@ -58,7 +51,7 @@ def test_defaults_are_those_of_torch(name: str) -> None:
     ],
 )
 def test_states_are_those_that_torch_keeps(name: str, group: dict[str, Any]) -> None:
-    kind = SUPPORTED[name]
+    kind = KINDS[name]
     (weight,) = weights()
     weight.grad = torch.ones(3)
     optimizer = kind.torch_class([weight], **group)
@@ -132,7 +125,7 @@ def test_every_optimizer_of_torch_is_supported_or_refused_with_a_reason() -> Non
         and issubclass(cls, torch.optim.Optimizer)
         and cls is not torch.optim.Optimizer
     }
-    known = {kind.torch_class for kind in SUPPORTED.values()}
+    known = {kind.torch_class for kind in KINDS.values()}
 
     assert [
         name for name, cls in classes.items() if cls not in known and name not in REFUSED_CLASSES
@@ -178,13 +171,13 @@ RAISES: dict[str, Callable[[dict[str, Any]], Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", SUPPORTED)
+@pytest.mark.parametrize("name", KINDS)
 @given(data=st.data())
 def test_hyper_parameters_are_refused_that_torch_refuses_and_no_others(
     name: str, data: st.DataObject
 ) -> None:
     kind, number = (
-        SUPPORTED[name],
+        KINDS[name],
         st.sampled_from([-1.0, -1e-9, 0.0, 1e-9, 0.5, 1.0 - 1e-9, 1.0, 2.0]),
     )
     drawn = {bool: st.booleans(), tuple: st.tuples(number, number), float: number}
@@ -283,7 +276,7 @@ def test_what_schedulers_add_is_left_out_and_what_they_change_is_seen() -> None:
     scheduler.step()
     after = spec_of(optimizer).groups[0]
 
-    assert before.keys() == after.keys() == SUPPORTED["sgd"].defaults.keys()
+    assert before.keys() == after.keys() == KINDS["sgd"].defaults.keys()
     assert before["lr"] != after["lr"]
     assert before["momentum"] != after["momentum"]
 

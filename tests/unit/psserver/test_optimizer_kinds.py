@@ -10,9 +10,9 @@ STEPS = """
 import sys
 import psserver.app
 from pscommon.core.model_spec import OptimizerSettings
-from pscommon.optim.specs import SUPPORTED
+from pscommon.optim import KINDS
 from tests.support.stores import Shards, model, noise
-for name in SUPPORTED:
+for name in KINDS:
     for dtype in ("float32", "bfloat16"):
         settings = OptimizerSettings(name, ({}, {"lr": 0.5}))
         spec = model(((3, 5), dtype, 0), ((7,), dtype, 1), optimizer=settings)

@@ -15,13 +15,8 @@ from hypothesis import strategies as st
 from pscommon.core.errors import SnapshotError
 from pscommon.core.model_spec import ModelSpec, OptimizerSettings
 from pscommon.core.partition import PartitionPlan
-from pscommon.optim.specs import (
-    SUPPORTED,
-    groups_to_json,
-    scalars_from_json,
-    scalars_to_json,
-    validate,
-)
+from pscommon.optim import KINDS
+from pscommon.optim.specs import groups_to_json, scalars_from_json, scalars_to_json, validate
 from pscommon.snapshot import Manifest, SnapshotDirectory, SnapshotReader
 from pscommon.system.thread_team import ALONE
 from psserver.durability.shard_state import ShardState
@@ -147,7 +142,7 @@ def test_neighbours_with_equal_counts_and_different_histories_do_not_share_their
         ((300,), "float64"), ((300,), "float64"), optimizer=OptimizerSettings(name, (group,))
     )
     job = begun(spec, shards)
-    plain = Plain(SUPPORTED[name].torch_class, spec, job.weights())
+    plain = Plain(KINDS[name].torch_class, spec, job.weights())
     first = validate(spec.optimizer).groups
     for step, present in enumerate((["t0"], ["t1"], ["t0", "t1"], ["t0", "t1"])):
         push = {key: value for key, value in noise(spec, step).items() if key in present}
@@ -284,11 +279,7 @@ def test_no_scalars_are_an_empty_text() -> None:
 @settings(max_examples=40, deadline=None)
 @given(
     name=st.sampled_from(
-        [
-            name
-            for name, kind in SUPPORTED.items()
-            if kind.scalars or name in ("rprop", "radam", "lion")
-        ]
+        [name for name, kind in KINDS.items() if kind.scalars or name in ("rprop", "radam", "lion")]
     ),
     sizes=st.lists(st.integers(1, 300), min_size=1, max_size=5),
     pattern=st.lists(st.sets(st.integers(0, 4)), min_size=1, max_size=8),
@@ -303,7 +294,7 @@ def test_any_model_steps_as_in_torch_whichever_tensors_have_gradients(
     tensors = [((size,), "float64", place % 2) for place, size in enumerate(sizes)]
     spec = model(*tensors, optimizer=OptimizerSettings(name, ({"lr": 1e-2}, {"lr": 2e-2})))
     job = begun(spec, shards)
-    plain = Plain(SUPPORTED[name].torch_class, spec, job.weights())
+    plain = Plain(KINDS[name].torch_class, spec, job.weights())
     first = validate(spec.optimizer).groups
     for step, absent in enumerate(pattern):
         push = {

@@ -11,7 +11,7 @@ from torch import Tensor
 from pscommon.core.errors import InvalidRequestError, UnsupportedOptimizerError
 from pscommon.core.model_spec import ModelSpec, OptimizerSettings
 from pscommon.core.partition import PartitionPlan
-from pscommon.optim.specs import SUPPORTED
+from pscommon.optim import KINDS
 from psserver.parameters.store import ParameterStore
 from tests.support.stores import SGD, Plain, begun, model, noise, one_thread  # noqa: F401
 
@@ -62,7 +62,7 @@ def test_without_a_gradient_a_tensor_is_left_alone_as_torch_leaves_it(
 ) -> None:
     spec = six(name, group)
     job = begun(spec, shards)
-    plain = Plain(SUPPORTED[name].torch_class, spec, job.weights())
+    plain = Plain(KINDS[name].torch_class, spec, job.weights())
     stepped = dict.fromkeys(plain.weights, 0)
     for step in range(30):
         pushes = [

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from pscommon.core.model_spec import ModelSpec, OptimizerSettings
-from pscommon.optim.specs import SUPPORTED, Groups, validate
+from pscommon.optim import KINDS
+from pscommon.optim.specs import Groups, validate
 from pscommon.system.thread_team import ThreadTeam
 from tests.support.stores import Plain, Shards, model, noise, one_thread  # noqa: F401
 
@@ -120,7 +121,7 @@ CASES += [(name, groups, 2) for name, groups in VARIANTS]
 
 def test_every_built_in_optimizer_has_a_case() -> None:
     """A new entry of pscommon/optim needs one here, see docs/optimizers.md."""
-    built_in = {name for name, kind in SUPPORTED.items() if not kind.source}
+    built_in = {name for name, kind in KINDS.items() if not kind.source}
 
     assert built_in - DEFAULT.keys() == set(), "add its hyper-parameters to DEFAULT and VARIANTS"
 
@@ -170,7 +171,7 @@ def test_a_hundred_steps_are_those_of_one_torch_process(
 ) -> None:
     spec = mixed(name, groups)
     start = noise(spec, seed=7)
-    kind = SUPPORTED[name]
+    kind = KINDS[name]
     plain = Plain(
         kind.torch_class,
         spec,
@@ -212,11 +213,11 @@ HALF_VARIANTS += [
 def test_16_bit_weights_follow_a_double_precision_process(
     name: str, group: dict[str, Any], dtype: str
 ) -> None:
-    group = group | {"eps": 1e-3} if "eps" in SUPPORTED[name].defaults else group
+    group = group | {"eps": 1e-3} if "eps" in KINDS[name].defaults else group
     spec = mixed(name, [group], (dtype,))
     start = noise(spec, seed=7)
     plain = Plain(
-        SUPPORTED[name].torch_class, spec, {name: value.double() for name, value in start.items()}
+        KINDS[name].torch_class, spec, {name: value.double() for name, value in start.items()}
     )
     jobs = [Shards(spec, shards) for shards in (1, 2, 3)]
     for job in jobs:
