@@ -51,7 +51,9 @@ def config(
 
 def _local_settings(table: str, flags: tuple[str, ...]) -> list[Mapping[str, Any]]:
     if table == "server" and any(flag.partition("=")[0] == "--ps" for flag in flags):
-        raise InvalidRequestError("--ps goes before the command: `ps-ctl --ps HOST:PORT config`")
+        raise InvalidRequestError(
+            "`--ps` after the command is not valid. Try: `ps-ctl --ps HOST:PORT config`"
+        )
     merged = options.merged(table, flags)
     return [{"key": key, "value": _plain(value), "source": source} for key, value, source in merged]
 
@@ -59,14 +61,15 @@ def _local_settings(table: str, flags: tuple[str, ...]) -> list[Mapping[str, Any
 def _job_settings(settings: CommandContext, flags: tuple[str, ...]) -> list[Mapping[str, Any]]:
     if flags:
         raise InvalidRequestError(
-            f"--ps shows the settings of a running job, and {flags[0]} cannot change them. "
-            f"Try: leave one of the two out"
+            f"`--ps` excludes `{flags[0]}`: it shows the settings of a running job. Try: leave out "
+            "one of them"
         )
     with settings.servers() as servers:
         rows = servers.status().get("settings")
     if rows is None:
         raise InvalidRequestError(
-            f"{servers.address} runs an older version that does not report its settings"
+            f"cannot show settings: {servers.address} runs an older release, which does not report "
+            "them"
         )
     return list(rows)
 

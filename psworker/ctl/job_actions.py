@@ -96,7 +96,7 @@ def set_(
     """
     if (name == "ssp") != (staleness is not None):
         raise click.UsageError(
-            "--staleness S is required with ssp and not allowed otherwise. "
+            "`--staleness S` is required with ssp and not allowed otherwise. "
             "Try: policy set ssp --staleness 3"
         )
     with settings.servers() as servers:

@@ -37,7 +37,7 @@ def show(form: str, document: object, tables: Callable[[], Sequence[Table]]) -> 
         InvalidRequestError: stdout cannot be written.
     """
     if sys.stdout is None:
-        raise InvalidRequestError("the result cannot be printed: stdout is closed")
+        raise InvalidRequestError("cannot print the result: stdout is closed")
     if isinstance(sys.stdout, io.TextIOWrapper):  # the locale may lack a character
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
@@ -50,7 +50,7 @@ def show(form: str, document: object, tables: Callable[[], Sequence[Table]]) -> 
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if not isinstance(error, BrokenPipeError):  # `ps-ctl status | head` is no error
             raise InvalidRequestError(
-                f"the result cannot be printed: {error.strerror or error}"
+                f"cannot print the result: {error.strerror or error}"
             ) from error
 
 

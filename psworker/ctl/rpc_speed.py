@@ -51,7 +51,7 @@ def _bind(server: grpc.Server) -> int:
     try:
         return server.add_insecure_port("127.0.0.1:0")
     except RuntimeError as error:
-        raise PSError(f"no port of 127.0.0.1 can be bound: {error}") from error
+        raise PSError(f"cannot bind a port of 127.0.0.1: {error}") from error
 
 
 class _Echo(grpc.GenericRpcHandler):

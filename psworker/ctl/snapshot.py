@@ -163,13 +163,13 @@ def _snapshots(directory: Path, version: int | None) -> "tuple[SnapshotDirectory
     snapshots = SnapshotDirectory(path.parent.parent if one is not None else directory)
     if one is not None and version not in (None, one):
         raise click.UsageError(
-            f"DIR is the snapshot of version {one}, but --version is {version}. "
-            f"Try: leave --version out"
+            f"`--version {version}` is not valid: DIR is the snapshot of version {one}. "
+            f"Try: leave out `--version`"
         )
     if not snapshots.versions() or (one is not None and one not in snapshots.versions()):
         raise SnapshotError(
-            f"no snapshots in {directory}. Try: the --data-dir of the servers, or a path printed "
-            f"by `snapshot list`"
+            f"there are no snapshots in {directory}. Try: the `--data-dir` of the servers, or a "
+            f"path printed by `snapshot list`"
         )
     return snapshots, version if one is None else one
 
@@ -179,7 +179,7 @@ def _newest(snapshots: "SnapshotDirectory") -> int:
     for reason in newest.skipped:
         click.echo(f"ps-ctl: skipped a damaged snapshot: {reason}", err=True)
     if newest.manifest is None:
-        raise SnapshotError(f"none of the snapshots in {snapshots.folder} is valid")
+        raise SnapshotError(f"no snapshot in {snapshots.folder} is valid")
     return newest.manifest.version
 
 

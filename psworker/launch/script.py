@@ -55,12 +55,12 @@ class Script:
         if self.module:
             return _module_spec(self.target)
         if not Path(self.target).exists():
-            raise InvalidRequestError(f"no such script: {self.target}")
+            raise InvalidRequestError(f"cannot run {self.target}: there is no such script")
         if not self._holds_modules:
             return None
         spec = pkgutil.get_importer(self.path).find_spec("__main__")  # type: ignore[union-attr]
         if spec is None:
-            raise InvalidRequestError(f"{self.target} has no __main__.py")
+            raise InvalidRequestError(f"cannot run {self.target}: it has no __main__.py")
         return spec
 
     @property
@@ -140,7 +140,7 @@ def _execute(script: Script) -> None:
             sys.argv[0] = str(spec.origin)
         code = _load(main, spec)
     if code is None:
-        raise InvalidRequestError(f"{script.target} cannot be run: it contains no Python code")
+        raise InvalidRequestError(f"cannot run {script.target}: it contains no Python code")
     exec(code, main.__dict__)
 
 
@@ -178,14 +178,12 @@ def _put_first(folder: str) -> None:
 def _module_spec(name: str) -> ModuleSpec:
     spec = _find(name)
     if spec is None:
-        raise InvalidRequestError(f"no module named {name}")
+        raise InvalidRequestError(f"cannot run {name}: there is no such module")
     if spec.submodule_search_locations is None:
         return spec
     inner = _find(f"{name}.__main__")
     if inner is None:
-        raise InvalidRequestError(
-            f"{name} is a package without a __main__ module, so it cannot be run"
-        )
+        raise InvalidRequestError(f"cannot run {name}: the package has no __main__ module")
     return inner
 
 

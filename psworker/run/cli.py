@@ -116,8 +116,8 @@ def check(settings: dict[str, Any], script: Script) -> None:
         raise InvalidRequestError(str(error)) from error
     if settings["min_workers"] > settings["workers"]:
         raise InvalidRequestError(
-            f"--min-workers {settings['min_workers']} is more than --workers "
-            f"{settings['workers']}: training would never start"
+            f"`--min-workers {settings['min_workers']}` is more than `--workers "
+            f"{settings['workers']}`: training would never start. Try: a smaller number"
         )
     if settings["metrics_bind"]:
         first = host_and_port(settings["metrics_bind"])[1]
@@ -129,8 +129,8 @@ def check(settings: dict[str, Any], script: Script) -> None:
             )
     if is_on("PS_LOCAL"):
         raise InvalidRequestError(
-            "PS_LOCAL is set: each worker would train alone. Try: unset it, or start the script "
-            "with python"
+            "PS_LOCAL excludes ps-run: each worker would train alone. Try: unset it, or start the "
+            "script with python"
         )
     if not script.module:
         script.check()
@@ -140,7 +140,7 @@ def check(settings: dict[str, Any], script: Script) -> None:
         if settings[flag]:
             check_output(f"--{flag}", settings[flag])
     if settings["save"] is not None and (problem := why_no_file(settings["save"])):
-        raise InvalidRequestError(f"--save {settings['save']}: {problem}")
+        raise InvalidRequestError(f"`--save {settings['save']}` is not valid: {problem}")
 
 
 def check_output(flag: str, path: Path) -> None:
@@ -148,10 +148,10 @@ def check_output(flag: str, path: Path) -> None:
     folder = path.resolve().parent
     if is_special(path):
         if not os.access(path, os.W_OK):
-            raise InvalidRequestError(f"{flag} {path}: it cannot be written to")
+            raise InvalidRequestError(f"`{flag} {path}` is not valid: the file cannot be written")
     elif not folder.is_dir() or not os.access(folder, os.W_OK):
         raise InvalidRequestError(
-            f"{flag} {path}: its folder does not exist or cannot be written to"
+            f"`{flag} {path}` is not valid: its folder does not exist or is not writable"
         )
 
 
@@ -163,14 +163,15 @@ def log_folder(settings: dict[str, Any], folder: Path) -> Path:
     try:
         wanted.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise InvalidRequestError(f"--log-dir {wanted}: {error.strerror}") from error
+        raise InvalidRequestError(f"`--log-dir {wanted}` is not valid: {error.strerror}") from error
     counts = {"s": settings["servers"], "w": settings["workers"]}
     for name in (
         f"{kind}{number}.log" for kind, count in counts.items() for number in range(count)
     ):
         if (wanted / name).is_dir():
             raise InvalidRequestError(
-                f"--log-dir {wanted}: {name} is a folder, but a log file of this name is needed"
+                f"`--log-dir {wanted}` is not valid: {name} is a folder, but a log file needs this "
+                "name. Try: another folder"
             )
     return wanted
 

@@ -324,7 +324,7 @@ def test_killing_ps_run_ends_all_its_processes(bench: Bench) -> None:
 
 USAGE = {
     "no script": ([], "Missing argument"),
-    "no such script": (["nowhere.py"], "no such script: nowhere.py"),
+    "no such script": (["nowhere.py"], "cannot run nowhere.py"),
     "ssp without a bound": (["--policy", "ssp", "train.py"], "`--policy ssp` needs a bound"),
     "a bound without ssp": (["--staleness", "2", "train.py"], "excludes `--staleness`"),
     "no servers": (["--servers", "0", "train.py"], "--servers"),
@@ -340,7 +340,7 @@ USAGE = {
     "log folder that is a file": (["--log-dir", "train.py", "train.py"], "--log-dir"),
     "no ports for all": (
         ["--metrics-bind", "127.0.0.1:65535", "train.py"],
-        "port 65536 of the last process",
+        "use port 65536",
     ),
     "log file that is a folder": (
         ["--log-dir", ".", "--workers", "2", "train.py"],
@@ -370,7 +370,7 @@ def test_ps_local_is_refused(bench: Bench) -> None:
     result = bench.run(bench.script(GOOD), PS_LOCAL="1")
 
     assert result.returncode == 2
-    assert "PS_LOCAL is set" in result.stderr
+    assert "PS_LOCAL excludes ps-run" in result.stderr
     assert result.stdout == ""
 
 

@@ -349,11 +349,11 @@ def test_ctrl_c_exits_with_130(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("target", "module", "text"),
     [
-        ("nowhere.py", False, "no such script: nowhere.py"),
-        ("folder", False, "folder has no __main__.py"),
-        ("nowhere", True, "no module named nowhere"),
-        ("pack.nowhere", True, "no module named pack.nowhere"),
-        ("pack", True, "pack is a package without a __main__"),
+        ("nowhere.py", False, "cannot run nowhere.py: there is no such script"),
+        ("folder", False, "cannot run folder: it has no __main__.py"),
+        ("nowhere", True, "cannot run nowhere: there is no such module"),
+        ("pack.nowhere", True, "cannot run pack.nowhere: there is no such module"),
+        ("pack", True, "cannot run pack: the package has no __main__"),
     ],
 )
 def test_a_missing_script_is_a_usage_error(

@@ -48,7 +48,8 @@ def reasons_in_the_source() -> set[str]:
                 parts += [keyword.value for keyword in node.keywords if keyword.arg == "reason"]
                 parts += (
                     node.args
-                    if name.endswith("Error") or name in ("__init__", "_reject", "_bad")
+                    if name.endswith("Error")
+                    or name in ("__init__", "reject", "_reject", "reject_bad")
                     else []
                 )
             elif isinstance(node, ast.Compare) and dotted(node.left).endswith("reason"):

@@ -157,9 +157,9 @@ def test_config_without_the_flag_is_of_this_machine(
 @pytest.mark.parametrize(
     ("args", "said"),
     [
-        (["--ps", "127.0.0.1:1", "config", "--policy", "async"], "--policy cannot change them"),
-        (["config", "--ps", "127.0.0.1:1"], "--ps goes before the command"),
-        (["config", "--ps=127.0.0.1:1"], "--ps goes before the command"),
+        (["--ps", "127.0.0.1:1", "config", "--policy", "async"], "`--ps` excludes `--policy`"),
+        (["config", "--ps", "127.0.0.1:1"], "`--ps` after the command"),
+        (["config", "--ps=127.0.0.1:1"], "`--ps` after the command"),
     ],
 )
 def test_config_says_which_of_two_meanings_it_needs(
@@ -171,4 +171,4 @@ def test_config_says_which_of_two_meanings_it_needs(
 
 def test_config_of_an_older_server(cluster: Cluster, capsys: Output) -> None:
     assert main(["--ps", cluster.address, "config"]) == 2
-    assert "older version" in capsys.readouterr().err
+    assert "older release" in capsys.readouterr().err

@@ -76,7 +76,7 @@ def test_a_result_that_cannot_be_printed_is_said_so(form: str, where: str, why: 
     done = prints(form, where)
 
     assert done.returncode == 2
-    assert done.stderr.startswith(f"ps-ctl: INVALID_REQUEST: the result cannot be printed: {why} (")
+    assert done.stderr.startswith(f"ps-ctl: INVALID_REQUEST: cannot print the result: {why} (")
     assert done.stderr.count("\n") == 1
 
 

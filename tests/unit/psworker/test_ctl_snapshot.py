@@ -140,7 +140,7 @@ def test_export_with_nothing_valid_is_exit_code_12(
     damage(data_dir, 2)
 
     assert main(["snapshot", "export", str(data_dir), str(tmp_path / "m.safetensors")]) == 12
-    assert "none of the snapshots in" in capsys.readouterr().err
+    assert "no snapshot in" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", ["list", "verify"])
@@ -148,7 +148,7 @@ def test_a_folder_without_snapshots_says_which_folder_is_meant(
     tmp_path: Path, capsys: Output, command: str
 ) -> None:
     assert main(["snapshot", command, str(tmp_path)]) == 12
-    assert f"no snapshots in {tmp_path}. Try: the --data-dir" in capsys.readouterr().err
+    assert f"there are no snapshots in {tmp_path}" in capsys.readouterr().err
 
 
 def test_a_path_that_list_prints_is_accepted_in_place_of_the_data_directory(
@@ -176,7 +176,7 @@ def test_a_path_of_one_snapshot_and_another_version_exclude_each_other(
     path = data_dir / "snapshots" / "000000000001"
 
     assert main(["snapshot", "verify", str(path), "--version", "2"]) == 2
-    assert "DIR is the snapshot of version 1, but --version is 2" in capsys.readouterr().err
+    assert "DIR is the snapshot of version 1" in capsys.readouterr().err
 
 
 def test_a_folder_of_a_snapshot_that_is_none_has_no_snapshots(

@@ -88,7 +88,7 @@ def test_policy_set_asks_for_what_was_said_and_no_more(
     ("args", "remedy"),
     [
         (["ssp"], "Try: policy set ssp --staleness 3"),
-        (["sync", "--staleness", "3"], "--staleness S is required with ssp"),
+        (["sync", "--staleness", "3"], "`--staleness S` is required with ssp"),
         (["fastest"], "'fastest' is not one of 'sync', 'async', 'ssp'"),
         (["ssp", "--staleness", "-1"], "'-1' is not a whole number"),
         ([], "Missing argument"),

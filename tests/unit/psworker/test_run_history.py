@@ -97,7 +97,7 @@ def test_a_place_that_cannot_be_written_to_is_refused_before_the_training(
     tmp_path: Path, flag: str
 ) -> None:
     with pytest.raises(
-        InvalidRequestError, match=f"{flag} .*its folder does not exist or cannot be written to"
+        InvalidRequestError, match=f"`{flag} .*its folder does not exist or is not writable"
     ):
         check_output(flag, tmp_path / "nowhere" / "h.csv")
     check_output(flag, tmp_path / "h.csv")
