@@ -1,4 +1,4 @@
-"""A server process and the signals that it gets."""
+"""Signals to a server process."""
 
 import signal
 import threading
@@ -10,12 +10,10 @@ import pytest
 from psserver import app
 
 
-def test_a_signal_to_a_standby_that_takes_over_just_then_ends_the_primary(
+def test_a_signal_during_the_takeover_of_a_standby_stops_the_new_primary(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It came before there was any server to tell; another one would end the process at once,
-    with all that it has.
-    """
+    """The signal arrives before there is a server object to stop."""
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     ended, told = threading.Event(), list[str]()
 

@@ -1,4 +1,4 @@
-"""ps-server's command line and the settings that it makes of it."""
+"""The command line of ps-server and the settings that it yields."""
 
 import subprocess
 import sys
@@ -19,16 +19,14 @@ LIMIT = 60.0
 
 
 @pytest.fixture(autouse=True)
-def no_settings_around_us(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_external_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     for option in options.SERVER:
         monkeypatch.delenv(option.variables[0], raising=False)
 
 
 @pytest.fixture
-def started(monkeypatch: pytest.MonkeyPatch) -> list[ServerConfig]:
-    """Stands in for the server itself: collects the configurations it would run with, and exits
-    with 0.
-    """
+def started_configurations(monkeypatch: pytest.MonkeyPatch) -> list[ServerConfig]:
+    """Replace the server: collect the configurations that it would run with, and exit with 0."""
     configs: list[ServerConfig] = []
     app: Any = types.ModuleType("psserver.app")
     app.run = lambda config: configs.append(config) or 0
@@ -38,10 +36,10 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[ServerConfig]:
     return configs
 
 
-def test_defaults(started: list[ServerConfig]) -> None:
+def test_defaults(started_configurations: list[ServerConfig]) -> None:
     assert cli.main([]) == 0
 
-    (config,) = started
+    (config,) = started_configurations
     assert config == ServerConfig()
     assert (config.shard, config.shards, config.bind, config.policy) == (
         0,
@@ -57,7 +55,7 @@ def test_defaults(started: list[ServerConfig]) -> None:
     )
 
 
-def test_every_setting_arrives(started: list[ServerConfig]) -> None:
+def test_every_flag_sets_its_field(started_configurations: list[ServerConfig]) -> None:
     line = (
         "--shard 1/3 --bind 0.0.0.0:7 --advertise me:7 --join first:9 --join-timeout 11 --policy "
         "ssp --staleness 2 --max-staleness 5 --min-workers 4 --lease 2s --job otter "
@@ -68,7 +66,7 @@ def test_every_setting_arrives(started: list[ServerConfig]) -> None:
 
     assert cli.main(line.split()) == 0
 
-    assert started == [
+    assert started_configurations == [
         ServerConfig(
             shard=1,
             shards=3,
@@ -96,7 +94,7 @@ def test_every_setting_arrives(started: list[ServerConfig]) -> None:
     ]
 
 
-def test_every_field_is_an_option_and_the_other_way_round() -> None:
+def test_every_field_has_an_option_and_every_option_a_field() -> None:
     fields = set(ServerConfig.__dataclass_fields__) - {"shards"}
 
     assert fields == {option.key for option in options.SERVER}
@@ -108,7 +106,7 @@ def test_defaults_that_depend_on_other_settings() -> None:
     assert ServerConfig(join="me:1").join is None
 
 
-def test_a_shard_may_be_told_later_where_shard_0_is() -> None:
+def test_a_shard_may_start_without_the_address_of_shard_0() -> None:
     """Workers that list every server introduce them to each other."""
     assert ServerConfig(shard=1, shards=2).join is None
 
@@ -135,7 +133,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize(("settings", "text"), BAD.values(), ids=BAD.keys())
-def test_what_does_not_fit_together_is_refused(settings: dict[str, Any], text: str) -> None:
+def test_incompatible_settings_are_refused(settings: dict[str, Any], text: str) -> None:
     with pytest.raises(InvalidRequestError) as caught:
         ServerConfig(**settings)
 
@@ -153,17 +151,22 @@ def test_what_does_not_fit_together_is_refused(settings: dict[str, Any], text: s
         ("surplus", "surplus"),
     ],
 )
-def test_bad_usage_exits_with_2_and_starts_nothing(
-    line: str, text: str, started: list[ServerConfig], capsys: pytest.CaptureFixture[str]
+def test_wrong_usage_exits_with_2_and_starts_nothing(
+    line: str,
+    text: str,
+    started_configurations: list[ServerConfig],
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert cli.main(line.split()) == 2
 
     assert text in capsys.readouterr().err
-    assert started == []
+    assert started_configurations == []
 
 
-def test_a_server_that_cannot_start_says_so_in_one_line(
-    started: list[ServerConfig], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_a_failed_start_is_reported_in_one_line(
+    started_configurations: list[ServerConfig],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     def run(_: ServerConfig) -> int:
         raise TakenError("127.0.0.1:50051 is in use")
@@ -175,8 +178,10 @@ def test_a_server_that_cannot_start_says_so_in_one_line(
     assert "127.0.0.1:50051 is in use" in line
 
 
-def test_a_variable_that_nobody_reads_is_named(
-    started: list[ServerConfig], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_an_unknown_environment_variable_is_reported(
+    started_configurations: list[ServerConfig],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setenv("PS_MIN_WORKER", "3")
 
@@ -184,15 +189,15 @@ def test_a_variable_that_nobody_reads_is_named(
     assert "environment_variable_unknown" in events(caplog)
 
 
-def test_the_exit_code_is_the_servers(
-    started: list[ServerConfig], monkeypatch: pytest.MonkeyPatch
+def test_the_exit_code_is_that_of_the_server(
+    started_configurations: list[ServerConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("psserver.app.run", lambda _: 143)
 
     assert cli.main([]) == 143
 
 
-def test_python_m_psserver_is_the_same_and_help_loads_no_torch() -> None:
+def test_python_m_psserver_is_the_same_command_and_help_loads_no_torch() -> None:
     code = (
         "import runpy, sys; sys.argv = ['psserver', '--help']\n"
         "try: runpy.run_module('psserver', run_name='__main__')\n"

@@ -1,4 +1,4 @@
-"""How the coordinator clips updates, request by request. Histories with faults are tests/sim."""
+"""How the coordinator clips updates, request by request; tests/sim has histories with faults."""
 
 import json
 import math
@@ -37,8 +37,8 @@ MODEL = ModelSpec(
 )
 
 
-class Written:
-    """A journal in memory, as JSON."""
+class MemoryLog:
+    """Coordinator log in memory, as JSON."""
 
     def __init__(self) -> None:
         self.commands: list[str] = []
@@ -49,14 +49,14 @@ class Written:
     def rotate(self, coordinator: CoordinatorMachine) -> None: ...
 
 
-class Job:
+class ClippedJob:
     """Two shards, workers 1 to `workers`, and a clip norm of 1."""
 
     def __init__(
         self, row: Policy | None = None, workers: int = 2, model: ModelSpec = MODEL, **rules: object
     ) -> None:
         self.rules = JobRules(row or policy("sync"), workers, **rules)  # type: ignore[arg-type]
-        self.journal = Written()
+        self.journal = MemoryLog()
         self.recorder = Recorder(CoordinatorMachine(2, self.rules), self.journal)
         self.machine = self.recorder.coordinator
         self.staged: dict[int, dict[PushKey, Staged]] = {0: {}, 1: {}, 2: {}}
@@ -74,7 +74,7 @@ class Job:
     def push(
         self, worker: int, seq: int, squares: tuple[float, float] = (4.0, 5.0), mended: str = ""
     ) -> None:
-        """All shards hold it. squares: of its parts."""
+        """Stage a push on all shards. squares: the sum of squares of each part."""
         for shard in range(self.machine.shards):
             key = PushKey(worker, seq)
             self.staged[shard][key] = Staged(key, 8, 0, square_norm=squares[shard], mended=mended)
@@ -87,7 +87,7 @@ class Job:
         self.recorder.report(report, 0.0)
 
     def measure(self, *squares: float, index: int | None = None) -> None:
-        """The shards answer to the newest Measure, or to that of an index."""
+        """Let the shards answer the newest Measure, or that at an index."""
         at = index if index is not None else self.machine.pending.measurement.index  # type: ignore[union-attr]
         for shard, square in enumerate(squares):
             self.report(shard, Measured(at, square))
@@ -98,7 +98,7 @@ class Job:
         return entries
 
     def again(self) -> CoordinatorMachine:
-        """The coordinator made again from its journal."""
+        """Return the coordinator recovered from its log."""
         coordinator = CoordinatorMachine(2, self.rules)
         replay(
             coordinator,
@@ -116,14 +116,14 @@ def part(worker: int, seq: int = 1, scale: float = 1.0) -> Contribution:
     return Contribution(PushKey(worker, seq), 8, 0, scale)
 
 
-def test_the_factor_is_that_of_torch() -> None:
+def test_the_factor_equals_that_of_torch() -> None:
     assert clip_factor(1.0, 9.0) == 1.0 / (3.0 + 1e-6)
     assert clip_factor(5.0, 9.0) == 1.0
     assert clip_factor(1.0, math.inf) == 0.0
 
 
-def test_a_round_of_several_pushes_is_measured_and_then_applied() -> None:
-    job = Job()
+def test_a_round_of_several_pushes_is_measured_before_it_is_applied() -> None:
+    job = ClippedJob()
     job.push(1, 1)
     job.push(2, 1)
     assert job.news() == [Measure(2, (part(1), part(2)))]
@@ -138,8 +138,8 @@ def test_a_round_of_several_pushes_is_measured_and_then_applied() -> None:
     assert job.machine.pending.measurement is None
 
 
-def test_a_gradient_within_the_clip_norm_counts_as_it_is() -> None:
-    job = Job()
+def test_a_gradient_within_the_clip_norm_is_not_scaled() -> None:
+    job = ClippedJob()
     job.push(1, 1)
     job.push(2, 1)
     job.measure(0.25, 0.25)
@@ -148,17 +148,17 @@ def test_a_gradient_within_the_clip_norm_counts_as_it_is() -> None:
 
 
 @pytest.mark.parametrize("row", [policy("sync"), policy("async"), policy("ssp", 1)])
-def test_an_update_of_one_push_goes_by_the_norm_that_was_reported_with_it(row: Policy) -> None:
-    job = Job(row, workers=1)
+def test_an_update_of_one_push_uses_the_norm_reported_with_the_push(row: Policy) -> None:
+    job = ClippedJob(row, workers=1)
     job.push(1, 1, (4.0, 12.0))
 
     (update,) = job.news()
     assert scales(update) == [1.0 / (4.0 + 1e-6)]
 
 
-def test_a_push_that_a_shard_did_not_look_at_is_measured() -> None:
-    """A shard may not know yet that norms matter: who resumes a job may bring a clip norm."""
-    job = Job(policy("async"), workers=1)
+def test_a_push_without_a_reported_norm_is_measured() -> None:
+    """A shard may not know the clip norm yet: the worker that resumes a job may bring one."""
+    job = ClippedJob(policy("async"), workers=1)
     job.push(1, 1, (4.0, 0.0))
     assert job.news() == [Measure(2, (part(1),))]
     job.measure(4.0, 12.0)
@@ -167,7 +167,7 @@ def test_a_push_that_a_shard_did_not_look_at_is_measured() -> None:
 
 
 def test_without_a_clip_norm_nothing_is_measured() -> None:
-    job = Job(model=ModelSpec(MODEL.tensors, OptimizerSettings("sgd", ({"lr": 0.1},))))
+    job = ClippedJob(model=ModelSpec(MODEL.tensors, OptimizerSettings("sgd", ({"lr": 0.1},))))
     job.push(1, 1)
     job.push(2, 1)
 
@@ -175,11 +175,11 @@ def test_without_a_clip_norm_nothing_is_measured() -> None:
     assert "measurement" not in job.machine.state()["pending"]
 
 
-def test_the_norm_is_that_after_max_norm() -> None:
-    """The push of norm 3 is scaled to 1.5 first, which is what the shards measure and what both
-    factors make of it.
+def test_the_clip_norm_applies_to_the_gradient_after_max_norm() -> None:
+    """The push of norm 3 is scaled to 1.5 first; the shards measure that, and both factors
+    apply.
     """
-    job = Job(bad_gradients="clip", max_norm=1.5)
+    job = ClippedJob(bad_gradients="clip", max_norm=1.5)
     job.push(1, 1, (4.0, 5.0))
     job.push(2, 1, (1.0, 1.0))
     assert job.news() == [Measure(2, (part(1, scale=0.5), part(2)))]
@@ -190,14 +190,14 @@ def test_the_norm_is_that_after_max_norm() -> None:
 
 
 def test_one_push_is_clipped_after_max_norm() -> None:
-    job = Job(workers=1, bad_gradients="clip", max_norm=1.5)
+    job = ClippedJob(workers=1, bad_gradients="clip", max_norm=1.5)
     job.push(1, 1, (4.0, 5.0))
 
     assert scales(job.news()[-1]) == [0.5 * (1.0 / (1.5 + 1e-6))]
 
 
-def test_clipping_an_update_is_no_fault_of_its_workers() -> None:
-    job = Job(bad_gradients="clip", max_norm=100.0, quarantine_after=1)
+def test_a_clipped_update_counts_as_no_fault_of_its_workers() -> None:
+    job = ClippedJob(bad_gradients="clip", max_norm=100.0, quarantine_after=1)
     job.push(1, 1)
     job.push(2, 1)
     job.measure(50.0, 50.0)
@@ -206,11 +206,9 @@ def test_clipping_an_update_is_no_fault_of_its_workers() -> None:
     assert {member.state for member in job.machine.membership} == {WorkerState.ACTIVE}
 
 
-def test_a_quarantined_worker_of_a_round_does_not_make_the_rest_of_it_count_twice() -> None:
-    """The first of a round's workers was put out before the others' pushes were taken off what
-    is ready.
-    """
-    job = Job(bad_gradients="clip", quarantine_after=1)
+def test_a_quarantined_worker_does_not_make_its_round_count_twice() -> None:
+    """The first worker of the round was removed before the other pushes left the ready set."""
+    job = ClippedJob(bad_gradients="clip", quarantine_after=1)
     job.push(1, 1, mended="w")
     job.push(2, 1)
     job.measure(0.1, 0.1)
@@ -219,9 +217,9 @@ def test_a_quarantined_worker_of_a_round_does_not_make_the_rest_of_it_count_twic
     assert job.machine.version == 1
 
 
-def test_what_was_measured_is_void_when_a_contributor_is_evicted() -> None:
-    """The round is that of the others then, and of another norm."""
-    job = Job(workers=3)
+def test_evicting_a_contributor_voids_the_measurement() -> None:
+    """The round then consists of the other pushes and has another norm."""
+    job = ClippedJob(workers=3)
     for worker in (1, 2, 3):
         job.push(worker, 1)
     job.measure(100.0)
@@ -237,8 +235,8 @@ def test_what_was_measured_is_void_when_a_contributor_is_evicted() -> None:
     assert scales(job.news()[-1]) == [1.0 / (4.0 + 1e-6)] * 2
 
 
-def test_when_one_contributor_is_left_the_norm_of_its_push_is_enough() -> None:
-    job = Job()
+def test_the_reported_norm_suffices_when_one_contributor_remains() -> None:
+    job = ClippedJob()
     job.push(1, 1, (4.0, 12.0))
     job.push(2, 1)
     job.recorder.do(Leave(2, ""), 0.0)
@@ -248,11 +246,9 @@ def test_when_one_contributor_is_left_the_norm_of_its_push_is_enough() -> None:
     assert scales(update) == [1.0 / (4.0 + 1e-6)]
 
 
-def test_a_worker_that_joins_in_between_takes_part() -> None:
-    """As it would without clipping, a moment before: a round is of all workers that are here
-    when it is applied.
-    """
-    job = Job()
+def test_a_worker_that_joins_during_the_measurement_takes_part() -> None:
+    """A round consists of all workers that are active when it is applied."""
+    job = ClippedJob()
     job.push(1, 1)
     job.push(2, 1)
     newcomer = job.add(2)
@@ -263,8 +259,8 @@ def test_a_worker_that_joins_in_between_takes_part() -> None:
     assert job.news() == [Measure(3, (part(1), part(2), part(newcomer)))]
 
 
-def test_another_policy_in_between_lets_each_push_count_alone() -> None:
-    job = Job()
+def test_a_policy_change_during_the_measurement_lets_each_push_count_alone() -> None:
+    job = ClippedJob()
     job.push(1, 1, (4.0, 12.0))
     job.push(2, 1, (0.01, 0.01))
     job.recorder.do(SetPolicy(PolicyRow("async", None, None, 0)), 0.0)
@@ -274,8 +270,8 @@ def test_another_policy_in_between_lets_each_push_count_alone() -> None:
     assert [scales(first), scales(second)] == [[1.0 / (4.0 + 1e-6)], [1.0]]
 
 
-def test_a_cut_in_between_leaves_what_was_measured() -> None:
-    job = Job()
+def test_a_cut_during_the_measurement_keeps_it() -> None:
+    job = ClippedJob()
     job.push(1, 1)
     job.push(2, 1)
     job.measure(4.0)
@@ -286,9 +282,9 @@ def test_a_cut_in_between_leaves_what_was_measured() -> None:
     assert scales(job.news()[-1]) == [1.0 / (4.0 + 1e-6)] * 2
 
 
-def test_a_reshard_in_between_voids_what_was_measured() -> None:
-    """The same pushes come again, cut for the shards that there are then."""
-    job = Job()
+def test_a_reshard_during_the_measurement_voids_it() -> None:
+    """The workers send the same pushes again, cut for the new shards."""
+    job = ClippedJob()
     for shard in (0, 1):
         job.report(shard)
     job.push(1, 1)
@@ -307,8 +303,8 @@ def test_a_reshard_in_between_voids_what_was_measured() -> None:
     assert scales(job.news()[-1]) == [1.0 / (4.0 + 1e-6)] * 2
 
 
-def test_a_coordinator_made_again_waits_for_the_same_answers() -> None:
-    job = Job()
+def test_a_recovered_coordinator_waits_for_the_same_answers() -> None:
+    job = ClippedJob()
     job.push(1, 1)
     job.push(2, 1)
     job.measure(4.0)
@@ -326,8 +322,8 @@ def test_a_coordinator_made_again_waits_for_the_same_answers() -> None:
         assert scales(update) == [1.0 / (4.0 + 1e-6)] * 2
 
 
-def test_an_answer_is_news_once() -> None:
-    job = Job()
+def test_a_repeated_answer_has_no_effect() -> None:
+    job = ClippedJob()
     job.push(1, 1)
     job.push(2, 1)
     before = len(job.journal.commands)
@@ -339,8 +335,8 @@ def test_an_answer_is_news_once() -> None:
 
 
 @pytest.mark.parametrize("square", [math.nan, -1.0])
-def test_what_is_no_sum_of_squares_is_no_answer(square: float) -> None:
-    job = Job()
+def test_an_answer_that_is_no_sum_of_squares_is_ignored(square: float) -> None:
+    job = ClippedJob()
     job.push(1, 1)
     job.push(2, 1)
     job.measure(square, square)
@@ -352,7 +348,7 @@ def test_what_is_no_sum_of_squares_is_no_answer(square: float) -> None:
 
 @pytest.mark.parametrize("square", [math.nan, -1.0])
 def test_a_push_without_a_norm_is_refused(square: float) -> None:
-    job = Job(policy("async"), workers=1)
+    job = ClippedJob(policy("async"), workers=1)
     job.push(1, 1, (square, square))
 
     assert [(entry.reason, entry.detail) for entry in job.news() if isinstance(entry, Reject)] == [
@@ -360,8 +356,8 @@ def test_a_push_without_a_norm_is_refused(square: float) -> None:
     ]
 
 
-def test_a_failed_job_does_not_apply_what_was_measured() -> None:
-    job = Job()
+def test_a_failed_job_does_not_apply_a_measured_round() -> None:
+    job = ClippedJob()
     job.push(1, 1)
     job.push(2, 1)
     key = PushKey(1, 2)
@@ -406,6 +402,6 @@ def test_a_reshard_voids_a_shards_answer() -> None:
     assert shard.report().measured is None
 
 
-def test_a_shard_measures_only_what_it_holds() -> None:
+def test_a_shard_measures_only_pushes_that_it_holds() -> None:
     with pytest.raises(LogInvariantError, match="cannot apply Measure"):
         shard_with().done(Measure(1, (part(1),)), 2.5)

@@ -23,7 +23,7 @@ KINDS = [
 ]
 
 
-def test_every_command_has_a_name_on_disk_and_is_decoded_by_it() -> None:
+def test_every_command_has_a_name_on_disk_that_decodes_to_it() -> None:
     assert sorted(kind.wire_name for kind in KINDS) == sorted(DECODERS)
 
 
@@ -58,7 +58,7 @@ LINES = {
 
 
 @pytest.mark.parametrize("line", LINES)
-def test_commands_have_these_bytes_on_disk(line: str) -> None:
+def test_commands_have_fixed_bytes_on_disk(line: str) -> None:
     recorded = RecordedCommand(LINES[line], 1.5)
 
     assert json.dumps(recorded.as_json()) == line

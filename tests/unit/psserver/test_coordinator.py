@@ -1,4 +1,4 @@
-"""The one place that decides, driven request by request. Histories with faults are tests/sim."""
+"""The coordinator's state machine, request by request; tests/sim has histories with faults."""
 
 import pytest
 
@@ -20,7 +20,7 @@ from tests.support.coordinator_job import MODEL, Job
 OTHER = ModelSpec((TensorSpec("w", (2,), "float32"),), MODEL.optimizer)
 
 
-def test_the_first_to_register_uploads_and_the_others_wait_for_it() -> None:
+def test_the_first_worker_to_register_uploads_and_the_others_wait() -> None:
     coordinator = CoordinatorMachine(2, JobRules(policy("sync"), 2))
     first, second = (
         coordinator.membership.join(0.0, None, "host", 1, "cpu").worker for _ in range(2)
@@ -37,7 +37,7 @@ def test_the_first_to_register_uploads_and_the_others_wait_for_it() -> None:
     assert coordinator.entries_after(0) == [Begin(1, first)]
 
 
-def test_another_takes_over_when_the_uploader_goes() -> None:
+def test_another_worker_uploads_when_the_uploader_leaves() -> None:
     coordinator = CoordinatorMachine(1, JobRules(policy("sync"), 1))
     first, second = (
         coordinator.membership.join(0.0, None, "host", 1, "cpu").worker for _ in range(2)
@@ -48,7 +48,7 @@ def test_another_takes_over_when_the_uploader_goes() -> None:
     assert coordinator.registration.register(second, MODEL, 0.0) == "upload"
 
 
-def test_a_different_model_is_told_apart() -> None:
+def test_a_different_model_is_refused_with_the_difference() -> None:
     job = Job(workers=1)
     worker = job.coordinator.membership.join(0.0, None, "host", 1, "cpu").worker
 
@@ -71,7 +71,7 @@ def test_a_push_counts_once_all_shards_hold_it() -> None:
     assert job.applied() == [[1]]
 
 
-def test_the_first_round_waits_for_min_workers_and_later_ones_do_not() -> None:
+def test_only_the_first_round_waits_for_min_workers() -> None:
     job = Job(policy("async"), workers=2)
     coordinator = CoordinatorMachine(1, JobRules(policy("async"), 2))
     job.lead(coordinator)
@@ -88,7 +88,7 @@ def test_the_first_round_waits_for_min_workers_and_later_ones_do_not() -> None:
     assert job.applied() == [[first]]
 
 
-def test_a_round_closes_when_whom_it_waits_for_leaves_or_is_lost() -> None:
+def test_a_round_closes_when_the_awaited_worker_leaves_or_is_lost() -> None:
     job = Job(workers=3)
     job.push(1, 1)
     job.push(3, 1)
@@ -106,7 +106,7 @@ def test_a_round_closes_when_whom_it_waits_for_leaves_or_is_lost() -> None:
     assert job.applied() == [[1]]
 
 
-def test_a_lost_worker_is_out_and_its_push_with_it() -> None:
+def test_a_lost_worker_is_removed_with_its_push() -> None:
     job = Job(workers=2)
     job.push(2, 1)
     job.coordinator.job.member(1, 4.0)
@@ -122,8 +122,8 @@ def test_a_lost_worker_is_out_and_its_push_with_it() -> None:
     assert job.applied() == [[1]]
 
 
-def test_bytes_renew_a_lease_from_when_they_moved() -> None:
-    """Not from when it is told; and who tells of older ones, later, takes nothing away."""
+def test_moving_bytes_renew_a_lease_from_the_time_they_moved() -> None:
+    """The time of the report does not count, and a later report of older bytes shortens nothing."""
     job = Job(workers=2)
     job.coordinator.job.member(1, 4.0)
     job.coordinator.membership.leases.renew_by_transfers({2: 3.5, 99: 0.0}, 4.0)
@@ -136,14 +136,14 @@ def test_bytes_renew_a_lease_from_when_they_moved() -> None:
     assert [entry.worker for entry in job.news() if isinstance(entry, Evict)] == [2]
 
 
-def test_time_in_which_this_process_slept_ends_nobody_s_lease() -> None:
+def test_a_suspended_coordinator_process_ends_no_lease() -> None:
     job = Job(workers=2)
     job.recorder.tick(1.0)
 
     assert job.recorder.tick(1000.0) == []
 
 
-def test_a_push_of_a_stranger_is_fenced_once() -> None:
+def test_a_push_of_an_unknown_worker_is_fenced_once() -> None:
     job = Job(workers=1)
     job.news()
     job.push(77, 1)
@@ -167,7 +167,7 @@ def test_stale_pushes_are_rejected_as_soon_as_they_are_too_old() -> None:
     assert job.coordinator.job.counts == {"applied": 3, "stale": 1, "rejected": 0}
 
 
-def test_a_push_with_a_problem_is_rejected_and_the_round_still_waits() -> None:
+def test_a_faulty_push_is_rejected_and_the_round_keeps_waiting() -> None:
     job = Job(bad_gradients="skip")
     job.news()
     job.push(1, 1)
@@ -189,7 +189,7 @@ def test_a_push_with_a_problem_is_rejected_and_the_round_still_waits() -> None:
     assert job.applied() == [[1, 2]]
 
 
-def test_batches_count_with_the_push_that_used_them_and_the_loop_ends_for_all_at_once() -> None:
+def test_batches_count_with_their_push_and_the_loop_ends_for_all_workers() -> None:
     job = Job(workers=2)
     numbers = {1: [0, 2], 2: [1, 3]}
     for step in (0, 1):
@@ -203,9 +203,9 @@ def test_batches_count_with_the_push_that_used_them_and_the_loop_ends_for_all_at
     assert job.ask(2, 2) == BatchesReply(end=True)
 
 
-def test_with_backups_only_who_asks_is_dealt_to() -> None:
-    """Else the batches of a slow one would pile up, and the others wait for it at the loop's
-    end.
+def test_with_backup_workers_only_a_requesting_worker_gets_batches() -> None:
+    """Otherwise the batches of a slow worker would pile up, and the others wait for it at
+    the end.
     """
     job = Job(policy("sync", backup=1), workers=2)
 
@@ -215,7 +215,7 @@ def test_with_backups_only_who_asks_is_dealt_to() -> None:
     assert job.ask(2) == BatchesReply((3,))
 
 
-def test_a_worker_without_data_waits_for_what_others_may_give_back() -> None:
+def test_a_worker_without_data_waits_for_batches_that_others_may_return() -> None:
     job, three = Job(workers=2), LoopSpec(0, size=3, batch_size=1)
     for worker in (1, 2):
         assert job.ask(worker, loop=three) == BatchesReply((worker - 1,))
@@ -229,7 +229,7 @@ def test_a_worker_without_data_waits_for_what_others_may_give_back() -> None:
     assert job.coordinator.membership.members[2].state is WorkerState.ACTIVE
 
 
-def test_idle_workers_hold_up_no_round() -> None:
+def test_idle_workers_delay_no_round() -> None:
     job = Job(workers=2)
     one = LoopSpec(0, size=1, batch_size=1)
     assert job.ask(1, loop=one) == BatchesReply((0,))
@@ -243,7 +243,7 @@ def test_idle_workers_hold_up_no_round() -> None:
     assert job.coordinator.membership.members[2].state is WorkerState.ACTIVE
 
 
-def test_a_loop_described_differently_is_an_error_that_names_what_differs() -> None:
+def test_a_differing_loop_description_is_an_error_that_names_the_difference() -> None:
     job = Job(workers=2)
     job.ask(1)
 
@@ -253,7 +253,7 @@ def test_a_loop_described_differently_is_an_error_that_names_what_differs() -> N
         job.ask(2, loop=LoopSpec(0, size=5, batch_size=1))
 
 
-def test_of_reported_metrics_the_lowest_rank_s_is_believed() -> None:
+def test_a_reported_metric_is_taken_from_the_lowest_rank() -> None:
     job = Job(workers=2)
     job.recorder.do(ReportMetrics(2, {"loss": 2.0, "only": 5.0}), 0.0)
     job.recorder.do(ReportMetrics(1, {"loss": 1.0}), 0.0)
@@ -265,7 +265,7 @@ def test_of_reported_metrics_the_lowest_rank_s_is_believed() -> None:
     }
 
 
-def test_the_log_is_kept_until_every_shard_has_carried_it_out() -> None:
+def test_the_log_retains_entries_until_every_shard_has_applied_them() -> None:
     job = Job(policy("async"), workers=1, shards=2)
     job.push(1, 1)
     job.report(0, index=2)
@@ -276,7 +276,7 @@ def test_the_log_is_kept_until_every_shard_has_carried_it_out() -> None:
     assert job.coordinator.log.base == 1
 
 
-def test_a_snapshot_s_state_goes_on_with_the_same_data_and_remembers_pushes() -> None:
+def test_a_restored_snapshot_continues_with_its_data_and_remembers_pushes() -> None:
     job = Job(workers=1, every=SnapshotInterval(steps=1))
     job.ask(1)
     job.push(1, 1, batches=[0])
@@ -295,7 +295,7 @@ def test_a_snapshot_s_state_goes_on_with_the_same_data_and_remembers_pushes() ->
         again.coordinator.job.member(1, 0.0)
 
 
-def test_a_late_request_for_data_changes_nothing() -> None:
+def test_a_late_data_request_changes_nothing() -> None:
     job = Job(policy("async"), workers=1)
     assert job.ask(1, received=0) == BatchesReply((0,))
     assert job.ask(1, received=1) == BatchesReply((1,))
@@ -304,8 +304,8 @@ def test_a_late_request_for_data_changes_nothing() -> None:
     assert job.ask(1, received=2) == BatchesReply((2,))
 
 
-def test_who_registers_after_its_successor_is_out() -> None:
-    """It died, and its last words were long under way: a round would wait for it."""
+def test_a_worker_that_registers_after_its_successor_is_refused() -> None:
+    """The worker died while its request was under way; a round would wait for it."""
     coordinator = CoordinatorMachine(1, JobRules(policy("sync"), 1, 5.0, SnapshotInterval()))
     old = coordinator.membership.join(0.0, 0, "host", 1, "cpu", attempt=0).worker
     new = coordinator.membership.join(0.0, 0, "host", 2, "cpu", attempt=1).worker
@@ -318,8 +318,8 @@ def test_who_registers_after_its_successor_is_out() -> None:
     assert [member.worker for member in coordinator.membership.registered()] == [new]
 
 
-def test_a_push_that_its_worker_gave_up_half_way_is_refused_so_that_it_takes_no_room() -> None:
-    """Whether the next push comes to the shard that has it, or only to the one that has not."""
+def test_an_abandoned_partial_push_is_refused_and_releases_its_memory() -> None:
+    """The next push may reach either the shard that has the part or the other one."""
     job = Job(workers=1, shards=2)
     job.push(1, 1, shards=[0])
     job.push(1, 2, shards=[1])
@@ -332,7 +332,7 @@ def test_a_push_that_its_worker_gave_up_half_way_is_refused_so_that_it_takes_no_
     assert job.applied() == [[1]]
 
 
-def test_a_push_that_all_shards_have_counts_though_its_worker_has_gone_on() -> None:
+def test_a_push_on_all_shards_counts_although_its_worker_has_gone_on() -> None:
     job = Job(workers=2)
     job.push(1, 1)
     job.push(1, 2)

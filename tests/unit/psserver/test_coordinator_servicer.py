@@ -1,4 +1,4 @@
-"""What a shard is told over its line to the coordinator."""
+"""What a shard receives over its connection to the coordinator."""
 
 import math
 import threading
@@ -22,7 +22,7 @@ BEFORE = RegistryView(2, ["s0:1", "s1:1"], ["", "b1:1"], 0)
 
 
 class ReshardingService:
-    """Once it has said what is new, a move to one shard ends."""
+    """Coordinator service whose reshard to one shard ends after the first update."""
 
     job, waiting_for, is_over, policy = "j", "", False, "ssp"
     config = SimpleNamespace(gradient_rules=GradientRules(), durability="log")
@@ -71,7 +71,7 @@ def first_response(service: Any, request: pb.LinkShardRequest) -> pb.LinkShardRe
     return response
 
 
-def test_the_status_is_json_for_every_parser() -> None:
+def test_the_status_is_strict_json() -> None:
     service = Mock()
     service.status.return_value = {"metrics": {"loss": math.nan, "accuracy": 0.5}}
     answer = ControlPlaneServicer(service).GetStatus(pb.GetStatusRequest(), None)
@@ -79,10 +79,8 @@ def test_the_status_is_json_for_every_parser() -> None:
     assert answer.status_json == '{"metrics": {"loss": null, "accuracy": 0.5}}'
 
 
-def test_all_that_a_shard_is_told_at_a_time_is_of_one_moment() -> None:
-    """A way to follow that was found before a move ended, and the servers of after it, would
-    lead astray.
-    """
+def test_one_response_to_a_shard_describes_one_state() -> None:
+    """A catch-up action from before the end of a reshard must not come with the new servers."""
     request = pb.LinkShardRequest(shard=1, shards=2, address="s1:1", instance="i")
     response = first_response(ReshardingService(), request)
 
@@ -100,8 +98,8 @@ def test_all_that_a_shard_is_told_at_a_time_is_of_one_moment() -> None:
     assert list(response.move.sources) == BEFORE.addresses
 
 
-def test_who_is_not_in_the_job_yet_hears_where_shard_0_may_be_later() -> None:
-    """Its standby has to load everything anew when the model moves, and is not there just then."""
+def test_an_unlinked_shard_learns_the_possible_addresses_of_shard_0() -> None:
+    """Its standby reloads everything when the model is resharded, and may be absent just then."""
     service: Any = ReshardingService()
     service.next_update = lambda server, cursor: None
     service.registry = MagicMock(standbys=["b0:1", ""])
@@ -119,9 +117,9 @@ def test_who_is_not_in_the_job_yet_hears_where_shard_0_may_be_later() -> None:
     assert response.durable
 
 
-def test_silence_counts_only_while_somebody_listens(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a report makes possible, an update of a large model, may take longer than a shard may
-    be silent.
+def test_silence_counts_only_while_the_coordinator_listens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An update of a large model that follows a report may take longer than a shard may be
+    silent.
     """
     clock, found = SimpleNamespace(now=10.0), []
     monkeypatch.setattr(

@@ -1,5 +1,5 @@
-"""Bytes that are no message of ours: the caller gets a reason, the log one line, and the server
-goes on.
+"""Messages that cannot be decoded: the caller gets a reason, the log one line, and the server
+continues.
 """
 
 from collections.abc import Callable, Iterator
@@ -32,8 +32,8 @@ def channel(cluster: Callable[..., Cluster]) -> Iterator[grpc.Channel]:  # noqa:
 
 
 def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
-    """The methods of which an undecodable message was logged; nothing else may be, and no
-    traceback.
+    """Collect the methods of which an undecodable message was logged; nothing else may be
+    logged.
     """
     records = [record for record in caplog.records if record.levelname in ("WARNING", "ERROR")]
     assert {event_key(record) for record in records} <= {"message_undecodable"}
@@ -43,7 +43,7 @@ def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 @pytest.mark.parametrize("method", UNARY)
-def test_a_request_is_refused_with_one_line(
+def test_an_undecodable_request_is_refused_with_one_log_line(
     channel: grpc.Channel, caplog: pytest.LogCaptureFixture, method: str
 ) -> None:
     path = f"/psproto.v1.{method}"
@@ -64,7 +64,7 @@ def test_a_request_is_refused_with_one_line(
 
 
 @pytest.mark.parametrize("method", ["CoordinatorService/LinkShard", "StandbyService/Replicate"])
-def test_a_stream_that_brings_one_ends(
+def test_a_stream_with_an_undecodable_message_ends(
     channel: grpc.Channel, caplog: pytest.LogCaptureFixture, method: str
 ) -> None:
     call = channel.stream_stream(f"/psproto.v1.{method}")
@@ -75,10 +75,9 @@ def test_a_stream_that_brings_one_ends(
     assert lines(caplog) == [f"/psproto.v1.{method}"]
 
 
-def test_a_stream_that_brings_one_late_ends(
+def test_a_stream_ends_at_a_later_undecodable_message(
     channel: grpc.Channel, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """After a message that is sound."""
     call = channel.stream_stream("/psproto.v1.CoordinatorService/LinkShard")
     sound = co.LinkShardRequest(shard=0, shards=1, address="h:1", instance="i").SerializeToString()
     with suppress(grpc.RpcError):

@@ -1,4 +1,4 @@
-"""One shard's engine: what those who wait are told when it stops."""
+"""The engine of one shard: answers to waiting requests when it stops."""
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -26,7 +26,7 @@ def following(log_id: int) -> ShardState:
 
 @pytest.fixture
 def engine() -> ShardEngine:
-    """With weights."""
+    """An engine with weights."""
     metrics = ServerMetrics(CollectorRegistry(), shard=0)
     traffic = WorkerTraffic(metrics, 1 << 20, "auto")
     engine = ShardEngine(following(1), traffic, lambda cut, store: None)
@@ -45,9 +45,7 @@ def stage(engine: ShardEngine, seq: int) -> PushKey:
 
 
 def test_the_push_that_ends_the_job_is_answered(engine: ShardEngine) -> None:
-    """A server may stop faster than its answer goes out: whoever has ended the job is to hear
-    why.
-    """
+    """A server may stop faster than its answer is sent: the caller must get the reason."""
     bad, open_one = stage(engine, 1), stage(engine, 2)
     engine.deliver(1, [Reject(2, bad, "NON_FINITE", "tensor w")])
 
@@ -61,8 +59,8 @@ def test_the_push_that_ends_the_job_is_answered(engine: ShardEngine) -> None:
             engine.wait_for_outcome(key, 0, 0.0, lambda: True)
 
 
-def test_memory_of_workers_goes_with_the_log_that_they_were_in(engine: ShardEngine) -> None:
-    """After a return to a snapshot they come as new workers, and offer theirs again."""
+def test_shared_memory_of_workers_is_dropped_with_the_log_they_joined(engine: ShardEngine) -> None:
+    """After a rollback they return as new workers and offer their memory again."""
     region = SharedRegion(2 * 4096)
     offer = region.share()
     request = pb.AttachMemoryRequest(

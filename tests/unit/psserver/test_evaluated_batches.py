@@ -1,4 +1,4 @@
-"""Batches that a worker has only evaluated: they count without a push, when the worker says so."""
+"""Batches that a worker has only evaluated count without a push, when the worker reports them."""
 
 import json
 
@@ -10,7 +10,7 @@ from psserver.core.coordinator.data_requests import BatchesReply
 from tests.support.coordinator_job import Job
 
 
-def test_batches_that_were_only_evaluated_are_done_and_dealt_to_no_other() -> None:
+def test_evaluated_batches_count_and_are_dealt_to_no_other_worker() -> None:
     job, two = Job(workers=2), LoopSpec(0, size=2, batch_size=1)
     assert job.ask(1, loop=two) == BatchesReply((0,))
     assert job.ask(2, loop=two) == BatchesReply((1,))
@@ -27,7 +27,7 @@ def test_batches_that_were_only_evaluated_are_done_and_dealt_to_no_other() -> No
     assert (loop.committed, len(loop.leases)) == (2, 0)
 
 
-def test_a_worker_uses_up_only_what_is_its_own() -> None:
+def test_a_worker_completes_only_its_own_batches() -> None:
     job, two = Job(workers=2), LoopSpec(0, size=2, batch_size=1)
     job.ask(1, loop=two)
 
@@ -38,7 +38,7 @@ def test_a_worker_uses_up_only_what_is_its_own() -> None:
     assert job.coordinator.ledger.loops[0].committed == 0
 
 
-def test_what_was_used_up_is_replayed_and_other_returns_are_written_as_they_were() -> None:
+def test_completed_batches_are_replayed_and_other_returns_keep_their_format() -> None:
     used = RecordedCommand(ReturnBatches(worker=1, batches=[BatchKey(0, 0)], used=True), 1.0)
     free = RecordedCommand(ReturnBatches(1, [BatchKey(0, 0)]), 1.0)
 

@@ -22,9 +22,9 @@ MODEL = ModelSpec(
 )
 
 
-class Shard:
-    """Every byte of its part is its version. versions: what it says in turn, and the last one
-    from then on.
+class VersionedShard:
+    """Shard whose bytes all equal its version. versions: its reported versions in turn; the last
+    one repeats.
     """
 
     def __init__(self, *versions: int) -> None:
@@ -39,38 +39,40 @@ class Shard:
         yield FrozenBytes(span.start, memoryview(bytes([self._versions[0]]) * span.nbytes))
 
 
-def settled(*shards: Shard, seconds: float = 5.0) -> bytearray:
+def settled_weights(*shards: VersionedShard, seconds: float = 5.0) -> bytearray:
     return final_weights._read_one_version(PartitionPlan(MODEL, len(shards)), shards, seconds)
 
 
-def test_all_bytes_of_all_roles_are_read() -> None:
-    tape = settled(Shard(7), Shard(7), Shard(7))
+def test_the_bytes_of_all_roles_are_read() -> None:
+    tape = settled_weights(VersionedShard(7), VersionedShard(7), VersionedShard(7))
     plan = PartitionPlan(MODEL, 3)
 
     for index in range(len(MODEL.tensors)):
         assert set(tape[slice(*plan.extent(index))]) == {7}
 
 
-def test_shards_that_are_behind_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shards_that_are_behind_are_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(final_weights, "RETRY_INTERVAL_SECONDS", 0.0)
 
-    assert 3 in settled(Shard(3), Shard(1, 2, 3))
+    assert 3 in settled_weights(VersionedShard(3), VersionedShard(1, 2, 3))
 
 
-def test_a_version_that_changes_meanwhile_is_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pushes may still count where only a server ends, not the job."""
+def test_a_version_that_changes_during_the_read_is_read_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Pushes may still count when only a server ends and not the job."""
     monkeypatch.setattr(final_weights, "RETRY_INTERVAL_SECONDS", 0.0)
-    tape = settled(Shard(1, 2), Shard(1, 2))
+    tape = settled_weights(VersionedShard(1, 2), VersionedShard(1, 2))
 
     assert set(tape[slice(*PartitionPlan(MODEL, 2).extent(0))]) == {2}
 
 
-def test_shards_that_never_agree_are_named_by_their_versions() -> None:
+def test_shards_that_never_agree_are_reported_with_their_versions() -> None:
     with pytest.raises(UnreachableError, match=r"at versions \[3, 4\]"):
-        settled(Shard(3), Shard(4), seconds=0.0)
+        settled_weights(VersionedShard(3), VersionedShard(4), seconds=0.0)
 
 
-def test_a_tape_becomes_tensors_under_all_names(tmp_path: Path) -> None:
+def test_a_flat_buffer_becomes_tensors_under_all_names(tmp_path: Path) -> None:
     plan = PartitionPlan(MODEL, 1)
     tape = bytearray(plan.nbytes)
     final_weights.write_model(tmp_path / "f", MODEL, final_weights.tensors_in_buffer(plan, tape))

@@ -1,4 +1,4 @@
-"""Live, slow, silent, lost, left: who is which, and what a step of a worker's own is."""
+"""Health of workers: live, slow, silent, lost, left, and the duration of a worker's own step."""
 
 import pytest
 
@@ -32,14 +32,14 @@ def member(
     state: WorkerState = WorkerState.ACTIVE,
     now: float = 0.0,
 ) -> Member:
-    """One whose steps take this long, and who was heard of at `now`."""
+    """Return a member with this step duration that was last seen at `now`."""
     found = membership.join(now, None, "host", 1, "cpu")
     found.state = state
     found.step_timer = paced(*[step] * MIN_STEPS) if step is not None else StepTimer()
     return found
 
 
-def crew(*steps: float | None) -> tuple[Membership, list[Member]]:
+def membership_with(*steps: float | None) -> tuple[Membership, list[Member]]:
     membership = Membership(LEASE)
     return membership, [member(membership, step) for step in steps]
 
@@ -54,17 +54,17 @@ def healths(membership: Membership, late: tuple[int, ...] = (), now: float = 0.0
 @pytest.mark.parametrize(
     ("values", "middle"), [([7], 7), ([9, 1], 5), ([5, 1, 9], 5), ([9, 1, 6, 4], 5)]
 )
-def test_a_median_is_in_the_middle(values: list[float], middle: float) -> None:
+def test_the_median_is_the_middle_value(values: list[float], middle: float) -> None:
     assert median(values) == middle
 
 
-def test_a_pace_is_the_median_of_the_latest_steps() -> None:
+def test_the_pace_is_the_median_of_the_latest_steps() -> None:
     assert paced(*[1.0] * (MIN_STEPS - 1)).median_seconds is None
     assert paced(1.0, 50.0, 2.0).median_seconds == pytest.approx(2.0)
     assert paced(9.0, 9.0, 9.0, *[1.0] * MAX_STEPS).median_seconds == pytest.approx(1.0)
 
 
-def test_a_step_that_was_not_seen_to_begin_is_no_measurement() -> None:
+def test_a_step_with_an_unknown_start_is_not_measured() -> None:
     pace = paced(1.0, 1.0)
     pace.end(99.0)  # said again
     pace.begin(10.0)
@@ -84,8 +84,8 @@ def test_a_step_that_was_not_seen_to_begin_is_no_measurement() -> None:
 @pytest.mark.parametrize(
     ("step", "health"), [(0.5, "live"), (2.0, "live"), (2.01, "slow"), (20.0, "slow")]
 )
-def test_slow_is_more_than_twice_the_median_of_the_others(step: float, health: str) -> None:
-    membership, _ = crew(step, 0.9, 1.0, 1.1)
+def test_a_worker_is_slow_above_twice_the_median_of_the_others(step: float, health: str) -> None:
+    membership, _ = membership_with(step, 0.9, 1.0, 1.1)
 
     assert healths(membership) == [health, "live", "live", "live"]
 
@@ -94,8 +94,8 @@ def test_slow_is_more_than_twice_the_median_of_the_others(step: float, health: s
     "steps",
     [(), (3.0,), (2.0, 2.0), (5.0, 1.0, 3.0), (4.0, 1.0, 1.0, 7.0), (9.0, 2.0, 6.0, 2.0, 5.0)],
 )
-def test_a_median_of_the_others_is_that(steps: tuple[float, ...]) -> None:
-    membership, members = crew(*steps, None)
+def test_the_median_of_the_others_excludes_the_worker(steps: tuple[float, ...]) -> None:
+    membership, members = membership_with(*steps, None)
     found = conditions(membership, (), 0.0)
 
     for place, each in enumerate(members):
@@ -103,7 +103,7 @@ def test_a_median_of_the_others_is_that(steps: tuple[float, ...]) -> None:
         assert found[each.worker].median == (pytest.approx(median(others)) if others else None)
 
 
-def test_what_a_look_costs_does_not_grow_with_the_square_of_the_workers_nor_with_who_has_left(
+def test_the_cost_of_a_check_is_linear_in_the_active_workers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     asked: list[StepTimer] = []
@@ -112,7 +112,7 @@ def test_what_a_look_costs_does_not_grow_with_the_square_of_the_workers_nor_with
     monkeypatch.setattr(
         StepTimer, "median_seconds", property(lambda pace: (asked.append(pace), look(pace))[1])
     )
-    membership, members = crew(*[1.0] * 20)
+    membership, members = membership_with(*[1.0] * 20)
     for member in members[:10]:
         membership.remove(member, WorkerState.LEFT, "")
 
@@ -121,9 +121,9 @@ def test_what_a_look_costs_does_not_grow_with_the_square_of_the_workers_nor_with
     assert len(asked) == 10
 
 
-def test_who_is_slow_does_not_make_others_look_quick() -> None:
-    """The median is the others': one of two cannot hide in it."""
-    membership, (slow, quick) = crew(10.0, 1.0)
+def test_a_slow_worker_does_not_raise_its_own_threshold() -> None:
+    """The median is that of the others: one of two workers cannot hide in it."""
+    membership, (slow, quick) = membership_with(10.0, 1.0)
 
     found = conditions(membership, (), 0.0)
 
@@ -132,21 +132,21 @@ def test_who_is_slow_does_not_make_others_look_quick() -> None:
     assert [found[m.worker].health for m in (slow, quick)] == [WorkerHealth.SLOW, WorkerHealth.LIVE]
 
 
-def test_alone_or_too_new_nobody_is_slow() -> None:
-    assert healths(crew(10.0)[0]) == ["live"]
-    assert healths(crew(10.0, None, None)[0]) == ["live"] * 3
+def test_no_worker_is_slow_when_alone_or_too_new() -> None:
+    assert healths(membership_with(10.0)[0]) == ["live"]
+    assert healths(membership_with(10.0, None, None)[0]) == ["live"] * 3
 
 
 @pytest.mark.parametrize("state", [WorkerState.JOINED, WorkerState.IDLE])
-def test_who_takes_no_part_in_rounds_is_not_slow(state: WorkerState) -> None:
-    membership, _ = crew(1.0)
+def test_a_worker_outside_the_rounds_is_not_slow(state: WorkerState) -> None:
+    membership, _ = membership_with(1.0)
     member(membership, 10.0, state)
 
     assert healths(membership) == ["live", "live"]
 
 
-def test_a_step_that_others_wait_for_is_slow_as_soon_as_it_takes_too_long() -> None:
-    membership, (stuck, _) = crew(1.0, 1.0)
+def test_an_awaited_step_is_slow_as_soon_as_it_exceeds_the_threshold() -> None:
+    membership, (stuck, _) = membership_with(1.0, 1.0)
     stuck.last_seen, stuck.step_timer.started_at = 2.0, 0.0
 
     assert healths(membership, (stuck.worker,), 2.0) == ["live", "live"]
@@ -157,23 +157,23 @@ def test_a_step_that_others_wait_for_is_slow_as_soon_as_it_takes_too_long() -> N
     assert healths(membership, (stuck.worker,), 2.1) == ["live", "live"], "its step has not begun"
 
 
-def test_a_wait_of_a_moment_calls_nobody_slow() -> None:
-    membership, (late, _) = crew(0.001, 0.001)
+def test_a_short_wait_makes_no_worker_slow() -> None:
+    membership, (late, _) = membership_with(0.001, 0.001)
     late.step_timer.started_at = 0.0
 
     assert healths(membership, (late.worker,), MIN_OVERDUE_SECONDS) == ["live", "live"]
     assert healths(membership, (late.worker,), MIN_OVERDUE_SECONDS + 0.01) == ["slow", "live"]
 
 
-def test_half_a_lease_without_a_sign_of_life_is_silent_and_comes_before_slow() -> None:
-    membership, _ = crew(10.0, 1.0)
+def test_silence_for_half_a_lease_precedes_slow() -> None:
+    membership, _ = membership_with(10.0, 1.0)
 
     assert healths(membership, now=LEASE / 2) == ["slow", "live"]
     assert healths(membership, now=LEASE / 2 + 0.1) == ["silent", "silent"]
 
 
 def test_departed_workers_have_no_condition() -> None:
-    membership, members = crew(10.0, 1.0, 1.0)
+    membership, members = membership_with(10.0, 1.0, 1.0)
     membership.remove(members[0], WorkerState.LOST, "its lease ended")
     membership.remove(members[1], WorkerState.LEFT, "")
 
@@ -183,8 +183,8 @@ def test_departed_workers_have_no_condition() -> None:
 # ---- what the coordinator measures ---------------------------------------------------------------
 
 
-class Timed(Job):
-    """Worker 1 takes `quick` seconds for a step of its own, worker 2 `slow`."""
+class TimedWorkers(Job):
+    """Worker 1 takes `quick` seconds for its own step, worker 2 `slow`."""
 
     def round(self, seq: int, quick: float, slow: float) -> None:
         self.now += quick
@@ -209,8 +209,8 @@ class Timed(Job):
 
 
 def test_waiting_for_others_is_no_part_of_a_step() -> None:
-    """In sync all take equally long from push to push; only one of them is slow."""
-    job = Timed(shards=2)
+    """Under sync all take equally long between pushes; only one of them is slow."""
+    job = TimedWorkers(shards=2)
     for seq in range(1, 6):
         job.round(seq, quick=0.1, slow=1.0)
 
@@ -220,8 +220,8 @@ def test_waiting_for_others_is_no_part_of_a_step() -> None:
     assert (seconds, more) == (pytest.approx(0.1), pytest.approx(1.0))
 
 
-def test_whom_a_round_waits_for_is_slow_before_it_has_pushed() -> None:
-    job = Timed()
+def test_an_awaited_worker_is_slow_before_it_has_pushed() -> None:
+    job = TimedWorkers()
     for seq in range(1, 6):
         job.round(seq, quick=0.1, slow=0.12)
     assert [name for name, _ in job.seen()] == ["live", "live"]
@@ -234,8 +234,8 @@ def test_whom_a_round_waits_for_is_slow_before_it_has_pushed() -> None:
     assert [name for name, _ in job.seen()] == ["live", "live"], "one hiccup"
 
 
-def test_at_the_bound_of_ssp_the_one_that_holds_up_the_others_is_slow() -> None:
-    job = Timed(policy("ssp", 2))
+def test_the_worker_that_holds_others_at_the_ssp_bound_is_slow() -> None:
+    job = TimedWorkers(policy("ssp", 2))
     for seq in range(1, 6):
         job.round(seq, quick=0.1, slow=0.12)
     for seq in (6, 7):
@@ -248,8 +248,8 @@ def test_at_the_bound_of_ssp_the_one_that_holds_up_the_others_is_slow() -> None:
     assert [name for name, _ in job.seen()] == ["live", "slow"]
 
 
-def test_the_first_step_of_all_is_not_measured_from_before_the_job_began() -> None:
-    job = Timed()
+def test_the_first_step_is_not_measured_from_before_the_start_of_the_job() -> None:
+    job = TimedWorkers()
     job.now += 100.0  # one of them had to wait for the other, say
     for seq in range(1, MIN_STEPS + 1):
         job.round(seq, quick=0.1, slow=0.1)
@@ -261,7 +261,7 @@ def test_the_first_step_of_all_is_not_measured_from_before_the_job_began() -> No
 
 
 def test_a_wait_for_data_is_no_part_of_a_step() -> None:
-    job = Timed(policy("async"))
+    job = TimedWorkers(policy("async"))
     for seq in range(1, MIN_STEPS + 1):
         job.round(seq, quick=0.1, slow=0.1)
     for number in range(LOOP.size):
@@ -274,8 +274,8 @@ def test_a_wait_for_data_is_no_part_of_a_step() -> None:
     assert job.seen()[1][1] is None, "still a step too few"
 
 
-def test_a_new_process_measures_anew() -> None:
-    job = Timed()
+def test_a_recovered_coordinator_measures_from_its_start() -> None:
+    job = TimedWorkers()
     for seq in range(1, 6):
         job.round(seq, quick=0.1, slow=1.0)
 
@@ -287,10 +287,10 @@ def test_a_new_process_measures_anew() -> None:
 @pytest.mark.parametrize(
     ("lease", "stall", "is_lost"), [(0.5, 0.6, False), (5.0, 6.0, False), (5.0, 0.9, True)]
 )
-def test_nobody_is_lost_while_the_servers_own_process_stands_still(
+def test_no_worker_is_lost_while_the_server_process_is_suspended(
     lease: float, stall: float, is_lost: bool
 ) -> None:
-    """Shorter gaps are what happens; the lease runs on in these."""
+    """Shorter gaps are normal; the lease runs on in these."""
     coordinator = CoordinatorMachine(1, JobRules(policy("async"), 1, lease, SnapshotInterval()))
     recorder, now = Recorder(coordinator), 100.0
     worker = recorder.do(Join(rank=None, host="h", pid=1, device="cpu"), now).worker

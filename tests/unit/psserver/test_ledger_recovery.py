@@ -1,4 +1,4 @@
-"""A ledger that was written down and read again; workers that take the place of others."""
+"""Recovery of a ledger, and workers that replace others."""
 
 import json
 from typing import Any
@@ -18,9 +18,9 @@ def through_json(ledger: DataLedger) -> list[dict[str, Any]]:
     return states
 
 
-def test_a_recovered_ledger_goes_on_exactly_as_the_one_that_died() -> None:
-    """2000 random histories, cut at a random place: every answer after it, and all of the state,
-    are the same.
+def test_a_recovered_ledger_continues_exactly_as_the_lost_one() -> None:
+    """2000 random histories, cut at a random point: all later answers and the state are
+    the same.
     """
     for seed in range(2000):
         history = History(seed)
@@ -32,8 +32,8 @@ def test_a_recovered_ledger_goes_on_exactly_as_the_one_that_died() -> None:
         history.same([ledger.state() for ledger in history.ledgers])
 
 
-def test_every_batch_counts_once_or_was_thrown_away_whatever_dies() -> None:
-    """2000 random histories, brought to their end by a worker that stays."""
+def test_every_batch_counts_once_or_was_discarded_after_any_loss() -> None:
+    """2000 random histories, completed by one worker that stays."""
     for seed in range(2000):
         history = History(seed)
         for _ in range(60):
@@ -49,7 +49,7 @@ def test_every_batch_counts_once_or_was_thrown_away_whatever_dies() -> None:
 
 
 def finish(history: History) -> None:
-    """All die, and one does what is left: every loop in order, each batch in a push of its own."""
+    """Lose all workers but one, which trains the rest: every loop in order, one batch per push."""
     for worker in list(history.workers):
         history.die(worker)
     history.workers = [last := Worker(10_000)]
@@ -61,7 +61,7 @@ def finish(history: History) -> None:
             history.ask(last)
 
 
-def test_what_is_restored_is_what_has_counted_and_nothing_else() -> None:
+def test_exactly_the_counted_batches_are_restored() -> None:
     ledger, restored = DataLedger(), DataLedger()
     data = ledger.open(1, FIVE)
     data.take(1, 0, 4, [1, 2])
@@ -77,9 +77,9 @@ def test_what_is_restored_is_what_has_counted_and_nothing_else() -> None:
     assert restored.open(3, FIVE).take(3, 0, 9, [3]) == [0, 1, 3, 4]
 
 
-def test_an_heir_gets_what_the_dead_worker_had_once_more_in_the_same_order_and_first() -> None:
-    """Also what was dealt and not fetched, what came back to it, and what was sent but perhaps
-    did not arrive.
+def test_a_replacement_gets_the_batches_of_the_dead_worker_first_in_order() -> None:
+    """Also those that were dealt and not fetched, returned to it, or sent without a
+    confirmation.
     """
     ledger = DataLedger()
     data = ledger.open(1, LoopSpec(0, size=9, batch_size=1))
@@ -95,7 +95,7 @@ def test_an_heir_gets_what_the_dead_worker_had_once_more_in_the_same_order_and_f
     assert data.take(7, 1, 9, [7, 2]) == [5, 7]
 
 
-def test_an_heir_loses_no_answer() -> None:
+def test_a_replacement_loses_no_answer() -> None:
     ledger = DataLedger()
     data = ledger.open(1, FIVE)
     data.take(1, 0, 2, [1])
@@ -106,7 +106,7 @@ def test_an_heir_loses_no_answer() -> None:
     assert data.take(2, 2, 1, [2]) == [2]
 
 
-def test_a_push_of_the_dead_worker_does_not_use_up_what_its_heir_has() -> None:
+def test_a_push_of_the_dead_worker_does_not_use_batches_of_its_replacement() -> None:
     ledger = DataLedger()
     data = ledger.open(1, FIVE)
     data.take(1, 0, 1, [1])
@@ -119,9 +119,7 @@ def test_a_push_of_the_dead_worker_does_not_use_up_what_its_heir_has() -> None:
 @pytest.mark.parametrize(
     ("sizes", "first_open"), [([], 0), ([0], 1), ([1], 0), ([0, 1], 1), ([0, 0], 2)]
 )
-def test_the_open_loop_is_the_first_with_data_that_has_not_counted(
-    sizes: list[int], first_open: int
-) -> None:
+def test_the_open_loop_is_the_first_with_uncounted_data(sizes: list[int], first_open: int) -> None:
     ledger = DataLedger()
     for loop, size in enumerate(sizes):
         ledger.open(1, LoopSpec(loop, size=size, batch_size=1))
@@ -129,8 +127,8 @@ def test_the_open_loop_is_the_first_with_data_that_has_not_counted(
     assert ledger.open_loop == first_open
 
 
-def test_what_a_worker_left_behind_is_no_duplicate_when_its_next_push_brings_it() -> None:
-    """Gradient accumulation that goes on over the end of a loop."""
+def test_a_batch_left_behind_is_no_duplicate_in_its_workers_next_push() -> None:
+    """Gradient accumulation that continues past the end of a loop."""
     ledger = DataLedger()
     ledger.open(1, FIVE).take(1, 0, 5, [1])
     ledger.open(1, LoopSpec(1, size=5, batch_size=1)).take(1, 0, 1, [1])
@@ -146,7 +144,7 @@ def test_what_a_worker_left_behind_is_no_duplicate_when_its_next_push_brings_it(
     assert (ledger.loops[0].dropped, ledger.loops[0].duplicates) == (3, 1)
 
 
-def test_batches_that_count_without_being_their_workers_are_duplicates() -> None:
+def test_batches_counted_for_another_worker_are_duplicates() -> None:
     ledger = DataLedger()
     data = ledger.open(1, FIVE)
     data.take(1, 0, 2, [1])
@@ -156,7 +154,7 @@ def test_batches_that_count_without_being_their_workers_are_duplicates() -> None
     assert (data.committed, data.duplicates) == (1, 2)
 
 
-def test_batches_of_a_push_that_never_counts_are_dropped_where_nobody_is_to_have_them() -> None:
+def test_batches_of_a_refused_push_can_be_dropped_for_good() -> None:
     ledger = DataLedger()
     data = ledger.open(1, FIVE)
     data.take(1, 0, 3, [1])

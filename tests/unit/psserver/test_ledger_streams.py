@@ -1,5 +1,5 @@
-"""Streams: sources of unknown length, each read by one worker at a time, each sample counted
-once.
+"""Streams: sources of unknown length, each read by one worker at a time; each sample
+counts once.
 """
 
 import json
@@ -21,7 +21,7 @@ def places(data: StreamLoop, numbers: list[int]) -> list[tuple[int, int]]:
     return [(data.spec.source(number), data.spec.offset(number)) for number in numbers]
 
 
-def test_a_number_stands_for_a_source_and_an_offset() -> None:
+def test_a_batch_number_encodes_a_source_and_an_offset() -> None:
     spec = StreamSpec(0, sources=3, batch_size=5, epochs=2)
     for lap in range(spec.laps):
         for place in range(4):
@@ -36,12 +36,12 @@ def test_a_number_stands_for_a_source_and_an_offset() -> None:
 
 
 @pytest.mark.parametrize("wrong", [{"sources": 0}, {"batch_size": 0}, {"loop": -1}, {"epochs": -1}])
-def test_nonsense_is_refused(wrong: dict[str, int]) -> None:
+def test_invalid_streams_are_refused(wrong: dict[str, int]) -> None:
     with pytest.raises(ValueError, match=r"at least 1|negative"):
         StreamSpec(**{"loop": 0, "sources": 1, "batch_size": 1} | wrong)
 
 
-def test_each_worker_reads_a_source_of_its_own_and_who_finds_none_waits() -> None:
+def test_each_worker_reads_its_own_source_and_waits_without_one() -> None:
     data = stream(sources=2)
     workers = [1, 2, 3]
 
@@ -51,7 +51,7 @@ def test_each_worker_reads_a_source_of_its_own_and_who_finds_none_waits() -> Non
     assert not data.leases.has_sent(3)
 
 
-def test_a_source_ends_where_its_reader_says_and_the_reader_gets_the_next() -> None:
+def test_a_source_ends_at_its_readers_report_and_the_reader_gets_the_next() -> None:
     data = stream(sources=3)
     first = data.take(1, 0, 2, [1])
     data.ends(first[1], count=3)
@@ -63,7 +63,7 @@ def test_a_source_ends_where_its_reader_says_and_the_reader_gets_the_next() -> N
     assert places(data, data.take(1, 2, 1, [1])) == [(1, 0)]
 
 
-def test_what_was_dealt_behind_the_end_is_nobodys() -> None:
+def test_batches_dealt_past_the_end_belong_to_no_worker() -> None:
     data = stream(sources=1)
     numbers = data.take(1, 0, 3, [1])
     data.ends(numbers[1], count=0)
@@ -73,7 +73,7 @@ def test_what_was_dealt_behind_the_end_is_nobodys() -> None:
     assert data.done
 
 
-def test_an_empty_source_is_done_when_its_reader_says_so() -> None:
+def test_an_empty_source_is_complete_when_its_reader_reports_it() -> None:
     ledger = DataLedger()
     data = ledger.open(1, StreamSpec(0, sources=1, batch_size=4))
     (number,) = data.take(1, 0, 1, [1])
@@ -83,8 +83,8 @@ def test_an_empty_source_is_done_when_its_reader_says_so() -> None:
     assert (data.committed, len(data.leases)) == (0, 0)
 
 
-def test_the_last_batch_of_a_source_that_comes_back_is_dealt_again() -> None:
-    """A stale push: that its source ends stays known, that it counts does not."""
+def test_the_last_batch_of_a_source_is_dealt_again_when_it_is_returned() -> None:
+    """After a stale push the end of the source stays known; the batch does not count."""
     ledger = DataLedger()
     data = ledger.open(1, StreamSpec(0, sources=1, batch_size=4))
     (number,) = data.take(1, 0, 1, [1])
@@ -96,7 +96,7 @@ def test_the_last_batch_of_a_source_that_comes_back_is_dealt_again() -> None:
     assert data.done
 
 
-def test_the_source_of_a_lost_worker_goes_on_where_it_had_counted() -> None:
+def test_the_source_of_a_lost_worker_continues_at_its_counted_position() -> None:
     data = stream(sources=1)
     numbers = data.take(1, 0, 3, [1])
     data.commit(1, numbers[0])
@@ -107,7 +107,7 @@ def test_the_source_of_a_lost_worker_goes_on_where_it_had_counted() -> None:
     assert places(data, data.take(2, 0, 3, [2])) == [(0, 4), (0, 8), (0, 12)]
 
 
-def test_a_lost_worker_between_two_batches_frees_its_source() -> None:
+def test_a_worker_lost_between_two_batches_frees_its_source() -> None:
     data = stream(sources=1)
     data.commit(1, *data.take(1, 0, 1, [1]))
     assert data.take(2, 0, 1, [2]) == []
@@ -116,7 +116,7 @@ def test_a_lost_worker_between_two_batches_frees_its_source() -> None:
     assert places(data, data.take(2, 0, 1, [2])) == [(0, 4)]
 
 
-def test_a_worker_that_went_on_to_the_next_loop_frees_its_source() -> None:
+def test_a_worker_that_moved_to_the_next_loop_frees_its_source() -> None:
     ledger = DataLedger()
     spec = StreamSpec(0, sources=1, batch_size=4)
     data = ledger.open(1, spec)
@@ -127,7 +127,7 @@ def test_a_worker_that_went_on_to_the_next_loop_frees_its_source() -> None:
     assert [spec.offset(n) for n in number] == [4]
 
 
-def test_a_restored_stream_begins_each_source_where_it_had_counted() -> None:
+def test_a_restored_stream_begins_each_source_at_its_counted_position() -> None:
     ledger, restored = DataLedger(), DataLedger()
     data = ledger.open(1, StreamSpec(0, sources=2, batch_size=4))
     numbers = data.take(1, 0, 3, [1])
@@ -139,11 +139,9 @@ def test_a_restored_stream_begins_each_source_where_it_had_counted() -> None:
     assert [again.spec.offset(n) for n in again.take(7, 0, 3, [7])] == [4, 12, 16]  # type: ignore[union-attr]
 
 
-class Readers:
-    """A job over a stream with workers that read, push, return, die, are replaced; a twin ledger
-    answers alike.
-
-    samples: how often each (epoch, source, sample) has counted.
+class StreamJob:
+    """A job over a stream whose workers read, push, return, die and are replaced; a second ledger
+    answers identically. samples: how often each (epoch, source, sample) has counted.
     """
 
     def __init__(self, seed: int) -> None:
@@ -188,7 +186,7 @@ class Readers:
                 self.each("put_back", worker, [key])
 
     def found(self, number: int) -> BatchKey:
-        """What there is to read in this batch; the reader looks one sample ahead, and so knows
+        """Return what this batch contains; the reader looks one sample ahead, so it knows
         the end.
         """
         left = self.lengths[self.spec.source(number)] - self.spec.offset(number)
@@ -233,12 +231,10 @@ class Readers:
         self.ledgers.append(twin)
 
 
-def test_every_sample_of_every_source_counts_once_whatever_dies() -> None:
-    """1500 random jobs, in sync and without a barrier, with a ledger recovered on the way that
-    must go on alike.
-    """
+def test_every_sample_of_every_source_counts_once_after_any_loss() -> None:
+    """1500 random jobs, in sync and without a barrier, with a recovered ledger that must agree."""
     for seed in range(1500):
-        job = Readers(seed)
+        job = StreamJob(seed)
         for _ in range(job.rng.randint(0, 20)):
             job.step()
         job.recover()

@@ -1,6 +1,4 @@
-"""The ledger inside the coordinator: which data each update takes does not depend on who is
-quick.
-"""
+"""The ledger in the coordinator: the data of each update do not depend on the speed of workers."""
 
 import random
 
@@ -24,10 +22,10 @@ def numbers(update: list[list[BatchKey]]) -> list[int]:
 
 
 @pytest.mark.parametrize("workers", range(1, 6))
-def test_updates_of_a_global_batch_are_the_same_with_any_number_of_workers_in_any_order(
+def test_updates_of_a_global_batch_are_the_same_for_any_number_of_workers(
     workers: int,
 ) -> None:
-    """60 schedules of workers that look ahead: 2 epochs of 11 batches of 2 samples, 8 samples an
+    """60 schedules of workers that prefetch: 2 epochs of 11 batches of 2 samples, 8 samples an
     update.
     """
     spec = LoopSpec(0, size=22, batch_size=2, epochs=2)
@@ -36,68 +34,72 @@ def test_updates_of_a_global_batch_are_the_same_with_any_number_of_workers_in_an
         [[11, 12, 13, 14], [15, 16, 17, 18], [19, 20, 21]],
     )
     for seed in range(60):
-        crew = Crew(rules(workers, global_batch=8), spec, workers, seed).run()
+        worker_numbers = Crew(rules(workers, global_batch=8), spec, workers, seed).run()
 
-        assert [numbers(update) for update in crew.updates] == [*epochs[0], *epochs[1]], seed
+        assert [numbers(update) for update in worker_numbers.updates] == [*epochs[0], *epochs[1]], (
+            seed
+        )
 
 
-def test_a_worker_lost_amid_an_update_costs_no_sample() -> None:
-    """200 schedules: what it had comes in later updates, before fresh batches, and each counts
-    once.
-    """
+def test_a_worker_lost_during_an_update_costs_no_sample() -> None:
+    """200 schedules: its batches come in later updates, before new ones, and each counts once."""
     for seed in range(200):
         rng = random.Random(seed)
         units, workers = rng.randint(1, 5), rng.randint(2, 4)
         spec = LoopSpec(0, size=rng.randint(1, 20), batch_size=1, epochs=2)
-        crew = Crew(rules(workers, global_batch=units), spec, workers, seed)
+        worker_numbers = Crew(rules(workers, global_batch=units), spec, workers, seed)
         for _ in range(rng.randint(0, 60)):
-            crew.step(
-                crew.rng.choice(
-                    [worker for worker in crew.workers if not worker.at_end] or crew.workers
+            worker_numbers.step(
+                worker_numbers.rng.choice(
+                    [worker for worker in worker_numbers.workers if not worker.at_end]
+                    or worker_numbers.workers
                 )
             )
-        crew.lose(rng.choice(crew.workers))
-        crew.run()
+        worker_numbers.lose(rng.choice(worker_numbers.workers))
+        worker_numbers.run()
 
-        assert sorted(n for update in crew.updates for n in numbers(update)) == list(
+        assert sorted(n for update in worker_numbers.updates for n in numbers(update)) == list(
             range(spec.total)
         ), seed
-        assert all(len(numbers(update)) <= units for update in crew.updates)
+        assert all(len(numbers(update)) <= units for update in worker_numbers.updates)
 
 
-def test_a_batch_size_that_does_not_divide_the_global_batch_is_refused_with_the_remedy() -> None:
-    crew = Crew(rules(1, global_batch=10), LoopSpec(0, size=9, batch_size=4), 1, seed=0)
+def test_a_batch_size_that_does_not_divide_the_global_batch_is_refused() -> None:
+    worker_numbers = Crew(rules(1, global_batch=10), LoopSpec(0, size=9, batch_size=4), 1, seed=0)
 
     with pytest.raises(
         InvalidRequestError, match=r"--global-batch 10 is not a multiple.*batch_size 4.*choose"
     ):
-        crew.run()
+        worker_numbers.run()
 
 
 def test_a_stream_has_no_global_batch() -> None:
-    crew = Crew(rules(1, global_batch=10), StreamSpec(0, sources=1, batch_size=5), 1, seed=0)
+    worker_numbers = Crew(
+        rules(1, global_batch=10), StreamSpec(0, sources=1, batch_size=5), 1, seed=0
+    )
 
     with pytest.raises(InvalidRequestError, match="data with a length"):
-        crew.run()
+        worker_numbers.run()
 
 
 @pytest.mark.parametrize("name", ["sync", "async"])
-def test_each_sample_of_a_stream_counts_once_in_every_policy(name: str) -> None:
-    """150 schedules, with a worker lost on the way."""
+def test_each_sample_of_a_stream_counts_once_under_every_policy(name: str) -> None:
+    """150 schedules, with one worker lost."""
     for seed in range(150):
         rng = random.Random(seed)
         lengths = tuple(rng.randint(0, 9) for _ in range(rng.randint(1, 4)))
         spec = StreamSpec(0, len(lengths), batch_size=rng.randint(1, 4), epochs=2)
-        crew = Crew(rules(3, name=name), spec, 3, seed, lengths)
+        worker_numbers = Crew(rules(3, name=name), spec, 3, seed, lengths)
         for _ in range(rng.randint(0, 40)):
-            crew.step(
-                crew.rng.choice(
-                    [worker for worker in crew.workers if not worker.at_end] or crew.workers
+            worker_numbers.step(
+                worker_numbers.rng.choice(
+                    [worker for worker in worker_numbers.workers if not worker.at_end]
+                    or worker_numbers.workers
                 )
             )
-        crew.lose(rng.choice(crew.workers))
-        crew.run()
-        keys = [key for update in crew.updates for batches in update for key in batches]
+        worker_numbers.lose(rng.choice(worker_numbers.workers))
+        worker_numbers.run()
+        keys = [key for update in worker_numbers.updates for batches in update for key in batches]
         seen = [
             (spec.lap(key.number), spec.offset(key.number) + place)
             for key in keys

@@ -1,4 +1,4 @@
-"""Who takes part, in which order, and from which clock on."""
+"""Membership: which workers take part, in which order, and from which clock on."""
 
 import math
 
@@ -18,7 +18,7 @@ def active(membership: Membership, rank: int | None = None, clock: int = 0) -> M
     return member
 
 
-def test_workers_are_ordered_by_rank_whoever_comes_first() -> None:
+def test_workers_are_ordered_by_rank_in_any_order_of_arrival() -> None:
     membership = Membership(5.0)
     workers = [joined(membership, rank).worker for rank in (2, 0, 1, 0)]
 
@@ -37,7 +37,7 @@ def test_without_ranks_the_order_is_that_of_joining() -> None:
     ]
 
 
-def test_rounds_wait_for_the_active_only() -> None:
+def test_rounds_wait_for_active_workers_only() -> None:
     membership = Membership(5.0)
     members = [active(membership) for _ in WorkerState]
     for member, state in zip(members, WorkerState, strict=True):
@@ -53,7 +53,7 @@ def test_rounds_wait_for_the_active_only() -> None:
     assert list(membership.clocks()) == [members[1].worker]
 
 
-def test_a_joiner_starts_level_with_the_slowest() -> None:
+def test_a_new_worker_starts_at_the_smallest_clock() -> None:
     membership = Membership(5.0)
     active(membership, clock=7)
     active(membership, clock=4)
@@ -61,7 +61,7 @@ def test_a_joiner_starts_level_with_the_slowest() -> None:
     assert active_clock(membership) == 4
 
 
-def test_whoever_comes_back_keeps_a_clock_that_is_higher() -> None:
+def test_a_returning_worker_keeps_a_higher_clock() -> None:
     membership = Membership(5.0)
     slow, fast = active(membership, clock=4), active(membership, clock=7)
     fast.state = slow.state = WorkerState.IDLE
@@ -72,7 +72,7 @@ def test_whoever_comes_back_keeps_a_clock_that_is_higher() -> None:
     assert slow.clock == 7
 
 
-def test_when_all_wait_for_data_a_joiner_starts_level_with_the_fastest() -> None:
+def test_a_new_worker_starts_at_the_largest_clock_when_all_wait_for_data() -> None:
     membership = Membership(5.0)
     for clock in (3, 9):
         active(membership, clock=clock).state = WorkerState.IDLE
@@ -80,7 +80,7 @@ def test_when_all_wait_for_data_a_joiner_starts_level_with_the_fastest() -> None
     assert active_clock(membership) == 9
 
 
-def test_the_next_lease_to_end_is_that_of_whoever_was_silent_for_longest() -> None:
+def test_the_next_lease_to_end_is_that_of_the_longest_silent_worker() -> None:
     membership = Membership(5.0)
     assert membership.leases.seconds_to_end(0.0) == math.inf
     joined(membership, now=0.0), joined(membership, now=2.0)
@@ -100,7 +100,7 @@ def active_clock(membership: Membership) -> int:
     return member.clock
 
 
-def test_leases_end_and_are_forgiven() -> None:
+def test_leases_end_and_are_renewed_after_a_suspension() -> None:
     membership = Membership(5.0)
     early, late = joined(membership, now=0.0), joined(membership, now=2.0)
 
@@ -124,7 +124,7 @@ def test_bytes_that_move_renew_a_lease() -> None:
     assert membership.leases.seconds_to_end(14.0) == 2.0
 
 
-def test_workers_of_before_a_restart_are_out() -> None:
+def test_workers_from_before_a_restart_are_out() -> None:
     membership = Membership(5.0, generation=1)
     membership.restore({1: 12, 2: 13})
 
@@ -133,7 +133,7 @@ def test_workers_of_before_a_restart_are_out() -> None:
     assert joined(membership).worker == WORKERS_PER_GENERATION + 1
 
 
-def test_a_newcomer_doubts_its_rank_until_the_other_is_heard_of_later() -> None:
+def test_a_new_worker_waits_for_its_rank_until_the_former_owner_is_seen_again() -> None:
     membership = Membership(5.0)
     other = active(membership, rank=1)
     newcomer = joined(membership, rank=1, now=10.0)
@@ -153,7 +153,7 @@ def test_a_newcomer_doubts_its_rank_until_the_other_is_heard_of_later() -> None:
     )
 
 
-def test_who_asks_late_is_doubted_if_a_newcomer_of_its_rank_trains() -> None:
+def test_a_late_request_waits_while_a_new_worker_of_its_rank_trains() -> None:
     membership = Membership(5.0)
     late = joined(membership, rank=1, now=0.0)
     newcomer = joined(membership, rank=1, now=10.0)

@@ -1,4 +1,4 @@
-"""What a server's metrics say after what happened to it."""
+"""The metrics of a server after certain events."""
 
 import re
 import shutil
@@ -35,10 +35,8 @@ def workers_of(registry: CollectorRegistry, name: str = "ps_worker_clock") -> se
     }
 
 
-def test_everything_countable_starts_at_zero(
-    registry: CollectorRegistry, metrics: ServerMetrics
-) -> None:
-    """A rate over a counter that only appears with its first event would miss that event."""
+def test_all_counters_start_at_zero(registry: CollectorRegistry, metrics: ServerMetrics) -> None:
+    """A rate over a counter that appears with its first event would miss that event."""
     counters = [
         ("ps_pushes_total", "outcome", outcome)
         for outcome in ("applied", "duplicate", "stale", "rejected")
@@ -52,8 +50,10 @@ def test_everything_countable_starts_at_zero(
     assert value(registry, "ps_push_apply_seconds_count") == 0
 
 
-def test_info(registry: CollectorRegistry, metrics: ServerMetrics) -> None:
-    """One series each, and the newest word replaces the older one."""
+def test_info_series_are_unique_and_replaced(
+    registry: CollectorRegistry, metrics: ServerMetrics
+) -> None:
+    """One series each; the newest value replaces the older one."""
     metrics.about = lambda: {"shards": "2", "job": "otter", "policy": "sync"}
     metrics.about = lambda: {"shards": "2", "job": "otter", "policy": "ssp"}
 
@@ -65,8 +65,9 @@ def test_info(registry: CollectorRegistry, metrics: ServerMetrics) -> None:
     assert re.search(r'^ps_build_info\{.*version="0\.1\.0".*\} 1\.0$', text, re.M)
 
 
-def test_progress(registry: CollectorRegistry, metrics: ServerMetrics) -> None:
-    """Gauges show the last value."""
+def test_progress_gauges_show_the_last_value(
+    registry: CollectorRegistry, metrics: ServerMetrics
+) -> None:
     metrics.set_model_size(parameters=1000, nbytes=4000)
     metrics.set_version(6)
     metrics.set_version(7)
@@ -75,8 +76,10 @@ def test_progress(registry: CollectorRegistry, metrics: ServerMetrics) -> None:
     assert [value(registry, name) for name in names] == [7, 1000, 4000]
 
 
-def test_pushes(registry: CollectorRegistry, metrics: ServerMetrics) -> None:
-    """Outcomes are counted apart; a push without a staleness is not in the histogram."""
+def test_push_outcomes_are_counted_separately(
+    registry: CollectorRegistry, metrics: ServerMetrics
+) -> None:
+    """A push without a staleness is not in the histogram."""
     metrics.count_push("applied", staleness=0)
     metrics.count_push("applied", staleness=5)
     metrics.count_push("duplicate")
@@ -88,8 +91,9 @@ def test_pushes(registry: CollectorRegistry, metrics: ServerMetrics) -> None:
     assert value(registry, "ps_staleness_versions_bucket", le="6.0") == 2
 
 
-def test_times(registry: CollectorRegistry, metrics: ServerMetrics) -> None:
-    """Seconds go into the bucket that holds them."""
+def test_durations_are_counted_in_their_bucket(
+    registry: CollectorRegistry, metrics: ServerMetrics
+) -> None:
     metrics.record_update(0.0004, contributors=3)
     metrics.record_barrier_wait(20.0)
 
@@ -99,8 +103,10 @@ def test_times(registry: CollectorRegistry, metrics: ServerMetrics) -> None:
     assert value(registry, "ps_barrier_wait_seconds_bucket", le="30.0") == 1
 
 
-def test_network(registry: CollectorRegistry, metrics: ServerMetrics) -> None:
-    """Bytes add up by direction, calls by method and code."""
+def test_network_bytes_and_calls_are_counted_by_label(
+    registry: CollectorRegistry, metrics: ServerMetrics
+) -> None:
+    """Bytes by direction, calls by method and code."""
     metrics.count_bytes(received=10)
     metrics.count_bytes(received=5, sent=7)
     metrics.record_call("Exchange", "OK", 0.002)
@@ -112,8 +118,9 @@ def test_network(registry: CollectorRegistry, metrics: ServerMetrics) -> None:
     assert value(registry, "ps_rpc_duration_seconds_count", method="Exchange") == 2
 
 
-def test_workers_by_state(registry: CollectorRegistry, metrics: ServerMetrics) -> None:
-    """A state that nobody is in any more goes back to zero."""
+def test_an_unused_worker_state_returns_to_zero(
+    registry: CollectorRegistry, metrics: ServerMetrics
+) -> None:
     metrics.set_workers({"active": 2, "joined": 1})
     metrics.set_workers({"active": 3})
 
@@ -121,10 +128,10 @@ def test_workers_by_state(registry: CollectorRegistry, metrics: ServerMetrics) -
     assert value(registry, "ps_workers", state="joined") == 0
 
 
-def test_a_worker_has_series_until_it_is_gone(
+def test_the_series_of_a_worker_end_with_it(
     registry: CollectorRegistry, metrics: ServerMetrics
 ) -> None:
-    """Clock and time of the last push; both end, and a second or unknown gone() is harmless."""
+    """A second or unknown gone() has no effect."""
     before = time.time()
     metrics.set_worker(12, clock=4, has_pushed=True)
 
@@ -145,8 +152,8 @@ def test_a_worker_has_series_until_it_is_gone(
 
 
 def test_worker_series_are_bounded(registry: CollectorRegistry, metrics: ServerMetrics) -> None:
-    """Beyond the bound they share one; it ends with the last of them; a free place goes to the
-    next that pushes.
+    """Beyond the bound workers share one series; a free place goes to the next worker that
+    pushes.
     """
     for worker in range(MAX_WORKERS + 2):
         metrics.set_worker(worker, clock=worker, has_pushed=True)
@@ -165,8 +172,10 @@ def test_worker_series_are_bounded(registry: CollectorRegistry, metrics: ServerM
     assert "other" not in workers_of(registry)
 
 
-def test_snapshots(registry: CollectorRegistry, metrics: ServerMetrics) -> None:
-    """Duration, size and time of the newest; failures by a bounded set of reasons."""
+def test_snapshots_record_duration_size_time_and_failures(
+    registry: CollectorRegistry, metrics: ServerMetrics
+) -> None:
+    """Failures are counted by a bounded set of reasons."""
     assert value(registry, "ps_snapshot_last_success_timestamp_seconds") == 0
     before = time.time()
     metrics.record_snapshot(1.5, nbytes=4096)
@@ -188,8 +197,10 @@ def test_snapshots(registry: CollectorRegistry, metrics: ServerMetrics) -> None:
     assert value(registry, "ps_snapshot_duration_seconds_count") == 1
 
 
-def test_updates_lost_and_when(registry: CollectorRegistry, metrics: ServerMetrics) -> None:
-    """A return to a snapshot that loses nothing is no news."""
+def test_lost_updates_are_counted_with_their_time(
+    registry: CollectorRegistry, metrics: ServerMetrics
+) -> None:
+    """A rollback that loses nothing does not count."""
     metrics.count_lost_updates(0)
     assert value(registry, "ps_updates_lost_timestamp_seconds") == 0
     before = time.time()
@@ -200,8 +211,8 @@ def test_updates_lost_and_when(registry: CollectorRegistry, metrics: ServerMetri
     assert (value(registry, "ps_updates_lost_timestamp_seconds") or 0) >= before
 
 
-def test_shards_in_one_process_do_not_mix() -> None:
-    """A registry each; the same object never holds two shards."""
+def test_shards_in_one_process_have_separate_metrics() -> None:
+    """One registry each; the same object never has two shards."""
     registries = [new_registry(), new_registry()]
     shards = [ServerMetrics(registry, shard=shard) for shard, registry in enumerate(registries)]
     shards[0].set_version(5)
@@ -211,10 +222,10 @@ def test_shards_in_one_process_do_not_mix() -> None:
 
 
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed")
-def test_names_follow_the_conventions(registry: CollectorRegistry, metrics: ServerMetrics) -> None:
-    """Prometheus' own linter finds nothing to say about our names (python_* and process_* are
-    its client's).
-    """
+def test_metric_names_pass_the_linter_of_prometheus(
+    registry: CollectorRegistry, metrics: ServerMetrics
+) -> None:
+    """python_* and process_* belong to its client and are left out."""
     text = (
         "\n".join(line for line in generate_latest(registry).decode().splitlines() if "ps_" in line)
         + "\n"

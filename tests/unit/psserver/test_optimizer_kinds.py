@@ -1,4 +1,4 @@
-"""No formula needs torch's compiler. What they compute: test_store_torch."""
+"""No optimizer needs torch's compiler; test_store_torch checks what they compute."""
 
 import subprocess
 import sys
@@ -24,10 +24,10 @@ print("torch" in sys.modules, "torch._dynamo" in sys.modules)
 
 
 def test_a_server_that_steps_has_not_loaded_the_compiler() -> None:
-    """It takes a second, while the workers of a server that was killed wait for it."""
+    """Loading takes a second, while workers wait for a restarted server."""
     command = [sys.executable, "-c", STEPS]
-    said = subprocess.run(
+    done = subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
     )
 
-    assert said.stdout.split() == ["True", "False"], said.stderr
+    assert done.stdout.split() == ["True", "False"], done.stderr

@@ -1,4 +1,4 @@
-"""The three rows of the table, decision by decision."""
+"""The three policies, decision by decision."""
 
 import itertools
 
@@ -18,7 +18,7 @@ def chosen(row: Policy, clocks: dict[int, int], *workers: int) -> list[int]:
     return [key.worker for key in choose(row, clocks, ready(*workers))]
 
 
-def test_rows() -> None:
+def test_each_policy_has_its_rules() -> None:
     assert policy("sync") == Policy("sync", 0, barrier=True)
     assert policy("async") == Policy("async", None, barrier=False)
     assert policy("ssp", 2) == Policy("ssp", 2, barrier=False)
@@ -36,14 +36,12 @@ def test_rows() -> None:
         ("hogwild", None, "not one of sync, ssp, async"),
     ],
 )
-def test_what_does_not_fit_together_is_refused(
-    name: str, staleness: int | None, message: str
-) -> None:
+def test_incompatible_settings_are_refused(name: str, staleness: int | None, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         policy(name, staleness)
 
 
-def test_sync_takes_all_or_none_in_worker_order() -> None:
+def test_sync_takes_all_pushes_or_none_in_worker_order() -> None:
     clocks = {2: 5, 1: 5, 3: 5}
 
     assert chosen(SYNC, clocks, 3, 1) == []
@@ -51,12 +49,12 @@ def test_sync_takes_all_or_none_in_worker_order() -> None:
     assert chosen(SYNC, {}) == []
 
 
-def test_async_takes_the_first_that_came() -> None:
+def test_async_takes_the_first_push_that_arrived() -> None:
     assert chosen(ASYNC, {1: 0, 2: 99}, 2, 1) == [2]
     assert chosen(ASYNC, {1: 0, 2: 99}) == []
 
 
-def test_ssp_passes_over_who_is_too_far_ahead() -> None:
+def test_ssp_skips_workers_beyond_the_bound() -> None:
     assert chosen(SSP, {1: 0, 2: 2, 3: 1}, 2, 3) == [3]
     assert chosen(SSP, {1: 0, 2: 2, 3: 2}, 2, 3) == []
     assert chosen(SSP, {1: 1, 2: 2}, 2) == [2]
@@ -64,11 +62,9 @@ def test_ssp_passes_over_who_is_too_far_ahead() -> None:
 
 
 @pytest.mark.parametrize("bound", [1, 2, 3])
-def test_the_bound_is_what_it_says_for_all_small_clocks(bound: int) -> None:
-    """Against the definition, written down plainly: after the push, nobody is more than the
-    bound above the smallest.
-
-    A worker may always be the slowest one's equal, whatever others have done.
+def test_the_ssp_bound_matches_its_definition_for_all_small_clocks(bound: int) -> None:
+    """After the push, no clock is more than the bound above the smallest. A worker may always equal
+    the slowest one.
     """
     row = policy("ssp", bound)
     for clocks in itertools.product(range(6), repeat=3):

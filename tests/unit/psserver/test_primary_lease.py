@@ -1,5 +1,5 @@
-"""The failover lock: of many who swap at once one wins, and nobody waits for one that was
-stopped in the middle.
+"""The lease directory: of concurrent swaps one wins, and no server waits for one that was
+stopped.
 """
 
 import errno
@@ -25,13 +25,13 @@ def lease(tmp_path: Path) -> LeaseDirectory:
     return LeaseDirectory(tmp_path, 0)
 
 
-def test_nobody_was_primary_before_the_first(lease: LeaseDirectory) -> None:
+def test_the_first_server_finds_no_primary(lease: LeaseDirectory) -> None:
     assert lease.read() is None
     assert lease.swap(None, FIRST)
     assert lease.read() == FIRST
 
 
-def test_a_swap_needs_what_stands_there(lease: LeaseDirectory) -> None:
+def test_a_swap_requires_the_current_value(lease: LeaseDirectory) -> None:
     lease.swap(None, FIRST)
 
     assert not lease.swap(None, PrimaryRecord(1, "b"))
@@ -40,7 +40,7 @@ def test_a_swap_needs_what_stands_there(lease: LeaseDirectory) -> None:
     assert lease.swap(FIRST, PrimaryRecord(1, "a", "s"))
 
 
-def test_of_many_one_wins(tmp_path: Path) -> None:
+def test_exactly_one_of_many_concurrent_swaps_wins(tmp_path: Path) -> None:
     LeaseDirectory(tmp_path, 0).swap(None, FIRST)
 
     def swap(name: int) -> bool:
@@ -53,10 +53,10 @@ def test_of_many_one_wins(tmp_path: Path) -> None:
     assert LeaseDirectory(tmp_path, 0).read() == PrimaryRecord(2, str(won.index(True)))
 
 
-def test_one_who_looks_while_another_wins_does_not_win(
+def test_a_swap_during_another_successful_one_fails(
     lease: LeaseDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What it has found is removed before it has read it."""
+    """The file that it found is removed before it is read."""
     lease.swap(None, FIRST)
     read_text = Path.read_text
 
@@ -71,10 +71,10 @@ def test_one_who_looks_while_another_wins_does_not_win(
     assert lease.read() == PrimaryRecord(2, "b")
 
 
-def test_one_who_thought_for_long_does_not_win(
+def test_a_delayed_swap_fails(
     lease: LeaseDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its number is free again, because old ones are removed."""
+    """Its number is free again, because old files are removed."""
     lease.swap(None, FIRST)
     link = os.link
 
@@ -91,10 +91,10 @@ def test_one_who_thought_for_long_does_not_win(
     assert lease.read() == PrimaryRecord(3, "c")
 
 
-def test_a_tenure_is_on_the_disk_before_anybody_sees_it(
+def test_a_tenure_is_on_disk_before_it_is_visible(
     lease: LeaseDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else a power cut may leave an empty file under its name, which no server could begin with."""
+    """Otherwise a power cut may leave an empty file under its name, which no server could read."""
     synced: list[int] = []
     monkeypatch.setattr(os, "fsync", lambda descriptor: synced.append(os.fstat(descriptor).st_size))
     link = os.link
@@ -109,7 +109,7 @@ def test_a_tenure_is_on_the_disk_before_anybody_sees_it(
     assert len(list((tmp_path / "shard-0").iterdir())) == 1
 
 
-def test_a_disk_that_is_full_keeps_nothing_half_written(
+def test_a_full_disk_leaves_no_partial_file(
     lease: LeaseDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(descriptor: int) -> None:
@@ -122,7 +122,7 @@ def test_a_disk_that_is_full_keeps_nothing_half_written(
     assert not list((tmp_path / "shard-0").iterdir())
 
 
-def test_it_stays_small(lease: LeaseDirectory, tmp_path: Path) -> None:
+def test_the_directory_stays_small(lease: LeaseDirectory, tmp_path: Path) -> None:
     lease.swap(None, FIRST)
     for term in range(1, 9):
         assert lease.swap(PrimaryRecord(term, "a"), PrimaryRecord(term + 1, "a"))
@@ -131,10 +131,10 @@ def test_it_stays_small(lease: LeaseDirectory, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("in_sync", "term"), [("", 2), ("s", None)])
-def test_who_is_started_as_primary_waits_for_no_standby(
+def test_a_server_started_as_primary_does_not_wait_for_its_standby(
     tmp_path: Path, in_sync: str, term: int | None
 ) -> None:
-    """With a standby in sync it must not be primary: that one may be it, or become it."""
+    """While its standby is in sync it must not be primary: the standby may have taken over."""
     config = ServerConfig(failover_lock=tmp_path)
     (dead,) = free_ports(1)
     LeaseDirectory(tmp_path, 0).swap(None, PrimaryRecord(1, f"127.0.0.1:{dead}", in_sync))
@@ -148,10 +148,8 @@ def test_who_is_started_as_primary_waits_for_no_standby(
         assert begin_primary(config, lease_of(config), "here:1") == PrimaryRecord(term, "here:1")
 
 
-def test_an_operator_may_say_that_the_standby_is_gone_as_the_error_does(tmp_path: Path) -> None:
-    """The term grows: others know of it. It is said of one standby, not of those that come
-    later.
-    """
+def test_an_operator_can_declare_the_standby_lost_as_the_error_describes(tmp_path: Path) -> None:
+    """The term grows for all servers. The declaration is for one standby, not for later ones."""
     config = ServerConfig(failover_lock=tmp_path)
     lease, (dead,) = LeaseDirectory(tmp_path, 0), free_ports(1)
     lease.swap(None, PrimaryRecord(3, f"127.0.0.1:{dead}", "s"))

@@ -1,4 +1,4 @@
-"""A worker whose script makes no call is named; with --progress-timeout it is dropped."""
+"""A worker whose script makes no call is reported; with --progress-timeout it is removed."""
 
 from dataclasses import replace
 
@@ -20,7 +20,7 @@ from tests.support.coordinator_job import Job
 TIMEOUT = 7.0
 
 
-class Written:
+class RecordedNames:
     """The names and reasons of the commands that a recorder writes."""
 
     def __init__(self) -> None:
@@ -35,7 +35,7 @@ class Written:
 
 def job_of_two(
     timeout: float | None = TIMEOUT, on_loss: WorkerLossMode | None = None
-) -> tuple[Job, Written]:
+) -> tuple[Job, RecordedNames]:
     job = Job(workers=2)
     job.coordinator.use_rules(
         replace(
@@ -43,21 +43,21 @@ def job_of_two(
         ),
         job.now,
     )
-    written = Written()
+    written = RecordedNames()
     job.recorder = Recorder(job.coordinator, written)
     return job, written
 
 
 def beat(job: Job, *no_call_seconds: float) -> None:
-    """A heartbeat of each worker, and a look at the clock."""
+    """Send a heartbeat of each worker and check the clock."""
     for worker, seconds in enumerate(no_call_seconds, start=1):
         job.coordinator.job.member(worker, job.now).update(WorkerHeartbeat(no_call_seconds=seconds))
     job.recorder.tick(job.now)
 
 
 @pytest.mark.parametrize("mode", ["shrink", "wait"])
-def test_a_worker_that_hangs_for_longer_is_lost_and_its_round_closes(mode: str) -> None:
-    """Where places are kept, its place is not: the worker lives, and comes back as new."""
+def test_a_hanging_worker_is_lost_and_its_round_closes(mode: str) -> None:
+    """Its membership ends even where lost workers are awaited: it lives, and rejoins as new."""
     job, written = job_of_two(on_loss=WorkerLossMode(mode, 60.0))  # type: ignore[arg-type]
     beat(job, 0.0, TIMEOUT)
     job.push(1, 1)
@@ -72,7 +72,7 @@ def test_a_worker_that_hangs_for_longer_is_lost_and_its_round_closes(mode: str) 
         job.coordinator.job.member(2, job.now)
 
 
-def test_with_abort_it_ends_the_job() -> None:
+def test_with_abort_a_hanging_worker_ends_the_job() -> None:
     job, _ = job_of_two(on_loss=WorkerLossMode("abort"))
 
     beat(job, 0.0, TIMEOUT + 0.5)
@@ -80,7 +80,7 @@ def test_with_abort_it_ends_the_job() -> None:
     assert isinstance(job.coordinator.failure, TooFewWorkersError)
 
 
-def test_without_a_timeout_it_is_named_and_stays() -> None:
+def test_without_a_timeout_a_hanging_worker_is_reported_and_stays() -> None:
     job, written = job_of_two(timeout=None)
     job.push(1, 1)
     beat(job, 0.0, HANGING_SECONDS)
@@ -94,8 +94,8 @@ def test_without_a_timeout_it_is_named_and_stays() -> None:
     assert [name for name, _ in written.lines if name == "lose"] == []
 
 
-def test_one_that_has_not_registered_may_take_its_time() -> None:
-    """It reads its data, say; no round waits for it."""
+def test_a_worker_that_has_not_registered_is_not_removed() -> None:
+    """It may be reading its data; no round waits for it."""
     job, written = job_of_two()
     worker = job.coordinator.membership.join(job.now, None, "host", 1, "cpu").worker
 
@@ -105,7 +105,7 @@ def test_one_that_has_not_registered_may_take_its_time() -> None:
     assert [name for name, _ in written.lines if name == "lose"] == []
 
 
-def test_a_worker_is_named_no_later_than_it_is_dropped() -> None:
+def test_a_worker_is_reported_before_it_is_removed() -> None:
     membership = Membership(5.0)
     member = membership.join(0.0, None, "host", 1, "cpu")
     member.state = WorkerState.ACTIVE
@@ -115,19 +115,19 @@ def test_a_worker_is_named_no_later_than_it_is_dropped() -> None:
         assert membership.leases.is_hanging(member) is hanging
 
 
-def test_what_a_heartbeat_says_is_no_part_of_the_state() -> None:
+def test_heartbeat_activity_is_no_part_of_the_state() -> None:
     membership = Membership(5.0)
     membership.join(0.0, None, "host", 1, "cpu")
 
     assert "no_call_seconds" not in membership.state()["members"][0]
 
 
-def test_rules_without_it_are_written_as_before() -> None:
+def test_settings_without_a_timeout_keep_their_format() -> None:
     assert "progress_timeout" not in JobRules(policy("sync")).as_json()
     rules = JobRules(policy("sync"), progress_timeout=TIMEOUT)
     assert JobRules.from_json(rules.as_json()) == rules
 
 
-def test_a_timeout_of_nothing_is_refused() -> None:
+def test_a_timeout_of_zero_is_refused() -> None:
     with pytest.raises(InvalidRequestError, match="--progress-timeout 0"):
         ServerConfig(progress_timeout=0.0)

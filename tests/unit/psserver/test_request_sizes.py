@@ -1,6 +1,4 @@
-"""What a request may ask for is bounded before anything is allocated; the length of a training
-costs nothing.
-"""
+"""Requests are bounded before anything is allocated; the length of a training costs nothing."""
 
 import json
 import time
@@ -31,7 +29,7 @@ FOREVER = 10**9
 
 @contextmanager
 def bounded(nbytes: int, seconds: float) -> Iterator[None]:
-    """At most so much memory at any moment inside, and so much time of the processor."""
+    """Check that the body allocates and computes less than this."""
     tracemalloc.start()
     began = time.process_time()
     try:
@@ -44,7 +42,7 @@ def bounded(nbytes: int, seconds: float) -> Iterator[None]:
 
 
 def reason(call: Callable[[], object]) -> str:
-    """Of the refusal."""
+    """Return the reason of the refusal."""
     with pytest.raises(InvalidRequestError) as caught:
         call()
     return caught.value.reason
@@ -52,7 +50,7 @@ def reason(call: Callable[[], object]) -> str:
 
 @pytest.mark.parametrize("name", ["sync", "async"])
 @pytest.mark.parametrize("count", [0, limits.MAX_BATCHES_PER_REQUEST + 1, 20_000_000, 2**32 - 1])
-def test_a_request_for_too_many_batches_is_refused_and_costs_nothing(name: str, count: int) -> None:
+def test_a_request_for_too_many_batches_is_refused_at_no_cost(name: str, count: int) -> None:
     job = Job(policy(name))
     loop = LoopSpec(0, size=10**9, batch_size=1)
 
@@ -68,7 +66,7 @@ def test_a_request_for_too_many_batches_is_refused_and_costs_nothing(name: str, 
     assert not job.coordinator.ledger.loops
 
 
-def test_the_largest_request_for_batches_is_cheap_with_many_workers() -> None:
+def test_the_largest_batch_request_is_cheap_with_many_workers() -> None:
     """sync deals to all of them at once."""
     job = Job(policy("sync"), workers=16)
     asked = {"worker": job.workers[0], "spec": LoopSpec(0, 10**9, 1), "received": 0, "idle": False}
@@ -99,7 +97,7 @@ def test_a_global_batch_of_too_many_batches_is_refused() -> None:
 def test_a_loop_over_a_thousand_million_epochs_costs_nothing(
     name: str, spec: LoopSpec | StreamSpec
 ) -> None:
-    """Its ledger, its state in a snapshot and its length are as those of a short loop."""
+    """Ledger, snapshot state and length are as those of a short loop."""
     job = Job(policy(name))
 
     with bounded(2 * MEGABYTE, 5.0):
@@ -138,21 +136,21 @@ def test_a_local_loop_ends_with_its_last_batch() -> None:
         LoopSpec(0, size=2**64 - 1, batch_size=1, epochs=2),
     ],
 )
-def test_a_loop_whose_batches_cannot_be_numbered_is_refused(spec: LoopSpec | StreamSpec) -> None:
-    """Numbers of batches travel as 64 bits."""
+def test_a_loop_with_unrepresentable_batch_numbers_is_refused(spec: LoopSpec | StreamSpec) -> None:
+    """Batch numbers have 64 bits on the wire."""
     assert reason(lambda: loop_from_proto(loop_to_proto(spec))) == "OUT_OF_RANGE"
     job = Job(policy("async"))
     asked = {"worker": job.workers[0], "spec": spec, "received": 0, "count": 1, "idle": False}
     assert reason(lambda: job.recorder.do(LeaseBatches(**asked), job.now)) == "OUT_OF_RANGE"
 
 
-def test_a_loop_of_the_greatest_length_is_accepted() -> None:
+def test_a_loop_of_the_maximal_length_is_accepted() -> None:
     for spec in (StreamSpec(0, 2**14, 1, 2**30), LoopSpec(0, 2**32, 1, 2**31 - 1)):
         assert loop_from_proto(loop_to_proto(spec)) == spec
 
 
-def test_many_returned_batches_are_found_at_once() -> None:
-    """One that a worker does not hold costs no look at all that it does hold."""
+def test_many_returned_batches_are_looked_up_directly() -> None:
+    """A batch that the worker does not hold costs no search through those that it holds."""
     job = Job(policy("async"))
     asked = {"worker": job.workers[0], "spec": LoopSpec(0, 10**9, 1), "idle": False}
     for received in range(0, 8 * 1024, 1024):
@@ -165,7 +163,7 @@ def test_many_returned_batches_are_found_at_once() -> None:
 
 
 @pytest.mark.parametrize("shards", [-1, 0, limits.MAX_SHARDS + 1, 100_000_000])
-def test_a_number_of_servers_that_cannot_be_is_refused(shards: int) -> None:
+def test_an_invalid_number_of_servers_is_refused(shards: int) -> None:
     assert reason(lambda: check_shards(shards)) == "OUT_OF_RANGE"
 
 
@@ -175,7 +173,7 @@ def test_a_wait_of_more_than_a_day_is_refused() -> None:
 
 
 @pytest.mark.parametrize("role", ["trainable", "frozen"])
-def test_a_model_that_no_server_has_room_for_is_refused(role: str) -> None:
+def test_a_model_larger_than_the_memory_of_the_servers_is_refused(role: str) -> None:
     tensor = TensorSpec("w", (2**31, 2**31), "float64", role)  # type: ignore[arg-type]
     spec = ModelSpec((tensor,), OptimizerSettings("sgd"))
 
@@ -191,7 +189,7 @@ def test_a_model_that_no_server_has_room_for_is_refused(role: str) -> None:
         {"attempt": 2**32 - 1},
     ],
 )
-def test_a_worker_with_an_absurd_place_is_refused(args: dict[str, object]) -> None:
+def test_an_invalid_rank_or_clock_of_a_worker_is_refused(args: dict[str, object]) -> None:
     job = Job(policy("async"))
     join = {"rank": None, "host": "h", "pid": 1, "device": "cpu", "attempt": 0, **args}
 

@@ -1,4 +1,4 @@
-"""What the first worker of a resumed job may change, and how the errors name the rest."""
+"""What the first worker of a resumed job may change, and how errors name the rest."""
 
 import json
 from collections.abc import Callable
@@ -32,8 +32,8 @@ ORIGIN = "the snapshot of version 2 in /data"
 RULES = JobRules(policy("async"), 1)
 
 
-class Journal:
-    """Keeps commands as the disk would."""
+class MemoryLog:
+    """Log that encodes commands as the disk would."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
@@ -44,11 +44,11 @@ class Journal:
     def rotate(self, coordinator: CoordinatorMachine) -> None: ...
 
 
-class Run:
+class JobRun:
     """Workers of one run of a job; every request is a recorded command."""
 
     def __init__(self, coordinator: CoordinatorMachine) -> None:
-        self.coordinator, self.journal = coordinator, Journal()
+        self.coordinator, self.journal = coordinator, MemoryLog()
         self.recorder = Recorder(coordinator, self.journal)
         self._staged: list[Staged] = []
 
@@ -74,7 +74,7 @@ class Run:
         return answer
 
     def train(self, worker: int, spec: Spec) -> list[int]:
-        """Go through a loop; the numbers that came."""
+        """Train a loop; return the batch numbers."""
         numbers: list[int] = []
         while (
             answer := self.ask(worker, spec, len(numbers), idle=True)
@@ -87,18 +87,18 @@ class Run:
         return numbers
 
 
-def from_snapshot(run: Run) -> Run:
-    """The next run, from a snapshot of all that has counted."""
+def from_snapshot(run: JobRun) -> JobRun:
+    """Return the next run, resumed from a snapshot of everything that has counted."""
     coordinator = CoordinatorMachine(1, RULES, run.coordinator.epoch + 1)
     assert run.coordinator.model is not None
     state = json.loads(json.dumps(run.coordinator.state()))
     coordinator.restore(state, run.coordinator.model, 0.0)
     coordinator.ledger.origin = ORIGIN
-    return Run(coordinator)
+    return JobRun(coordinator)
 
 
-def from_log(run: Run) -> Run:
-    """The next run, from a log; it goes on in the coordinator's own history."""
+def from_log(run: JobRun) -> JobRun:
+    """Return the next run, recovered from the log with the coordinator's history."""
     run.recorder.recovered(0.0, run.coordinator.epoch + 1, resumes=True)
     run.coordinator.ledger.origin = ORIGIN
     return run
@@ -108,16 +108,16 @@ WAYS = (from_snapshot, from_log)
 
 
 @pytest.fixture(params=WAYS)
-def resumed(request: pytest.FixtureRequest) -> Callable[..., Run]:
-    """A second run of a job whose first one has gone through these loops to their end."""
+def resumed(request: pytest.FixtureRequest) -> Callable[..., JobRun]:
+    """Return the second run of a job whose first run completed these loops."""
 
-    def make(*loops: Spec) -> Run:
-        run = Run(CoordinatorMachine(1, RULES))
+    def make(*loops: Spec) -> JobRun:
+        run = JobRun(CoordinatorMachine(1, RULES))
         worker = run.worker()
         for spec in loops or (LOOP,):
             run.train(worker, spec)
         run.recorder.do(Leave(worker, ""), 0.0)
-        way: Callable[[Run], Run] = request.param
+        way: Callable[[JobRun], JobRun] = request.param
         return way(run)
 
     return make
@@ -134,7 +134,9 @@ def refusal(reason: str, call: Callable[[], Any]) -> str:
 # ---- hyper-parameters ----------------------------------------------------------------------------
 
 
-def test_the_first_worker_s_hyper_parameters_are_adopted(resumed: Callable[..., Run]) -> None:
+def test_the_hyper_parameters_of_the_first_worker_are_adopted(
+    resumed: Callable[..., JobRun],
+) -> None:
     run = resumed()
     run.worker(SLOWER)
 
@@ -144,8 +146,8 @@ def test_the_first_worker_s_hyper_parameters_are_adopted(resumed: Callable[..., 
     assert ORIGIN not in text  # the job has them from this run
 
 
-def test_a_worker_that_was_here_before_a_restart_of_the_servers_ends_the_resume() -> None:
-    run = Run(CoordinatorMachine(1, RULES))
+def test_a_worker_from_before_the_restart_ends_the_resume() -> None:
+    run = JobRun(CoordinatorMachine(1, RULES))
     worker = run.worker()
     from_log(run)
     run.ask(worker, LOOP)
@@ -168,7 +170,7 @@ DIFFERENT = {
 
 @pytest.mark.parametrize("difference", DIFFERENT)
 def test_another_model_or_optimizer_is_refused_with_the_difference(
-    resumed: Callable[..., Run], difference: str
+    resumed: Callable[..., JobRun], difference: str
 ) -> None:
     text = refusal("MODEL_MISMATCH", lambda: resumed().worker(DIFFERENT[difference]))
 
@@ -177,7 +179,7 @@ def test_another_model_or_optimizer_is_refused_with_the_difference(
     assert "`--resume never`" in text
 
 
-def test_changes_are_named_key_by_key_and_group_by_group() -> None:
+def test_changes_are_named_by_key_and_group() -> None:
     one = OptimizerSettings("sgd", ({"lr": 0.1, "momentum": 0.0},))
     assert hyper_parameter_changes(one, one) == ""
     assert hyper_parameter_changes(
@@ -196,9 +198,7 @@ def test_changes_are_named_key_by_key_and_group_by_group() -> None:
 
 
 @pytest.mark.parametrize("spec", [LOOP, STREAM])
-def test_more_epochs_continue_a_loop_that_had_ended(
-    resumed: Callable[..., Run], spec: Spec
-) -> None:
+def test_more_epochs_continue_an_ended_loop(resumed: Callable[..., JobRun], spec: Spec) -> None:
     run = resumed(spec)
     more = replace(spec, epochs=2)
     before = {run.coordinator.ledger.loops[0].committed}
@@ -212,8 +212,8 @@ def test_more_epochs_continue_a_loop_that_had_ended(
     assert run.ask(run.worker(), more, idle=True) == BatchesReply(end=True)
 
 
-def test_more_epochs_continue_a_loop_that_was_broken_off() -> None:
-    first = Run(CoordinatorMachine(1, RULES))
+def test_more_epochs_continue_an_interrupted_loop() -> None:
+    first = JobRun(CoordinatorMachine(1, RULES))
     worker = first.worker()
     first.ask(worker, LOOP)
     first.push(worker, 1, BatchKey(0, 0, 1))
@@ -231,13 +231,13 @@ def test_more_epochs_continue_a_loop_that_was_broken_off() -> None:
     ),
     st.integers(1, 3),
 )
-def test_over_any_runs_with_growing_epochs_each_batch_counts_once(
-    runs: list[tuple[int, int, Callable[[Run], Run]]], size: int
+def test_over_several_runs_with_growing_epochs_each_batch_counts_once(
+    runs: list[tuple[int, int, Callable[[JobRun], JobRun]]], size: int
 ) -> None:
-    """Each run trains some batches, may leave one unused, and may raise the epochs; the last one
+    """Each run trains some batches, may leave one unused and may raise the epochs; the last one
     trains the rest.
     """
-    run, epochs, counted = Run(CoordinatorMachine(1, RULES)), 1, list[int]()
+    run, epochs, counted = JobRun(CoordinatorMachine(1, RULES)), 1, list[int]()
     for batches, more, resume in [*runs, (1_000, 0, from_snapshot)]:
         epochs += more if run.coordinator.ledger.loops else 0
         spec = replace(LOOP, size=size, epochs=epochs)
@@ -258,7 +258,9 @@ def test_over_any_runs_with_growing_epochs_each_batch_counts_once(
     assert run.coordinator.ledger.loops[0].done
 
 
-def test_the_raised_number_is_replayed_and_kept_in_snapshots(resumed: Callable[..., Run]) -> None:
+def test_the_raised_number_of_epochs_is_replayed_and_stored_in_snapshots(
+    resumed: Callable[..., JobRun],
+) -> None:
     run = resumed()
     before = json.loads(json.dumps(run.coordinator.whole()))
     done = len(run.journal.lines)
@@ -283,7 +285,7 @@ REASONS: dict[str, tuple[tuple[Spec, ...], Spec]] = {
 
 @pytest.mark.parametrize("why", REASONS)
 def test_a_loop_that_cannot_be_continued_is_refused_with_the_reason(
-    resumed: Callable[..., Run], why: str
+    resumed: Callable[..., JobRun], why: str
 ) -> None:
     loops, asked = REASONS[why]
     run = resumed(*loops)
@@ -296,7 +298,7 @@ def test_a_loop_that_cannot_be_continued_is_refused_with_the_reason(
 
 @pytest.mark.parametrize("first", [LOOP, replace(LOOP, epochs=2)])
 def test_only_the_first_worker_may_raise_epochs(
-    resumed: Callable[..., Run], first: LoopSpec
+    resumed: Callable[..., JobRun], first: LoopSpec
 ) -> None:
     run = resumed()
     run.ask(run.worker(), first)
@@ -305,9 +307,9 @@ def test_only_the_first_worker_may_raise_epochs(
     assert "only the first worker after a resume" in text
 
 
-def test_a_stream_of_which_batches_are_out_keeps_its_epochs() -> None:
-    """Their numbers would stand for other laps."""
-    run = Run(CoordinatorMachine(1, RULES))
+def test_a_stream_with_leased_batches_keeps_its_epochs() -> None:
+    """Their numbers would refer to other passes."""
+    run = JobRun(CoordinatorMachine(1, RULES))
     run.ask(run.worker(), STREAM)
     from_log(run)
 
@@ -315,7 +317,9 @@ def test_a_stream_of_which_batches_are_out_keeps_its_epochs() -> None:
     assert "hold batches of this stream" in text
 
 
-def test_a_loop_of_this_run_is_no_snapshot_s(resumed: Callable[..., Run]) -> None:
+def test_a_loop_of_the_current_run_is_not_taken_for_the_snapshots(
+    resumed: Callable[..., JobRun],
+) -> None:
     run = resumed()
     later = replace(LOOP, loop=1)
     run.ask(run.worker(), later)
@@ -325,9 +329,9 @@ def test_a_loop_of_this_run_is_no_snapshot_s(resumed: Callable[..., Run]) -> Non
     assert ORIGIN not in text
 
 
-def test_states_of_before_have_no_new_field() -> None:
-    """Logs and snapshots of earlier releases lack it; what is not resumed writes none."""
-    run = Run(CoordinatorMachine(1, RULES))
+def test_states_of_earlier_releases_have_no_new_field() -> None:
+    """A job that was not resumed writes none."""
+    run = JobRun(CoordinatorMachine(1, RULES))
     run.worker()
     assert "extendable" not in run.coordinator.state()
     assert from_snapshot(run).coordinator.state().get("extendable") is None  # there is no loop yet

@@ -1,6 +1,4 @@
-"""Numbers that an optimizer keeps once for each tensor, on shards, in snapshots, in reshards and
-on standbys.
-"""
+"""Per-tensor scalars of an optimizer on shards, in snapshots, in reshards and on standbys."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -42,7 +40,7 @@ STATE_FROM_LR = ("rprop", {"lr": 1e-2})
 
 
 def cut_model(name: str, group: Mapping[str, Any]) -> ModelSpec:
-    """With 2 or 3 shards the large tensors lie on several of them."""
+    """With 2 or 3 shards the large tensors are split over several of them."""
     return model(
         ((700,), "float32", 0),
         ((13, 3), "float64", 1),
@@ -55,9 +53,7 @@ def cut_model(name: str, group: Mapping[str, Any]) -> ModelSpec:
 
 
 def changed(groups: Any, step: int) -> Any:
-    """A scheduler's work: learning rate and momentum differ in each step, so scalars are a
-    history.
-    """
+    """Change learning rate and momentum in each step, so that scalars depend on the history."""
     factor = 0.5 + 0.1 * (step % 5)
     betas = {"betas": (factor / 2, 0.9)}
     return tuple(
@@ -67,7 +63,7 @@ def changed(groups: Any, step: int) -> Any:
 
 
 def advance(job: Shards, start: int, stop: int) -> None:
-    """Tensor t2 gets its first gradient late, t3 every other time."""
+    """Tensor t2 gets its first gradient late, t3 at every other step."""
     spec = job.plan.spec
     first = validate(spec.optimizer).groups
     for step in range(start, stop):
@@ -86,7 +82,7 @@ def trained(name: str, group: Mapping[str, Any], shards: int, steps: int = 6) ->
     return job
 
 
-def goes_on_alike(job: Shards, other: Shards) -> bool:
+def check_same_training(job: Shards, other: Shards) -> bool:
     for each in (job, other):
         advance(each, 6, 10)
     ours, theirs = job.weights(), other.weights()
@@ -134,7 +130,7 @@ def test_scalars_are_equal_on_all_shards_of_a_tensor_and_differ_between_tensors(
 
 @pytest.mark.parametrize(("name", "group"), WITH_SCALARS)
 @pytest.mark.parametrize("shards", [1, 2, 3])
-def test_neighbours_with_equal_counts_and_different_histories_do_not_share_their_scalars(
+def test_neighbours_with_equal_step_counts_keep_separate_scalars(
     name: str, group: dict[str, Any], shards: int
 ) -> None:
     """Each has made one step, under another schedule, when both step together."""
@@ -164,12 +160,12 @@ def test_a_snapshot_on_disk_restores_to_any_number_of_shards(
     for shard, store in enumerate(other.stores):
         store.restore(SnapshotReader(snapshots, manifest, needed_by(other.plan, shard)))
 
-    assert goes_on_alike(job, other)
+    assert check_same_training(job, other)
 
 
 @pytest.mark.parametrize(("name", "group"), [*WITH_SCALARS, STATE_FROM_LR])
 @pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 3), (3, 2), (3, 1)])
-def test_a_reshard_carries_scalars(
+def test_a_reshard_transfers_scalars(
     name: str, group: dict[str, Any], before: int, after: int
 ) -> None:
     job, still = trained(name, group, before), trained(name, group, before)
@@ -178,11 +174,11 @@ def test_a_reshard_carries_scalars(
     for shard, store in enumerate(other.stores):
         store.restore(ReshardReader(job.plan, frozen, needed_by(other.plan, shard)))
 
-    assert goes_on_alike(still, other)
+    assert check_same_training(still, other)
 
 
 @pytest.mark.parametrize(("name", "group"), [*WITH_SCALARS, STATE_FROM_LR])
-def test_a_standby_gets_scalars(name: str, group: dict[str, Any]) -> None:
+def test_a_standby_receives_scalars(name: str, group: dict[str, Any]) -> None:
     job = trained(name, group, 2)
     other = Shards(job.plan.spec, 2)
     for store, standby in zip(job.stores, other.stores, strict=True):
@@ -202,15 +198,15 @@ def test_a_standby_gets_scalars(name: str, group: dict[str, Any]) -> None:
     ]
 
     assert all(one == two for one, two in sums)
-    assert goes_on_alike(job, other)
+    assert check_same_training(job, other)
 
 
 def joined(record: StateRecord) -> StateRecord:
-    """As it comes off the line: all bytes in one."""
+    """Return the bytes of the records as one, as they arrive at the standby."""
     return record._replace(payload=[b"".join(bytes(part) for part in record.payload)])
 
 
-def test_a_checksum_covers_scalars() -> None:
+def test_the_checksum_covers_scalars() -> None:
     one, two = trained(*WITH_SCALARS[0], shards=1), trained(*WITH_SCALARS[0], shards=1)
     store = two.stores[0]
     store._optimizer._scalars["mu_product"] *= 0.5
@@ -271,7 +267,7 @@ def test_scalars_survive_json_bit_by_bit(scalars: dict[str, dict[int, float]]) -
     assert scalars_from_json(scalars_to_json(scalars)) == scalars
 
 
-def test_no_scalars_are_an_empty_text() -> None:
+def test_no_scalars_are_encoded_as_an_empty_text() -> None:
     assert scalars_to_json({}) == ""
     assert scalars_from_json("") == {}
 
@@ -285,12 +281,10 @@ def test_no_scalars_are_an_empty_text() -> None:
     pattern=st.lists(st.sets(st.integers(0, 4)), min_size=1, max_size=8),
     shards=st.integers(1, 3),
 )
-def test_any_model_steps_as_in_torch_whichever_tensors_have_gradients(
+def test_a_random_model_steps_as_in_torch_for_any_present_gradients(
     name: str, sizes: list[int], pattern: list[set[int]], shards: int
 ) -> None:
-    """pattern: for each step the tensors without a gradient. Scalars then differ from tensor to
-    tensor.
-    """
+    """pattern: the tensors without a gradient in each step, so that scalars differ."""
     tensors = [((size,), "float64", place % 2) for place, size in enumerate(sizes)]
     spec = model(*tensors, optimizer=OptimizerSettings(name, ({"lr": 1e-2}, {"lr": 2e-2})))
     job = begun(spec, shards)

@@ -1,4 +1,4 @@
-"""Gradients are looked at while they arrive: NaN and Inf are found early, and never hidden."""
+"""Gradients are checked while they arrive: NaN and Inf are found early and never hidden."""
 
 import math
 
@@ -18,15 +18,15 @@ DTYPES = ["float64", "float32", "float16", "bfloat16"]
 BAD = [math.nan, math.inf, -math.inf]
 
 
-def of(dtype: str) -> ModelSpec:
-    """Two gradients of 64 elements, without padding, and a buffer."""
+def staging_of(dtype: str) -> ModelSpec:
+    """Return a staging buffer of two gradients of 64 elements without padding, and a buffer."""
     return model(((64,), dtype), ((64,), dtype), ((64,), dtype, "buffer"), optimizer=SGD)
 
 
 def arrived(
     store: ParameterStore, values: list[Tensor], piece: int, absent: tuple[int, ...] = ()
 ) -> Staging:
-    """A push whose bytes came in pieces of so many bytes, each looked at when it was here."""
+    """Return a push that arrived in pieces of this size, each checked on arrival."""
     staging = store.allocate_staging(absent)
     wire = b"".join(value.view(torch.uint8).numpy().tobytes() for value in values)
     fill(staging.views, iter([wire]))
@@ -41,10 +41,8 @@ def ones(dtype: str, count: int = 3) -> list[Tensor]:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("piece", [1, 7, 128, 10_000])
-def test_good_gradients_are_known_to_be_good_when_the_last_byte_is_here(
-    dtype: str, piece: int
-) -> None:
-    store = begun(of(dtype)).stores[0]
+def test_good_gradients_are_known_when_the_last_byte_arrives(dtype: str, piece: int) -> None:
+    store = begun(staging_of(dtype)).stores[0]
     staging = arrived(store, ones(dtype), piece)
 
     assert staging.gradients_are_finite
@@ -54,8 +52,8 @@ def test_good_gradients_are_known_to_be_good_when_the_last_byte_is_here(
 @pytest.mark.parametrize("bad", BAD)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("place", [0, 31, 32, 63])
-def test_a_bad_number_is_found_wherever_it_is(bad: float, dtype: str, place: int) -> None:
-    store = begun(of(dtype)).stores[0]
+def test_a_bad_number_is_found_at_any_position(bad: float, dtype: str, place: int) -> None:
+    store = begun(staging_of(dtype)).stores[0]
     for tensor in (0, 1, 2):
         for piece in (1, 64, 100, 10_000):
             values = ones(dtype)
@@ -66,8 +64,8 @@ def test_a_bad_number_is_found_wherever_it_is(bad: float, dtype: str, place: int
             assert store.find_non_finite(staging) == f"t{tensor}"
 
 
-def test_a_bad_number_is_known_before_the_rest_has_come() -> None:
-    store = begun(of("float32")).stores[0]
+def test_a_bad_number_is_found_before_the_rest_arrives() -> None:
+    store = begun(staging_of("float32")).stores[0]
     staging = store.allocate_staging()
     torch.frombuffer(staging.views[0], dtype=torch.float32).fill_(1.0)[3] = math.nan
     staging.mark_filled(64)
@@ -78,8 +76,8 @@ def test_a_bad_number_is_known_before_the_rest_has_come() -> None:
 
 
 @pytest.mark.parametrize("upto", [0, 4, 508])
-def test_nobody_knows_before_the_last_byte_is_here(upto: int) -> None:
-    staging = begun(of("float32")).stores[0].allocate_staging()
+def test_a_gradient_is_not_known_to_be_good_before_its_last_byte(upto: int) -> None:
+    staging = begun(staging_of("float32")).stores[0].allocate_staging()
     torch.frombuffer(staging.views[0], dtype=torch.float32).fill_(1.0)
     staging.mark_filled(upto)
     assert not staging.gradients_are_finite
@@ -88,9 +86,9 @@ def test_nobody_knows_before_the_last_byte_is_here(upto: int) -> None:
     assert staging.gradients_are_finite
 
 
-def test_what_was_seen_is_not_read_again() -> None:
+def test_checked_bytes_are_not_read_again() -> None:
     """The second pass over a large push would cost as much as the update."""
-    store = begun(of("float32")).stores[0]
+    store = begun(staging_of("float32")).stores[0]
     staging = arrived(store, ones("float32"), 100)
     torch.frombuffer(staging.views[0], dtype=torch.float32)[5] = math.nan
 
@@ -99,7 +97,7 @@ def test_what_was_seen_is_not_read_again() -> None:
 
 @pytest.mark.parametrize("piece", [64, 10_000])
 def test_infinities_that_cancel_are_found(piece: int) -> None:
-    store = begun(of("float32")).stores[0]
+    store = begun(staging_of("float32")).stores[0]
     values = ones("float32")
     values[1][7], values[1][50] = math.inf, -math.inf
 
@@ -109,8 +107,8 @@ def test_infinities_that_cancel_are_found(piece: int) -> None:
 @pytest.mark.parametrize(
     ("dtype", "large"), [("float16", 6e4), ("float32", 3e38), ("float64", 1e308)]
 )
-def test_a_sum_that_overflows_is_neither_bad_nor_hides_what_is(dtype: str, large: float) -> None:
-    store = begun(of(dtype)).stores[0]
+def test_an_overflowing_sum_is_not_bad_and_hides_no_bad_number(dtype: str, large: float) -> None:
+    store = begun(staging_of(dtype)).stores[0]
     values = ones(dtype)
     values[0].fill_(large)
     good = arrived(store, values, 10_000)
@@ -122,7 +120,7 @@ def test_a_sum_that_overflows_is_neither_bad_nor_hides_what_is(dtype: str, large
 
 
 @pytest.mark.parametrize("bad", BAD)
-def test_of_several_dtypes_every_one_is_looked_at(bad: float) -> None:
+def test_all_of_several_dtypes_are_checked(bad: float) -> None:
     spec = model(((64,), "float32"), ((64,), "float16"), ((64,), "float64"), optimizer=SGD)
     job = begun(spec)
     assert [job.stores[0].find_non_finite(staging) for staging in job.stage(noise(spec, 2))] == [""]
@@ -137,8 +135,8 @@ def test_of_several_dtypes_every_one_is_looked_at(bad: float) -> None:
 
 
 @pytest.mark.parametrize("bad", BAD)
-def test_of_a_push_with_absent_tensors_the_others_are_looked_at(bad: float) -> None:
-    store = begun(of("float32")).stores[0]
+def test_present_tensors_are_checked_beside_absent_ones(bad: float) -> None:
+    store = begun(staging_of("float32")).stores[0]
     poisoned = store.allocate_staging()
     for view in poisoned.views:
         view[:] = b"\xff" * len(view)
@@ -152,7 +150,7 @@ def test_of_a_push_with_absent_tensors_the_others_are_looked_at(bad: float) -> N
 
 @pytest.mark.parametrize("absent", [[2], [3], [-1]])
 def test_only_trainable_tensors_can_be_absent(absent: list[int]) -> None:
-    store = begun(of("float32")).stores[0]
+    store = begun(staging_of("float32")).stores[0]
     with pytest.raises(InvalidRequestError, match="is not a trainable tensor"):
         store.allocate_staging(absent)
 
@@ -167,8 +165,8 @@ def test_a_shard_without_gradients_has_only_good_ones() -> None:
     assert store.find_non_finite(staging) == ""
 
 
-def test_what_was_released_has_no_memory_left() -> None:
-    staging = begun(of("float32")).stores[0].allocate_staging()
+def test_a_released_staging_holds_no_memory() -> None:
+    staging = begun(staging_of("float32")).stores[0].allocate_staging()
 
     assert staging.release() is not None
     assert staging.release() is None

@@ -1,4 +1,4 @@
-"""What one shard does with pushes besides stepping: averaging, buffers, bad numbers, memory."""
+"""The store of one shard besides stepping: means, buffers, bad numbers, memory."""
 
 import math
 import threading
@@ -36,7 +36,7 @@ def test_a_single_push_is_applied_bit_by_bit(dtype: str, shards: int) -> None:
     assert same(job.weights(), {name: before[name] - push[name] for name in before})
 
 
-def test_pushes_weigh_as_many_samples_as_they_have() -> None:
+def test_pushes_are_weighted_by_their_samples() -> None:
     spec = model(((4,), "float64"), ((3, 3), "float64"), optimizer=SGD)
     job = begun(spec, shards=2)
     before, (one, two, three) = job.weights(), (noise(spec, seed) for seed in (2, 3, 4))
@@ -61,7 +61,7 @@ def test_16_bit_means_are_rounded_once(dtype: str) -> None:
 
 
 @pytest.mark.parametrize("samples", [[], [0], [3, 0]])
-def test_a_mean_needs_samples(samples: list[int]) -> None:
+def test_a_mean_without_samples_is_refused(samples: list[int]) -> None:
     spec = model(((4,), "float32"), optimizer=SGD)
     job = begun(spec)
 
@@ -85,7 +85,7 @@ def with_buffers() -> ModelSpec:
 
 
 @pytest.mark.parametrize("shards", [1, 2, 3])
-def test_buffers_are_averaged_and_whole_numbers_are_the_first_contributors(shards: int) -> None:
+def test_buffers_are_averaged_and_integers_come_from_the_first_contributor(shards: int) -> None:
     spec = with_buffers()
     job = begun(spec, shards)
     one, two = (noise(spec, seed, roles=("trainable", "buffer")) for seed in (2, 3))
@@ -103,7 +103,7 @@ def test_buffers_are_averaged_and_whole_numbers_are_the_first_contributors(shard
     assert torch.equal(after["t5"], frozen)
 
 
-def test_a_buffer_that_is_equal_everywhere_never_drifts() -> None:
+def test_equal_buffers_never_drift() -> None:
     spec = with_buffers()
     mask = torch.tensor([0.0, -math.inf, 1.5] * 10)
     constant = torch.randn(9, dtype=torch.float64)
@@ -157,7 +157,7 @@ def test_a_bad_gradient_is_found_and_named(bad: float, dtype: str) -> None:
 @pytest.mark.parametrize(
     ("dtype", "large"), [("float16", 6e4), ("float32", 3e38), ("float64", 1e308)]
 )
-def test_numbers_whose_sum_overflows_are_not_bad(dtype: str, large: float) -> None:
+def test_finite_numbers_with_an_overflowing_sum_are_not_bad(dtype: str, large: float) -> None:
     spec = model(((100,), dtype), optimizer=SGD)
     job = begun(spec)
     (staging,) = job.stage({"t0": torch.full((100,), large, dtype=getattr(torch, dtype))})
@@ -165,7 +165,7 @@ def test_numbers_whose_sum_overflows_are_not_bad(dtype: str, large: float) -> No
     assert job.stores[0].find_non_finite(staging) == ""
 
 
-def test_what_is_absent_is_not_looked_at() -> None:
+def test_absent_tensors_are_not_checked() -> None:
     spec = model(((70,), "float32"), ((70,), "float32"), optimizer=SGD)
     job = begun(spec)
     (poisoned,) = job.stage({"t0": torch.full((70,), math.nan), "t1": torch.ones(70)})
@@ -175,7 +175,7 @@ def test_what_is_absent_is_not_looked_at() -> None:
     assert job.stores[0].find_non_finite(staging) == ""
 
 
-def test_a_bad_push_that_is_dropped_changes_nothing() -> None:
+def test_a_dropped_bad_push_changes_nothing() -> None:
     spec = with_buffers()
     job, untouched = begun(spec), begun(spec)
     for step in range(3):
@@ -190,7 +190,7 @@ def test_a_bad_push_that_is_dropped_changes_nothing() -> None:
     assert job.stores[0].groups() == untouched.stores[0].groups()
 
 
-def test_bad_initial_weights_are_found_but_masks_are_not() -> None:
+def test_bad_initial_weights_are_found_except_in_masks() -> None:
     spec = with_buffers()
     job = Shards(spec, 1)
     values = noise(spec, 1, roles=("trainable", "buffer", "frozen")) | {
@@ -209,7 +209,7 @@ def address(view: memoryview) -> int:
     return int(np.frombuffer(view, np.uint8).ctypes.data)
 
 
-def test_a_released_buffer_is_used_again_and_one_in_use_is_not() -> None:
+def test_a_released_buffer_is_reused_and_one_in_use_is_not() -> None:
     store = ParameterStore(PartitionPlan(with_buffers(), 1), 0)
     first, second = store.allocate_staging(), store.allocate_staging()
     places = [address(staging.views[0]) for staging in (first, second)]
@@ -231,7 +231,7 @@ def test_a_released_staging_cannot_be_applied() -> None:
         job.stores[0].apply([staging], [1])
 
 
-def test_a_staging_has_room_for_exactly_what_the_wire_brings() -> None:
+def test_a_staging_has_exactly_the_size_of_the_received_bytes() -> None:
     plan = PartitionPlan(with_buffers(), 1)
     store = ParameterStore(plan, 0)
     sizes = [
@@ -275,7 +275,7 @@ def test_threads_never_share_a_staging() -> None:
     assert mixed_up == []
 
 
-def test_more_shards_than_bytes_to_share_is_fine() -> None:
+def test_more_shards_than_bytes_are_allowed() -> None:
     spec = model(
         ((3,), "float32"), ((2,), "float32", "buffer"), optimizer=OptimizerSettings("adam", ({},))
     )

@@ -1,4 +1,4 @@
-"""Snapshots hold everything, and any number of shards can go on from them to the same bytes."""
+"""Snapshots hold the whole state; any number of shards continues from them with the same bytes."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -38,8 +38,8 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-class Kept:
-    """A snapshot in memory: what the shards exported, by place on the tape."""
+class MemorySnapshot:
+    """A snapshot in memory: the exports of the shards by position in the flat buffer."""
 
     def __init__(self, job: Shards) -> None:
         self._bytes: dict[str, dict[int, bytes]] = {}
@@ -62,7 +62,7 @@ class Kept:
                 )
 
     def read(self, kind: str, start: int, stop: int, out: memoryview) -> bool:
-        """One piece after the other, as far as they go."""
+        """Read piece by piece, up to the end of each."""
         position = start
         for at, data in sorted(self._bytes.get(kind, {}).items()):
             if at <= position < at + len(data):
@@ -122,7 +122,7 @@ def advance(job: Shards, spec: ModelSpec, start: int, stop: int) -> None:
 def restored(job: Shards, spec: ModelSpec, shards: int) -> Shards:
     fresh = Shards(spec, shards)
     for store in fresh.stores:
-        store.restore(Kept(job))
+        store.restore(MemorySnapshot(job))
     return fresh
 
 
@@ -135,14 +135,14 @@ def equal(ours: Shards, theirs: Shards) -> bool:
 
 
 def contents(export: dict[str, Tensor]) -> dict[str, bytes]:
-    """Bytes, because padding may hold NaN."""
+    """Return bytes, because padding may hold NaN."""
     return {key: tensor.view(torch.uint8).numpy().tobytes() for key, tensor in export.items()}
 
 
 @pytest.mark.every(5)
 @pytest.mark.parametrize(("name", "group"), VARIANTS)
 @pytest.mark.parametrize(("before", "after"), [(1, 1), (2, 3), (3, 1), (1, 2)])
-def test_a_restored_job_goes_on_to_the_same_bytes(
+def test_a_restored_job_continues_to_the_same_bytes(
     name: str, group: dict[str, Any], before: int, after: int
 ) -> None:
     spec = spec_for(name, group)
@@ -170,14 +170,14 @@ def test_a_job_can_be_restored_before_its_first_step() -> None:
     assert equal(job, resumed)
 
 
-def test_a_store_in_use_can_be_restored_and_forgets_what_it_was() -> None:
+def test_restoring_a_used_store_replaces_its_whole_state() -> None:
     spec = spec_for(*VARIANTS[2])
     job, other = Shards(spec, 1), Shards(spec, 1)
     job.begin(noise(spec, 1, roles=ROLES))
     advance(job, spec, 0, 4)
     other.begin(noise(spec, 2, roles=ROLES))
     advance(other, spec, 0, 9)
-    other.stores[0].restore(Kept(job))
+    other.stores[0].restore(MemorySnapshot(job))
     for each in (job, other):
         advance(each, spec, 4, 8)
 
@@ -188,26 +188,26 @@ def test_missing_weights_are_an_error() -> None:
     spec = spec_for(*VARIANTS[0])
     job = Shards(spec, 1)
     job.begin(noise(spec, 1, roles=ROLES))
-    kept = Kept(job)
-    kept.forget("weight")
+    snapshot = MemorySnapshot(job)
+    snapshot.forget("weight")
 
-    with pytest.raises(SnapshotError, match="does not hold all weights"):
-        ParameterStore(PartitionPlan(spec, 2), 0).restore(kept)
+    with pytest.raises(SnapshotError, match="lacks weights"):
+        ParameterStore(PartitionPlan(spec, 2), 0).restore(snapshot)
 
 
-def test_an_export_is_a_copy_and_its_memory_is_used_again() -> None:
+def test_an_export_is_a_copy_whose_memory_is_reused() -> None:
     spec = spec_for(*VARIANTS[2])
     job = Shards(spec, 1)
     job.begin(noise(spec, 1, roles=ROLES))
     advance(job, spec, 0, 2)
     first = job.stores[0].export()
     places = {key: tensor.data_ptr() for key, tensor in first.items()}
-    kept = contents(first)
+    snapshot = contents(first)
     advance(job, spec, 2, 4)
-    unchanged = contents(first) == kept
+    unchanged = contents(first) == snapshot
     second = job.stores[0].export(first)
 
     assert unchanged
     assert {key.partition("@")[0] for key in second} == {"weight", "exp_avg", "exp_avg_sq"}
     assert {key: tensor.data_ptr() for key, tensor in second.items()} == places
-    assert contents(second) != kept
+    assert contents(second) != snapshot

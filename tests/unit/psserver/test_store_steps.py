@@ -1,4 +1,4 @@
-"""Which tensors step, with which hyper-parameters, and what is kept for them: as in a torch
+"""Which tensors step, with which hyper-parameters, and which state they have: as in a torch
 process.
 """
 
@@ -44,20 +44,20 @@ def six(name: str, group: dict[str, Any]) -> ModelSpec:
     )
 
 
-def some(values: dict[str, Tensor], seed: int) -> dict[str, Tensor]:
-    """Part of the values, another part for each seed."""
+def partial_values(values: dict[str, Tensor], seed: int) -> dict[str, Tensor]:
+    """Return part of the values, another part for each seed."""
     generator = torch.Generator().manual_seed(seed)
-    kept = torch.rand(len(values), generator=generator) < 0.6
+    states = torch.rand(len(values), generator=generator) < 0.6
     return {
         name: value
-        for (name, value), keep in zip(values.items(), kept.tolist(), strict=True)
+        for (name, value), keep in zip(values.items(), states.tolist(), strict=True)
         if keep
     }
 
 
 @pytest.mark.parametrize(("name", "group"), OPTIMIZERS)
 @pytest.mark.parametrize("shards", [1, 3])
-def test_without_a_gradient_a_tensor_is_left_alone_as_torch_leaves_it(
+def test_a_tensor_without_a_gradient_is_unchanged_as_in_torch(
     name: str, group: dict[str, Any], shards: int
 ) -> None:
     spec = six(name, group)
@@ -66,7 +66,7 @@ def test_without_a_gradient_a_tensor_is_left_alone_as_torch_leaves_it(
     stepped = dict.fromkeys(plain.weights, 0)
     for step in range(30):
         pushes = [
-            some(noise(spec, 100 * step + worker), 100 * step + worker)
+            partial_values(noise(spec, 100 * step + worker), 100 * step + worker)
             for worker in range(step % 3 + 1)
         ]
         plain.step(*pushes)
@@ -81,7 +81,7 @@ def test_without_a_gradient_a_tensor_is_left_alone_as_torch_leaves_it(
         assert job.steps() == stepped
 
 
-def test_parts_of_a_model_may_be_trained_in_turn() -> None:
+def test_parts_of_a_model_may_be_trained_alternately() -> None:
     spec = six(*OPTIMIZERS[2])
     job = begun(spec, shards=2)
     plain = Plain(torch.optim.Adam, spec, job.weights())
@@ -125,7 +125,7 @@ def test_only_trainable_tensors_can_be_absent(index: int) -> None:
 # ---- hyper-parameters ----------------------------------------------------------------------------
 
 
-def test_the_first_push_that_brings_hyper_parameters_decides() -> None:
+def test_the_first_push_with_hyper_parameters_decides() -> None:
     spec = model(((4,), "float64"), optimizer=SGD)
     job = begun(spec)
     before, push = job.weights()["t0"], noise(spec, 2)
@@ -138,7 +138,7 @@ def test_the_first_push_that_brings_hyper_parameters_decides() -> None:
 
 
 @pytest.mark.parametrize("shards", [1, 2])
-def test_momentum_may_come_and_go(shards: int) -> None:
+def test_momentum_may_be_switched_on_and_off(shards: int) -> None:
     spec = six("sgd", {"lr": 0.1})
     job = begun(spec, shards)
     plain = Plain(torch.optim.SGD, spec, job.weights())
@@ -155,7 +155,7 @@ def test_momentum_may_come_and_go(shards: int) -> None:
         torch.testing.assert_close(weight, plain.weights[tensor], rtol=1e-12, atol=1e-12)
 
 
-def test_what_an_optimizer_keeps_is_made_when_it_is_needed() -> None:
+def test_optimizer_state_is_allocated_when_it_is_needed() -> None:
     spec = model(((64,), "float32"), optimizer=OptimizerSettings("adam", ({},)))
     job = begun(spec)
     store, push = job.stores[0], noise(spec, 2)

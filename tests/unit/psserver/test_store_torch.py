@@ -1,5 +1,5 @@
-"""Servers step exactly as one torch process would that averages the same gradients, however many
-shards there are.
+"""Servers step exactly as one torch process that averages the same gradients, for any number of
+shards.
 """
 
 from typing import Any
@@ -129,7 +129,7 @@ def test_every_built_in_optimizer_has_a_case() -> None:
 def mixed(
     name: str, groups: list[dict[str, Any]], dtypes: tuple[str, ...] = ("float32", "float64")
 ) -> ModelSpec:
-    """Awkward shapes of each dtype, dealt to the parameter groups in turn."""
+    """Return unusual shapes of each dtype, dealt to the parameter groups in turn."""
     tensors = [
         (shape, dtype, place % len(groups))
         for dtype in dtypes
@@ -139,15 +139,15 @@ def mixed(
 
 
 def scheduled(groups: Groups, step: int) -> Groups:
-    """What a scheduler makes of the groups: another learning rate at each step."""
+    """Return the groups with another learning rate at each step, as a scheduler yields them."""
     return tuple({**group, "lr": group["lr"] * (0.5 + 0.05 * (step * 7 % 10))} for group in groups)
 
 
 def gradients(
     weights: dict[str, Tensor], samples: list[dict[str, Tensor]]
 ) -> list[dict[str, Tensor]]:
-    """Each worker's. They depend on the weights, as gradients do, so what goes wrong in one step
-    shows in the next.
+    """Return each worker's gradients. They depend on the weights, so an error shows in the next
+    step.
     """
     return [
         {name: weights[name].mul(0.1).add_(value) for name, value in sample.items()}
@@ -156,7 +156,7 @@ def gradients(
 
 
 def difference(ours: dict[str, Tensor], plain: dict[str, Tensor], dtype: torch.dtype) -> float:
-    """The largest difference, relative to the largest value of its tensor."""
+    """Return the largest difference, relative to the largest value of its tensor."""
     return max(
         float((ours[name] - value).abs().max() / value.abs().max())
         for name, value in plain.items()
@@ -166,7 +166,7 @@ def difference(ours: dict[str, Tensor], plain: dict[str, Tensor], dtype: torch.d
 
 @pytest.mark.every(4)
 @pytest.mark.parametrize(("name", "groups", "workers"), CASES)
-def test_a_hundred_steps_are_those_of_one_torch_process(
+def test_a_hundred_steps_equal_those_of_one_torch_process(
     name: str, groups: list[dict[str, Any]], workers: int
 ) -> None:
     spec = mixed(name, groups)
@@ -246,7 +246,7 @@ def test_16_bit_weights_follow_a_double_precision_process(
 
 @pytest.mark.every(4)
 @pytest.mark.parametrize(("name", "groups"), [*DEFAULT.items(), CENTERED])
-def test_the_number_of_threads_does_not_show(
+def test_the_number_of_threads_changes_no_bit(
     name: str, groups: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("pscommon.system.thread_team.PART_BYTES", 4096)

@@ -1,5 +1,5 @@
-"""Proofs that workers' processes have ended: found or reported, and never of a process that was
-not seen.
+"""Proofs that worker processes have ended: found or reported, never for a process that was not
+seen.
 """
 
 import subprocess
@@ -12,7 +12,7 @@ from psserver.core.workers.membership import Membership
 from psserver.process.worker_exits import FOUND, WorkerExits
 
 
-class Crew:
+class WorkerProcesses:
     """Workers 1 to 3, and what is known of their processes."""
 
     def __init__(self) -> None:
@@ -33,43 +33,41 @@ def child() -> Iterator["subprocess.Popen[bytes]"]:
 
 
 def test_the_end_of_a_local_process_is_found(child: "subprocess.Popen[bytes]") -> None:
-    crew = Crew()
-    crew.exits.learn(1, process_id())
-    crew.exits.learn(2, process_id(child.pid))
-    assert crew.proofs == {}
+    workers = WorkerProcesses()
+    workers.exits.learn(1, process_id())
+    workers.exits.learn(2, process_id(child.pid))
+    assert workers.proofs == {}
     child.kill()
     child.wait()
-    assert crew.proofs == {2: FOUND}
+    assert workers.proofs == {2: FOUND}
 
 
-def test_a_process_that_was_never_seen_here_is_not_missed(child: "subprocess.Popen[bytes]") -> None:
-    """It may run on a system that looks like this one: a virtual machine that was copied while
-    it ran.
-    """
+def test_an_unseen_process_counts_as_not_ended(child: "subprocess.Popen[bytes]") -> None:
+    """It may run on a copied virtual machine that looks like this system."""
     name = process_id(child.pid)
     child.kill()
     child.wait()
-    crew = Crew()
-    crew.exits.learn(1, name)
-    assert crew.proofs == {}
+    workers = WorkerProcesses()
+    workers.exits.learn(1, name)
+    assert workers.proofs == {}
 
 
-def test_who_started_a_process_may_report_its_end_from_anywhere() -> None:
-    crew = Crew()
-    crew.exits.learn(1, "boot/7/100/5")
-    crew.exits.learn(2, "boot/7/101/5")
-    assert crew.exits.report("boot/7/101/5", "was killed by SIGKILL") == [2]
-    assert crew.exits.report("boot/8/101/5", "was killed by SIGKILL") == []
-    assert crew.proofs == {2: "was killed by SIGKILL"}
+def test_the_parent_of_a_process_may_report_its_end_from_any_host() -> None:
+    workers = WorkerProcesses()
+    workers.exits.learn(1, "boot/7/100/5")
+    workers.exits.learn(2, "boot/7/101/5")
+    assert workers.exits.report("boot/7/101/5", "was killed by SIGKILL") == [2]
+    assert workers.exits.report("boot/8/101/5", "was killed by SIGKILL") == []
+    assert workers.proofs == {2: "was killed by SIGKILL"}
 
 
-def test_workers_that_left_are_forgotten(child: "subprocess.Popen[bytes]") -> None:
-    crew = Crew()
+def test_departed_workers_are_dropped(child: "subprocess.Popen[bytes]") -> None:
+    workers = WorkerProcesses()
     for worker in (1, 2, 3):
-        crew.exits.learn(worker, process_id(child.pid))
+        workers.exits.learn(worker, process_id(child.pid))
     child.kill()
     child.wait()
-    crew.membership.members = {}
-    assert crew.exits.among([]) == {}
-    assert crew.exits.report(process_id(), "ended") == []
-    assert crew.proofs == {}
+    workers.membership.members = {}
+    assert workers.exits.among([]) == {}
+    assert workers.exits.report(process_id(), "ended") == []
+    assert workers.proofs == {}

@@ -1,6 +1,4 @@
-"""What a loader's length is: the share that a worker gets of a loop if the workers stay as they
-are.
-"""
+"""The length of a loader is the worker's share of a loop if the workers stay the same."""
 
 from dataclasses import replace
 
@@ -25,7 +23,7 @@ def job_of(workers: int, global_batch: int | None = None, name: str = "sync") ->
 
 
 def dealt(job: Job, workers: int, loop: LoopSpec) -> list[int]:
-    """How many batches each worker gets, pushing what it has as soon as it has all of an update."""
+    """Return how many batches each worker gets when it pushes each complete update at once."""
     counts, seqs, news = [0] * workers, [0] * workers, True
     while news:
         news = False
@@ -54,7 +52,7 @@ def dealt(job: Job, workers: int, loop: LoopSpec) -> list[int]:
     epochs=st.integers(0, 3),
     units=st.sampled_from([None, 1, 2, 5]),
 )
-def test_under_sync_the_share_is_what_is_dealt(
+def test_under_sync_the_share_equals_the_dealt_batches(
     workers: int, size: int, batch_size: int, epochs: int, units: int | None
 ) -> None:
     loop = LoopSpec(0, size, batch_size, epochs)
@@ -88,7 +86,7 @@ def test_the_share_follows_the_workers_that_are_registered() -> None:
     assert [worker_share(job.coordinator, worker, loop) for worker in (2, third)] == [5, 4]
 
 
-def test_before_the_first_round_the_workers_that_are_awaited_count() -> None:
+def test_before_the_first_round_awaited_workers_count() -> None:
     """By the rank that a launcher gave, else in the order of joining; also before they register."""
     coordinator, loop = CoordinatorMachine(1, JobRules(policy("sync"), 3)), LoopSpec(0, 10, 1)
     last = coordinator.membership.join(0.0, 2, "host", 1, "cpu").worker
@@ -110,7 +108,7 @@ def test_a_worker_that_is_about_to_register_counts_itself() -> None:
     assert worker_share(job.coordinator, 1, loop) == 5
 
 
-def test_a_worker_that_takes_another_s_place_has_its_share() -> None:
+def test_a_replacement_has_the_share_of_its_predecessor() -> None:
     coordinator, loop = CoordinatorMachine(1, JobRules(policy("sync"), 1)), LoopSpec(0, 10, 1)
     job = job_of(1)
     job.lead(coordinator)
@@ -125,7 +123,7 @@ def test_a_worker_that_takes_another_s_place_has_its_share() -> None:
     assert worker_share(coordinator, again, loop) == 10
 
 
-def test_an_observer_and_a_worker_that_is_out_have_an_even_share() -> None:
+def test_an_observer_and_a_departed_worker_have_an_even_share() -> None:
     job = job_of(2)
 
     assert worker_share(job.coordinator, 0, LoopSpec(0, 10, 1)) == 5

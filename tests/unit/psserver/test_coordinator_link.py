@@ -1,0 +1,185 @@
+"""Messages of a shard to the coordinator use the current connection and not an ended one."""
+
+import logging
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from pscommon.core.errors import MismatchError, UnreachableError
+from psproto.v1 import coordinator_pb2 as pb
+from psserver.core.job.snapshot_schedule import PartReport
+from psserver.core.shard.state_machine import ShardMachine
+from psserver.process.identity import ServerIdentity
+from psserver.shard.coordinator_link import CoordinatorLink
+from psserver.shard.transfer_stats import TransferStats
+
+
+def make_link(standby: Any = None, patience: float = 1.0) -> CoordinatorLink:
+    """Return a link that has only parts of snapshots and the state of its standby to report."""
+    engine = cast(
+        Any,
+        SimpleNamespace(
+            make_report=ShardMachine(1).report,
+            traffic=SimpleNamespace(transfer=TransferStats(cast(Any, None))),
+        ),
+    )
+    line = standby or SimpleNamespace(term=1, address="", state="none")
+    return CoordinatorLink(
+        ServerIdentity(1, 2, "here:1", "there:1"),
+        engine,
+        cast(Any, None),
+        cast(Any, None),
+        lambda: {"is": line.state},
+        patience,
+        line,
+    )
+
+
+def parts(requests: list[pb.LinkShardRequest]) -> list[int]:
+    """Return the versions of the parts among these messages."""
+    return [
+        request.snapshot_part.version for request in requests if request.HasField("snapshot_part")
+    ]
+
+
+def test_an_ended_connection_takes_no_messages() -> None:
+    """gRPC asks for its next request once more, after the next connection has begun."""
+    link = make_link()
+    ended = link._requests(link._outbox)
+    next(ended)
+    link._reset_outbox()
+    link._send_part(PartReport(7, 9, "part", 1, "sum"))
+
+    assert parts(list(ended)) == []
+    assert parts([next(link._requests(link._outbox))]) == [7]
+
+
+def test_the_last_part_is_sent_once_more_on_a_new_connection() -> None:
+    link = make_link()
+    link._send_part(PartReport(7, 9, "part", 1, "sum"))
+    first = link._requests(link._outbox)
+    assert parts([next(first)]) == [7]
+
+    link._reset_outbox()
+    requests = link._requests(link._outbox)
+
+    assert parts([next(requests), next(requests)]) == [7]
+
+
+def test_the_standby_state_is_sent_at_once_and_other_statistics_once_a_second() -> None:
+    standby = SimpleNamespace(term=1, address="b1:1", state="in sync")
+    link = make_link(standby)
+    requests = link._requests(link._outbox)
+
+    def reports() -> str:
+        link._wakeup.set()
+        return next(requests).stats_json
+
+    found = [reports(), reports()]
+    standby.state = "loading"
+    found += [reports(), reports()]
+
+    assert found == ['{"is": "in sync"}', "", '{"is": "loading"}', ""]
+
+
+def test_moved_bytes_are_reported_once() -> None:
+    """They come with the statistics of each second and not with each report: a step must not cost
+    more for them.
+    """
+    standby = SimpleNamespace(term=1, address="b1:1", state="0")
+    link = make_link(standby)
+    requests = link._requests(link._outbox)
+
+    def reports(due: bool = True) -> list[int]:
+        standby.state += "." if due else ""
+        link._wakeup.set()
+        return list(next(requests).alive)
+
+    assert reports() == []
+    assert list(link._engine.traffic.transfer.watch_frames(7, iter([b"a", b"b"]))) == [b"a", b"b"]
+    link._engine.traffic.transfer.note_request(8)
+    assert reports(due=False) == []
+    assert sorted(reports()) == [7, 8]
+    assert reports() == []
+
+
+def test_moved_bytes_are_reported_with_their_age(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lease that counted from the report would be longer than a lease."""
+    clock = SimpleNamespace(now=10.0)
+    monkeypatch.setattr(
+        "psserver.shard.transfer_stats.time", SimpleNamespace(monotonic=lambda: clock.now)
+    )
+    link = make_link()
+    requests = link._requests(link._outbox)
+    link._engine.traffic.transfer.note_request(7)
+    clock.now = 10.75
+
+    assert dict(next(requests).alive) == {7: 0.75}
+
+
+def test_a_shard_also_tries_the_address_of_shard_0_that_a_worker_names() -> None:
+    """A standby may take over before all shards have its address."""
+    link = make_link()
+    link._identity.job = "j"
+    assert link._next_address("there:1") == "there:1"
+
+    link._identity.introduce("b0:1", "j")
+
+    assert [link._next_address("there:1"), link._next_address("b0:1")] == ["b0:1", "there:1"]
+
+
+def test_a_restarted_shard_accepts_the_address_from_a_worker() -> None:
+    """Its flags say where shard 0 was; its data directory says that it belongs to this job."""
+    link = make_link()
+    link._identity.bound = "j"
+
+    link._identity.introduce("b0:1", "j")
+
+    assert [link._next_address("there:1"), link._next_address("b0:1")] == ["b0:1", "there:1"]
+
+
+@pytest.mark.parametrize("job", ["", "another"])
+def test_a_worker_of_another_job_cannot_redirect_a_shard(job: str) -> None:
+    link = make_link()
+    link._identity.job = "j"
+    with pytest.raises(MismatchError, match="follows there:1, not b0:1"):
+        link._identity.introduce("b0:1", job)
+    assert link._next_address("there:1") == "there:1"
+
+
+def test_a_shard_without_the_address_of_shard_0_reports_it_and_gives_up(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "psserver")
+    clock = SimpleNamespace(now=10.0)
+    monkeypatch.setattr(
+        "psserver.shard.coordinator_link.time", SimpleNamespace(monotonic=lambda: clock.now)
+    )
+    link = make_link(patience=20.0)
+
+    def no_message(seconds: float) -> str:
+        clock.now += seconds
+        return ""
+
+    link._identity = cast(Any, SimpleNamespace(wait_for_coordinator=no_message))
+    link._run()
+
+    assert isinstance(link.failure, UnreachableError)
+    assert "shard 0: nothing for 20 s: its address is unknown" in str(link.failure)
+    assert [record.__dict__["seconds"] for record in caplog.records] == [8, 16]
+
+
+@pytest.mark.parametrize("leaves", [True, False])
+def test_a_connection_that_ends_while_the_server_stops_is_no_warning(
+    leaves: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    link = make_link()
+    link._engine.live = SimpleNamespace(version=3)
+    if leaves:
+        link.leave(60.0)
+        link.stopped.clear()  # it was connected
+
+    link._handle_disconnect(UnreachableError("cancelled"), "there:1", connected=True)
+
+    assert [record.levelno for record in caplog.records] == ([] if leaves else [logging.WARNING])

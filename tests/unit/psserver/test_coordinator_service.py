@@ -1,0 +1,120 @@
+"""Shard 0 when another process becomes primary of a shard."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from pscommon.core.errors import MismatchError, TakenError
+from psserver.coordinator.service import CoordinatorService
+from psserver.core.commands.recorder import Recorder
+from psserver.core.coordinator.catch_up import CatchUp
+from psserver.core.shard.state_machine import NO_LOG
+from psworker.simulation import simulated
+
+
+@pytest.fixture
+def service() -> CoordinatorService:
+    """The coordinator service of two shards."""
+    return simulated(2, 1, "async", None).service
+
+
+def test_a_higher_term_replaces_a_connected_primary(service: CoordinatorService) -> None:
+    old, before = service.registry[1], service.registry[1].connection
+
+    server, line = service.shard_connections.connect(1, 2, "new:1", "new", term=2)
+
+    assert (server.address, server.term, service.registry.terms) == ("new:1", 2, [1, 2])
+    service.shard_connections.disconnect(old, before)
+    assert server.connected
+    assert line == server.connection
+
+
+def test_a_primary_with_a_lower_term_learns_that_it_is_deposed(service: CoordinatorService) -> None:
+    service.shard_connections.connect(1, 2, "new:1", "new", term=2)
+
+    with pytest.raises(TakenError, match="new:1 is primary of shard 1, in term 2") as refused:
+        service.shard_connections.connect(1, 2, "old:1", "old", term=1)
+    assert refused.value.reason == "DEPOSED"
+
+
+def test_the_same_term_is_accepted(service: CoordinatorService) -> None:
+    with pytest.raises(MismatchError, match="already served"):
+        service.shard_connections.connect(1, 2, "other:1", "other", term=1)
+
+
+def test_later_reports_of_the_former_primary_are_void(service: CoordinatorService) -> None:
+    old = service.registry[1].connection
+    service.shard_connections.connect(1, 2, "new:1", "new", term=2)
+    report = service.engine.make_report()
+
+    service.shard_connections.report(
+        report.__class__(1, report.epoch, 0, ()), service.registry[1], old
+    )
+    assert not service.registry[1].ready
+
+    service.shard_connections.report(
+        report.__class__(1, NO_LOG, 0, ()), service.registry[1], service.registry[1].connection
+    )
+    assert service.registry[1].catch_up is not None
+
+
+def test_a_report_of_the_former_primary_during_the_change_is_void(
+    service: CoordinatorService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was received and valid a moment before, for example about entries that it has applied."""
+    old, before, step = service.registry[1], service.registry[1].connection, service._executor.step
+    heard: list[int] = []
+    monkeypatch.setattr(
+        Recorder, "report", lambda recorder, report, now: heard.append(report.shard)
+    )
+    report = service.engine.make_report()
+
+    def say() -> None:
+        service.registry[1].ready = True
+        service.shard_connections.report(
+            replace(report, shard=1), old, service.registry[1].connection
+        )
+
+    say()
+    assert heard == [1]
+
+    def late(action: Callable[[Recorder, float], Any], quiet: bool = False) -> Any:
+        monkeypatch.setattr(service._executor, "step", step)
+        service.shard_connections.connect(1, 2, "new:1", "new", term=2)
+        return step(action, quiet)
+
+    monkeypatch.setattr(service._executor, "step", late)
+    say()
+
+    assert service.registry[1].connection == before + 1
+    assert heard == [1]
+
+
+def test_loading_by_the_former_primary_does_not_apply_to_the_new_one(
+    service: CoordinatorService,
+) -> None:
+    """The new one still reads its log; without asking it again, all others would roll back."""
+    server, old = service.shard_connections.connect(1, 2, "old:1", "old", term=2)
+    server, line = service.shard_connections.connect(1, 2, "new:1", "new", term=3)
+    server.catch_up = CatchUp.RECOVER
+
+    service.shard_connections.finish_catch_up(server, old, 7, "")
+    assert server.catch_up is CatchUp.RECOVER
+
+    service.shard_connections.finish_catch_up(server, line, 7, "")
+    assert server.catch_up is None
+
+
+def test_a_snapshot_that_waits_for_the_former_primary_is_abandoned(
+    service: CoordinatorService,
+) -> None:
+    """Otherwise it would never end, and no later snapshot would begin."""
+    with service.paused():
+        coordinator = service._coordinator
+        coordinator.cuts.begin(0, 0, 0.0, {})
+
+    service.shard_connections.connect(1, 2, "new:1", "new", term=2)
+
+    assert not coordinator.cuts.busy

@@ -1,0 +1,128 @@
+"""The executor carries out the consequences of a request, however the request ends."""
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from pscommon.core.errors import FencedError, PSError
+from psserver.coordinator.executor import CommandExecutor
+from psserver.core.commands.recorder import Recorder
+
+
+class RecordingFollower:
+    """Replace the engine: record what it receives. fails: every delivery raises."""
+
+    def __init__(self) -> None:
+        self.entries: list[object] = []
+        self.fails = False
+
+    def deliver(self, epoch: int, entries: list[object]) -> None:
+        if self.fails:
+            raise MemoryError("no room")
+        self.entries += entries
+
+
+class EntryLog(SimpleNamespace):
+    """Replace the coordinator by a log alone."""
+
+    def __init__(self) -> None:
+        super().__init__(log=SimpleNamespace(index=0), entries=[], epoch=7, failure=None)
+
+    def append(self, entry: object) -> None:
+        self.entries.append(entry)
+        self.log.index += 1
+
+    def entries_after(self, index: int) -> list[object]:
+        return self.entries[index:]
+
+
+@pytest.fixture
+def follower() -> RecordingFollower:
+    return RecordingFollower()
+
+
+@pytest.fixture
+def broken() -> list[Exception]:
+    return []
+
+
+@pytest.fixture
+def failures() -> list[PSError]:
+    return []
+
+
+@pytest.fixture
+def executor(
+    follower: RecordingFollower, failures: list[PSError], broken: list[Exception]
+) -> CommandExecutor:
+    recorder = cast(Recorder, SimpleNamespace(coordinator=EntryLog()))
+    return CommandExecutor(
+        recorder, cast(Any, follower), lambda: "", lambda: False, failures.append, broken.append
+    )
+
+
+def appending(entry: object, error: Exception | None = None) -> Callable[[Recorder, float], str]:
+    def action(recorder: Recorder, now: float) -> str:
+        cast(Any, recorder.coordinator).append(entry)
+        if error is not None:
+            raise error
+        return "done"
+
+    return action
+
+
+def test_entries_of_a_refused_request_are_delivered(
+    executor: CommandExecutor, follower: RecordingFollower
+) -> None:
+    """A snapshot was due, for example, or the request ended the membership of its worker."""
+    with pytest.raises(FencedError):
+        executor.step(appending("first", FencedError("out")))
+    executor.step(appending("second"))
+
+    assert follower.entries == ["first", "second"]
+
+
+def test_the_end_of_the_job_is_reported_although_the_request_is_refused(
+    executor: CommandExecutor, failures: list[PSError]
+) -> None:
+    cast(Any, executor.coordinator).failure = why = PSError("abort")
+
+    with pytest.raises(FencedError):
+        executor.step(appending("entry", FencedError("out")))
+
+    assert failures == [why]
+
+
+def test_a_shard_that_cannot_apply_entries_ends_its_process(
+    executor: CommandExecutor, follower: RecordingFollower, broken: list[Exception]
+) -> None:
+    follower.fails = True
+
+    with pytest.raises(MemoryError):
+        executor.step(appending("entry"))
+
+    assert [str(bug) for bug in broken] == ["no room"]
+
+
+def test_a_memory_error_ends_the_server_without_a_delivery(
+    executor: CommandExecutor, follower: RecordingFollower, broken: list[Exception]
+) -> None:
+    """The command is not recorded, so a restart does not contain it."""
+    with pytest.raises(MemoryError):
+        executor.step(appending("half done", MemoryError("no room")))
+
+    assert [type(error) for error in broken] == [MemoryError]
+    assert follower.entries == []
+
+
+def test_an_unexpected_error_is_reported_and_its_decisions_are_carried_out(
+    executor: CommandExecutor, follower: RecordingFollower, broken: list[Exception]
+) -> None:
+    """A restart and a standby do the same."""
+    with pytest.raises(ZeroDivisionError):
+        executor.step(appending("decided", ZeroDivisionError("planted")))
+
+    assert follower.entries == ["decided"]
+    assert broken == []

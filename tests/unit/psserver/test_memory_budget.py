@@ -1,0 +1,235 @@
+"""The limit of bytes in flight is never exceeded, is fair, and leaves no caller waiting forever."""
+
+import hashlib
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from pscommon.core.errors import InFlightError, InvalidRequestError
+from psserver.parameters.memory_budget import (
+    CALLER_CHECK_INTERVAL_SECONDS,
+    MemoryBudget,
+    MemoryClaim,
+)
+from tests.support.workers import together, until
+
+LONG = 100.0
+"""Seconds: more than `until` waits."""
+WORK = bytes(1 << 16)
+
+
+class Waiters:
+    """Workers that wait for a budget, each in its own thread. granted: the order of the grants."""
+
+    def __init__(self, budget: MemoryBudget) -> None:
+        self.granted: list[int] = []
+        self.refused: list[int] = []
+        self.claims: dict[int, MemoryClaim] = {}
+        self._budget = budget
+        self._threads: list[threading.Thread] = []
+
+    def wait(
+        self,
+        worker: int,
+        nbytes: int,
+        seconds: float = LONG,
+        alive: Callable[[], bool] = lambda: True,
+    ) -> None:
+        """Start waiting; return once the worker is in the queue."""
+        before = self._budget.waiting
+        thread = threading.Thread(target=self._take, args=(worker, nbytes, seconds, alive))
+        self._threads.append(thread)
+        thread.start()
+        until(lambda: self._budget.waiting > before, f"worker {worker} in the queue")
+
+    def _take(self, worker: int, nbytes: int, seconds: float, alive: Callable[[], bool]) -> None:
+        try:
+            self.claims[worker] = self._budget.take(worker, nbytes, seconds, alive)
+        except InFlightError:
+            self.refused.append(worker)
+        else:
+            self.granted.append(worker)
+
+    def give(self, worker: int) -> None:
+        self._budget.release(self.claims.pop(worker))
+
+    def expect(self, *granted: int) -> None:
+        """Check that exactly these have been granted, in this order."""
+        until(lambda: len(self.granted) >= len(granted), f"{granted}")
+        assert self.granted == list(granted)
+
+    def go(self) -> None:
+        """Grant each waiter in turn."""
+
+        def over() -> bool:
+            ended = not any(thread.is_alive() for thread in self._threads)
+            for worker in list(self.claims):
+                self.give(worker)
+            return ended
+
+        until(over, "the end")
+
+
+@pytest.fixture
+def budget_of_ten() -> MemoryBudget:
+    return MemoryBudget(10)
+
+
+@pytest.fixture
+def waiters(budget_of_ten: MemoryBudget, monkeypatch: pytest.MonkeyPatch) -> Iterator[Waiters]:
+    """Return waiters that do not poll: each must be notified."""
+    monkeypatch.setattr("psserver.parameters.memory_budget.CALLER_CHECK_INTERVAL_SECONDS", LONG)
+    waiters = Waiters(budget_of_ten)
+    yield waiters
+    waiters.go()
+    assert (budget_of_ten.used, budget_of_ten.waiting) == (0, 0)
+
+
+def test_64_threads_never_exceed_the_limit() -> None:
+    budget, guard = MemoryBudget(1000), threading.Lock()
+    held, highest, counts = 0, 0, [0] * 64
+
+    def work(worker: int) -> None:
+        nonlocal held, highest
+        sizes = random.Random(worker)
+        for _ in range(40):
+            claim = budget.take(worker, sizes.randint(1, 400), LONG)
+            with guard:
+                held += claim.nbytes
+                highest = max(highest, held)
+            counts[worker] += 1
+            hashlib.sha256(WORK).digest()  # lets other threads run meanwhile
+            with guard:
+                held -= claim.nbytes
+            budget.release(claim)
+
+    together(*[lambda worker=worker: work(worker) for worker in range(64)])
+
+    assert 400 < highest <= 1000
+    assert counts == [40] * 64
+    assert (budget.used, budget.waiting) == (0, 0)
+
+
+def test_the_worker_with_the_fewest_bytes_comes_first(
+    budget_of_ten: MemoryBudget, waiters: Waiters
+) -> None:
+    mine, other = budget_of_ten.take(1, 4, LONG), budget_of_ten.take(2, 6, LONG)
+    waiters.wait(1, 4)
+    waiters.wait(3, 4)
+    budget_of_ten.release(other)
+    waiters.expect(3)
+    budget_of_ten.release(mine)
+    waiters.expect(3, 1)
+
+
+def test_equal_holders_are_served_in_order_of_arrival(
+    budget_of_ten: MemoryBudget, waiters: Waiters
+) -> None:
+    full = budget_of_ten.take(1, 10, LONG)
+    workers = [7, 3, 9, 2, 5]
+    for worker in workers:
+        waiters.wait(worker, 10)
+    budget_of_ten.release(full)
+    for place in range(len(workers)):
+        waiters.expect(*workers[: place + 1])
+        waiters.give(workers[place])
+
+
+def test_small_requests_do_not_overtake_a_large_one(
+    budget_of_ten: MemoryBudget, waiters: Waiters
+) -> None:
+    small = [budget_of_ten.take(worker, 2, LONG) for worker in range(5)]
+    waiters.wait(90, 10)
+    for worker in (11, 12, 13):
+        waiters.wait(worker, 2)
+    for claim in small[1:]:
+        budget_of_ten.release(claim)
+        assert budget_of_ten.used == sum(each.nbytes for each in small) - 2 * (small.index(claim))
+    waiters.wait(14, 2)
+    assert waiters.granted == []
+    budget_of_ten.release(small[0])
+    waiters.expect(90)
+    waiters.give(90)
+    until(lambda: len(waiters.granted) == 5, "the small ones")
+
+
+def test_all_requests_that_fit_are_granted_at_once(
+    budget_of_ten: MemoryBudget, waiters: Waiters
+) -> None:
+    full = budget_of_ten.take(1, 10, LONG)
+    for worker in range(2, 9):
+        waiters.wait(worker, 2)
+    budget_of_ten.release(full)
+    until(lambda: len(waiters.granted) == 5, "all that fit")
+
+    assert set(waiters.granted) == {2, 3, 4, 5, 6}  # their threads may note it in another order
+    assert (budget_of_ten.used, budget_of_ten.waiting) == (10, 2)
+
+
+def test_a_timeout_names_the_full_budget_and_lets_the_next_request_proceed(
+    budget_of_ten: MemoryBudget, waiters: Waiters
+) -> None:
+    held = budget_of_ten.take(1, 6, LONG)
+    began = time.monotonic()
+    waiters.wait(8, 10, seconds=0.5)
+    waiters.wait(9, 4)
+    with pytest.raises(
+        InFlightError, match="6 of 10 bytes are in flight, no room for 5 more"
+    ) as caught:
+        budget_of_ten.take(2, 5, 0.2)
+
+    assert caught.value.reason == "IN_FLIGHT"
+    waiters.expect(9)
+    assert waiters.refused == [8]
+    assert time.monotonic() - began >= 0.5
+    budget_of_ten.release(held)
+
+
+def test_a_request_above_the_limit_is_refused_at_once(budget_of_ten: MemoryBudget) -> None:
+    full = budget_of_ten.take(1, 10, LONG)
+    began = time.monotonic()
+    with pytest.raises(
+        InvalidRequestError, match="11 bytes do not fit the server's --in-flight of 10"
+    ) as caught:
+        budget_of_ten.take(2, 11, LONG)
+
+    assert time.monotonic() - began < 5
+    assert caught.value.exit_code == 2
+    assert budget_of_ten.waiting == 0
+    budget_of_ten.release(full)
+    assert budget_of_ten.take(2, 10, 0.0).nbytes == 10
+
+
+def test_a_cancelled_caller_leaves_the_queue(
+    budget_of_ten: MemoryBudget, waiters: Waiters, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "psserver.parameters.memory_budget.CALLER_CHECK_INTERVAL_SECONDS",
+        CALLER_CHECK_INTERVAL_SECONDS,
+    )
+    full, here = budget_of_ten.take(1, 5, LONG), threading.Event()
+    here.set()
+    waiters.wait(2, 10, alive=here.is_set)
+    waiters.wait(3, 5)
+    here.clear()
+    waiters.expect(3)
+
+    assert waiters.refused == [2]
+    budget_of_ten.release(full)
+
+
+def test_granted_bytes_are_released_after_an_error(budget_of_ten: MemoryBudget) -> None:
+    seen = []
+
+    def work() -> None:
+        with budget_of_ten.borrow(1, 7, LONG, lambda: True):
+            seen.append(budget_of_ten.used)
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        work()
+
+    assert (seen, budget_of_ten.used) == ([7], 0)

@@ -1,0 +1,131 @@
+"""The number of shards of a job over restarts with an unchanged command line."""
+
+import json
+import logging
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from pscommon.core.errors import SnapshotError
+from psserver.process.config import ServerConfig
+from psserver.process.shard_count_file import ShardCountFile
+from psserver.server import Server
+from tests.support.events import events
+
+
+def test_a_restart_with_the_old_flags_keeps_the_current_number_of_shards(
+    tmp_path: Path,
+) -> None:
+    layout = ShardCountFile(2, tmp_path)
+    layout.change(3)
+    layout.change(1)
+
+    for given in (1, 2, 3):
+        again = ShardCountFile(given, tmp_path)
+        assert (again.shards, again.given, again.changes, again.past) == (1, given, 2, {2, 3})
+
+
+def test_a_changed_flag_sets_the_number_of_shards(tmp_path: Path) -> None:
+    ShardCountFile(2, tmp_path).change(3)
+
+    assert (ShardCountFile(4, tmp_path).shards, ShardCountFile(4, tmp_path).changes) == (4, 0)
+
+
+def test_a_log_may_have_a_number_from_before_the_last_reshard(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Shard 0 writes the file before a reshard begins, and may die in between."""
+    caplog.set_level(logging.INFO, "psserver")
+    settings: dict[str, Any] = {
+        "bind": "127.0.0.1:0",
+        "data_dir": tmp_path,
+        "durability": "log",
+        "job": "otter",
+    }
+    first = Server(ServerConfig(shards=1, **settings))
+    first.start()
+    first.close()
+    (tmp_path / "layout").write_text(json.dumps({"shards": 3, "past": [1, 2], "changes": 2}))
+
+    again = Server(ServerConfig(shards=2, **settings))
+    again.start()
+    again.close()
+
+    assert again.identity.shards == 1
+    assert "job_log_unusable" not in events(caplog)
+    assert "resumed_from_log" in events(caplog)
+
+
+def test_a_number_that_returns_is_no_longer_a_former_one(tmp_path: Path) -> None:
+    layout = ShardCountFile(2, tmp_path)
+    layout.change(3)
+    layout.change(2)
+    layout.change(2)
+
+    assert (layout.shards, layout.past, layout.changes) == (2, {3}, 2)
+    assert ShardCountFile(3, tmp_path).shards == 2
+
+
+def test_a_job_without_former_numbers_removes_them(tmp_path: Path) -> None:
+    ShardCountFile(2, tmp_path).change(3)
+    ShardCountFile(2, tmp_path).forget()
+
+    assert ShardCountFile(2, tmp_path).shards == 2
+
+
+def test_a_promoted_standby_writes_the_numbers_of_its_primary(tmp_path: Path) -> None:
+    before = ShardCountFile(2, None)
+    before.change(3)
+
+    layout = ShardCountFile(2, tmp_path)
+    layout.take_over(before.noted, 1)
+
+    for found in (layout, ShardCountFile(2, tmp_path), ShardCountFile(3, tmp_path)):
+        assert (found.shards, found.past, found.changes) == (1, {2, 3}, 2)
+
+
+def test_the_coordinator_records_a_reshard_before_its_shard_applies_it() -> None:
+    """A primary that dies at once has sent its standby the decision without the entry that
+    follows.
+    """
+    mirror = SimpleNamespace(
+        hello=SimpleNamespace(facts=SimpleNamespace(layout=ShardCountFile(3, None).noted)),
+        shard_state=SimpleNamespace(shards=3),
+        coordinator=SimpleNamespace(shards=1),
+    )
+    config = ServerConfig(shard=0, shards=3)
+
+    layout = Server._make_layout(
+        SimpleNamespace(config=config, _promotion=SimpleNamespace(standby_state=mirror))
+    )  # type: ignore[arg-type]
+
+    assert (layout.shards, layout.past, layout.changes) == (1, {3}, 1)
+
+
+def test_a_promoted_standby_that_cannot_write_the_file_continues(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    layout = ShardCountFile(2, tmp_path / "gone")
+    layout.take_over({"shards": 3, "past": [2], "changes": 1}, 3)
+
+    assert (layout.shards, layout.past, layout.changes) == (3, {2}, 1)
+    assert "shard_count_not_stored" in events(caplog)
+
+
+def test_without_a_data_directory_the_number_ends_with_the_process() -> None:
+    layout = ShardCountFile(2, None)
+    layout.change(3)
+
+    assert (layout.shards, ShardCountFile(2, None).shards) == (3, 2)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", json.dumps({"shards": "x", "past": [], "changes": 0})]
+)
+def test_an_invalid_file_is_reported(tmp_path: Path, text: str) -> None:
+    (tmp_path / "layout").write_text(text)
+
+    with pytest.raises(SnapshotError, match="number of servers is unknown"):
+        ShardCountFile(2, tmp_path)
