@@ -35,7 +35,7 @@ from psserver.shard.engine import ShardEngine
 from psserver.shard.worker_traffic import WorkerTraffic
 from psserver.transfer.servicer import DataPlaneServicer
 from psworker.core.clock import Clock
-from psworker.transport.streams import AnswerReceiver, Cancellation, ExchangeAnswer, take
+from psworker.transport.streams import AnswerReceiver, Cancellation, ExchangeAnswer, receive_answer
 
 Request = TypeVar("Request")
 Response = TypeVar("Response")
@@ -266,7 +266,7 @@ class DirectTransport:
         answer = map(
             decode_response, self._cluster.servers[shard].exchange(iter(sent), lambda: True)
         )
-        result = take(answer, receiver)
+        result = receive_answer(answer, receiver)
         self._cluster.deliver()
         pushed_last = header.seq > 0 and shard == len(self._cluster.servers) - 1
         if may_wait and (pushed_last or result.outcome == ps.OUTCOME_PENDING):

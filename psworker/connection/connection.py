@@ -176,7 +176,7 @@ class Connection:
     def new_request(self) -> tuple[TimeLimits, Cancellation]:
         """Return the time limits and the cancellation of a new request to all shards."""
         self.check()
-        cancellation = Cancellation(alone=len(self.transport.addresses) == 1)
+        cancellation = Cancellation(is_alone=len(self.transport.addresses) == 1)
         limits = self._watched(cancellation.check, self.membership.check, self.drain.check)
         return limits, cancellation
 

@@ -373,13 +373,13 @@ class ModelExchange:
     ) -> tuple[ShardTransfer, Sequence[ShardExchange]]:
         """Send the whole push to another number of shards, once the script has finished it."""
         transfer, header = push.wait_for_end()
-        if not push.decided:  # `finish` blocks the script, so the buffers may be remapped
+        if not push.is_decided:  # `finish` blocks the script, so the buffers may be remapped
             self.buffers.unpin()
         self._relocate(error)
         transfer, push.exchanges = self._run_shards(
             replace(transfer, plan=self.plan), header, SentBefore.CALL, push.set_cancellation
         )
-        push.resent = True
+        push.is_resent = True
         return transfer, push.exchanges
 
     def _take_decision(self, result: PushResult) -> None:

@@ -59,7 +59,7 @@ class OpenPush:
         changed: Notified when bytes or an answer arrive, and when the push's thread ends.
         header: Header of the push without the fields that `finish` sets.
         exchanges: The exchange of each shard, by shard.
-        resent: The whole push went to another number of shards, and the weights came from there.
+        is_resent: The whole push went to another number of shards, and the weights came from there.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class OpenPush:
             for shard in range(transfer.plan.shards)
         ]
         self.exchanges: Sequence[ShardExchange] = ()
-        self.resent = False
+        self.is_resent = False
         self._opened: list[OpenShardExchange] = []
         self._has_ended = False
         self._error: BaseException | None = None
@@ -133,9 +133,9 @@ class OpenPush:
                     exchange.expect_answer()
             for shard, upload in enumerate(self._uploads):
                 upload.close(header, transfer.sent(shard), transfer.outgoing(shard))
-        self._wait_until(lambda: self.decided)
+        self._wait_until(lambda: self.is_decided)
         for exchange, download in zip(self._opened, self._downloads, strict=True):
-            if download.result is not None and not self.resent:
+            if download.result is not None and not self.is_resent:
                 exchange.decide(download.result)
         result = combined(self.exchanges)
         self._steps.record_decision(result)
@@ -150,7 +150,7 @@ class OpenPush:
         span, buffers = ByteRange(start, stop), self._buffers
         copied = bool(buffers.shards) and self._transfer.weights is not buffers.weights
         self._wait_until(
-            lambda: not copied and all(download.has(span) for download in self._downloads)
+            lambda: not copied and all(download.has_received(span) for download in self._downloads)
         )
 
     def close(self) -> None:
@@ -208,7 +208,7 @@ class OpenPush:
         return replace(self._transfer, absent=frozenset(closing.absent)), header
 
     @property
-    def decided(self) -> bool:
+    def is_decided(self) -> bool:
         """True once all shards have answered with the outcome of the push."""
         return all(download.result is not None for download in self._downloads)
 

@@ -101,7 +101,7 @@ class ShardExchange:
         )
         self._silence = limits.connect / 2
         self._retry = RetryDeadline(self._name(), transport.clock, limits)
-        receiver.moved = self._retry.record_frame
+        receiver.on_frame = self._retry.record_frame
         self._started = self._ended = transport.clock.now()
         self._pull_seconds = 0.0
         self._attempts = 0

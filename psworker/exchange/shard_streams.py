@@ -118,12 +118,12 @@ class ShardDownload(AnswerReceiver):
             self._changed.notify_all()
         return super().begin(result)
 
-    def arrived(self, nbytes: int) -> None:
+    def record_bytes(self, nbytes: int) -> None:
         with self._changed:
             self.nbytes = nbytes
             self._changed.notify_all()
 
-    def has(self, span: ByteRange) -> bool:
+    def has_received(self, span: ByteRange) -> bool:
         """Return whether all bytes of `span` that the shard sends have arrived."""
         before = 0
         for start, stop in self.order:

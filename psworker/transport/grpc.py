@@ -28,7 +28,7 @@ from psworker.transport.streams import (
     Cancellation,
     ExchangeAnswer,
     TransferCalls,
-    take,
+    receive_answer,
 )
 
 INTRODUCTION_SECONDS = 5.0
@@ -41,7 +41,7 @@ class ServerChannel:
 
     Attributes:
         address: HOST:PORT of the server.
-        closed: The channel is closed.
+        is_closed: The channel is closed.
         exchanges: Stub of the Exchange call.
         shard: Stub of the parameter server service.
         coordinator: Stub of the coordinator service.
@@ -49,7 +49,7 @@ class ServerChannel:
 
     def __init__(self, address: str, tensors: bool) -> None:
         self.address = address
-        self.closed = False
+        self.is_closed = False
         self._channel = channel = open_channel(address, tensors)
         self.exchanges = ExchangeStub(channel)
         self.shard: ParameterServerServiceStub = ParameterServerServiceStub(channel)
@@ -57,7 +57,7 @@ class ServerChannel:
 
     def close(self) -> None:
         """Close the channel, which ends all its calls. May be called again."""
-        self.closed = True
+        self.is_closed = True
         self._channel.close()
 
     def cancel(self, cause: object = None) -> None:
@@ -88,7 +88,7 @@ class GrpcTransport:
         self._channels: dict[tuple[str, bool], ServerChannel] = {}
         self._streams = TransferCalls()
         self._introductions: list[object] = []  # keeps the futures alive, so their calls go on
-        self._closed = False
+        self._is_closed = False
         _transports.add(self)
 
     @property
@@ -252,7 +252,7 @@ class GrpcTransport:
                     call = (
                         stub.ask(encode_header(header))
                         if frames is None
-                        else stub.stream(stream.watched(frames))
+                        else stub.stream(stream.watch(frames))
                     )
                     answer = stream.answer(call, cancellation)
             self._endpoints.check(shard, answer.result.term)
@@ -263,7 +263,7 @@ class GrpcTransport:
 
     def close(self) -> None:
         """Close all channels. May be called again, and in a forked child."""
-        self._closed = True
+        self._is_closed = True
         self.end_calls()
 
     @contextmanager
@@ -275,13 +275,13 @@ class GrpcTransport:
             with translated(f"shard {shard} at {address} ({method})"):
                 yield channel
         except UnreachableError as error:
-            if error.reason in ("UNREACHABLE", "NOT_PRIMARY") and not channel.closed:
+            if error.reason in ("UNREACHABLE", "NOT_PRIMARY") and not channel.is_closed:
                 self._endpoints.switch(shard, address)
             raise
         except ValueError as closed:
             # gRPC raises ValueError on a closed channel: the server is no longer primary, or
             # another thread has cancelled a call on it.
-            if self._closed or not channel.closed:
+            if self._is_closed or not channel.is_closed:
                 raise
             raise UnreachableError(
                 f"the channel to shard {shard} at {address} was closed", "NOT_PRIMARY"
@@ -294,10 +294,10 @@ class GrpcTransport:
 
     def _channel(self, address: str, tensors: bool = False) -> "ServerChannel":
         with self._lock:
-            if self._closed:
+            if self._is_closed:
                 raise InvalidRequestError("this Client is closed")
             channel = self._channels.get((address, tensors))
-            if channel is None or channel.closed:
+            if channel is None or channel.is_closed:
                 channel = self._channels[address, tensors] = ServerChannel(address, tensors)
             return channel
 
@@ -343,12 +343,12 @@ def _exchange_once(
     once: Any = channel.exchanges.once
     call: Any = channel
     started = time.monotonic()
-    if not cancellation.alone:  # a blocking call spares one of gRPC's threads
+    if not cancellation.is_alone:  # a blocking call spares one of gRPC's threads
         call = once.future(request, timeout=timeout)
     cancellation.attach(call)
     try:
         answer = once(request, timeout=timeout) if call is channel else call.result()
     finally:
         cancellation.detach(call)
-    result = take(iter([decode_response(answer)]), receiver, in_memory)
+    result = receive_answer(iter([decode_response(answer)]), receiver, in_memory)
     return ExchangeAnswer(result, time.monotonic() - started, 0.0)

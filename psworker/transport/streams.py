@@ -17,18 +17,18 @@ class AnswerReceiver:
 
     Attributes:
         views: Returns the views for an answer's header.
-        moved: Called for each frame that a streaming call sends or receives.
+        on_frame: Called for each frame that a streaming call sends or receives.
     """
 
     def __init__(self, views: Callable[[ps.ExchangeResult], Sequence[memoryview]]) -> None:
         self.views = views
-        self.moved: Callable[[], None] = lambda: None
+        self.on_frame: Callable[[], None] = lambda: None
 
     def begin(self, result: ps.ExchangeResult) -> Sequence[memoryview]:
         """Return the views for the bytes of an answer whose header has arrived."""
         return self.views(result)
 
-    def arrived(self, nbytes: int) -> None:
+    def record_bytes(self, nbytes: int) -> None:
         """Record that `nbytes` bytes of the answer have arrived in total."""
 
 
@@ -50,12 +50,12 @@ class Cancellation:
     """Ends a request's calls on all shards, and prevents new ones.
 
     Attributes:
-        alone: The request has one part, so a failure of another part cannot end it.
+        is_alone: The request has one part, so a failure of another part cannot end it.
         cause: The first error that cancelled the request; None before.
     """
 
-    def __init__(self, alone: bool = False) -> None:
-        self.alone = alone
+    def __init__(self, is_alone: bool = False) -> None:
+        self.is_alone = is_alone
         self._lock = threading.Lock()
         self._calls: set[Any] = set()
         self.cause: BaseException | None = None
@@ -94,21 +94,21 @@ class TransferCall:
         receiver: Memory for the bytes of the answer.
 
     Attributes:
-        stalled: The call was ended because no frame moved.
+        is_stalled: The call was ended because no frame moved.
     """
 
     def __init__(self, seconds: float, receiver: AnswerReceiver) -> None:
-        self.stalled = False
+        self.is_stalled = False
         self._seconds, self._receiver = seconds, receiver
         self._since = time.monotonic()
         self._call: Any = None
 
-    def watched(self, frames: Iterator[bytes]) -> Iterator[bytes]:
+    def watch(self, frames: Iterator[bytes]) -> Iterator[bytes]:
         """Yield the frames, and record the progress after each one."""
         for frame in frames:
             yield frame
             self._since = time.monotonic()
-            self._receiver.moved()
+            self._receiver.on_frame()
 
     def answer(self, call: Any, cancellation: Cancellation) -> ExchangeAnswer:
         """Return the answer of the call; its bytes go to the receiver."""
@@ -116,10 +116,12 @@ class TransferCall:
         cancellation.attach(call)
         try:
             started = time.monotonic()
-            frames = map(decode_response, self.watched(call))
+            frames = map(decode_response, self.watch(call))
             first = next(frames, None)
             answered = time.monotonic()
-            result = take(itertools.chain([first] if first else [], frames), self._receiver)
+            result = receive_answer(
+                itertools.chain([first] if first else [], frames), self._receiver
+            )
             return ExchangeAnswer(result, answered - started, time.monotonic() - answered)
         finally:
             cancellation.detach(call)
@@ -127,7 +129,7 @@ class TransferCall:
 
     def end_if_stalled(self) -> None:
         if self._call is not None and time.monotonic() - self._since > self._seconds:
-            self.stalled = True
+            self.is_stalled = True
             self._call.cancel()
 
 
@@ -147,7 +149,7 @@ class TransferCalls:
         try:
             yield stream
         except Exception as error:
-            if stream.stalled:
+            if stream.is_stalled:
                 text = f"no bytes have moved between this worker and {address} for {seconds:.0f} s"
                 raise UnreachableError(text, "UNREACHABLE") from error
             raise
@@ -160,7 +162,7 @@ class TransferCalls:
             stream.end_if_stalled()
 
 
-def take(
+def receive_answer(
     frames: Iterator[Frame[ps.ExchangeResult]], receiver: AnswerReceiver, in_memory: bool = False
 ) -> ps.ExchangeResult:
     """Return the answer's header, and give its bytes to the receiver.
@@ -178,12 +180,12 @@ def take(
     views = receiver.begin(result)
     filler = Filler(views if result.nbytes and not in_memory else ())
     filler.fill(data)
-    receiver.arrived(result.nbytes if in_memory else data.nbytes)
+    receiver.record_bytes(result.nbytes if in_memory else data.nbytes)
     for frame in frames:
         if frame.header is not None:
             raise PSError("the server sent a second header")
         filler.fill(frame.data)
-        receiver.arrived(result.nbytes - filler.missing)
+        receiver.record_bytes(result.nbytes - filler.missing)
     if not filler.complete:
         raise PSError(f"the server sent {filler.missing} bytes too few")
     return result

@@ -44,7 +44,7 @@ from psserver.shard.worker_traffic import WorkerTraffic
 from psserver.transfer.servicer import DataPlaneServicer
 from psworker.core.clock import Clock
 from psworker.simulation import ENDLESS_LEASE_SECONDS, UNLIMITED_BYTES, DirectTransport
-from psworker.transport.streams import AnswerReceiver, Cancellation, ExchangeAnswer, take
+from psworker.transport.streams import AnswerReceiver, Cancellation, ExchangeAnswer, receive_answer
 
 JOB = "direct"
 ROUNDS = 100
@@ -353,7 +353,7 @@ class Lane(DirectTransport):
         sent = [encode_header(header), *(chunks(send) if header.has_data else ())]
         with self._cluster.inside(shard) as life:
             answer = map(decode_response, life.server.exchange(iter(sent), lambda: True))
-            result = take(answer, receiver)
+            result = receive_answer(answer, receiver)
         self._cluster.deliver()
         return ExchangeAnswer(result, 0.0, 0.0)
 
