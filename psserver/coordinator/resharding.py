@@ -20,7 +20,7 @@ from psproto.v1 import coordinator_pb2 as pb
 from psserver.coordinator.executor import CommandExecutor
 from psserver.core.commands.recorder import Recorder
 from psserver.core.commands.request_checks import check_shards
-from psserver.core.commands.shard_commands import StartReshard
+from psserver.core.commands.shard_protocol import start_reshard
 from psserver.core.coordinator.admission import check_reshard
 from psserver.core.coordinator.shard_directory import ShardDirectory
 from psserver.durability.snapshots import SnapshotManager
@@ -132,22 +132,21 @@ class ReshardRequests:
             check_reshard(coordinator, shards, self._config.in_flight)
 
     def _begin(self, recorder: Recorder, now: float, shards: int) -> float | None:
-        """Start the reshard if possible. Called by the executor.
-
-        The shard count is written to disk first: a server that restarts must find the new number.
-        """
-        layout, coordinator = self._layout, recorder.coordinator
-        if self._registry.missing or not coordinator.resharding.can_start(shards):
+        """Start the reshard if possible. Called by the executor."""
+        writes_snapshot = self._snapshots.enabled
+        if not start_reshard(
+            recorder, self._registry, shards, writes_snapshot, self._store_count, now
+        ):
             return None
-        try:
-            layout.change(shards)
-        except OSError as error:
-            raise SnapshotError(f"cannot store the number of servers: {error}") from error
-        recorder.do(StartReshard(shards, self._snapshots.enabled), now)
         self._moved.clear()
-        self._registry.form(coordinator.job.following_shards)
         self.learn()
         return now
+
+    def _store_count(self, shards: int) -> None:
+        try:
+            self._layout.change(shards)
+        except OSError as error:
+            raise SnapshotError(f"cannot store the number of servers: {error}") from error
 
     @property
     def waiting_for(self) -> str:
@@ -190,9 +189,7 @@ class ReshardRequests:
 
         The caller holds the executor's lock.
         """
-        members = self._executor.coordinator.job.following_shards
-        if len(list(self._registry)) > members:
-            self._registry.form(members)
+        if self._registry.release_leavers(self._executor.coordinator):
             self._executor.wake()
 
     def _build_own_part(self, epoch: int, index: int) -> None:

@@ -13,9 +13,10 @@ from psserver.coordinator.job_history import JobHistory
 from psserver.coordinator.resharding import ReshardRequests
 from psserver.coordinator.snapshot_jobs import SnapshotScheduler
 from psserver.core.commands.job_commands import RecordPart
-from psserver.core.commands.shard_commands import DropShardReports, RestartShard
-from psserver.core.coordinator.admission import is_full
+from psserver.core.commands.recorder import Recorder
+from psserver.core.commands.shard_protocol import process_report, replace_process
 from psserver.core.coordinator.catch_up import CatchUp
+from psserver.core.coordinator.machine import CoordinatorMachine
 from psserver.core.coordinator.server_entry import DeliveryCursor, RegistryView, ServerEntry
 from psserver.core.coordinator.shard_directory import ShardDirectory
 from psserver.core.job.snapshot_schedule import PartReport
@@ -98,11 +99,10 @@ class ShardConnections:
             connection = server.connection
             self._reshard_requests.learn()
             self._executor.wake()
-        if replaces and self._directory.is_member(server):
-            self._executor.do(RestartShard(shard))
-            if term > 1:  # its predecessor may have reported more than it has
-                self._executor.do(DropShardReports(shard))
-                self._snapshot_scheduler.wanted = True
+        if replaces and self._executor.step(
+            lambda recorder, now: replace_process(recorder, self._directory, server, now)
+        ):
+            self._snapshot_scheduler.wanted = True
         log.info("shard_connected", peer_shard=shard, shards=shards, address=address, term=term)
         return server, connection
 
@@ -124,28 +124,17 @@ class ShardConnections:
             server: The reporting server; None: this process.
             connection: The connection over which the report came.
         """
-        directory = self._directory
-        with self._executor.changed:
-            server, coordinator = server or directory[report.shard], self._executor.coordinator
-            if not directory.is_current(server, connection, coordinator):
-                return
-            decision = directory.record_report(server, report, coordinator, self._history.durable)
-            if decision.is_change:
-                self._executor.wake()
-        if decision.catch_up is CatchUp.FOLLOW:
-            # checked again under the lock: a new primary, which may be behind, may have connected
-            self._executor.step(
-                lambda r, now: (
-                    r.report(report, now)
-                    if directory.is_current(server, connection, r.coordinator)
-                    else None
-                )
+        directory, has_logs = self._directory, self._history.durable
+
+        def process(recorder: Recorder, now: float) -> tuple[CatchUp | None, CoordinatorMachine]:
+            member = server or directory[report.shard]
+            catch_up = process_report(
+                recorder, directory, member, connection, report, now, has_logs
             )
-            if is_full(self._executor.coordinator, report.log_bytes):
-                self._executor.step(lambda recorder, now: recorder.cut(now))
-        elif decision.catch_up is CatchUp.BEGIN and decision.is_change:
-            self._executor.do(DropShardReports(report.shard))
-        elif decision.catch_up is CatchUp.GO_BACK:
+            return catch_up, recorder.coordinator
+
+        catch_up, coordinator = self._executor.step(process)
+        if catch_up is CatchUp.GO_BACK:
             self._history.go_back(
                 f"shard {report.shard} was restarted", coordinator.epoch, coordinator.version
             )

@@ -4,9 +4,8 @@ from pscommon.core.errors import SnapshotError, UnreachableError, WaitTimeoutErr
 from pscommon.snapshot import Manifest
 from psserver.coordinator.executor import CommandExecutor
 from psserver.coordinator.job_history import JobHistory
-from psserver.core.commands.job_commands import FinishSnapshot
 from psserver.core.commands.recorder import Recorder
-from psserver.core.commands.shard_commands import FinishReshard
+from psserver.core.commands.shard_protocol import finish_snapshot
 from psserver.core.coordinator.machine import CoordinatorMachine
 from psserver.core.coordinator.shard_directory import ShardDirectory
 from psserver.durability.snapshots import SnapshotManager
@@ -143,9 +142,10 @@ class SnapshotScheduler:
         coordinator = self._executor.coordinator
         if coordinator.cuts.finished is not None:
             written = self._history.commit_snapshot(coordinator, self._executor)
-            self._executor.do(FinishSnapshot())
-            if coordinator.move is not None and (written or not self._history.durable):
-                self._executor.do(FinishReshard())  # without a log, the previous snapshot is enough
+            has_logs = self._history.durable
+            self._executor.step(
+                lambda recorder, now: finish_snapshot(recorder, now, written, has_logs)
+            )
 
     def _written(self, wanted: int, seconds: float, tries: int = 1) -> int | None:
         """Take snapshots until one holds the wanted version (after a rollback: the current

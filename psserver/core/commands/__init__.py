@@ -9,7 +9,7 @@ __all__ = [
     "recorded",
     "recorder",
     "request_checks",
-    "shard_commands",
+    "shard_protocol",
     "waiting",
     "worker_commands",
     "worker_share",

@@ -234,6 +234,14 @@ class ShardDirectory(Generic[SnapshotT]):
             and connection in (None, server.connection)
         )
 
+    def release_leavers(self, coordinator: CoordinatorMachine) -> bool:
+        """Release the servers that a finished reshard has removed. Return whether there are any."""
+        members = coordinator.job.following_shards
+        has_leavers = len(self._servers) > members
+        if has_leavers:
+            self.form(members)
+        return has_leavers
+
     def is_member(self, server: ServerEntry) -> bool:
         """Return whether the server follows the job's log."""
         return server.shard < len(self._servers) and self._servers[server.shard] is server
