@@ -297,8 +297,24 @@ def moved_among_kills(scenario: Scenario) -> Scenario:
     return replace(scenario, durable=True, lag=False, reshards=3, server_kills=4)
 
 
+def lagging_alone(scenario: Scenario) -> Scenario:
+    """Shard 0 is all there is, and its standby lags."""
+    return replace(
+        scenario,
+        policy=policy("async"),
+        durable=True,
+        lag=True,
+        standbys=6,
+        server_kills=2,
+        reshards=0,
+        shards=1,
+    )
+
+
 SCENARIOS: dict[str, Callable[[Scenario], Scenario]] = {
     "sum in arrival order": three_unclipped,
+    "a log that begins in a move": moved_among_kills,
+    "workers outlive what they were told": lagging_alone,
     "a move that is over too early": moved_among_kills,
 }
 """Where histories of any kind would take too many seeds to meet a bug."""

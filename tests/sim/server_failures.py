@@ -9,6 +9,7 @@ from collections import Counter
 from pscommon.core.log_entries import Apply, Reject
 from psserver.core.commands.recorder import Recorder
 from psserver.core.coordinator.machine import CoordinatorMachine
+from psserver.core.coordinator.shard_directory import ShardDirectory
 from tests.sim.disks import Disk, JobJournal, Saved
 from tests.sim.mirror import Mirror, mirror_of
 from tests.sim.scenario import Scenario
@@ -24,6 +25,7 @@ class ServerFailures:
     coordinator: CoordinatorMachine
     shards: list[SimShard]
     disks: list[Disk]
+    directory: ShardDirectory[Saved]
     down: set[int]
     layout: int
     saved: Saved | None
@@ -38,7 +40,10 @@ class ServerFailures:
         if gone or all(worker.done for worker in self.workers):
             return
         self.down.add(number)
-        self.shards[number].up = False
+        shard = self.shards[number]
+        shard.up = False
+        if shard.directory is self.directory and shard.connection is not None:
+            self.directory.disconnect(shard.server, shard.connection)
         if self.coordinator.pending.measurement is not None:
             self.amid_measures[
                 "takeover" if self.disks[number].mirror is not None else "restart"
@@ -59,13 +64,17 @@ class ServerFailures:
         self.down.remove(number)
         old, new = self.shards[number], self.new_shard(number)
         new.before = old if old.is_ready else old.before
+        new.term = old.term
         self.shards[number] = new
         mirror = self.disks[number].mirror
         if mirror is not None:
             if self.scenario.lag:
                 mirror.fall_behind(self.rng.choice([0, 1, 2, 3, 6]))
             new.take_over(mirror)
+            new.term += 1
             self.takeovers += 1
+        if number == 0:
+            self.directory = self.new_directory(None)
         if number == 0 and self.scenario.durable:
             self.recover_coordinator()
         elif number == 0:
@@ -105,7 +114,8 @@ class ServerFailures:
         """The standby of shard 0 coordinates now. It may lack what others know."""
         self.recorder = promoted_coordinator(self, mirror)
         coordinator, journal = self.coordinator, self.recorder.journal
-        self.layout = coordinator.shards
+        self.counts.shards = coordinator.shards
+        self.directory = self.new_directory(self.saved)
         assert isinstance(journal, JobJournal)
         journal.begin(coordinator.version, coordinator.whole(), coordinator.shards)
         self.generation += 1
@@ -136,6 +146,7 @@ class ServerFailures:
                 "entries after {} are lost",
                 log.base,
             )
+        self.directory = self.new_directory(self.saved)
         self.recorder.journal.rotate(self.coordinator)
         self.recorder.recovered(self.now, self.generation, resumes=True)
         self.flush()
@@ -150,6 +161,8 @@ class ServerFailures:
         saved, self.disks[0].mirror = self.saved, None
         self.recorder = self.new_recorder(self.generation)
         self.end_servers()
+        self.directory.form(self.layout)
+        self.directory.new_log(saved)
         self.decided, self._flushed = list(saved.decided if saved else ()), 0
         self.dropped = list(saved.dropped if saved else ())
         if saved is not None:

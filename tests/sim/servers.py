@@ -27,6 +27,8 @@ from pscommon.core.model_spec import ModelSpec, OptimizerSettings, TensorSpec
 from psserver.core.commands.recorded import RecordedCommand
 from psserver.core.commands.recorder import Recorder, replay
 from psserver.core.coordinator.machine import CoordinatorMachine
+from psserver.core.coordinator.server_entry import ServerEntry
+from psserver.core.coordinator.shard_directory import ShardDirectory
 from psserver.core.job.reshard_phase import ReshardPhase
 from psserver.core.job.snapshot_schedule import PartReport
 from psserver.core.workers.members import WorkerState
@@ -98,9 +100,12 @@ class SimShard:
         self.part: PartReport | None = None
         self.replaying = False
         self.before: SimShard | None = None
-        self.is_ready = self.asked = self.is_known = False
+        self.is_ready = self.has_recovered = False
         self.said = self.heard = 0
-        self.met: Recorder | None = None  # what it has told where it stands
+        self.instance, self.term = f"process {next(world.processes)}", 1
+        # its line to the coordinator: it comes with the first report that arrives
+        self.directory: ShardDirectory[Saved] | None = None
+        self.server, self.connection = ServerEntry(shard), None
         self.up = True
 
     def start_log(self, version: int) -> None:
@@ -157,10 +162,13 @@ class SimShard:
     def send_report(self) -> None:
         if self.up and not self.replaying:
             self.said += 1
-            report, number = self.machine.report(), self.said
+            report, number, recovered = self.machine.report(), self.said, self.has_recovered
             recorder = self.world.recorder
             self.world.send(
-                lambda: self.world.recorder is recorder and self.hear_report(report, number), self
+                lambda: (
+                    self.world.recorder is recorder and self.hear_report(report, number, recovered)
+                ),
+                self,
             )
 
     def send_part(self) -> None:
@@ -168,11 +176,11 @@ class SimShard:
         if (part := self.part) is not None:
             self.world.send(lambda: self.world.on_part(self.machine.shard, part), self)
 
-    def hear_report(self, report: ShardReport, number: int) -> None:
+    def hear_report(self, report: ShardReport, number: int, recovered: bool) -> None:
         """A line keeps the order of what is said on it."""
         if number > self.heard:
             self.heard = number
-            self.world.on_report(report, self)
+            self.world.on_report(report, self, recovered)
 
     def entries(self, epoch: int, entries: list[Entry]) -> None:
         for entry in self.machine.accept(epoch, entries):
@@ -313,9 +321,9 @@ class SimShard:
         """Be what this shard was: the snapshot, and its own log on top of it, if the log goes
         with it.
         """
-        if self.asked:
+        if self.has_recovered:
             return  # told twice
-        self.asked = True
+        self.has_recovered = True
         segments = since(self.disk.log, saved.version if saved else None)
         if not segments:
             return

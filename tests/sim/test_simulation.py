@@ -16,7 +16,7 @@ from pscommon.core.log_entries import Apply, Cut, Entry
 from psserver.core.commands.recorder import HUNG
 from psserver.core.job.policy import policy
 from psserver.core.job.settings import WorkerLossMode
-from tests.sim import clipping_mutants, mutants
+from tests.sim import clipping_mutants, directory_mutants, mutants
 from tests.sim.scenario import Scenario
 from tests.sim.servers import UNITS, InvariantError, SimShard, part_of
 from tests.sim.world import World, run
@@ -139,8 +139,12 @@ def test_histories_keep_every_invariant_when_departed_workers_are_forgotten_at_o
 
 
 CLASSES = mutants.CLASSES | clipping_mutants.CLASSES
-PATCHES = mutants.PATCHES | clipping_mutants.PATCHES
-SCENARIOS = {**mutants.SCENARIOS, **clipping_mutants.SCENARIOS}
+PATCHES = mutants.PATCHES | clipping_mutants.PATCHES | directory_mutants.PATCHES
+SCENARIOS = {
+    **mutants.SCENARIOS,
+    **clipping_mutants.SCENARIOS,
+    **directory_mutants.SCENARIOS,
+}
 
 
 @pytest.mark.every(3)

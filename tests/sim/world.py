@@ -7,30 +7,34 @@ world's own record of who pushed what.
 """
 
 import heapq
+import itertools
 import json
 import random
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 from pscommon.core.data_loop import LoopSpec
 from pscommon.core.errors import FencedError
 from pscommon.core.log_entries import Apply, Entry, Measure, PushKey, Reject, ShardReport
 from psserver.core.commands.data_commands import ReturnBatches
-from psserver.core.commands.job_commands import FinishSnapshot, RecordPart
-from psserver.core.commands.recorder import Recorder
-from psserver.core.commands.shard_commands import (
-    DropShardReports,
-    FinishReshard,
-    RestartShard,
-    StartReshard,
+from psserver.core.commands.job_commands import RecordPart
+from psserver.core.commands.recorder import RESHARD_SNAPSHOT_RETRY_SECONDS, Recorder
+from psserver.core.commands.shard_protocol import (
+    finish_snapshot,
+    process_report,
+    replace_process,
+    start_reshard,
 )
 from psserver.core.commands.waiting import waiting_for
-from psserver.core.coordinator.catch_up import CatchUp, choose_catch_up
+from psserver.core.coordinator.catch_up import CatchUp
 from psserver.core.coordinator.machine import CoordinatorMachine
+from psserver.core.coordinator.server_entry import DeliveryCursor
+from psserver.core.coordinator.shard_directory import ShardDirectory
 from psserver.core.job.settings import JobRules
-from psserver.core.job.snapshot_schedule import PartReport, SnapshotInterval
+from psserver.core.job.snapshot_schedule import PartReport, SnapshotInProgress, SnapshotInterval
 from psserver.core.shard.state_machine import NO_LOG, PushOutcome, ShardMachine
 from psserver.core.workers.members import WorkerHeartbeat
 from tests.sim import verdict
@@ -80,11 +84,13 @@ class World(Faults, ServerFailures):
         self.is_measuring = False
         # what has come between a Measure and the next update
         self.amid_measures: Counter[str] = Counter()
-        self.layout = self.scenario.shards
+        self.processes = itertools.count()
+        self.counts = SimpleNamespace(shards=self.scenario.shards, changes=0, past=set[int]())
         self.moves = 0
         self.disks = [Disk() for _ in range(UNITS)]
         self.down: set[int] = set()
         self.recorder = self.new_recorder(0)
+        self.directory = self.new_directory(None)
         self.shards = [self.new_shard(shard) for shard in range(self.layout)]
         for shard in self.shards:
             shard.follow(0)
@@ -134,6 +140,22 @@ class World(Faults, ServerFailures):
             self.journal_class(self.disks[0], epoch, self.layout) if self.scenario.durable else None
         )
         return Recorder(coordinator, journal)
+
+    def new_directory(self, snapshot: Saved | None) -> ShardDirectory[Saved]:
+        """What a new process of server 0 knows of the others."""
+        directory = ShardDirectory[Saved](self.counts, "server 0")
+        directory.form(self.coordinator.job.following_shards)
+        directory.new_log(snapshot)
+        return directory
+
+    @property
+    def layout(self) -> int:
+        """Number of shards that the job has, or will have after a move."""
+        return int(self.counts.shards)
+
+    def store_count(self, shards: int) -> None:
+        self.counts.past |= {self.counts.shards}
+        self.counts.shards, self.counts.changes = shards, self.counts.changes + 1
 
     @property
     def coordinator(self) -> CoordinatorMachine:
@@ -205,6 +227,8 @@ class World(Faults, ServerFailures):
             self.start_server(number)
         self.perfect = True
         for _ in range(20):
+            if self.coordinator.move is not None:
+                self.now += RESHARD_SNAPSHOT_RETRY_SECONDS  # its snapshot may have failed
             self.look()
             if self.is_settled:
                 return
@@ -246,81 +270,99 @@ class World(Faults, ServerFailures):
         except FencedError:
             self.send(lambda: sender.later(0.0, lambda: sender.fenced(worker)), self.shards[0])
 
-    def on_report(self, report: ShardReport, shard: SimShard) -> None:
-        if 0 in self.down or not shard.up or (shard.is_ready and report.epoch == NO_LOG):
-            return
-        if (
-            shard.is_ready
-            and report.epoch == self.coordinator.epoch
-            and self.goes_on(shard, report)
-        ):
-            self.recorder.report(report, self.now)
-            self.flush()
-            self.tell(shard, self.coordinator.entries_after(report.index))
-            if (
-                (move := self.coordinator.move) is not None
-                and report.moving
-                and report.shard < move.shards
-            ):
-                self.send(lambda: shard.move_in(move), shard)
+    def connect(self, shard: SimShard) -> None:
+        """A server comes to the coordinator, which may not know its process yet."""
+        self.directory.release_leavers(self.coordinator)
+        number, followed = shard.machine.shard, shard.machine.epoch != NO_LOG
+        shard.directory, replaces = self.directory, False
+        if number == 0:
+            shard.server, shard.connection = self.directory[0], None
         else:
-            self.introduce(shard, report)
+            shard.server, replaces = self.directory.connect(
+                number, self.layout, f"server {number}", shard.instance, followed, shard.term
+            )
+            shard.connection = shard.server.connection
+        if replaces:
+            replace_process(self.recorder, self.directory, shard.server, self.now)
 
-    def goes_on(self, shard: SimShard, report: ShardReport) -> bool:
-        """Does what it has belong to the log of now? Asked when the two meet."""
-        if shard.met is not self.recorder and self.coordinator.log.can_go_on(report):
-            shard.met = self.recorder
-            if not shard.is_known:
-                shard.is_known = True
-                self.recorder.do(RestartShard(report.shard), self.now)
-            if self.scenario.lag:
-                self.recorder.do(DropShardReports(report.shard), self.now)
-        return shard.met is self.recorder
-
-    def introduce(self, shard: SimShard, report: ShardReport) -> None:
-        """A shard that does not follow the log of now is told how it can."""
-        coordinator = self.coordinator
-        if not shard.is_ready and not shard.is_known:
-            shard.is_known = True
-            self.recorder.do(RestartShard(report.shard), self.now)
-        way = choose_catch_up(
-            coordinator,
-            report,
-            not shard.is_ready,
-            self.scenario.durable and not shard.asked,
-            self.saved is not None and self.rollbacks > 0,
-        )
-        saved, epoch = self.saved, coordinator.epoch
-        action: Callable[[], None]
-        if way is CatchUp.RECOVER:
-            action = lambda: shard.recover(saved, epoch)  # noqa: E731
-        elif way is CatchUp.RESTORE:
-            assert saved is not None
-            action = lambda: shard.load(saved, epoch)  # noqa: E731
-        elif way is CatchUp.BEGIN:
-            self.recorder.do(DropShardReports(shard.machine.shard), self.now)
-            base = coordinator.log.base
-            action = lambda: shard.follow(epoch, base)  # noqa: E731
-        elif way is CatchUp.ADOPT:
-            donor, move = self.shards[0], coordinator.move
-            assert move is not None
-            if donor.machine.index < move.index:
-                return None
-            state, history = json.dumps(donor.machine.state()), list(donor.history)
-            action = lambda: shard.adopt(state, history, move)  # noqa: E731
-        elif way is CatchUp.GO_BACK:
-            return self.go_back()
-        else:
+    def on_report(self, report: ShardReport, shard: SimShard, has_recovered: bool) -> None:
+        if 0 in self.down or not shard.up:
             return None
-        return self.send(action, shard)
+        if shard.directory is not self.directory:
+            self.connect(shard)
+        server = shard.server
+        if has_recovered and server.catch_up is CatchUp.RECOVER:
+            self.directory.end_catch_up(server)
+        catch_up = process_report(
+            self.recorder,
+            self.directory,
+            server,
+            shard.connection,
+            report,
+            self.now,
+            self.scenario.durable,
+        )
+        if catch_up is CatchUp.GO_BACK:
+            return self.go_back()
+        self.flush()
+        return self.deliver(shard, DeliveryCursor(report.epoch, report.index))
+
+    def deliver(self, shard: SimShard, cursor: DeliveryCursor) -> None:
+        """Send a server what it has not received yet."""
+        coordinator, recorder, move = self.coordinator, self.recorder, self.coordinator.move
+        delivery = self.directory.next_delivery(shard.server, cursor, coordinator)
+        if delivery is None:
+            return
+        action = self.action(shard, delivery.catch_up)
+        epoch, entries = coordinator.epoch, delivery.entries
+
+        def hear() -> None:
+            """What comes over the line to a coordinator that has died comes before the next line,
+            or not at all.
+            """
+            action()
+            if self.recorder is recorder or self.coordinator.epoch == epoch:
+                shard.entries(epoch, entries)
+                if (
+                    move is not None
+                    and move is self.coordinator.move
+                    and (shard.machine.shard < move.shards)
+                ):
+                    shard.move_in(move)
+
+        self.send(hear, shard)
+
+    def action(self, shard: SimShard, catch_up: CatchUp) -> Callable[[], None]:
+        """What a server does before it follows the log, with what is sent for it."""
+        epoch, base = self.coordinator.epoch, self.coordinator.log.base
+        newest, first, move = self.saved, self.directory.snapshot, self.coordinator.move
+        donor = self.shards[0]
+        if catch_up is CatchUp.RECOVER:
+            return lambda: shard.recover(newest, epoch)
+        if catch_up is CatchUp.RESTORE and first is not None:
+            return lambda: shard.load(first, epoch)
+        if catch_up is CatchUp.BEGIN:
+            return lambda: shard.follow(epoch, base)
+        if catch_up is CatchUp.ADOPT and move is not None and donor.machine.index >= move.index:
+            state, history = json.dumps(donor.machine.state()), list(donor.history)
+            return lambda: shard.adopt(state, history, move)
+        return lambda: None
 
     def on_part(self, shard: int, part: PartReport) -> None:
         if 0 not in self.down:
             self.recorder.do(RecordPart(shard, part), self.now)
 
     def on_snapshot(self) -> None:
+        """All parts are written. The manifest is, too, unless the disk refuses it."""
         cutting = self.coordinator.cuts.finished
         assert cutting is not None
+        is_written = self.perfect or self.rng.random() < 0.9
+        if is_written:
+            self.save(cutting)
+        finish_snapshot(self.recorder, self.now, is_written, self.scenario.durable)
+        self.flush()
+
+    def save(self, cutting: SnapshotInProgress) -> None:
         self.saved = Saved(
             cutting.version,
             cutting.index,
@@ -329,9 +371,6 @@ class World(Faults, ServerFailures):
             tuple(self.decided[: cutting.version]),
             tuple(reject for reject in self.dropped if reject.index <= cutting.index),
         )
-        self.recorder.do(FinishSnapshot(), self.now)
-        if self.coordinator.move is not None:
-            self.recorder.do(FinishReshard(), self.now)
         for number, disk in enumerate(self.disks):
             # who still reads its log, hears of it later
             if number >= len(self.shards) or self.shards[number].is_ready:
@@ -339,36 +378,25 @@ class World(Faults, ServerFailures):
                     segment for segment in disk.log if segment.version >= cutting.version
                 ] or disk.log[-1:]
             disk.job = [segment for segment in disk.job if segment.version >= cutting.version]
-        self.flush()
 
     def flush(self) -> None:
         """Take note of new decisions and send them to all shards. Who is not needed any more,
         ends.
         """
-        coordinator = self.coordinator
-        if len(self.shards) > self.layout and coordinator.move is None:
+        coordinator, before = self.coordinator, self._flushed
+        if self.directory.release_leavers(coordinator):
             self.end_servers()
-        if coordinator.log.index == self._flushed:
+        if coordinator.log.index == before:
             return
-        new = coordinator.entries_after(self._flushed)
+        new = coordinator.entries_after(before)
         self._flushed = new[-1].index
         for entry in new:
             self.note(entry)
-        for shard in self.shards:
-            if shard.met is self.recorder:
-                self.tell(shard, new)
-
-    def tell(self, shard: SimShard, entries: list[Entry]) -> None:
-        """What comes over the line to a coordinator that has died comes before the next line, or
-        not at all.
-        """
-        recorder, epoch = self.recorder, self.coordinator.epoch
-
-        def hear() -> None:
-            if self.recorder is recorder or self.coordinator.epoch != epoch:
-                shard.entries(epoch, entries)
-
-        self.send(hear, shard)
+        for shard in list(self.shards):
+            if shard.directory is self.directory and shard.server.ready:
+                self.deliver(
+                    shard, DeliveryCursor(coordinator.epoch, before, shard.server.catch_up)
+                )
 
     def note(self, entry: Entry) -> None:
         if self.is_measuring:
@@ -407,9 +435,11 @@ class World(Faults, ServerFailures):
             [number for number in range(1, UNITS + 1) if number != self.layout]
         )
         keeps = self.scenario.durable or self.rng.random() < 0.5
-        if not self.all_ready or not self.recorder.do(StartReshard(shards, keeps), self.now):
+        if 0 in self.down or not start_reshard(
+            self.recorder, self.directory, shards, keeps, self.store_count, self.now
+        ):
             return self.after(0.5, self.reshard)
-        self.layout, self.moves = shards, self.moves + 1
+        self.moves += 1
         self.shards += [self.new_shard(number) for number in range(len(self.shards), shards)]
         self.flush()
         if self.scenario.server_kills and self.rng.random() < 0.5:
