@@ -357,7 +357,7 @@ class Lane(DirectTransport):
         self._cluster.deliver()
         return ExchangeAnswer(result, 0.0, 0.0)
 
-    def _ask(self, method: Callable[[Any, None], Any], request: Any) -> Any:
+    def _call(self, method: Callable[[Any, None], Any], request: Any) -> Any:
         with self._cluster.inside(0):
             answer = method(request, None)
         self._cluster.deliver()
