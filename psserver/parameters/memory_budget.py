@@ -48,15 +48,15 @@ class MemoryBudget:
     def take(
         self, worker: int, nbytes: int, seconds: float, alive: Callable[[], bool] = lambda: True
     ) -> MemoryClaim:
-        """Wait for room and return the claim.
+        """Wait for free bytes and return the claim.
 
         Raises InFlightError if there is none within `seconds`, InvalidRequestError if the claim can
         never fit.
         """
         if nbytes > self.limit:
             raise InvalidRequestError(
-                f"{nbytes} bytes do not fit the server's --in-flight of {self.limit}: raise it, "
-                f"or use more shards"
+                f"{nbytes} bytes do not fit the server's --in-flight of {self.limit}. "
+                f"Try: a larger `--in-flight`, or more shards"
             )
         claim, deadline = MemoryClaim(worker, nbytes, self._lock), time.monotonic() + seconds
         with self._lock:

@@ -149,8 +149,8 @@ class ServerConfig:
     def _check_numbers(self) -> None:
         if not 0 <= self.shard < self.shards:
             raise InvalidRequestError(
-                f"--shard {self.shard}/{self.shards}: shards are counted from 0, so I is less "
-                f"than N"
+                f"--shard {self.shard}/{self.shards} is not valid: shards are counted from 0. "
+                f"Try: I/N with I less than N"
             )
         least = {
             "min_workers": 1,
@@ -166,12 +166,13 @@ class ServerConfig:
             value = getattr(self, name)
             if value is not None and value < smallest:
                 raise InvalidRequestError(
-                    f"--{name.replace('_', '-')} {value}: must be at least {smallest}"
+                    f"--{name.replace('_', '-')} {value} is not valid. Try: at least {smallest}"
                 )
         for name in ("lease", "join_timeout", "progress_timeout"):
             if getattr(self, name) is not None and not getattr(self, name) > 0:
                 raise InvalidRequestError(
-                    f"--{name.replace('_', '-')} {getattr(self, name)}: must be above 0 seconds"
+                    f"--{name.replace('_', '-')} {getattr(self, name)} is not valid. "
+                    f"Try: more than 0 seconds"
                 )
 
     def _check_combinations(self) -> None:
@@ -187,30 +188,40 @@ class ServerConfig:
         self._check_sync()
         if self.port_file is not None and not self.port_file.resolve().parent.is_dir():
             raise InvalidRequestError(
-                f"--port-file {self.port_file}: the folder {self.port_file.parent} does not exist"
+                f"--port-file {self.port_file} cannot be written: the folder "
+                f"{self.port_file.parent} does not exist. Try: create it"
             )
         if not self.data_dir and self.durability == "log":
             raise InvalidRequestError(
                 "--durability log needs a directory for the log. Try: `--data-dir DIR`"
             )
         if not self.data_dir and self.snapshot_every is not None:
-            raise InvalidRequestError(f"--snapshot-every {self.snapshot_every} needs --data-dir")
+            raise InvalidRequestError(
+                f"--snapshot-every {self.snapshot_every} needs a directory for snapshots. "
+                f"Try: `--data-dir DIR`"
+            )
         if not self.data_dir and isinstance(self.resume, int):
-            raise InvalidRequestError(f"--resume {self.resume} needs --data-dir")
+            raise InvalidRequestError(
+                f"--resume {self.resume} needs the directory of the snapshots. "
+                f"Try: `--data-dir DIR`"
+            )
 
     def _check_sync(self) -> None:
         barrier = self.policy == "sync" or (self.policy == "ssp" and self.staleness == 0)
         if self.backup_workers and not barrier:
             raise InvalidRequestError(
-                f"--backup-workers {self.backup_workers} is for sync: {self.policy} never waits"
+                f"--backup-workers {self.backup_workers} excludes `--policy {self.policy}`, "
+                f"which waits for no worker. Try: `--policy sync`"
             )
         if self.global_batch is not None and not barrier:
             raise InvalidRequestError(
-                f"--global-batch {self.global_batch} is for sync, where an update is a round"
+                f"--global-batch {self.global_batch} excludes `--policy {self.policy}`, which "
+                f"has no rounds. Try: `--policy sync`"
             )
         if self.global_batch is not None and self.backup_workers:
             raise InvalidRequestError(
-                "--global-batch takes all of a round, --backup-workers leaves some out: choose one"
+                "--global-batch excludes --backup-workers: it needs all gradients of a round. "
+                "Try: leave out one of them"
             )
 
     def row(self, name: str, staleness: int | None, max_staleness: int | None) -> Policy:

@@ -66,7 +66,7 @@ class ServerIdentity:
         """
         if not self.job:
             raise UnreachableError(
-                f"shard {self.shard} has not heard from the coordinator yet", "NOT_READY"
+                f"shard {self.shard} is not connected to the coordinator yet", "NOT_READY"
             )
         if job != self.job:
             raise MismatchError(f"this server's job is {self.job}, not {job}", "JOB_MISMATCH")

@@ -41,7 +41,7 @@ class ShardCountFile:
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise SnapshotError(
                 f"{path} cannot be read: the number of servers is unknown: {error}. "
-                f"Try: rm {path}, and start as many servers as the newest snapshot has parts"
+                f"Try: `rm {path}`, and start as many servers as the newest snapshot has parts"
             ) from error
 
     def _take(self, noted: Mapping[str, Any]) -> None:

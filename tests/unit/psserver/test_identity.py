@@ -147,7 +147,7 @@ def test_a_primary_refuses_the_standby_of_another_job() -> None:
 def test_a_primary_without_a_job_asks_a_bound_standby_to_retry() -> None:
     check = make_standby_check(ServerIdentity(1, 2, "here:1"))
     check(pb.ReplicateRequest(shard=1, shards=2))
-    with pytest.raises(UnreachableError, match="has not heard from the coordinator"):
+    with pytest.raises(UnreachableError, match="not connected to the coordinator"):
         check(pb.ReplicateRequest(shard=1, shards=2, job="otter"))
 
 
