@@ -31,7 +31,7 @@ def method_counts(source: Source) -> Iterator[tuple[str, int]]:
 
 
 def string_dispatch(source: Source) -> Iterator[int]:
-    """Lines of calls of getattr, and of `do` with a name."""
+    """Return the lines that call getattr, or `do` with a name."""
     for node in ast.walk(source.tree):
         if isinstance(node, ast.Call):
             named = ast.unparse(node.func).rpartition(".")[2]
@@ -41,7 +41,7 @@ def string_dispatch(source: Source) -> Iterator[int]:
 
 
 def untyped(source: Source) -> Iterator[int]:
-    """Lines of annotations with Any outside JSON values."""
+    """Return the lines of annotations with Any outside JSON values."""
     for node in ast.walk(source.tree):
         notes = []
         if isinstance(node, ast.FunctionDef):
@@ -79,7 +79,7 @@ def test_nothing_between_shell_and_core_is_untyped() -> None:
 
 
 def test_classes_of_the_servers_core_have_few_methods() -> None:
-    """A larger one has several responsibilities: compose it of parts."""
+    """A larger class has several responsibilities: compose it of parts."""
     found = [
         f"{source.path}: {name} has {count} methods"
         for source in packages()
@@ -91,7 +91,7 @@ def test_classes_of_the_servers_core_have_few_methods() -> None:
     assert not found, "\n".join(found)
 
 
-def test_finding_what_is_not_typed() -> None:
+def test_untyped_code_is_found() -> None:
     source = parse('recorder.do("join")\nrecorder.do(Join())\ngetattr(a, "b")\n')
     notes = parse("def f(a: Any, b: dict[str, Any]) -> list[Any]:\n    c: Any = 1\n")
 

@@ -1,4 +1,4 @@
-"""What must never be in the code, whoever writes it."""
+"""What must never be in the code."""
 
 import re
 
@@ -22,8 +22,8 @@ def unsafe(source: Source) -> set[str]:
     return (modules | (source.called() & CALLS)) - ALLOWED.get(source.module, set())
 
 
-def test_nothing_runs_what_it_reads() -> None:
-    """No pickle in any guise, no eval, no exec: data from a peer or a disk is never code."""
+def test_no_code_executes_data() -> None:
+    """No pickle in any form, no eval, no exec: data from a peer or a disk is never code."""
     found = [
         f"{source.path}: {sorted(names)}" for source in packages() if (names := unsafe(source))
     ]
@@ -31,15 +31,15 @@ def test_nothing_runs_what_it_reads() -> None:
     assert not found, "\n".join(found)
 
 
-def test_no_drawers() -> None:
-    """A module is named after what is in it."""
+def test_no_module_has_a_vague_name() -> None:
+    """A module is named after its content."""
     found = [str(source.path) for source in packages() if set(source.module.split(".")) & NAMES]
 
     assert not found
 
 
 def test_no_test_sleeps() -> None:
-    """A test waits for an event with a deadline, or it is slow on a good day and fails on a bad
+    """A test waits for an event with a deadline; a sleep is slow on a good day and fails on a bad
     one.
     """
     found = [str(source.path) for source in suite() if source.called() & SLEEPS]
@@ -47,8 +47,8 @@ def test_no_test_sleeps() -> None:
     assert not found
 
 
-def test_no_home_folders() -> None:
-    """Nothing depends on where one developer's checkout lies."""
+def test_no_path_into_a_home_folder() -> None:
+    """Nothing depends on the location of one developer's checkout."""
     files = [
         path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*")) if path.is_file()
     ]
@@ -79,19 +79,19 @@ def test_no_home_folders() -> None:
     ],
 )
 def test_the_law_finds(text: str) -> None:
-    """Planted once each."""
+    """One occurrence in each."""
     assert unsafe(parse(text))
 
 
 def test_the_law_allows() -> None:
-    """Methods that merely share a name."""
+    """Methods that share only a name."""
     assert not unsafe(
         parse("import re, safetensors\nre.compile('x')\nsafetensors.load(b'')\nmodel.eval()")
     )
 
 
 def test_the_law_finds_sleeping() -> None:
-    """Under any spelling."""
+    """In any spelling."""
     for text in (
         "import time\ntime.sleep(1)",
         "import time as t\nt.sleep(1)",

@@ -12,9 +12,7 @@ from tests.support.sources import ROOT
 
 @pytest.fixture
 def generator(tmp_path: Path) -> Path:
-    """Where the old generator lives: in the environment that runs the tests, so that only the
-    first run is slow.
-    """
+    """Return the folder of the pinned generator, in the environment that runs the tests."""
     return Path(sys.prefix if sys.prefix != sys.base_prefix else tmp_path) / "proto-env"
 
 
@@ -34,7 +32,9 @@ def contents(folder: Path) -> dict[str, str]:
 @pytest.mark.full
 @pytest.mark.timeout(300)  # the first time the generator is installed
 def test_generated_code_is_fresh(tmp_path: Path, generator: Path) -> None:
-    """Edit proto/ and forget `make proto`, or edit generated code by hand, and this fails."""
+    """It fails after an edit of proto/ without `make proto`, and after an edit of
+    generated code.
+    """
     command = [ROOT / "proto/generate", tmp_path, generator]
     env = {**os.environ, "PYTHON": sys.executable}
     done = subprocess.run(command, capture_output=True, text=True, timeout=280, env=env)

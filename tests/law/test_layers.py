@@ -110,7 +110,7 @@ def is_core(module: str) -> bool:
 
 
 def violation(source: Source, imported: str) -> str:
-    """What the table says against this import; empty if nothing."""
+    """Return the rule of the table that an import violates; empty if none."""
     module, top = source.module, imported.partition(".")[0]
     if is_core(module):
         return core_violation(module, imported)
@@ -159,8 +159,8 @@ def test_imports_keep_to_the_table() -> None:
     assert not found, "\n".join(found)
 
 
-def test_cores_do_not_reach_outside() -> None:
-    """No file, terminal or memory address in a machine that must do the same thing twice."""
+def test_cores_have_no_side_effects() -> None:
+    """No file, terminal or memory address in a machine that must be deterministic."""
     found = [
         f"{source.path}:{line}: {name}()"
         for source in packages()
@@ -172,7 +172,7 @@ def test_cores_do_not_reach_outside() -> None:
     assert not found, "\n".join(found)
 
 
-def test_the_cores_are_there() -> None:
+def test_the_listed_cores_exist() -> None:
     """A law about cores must not pass because they have moved."""
     cores = {source.module.partition(".core")[0] for source in packages() if is_core(source.module)}
 
@@ -206,7 +206,7 @@ def test_the_cores_are_there() -> None:
     ],
 )
 def test_the_law_finds(path: str, text: str) -> None:
-    """Planted once each, so that the law itself is known to work."""
+    """One occurrence in each."""
     source = parse(text, path)
 
     assert any(violation(source, imported) for imported, _ in source.imports())
@@ -232,7 +232,7 @@ def test_the_law_finds(path: str, text: str) -> None:
     ],
 )
 def test_the_law_allows(path: str, text: str) -> None:
-    """What the table says is allowed."""
+    """What the table permits."""
     source = parse(text, path)
 
     assert not [imported for imported, _ in source.imports() if violation(source, imported)]

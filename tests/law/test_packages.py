@@ -1,4 +1,4 @@
-"""The table of packages (house.py): who may import whom, how large a package is, what it shows."""
+"""The table of packages (house.py): allowed imports, size and public modules of a package."""
 
 import ast
 from collections import defaultdict
@@ -18,7 +18,7 @@ from tests.support.packages import (
 )
 from tests.support.sources import packages
 
-FEWEST, MOST = 3, 12
+FEWEST, MAX_MODULES = 3, 12
 LOOSE = 8  # modules beside the packages
 NAMESPACES = {"psserver", "psworker", "pscommon", "psserver.core"}  # packages of packages
 
@@ -39,7 +39,7 @@ def test_packages_import_what_the_table_allows() -> None:
     assert not found, "\n".join(found)
 
 
-def test_the_table_allows_nothing_that_is_not_used() -> None:
+def test_the_table_allows_no_unused_import() -> None:
     unused = [
         f"{package}: {target}"
         for package, allowed in ALLOWED.items()
@@ -49,7 +49,7 @@ def test_the_table_allows_nothing_that_is_not_used() -> None:
     assert not unused, "\n".join(unused)
 
 
-def test_the_table_goes_from_the_lowest_to_the_highest_package() -> None:
+def test_the_table_is_in_order_of_dependency() -> None:
     """So it has no cycle."""
     seen: set[str] = set()
     for package, allowed in ALLOWED.items():
@@ -76,10 +76,10 @@ def test_other_packages_import_only_public_modules() -> None:
     assert not found, "\n".join(found)
 
 
-def test_packages_have_neither_few_nor_many_modules() -> None:
+def test_packages_have_neither_too_few_nor_too_many_modules() -> None:
     sizes = {name: len(members(name)) for name in faces() if name not in NAMESPACES}
 
-    assert not {name: size for name, size in sizes.items() if not FEWEST <= size <= MOST}
+    assert not {name: size for name, size in sizes.items() if not FEWEST <= size <= MAX_MODULES}
     assert {name: len(members(name)) for name in NAMESPACES if len(members(name)) > LOOSE} == {}
 
 
@@ -120,6 +120,6 @@ def test_no_constructor_gets_self() -> None:
     assert not found, "\n".join(found)
 
 
-def test_finding_cycles() -> None:
+def test_cycles_are_found() -> None:
     assert cycles({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == [["b", "c"]]
     assert cycles({"a": {"b"}, "b": set()}) == []

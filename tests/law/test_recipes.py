@@ -32,13 +32,13 @@ def text(path: str) -> str:
 
 
 def recipes() -> dict[str, str]:
-    """By title, what stands below it."""
+    """Return the text of each recipe by its title."""
     _, *parts = re.split(r"^### ", text("CONTRIBUTING.md"), flags=re.MULTILINE)
     return {part.partition("\n")[0]: part.partition("\n")[2] for part in parts}
 
 
 def files(recipe: str) -> list[str]:
-    """The paths in the first column of its table; a bare name lies beside the path before it."""
+    """Return the paths in the first column of its table; a bare name is in the folder before it."""
     found: list[str] = []
     for row in re.findall(r"^\| (.*?) \|", recipe, re.MULTILINE):
         for name in re.findall(r"`([\w./-]+)`", row):
@@ -48,12 +48,12 @@ def files(recipe: str) -> list[str]:
 
 
 def cells(page: str) -> str:
-    """The first cells of all tables of a page."""
+    """Return the first cells of all tables of a page."""
     return "\n".join(re.findall(r"^\| (.*?) \|", text(page), re.MULTILINE))
 
 
 @pytest.mark.parametrize("title", recipes())
-def test_every_file_of_a_recipe_is_there(title: str) -> None:
+def test_every_file_of_a_recipe_exists(title: str) -> None:
     named = files(recipes()[title])
 
     assert len(named) >= 3

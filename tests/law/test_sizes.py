@@ -1,4 +1,4 @@
-"""It is the tail that makes a codebase hard to read: so it is bounded."""
+"""Files and functions have a maximal length."""
 
 from statistics import quantiles
 
@@ -15,7 +15,7 @@ LONGER = {
     "tests/integration/test_snapshots.py",
     "tests/integration/test_torch_scripts.py",
     "tests/integration/test_training.py",
-    "tests/unit/pscommon/test_config.py",
+    "tests/unit/pscommon/test_settings.py",
     "tests/unit/pscommon/test_optimizers.py",
     "tests/unit/psserver/test_clipping.py",
     "tests/support/fake_server.py",
@@ -51,7 +51,7 @@ def test_files_that_became_short_leave_the_list() -> None:
 
 
 def test_no_function_is_too_long() -> None:
-    """Counted from `def` to the last line, docstring excluded."""
+    """Lines from `def` to the last one, without the docstring."""
     found = [
         f"{source.path}: {name} has {lines} lines"
         for source in (*packages(), *suite())
@@ -63,13 +63,13 @@ def test_no_function_is_too_long() -> None:
 
 
 def test_most_functions_are_short() -> None:
-    """Nine in ten of what we ship."""
+    """Nine in ten of the shipped code."""
     lines = [count for source in packages() for _, count in source.functions()]
 
     assert quantiles(lines, n=10)[-1] <= P90
 
 
-def test_counting() -> None:
+def test_lines_of_a_function_are_counted() -> None:
     """Decorators do not count, nested functions count in both."""
     source = parse("@decorated\n@twice\ndef f():\n    def g():\n        pass\n    return g\n")
 

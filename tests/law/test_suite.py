@@ -1,4 +1,4 @@
-"""The test suite itself: what its modules import, and which settings they cover."""
+"""The test suite: what its modules import, and which settings they cover."""
 
 import pytest
 
@@ -8,7 +8,7 @@ from tests.support.sources import Source, parse, suite
 
 
 def imported_tests(source: Source) -> set[str]:
-    """Test modules that this module imports."""
+    """Return the test modules that this module imports."""
     return {
         name
         for name, _ in source.imports()
@@ -17,7 +17,7 @@ def imported_tests(source: Source) -> set[str]:
 
 
 def test_no_module_imports_a_test_module() -> None:
-    """What several modules share is in tests/support."""
+    """Shared code is in tests/support."""
     found = [
         f"{source.path}: {sorted(names)}" for source in suite() if (names := imported_tests(source))
     ]
@@ -32,7 +32,7 @@ def test_an_import_of_a_test_module_is_found(text: str) -> None:
 
 @pytest.mark.parametrize("command", ["server", "worker", "run"])
 def test_every_setting_has_a_test(command: str) -> None:
-    """One that fails where the setting has no effect: add a mark of
-    tests/support/settings_coverage.py to it.
+    """To fix it, add a mark of tests/support/settings_coverage.py to a test that fails
+    without it.
     """
     assert settings_with_test(command) == {option.key for option in options.TABLES[command]}

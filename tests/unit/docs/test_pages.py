@@ -1,4 +1,4 @@
-"""What the pages name exists: files, flags, variables, Python names."""
+"""The files, flags, variables and Python names in the documentation exist."""
 
 import os
 import re
@@ -109,8 +109,8 @@ def test_the_glossary_is_short_and_sorted() -> None:
     assert terms == sorted(terms, key=str.lower)
 
 
-def test_the_tests_that_faults_names_exist() -> None:
-    """A name without a folder lies beside the one before it."""
+def test_the_tests_named_in_faults_exist() -> None:
+    """A name without a folder is in the folder of the name before it."""
     missing = []
     for row in (
         line
@@ -127,7 +127,7 @@ def test_the_tests_that_faults_names_exist() -> None:
     assert not missing
 
 
-def test_pages_keep_their_length() -> None:
+def test_pages_have_their_maximal_length() -> None:
     limits = {"README.md": 150, "ARCHITECTURE.md": 160}
     limits |= {str(page.relative_to(ROOT)): 30 for page in (ROOT / "docs/adr").glob("0*.md")}
     lengths = {name: len((ROOT / name).read_text(encoding="utf-8").splitlines()) for name in limits}
@@ -136,7 +136,7 @@ def test_pages_keep_their_length() -> None:
     assert not {name: length for name, length in lengths.items() if length > limits[name]}
 
 
-def test_architecture_has_every_package() -> None:
+def test_architecture_lists_every_package() -> None:
     text = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
     table = text.partition("## Packages")[2].partition("Rules, checked")[0]
     listed = set()

@@ -1,6 +1,4 @@
-"""What pscommon sets for gRPC, seen at work: which of a server's threads move the messages of a
-call.
-"""
+"""Variables that pscommon sets for gRPC, by their effect on the threads of a server."""
 
 import os
 import subprocess
@@ -34,8 +32,8 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def woken(pid: int) -> int:
-    """How often the threads of gRPC's event engine have waited for something."""
+def event_engine_wakeups(pid: int) -> int:
+    """Return how often the threads of gRPC's event engine have waited."""
     tasks = [
         task
         for task in Path(f"/proc/{pid}/task").iterdir()
@@ -47,7 +45,7 @@ def woken(pid: int) -> int:
     )
 
 
-def woken_by_calls(**environment: str) -> int:
+def wakeups_by_calls(**environment: str) -> int:
     kept = {name: value for name, value in os.environ.items() if name != "GRPC_EXPERIMENTS"}
     with subprocess.Popen(
         [sys.executable, "-c", SERVER],
@@ -62,18 +60,18 @@ def woken_by_calls(**environment: str) -> int:
         with open_channel(server.stdout.readline().strip()) as channel:
             call = channel.unary_unary("/test.Test/Echo")
             call(b"first", timeout=10)
-            before = woken(server.pid)
+            before = event_engine_wakeups(server.pid)
             for _ in range(CALLS):
                 assert call(b"again", timeout=10) == b"again"
-            found = woken(server.pid) - before
+            found = event_engine_wakeups(server.pid) - before
         _, errors = server.communicate(timeout=20)
         assert (server.returncode, errors) == (0, "")
     return found
 
 
-def test_no_thread_of_a_server_stands_between_a_socket_and_who_waits_for_calls() -> None:
-    assert woken_by_calls() < CALLS / 2
+def test_messages_pass_through_no_extra_thread_of_the_server() -> None:
+    assert wakeups_by_calls() < CALLS / 2
 
 
-def test_what_a_user_has_set_for_grpc_is_left_alone() -> None:
-    assert woken_by_calls(GRPC_EXPERIMENTS="") > CALLS / 2
+def test_variables_of_the_user_are_unchanged() -> None:
+    assert wakeups_by_calls(GRPC_EXPERIMENTS="") > CALLS / 2

@@ -1,4 +1,4 @@
-"""The garbage collector rests while much is imported, and works as before afterwards."""
+"""The garbage collector pauses during large imports and works as before afterwards."""
 
 import gc
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ def _thawed() -> Iterator[None]:
     gc.unfreeze()
 
 
-def test_nothing_is_collected_inside_and_what_was_made_there_is_left_out_later() -> None:
+def test_nothing_is_collected_inside_and_its_objects_are_frozen() -> None:
     with quick_imports():
         assert not gc.isenabled()
         made = [[] for _ in range(1000)]
@@ -24,14 +24,14 @@ def test_nothing_is_collected_inside_and_what_was_made_there_is_left_out_later()
     assert gc.get_freeze_count() > len(made)
 
 
-def test_the_collector_works_again_after_an_import_that_fails() -> None:
+def test_the_collector_is_enabled_again_after_a_failed_import() -> None:
     with pytest.raises(ImportError), quick_imports():
         raise ImportError
 
     assert gc.isenabled()
 
 
-def test_whoever_has_switched_it_off_keeps_it_off() -> None:
+def test_a_disabled_collector_stays_disabled() -> None:
     gc.disable()
     try:
         with quick_imports():
@@ -42,7 +42,7 @@ def test_whoever_has_switched_it_off_keeps_it_off() -> None:
 
 
 @pytest.mark.parametrize("name", ["torch", "torch._C"])
-def test_a_package_that_cannot_be_loaded_is_named_with_what_to_do(name: str) -> None:
+def test_a_package_that_cannot_be_loaded_is_named_with_a_remedy(name: str) -> None:
     with (
         pytest.raises(InvalidRequestError, match="torch cannot be imported: no libgomp"),
         quick_imports(),
@@ -51,6 +51,6 @@ def test_a_package_that_cannot_be_loaded_is_named_with_what_to_do(name: str) -> 
 
 
 @pytest.mark.parametrize("name", ["psserver.app", "pscommon"])
-def test_a_module_of_ours_that_cannot_be_loaded_is_a_bug(name: str) -> None:
+def test_a_failed_import_of_an_own_module_is_an_internal_error(name: str) -> None:
     with pytest.raises(ImportError, match="no such module"), quick_imports():
         raise ImportError("no such module", name=name)

@@ -1,4 +1,4 @@
-"""Lion as in Chen et al. 2023, Program 1, in plain PyTorch scripts. On servers:
+"""Lion as in Chen et al. 2023, Program 1, in plain PyTorch scripts; on servers:
 tests/unit/psserver/test_store_torch.py.
 """
 
@@ -13,7 +13,7 @@ from pscommon.optim import ElementwiseOptimizer
 from pscommon.optim.specs import spec_of
 
 
-def by_the_paper(
+def published_lion(
     weight: Any, gradients: Any, lr: float, betas: tuple[float, float], decay: float
 ) -> Any:
     """The published program, in double precision."""
@@ -28,7 +28,7 @@ def by_the_paper(
 
 @pytest.mark.parametrize("maximize", [False, True])
 @pytest.mark.parametrize("decay", [0.0, 0.1])
-def test_a_hundred_steps_are_those_of_the_paper(decay: float, maximize: bool) -> None:
+def test_a_hundred_steps_equal_those_of_the_paper(decay: float, maximize: bool) -> None:
     rng = np.random.default_rng(1)
     start, gradients = rng.normal(size=(7, 5)), rng.normal(size=(100, 7, 5))
     weight = torch.nn.Parameter(torch.tensor(start))
@@ -39,13 +39,13 @@ def test_a_hundred_steps_are_those_of_the_paper(decay: float, maximize: bool) ->
         weight.grad = torch.tensor(-gradient if maximize else gradient)
         optimizer.step()
 
-    expected = by_the_paper(start, gradients, 0.01, (0.8, 0.95), decay)
+    expected = published_lion(start, gradients, 0.01, (0.8, 0.95), decay)
     np.testing.assert_allclose(weight.detach().numpy(), expected, rtol=1e-12, atol=1e-12)
 
 
-def test_it_is_a_torch_optimizer() -> None:
-    """Closures, schedulers, groups, parameters without a gradient, and state_dict() work as
-    torch's own do.
+def test_lion_is_a_torch_optimizer() -> None:
+    """Closures, schedulers, groups, parameters without a gradient, and state_dict() work as in
+    torch.
     """
     one, two = (torch.nn.Parameter(torch.ones(3)) for _ in range(2))
     optimizer = psworker.Lion([{"params": [one]}, {"params": [two], "lr": 0.5}], lr=0.1)
@@ -85,7 +85,7 @@ def test_sparse_gradients_are_refused() -> None:
         psworker.Lion([weight]).step()
 
 
-def test_a_subclass_that_is_not_registered_does_not_step() -> None:
+def test_an_unregistered_subclass_is_refused() -> None:
     class Other(ElementwiseOptimizer):
         pass
 

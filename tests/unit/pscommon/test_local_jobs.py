@@ -25,7 +25,7 @@ sys.stdin.read()
 
 @pytest.fixture
 def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """XDG_RUNTIME_DIR of this test."""
+    """Set XDG_RUNTIME_DIR for this test."""
     folder = tmp_path / "runtime"
     folder.mkdir(mode=0o700)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(folder))
@@ -34,7 +34,7 @@ def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def fallback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """What stands for /tmp/paramserver-UID, which is not there yet."""
+    """Replace /tmp/paramserver-UID by a folder that does not exist yet."""
     monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
     monkeypatch.setattr(local_jobs, "FALLBACK", f"{tmp_path}/paramserver-{{uid}}")
     return tmp_path / f"paramserver-{os.geteuid()}"
@@ -42,7 +42,7 @@ def fallback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def other(runtime: Path) -> Iterator["subprocess.Popen[str]"]:
-    """Another process with a job of its own."""
+    """Start another process with its own job."""
     command = [sys.executable, "-c", RUN, "theirs", "127.0.0.1:2"]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -84,7 +84,7 @@ def test_the_file_of_a_killed_process_is_removed(
     assert list((runtime / "paramserver").iterdir()) == []
 
 
-def test_so_it_is_while_its_parent_has_not_waited_for_it(
+def test_the_file_of_a_zombie_process_is_removed(
     runtime: Path, other: "subprocess.Popen[str]"
 ) -> None:
     other.kill()
@@ -93,7 +93,7 @@ def test_so_it_is_while_its_parent_has_not_waited_for_it(
     assert local_jobs.local_jobs() == []
 
 
-def test_a_later_process_with_the_same_number_is_another_one(runtime: Path) -> None:
+def test_a_later_process_with_the_same_pid_is_another_process(runtime: Path) -> None:
     JobAnnouncement("mine", "127.0.0.1:1")
     (file,) = (runtime / "paramserver").iterdir()
     entry = json.loads(file.read_text())
@@ -113,7 +113,7 @@ def test_processes_of_another_namespace_are_neither_listed_nor_removed(runtime: 
     assert file.exists()
 
 
-def test_without_names_of_processes_the_number_decides(
+def test_without_process_names_the_pid_decides(
     runtime: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(local_jobs, "process_id", lambda: "")
@@ -126,7 +126,7 @@ def test_without_names_of_processes_the_number_decides(
     assert not file.exists()
 
 
-def test_what_is_no_file_of_ours_is_left_alone(runtime: Path, tmp_path: Path) -> None:
+def test_foreign_files_are_unchanged(runtime: Path, tmp_path: Path) -> None:
     JobAnnouncement("mine", "127.0.0.1:1")
     folder = runtime / "paramserver"
     (mine,) = folder.iterdir()
@@ -144,7 +144,7 @@ def test_what_is_no_file_of_ours_is_left_alone(runtime: Path, tmp_path: Path) ->
     assert len(list(folder.iterdir())) == 9
 
 
-def test_without_a_runtime_folder_there_is_one_in_tmp(fallback: Path) -> None:
+def test_without_a_runtime_folder_a_folder_in_tmp_is_used(fallback: Path) -> None:
     JobAnnouncement("mine", "127.0.0.1:1")
 
     assert [job.job for job in local_jobs.local_jobs()] == ["mine"]
@@ -152,7 +152,7 @@ def test_without_a_runtime_folder_there_is_one_in_tmp(fallback: Path) -> None:
 
 
 @pytest.mark.parametrize("mode", [0o777, 0o770, 0o722])
-def test_a_runtime_folder_that_others_can_write_to_is_not_used(
+def test_a_runtime_folder_writable_for_others_is_not_used(
     runtime: Path, monkeypatch: pytest.MonkeyPatch, mode: int
 ) -> None:
     monkeypatch.setattr(local_jobs, "FALLBACK", f"{runtime}/paramserver-{{uid}}")
@@ -174,7 +174,7 @@ def test_a_link_in_place_of_the_folder_is_refused(fallback: Path, tmp_path: Path
 
 
 @pytest.mark.parametrize("mode", [0o755, 0o777, 0o710])
-def test_a_folder_that_others_can_look_into_is_refused(fallback: Path, mode: int) -> None:
+def test_a_folder_readable_for_others_is_refused(fallback: Path, mode: int) -> None:
     fallback.mkdir()
     fallback.chmod(mode)
 
@@ -198,7 +198,7 @@ def test_the_only_job_is_chosen(runtime: Path) -> None:
     assert only_local_job("no address", "mine").address == "127.0.0.1:1"
 
 
-def test_no_job_and_several_jobs_are_errors_that_say_so(
+def test_no_job_and_several_jobs_are_distinct_errors(
     runtime: Path, other: "subprocess.Popen[str]"
 ) -> None:
     JobAnnouncement("mine", "127.0.0.1:1")

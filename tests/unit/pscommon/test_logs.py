@@ -1,6 +1,4 @@
-"""Logs: one handler for everything, readable or JSON, with the fields of the process and of the
-context.
-"""
+"""Logs: one handler, readable or JSON, with the fields of the process and of the context."""
 
 import io
 import json
@@ -23,7 +21,7 @@ class Terminal(io.StringIO):
 
 
 @pytest.fixture(autouse=True)
-def put_back(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def restored_logging(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name in ("NO_COLOR", "FORCE_COLOR"):
         monkeypatch.delenv(name, raising=False)
     root = logging.getLogger()
@@ -43,7 +41,7 @@ def json_lines(stream: io.StringIO) -> list[dict[str, Any]]:
     return [json.loads(line) for line in stream.getvalue().splitlines()]
 
 
-def test_piped_logs_are_json_one_event_a_line() -> None:
+def test_piped_logs_are_one_json_event_per_line() -> None:
     stream = io.StringIO()
     logs.set_up(stream=stream, shard=1)
 
@@ -62,7 +60,7 @@ def test_piped_logs_are_json_one_event_a_line() -> None:
     }
 
 
-def test_the_users_own_logging_flows_through() -> None:
+def test_logs_of_the_user_are_included() -> None:
     stream = io.StringIO()
     logs.set_up(stream=stream, worker=0)
 
@@ -77,7 +75,7 @@ def test_the_users_own_logging_flows_through() -> None:
     assert (event["worker"], event["epoch"]) == (0, 3)
 
 
-def test_what_the_user_adds_does_not_replace_what_every_event_has() -> None:
+def test_fields_of_the_user_do_not_replace_common_fields() -> None:
     stream = io.StringIO()
     logs.set_up(stream=stream, worker=0)
 
@@ -101,7 +99,7 @@ def test_warnings_are_events() -> None:
     assert (event["level"], event["logger"], event["worker"]) == ("warning", "py.warnings", 0)
 
 
-def test_the_users_basic_config_does_not_double_the_lines() -> None:
+def test_basic_config_of_the_user_does_not_double_the_lines() -> None:
     stream = io.StringIO()
     logs.set_up(stream=stream)
 
@@ -111,7 +109,7 @@ def test_the_users_basic_config_does_not_double_the_lines() -> None:
     assert len(json_lines(stream)) == 1
 
 
-def test_any_parser_reads_the_json_lines() -> None:
+def test_every_parser_reads_the_json_lines() -> None:
     stream = io.StringIO()
     logs.set_up(stream=stream)
 
@@ -124,7 +122,7 @@ def test_any_parser_reads_the_json_lines() -> None:
     assert (first["loss"], first["sizes"], second["norm"]) == (None, {"(1, 2)": None}, None)
 
 
-def test_exceptions_stay_on_the_line_of_their_event() -> None:
+def test_exceptions_are_on_the_line_of_their_event() -> None:
     stream = io.StringIO()
     logs.set_up(stream=stream)
 
@@ -160,7 +158,7 @@ def test_a_terminal_gets_text() -> None:
         ("FORCE_COLOR", io.StringIO(), True),
     ],
 )
-def test_colours(
+def test_colours_are_used_on_a_terminal_only(
     variable: str | None, stream: io.StringIO, coloured: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if variable:
@@ -184,7 +182,7 @@ def test_the_format_can_be_chosen(log_format: logs.Format, stream: io.StringIO, 
 
 
 @pytest.mark.parametrize(("level", "seen"), [("debug", 3), ("info", 2), ("error", 0)])
-def test_level(level: str, seen: int) -> None:
+def test_the_level_limits_the_events(level: str, seen: int) -> None:
     stream = io.StringIO()
     logs.set_up(level, stream=stream)
 
@@ -195,7 +193,7 @@ def test_level(level: str, seen: int) -> None:
     assert len(json_lines(stream)) == seen
 
 
-def test_loggers_made_before_set_up_follow_it() -> None:
+def test_loggers_created_before_set_up_follow_it() -> None:
     log = structlog.stdlib.get_logger("early")
     log.bind(x=1)
     stream = io.StringIO()
@@ -222,7 +220,7 @@ def test_fields_of_the_process_reach_every_thread() -> None:
     assert "job" not in second
 
 
-def test_fields_of_a_context_and_of_an_event_win() -> None:
+def test_fields_of_a_context_and_of_an_event_take_precedence() -> None:
     stream = io.StringIO()
     logs.set_up(stream=stream, shard=0)
 
@@ -234,7 +232,7 @@ def test_fields_of_a_context_and_of_an_event_win() -> None:
     assert [event["shard"] for event in json_lines(stream)] == [1, 2, 0]
 
 
-def test_the_last_set_up_counts() -> None:
+def test_the_last_set_up_applies() -> None:
     first, second = io.StringIO(), io.StringIO()
     logs.set_up(stream=first, shard=1)
     logs.set_up(stream=second)
@@ -248,7 +246,7 @@ def test_the_last_set_up_counts() -> None:
 # ---- our own loggers -----------------------------------------------------------------------------
 
 
-def test_our_events_have_key_fields_and_module() -> None:
+def test_own_events_have_key_fields_and_module() -> None:
     stream = io.StringIO()
     logs.set_up(stream=stream, shard=1)
 
@@ -266,7 +264,7 @@ def test_our_events_have_key_fields_and_module() -> None:
     }
 
 
-def test_our_events_are_readable_text_on_a_terminal() -> None:
+def test_own_events_are_readable_on_a_terminal() -> None:
     stream = Terminal()
     logs.set_up(stream=stream, job="otter")
 
@@ -280,7 +278,7 @@ def test_our_events_are_readable_text_on_a_terminal() -> None:
     )
 
 
-def test_our_exceptions_have_a_traceback() -> None:
+def test_own_exceptions_have_a_traceback() -> None:
     stream = io.StringIO()
     logs.set_up(stream=stream)
 
@@ -295,12 +293,12 @@ def test_our_exceptions_have_a_traceback() -> None:
 
 
 @pytest.mark.parametrize("kind", [logging.Logger, structlog.stdlib._FixedFindCallerLogger])
-def test_a_script_without_set_up_gets_our_events_by_its_own_handlers(
+def test_a_script_without_set_up_gets_events_through_its_handlers(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
     kind: type[logging.Logger],
 ) -> None:
-    """With key and fields in the message, the caller's place, and the script's levels."""
+    """With key and fields in the message, the caller's location, and the levels of the script."""
     stream, root = io.StringIO(), logging.getLogger()
     handler = logging.StreamHandler(stream)
     handler.setFormatter(logging.Formatter("%(levelname)s %(filename)s %(worker)s %(message)s"))

@@ -1,4 +1,4 @@
-"""tune_malloc in a process of its own, because the setting is global."""
+"""tune_malloc, tested in a child process because the setting is global."""
 
 import platform
 import subprocess

@@ -1,5 +1,5 @@
-"""Hyper-parameters with which a formula would raise an exception are refused, in registrations
-and in pushes.
+"""Hyper-parameters for which a formula raises an exception are refused, in registrations and
+pushes.
 """
 
 from collections.abc import Iterator
@@ -29,7 +29,7 @@ def large_values() -> Iterator[tuple[str, str, Any]]:
 
 @pytest.mark.parametrize(("name", "key", "value"), [*large_values()])
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
-def test_numbers_with_which_a_server_would_raise_are_refused_and_no_others(
+def test_exactly_the_numbers_that_raise_on_a_server_are_refused(
     name: str, key: str, value: Any, dtype: str
 ) -> None:
     tensors = (TensorSpec("w", (3, 5), dtype),)
@@ -50,8 +50,8 @@ def test_numbers_with_which_a_server_would_raise_are_refused_and_no_others(
         check_numbers(spec, tensors)
 
 
-def test_a_push_is_refused_for_numbers_out_of_range() -> None:
-    """Betas of NAdam, say, with which all servers would divide by zero."""
+def test_a_push_with_numbers_out_of_range_is_refused() -> None:
+    """Betas of NAdam, for example, with which all servers would divide by zero."""
     like = validate(OptimizerSettings("nadam", ({}, {})))
     with pytest.raises(InvalidRequestError, match="nadam, group 1: betas are"):
         groups_of_push('[{}, {"betas": [1.0, 0.9]}]', like, TENSORS)
@@ -63,7 +63,7 @@ def test_a_push_is_refused_for_numbers_out_of_range() -> None:
     assert groups_of_push('[{}, {"weight_decay": 1e5}]', like, TENSORS)[1]["weight_decay"] == 1e5
 
 
-def test_a_push_may_have_what_torch_lets_schedulers_do() -> None:
+def test_a_push_may_have_values_that_torch_schedulers_produce() -> None:
     like = validate(OptimizerSettings("sgd", ({"momentum": 0.9, "nesterov": True}, {})))
     one, _ = groups_of_push('[{"lr": -1e-20, "momentum": 0.0}, {}]', like, TENSORS)
 

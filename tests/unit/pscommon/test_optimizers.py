@@ -1,4 +1,4 @@
-"""The table of optimizers is torch's, and nothing but names and numbers gets through it."""
+"""The table of optimizers equals torch's and accepts only names and numbers."""
 
 import inspect
 import json
@@ -50,7 +50,7 @@ def test_defaults_are_those_of_torch(name: str) -> None:
         ("rmsprop", {"momentum": 0.9, "centered": True}),
     ],
 )
-def test_states_are_those_that_torch_keeps(name: str, group: dict[str, Any]) -> None:
+def test_states_are_those_of_torch(name: str, group: dict[str, Any]) -> None:
     kind = KINDS[name]
     (weight,) = weights()
     weight.grad = torch.ones(3)
@@ -85,7 +85,7 @@ def test_numbers_become_floats_so_that_equal_ones_compare_equal() -> None:
 
 
 @pytest.mark.parametrize("name", ["SGD", "", "os.system"])
-def test_an_unknown_name_is_answered_with_those_known_and_the_remedy(name: str) -> None:
+def test_an_unknown_name_is_refused_with_the_known_ones_and_a_remedy(name: str) -> None:
     with pytest.raises(
         UnsupportedOptimizerError, match=r"is not one of .*nadam, radam.*--optimizers MODULE"
     ) as caught:
@@ -103,9 +103,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("name", "why"), REFUSED)
-def test_methods_that_need_more_than_elements_are_refused_with_the_reason(
-    name: str, why: str
-) -> None:
+def test_methods_that_need_whole_tensors_are_refused_with_the_reason(name: str, why: str) -> None:
     cls = getattr(torch.optim, name, None)
     with pytest.raises(UnsupportedOptimizerError, match=why):
         validate(OptimizerSettings(name.lower()))
@@ -155,7 +153,7 @@ def test_every_optimizer_of_torch_is_supported_or_refused_with_a_reason() -> Non
         ("rmsprop", {"alpha": -1.0}, "alpha is -1.0, below 0"),
     ],
 )
-def test_a_bad_hyper_parameter_is_named_with_its_group(
+def test_a_bad_hyper_parameter_is_reported_with_its_group(
     name: str, group: dict[str, Any], complaint: str
 ) -> None:
     with pytest.raises(InvalidRequestError, match=complaint) as caught:
@@ -173,7 +171,7 @@ RAISES: dict[str, Callable[[dict[str, Any]], Any]] = {
 
 @pytest.mark.parametrize("name", KINDS)
 @given(data=st.data())
-def test_hyper_parameters_are_refused_that_torch_refuses_and_no_others(
+def test_exactly_the_hyper_parameters_that_torch_refuses_are_refused(
     name: str, data: st.DataObject
 ) -> None:
     kind, number = (
@@ -203,10 +201,10 @@ def test_hyper_parameters_are_refused_that_torch_refuses_and_no_others(
         (torch.optim.ASGD, {"lr": 1.0, "lambd": 1.0, "alpha": 2000.0}),
     ],
 )
-def test_hyper_parameters_are_refused_with_which_the_formula_raises(
+def test_hyper_parameters_for_which_the_formula_raises_are_refused(
     cls: Any, group: dict[str, Any]
 ) -> None:
-    """A server must not stop at an update that all servers have agreed on."""
+    """A server must not fail at an update that all servers have agreed on."""
     (weight,) = weights()
     weight.grad = torch.ones(3)
     optimizer = cls([weight], **group)
@@ -252,11 +250,11 @@ def test_an_optimizer_needs_a_group() -> None:
         (lambda w: torch.optim.SGD(w, torch.tensor(0.5), nesterov=False), "sgd", {"lr": 0.5}),
     ],
 )
-def test_a_torch_optimizer_is_read(optimizer: Any, name: str, group: dict[str, Any]) -> None:
+def test_a_torch_optimizer_is_converted(optimizer: Any, name: str, group: dict[str, Any]) -> None:
     assert spec_of(optimizer(weights())) == validate(OptimizerSettings(name, (group,)))
 
 
-def test_each_parameter_group_is_read() -> None:
+def test_each_parameter_group_is_converted() -> None:
     one, two, three = weights(3)
     optimizer = torch.optim.AdamW(
         [{"params": [one], "lr": 0.5}, {"params": [two], "weight_decay": 0.0, "name": "bias"}]
@@ -268,7 +266,7 @@ def test_each_parameter_group_is_read() -> None:
     )
 
 
-def test_what_schedulers_add_is_left_out_and_what_they_change_is_seen() -> None:
+def test_values_of_schedulers_are_converted_without_their_extra_keys() -> None:
     optimizer = torch.optim.SGD(weights(), lr=0.1, momentum=0.9)
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1.0, total_steps=10)
     before = spec_of(optimizer).groups[0]
@@ -281,7 +279,7 @@ def test_what_schedulers_add_is_left_out_and_what_they_change_is_seen() -> None:
     assert before["momentum"] != after["momentum"]
 
 
-def test_a_learning_rate_that_a_scheduler_rounded_below_zero_is_no_error() -> None:
+def test_a_learning_rate_rounded_below_zero_is_accepted() -> None:
     optimizer = torch.optim.SGD(weights(), lr=0.1)
     optimizer.param_groups[0]["lr"] = -1e-20
 
@@ -291,7 +289,7 @@ def test_a_learning_rate_that_a_scheduler_rounded_below_zero_is_no_error() -> No
 @pytest.mark.parametrize(
     ("registered", "rate"), [(0.1, -1e-20), (0.1, -0.9e-7), (0.0, -1e-13), (1.0, 0.0), (1.0, 9.0)]
 )
-def test_a_push_may_bring_a_learning_rate_that_is_negative_by_rounding(
+def test_a_push_may_have_a_learning_rate_that_is_negative_by_rounding(
     registered: float, rate: float
 ) -> None:
     like = validate(OptimizerSettings("adam", ({"lr": registered},)))
@@ -303,7 +301,7 @@ def test_a_push_may_bring_a_learning_rate_that_is_negative_by_rounding(
     ("registered", "rate"), [(0.1, -0.1), (0.1, -1.1e-7), (0.0, -1e-9), (1e-3, -1e-3)]
 )
 def test_a_push_with_a_negative_learning_rate_is_refused(registered: float, rate: float) -> None:
-    """Only where it arrives: what an earlier release logged is replayed as it was."""
+    """Only on arrival: entries that an earlier release recorded are replayed unchanged."""
     like, text = (
         validate(OptimizerSettings("sgd", ({"lr": registered},))),
         json.dumps([{"lr": rate}]),
@@ -315,7 +313,7 @@ def test_a_push_with_a_negative_learning_rate_is_refused(registered: float, rate
     assert groups_from_json(text, like)[0]["lr"] == rate
 
 
-def test_adagrad_starts_from_what_its_constructor_was_given_as_torch_does() -> None:
+def test_adagrad_starts_from_its_constructor_value_as_in_torch() -> None:
     optimizer = torch.optim.Adagrad(
         [{"params": weights(), "initial_accumulator_value": 7.0}], initial_accumulator_value=0.5
     )
@@ -341,7 +339,7 @@ def test_adam_with_decoupled_weight_decay_is_adamw() -> None:
 
 
 class MySGD(torch.optim.SGD):
-    """Might compute anything in step()."""
+    """Optimizer that could compute anything in step()."""
 
 
 @pytest.mark.parametrize(
@@ -351,7 +349,7 @@ class MySGD(torch.optim.SGD):
         (torch.optim.LBFGS, "torch.optim.lbfgs.LBFGS"),
     ],
 )
-def test_other_classes_and_subclasses_are_refused_by_name(
+def test_unregistered_classes_and_subclasses_are_refused(
     optimizer: type[torch.optim.Optimizer], name: str
 ) -> None:
     with pytest.raises(
@@ -362,7 +360,7 @@ def test_other_classes_and_subclasses_are_refused_by_name(
     assert name in str(caught.value)
 
 
-def test_a_hyper_parameter_of_a_newer_torch_is_refused_unless_it_is_at_its_default(
+def test_a_newer_torch_hyper_parameter_is_accepted_only_at_its_default(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def newer(
@@ -387,7 +385,7 @@ def test_groups_survive_json_bit_by_bit() -> None:
     assert groups_from_json(groups_to_json(LIKE.groups), LIKE) == LIKE.groups
 
 
-def test_what_json_leaves_out_is_as_the_job_has_it() -> None:
+def test_values_missing_in_json_are_those_of_the_job() -> None:
     one, two = groups_from_json('[{"lr": 2}, {}]', LIKE)
 
     assert one == {**LIKE.groups[0], "lr": 2.0}
@@ -409,17 +407,17 @@ def test_what_json_leaves_out_is_as_the_job_has_it() -> None:
         ('[{}, {"betas": [0.1, [0.2]]}]', "not a finite number"),
     ],
 )
-def test_json_is_checked(text: str, complaint: str) -> None:
+def test_json_is_validated(text: str, complaint: str) -> None:
     with pytest.raises(InvalidRequestError, match=complaint):
         groups_from_json(text, LIKE)
 
 
-def test_what_is_not_a_number_cannot_be_sent() -> None:
+def test_values_that_are_no_numbers_are_refused() -> None:
     with pytest.raises(ValueError, match="Out of range float"):
         groups_to_json(({"lr": math.inf},))
 
 
-def test_json_is_plain() -> None:
+def test_json_has_plain_types_only() -> None:
     assert json.loads(groups_to_json(({"lr": 0.1, "betas": (0.9, 0.99)},))) == [
         {"lr": 0.1, "betas": [0.9, 0.99]}
     ]

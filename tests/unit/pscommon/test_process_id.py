@@ -1,6 +1,4 @@
-"""Which process is meant, and when its end is certain: PIDs are used again, and hold in one
-namespace only.
-"""
+"""The identity and the certain end of a process: PIDs are reused and hold in one namespace only."""
 
 import os
 import subprocess
@@ -17,19 +15,19 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
 
 @pytest.fixture
 def child() -> Iterator["subprocess.Popen[bytes]"]:
-    """Runs until its stdin is closed."""
+    """Start a process that runs until its stdin is closed."""
     with subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL) as process:
         yield process
         process.kill()
 
 
-def test_a_process_that_runs_has_not_ended() -> None:
+def test_a_running_process_has_not_ended() -> None:
     name = process_id()
     assert str(os.getpid()) in name.split("/")
     assert (is_running(name), has_ended(name)) == (True, False)
 
 
-def test_the_end_of_a_process_is_seen_before_and_after_somebody_waits_for_it(
+def test_the_end_of_a_process_is_seen_before_and_after_the_wait(
     child: "subprocess.Popen[bytes]",
 ) -> None:
     name = process_id(child.pid)
@@ -42,15 +40,15 @@ def test_the_end_of_a_process_is_seen_before_and_after_somebody_waits_for_it(
     assert (is_running(name), has_ended(name)) == (False, True)
 
 
-def test_a_number_that_is_used_again_is_another_process(child: "subprocess.Popen[bytes]") -> None:
+def test_a_reused_pid_is_another_process(child: "subprocess.Popen[bytes]") -> None:
     place, pid, started = process_id(child.pid).rsplit("/", 2)
     earlier = f"{place}/{pid}/{int(started) - 1}"
     assert (is_running(earlier), has_ended(earlier)) == (False, True)
 
 
 @pytest.mark.parametrize("part", [0, 1])
-def test_nothing_is_certain_of_another_boot_or_namespace(part: int) -> None:
-    """Though no such PID is here."""
+def test_nothing_is_certain_about_another_boot_or_namespace(part: int) -> None:
+    """Although no such PID exists here."""
     parts = process_id().split("/")
     parts[part], parts[2] = "0", "4194305"
     name = "/".join(parts)
@@ -58,7 +56,7 @@ def test_nothing_is_certain_of_another_boot_or_namespace(part: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["", "x", "a/b/c", "a/1/-1", "//", "1/2/3/4/5", "a/b/1/²"])
-def test_what_is_no_name_proves_nothing(name: str) -> None:
+def test_an_invalid_name_proves_nothing(name: str) -> None:
     assert (is_running(name), has_ended(name)) == (False, False)
 
 
@@ -72,10 +70,8 @@ def test_a_system_that_hides_processes_proves_nothing(monkeypatch: pytest.Monkey
     assert (process_id(), is_running(name), has_ended(name)) == ("", False, False)
 
 
-def test_a_process_in_a_namespace_of_its_own_has_another_name() -> None:
-    """In another namespace PID 1 is another process; a /proc of the outer namespace gives no
-    name.
-    """
+def test_a_process_in_another_pid_namespace_has_another_name() -> None:
+    """PID 1 there is another process; a /proc of the outer namespace gives no name."""
     code = "from pscommon.system.process_id import process_id; print(process_id())"
     for mount in (["--mount-proc"], []):
         line = ["unshare", "--pid", "--fork", *mount, sys.executable, "-c", code]

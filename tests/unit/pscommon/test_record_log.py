@@ -1,4 +1,4 @@
-"""What is appended is read again: segments, spares, and who may call when."""
+"""A log returns the appended records: segments, spare files, and concurrent calls."""
 
 import shutil
 import stat
@@ -13,7 +13,7 @@ from pscommon.wal.log import Fsync, WriteAheadLog
 from tests.support.record_log_cases import FIRST, ROWS, Row, append, begin, row, rows_of, stored
 
 
-def test_what_was_appended_is_read_in_order_by_the_next_process(tmp_path: Path) -> None:
+def test_the_next_process_reads_appended_records_in_order(tmp_path: Path) -> None:
     log = WriteAheadLog(tmp_path / "log", "no")
     begin(log, "0001", FIRST)
     append(log, *ROWS)
@@ -23,7 +23,7 @@ def test_what_was_appended_is_read_in_order_by_the_next_process(tmp_path: Path) 
     assert stored(tmp_path / "log") == {"0001": ([FIRST, *ROWS], False)}
 
 
-def test_an_empty_log_has_no_segments_and_takes_no_records(tmp_path: Path) -> None:
+def test_an_empty_log_has_no_segments_and_refuses_records(tmp_path: Path) -> None:
     log = WriteAheadLog(tmp_path / "log", "no")
 
     assert (log.segments(), log.nbytes, log.broken) == ([], 0, "")
@@ -36,7 +36,7 @@ def test_an_empty_log_has_no_segments_and_takes_no_records(tmp_path: Path) -> No
     assert not (tmp_path / "log").exists()
 
 
-def test_a_payload_may_be_of_any_type_and_in_more_pieces_than_a_call_takes(tmp_path: Path) -> None:
+def test_a_payload_may_have_any_type_and_many_pieces(tmp_path: Path) -> None:
     log = WriteAheadLog(tmp_path, "no")
     begin(log, "1")
     numbers = np.arange(12, dtype="<f4").reshape(3, 4)
@@ -53,7 +53,7 @@ def test_a_payload_may_be_of_any_type_and_in_more_pieces_than_a_call_takes(tmp_p
     ]
 
 
-def test_a_payload_is_read_only_and_its_memory_is_used_again(tmp_path: Path) -> None:
+def test_a_payload_is_read_only_and_its_memory_is_reused(tmp_path: Path) -> None:
     log = WriteAheadLog(tmp_path, "no")
     begin(log, "1", row(1), row(2))
     reader = log.read("1")
@@ -66,7 +66,7 @@ def test_a_payload_is_read_only_and_its_memory_is_used_again(tmp_path: Path) -> 
     assert first == row(2)[2]
 
 
-def test_nbytes_is_what_the_file_holds_without_the_mark_at_its_end(tmp_path: Path) -> None:
+def test_nbytes_is_the_size_of_the_file_without_its_end_mark(tmp_path: Path) -> None:
     log = WriteAheadLog(tmp_path, "no")
     begin(log, "1")
     empty = log.nbytes
@@ -76,7 +76,7 @@ def test_nbytes_is_what_the_file_holds_without_the_mark_at_its_end(tmp_path: Pat
     assert (tmp_path / "1.log").stat().st_size == log.nbytes + 8
 
 
-def test_only_their_owner_may_read_folder_and_files(tmp_path: Path) -> None:
+def test_only_the_owner_can_read_folder_and_files(tmp_path: Path) -> None:
     log = WriteAheadLog(tmp_path / "log", "no")
     begin(log, "1", FIRST)
 
@@ -84,7 +84,7 @@ def test_only_their_owner_may_read_folder_and_files(tmp_path: Path) -> None:
     assert stat.S_IMODE((tmp_path / "log" / "1.log").stat().st_mode) == 0o600
 
 
-def test_segments_are_many_and_each_keeps_its_own(tmp_path: Path) -> None:
+def test_each_segment_keeps_its_own_records(tmp_path: Path) -> None:
     log = WriteAheadLog(tmp_path, "no")
     for number in (1, 2, 3):
         begin(log, f"{number}", row(number))
@@ -95,7 +95,7 @@ def test_segments_are_many_and_each_keeps_its_own(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["2", "1", "", ".", "a/b", "../3", "3 ", "3.log", "é"])
-def test_a_name_that_does_not_come_after_the_last_one_is_refused(tmp_path: Path, name: str) -> None:
+def test_a_segment_name_not_after_the_last_one_is_refused(tmp_path: Path, name: str) -> None:
     log = WriteAheadLog(tmp_path, "no")
     begin(log, "2", FIRST)
 
@@ -107,7 +107,7 @@ def test_a_name_that_does_not_come_after_the_last_one_is_refused(tmp_path: Path,
         begin(WriteAheadLog(tmp_path, "no"), name)
 
 
-def test_a_folder_that_somebody_removed_is_made_again(tmp_path: Path) -> None:
+def test_a_removed_folder_is_created_again(tmp_path: Path) -> None:
     log = WriteAheadLog(tmp_path / "log", "no")
     log.begin("1", [(1, b"a", ())])
     shutil.rmtree(tmp_path / "log")
@@ -116,7 +116,7 @@ def test_a_folder_that_somebody_removed_is_made_again(tmp_path: Path) -> None:
     assert [record.header for record in WriteAheadLog(tmp_path / "log", "no").read("2")] == [b"b"]
 
 
-def test_records_that_cannot_be_made_leave_the_segment_before(tmp_path: Path) -> None:
+def test_unencodable_records_leave_the_previous_segment(tmp_path: Path) -> None:
     log = WriteAheadLog(tmp_path, "no")
     begin(log, "1", FIRST)
 
@@ -129,10 +129,10 @@ def test_records_that_cannot_be_made_leave_the_segment_before(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("length", range(0, 25, 4))
-def test_a_retired_file_is_written_again_and_its_old_records_never_show(
+def test_a_retired_file_is_reused_and_its_old_records_never_appear(
     tmp_path: Path, length: int
 ) -> None:
-    """Shorter contents and longer ones, of the very same records: only the nonce differs."""
+    """Shorter and longer contents with the same records: only the nonce differs."""
     log = WriteAheadLog(tmp_path, "no")
     begin(log, "1", *[row(number) for number in range(20)])
     before = (tmp_path / "1.log").stat()
@@ -146,7 +146,7 @@ def test_a_retired_file_is_written_again_and_its_old_records_never_show(
     assert (tmp_path / "3.log").stat().st_size >= before.st_size
 
 
-def test_two_spares_are_kept_and_taken_before_new_files(tmp_path: Path) -> None:
+def test_two_spare_files_are_retained_and_used_before_new_ones(tmp_path: Path) -> None:
     log = WriteAheadLog(tmp_path, "no")
     for number in range(6):
         begin(log, f"{number}", FIRST)
@@ -168,7 +168,7 @@ def test_the_current_segment_is_never_retired(tmp_path: Path) -> None:
     assert stored(tmp_path) == {"2": ([FIRST, *ROWS], False)}
 
 
-def test_after_clear_there_is_no_history_and_names_begin_anew(tmp_path: Path) -> None:
+def test_after_clear_the_log_is_empty_and_names_start_again(tmp_path: Path) -> None:
     log = WriteAheadLog(tmp_path, "no")
     begin(log, "5", FIRST)
     begin(log, "6", FIRST)
@@ -182,7 +182,7 @@ def test_after_clear_there_is_no_history_and_names_begin_anew(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("fsync", get_args(Fsync))
-def test_a_closed_log_takes_nothing_and_leaves_no_thread(tmp_path: Path, fsync: Fsync) -> None:
+def test_a_closed_log_refuses_records_and_has_no_thread(tmp_path: Path, fsync: Fsync) -> None:
     before = set(threading.enumerate())
     log = WriteAheadLog(tmp_path, fsync)
     begin(log, "1", FIRST)
@@ -197,10 +197,10 @@ def test_a_closed_log_takes_nothing_and_leaves_no_thread(tmp_path: Path, fsync: 
 
 
 @pytest.mark.parametrize("fsync", ["always", "no"])
-def test_records_of_several_threads_are_whole_and_in_each_ones_order(
+def test_concurrent_records_are_complete_and_in_order_per_thread(
     tmp_path: Path, fsync: Fsync
 ) -> None:
-    """While one more thread goes on from segment to segment."""
+    """While one more thread changes from segment to segment."""
     log = WriteAheadLog(tmp_path, fsync)
     begin(log, "00")
     start = threading.Barrier(3)

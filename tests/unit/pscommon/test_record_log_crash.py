@@ -1,6 +1,4 @@
-"""Killed processes, power cuts, full disks: the real thing where it can be had, else a disk that
-forgets.
-"""
+"""Killed processes, power cuts and full disks: real ones where possible, else a simulated disk."""
 
 import errno
 import os
@@ -36,7 +34,7 @@ for number in itertools.count(first):
 
 
 def killed(folder: Path, fsync: Fsync, first: int, count: int) -> int:
-    """The last number that was acknowledged when the process was killed, about `count` after the
+    """Return the last number acknowledged before the process was killed, `count` or more after the
     first.
     """
     command = [sys.executable, "-c", ENDLESS, str(folder), fsync, str(first)]
@@ -48,10 +46,8 @@ def killed(folder: Path, fsync: Fsync, first: int, count: int) -> int:
 
 
 @pytest.mark.parametrize("fsync", get_args(Fsync))
-def test_a_killed_process_loses_nothing_that_it_has_acknowledged(
-    tmp_path: Path, fsync: Fsync
-) -> None:
-    """Again and again, each process behind what the last one has left, in its files."""
+def test_a_killed_process_loses_no_acknowledged_record(tmp_path: Path, fsync: Fsync) -> None:
+    """Repeatedly; each process continues in the files of the last one."""
     first = 0
     for count in (1, 60, 130):
         acknowledged = killed(tmp_path, fsync, first, count)
@@ -66,14 +62,12 @@ def test_a_killed_process_loses_nothing_that_it_has_acknowledged(
 
 
 class PowerCutError(Exception):
-    """The machine is off: nothing after this happens, clean-up included."""
+    """No operation is possible after this, not even cleaning up."""
 
 
-class Machine(LogFiles):
-    """A disk whose power is cut at its `limit`-th operation; a write is half done then.
-
-    It remembers what each file held when it was synced, and which names there were when the
-    folder was.
+class PowerCutDisk(LogFiles):
+    """A disk whose power is cut at its `limit`-th operation; a write is then half complete. It
+    remembers the content of each file and the names in each folder at their last sync.
     """
 
     def __init__(self, folder: Path, limit: int) -> None:
@@ -127,7 +121,7 @@ class Machine(LogFiles):
         super().remove(path)
 
     def leave(self, folder: Path, names_lost: bool, bytes_lost: bool) -> Path:
-        """Fills a folder with what is there when the power is back."""
+        """Fill a folder with what is there after the power cut."""
         folder.mkdir()
         for name, inode in (self._names if names_lost else self._current()).items():
             (folder / name).write_bytes(
@@ -149,8 +143,8 @@ class Machine(LogFiles):
         )
 
 
-class Owner:
-    """Uses a log, with every file written more than once, and knows what it may rely on."""
+class LogOwner:
+    """Uses a log that rewrites every file, and knows which records must survive."""
 
     def __init__(self) -> None:
         self.tried: dict[str, list[Row]] = {}
@@ -191,11 +185,11 @@ class Owner:
             assert len(rows) >= self.acknowledged.get(name, 0)
 
 
-def power_cuts(folder: Path) -> Iterator[tuple[Owner, Machine]]:
-    """After each operation, and last after all of them."""
+def power_cuts(folder: Path) -> Iterator[tuple[LogOwner, PowerCutDisk]]:
+    """Yield the disk after each operation, and after all of them."""
     for limit in range(1000):
         place = folder / str(limit)
-        machine, owner = Machine(place, limit), Owner()
+        machine, owner = PowerCutDisk(place, limit), LogOwner()
         try:
             owner.work(WriteAheadLog(place, "always", machine))
         except PowerCutError:
@@ -212,7 +206,7 @@ def power_cuts(folder: Path) -> Iterator[tuple[Owner, Machine]]:
 def test_a_power_cut_at_any_operation_loses_nothing(
     tmp_path: Path, names_lost: bool, bytes_lost: bool
 ) -> None:
-    """Whatever was not synced is lost or kept, names and bytes each."""
+    """Unsynced names and bytes are lost or present, each independently."""
     cuts = 0
     for owner, machine in power_cuts(tmp_path):
         owner.check(machine.leave(tmp_path / f"after-{cuts}", names_lost, bytes_lost))
@@ -256,8 +250,8 @@ assert not reader.torn
 """
 
 
-def test_on_a_full_disk_a_spare_is_room_for_a_new_segment(tmp_path: Path) -> None:
-    """On a tmpfs that nobody else sees."""
+def test_a_spare_file_allows_a_new_segment_on_a_full_disk(tmp_path: Path) -> None:
+    """On a private tmpfs."""
     mount = 'mount -t tmpfs -o size=2m none "$0"'
     unshare = ["unshare", "--map-root-user", "--mount", "sh", "-c"]
     if subprocess.run(
@@ -288,8 +282,8 @@ except LogWriteError as error:
 """
 
 
-def test_a_write_that_the_system_cuts_short_is_an_error(tmp_path: Path) -> None:
-    """In a process of its own: the limit is on every file of a process."""
+def test_a_truncated_write_is_an_error(tmp_path: Path) -> None:
+    """In a child process: the limit applies to every file of a process."""
     command = [sys.executable, "-c", LIMITED, str(tmp_path)]
     done = subprocess.run(
         command, env=ENVIRONMENT, capture_output=True, text=True, timeout=60, check=False

@@ -1,4 +1,4 @@
-"""Cut and flipped bytes: what is read is what was appended, or less of it with a word, or an
+"""Truncated files and flipped bytes yield the appended records, fewer with a notice, or an
 error.
 """
 
@@ -17,7 +17,7 @@ ALL = [FIRST, *ROWS]
 
 
 def segment(folder: Path, recycled: bool) -> Path:
-    """A small segment: in a new file, or in one with many other records behind its end."""
+    """Return a small segment: in a new file, or in one with many old records after its end."""
     log = WriteAheadLog(folder, "no")
     if recycled:
         begin(log, "1", *[row(number) for number in range(9)])
@@ -30,7 +30,7 @@ def segment(folder: Path, recycled: bool) -> Path:
 
 
 def ends() -> list[int]:
-    """Where the file's head and each record end."""
+    """Return where the file's head and each record end."""
     result = [FILE_HEAD.size]
     for _, header, payload in ALL:
         result.append(result[-1] + HEAD_BYTES + len(header) + len(payload))
@@ -38,24 +38,22 @@ def ends() -> list[int]:
 
 
 @pytest.mark.parametrize("recycled", [False, True])
-def test_a_file_cut_at_any_length_gives_the_records_before_the_cut(
-    tmp_path: Path, recycled: bool
-) -> None:
+def test_a_truncated_file_gives_the_records_before_the_cut(tmp_path: Path, recycled: bool) -> None:
     path = segment(tmp_path, recycled)
     raw, log = path.read_bytes(), WriteAheadLog(tmp_path, "no")
     for length in range(len(raw)):
         path.write_bytes(raw[:length])
-        whole = sum(end <= length for end in ends()) - 1
-        end = "damaged" if whole < 0 else "torn" if length < ends()[-1] + 8 else "whole"
+        complete = sum(end <= length for end in ends()) - 1
+        end = "damaged" if complete < 0 else "torn" if length < ends()[-1] + 8 else "whole"
 
-        assert readable(log, "3") == (ALL[: max(whole, 0)], end), length
+        assert readable(log, "3") == (ALL[: max(complete, 0)], end), length
     assert len(raw) > ends()[-1] + 8 or not recycled
 
 
 @pytest.mark.parametrize("recycled", [False, True])
-def test_a_flipped_bit_is_never_a_wrong_record(tmp_path: Path, recycled: bool) -> None:
-    """Before the last record it is an error; in the last record or in the mark it looks like a
-    torn append.
+def test_a_flipped_bit_never_yields_a_wrong_record(tmp_path: Path, recycled: bool) -> None:
+    """It is an error before the last record; in the last record or the mark it looks like a torn
+    append.
     """
     path = segment(tmp_path, recycled)
     raw, log = path.read_bytes(), WriteAheadLog(tmp_path, "no")
@@ -63,15 +61,19 @@ def test_a_flipped_bit_is_never_a_wrong_record(tmp_path: Path, recycled: bool) -
         flipped = bytearray(raw)
         flipped[bit // 8] ^= 1 << bit % 8
         path.write_bytes(flipped)
-        whole = sum(end <= bit // 8 for end in ends()) - 1
+        complete = sum(end <= bit // 8 for end in ends()) - 1
         end = (
-            "damaged" if whole < len(ALL) - 1 else "torn" if bit // 8 < ends()[-1] + 8 else "whole"
+            "damaged"
+            if complete < len(ALL) - 1
+            else "torn"
+            if bit // 8 < ends()[-1] + 8
+            else "whole"
         )
 
-        assert readable(log, "3") == (ALL[: max(whole, 0)], end), bit
+        assert readable(log, "3") == (ALL[: max(complete, 0)], end), bit
 
 
-def test_the_error_names_the_file_and_the_offset_and_comes_after_the_good_records(
+def test_the_error_follows_the_good_records_and_names_file_and_offset(
     tmp_path: Path,
 ) -> None:
     path = segment(tmp_path, recycled=False)
@@ -96,7 +98,7 @@ def test_a_file_of_another_format_is_an_error(tmp_path: Path, content: bytes) ->
         rows_of(WriteAheadLog(tmp_path, "no"), "1")
 
 
-def test_a_file_that_is_cut_while_it_is_read_ends_there(tmp_path: Path) -> None:
+def test_a_file_truncated_during_the_read_ends_there(tmp_path: Path) -> None:
     path = segment(tmp_path, recycled=False)
     reader = WriteAheadLog(tmp_path, "no").read("3")
     next(reader)
@@ -114,10 +116,10 @@ def test_a_missing_segment_is_an_error(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("header", "payload"), [(0, 2**64 - 1), (2**32 - 1, 0), (0, 2**40), (0, 60), (60, 0)]
 )
-def test_a_length_beyond_the_file_takes_no_memory(
+def test_a_length_beyond_the_file_allocates_no_memory(
     tmp_path: Path, header: int, payload: int
 ) -> None:
-    """Even where the head's own checksum holds."""
+    """Even if the checksum of the head is correct."""
     path = segment(tmp_path, recycled=False)
     raw = path.read_bytes()
     nonce = unpack_file_head(raw[: FILE_HEAD.size])
@@ -131,12 +133,10 @@ def test_a_length_beyond_the_file_takes_no_memory(
 
 
 @pytest.mark.parametrize("gap", range(30, 80))
-def test_a_valid_record_is_found_behind_long_damage(
+def test_a_valid_record_after_long_damage_is_found(
     tmp_path: Path, gap: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Wherever the pieces end in which the file is searched, and however often the nonce lies
-    there by chance.
-    """
+    """Wherever the search splits the file, and however often the nonce occurs by chance."""
     monkeypatch.setattr(record_format, "SCAN_BYTES", 64)
     path = segment(tmp_path, recycled=False)
     raw = path.read_bytes()
@@ -148,7 +148,7 @@ def test_a_valid_record_is_found_behind_long_damage(
         rows_of(WriteAheadLog(tmp_path, "no"), "3")
 
 
-def test_a_whole_head_with_a_torn_body_behind_damage_is_no_valid_record(tmp_path: Path) -> None:
+def test_a_complete_head_with_a_torn_body_after_damage_is_no_record(tmp_path: Path) -> None:
     path = segment(tmp_path, recycled=False)
     raw = path.read_bytes()
     nonce = unpack_file_head(raw[: FILE_HEAD.size])

@@ -1,5 +1,5 @@
-"""Disks that fail at any operation: what was acknowledged is read again, nothing else is, and
-`begin` goes on.
+"""Disks that fail at any operation: exactly the acknowledged records are read, and `begin`
+recovers.
 """
 
 import errno
@@ -29,8 +29,8 @@ from tests.support.record_log_cases import (
 
 
 @dataclass
-class Life:
-    """A log at work, and what its owner may rely on."""
+class LogOwner:
+    """A log in use, and which records must survive."""
 
     log: WriteAheadLog
     rows: dict[str, list[Row]] = field(default_factory=dict)  # acknowledged, by segment
@@ -61,16 +61,14 @@ class Life:
 
     @contextmanager
     def _failing(self) -> Iterator[None]:
-        """Keeps the write error of what is done inside, and goes on."""
+        """Store the write error of the body and continue."""
         try:
             yield
         except LogWriteError as error:
             self.failed.append(error)
 
-    def work(self) -> "Life":
-        """Goes on after a failure: with the next segment where the log is broken, or where there
-        is none.
-        """
+    def work(self) -> "LogOwner":
+        """Continue after a failure with the next segment where the log is broken or has none."""
         for number in range(1, 6):
             self.begin(f"{number}0", row(number), row(100 + number))
             if not self.current:
@@ -97,7 +95,7 @@ class Life:
             assert not torn or doubtful
 
 
-def goes_on(life: Life) -> None:
+def continues(life: LogOwner) -> None:
     """In the same process, and in the next one."""
     life.begin("8", FIRST)
     for added in ROWS:
@@ -117,12 +115,12 @@ def goes_on(life: Life) -> None:
 def test_any_operation_may_fail_once(tmp_path: Path, fsync: Fsync, code: int) -> None:
     for limit in range(1, 1000):
         disk = Failing(limit, code, part=limit % 50)
-        life = Life(log := WriteAheadLog(tmp_path / str(limit), fsync, disk)).work()
+        life = LogOwner(log := WriteAheadLog(tmp_path / str(limit), fsync, disk)).work()
         life.check()
         assert {error.errno for error in life.failed} <= {code}
         assert all(str(tmp_path) in str(error.filename) for error in life.failed)
         reached, disk.limit = disk.failed, 0
-        goes_on(life)
+        continues(life)
         if not reached:
             break
     assert limit > 40
@@ -131,19 +129,19 @@ def test_any_operation_may_fail_once(tmp_path: Path, fsync: Fsync, code: int) ->
 
 
 @pytest.mark.parametrize("fsync", ["always", "no"])
-def test_a_disk_may_fail_for_good_until_it_works_again(tmp_path: Path, fsync: Fsync) -> None:
+def test_a_disk_may_fail_permanently_until_it_works_again(tmp_path: Path, fsync: Fsync) -> None:
     for limit in range(1, 40):
         disk = Failing(limit, errno.EROFS, for_good=True)
-        life = Life(log := WriteAheadLog(tmp_path / str(limit), fsync, disk)).work()
+        life = LogOwner(log := WriteAheadLog(tmp_path / str(limit), fsync, disk)).work()
         # at most a begin that failed after its rename and could not take that back
         begun = max(life.rows, default="")
         life.check(in_doubt=max([name for name in log.segments() if name > begun], default=""))
         assert life.failed
         disk.limit = 0
-        goes_on(life)
+        continues(life)
 
 
-def test_a_begin_that_fails_at_the_last_step_and_cannot_clean_up_does_not_show_once_the_disk_works(
+def test_a_failed_begin_without_cleanup_is_invisible_once_the_disk_works(
     tmp_path: Path,
 ) -> None:
     log = WriteAheadLog(tmp_path, "no", files := Failing(0, errno.EIO, for_good=True))
@@ -159,7 +157,7 @@ def test_a_begin_that_fails_at_the_last_step_and_cannot_clean_up_does_not_show_o
 
 
 @pytest.mark.parametrize("operation", range(1, 6))
-def test_a_clear_that_fails_is_finished_by_the_next_begin(tmp_path: Path, operation: int) -> None:
+def test_a_failed_clear_is_finished_by_the_next_begin(tmp_path: Path, operation: int) -> None:
     log = WriteAheadLog(tmp_path, "no", files := Failing(0, errno.EIO, for_good=True))
     for name in ("5", "6", "7", "8"):
         begin(log, name, FIRST)
@@ -179,12 +177,10 @@ def test_a_clear_that_fails_is_finished_by_the_next_begin(tmp_path: Path, operat
 @pytest.mark.parametrize("code", [0, errno.ENOSPC])
 @pytest.mark.parametrize("recycled", [False, True])
 def test_a_write_may_stop_at_any_byte(tmp_path: Path, recycled: bool, code: int) -> None:
-    """Cut short it goes on; failed it is torn, also where old records lie behind it in a file
-    that is used again.
-    """
+    """A short write continues; a failed one is torn, also before old records of a reused file."""
     for part in range(1, 60):
         files = Failing(0, code, part)
-        life = Life(log := WriteAheadLog(tmp_path / str(part), "no", files))
+        life = LogOwner(log := WriteAheadLog(tmp_path / str(part), "no", files))
         life.begin("1", *[row(number, 0) for number in range(9)])
         if recycled:
             life.begin("2")
@@ -201,7 +197,7 @@ def test_a_write_may_stop_at_any_byte(tmp_path: Path, recycled: bool, code: int)
         assert torn == (code != 0 and part < 48)  # which is all of it
 
 
-def test_a_write_that_takes_nothing_is_an_error(tmp_path: Path) -> None:
+def test_a_write_of_no_bytes_is_an_error(tmp_path: Path) -> None:
     log = WriteAheadLog(tmp_path, "no", files := Failing(0, 0))
     begin(log, "1", FIRST)
     files.limit = len(files.seen) + 1
@@ -211,7 +207,9 @@ def test_a_write_that_takes_nothing_is_an_error(tmp_path: Path) -> None:
     assert (error.value.errno, error.value.filename) == (errno.EIO, str(tmp_path / "1.log"))
 
 
-def test_a_broken_log_says_why_and_touches_the_disk_no_more_until_begin(tmp_path: Path) -> None:
+def test_a_broken_log_gives_the_reason_and_leaves_the_disk_alone_until_begin(
+    tmp_path: Path,
+) -> None:
     log = WriteAheadLog(tmp_path, "always", files := Failing(0, errno.ENOSPC, part=7))
     begin(log, "1", FIRST)
     files.limit = len(files.seen) + 1
@@ -228,10 +226,8 @@ def test_a_broken_log_says_why_and_touches_the_disk_no_more_until_begin(tmp_path
     assert stored(tmp_path) == {"1": ([FIRST], True), "2": ([FIRST, *ROWS], False)}
 
 
-def test_after_a_failed_sync_no_other_one_is_believed(tmp_path: Path) -> None:
-    """The system reports an error once and then forgets the pages: a second fdatasync would say
-    that all is well.
-    """
+def test_after_a_failed_sync_no_other_sync_is_trusted(tmp_path: Path) -> None:
+    """The system reports an error once and drops the pages: a second fdatasync would succeed."""
     log = WriteAheadLog(tmp_path, "no", files := Failing(0, errno.EIO))
     begin(log, "1", FIRST)
     append(log, *ROWS)
@@ -244,7 +240,7 @@ def test_after_a_failed_sync_no_other_one_is_believed(tmp_path: Path) -> None:
     assert log.broken
 
 
-def test_what_was_written_before_a_failed_append_is_still_synced(tmp_path: Path) -> None:
+def test_records_before_a_failed_append_are_synced(tmp_path: Path) -> None:
     log = WriteAheadLog(tmp_path, "everysec", files := Failing(0, errno.ENOSPC))
     begin(log, "1", FIRST)
     append(log, *ROWS)
@@ -257,7 +253,7 @@ def test_what_was_written_before_a_failed_append_is_still_synced(tmp_path: Path)
 
 
 @pytest.mark.parametrize("fsync", get_args(Fsync))
-def test_when_appends_are_synced(tmp_path: Path, fsync: Fsync) -> None:
+def test_appends_are_synced_by_mode(tmp_path: Path, fsync: Fsync) -> None:
     log = WriteAheadLog(tmp_path, fsync, files := Watched())
     begin(log, "1", FIRST)
     assert files.seen[-4:] == ["write", "sync", "rename", "sync_folder"]
@@ -273,9 +269,7 @@ def test_when_appends_are_synced(tmp_path: Path, fsync: Fsync) -> None:
 
 
 @pytest.mark.parametrize("fsync", ["always", "everysec"])
-def test_the_segment_before_is_on_the_disk_before_the_next_one(
-    tmp_path: Path, fsync: Fsync
-) -> None:
+def test_a_segment_is_on_disk_before_the_next_one(tmp_path: Path, fsync: Fsync) -> None:
     log = WriteAheadLog(tmp_path, fsync, files := Watched())
     begin(log, "1", FIRST)
     append(log, *ROWS)
@@ -288,7 +282,7 @@ def test_the_segment_before_is_on_the_disk_before_the_next_one(
     log.close()
 
 
-class Ticking(Failing):
+class SignallingDisk(Failing):
     """Lets a test wait for a sync."""
 
     def __init__(self) -> None:
@@ -300,11 +294,11 @@ class Ticking(Failing):
         super().sync(descriptor)
 
 
-def test_every_second_what_was_appended_is_synced_and_nothing_where_nothing_was(
+def test_appended_records_are_synced_every_second_and_only_then(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(record_log, "SYNC_INTERVAL_SECONDS", 0.01)
-    log = WriteAheadLog(tmp_path, "everysec", files := Ticking())
+    log = WriteAheadLog(tmp_path, "everysec", files := SignallingDisk())
     begin(log, "1", FIRST)
     for _ in range(3):
         files.synced.clear()
@@ -315,11 +309,11 @@ def test_every_second_what_was_appended_is_synced_and_nothing_where_nothing_was(
     log.close()
 
 
-def test_a_sync_that_fails_in_the_background_breaks_the_log(
+def test_a_failed_background_sync_breaks_the_log(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(record_log, "SYNC_INTERVAL_SECONDS", 0.01)
-    log = WriteAheadLog(tmp_path, "everysec", files := Ticking())
+    log = WriteAheadLog(tmp_path, "everysec", files := SignallingDisk())
     begin(log, "1", FIRST)
     files.limit = len(files.seen) + 2
     files.synced.clear()
@@ -336,7 +330,7 @@ def test_a_sync_that_fails_in_the_background_breaks_the_log(
     log.close()
 
 
-class Slow(Watched):
+class SlowDisk(Watched):
     """Its first sync after `hold` waits for `go`."""
 
     def __init__(self) -> None:
@@ -350,7 +344,7 @@ class Slow(Watched):
 
 
 def test_threads_that_wait_for_a_sync_share_the_next_one(tmp_path: Path) -> None:
-    log = WriteAheadLog(tmp_path, "always", files := Slow())
+    log = WriteAheadLog(tmp_path, "always", files := SlowDisk())
     begin(log, "1")
     files.hold.set()
     before, start = files.seen.count("sync"), log.nbytes

@@ -1,4 +1,4 @@
-"""A region keeps its bytes and its address, whatever becomes of its file; one process."""
+"""A region keeps its bytes and address, whatever happens to its file; within one process."""
 
 import gc
 import mmap
@@ -28,12 +28,12 @@ def mapped(name: str) -> bool:
 
 
 def address_space() -> int:
-    """Bytes that this process has mapped."""
+    """Return the bytes that this process has mapped."""
     return int(Path("/proc/self/statm").read_text().split()[0]) * mmap.PAGESIZE
 
 
 def opened(folder: Path) -> list[str]:
-    """This process's open files in the folder, removed ones too."""
+    """Return this process's open files in the folder, removed ones included."""
     links = []
     for entry in os.listdir("/proc/self/fd"):
         try:
@@ -44,7 +44,7 @@ def opened(folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("nbytes", SIZES)
-def test_bytes_and_address_stay(nbytes: int, tmp_path: Path) -> None:
+def test_bytes_and_address_do_not_change(nbytes: int, tmp_path: Path) -> None:
     region = SharedRegion(nbytes, tmp_path)
     start, expected = address(region.memory), pattern(nbytes)
     assert (bytes(region.memory), region.memory.format, region.memory.readonly) == (
@@ -92,7 +92,7 @@ def test_an_attached_region_is_the_same_memory_until_detach(nbytes: int, tmp_pat
     region.close()
 
 
-def test_sharing_again_cuts_the_old_file_off(tmp_path: Path) -> None:
+def test_sharing_again_disconnects_the_old_file(tmp_path: Path) -> None:
     region = SharedRegion(100, tmp_path)
     first = attach(region.share(), tmp_path)
     offer = region.share()
@@ -122,8 +122,8 @@ def test_arrays_and_tensors_never_move(tmp_path: Path) -> None:
     region.close()
 
 
-def test_a_reader_sees_the_same_bytes_all_the_time(tmp_path: Path) -> None:
-    """Were the new memory mapped first and filled then, the reader would see zeros."""
+def test_a_reader_sees_the_same_bytes_during_a_remap(tmp_path: Path) -> None:
+    """A mapping that is filled after the switch would show zeros."""
     region = SharedRegion(1 << 20, tmp_path)
     region.memory[:] = b"\x05" * (1 << 20)
     array = np.frombuffer(region.memory, dtype=np.uint8)
@@ -148,7 +148,7 @@ def test_a_reader_sees_the_same_bytes_all_the_time(tmp_path: Path) -> None:
     region.close()
 
 
-def test_views_outlive_close_and_then_the_memory_is_freed(tmp_path: Path) -> None:
+def test_memory_is_freed_after_close_and_the_last_view(tmp_path: Path) -> None:
     region = SharedRegion(5000, tmp_path)
     offer = region.share()
     attached = attach(offer, tmp_path)
@@ -196,8 +196,8 @@ def test_private_memory_is_freed_too() -> None:
     assert address_space() - before < 1 << 30
 
 
-def test_a_hidden_file_has_no_name_and_is_open_once_while_it_is_shared(tmp_path: Path) -> None:
-    """For forks, which map it anew."""
+def test_a_hidden_file_has_no_name_and_one_descriptor_while_shared(tmp_path: Path) -> None:
+    """Forks map it again."""
     region = SharedRegion(100, tmp_path)
     region.share()
     assert len(set(opened(tmp_path))) == len(list(tmp_path.iterdir())) == 1
@@ -209,7 +209,7 @@ def test_a_hidden_file_has_no_name_and_is_open_once_while_it_is_shared(tmp_path:
     assert opened(tmp_path) == []
 
 
-def test_a_region_that_nobody_holds_takes_its_file_along(tmp_path: Path) -> None:
+def test_an_unreferenced_region_removes_its_file(tmp_path: Path) -> None:
     region = SharedRegion(100, tmp_path)
     region.share()
     del region
@@ -218,7 +218,7 @@ def test_a_region_that_nobody_holds_takes_its_file_along(tmp_path: Path) -> None
     assert (opened(tmp_path), list(tmp_path.iterdir())) == ([], [])
 
 
-def test_the_usual_folder() -> None:
+def test_the_default_folder_is_found() -> None:
     region = SharedRegion(10)
     offer = region.share()
     try:
@@ -231,7 +231,7 @@ def test_the_usual_folder() -> None:
     assert not Path("/dev/shm", offer.name).exists()
 
 
-def test_an_offer_says_what_it_is_and_never_the_same_twice(tmp_path: Path) -> None:
+def test_an_offer_identifies_its_region_uniquely(tmp_path: Path) -> None:
     region = SharedRegion(10, tmp_path)
     first, second = region.share(), region.share()
 

@@ -115,7 +115,7 @@ def test_two_processes_see_each_other_until_detach(tmp_path: Path) -> None:
 
 
 def in_fork(body: Callable[[], bool]) -> bool:
-    """What it returns in a fork of this process."""
+    """Return the result of an action in a fork of this process."""
     child = os.fork()
     if not child:
         try:
@@ -126,7 +126,7 @@ def in_fork(body: Callable[[], bool]) -> bool:
 
 
 @pytest.mark.parametrize("closed", [False, True])
-def test_what_a_fork_writes_is_its_own(tmp_path: Path, closed: bool) -> None:
+def test_writes_of_a_fork_are_private(tmp_path: Path, closed: bool) -> None:
     region = SharedRegion(5000, tmp_path)
     region.memory[:] = b"\7" * 5000
     other = attach(region.share(), tmp_path)
@@ -153,7 +153,7 @@ def test_forks_of_a_large_region_take_no_memory(tmp_path: Path) -> None:
     region.hide()
 
     def own() -> int:
-        """Bytes that are this process's alone, in its mappings of files."""
+        """Return the private bytes in this process's mappings of files."""
         rollup = Path("/proc/self/smaps_rollup").read_text()
         return (
             sum(
@@ -167,7 +167,7 @@ def test_forks_of_a_large_region_take_no_memory(tmp_path: Path) -> None:
     assert in_fork(lambda: bool(region.memory[1 << 20] == 0) and own() < 48 << 20)
 
 
-def test_descriptors_go_with_what_is_shared(tmp_path: Path) -> None:
+def test_descriptors_are_passed_with_the_region(tmp_path: Path) -> None:
     before = len(os.listdir("/proc/self/fd"))
     region = SharedRegion(5000, tmp_path)
     for _ in range(3):
@@ -199,7 +199,7 @@ def test_a_creator_killed_after_hide_leaves_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_attacher_that_is_killed_leaves_nothing_and_harms_nobody(tmp_path: Path) -> None:
+def test_a_killed_attacher_leaves_nothing_and_harms_no_other(tmp_path: Path) -> None:
     region = SharedRegion(5000, tmp_path)
     with peer(region.share(), tmp_path) as other:
         region.hide()
@@ -214,7 +214,7 @@ def test_an_attacher_that_is_killed_leaves_nothing_and_harms_nobody(tmp_path: Pa
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_fork_that_ends_takes_neither_name_nor_lock(tmp_path: Path) -> None:
+def test_a_fork_that_ends_removes_neither_name_nor_lock(tmp_path: Path) -> None:
     with program(CREATOR, str(tmp_path), "ended") as creator:
         offer = offered(creator)
 
@@ -246,7 +246,7 @@ def test_a_script_that_ends_without_closing_leaves_nothing(tmp_path: Path) -> No
     assert list(tmp_path.iterdir()) == []
 
 
-def test_sweep_removes_only_what_is_ours(tmp_path: Path) -> None:
+def test_sweep_removes_only_own_files(tmp_path: Path) -> None:
     ours = "paramserver-" + "0" * 32
     names = ["paramserver-", f"{ours}0", "paramserver-" + "g" * 32, "other"]
     for name in [*names, ours]:
@@ -260,12 +260,10 @@ def test_sweep_removes_only_what_is_ours(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("holds", [False, True])
-def test_sweep_may_be_faster_than_the_lock(
+def test_sweep_may_run_before_the_creator_has_its_lock(
     holds: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It comes between open and flock, and is through or still at work when the creator wants
-    its lock.
-    """
+    """It runs between open and flock, and has finished or still runs when the creator locks."""
     region, real = SharedRegion(100, tmp_path), fcntl.flock
     victims: list[Path] = []
     held: list[int] = []

@@ -1,4 +1,4 @@
-"""What cannot be shared and what must not be attached, each with its reason."""
+"""Regions that cannot be shared or must not be attached, each with its reason."""
 
 import mmap
 import os
@@ -51,7 +51,7 @@ def region(tmp_path: Path) -> Iterator[SharedRegion]:
 
 
 def in_tmpfs(options: str, folder: Path, *arguments: str) -> str:
-    """What TOO_LARGE prints with a tmpfs at the folder that nobody else sees."""
+    """Return what TOO_LARGE prints with a private tmpfs at the folder."""
     mount = f'mount -t tmpfs -o {options} none "$0"'
     unshare = ["unshare", "--map-root-user", "--mount", "sh", "-c"]
     if subprocess.run([*unshare, mount, str(folder)], capture_output=True, timeout=60).returncode:
@@ -75,11 +75,11 @@ def test_a_small_tmpfs_is_an_error_at_once_with_numbers_and_remedy(tmp_path: Pat
     assert "--lanes grpc" in message
 
 
-def test_a_tmpfs_that_may_not_be_written(tmp_path: Path) -> None:
+def test_a_read_only_tmpfs_is_an_error(tmp_path: Path) -> None:
     assert "Read-only file system" in in_tmpfs("ro", tmp_path, "")
 
 
-def test_a_folder_that_is_none(tmp_path: Path) -> None:
+def test_a_missing_folder_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for folder, words in (
         (tmp_path / "missing", "No such file"),
@@ -93,7 +93,7 @@ def test_a_folder_that_is_none(tmp_path: Path) -> None:
         region.close()
 
 
-def test_a_failed_share_leaves_the_one_before(tmp_path: Path) -> None:
+def test_a_failed_share_leaves_the_former_one(tmp_path: Path) -> None:
     folder = tmp_path / "folder"
     folder.mkdir()
     region = SharedRegion(10, folder)
@@ -109,14 +109,14 @@ def test_a_failed_share_leaves_the_one_before(tmp_path: Path) -> None:
     region.close()
 
 
-def test_other_systems_do_not_share(region: SharedRegion, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_systems_cannot_share(region: SharedRegion, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "platform", "darwin")
     with pytest.raises(NoSharedMemoryError, match="darwin"):
         region.share()
 
 
 @pytest.mark.parametrize("umask", [0, 0o777])
-def test_only_the_owner_may_use_it_whatever_the_umask(
+def test_only_the_owner_has_access_for_any_umask(
     umask: int, region: SharedRegion, tmp_path: Path
 ) -> None:
     before = os.umask(umask)
@@ -130,7 +130,9 @@ def test_only_the_owner_may_use_it_whatever_the_umask(
 
 
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o610, 0o601])
-def test_a_file_that_others_may_use(mode: int, region: SharedRegion, tmp_path: Path) -> None:
+def test_a_file_accessible_for_others_is_refused(
+    mode: int, region: SharedRegion, tmp_path: Path
+) -> None:
     offer = region.share()
     (tmp_path / offer.name).chmod(mode)
 
@@ -139,7 +141,7 @@ def test_a_file_that_others_may_use(mode: int, region: SharedRegion, tmp_path: P
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
-def test_a_file_of_another_user(region: SharedRegion, tmp_path: Path) -> None:
+def test_a_file_of_another_user_is_refused(region: SharedRegion, tmp_path: Path) -> None:
     offer = region.share()
     os.chown(tmp_path / offer.name, NOBODY, NOBODY)
     with pytest.raises(NotSharedError, match=f"belongs to user {NOBODY}"):
@@ -177,7 +179,7 @@ def folder(path: Path) -> None:
         (lambda path: os.truncate(path, 0), "has 0 bytes"),
     ],
 )
-def test_a_file_that_is_something_else(
+def test_a_path_that_is_no_regular_file_is_refused(
     change: Callable[[Path], None], words: str, region: SharedRegion, tmp_path: Path
 ) -> None:
     offer = region.share()
@@ -199,7 +201,7 @@ def test_a_file_that_is_something_else(
         ({"name": ""}, "not a name"),
     ],
 )
-def test_an_offer_that_is_not_of_this_file(
+def test_an_offer_for_another_file_is_refused(
     wrong: dict[str, object], words: str, region: SharedRegion, tmp_path: Path
 ) -> None:
     offer: MemoryOffer = replace(region.share(), **wrong)  # type: ignore[arg-type]
@@ -208,8 +210,8 @@ def test_an_offer_that_is_not_of_this_file(
         attach(offer, tmp_path)
 
 
-def test_an_offer_of_fewer_than_no_bytes(region: SharedRegion, tmp_path: Path) -> None:
-    """The file is as long as such an offer says, and holds the token."""
+def test_an_offer_of_a_negative_size_is_refused(region: SharedRegion, tmp_path: Path) -> None:
+    """The file has the size that such an offer implies, and holds the token."""
     offer = region.share()
     os.truncate(tmp_path / offer.name, mmap.PAGESIZE - 1)
 
@@ -217,7 +219,7 @@ def test_an_offer_of_fewer_than_no_bytes(region: SharedRegion, tmp_path: Path) -
         attach(replace(offer, nbytes=-1), tmp_path)
 
 
-def test_a_hidden_region(region: SharedRegion, tmp_path: Path) -> None:
+def test_a_hidden_region_cannot_be_attached(region: SharedRegion, tmp_path: Path) -> None:
     offer = region.share()
     region.hide()
 

@@ -1,4 +1,4 @@
-"""Power cuts and failing disks at every operation: the snapshot that was there stays, and loads."""
+"""Power cuts and failing disks at every operation leave the previous snapshot valid."""
 
 import errno
 import os
@@ -20,14 +20,13 @@ from tests.support.snapshot_cases import TINY, save_tiny, tape_of
 
 
 class PowerCutError(Exception):
-    """The machine is off: nothing after this happens, clean-up included."""
+    """No operation is possible after this, not even cleaning up."""
 
 
-class Disk(AtomicFiles):
-    """A disk that dies at its `limit`-th operation, then loses all that was not synced.
-
-    Lost are bytes of files that were not synced (the file is empty then) and renames and
-    removals in folders that were not synced (undone, the worst case).
+class PowerCutDisk(AtomicFiles):
+    """A disk that fails at its `limit`-th operation and then loses everything unsynced: bytes of
+    unsynced files (the file is empty then), and renames and removals in unsynced folders (undone,
+    the worst case).
     """
 
     def __init__(self, limit: int, spare: Path) -> None:
@@ -102,9 +101,7 @@ class Disk(AtomicFiles):
 
 
 def loads(data_dir: Path) -> int:
-    """The version that a restart would take, after checking that its weights are what was
-    written.
-    """
+    """Return the version that a restart would load, after checking its weights."""
     snapshots = SnapshotDirectory(data_dir)
     snapshots.sweep(0)
     snapshots.sweep(1)
@@ -120,15 +117,15 @@ def loads(data_dir: Path) -> int:
 def power_cuts(
     tmp_path: Path, prepare: Callable[[Path], object], act: Callable[[SnapshotDirectory], object]
 ) -> Iterator[Path]:
-    """The data directory as it is after a power cut at each operation of `act`, and last after
-    all of it.
+    """Yield the data directory after a power cut at each operation of `act`, and after all
+    of it.
     """
     for limit in range(1000):
         data_dir, spare = tmp_path / f"data-{limit}", tmp_path / f"spare-{limit}"
         spare.mkdir()
         data_dir.mkdir()
         prepare(data_dir)
-        disk = Disk(limit, spare)
+        disk = PowerCutDisk(limit, spare)
         try:
             act(SnapshotDirectory(data_dir, disk))
         except PowerCutError:
@@ -140,7 +137,7 @@ def power_cuts(
             return
 
 
-def test_a_power_cut_while_writing_leaves_the_snapshot_before(tmp_path: Path) -> None:
+def test_a_power_cut_during_a_write_leaves_the_previous_snapshot(tmp_path: Path) -> None:
     def prepare(data_dir: Path) -> None:
         save_tiny(SnapshotDirectory(data_dir), 1)
 
@@ -154,7 +151,7 @@ def test_a_power_cut_while_writing_leaves_the_snapshot_before(tmp_path: Path) ->
     assert versions == [1] * (len(versions) - 2) + [2] * 2
 
 
-def test_a_power_cut_at_the_very_first_snapshot_leaves_nothing_that_looks_like_one(
+def test_a_power_cut_during_the_first_snapshot_leaves_no_snapshot(
     tmp_path: Path,
 ) -> None:
     cuts = list(power_cuts(tmp_path, lambda _: None, lambda snapshots: save_tiny(snapshots, 1)))
@@ -164,7 +161,7 @@ def test_a_power_cut_at_the_very_first_snapshot_leaves_nothing_that_looks_like_o
     assert [newest.skipped for newest in found] == [()] * len(cuts)
 
 
-def test_a_power_cut_while_a_version_is_written_again_leaves_one_of_the_two(tmp_path: Path) -> None:
+def test_a_power_cut_during_a_rewrite_leaves_one_of_the_two(tmp_path: Path) -> None:
     def prepare(data_dir: Path) -> None:
         save_tiny(SnapshotDirectory(data_dir), 2, shards=3)
 
@@ -173,7 +170,7 @@ def test_a_power_cut_while_a_version_is_written_again_leaves_one_of_the_two(tmp_
     } == {2}
 
 
-def test_a_power_cut_while_pruning_leaves_the_newest(tmp_path: Path) -> None:
+def test_a_power_cut_during_pruning_leaves_the_newest(tmp_path: Path) -> None:
     def prepare(data_dir: Path) -> None:
         for version in (1, 2, 3):
             save_tiny(SnapshotDirectory(data_dir), version)
@@ -188,7 +185,7 @@ def test_a_power_cut_while_pruning_leaves_the_newest(tmp_path: Path) -> None:
     )
 
 
-def test_a_sweep_removes_what_a_crash_left_and_only_of_its_shard(tmp_path: Path) -> None:
+def test_a_sweep_removes_only_leftovers_of_its_shard(tmp_path: Path) -> None:
     kept = save_tiny(SnapshotDirectory(tmp_path), 2)
     for name in (".tmp-1-part", ".tmp-10-part", ".tmp-0-manifest"):
         (kept / name).mkdir()
@@ -198,10 +195,8 @@ def test_a_sweep_removes_what_a_crash_left_and_only_of_its_shard(tmp_path: Path)
     assert sorted(path.name for path in kept.glob(".tmp*")) == [".tmp-0-manifest", ".tmp-10-part"]
 
 
-class Full(AtomicFiles):
-    """Every operation works until the n-th, which fails as on a full disk; the ones after it
-    work again.
-    """
+class FullDisk(AtomicFiles):
+    """Only the n-th operation fails, as on a full disk."""
 
     def __init__(self, limit: int) -> None:
         self.operations = 0
@@ -238,16 +233,16 @@ class Full(AtomicFiles):
         super().rename(source, target)
 
 
-def test_a_full_disk_at_any_operation_is_an_error_with_the_path_and_leaves_no_temporary_file(
+def test_a_full_disk_is_an_error_with_the_path_and_leaves_no_temporary_file(
     tmp_path: Path,
 ) -> None:
     save_tiny(SnapshotDirectory(tmp_path), 1)
-    counting = Full(0)
+    counting = FullDisk(0)
     save_tiny(SnapshotDirectory(tmp_path, counting), 2)
     for limit in range(1, counting.operations + 1):
         shutil.rmtree(SnapshotDirectory(tmp_path).path(2), ignore_errors=True)
         with pytest.raises(SnapshotError, match=f"cannot write {tmp_path}.*No space left"):
-            save_tiny(SnapshotDirectory(tmp_path, Full(limit)), 2)
+            save_tiny(SnapshotDirectory(tmp_path, FullDisk(limit)), 2)
         loads(tmp_path)
 
         assert list(tmp_path.rglob(".tmp*")) == []
@@ -265,10 +260,8 @@ SnapshotDirectory(Path(sys.argv[1])).write_part(2, 0, 1, {"weight@0": torch.zero
 """
 
 
-def test_a_write_that_the_system_cuts_short_is_an_error(tmp_path: Path) -> None:
-    """In a process of its own: the limit is on every file of a process, the log that it prints
-    to included.
-    """
+def test_a_truncated_write_is_an_error(tmp_path: Path) -> None:
+    """In a child process: the limit applies to every file of a process, its output included."""
     save_tiny(SnapshotDirectory(tmp_path), 1)
 
     done = subprocess.run(
@@ -287,7 +280,7 @@ def test_a_write_that_the_system_cuts_short_is_an_error(tmp_path: Path) -> None:
     assert loads(tmp_path) == 1
 
 
-def test_a_folder_that_cannot_be_made_is_an_error_with_the_path(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_created_is_an_error_with_the_path(tmp_path: Path) -> None:
     (tmp_path / "snapshots").write_text("a file where the folder should be")
     with pytest.raises(SnapshotError, match=f"cannot write {tmp_path}"):
         save_tiny(SnapshotDirectory(tmp_path), 1)

@@ -1,5 +1,5 @@
-"""Any changed byte and any lost end of any file of a snapshot is found, and the snapshot before
-it is taken.
+"""Any changed byte and any truncation of a snapshot's files is detected; the previous one
+is used.
 """
 
 import errno
@@ -47,7 +47,7 @@ def flips(raw: bytes) -> Iterator[bytes]:
 
 
 def forgivable(raw: bytes) -> Iterator[bytes]:
-    """Changes that JSON may not see: other letter case, other white space."""
+    """Return changes that JSON ignores: letter case and white space."""
     for place, byte in enumerate(raw):
         for other in (byte ^ 0x20, 0x20, 0x09):
             if byte != other:
@@ -64,7 +64,7 @@ def damages(file: Path, changes: Iterable[bytes]) -> Iterator[int]:
 
 @pytest.mark.every(3)
 @pytest.mark.parametrize("which", range(3))
-def test_every_flipped_byte_is_found(
+def test_every_flipped_byte_is_detected(
     tmp_path: Path, snapshots: SnapshotDirectory, which: int
 ) -> None:
     file = files_of(snapshots, 2)[which]
@@ -76,7 +76,7 @@ def test_every_flipped_byte_is_found(
     assert SnapshotDirectory(tmp_path).verify(2) == []
 
 
-def test_a_change_of_the_manifest_that_json_does_not_see_is_found(
+def test_a_manifest_change_that_json_ignores_is_detected(
     tmp_path: Path, snapshots: SnapshotDirectory
 ) -> None:
     file = files_of(snapshots, 2)[0]
@@ -87,7 +87,7 @@ def test_a_change_of_the_manifest_that_json_does_not_see_is_found(
 
 @pytest.mark.every(3)
 @pytest.mark.parametrize("which", range(3))
-def test_every_truncation_is_found(
+def test_every_truncation_is_detected(
     tmp_path: Path, snapshots: SnapshotDirectory, which: int
 ) -> None:
     file = files_of(snapshots, 2)[which]
@@ -99,7 +99,7 @@ def test_every_truncation_is_found(
 
 
 @pytest.mark.parametrize("which", range(3))
-def test_an_appended_byte_is_found(
+def test_an_appended_byte_is_detected(
     tmp_path: Path, snapshots: SnapshotDirectory, which: int
 ) -> None:
     file = files_of(snapshots, 2)[which]
@@ -116,21 +116,23 @@ def test_the_snapshot_of_these_tests_has_about_4_kilobytes(snapshots: SnapshotDi
     assert 3500 < sum(file.stat().st_size for file in files) < 4500
 
 
-def test_a_missing_part_is_found(tmp_path: Path, snapshots: SnapshotDirectory) -> None:
-    gone = files_of(snapshots, 2)[2]
-    gone.unlink()
+def test_a_missing_part_is_detected(tmp_path: Path, snapshots: SnapshotDirectory) -> None:
+    missing = files_of(snapshots, 2)[2]
+    missing.unlink()
 
-    assert SnapshotDirectory(tmp_path).verify(2) == [f"{gone.name} is missing in {gone.parent}"]
+    assert SnapshotDirectory(tmp_path).verify(2) == [
+        f"{missing.name} is missing in {missing.parent}"
+    ]
 
 
-def test_every_damaged_part_is_named(tmp_path: Path, snapshots: SnapshotDirectory) -> None:
+def test_every_damaged_part_is_reported(tmp_path: Path, snapshots: SnapshotDirectory) -> None:
     for part in files_of(snapshots, 2)[1:]:
         part.write_bytes(b"")
 
     assert len(SnapshotDirectory(tmp_path).verify(2)) == 2
 
 
-def test_damage_after_it_was_written_is_found_by_the_same_object(
+def test_later_damage_is_detected_by_the_same_object(
     snapshots: SnapshotDirectory,
 ) -> None:
     part = files_of(snapshots, 2)[1]
@@ -140,7 +142,7 @@ def test_damage_after_it_was_written_is_found_by_the_same_object(
     assert snapshots.newest_valid().manifest == snapshots.manifest(1)
 
 
-def test_a_whole_snapshot_of_another_version_is_not_taken(
+def test_a_valid_snapshot_of_another_version_is_not_used(
     tmp_path: Path, snapshots: SnapshotDirectory
 ) -> None:
     snapshots.path(2).rename(snapshots.path(3))
@@ -148,7 +150,7 @@ def test_a_whole_snapshot_of_another_version_is_not_taken(
     assert "is of version 2" in SnapshotDirectory(tmp_path).verify(3)[0]
 
 
-def test_without_any_valid_snapshot_every_reason_is_given(
+def test_without_a_valid_snapshot_every_reason_is_reported(
     tmp_path: Path, snapshots: SnapshotDirectory
 ) -> None:
     for version in (1, 2):
@@ -164,17 +166,17 @@ def test_an_unreadable_snapshot_is_an_error_with_its_path(snapshots: SnapshotDir
         snapshots.manifest(9)
 
 
-def test_a_large_snapshot_is_sound(tmp_path: Path) -> None:
+def test_a_large_snapshot_is_valid(tmp_path: Path) -> None:
     snapshots = SnapshotDirectory(tmp_path)
     save(snapshots, 5, MIXED, 3, {"weight": tape_of(MIXED, 1), "exp_avg": tape_of(MIXED, 2)})
 
     assert SnapshotDirectory(tmp_path).verify(5) == []
 
 
-def test_folders_that_cannot_be_read_are_told(
+def test_unreadable_folders_are_reported(
     snapshots: SnapshotDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those of another user, say."""
+    """Those of another user, for example."""
 
     def refused(path: Path) -> bool:
         raise PermissionError(errno.EACCES, "Permission denied", str(path))

@@ -15,7 +15,7 @@ from tests.support.snapshot_cases import MIXED, manifest_of, save, shard_tensors
 
 
 class Net(torch.nn.Module):
-    """Every kind of tensor that a model may have."""
+    """A model with every kind of tensor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,24 +41,24 @@ def spec_of(net: Net) -> ModelSpec:
     return ModelSpec(tensors, OptimizerSettings("sgd", ({"lr": 0.1},)))
 
 
-def tape_from(net: Net, plan: PartitionPlan) -> "torch.Tensor":
-    tape = torch.zeros(plan.nbytes, dtype=torch.uint8)
+def buffer_from(net: Net, plan: PartitionPlan) -> "torch.Tensor":
+    buffer = torch.zeros(plan.nbytes, dtype=torch.uint8)
     for index, tensor in enumerate(net.state_dict().values()):
         start, stop = plan.extent(index)
-        tape[start:stop] = tensor.reshape(-1).view(torch.uint8)
-    return tape
+        buffer[start:stop] = tensor.reshape(-1).view(torch.uint8)
+    return buffer
 
 
 @pytest.mark.parametrize("shards", [1, 3])
-def test_plain_torch_loads_it_into_the_model(tmp_path: Path, shards: int) -> None:
+def test_plain_torch_loads_the_file_into_the_model(tmp_path: Path, shards: int) -> None:
     torch.manual_seed(0)
     net, other = Net(), Net()
     net.norm(torch.randn(4, 7))
     plan, snapshots = PartitionPlan(spec_of(net), shards), SnapshotDirectory(tmp_path)
-    tape = tape_from(net, plan).numpy()
+    buffer = buffer_from(net, plan).numpy()
     parts = tuple(
         snapshots.write_part(
-            9, shard, shards, shard_tensors(plan, shard, {"weight": tape}), {}, "[]"
+            9, shard, shards, shard_tensors(plan, shard, {"weight": buffer}), {}, "[]"
         )
         for shard in range(shards)
     )
@@ -72,23 +72,25 @@ def test_plain_torch_loads_it_into_the_model(tmp_path: Path, shards: int) -> Non
 
 
 def test_names_shapes_dtypes_and_bytes_are_the_registered_ones(tmp_path: Path) -> None:
-    snapshots, tape = SnapshotDirectory(tmp_path), tape_of(MIXED, 3)
-    save(snapshots, 4, MIXED, 2, {"weight": tape, "exp_avg": tape_of(MIXED, 4)})
+    snapshots, buffer = SnapshotDirectory(tmp_path), tape_of(MIXED, 3)
+    save(snapshots, 4, MIXED, 2, {"weight": buffer, "exp_avg": tape_of(MIXED, 4)})
     export(snapshots, 4, tmp_path / "model.safetensors")
     loaded = safetensors.torch.load_file(tmp_path / "model.safetensors")
 
     assert loaded.keys() == {spec.name for spec in MIXED.tensors}
     for index, spec in enumerate(MIXED.tensors):
         start, stop = PartitionPlan(MIXED, 1).extent(index)
-        expected = typed(tape, start, stop, spec.dtype).reshape(spec.shape)
+        expected = typed(buffer, start, stop, spec.dtype).reshape(spec.shape)
         assert (loaded[spec.name].shape, loaded[spec.name].dtype) == (
             expected.shape,
             expected.dtype,
         )
-        assert bytes(loaded[spec.name].reshape(-1).view(torch.uint8)) == tape[start:stop].tobytes()
+        assert (
+            bytes(loaded[spec.name].reshape(-1).view(torch.uint8)) == buffer[start:stop].tobytes()
+        )
 
 
-def test_it_replaces_a_file_and_leaves_nothing_else(tmp_path: Path) -> None:
+def test_an_existing_file_is_replaced_and_nothing_else_is_left(tmp_path: Path) -> None:
     snapshots, folder = SnapshotDirectory(tmp_path / "data"), tmp_path / "out"
     save(snapshots, 4, MIXED, 2, {"weight": tape_of(MIXED, 3)})
     folder.mkdir()
@@ -117,9 +119,7 @@ def test_a_damaged_snapshot_is_not_exported(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("target", ["data", "no/such/folder/model.safetensors"])
-def test_a_place_that_cannot_be_written_is_an_error_with_its_path(
-    tmp_path: Path, target: str
-) -> None:
+def test_an_unwritable_place_is_an_error_with_its_path(tmp_path: Path, target: str) -> None:
     snapshots = SnapshotDirectory(tmp_path / "data")
     save(snapshots, 4, MIXED, 1, {"weight": tape_of(MIXED, 3)})
 
@@ -127,8 +127,8 @@ def test_a_place_that_cannot_be_written_is_an_error_with_its_path(
         export(snapshots, 4, tmp_path / target)
 
 
-def test_a_name_that_the_format_reserves_is_told_with_a_remedy(tmp_path: Path) -> None:
-    """Of a job that began when that was not refused."""
+def test_a_name_that_the_format_reserves_is_refused_with_a_remedy(tmp_path: Path) -> None:
+    """The job began before such names were refused."""
     spec = ModelSpec(
         (TensorSpec("__metadata__", (2,), "float32"),), OptimizerSettings("sgd", ({"lr": 0.1},))
     )

@@ -1,5 +1,5 @@
-"""A manifest comes back as it was; one that a server would not write is refused, even with a
-right checksum.
+"""A manifest survives encoding; one that a server would not write is refused even with a correct
+checksum.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ def manifest() -> Manifest:
 
 
 def forged(change: Callable[[dict[str, Any]], object]) -> str:
-    """A manifest with something changed and its checksum made right again."""
+    """Return a manifest with a change and a recomputed checksum."""
     body = json.loads(manifest().as_json())
     change(body)
     body["sha256"] = ""
@@ -34,19 +34,21 @@ def forged(change: Callable[[dict[str, Any]], object]) -> str:
     return json.dumps({**body, "sha256": digest}, indent=1) + "\n"
 
 
-def test_a_manifest_comes_back_as_it_was() -> None:
+def test_a_manifest_is_read_as_it_was_written() -> None:
     assert Manifest.from_json(manifest().as_json()) == manifest()
 
 
-def test_the_checksum_is_what_the_format_says() -> None:
+def test_the_checksum_follows_the_format() -> None:
     assert forged(lambda body: None) == manifest().as_json()
 
 
-def test_its_text_is_ascii_whatever_the_names_are() -> None:
-    whole = dataclasses.replace(manifest(), job="größe \ud800", coordinator={"loss": float("nan")})
+def test_the_text_is_ascii_for_any_names() -> None:
+    strange = dataclasses.replace(
+        manifest(), job="größe \ud800", coordinator={"loss": float("nan")}
+    )
 
-    assert whole.as_json().isascii()
-    assert Manifest.from_json(whole.as_json()).job == whole.job
+    assert strange.as_json().isascii()
+    assert Manifest.from_json(strange.as_json()).job == strange.job
 
 
 def test_nbytes_counts_all_parts() -> None:
@@ -72,7 +74,7 @@ def test_nbytes_counts_all_parts() -> None:
         "MANIFEST.json",
     ],
 )
-def test_a_part_with_a_name_that_no_server_writes_is_refused(name: str) -> None:
+def test_a_part_with_a_foreign_name_is_refused(name: str) -> None:
     def change(body: dict[str, Any]) -> None:
         body["parts"][0]["file"] = name
 
@@ -136,7 +138,7 @@ def test_a_malformed_manifest_is_refused(change: Callable[[dict[str, Any]], obje
 @pytest.mark.parametrize(
     "text", ["", "[]", "null", "{}", "{", '"x"', "[" * 100_000, '{"sha256": ' * 900, "\ud800", "é"]
 )
-def test_what_is_no_manifest_is_refused(text: str) -> None:
+def test_other_files_are_refused(text: str) -> None:
     with pytest.raises(SnapshotError, match="damaged"):
         Manifest.from_json(text)
 
@@ -149,6 +151,6 @@ def test_a_checksum_that_is_not_the_first_field_is_refused() -> None:
         Manifest.from_json(json.dumps(moved, indent=1) + "\n")
 
 
-def test_a_manifest_that_does_not_fit_together_cannot_be_made() -> None:
+def test_an_inconsistent_manifest_cannot_be_created() -> None:
     with pytest.raises(SnapshotError, match="1 parts for 2 shards"):
         dataclasses.replace(manifest(), parts=PARTS[:1])

@@ -1,4 +1,4 @@
-"""What N shards wrote, M shards read back byte for byte, from whichever files hold it."""
+"""M shards read back byte for byte what N shards wrote, from whichever files hold it."""
 
 import itertools
 import json
@@ -57,7 +57,7 @@ def test_any_number_of_shards_restores_into_any_other(tmp_path: Path, old: int, 
 
 
 @pytest.mark.parametrize("old", [1, 2, 3, 5, 100])
-def test_any_range_can_be_read_wherever_it_starts(tmp_path: Path, old: int) -> None:
+def test_any_range_can_be_read(tmp_path: Path, old: int) -> None:
     reader = SnapshotReader(*written(tmp_path, old))
     cuts = sorted(np.random.default_rng(0).integers(0, len(WEIGHT) + 1, 60).tolist())
     for start, stop in itertools.pairwise(cuts):
@@ -74,7 +74,7 @@ def test_folders_are_named_by_version_with_12_digits(tmp_path: Path) -> None:
     assert SnapshotDirectory(tmp_path).versions() == [VERSION]
 
 
-def test_steps_groups_kinds_model_and_shards_come_along(tmp_path: Path) -> None:
+def test_steps_groups_kinds_model_and_shards_are_restored(tmp_path: Path) -> None:
     reader = SnapshotReader(*written(tmp_path, 3))
 
     assert reader.kinds() == {"weight", "exp_avg"}
@@ -86,14 +86,14 @@ def test_steps_groups_kinds_model_and_shards_come_along(tmp_path: Path) -> None:
     assert (reader.model, reader.shards) == (MIXED, 3)
 
 
-def test_a_state_that_is_not_there_yet_reads_as_false(tmp_path: Path) -> None:
+def test_a_missing_state_reads_as_false(tmp_path: Path) -> None:
     reader = SnapshotReader(*written(tmp_path, 2))
     found, out = read(reader, "momentum_buffer", ByteRange(0, 128))
 
     assert (found, out) == (False, bytes(128))
 
 
-def test_a_state_that_only_some_shards_have_reads_as_false_with_zeros_for_the_rest(
+def test_a_partial_state_reads_as_false_with_zeros_for_the_rest(
     tmp_path: Path,
 ) -> None:
     snapshots = SnapshotDirectory(tmp_path)
@@ -104,23 +104,23 @@ def test_a_state_that_only_some_shards_have_reads_as_false_with_zeros_for_the_re
     )
     snapshots.commit(manifest_of(1, MIXED, parts))
     reader = SnapshotReader(snapshots, snapshots.manifest(1))
-    half, whole = (
+    half, complete = (
         PartitionPlan(MIXED, 2).range(0, "trainable"),
         PartitionPlan(MIXED, 1).range(0, "trainable"),
     )
 
     assert read(reader, "exp_avg", half) == (True, MOMENT[: half.stop].tobytes())
-    assert read(reader, "exp_avg", whole) == (
+    assert read(reader, "exp_avg", complete) == (
         False,
-        MOMENT[: half.stop].tobytes() + bytes(whole.stop - half.stop),
+        MOMENT[: half.stop].tobytes() + bytes(complete.stop - half.stop),
     )
 
 
-def test_weights_that_are_not_whole_are_an_error_that_names_file_and_tensor(tmp_path: Path) -> None:
+def test_incomplete_weights_are_an_error_with_file_and_tensor(tmp_path: Path) -> None:
     snapshots, plan = SnapshotDirectory(tmp_path), PartitionPlan(MIXED, 2)
     tensors = [shard_tensors(plan, shard, {"weight": WEIGHT}) for shard in range(2)]
-    gone = max(tensors[1], key=lambda key: int(key.partition("@")[2]))
-    del tensors[1][gone]
+    missing = max(tensors[1], key=lambda key: int(key.partition("@")[2]))
+    del tensors[1][missing]
     parts = tuple(snapshots.write_part(1, shard, 2, tensors[shard], {}, "[]") for shard in range(2))
     snapshots.commit(manifest_of(1, MIXED, parts))
     reader = SnapshotReader(snapshots, snapshots.manifest(1))
@@ -131,18 +131,18 @@ def test_weights_that_are_not_whole_are_an_error_that_names_file_and_tensor(tmp_
         read(reader, "weight", ByteRange(0, plan.nbytes))
 
 
-def test_room_of_another_length_is_a_bug_of_the_caller(tmp_path: Path) -> None:
+def test_a_buffer_of_another_length_is_an_internal_error(tmp_path: Path) -> None:
     reader = SnapshotReader(*written(tmp_path, 1))
     with pytest.raises(ValueError, match="64 bytes of room for 128"):
         reader.read("weight", 0, 128, memoryview(bytearray(64)))
 
 
-def test_nothing_reads_as_nothing(tmp_path: Path) -> None:
+def test_an_empty_range_reads_as_empty(tmp_path: Path) -> None:
     assert read(SnapshotReader(*written(tmp_path, 1)), "exp_avg", ByteRange(64, 64)) == (True, b"")
 
 
 def separate_disks(tmp_path: Path, shards: int) -> list[SnapshotDirectory]:
-    """Each shard on its own disk; shard 0's, the coordinator's, has the manifest."""
+    """Return folders of shards on their own disks; that of shard 0 has the manifest."""
     disks = [SnapshotDirectory(tmp_path / f"disk-{shard}") for shard in range(shards)]
     kinds = {"weight": WEIGHT, "exp_avg": MOMENT}
     parts = tuple(
@@ -167,7 +167,7 @@ def test_each_shard_on_its_own_disk_restores_from_its_part(tmp_path: Path) -> No
         assert reader.groups_json() == GROUPS
 
 
-def test_a_part_on_another_disk_is_named_with_the_folder_it_is_missed_in(tmp_path: Path) -> None:
+def test_a_part_on_another_disk_is_reported_with_the_searched_folder(tmp_path: Path) -> None:
     disks = separate_disks(tmp_path, 2)
     manifest = disks[0].manifest(VERSION)
     reader = SnapshotReader(disks[1], manifest)
@@ -178,7 +178,7 @@ def test_a_part_on_another_disk_is_named_with_the_folder_it_is_missed_in(tmp_pat
         read(reader, "exp_avg", ByteRange(0, 640))
 
 
-def test_parts_gathered_in_one_folder_are_checked_like_any_other(tmp_path: Path) -> None:
+def test_parts_collected_in_one_folder_are_checked(tmp_path: Path) -> None:
     disks = separate_disks(tmp_path, 2)
     manifest = disks[0].manifest(VERSION)
     stray = disks[1].path(VERSION) / manifest.parts[1].file
@@ -203,7 +203,7 @@ def test_no_byte_of_a_damaged_part_is_used(tmp_path: Path) -> None:
         read(reader, "weight", ByteRange(0, 64))
 
 
-def test_a_shard_that_holds_nothing_needs_no_part(tmp_path: Path) -> None:
+def test_a_shard_without_bytes_needs_no_part(tmp_path: Path) -> None:
     _, manifest = written(tmp_path, 1)
     reader = SnapshotReader(
         SnapshotDirectory(tmp_path / "nothing here"), manifest, needed=[ByteRange(64, 64)]
@@ -249,7 +249,7 @@ def test_a_part_that_changed_between_write_and_commit_is_not_committed(tmp_path:
     assert snapshots.versions() == []
 
 
-def test_parts_that_are_all_elsewhere_are_not_committed(tmp_path: Path) -> None:
+def test_a_snapshot_without_any_local_part_is_not_committed(tmp_path: Path) -> None:
     parts = write_parts(
         SnapshotDirectory(tmp_path / "one"), 1, TINY, 2, {"weight": tape_of(TINY, 1)}
     )

@@ -1,4 +1,4 @@
-"""What is kept and what goes: never the newest snapshot that works."""
+"""Which snapshots are removed: never the newest valid one."""
 
 from pathlib import Path
 
@@ -28,7 +28,7 @@ def unfinished(snapshots: SnapshotDirectory, version: int) -> None:
 @pytest.mark.parametrize(
     ("keep", "left"), [(1, [5]), (2, [4, 5]), (5, [1, 2, 3, 4, 5]), (9, [1, 2, 3, 4, 5])]
 )
-def test_the_newest_are_kept(tmp_path: Path, keep: int, left: list[int]) -> None:
+def test_the_newest_snapshots_stay(tmp_path: Path, keep: int, left: list[int]) -> None:
     snapshots = with_versions(tmp_path, 1, 2, 3, 4, 5)
     removed = snapshots.prune(keep)
 
@@ -38,14 +38,14 @@ def test_the_newest_are_kept(tmp_path: Path, keep: int, left: list[int]) -> None
 
 
 @pytest.mark.parametrize("keep", [0, -1])
-def test_one_is_kept_whatever_is_asked(tmp_path: Path, keep: int) -> None:
+def test_at_least_one_snapshot_stays(tmp_path: Path, keep: int) -> None:
     snapshots = with_versions(tmp_path, 1, 2)
     snapshots.prune(keep)
 
     assert snapshots.versions() == [2]
 
 
-def test_damaged_ones_do_not_count(tmp_path: Path) -> None:
+def test_damaged_snapshots_do_not_count(tmp_path: Path) -> None:
     snapshots = with_versions(tmp_path, 1, 2, 3, 4)
     damage(snapshots, 4)
     damage(snapshots, 3)
@@ -54,7 +54,7 @@ def test_damaged_ones_do_not_count(tmp_path: Path) -> None:
     assert snapshots.newest_valid().manifest == snapshots.manifest(2)
 
 
-def test_damage_between_two_prunes_is_seen(tmp_path: Path) -> None:
+def test_damage_between_two_prunes_is_detected(tmp_path: Path) -> None:
     snapshots = with_versions(tmp_path, 1, 2, 3)
     snapshots.prune(2)
     damage(snapshots, 3)
@@ -63,7 +63,7 @@ def test_damage_between_two_prunes_is_seen(tmp_path: Path) -> None:
     assert snapshots.newest_valid().manifest == snapshots.manifest(2)
 
 
-def test_a_damaged_one_that_is_older_than_a_kept_one_goes(tmp_path: Path) -> None:
+def test_a_damaged_snapshot_older_than_a_retained_one_is_removed(tmp_path: Path) -> None:
     snapshots = with_versions(tmp_path, 1, 2, 3)
     damage(snapshots, 2)
 
@@ -71,7 +71,7 @@ def test_a_damaged_one_that_is_older_than_a_kept_one_goes(tmp_path: Path) -> Non
     assert snapshots.versions() == [1, 3]
 
 
-def test_with_no_valid_one_nothing_is_removed(tmp_path: Path) -> None:
+def test_without_a_valid_snapshot_nothing_is_removed(tmp_path: Path) -> None:
     snapshots = with_versions(tmp_path, 1, 2)
     damage(snapshots, 1)
     damage(snapshots, 2)
@@ -79,7 +79,7 @@ def test_with_no_valid_one_nothing_is_removed(tmp_path: Path) -> None:
     assert snapshots.prune(1) == []
 
 
-def test_unfinished_ones_are_no_snapshots_and_go_once_a_newer_one_is_whole(tmp_path: Path) -> None:
+def test_incomplete_snapshots_are_removed_once_a_newer_one_is_complete(tmp_path: Path) -> None:
     snapshots = with_versions(tmp_path, 2)
     unfinished(snapshots, 1)
     unfinished(snapshots, 3)
@@ -90,7 +90,7 @@ def test_unfinished_ones_are_no_snapshots_and_go_once_a_newer_one_is_whole(tmp_p
     assert snapshots.path(3).is_dir()
 
 
-def test_a_disk_with_parts_only_keeps_what_it_is_told(tmp_path: Path) -> None:
+def test_a_disk_with_parts_only_retains_the_given_versions(tmp_path: Path) -> None:
     snapshots = SnapshotDirectory(tmp_path)
     for version in (1, 2, 3, 4):
         unfinished(snapshots, version)
@@ -103,7 +103,7 @@ def test_a_disk_with_parts_only_keeps_what_it_is_told(tmp_path: Path) -> None:
     ]
 
 
-def test_what_another_job_has_finished_is_not_removed(tmp_path: Path) -> None:
+def test_snapshots_of_another_job_are_not_removed(tmp_path: Path) -> None:
     snapshots = with_versions(tmp_path, 1, 2, 4)
     unfinished(snapshots, 3)
 
@@ -112,7 +112,7 @@ def test_what_another_job_has_finished_is_not_removed(tmp_path: Path) -> None:
     assert snapshots.retain([9], "job-1") == [1, 2, 4]
 
 
-def test_other_peoples_files_are_left_alone(tmp_path: Path) -> None:
+def test_foreign_files_are_unchanged(tmp_path: Path) -> None:
     snapshots = with_versions(tmp_path, 1, 2)
     for name in ("notes", "1", "0000000000001", "000000000001.bak"):
         (snapshots.folder / name).mkdir()
@@ -128,7 +128,7 @@ def test_other_peoples_files_are_left_alone(tmp_path: Path) -> None:
     ]
 
 
-def test_a_resume_from_an_older_version_sets_the_newer_ones_aside(tmp_path: Path) -> None:
+def test_a_resume_from_an_older_version_moves_newer_ones_aside(tmp_path: Path) -> None:
     snapshots = with_versions(tmp_path, 1, 2, 3)
     aside = snapshots.set_aside(1)
     save_tiny(snapshots, 2)

@@ -1,6 +1,4 @@
-"""A command whose standard streams were closed: nothing of what is printed lands in a file of
-its own.
-"""
+"""A command whose standard streams were closed prints into none of its files."""
 
 import subprocess
 import sys
@@ -10,7 +8,7 @@ import pytest
 
 
 @pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
-def test_closed_standard_streams_lead_nowhere(closed: str, tmp_path: Path) -> None:
+def test_closed_standard_streams_are_replaced(closed: str, tmp_path: Path) -> None:
     script = f"""
 import os, sys, click
 from pscommon.settings.command import run_command

@@ -1,4 +1,4 @@
-"""JSON that any parser takes."""
+"""JSON that every parser accepts."""
 
 import json
 import math
@@ -10,7 +10,7 @@ from pscommon.telemetry.strict_json import dumps
 
 
 def parsed(text: str) -> Any:
-    """As a parser reads it that knows nothing of NaN."""
+    """Parse like a parser that does not know NaN."""
 
     def refuse(word: str) -> None:
         raise AssertionError(word)
@@ -18,7 +18,7 @@ def parsed(text: str) -> Any:
     return json.loads(text, parse_constant=refuse)
 
 
-def test_what_is_not_finite_is_null_wherever_it_is() -> None:
+def test_non_finite_numbers_are_null_at_any_depth() -> None:
     document = {
         "loss": math.nan,
         "rows": [math.inf, (-math.inf, 0.5)],
@@ -40,7 +40,7 @@ def test_every_key_is_a_string() -> None:
     assert parsed(dumps({(1, 2): 3, 4: 5, math.nan: 6})) == {"(1, 2)": 3, "4": 5, "nan": 6}
 
 
-def test_the_rest_is_as_json_does_it() -> None:
+def test_other_values_are_encoded_as_by_json() -> None:
     document = {"a": [1, None, "é"], "b": {}}
 
     assert dumps(document, indent=2) == json.dumps(document, indent=2)

@@ -1,4 +1,4 @@
-"""Our safetensors files: what the library reads from them is what was written, bit by bit."""
+"""Our safetensors files: the library reads what was written, bit by bit."""
 
 import hashlib
 import os
@@ -56,7 +56,7 @@ def test_the_library_reads_what_was_written(
 
 
 @pytest.mark.parametrize("numbers", [PART_BYTES // 4 - 64, PART_BYTES // 4, 3 * PART_BYTES + 1])
-def test_more_than_is_written_at_once(tmp_path: Path, numbers: int) -> None:
+def test_a_file_may_be_larger_than_one_write(tmp_path: Path, numbers: int) -> None:
     tensors = {
         "a": torch.randn(numbers),
         "b": torch.randn(5, dtype=torch.float64),
@@ -69,7 +69,7 @@ def test_more_than_is_written_at_once(tmp_path: Path, numbers: int) -> None:
     assert digest == hashlib.sha256((tmp_path / "file").read_bytes()).hexdigest()
 
 
-def test_every_number_lies_where_a_processor_wants_it(tmp_path: Path) -> None:
+def test_every_value_is_aligned(tmp_path: Path) -> None:
     write_tensors(
         tmp_path / "file", {"a": filled([3], torch.uint8), "b": filled([3], torch.float64)}, {}
     )
@@ -83,7 +83,7 @@ def test_all_dtypes_of_models() -> None:
     assert {str(dtype).removeprefix("torch.") for dtype in DTYPES} == set(ITEMSIZE)
 
 
-def test_a_new_file_as_the_umask_wants_it(tmp_path: Path) -> None:
+def test_a_new_file_has_the_mode_of_the_umask(tmp_path: Path) -> None:
     before = os.umask(0o027)
     try:
         write_tensors(tmp_path / "file", {}, {})
@@ -95,23 +95,25 @@ def test_a_new_file_as_the_umask_wants_it(tmp_path: Path) -> None:
         write_tensors(tmp_path / "file", {}, {})
 
 
-def test_a_little_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that whoever waits for the core gets it soon."""
+def test_large_tensors_are_written_in_small_pieces(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that other threads get the core soon."""
     written: list[int] = []
 
-    class Watched(FileIO):
+    class RecordingFile(FileIO):
         def write(self, data: Any) -> int:
             written.append(len(data))
             return super().write(data)
 
-    monkeypatch.setattr(Path, "open", lambda path, mode: BufferedWriter(Watched(path, mode)))
+    monkeypatch.setattr(Path, "open", lambda path, mode: BufferedWriter(RecordingFile(path, mode)))
     write_tensors(tmp_path / "file", {"a": torch.randn(PART_BYTES)}, {})
 
     assert sum(written) == (tmp_path / "file").stat().st_size
     assert max(written) <= PART_BYTES
 
 
-def test_a_full_disk_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Path, "open", lambda path, mode: BufferedWriter(FileIO("/dev/full", "wb")))
     with pytest.raises(OSError, match="No space left"):
         write_tensors(tmp_path / "file", {"a": torch.randn(PART_BYTES)}, {})

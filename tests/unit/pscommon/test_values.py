@@ -1,4 +1,6 @@
-"""Kinds of values: what their texts mean, and that what is printed means the same again."""
+"""Types of option values: what their texts mean, and that printed values parse to the same
+again.
+"""
 
 import pytest
 from hypothesis import given
@@ -8,7 +10,7 @@ from pscommon.settings import options, values
 from pscommon.settings.values import ShardIndex, SnapshotEvery, ValueType
 
 
-def test_values() -> None:
+def test_values_are_parsed() -> None:
     assert values.shard("1/3") == ShardIndex(1, 3)
     assert str(ShardIndex(1, 3)) == "1/3"
     assert values.snapshot_every("10m") == SnapshotEvery(seconds=600.0)
@@ -81,14 +83,14 @@ KINDS = {
 
 
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS.keys())
-def test_what_is_printed_is_parsed_as_the_same_value(kind: ValueType) -> None:
+def test_a_printed_value_parses_to_the_same_value(kind: ValueType) -> None:
     for text in PRINTED[kind.name]:
         value = kind.parse(text)
         assert kind.parse(str(value)) == value
 
 
 @given(floats(1e-9, 3_600_000))
-def test_every_time_is_printed_whole(seconds: float) -> None:
+def test_times_are_printed_exactly(seconds: float) -> None:
     for parse, text in (
         (values.seconds, repr(seconds)),
         (values.snapshot_every, f"{seconds!r}s"),
@@ -115,13 +117,13 @@ def test_every_time_is_printed_whole(seconds: float) -> None:
         ("3TB", 3 * 10**12),
     ],
 )
-def test_numbers_of_bytes(text: str, expected: int) -> None:
+def test_sizes_in_bytes_are_parsed(text: str, expected: int) -> None:
     assert values.nbytes(text) == expected
 
 
 @pytest.mark.parametrize(
     "text", ["", "0", "0MB", "0.4", "-1", "MB", "1mb", "1KB", "1.2.3k", "1e9", "2 G B", "half"]
 )
-def test_what_is_no_number_of_bytes(text: str) -> None:
+def test_invalid_sizes_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"is not a number of bytes \(500MB, 2GiB\)"):
         values.nbytes(text)

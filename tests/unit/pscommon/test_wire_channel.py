@@ -1,4 +1,4 @@
-"""What the settings of a channel are for, where no other test shows it."""
+"""Effects of channel settings that no other test shows."""
 
 import socket
 import threading
@@ -15,10 +15,8 @@ ROUND_TRIP = 1.0
 """Seconds, where a connection takes two of them."""
 
 
-def test_a_line_with_a_round_trip_of_a_second_can_be_opened() -> None:
-    """As where a full queue, or a satellite, lies between: an attempt to connect has to last
-    that long.
-    """
+def test_a_connection_with_a_round_trip_of_one_second_can_be_opened() -> None:
+    """With a full queue or a satellite in between, an attempt to connect must last that long."""
     with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor(1) as pool:
 
         def greet() -> None:

@@ -1,4 +1,4 @@
-"""Values survive the wire, byte for byte, and bad ones are refused."""
+"""Values survive the wire byte for byte, and invalid ones are refused."""
 
 from dataclasses import replace
 from typing import get_args
@@ -30,21 +30,21 @@ from pscommon.wire import messages as codec
 from psproto.v1 import coordinator_pb2 as co
 from psproto.v1 import model_pb2 as mo
 
-whole = st.integers(0, 2**64 - 1)
-keys = st.builds(PushKey, whole, whole)
+complete = st.integers(0, 2**64 - 1)
+keys = st.builds(PushKey, complete, complete)
 small = st.integers(0, 2**32 - 1)
 signed = st.integers(-(2**63), 2**63 - 1)
-batches = st.builds(BatchKey, small, whole, small, st.booleans())
-staged = st.builds(Staged, keys, whole, whole, st.lists(batches).map(tuple), st.text())
+batches = st.builds(BatchKey, small, complete, small, st.booleans())
+staged = st.builds(Staged, keys, complete, complete, st.lists(batches).map(tuple), st.text())
 scales = st.floats(0.0, 1.0)
-contributions = st.lists(st.builds(Contribution, keys, whole, whole, scales)).map(tuple)
+contributions = st.lists(st.builds(Contribution, keys, complete, complete, scales)).map(tuple)
 entries = st.one_of(
-    st.builds(Begin, whole, whole),
-    st.builds(Apply, whole, whole, contributions),
-    st.builds(Reject, whole, keys, st.text(), st.text()),
-    st.builds(Evict, whole, whole, st.text()),
-    st.builds(Cut, whole, whole),
-    st.builds(Measure, whole, contributions),
+    st.builds(Begin, complete, complete),
+    st.builds(Apply, complete, complete, contributions),
+    st.builds(Reject, complete, keys, st.text(), st.text()),
+    st.builds(Evict, complete, complete, st.text()),
+    st.builds(Cut, complete, complete),
+    st.builds(Measure, complete, contributions),
 )
 
 SPEC = ModelSpec(
@@ -62,20 +62,20 @@ SPEC = ModelSpec(
 
 
 @given(entries)
-def test_entry_round_trip(entry: Entry) -> None:
+def test_an_entry_survives_the_wire(entry: Entry) -> None:
     assert codec.entry_from_proto(_again(codec.entry_to_proto(entry))) == entry
 
 
 @given(
     st.lists(staged).map(tuple),
     signed,
-    whole,
-    st.none() | st.builds(Measured, whole, st.floats(0.0, allow_infinity=True)),
+    complete,
+    st.none() | st.builds(Measured, complete, st.floats(0.0, allow_infinity=True)),
 )
-def test_report_round_trip(
-    held: tuple[Staged, ...], epoch: int, index: int, measured: Measured | None
+def test_a_report_survives_the_wire(
+    pushes: tuple[Staged, ...], epoch: int, index: int, measured: Measured | None
 ) -> None:
-    report = ShardReport(2, epoch, index, held, measured=measured)
+    report = ShardReport(2, epoch, index, pushes, measured=measured)
 
     message = co.Report.FromString(codec.report_to_proto(report).SerializeToString())
 
@@ -92,14 +92,14 @@ def test_report_round_trip(
         LoopSpec(3, 20, 7, shuffle=False, order="0f" * 16, sampler="Mine", batches=4),
     ],
 )
-def test_loop_round_trip_keeps_every_field(spec: Spec) -> None:
+def test_a_loop_survives_the_wire_with_every_field(spec: Spec) -> None:
     assert (
         codec.loop_from_proto(co.LoopSpec.FromString(codec.loop_to_proto(spec).SerializeToString()))
         == spec
     )
 
 
-def test_loop_that_cannot_be_is_refused() -> None:
+def test_an_invalid_loop_is_refused() -> None:
     with pytest.raises(InvalidRequestError, match="batch_size"):
         codec.loop_from_proto(co.LoopSpec(size=10))
     with pytest.raises(InvalidRequestError, match="batch_size"):
@@ -110,7 +110,7 @@ def test_loop_that_cannot_be_is_refused() -> None:
         )
 
 
-def test_a_batch_of_a_map_style_loop_costs_what_its_two_numbers_cost() -> None:
+def test_a_batch_of_a_map_style_loop_has_the_size_of_its_two_numbers() -> None:
     (message,) = codec.batches_to_proto([BatchKey(3, 100)])
 
     assert message.SerializeToString() == bytes([1 << 3, 3, 2 << 3, 100])
@@ -122,12 +122,12 @@ def test_every_kind_of_entry_has_a_message() -> None:
     assert kinds == {kind.__name__.lower() for kind in get_args(Entry)}
 
 
-def test_unknown_entry_is_refused() -> None:
+def test_an_unknown_entry_is_refused() -> None:
     with pytest.raises(InvalidRequestError, match="log entry 9"):
         codec.entry_from_proto(co.Entry(index=9))
 
 
-def test_model_round_trip() -> None:
+def test_a_model_survives_the_wire() -> None:
     message = mo.ModelSpec.FromString(codec.model_to_proto(SPEC).SerializeToString())
 
     read = codec.model_from_proto(message)
@@ -137,7 +137,7 @@ def test_model_round_trip() -> None:
     ]
 
 
-def test_the_clip_norm_travels_with_the_optimizer() -> None:
+def test_the_clip_norm_is_sent_with_the_optimizer() -> None:
     spec = replace(SPEC, optimizer=replace(SPEC.optimizer, clip_norm=0.5))
 
     assert codec.model_from_proto(codec.model_to_proto(spec)) == spec
@@ -170,7 +170,7 @@ def test_the_clip_norm_travels_with_the_optimizer() -> None:
         ),
     ],
 )
-def test_bad_model_is_refused(change, words: str) -> None:  # type: ignore[no-untyped-def]
+def test_an_invalid_model_is_refused(change, words: str) -> None:  # type: ignore[no-untyped-def]
     message = codec.model_to_proto(SPEC)
     change(message)
 

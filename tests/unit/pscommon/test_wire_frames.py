@@ -1,4 +1,4 @@
-"""Frames made by hand are real protobuf, and real protobuf of any layout is understood."""
+"""Hand-made frames are real protobuf, and protobuf of any layout is decoded."""
 
 import random
 from typing import Any
@@ -27,13 +27,13 @@ def data(payload: bytes, offset: int = 0) -> Frame[Any]:
 
 
 def unknown_field(number: int = 99) -> bytes:
-    """A varint field that these messages do not have."""
+    """Return a varint field that these messages do not have."""
     tag = number << 3
     return bytes([tag & 0x7F | 0x80, tag >> 7, 7])
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_data_frame_is_the_generated_message(size: int) -> None:
+def test_a_data_frame_equals_the_generated_message(size: int) -> None:
     payload = np.random.default_rng(size).bytes(size)
 
     assert pb.ExchangeRequest.FromString(encode_data(memoryview(payload))).data == payload
@@ -50,7 +50,7 @@ def test_generated_data_is_read_without_a_copy(size: int) -> None:
     assert view.nbytes == size
 
 
-def test_headers_are_the_generated_messages() -> None:
+def test_headers_equal_the_generated_messages() -> None:
     ask = pb.PushPullHeader(job="j", worker=7, seq=2**40, absent=[1, 300], pull=pb.PULL_STEP)
     answer = pb.ExchangeResult(outcome=pb.OUTCOME_STALE, version=3, nbytes=2**33)
 
@@ -76,7 +76,7 @@ def test_unknown_fields_are_skipped(before: bool) -> None:
         )
 
 
-def test_a_header_may_bring_data() -> None:
+def test_a_header_may_carry_data() -> None:
     ask = pb.PushPullHeader(job="j", seq=3)
 
     raw = encode_header(ask, memoryview(b"abc"), memoryview(b"de"))
@@ -86,32 +86,32 @@ def test_a_header_may_bring_data() -> None:
 
 
 @pytest.mark.parametrize("offset", [0, 1, 127, 128, 2**40])
-def test_data_may_say_where_it_belongs(offset: int) -> None:
+def test_data_may_carry_an_offset(offset: int) -> None:
     raw = encode_data(memoryview(b"abc"), offset=offset)
 
     assert decode_request(raw) == data(b"abc", offset)
     assert pb.ExchangeRequest.FromString(raw) == pb.ExchangeRequest(data=b"abc", offset=offset)
 
 
-def test_the_last_of_a_field_that_comes_twice_wins() -> None:
+def test_the_last_copy_of_a_repeated_field_counts() -> None:
     assert decode_request(
         encode_data(memoryview(b"first")) + encode_data(memoryview(b"last"))
     ) == data(b"last")
 
 
-def test_overlong_varint_is_legal() -> None:
+def test_an_overlong_varint_is_legal() -> None:
     assert decode_request(b"\x12\x83\x80\x00abc") == data(b"abc")
 
 
 @pytest.mark.parametrize(
     "raw", [b"", unknown_field(), b"\x12\x05abc", b"\x12", b"\x12\xff\xff\xff\xff\xff\xff", b"\xff"]
 )
-def test_what_is_no_frame_is_refused(raw: bytes) -> None:
+def test_invalid_frames_are_refused(raw: bytes) -> None:
     with pytest.raises(InvalidRequestError):
         decode_request(raw)
 
 
-def test_random_bytes_never_do_more_than_be_refused() -> None:
+def test_random_bytes_are_refused_or_decoded() -> None:
     draw = random.Random(3)
     for _ in range(2_000):
         raw = bytes(draw.choices((0x0A, 0x12, 0, 1, 2, 0x80, 0xFF, 65), k=draw.randrange(9)))
@@ -124,7 +124,7 @@ def test_random_bytes_never_do_more_than_be_refused() -> None:
         assert decoded == Frame(header, memoryview(reference.data), reference.offset)
 
 
-def test_frames_may_span_views_and_views_frames() -> None:
+def test_frames_and_views_may_span_each_other() -> None:
     draw = random.Random(5)
     for _ in range(200):
         sent = [memoryview(draw.randbytes(draw.randrange(40))) for _ in range(draw.randrange(5))]
@@ -153,7 +153,7 @@ def test_chunks_are_full_frames_and_fit_a_message() -> None:
     assert max(map(len, frames)) < MAX_MESSAGE_BYTES
 
 
-def test_views_of_any_shape_and_type_count_as_bytes() -> None:
+def test_views_are_treated_as_bytes_for_any_shape_and_type() -> None:
     source, target = np.arange(6, dtype=np.float64).reshape(2, 3), np.zeros((3, 2))
     (raw,) = chunks([memoryview(source), memoryview(np.zeros((0, 4)))])
     filler = Filler([target.data])
@@ -163,7 +163,7 @@ def test_views_of_any_shape_and_type_count_as_bytes() -> None:
     assert target.tobytes() == source.tobytes()
 
 
-def test_too_many_bytes_change_nothing() -> None:
+def test_excess_bytes_change_nothing() -> None:
     target = bytearray(b"....")
     filler = Filler([memoryview(target)])
     with pytest.raises(InvalidRequestError, match="1 bytes more"):

@@ -1,6 +1,4 @@
-"""Errors cross a real connection and come out as what they were; foreign failures get a name and
-an address.
-"""
+"""Errors keep their type over a real connection; other failures get a name and an address."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -83,7 +81,7 @@ def raises(error: BaseException) -> Callable[[grpc.ServicerContext], None]:
 
 
 @pytest.mark.parametrize("reason", [reason for reason in REASONS if reason != "INTERNAL"])
-def test_every_reason_crosses(
+def test_every_reason_survives_the_connection(
     reason: str, failing: Failing, stub: ParameterServerServiceStub
 ) -> None:
     failing.how = raises(error_for(reason, "what, who and what to do: größer"))
@@ -97,7 +95,7 @@ def test_every_reason_crosses(
 
 
 @pytest.mark.parametrize("reason", REASONS)
-def test_retry_info_goes_with_what_may_be_retried(reason: str) -> None:
+def test_retry_info_comes_with_retryable_errors(reason: str) -> None:
     urls = [
         detail.type_url.rsplit("/")[-1]
         for detail in status.status_of(error_for(reason, "x")).details
@@ -106,7 +104,7 @@ def test_retry_info_goes_with_what_may_be_retried(reason: str) -> None:
     assert urls == ["google.rpc.ErrorInfo"] + ["google.rpc.RetryInfo"] * REASONS[reason].retryable
 
 
-def test_bug_is_logged_and_names_server_and_method(
+def test_an_unexpected_error_is_logged_and_names_server_and_method(
     failing: Failing, stub: ParameterServerServiceStub, caplog: pytest.LogCaptureFixture
 ) -> None:
     failing.how = raises(ZeroDivisionError("by zero"))
@@ -119,7 +117,7 @@ def test_bug_is_logged_and_names_server_and_method(
     assert "ZeroDivisionError" in caplog.text
 
 
-def test_long_text_is_cut_and_still_arrives(
+def test_a_long_text_is_truncated_and_arrives(
     failing: Failing, stub: ParameterServerServiceStub
 ) -> None:
     failing.how = raises(MismatchError("ü" * 50_000, "MODEL_MISMATCH"))
@@ -130,7 +128,7 @@ def test_long_text_is_cut_and_still_arrives(
     assert str(error).endswith("(44000 more characters)")
 
 
-def test_foreign_status_keeps_its_name_and_gets_context(
+def test_another_status_keeps_its_name_and_gets_context(
     failing: Failing, stub: ParameterServerServiceStub
 ) -> None:
     failing.how = lambda context: context.abort(grpc.StatusCode.DATA_LOSS, "disk on fire")
@@ -141,7 +139,7 @@ def test_foreign_status_keeps_its_name_and_gets_context(
     assert str(error) == f"{WHO} failed: DATA_LOSS: disk on fire"
 
 
-def test_server_with_all_threads_taken_may_be_asked_again(
+def test_an_overloaded_server_may_be_asked_again(
     failing: Failing, stub: ParameterServerServiceStub
 ) -> None:
     failing.how = lambda context: context.abort(
@@ -154,7 +152,7 @@ def test_server_with_all_threads_taken_may_be_asked_again(
     assert str(error) == f"{WHO} accepts no more calls: too many calls"
 
 
-def test_no_server_is_unreachable_and_names_the_address() -> None:
+def test_a_missing_server_is_unreachable_with_its_address() -> None:
     with open_channel("127.0.0.1:1") as channel:
         error = failure(ParameterServerServiceStub(channel))
 
@@ -162,7 +160,7 @@ def test_no_server_is_unreachable_and_names_the_address() -> None:
     assert str(error).startswith(f"{WHO} does not answer: ")
 
 
-def test_silence_is_unreachable(failing: Failing, stub: ParameterServerServiceStub) -> None:
+def test_a_silent_server_is_unreachable(failing: Failing, stub: ParameterServerServiceStub) -> None:
     release = threading.Event()
     failing.how = lambda context: (release.wait(20) and None) or None
     try:
@@ -174,7 +172,7 @@ def test_silence_is_unreachable(failing: Failing, stub: ParameterServerServiceSt
     assert str(error) == f"{WHO} did not answer in time"
 
 
-def test_other_service_is_a_mismatch() -> None:
+def test_another_service_is_a_mismatch() -> None:
     server = grpc.server(ThreadPoolExecutor(1), options=SERVER_OPTIONS)
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
@@ -185,7 +183,9 @@ def test_other_service_is_a_mismatch() -> None:
     assert (type(error), error.reason) == (MismatchError, "SHARD_MISMATCH")
 
 
-def test_error_inside_a_stream_crosses(failing: Failing, stub: ParameterServerServiceStub) -> None:
+def test_an_error_inside_a_stream_survives(
+    failing: Failing, stub: ParameterServerServiceStub
+) -> None:
     failing.how = raises(error_for("FENCED", "gone on without worker 3"))
 
     with pytest.raises(PSError) as caught, status.translated(WHO):
@@ -194,7 +194,7 @@ def test_error_inside_a_stream_crosses(failing: Failing, stub: ParameterServerSe
     assert caught.value.reason == "FENCED"
 
 
-def test_raw_frames_meet_the_generated_stub(stub: ParameterServerServiceStub) -> None:
+def test_raw_frames_work_with_the_generated_stub(stub: ParameterServerServiceStub) -> None:
     sent = [pb.ExchangeRequest(data=b"x" * 2_000_000), pb.ExchangeRequest(data=b"y")]
 
     received = list(stub.Exchange(iter(sent), timeout=10))
@@ -202,7 +202,7 @@ def test_raw_frames_meet_the_generated_stub(stub: ParameterServerServiceStub) ->
     assert [frame.data for frame in received] == [frame.data for frame in sent]
 
 
-def test_second_server_on_a_port_is_refused() -> None:
+def test_a_second_server_on_a_port_is_refused() -> None:
     first = grpc.server(ThreadPoolExecutor(1), options=SERVER_OPTIONS)
     second = grpc.server(ThreadPoolExecutor(1), options=SERVER_OPTIONS)
     port = first.add_insecure_port("127.0.0.1:0")

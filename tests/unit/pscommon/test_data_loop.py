@@ -1,3 +1,5 @@
+"""The order in which a loop deals the samples of each epoch."""
+
 from typing import Any
 
 import numpy as np
@@ -21,14 +23,14 @@ SPECS = st.builds(
 
 
 @given(SPECS)
-def test_every_epoch_hands_out_each_sample_once(spec: LoopSpec) -> None:
+def test_every_epoch_deals_each_sample_once(spec: LoopSpec) -> None:
     for epoch in range(spec.epochs):
         numbers = range(epoch * spec.batches_in_epoch, (epoch + 1) * spec.batches_in_epoch)
         handed_out = [i for number in numbers for i in spec.indices(number).tolist()]
-        kept = spec.size - spec.size % spec.batch_size if spec.drop_last else spec.size
+        restored = spec.size - spec.size % spec.batch_size if spec.drop_last else spec.size
 
-        assert len(handed_out) == kept
-        assert len(set(handed_out)) == kept
+        assert len(handed_out) == restored
+        assert len(set(handed_out)) == restored
         assert set(handed_out) <= set(range(spec.size))
 
 
@@ -43,14 +45,12 @@ def test_total_is_the_number_of_batches(spec: LoopSpec) -> None:
 
 
 @given(SPECS)
-def test_a_dict_brings_it_back(spec: LoopSpec) -> None:
+def test_a_loop_is_restored_from_a_dict(spec: LoopSpec) -> None:
     assert LoopSpec(**spec.as_dict()) == spec
 
 
-def test_the_shuffle_is_the_same_for_ever() -> None:
-    """Literal numbers: a restarted job continues in the order in which it began, with any numpy
-    on any machine.
-    """
+def test_the_shuffle_never_changes() -> None:
+    """Literal numbers: a restarted job continues in its order, with any numpy on any machine."""
     spec = LoopSpec(0, size=10, batch_size=5, epochs=2, seed=7)
 
     assert [spec.indices(n).tolist() for n in range(4)] == [
@@ -70,22 +70,22 @@ def test_epochs_and_seeds_shuffle_differently() -> None:
     assert len(orders) == 4
 
 
-def test_epochs_one_at_a_time_are_the_epochs_of_one_call() -> None:
-    whole = LoopSpec(0, size=20, batch_size=10, epochs=3, seed=5)
+def test_single_epochs_equal_the_epochs_of_one_call() -> None:
+    stored = LoopSpec(0, size=20, batch_size=10, epochs=3, seed=5)
     parts = [LoopSpec(e, size=20, batch_size=10, epochs=1, seed=5, first_epoch=e) for e in range(3)]
 
-    assert [whole.indices(n).tolist() for n in range(6)] == [
+    assert [stored.indices(n).tolist() for n in range(6)] == [
         p.indices(n).tolist() for p in parts for n in range(2)
     ]
 
 
-def test_without_shuffle_the_order_is_the_data_s() -> None:
+def test_without_shuffle_the_order_is_that_of_the_data() -> None:
     spec = LoopSpec(0, size=5, batch_size=2, epochs=2, shuffle=False)
 
     assert [spec.indices(n).tolist() for n in range(6)] == [[0, 1], [2, 3], [4]] * 2
 
 
-def test_indices_are_int64_and_cannot_be_scribbled_on() -> None:
+def test_indices_are_int64_and_read_only() -> None:
     indices = LoopSpec(0, size=5, batch_size=5).indices(0)
 
     assert indices.dtype == np.int64
@@ -96,7 +96,7 @@ def test_indices_are_int64_and_cannot_be_scribbled_on() -> None:
 @pytest.mark.parametrize(
     "wrong", [{"batch_size": 0}, {"size": -1}, {"epochs": -1}, {"first_epoch": -1}, {"loop": -1}]
 )
-def test_nonsense_is_refused(wrong: dict[str, int]) -> None:
+def test_invalid_loops_are_refused(wrong: dict[str, int]) -> None:
     with pytest.raises(ValueError, match=r"batch_size|negative"):
         LoopSpec(**{"loop": 0, "size": 5, "batch_size": 2} | wrong)
 
@@ -112,8 +112,8 @@ SAMPLED: dict[str, Any] = {
 }
 
 
-def test_a_loop_without_a_sampler_has_the_fields_that_it_always_had() -> None:
-    """What is written to logs and snapshots stays as it was."""
+def test_a_loop_without_a_sampler_has_its_original_fields() -> None:
+    """The format of logs and snapshots does not change."""
     assert list(LoopSpec(0, 5, 2).as_dict()) == [
         "loop",
         "size",
@@ -127,7 +127,7 @@ def test_a_loop_without_a_sampler_has_the_fields_that_it_always_had() -> None:
 
 
 @pytest.mark.parametrize(("batches", "total"), [(0, 3), (4, 4)])
-def test_a_loop_with_a_sampler_is_written_whole(batches: int, total: int) -> None:
+def test_a_loop_with_a_sampler_is_stored_completely(batches: int, total: int) -> None:
     spec = LoopSpec(**SAMPLED, batches=batches)
 
     assert LoopSpec(**spec.as_dict()) == spec
@@ -150,6 +150,6 @@ def test_a_loop_with_a_sampler_is_written_whole(batches: int, total: int) -> Non
         ({"order": "", "sampler": "", "batches": 3}, "digest of 32"),
     ],
 )
-def test_a_sampler_that_cannot_be_is_refused(wrong: dict[str, Any], message: str) -> None:
+def test_an_invalid_sampler_is_refused(wrong: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         LoopSpec(**SAMPLED | wrong)

@@ -1,4 +1,4 @@
-"""Optimizers of the user's: what `register` takes, refuses, and lets servers compute."""
+"""User-defined optimizers: what `register` accepts and refuses, and what servers compute."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("one_thread", "_only_here")
 
 @pytest.fixture
 def _only_here() -> Iterator[None]:
-    """What a test registers is gone after it."""
+    """Remove what a test has registered."""
     before = dict(table._KINDS)
     yield
     table._KINDS.clear()
@@ -35,7 +35,7 @@ def _only_here() -> Iterator[None]:
 
 
 class Decaying(ElementwiseOptimizer):
-    """Momentum that fades with each step, and with a number of its own for each tensor."""
+    """Momentum that fades with each step, with one scalar per tensor."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ def decayed(cls: type[torch.optim.Optimizer] = Decaying, **other: Any) -> None:
 
 @pytest.mark.parametrize("shards", [1, 2, 3])
 def test_servers_compute_what_the_class_computes_locally(shards: int) -> None:
-    """100 steps: tensors cut over shards, groups, a schedule, and tensors without gradients."""
+    """100 steps: tensors split over shards, groups, a schedule, and tensors without gradients."""
     decayed()
     spec = model(
         ((700,), "float32", 0),
@@ -96,7 +96,7 @@ def test_hyper_parameters_come_from_the_constructor() -> None:
         validate(OptimizerSettings("decaying", ({"betas": (1.0, 0.5)},)))
 
 
-def test_a_check_of_its_own_replaces_the_ranges() -> None:
+def test_a_check_of_the_class_replaces_the_ranges() -> None:
     decayed(check=lambda group: "lr is one" if group["lr"] == 1 else "")
 
     assert validate(OptimizerSettings("decaying", ({"lr": -2.0},))).groups[0]["lr"] == -2.0
@@ -135,7 +135,7 @@ def fails(weight: Tensor, gradient: Tensor, state: Any, group: Any) -> None:
         (fails, "ZeroDivisionError"),
     ],
 )
-def test_a_formula_that_parts_of_a_tensor_cannot_use_is_refused(
+def test_a_formula_that_needs_whole_tensors_is_refused(
     formula: Callable[..., None], why: str
 ) -> None:
     with pytest.raises(InvalidRequestError, match=f"Decaying: .*{why}"):
@@ -144,7 +144,7 @@ def test_a_formula_that_parts_of_a_tensor_cannot_use_is_refused(
     assert "decaying" not in KINDS
 
 
-def test_a_name_that_is_taken_is_refused_and_the_same_class_replaces_itself() -> None:
+def test_a_taken_name_is_refused_and_the_same_class_replaces_itself() -> None:
     class Adam(ElementwiseOptimizer):
         def __init__(self, params: Any, lr: float = 0.1) -> None:
             super().__init__(params, {"lr": lr})
@@ -160,12 +160,12 @@ def test_a_name_that_is_taken_is_refused_and_the_same_class_replaces_itself() ->
 
 
 @pytest.mark.parametrize("names", [["weight"], ["step"], ["a b"], ["x@y"], ["fade"], ["m", "m"]])
-def test_names_of_states_that_snapshots_could_not_tell_apart_are_refused(names: list[str]) -> None:
+def test_ambiguous_names_of_states_are_refused(names: list[str]) -> None:
     with pytest.raises(InvalidRequestError, match="have invalid names"):
         decayed(states=names)
 
 
-def test_a_hyper_parameter_without_a_plain_default_is_refused_by_name() -> None:
+def test_a_hyper_parameter_without_a_plain_default_is_refused() -> None:
     class Needy(ElementwiseOptimizer):
         def __init__(self, params: Any, lr: float, schedule: Any = None) -> None:
             super().__init__(params, {"lr": lr})
@@ -174,7 +174,7 @@ def test_a_hyper_parameter_without_a_plain_default_is_refused_by_name() -> None:
         register(Needy, decaying)
 
 
-def test_the_digest_tells_servers_with_different_optimizers_apart() -> None:
+def test_the_digest_differs_between_sets_of_optimizers() -> None:
     nothing = digest_of_user_defined()
     decayed()
     one = digest_of_user_defined()
@@ -207,7 +207,7 @@ def test_the_digest_tells_servers_with_different_optimizers_apart() -> None:
         ("ps_empty", "", "registers no optimizer"),
     ],
 )
-def test_a_module_that_cannot_be_used_is_named_with_the_remedy(
+def test_an_unusable_module_is_named_with_the_remedy(
     module: str, code: str | None, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(tmp_path)

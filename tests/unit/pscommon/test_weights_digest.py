@@ -8,7 +8,7 @@ import pytest
 from pscommon.snapshot.weights_digest import weights_sha256
 
 
-def test_it_hashes_the_bytes_in_the_order_of_names() -> None:
+def test_the_digest_covers_the_bytes_in_the_order_of_names() -> None:
     named = {"b": np.arange(3, dtype="<i4"), "a": np.float32([[1.5], [2.5]]), "B": b"xyz"}
     expected = b"xyz" + np.float32([1.5, 2.5]).tobytes() + np.arange(3, dtype="<i4").tobytes()
 
@@ -20,7 +20,7 @@ def test_empty_tensors_add_nothing(empty: dict[str, object]) -> None:
     assert weights_sha256(empty) == hashlib.sha256(b"").hexdigest()
 
 
-def test_scalars_and_views_count_by_their_bytes() -> None:
+def test_scalars_and_views_are_hashed_by_their_bytes() -> None:
     value = np.array(2.0)
 
     assert weights_sha256({"a": value}) == weights_sha256({"z": memoryview(value.tobytes())})

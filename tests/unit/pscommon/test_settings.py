@@ -1,4 +1,4 @@
-"""Settings: flag, environment, file, default, and every way to get them wrong."""
+"""Settings from flag, environment, file and default, and invalid ones."""
 
 import json
 from pathlib import Path
@@ -18,7 +18,7 @@ ALL = [(table, option) for table, members in options.TABLES.items() for option i
 
 
 @pytest.fixture(autouse=True)
-def no_settings_around_us(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_external_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     for _, option in ALL:
         for variable in option.variables:
             monkeypatch.delenv(variable, raising=False)
@@ -42,7 +42,7 @@ def refusal(table: str, *args: str) -> str:
     return caught.value.format_message()
 
 
-def test_flag_beats_environment_beats_file_beats_default(
+def test_a_flag_precedes_environment_file_and_default(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PS_LEASE", "7")
@@ -59,7 +59,7 @@ def test_flag_beats_environment_beats_file_beats_default(
 
 # a value for every option that is not its default, as text and as TOML
 @pytest.mark.parametrize(("table", "option"), ALL, ids=lambda value: getattr(value, "flag", value))
-def test_every_flag_has_its_twin_and_its_key(
+def test_every_flag_has_a_variable_and_a_key(
     table: str, option: Option, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text, toml = SAMPLES[option.key]
@@ -87,7 +87,7 @@ def defaults(table: str) -> Any:
         return options.merged(table)
 
 
-def test_addresses_also_come_from_what_launchers_set(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_addresses_also_come_from_variables_of_launchers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PS_SERVERS", "a:1")
     assert parse("worker")["ps"] == ("a:1", "environment")
 
@@ -95,15 +95,13 @@ def test_addresses_also_come_from_what_launchers_set(monkeypatch: pytest.MonkeyP
     assert parse("worker")["ps"] == ("b:1", "environment")
 
 
-def test_the_file_can_be_named_by_the_environment(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_variable_can_name_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PS_CONFIG", file(tmp_path, "policy = 'async'"))
 
     assert parse("server")["policy"] == ("async", "file")
 
 
-def test_an_empty_variable_is_no_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_empty_variable_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PS_JOB", "")
 
     assert parse("server")["job"] == (None, "default")
@@ -151,7 +149,7 @@ def test_one_file_serves_the_whole_cluster(tmp_path: Path) -> None:
     )
 
 
-def test_given_holds_what_somebody_chose(tmp_path: Path) -> None:
+def test_given_lists_the_explicit_settings(tmp_path: Path) -> None:
     command = options.command("server", "ps-server")
 
     with command.make_context(
@@ -172,7 +170,7 @@ def chosen(document: dict[str, Any]) -> dict[str, Any]:
     return pick(document, TABLES, ("server", "worker", "run"), TABLES["run"])
 
 
-def test_pick_takes_what_is_for_this_command() -> None:
+def test_pick_takes_the_settings_of_its_command() -> None:
     document = {
         "lease": 1,
         "bind": "x",
@@ -183,7 +181,7 @@ def test_pick_takes_what_is_for_this_command() -> None:
     assert chosen(document) == {"lease": 2, "device": "cpu"}
 
 
-def test_pick_settles_tables_that_disagree_by_the_commands_own() -> None:
+def test_pick_prefers_the_table_of_its_command() -> None:
     document = {"server": {"threads": 1}, "worker": {"threads": 2}}
 
     assert chosen(document) == {"threads": UnsettledValue("run")}
@@ -191,7 +189,7 @@ def test_pick_settles_tables_that_disagree_by_the_commands_own() -> None:
     assert chosen({"server": {"threads": 2}, "worker": {"threads": 2}}) == {"threads": 2}
 
 
-def test_tables_that_disagree_are_settled_by_flag_or_environment(
+def test_a_flag_or_variable_settles_conflicting_tables(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = file(tmp_path, "[server]\nlog_level = 'debug'\n[worker]\nlog_level = 'error'")
@@ -246,19 +244,19 @@ BAD_FILES = {
 
 
 @pytest.mark.parametrize(("text", "expected"), BAD_FILES.values(), ids=BAD_FILES.keys())
-def test_a_bad_file_is_refused_and_says_why(tmp_path: Path, text: str, expected: str) -> None:
+def test_a_bad_file_is_refused_with_the_reason(tmp_path: Path, text: str, expected: str) -> None:
     assert expected in refusal("server", "--config", file(tmp_path, text))
 
 
-def test_a_byte_order_mark_is_no_statement(tmp_path: Path) -> None:
+def test_a_byte_order_mark_is_accepted(tmp_path: Path) -> None:
     assert parse("server", "--config", file(tmp_path, "\ufefflease = 9"))["lease"] == (9.0, "file")
 
 
-def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+def test_a_missing_file_is_refused(tmp_path: Path) -> None:
     assert "does not exist" in refusal("server", "--config", str(tmp_path / "no.toml"))
 
 
-def test_addresses_in_a_list_are_texts(tmp_path: Path) -> None:
+def test_addresses_in_a_list_must_be_strings(tmp_path: Path) -> None:
     assert "[1, 'a:1'] has the wrong type" in refusal(
         "worker", "--config", file(tmp_path, "ps = [1, 'a:1']")
     )
@@ -267,11 +265,11 @@ def test_addresses_in_a_list_are_texts(tmp_path: Path) -> None:
     )
 
 
-def test_a_key_that_only_another_command_has_is_fine_at_the_top(tmp_path: Path) -> None:
+def test_a_top_level_key_of_another_command_is_accepted(tmp_path: Path) -> None:
     assert "device" not in parse("server", "--config", file(tmp_path, "device = 'cpu'"))
 
 
-def test_a_bad_value_is_blamed_on_where_it_came_from(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bad_value_is_reported_with_its_source(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "'--lease': " in refusal("server", "--lease", "x")
     monkeypatch.setenv("PS_LEASE", "x")
     assert "'--lease' (environment PS_LEASE)" in refusal("server")
@@ -344,7 +342,7 @@ BAD_VALUES = [
 
 
 @pytest.mark.parametrize(("table", "flag", "value", "expected"), BAD_VALUES)
-def test_bad_values(table: str, flag: str, value: str, expected: str) -> None:
+def test_bad_values_are_refused(table: str, flag: str, value: str, expected: str) -> None:
     assert expected in refusal(table, flag, value)
 
 
@@ -354,7 +352,7 @@ PLACES = [(table, option) for table, option in ALL if isinstance(option.type, cl
 @pytest.mark.parametrize(
     ("table", "option"), PLACES, ids=lambda value: getattr(value, "flag", value)
 )
-def test_an_empty_name_is_not_the_current_folder(
+def test_an_empty_path_is_not_the_current_folder(
     table: str, option: Option, tmp_path: Path
 ) -> None:
     assert "is empty; '.' is" in refusal(table, option.flag, "")
@@ -373,7 +371,7 @@ def test_half_of_the_memory_is_in_flight_by_default() -> None:
 COMMAND = options.command("server", "ps-server", help="Some help.", epilog="Examples: one")
 
 
-def test_run_command_gives_the_context_and_returns_the_code() -> None:
+def test_run_command_passes_the_context_and_returns_the_code() -> None:
     assert run_command(COMMAND, lambda ctx: int(ctx.params["lease"]), ["--lease", "3"]) == 3
 
 
@@ -390,7 +388,7 @@ def test_help_has_sections_and_examples(capsys: pytest.CaptureFixture[str]) -> N
     assert "Examples: one" in text
 
 
-def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+def test_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_command(COMMAND, lambda _: 1, ["--version"]) == 0
     assert capsys.readouterr().out.startswith("ps-server 0.")
 
@@ -407,7 +405,7 @@ def fail(error: BaseException) -> Any:
     return start
 
 
-def test_expected_errors_are_one_line_and_their_exit_code(
+def test_expected_errors_are_one_line_with_their_exit_code(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert run_command(COMMAND, fail(TakenError("port 50051 is taken")), []) == 10
@@ -420,7 +418,9 @@ def test_expected_errors_are_one_line_and_their_exit_code(
     )
 
 
-def test_their_traceback_comes_along_when_debugging(capsys: pytest.CaptureFixture[str]) -> None:
+def test_debugging_shows_the_traceback_of_expected_errors(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert run_command(COMMAND, fail(MismatchError("other model")), ["--log-level", "debug"]) == 11
 
     lines = capsys.readouterr().err.splitlines()
@@ -428,12 +428,12 @@ def test_their_traceback_comes_along_when_debugging(capsys: pytest.CaptureFixtur
     assert lines[-1].startswith("ps-server: ")
 
 
-def test_ctrl_c_is_130_without_a_word(capsys: pytest.CaptureFixture[str]) -> None:
+def test_ctrl_c_exits_with_130_without_output(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_command(COMMAND, fail(KeyboardInterrupt()), []) == 130
     assert capsys.readouterr().err == ""
 
 
-def test_bugs_keep_their_traceback() -> None:
+def test_unexpected_errors_show_their_traceback() -> None:
     with pytest.raises(ZeroDivisionError):
         run_command(COMMAND, fail(ZeroDivisionError()), [])
 

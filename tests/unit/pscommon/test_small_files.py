@@ -1,4 +1,6 @@
-"""Files that are there whole or not at all, and names that are no file and stay what they are."""
+"""Files are written completely or not at all; names of other things than files stay what
+they are.
+"""
 
 import os
 import subprocess
@@ -10,7 +12,7 @@ from pscommon.system.small_files import remove_file, replace_file
 LIMIT = 60.0
 
 
-def test_a_link_stays_one_and_what_it_leads_to_goes(tmp_path: Path) -> None:
+def test_a_link_stays_and_its_target_is_replaced(tmp_path: Path) -> None:
     (tmp_path / "there").mkdir()
     link, file = tmp_path / "link", tmp_path / "there" / "file"
     link.symlink_to(file)
@@ -22,7 +24,7 @@ def test_a_link_stays_one_and_what_it_leads_to_goes(tmp_path: Path) -> None:
     assert (link.is_symlink(), list((tmp_path / "there").iterdir())) == (True, [])
 
 
-def test_a_pipe_is_written_to_and_stays(tmp_path: Path) -> None:
+def test_a_pipe_is_written_to_and_not_replaced(tmp_path: Path) -> None:
     path = tmp_path / "pipe"
     os.mkfifo(path)
     reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
@@ -36,8 +38,8 @@ def test_a_pipe_is_written_to_and_stays(tmp_path: Path) -> None:
         os.close(reader)
 
 
-def test_stdout_that_is_a_file_keeps_what_was_and_what_comes(tmp_path: Path) -> None:
-    """Also by a link of somebody's own, and by the number of what is open."""
+def test_a_file_as_stdout_is_appended_to(tmp_path: Path) -> None:
+    """Also through a link of the user, and by descriptor number."""
     link, file = tmp_path / "link", tmp_path / "out"
     link.symlink_to("/dev/stdout")
     script = """if True:

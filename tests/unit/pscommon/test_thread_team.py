@@ -1,4 +1,4 @@
-"""A team's threads: they work at the same time, all end, and what went wrong comes out."""
+"""A thread team works in parallel, ends all its threads, and raises their errors."""
 
 import threading
 
@@ -7,13 +7,13 @@ import pytest
 from pscommon.system.thread_team import ALONE, PART_BYTES, ThreadTeam, cores
 
 
-def test_what_comes_out_is_in_the_order_of_what_went_in() -> None:
+def test_results_are_in_the_order_of_the_input() -> None:
     for team in (ALONE, ThreadTeam(2), ThreadTeam(5)):
         assert team.map(lambda item: item * 2, range(20)) == list(range(0, 40, 2))
         assert team.map(str, []) == []
 
 
-def test_all_work_at_the_same_time() -> None:
+def test_all_threads_work_at_the_same_time() -> None:
     meeting = threading.Barrier(3, timeout=10)
     seen = ThreadTeam(3).map(lambda item: (meeting.wait(), threading.get_ident())[1], range(3))
 
@@ -21,12 +21,12 @@ def test_all_work_at_the_same_time() -> None:
     assert len(set(seen)) == 3
 
 
-def test_one_alone_stays_in_its_thread() -> None:
+def test_a_single_item_runs_in_the_calling_thread() -> None:
     assert set(ALONE.map(lambda item: threading.get_ident(), range(3))) == {threading.get_ident()}
     assert ThreadTeam(4).map(lambda item: threading.get_ident(), [0]) == [threading.get_ident()]
 
 
-def test_a_thread_that_is_held_up_holds_up_nobody() -> None:
+def test_a_blocked_thread_blocks_no_other() -> None:
     rest = threading.Event()
     done = []
 
@@ -42,7 +42,7 @@ def test_a_thread_that_is_held_up_holds_up_nobody() -> None:
 
 
 @pytest.mark.parametrize("bad", [0, 1, 2])
-def test_an_error_comes_out_when_all_have_ended(bad: int) -> None:
+def test_an_error_is_raised_when_all_threads_have_finished(bad: int) -> None:
     ended = []
 
     def work(item: int) -> None:
@@ -55,7 +55,7 @@ def test_an_error_comes_out_when_all_have_ended(bad: int) -> None:
     assert sorted(ended) == [item for item in range(3) if item != bad]
 
 
-def test_a_pass_over_little_memory_is_not_cut() -> None:
+def test_a_pass_over_little_memory_is_not_split() -> None:
     assert [ThreadTeam(2).parts(n * PART_BYTES) for n in (0, 1, 2, 3, 8, 100)] == [1, 1, 2, 3, 8, 8]
     assert ALONE.parts(100 * PART_BYTES) == 1
     assert cores() >= 1

@@ -1,4 +1,4 @@
-"""Variables of the environment that nobody reads are named; those of others are left alone."""
+"""Unknown environment variables are reported; those of others are ignored."""
 
 import pytest
 
@@ -28,11 +28,11 @@ SERVICE = {
         ("PS_MODEL_FOO", "no setting is called PS_MODEL_FOO"),
     ],
 )
-def test_what_nobody_reads_is_named(name: str, sentence: str) -> None:
+def test_unknown_variables_are_reported(name: str, sentence: str) -> None:
     assert list(unread({name: "3", "HOME": "/", "PSModulePath": "x"})) == [sentence]
 
 
-def test_a_port_that_is_no_service_is_named() -> None:
+def test_a_port_variable_without_a_service_is_reported() -> None:
     assert [text.partition(";")[0] for text in unread({"PS_PORT": "50051"})] == [
         "no setting is called PS_PORT"
     ]
@@ -51,7 +51,7 @@ def test_every_setting_is_known() -> None:
     )
 
 
-def test_services_of_kubernetes_are_no_settings() -> None:
+def test_services_of_kubernetes_are_not_reported() -> None:
     assert not list(unread(SERVICE))
     assert (
         not {variable for option in options.SERVER for variable in option.variables}

@@ -35,17 +35,17 @@ MODEL = ModelSpec((*TENSORS, TensorSpec("mean", (4,), "float32", "buffer")), SGD
         ({"aliases": ("v", "v")}, "'v' is listed twice"),
     ],
 )
-def test_what_no_server_can_train_is_refused(changed: dict[str, Any], message: str) -> None:
+def test_a_model_that_no_server_can_train_is_refused(changed: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidModelError, match=message):
         ModelSpec((replace(TENSORS[0], **changed), TENSORS[1]), SGD)
 
 
-def test_a_model_has_tensors() -> None:
+def test_a_model_without_tensors_is_refused() -> None:
     with pytest.raises(InvalidModelError, match="at least one tensor"):
         ModelSpec((), SGD)
 
 
-def test_sizes() -> None:
+def test_sizes_are_computed() -> None:
     assert [(t.size, t.nbytes) for t in MODEL.tensors] == [(12, 48), (4, 16), (4, 16)]
     assert (
         TensorSpec("scalar", (), "bfloat16").nbytes,
@@ -53,7 +53,7 @@ def test_sizes() -> None:
     ) == (2, 0)
 
 
-def test_aliases_are_no_difference_and_are_encoded_only_where_there_are_some() -> None:
+def test_aliases_are_no_difference_and_only_encoded_if_present() -> None:
     tied = replace(MODEL, tensors=(replace(MODEL.tensors[0], aliases=("v",)), *MODEL.tensors[1:]))
 
     assert tied.differences(MODEL) == []
@@ -91,7 +91,7 @@ CHANGED = {
 
 
 @pytest.mark.parametrize("line", CHANGED)
-def test_differences_are_told_by_tensor(line: str) -> None:
+def test_differences_are_reported_by_tensor(line: str) -> None:
     other = ModelSpec(CHANGED[line], SGD)
 
     assert other.differences(MODEL) == [line]
@@ -126,7 +126,7 @@ def test_a_clip_norm_is_a_finite_number_above_0(clip_norm: Any) -> None:
         replace(SGD, clip_norm=clip_norm)
 
 
-def test_a_model_without_a_clip_norm_has_the_json_of_before() -> None:
+def test_a_model_without_a_clip_norm_has_its_original_json() -> None:
     clipped = replace(MODEL, optimizer=replace(SGD, clip_norm=0.5))
 
     assert model_to_json(MODEL)["optimizer"] == {

@@ -1,4 +1,4 @@
-"""A signal that the system gives to another thread ends each of the waits of the main thread."""
+"""A signal delivered to another thread ends each wait of the main thread."""
 
 import signal
 import threading
@@ -15,17 +15,15 @@ class InterruptedByTest(Exception):
     pass
 
 
-def for_ever() -> threading.Thread:
+def wait_forever() -> threading.Thread:
     thread = threading.Thread(target=threading.Event().wait, daemon=True)
     thread.start()
     return thread
 
 
 @pytest.fixture
-def disturbed() -> Iterator[Callable[[Callable[[], None]], None]]:
-    """Calls a function, during which a thread beside this one gets a signal, whose handler
-    raises here.
-    """
+def interrupted() -> Iterator[Callable[[Callable[[], None]], None]]:
+    """Call a function while another thread gets a signal whose handler raises here."""
 
     def handle(number: int, frame: FrameType | None) -> None:
         raise InterruptedByTest
@@ -40,19 +38,19 @@ def disturbed() -> Iterator[Callable[[Callable[[], None]], None]]:
     "wait",
     [
         lambda: interruptible.wait(threading.Event()),
-        lambda: interruptible.join(for_ever()),
+        lambda: interruptible.join(wait_forever()),
         lambda: interruptible.settle(Future()),
     ],
     ids=["wait", "join", "settle"],
 )
-def test_a_signal_that_another_thread_gets_ends_a_wait(
-    wait: Callable[[], None], disturbed: Callable[[Callable[[], None]], None]
+def test_a_signal_to_another_thread_ends_a_wait(
+    wait: Callable[[], None], interrupted: Callable[[Callable[[], None]], None]
 ) -> None:
     with pytest.raises(InterruptedByTest):
-        disturbed(wait)
+        interrupted(wait)
 
 
-def test_what_has_ended_is_not_waited_for() -> None:
+def test_a_completed_wait_returns_at_once() -> None:
     event, future = threading.Event(), Future[int]()
     event.set()
     future.set_exception(ValueError())
@@ -68,8 +66,8 @@ def ctrl_c() -> None:
     signal.raise_signal(signal.SIGINT)
 
 
-class InTheMidst:
-    """Two steps, with Ctrl-C between them; steps: those that were made."""
+class InterruptedSteps:
+    """Two steps with Ctrl-C between them; steps: the completed ones."""
 
     def __init__(
         self, stop: Callable[[BaseException], object], between: Callable[[], object] = ctrl_c
@@ -84,14 +82,14 @@ class InTheMidst:
             self.steps.append("second")
 
 
-def test_ctrl_c_is_raised_at_the_end_once_another_thread_has_stopped_what_goes_on() -> None:
+def test_ctrl_c_is_raised_at_the_end_after_another_thread_has_stopped_the_work() -> None:
     stopped, stoppers = threading.Event(), []
 
     def stop(interrupt: BaseException) -> None:
         stoppers.append((interrupt, threading.current_thread() is threading.main_thread()))
         stopped.set()
 
-    work = InTheMidst(stop, lambda: (ctrl_c(), interruptible.wait(stopped)))
+    work = InterruptedSteps(stop, lambda: (ctrl_c(), interruptible.wait(stopped)))
     with pytest.raises(KeyboardInterrupt) as caught:
         work()
 
@@ -100,23 +98,23 @@ def test_ctrl_c_is_raised_at_the_end_once_another_thread_has_stopped_what_goes_o
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_ctrl_c_counts_more_than_the_error_that_it_led_to() -> None:
-    work = InTheMidst(lambda interrupt: None, lambda: (ctrl_c(), [][0]))
+def test_ctrl_c_precedes_the_error_that_it_caused() -> None:
+    work = InterruptedSteps(lambda interrupt: None, lambda: (ctrl_c(), [][0]))
     with pytest.raises(KeyboardInterrupt):
         work()
     assert work.steps == ["first"]
 
 
-def test_the_second_ctrl_c_breaks_in() -> None:
-    work = InTheMidst(lambda interrupt: None, lambda: (ctrl_c(), ctrl_c()))
+def test_the_second_ctrl_c_is_raised_at_once() -> None:
+    work = InterruptedSteps(lambda interrupt: None, lambda: (ctrl_c(), ctrl_c()))
     with pytest.raises(KeyboardInterrupt):
         work()
     assert work.steps == ["first"]
 
 
-def test_without_ctrl_c_all_is_as_before() -> None:
-    InTheMidst(pytest.fail, InTheMidst(pytest.fail, lambda: None))()
-    failing = InTheMidst(pytest.fail, lambda: [][0])
+def test_without_ctrl_c_nothing_changes() -> None:
+    InterruptedSteps(pytest.fail, InterruptedSteps(pytest.fail, lambda: None))()
+    failing = InterruptedSteps(pytest.fail, lambda: [][0])
     with pytest.raises(IndexError):
         failing()
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
@@ -124,7 +122,7 @@ def test_without_ctrl_c_all_is_as_before() -> None:
 
 @pytest.fixture
 def handled() -> Iterator[list[int]]:
-    """The numbers of the signals that a handler has got, which raises after the first."""
+    """The numbers of the signals received by a handler that raises after the first."""
     numbers: list[int] = []
 
     def handle(number: int, frame: FrameType | None) -> None:
@@ -141,11 +139,11 @@ def usr1() -> None:
     signal.raise_signal(signal.SIGUSR1)
 
 
-def test_handlers_are_called_at_once_and_only_what_they_raise_is_deferred(
+def test_handlers_run_at_once_and_only_their_exceptions_are_deferred(
     handled: list[int],
 ) -> None:
     handler, seen = signal.getsignal(signal.SIGUSR1), []
-    work = InTheMidst(
+    work = InterruptedSteps(
         lambda cause: None,
         lambda: (usr1(), seen.append(len(handled)), usr1(), seen.append(len(handled))),
     )
@@ -156,7 +154,7 @@ def test_handlers_are_called_at_once_and_only_what_they_raise_is_deferred(
     assert signal.getsignal(signal.SIGUSR1) is handler
 
 
-def test_a_handler_that_a_handler_sets_stays() -> None:
+def test_a_handler_set_by_a_handler_stays() -> None:
     before = signal.getsignal(signal.SIGUSR2)
 
     def for_once(number: int, frame: FrameType | None) -> None:
@@ -164,15 +162,15 @@ def test_a_handler_that_a_handler_sets_stays() -> None:
 
     signal.signal(signal.SIGUSR2, for_once)
     try:
-        InTheMidst(pytest.fail, lambda: signal.raise_signal(signal.SIGUSR2))()
+        InterruptedSteps(pytest.fail, lambda: signal.raise_signal(signal.SIGUSR2))()
         assert signal.getsignal(signal.SIGUSR2) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGUSR2, before)
 
 
-def test_other_threads_change_nothing() -> None:
+def test_other_threads_are_not_affected() -> None:
     handlers: list[object] = []
-    work = InTheMidst(pytest.fail, lambda: handlers.append(signal.getsignal(signal.SIGINT)))
+    work = InterruptedSteps(pytest.fail, lambda: handlers.append(signal.getsignal(signal.SIGINT)))
     thread = threading.Thread(target=work)
     thread.start()
     thread.join()

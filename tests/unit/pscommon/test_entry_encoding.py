@@ -46,7 +46,7 @@ LOG: tuple[tuple[Entry, int], ...] = (
 """Entries of every type, each with the digest of the log up to it."""
 
 
-def test_the_digest_of_a_log_has_the_bytes_of_release_9f5f539() -> None:
+def test_the_log_digest_has_the_bytes_of_release_9f5f539() -> None:
     digest, found = 0, []
     for entry, _ in LOG:
         digest = chained(digest, entry)
@@ -72,11 +72,11 @@ IN_STATE = (
 
 
 @pytest.mark.parametrize("raw", IN_STATE, ids=[str(raw[0]) for raw in IN_STATE])
-def test_entries_in_the_coordinators_state_keep_their_form(raw: list[object]) -> None:
+def test_entries_in_the_coordinators_state_have_a_fixed_format(raw: list[object]) -> None:
     assert json.loads(json.dumps(entry_to_json(entry_from_json(raw)))) == raw
 
 
-def test_a_contribution_without_a_scale_counts_as_it_is() -> None:
+def test_a_contribution_without_a_scale_is_not_scaled() -> None:
     assert entry_from_json(["Apply", 2, 1, [[[1, 1], 32, 0]]]) == Apply(
         2, 1, (Contribution(PushKey(1, 1), 32, 0),)
     )

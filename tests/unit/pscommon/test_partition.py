@@ -1,4 +1,4 @@
-"""Placement: balanced, complete, the same everywhere."""
+"""The partition of the flat buffer is balanced, complete and the same on every machine."""
 
 import os
 import subprocess
@@ -64,7 +64,7 @@ def test_shards_of_real_models_are_balanced(name: str) -> None:
         assert max(sizes) * shards / sum(sizes) <= 1.05
 
 
-def test_large_tensors_are_sliced_and_small_ones_packed() -> None:
+def test_large_tensors_are_split_and_small_ones_packed() -> None:
     plan = PartitionPlan(architectures.model(architectures.vgg16()), 4)
     tensors = [
         [s.tensor for s in plan.slices(plan.range(shard, "trainable"))] for shard in range(4)
@@ -76,7 +76,7 @@ def test_large_tensors_are_sliced_and_small_ones_packed() -> None:
 
 
 @given(plans())
-def test_every_byte_has_one_place_and_every_shard_a_fair_share(plan: PartitionPlan) -> None:
+def test_every_byte_has_one_shard_and_shards_have_even_sizes(plan: PartitionPlan) -> None:
     pieces: dict[int, list[tuple[int, int]]] = {
         index: [] for index in range(len(plan.spec.tensors))
     }
@@ -124,7 +124,7 @@ def test_segments_are_runs_of_one_dtype_and_group(plan: PartitionPlan) -> None:
 
 
 @given(plans(), st.data())
-def test_without_leaves_out_whole_tensors(plan: PartitionPlan, data: st.DataObject) -> None:
+def test_without_removes_whole_tensors(plan: PartitionPlan, data: st.DataObject) -> None:
     trainable = [
         index for index, tensor in enumerate(plan.spec.tensors) if tensor.role == "trainable"
     ]
@@ -132,10 +132,10 @@ def test_without_leaves_out_whole_tensors(plan: PartitionPlan, data: st.DataObje
     span = plan.range(data.draw(st.integers(0, plan.shards - 1)), "trainable")
     holes = [plan.extent(index) for index in absent]
 
-    def kept(block: int) -> bool:
+    def remaining(block: int) -> bool:
         return not any(start <= block < stop for start, stop in holes)
 
-    blocks = [block for block in range(span.start, span.stop, ALIGNMENT_BYTES) if kept(block)]
+    blocks = [block for block in range(span.start, span.stop, ALIGNMENT_BYTES) if remaining(block)]
 
     assert [
         b for start, stop in plan.without(span, absent) for b in range(start, stop, ALIGNMENT_BYTES)
@@ -163,7 +163,7 @@ def digest(tensors: tuple[TensorSpec, ...], shards: int = 2) -> str:
 
 
 @pytest.mark.parametrize("what", OTHERS)
-def test_another_placement_has_another_digest(what: str) -> None:
+def test_another_partition_has_another_digest(what: str) -> None:
     assert digest(OTHERS[what]) != digest(BASE)
 
 
@@ -185,7 +185,7 @@ def test_digests_are_the_same_on_every_machine_and_differ_by_shards() -> None:
     )
 
 
-def test_more_shards_than_tensors_leaves_some_without_bytes() -> None:
+def test_with_more_shards_than_tensors_some_have_no_bytes() -> None:
     plan = PartitionPlan(
         ModelSpec((TensorSpec("w", (3,), "float32"),), OptimizerSettings("sgd")), 4
     )
@@ -195,7 +195,7 @@ def test_more_shards_than_tensors_leaves_some_without_bytes() -> None:
     assert [list(plan.slices(r)) for r in ranges if r.nbytes] == [[(0, 0, 12)]]
 
 
-def test_a_job_has_shards() -> None:
+def test_a_job_without_shards_is_refused() -> None:
     with pytest.raises(ValueError, match="at least one shard"):
         PartitionPlan(ModelSpec(BASE, OptimizerSettings("sgd")), 0)
 
@@ -215,7 +215,7 @@ def test_absent_tensors_at_the_edges_of_a_range() -> None:
     assert plan.without(ByteRange(64, 128), {0, 3}) == [ByteRange(64, 128)]
 
 
-def test_pieces_are_a_small_part_of_all_but_neither_tiny_nor_larger_than_a_cheap_message() -> None:
+def test_pieces_are_a_small_part_of_the_buffer_within_size_bounds() -> None:
     sizes = [piece_nbytes(nbytes) for nbytes in (0, 1 << 20, 4 << 20, 1 << 30)]
 
     assert sizes == [64 << 10, 64 << 10, (4 << 20) // PIECE_COUNT, 1 << 20]

@@ -1,4 +1,4 @@
-"""One process per shard and directory; the others are told who it is."""
+"""One process per shard and directory; a second one learns which process holds the lock."""
 
 import errno
 import os
@@ -21,7 +21,7 @@ with DataDirLock(Path(sys.argv[1]), 1):
 """
 
 
-def test_a_second_holder_is_told_who_the_first_is(tmp_path: Path) -> None:
+def test_a_second_process_learns_the_holder(tmp_path: Path) -> None:
     with DataDirLock(tmp_path, 0), pytest.raises(TakenError) as raised, DataDirLock(tmp_path, 0):
         pass
 
@@ -31,7 +31,7 @@ def test_a_second_holder_is_told_who_the_first_is(tmp_path: Path) -> None:
     )
 
 
-def test_another_process_holds_it_until_it_dies(tmp_path: Path) -> None:
+def test_another_process_holds_the_lock_until_it_dies(tmp_path: Path) -> None:
     with subprocess.Popen(
         [sys.executable, "-c", HOLDER, str(tmp_path)],
         stdin=subprocess.PIPE,
@@ -59,7 +59,7 @@ def test_shards_share_a_directory(tmp_path: Path) -> None:
         ]
 
 
-def test_nothing_is_left_and_it_can_be_taken_again(tmp_path: Path) -> None:
+def test_a_released_lock_leaves_no_file_and_can_be_taken_again(tmp_path: Path) -> None:
     lock = DataDirLock(tmp_path, 0)
     for _ in range(2):
         with lock:
@@ -67,7 +67,7 @@ def test_nothing_is_left_and_it_can_be_taken_again(tmp_path: Path) -> None:
         assert list(tmp_path.iterdir()) == []
 
 
-def test_a_file_that_has_to_stay_does_not_hide_what_went_wrong(
+def test_a_file_that_cannot_be_removed_does_not_hide_the_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In a folder of another user."""
@@ -83,11 +83,11 @@ def test_a_file_that_has_to_stay_does_not_hide_what_went_wrong(
         pass
 
 
-def test_a_holder_that_leaves_while_another_one_waits_does_not_let_two_in(
+def test_a_release_during_another_attempt_never_admits_two_holders(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The other one has opened the file that the leaving holder removes: a lock on that would be
-    worth nothing.
+    """The other process has opened the file that the holder removes; a lock on it would be
+    worthless.
     """
     import fcntl
 
@@ -112,11 +112,11 @@ def test_a_directory_that_cannot_be_used_is_bad_configuration(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("exists", [True, False])
-def test_a_link_in_place_of_the_lock_is_refused_and_what_it_leads_to_stays(
+def test_a_link_in_place_of_the_lock_is_refused_and_its_target_unchanged(
     tmp_path: Path, exists: bool
 ) -> None:
-    """Another user who may write in the folder must not get this process to empty a file of its
-    own.
+    """Another user who may write in the folder must not make this process empty one of its
+    files.
     """
     target = tmp_path / "target"
     if exists:
@@ -134,10 +134,10 @@ def test_a_link_in_place_of_the_lock_is_refused_and_what_it_leads_to_stays(
     assert not exists or target.read_text() == "precious"
 
 
-def test_a_disk_without_room_for_the_holders_number_is_locked(
+def test_a_full_disk_is_locked_without_the_holders_pid(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The lock holds; only its holder is unknown to others."""
+    """The lock is valid; only its holder is unknown to others."""
 
     def full(descriptor: int, data: bytes) -> int:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -1,6 +1,4 @@
-"""What a scraper and a probe get from a process, and what happens when its port is not to be
-had.
-"""
+"""Metrics and probes of a process over HTTP, and a port that is not available."""
 
 import socket
 from collections.abc import Iterator
@@ -29,7 +27,7 @@ def get(address: str, path: str, accept: str = "text/plain", method: str = "GET"
 
 
 class Probe:
-    """A process whose readiness the test decides."""
+    """A process whose readiness the test sets."""
 
     def __init__(self) -> None:
         self.state = (True, "serving version 7")
@@ -47,8 +45,8 @@ def probe() -> Iterator[Probe]:
         yield probe
 
 
-def test_metrics_show_the_registry_and_the_process(probe: Probe) -> None:
-    """Own metrics, process_* and python_* are all there, read anew at each scrape."""
+def test_metrics_include_the_registry_and_the_process(probe: Probe) -> None:
+    """Own metrics, process_* and python_* are read for each scrape."""
     steps = Counter("ps_steps", "steps", registry=probe.registry)
     steps.inc()
     probe.get("/metrics")
@@ -61,8 +59,7 @@ def test_metrics_show_the_registry_and_the_process(probe: Probe) -> None:
     assert any(line.startswith("python_info{") for line in lines)
 
 
-def test_metrics_speak_openmetrics_to_those_who_ask(probe: Probe) -> None:
-    """The format follows the Accept header."""
+def test_metrics_use_openmetrics_if_the_client_accepts_it(probe: Probe) -> None:
     answer = probe.get("/metrics", accept="application/openmetrics-text; version=1.0.0")
 
     assert answer.kind.startswith("application/openmetrics-text")
@@ -71,15 +68,15 @@ def test_metrics_speak_openmetrics_to_those_who_ask(probe: Probe) -> None:
 
 
 def test_liveness_does_not_depend_on_readiness(probe: Probe) -> None:
-    """A server that waits for something is alive, or an orchestrator would kill it for waiting."""
+    """A waiting server is alive; an orchestrator would otherwise kill it."""
     probe.state = (False, "waiting for shard 1 of 2")
 
     assert probe.get("/livez").status == 200
     assert probe.get("/readyz").status == 503
 
 
-def test_readiness_says_why_in_one_line(probe: Probe) -> None:
-    """The reason goes into the body of both answers, whatever white space it holds."""
+def test_readiness_gives_the_reason_in_one_line(probe: Probe) -> None:
+    """Both responses carry the reason, whatever white space it contains."""
     assert probe.get("/readyz")[::2] == (200, "serving version 7\n")
 
     probe.state = (False, "waiting for\n  shard 1 of 2")
@@ -87,7 +84,7 @@ def test_readiness_says_why_in_one_line(probe: Probe) -> None:
     assert probe.get("/readyz")[::2] == (503, "waiting for shard 1 of 2\n")
 
 
-def test_a_probe_may_ask_for_the_head_alone(probe: Probe) -> None:
+def test_a_probe_may_use_the_head_method(probe: Probe) -> None:
     probe.state = (False, "waiting for shard 1 of 2")
 
     statuses = [
@@ -99,7 +96,7 @@ def test_a_probe_may_ask_for_the_head_alone(probe: Probe) -> None:
 
 
 def test_other_paths_are_not_found(probe: Probe) -> None:
-    """A wrong path must not look like a healthy one."""
+    """A wrong path must not look healthy."""
     assert probe.get("/healthz").status == 404
 
 
@@ -113,14 +110,14 @@ def test_registries_are_independent() -> None:
         assert "ps_steps_total" not in two.get("/metrics").body
 
 
-def test_a_taken_port_is_said_so(probe: Probe) -> None:
-    """Exit code 10, and the message names the address."""
+def test_a_taken_port_is_an_error_with_the_address(probe: Probe) -> None:
+    """Exit code 10."""
     with pytest.raises(TakenError, match=probe.monitor.address):
         MetricsServer(probe.monitor.address, new_registry(), lambda: (True, ""))
 
 
 def test_close_frees_the_port() -> None:
-    """Closed twice, then bound again at once."""
+    """Close twice, then bind again at once."""
     probe = Probe()
     probe.monitor.close()
     probe.monitor.close()
@@ -134,7 +131,7 @@ def test_close_frees_the_port() -> None:
     "bind", ["9464", "127.0.0.1", "127.0.0.1:", ":9464", "127.0.0.1:http", "127.0.0.1:65536"]
 )
 def test_a_malformed_address_is_a_usage_error(bind: str) -> None:
-    """Exit code 2, and the message shows what was given."""
+    """Exit code 2; the message has the given address."""
     with pytest.raises(InvalidRequestError, match="HOST:PORT"):
         MetricsServer(bind, new_registry(), lambda: (True, ""))
 
@@ -146,8 +143,7 @@ def test_an_address_of_another_machine_is_a_usage_error() -> None:
 
 
 @pytest.mark.skipif(not socket.has_ipv6, reason="this Python has no IPv6")
-def test_ipv6() -> None:
-    """Brackets in, brackets out."""
+def test_ipv6_addresses_have_brackets() -> None:
     try:
         monitor = MetricsServer("[::1]:0", new_registry(), lambda: (True, "ready"))
     except InvalidRequestError:
