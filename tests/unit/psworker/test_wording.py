@@ -3,6 +3,7 @@
 Other tests assert reasons, exit codes and the names of arguments. A changed text changes this file.
 """
 
+import copy
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -72,6 +73,17 @@ def moved_model() -> None:
     server_optimizer.step()
 
 
+def handed_over(failure: Callable[[Any, Any], object]) -> Callable[[], object]:
+    """Return a call of `failure` with the script's optimizer and the one of the job."""
+
+    def call() -> object:
+        model = nn.Linear(1, 1)
+        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        return failure(sgd, Job(LocalClient()).optimizer(sgd, model))
+
+    return call
+
+
 def tied_storage() -> nn.Module:
     model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
     model[1].weight.data = model[0].weight.data[:1].expand(2, 2)
@@ -136,6 +148,19 @@ FAILURES: dict[str, Any] = {
     "max_norm": optimizer(nn.Embedding(2, 2, max_norm=1.0)),
     "sparse": optimizer(nn.Embedding(2, 2, sparse=True)),
     "moved model": moved_model,
+    "original step": handed_over(lambda sgd, _: sgd.step()),
+    "copied optimizer": handed_over(lambda _, servers: copy.deepcopy(servers).step()),
+    "samples": handed_over(lambda _, servers: servers.step(samples=0)),
+    "new group": handed_over(lambda _, servers: servers.add_param_group({"params": []})),
+    "new parameters": handed_over(
+        lambda sgd, servers: (sgd.param_groups[0]["params"].pop(), servers.step())
+    ),
+    "moments": handed_over(
+        lambda _, servers: servers.load_state_dict({"state": {0: {"step": 1}}, "param_groups": []})
+    ),
+    "plateau": handed_over(
+        lambda sgd, _: Job(LocalClient()).resume(torch.optim.lr_scheduler.ReduceLROnPlateau(sgd))
+    ),
     "save": lambda: Job(LocalClient()).save("model.safetensors"),
     # arguments
     "servers": psworker.connect,
@@ -277,6 +302,34 @@ TEXTS = {
         "weight has changed from (torch.float32, device(type='cpu'), torch.Size([2, 2])) to "
         "(torch.float64, device(type='cpu'), torch.Size([2, 2])) since job.optimizer. Try: move, "
         "cast and reshape the model before job.optimizer"
+    ),
+    "original step": (
+        "this optimizer was given to the job. Try: call step() of the optimizer that "
+        "job.optimizer(...) returned, which takes its place"
+    ),
+    "copied optimizer": (
+        "this is a copy of a job's optimizer: it has the settings, but no job. Try: call step() "
+        "of the optimizer that job.optimizer(...) returned"
+    ),
+    "samples": (
+        "samples=0: the weight of a gradient is a whole number of samples, at least 1. Try: to "
+        "leave a gradient out, do not call step()"
+    ),
+    "new group": (
+        "the parameters of a job are fixed. Try: give the optimizer all of them before "
+        "job.optimizer, and switch requires_grad"
+    ),
+    "new parameters": (
+        "the parameters of a group are fixed, but a group has others now. Try: change values in "
+        "place (group['lr'] = ...), and leave weights out by requires_grad"
+    ),
+    "moments": (
+        "this optimizer has made steps, and its state cannot be brought to the servers. Try: a "
+        "fresh torch optimizer; the servers resume their own snapshot (`--resume`)"
+    ),
+    "plateau": (
+        "ReduceLROnPlateau depends on measured values, which no job keeps. Try: save and load its "
+        "state_dict()"
     ),
     "save": "job.save failed: there is no model yet. Try: call job.optimizer first",
     "servers": (
