@@ -87,12 +87,12 @@ def _last_snapshot_problem(
         log.warning("last_snapshot_missing", problem=problem)
         return ""
     newest = snapshots.newest_version
-    held = (
+    saved = (
         f"the newest snapshot is of version {newest}"
         if newest is not None
         else "there is no snapshot"
     )
-    return f"version {scheduler.coordinator.version} is not saved, and {held}: {problem}"
+    return f"version {scheduler.coordinator.version} is not saved, and {saved}: {problem}"
 
 
 def conclude(failure: PSError | None, not_saved: str, code: int) -> int:

@@ -59,12 +59,12 @@ def _next_response(
     the shard then has.
     """
     update = service.shard_connections.next_update(server, cursor)
-    over, durable = (
+    is_over, durable = (
         service.is_over and service.stopped.is_set(),
         service.config.durability == "log",
     )
     if update is None:
-        stop = server.is_leaving or over
+        stop = server.is_leaving or is_over
         # a candidate needs them: a standby may be disconnected when the reshard starts
         registry = service.registry
         waits = pb.LinkShardResponse(
@@ -76,7 +76,7 @@ def _next_response(
         job=service.job,
         addresses=update.registry.addresses,
         waiting_for=service.waiting_for,
-        stop=over,
+        stop=is_over,
         epoch=update.cursor.epoch,
         base=update.base,
         entries=[entry_to_proto(entry) for entry in update.entries],

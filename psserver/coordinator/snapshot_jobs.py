@@ -96,8 +96,8 @@ class SnapshotScheduler:
         """Whether the logs of the job and of all shards hold every update since the newest
         snapshot.
         """
-        whole = self._history.durable and not self._history.journal.broken
-        return whole and all(server.logs and not server.log_broken for server in self._registry)
+        has_log = self._history.durable and not self._history.journal.broken
+        return has_log and all(server.logs and not server.log_broken for server in self._registry)
 
     def last(self) -> str:
         """Write the last snapshot of a job; return why it is missing, empty if it is written."""

@@ -234,7 +234,7 @@ RECOVERED = Recorder.recovered
 
 
 def keeps_everybody(
-    recorder: Recorder, now: float, generation: int, whole: bool = True, resumes: bool = False
+    recorder: Recorder, now: float, generation: int, is_complete: bool = True, resumes: bool = False
 ) -> None:
     """Lets workers go on where they stand, though who took over may lack what they were told."""
     RECOVERED(recorder, now, generation, resumes=resumes)

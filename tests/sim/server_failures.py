@@ -122,7 +122,7 @@ class ServerFailures:
         del self.decided[coordinator.version :]
         self.dropped = [reject for reject in self.dropped if reject.index <= coordinator.log.index]
         self._flushed = coordinator.log.index
-        self.recorder.recovered(self.now, self.generation, whole=False)
+        self.recorder.recovered(self.now, self.generation, is_complete=False)
         is_old = self.saved is not None and self.saved.version > coordinator.version
         if is_old or not coordinator.log.can_go_on(self.shards[0].machine.report()):
             self.go_back()

@@ -345,7 +345,10 @@ class SimShard:
         """
         if mirror.lacks:
             return self.go_on_as(mirror)
-        records, told = mirror.told("record"), self.world.coordinator.log.told(self.machine.shard)
+        records, told = (
+            mirror.told("record"),
+            self.world.coordinator.log.reached_by(self.machine.shard),
+        )
         while records and not isinstance(records[-1], (tuple, Cut)) and records[-1].index > told:
             if self.world.rng.random() < 0.5:
                 break

@@ -133,7 +133,9 @@ class History:
         if (loop := self.ledgers[0].loops.get(worker.loop)) is None:
             return []
         ready = loop.leases.ready(worker.number)
-        return [BatchKey(worker.loop, n) for n in loop.leases.held(worker.number) if n not in ready]
+        return [
+            BatchKey(worker.loop, n) for n in loop.leases.leased_by(worker.number) if n not in ready
+        ]
 
     def die(self, worker: Worker) -> None:
         self.workers[self.workers.index(worker)] = self.new_worker()

@@ -246,18 +246,18 @@ class Recorder:
             self.cut(now)
 
     def recovered(
-        self, now: float, generation: int, whole: bool = True, resumes: bool = False
+        self, now: float, generation: int, is_complete: bool = True, resumes: bool = False
     ) -> None:
         """Continue after a replay. A snapshot in progress is abandoned.
 
         Args:
             now: The time.
             generation: Number of this start of the servers.
-            whole: No process knows more than the journal. Otherwise all workers are removed and
-                join as new: one may have batches, or a reply to a push, that the journal lacks.
+            is_complete: No process knows more than the journal. Otherwise all workers are removed
+                and join as new: one may have batches, or a reply to a push, that it lacks.
             resumes: Another run may begin.
         """
-        for member in self.coordinator.membership.current() if not whole else ():
+        for member in self.coordinator.membership.current() if not is_complete else ():
             self.do(Leave(member.worker, NOT_WHOLE), now)
         self.do(ContinueJob(generation, resumes), now)
 

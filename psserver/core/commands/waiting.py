@@ -33,11 +33,11 @@ def _silence(coordinator: CoordinatorMachine, member: Member, now: float) -> str
 
 def late(coordinator: CoordinatorMachine) -> list[Member]:
     """Return the active workers whose push would unblock the others."""
-    active, held = coordinator.membership.active(), coordinator.pending.ready_workers
-    if not held or not coordinator.started:
+    active, ready = coordinator.membership.active(), coordinator.pending.ready_workers
+    if not ready or not coordinator.started:
         return []
     if coordinator.policy.barrier:
-        return [member for member in active if member.worker not in held]
+        return [member for member in active if member.worker not in ready]
     if coordinator.policy.bound is None:
         return []
     slowest = min((member.clock for member in active), default=0)

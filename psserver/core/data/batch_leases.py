@@ -21,7 +21,7 @@ class BatchLeases:
     def __len__(self) -> int:
         return len(self._holders)
 
-    def held(self, worker: int, numbers: Iterable[int] | None = None) -> list[int]:
+    def leased_by(self, worker: int, numbers: Iterable[int] | None = None) -> list[int]:
         """Return those of these numbers that a worker leases, in ascending order.
 
         Without `numbers` return all that it leases, in the order in which they were dealt.
@@ -32,7 +32,7 @@ class BatchLeases:
 
     def has_sent(self, worker: int) -> bool:
         """Return whether a worker has received batches that have not counted yet."""
-        return len(self.held(worker)) > len(self.ready(worker))
+        return len(self.leased_by(worker)) > len(self.ready(worker))
 
     def holds(self, worker: int, number: int) -> bool:
         """Return whether this worker leases this number."""
@@ -92,7 +92,7 @@ class BatchLeases:
 
         They become ready again, in the order in which they were dealt, before those of `new`.
         """
-        mine = self.held(old)
+        mine = self.leased_by(old)
         self.forget(old)
         self._holders.update(dict.fromkeys(mine, new))
         self._dealt[new] = deque([*mine, *self.ready(new)])

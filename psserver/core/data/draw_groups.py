@@ -80,13 +80,13 @@ class DrawGroups:
         until = self._next if number is None else self._draw_of.get(number, 0)
         before = {draw for draw in self._draw_of.values() if self._counted < draw < until}
         return not before or before.issubset(
-            self._draw_of.get(held) for held in leases.held(worker)
+            self._draw_of.get(other) for other in leases.leased_by(worker)
         )
 
     def following(self, leases: BatchLeases, worker: int, number: int) -> int:
         """Return how many of the worker's batches belong to the same draw and follow this one."""
-        held, draw = leases.held(worker), self._draw_of.get(number)
-        after = held[held.index(number) + 1 :]
+        leased, draw = leases.leased_by(worker), self._draw_of.get(number)
+        after = leased[leased.index(number) + 1 :]
         return sum(draw is not None and self._draw_of.get(other) == draw for other in after)
 
     def state(self) -> dict[str, Any]:

@@ -33,16 +33,18 @@ class LoopLedger(ABC):
 
     Args:
         spec: The loop.
-        whereabouts: The first loop that each worker has not left, by worker.
+        first_open_loops: The first loop that each worker has not left, by worker.
     """
 
-    def __init__(self, spec: Spec, whereabouts: Mapping[int, int] = MappingProxyType({})) -> None:
+    def __init__(
+        self, spec: Spec, first_open_loops: Mapping[int, int] = MappingProxyType({})
+    ) -> None:
         self.spec = spec
         self.ended = False
         self.dropped = 0
         self.duplicates = 0
         self.units: int | None = None
-        self._whereabouts = whereabouts
+        self._first_open_loops = first_open_loops
         self.leases = BatchLeases()
         self._left_behind: dict[int, int] = {}
 
@@ -92,7 +94,9 @@ class LoopLedger(ABC):
         """
         if again := self.leases.again(worker, received):
             return again
-        here = [other for other in together if self._whereabouts.get(other, 0) <= self.spec.loop]
+        here = [
+            other for other in together if self._first_open_loops.get(other, 0) <= self.spec.loop
+        ]
         while len(self.leases.ready(worker)) < count and self._may_draw(worker):
             if not self._draw(here):
                 break
@@ -141,7 +145,7 @@ class LoopLedger(ABC):
 
     def drop(self, worker: int, numbers: Iterable[int] | None = None) -> None:
         """Commit these batches (None: all) of a worker without a push; they are not dealt again."""
-        for number in self.leases.held(worker, numbers):
+        for number in self.leases.leased_by(worker, numbers):
             self.commit(worker, number)
             self.dropped += 1
 
@@ -152,9 +156,9 @@ class LoopLedger(ABC):
         sent become free.
         """
         self.give_back(worker, list(self.leases.ready(worker)))
-        held = self.leases.held(worker)
+        leased = self.leases.leased_by(worker)
         self.drop(worker)
-        self._left_behind.update(dict.fromkeys(held, worker))
+        self._left_behind.update(dict.fromkeys(leased, worker))
 
     def settle(self, worker: int) -> None:
         """Keep what this worker left behind dropped for good, because a push of it has counted."""
@@ -165,7 +169,7 @@ class LoopLedger(ABC):
 
     def give_back(self, worker: int, numbers: Iterable[int] | None = None) -> None:
         """Free these batches (None: all) of a worker."""
-        for number in self.leases.held(worker, numbers):
+        for number in self.leases.leased_by(worker, numbers):
             self.leases.end(worker, number)
             self._free(number)
 
@@ -190,7 +194,7 @@ class LoopLedger(ABC):
             "dropped": self.dropped,
             "duplicates": self.duplicates,
             "here": sorted(
-                worker for worker, loop in self._whereabouts.items() if loop == self.spec.loop
+                worker for worker, loop in self._first_open_loops.items() if loop == self.spec.loop
             ),
             "left_behind": [list(pair) for pair in self._left_behind.items()],
             **self.leases.state(),

@@ -17,9 +17,9 @@ class MapLoop(LoopLedger):
     spec: LoopSpec
 
     def __init__(
-        self, spec: LoopSpec, whereabouts: Mapping[int, int] = MappingProxyType({})
+        self, spec: LoopSpec, first_open_loops: Mapping[int, int] = MappingProxyType({})
     ) -> None:
-        super().__init__(spec, whereabouts)
+        super().__init__(spec, first_open_loops)
         self._pool = BatchPool(spec.total)
         self._draws = DrawGroups()
 

@@ -118,7 +118,7 @@ def only_epochs_differ(mine: Spec, job: Spec) -> bool:
     )
 
 
-def why_not_extended(mine: Spec, job: Spec, last: bool, first: bool, held: bool) -> str:
+def why_not_extended(mine: Spec, job: Spec, last: bool, first: bool, is_outstanding: bool) -> str:
     """Return why a loop cannot continue with the epochs of `mine`; empty if it can.
 
     Args:
@@ -126,7 +126,7 @@ def why_not_extended(mine: Spec, job: Spec, last: bool, first: bool, held: bool)
         job: The job's loop.
         last: No later loop exists.
         first: No worker of this run has reached the loop yet.
-        held: Batches are leased whose numbers would change their meaning.
+        is_outstanding: Batches are leased whose numbers would change their meaning.
     """
     if mine.epochs < job.epochs:
         return f"a resumed job cannot have fewer epochs than the {job.epochs} it was started with"
@@ -134,7 +134,7 @@ def why_not_extended(mine: Spec, job: Spec, last: bool, first: bool, held: bool)
         return "only the last loop of a job can get more epochs, and this job has a later one"
     if not first:
         return "only the first worker after a resume can raise the epochs, and another came before"
-    if held:
+    if is_outstanding:
         return (
             "workers of the run before hold batches of this stream: "
             "let it end with the epochs that it had"

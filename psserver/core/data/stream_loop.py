@@ -29,9 +29,9 @@ class StreamLoop(LoopLedger):
     spec: StreamSpec
 
     def __init__(
-        self, spec: StreamSpec, whereabouts: Mapping[int, int] = MappingProxyType({})
+        self, spec: StreamSpec, first_open_loops: Mapping[int, int] = MappingProxyType({})
     ) -> None:
-        super().__init__(spec, whereabouts)
+        super().__init__(spec, first_open_loops)
         self._laps = BatchPool(spec.laps)
         self._begun: dict[int, BatchPool] = {}
         self._readers: dict[int, int] = {}

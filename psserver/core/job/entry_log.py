@@ -59,7 +59,7 @@ class EntryLog:
         if shard in self._reached:
             self._reached[shard] = self.base
 
-    def told(self, shard: int) -> int:
+    def reached_by(self, shard: int) -> int:
         """Return the last index that the shard reported."""
         return self._reached[shard]
 

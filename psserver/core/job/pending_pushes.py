@@ -20,14 +20,14 @@ class PendingPushes:
 
     def __init__(self, shards: int) -> None:
         self._shards = shards
-        self._held: dict[int, dict[int, dict[int, Staged]]] = {}
+        self._reports: dict[int, dict[int, dict[int, Staged]]] = {}
         self._ready: dict[PushKey, Staged] = {}
         self.measurement: Measurement | None = None
 
     def clear(self, shards: int) -> None:
         """Drop all pushes; later ones are of this number of shards."""
         self._shards = shards
-        self._held.clear()
+        self._reports.clear()
         self._ready.clear()
         self.measurement = None
 
@@ -42,15 +42,15 @@ class PendingPushes:
 
     def holds(self, shard: int, key: PushKey) -> bool:
         """Return whether this shard has reported the push."""
-        return shard in self._held.get(key.worker, {}).get(key.seq, ())
+        return shard in self._reports.get(key.worker, {}).get(key.seq, ())
 
     def staged(self, shard: int, staged: Staged) -> None:
         """Record that a shard has staged a push."""
         key = staged.key
-        held = self._held.setdefault(key.worker, {}).setdefault(key.seq, {})
-        held[shard] = staged
-        if len(held) == self._shards:
-            self._ready.setdefault(key, held[min(held)])
+        reports = self._reports.setdefault(key.worker, {}).setdefault(key.seq, {})
+        reports[shard] = staged
+        if len(reports) == self._shards:
+            self._ready.setdefault(key, reports[min(reports)])
 
     def given_up(self) -> list[PushKey]:
         """Return pushes that some shard lacks and whose worker has sent a later push.
@@ -59,7 +59,7 @@ class PendingPushes:
         """
         return [
             key
-            for worker, pushes in self._held.items()
+            for worker, pushes in self._reports.items()
             if len(pushes) > 1
             for seq in sorted(pushes)[:-1]
             if (key := PushKey(worker, seq)) not in self._ready
@@ -71,43 +71,43 @@ class PendingPushes:
 
     def square_norm(self, key: PushKey) -> float:
         """Return the sum of squares of the whole gradient, as reported by the shards."""
-        held = self._held[key.worker][key.seq]
-        return sum(held[shard].square_norm for shard in sorted(held))
+        reports = self._reports[key.worker][key.seq]
+        return sum(reports[shard].square_norm for shard in sorted(reports))
 
     def is_measured(self, key: PushKey) -> bool:
         """Return whether each shard reported a sum of squares.
 
         A shard that was not yet asked to compute norms reports 0.
         """
-        return all(staged.square_norm > 0 for staged in self._held[key.worker][key.seq].values())
+        return all(staged.square_norm > 0 for staged in self._reports[key.worker][key.seq].values())
 
     def forget(self, key: PushKey) -> None:
         """Remove a decided push, and the earlier ones that its worker has given up."""
-        pushes = self._held.pop(key.worker, {})
+        pushes = self._reports.pop(key.worker, {})
         for seq in [seq for seq in pushes if seq <= key.seq]:
             del pushes[seq]
             self._ready.pop(PushKey(key.worker, seq), None)
         if pushes:
-            self._held[key.worker] = pushes
+            self._reports[key.worker] = pushes
 
     def drop(self, worker: int) -> None:
         """Remove all pushes of a worker that is no longer a member."""
-        for seq in self._held.pop(worker, {}):
+        for seq in self._reports.pop(worker, {}):
             self._ready.pop(PushKey(worker, seq), None)
 
     def shard_lost(self, shard: int) -> None:
         """Remove the reports of a shard that was restarted: it has nothing staged."""
-        for worker, pushes in self._held.items():
-            for seq, held in pushes.items():
-                if held.pop(shard, None) is not None:
+        for worker, pushes in self._reports.items():
+            for seq, reports in pushes.items():
+                if reports.pop(shard, None) is not None:
                     self._ready.pop(PushKey(worker, seq), None)
 
     def state(self) -> dict[str, Any]:
         """Return the state, JSON-ready; `recover` is the inverse."""
-        parts = (held for pushes in self._held.values() for held in pushes.values())
-        held = [[shard, _to_json(staged)] for part in parts for shard, staged in part.items()]
+        parts = (reports for pushes in self._reports.values() for reports in pushes.values())
+        entries = [[shard, _to_json(staged)] for part in parts for shard, staged in part.items()]
         measurement = {} if self.measurement is None else {"measurement": self.measurement.state()}
-        return {"held": held, "ready": [list(key) for key in self._ready], **measurement}
+        return {"held": entries, "ready": [list(key) for key in self._ready], **measurement}
 
     def recover(self, state: Mapping[str, Any]) -> None:
         for shard, staged in state["held"]:

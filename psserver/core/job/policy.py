@@ -62,7 +62,7 @@ def policy(
     bound = 0 if name == "sync" else staleness
     if backup and bound != 0:
         raise ValueError(
-            f"--backup-workers {backup} is for sync, where a round waits for everybody"
+            f"--backup-workers {backup} is for sync, where a round waits for all workers"
         )
     return Policy(name, bound, barrier=bound == 0, max_staleness=max_staleness, backup=backup)
 

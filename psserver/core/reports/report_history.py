@@ -103,11 +103,11 @@ class ReportHistory:
         return any(len(series) > 2 for series in self._series.values())
 
     def _thinned(self, series: Series) -> Series:
-        kept = series[:1]
+        thinned = series[:1]
         for row in series[1:-1]:
-            if self._apart(kept[-1], row):
-                kept.append(row)
-        return kept + series[1:][-1:]
+            if self._apart(thinned[-1], row):
+                thinned.append(row)
+        return thinned + series[1:][-1:]
 
     def _drop_oldest_series(self) -> None:
         for key in sorted(self._series, key=lambda key: (self._series[key][-1].time, key)):
