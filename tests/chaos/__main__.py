@@ -1,11 +1,11 @@
-"""The soak: real servers and workers, random faults, and a checker that reads everybody's journal.
+"""Soak test: real servers and workers, random faults, and a checker that reads all journals.
 
     python -m tests.chaos                           five minutes with a new seed, which is printed
-    python -m tests.chaos --minutes 60 --seed 7     an hour of faults that can be had again
+    python -m tests.chaos --minutes 60 --seed 7     an hour of repeatable faults
     python -m tests.chaos --only counter-sync       one of the jobs
-    python -m tests.chaos --dry-run --seed 7        what would happen when
+    python -m tests.chaos --dry-run --seed 7        print the fault schedule only
 
-Ends with 1 if a rule was broken, and says where the artefacts are.
+Exits with 1 if a rule was broken, and prints where the artefacts are.
 """
 
 import argparse
@@ -19,16 +19,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import get_args
 
-from tests.chaos import act, report, schedule
+from tests.chaos import report, schedule, soak
 from tests.chaos.checker import Finding
-from tests.chaos.cluster import Act
+from tests.chaos.cluster import SoakJob
 from tests.support.programs import BIN
 from tests.support.small_disk import missing
 
 CALIBRATION = 0.1
-"""Share of an act's time that goes into a run without faults, before the disturbed one, and
-again after it.
-"""
+"""Share of a job's time for a run without faults, before the run with faults and again after it."""
 
 LOST_CALLS = (
     "CoordinatorService.*=-1:0.2%:0.2%:0.2%,ParameterServerService.Exchange=-1:0.1%:0.1%:0.1%"
@@ -36,17 +34,25 @@ LOST_CALLS = (
 
 
 def main() -> int:
-    # nothing may stay behind
+    # exit handlers end all processes
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     options = parse()
     folder = Path(tempfile.mkdtemp(prefix="chaos-"))
-    acts = [each for each in playbill(options) if not options.only or each.name in options.only]
-    seconds = options.minutes * 60 / len(acts)
+    runs = [
+        soak_job
+        for soak_job in planned_runs(options)
+        if not options.only or soak_job.name in options.only
+    ]
+    seconds = options.minutes * 60 / len(runs)
     print(
-        f"seed {options.seed}: {', '.join(each.name for each in acts)}, {seconds:.0f} s each; "
-        f"artefacts in {folder}"
+        f"seed {options.seed}: {', '.join(job.name for job in runs)}, "
+        f"{seconds:.0f} s each; artefacts in {folder}"
     )
-    failed = [each.name for each in acts if not played(each, folder / each.name, seconds, options)]
+    failed = [
+        soak_job.name
+        for soak_job in runs
+        if not run_and_report(soak_job, folder / soak_job.name, seconds, options)
+    ]
     if failed:
         print(f"FAILED: {', '.join(failed)}; artefacts in {folder}; again: --seed {options.seed}")
         return 1
@@ -68,7 +74,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--goodput", type=float, default=0.8, help="least share of an undisturbed run's updates"
     )
-    parser.add_argument("--only", nargs="+", default=[], metavar="ACT")
+    parser.add_argument("--only", nargs="+", default=[], metavar="JOB")
     parser.add_argument(
         "--kinds", nargs="+", choices=get_args(schedule.Kind), default=[], metavar="FAULT"
     )
@@ -81,22 +87,22 @@ def parse() -> argparse.Namespace:
 
 
 def has_log() -> bool:
-    """Do the servers know --durability?"""
+    """Return whether servers know --durability."""
     return (
         "--durability"
         in subprocess.run([BIN / "ps-server", "--help"], capture_output=True, text=True).stdout
     )
 
 
-def playbill(options: argparse.Namespace) -> list[Act]:
+def planned_runs(options: argparse.Namespace) -> list[SoakJob]:
     flags = ("--lease", "3s", "--snapshot-every", "2s", *options.flags)
     if has_log():
         flags += ("--durability", options.durability)
     return [
-        Act("counter", "sync", flags, faults=LOST_CALLS, seed=options.seed),
-        Act("counter", "async", flags, faults=LOST_CALLS, seed=options.seed),
-        Act("digits", "sync", flags, faults=LOST_CALLS, seed=options.seed, epochs=10_000),
-        Act(
+        SoakJob("counter", "sync", flags, faults=LOST_CALLS, seed=options.seed),
+        SoakJob("counter", "async", flags, faults=LOST_CALLS, seed=options.seed),
+        SoakJob("digits", "sync", flags, faults=LOST_CALLS, seed=options.seed, epochs=10_000),
+        SoakJob(
             "charlm",
             "ssp",
             (*flags, "--staleness", "2"),
@@ -108,7 +114,7 @@ def playbill(options: argparse.Namespace) -> list[Act]:
 
 
 def kinds(options: argparse.Namespace, folder: Path) -> Sequence[schedule.Kind]:
-    """Those that were asked for; where no disk can be made, without that one."""
+    """Return the requested kinds of faults, without full disks if no small disk can be mounted."""
     chosen = options.kinds or get_args(schedule.Kind)
     if reason := missing(folder):
         print(f"no full disks: {reason}")
@@ -116,34 +122,35 @@ def kinds(options: argparse.Namespace, folder: Path) -> Sequence[schedule.Kind]:
     return chosen
 
 
-def played(each: Act, folder: Path, seconds: float, options: argparse.Namespace) -> bool:
-    """One act, undisturbed, disturbed and undisturbed again, and its table. Was it all right?
+def run_and_report(
+    soak_job: SoakJob, folder: Path, seconds: float, options: argparse.Namespace
+) -> bool:
+    """Run one job without, with and without faults, print its table, and return whether it passed.
 
-    Twice, because a machine that others use, too, is not as fast at the end of an act as it was
-    at its beginning.
+    Two runs without faults: a shared machine may change its speed meanwhile.
     """
     folder.mkdir()
     disturbed = seconds * (1 - 2 * CALIBRATION)
-    seed = f"{options.seed} {each.name}"
-    faults = schedule.drawn(
-        seed, disturbed, each.shards, each.workers, options.gap, kinds(options, folder)
+    seed = f"{options.seed} {soak_job.name}"
+    faults = schedule.draw_faults(
+        seed, disturbed, soak_job.shards, soak_job.workers, options.gap, kinds(options, folder)
     )
-    print("\n".join([f"\n{each.name}, seed {options.seed}", *map(str, faults)]), flush=True)
+    print("\n".join([f"\n{soak_job.name}, seed {options.seed}", *map(str, faults)]), flush=True)
     if options.dry_run:
         return True
-    before = act.run(each, folder / "undisturbed", seconds * CALIBRATION)
-    stormy = act.run(each, folder / "disturbed", disturbed, faults)
-    after = act.run(each, folder / "undisturbed-again", seconds * CALIBRATION)
+    before = soak.run(soak_job, folder / "undisturbed", seconds * CALIBRATION)
+    faulty = soak.run(soak_job, folder / "disturbed", disturbed, faults)
+    after = soak.run(soak_job, folder / "undisturbed-again", seconds * CALIBRATION)
     undisturbed = (before.updates_per_second + after.updates_per_second) / 2
-    if report.goodput(stormy, undisturbed) < options.goodput:
-        stormy.findings.append(Finding("goodput", f"below {options.goodput:.0%}"))
-    print(report.table(stormy, undisturbed))
-    calm = [*before.findings, *after.findings]
-    _show_calm(calm)
-    return not stormy.findings and not calm
+    if report.goodput(faulty, undisturbed) < options.goodput:
+        faulty.findings.append(Finding("goodput", f"below {options.goodput:.0%}"))
+    print(report.table(faulty, undisturbed))
+    findings = [*before.findings, *after.findings]
+    _print_findings(findings)
+    return not faulty.findings and not findings
 
 
-def _show_calm(findings: Sequence[Finding]) -> None:
+def _print_findings(findings: Sequence[Finding]) -> None:
     for finding in findings:
         print(f"  FAILED undisturbed, {finding.rule}: {finding.text}", flush=True)
 

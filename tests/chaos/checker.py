@@ -1,9 +1,8 @@
-"""Judges a run by what its workers wrote down and by what the servers hold in the end. Each rule
-is a function.
+"""Checks a run: the journals of its workers against the final state of its servers.
 
-What is allowed: a push whose answer never came may have counted or not; after an announced
-rollback to version R the updates above R are gone, and pushes that were acknowledged above R are
-in doubt. With a log nothing goes back.
+Each rule is a function. A push without an answer may or may not count. A logged rollback to version
+R removes updates above R; acknowledged pushes above R are then in doubt. With a log there are no
+rollbacks.
 """
 
 from bisect import bisect_right
@@ -17,14 +16,12 @@ from typing import Any
 from tests.chaos.journal import Operation
 
 TOLERANCE = 0.01
-"""A mean of ones over workers is not one to the last bit."""
+"""The mean of ones of several workers is not exactly one."""
 
 
 @dataclass(frozen=True)
 class Rollback:
-    """Announced by the servers at this time of the monotonic clock; version: to which they went
-    back.
-    """
+    """A logged rollback: monotonic time, and the version that remained."""
 
     time: float
     version: int
@@ -32,10 +29,12 @@ class Rollback:
 
 @dataclass
 class Evidence:
-    """policy, staleness, max_staleness, durability: as the servers' flags. status, counters: of
-    the end, when nobody pushes any more, as GetStatus says and as in the weights; empty where
-    they are not known. told_to_end: when the job was, which ends the loops of its workers
-    wherever they are."""
+    """Operations of a run and its final state.
+
+    policy, staleness, max_staleness, durability: flags of the servers.
+    status, counters: final status and final weights, empty if unknown.
+    stopped_at: time of ps-ctl stop, which ends the loops of workers.
+    """
 
     operations: Sequence[Operation]
     policy: str = "sync"
@@ -45,21 +44,22 @@ class Evidence:
     rollbacks: Sequence[Rollback] = ()
     status: dict[str, Any] = field(default_factory=dict)
     counters: tuple[float, ...] = ()
-    told_to_end: float = inf
+    stopped_at: float = inf
 
     @property
     def applied(self) -> list[Operation]:
-        """Pushes that were acknowledged as counted."""
+        """Acknowledged pushes."""
         return [operation for operation in self.operations if operation.applied]
 
     def survives(self, push: Operation) -> bool:
-        """Is this acknowledged push certainly in the weights of the end?"""
+        """Return whether this acknowledged push is certainly in the final weights."""
         return not any(
-            push.begin < back.time and push.after > back.version for back in self.rollbacks
+            push.begin < rollback.time and push.after > rollback.version
+            for rollback in self.rollbacks
         )
 
     def in_doubt(self) -> list[Operation]:
-        """Pushes that may be in the weights of the end, or not."""
+        """Return pushes that may or may not be in the final weights."""
         return [o for o in self.operations if o.doubtful or (o.applied and not self.survives(o))]
 
 
@@ -70,12 +70,12 @@ class Finding:
 
 
 def check(evidence: Evidence) -> list[Finding]:
-    """All that is wrong; empty if nothing is."""
+    """Return all violations."""
     return [Finding(name, text) for name, rule in RULES.items() for text in rule(evidence)]
 
 
 def versions_never_go_back(evidence: Evidence) -> Iterator[str]:
-    """What one worker sees. One that has come again is another worker."""
+    """A worker never observes an older version; a rejoined worker is a new worker."""
     by_worker = defaultdict(list)
     for operation in evidence.operations:
         if operation.after >= 0:
@@ -88,32 +88,34 @@ def versions_never_go_back(evidence: Evidence) -> Iterator[str]:
 
 
 def acknowledged_is_seen_by_all(evidence: Evidence) -> Iterator[str]:
-    """What begins after an update was acknowledged sees that update, whoever looks; less only
-    after a rollback.
-    """
+    """Reads after an acknowledgement contain the update, unless a rollback removed it."""
     ends, highest = [-inf], [(-1, "")]
     for push in sorted(evidence.applied, key=lambda o: o.end):
         ends.append(push.end)
         highest.append(max(highest[-1], (push.after, push.process)))
-    for look in evidence.operations:
-        if look.after < 0:
+    for read in evidence.operations:
+        if read.after < 0:
             continue
-        version, process = highest[bisect_right(ends, look.begin) - 1]
+        version, process = highest[bisect_right(ends, read.begin) - 1]
         allowed = min(
-            [version, *(back.version for back in evidence.rollbacks if back.time <= look.end)]
+            [
+                version,
+                *(rollback.version for rollback in evidence.rollbacks if rollback.time <= read.end),
+            ]
         )
-        if look.after < allowed:
+        if read.after < allowed:
             yield (
-                f"{look.process} saw version {look.after} at {look.begin:.3f}, "
-                f"after {version} was told to {process}"
+                f"{read.process} saw version {read.after} at {read.begin:.3f}, "
+                f"after {version} was acknowledged to {process}"
             )
 
 
 def log_never_goes_back(evidence: Evidence) -> Iterator[str]:
-    """With --durability log a restart loses nothing."""
+    """With --durability log a restart causes no rollback."""
     if evidence.durability == "log":
         yield from (
-            f"went back to version {back.version} at {back.time:.3f}" for back in evidence.rollbacks
+            f"went back to version {rollback.version} at {rollback.time:.3f}"
+            for rollback in evidence.rollbacks
         )
 
 
@@ -133,8 +135,8 @@ def keys_count_once(evidence: Evidence) -> Iterator[str]:
 
 
 def staleness_is_bounded(evidence: Evidence) -> Iterator[str]:
-    """By --max-staleness; in sync a gradient is of the version that it changes; ssp bounds
-    clocks, and so versions.
+    """Counted gradients respect --max-staleness, are fresh under sync, and respect the clocks of
+    ssp.
     """
     pushes = [o for o in evidence.operations if o.kind == "push"]
     for push in evidence.applied:
@@ -146,21 +148,19 @@ def staleness_is_bounded(evidence: Evidence) -> Iterator[str]:
             and evidence.staleness is not None
             and push.staleness > evidence.staleness
         ):
-            since = _based(evidence, push)
-            around = {o.worker for o in pushes if o.end >= since and o.begin <= push.end} - {
+            since = _base_requested_at(evidence, push)
+            other_workers = {o.worker for o in pushes if o.end >= since and o.begin <= push.end} - {
                 push.worker
             }
-            # from S behind to S ahead of it, and the step of its own that this push is
-            bound = min(bound, len(around) * (2 * evidence.staleness + 1))
+            # each other worker may be S steps behind to S ahead; the push itself adds one step
+            bound = min(bound, len(other_workers) * (2 * evidence.staleness + 1))
         if push.staleness > bound:
             staleness = f"stale by {push.staleness} (at most {bound:g})"
             yield f"worker {push.worker}, push {push.seq} counted, {staleness}"
 
 
-def _based(evidence: Evidence, push: Operation) -> float:
-    """When its worker asked for the weights that the gradient was computed from: their answer
-    may have come late.
-    """
+def _base_requested_at(evidence: Evidence, push: Operation) -> float:
+    """Return when the worker requested the weights that its gradient was computed from."""
     asked = [
         o.begin for o in evidence.operations if o.worker == push.worker and o.after == push.before
     ]
@@ -168,16 +168,16 @@ def _based(evidence: Evidence, push: Operation) -> float:
 
 
 def batches_count_once(evidence: Evidence) -> Iterator[str]:
-    """In sync. Elsewhere a batch may be computed twice; see `duplicates`."""
+    """Applies to sync. Other policies may compute a batch twice; see `duplicates`."""
     if evidence.policy == "sync":
         for batch, pushes in committed(evidence).items():
             if len(pushes) > 1:
-                who = ", ".join(f"{push.process} push {push.seq}" for push in pushes)
-                yield f"batch {batch[1]} of loop {batch[0]} counted {len(pushes)} times: {who}"
+                pushers = ", ".join(f"{push.process} push {push.seq}" for push in pushes)
+                yield f"batch {batch[1]} of loop {batch[0]} counted {len(pushes)} times: {pushers}"
 
 
 def loops_are_complete(evidence: Evidence) -> Iterator[str]:
-    """A loop that has ended has used up each of its batches."""
+    """Each batch of an ended loop has been used."""
     used = {batch for push in [*evidence.applied, *evidence.in_doubt()] for batch in push.batches}
     for loop, total in sorted(ended_loops(evidence).items()):
         missing = [number for number in range(total) if (loop, number) not in used]
@@ -190,42 +190,38 @@ def loops_are_complete(evidence: Evidence) -> Iterator[str]:
 
 
 def sums_are_right(evidence: Evidence) -> Iterator[str]:
-    """Each update adds 1 to the counters, on every shard: they are the version, exactly so when
-    nobody pushes.
-    """
-    for look in evidence.operations:
+    """The counters on every shard equal the version, since each update adds 1."""
+    for read in evidence.operations:
         if (
-            look.after >= 0
-            and look.counters
-            and min(look.counters) < look.after - TOLERANCE * max(1, look.after)
+            read.after >= 0
+            and read.counters
+            and min(read.counters) < read.after - TOLERANCE * max(1, read.after)
         ):
             yield (
-                f"{look.process} saw counters {look.counters} in version {look.after} "
-                f"at {look.begin:.3f}"
+                f"{read.process} saw counters {read.counters} in version {read.after} "
+                f"at {read.begin:.3f}"
             )
     version = evidence.status.get("version")
     if version is not None and any(abs(value - version) > TOLERANCE for value in evidence.counters):
-        yield f"the counters are {evidence.counters} in version {version}, in the end"
+        yield f"the counters are {evidence.counters} in the final version {version}"
 
 
 def acknowledged_is_recovered(evidence: Evidence) -> Iterator[str]:
-    """Updates that were acknowledged are there in the end; without a barrier each push is an
-    update of its own.
-    """
+    """Acknowledged updates are in the final weights; without a barrier each push is one update."""
     version = evidence.status.get("version")
     if version is None:
-        yield f"nobody knows the version in the end: {evidence.status.get('problem', 'no status')}"
+        yield f"the final version is unknown: {evidence.status.get('problem', 'no status')}"
         return
     pushes = [push for push in evidence.applied if evidence.survives(push)]
     newest = max((push.after for push in pushes), default=0)
     if newest > version:
-        yield f"version {newest} was acknowledged, and in the end it is {version}"
+        yield f"version {newest} was acknowledged, but the final version is {version}"
     if evidence.policy != "sync":
-        sure = len({push.key for push in pushes})
-        if not sure <= version <= sure + len(evidence.in_doubt()):
+        certain_count = len({push.key for push in pushes})
+        if not certain_count <= version <= certain_count + len(evidence.in_doubt()):
             yield (
-                f"{sure} pushes were acknowledged, {len(evidence.in_doubt())} are in doubt: "
-                f"not {version} updates"
+                f"{certain_count} pushes were acknowledged, "
+                f"{len(evidence.in_doubt())} are in doubt: not {version} updates"
             )
 
 
@@ -243,7 +239,7 @@ RULES = {
 
 
 def committed(evidence: Evidence) -> dict[tuple[int, int], list[Operation]]:
-    """Acknowledged pushes that are certainly in the weights of the end, by batch."""
+    """Return acknowledged pushes that are certainly in the final weights, by batch."""
     found = defaultdict(list)
     for push in evidence.applied:
         if evidence.survives(push):
@@ -253,17 +249,17 @@ def committed(evidence: Evidence) -> dict[tuple[int, int], list[Operation]]:
 
 
 def duplicates(evidence: Evidence) -> int:
-    """Batches whose gradients counted more than once, which is allowed in async and ssp."""
+    """Return how many batches counted again, which async and ssp allow."""
     return sum(len(pushes) - 1 for pushes in committed(evidence).values())
 
 
 def ended_loops(evidence: Evidence) -> dict[int, int]:
-    """Loops that a worker went through to their end, with the number of their batches."""
+    """Return the total number of batches of each loop that a worker finished."""
     return {
         lease.batches[0][0]: lease.total
         for lease in evidence.operations
         if lease.kind == "lease"
         and lease.ended
         and lease.batches
-        and lease.end < evidence.told_to_end
+        and lease.end < evidence.stopped_at
     }

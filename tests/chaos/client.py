@@ -1,6 +1,4 @@
-"""A psworker.Client that keeps a journal of what it does, over a lane that may lose and repeat
-calls.
-"""
+"""A psworker.Client with a journal of its calls, over a lane that may lose and repeat calls."""
 
 import zlib
 from collections.abc import Collection, Iterator, Sequence
@@ -21,8 +19,8 @@ from tests.support.rpc_faults import FaultyLane
 COUNTER = "counter"
 
 
-class WatchedLane(FaultyLane):
-    """Remembers the number of the push that was sent last."""
+class SequenceLane(FaultyLane):
+    """A lane that stores the sequence number of the newest push."""
 
     seq = 0
 
@@ -41,10 +39,10 @@ class WatchedLane(FaultyLane):
 
 
 class JournaledClient(Client):
-    """For jobs whose steps go through `exchange`: without overlap."""
+    """A client for jobs without overlap, whose steps call `exchange`."""
 
-    def __init__(self, journal: Journal, lane: WatchedLane, **options: Any) -> None:
-        self._journal, self._watched = journal, lane
+    def __init__(self, journal: Journal, lane: SequenceLane, **options: Any) -> None:
+        self._journal, self._sequence_lane = journal, lane
         super().__init__(lane=lane, **options)
 
     def exchange(
@@ -58,7 +56,7 @@ class JournaledClient(Client):
         groups_json: str = "",
         base: int | None = None,
     ) -> PushResult:
-        """As Client's."""
+        """Call Client.exchange and write the operation."""
         known = {
             "worker": self.worker,
             "before": self.version if base is None else base,
@@ -66,7 +64,7 @@ class JournaledClient(Client):
             "crc": zlib.crc32(gradients) if gradients is not None else 0,
         }
         with self._journal.operation("pull" if gradients is None else "push", **known) as operation:
-            self._watched.seq = 0
+            self._sequence_lane.seq = 0
             try:
                 result = super().exchange(
                     gradients=gradients,
@@ -78,24 +76,24 @@ class JournaledClient(Client):
                     base=base,
                 )
             finally:
-                operation.seq = self._watched.seq
+                operation.seq = self._sequence_lane.seq
             operation.status, operation.reason = result.status, result.reason
             operation.staleness, operation.after = result.staleness, result.version
             if weights is not None:
                 operation.counters = counters_in(self.plan, weights)
             return result
 
-    def start(self, tape: memoryview) -> None:
-        """As Client's: brings the job's weights."""
+    def start(self, buffer: memoryview) -> None:
+        """Call Client.start, which reads the job's weights, and write the operation."""
         with self._journal.operation("pull", worker=self.worker) as operation:
-            super().start(tape)
+            super().start(buffer)
             operation.status, operation.after = "none", self.version
-            operation.counters = counters_in(self.plan, tape)
+            operation.counters = counters_in(self.plan, buffer)
 
     def next_batches(
         self, loop: LoopSpec, count: int = 1, idle: bool = False, first_open: int | None = None
     ) -> Lease:
-        """As Client's."""
+        """Call Client.next_batches and write the operation."""
         with self._journal.operation("lease", worker=self.worker, total=loop.total) as operation:
             lease = super().next_batches(loop, count, idle, first_open)
             operation.batches = tuple((loop.loop, number) for number in lease.numbers) or (
@@ -105,14 +103,12 @@ class JournaledClient(Client):
             return lease
 
 
-def counters_in(plan: PartitionPlan, tape: memoryview) -> tuple[float, ...]:
-    """Smallest and largest element of each float32 tensor named counter*: (smallest, largest,
-    smallest, ...).
-    """
+def counters_in(plan: PartitionPlan, buffer: memoryview) -> tuple[float, ...]:
+    """Return the smallest and largest element of each float32 tensor named counter*."""
     found: list[float] = []
     for index, tensor in enumerate(plan.spec.tensors):
         if tensor.name.startswith(COUNTER):
             start, stop = plan.extent(index)
-            values = np.frombuffer(tape[start:stop], np.float32)
+            values = np.frombuffer(buffer[start:stop], np.float32)
             found += [float(values.min()), float(values.max())]
     return tuple(found)

@@ -1,6 +1,4 @@
-"""Servers and workers of one act: what dies is started again, what is broken on purpose is
-mended in time.
-"""
+"""Servers and workers of one job: crashed processes are restarted, injected faults are ended."""
 
 import signal
 import time
@@ -16,7 +14,7 @@ from pscommon.core.exit_codes import ExitCode
 from tests.chaos.gauges import Gauges
 from tests.chaos.job import STOP
 from tests.chaos.schedule import Fault
-from tests.support.process_job import Servers, go_on, kill, state_of, worker
+from tests.support.process_job import Servers, kill, resume, state_of, worker
 from tests.support.programs import Program, Programs, programs_in
 from tests.support.small_disk import SmallDisk, missing
 
@@ -25,12 +23,14 @@ SLOW = 400_000
 LATENCY = 0.01
 CONNECT_SECONDS = 30
 AGAIN = (ExitCode.UNREACHABLE, ExitCode.TAKEN)
-"""Exit codes after which an operator starts a process again."""
+"""Exit codes after which an operator restarts a process."""
 
 
 @dataclass(frozen=True)
-class Act:
-    """job: what tests.chaos.job trains. flags: of every server."""
+class SoakJob:
+    """One job of the soak test. job: choice of tests.chaos.job; flags: arguments of every
+    server.
+    """
 
     job: str
     policy: str
@@ -47,14 +47,15 @@ class Act:
 
     @property
     def has_end(self) -> bool:
-        """Does the script end by itself when it is told so?"""
+        """Whether the script ends when the stop file exists."""
         return self.job == "counter"
 
 
 @dataclass
-class Mending:
-    """A fault that is over: when it began and ended, and how long a killed server took to be
-    ready (0: none was).
+class EndedFault:
+    """A fault that has ended.
+
+    ready: seconds until a killed server was ready, 0 if none was killed.
     """
 
     kind: str
@@ -65,13 +66,11 @@ class Mending:
 
 @dataclass
 class Cluster:
-    """Inside the `with`, `servers` run, and `workers` by rank. died: what ended as nothing
-    should have.
-    """
+    """Running servers and workers of a job. died: unexpected exits."""
 
-    act: Act
+    soak_job: SoakJob
     folder: Path
-    mended: list[Mending] = field(default_factory=list)
+    ended_faults: list[EndedFault] = field(default_factory=list)
     died: list[str] = field(default_factory=list)
     leaders: list[Program] = field(default_factory=list)
     gauges: Gauges = field(default_factory=Gauges)
@@ -94,34 +93,34 @@ class Cluster:
         if not missing(self.folder):
             self.disk = enter(SmallDisk(self.data, DISK))
         self._programs: Programs = enter(programs_in(self.folder))
-        act = self.act
+        soak_job = self.soak_job
         flags = (
             "--policy",
-            act.policy,
+            soak_job.policy,
             "--min-workers",
-            act.workers,
+            soak_job.workers,
             "--lanes",
             "grpc",
-            *act.flags,
+            *soak_job.flags,
         )
         self.servers = enter(
             Servers(
                 self._programs,
-                act.shards,
+                soak_job.shards,
                 *flags,
                 data_dir=self.data,
                 proxied=True,
-                seed=act.seed,
+                seed=soak_job.seed,
                 fresh=True,
             )
         )
         self.leaders.append(self.servers.programs[0])
         self._started: list[Program] = []
-        self._attempts = [0] * act.workers
-        self.workers = [self._worker(rank) for rank in range(act.workers)]
-        self._restarted: dict[int, Mending] = {}
+        self._attempts = [0] * soak_job.workers
+        self.workers = [self._worker(rank) for rank in range(soak_job.workers)]
+        self._restarted: dict[int, EndedFault] = {}
         self._stopped: set[int] = set()
-        self.told_to_end = inf  # when the whole job was, in monotonic seconds
+        self.stopped_at = inf  # monotonic time of ps-ctl stop
 
     def __exit__(
         self,
@@ -129,23 +128,23 @@ class Cluster:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self.keep_logs()
+        self.write_logs()
         self._resources.close()
 
-    def keep_logs(self) -> None:
-        """What every process has said, beside the journals."""
+    def write_logs(self) -> None:
+        """Write the output of every process beside the journals."""
         logs = self.folder / "logs"
         logs.mkdir(exist_ok=True)
         for number, program in enumerate([*self.servers.started, *self._started]):
             name = Path(program.command[0]).name
             (logs / f"{number:03d}-{name}-{program.pid}.log").write_text(
-                f"{program}\n{program.said}"
+                f"{program}\n{program.output}"
             )
 
     # ---- faults ----------------------------------------------------------------------------------
 
-    def break_(self, fault: Fault) -> None:
-        """Begins it."""
+    def begin_fault(self, fault: Fault) -> None:
+        """Begin a fault."""
         if fault.kind.startswith("kill"):
             kill(self._target(fault))
         elif fault.kind.startswith("stop"):
@@ -155,9 +154,9 @@ class Cluster:
             if self.disk is not None:
                 self.disk.fill()
         else:
-            self._line_fault(fault)
+            self._begin_network_fault(fault)
 
-    def _line_fault(self, fault: Fault) -> None:
+    def _begin_network_fault(self, fault: Fault) -> None:
         proxy = self.servers.proxies[fault.target]
         if fault.kind == "cut":
             proxy.refuse()
@@ -170,26 +169,26 @@ class Cluster:
             proxy.rate(SLOW)
             proxy.latency(LATENCY, LATENCY)
 
-    def mend(self, fault: Fault, began: float) -> None:
-        """Ends it. What was killed is found by `revive`."""
+    def end_fault(self, fault: Fault, began: float) -> None:
+        """End a fault; `restart_crashed` finds killed processes."""
         if fault.kind.startswith("stop"):
             for program in [*self.servers.programs, *self.workers]:
                 if program.pid in self._stopped and state_of(program.pid) == "T":
-                    go_on(program)
+                    resume(program)
             self._stopped.clear()
         elif fault.kind == "full disk" and self.disk is not None:
             self.disk.free()
         elif not fault.kind.startswith("kill"):
             self.servers.proxies[fault.target].heal()
-        self.mended.append(Mending(fault.kind, began, time.monotonic()))
+        self.ended_faults.append(EndedFault(fault.kind, began, time.monotonic()))
         if fault.kind == "kill server":
-            self._restarted[fault.target] = self.mended[-1]
+            self._restarted[fault.target] = self.ended_faults[-1]
 
-    def mend_all(self) -> None:
-        """Whatever is still broken."""
+    def end_all_faults(self) -> None:
+        """End all remaining faults."""
         for program in [*self.servers.programs, *self.workers]:
             if state_of(program.pid) == "T":
-                go_on(program)
+                resume(program)
         if self.disk is not None:
             self.disk.free()
         for proxy in self.servers.proxies:
@@ -202,24 +201,24 @@ class Cluster:
 
     # ---- life ------------------------------------------------------------------------------------
 
-    def tend(self) -> None:
-        """Starts again what has died, sees who is ready, and measures: to be called a few times
-        a second.
+    def restart_crashed(self) -> None:
+        """Restart crashed processes and note which servers are ready. Called several times a
+        second.
         """
         for shard, program in enumerate(self.servers.programs):
-            if self._ended(f"server {shard}", program):
-                self._again(shard)
+            if self._needs_restart(f"server {shard}", program):
+                self._restart_server(shard)
         for rank, program in enumerate(self.workers):
-            if self._ended(f"worker {rank}", program):
+            if self._needs_restart(f"worker {rank}", program):
                 self._attempts[rank] += 1
                 self.workers[rank] = self._worker(rank)
-        for shard, mending in list(self._restarted.items()):
+        for shard, ended_fault in list(self._restarted.items()):
             if not self._stopped and self.servers.is_ready(shard):
-                mending.ready = time.monotonic() - mending.ended
+                ended_fault.ready = time.monotonic() - ended_fault.ended
                 del self._restarted[shard]
 
     def measure(self) -> None:
-        """Samples of all processes that run."""
+        """Sample all running processes."""
         for shard, program in enumerate(self.servers.programs):
             self.gauges.take(f"server {shard}", program.pid)
         for rank, program in enumerate(self.workers):
@@ -227,64 +226,66 @@ class Cluster:
 
     @property
     def done(self) -> bool:
-        """Have all workers finished? Those of a job that was stopped may have lost the servers
+        """Whether all workers have finished; workers of a stopped job may lose the servers
         first.
         """
-        fine = (0, *AGAIN) if self.told_to_end < inf else (0,)
-        return all(program.process.poll() in fine for program in self.workers)
+        expected_codes = (0, *AGAIN) if self.stopped_at < inf else (0,)
+        return all(program.process.poll() in expected_codes for program in self.workers)
 
-    def ask_to_end(self) -> None:
-        """The scripts, or where they have no such thing, the job."""
-        if self.act.has_end:
+    def request_end(self) -> None:
+        """Ask the scripts to end, or stop the job if they cannot be asked."""
+        if self.soak_job.has_end:
             (self.journals / STOP).touch()
         else:
             self.stop_job()
 
     def stop_job(self) -> int:
-        """As an operator ends it; the exit code of ps-ctl. What ends then is not started again."""
-        self.told_to_end = min(self.told_to_end, time.monotonic())
+        """Run ps-ctl stop and return its exit code. Processes that exit then are not restarted."""
+        self.stopped_at = min(self.stopped_at, time.monotonic())
         return self._programs.run("ps-ctl", "--ps", self.servers.address, "stop").wait()
 
-    def resume(self) -> None:
-        """Starts the servers of a job that was stopped once more, from what they have on disk."""
+    def restart_servers(self) -> None:
+        """Restart the servers of a stopped job from disk."""
         for shard, program in enumerate(self.servers.programs):
             program.wait()
-            self._again(shard)
-        for shard in range(self.act.shards):
+            self._restart_server(shard)
+        for shard in range(self.soak_job.shards):
             self.servers.wait_ready(shard)
 
-    def _again(self, shard: int) -> None:
+    def _restart_server(self, shard: int) -> None:
         program = self.servers.start(shard)
         if shard == 0:
             self.leaders.append(program)
 
-    def _ended(self, name: str, program: Program) -> bool:
-        """Has it died? Notes an end that neither a signal of ours nor a lost connection explains.
+    def _needs_restart(self, name: str, program: Program) -> bool:
+        """Return whether a process crashed; note exits that no fault explains.
 
-        What ends with 0 was asked to, and is not started again.
+        Exit code 0 was requested and needs no restart.
         """
         code = program.process.poll()
-        if code in (None, 0) or (self.told_to_end < inf and code in AGAIN):
+        if code in (None, 0) or (self.stopped_at < inf and code in AGAIN):
             return False
         if code not in (-9, *AGAIN):
-            self.died.append(f"{name} (pid {program.pid}) ended with {code}: {program.said[-600:]}")
+            self.died.append(
+                f"{name} (pid {program.pid}) ended with {code}: {program.output[-600:]}"
+            )
         return True
 
     def _worker(self, rank: int) -> Program:
-        act = self.act
+        soak_job = self.soak_job
         arguments: Sequence[object] = (
             "--journal",
             self.journals,
             "--epochs",
-            act.epochs,
+            soak_job.epochs,
             "--faults",
-            act.faults,
+            soak_job.faults,
             "--seed",
-            act.seed,
-            act.job,
+            soak_job.seed,
+            soak_job.job,
         )
         command = ("-m", "tests.chaos.job", *arguments)
-        patience = {"PS_CONNECT_TIMEOUT": f"{CONNECT_SECONDS}s"}
+        connect_environment = {"PS_CONNECT_TIMEOUT": f"{CONNECT_SECONDS}s"}
         self._started.append(
             worker(
                 self._programs,
@@ -293,7 +294,7 @@ class Cluster:
                 *command,
                 attempt=self._attempts[rank],
                 fresh=True,
-                **patience,
+                **connect_environment,
             )
         )
         return self._started[-1]

@@ -1,4 +1,4 @@
-"""File descriptors, threads and memory of processes over time: they may not grow."""
+"""File descriptors, threads and memory of processes, which must not grow."""
 
 import time
 from collections import defaultdict
@@ -9,10 +9,10 @@ from statistics import fmean
 from typing import NamedTuple
 
 WARM_UP = 10.0
-"""Seconds of a process that do not count: it imports, and its pools fill."""
+"""Seconds of imports and growing pools that are left out."""
 
 LEAST = 30.0
-"""Seconds that a process must have lived besides, to be judged."""
+"""Seconds after the warm-up that a process needs for a comparison."""
 
 
 class Sample(NamedTuple):
@@ -23,9 +23,7 @@ class Sample(NamedTuple):
 
 
 class Growth(NamedTuple):
-    """Of one process, from the first third of its time to the last: the means, and how long it
-    lived.
-    """
+    """Means of a process in the first and last third of its time, and its age in seconds."""
 
     name: str
     seconds: float
@@ -34,28 +32,32 @@ class Growth(NamedTuple):
 
     @property
     def excess(self) -> str:
-        """What has grown more than chance would have it; empty if nothing has."""
+        """What has grown beyond random variation; empty if nothing."""
         allowed = Sample(0.0, 8, 16, max(32 << 20, self.first.rss // 5))
         names = ("files", "threads", "rss")
-        grown = {name: getattr(self.last, name) - getattr(self.first, name) for name in names}
+        growth_by_name = {
+            name: getattr(self.last, name) - getattr(self.first, name) for name in names
+        }
         return ", ".join(
-            f"{name} by {grown[name]}" for name in names if grown[name] > getattr(allowed, name)
+            f"{name} by {growth_by_name[name]}"
+            for name in names
+            if growth_by_name[name] > getattr(allowed, name)
         )
 
 
 class Gauges:
-    """Samples by process: its name and its pid."""
+    """Samples by name and PID."""
 
     def __init__(self) -> None:
         self._samples: dict[tuple[str, int], list[Sample]] = defaultdict(list)
 
     def take(self, name: str, pid: int) -> None:
-        """A process that is gone by now is left out."""
+        """Sample a process, unless it has exited."""
         with suppress(OSError, KeyError, IndexError):
             self._samples[name, pid].append(sample(pid))
 
     def growth(self) -> list[Growth]:
-        """Of every process that lived long enough."""
+        """Return the growth of every process that ran long enough."""
         found = [_growth(name, samples) for (name, _), samples in self._samples.items()]
         return [growth for growth in found if growth is not None]
 

@@ -1,9 +1,8 @@
-"""A worker's script for the soak: `ps-worker ... -m tests.chaos.job --journal FOLDER counter`.
+"""A worker's script for the soak test: `ps-worker ... -m tests.chaos.job --journal FOLDER counter`.
 
-counter trains a small network, and two tensors that every update makes larger by one: they say
-how many updates are in the weights, on every shard. It goes through loops over its data until
-FOLDER/stop is there. digits and charlm are the examples, with the same journal; they end when
-the job is stopped.
+counter trains a small network, and two tensors that each update increases by one: they count the
+updates on every shard. It loops over its data until FOLDER/stop exists. digits and charlm are the
+examples with a journal; they end when the job is stopped.
 """
 
 import argparse
@@ -21,7 +20,7 @@ from pscommon.settings.values import seconds
 from psworker import Job
 from psworker.connection.discovery import discover
 from psworker.transport.grpc import GrpcTransport
-from tests.chaos.client import COUNTER, JournaledClient, WatchedLane
+from tests.chaos.client import COUNTER, JournaledClient, SequenceLane
 from tests.chaos.journal import Journal
 from tests.support.rpc_faults import Faults
 
@@ -30,10 +29,8 @@ STOP = "stop"
 NO_FAULTS = "*=0:0%:0%"
 
 
-class Counted(nn.Module):
-    """The counters are first and last on the tape, and larger than the rest: so each of two
-    shards has some of them.
-    """
+class CountingModel(nn.Module):
+    """A model with large counters first and last, so that both of two shards hold some."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,7 +41,7 @@ class Counted(nn.Module):
         self.register_parameter(f"{COUNTER}_last", nn.Parameter(torch.zeros(1024)))
 
     def groups(self, lr: float) -> list[dict[str, object]]:
-        """In tape order."""
+        """Return the parameter groups in the order of the buffer."""
         first, last = self.get_parameter(f"{COUNTER}_first"), self.get_parameter(f"{COUNTER}_last")
         return [
             {"params": [first], "lr": 1.0},
@@ -53,7 +50,7 @@ class Counted(nn.Module):
         ]
 
     def loss(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """Its gradient is -1 for each counter, so with lr 1 an update adds 1."""
+        """Return a loss whose gradient is -1 for each counter; with lr 1 an update adds 1."""
         counters = sum(
             value.sum() for name, value in self.named_parameters() if name.startswith(COUNTER)
         )
@@ -61,22 +58,22 @@ class Counted(nn.Module):
 
 
 def connect(folder: Path, rules: str, seed: int) -> Job:
-    """As psworker.connect under ps-worker, with a journal."""
+    """Connect as psworker.connect does under ps-worker, with a journal."""
     rank, attempt = int(os.environ["PS_WORKER_RANK"]), int(os.environ.get("PS_WORKER_ATTEMPT", "0"))
-    patience = seconds(os.environ.get("PS_CONNECT_TIMEOUT", "60"))
+    connect_timeout = seconds(os.environ.get("PS_CONNECT_TIMEOUT", "60"))
     journal = Journal(folder, f"w{rank}.{attempt}")
-    cluster = discover(os.environ["PS_SERVERS"].split(","), patience)
-    lane = WatchedLane(
+    cluster = discover(os.environ["PS_SERVERS"].split(","), connect_timeout)
+    lane = SequenceLane(
         GrpcTransport(cluster.addresses), Faults(rules, seed * 1000 + rank * 100 + attempt)
     )
-    client = JournaledClient(journal, lane, rank=rank, connect_timeout=patience)
+    client = JournaledClient(journal, lane, rank=rank, connect_timeout=connect_timeout)
     return Job(client, rank, torch.device("cpu"))
 
 
 def train(job: Job, folder: Path, epochs: int) -> None:
-    """Loops of so many epochs, one after another, until somebody makes the file."""
+    """Train loops of `epochs` epochs until the stop file exists."""
     torch.manual_seed(0)
-    model = Counted()
+    model = CountingModel()
     data = torch.rand(SAMPLES, 8), torch.randint(0, 4, (SAMPLES,))
     optimizer = job.optimizer(torch.optim.SGD(model.groups(0.05)), model)
     for loop in count():

@@ -1,8 +1,7 @@
-"""What every worker did, one JSON line when an operation begins and one when it has ended,
-written before it goes on.
+"""Journal of a worker: one JSON line when an operation begins and one when it ends.
 
-A process that is killed leaves an operation that has begun and not ended: nobody knows what
-became of it. Times are this host's monotonic clock, the same in all processes.
+Both are written before the worker continues. The result of an operation without an end is unknown:
+the process was killed. Times are the host's monotonic clock.
 """
 
 import json
@@ -22,12 +21,14 @@ Kind = Literal["push", "pull", "lease"]
 class Operation:
     """One call of a worker.
 
-    process: its rank and attempt, "w1.0". worker, seq: the push's key, seq 0: none was sent.
-    before, after: versions of the weights that it had and that it got, -1: none. status: as
-    PushResult.status, "error" where the call raised, "" until it has ended. batches: (loop,
-    number) that a push uses up or that a lease brings. counters: smallest and largest element of
-    each tensor named counter*, after. crc: of the gradients. total: batches of the lease's loop,
-    of which `ended` says that it is over.
+    process: rank and attempt, "w1.0".
+    worker, seq: key of the push; seq 0 means that no push was sent.
+    before, after: version that the worker had and received, -1 for none.
+    status: PushResult.status; "error" after an exception; "" until the end.
+    batches: (loop, number) that a push uses or a lease brings.
+    counters: smallest and largest element of each tensor named counter*, after the call.
+    crc: checksum of the gradients.
+    total: number of batches of the leased loop; ended: whether it is over.
     """
 
     process: str
@@ -53,18 +54,18 @@ class Operation:
 
     @property
     def applied(self) -> bool:
-        """A push that was acknowledged as counted."""
+        """Whether this is an acknowledged push."""
         return self.kind == "push" and self.status in ("applied", "duplicate")
 
     @property
     def doubtful(self) -> bool:
-        """A push that may have counted or not."""
+        """Whether this is a push that may or may not have counted."""
         return self.kind == "push" and self.status in ("", "error")
 
 
 class Journal:
-    """Appends to folder/<process>.jsonl. A line is one write, so a killed process tears none but
-    perhaps its last.
+    """Appends to folder/<process>.jsonl. Each line is one write, so a kill tears at most the
+    last.
     """
 
     def __init__(self, folder: Path, process: str) -> None:
@@ -77,7 +78,9 @@ class Journal:
 
     @contextmanager
     def operation(self, kind: Kind, **known: Any) -> Iterator[Operation]:
-        """Fill in what came of it; what is raised inside is written and raised on."""
+        """Write begin and end of an operation; the caller fills in its result. Exceptions are
+        written.
+        """
         operation = Operation(self.process, kind, time.monotonic(), **known)
         number, self._count = self._count, self._count + 1
         self._write(number, operation)
@@ -102,7 +105,7 @@ class Journal:
 
 
 def read(folder: Path) -> list[Operation]:
-    """All operations of all journals, in the order in which they began."""
+    """Return the operations of all journals by start time."""
     found = [
         operation
         for path in sorted(folder.glob("*.jsonl"))
@@ -112,12 +115,10 @@ def read(folder: Path) -> list[Operation]:
 
 
 def parsed(lines: Iterable[str]) -> list[Operation]:
-    """Of one process. What follows the last end of line was torn when it died: its beginning is
-    known, or nothing.
-    """
-    *whole, _ = lines
+    """Return the operations of one process. A torn last line is ignored."""
+    *complete_lines, _ = lines
     operations: dict[int, Operation] = {}
-    for line in whole:
+    for line in complete_lines:
         values = json.loads(line)
         operations[values.pop("number")] = _operation(values)
     return list(operations.values())

@@ -1,17 +1,17 @@
-"""The soak's tables: faults and recoveries by kind, goodput, what grew, what is wrong."""
+"""Tables of the soak test: faults and recoveries by kind, goodput, growth, broken rules."""
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from statistics import median
 
-from tests.chaos.act import Outcome
 from tests.chaos.checker import duplicates
+from tests.chaos.soak import Outcome
 
 MIB = 1 << 20
 
 
 def table(outcome: Outcome, undisturbed: float) -> str:
-    """undisturbed: updates a second of the same job without faults."""
+    """Return the table of a run. undisturbed: updates per second of the job without faults."""
     return "\n".join(
         [
             *_head(outcome, undisturbed),
@@ -23,15 +23,16 @@ def table(outcome: Outcome, undisturbed: float) -> str:
 
 
 def goodput(outcome: Outcome, undisturbed: float) -> float:
-    """Updates that stayed, beside those of an undisturbed run of the same length."""
+    """Return the rate of remaining updates relative to a run without faults."""
     return outcome.updates_per_second / undisturbed if undisturbed else 0.0
 
 
 def _head(outcome: Outcome, undisturbed: float) -> Iterator[str]:
     pushes = outcome.evidence.applied
     yield (
-        f"{outcome.act.name}: {len(outcome.mended)} faults in {outcome.ended - outcome.began:.0f} "
-        f"s; {outcome.updates_per_second:.1f} updates/s of {undisturbed:.1f} undisturbed, goodput "
+        f"{outcome.soak_job.name}: {len(outcome.ended_faults)} faults in "
+        f"{outcome.ended - outcome.began:.0f} s; {outcome.updates_per_second:.1f} "
+        f"updates/s of {undisturbed:.1f} undisturbed, goodput "
         f"{goodput(outcome, undisturbed):.0%}"
     )
     yield (
@@ -42,19 +43,22 @@ def _head(outcome: Outcome, undisturbed: float) -> Iterator[str]:
 
 
 def _recoveries(outcome: Outcome) -> Iterator[str]:
-    """Seconds: a server that was killed until it is ready; from a fault's end until a push
-    counts again.
+    """Yield seconds from a kill to readiness and from the end of a fault to the next counted
+    push.
     """
     by_kind = defaultdict(list)
-    for mending in outcome.mended:
-        by_kind[mending.kind].append(mending)
+    for ended_fault in outcome.ended_faults:
+        by_kind[ended_fault.kind].append(ended_fault)
     yield f"  {'fault':14} {'times':>5}   {'ready again (s)':>20}   {'pushing again (s)':>20}"
-    for kind, mended in sorted(by_kind.items()):
-        ready = [mending.ready for mending in mended if mending.ready]
-        again = [
-            seconds for mending in mended if (seconds := outcome.pushing_again(mending)) is not None
+    for kind, ended_faults in sorted(by_kind.items()):
+        ready = [ended_fault.ready for ended_fault in ended_faults if ended_fault.ready]
+        seconds_to_push = [
+            seconds
+            for ended_fault in ended_faults
+            if (seconds := outcome.seconds_to_next_push(ended_fault)) is not None
         ]
-        yield f"  {kind:14} {len(mended):5}   {_spread(ready):>20}   {_spread(again):>20}"
+        times = len(ended_faults)
+        yield f"  {kind:14} {times:5}   {_spread(ready):>20}   {_spread(seconds_to_push):>20}"
 
 
 def _spread(seconds: Sequence[float]) -> str:

@@ -1,4 +1,4 @@
-"""What goes wrong when: drawn from a seed, so that a run can be repeated."""
+"""Schedule of faults, drawn from a seed so that a run can be repeated."""
 
 import random
 from collections.abc import Sequence
@@ -28,20 +28,16 @@ SECONDS: dict[Kind, tuple[float, float]] = {
     "slow link": (1.0, 6.0),
     "full disk": (1.0, 6.0),
 }
-"""How long each lasts: least and most. What was killed is started again at once, as ps-run
-would.
-"""
+"""Shortest and longest duration. Killed processes are restarted at once, as ps-run does."""
 
 QUIET = 5.0
-"""Seconds without faults at the start and at the end: everybody has to come, and the last fault
-has to heal.
-"""
+"""Seconds without faults at the start and the end, for joining and for the last recovery."""
 
 
 @dataclass(frozen=True, order=True)
 class Fault:
-    """at, seconds: since the start of the act. target: the shard or the rank; the disk is
-    everybody's.
+    """One fault. at: start relative to the job, in seconds; target: shard or rank; a full disk
+    affects all.
     """
 
     at: float
@@ -55,28 +51,26 @@ class Fault:
         )
 
 
-def drawn(
+def draw_faults(
     seed: str, seconds: float, shards: int, workers: int, gap: float, kinds: Sequence[Kind]
 ) -> list[Fault]:
-    """Faults of an act of so many seconds. gap: seconds between the end of one and the next, on
-    average.
-    """
-    lots, faults, now = random.Random(seed), [], QUIET
+    """Draw the faults of a run. gap: mean seconds between the end of a fault and the next fault."""
+    rng, faults, now = random.Random(seed), [], QUIET
     while True:
-        now += lots.uniform(0.5 * gap, 1.5 * gap)
-        kind = lots.choice(kinds)
+        now += rng.uniform(0.5 * gap, 1.5 * gap)
+        kind = rng.choice(kinds)
         fault = Fault(
             now,
             kind,
-            lots.randrange(workers if kind.endswith("worker") else shards),
-            _lasting(lots, kind),
+            rng.randrange(workers if kind.endswith("worker") else shards),
+            _draw_duration(rng, kind),
         )
         if fault.at + fault.seconds > seconds - QUIET:
             return faults
         faults.append(fault)
-        # one in four begins while the one before lasts
-        now += fault.seconds if lots.random() < 0.75 else 0.0
+        # one fault in four overlaps the next
+        now += fault.seconds if rng.random() < 0.75 else 0.0
 
 
-def _lasting(lots: random.Random, kind: Kind) -> float:
-    return round(lots.uniform(*SECONDS[kind]), 2)
+def _draw_duration(rng: random.Random, kind: Kind) -> float:
+    return round(rng.uniform(*SECONDS[kind]), 2)

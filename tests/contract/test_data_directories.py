@@ -1,5 +1,6 @@
-"""Data directories that earlier releases wrote replay to the same weights
-(tests/fixtures/data_directories).
+"""Data directories of earlier releases replay to the same weights.
+
+tests/fixtures/data_directories has the recordings.
 """
 
 import json
@@ -19,41 +20,41 @@ Make = Callable[..., Cluster]
 
 
 def expected(name: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((FIXTURES / f"{name}.json").read_text())
-    return found
+    job_status: dict[str, Any] = json.loads((FIXTURES / f"{name}.json").read_text())
+    return job_status
 
 
-def restored(cluster: Make, name: str, folder: Path) -> dict[str, Any]:
-    """What servers of today make of it; the keys are those of the JSON file."""
+def restored_state(cluster: Make, name: str, folder: Path) -> dict[str, Any]:
+    """Start servers on the data directory; return their state with the keys of the JSON file."""
     settings, data_dir = expected(name), unpack(name, folder)
     options = {"data_dir": data_dir, "durability": "log", **settings["settings"]}
     servers = cluster(settings["shards"], **options)
-    weights, found = digest(servers.address), status(servers.address)
+    weights, job_status = digest(servers.address), status(servers.address)
     data = [
         {key: row[key] for key in ("loop", "committed", "dropped", "ended")}
-        for row in found["data"]
+        for row in job_status["data"]
     ]
-    kept = {key: found[key] for key in ("version", "samples", "pushes")}
+    counts = {key: job_status[key] for key in ("version", "samples", "pushes")}
     return {
         **{key: settings[key] for key in ("shards", "settings")},
-        **kept,
+        **counts,
         "weights_sha256": weights,
         "data": data,
     }
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_data_directory_of_an_earlier_release_replays_to_the_same_weights(
+def test_a_recorded_data_directory_replays_to_the_same_weights(
     cluster: Make, tmp_path: Path, name: str
 ) -> None:
-    assert restored(cluster, name, tmp_path) == expected(name)
+    assert restored_state(cluster, name, tmp_path) == expected(name)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_data_directory_replays_again_after_a_crash_of_the_new_servers(
+def test_a_recorded_data_directory_replays_again_after_a_crash(
     cluster: Make, tmp_path: Path, name: str
 ) -> None:
-    """The new servers began segments of their own."""
+    """The current servers have started log segments of their own."""
     settings, data_dir = expected(name), unpack(name, tmp_path)
     options = {"data_dir": data_dir, "durability": "log", **settings["settings"]}
     for _ in range(2):

@@ -1,4 +1,4 @@
-"""Names that stay as they are for ever (promised/names.txt, docs/formats.md)."""
+"""Names that never change (promised/names.txt, docs/formats.md)."""
 
 import json
 from collections.abc import Callable, Iterator, Mapping
@@ -34,7 +34,7 @@ from psserver.durability.state_records import StateRecordKind
 from psworker.session import metrics as worker_metrics
 from tests.contract.promised import found
 from tests.contract.promised.journal import COMMANDS, LOG_ID, RULES
-from tests.contract.promised.running_job import Names, names_of_a_running_job
+from tests.contract.promised.running_job import JobNames, names_of_a_running_job
 
 TABLE = Path(__file__).with_name("promised") / "names.txt"
 
@@ -46,7 +46,7 @@ ADDED = f"These names are new. Add them to {TABLE.name}, for ever, or do without
 
 
 def promised() -> Mapping[str, set[str]]:
-    """The lines of the table by section."""
+    """Return the lines of the table by section."""
     sections: dict[str, set[str]] = {}
     for line in TABLE.read_text().splitlines():
         if line.startswith("["):
@@ -57,7 +57,7 @@ def promised() -> Mapping[str, set[str]]:
 
 
 def check(section: str, names: set[str]) -> None:
-    """AssertionError that says what to do about each difference."""
+    """Raise AssertionError with a remedy for each difference."""
     known = promised()[section]
     problems = [
         f"{text}\n  " + "\n  ".join(sorted(lines))
@@ -80,7 +80,7 @@ def _arguments(name: str) -> list[str]:
 
 
 def entries() -> set[str]:
-    """The text of each kind of entry that enters the log's digest."""
+    """Return the text of each kind of entry that the log's digest covers."""
     pushes = (Contribution(PushKey(1, 2), 3, 4, 0.5),)
     samples = (
         Begin(1, 2),
@@ -129,15 +129,15 @@ LISTED: Mapping[str, Callable[[], set[str]]] = {
 
 
 @pytest.mark.parametrize("section", LISTED)
-def test_names_that_the_code_lists_are_the_promised_ones(section: str) -> None:
+def test_names_in_the_code_are_the_promised_names(section: str) -> None:
     check(section, LISTED[section]())
 
 
 # ---- commands of logs on disk --------------------------------------------------------------------
 
 
-def replayed() -> Iterator[dict[str, Any]]:
-    """The coordinator's state after each command of the journal."""
+def replayed_states() -> Iterator[dict[str, Any]]:
+    """Yield the coordinator's state after each command of the journal."""
     coordinator = CoordinatorMachine(2, JobRules.from_json(RULES), epoch=LOG_ID)
     failures: list[str] = []
     for number, raw in enumerate(COMMANDS):
@@ -149,13 +149,13 @@ def replayed() -> Iterator[dict[str, Any]]:
         yield json.loads(json.dumps(coordinator.whole()))
 
 
-def test_commands_of_logs_on_disk_are_understood_with_all_their_arguments() -> None:
-    """What a command does is for other tests."""
-    assert len(list(replayed())) == len(COMMANDS)
+def test_commands_of_recorded_logs_are_decoded_with_all_arguments() -> None:
+    """Other tests check what commands do."""
+    assert len(list(replayed_states())) == len(COMMANDS)
 
 
 @pytest.mark.parametrize("raw", COMMANDS, ids=[str(raw["do"]) for raw in COMMANDS])
-def test_commands_are_written_as_they_are_read(raw: dict[str, Any]) -> None:
+def test_decoded_commands_encode_to_the_same_bytes(raw: dict[str, Any]) -> None:
     written = {**raw, "now": 1.5}
     assert json.loads(json.dumps(RecordedCommand.from_json(written).as_json())) == written
 
@@ -164,39 +164,39 @@ def test_commands_are_written_as_they_are_read(raw: dict[str, Any]) -> None:
 
 
 @pytest.fixture(scope="module")
-def running(tmp_path_factory: pytest.TempPathFactory) -> Names:
+def running_job(tmp_path_factory: pytest.TempPathFactory) -> JobNames:
     folder = tmp_path_factory.mktemp("contract")
     return names_of_a_running_job(folder / "data", folder / "lock")
 
 
-def test_the_coordinators_state_has_the_promised_keys(running: Names) -> None:
-    states = (found.key_paths(state, found.STATE_MAPS) for state in replayed())
-    check("coordinator state", running.job_segment.union(*states))
+def test_coordinator_state_has_the_promised_keys(running_job: JobNames) -> None:
+    states = (found.key_paths(state, found.STATE_MAPS) for state in replayed_states())
+    check("coordinator state", running_job.job_segment.union(*states))
 
 
-def test_a_shards_segment_begins_with_the_promised_keys(running: Names) -> None:
-    check("shard state", running.shard_segment)
+def test_shard_segments_begin_with_the_promised_keys(running_job: JobNames) -> None:
+    check("shard state", running_job.shard_segment)
 
 
-def test_the_status_has_the_promised_keys(running: Names) -> None:
-    check("status", running.status)
-    check("settings in the status", running.settings)
+def test_status_has_the_promised_keys(running_job: JobNames) -> None:
+    check("status", running_job.status)
+    check("settings in the status", running_job.settings)
 
 
-def test_the_data_directory_has_the_promised_files(running: Names) -> None:
-    check("data directory", running.files)
+def test_data_directory_has_the_promised_files(running_job: JobNames) -> None:
+    check("data directory", running_job.files)
 
 
-def test_the_metrics_have_the_promised_names_and_labels(running: Names) -> None:
+def test_metrics_have_the_promised_names_and_labels(running_job: JobNames) -> None:
     registry = worker_metrics.CollectorRegistry()
     worker_metrics.WorkerMetrics(registry).reported("loss", 0.5)
-    check("metrics", running.metrics | found.metrics(registry))
+    check("metrics", running_job.metrics | found.metrics(registry))
 
 
 # ---- the check itself ----------------------------------------------------------------------------
 
 
-def test_a_name_that_is_gone_or_new_is_told_with_its_remedy() -> None:
+def test_missing_and_new_names_are_reported_with_a_remedy() -> None:
     known = promised()["exit codes"]
     with pytest.raises(AssertionError, match=r"Keep each of them[^\0]*10 TAKEN"):
         check("exit codes", known - {"10 TAKEN"})

@@ -1,4 +1,4 @@
-"""A recorded conversation of an earlier release: each process of today fits among the recorded
+"""A recorded conversation of an earlier release: each current process works with the recorded
 others.
 
 tests/fixtures/wire/README.md describes the recording.
@@ -16,19 +16,19 @@ from tests.contract.wire.play import (
 RECORDED = Conversation.load(FIXTURE)
 
 
-def test_a_new_coordinator_answers_recorded_workers_shards_and_standbys_with_the_same_bytes(
+def test_coordinator_sends_the_recorded_bytes(
     cluster: Make,
 ) -> None:
     play_to_shard_0(RECORDED, cluster)
 
 
-def test_a_new_shard_follows_a_recorded_coordinator_to_the_same_weights(cluster: Make) -> None:
+def test_shard_reaches_the_recorded_weights(cluster: Make) -> None:
     play_to_shard_1(RECORDED, cluster)
 
 
-def test_a_new_standby_follows_a_recorded_primary_to_the_same_weights() -> None:
+def test_standby_reaches_the_recorded_weights() -> None:
     play_to_standby(RECORDED)
 
 
-def test_a_new_worker_sends_recorded_servers_the_same_bytes() -> None:
+def test_worker_sends_the_recorded_bytes() -> None:
     play_to_worker(RECORDED)

@@ -1,4 +1,4 @@
-"""What a user's type checker says of scripts: right ones pass, and mistakes are seen."""
+"""Results of a user's type checker: correct scripts pass, wrong ones are reported."""
 
 import subprocess
 import sys
@@ -53,10 +53,8 @@ psworker.Clientt("host:1")
 
 @pytest.mark.timeout(300)
 @pytest.mark.full
-def test_scripts_as_mypy_sees_them(tmp_path: Path) -> None:
-    """One run with a cache of its own: of two runs over one cache, one can find it locked, and
-    then mypy crashes.
-    """
+def test_mypy_accepts_correct_scripts_and_reports_wrong_ones(tmp_path: Path) -> None:
+    """One run with its own cache; mypy crashes if another run has locked its cache."""
     pytest.importorskip("mypy")
     for name, script in {"arrays": ARRAYS, "torch_script": TORCH, "mistake": MISTAKE}.items():
         (tmp_path / f"{name}.py").write_text(script)
@@ -77,7 +75,7 @@ def test_scripts_as_mypy_sees_them(tmp_path: Path) -> None:
     assert found.returncode == 1
 
 
-def test_numbers_of_numpy_are_numbers() -> None:
+def test_numpy_numbers_are_accepted_as_numbers() -> None:
     spec = psworker.OptimizerSpec(
         "adam", lr=np.float32(0.5), betas=(np.float64(0.5), 0.25), amsgrad=np.bool_(True)
     )

@@ -1,6 +1,4 @@
-"""What users install is the wheel, not the checkout: so it is built, looked into, installed
-elsewhere and run.
-"""
+"""The wheel that users install is built, inspected, installed in another environment and run."""
 
 import os
 import subprocess
@@ -18,10 +16,8 @@ pytestmark = pytest.mark.full
 PACKAGES = {"psserver", "psworker", "pscommon", "psproto"}
 
 
-def run(*command: str | Path, folder: Path) -> str:
-    """Output of a command that must succeed, in a folder and an environment that know nothing of
-    the checkout.
-    """
+def run_outside_checkout(*command: str | Path, folder: Path) -> str:
+    """Return the output of a successful command that runs without the checkout."""
     env = {
         name: value
         for name, value in os.environ.items()
@@ -39,18 +35,20 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def wheel(folder: Path) -> Path:
-    run(sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", folder, folder=ROOT)
+    run_outside_checkout(
+        sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", folder, folder=ROOT
+    )
     (wheel,) = folder.glob("*.whl")
     return wheel
 
 
 @pytest.fixture(scope="module")
 def installed(wheel: Path, folder: Path) -> Path:
-    """bin folder of an environment with the wheel in it, whose dependencies are this one's."""
+    """Install the wheel with this environment's dependencies; return the bin folder."""
     venv = folder / "venv"
-    run(sys.executable, "-m", "venv", "--without-pip", venv, folder=folder)
+    run_outside_checkout(sys.executable, "-m", "venv", "--without-pip", venv, folder=folder)
     python = venv / "bin/python"
-    run(
+    run_outside_checkout(
         sys.executable,
         "-m",
         "pip",
@@ -62,17 +60,16 @@ def installed(wheel: Path, folder: Path) -> Path:
         wheel,
         folder=folder,
     )
-    # a path file's folder is searched for modules but its own path files are not read: no way back
-    # to the checkout
-    site = run(
+    # path files in the folder of a path file are not read, so the checkout is not reachable
+    site = run_outside_checkout(
         python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", folder=folder
     ).strip()
     (Path(site) / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
     return venv / "bin"
 
 
-def test_contents(wheel: Path) -> None:
-    """Our four packages whole, with their type markers, and nothing else."""
+def test_wheel_contains_exactly_our_packages(wheel: Path) -> None:
+    """All four packages are complete and have type markers."""
     names = set(zipfile.ZipFile(wheel).namelist())
     metadata = {name.partition("/")[0] for name in names if ".dist-info/" in name}
     ours = {name for name in names if name.partition("/")[0] not in metadata}
@@ -93,12 +90,14 @@ def test_contents(wheel: Path) -> None:
 
 
 def test_imports_come_from_the_wheel(installed: Path, folder: Path) -> None:
-    """The check behind the next test: it would otherwise pass on the checkout."""
+    """Otherwise the next test could pass with the checkout."""
     code = (
         "import sys; from importlib import import_module; "
         "print(*(import_module(n).__file__ for n in sys.argv[1:]))"
     )
-    files = run(installed / "python", "-c", code, *sorted(PACKAGES), folder=folder).split()
+    files = run_outside_checkout(
+        installed / "python", "-c", code, *sorted(PACKAGES), folder=folder
+    ).split()
 
     assert len(files) == len(PACKAGES)
     assert [file for file in files if not file.startswith(str(folder))] == []
@@ -114,8 +113,10 @@ def test_imports_come_from_the_wheel(installed: Path, folder: Path) -> None:
         ("ps-ctl explain 11", "mismatch"),
     ],
 )
-def test_commands_run(installed: Path, folder: Path, command: str, says: str) -> None:
-    """From another folder, without the checkout on the path."""
+def test_commands_run_from_the_wheel(
+    installed: Path, folder: Path, command: str, says: str
+) -> None:
+    """The current folder is another one, and the checkout is not on the path."""
     name, *args = command.split()
 
-    assert says in run(installed / name, *args, folder=folder)
+    assert says in run_outside_checkout(installed / name, *args, folder=folder)

@@ -1,6 +1,4 @@
-"""The wire itself: sizes, services, machine-readable errors, deadlines, and peers that talk
-nonsense.
-"""
+"""The wire protocol: sizes, services, error reasons, deadlines, and invalid requests."""
 
 import gc
 import signal
@@ -34,8 +32,8 @@ Make = Callable[..., Cluster]
 # ---- size ----------------------------------------------------------------------------------------
 
 
-def resident() -> int:
-    """Bytes of this process's memory."""
+def resident_bytes() -> int:
+    """Return the memory of this process in bytes."""
     (line,) = [
         line
         for line in Path("/proc/self/status").read_text().splitlines()
@@ -45,10 +43,10 @@ def resident() -> int:
 
 
 @pytest.mark.full
-def test_a_tensor_of_300_mb_trains_and_a_message_of_more_than_64_mib_is_refused(
+def test_a_300_mb_tensor_trains_and_larger_messages_are_refused(
     cluster: Make, channel: Open
 ) -> None:
-    """In both directions, and a second step takes no more memory than the first."""
+    """The limit of 64 MiB applies in both directions. A second step uses no more memory."""
     address = cluster(1).address
     size, memory = 75_000_000, []
     with connected(address) as client:
@@ -56,7 +54,7 @@ def test_a_tensor_of_300_mb_trains_and_a_message_of_more_than_64_mib_is_refused(
         gradient = {"w": np.full(size, 2.0, np.float32)}
         for _ in range(3):
             assert client.push_pull(gradient).status == "applied"
-            memory.append(resident())
+            memory.append(resident_bytes())
         weights = client.weights["w"]
         assert (weights.nbytes, weights.min(), weights.max()) == (300_000_000, -3.0, -3.0)
     assert memory[2] - memory[1] < 50e6, f"grows: {memory}"
@@ -73,9 +71,7 @@ def test_a_tensor_of_300_mb_trains_and_a_message_of_more_than_64_mib_is_refused(
 # ---- services ------------------------------------------------------------------------------------
 
 
-def test_health_is_served_for_the_server_and_each_of_its_services(
-    cluster: Make, channel: Open
-) -> None:
+def test_health_is_reported_for_server_and_services(cluster: Make, channel: Open) -> None:
     servers = cluster(2)
     leader, other = (
         health_pb2_grpc.HealthStub(channel(server.address)) for server in servers.servers
@@ -95,7 +91,7 @@ def test_health_is_served_for_the_server_and_each_of_its_services(
         assert cast(grpc.Call, caught.value).code() is grpc.StatusCode.NOT_FOUND
 
 
-def test_reflection_lists_the_services_and_describes_them(cluster: Make, channel: Open) -> None:
+def test_reflection_lists_and_describes_services(cluster: Make, channel: Open) -> None:
     stub = reflection_pb2_grpc.ServerReflectionStub(channel(cluster(1).address))
 
     def ask(**request: str) -> Any:
@@ -126,7 +122,7 @@ CALLS: dict[str, tuple[Callable[[CoordinatorServiceStub, str], object], str, str
         "FAILED_PRECONDITION",
         "JOB_MISMATCH",
     ),
-    "a worker that is not there": (
+    "an unknown worker": (
         lambda stub, job: stub.Heartbeat(co.HeartbeatRequest(job=job, worker=99), timeout=WAIT),
         "FAILED_PRECONDITION",
         "FENCED",
@@ -136,7 +132,7 @@ CALLS: dict[str, tuple[Callable[[CoordinatorServiceStub, str], object], str, str
         "INVALID_ARGUMENT",
         "INVALID_REQUEST",
     ),
-    "an optimizer that nobody has": (
+    "an unknown optimizer": (
         lambda stub, job: stub.Register(
             co.RegisterRequest(
                 job=job,
@@ -167,7 +163,7 @@ CALLS: dict[str, tuple[Callable[[CoordinatorServiceStub, str], object], str, str
 
 
 @pytest.mark.parametrize(("call", "code", "reason"), CALLS.values(), ids=CALLS.keys())
-def test_errors_carry_a_reason_for_machines(
+def test_errors_have_a_reason_code(
     cluster: Make, channel: Open, call: Callable[[Any, str], object], code: str, reason: str
 ) -> None:
     address = cluster(1).address
@@ -179,9 +175,7 @@ def test_errors_carry_a_reason_for_machines(
     assert reason_of(caught.value) == (code, reason, {"ErrorInfo"})
 
 
-def test_an_error_that_may_pass_says_when_to_try_again(
-    cluster: Make, channel: Open, tmp_path: Path
-) -> None:
+def test_temporary_errors_have_a_retry_delay(cluster: Make, channel: Open, tmp_path: Path) -> None:
     stub = CoordinatorServiceStub(channel(cluster(1, data_dir=tmp_path).address))
 
     with pytest.raises(grpc.RpcError) as caught:
@@ -221,7 +215,7 @@ GARBAGE: dict[str, Callable[[str, int], list[bytes]]] = {
 
 
 @pytest.mark.parametrize("frames", GARBAGE.values(), ids=GARBAGE.keys())
-def test_a_garbled_exchange_is_refused_and_changes_nothing(
+def test_an_invalid_exchange_is_refused_without_effect(
     cluster: Make, channel: Open, frames: Callable[[str, int], list[bytes]]
 ) -> None:
     address = cluster(1).address
@@ -236,7 +230,7 @@ def test_a_garbled_exchange_is_refused_and_changes_nothing(
         assert counted(client.pull()) == 2
 
 
-def test_bytes_that_are_no_request_do_not_end_the_server(cluster: Make, channel: Open) -> None:
+def test_the_server_survives_bytes_that_are_no_request(cluster: Make, channel: Open) -> None:
     address = cluster(1).address
     for method in ("CoordinatorService/Join", "ParameterServerService/Introduce"):
         call: grpc.UnaryUnaryMultiCallable[bytes, bytes] = channel(address).unary_unary(
@@ -249,7 +243,7 @@ def test_bytes_that_are_no_request_do_not_end_the_server(cluster: Make, channel:
         count(client)
 
 
-def test_a_push_of_a_stranger_is_fenced(cluster: Make, channel: Open) -> None:
+def test_a_push_of_an_unknown_worker_is_fenced(cluster: Make, channel: Open) -> None:
     address = cluster(1).address
     with counter(address) as client:
         frames = [
@@ -275,10 +269,10 @@ SPARE = 3.0
 
 
 @pytest.fixture(scope="module")
-def stopped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Program, str, Client]]:
-    """A server process that is stopped (SIGSTOP), its address, and a client that had trained
-    with it before.
-    """
+def stopped_server(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[tuple[Program, str, Client]]:
+    """Yield a server stopped by SIGSTOP, its address, and a client that trained with it before."""
     with programs_in(tmp_path_factory.mktemp("stopped")) as programs:
         server, address = serve(programs, programs.fork)
         client = counter(address, connect_timeout=SILENCE)
@@ -293,10 +287,10 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Program,
 @pytest.mark.parametrize(
     "request_of", ["push", "pull", "push_pull", "report", "status", "a new client"]
 )
-def test_a_server_that_stops_answering_is_named_within_the_timeout(
-    stopped: tuple[Program, str, Client], request_of: str
+def test_an_unresponsive_server_is_reported_within_the_timeout(
+    stopped_server: tuple[Program, str, Client], request_of: str
 ) -> None:
-    _, address, client = stopped
+    _, address, client = stopped_server
     calls: dict[str, Callable[[], object]] = {
         "push": lambda: client.push(ONES),
         "pull": client.pull,

@@ -1,4 +1,4 @@
-"""Prometheus' own tool reads what deploy/ gives to Prometheus."""
+"""promtool accepts the files that deploy/ gives to Prometheus."""
 
 import shutil
 import subprocess
@@ -18,16 +18,16 @@ def promtool(*args: str | Path) -> tuple[int, str]:
     return done.returncode, done.stdout + done.stderr
 
 
-def test_configuration_is_valid() -> None:
-    """The configuration and the rules that it names."""
+def test_prometheus_configuration_is_valid() -> None:
+    """This includes the alert rules that it names."""
     code, output = promtool("check", "config", "--lint=all", DEPLOY / "prometheus.yml")
 
     assert code == 0, output
     assert f"{len(alert_queries())} rules found" in output
 
 
-def test_alerts_fire_when_they_should() -> None:
-    """alerts_test.yml: each alert fires in its case and none in a healthy run."""
+def test_each_alert_fires_only_in_its_case() -> None:
+    """alerts_test.yml has one case per alert and a healthy run."""
     cases = Path(__file__).with_name("alerts_test.yml")
     code, output = promtool("test", "rules", cases)
 

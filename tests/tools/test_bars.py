@@ -1,4 +1,4 @@
-"""The bars, on results that are made up."""
+"""Performance limits, applied to invented results."""
 
 import pytest
 
@@ -16,7 +16,7 @@ def seconds(*values: float) -> Record:
 
 
 def verdicts(found: Result, number: int) -> list[Verdict]:
-    """Those of a number that this result decides or leaves open."""
+    """Return the verdicts on one number for this result."""
     return [
         verdict
         for verdict in judge({found.work: found})
@@ -31,20 +31,19 @@ def values(found: Result, number: int) -> list[tuple[float | None, bool | None]]
     ]
 
 
-def test_every_number_has_a_bar() -> None:
-    """Each belongs to a work that exists, and no two say the same."""
+def test_every_number_has_a_limit() -> None:
+    """Each limit belongs to an existing work and differs from the others."""
     assert {bar.number for bar in BARS} == set(range(1, 14))
     assert {bar.result for bar in BARS} <= {work.name for work in WORKS}
     assert len({(bar.number, bar.result, bar.ours, bar.peer) for bar in BARS}) == len(BARS)
 
 
-def test_nothing_run() -> None:
-    """Open, not met."""
+def test_limits_of_works_that_did_not_run_are_open() -> None:
     assert {(verdict.met, verdict.reason) for verdict in judge({})} == {(None, "not run")}
 
 
-def test_large_push_pull() -> None:
-    """Against each peer its own limit, and CPU seconds apart from the time."""
+def test_push_pull_is_compared_to_each_peer() -> None:
+    """Time and CPU seconds have separate limits."""
     records = {
         GRPC: seconds(1.2, 1.2),
         SHM: seconds(0.2, 0.2),
@@ -61,13 +60,13 @@ def test_large_push_pull() -> None:
     assert verdicts(found, 1)[1].reason == "no TensorFlow here"
 
 
-def test_a_limit_itself_is_met() -> None:
+def test_a_value_equal_to_its_limit_is_accepted() -> None:
     found = result("push_pull", {GRPC: seconds(1.25), STREAM: seconds(1.0)})
 
     assert values(found, 1)[0] == (1.25, True)
 
 
-def test_tail_is_judged_by_p99() -> None:
+def test_tail_latency_is_compared_by_p99() -> None:
     """Not by the median."""
     idle: Record = {"seconds": [1.0, 1.0], "p99": [2.0, 2.0]}
     busy: Record = {"seconds": [1.0, 1.0], "p99": [7.0, 7.0]}
@@ -76,7 +75,7 @@ def test_tail_is_judged_by_p99() -> None:
     assert values(found, 9) == [(3.5, False), (None, None)]
 
 
-def test_growth_is_judged_by_the_dearest() -> None:
+def test_growth_uses_the_most_expensive_number_of_workers() -> None:
     """Whichever number of workers that is."""
     costs = {1: 1.0, 2: 1.1, 4: 1.3, 8: 1.0, 16: 1.2}
     found = result(
@@ -86,25 +85,25 @@ def test_growth_is_judged_by_the_dearest() -> None:
     assert values(found, 10) == [(1.3, False), (None, None)]
 
 
-def test_growth_of_one_worker_says_nothing() -> None:
+def test_growth_needs_more_than_one_worker() -> None:
     found = result("growth", {team("grpc", 1): {"server_cpu": [1.0]}})
 
     assert values(found, 10)[0] == (None, None)
 
 
-def test_memory_is_judged_by_its_highest_peak() -> None:
-    """One round too many is too many; and it must not grow."""
+def test_memory_is_compared_by_its_highest_peak() -> None:
+    """Growth between rounds has its own limit."""
     found = result(
         "memory", {GRPC: {"server_memory": [100.0, 100.0, 120.0]}}, facts={"allowed": 100.0}
     )
 
-    most, growth = values(found, 7)[:2]
+    peak_ratio, growth = values(found, 7)[:2]
 
-    assert most == (1.2, False)
+    assert peak_ratio == (1.2, False)
     assert growth == (1.2, False)
 
 
-def test_flat_memory() -> None:
+def test_constant_memory_is_accepted() -> None:
     found = result(
         "memory", {GRPC: {"server_memory": [100.0, 108.0, 100.0]}}, facts={"allowed": 100.0}
     )
@@ -113,8 +112,8 @@ def test_flat_memory() -> None:
 
 
 @pytest.mark.parametrize(("compute", "transfer"), [(1.0, 0.5), (0.5, 1.0)])
-def test_overlap_is_judged_by_the_longer_half(compute: float, transfer: float) -> None:
-    """And equal weights by the digests of every round."""
+def test_overlap_is_compared_to_the_longer_phase(compute: float, transfer: float) -> None:
+    """Digests of every round must be equal."""
     records: dict[str, Record] = {
         overlap.COMPUTE: {"seconds": [compute] * 2},
         overlap.TRANSFER: {"seconds": [transfer] * 2},

@@ -1,4 +1,4 @@
-"""The page and its pictures, from results that are made up."""
+"""The benchmark page and its plots, from invented results."""
 
 from pathlib import Path
 
@@ -21,8 +21,8 @@ def push_pull() -> record.Result:
     return result("push_pull", records, skipped={TENSORFLOW: "no TensorFlow here"})
 
 
-def test_losing_numbers_are_shown() -> None:
-    """In the table of bars and in that of the contenders, with their spread."""
+def test_missed_limits_are_shown() -> None:
+    """They appear with their spread in the tables of limits and of contenders."""
     page = report.text({"push_pull": push_pull()}, [])
 
     assert f"| 1 | {GRPC} | {STREAM} | 1.25 | 2.50 (2.00 to 3.00) | **no** |" in page
@@ -30,14 +30,14 @@ def test_losing_numbers_are_shown() -> None:
     assert f"| {GRPC} | 250 (200 to 300) | – | – |" in page
 
 
-def test_what_was_not_measured_says_why() -> None:
+def test_missing_results_show_a_reason() -> None:
     page = report.text({"push_pull": push_pull()}, [])
 
     assert f"| 1 | {GRPC} | {TENSORFLOW} | 0.8 | no TensorFlow here | – |" in page
     assert f"| {TENSORFLOW} | not measured: no TensorFlow here |" in page
 
 
-def test_machine_and_versions_are_named() -> None:
+def test_the_page_names_machine_and_versions() -> None:
     page = report.text({"push_pull": push_pull()}, [])
 
     assert (
@@ -45,8 +45,7 @@ def test_machine_and_versions_are_named() -> None:
     )
 
 
-def test_tables_are_tables() -> None:
-    """Every row has as many cells as its heading."""
+def test_table_rows_have_as_many_cells_as_the_heading() -> None:
     lines = report.text({"push_pull": push_pull()}, []).splitlines()
     counts = [line.count("|") for line in lines if line.startswith("|")]
     rows = len(BARS) + 2
@@ -55,8 +54,7 @@ def test_tables_are_tables() -> None:
     assert set(counts[rows:]) == {5}
 
 
-def test_page_with_pictures(tmp_path: Path) -> None:
-    """All three, where their works were run; the page shows each."""
+def test_the_page_shows_all_three_plots(tmp_path: Path) -> None:
     shown = ("data", "pull", "compute", "push", "wait", "apply")
     results = {
         "sizes": result(
@@ -76,14 +74,13 @@ def test_page_with_pictures(tmp_path: Path) -> None:
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
 
 
-def test_no_pictures_of_nothing(tmp_path: Path) -> None:
+def test_no_plots_without_results(tmp_path: Path) -> None:
     report.write({"push_pull": push_pull()}, tmp_path)
 
     assert [path.name for path in tmp_path.iterdir()] == ["README.md"]
 
 
-def test_results_survive_the_disk(tmp_path: Path) -> None:
-    """What is loaded is what was saved."""
+def test_saved_results_load_unchanged(tmp_path: Path) -> None:
     push_pull().save(tmp_path)
 
     assert record.load(tmp_path) == {"push_pull": push_pull()}

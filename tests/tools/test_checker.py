@@ -1,6 +1,4 @@
-"""Every rule of the checker fires on a journal that was spoilt for it, and on no other; and
-journals survive kills.
-"""
+"""Each rule of the checker finds its own planted fault only; journals survive kills."""
 
 import os
 import signal
@@ -24,7 +22,7 @@ STATUS = {
 
 
 def push(rank: int, step: int, **changed: object) -> Operation:
-    """The step-th push of a worker; both workers are at work at the same time."""
+    """Return the push of one step of a worker; both workers run at the same time."""
     good = Operation(
         f"w{rank}.0",
         "push",
@@ -42,8 +40,8 @@ def push(rank: int, step: int, **changed: object) -> Operation:
     return replace(good, **changed)  # type: ignore[arg-type]
 
 
-def run() -> list[Operation]:
-    """Two workers in sync; the loop's twelve batches, and its end."""
+def operations_of_run() -> list[Operation]:
+    """Return a sync run of two workers through twelve batches, with the end of the loop."""
     pushes = [push(rank, step) for step in range(1, STEPS + 1) for rank in range(2)]
     end = Operation(
         "w0.0", "lease", 7.0, 7.1, worker=1, status="none", batches=((0, -1),), total=12, ended=True
@@ -52,10 +50,10 @@ def run() -> list[Operation]:
 
 
 def evidence(changed: dict[int, dict[str, object]] | None = None, **terms: object) -> Evidence:
-    """A good run, but for the operations of these places."""
-    operations = run()
-    for place, values in (changed or {}).items():
-        operations[place] = replace(operations[place], **values)  # type: ignore[arg-type]
+    """Return the evidence of a correct run in which the operations at these indexes are changed."""
+    operations = operations_of_run()
+    for index, values in (changed or {}).items():
+        operations[index] = replace(operations[index], **values)  # type: ignore[arg-type]
     known = {
         "operations": operations,
         "status": STATUS,
@@ -66,22 +64,20 @@ def evidence(changed: dict[int, dict[str, object]] | None = None, **terms: objec
     return Evidence(**known)  # type: ignore[arg-type]
 
 
-def fired(found: Evidence) -> set[str]:
+def broken_rules(found: Evidence) -> set[str]:
     return {finding.rule for finding in check(found)}
 
 
-def test_a_good_run_is_good() -> None:
+def test_a_correct_run_has_no_findings() -> None:
     assert check(evidence()) == []
 
 
-def test_a_job_that_was_told_to_end_need_not_be_through_its_data() -> None:
-    assert check(evidence({4: {"batches": ()}}, told_to_end=7.0)) == []
+def test_a_stopped_job_may_leave_data_unused() -> None:
+    assert check(evidence({4: {"batches": ()}}, stopped_at=7.0)) == []
 
 
-def test_who_was_at_work_while_an_answer_was_late_may_have_come_ahead() -> None:
-    """Worker 1's weights of version 1 were on their way while worker 2 made three steps; ssp 2
-    lets it.
-    """
+def test_a_late_answer_does_not_break_the_staleness_bound() -> None:
+    """Worker 1 receives version 1 late, while worker 2 makes three steps; ssp 2 allows that."""
     late = push(0, 1, end=5.0)
     others = [
         push(1, step, begin=1.0 + step, end=1.5 + step, before=step, after=step + 1)
@@ -89,15 +85,17 @@ def test_who_was_at_work_while_an_answer_was_late_may_have_come_ahead() -> None:
     ]
     stale = push(0, 2, begin=5.1, end=5.2, before=1, after=5, staleness=3)
 
-    found = asynchronous(operations=[late, *others, stale], policy="ssp", staleness=2)
+    found = async_evidence(operations=[late, *others, stale], policy="ssp", staleness=2)
 
-    assert "staleness is bounded" not in fired(found)
+    assert "staleness is bounded" not in broken_rules(found)
 
 
-def asynchronous(**terms: object) -> Evidence:
-    """One worker alone: every push is an update."""
+def async_evidence(**terms: object) -> Evidence:
+    """Return the evidence of one worker; each push is an update."""
     operations = [
-        operation for operation in run() if operation.worker == 1 and operation.kind == "push"
+        operation
+        for operation in operations_of_run()
+        if operation.worker == 1 and operation.kind == "push"
     ]
     status = {"version": STEPS, "data": []}
     return Evidence(
@@ -111,12 +109,16 @@ def asynchronous(**terms: object) -> Evidence:
     )  # type: ignore[arg-type]
 
 
-SEEN = Operation("w0.0", "pull", 3.6, 3.7, worker=1, status="none", after=5, counters=(5, 5))
-"""A version that nobody was told had counted."""
+OBSERVED = Operation("w0.0", "pull", 3.6, 3.7, worker=1, status="none", after=5, counters=(5, 5))
+"""A version that no push acknowledged."""
 
-PLANTED = {
+CASES = {
     "a worker sees an older version": (
-        evidence(operations=sorted([*run(), SEEN], key=lambda operation: operation.begin)),
+        evidence(
+            operations=sorted(
+                [*operations_of_run(), OBSERVED], key=lambda operation: operation.begin
+            )
+        ),
         "versions never go back",
     ),
     "another worker sees an older version": (
@@ -128,13 +130,13 @@ PLANTED = {
     "a key with two gradients": (evidence({4: {"seq": 2, "status": "error"}}), "keys count once"),
     "a stale gradient in sync": (evidence({5: {"staleness": 1}}), "staleness is bounded"),
     "a gradient beyond --max-staleness": (
-        asynchronous(
+        async_evidence(
             operations=[push(0, step, staleness=step) for step in range(1, 7)], max_staleness=5
         ),
         "staleness is bounded",
     ),
     "a gradient beyond what ssp allows": (
-        asynchronous(
+        async_evidence(
             operations=[push(0, step, staleness=step) for step in range(1, 7)],
             policy="ssp",
             staleness=2,
@@ -160,12 +162,12 @@ PLANTED = {
         "acknowledged is recovered",
     ),
     "a push that counted and was never sent": (
-        asynchronous(status={"version": 7}, counters=(7.0,)),
+        async_evidence(status={"version": 7}, counters=(7.0,)),
         "acknowledged is recovered",
     ),
-    "an end that nobody saw": (evidence(status={}), "acknowledged is recovered"),
+    "an end without a status": (evidence(status={}), "acknowledged is recovered"),
     "an acknowledged push that is lost": (
-        asynchronous(
+        async_evidence(
             status={"version": 5},
             counters=(5.0,),
             operations=[push(0, n, after=1) for n in range(1, 7)],
@@ -175,29 +177,35 @@ PLANTED = {
 }
 
 
-@pytest.mark.parametrize("planted", PLANTED)
-def test_a_rule_fires_on_what_it_is_for_and_no_other_does(planted: str) -> None:
-    found, rule = PLANTED[planted]
+@pytest.mark.parametrize("case", CASES)
+def test_each_planted_fault_breaks_only_its_rule(case: str) -> None:
+    found, rule = CASES[case]
 
-    assert fired(found) == {rule}
+    assert broken_rules(found) == {rule}
 
 
-def test_an_answer_that_never_came_may_have_counted_or_not() -> None:
-    """But its batch may not count twice."""
+def test_an_unanswered_push_may_or_may_not_count() -> None:
+    """Its batch may still count only once."""
     lost = {"status": "error", "after": -1, "counters": ()}
 
-    more = [*asynchronous().operations, push(0, 7, **lost)]
+    operations = [*async_evidence().operations, push(0, 7, **lost)]
 
-    assert fired(evidence({5: lost})) == set()
-    assert fired(evidence({5: {"status": "", "end": inf, "after": -1, "counters": ()}})) == set()
-    assert fired(asynchronous(operations=more)) == set()
-    assert fired(asynchronous(operations=more, status={"version": 7}, counters=(7.0,))) == set()
+    assert broken_rules(evidence({5: lost})) == set()
+    assert (
+        broken_rules(evidence({5: {"status": "", "end": inf, "after": -1, "counters": ()}}))
+        == set()
+    )
+    assert broken_rules(async_evidence(operations=operations)) == set()
+    assert (
+        broken_rules(async_evidence(operations=operations, status={"version": 7}, counters=(7.0,)))
+        == set()
+    )
 
 
-def test_an_announced_rollback_excuses_what_it_undid_and_no_more() -> None:
-    """Versions 5 and 6 are done again by workers that have joined again."""
-    undone = [operation for operation in run() if operation.after > 4]
-    again = [
+def test_a_rollback_allows_only_undone_updates_to_repeat() -> None:
+    """Rejoined workers repeat versions 5 and 6."""
+    undone = [operation for operation in operations_of_run() if operation.after > 4]
+    repeated = [
         replace(
             old,
             worker=old.worker + 10,
@@ -207,17 +215,17 @@ def test_an_announced_rollback_excuses_what_it_undid_and_no_more() -> None:
         )
         for old in undone
     ]
-    back = {"durability": "snapshot", "operations": [*run(), *again]}
+    run = {"durability": "snapshot", "operations": [*operations_of_run(), *repeated]}
 
-    assert fired(evidence(**back, rollbacks=[Rollback(8.0, 4)])) == set()
-    assert fired(evidence(**back)) == {"acknowledged is seen by all", "batches count once"}
-    assert fired(evidence(**back, rollbacks=[Rollback(8.0, 5)])) == {"batches count once"}
+    assert broken_rules(evidence(**run, rollbacks=[Rollback(8.0, 4)])) == set()
+    assert broken_rules(evidence(**run)) == {"acknowledged is seen by all", "batches count once"}
+    assert broken_rules(evidence(**run, rollbacks=[Rollback(8.0, 5)])) == {"batches count once"}
 
 
-def test_a_batch_that_counted_twice_is_counted_in_async() -> None:
-    found = asynchronous(operations=[push(0, step, batches=((0, 0),)) for step in range(1, 7)])
+def test_async_reports_the_number_of_duplicate_batches() -> None:
+    found = async_evidence(operations=[push(0, step, batches=((0, 0),)) for step in range(1, 7)])
 
-    assert fired(found) == set()
+    assert broken_rules(found) == set()
     assert duplicates(found) == 5
 
 
@@ -245,7 +253,9 @@ def programs(tmp_path: Path) -> Iterator[Programs]:
         yield programs
 
 
-def test_a_killed_process_leaves_what_it_was_doing(programs: Programs, tmp_path: Path) -> None:
+def test_the_journal_of_a_killed_process_has_its_open_operation(
+    programs: Programs, tmp_path: Path
+) -> None:
     killed = programs.start("python", "train.py", tmp_path / "journal", PYTHONPATH=MODULES)
     killed.wait_for("in it")
     os.kill(killed.pid, signal.SIGKILL)
@@ -256,7 +266,7 @@ def test_a_killed_process_leaves_what_it_was_doing(programs: Programs, tmp_path:
     assert (second.status, second.end, second.doubtful) == ("", inf, True)
 
 
-def test_what_a_call_raised_is_written_and_raised(tmp_path: Path) -> None:
+def test_an_exception_is_journaled_and_raised(tmp_path: Path) -> None:
     journal = Journal(tmp_path, "w1.0")
     with pytest.raises(ZeroDivisionError), journal.operation("pull", worker=1):
         raise ZeroDivisionError("why")
@@ -267,7 +277,7 @@ def test_what_a_call_raised_is_written_and_raised(tmp_path: Path) -> None:
     assert operation.begin <= operation.end < inf
 
 
-def test_a_line_that_was_torn_is_left_out(tmp_path: Path) -> None:
+def test_a_torn_journal_line_is_ignored(tmp_path: Path) -> None:
     journal = Journal(tmp_path, "w0.0")
     with journal.operation("push", batches=((1, 2),)) as operation:
         operation.status = "applied"

@@ -1,7 +1,6 @@
-"""deploy/docker-compose.yml and Dockerfile agree with the commands that they run and with one
-another.
+"""deploy/docker-compose.yml and Dockerfile match the commands that they run and each other.
 
-What needs an engine is deploy/test-compose; this needs none.
+deploy/test-compose tests what needs a Docker engine.
 """
 
 import json
@@ -26,7 +25,7 @@ DOCKERFILE = (DEPLOY / "Dockerfile").read_text()
 
 
 def service(name: str) -> str:
-    """The text of one service (no YAML parser is among the dependencies)."""
+    """Return the text of one service; no YAML parser is installed."""
     found = re.search(rf"^  {name}:\n((?:(?: {{4}}.*)?\n)+)", COMPOSE, re.M)
     assert found, name
     return found[1]
@@ -37,10 +36,8 @@ def server(shard: int) -> ServerConfig:
     return ServerConfig.from_settings(SERVER.make_context("ps-server", flags).params)
 
 
-def test_servers_are_one_complete_set() -> None:
-    """Every flag is accepted; both follow server-0, share the data directory and end with the
-    job.
-    """
+def test_both_servers_form_one_job() -> None:
+    """All flags are accepted. Both servers share the data directory and exit with the job."""
     servers = [server(0), server(1)]
 
     assert [(each.shard, each.shards) for each in servers] == [(0, 2), (1, 2)]
@@ -51,8 +48,7 @@ def test_servers_are_one_complete_set() -> None:
     assert servers[0].min_workers == 2
 
 
-def test_workers_train_a_module_that_exists() -> None:
-    """The arguments are accepted and name the servers and an example of ours."""
+def test_workers_run_an_existing_example_against_both_servers() -> None:
     command = re.search(r"command: &train \[(.*)\]", service("worker-0"))
     assert command
     args = [arg.strip('"') for arg in re.findall(r'"[^"]*"|[^\s,"]+', command[1])]
@@ -65,15 +61,15 @@ def test_workers_train_a_module_that_exists() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(set(re.findall(r"\bPS_\w+(?=[:=])", COMPOSE + DOCKERFILE))))
-def test_environment_is_read_by_a_command(name: str) -> None:
-    """A misspelt variable would be ignored in silence."""
+def test_each_environment_variable_belongs_to_a_command(name: str) -> None:
+    """A misspelt variable would have no effect."""
     options = [each for each in (*SERVER.params, *WORKER.params) if isinstance(each, click.Option)]
 
     assert name in {variable for option in options for variable in (option.envvar or ())}
 
 
 def test_prometheus_scrapes_every_container() -> None:
-    """All four by name, at the port that the image serves and probes."""
+    """It names all four containers and the port that the image serves and probes."""
     bind = re.search(r"PS_METRICS_BIND=[\d.]+:(\d+)", DOCKERFILE)
     assert bind
     config = (DEPLOY / "prometheus.yml").read_text()
@@ -82,14 +78,14 @@ def test_prometheus_scrapes_every_container() -> None:
     assert re.findall(r'"([\w-]+):(\d+)"', servers) == [
         (name, bind[1]) for name in ("server-0", "server-1")
     ]
-    # several may be behind one name, with --scale
+    # with --scale a name has several addresses
     assert f"{{names: [worker-0, worker-1], type: A, port: {bind[1]}, " in workers
     assert f"http://127.0.0.1:{bind[1]}/readyz" in DOCKERFILE
 
 
 @pytest.mark.parametrize(("ready", "code"), [(True, 0), (False, 1)])
-def test_health_is_asked_for_past_a_proxy(ready: bool, code: int) -> None:
-    """Docker gives containers the proxy of its own settings."""
+def test_health_check_ignores_the_configured_proxy(ready: bool, code: int) -> None:
+    """Docker sets proxy variables in containers."""
     command = re.search(r"HEALTHCHECK .* CMD (\[.*?\])$", DOCKERFILE.replace("\\\n", ""), re.M)
     assert command
     name, *arguments = json.loads(command[1])
@@ -104,8 +100,8 @@ def test_health_is_asked_for_past_a_proxy(ready: bool, code: int) -> None:
     assert done.returncode == code
 
 
-def test_shared_memory_is_laid_over_all_four_services() -> None:
-    """One owner, whom the others join and wait for; the memory can be made larger."""
+def test_the_shm_overlay_covers_all_four_services() -> None:
+    """server-0 owns the memory, the others depend on it; its size is configurable."""
     overlay = (DEPLOY / "docker-compose.shm.yml").read_text()
     found = dict(re.findall(r"^  ([\w-]+):\n    ipc: (\S+)$", overlay, re.M))
     joined = ("server-1", "worker-0", "worker-1")
@@ -115,8 +111,8 @@ def test_shared_memory_is_laid_over_all_four_services() -> None:
     assert all("depends_on: [server-0" in text for text in (overlay, COMPOSE))
 
 
-def test_processes_in_the_image_are_nobody() -> None:
-    """No root at run time, and signals reach the command itself."""
+def test_processes_in_the_image_do_not_run_as_root() -> None:
+    """Signals reach the command itself."""
     runtime = DOCKERFILE.partition(" AS runtime")[2]
 
     assert re.findall(r"^USER (.*)$", runtime, re.M) == ["10001:10001"]

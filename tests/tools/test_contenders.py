@@ -1,8 +1,6 @@
-"""Each contender does one turn of a tiny piece of work. Contenders check themselves what they
-have moved.
+"""Each contender runs one small turn; contenders check the bytes that they moved.
 
-The loopback interface counts what other processes of the machine send as well, so tests only
-know the least of it.
+The loopback interface also counts bytes of other processes, so tests check lower bounds only.
 """
 
 import os
@@ -42,9 +40,9 @@ def turn(entry: Entry) -> Measurements:
     ("kind", "lane"),
     [*(("exchange", lane) for lane in LANES), *zip(("arrays", "modules"), LANES, strict=True)],
 )
-def test_our_workers(kind: str, lane: str) -> None:
-    """The gRPC lane moves all bytes twice; with the shared one the server sees the worker's
-    gradients and weights.
+def test_workers_of_paramserver(kind: str, lane: str) -> None:
+    """The gRPC lane moves all bytes twice; over shared memory the server maps gradients and
+    weights.
     """
     measured = turn(job("ours", Setup(NBYTES, pieces=2, lanes=lane), kind))
 
@@ -57,8 +55,7 @@ def test_our_workers(kind: str, lane: str) -> None:
         assert measured["server_shared"] > 2 * NBYTES
 
 
-def test_training() -> None:
-    """Its phases are those of job.stats, and they make up the step."""
+def test_training_phases_add_up_to_the_step() -> None:
     measured = turn(job("ours", Setup(NBYTES, pieces=3, lanes=LANES[-1]), "training"))
 
     phases = [value for name, value in measured.items() if name.startswith("phase.")]
@@ -73,30 +70,30 @@ def test_two_workers_and_two_servers() -> None:
     assert measured["loopback"] > 4 * NBYTES
 
 
-def test_a_crowd_in_one_process() -> None:
-    """Three clients that push: three times the bytes, one way."""
+def test_three_clients_in_one_process() -> None:
+    """Each client pushes; nothing is pulled."""
     measured = turn(job("ours", Setup(NBYTES, policy="async", clients=3), "crowd"))
 
     assert measured["loopback"] > 3 * NBYTES
 
 
-def test_pulls_beside_pushes() -> None:
-    """The pusher really pushes meanwhile."""
+def test_pull_latency_during_pushes() -> None:
+    """The pushing worker makes progress meanwhile."""
     setup = Setup(NBYTES, optimizer="adam", workers=2, policy="async", pieces=5)
 
-    quiet, loud = turns(peer("ours", "tail", setup), "idle", "busy")
+    idle, busy = turns(peer("ours", "tail", setup), "idle", "busy")
 
-    assert 0 < quiet["seconds"] <= quiet["p99"]
-    assert 0 < loud["seconds"] <= loud["p99"]
-    assert loud["pushes_per_second"] > 0
-    assert "pushes_per_second" not in quiet
+    assert 0 < idle["seconds"] <= idle["p99"]
+    assert 0 < busy["seconds"] <= busy["p99"]
+    assert busy["pushes_per_second"] > 0
+    assert "pushes_per_second" not in idle
 
 
-def test_bare_stream() -> None:
+def test_grpc_stream() -> None:
     assert turn(peer("peer", "grpc_stream", TINY_SETUP))["loopback"] > 2 * NBYTES
 
 
-def test_bare_call() -> None:
+def test_grpc_unary_call() -> None:
     full, empty = turns(
         peer("peer", "grpc_unary", Setup(50_000, model="1", pieces=20)), "go", "empty"
     )
@@ -105,8 +102,8 @@ def test_bare_call() -> None:
     assert empty["seconds"] > 0
 
 
-def test_bare_streams_of_several() -> None:
-    """The server's CPU has a grain of 10 ms: with so few bytes it may be none."""
+def test_grpc_streams_of_two_workers() -> None:
+    """The server's CPU time has a resolution of 10 ms, so it may be 0."""
     measured = turn(peer("peer", "stream_crowd", Setup(NBYTES, workers=2, pieces=2)))
 
     assert measured["loopback"] > 2 * 2 * NBYTES
@@ -114,14 +111,14 @@ def test_bare_streams_of_several() -> None:
 
 
 @pytest.mark.parametrize("kind", ["reduce", "adam"])
-def test_gloo(kind: str) -> None:
-    """Between two processes a sum moves every byte twice."""
+def test_gloo_reduces(kind: str) -> None:
+    """A sum of two processes moves each byte twice."""
     assert (
         turn(peer("peer", "gloo", Setup(NBYTES, optimizer="adam"), kind))["loopback"] > 2 * NBYTES
     )
 
 
-def test_copies() -> None:
+def test_shared_memory_copy() -> None:
     assert turn(peer("peer", "shared_copy", TINY_SETUP))["seconds"] > 0
 
 
@@ -136,8 +133,8 @@ def test_torch_rpc(kind: str, least: int) -> None:
 @pytest.mark.skipif(
     not TENSORFLOW.exists(), reason="no environment with TensorFlow; make bench-tf makes one"
 )
-def test_tensorflow() -> None:
-    """In a network of its own, where its loopback counts nothing but its own bytes."""
+def test_tensorflow_in_its_own_network() -> None:
+    """Its loopback interface counts no other bytes."""
     scale = replace(TINY, tensorflow=str(TENSORFLOW))
     (entry,) = entrants.tensorflow(scale, TINY_SETUP, "worker")
 
@@ -145,9 +142,9 @@ def test_tensorflow() -> None:
         assert 2 * NBYTES < measured["loopback"] < 3 * NBYTES
 
 
-def test_over_a_slow_link() -> None:
-    """2 MB at 50 Mbit/s take 0.28 s each way, less the burst that passes at once; and nothing is
-    left of the link.
+def test_transfer_over_a_slow_link() -> None:
+    """2 MB at 50 Mbit/s take 0.28 s each way, less the initial burst. The namespaces are
+    removed.
     """
     if reason := link.missing():
         pytest.skip(reason)
@@ -161,8 +158,8 @@ def test_over_a_slow_link() -> None:
     assert not names & set(os.listdir("/run/netns"))
 
 
-def test_idle_contenders_are_caught() -> None:
-    """Weights that did not move, or moved too often, are an error."""
+def test_wrong_weights_are_an_error() -> None:
+    """Weights that moved too little or too often mean that a contender did not do its work."""
     setup = Setup(NBYTES)
     check_weights(np.full(3, -0.5, np.float32), setup, 5)
 
@@ -171,8 +168,7 @@ def test_idle_contenders_are_caught() -> None:
             check_weights(wrong, setup, 5)
 
 
-def test_shapes() -> None:
-    """About the bytes that were asked for, in so many tensors."""
+def test_shapes_have_the_requested_size_and_number() -> None:
     large, many = shapes("resnet", 100_000_000), shapes("1000", 40_000_000)
 
     assert (len(large), len(many)) == (160, 1000)

@@ -1,4 +1,4 @@
-"""A small disk is full, free and read-only when it says so, and gone afterwards."""
+"""A small disk that is full, freed, read-only and unmounted as requested."""
 
 import errno
 from collections.abc import Iterator
@@ -20,8 +20,8 @@ def disk(tmp_path: Path) -> Iterator[SmallDisk]:
         yield disk
 
 
-def refusal(path: Path, nbytes: int = 1) -> int | None:
-    """errno of writing a file."""
+def write_errno(path: Path, nbytes: int = 1) -> int | None:
+    """Return the errno of writing a file."""
     try:
         path.write_bytes(bytes(nbytes))
     except OSError as error:
@@ -29,18 +29,18 @@ def refusal(path: Path, nbytes: int = 1) -> int | None:
     return None
 
 
-def test_a_full_disk_refuses_a_byte_and_takes_it_once_freed(disk: SmallDisk) -> None:
+def test_a_full_disk_accepts_bytes_again_after_it_is_freed(disk: SmallDisk) -> None:
     disk.fill(leave=100 << 10)
-    assert refusal(disk.path / "fits", 90 << 10) is None
-    assert refusal(disk.path / "does not", 20 << 10) == errno.ENOSPC
+    assert write_errno(disk.path / "fits", 90 << 10) is None
+    assert write_errno(disk.path / "does not", 20 << 10) == errno.ENOSPC
     (disk.path / "fits").unlink()
     (disk.path / "does not").unlink()
     disk.fill()
-    assert refusal(disk.path / "one") == errno.ENOSPC
+    assert write_errno(disk.path / "one") == errno.ENOSPC
 
     disk.free()
 
-    assert refusal(disk.path / "one") is None
+    assert write_errno(disk.path / "one") is None
     assert disk.free_bytes >= SIZE - (64 << 10)
 
 
@@ -50,19 +50,19 @@ def test_a_read_only_disk_can_be_read(disk: SmallDisk) -> None:
         disk.read_only()
     disk.read_only()
 
-    assert refusal(disk.path / "two") == errno.EROFS
+    assert write_errno(disk.path / "two") == errno.EROFS
     assert (disk.path / "one").read_bytes() == b"1"
     disk.writable()
-    assert refusal(disk.path / "two") is None
+    assert write_errno(disk.path / "two") is None
 
 
-def test_it_is_gone_while_a_file_there_is_still_open(tmp_path: Path) -> None:
+def test_the_disk_is_unmounted_although_a_file_is_open(tmp_path: Path) -> None:
     if reason := missing(tmp_path):
         pytest.skip(reason)
     path = tmp_path / "disk"
-    with ExitStack() as kept:
+    with ExitStack() as open_file:
         with SmallDisk(path, SIZE):
-            kept.enter_context(open(path / "one", "ab"))
+            open_file.enter_context(open(path / "one", "ab"))
 
         assert list(path.iterdir()) == []
         assert str(path) not in Path("/proc/mounts").read_text()

@@ -1,4 +1,4 @@
-"""Of the time between two moments those seconds count in which the machine ran."""
+"""Machine time leaves out pauses of the machine."""
 
 import pytest
 
@@ -18,7 +18,7 @@ BEGAN = 100.0
         (108.0, 110.0, 2.0),  # after
     ],
 )
-def test_a_standstill_does_not_count(since: float, to: float, seconds: float) -> None:
+def test_a_pause_of_the_machine_is_left_out(since: float, to: float, seconds: float) -> None:
     machine = Standstills(BEGAN)
     looks = [BEGAN + LOOK * number for number in range(1, 101)]  # until 102
     looks += [107.0 + LOOK * number for number in range(200)]
@@ -28,7 +28,7 @@ def test_a_standstill_does_not_count(since: float, to: float, seconds: float) ->
     assert machine.running(since, to) == pytest.approx(seconds)
 
 
-def test_what_a_busy_machine_is_late_by_counts() -> None:
+def test_short_delays_of_a_busy_machine_count() -> None:
     machine = Standstills(BEGAN)
     for number in range(1, 100):
         machine.look(BEGAN + 0.9 * LONGEST * number)

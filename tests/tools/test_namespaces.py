@@ -1,4 +1,4 @@
-"""What a cable between two namespaces does to an echo, and that nothing of it stays."""
+"""Faults of a cable between two namespaces, seen by an echo program, and its removal."""
 
 import shutil
 import subprocess
@@ -11,7 +11,7 @@ from benchmarks.link import SERVER_ADDRESS, inside, missing
 from tests.support.namespaces import Cable, sweep
 from tests.support.programs import Program, Programs, programs_in
 
-# echoes what comes, or sends pieces of `size` bytes and says each one's number when it is back
+# echoes its input, or sends pieces of `size` bytes and prints the number of each echo
 SCRIPT = """
 import socket, sys
 if sys.argv[1] == "echo":
@@ -47,22 +47,22 @@ def programs(tmp_path: Path) -> Iterator[Programs]:
         yield programs
 
 
-def within(programs: Programs, name: str, *args: object) -> Program:
+def start_in_namespace(programs: Programs, name: str, *args: object) -> Program:
     command, *rest = inside(name)
     return programs.start(
         str(shutil.which(command)), *rest, shutil.which("python3"), "train.py", *args
     )
 
 
-def echoes(programs: Programs, cable: Cable, size: int = 1) -> Program:
-    within(programs, cable.server, "echo").wait_for("listens")
-    client = within(programs, cable.worker, SERVER_ADDRESS, size)
+def start_echo(programs: Programs, cable: Cable, size: int = 1) -> Program:
+    start_in_namespace(programs, cable.server, "echo").wait_for("listens")
+    client = start_in_namespace(programs, cable.worker, SERVER_ADDRESS, size)
     client.wait_for("echo", times=3)
     return client
 
 
 def is_silent(client: Program) -> bool:
-    """After what was under way has arrived."""
+    """Return whether no echo arrives after those under way."""
     so_far = client.out.count("echo")
     try:
         client.wait_for("echo", times=so_far + 5, seconds=0.3)
@@ -72,8 +72,10 @@ def is_silent(client: Program) -> bool:
 
 
 @pytest.mark.parametrize("fault", ["down", "silence"])
-def test_nothing_passes_until_it_is_healed(fault: str, cable: Cable, programs: Programs) -> None:
-    client = echoes(programs, cable)
+def test_no_bytes_pass_until_the_cable_is_healed(
+    fault: str, cable: Cable, programs: Programs
+) -> None:
+    client = start_echo(programs, cable)
     getattr(cable, fault)()
 
     assert is_silent(client)
@@ -82,9 +84,9 @@ def test_nothing_passes_until_it_is_healed(fault: str, cable: Cable, programs: P
     client.wait_for("echo", times=client.out.count("echo") + 20)
 
 
-def test_a_rate_is_kept(cable: Cable, programs: Programs) -> None:
-    """1 MB each way takes 2 s at 8 Mbit/s, but for the first 256 KiB."""
-    client = echoes(programs, cable, size=1 << 20)
+def test_a_cable_limits_its_rate(cable: Cable, programs: Programs) -> None:
+    """1 MB each way takes 2 s at 8 Mbit/s, except for the first 256 KiB."""
+    client = start_echo(programs, cable, size=1 << 20)
     cable.rate(8)
 
     assert is_silent(client)
@@ -92,21 +94,21 @@ def test_a_rate_is_kept(cable: Cable, programs: Programs) -> None:
     client.wait_for("echo", times=client.out.count("echo") + 20)
 
 
-def test_nothing_is_left_after_a_failure() -> None:
+def test_namespaces_are_removed_after_a_failure() -> None:
     if reason := missing():
         pytest.skip(reason)
     cable = Cable()
     with pytest.raises(ZeroDivisionError), cable:
-        raise_one()
+        raise_error()
 
     assert not {cable.server, cable.worker} & namespaces()
 
 
-def raise_one() -> None:
+def raise_error() -> None:
     raise ZeroDivisionError
 
 
-def test_what_a_killed_process_left_is_swept() -> None:
+def test_namespaces_of_killed_processes_are_removed() -> None:
     if reason := missing():
         pytest.skip(reason)
     dead = subprocess.Popen(["true"])

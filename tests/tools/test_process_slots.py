@@ -1,4 +1,4 @@
-"""Two process tests run at a time, and no other one beside a test that measures time."""
+"""Two process tests run at a time; a test that measures time runs without other process tests."""
 
 import fcntl
 import subprocess
@@ -28,9 +28,7 @@ with ProcessSlots(Path(sys.argv[1])).hold(slots_of(sys.argv[2], sys.argv[3] == "
         ("gw1", "timing", set()),
     ],
 )
-def test_slots_that_are_free_beside_a_test(
-    tmp_path: Path, worker: str, kind: str, free: set[int]
-) -> None:
+def test_free_slots_during_a_test(tmp_path: Path, worker: str, kind: str, free: set[int]) -> None:
     line = [sys.executable, "-c", HOLD, str(tmp_path / "slots"), worker, kind]
     with subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
         assert other.stdout is not None

@@ -1,6 +1,4 @@
-"""Processes of a job are killed, stopped and started again, and the job is found where it was
-left.
-"""
+"""Processes of a job are killed, stopped and restarted; the job is found where it was."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,17 +7,17 @@ import pytest
 
 from tests.support.process_job import (
     Servers,
-    reached,
     state_of,
     status_of,
     stop,
+    wait_for_version,
     worker,
 )
 from tests.support.programs import Programs, programs_in
 
 SETTINGS = ("--policy", "async", "--lease", "20s")
 
-# pushes ones for ever; what has counted is in the weights
+# pushes ones without end; the weights show how many have counted
 SCRIPT = """
 import itertools
 import psworker
@@ -38,27 +36,27 @@ def programs(tmp_path: Path) -> Iterator[Programs]:
         yield programs
 
 
-def test_workers_go_through_proxies_and_servers_do_not(programs: Programs) -> None:
+def test_only_workers_connect_through_proxies(programs: Programs) -> None:
     with Servers(programs, 2, *SETTINGS, proxied=True) as servers:
         pushing = worker(programs, servers, 0, "train.py")
         pushing.wait_for("pushed")
         for proxy in servers.proxies:
             proxy.cut()
             proxy.refuse()
-        assert status_of(servers.address, patience=0.5) == {}
+        assert status_of(servers.address, connect_timeout=0.5) == {}
         for proxy in servers.proxies:
             proxy.heal()
 
-        said = pushing.out.count("pushed")
-        pushing.wait_for("pushed", times=said + 3)
+        message = pushing.out.count("pushed")
+        pushing.wait_for("pushed", times=message + 3)
         assert all(proxy.passed("up") for proxy in servers.proxies)
 
 
-def test_nothing_runs_when_it_ends(programs: Programs) -> None:
-    """Not even what stands still. What did not happen before is said in time."""
+def test_all_processes_are_ended_afterwards(programs: Programs) -> None:
+    """This includes stopped processes. A missing version is reported on time."""
     with Servers(programs, 1, *SETTINGS) as servers:
         with pytest.raises(AssertionError, match="version 1"):
-            reached(servers.address, 1, seconds=0.3)
+            wait_for_version(servers.address, 1, seconds=0.3)
         pids = [program.pid for program in servers.programs]
         stop(servers.programs[0])
 

@@ -1,5 +1,5 @@
-"""A real Prometheus scrapes a server, its standby and a worker, and answers every query that
-deploy/ ships.
+"""A real Prometheus scrapes a server, its standby and a worker and answers every query of
+deploy/.
 """
 
 import json
@@ -36,8 +36,8 @@ scrape_configs:
 """
 
 
-class Job:
-    """One shard, its standby and one worker to which everything keeps happening."""
+class MonitoredJob:
+    """One shard with its standby and one worker, in which everything happens repeatedly."""
 
     def __init__(self) -> None:
         servers, workers = new_registry(), new_registry()
@@ -77,9 +77,9 @@ class Job:
 
 
 class Prometheus:
-    """The real one, on a free port, with its data in `folder`."""
+    """A Prometheus process on a free port with its data in `folder`."""
 
-    def __init__(self, folder: Path, job: Job) -> None:
+    def __init__(self, folder: Path, job: MonitoredJob) -> None:
         config = folder / "prometheus.yml"
         addresses = {
             "server": job.server_monitor.address,
@@ -121,13 +121,13 @@ class Prometheus:
 
 
 @pytest.fixture
-def job() -> Iterator[Job]:
-    with closing(Job()) as job:
+def job() -> Iterator[MonitoredJob]:
+    with closing(MonitoredJob()) as job:
         yield job
 
 
 @pytest.fixture
-def prometheus(tmp_path: Path, job: Job) -> Iterator[Prometheus]:
+def prometheus(tmp_path: Path, job: MonitoredJob) -> Iterator[Prometheus]:
     with closing(Prometheus(tmp_path, job)) as prometheus:
         deadline = time.monotonic() + 30
         while not prometheus.address:
@@ -136,10 +136,8 @@ def prometheus(tmp_path: Path, job: Job) -> Iterator[Prometheus]:
         yield prometheus
 
 
-def test_every_query_finds_data(prometheus: Prometheus, job: Job) -> None:
-    """Each panel shows something once the job has run for a few scrapes; alerts and annotations
-    are accepted.
-    """
+def test_every_query_finds_data(prometheus: Prometheus, job: MonitoredJob) -> None:
+    """Each panel shows data after a few scrapes; alerts and annotations are accepted."""
     empty = queries.dashboard_queries()
     deadline = time.monotonic() + 30
     while empty and time.monotonic() < deadline:

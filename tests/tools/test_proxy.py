@@ -1,6 +1,4 @@
-"""Every fault of the proxy is what it says it is, seen by plain sockets; and a worker trains
-through it.
-"""
+"""Each fault of the proxy, observed by plain sockets."""
 
 import socket
 import threading
@@ -19,10 +17,8 @@ SILENCE = 0.2
 """Long enough that what is not blocked would have come."""
 
 
-class Echo:
-    """A server that sends back what it gets; `ends` counts connections that have ended, by FIN
-    or by RST.
-    """
+class EchoServer:
+    """A server that echoes its input; `ends` counts connections that ended by FIN or by RST."""
 
     def __init__(self) -> None:
         self.listener = socket.create_server(("127.0.0.1", 0))
@@ -62,8 +58,8 @@ class Echo:
 
 
 @pytest.fixture
-def echo() -> Iterator[Echo]:
-    made = Echo()
+def echo() -> Iterator[EchoServer]:
+    made = EchoServer()
     yield made
     made.close()
 
@@ -72,14 +68,14 @@ Connect = Callable[[], socket.socket]
 
 
 @pytest.fixture
-def proxy(echo: Echo) -> Iterator[Proxy]:
+def proxy(echo: EchoServer) -> Iterator[Proxy]:
     with Proxy(echo.address) as proxy:
         yield proxy
 
 
 @pytest.fixture
 def connect(proxy: Proxy) -> Iterator[Connect]:
-    """Opens connections to the proxy."""
+    """Yield a function that opens connections to the proxy."""
     with ExitStack() as stack:
         yield lambda: stack.enter_context(
             socket.create_connection(("127.0.0.1", proxy.port), SECONDS)
@@ -106,7 +102,7 @@ def is_silent(connection: socket.socket) -> bool:
     return False
 
 
-def test_passes_all_bytes_in_both_directions(connect: Connect, proxy: Proxy) -> None:
+def test_all_bytes_pass_in_both_directions(connect: Connect, proxy: Proxy) -> None:
     data, connection = np.random.default_rng(1).bytes(3 << 20), connect()
     sender = threading.Thread(target=connection.sendall, args=(data,))
     sender.start()
@@ -116,8 +112,8 @@ def test_passes_all_bytes_in_both_directions(connect: Connect, proxy: Proxy) -> 
     assert (proxy.passed("up"), proxy.passed("down")) == (len(data), len(data))
 
 
-def test_the_end_of_one_direction_passes_and_the_other_goes_on(
-    connect: Connect, echo: Echo
+def test_half_close_passes_and_the_other_direction_continues(
+    connect: Connect, echo: EchoServer
 ) -> None:
     connection = connect()
     connection.sendall(b"last words")
@@ -128,9 +124,7 @@ def test_the_end_of_one_direction_passes_and_the_other_goes_on(
     assert echo.wait_for_end() == "fin"
 
 
-def test_latency_comes_on_top_of_each_direction_and_keeps_the_order(
-    connect: Connect, proxy: Proxy
-) -> None:
+def test_latency_delays_each_direction_and_preserves_order(connect: Connect, proxy: Proxy) -> None:
     connection = connect()
     proxy.latency(0.05, jitter=0.02)
     began = time.monotonic()
@@ -153,8 +147,8 @@ def test_rate_limits_each_direction(connect: Connect, proxy: Proxy) -> None:
     assert time.monotonic() - began >= 0.25
 
 
-def test_slices_arrive_one_after_another(connect: Connect, proxy: Proxy) -> None:
-    """The rate makes the pieces visible; without slices they would have 100 bytes each."""
+def test_slices_arrive_as_separate_pieces(connect: Connect, proxy: Proxy) -> None:
+    """The rate makes pieces visible; unsliced pieces would have 100 bytes."""
     connection = connect()
     proxy.slice(7, "down")
     proxy.rate(2_000, "down")
@@ -165,7 +159,7 @@ def test_slices_arrive_one_after_another(connect: Connect, proxy: Proxy) -> None
     assert first + received(connection, 200 - len(first)) == bytes(range(200))
 
 
-def test_pieces_and_delays_are_those_of_the_seed() -> None:
+def test_the_seed_determines_pieces_and_delays() -> None:
     from tests.support.proxy_line import Conditions
 
     def draws(seed: str) -> list[object]:
@@ -179,8 +173,8 @@ def test_pieces_and_delays_are_those_of_the_seed() -> None:
 
 
 @pytest.mark.parametrize("direction", ["up", "down", None])
-def test_half_open_takes_bytes_and_says_nothing_until_it_is_healed(
-    direction: str | None, connect: Connect, proxy: Proxy, echo: Echo
+def test_a_half_open_proxy_delivers_bytes_after_heal(
+    direction: str | None, connect: Connect, proxy: Proxy, echo: EchoServer
 ) -> None:
     connection = connect()
     connection.sendall(b"a")
@@ -198,7 +192,9 @@ def test_half_open_takes_bytes_and_says_nothing_until_it_is_healed(
     assert received(another, 5) == b"there"
 
 
-def test_nobody_hears_of_an_end_while_half_open(connect: Connect, proxy: Proxy, echo: Echo) -> None:
+def test_a_half_open_proxy_hides_the_end_of_a_connection(
+    connect: Connect, proxy: Proxy, echo: EchoServer
+) -> None:
     connection = connect()
     connection.sendall(b"a")
     received(connection, 1)
@@ -211,7 +207,7 @@ def test_nobody_hears_of_an_end_while_half_open(connect: Connect, proxy: Proxy, 
     assert echo.wait_for_end() == "fin"
 
 
-def test_cut_ends_connections_in_order(connect: Connect, proxy: Proxy, echo: Echo) -> None:
+def test_cut_closes_connections_with_fin(connect: Connect, proxy: Proxy, echo: EchoServer) -> None:
     connection = connect()
     connection.sendall(b"a")
     received(connection, 1)
@@ -231,7 +227,7 @@ def test_cut_ends_connections_in_order(connect: Connect, proxy: Proxy, echo: Ech
     assert received(again, 1) == b"b"
 
 
-def test_reset_is_a_reset_on_both_sides(connect: Connect, proxy: Proxy, echo: Echo) -> None:
+def test_reset_resets_both_sides(connect: Connect, proxy: Proxy, echo: EchoServer) -> None:
     connection = connect()
     connection.sendall(b"a")
     received(connection, 1)
@@ -242,7 +238,7 @@ def test_reset_is_a_reset_on_both_sides(connect: Connect, proxy: Proxy, echo: Ec
     assert echo.wait_for_end() == "rst"
 
 
-def test_refuse_is_a_refusal_and_ends_with_heal(connect: Connect, proxy: Proxy) -> None:
+def test_refused_connections_are_accepted_after_heal(connect: Connect, proxy: Proxy) -> None:
     open_one = connect()
     proxy.refuse()
     with pytest.raises(ConnectionRefusedError):
@@ -256,8 +252,8 @@ def test_refuse_is_a_refusal_and_ends_with_heal(connect: Connect, proxy: Proxy) 
     assert received(again, 1) == b"b"
 
 
-def test_a_target_that_does_not_listen_resets_whoever_comes() -> None:
-    """At once: perhaps before it knows that it is connected."""
+def test_connections_to_a_closed_target_are_reset() -> None:
+    """The reset may arrive before the client knows that it is connected."""
     with (
         Proxy(f"127.0.0.1:{free_port()}") as proxy,
         pytest.raises(ConnectionResetError),
@@ -266,7 +262,7 @@ def test_a_target_that_does_not_listen_resets_whoever_comes() -> None:
         connection.recv(1)
 
 
-def test_nothing_is_left_when_it_ends(echo: Echo) -> None:
+def test_a_closed_proxy_leaves_no_connections(echo: EchoServer) -> None:
     with Proxy(echo.address) as proxy:
         connection = socket.create_connection(("127.0.0.1", proxy.port), SECONDS)
         proxy.half_open()

@@ -1,5 +1,5 @@
-"""A dashboard or an alert that asks for a metric nobody exports shows nothing, and nobody
-notices: so look here.
+"""Queries of dashboard and alerts use existing metrics; a wrong name would silently show
+nothing.
 """
 
 import re
@@ -18,9 +18,9 @@ ALL = [*queries.dashboard_queries(), *queries.annotation_queries(), *queries.ale
 SCRAPED = {"up": {"job", "instance"}}  # what Prometheus adds itself
 
 
-def exported() -> dict[str, set[str]]:
-    """Every series name that a server, a standby or a worker exports, with its labels and those
-    that a scrape adds.
+def exported_series() -> dict[str, set[str]]:
+    """Return all series names of server, standby and worker, with their labels and those of a
+    scrape.
     """
     series: dict[str, set[str]] = dict(SCRAPED)
     for registry in (server(), standby_metrics(0, lambda: 1), worker()):
@@ -31,7 +31,7 @@ def exported() -> dict[str, set[str]]:
 
 
 def server() -> CollectorRegistry:
-    """A shard to which everything has happened once."""
+    """Create server metrics in which everything has happened once."""
     registry = new_registry()
     metrics = ServerMetrics(registry, shard=0)
     metrics.about = lambda: {"shards": "2", "job": "otter", "policy": "sync"}
@@ -42,7 +42,7 @@ def server() -> CollectorRegistry:
 
 
 def worker() -> CollectorRegistry:
-    """A worker that has reported a value."""
+    """Create worker metrics with one reported value."""
     registry = new_registry()
     WorkerMetrics(registry).reported("loss", 1.0)
     return registry
@@ -50,8 +50,8 @@ def worker() -> CollectorRegistry:
 
 @pytest.mark.parametrize("query", ALL, ids=lambda query: query.where)
 def test_every_metric_and_label_in_a_query_exists(query: Query) -> None:
-    """Checked against what real metric objects export, not against a list of names."""
-    series = exported()
+    """The names come from real metric objects, not from a list."""
+    series = exported_series()
     used = queries.names(query.expr)
 
     assert used, "a query without a metric"
@@ -59,13 +59,13 @@ def test_every_metric_and_label_in_a_query_exists(query: Query) -> None:
     assert queries.labels(query.expr) <= set().union(*(series[name] for name in used))
 
 
-def test_every_row_of_the_metrics_is_watched() -> None:
-    """The other way round: a metric of ours that no panel shows is either missing there or not
-    worth exporting.
-    """
+def test_every_metric_is_shown_in_a_panel() -> None:
+    """A metric without a panel is missing there or superfluous."""
     shown = set().union(*(queries.names(query.expr) for query in ALL))
     families = {
-        re.sub(r"_(bucket|sum|count)$", "", name) for name in exported() if name.startswith("ps_")
+        re.sub(r"_(bucket|sum|count)$", "", name)
+        for name in exported_series()
+        if name.startswith("ps_")
     }
     watched = {re.sub(r"_(bucket|sum|count)$", "", name) for name in shown}
     unwatched = {name for name in families if not name.endswith("_created")} - watched
@@ -81,14 +81,16 @@ def test_every_row_of_the_metrics_is_watched() -> None:
         ("time() - (a_seconds > 0)", {"a_seconds"}, set()),
     ],
 )
-def test_reading_of_queries(expr: str, names: set[str], labels: set[str]) -> None:
-    """The small parser behind these tests sees names and labels, not functions and keywords."""
+def test_query_parser_returns_names_and_labels(
+    expr: str, names: set[str], labels: set[str]
+) -> None:
+    """Functions and keywords are not names."""
     assert queries.names(expr) == names
     assert queries.labels(expr) == labels
 
 
-def test_dashboard_is_well_formed() -> None:
-    """Panels have ids of their own, stay on the 24-column grid and do not cover one another."""
+def test_dashboard_panels_have_unique_ids_and_do_not_overlap() -> None:
+    """They fit the grid of 24 columns."""
     panels = queries.dashboard()["panels"]
     cells = Counter(
         (x, y)
@@ -111,9 +113,7 @@ def test_dashboard_is_well_formed() -> None:
 
 
 def test_dashboard_uses_the_provisioned_datasource() -> None:
-    """Every panel and query names the uid that provisioning gives, or Grafana shows "datasource
-    not found".
-    """
+    """Grafana would otherwise show "datasource not found"."""
     provisioned = re.findall(
         r"^\s+uid: (\w+)",
         (DEPLOY / "grafana/provisioning/datasources/prometheus.yml").read_text(),

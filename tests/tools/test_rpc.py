@@ -1,6 +1,4 @@
-"""The interceptor: faults are drawn as asked for, and a client over real servers counts each
-push once through them.
-"""
+"""Injected RPC faults: drawn as configured, and each push counts once in spite of them."""
 
 import pytest
 
@@ -15,7 +13,7 @@ ALL = "*.AttachMemory=0:0%:0%,*=-1:10%:10%:10%"
 PUSHES = 40
 
 
-def test_a_rule_is_read_as_it_is_written() -> None:
+def test_a_rule_is_parsed() -> None:
     assert Rule.parse("A.B=3:10%:25%") == Rule("A.B", 3, 0.1, 0.25)
     assert Rule.parse(" A.*=-1:1%:2%:3%") == Rule("A.*", -1, 0.01, 0.02, 0.03)
 
@@ -23,12 +21,12 @@ def test_a_rule_is_read_as_it_is_written() -> None:
 @pytest.mark.parametrize(
     "text", ["A.B", "A.B=3", "A.B=3:10:20", "=3:1%:1%", "A.B=x:1%:1%", "A.B=1:1%:1%:1%:1%"]
 )
-def test_a_rule_that_makes_no_sense_is_refused(text: str) -> None:
+def test_an_invalid_rule_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"A\.B|=3|invalid literal"):
         Rule.parse(text)
 
 
-def test_faults_come_as_often_as_asked_for() -> None:
+def test_faults_occur_with_their_probability() -> None:
     faults = Faults("A.B=-1:10%:20%:30%")
     for _ in range(4000):
         faults.draw("A.B")
@@ -39,7 +37,7 @@ def test_faults_come_as_often_as_asked_for() -> None:
     assert shares == pytest.approx([0.1, 0.2, 0.3], abs=0.03)
 
 
-def test_a_budget_is_kept_and_the_first_rule_that_fits_counts() -> None:
+def test_the_first_matching_rule_applies_up_to_its_budget() -> None:
     faults = Faults("A.B=2:100%:0%,A.C=0:100%:0%,*=-1:0%:100%")
 
     assert [faults.draw("A.B") for _ in range(3)] == ["request lost", "request lost", ""]
@@ -47,19 +45,19 @@ def test_a_budget_is_kept_and_the_first_rule_that_fits_counts() -> None:
     assert faults.draw("X.Y", shard=3) == "reply lost"
 
 
-def test_the_same_seed_gives_the_same_faults_in_whatever_order_shards_are_called() -> None:
-    def drawn(seed: int, shards: list[int]) -> dict[int, list[str]]:
+def test_faults_of_a_seed_do_not_depend_on_the_order_of_shards() -> None:
+    def draw_faults(seed: int, shards: list[int]) -> dict[int, list[str]]:
         faults, found = Faults("*=-1:20%:20%:20%", seed), {0: [], 1: []}
         for shard in shards:
             found[shard].append(faults.draw(EXCHANGE, shard))
         return found
 
-    assert drawn(1, [0] * 30 + [1] * 30) == drawn(1, [0, 1] * 30)
-    assert drawn(1, [0, 1] * 30) != drawn(2, [0, 1] * 30)
+    assert draw_faults(1, [0] * 30 + [1] * 30) == draw_faults(1, [0, 1] * 30)
+    assert draw_faults(1, [0, 1] * 30) != draw_faults(2, [0, 1] * 30)
 
 
-class Counting:
-    """The lane of a server that counts heartbeats."""
+class CountingLane:
+    """A lane to a server that counts heartbeats."""
 
     direct, addresses, clock = False, ("here",), Clock(lambda: 0.0, lambda seconds: None)
 
@@ -72,8 +70,10 @@ class Counting:
 
 
 @pytest.mark.parametrize(("rule", "calls"), [("*=1:100%:0%", 0), ("*=1:0%:100%", 1)])
-def test_a_lost_request_never_runs_and_a_lost_reply_does(rule: str, calls: int) -> None:
-    counting = Counting()
+def test_a_call_with_a_lost_reply_runs_and_one_with_a_lost_request_does_not(
+    rule: str, calls: int
+) -> None:
+    counting = CountingLane()
     lane = FaultyLane(counting, Faults(rule))  # type: ignore[arg-type]  # the one method that is called
     with pytest.raises(UnreachableError, match=r"CoordinatorService\.Heartbeat"):
         lane.heartbeat(co.HeartbeatRequest(), 1.0)
@@ -82,8 +82,8 @@ def test_a_lost_request_never_runs_and_a_lost_reply_does(rule: str, calls: int) 
     assert lane.heartbeat(co.HeartbeatRequest(), 1.0).version == calls + 1
 
 
-def test_a_duplicate_runs_twice_and_the_first_answer_counts() -> None:
-    counting = Counting()
+def test_a_duplicated_call_runs_twice_and_returns_the_first_answer() -> None:
+    counting = CountingLane()
     lane = FaultyLane(counting, Faults("*=1:0%:0%:100%"))  # type: ignore[arg-type]
 
     assert lane.heartbeat(co.HeartbeatRequest(), 1.0).version == 1

@@ -7,9 +7,9 @@ import pytest
 from benchmarks.sample import Sample, ratio, sample
 
 
-def test_sample() -> None:
-    """The median of an even number of values lies between the middle two; quantiles are values
-    that occurred.
+def test_median_and_quantiles() -> None:
+    """The median of an even number of values is the mean of the middle two; quantiles are observed
+    values.
     """
     found = sample([4.0, 1.0, 2.0, 100.0])
 
@@ -24,31 +24,29 @@ def test_sample() -> None:
     ]
 
 
-def test_p99_of_many() -> None:
+def test_p99_exceeds_99_percent_of_values() -> None:
     """One in a hundred may be above it."""
     assert sample([float(number) for number in range(1, 201)]).quantile(0.99) == 198.0
 
 
-def test_empty() -> None:
+def test_empty_sample() -> None:
     with pytest.raises(ValueError, match="needs values"):
         sample([])
 
 
-def test_ratio_is_of_medians_and_its_spread_of_neighbours() -> None:
-    """A machine that is twice as slow in some rounds moves the medians, not the rounds' own
-    ratios.
-    """
+def test_ratio_compares_medians_and_spread_compares_rounds() -> None:
+    """A slow machine changes medians, but not the ratios of single rounds."""
     found = ratio(Sample((1.0, 2.0, 2.0, 1.0)), Sample((2.0, 4.0, 4.0, 2.0)))
 
     assert (found.value, found.low, found.high) == (0.5, 0.5, 0.5)
     assert ratio(Sample((3.0, 1.0, 1.0)), Sample((1.0, 1.0, 2.0))).value == 1.0
 
 
-def test_ratio_needs_the_same_rounds() -> None:
+def test_ratio_needs_equal_numbers_of_rounds() -> None:
     with pytest.raises(ValueError, match="shorter"):
         ratio(Sample((1.0, 2.0)), Sample((1.0,)))
 
 
-def test_ratio_to_nothing() -> None:
-    """Less than a tick of CPU is not a peer that one can beat."""
+def test_ratio_to_zero_is_undefined() -> None:
+    """CPU time below one tick cannot be compared."""
     assert ratio(Sample((1.0,)), Sample((0.0,))).value == math.inf

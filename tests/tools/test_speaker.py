@@ -1,4 +1,4 @@
-"""Talking with contenders, and what the kernel says about them."""
+"""Communication with contenders, and their memory and CPU time as the kernel reports them."""
 
 import os
 import select
@@ -26,13 +26,12 @@ def talker() -> Iterator[Speaker]:
         yield speaker
 
 
-def test_talk(talker: Speaker) -> None:
-    """A word, then its measurements; as often as one likes."""
+def test_a_contender_answers_each_word_with_measurements(talker: Speaker) -> None:
     assert [talker.ask("go") for _ in range(2)] == [{"seconds": 1.5}] * 2
 
 
-def test_cpu_is_counted_a_piece(talker: Speaker) -> None:
-    """The talker burns it for two pieces of work."""
+def test_cpu_seconds_are_counted_per_piece(talker: Speaker) -> None:
+    """The contender uses CPU for two pieces of work."""
     measured = measure(talker, "burn")
 
     assert measured["seconds"] == BURNT
@@ -40,8 +39,8 @@ def test_cpu_is_counted_a_piece(talker: Speaker) -> None:
     assert "count" not in measured
 
 
-def test_who_spins_is_stopped_while_others_have_their_turns(talker: Speaker) -> None:
-    """Otherwise it takes the cores that the others are measured with. It ends as all do."""
+def test_a_spinning_contender_is_stopped_during_other_turns(talker: Speaker) -> None:
+    """It would take the cores that the others are measured on."""
     spinner = Entry("spinner", Command(MODULE, ("1.5", "spin")), spins=True)
     with ExitStack() as resources:
         contest = Contest([spinner, Entry("other", TALKER, "burn")], resources)
@@ -56,7 +55,7 @@ def test_who_spins_is_stopped_while_others_have_their_turns(talker: Speaker) -> 
     assert processes.descendants(os.getpid(), "spin") == []
 
 
-def test_a_contender_that_fails_is_no_result(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_failing_contender_has_no_result(capfd: pytest.CaptureFixture[str]) -> None:
     with Speaker(TALKER) as talker:
         talker.wait_until_ready()
         with pytest.raises(RuntimeError, match="ended with exit code 1"):
@@ -65,7 +64,7 @@ def test_a_contender_that_fails_is_no_result(capfd: pytest.CaptureFixture[str]) 
     assert "this work cannot be done" in capfd.readouterr().err
 
 
-def test_one_that_never_gets_ready(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_contender_that_never_becomes_ready_fails(capfd: pytest.CaptureFixture[str]) -> None:
     with (
         Speaker(Command("benchmarks.no_such_module")) as speaker,
         pytest.raises(RuntimeError, match="ended with exit"),
@@ -75,21 +74,20 @@ def test_one_that_never_gets_ready(capfd: pytest.CaptureFixture[str]) -> None:
     assert "No module named" in capfd.readouterr().err
 
 
-def test_a_team_is_as_slow_as_its_slowest() -> None:
+def test_a_team_takes_the_time_of_its_slowest_member() -> None:
     members = [Speaker(Command(MODULE, (seconds,))) for seconds in ("1.5", "2.5", "0.5")]
     with members[0], members[1], members[2]:
         assert Team(members).go() == {"seconds": 2.5}
 
 
-def test_family(talker: Speaker) -> None:
-    """A child belongs to it, and is found by a word of its command line."""
+def test_child_processes_are_found_by_their_command(talker: Speaker) -> None:
     assert talker.pid in processes.family(os.getpid())
     assert processes.descendants(os.getpid(), MODULE) == [talker.pid]
     assert processes.descendants(talker.pid, MODULE) == []
 
 
-def test_memory(talker: Speaker) -> None:
-    """Python takes megabytes; a peak is not below what is there now."""
+def test_memory_and_its_peak(talker: Speaker) -> None:
+    """Python uses megabytes; a peak is at least the current value."""
     memory = processes.memory_bytes(talker.pid)
 
     assert memory["now"] > 1e6
@@ -97,8 +95,8 @@ def test_memory(talker: Speaker) -> None:
     assert processes.memory_bytes(os.getpid())["now"] > 1e6
 
 
-def test_contenders_end_with_the_driver() -> None:
-    """Even by kill -9: nothing may be left behind that takes the machine's time."""
+def test_contenders_exit_when_the_driver_is_killed() -> None:
+    """A remaining contender would use the machine's time."""
     code = (
         "from benchmarks.speaker import *; s = Speaker(Command('tests.support.fake_contender', "
         "('1',))); s.wait_until_ready(); print(s.pid, flush=True); input()"

@@ -1,4 +1,4 @@
-"""Works as a whole: who takes part, and one run from the first word to the table."""
+"""Complete benchmark works: participants, and one run from the first word to the table."""
 
 import subprocess
 import sys
@@ -24,11 +24,9 @@ FAST = [work for work in WORKS if work is not overlap.WORK]
 
 @pytest.mark.parametrize("work", FAST, ids=lambda work: work.name)
 @pytest.mark.parametrize("scale", SCALES.values(), ids=lambda scale: scale.name)
-def test_lineups(work: Work, scale: Scale) -> None:
-    """Names are unique; who is skipped takes no part; every bar's contenders take part or are
-    skipped with a reason.
-
-    And what they are asked to do can be done: there is a model of that size.
+def test_lineups_are_complete_and_possible(work: Work, scale: Scale) -> None:
+    """Names are unique. Contenders of every limit take part or are skipped with a reason, and their
+    models exist.
     """
     with ExitStack() as resources:
         lineup = work.lineup(scale, resources)
@@ -48,7 +46,7 @@ def test_lineups(work: Work, scale: Scale) -> None:
     assert all(shapes(setup.model, setup.nbytes) for setup in map(Setup.from_json, asked))
 
 
-def test_medians_are_of_at_least_seven_rounds() -> None:
+def test_works_have_at_least_seven_rounds() -> None:
     assert all(scale.rounds >= 7 for scale in SCALES.values() if scale is not TINY)
     assert FULL.growth == (1, 2, 4, 8, 16)
 
@@ -60,19 +58,17 @@ def lineup(scale: Scale, resources: ExitStack) -> Lineup:
     )
 
 
-def test_run() -> None:
-    """Two entries share a process; each has one value a round; what was skipped and the facts
-    are kept.
-    """
-    said: list[str] = []
+def test_a_run_measures_each_entry_once_per_round() -> None:
+    """Two entries share a process; skipped entries and facts are recorded."""
+    messages: list[str] = []
 
-    found: Result = Work("a_work", "About it.", lineup).run(TINY, said.append)
+    found: Result = Work("a_work", "About it.", lineup).run(TINY, messages.append)
 
     assert found.records["one"]["seconds"] == [1.5, 1.5]
     assert [len(values) for values in found.records["two"].values()] == [2] * 3
     assert (found.skipped, found.facts, found.rounds) == ({"three": "it is shy"}, {"fact": 1.0}, 2)
     assert found.versions["torch"]
-    assert said == ["2 contenders warm up", "round 1 of 2", "round 2 of 2"]
+    assert messages == ["2 contenders warm up", "round 1 of 2", "round 2 of 2"]
 
 
 def failing(scale: Scale, resources: ExitStack) -> Lineup:
@@ -84,8 +80,8 @@ def test_a_failing_contender_fails_the_work() -> None:
         Work("a_work", "About it.", failing).run(TINY, lambda text: None)
 
 
-def test_command(tmp_path: Path) -> None:
-    """python -m benchmarks: runs a work, prints its bars, writes JSON and a page."""
+def test_the_command_runs_a_work_and_writes_its_report(tmp_path: Path) -> None:
+    """It prints the limits and writes JSON and a page."""
     command = [
         sys.executable,
         "-m",

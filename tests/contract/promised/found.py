@@ -1,4 +1,4 @@
-"""The names that the code uses in formats, to be compared with the promised ones."""
+"""Names that the code uses in formats, for a comparison with the promised names."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -34,7 +34,7 @@ STATE_MAPS = {
 
 
 def proto() -> set[str]:
-    """A line for each message, field, value of an enum and method."""
+    """Yield a line for each message, field, enum value and method."""
     return {line for module in FILES for line in _file(module.DESCRIPTOR.serialized_pb)}
 
 
@@ -97,9 +97,9 @@ def _enum(enum: EnumDescriptorProto, name: str) -> Iterator[str]:
 
 
 def key_paths(value: Any, maps: Mapping[str, str], path: str = "") -> set[str]:
-    """The keys of nested JSON, with dots between them; [] is an element of a list.
+    """Yield the keys of nested JSON, joined by dots; [] is a list element.
 
-    maps: paths of objects whose keys are data, and what stands for the key.
+    maps: paths of objects whose keys are data, with a placeholder for these keys.
     """
     if isinstance(value, list):
         return {found for each in value for found in key_paths(each, maps, f"{path}[]")}
@@ -114,7 +114,7 @@ def key_paths(value: Any, maps: Mapping[str, str], path: str = "") -> set[str]:
 
 
 def metrics(registry: CollectorRegistry) -> set[str]:
-    """Type, name and labels of each family; labels of the value itself are left out."""
+    """Yield type, name and labels of each metric family, without labels of the value."""
     return {
         f"{family.type} {family.name} {','.join(sorted({*labels} - {'le', 'quantile'}))}".strip()
         for family in registry.collect()
@@ -124,8 +124,8 @@ def metrics(registry: CollectorRegistry) -> set[str]:
 
 
 def file_names(folder: Path) -> set[str]:
-    """Files below a data directory, with a word for each kind of number; files to write over are
-    left out.
+    """Yield the files of a data directory with placeholders for numbers; spare files are left
+    out.
     """
     paths = (str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
     return {_without_numbers(path) for path in paths if not path.endswith(".spare")}

@@ -1,4 +1,4 @@
-"""Commands as logs on disk hold them: one job in which every command and argument occurs."""
+"""Commands as logs contain them: one job with each command and argument."""
 
 from typing import Any
 
@@ -53,13 +53,16 @@ def next_batches(worker: int, spec: dict[str, Any]) -> dict[str, Any]:
 
 
 def staged(worker: int, seq: int, number: int | None = None) -> list[Any]:
-    """worker, seq, samples, base, batches, problem, square norm, mended tensor."""
+    """Return a staged push.
+
+    Parts: worker, seq, samples, base, batches, problem, squared norm, repaired tensor.
+    """
     batches = [] if number is None else [[0, number, 0, False]]
     return [worker, seq, 4, 0, batches, "", 2.0 * (seq > 0), ""]
 
 
 def report(shard: int, index: int, *rest: Any) -> dict[str, Any]:
-    """rest: staged pushes; the answer to a Measure, if any."""
+    """Return a report. rest: staged pushes, and the answer to a Measure if any."""
     return {"do": "report", "report": [shard, LOG_ID, index, *rest]}
 
 

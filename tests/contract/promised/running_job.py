@@ -1,4 +1,4 @@
-"""A small job with everything that shows in its status, metrics and data directory."""
+"""A small job whose status, metrics and data directory contain everything."""
 
 import json
 from collections.abc import Mapping
@@ -12,14 +12,14 @@ from psserver.process.shard_count_file import ShardCountFile
 from psserver.server import Server
 from tests.contract.promised import found
 from tests.support.cluster import Cluster
-from tests.support.standbys import Following
+from tests.support.standbys import RunningStandby
 from tests.support.workers import ONES, counter, until
 
 STATUS_MAPS = {"metrics": "NAME"}
 
 
-class Names(NamedTuple):
-    """What a running job shows."""
+class JobNames(NamedTuple):
+    """Names that a running job uses."""
 
     status: set[str]
     settings: set[str]
@@ -29,14 +29,16 @@ class Names(NamedTuple):
     shard_segment: set[str]
 
 
-def names_of_a_running_job(data_dir: Path, lock: Path) -> Names:
-    """Two shards, a standby, a worker with a loop and a stream, a snapshot, and a candidate."""
+def names_of_a_running_job(data_dir: Path, lock: Path) -> JobNames:
+    """Run two shards, a standby, a worker with a loop and a stream, a snapshot, and a candidate."""
     cluster = Cluster(
         2, data_dir=data_dir, durability="log", failover_lock=lock, metrics_bind="127.0.0.1:0"
     )
     try:
         first = cluster.servers[0]
-        with Following(first, data_dir=data_dir.with_name("standby"), metrics_bind=None) as standby:
+        with RunningStandby(
+            first, data_dir=data_dir.with_name("standby"), metrics_bind=None
+        ) as standby:
             standby.in_sync()
             cluster.add(2, 3, data_dir=data_dir, failover_lock=lock)
             return _trained(first, data_dir, lock)
@@ -44,7 +46,7 @@ def names_of_a_running_job(data_dir: Path, lock: Path) -> Names:
         cluster.close()
 
 
-def _trained(first: Server, data_dir: Path, lock: Path) -> Names:
+def _trained(first: Server, data_dir: Path, lock: Path) -> JobNames:
     assert first.service is not None
     with counter(first.address) as client:
         client.next_batches(LoopSpec(0, size=8, batch_size=1))
@@ -58,7 +60,7 @@ def _trained(first: Server, data_dir: Path, lock: Path) -> Names:
         status = json.loads(json.dumps(first.service.status()))
         metrics = found.metrics(first._registry)
     ShardCountFile(2, data_dir).change(3)  # as after a reshard
-    return Names(
+    return JobNames(
         found.key_paths(status, STATUS_MAPS),
         {row["key"] for row in status["settings"]},
         found.file_names(data_dir) | {f"FAILOVER-LOCK/{name}" for name in found.file_names(lock)},
@@ -69,7 +71,7 @@ def _trained(first: Server, data_dir: Path, lock: Path) -> Names:
 
 
 def _segment_keys(folder: Path, maps: Mapping[str, str]) -> set[str]:
-    """Of the state with which the newest segment begins."""
+    """Return the keys of the state at the start of the newest segment."""
     newest = max(folder.glob("*.log"))
     return found.key_paths(json.loads(next(RecordReader(newest)).header), maps)
 

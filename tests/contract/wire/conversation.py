@@ -1,9 +1,8 @@
-"""The recorded conversation between one worker, two servers and a standby, and how its messages
-are compared.
+"""The recorded conversation of a worker, two servers and a standby, and the comparison of messages.
 
-What differs from run to run is masked: addresses by a placeholder for each process, the log's
-random number by LOG_ID, and the fields in MASKED. `base` of LinkShardResponse depends on time
-alone: it says which entries were let go of.
+Values that differ between runs are masked: addresses by a placeholder per process, the log_id by
+LOG_ID, and the fields in MASKED. `base` of LinkShardResponse depends only on time: it says which
+entries were deleted.
 """
 
 import base64
@@ -100,7 +99,7 @@ class Call(NamedTuple):
 
 
 class Event(NamedTuple):
-    """One message of a call, or its end. data: serialized and masked."""
+    """A message of a call, or its end. data: serialized and masked."""
 
     call: int
     kind: Kind
@@ -108,10 +107,11 @@ class Event(NamedTuple):
 
 
 class Conversation(NamedTuple):
-    """events: in the order in which they happened. weights: by tensor, little-endian bytes, as a
-    worker pulls them.
+    """A recording.
 
-    numbers: of shard 0 and its standby, weights and optimizer state, by kind and position.
+    events: in their order.
+    weights: by tensor, little-endian bytes of the last pull.
+    numbers: weights and optimizer state of shard 0 and its standby, by kind and position.
     """
 
     calls: Sequence[Call]
@@ -145,7 +145,7 @@ def _text(data: bytes) -> str:
 
 
 def _rows(value: Any) -> str:
-    """One line for each element, so that a change is seen in a diff."""
+    """Yield one line per element, so that a diff shows single changes."""
     if isinstance(value, dict):
         return (
             "{\n"
@@ -168,12 +168,12 @@ _METHODS = {
 
 
 def is_stream(method: str) -> bool:
-    """A call with any number of requests."""
+    """Return whether a call has any number of requests."""
     return bool(_METHODS[method].client_streaming)
 
 
 def parsed(method: str, kind: Kind, data: bytes) -> Message:
-    """A request or answer of this method."""
+    """Return a parsed request or answer of this method."""
     descriptor = _METHODS[method]
     made = GetMessageClass(descriptor.input_type if kind == "request" else descriptor.output_type)()
     made.ParseFromString(data)
@@ -185,7 +185,7 @@ def encoded(message: Message) -> bytes:
 
 
 def masked(message: Message, addresses: Mapping[str, str]) -> Message:
-    """Mask the message in place. addresses: by address, the placeholder."""
+    """Mask the message in place. addresses: placeholder by address."""
     for part in _parts(message):
         name = part.DESCRIPTOR.name
         for field, value in MASKED.get(name, {}).items():
@@ -221,9 +221,7 @@ def _masked_value(key: str, value: Any) -> Any:
 
 
 def unmasked(message: Message, addresses: Mapping[str, str], log_id: int) -> Message:
-    """Put real addresses, and the log's number, into a recorded message. addresses: by
-    placeholder.
-    """
+    """Put real addresses and the log_id into a recorded message. addresses: by placeholder."""
     for part in _parts(message):
         field = LOG_IDS.get(part.DESCRIPTOR.name, "")
         if field and getattr(part, field) != NO_LOG:
@@ -232,7 +230,7 @@ def unmasked(message: Message, addresses: Mapping[str, str], log_id: int) -> Mes
 
 
 def replaced(message: Message, texts: Mapping[str, str]) -> Message:
-    """Replace these texts in all string fields, and in the JSON of records for a standby."""
+    """Replace these texts in all string fields and in the JSON of standby records."""
     for part in _parts(message):
         for field, value in part.ListFields():
             if field.type == FieldDescriptor.TYPE_STRING and isinstance(value, str):
@@ -251,7 +249,7 @@ def _replaced(text: str, texts: Mapping[str, str]) -> str:
 
 
 def _parts(message: Message) -> Sequence[Message]:
-    """The message and all messages in it."""
+    """Return the message and all nested messages."""
     found = [message]
     for field, value in message.ListFields():
         if field.type == FieldDescriptor.TYPE_MESSAGE and not _is_map(field):
@@ -264,33 +262,33 @@ def _is_map(field: FieldDescriptor) -> bool:
     return field.message_type is not None and field.message_type.GetOptions().map_entry
 
 
-class Beats:
-    """Tells what one direction of a stream only repeats. Its messages have to be masked."""
+class RepetitionFilter:
+    """Recognizes repeated messages of one direction of a stream. The messages must be masked."""
 
     def __init__(self) -> None:
-        self._held = b""
+        self._previous = b""
 
     def is_repeated(self, message: Message) -> bool:
-        """True: this message holds nothing that the ones before did not."""
+        """Return whether this message contains nothing new."""
         if isinstance(message, ReplicateResponse):
             return message.number == 0
         fields = {field.name for field, _ in message.ListFields()}
-        held = type(message)()
-        held.CopyFrom(message)
+        current = type(message)()
+        current.CopyFrom(message)
         for name in ONCE:
-            if name in held.DESCRIPTOR.fields_by_name:
-                held.ClearField(name)
-        before, self._held = self._held, encoded(held)
-        return self._held == before and not fields & set(ONCE)
+            if name in current.DESCRIPTOR.fields_by_name:
+                current.ClearField(name)
+        before, self._previous = self._previous, encoded(current)
+        return self._previous == before and not fields & set(ONCE)
 
 
 def repeatable(message: Message) -> Message:
-    """What a process repeats of its newest message while nothing happens."""
+    """Return what a process repeats of its newest message while idle."""
     if isinstance(message, ReplicateResponse):
         return ReplicateResponse()
-    again = cast(Message, type(message)())
-    again.CopyFrom(message)
+    copy = cast(Message, type(message)())
+    copy.CopyFrom(message)
     for name in ONCE:
-        if name in again.DESCRIPTOR.fields_by_name:
-            again.ClearField(name)
-    return again
+        if name in copy.DESCRIPTOR.fields_by_name:
+            copy.ClearField(name)
+    return copy

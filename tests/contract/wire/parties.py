@@ -1,6 +1,4 @@
-"""The processes of the conversation: what the worker does, and with which settings the servers
-run.
-"""
+"""The processes of the conversation: the worker's steps and the servers' settings."""
 
 from collections.abc import Callable, Mapping
 from contextlib import closing
@@ -33,7 +31,7 @@ FROZEN = {"table": np.array([3.0], np.float32)}
 
 
 def gradients(step: int) -> dict[str, Any]:
-    """Fixed numbers."""
+    """Return fixed gradients."""
     return {
         "a": WEIGHTS["a"] * np.float32(step) - np.float32(0.5),
         "b": WEIGHTS["b"] / np.float32(step),
@@ -41,8 +39,9 @@ def gradients(step: int) -> dict[str, Any]:
 
 
 def work(address: str, wait_for: Callable[[str, int], object]) -> dict[str, Any]:
-    """One worker from Join to Leave; the weights that it pulled last. wait_for: until servers
-    got so many calls.
+    """Run one worker from Join to Leave; return its last pulled weights.
+
+    wait_for: wait until servers have received this number of calls.
     """
     with Client(address, rank=0, lanes="grpc", connect_timeout=30.0, wait_timeout=60.0) as client:
         client.register(WEIGHTS, OptimizerSpec("adam", lr=0.01), buffers=BUFFERS, frozen=FROZEN)
@@ -59,9 +58,7 @@ def work(address: str, wait_for: Callable[[str, int], object]) -> dict[str, Any]
 
 
 def _step_through_data(client: Client, wait_for: Callable[[str, int], object]) -> None:
-    """Two batches are pushed with their positions in the data, one is returned. The push travels
-    in pieces.
-    """
+    """Push two batches with their data positions and return one; the push is sent in pieces."""
     lease = client.next_batches(LOOP, 3, idle=True)
     memory, weights = client.tapes()
     absent = ArrayBuffer(client.plan, memory).write_gradients(
@@ -82,5 +79,5 @@ def read_only(weights: Mapping[str, Any]) -> dict[str, bytes]:
 
 
 def numbers_of(store: Any) -> dict[str, bytes]:
-    """Weights and optimizer state of one shard."""
+    """Return weights and optimizer state of one shard."""
     return {key: tensor.numpy().tobytes() for key, tensor in sorted(store.export().items())}

@@ -1,4 +1,4 @@
-"""Play a conversation to one real process of the current code."""
+"""Plays a conversation to one real process of the current code."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -25,21 +25,21 @@ Make = Callable[..., Cluster]
 
 
 def play_to_shard_0(conversation: Conversation, cluster: Make) -> None:
-    """The answers hold all weights that workers pulled, and the records for the standby."""
+    """Play to shard 0; its answers contain all pulled weights and the standby's records."""
     with Player(conversation, SHARD_0) as player:
         server = cluster(0).add(0, 2, **SETTINGS)
-        player.know(SHARD_0, server.address)
+        player.set_address(SHARD_0, server.address)
         player.play()
 
         assert numbers_of(server.engine.live.store) == conversation.numbers
 
 
 def play_to_shard_1(conversation: Conversation, cluster: Make) -> None:
-    """The answers hold all weights that workers pulled from it."""
+    """Play to shard 1; its answers contain all weights that workers pulled from it."""
     with Player(conversation, SHARD_1) as player:
         address = {"advertise": PLACEHOLDERS[SHARD_1], "join": player.serve(SHARD_0)}
         server = cluster(0).add(1, 2, **SETTINGS, **address)
-        player.know(SHARD_1, server.address)
+        player.set_address(SHARD_1, server.address)
         player.play()
 
 
@@ -54,14 +54,14 @@ def play_to_standby(conversation: Conversation) -> None:
 
 @contextmanager
 def real_standby(player: Player) -> Iterator[Standby]:
-    """A standby of the played shard 0."""
+    """Start a standby of the played shard 0."""
     settings: dict[str, Any] = {
         **SETTINGS,
         "bind": "127.0.0.1:0",
         "standby_of": player.serve(SHARD_0),
     }
     standby = Standby(ServerConfig(shards=2, **settings), None)
-    player.know(STANDBY, standby.advertised)
+    player.set_address(STANDBY, standby.advertised)
     thread = threading.Thread(target=standby.run)
     thread.start()
     try:

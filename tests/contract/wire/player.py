@@ -1,8 +1,8 @@
-"""Plays all but one process of the recorded conversation, and compares what that process sends.
+"""Plays all but one process of the recorded conversation and compares the messages of that process.
 
-Events are played in their recorded order: what the real process sends is waited for, what others
-sent is sent again. Between events the played processes repeat their newest messages on streams,
-as real ones do.
+Events are played in their order: the player waits for messages of the real process and sends
+recorded messages of the others. Between events it repeats the newest messages on streams, as real
+processes do.
 """
 
 import queue
@@ -25,11 +25,11 @@ from tests.contract.wire.conversation import (
     NO_LOG,
     PLACEHOLDERS,
     STREAMS,
-    Beats,
     Call,
     Conversation,
     Event,
     Kind,
+    RepetitionFilter,
     encoded,
     is_stream,
     masked,
@@ -43,32 +43,32 @@ WAIT_SECONDS = 30.0
 BEAT_SECONDS = 0.4
 
 
-class Line:
-    """One call, as the player sees it: what it received, and what it sends."""
+class PlayedCall:
+    """One call: the messages received from the real process and the messages to send."""
 
     def __init__(self, player: "Player", call: Call, received: Kind) -> None:
         self.call = call
         self._player, self._kind = player, received
-        self._beats = Beats()
+        self._repetitions = RepetitionFilter()
         self._received: queue.SimpleQueue[Message | str] = queue.SimpleQueue()
         self._sent: queue.SimpleQueue[Message | grpc.StatusCode | None] = queue.SimpleQueue()
         self._repeated: Message | None = None
         self._acknowledged = 0
         self.code: grpc.StatusCode | None = None
 
-    def take(self, data: bytes) -> None:
-        """A message of the real process has come."""
+    def receive(self, data: bytes) -> None:
+        """Accept a message of the real process."""
         message = parsed(self.call.method, self._kind, data)
-        self._player.learn(message)
+        self._player.learn_log_id(message)
         message = masked(message, self._player.names)
-        if self.call.method not in STREAMS or not self._beats.is_repeated(message):
+        if self.call.method not in STREAMS or not self._repetitions.is_repeated(message):
             self._received.put(message)
 
-    def take_end(self, text: str) -> None:
+    def receive_end(self, text: str) -> None:
         self._received.put(text)
 
     def expect(self, data: bytes) -> None:
-        """The next message is this one."""
+        """Check the next message."""
         expected = parsed(self.call.method, self._kind, data)
         if isinstance(expected, ReplicateRequest) and expected.received:
             self._expect_acknowledged(expected.received)
@@ -80,7 +80,7 @@ class Line:
         )
 
     def _expect_acknowledged(self, number: int) -> None:
-        """An acknowledgement covers all records before it."""
+        """Check an acknowledgement, which covers all earlier records."""
         while self._acknowledged < number:
             found = self._next()
             assert isinstance(found, ReplicateRequest), (
@@ -114,25 +114,25 @@ class Line:
             self._sent.put(self._repeated)
 
     def end(self, code: grpc.StatusCode | None = None) -> None:
-        """The player sends no more."""
+        """Send no more messages."""
         self._sent.put(code)
 
-    def sending(self) -> Iterator[bytes]:
-        """What is sent, until its end."""
+    def outgoing(self) -> Iterator[bytes]:
+        """Yield messages to send until the end."""
         while isinstance(message := self._sent.get(), Message):
             yield message.SerializeToString()
         self.code = message
 
 
 class Player:
-    """A context. real: the process that takes part; addresses: of the processes, by placeholder."""
+    """Context that plays a conversation. real: process under test; addresses: by placeholder."""
 
     def __init__(self, conversation: Conversation, real: str) -> None:
         self.addresses: dict[str, str] = {}
         self.log_id = LOG_ID
         self._conversation, self._real = conversation, real
-        self._lines: dict[int, Line] = {}
-        self._arrived: list[Line] = []
+        self._lines: dict[int, PlayedCall] = {}
+        self._arrived: list[PlayedCall] = []
         self._changed = threading.Condition()
         self._resources = ExitStack()
         self._ended = threading.Event()
@@ -141,12 +141,12 @@ class Player:
     def names(self) -> Mapping[str, str]:
         return {address: name for name, address in self.addresses.items()}
 
-    def know(self, name: str, address: str) -> None:
-        """A process is at this address."""
+    def set_address(self, name: str, address: str) -> None:
+        """Set the address of a process."""
         self.addresses[PLACEHOLDERS[name]] = address
 
-    def learn(self, message: Message) -> None:
-        """The log's number, which shard 0 draws."""
+    def learn_log_id(self, message: Message) -> None:
+        """Read the log_id, which shard 0 draws."""
         found = getattr(message, "epoch", NO_LOG) if message.DESCRIPTOR.name in LOG_IDS else NO_LOG
         if found != NO_LOG:
             self.log_id = found
@@ -169,27 +169,27 @@ class Player:
     # ---- the player as a server ------------------------------------------------------------------
 
     def serve(self, name: str) -> str:
-        """Be this server for the real process; the address."""
+        """Act as this server for the real process; return the address."""
         server = grpc.server(ThreadPoolExecutor(64), options=SERVER_OPTIONS)
         server.add_generic_rpc_handlers((_Handler(self, name),))
         address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
-        self.know(name, address)
+        self.set_address(name, address)
         server.start()
         self._resources.callback(lambda: server.stop(0).wait())
         return address
 
     def wait_for(self, method: str, count: int) -> None:
-        """Return when the real process has made so many calls of this method."""
+        """Wait until the real process has made `count` calls of this method."""
         until(
             lambda: sum(line.call.method == method for line in self._arrived) >= count,
             f"{count} calls of {method}",
         )
 
-    def answered(
+    def answer(
         self, call: Call, requests: Iterator[bytes], context: grpc.ServicerContext
     ) -> Iterator[bytes]:
-        """A call of the real process."""
-        line = Line(self, call, "request")
+        """Answer a call of the real process."""
+        line = PlayedCall(self, call, "request")
         with self._changed:
             self._arrived.append(line)
             self._changed.notify_all()
@@ -198,19 +198,19 @@ class Player:
         if call.method == HEARTBEAT:  # they come when it is time
             line.send(self._recorded(HEARTBEAT, "answer"))
             line.end(grpc.StatusCode.OK)
-        yield from line.sending()
+        yield from line.outgoing()
         if line.code not in (None, grpc.StatusCode.OK):
             context.abort(line.code, "the conversation is over")
 
-    def _read(self, line: Line, requests: Iterator[bytes]) -> None:
+    def _read(self, line: PlayedCall, requests: Iterator[bytes]) -> None:
         try:
             for data in requests:
-                line.take(data)
+                line.receive(data)
         except Exception as error:  # gRPC's, of a call that the client cancelled
-            line.take_end(f"cancelled: {error!r}")
+            line.receive_end(f"cancelled: {error!r}")
             return
         if is_stream(line.call.method):
-            line.take_end("closed")
+            line.receive_end("closed")
 
     def _recorded(self, method: str, kind: Kind) -> bytes:
         calls = self._conversation.calls
@@ -220,13 +220,13 @@ class Player:
             if (calls[event.call].method, event.kind) == (method, kind)
         )
 
-    def _arrival(self, number: int) -> Line:
+    def _arrival(self, number: int) -> PlayedCall:
         call = self._conversation.calls[number]
         with self._changed:
             if number not in self._lines:
                 taken = list(self._lines.values())
 
-                def waiting() -> list[Line]:
+                def waiting() -> list[PlayedCall]:
                     return [
                         line for line in self._arrived if line.call == call and line not in taken
                     ]
@@ -237,31 +237,33 @@ class Player:
 
     # ---- the player as a client ------------------------------------------------------------------
 
-    def _opened(self, number: int) -> Line:
+    def _opened(self, number: int) -> PlayedCall:
         if number not in self._lines:
             call = self._conversation.calls[number]
-            line = self._lines[number] = Line(self, call, "answer")
+            line = self._lines[number] = PlayedCall(self, call, "answer")
             channel = open_channel(self.addresses[PLACEHOLDERS[call.server]], tensors=True)
             self._resources.callback(channel.close)
             answers: Any = channel.stream_stream(call.method)(
-                line.sending(), timeout=4 * WAIT_SECONDS
+                line.outgoing(), timeout=4 * WAIT_SECONDS
             )
             self._resources.callback(answers.cancel)
-            threading.Thread(target=self._hear, args=(line, answers), daemon=True).start()
+            threading.Thread(
+                target=self._receive_answers, args=(line, answers), daemon=True
+            ).start()
         return self._lines[number]
 
-    def _hear(self, line: Line, answers: Any) -> None:
+    def _receive_answers(self, line: PlayedCall, answers: Any) -> None:
         try:
             for data in answers:
-                line.take(data)
+                line.receive(data)
         except grpc.RpcError:
             pass
-        line.take_end(answers.code().name)
+        line.receive_end(answers.code().name)
 
     # ---- events ----------------------------------------------------------------------------------
 
     def play(self) -> None:
-        """All events; AssertionError where the real process sends something else than the
+        """Play all events; AssertionError if the real process sends another message than the
         recorded one.
         """
         for event in self._conversation.events:
@@ -271,7 +273,7 @@ class Player:
             elif call.server == self._real and self._real != call.client:
                 self._play_client(self._opened(event.call), event)
 
-    def _play_server(self, line: Line, event: Event) -> None:
+    def _play_server(self, line: PlayedCall, event: Event) -> None:
         match event.kind:
             case "request":
                 line.expect(event.data)
@@ -282,7 +284,7 @@ class Player:
             case "end":
                 line.end(grpc.StatusCode[event.data.decode()])
 
-    def _play_client(self, line: Line, event: Event) -> None:
+    def _play_client(self, line: PlayedCall, event: Event) -> None:
         match event.kind:
             case "request":
                 line.send(event.data)
@@ -297,7 +299,7 @@ class Player:
 
 
 class _Handler(grpc.GenericRpcHandler):
-    """All methods of one played server."""
+    """Handles all methods of one played server."""
 
     def __init__(self, player: Player, name: str) -> None:
         self._player, self._name = player, name
@@ -306,7 +308,7 @@ class _Handler(grpc.GenericRpcHandler):
         call = Call(str(details.method), self._player._real, self._name)
 
         def answer(requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
-            return self._player.answered(call, requests, context)
+            return self._player.answer(call, requests, context)
 
         return grpc.stream_stream_rpc_method_handler(answer)
 

@@ -1,10 +1,9 @@
-"""Record the wire conversation with the servers of this checkout.
+"""Records the wire conversation with the servers of this checkout.
 
 `python -m tests.contract.wire.record [FILE]`
 
-Every process reaches the others through a proxy, which passes one message at a time: the next
-one waits until what the last one caused has arrived. So the order in the file is the order of
-cause and effect.
+Processes reach each other through a proxy that passes one message at a time: the next one waits
+until the effects of the previous one have arrived. The file therefore has messages in causal order.
 """
 
 import itertools
@@ -29,11 +28,11 @@ from tests.contract.wire.conversation import (
     SHARD_1,
     STANDBY,
     STREAMS,
-    Beats,
     Call,
     Conversation,
     Event,
     Kind,
+    RepetitionFilter,
     client_of,
     encoded,
     is_stream,
@@ -42,7 +41,7 @@ from tests.contract.wire.conversation import (
 )
 from tests.contract.wire.parties import SETTINGS, numbers_of, read_only, work
 from tests.support.cluster import Cluster
-from tests.support.standbys import Following
+from tests.support.standbys import RunningStandby
 from tests.support.workers import until
 
 QUIET = 0.05
@@ -50,7 +49,7 @@ QUIET = 0.05
 
 
 class Recorder:
-    """Keeps the order of all messages."""
+    """Records all messages in order."""
 
     def __init__(self) -> None:
         self.calls: list[Call] = []
@@ -60,7 +59,7 @@ class Recorder:
         self._waiting: list[tuple[int, int]] = []
         self._tickets = itertools.count()
         self._passed = 0.0
-        self._beats: dict[tuple[int, Kind], Beats] = {}
+        self._repetitions: dict[tuple[int, Kind], RepetitionFilter] = {}
         self._heartbeats: dict[int, list[Event]] = {}
         self.has_heartbeat = False
 
@@ -70,20 +69,19 @@ class Recorder:
             return len(self.calls) - 1
 
     def message(self, number: int, kind: Kind, data: bytes) -> bytes:
-        """Return what to pass on, when it may be passed on."""
+        """Wait for the turn of a message; return the message to pass on."""
         method = self.calls[number].method
         message = masked(parsed(method, kind, data), self.addresses)
-        if method in STREAMS and self._beats.setdefault((number, kind), Beats()).is_repeated(
-            message
-        ):
+        if method in STREAMS and self._repetitions.setdefault(
+            (number, kind), RepetitionFilter()
+        ).is_repeated(message):
             return data
         event = Event(number, kind, encoded(message))
         if method == HEARTBEAT:  # a late heartbeat fails
             self._heartbeats.setdefault(number, []).append(event)
         else:
             self._add_in_turn(event, (_urgency(method, kind), next(self._tickets)))
-        # the name of the worker's machine and its process number are part of texts that the log's
-        # digest covers
+        # host name and PID of the worker are in texts that the log's digest covers
         return event.data if method == JOIN and kind == "request" else data
 
     def _add_in_turn(self, event: Event, ticket: tuple[int, int]) -> None:
@@ -100,7 +98,7 @@ class Recorder:
             self._changed.notify_all()
 
     def closed(self, number: int) -> None:
-        """The client sends no more. In a unary call that follows from its only request."""
+        """Note that the client sends no more; in unary calls this follows from the request."""
         if is_stream(self.calls[number].method):
             self.events.append(Event(number, "closed", b""))
 
@@ -114,7 +112,7 @@ class Recorder:
                 self.has_heartbeat = True
 
     def wait_for(self, method: str, count: int) -> None:
-        """Return when so many calls of this method have come."""
+        """Wait until `count` calls of this method have arrived."""
         until(
             lambda: [call.method for call in self.calls].count(method) >= count,
             f"{count} calls of {method}",
@@ -123,18 +121,18 @@ class Recorder:
             until(lambda: self.has_heartbeat, "an answer")
 
     def wait_for_quiet(self) -> None:
-        """Return when nothing but repeated messages has come for a while."""
+        """Wait until only repeated messages arrive for some time."""
         until(lambda: not self._waiting and time.monotonic() - self._passed > 10 * QUIET, "quiet")
 
 
 def _urgency(method: str, kind: Kind) -> int:
-    """What a request causes goes before the next request."""
+    """Return the priority: effects of a request precede the next request."""
     if client_of(method) == STANDBY:
         return 0
     return 1 if kind == "answer" else 2 if client_of(method) == SHARD_1 else 3
 
 
-class Proxy(grpc.GenericRpcHandler):
+class RecordingProxy(grpc.GenericRpcHandler):
     """Passes calls of any method to a server."""
 
     def __init__(self, recorder: Recorder, name: str) -> None:
@@ -184,17 +182,17 @@ class Proxy(grpc.GenericRpcHandler):
                 context.abort(upstream.code(), upstream.details())
 
 
-def recorded() -> Conversation:
-    """The conversation, and the numbers that it ends with."""
+def record_conversation() -> Conversation:
+    """Return the conversation and the final numbers."""
     recorder = Recorder()
     with ExitStack() as stack:
-        first, second = proxies = [Proxy(recorder, name) for name in (SHARD_0, SHARD_1)]
+        first, second = proxies = [RecordingProxy(recorder, name) for name in (SHARD_0, SHARD_1)]
         for proxy in proxies:
             stack.callback(proxy.close)
         servers = Cluster(0)
         stack.callback(servers.close)
 
-        def start(shard: int, proxy: Proxy) -> None:
+        def start(shard: int, proxy: RecordingProxy) -> None:
             server = servers.add(
                 shard, 2, **{**SETTINGS, "advertise": proxy.address, "join": first.address}
             )
@@ -202,7 +200,7 @@ def recorded() -> Conversation:
 
         start(0, first)
         primary = servers.servers[0]
-        standby = Following(primary, advertise=None, standby_of=first.address)
+        standby = RunningStandby(primary, advertise=None, standby_of=first.address)
         recorder.addresses[standby.standby.advertised] = PLACEHOLDERS[STANDBY]
         with standby:
             standby.in_sync()
@@ -219,7 +217,7 @@ def recorded() -> Conversation:
 def main() -> None:
     path = Path(sys.argv[1]) if len(sys.argv) > 1 else FIXTURE
     path.parent.mkdir(parents=True, exist_ok=True)
-    recorded().save(path)
+    record_conversation().save(path)
 
 
 if __name__ == "__main__":

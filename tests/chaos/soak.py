@@ -1,4 +1,4 @@
-"""One act of the soak: a job runs for a while, undisturbed or not, ends, and is judged."""
+"""One job of the soak test: it runs for a while, with or without faults, ends and is checked."""
 
 import json
 import threading
@@ -14,7 +14,7 @@ from pscommon.core.errors import PSError
 from psworker import Client
 from tests.chaos import checker, journal
 from tests.chaos.checker import Evidence, Finding, Rollback
-from tests.chaos.cluster import Act, Cluster, Mending
+from tests.chaos.cluster import Cluster, EndedFault, SoakJob
 from tests.chaos.gauges import Growth
 from tests.chaos.journal import Operation
 from tests.chaos.schedule import Fault
@@ -28,66 +28,70 @@ RESUMED = "resumed_from_snapshot"
 
 @dataclass
 class Outcome:
-    """What an act was. began, ended: of the time that counts, from the first updates on;
-    findings: what is wrong.
+    """Result of one job.
+
+    began, ended: start and end of the measured time; it starts with the first updates.
+    findings: broken rules.
     """
 
-    act: Act
+    soak_job: SoakJob
     faults: Sequence[Fault]
     began: float = 0.0
     ended: float = 0.0
     operations: list[Operation] = field(default_factory=list)
     evidence: Evidence = field(default_factory=lambda: Evidence([]))
-    mended: list[Mending] = field(default_factory=list)
+    ended_faults: list[EndedFault] = field(default_factory=list)
     growth: list[Growth] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)
 
     @property
     def updates_per_second(self) -> float:
-        """Of those that stayed."""
+        """Rate of updates that were not rolled back."""
         return (self._version(self.ended) - self._version(self.began)) / (self.ended - self.began)
 
     def _version(self, at: float) -> int:
-        """The newest that somebody had seen by then, or the one that it went back to."""
-        looks = sorted((o.end, o.after) for o in self.operations if o.after >= 0)
-        place = bisect_right(looks, (at, 1 << 62))
-        return looks[place - 1][1] if place else 0
+        """Return the newest version that a worker had observed at this time, with rollbacks."""
+        observed = sorted((o.end, o.after) for o in self.operations if o.after >= 0)
+        index = bisect_right(observed, (at, 1 << 62))
+        return observed[index - 1][1] if index else 0
 
-    def pushing_again(self, mending: Mending) -> float | None:
-        """Seconds from the end of a fault to the end of a push that counted and began after it;
-        None: never.
+    def seconds_to_next_push(self, ended_fault: EndedFault) -> float | None:
+        """Return the seconds from the end of a fault to the end of a counted push that began after
+        it.
+
+        None if there is no such push.
         """
         ends = [
             o.end
             for o in self.operations
-            if o.applied and o.end > mending.ended and o.begin >= mending.began
+            if o.applied and o.end > ended_fault.ended and o.begin >= ended_fault.began
         ]
-        return min(ends) - mending.ended if ends else None
+        return min(ends) - ended_fault.ended if ends else None
 
 
-def run(act: Act, folder: Path, seconds: float, faults: Sequence[Fault] = ()) -> Outcome:
-    """Carries it out. Artefacts are in the folder; what is wrong, in findings."""
-    outcome = Outcome(act, faults)
-    with Cluster(act, folder) as cluster:
-        stage = _Stage(cluster)
-        if stage.until(lambda: _all_push(cluster), START_SECONDS):
+def run(soak_job: SoakJob, folder: Path, seconds: float, faults: Sequence[Fault] = ()) -> Outcome:
+    """Run a job with faults; leave artefacts in the folder and broken rules in `findings`."""
+    outcome = Outcome(soak_job, faults)
+    with Cluster(soak_job, folder) as cluster:
+        driver = _Driver(cluster)
+        if driver.until(lambda: _all_push(cluster), START_SECONDS):
             outcome.began = time.monotonic()
-            stage.play(faults, seconds)
+            driver.inject(faults, seconds)
         else:
             outcome.findings.append(
                 Finding("starts", f"no updates of all workers within {START_SECONDS:g} s")
             )
         outcome.ended = time.monotonic()
-        cluster.mend_all()
-        cluster.ask_to_end()
-        if not stage.until(lambda: cluster.done, END_SECONDS):
+        cluster.end_all_faults()
+        cluster.request_end()
+        if not driver.until(lambda: cluster.done, END_SECONDS):
             outcome.findings.append(
-                Finding("ends", f"workers still run {END_SECONDS:g} s after they were to end")
+                Finding("ends", f"workers still run {END_SECONDS:g} s after the end was requested")
             )
         status, counters = _final(cluster)
-        outcome.findings += _ended_well(cluster)
+        outcome.findings += _check_server_exits(cluster)
         outcome.operations = journal.read(cluster.journals)
-        outcome.mended, outcome.growth = cluster.mended, cluster.gauges.growth()
+        outcome.ended_faults, outcome.growth = cluster.ended_faults, cluster.gauges.growth()
         outcome.evidence = _evidence(cluster, outcome.operations, status, counters)
         outcome.findings += checker.check(outcome.evidence)
         outcome.findings += [
@@ -97,8 +101,8 @@ def run(act: Act, folder: Path, seconds: float, faults: Sequence[Fault] = ()) ->
     return outcome
 
 
-class _Stage:
-    """Time passes: a tick is a look at all processes."""
+class _Driver:
+    """Calls the cluster's supervision in each tick."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
@@ -106,7 +110,7 @@ class _Stage:
         self._measured = 0.0
 
     def until(self, condition: Any, seconds: float) -> bool:
-        """Was it true in time?"""
+        """Return whether the condition became true in time."""
         deadline = time.monotonic() + seconds
         while not condition():
             if time.monotonic() > deadline:
@@ -114,24 +118,24 @@ class _Stage:
             self._tick()
         return True
 
-    def play(self, faults: Sequence[Fault], seconds: float) -> None:
-        """Faults at their times, and their ends."""
-        start, begun = time.monotonic(), {}
+    def inject(self, faults: Sequence[Fault], seconds: float) -> None:
+        """Begin and end the faults at their times."""
+        start, started_at = time.monotonic(), {}
         events = sorted(
             (at, fault) for fault in faults for at in {fault.at, fault.at + fault.seconds}
         )
         while (now := time.monotonic() - start) < seconds:
             while events and events[0][0] <= now:
                 _, fault = events.pop(0)
-                if fault not in begun:
-                    begun[fault] = time.monotonic()
-                    self._cluster.break_(fault)
+                if fault not in started_at:
+                    started_at[fault] = time.monotonic()
+                    self._cluster.begin_fault(fault)
                 if fault.at + fault.seconds <= now:
-                    self._cluster.mend(fault, begun[fault])
+                    self._cluster.end_fault(fault, started_at[fault])
             self._tick()
 
     def _tick(self) -> None:
-        self._cluster.tend()
+        self._cluster.restart_crashed()
         if time.monotonic() - self._measured > MEASURE:
             self._measured = time.monotonic()
             self._cluster.measure()
@@ -140,16 +144,16 @@ class _Stage:
 
 def _all_push(cluster: Cluster) -> bool:
     operations = journal.read(cluster.journals)
-    return len({o.process for o in operations if o.applied}) >= cluster.act.workers
+    return len({o.process for o in operations if o.applied}) >= cluster.soak_job.workers
 
 
 def _final(cluster: Cluster) -> tuple[dict[str, Any], tuple[float, ...]]:
-    """The job's status and counters when all workers have left; of a stopped job, as its servers
-    find it again.
+    """Return status and counters when all workers have left; restart the servers of a stopped
+    job.
     """
     try:
-        if not cluster.act.has_end:
-            cluster.resume()
+        if not cluster.soak_job.has_end:
+            cluster.restart_servers()
         with Client(cluster.servers.address, observe=True, connect_timeout=30.0) as client:
             status, weights = client.status(), client.pull()
     except (PSError, AssertionError) as error:
@@ -158,8 +162,8 @@ def _final(cluster: Cluster) -> tuple[dict[str, Any], tuple[float, ...]]:
     return status, tuple(float(value) for array in counters for value in (array.min(), array.max()))
 
 
-def _ended_well(cluster: Cluster) -> list[Finding]:
-    """Stops the servers, and looks at their exit codes."""
+def _check_server_exits(cluster: Cluster) -> list[Finding]:
+    """Stop the servers and check their exit codes."""
     if cluster.stop_job():
         return [Finding("ends", "ps-ctl stop failed")]
     try:
@@ -175,22 +179,22 @@ def _evidence(
     status: dict[str, Any],
     counters: tuple[float, ...],
 ) -> Evidence:
-    flags = dict(zip(cluster.act.flags[::2], cluster.act.flags[1::2], strict=False))
+    flags = dict(zip(cluster.soak_job.flags[::2], cluster.soak_job.flags[1::2], strict=False))
     bounds = {name: int(flags[f"--{name}"]) for name in ("staleness",) if f"--{name}" in flags}
     return Evidence(
         operations,
-        cluster.act.policy,
+        cluster.soak_job.policy,
         durability=flags.get("--durability", "snapshot"),
         status=status,
         counters=counters,
         rollbacks=rollbacks(cluster.leaders, flags.get("--durability", "snapshot")),
-        told_to_end=cluster.told_to_end,
+        stopped_at=cluster.stopped_at,
         **bounds,
     )
 
 
 def rollbacks(leaders: Sequence[Program], durability: str) -> list[Rollback]:
-    """As shard 0 has announced them in its log. With a log, a start that resumes is no way back."""
+    """Return the rollbacks in the logs of shard 0. With a log, a resumed start is no rollback."""
     found = []
     offset = time.time() - time.monotonic()
     for line in [
