@@ -1,4 +1,4 @@
-"""Fixtures."""
+"""Fixtures that fault tests share."""
 
 from tests.support.cluster import cluster
 

@@ -1,5 +1,5 @@
-"""Shard 0 comes back under the same DNS name at another address: workers and shards find it
-there soon.
+"""Shard 0 restarts under the same DNS name at another address; workers and shards reconnect
+soon.
 """
 
 import os
@@ -19,9 +19,9 @@ pytestmark = pytest.mark.timing
 
 NAME = "ps-zero.test"
 SECONDS = 5.0
-"""Within which training has to continue."""
+"""Time within which training must continue."""
 
-# pushes as fast as it can, and says each time that one has counted
+# pushes without a pause and prints each counted version
 SCRIPT = """
 import numpy as np
 import psworker
@@ -33,24 +33,26 @@ with psworker.Client() as client:
 """
 
 
-def missing() -> str:
-    """Why no process can have a name of its own here; empty if it can."""
+def reason_without_mounts() -> str:
+    """Return why a process cannot have its own /etc/hosts here; empty if it can."""
     if os.geteuid() != 0 or not (shutil.which("unshare") and shutil.which("mount")):
         return "needs root, unshare and mount"
     done = subprocess.run(["unshare", "-m", "true"], capture_output=True, text=True, timeout=30)
     return done.stderr.strip()
 
 
-class Names:
-    """Programs that read `hosts` as their /etc/hosts, in a mount namespace of their own."""
+class HostNames:
+    """Starts programs that read `hosts` as /etc/hosts in their own mount namespace."""
 
     def __init__(self, programs: Programs) -> None:
         self._programs = programs
         self.hosts = programs.folder / "hosts"
         self.hosts.touch()
 
-    def point(self, address: str) -> None:
-        """The name leads there. The file stays the same one: it is mounted."""
+    def set_address(self, address: str) -> None:
+        """Let the name resolve to this address. The file is rewritten in place because it is
+        mounted.
+        """
         with self.hosts.open("r+") as file:
             file.truncate()
             file.write(f"127.0.0.1 localhost\n{address} {NAME}\n")
@@ -65,7 +67,7 @@ class Names:
 
 @pytest.fixture
 def programs(tmp_path: Path) -> Iterator[Programs]:
-    if reason := missing():
+    if reason := reason_without_mounts():
         pytest.skip(reason)
     with programs_in(tmp_path) as programs:
         programs.script(SCRIPT)
@@ -73,26 +75,24 @@ def programs(tmp_path: Path) -> Iterator[Programs]:
 
 
 @pytest.mark.parametrize("resolver", ["ares", "native"])
-def test_training_continues_soon_after_shard_0_has_another_address(
+def test_training_continues_after_shard_0_changes_its_address(
     programs: Programs, resolver: str
 ) -> None:
-    """The name leads to the old address until the worker has looked it up in vain: the worst
-    case.
-    """
-    names = Names(programs)
-    names.point("127.0.0.1")
+    """Worst case: the name resolves to the old address until the worker has resolved it in vain."""
+    host_names = HostNames(programs)
+    host_names.set_address("127.0.0.1")
     port, other = free_ports(2)
     setting = {"GRPC_DNS_RESOLVER": resolver}
     data = ("--data-dir", programs.folder / "data", "--durability", "log")
 
     def shard_0(address: str) -> Program:
         place = ("--shard", "0/2", "--bind", f"{address}:{port}", "--advertise", f"{NAME}:{port}")
-        return names.start("ps-server", *place, *data, **setting)
+        return host_names.start("ps-server", *place, *data, **setting)
 
     first = shard_0("127.0.0.1")
     place = ("--shard", "1/2", "--bind", f"127.0.0.1:{other}", "--join", f"{NAME}:{port}")
-    second = names.start("ps-server", *place, *data, **setting)
-    worker = names.start(
+    second = host_names.start("ps-server", *place, *data, **setting)
+    worker = host_names.start(
         "ps-worker", "--ps", f"{NAME}:{port}", "--device", "cpu", "train.py", **setting
     )
     worker.wait_for("version", times=20)
@@ -100,7 +100,7 @@ def test_training_continues_soon_after_shard_0_has_another_address(
     kill(first)
     worker.wait_for("heartbeats_unanswered", seconds=30)
     pushed = worker.out.count("version")
-    names.point("127.0.0.2")
+    host_names.set_address("127.0.0.2")
     shard_0("127.0.0.2").wait_for("listening")
     began = time.monotonic()
     worker.wait_for("version", times=pushed + 2)

@@ -1,6 +1,4 @@
-"""The network is gone for 30 seconds: for three jobs at the same time, since most of this is
-waiting.
-"""
+"""A network cut of 30 seconds, for three jobs at the same time."""
 
 import shutil
 import time
@@ -16,8 +14,15 @@ from tests.support.machine_time import machine_seconds
 from tests.support.namespaces import FAST, Cable
 from tests.support.process_job import MODULES
 from tests.support.programs import BIN, Program, Programs, programs_in
-from tests.support.proxied_job import ProxiedJob, lines, longest_silence, more
-from tests.support.pushing_jobs import LINE, NOTICED, RESUMED, Jobs, finish, workers
+from tests.support.proxied_job import ProxiedJob, lines, longest_silence, wait_for_more_lines
+from tests.support.pushing_jobs import (
+    DETECTION_SECONDS,
+    LOG_INTERVAL_SECONDS,
+    RECOVERY_SECONDS,
+    JobStarter,
+    stop_and_check,
+    workers,
+)
 from tests.support.workers import until
 
 CUT = 30.0
@@ -31,15 +36,22 @@ count("{ADDRESS}", 0, 10**6, pause=0.02)
 """
 
 
-# one cut for all tests, in one process
+# one cut for all tests: they run in one process
 pytestmark = pytest.mark.timing
 
 
 @dataclass
-class Outage:
-    """patient: its leases outlast the cut; strict: they do not; wired: the worker of a job over
-    a cable between two namespaces; missing: why there is none. began: by time.time(). noticed,
-    resumed: seconds, of the slowest worker behind a proxy; wired_resumed: at most."""
+class CutResult:
+    """Three jobs and the times measured around a cut.
+
+    patient: its leases outlast the cut.
+    strict: its leases end during the cut.
+    missing: why there is no wired job.
+    wired: worker of a job over a cable between two namespaces.
+    began: by time.time().
+    noticed, resumed: seconds of the slowest worker behind a proxy.
+    wired_resumed: upper bound in seconds.
+    """
 
     patient: ProxiedJob
     strict: ProxiedJob
@@ -52,7 +64,7 @@ class Outage:
 
 
 def start_wired(programs: Programs, cable: Cable) -> Program:
-    """A server and a worker at the two ends of a cable; returns the worker, once it trains."""
+    """Start a server and a worker at the ends of a cable; return the worker when it trains."""
 
     def within(name: str, *command: object) -> Program:
         prefix, *rest = inside(name)
@@ -66,73 +78,75 @@ def start_wired(programs: Programs, cable: Cable) -> Program:
 
 
 @pytest.fixture(scope="module")
-def outage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Outage]:
+def outage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CutResult]:
     folder: Path = tmp_path_factory.mktemp("cut")
     with ExitStack() as stack:
         reason = missing()
         cable = None if reason else stack.enter_context(Cable())
-        programs, jobs = stack.enter_context(programs_in(folder)), Jobs(folder, stack)
+        programs, jobs = stack.enter_context(programs_in(folder)), JobStarter(folder, stack)
         wired = start_wired(programs, cable) if cable else None
-        found = Outage(jobs("sync", "60s"), jobs("sync", "5s"), reason, wired)
-        suffer(found, cable)
-        yield found
+        result = CutResult(jobs("sync", "60s"), jobs("sync", "5s"), reason, wired)
+        cut_and_heal(result, cable)
+        yield result
 
 
-def suffer(found: Outage, cable: Cable | None) -> None:
-    """The cut, the healing, and what is measured of both."""
-    pushing = [*workers(found.patient), *workers(found.strict)]
-    proxies = [*found.patient.everywhere, *found.strict.everywhere]
+def cut_and_heal(result: CutResult, cable: Cable | None) -> None:
+    """Cut the networks, heal them, and measure detection and recovery."""
+    pushing = [*workers(result.patient), *workers(result.strict)]
+    proxies = [*result.patient.all_proxies, *result.strict.all_proxies]
     for proxy in proxies:
         proxy.half_open()
     if cable is not None:
         cable.silence()
-    found.began = time.time()
-    found.noticed = more(pushing, "heartbeats_unanswered")
-    until(lambda: time.time() - found.began > CUT, "the end of the cut", 2 * CUT)
-    said = found.wired.out.count("pushed") if found.wired else 0
+    result.began = time.time()
+    result.noticed = wait_for_more_lines(pushing, "heartbeats_unanswered")
+    until(lambda: time.time() - result.began > CUT, "the end of the cut", 2 * CUT)
+    pushes_before = result.wired.out.count("pushed") if result.wired else 0
     healed = time.monotonic()
     for proxy in proxies:
         proxy.heal()
     if cable is not None:
         cable.rate(FAST)
-    more(pushing, "pushed", times=2)
-    found.resumed = machine_seconds(healed)
-    if found.wired is not None:
-        found.wired.wait_for("pushed", times=said + 2)
-        found.wired_resumed = machine_seconds(healed)
+    wait_for_more_lines(pushing, "pushed", times=2)
+    result.resumed = machine_seconds(healed)
+    if result.wired is not None:
+        result.wired.wait_for("pushed", times=pushes_before + 2)
+        result.wired_resumed = machine_seconds(healed)
 
 
-def test_it_is_noticed_and_nobody_waits_without_a_line(outage: Outage) -> None:
+def test_a_cut_is_detected_and_each_wait_is_logged(outage: CutResult) -> None:
     print(f"\ncut of {CUT:.0f} s: noticed after {outage.noticed:.1f} s")
-    assert outage.noticed <= NOTICED
+    assert outage.noticed <= DETECTION_SECONDS
     for life in workers(outage.patient) + workers(outage.strict):
-        assert longest_silence(life, "shard ", outage.began, outage.began + CUT) < LINE
+        assert (
+            longest_silence(life, "shard ", outage.began, outage.began + CUT) < LOG_INTERVAL_SECONDS
+        )
 
 
-def test_training_resumes_soon_after_the_healing(outage: Outage) -> None:
+def test_training_resumes_soon_after_a_cut(outage: CutResult) -> None:
     print(f"\ncut of {CUT:.0f} s: training {outage.resumed:.1f} s after the healing")
-    assert outage.resumed <= RESUMED
+    assert outage.resumed <= RECOVERY_SECONDS
 
 
-def test_a_lease_that_outlasts_the_cut_is_kept(outage: Outage) -> None:
-    """The same workers go on, nothing is lost and nothing counts twice."""
+def test_workers_whose_leases_outlast_a_cut_continue(outage: CutResult) -> None:
+    """No push is lost or counted twice."""
     assert [lines(life, "fenced") for life in workers(outage.patient)] == [[], []]
-    assert not lines(outage.patient.lives["s0"], "rollback_started")
-    finish(outage.patient)
+    assert not lines(outage.patient.processes["s0"], "rollback_started")
+    stop_and_check(outage.patient)
 
 
-def test_a_lease_that_ends_in_the_cut_makes_new_workers(outage: Outage) -> None:
-    """They are fenced, told so, and come back; what was acknowledged has counted."""
+def test_workers_whose_leases_end_in_a_cut_rejoin_as_new(outage: CutResult) -> None:
+    """They are fenced; their acknowledged pushes count."""
     assert [len(lines(life, "fenced")) for life in workers(outage.strict)] == [1, 1]
-    assert not lines(outage.strict.lives["s0"], "rollback_started")
-    finish(outage.strict, fenced=2)
+    assert not lines(outage.strict.processes["s0"], "rollback_started")
+    stop_and_check(outage.strict, fenced=2)
 
 
-def test_a_cable_that_loses_every_packet(outage: Outage) -> None:
+def test_training_resumes_after_a_cable_lost_all_packets(outage: CutResult) -> None:
     if outage.wired is None:
         pytest.skip(outage.missing)
     print(f"\ncable cut for {CUT:.0f} s: training {outage.wired_resumed:.1f} s after the healing")
 
-    assert outage.wired_resumed <= RESUMED
+    assert outage.wired_resumed <= RECOVERY_SECONDS
     assert "fenced" not in outage.wired.out
     assert "does not answer" in outage.wired.err

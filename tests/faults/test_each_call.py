@@ -1,6 +1,4 @@
-"""Each call of a worker loses its request, its reply, and is repeated: what counts is the same,
-in each policy.
-"""
+"""Requests and replies of each worker call are lost or repeated; counted pushes stay the same."""
 
 from collections.abc import Iterator
 
@@ -23,7 +21,7 @@ FAULTS: dict[Fault, str] = {
     "duplicate": "0%:0%:100%",
 }
 TIMES = {"CoordinatorService.Leave": 1, "CoordinatorService.Heartbeat": 1}
-"""How often in a row, else twice. A worker leaves once, and takes its time between heartbeats."""
+"""Number of consecutive faults, by default two. Leave is called once, Heartbeat rarely."""
 
 METHODS = (
     *(
@@ -48,19 +46,17 @@ METHODS = (
 def job(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[ForkedJob]:
-    """Two servers; the workers are clients of the test's process."""
+    """Yield a job with two servers; its workers are clients in the test's process."""
     flags = (*POLICIES[request.param], "--lease", "2s")
     with ForkedJob(tmp_path_factory.mktemp(request.param), 2, flags, count) as job:
         job.start("s0", "s1")
         with counter(job.address, connect_timeout=30.0):
-            pass  # there are weights from now on
+            pass  # registers the model and its weights
         yield job
 
 
-def use_everything(client: Client) -> None:
-    """A small loop, each batch with a push of one; on the way one batch is given back, and got
-    again.
-    """
+def make_every_call(client: Client) -> None:
+    """Run a small loop with one push per batch; return one batch and lease it again."""
     loop = LoopSpec(client.open_loop, BATCHES, 1)
     first, *rest = client.next_batches(loop, 2).numbers
     client.return_batches([BatchKey(loop.loop, number) for number in rest])
@@ -82,22 +78,22 @@ def push(client: Client, loop: LoopSpec, number: int) -> None:
     )
 
 
-def suffer(job: ForkedJob, method: str, fault: Fault) -> FaultyLane:
-    """One worker's life, in which the first calls of this method meet this fault."""
+def run_worker_with_faults(job: ForkedJob, method: str, fault: Fault) -> FaultyLane:
+    """Run one worker whose first calls of this method meet this fault."""
     times = TIMES.get(method, 2)
     lane = faulty_lane(job.address, f"{method}={times}:{FAULTS[fault]}")
     with counter("", lane=lane, connect_timeout=30.0) as client:
-        use_everything(client)
+        make_every_call(client)
         if method == "CoordinatorService.Heartbeat":
             until(lambda: lane.faults.counts[method, fault], f"{method}: {fault}")
     return lane
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_push_counts_once_and_so_does_its_batch(job: ForkedJob, method: str) -> None:
+def test_faulty_calls_count_each_push_and_batch_once(job: ForkedJob, method: str) -> None:
     for fault in FAULTS:
         before = counted(weights_of(job.address))
-        lane = suffer(job, method, fault)
+        lane = run_worker_with_faults(job, method, fault)
 
         assert lane.faults.counts[method, fault]
         assert counted(weights_of(job.address)) == before + BATCHES

@@ -1,6 +1,4 @@
-"""Each push counts once: through lost, repeated and reset calls, over real servers that are
-killed.
-"""
+"""Each push counts once although calls are lost, repeated and reset and servers are killed."""
 
 from pathlib import Path
 
@@ -13,7 +11,7 @@ PUSHES = 1000
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_what_was_acknowledged_is_what_has_counted(policy: str, tmp_path: Path) -> None:
+def test_acknowledged_pushes_count_exactly_once(policy: str, tmp_path: Path) -> None:
     tally = run(tmp_path, policy, PUSHES)
     print(f"\n{policy}: {tally}")
 

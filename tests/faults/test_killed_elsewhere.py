@@ -1,6 +1,4 @@
-"""A worker that is killed where shard 0 cannot see its process: the shard beside it proves the
-death.
-"""
+"""A worker is killed on a host without shard 0; the shard on its host proves the death."""
 
 import os
 import shutil
@@ -22,7 +20,7 @@ pytestmark = pytest.mark.timing
 LEASE = 20.0
 WITHIN = 1.0
 
-# pushes, and says when each push has counted
+# pushes, and prints when each push has counted
 SCRIPT = """
 import time
 import numpy as np
@@ -49,22 +47,20 @@ def programs(tmp_path: Path) -> Iterator[Programs]:
         yield programs
 
 
-def counted(worker: Program) -> list[float]:
+def push_times(worker: Program) -> list[float]:
     return [
         float(line.split()[1]) for line in worker.out.splitlines() if line.startswith("counted ")
     ]
 
 
 @pytest.mark.parametrize("beside", ["shard 1", "no server"])
-def test_the_shard_beside_a_worker_proves_its_death(programs: Programs, beside: str) -> None:
-    """Where no server is beside it the lease decides: an absent PID of another namespace proves
-    nothing.
-    """
-    first, other = (f"127.0.0.1:{port}" for port in free_ports(2))
+def test_the_shard_on_a_workers_host_proves_its_death(programs: Programs, beside: str) -> None:
+    """Without such a shard the lease decides: an absent PID of another namespace proves nothing."""
+    first, second = (f"127.0.0.1:{port}" for port in free_ports(2))
     apart = (str(shutil.which("unshare")), "--pid", "--fork", "--kill-child", "--mount-proc")
     flags = ("--lease", f"{LEASE:g}s", "--min-workers", 2)
     programs.start(*apart, BIN / "ps-server", "--shard", "0/2", "--bind", first, *flags)
-    line = (BIN / "ps-server", "--shard", "1/2", "--bind", other, "--join", first)
+    line = (BIN / "ps-server", "--shard", "1/2", "--bind", second, "--join", first)
     programs.start(*map(str, (*(apart if beside == "no server" else ()), *line)))
     workers = [
         programs.start(
@@ -85,12 +81,12 @@ def test_the_shard_beside_a_worker_proves_its_death(programs: Programs, beside: 
     killed_at = time.monotonic()
     workers[1].end()
     if beside == "no server":
-        until(lambda: time.monotonic() - killed_at > 2 * WITHIN, "some looks at processes")
+        until(lambda: time.monotonic() - killed_at > 2 * WITHIN, "several checks of processes")
         assert {row["state"] for row in status(first)["workers"]} == {"active"}
         return
-    so_far = len(counted(workers[0]))
-    workers[0].wait_for("counted", times=so_far + 5, seconds=LIMIT)
-    times = [killed_at, *(each for each in counted(workers[0]) if each > killed_at)]
+    pushes_before = len(push_times(workers[0]))
+    workers[0].wait_for("counted", times=pushes_before + 5, seconds=LIMIT)
+    times = [killed_at, *(each for each in push_times(workers[0]) if each > killed_at)]
     stall = max(b - a for a, b in pairwise(times))
     print(f"\nthe other one stood still for {stall:.2f} s")
     assert stall < WITHIN

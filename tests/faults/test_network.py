@@ -1,6 +1,4 @@
-"""Networks that fall silent, between real processes: who notices and says so, when it goes on,
-and what has counted.
-"""
+"""Silent networks between real processes: detection, log messages, recovery and counted pushes."""
 
 import re
 import signal
@@ -12,128 +10,136 @@ from pathlib import Path
 import pytest
 
 from tests.support.machine_time import machine_seconds
-from tests.support.proxied_job import heard, lines, longest_silence, more
-from tests.support.pushing_jobs import LINE, NOTICED, RESUMED, Jobs, finish, workers
+from tests.support.proxied_job import lines, longest_silence, wait_for_line, wait_for_more_lines
+from tests.support.pushing_jobs import (
+    DETECTION_SECONDS,
+    LOG_INTERVAL_SECONDS,
+    RECOVERY_SECONDS,
+    JobStarter,
+    stop_and_check,
+    workers,
+)
 from tests.support.workers import until
 
 pytestmark = pytest.mark.timing
 
 LINK_CUT = 10.0
-GIVEN_UP = 13.0
-"""Seconds until a connection for tensors, which may be a slow one, is given up
-(pscommon/wire/channel.py).
-"""
+CANCEL_SECONDS = 13.0
+"""Seconds until a silent connection for tensors is closed (pscommon/wire/channel.py)."""
 
 
 @pytest.fixture
-def jobs(tmp_path: Path) -> Iterator[Jobs]:
+def jobs(tmp_path: Path) -> Iterator[JobStarter]:
     with ExitStack() as stack:
-        yield Jobs(tmp_path, stack)
+        yield JobStarter(tmp_path, stack)
 
 
-def test_a_round_that_waits_for_a_stopped_worker(jobs: Jobs) -> None:
-    """Before 10 s are over, the waiting worker and the server have said at which step and shard
-    it waits for whom.
+def test_a_round_that_waits_for_a_stopped_worker_is_logged(jobs: JobStarter) -> None:
+    """Within 10 s the waiting worker and the server log the step, the shard and the worker that the
+    round waits for.
     """
     job = jobs("sync", "60s", shards=1)
-    job.lives["w1"].send(signal.SIGSTOP)
+    job.processes["w1"].send(signal.SIGSTOP)
     began = time.monotonic()
-    line = heard(job.lives["w0"], "waiting_for='worker ")
-    notice = heard(job.lives["s0"], '"event": "update_delayed"')
+    line = wait_for_line(job.processes["w0"], "waiting_for='worker ")
+    notice = wait_for_line(job.processes["s0"], '"event": "update_delayed"')
 
-    assert machine_seconds(began) < LINE
+    assert machine_seconds(began) < LOG_INTERVAL_SECONDS
     assert re.search(
         r"push \d+ of worker \d on shard 0 at [\d.:]+' "
         r"waiting_for='worker \d \(rank 1, .*, step \d+\)",
         line,
     )
     assert re.search(r'"step": \d+, "waiting_for": "worker \d \(rank 1, ', notice)
-    job.lives["w1"].send(signal.SIGCONT)
-    more(workers(job), "pushed")
-    finish(job)
+    job.processes["w1"].send(signal.SIGCONT)
+    wait_for_more_lines(workers(job), "pushed")
+    stop_and_check(job)
 
 
-def test_a_call_of_a_worker_that_vanished_is_given_up(jobs: Jobs) -> None:
-    """The worker says within 4 s that it is alone; the server's thread is free before the call's
-    time is over.
+def test_the_call_of_an_unreachable_worker_is_cancelled(jobs: JobStarter) -> None:
+    """The worker logs within 4 s that it is disconnected. The server's thread is free before the
+    deadline of the call.
     """
     job = jobs("sync", "60s", shards=1)
-    job.lives["w1"].send(signal.SIGSTOP)
-    waiting = lines(job.lives["w0"], "pushed")
+    job.processes["w1"].send(signal.SIGSTOP)
+    waiting = lines(job.processes["w0"], "pushed")
 
     def calls(method: str = "ExchangeOnce") -> float:
         return job.metrics(0)("ps_rpc_requests_total", method=method)
 
     so_far = until(
-        lambda: calls() if lines(job.lives["w0"], "pushed") == waiting else 0, "a round that waits"
+        lambda: calls() if lines(job.processes["w0"], "pushed") == waiting else 0,
+        "a round that waits",
     )
     began = until(lambda: time.monotonic() if calls() > so_far else 0, "another slice of the wait")
     so_far, beats = calls(), calls("Heartbeat")
     until(lambda: calls("Heartbeat") > beats + 1, "a second in which the next call has arrived")
     job.proxies[0].half_open()
-    told = more([job.lives["w0"]], "heartbeats_unanswered")
+    noticed = wait_for_more_lines([job.processes["w0"]], "heartbeats_unanswered")
     until(lambda: calls() > so_far, "the call is given up")
-    given_up = machine_seconds(began)
+    cancelled_seconds = machine_seconds(began)
     print(
-        f"\na peer that vanished: the worker says so after {told:.1f} s, its call is given up "
-        f"after {given_up:.1f} s"
+        f"\na peer that vanished: the worker says so after {noticed:.1f} s, its call is given up "
+        f"after {cancelled_seconds:.1f} s"
     )
 
-    assert told <= NOTICED
-    assert given_up <= GIVEN_UP
-    job.lives["w1"].send(signal.SIGCONT)
+    assert noticed <= DETECTION_SECONDS
+    assert cancelled_seconds <= CANCEL_SECONDS
+    job.processes["w1"].send(signal.SIGCONT)
     job.proxies[0].heal()
-    more(workers(job), "pushed")
-    finish(job)
+    wait_for_more_lines(workers(job), "pushed")
+    stop_and_check(job)
 
 
-def test_the_line_between_two_servers_is_cut_and_healed(jobs: Jobs) -> None:
-    """Both say so within 4 s; workers say whom they wait for; then it goes on by itself, from
-    where it was.
+def test_training_resumes_after_a_cut_between_two_servers(jobs: JobStarter) -> None:
+    """Both servers log the cut within 4 s; workers log that they wait for a shard.
 
-    Workers keep their connections to shard 0, and would tell shard 1 that way: nobody new gets
-    through there.
+    New connections to shard 0 are refused, because workers would otherwise tell shard 1 its
+    address.
     """
     job = jobs("async", "60s")
     began, cut = time.time(), time.monotonic()
     job.proxies[0].refuse()
     job.link.half_open()
-    heard(job.lives["s0"], "shard_connection_lost")
-    heard(job.lives["s1"], "coordinator_connection_lost")
+    wait_for_line(job.processes["s0"], "shard_connection_lost")
+    wait_for_line(job.processes["s1"], "coordinator_connection_lost")
     noticed = machine_seconds(cut)
     for life in workers(job):
-        heard(life, "waiting_for='shard ")
-    spoken = machine_seconds(cut)
+        wait_for_line(life, "waiting_for='shard ")
+    logged = machine_seconds(cut)
     until(lambda: time.time() - began > LINK_CUT, "the end of the cut")
-    stood = job.metrics(0)("ps_version")
+    version_at_cut = job.metrics(0)("ps_version")
     job.link.heal()
-    resumed = more(workers(job), "pushed", times=2)
+    resumed = wait_for_more_lines(workers(job), "pushed", times=2)
     job.proxies[0].heal()
     print(
         f"\na line between servers: noticed after {noticed:.1f} s, training {resumed:.1f} s after "
         f"the healing"
     )
 
-    assert noticed <= NOTICED
-    assert spoken < LINE
-    assert resumed <= RESUMED
-    assert longest_silence(job.lives["s1"], "shard 0 at", began, began + LINK_CUT) < LINE
-    assert not lines(job.lives["s0"], "rollback_started")
-    assert finish(job) > stood
+    assert noticed <= DETECTION_SECONDS
+    assert logged < LOG_INTERVAL_SECONDS
+    assert resumed <= RECOVERY_SECONDS
+    assert (
+        longest_silence(job.processes["s1"], "shard 0 at", began, began + LINK_CUT)
+        < LOG_INTERVAL_SECONDS
+    )
+    assert not lines(job.processes["s0"], "rollback_started")
+    assert stop_and_check(job) > version_at_cut
 
 
-def test_a_shard_that_lost_its_line_takes_the_way_that_workers_have(jobs: Jobs) -> None:
-    """It may have tried the old one once more before a heartbeat tells the workers to speak to
-    it.
+def test_a_disconnected_shard_reaches_shard_0_through_the_workers_address(jobs: JobStarter) -> None:
+    """It may retry its old address once before a heartbeat makes the workers introduce the
+    new one.
     """
     job = jobs("async", "60s")
     cut = time.monotonic()
     job.link.half_open()
-    heard(job.lives["s1"], "coordinator_connection_lost")
+    wait_for_line(job.processes["s1"], "coordinator_connection_lost")
     noticed = machine_seconds(cut)
-    resumed = more(workers(job), "pushed", times=2)
+    resumed = wait_for_more_lines(workers(job), "pushed", times=2)
 
-    assert noticed <= NOTICED
-    assert resumed <= NOTICED
-    assert len(lines(job.lives["s1"], "coordinator_connected")) == 2
-    finish(job)
+    assert noticed <= DETECTION_SECONDS
+    assert resumed <= DETECTION_SECONDS
+    assert len(lines(job.processes["s1"], "coordinator_connected")) == 2
+    stop_and_check(job)

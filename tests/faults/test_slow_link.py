@@ -1,4 +1,4 @@
-"""A line of 3 Mbit/s: what is large takes its time, and nobody is taken for dead meanwhile."""
+"""A 3 Mbit/s link: large transfers are slow, and no peer is declared lost meanwhile."""
 
 import shutil
 from pathlib import Path
@@ -24,9 +24,10 @@ with psworker.Client("{ADDRESS}", lanes="grpc", connect_timeout=5.0) as client:
 """
 
 
-def test_a_large_push_arrives(tmp_path: Path) -> None:
-    """2 MB there for the initial weights, and there and back for the step: over 5 s each, as
-    long as a server may be silent."""
+def test_a_large_push_completes_over_a_slow_link(tmp_path: Path) -> None:
+    """Initial weights of 2 MB go up, the step goes up and down. Each takes over 5 s, the longest
+    silence that a server may have.
+    """
     if reason := missing():
         pytest.skip(reason)
     with Cable(MEGABITS) as cable, programs_in(tmp_path) as programs:
@@ -44,7 +45,7 @@ def test_a_large_push_arrives(tmp_path: Path) -> None:
             *within(cable.worker), BIN / "python", "-c", SCRIPT, PYTHONPATH=MODULES
         )
 
-        assert worker.wait(seconds=90) == 0, worker.said
+        assert worker.wait(seconds=90) == 0, worker.output
         assert worker.out == "applied -1.0\n"
         assert "does not answer" not in worker.err
         assert "worker_lost" not in server.err

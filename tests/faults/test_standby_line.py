@@ -1,5 +1,5 @@
-"""The line between a standby and its primary goes quiet, while both live and the failover lock
-can be reached.
+"""The connection between a standby and its primary is silent; both run and reach the failover
+lock.
 """
 
 import threading
@@ -20,32 +20,40 @@ from tests.support.forked_job import serve
 from tests.support.machine_time import machine_seconds
 from tests.support.proxy import Proxy
 from tests.support.proxy_line import Direction
-from tests.support.pushes_over_failover import FLAGS, POLICIES, finish, goes_on, running
+from tests.support.pushes_over_failover import (
+    FLAGS,
+    POLICIES,
+    start_in_sync,
+    stop_and_check,
+    wait_for_pushes,
+)
 from tests.support.standby_job import StandbyJob
-from tests.support.standbys import Following
+from tests.support.standbys import RunningStandby
 from tests.support.worker_scripts import count as push_ones
 from tests.support.workers import count, counter, until
 
 pytestmark = pytest.mark.timing
 
 Make = Callable[..., Cluster]
-SOONER = 0.7
-"""Seconds by which one end hears nothing before the other does."""
+DELAY_SECONDS = 0.7
+"""Seconds by which one direction is silent before the other."""
 
 
-def test_the_primary_goes_on_alone_and_the_standby_never_takes_over(
+def test_a_primary_continues_without_a_silent_standby(
     cluster: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nobody waits for longer than the silence that is allowed; what a cut-off standby has is
-    old, and it knows that.
+    """Pushes wait at most the standby timeout. The standby knows that its state is out of date.
 
-    Healed, it loads anew and is in sync.
+    After the fault it loads the state and is in sync.
     """
-    # else the lock leads it past the line
+    # otherwise the lock gives it an address without the proxy
     monkeypatch.setattr(Standby, "_find_primary", lambda standby: None)
     server = cluster(policy="async", failover_lock=tmp_path).servers[0]
     lease = LeaseDirectory(tmp_path, 0)
-    with Proxy(server.address) as proxy, Following(server, standby_of=proxy.address) as following:
+    with (
+        Proxy(server.address) as proxy,
+        RunningStandby(server, standby_of=proxy.address) as following,
+    ):
         following.in_sync()
         with counter(server.address) as client:
             count(client, 3)
@@ -66,25 +74,23 @@ def test_the_primary_goes_on_alone_and_the_standby_never_takes_over(
             proxy.heal()
             following.in_sync()
             count(client, 3)
-            mirror = following.standby._standby_state
-            assert mirror is not None
-            until(lambda: mirror.version == 12 == server.engine.live.version, "all updates")
+            standby_state = following.standby._standby_state
+            assert standby_state is not None
+            until(lambda: standby_state.version == 12 == server.engine.live.version, "all updates")
     assert not following.standby._promoted
     assert not server.ended.is_set()
 
 
-def serve_at_the_line(arguments: Sequence[str], log: Path) -> None:
-    """Body of a server's process: a standby does not leave its line for the address that the
-    lock gives.
-    """
+def serve_behind_proxy(arguments: Sequence[str], log: Path) -> None:
+    """Run a server; a standby does not use the address that the failover lock gives."""
     Standby._find_primary = lambda standby: None  # type: ignore[method-assign]
     serve(arguments, log)
 
 
-class LineJob(StandbyJob):
-    """Its one standby follows through `line`; whoever pushes reaches both of them without it."""
+class ProxiedStandbyJob(StandbyJob):
+    """A job whose standby follows through the proxy `line`; workers reach both servers directly."""
 
-    body = staticmethod(serve_at_the_line)
+    body = staticmethod(serve_behind_proxy)
 
     def __init__(
         self, folder: Path, shards: int, flags: tuple[object, ...], shard: int, **options: Any
@@ -116,37 +122,37 @@ class LineJob(StandbyJob):
     ("policy", "shard", "first", "winner"),
     [("async", 1, "down", "standby"), ("sync", 0, "up", "primary"), ("sync", 0, None, "either")],
 )
-def test_one_of_them_is_primary_and_what_was_acknowledged_counts(
+def test_a_cut_standby_connection_leaves_one_primary_without_lost_pushes(
     tmp_path: Path, policy: str, shard: int, first: Direction | None, winner: str
 ) -> None:
-    """Quiet both ways: who finds that out first. The other one is not primary any more, or never
-    will be.
+    """Both directions are silent; the server that detects it first becomes or stays primary. The
+    other one exits or never takes over.
     """
-    with LineJob(tmp_path, 2, (*POLICIES[policy], *FLAGS), shard, pushes=10**6) as job:
-        running(job, shard)
+    with ProxiedStandbyJob(tmp_path, 2, (*POLICIES[policy], *FLAGS), shard, pushes=10**6) as job:
+        start_in_sync(job, shard)
         lease = LeaseDirectory(tmp_path / "lock", shard)
         since = time.monotonic()
         job.line.half_open(first)
         if first is not None:
-            threading.Event().wait(SOONER)
+            threading.Event().wait(DELAY_SECONDS)
             job.line.half_open()
-        print(f"{winner}: workers go on after {goes_on(job, since):.1f} s")
+        print(f"{winner}: workers go on after {wait_for_pushes(job, since):.1f} s")
 
         tenure = lease.read()
         assert tenure is not None
-        primary, standby = job.lives[f"s{shard}"], job.lives[f"b{shard}"]
-        won = "standby" if tenure.holder == job.standby(shard) else "primary"
-        assert winner in ("either", won), job.said()
-        if won == "standby":
-            until(lambda: primary.ended == ExitCode.TAKEN, "the end of the old primary")
+        primary, standby = job.processes[f"s{shard}"], job.processes[f"b{shard}"]
+        actual_winner = "standby" if tenure.holder == job.standby(shard) else "primary"
+        assert winner in ("either", actual_winner), job.all_logs()
+        if actual_winner == "standby":
+            until(lambda: primary.exit_code == ExitCode.TAKEN, "the end of the old primary")
         else:
             until(
                 lambda: "failover_refused" in standby.log.read_text(),
-                "the standby to know",
+                "the refusal of the failover",
             )
         job.line.heal()
-        if won == "primary":
+        if actual_winner == "primary":
             until(lambda: job.in_sync(shard), "in sync again")
-        goes_on(job, time.monotonic())
-        assert standby.ended is None
-        finish(job, policy)
+        wait_for_pushes(job, time.monotonic())
+        assert standby.exit_code is None
+        stop_and_check(job, policy)

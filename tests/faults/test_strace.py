@@ -1,6 +1,4 @@
-"""The kernel refuses a ps-server a system call, or kills it in one: by strace, which knows
-nothing of our code.
-"""
+"""strace makes system calls of a ps-server fail, or kills it in one; no code of ours is changed."""
 
 import os
 import shutil
@@ -19,34 +17,34 @@ from tests.support.programs import BIN, Program, Programs, programs_in
 from tests.support.workers import count, counted, counter, until, weights_of
 
 STRACE = shutil.which("strace") or ""
-MOST = 300
-"""Pushes in which the call that is waited for has to come."""
+MAX_PUSHES = 300
+"""Pushes within which the injected call must happen."""
 
 
-def unusable() -> str:
-    """Why there is no strace here that may trace."""
+def reason_without_strace() -> str:
+    """Return why strace cannot trace here; empty if it can."""
     if not STRACE:
         return "strace is not installed"
     tried = subprocess.run([STRACE, "-o", os.devnull, "true"], capture_output=True, text=True)
     return f"strace does not work here: {tried.stderr.strip()[-200:]}" if tried.returncode else ""
 
 
-REASON = unusable()
+REASON = reason_without_strace()
 pytestmark = pytest.mark.skipif(bool(REASON), reason=REASON)
 
 
-class Server:
-    """One shard whose log is synced before each answer; always at the same port, with the same
-    data.
-    """
+class TracedServer:
+    """One shard that syncs its log before each answer, with a fixed port and data directory."""
 
     def __init__(self, programs: Programs) -> None:
         self._programs = programs
         self.address = f"127.0.0.1:{free_ports(1)[0]}"
 
     def start(self, injection: str = "") -> Program:
-        """injection: of strace, such as "fsync:error=EIO:when=3", the third of each thread;
-        "/fsync" is a pattern.
+        """Start the server under strace with this injection.
+
+        `fsync:error=EIO:when=3` fails the third call of each thread; a leading slash makes a
+        pattern.
         """
         flags = (
             "--shard",
@@ -67,35 +65,35 @@ class Server:
     def _traced(injection: str) -> tuple[str, ...]:
         if not injection:
             return ()
-        # -D: strace is the child of the server and not its parent, so that who kills the server
-        # ends both
+        # -D: strace is a child of the server, not its parent, so that a kill of the server ends
+        # both
         quiet = ("-D", "-f", "-qq", "-o", os.devnull, "-e", f"trace={injection.split(':')[0]}")
         return (STRACE, *quiet, "-e", f"inject={injection}")
 
 
 @pytest.fixture
-def server(tmp_path: Path) -> Iterator[Server]:
+def server(tmp_path: Path) -> Iterator[TracedServer]:
     with programs_in(tmp_path) as programs:
-        yield Server(programs)
+        yield TracedServer(programs)
 
 
-def pushes_until_it_dies(client: Client) -> int:
-    """How many were acknowledged."""
-    for acknowledged in range(MOST):
+def push_until_server_exits(client: Client) -> int:
+    """Return the number of acknowledged pushes."""
+    for acknowledged in range(MAX_PUSHES):
         try:
             count(client)
         except PSError:
             return acknowledged
-    raise AssertionError(f"the server outlived {MOST} pushes")
+    raise AssertionError(f"the server outlived {MAX_PUSHES} pushes")
 
 
 @pytest.mark.parametrize(("call", "when"), [("/pwritev", 15), ("fdatasync", 40)])
-def test_killed_in_a_system_call_it_has_what_it_acknowledged(
-    server: Server, call: str, when: int
+def test_a_server_killed_in_a_system_call_recovers_acknowledged_pushes(
+    server: TracedServer, call: str, when: int
 ) -> None:
     first = server.start(f"{call}:signal=SIGKILL:when={when}")
     with counter(server.address, connect_timeout=1.0) as client:
-        acknowledged = pushes_until_it_dies(client)
+        acknowledged = push_until_server_exits(client)
     assert first.wait() == -signal.SIGKILL
     assert acknowledged > 0
 
@@ -107,10 +105,10 @@ def test_killed_in_a_system_call_it_has_what_it_acknowledged(
 @pytest.mark.parametrize(
     "trouble", ["fdatasync:error=EIO:when=15..16", "/pwritev:error=ENOSPC:when=15..16"]
 )
-def test_a_refused_system_call_is_told_and_mended_while_training_goes_on(
-    server: Server, tmp_path: Path, trouble: str
+def test_training_continues_while_log_writes_fail(
+    server: TracedServer, tmp_path: Path, trouble: str
 ) -> None:
-    """The log is whole again with the snapshot that mends it."""
+    """The next snapshot makes the log complete again."""
     first = server.start(trouble)
     with counter(server.address) as client:
         count(client, 60)

@@ -28,7 +28,7 @@ from psworker import Client
 from psworker.ctl.job_client import CoordinatorClient
 from tests.support.cluster import Cluster
 from tests.support.events import events
-from tests.support.standbys import Following
+from tests.support.standbys import RunningStandby
 from tests.support.workers import count, counted, counter, digest, status, until
 
 Make = Callable[..., Cluster]
@@ -147,7 +147,7 @@ def test_every_absurd_request_is_refused_and_the_job_restarts(
 
 def test_a_standby_follows_a_job_through_absurd_requests(cluster: Make) -> None:
     servers = cluster(1, policy="async")
-    with Following(servers.servers[0]) as following, counter(servers.address) as client:
+    with RunningStandby(servers.servers[0]) as following, counter(servers.address) as client:
         following.in_sync()
         for spec in (LOOP, EMPTY):
             client.next_batches(spec, first_open=0)
@@ -209,7 +209,7 @@ def test_a_command_that_raises_an_unexpected_error_does_not_stop_later_starts(
     monkeypatch.setattr(Departures, "drain", faulty)
     settings = {"data_dir": tmp_path / "primary", "durability": "log", "policy": "async"}
     servers = cluster(1, **settings)
-    with Following(servers.servers[0], data_dir=tmp_path / "standby") as following:
+    with RunningStandby(servers.servers[0], data_dir=tmp_path / "standby") as following:
         with counter(servers.address) as client:
             following.in_sync()
             count(client)

@@ -29,7 +29,7 @@ from psserver.process.config import ServerConfig
 from psserver.server import Server
 from psworker import OptimizerSpec
 from tests.support.cluster import Cluster
-from tests.support.programs import Programs, descendants, gone, programs_in
+from tests.support.programs import Programs, descendants, programs_in, wait_for_exit
 from tests.support.workers import (
     ONES,
     connected,
@@ -411,8 +411,8 @@ def test_a_script_that_raises(programs: Programs) -> None:
     run = programs.run("ps-run", "--workers", 2, "--summary", "broken.json", "train.py")
 
     assert run.wait() == 1
-    assert run.said.count("Traceback (most recent call last)") == 1
-    assert run.said.count('raise ValueError("the data is bad")') == 1
+    assert run.output.count("Traceback (most recent call last)") == 1
+    assert run.output.count('raise ValueError("the data is bad")') == 1
     box = run.err[run.err.index("╭─ first failure: w1") :]
     assert "ValueError: the data is bad" in box
     assert "w1 exited with 1" in box
@@ -451,8 +451,8 @@ def test_ctrl_c_leaves_nothing_behind(programs: Programs) -> None:
     run.send(signal.SIGINT)
 
     assert run.wait() == 130
-    assert "Traceback" not in run.said
-    assert all(map(gone, everybody))
+    assert "Traceback" not in run.output
+    assert all(map(wait_for_exit, everybody))
     assert programs.alive == []
     assert set(programs.temporary.iterdir()) == before
     assert json.loads((programs.folder / "interrupted.json").read_text())["status"] == "interrupted"

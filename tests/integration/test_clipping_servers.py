@@ -10,7 +10,7 @@ import psworker
 from psworker import Client
 from tests.support.cluster import Cluster
 from tests.support.reshards import reshard, weights
-from tests.support.standbys import Following, mirror, same
+from tests.support.standbys import RunningStandby, has_same_state, standby_state
 from tests.support.workers import connected, together, until
 
 Make = Callable[..., Cluster]
@@ -70,7 +70,7 @@ def test_a_standby_follows_what_is_measured_and_clipped(cluster: Make, shard: in
     """The shard's answers, and of shard 0 what the coordinator waits for."""
     servers = cluster(2, policy="sync", min_workers=2)
     primary = servers.servers[shard]
-    with Following(primary) as following:
+    with RunningStandby(primary) as following:
         following.in_sync()
 
         def push(rank: int) -> None:
@@ -80,8 +80,10 @@ def test_a_standby_follows_what_is_measured_and_clipped(cluster: Make, shard: in
 
         together(lambda: push(0), lambda: push(1))
 
-        until(lambda: same(following) and mirror(following).version == 5, "the same")
-        coordinator = mirror(following).coordinator
+        until(
+            lambda: has_same_state(following) and standby_state(following).version == 5, "the same"
+        )
+        coordinator = standby_state(following).coordinator
         if coordinator is not None and primary.service is not None:
             assert coordinator.state() == primary.service._coordinator.state()
     assert distance(servers.address) == pytest.approx(CLIP * 5, rel=1e-4)

@@ -381,8 +381,8 @@ def test_servers_that_do_not_know_each_other_until_a_worker_lists_them(programs:
 
     worker = programs.run("ps-worker", "--ps", addresses, "train.py")
 
-    assert worker.wait() == 0, worker.said
-    assert [server.wait() for server in servers] == [0, 0], servers[0].said + servers[1].said
+    assert worker.wait() == 0, worker.output
+    assert [server.wait() for server in servers] == [0, 0], servers[0].output + servers[1].output
     assert counted(stored(programs.folder / "job", 3)) == 3
     assert not list(programs.folder.glob("*.port"))
 
@@ -400,6 +400,6 @@ def test_a_signal_ends_a_server_with_a_last_snapshot(
 
         server.send_beside_main(number)
 
-        assert server.wait() == code, server.said
-    assert "Traceback" not in server.said
+        assert server.wait() == code, server.output
+    assert "Traceback" not in server.output
     assert counted(stored(programs.folder / "job", 5)) == 5

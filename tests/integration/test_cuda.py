@@ -299,7 +299,7 @@ def test_a_script_runs_on_a_gpu_as_on_the_cpu(programs: Programs) -> None:
             file,
             "train.py",
         )
-        assert run.wait() == 0, run.said
+        assert run.wait() == 0, run.output
         found: dict[str, Any] = json.loads((programs.folder / file).read_text())["metrics"]
         return found
 

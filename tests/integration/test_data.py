@@ -373,6 +373,6 @@ def test_loader_processes_fetch_ahead_and_each_index_is_used_once(tmp_path: Path
             "ps-run", "--servers", 1, "--workers", 2, "--summary", "summary.json", "train.py"
         )
 
-    assert run.process.returncode == 0, run.said
+    assert run.process.returncode == 0, run.output
     lines = [line.partition("batch ")[2] for line in run.out.splitlines() if "batch " in line]
     assert_each_once([[tuple(map(int, line.split())) for line in lines]])

@@ -322,7 +322,7 @@ def test_ps_run_saves_what_the_workers_have_trained(programs: Programs) -> None:
     flags = ("--servers", 2, "--summary", "s.json", "--save", "model.safetensors")
     program = programs.run("ps-run", *flags, "train.py")
 
-    assert program.wait() == 0, program.said
+    assert program.wait() == 0, program.output
     assert summary(programs)["saved"] is True
     expected = torch.load(programs.folder / "expected.pt", weights_only=True)
     found = load_file(programs.folder / "model.safetensors")
@@ -337,7 +337,7 @@ def test_ps_run_saves_when_it_is_interrupted(programs: Programs) -> None:
     program.wait_for("waits")
     program.send(signal.SIGTERM)
 
-    assert program.wait() == 143, program.said
+    assert program.wait() == 143, program.output
     assert (summary(programs)["status"], summary(programs)["saved"]) == ("interrupted", True)
     assert "0.weight" in load_file(programs.folder / "model.safetensors")
 
@@ -347,11 +347,11 @@ def test_ps_run_exits_with_15_where_the_end_is_in_no_snapshot(programs: Programs
     flags = ("--data-dir", "data", "--snapshot-every", "1h", "--summary", "s.json")
     program = programs.run("ps-run", *flags, "train.py", "breaks")
 
-    assert program.wait() == 15, program.said
+    assert program.wait() == 15, program.output
     content = summary(programs)
     assert (content["status"], content["saved"], content["steps"]) == ("done", False, 4)
     assert "version 4 is not saved, and there is no snapshot: " in content["not_saved"]
-    assert program.said.count("ps-server: NOT_SAVED: ") == 1
+    assert program.output.count("ps-server: NOT_SAVED: ") == 1
     assert f"saved           {NOT_SAVED}" in program.out
 
 
@@ -371,13 +371,13 @@ def test_ps_server_exits_with_15_or_as_its_signal_says(programs: Programs, last:
     server.wait_for("listening")
     address = f"127.0.0.1:{(programs.folder / 'port').read_text().strip()}"
     worker = programs.fork("ps-worker", "--ps", address, "train.py", "breaks")
-    assert worker.wait() == 0, worker.said
+    assert worker.wait() == 0, worker.output
     if last == "SIGTERM":
         server.send(signal.SIGTERM)
 
-    assert server.wait() == {"done": 15, "SIGTERM": 143}[last], server.said
-    assert ("ps-server: NOT_SAVED: " in server.said) is (last == "done")
-    assert ("final_weights_not_saved" in server.said) is (last == "SIGTERM")
+    assert server.wait() == {"done": 15, "SIGTERM": 143}[last], server.output
+    assert ("ps-server: NOT_SAVED: " in server.output) is (last == "done")
+    assert ("final_weights_not_saved" in server.output) is (last == "SIGTERM")
 
 
 def test_ps_run_refuses_a_place_for_the_file_before_it_starts_anything(programs: Programs) -> None:

@@ -11,7 +11,7 @@ import pytest
 from psserver.server import Server
 from psworker import Client, OptimizerSpec
 from tests.support.cluster import Cluster
-from tests.support.standbys import Following
+from tests.support.standbys import RunningStandby
 from tests.support.workers import DEADLINE, connected, status, until
 
 Make = Callable[..., Cluster]
@@ -79,7 +79,7 @@ def test_a_standby_gets_it(cluster: Make, tmp_path: Path, shard: int) -> None:
     """With a snapshot, which it is told of, and without."""
 
     def follow(server: Server) -> None:
-        with Following(server) as following:
+        with RunningStandby(server) as following:
             following.in_sync()
 
     servers = cluster(2, data_dir=tmp_path)

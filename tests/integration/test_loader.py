@@ -275,24 +275,26 @@ def test_a_resumed_run_of_processes_ends_as_an_uninterrupted_one(programs: Progr
         "ps-run", *settings, "--data-dir", "other", "--summary", "whole.json", "train.py"
     )
 
-    assert broken.process.returncode == 3, broken.said
-    assert resumed.process.returncode == whole.process.returncode == 0, resumed.said + whole.said
+    assert broken.process.returncode == 3, broken.output
+    assert resumed.process.returncode == whole.process.returncode == 0, (
+        resumed.output + whole.output
+    )
     found, expected = (
         json.loads((programs.folder / name).read_text()) for name in ("resumed.json", "whole.json")
     )
     assert found["weights_sha256"] == expected["weights_sha256"]
-    assert epochs(whole.said) == [
+    assert epochs(whole.output) == [
         [epoch, 4, 4, False, False] for epoch in range(4) for _ in range(2)
     ]
     finished = programs.run("ps-run", *settings, "--data-dir", "job", "train.py")
-    assert finished.process.returncode == 0, finished.said
-    assert "nothing is left to train" in finished.said
+    assert finished.process.returncode == 0, finished.output
+    assert "nothing is left to train" in finished.output
     # one worker may be done before the other one asks for its share
     without_length = [
-        [epoch, steps, *skipped] for epoch, steps, _, *skipped in epochs(finished.said)
+        [epoch, steps, *skipped] for epoch, steps, _, *skipped in epochs(finished.output)
     ]
     assert without_length == [[epoch, 0, True, True] for epoch in range(4) for _ in range(2)]
-    assert epochs(resumed.said) == [
+    assert epochs(resumed.output) == [
         *[[epoch, 0, 4, True, True] for epoch in range(2) for _ in range(2)],
         *[[2, 2, 4, False, False]] * 2,
         *[[3, 4, 4, False, False]] * 2,

@@ -142,7 +142,7 @@ def test_a_worker_that_was_paused_is_fenced_and_may_come_back_as_new(
     other.send(signal.SIGCONT)
 
     assert "its lease ended" in other.wait_for("fenced:")
-    assert other.wait() == 0, other.said
+    assert other.wait() == 0, other.output
     assert status(address)["steps"] == before
     assert counted(weights_of(address)) == before
     back = member(address, rank=1)

@@ -16,7 +16,7 @@ from psworker.session import metrics as worker_metrics
 from tests.support.cluster import Cluster
 from tests.support.metrics_scrape import Metrics, get
 from tests.support.ports import free_ports
-from tests.support.standbys import Following
+from tests.support.standbys import RunningStandby
 from tests.support.workers import (
     ONES,
     VERSIONS,
@@ -247,7 +247,7 @@ def test_not_ready_while_a_shard_is_missing(cluster: Make) -> None:
 def test_a_standby_is_ready_once_it_could_take_over(cluster: Make) -> None:
     """It shows how far it is, and nothing that would count as its shard's."""
     server = cluster(metrics_bind=LOOPBACK).servers[0]
-    with counter(server.address) as client, Following(server) as following:
+    with counter(server.address) as client, RunningStandby(server) as following:
         address = following.standby.monitor.address
         assert get(address, "/livez").status == 200
         following.in_sync()
@@ -263,7 +263,7 @@ def test_a_standby_is_ready_once_it_could_take_over(cluster: Make) -> None:
 
 def test_a_standby_with_nothing_is_not_ready(cluster: Make) -> None:
     nobody = f"127.0.0.1:{free_ports(1)[0]}"
-    with Following(cluster(metrics_bind=LOOPBACK).servers[0], standby_of=nobody) as following:
+    with RunningStandby(cluster(metrics_bind=LOOPBACK).servers[0], standby_of=nobody) as following:
         found = get(following.standby.monitor.address, "/readyz")
         assert found == (503, f"the whole state of {nobody} is not here yet\n")
 

@@ -17,7 +17,7 @@ from psworker import Client, OptimizerSpec
 from psworker.client.arrays import spec_of
 from tests.support.cluster import Cluster
 from tests.support.reshards import reshard
-from tests.support.standbys import Following
+from tests.support.standbys import RunningStandby
 from tests.support.workers import connected, status, until
 
 Make = Callable[..., Cluster]
@@ -128,7 +128,7 @@ def test_a_standby_that_comes_late(cluster: Make, name: str, hyper: dict[str, An
     server = cluster().servers[0]
     with trainer(server.address, name, hyper) as client:
         train(client, 0, 6)
-        with Following(server) as following:
+        with RunningStandby(server) as following:
             following.in_sync()
             train(client, 6, 9)
             mirror = following.standby._standby_state

@@ -217,8 +217,8 @@ def test_ps_run_keeps_the_job_s_totals_and_tells_what_the_run_added(programs: Pr
         program = programs.run("ps-run", *arguments)
         content = json.loads((programs.folder / "s.json").read_text())
         expected = 0 if content["status"] == "done" else 11
-        assert program.wait() == expected, program.said
-        return program.said, content
+        assert program.wait() == expected, program.output
+        return program.output, content
 
     said, content = run(1)
     assert content["this_run"] == {"steps": 4, "samples": 8, "resumed_version": None}

@@ -384,7 +384,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Program, Pro
                 CoordinatorServiceStub(channel).Join(co.JoinRequest(), timeout=20)
             server.wait_for("worker_lost")
             server.send(signal.SIGTERM)
-            assert server.wait() == 143, server.said
+            assert server.wait() == 143, server.output
         yield started[0], started[1]
 
 

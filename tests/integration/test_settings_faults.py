@@ -27,7 +27,7 @@ from psworker import Client
 from tests.support.events import events
 from tests.support.metrics_scrape import Metrics
 from tests.support.settings_coverage import server_setting
-from tests.support.standbys import Following, silent_standby
+from tests.support.standbys import RunningStandby, silent_standby
 from tests.support.workers import ONES, OUTLIVED, count, counted, counter, status, until
 
 Serve = Callable[..., Server]
@@ -272,7 +272,7 @@ def test_standby_of_and_failover_lock(serve: Serve, tmp_path: Path, locked: bool
     flags = ["--failover-lock", str(tmp_path)] if locked else []
     server = serve(*flags)
     config = configured("--standby-of", server.address, *flags)
-    with Following(
+    with RunningStandby(
         server, standby_of=config.standby_of, failover_lock=config.failover_lock
     ) as following:
         following.in_sync()

@@ -186,7 +186,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Program, Pro
         first = local(programs, *text, "train.py", address)
         json_log = ("--log-level", "warning", "--log-format", "json")
         second = local(programs, "--threads", 1, "--malloc", "system", *json_log, "train.py")
-        assert (first.wait(), second.wait()) == (0, 0), first.said + second.said
+        assert (first.wait(), second.wait()) == (0, 0), first.output + second.output
         yield first, second
 
 

@@ -29,7 +29,7 @@ from tests.support.machine_time import machine_seconds
 from tests.support.metrics_scrape import Metrics
 from tests.support.ports import free_ports
 from tests.support.reshards import pushing, reshard
-from tests.support.standbys import Following, mirror, same, silent_standby
+from tests.support.standbys import RunningStandby, has_same_state, silent_standby, standby_state
 from tests.support.workers import ONES, connected, count, counter, status, until
 
 Make = Callable[..., Cluster]
@@ -49,7 +49,7 @@ def test_it_has_what_its_primary_has(cluster: Make, early: bool) -> None:
     lease.
     """
     server = cluster(policy="async").servers[0]
-    with Following(server) as following, adam(server.address) as client:
+    with RunningStandby(server) as following, adam(server.address) as client:
         if early:
             following.in_sync()
         for _ in range(5):
@@ -58,48 +58,51 @@ def test_it_has_what_its_primary_has(cluster: Make, early: bool) -> None:
         for _ in range(5):
             client.push(ONES)
 
-        until(lambda: same(following), "the same")
-        coordinator = mirror(following).coordinator
+        until(lambda: has_same_state(following), "the same")
+        coordinator = standby_state(following).coordinator
         assert server.service is not None
         assert coordinator is not None
         assert coordinator.state() == server.service._coordinator.state()
-        assert mirror(following).version == 10
+        assert standby_state(following).version == 10
 
 
 def test_pushes_that_are_staged_go_along(cluster: Make) -> None:
     """A round that waits for somebody."""
     server = cluster(policy="sync", min_workers=2).servers[0]
-    with counter(server.address, rank=0) as first, Following(server) as following:
+    with counter(server.address, rank=0) as first, RunningStandby(server) as following:
         pushing = threading.Thread(target=count, args=(first,))
         pushing.start()
         until(lambda: len(server.engine.live.state.staged) == 1, "a push that waits")
         following.in_sync()
-        until(lambda: same(following), "the same")
-        assert len(mirror(following).shard_state.staged) == 1
+        until(lambda: has_same_state(following), "the same")
+        assert len(standby_state(following).shard_state.staged) == 1
         with counter(server.address, rank=1) as second:
             count(second)
             pushing.join()
-        until(lambda: same(following) and mirror(following).version == 1, "the round, too")
+        until(
+            lambda: has_same_state(following) and standby_state(following).version == 1,
+            "the round, too",
+        )
 
 
 def test_shards_have_standbys_of_their_own(cluster: Make) -> None:
     servers = cluster(2, policy="async")
-    with Following(servers.servers[1]) as following, counter(servers.address) as client:
+    with RunningStandby(servers.servers[1]) as following, counter(servers.address) as client:
         following.in_sync()
         count(client, 3)
-        until(lambda: same(following), "the same")
+        until(lambda: has_same_state(following), "the same")
         until(
             lambda: status(servers.address)["servers"][1].get("standby_state") == "in sync",
             "in the status",
         )
         assert status(servers.address)["servers"][1]["standby"] == following.standby.address
-        assert mirror(following).coordinator is None
+        assert standby_state(following).coordinator is None
 
 
 def test_going_back_to_a_snapshot_is_followed(cluster: Make, tmp_path: Path) -> None:
     servers = cluster(policy="async", data_dir=tmp_path)
     server = servers.servers[0]
-    with Following(server) as following, counter(server.address) as client:
+    with RunningStandby(server) as following, counter(server.address) as client:
         following.in_sync()
         count(client, 2)
         assert server.service is not None
@@ -107,11 +110,11 @@ def test_going_back_to_a_snapshot_is_followed(cluster: Make, tmp_path: Path) -> 
         count(client, 3)
         server.service.snapshot_scheduler.restore(version, 20)
         until(
-            lambda: mirror(following).is_loaded and mirror(following).version == 2,
+            lambda: standby_state(following).is_loaded and standby_state(following).version == 2,
             "the older version",
         )
         following.in_sync()
-        assert same(following)
+        assert has_same_state(following)
 
 
 def test_a_standby_of_shard_0_knows_the_newest_snapshot(cluster: Make, tmp_path: Path) -> None:
@@ -120,12 +123,12 @@ def test_a_standby_of_shard_0_knows_the_newest_snapshot(cluster: Make, tmp_path:
     """
     server = cluster(policy="async", data_dir=tmp_path, snapshot_keep=2).servers[0]
     assert server.service is not None
-    with Following(server) as following, counter(server.address) as client:
+    with RunningStandby(server) as following, counter(server.address) as client:
         following.in_sync()
         for version in (1, 2, 3):
             count(client, 1)
             assert server.service.snapshot_scheduler.save(20.0) == version
-            newest = mirror(following).newest
+            newest = standby_state(following).newest
             assert newest is not None
             assert newest.version == version
         until(lambda: server.snapshots.retained == [2, 3], "older ones to go")
@@ -138,8 +141,8 @@ def test_standbys_come_along_when_the_model_moves(cluster: Make) -> None:
     servers = cluster(2, policy="async")
     first, second = servers.servers
     with (
-        Following(first) as of_first,
-        Following(second) as of_second,
+        RunningStandby(first) as of_first,
+        RunningStandby(second) as of_second,
         pushing(servers.address, 1, "grpc") as pushers,
     ):
         for shards in (3, 2, 1):
@@ -149,16 +152,16 @@ def test_standbys_come_along_when_the_model_moves(cluster: Make) -> None:
             of_first.in_sync()
             if shards > 1:
                 of_second.in_sync()
-                assert mirror(of_second).shard_state.shards == shards
+                assert standby_state(of_second).shard_state.shards == shards
         assert second.ended.wait(10)
         second.close()  # as its process would
         until(lambda: of_second.ended, "the end of the second standby")
         pushers[0].stop()
-        until(lambda: same(of_first), "the same")
-        coordinator = mirror(of_first).coordinator
+        until(lambda: has_same_state(of_first), "the same")
+        coordinator = standby_state(of_first).coordinator
         assert coordinator is not None
-        assert (coordinator.shards, mirror(of_first).shard_state.shards) == (1, 1)
-        facts = mirror(of_first).hello.facts
+        assert (coordinator.shards, standby_state(of_first).shard_state.shards) == (1, 1)
+        facts = standby_state(of_first).hello.facts
         assert facts is not None
         assert facts.layout == {"shards": 1, "past": [2, 3], "changes": 3}
 
@@ -167,20 +170,20 @@ def test_numbers_that_differ_are_found_and_loaded_anew(
     cluster: Make, caplog: pytest.LogCaptureFixture
 ) -> None:
     server = cluster(policy="async", metrics_bind="127.0.0.1:0").servers[0]
-    with Following(server) as following, counter(server.address) as client:
+    with RunningStandby(server) as following, counter(server.address) as client:
         following.in_sync()
         count(client, 3)
-        until(lambda: same(following), "the same")
-        wrong = mirror(following)
+        until(lambda: has_same_state(following), "the same")
+        wrong = standby_state(following)
         store = wrong.shard_state.store
         assert store is not None
         next(iter(store.tensors()))[1][0] += 1.0
 
         count(client, CHECKSUM_EVERY_VERSIONS - 3)
 
-        until(lambda: mirror(following) is not wrong, "another state")
+        until(lambda: standby_state(following) is not wrong, "another state")
         following.in_sync()
-        assert same(following)
+        assert has_same_state(following)
         assert Metrics(server.monitor.address)("ps_standby_divergences_total") == 1
         assert any(
             "differ from the primary's at version 100" in str(getattr(r, "problem", ""))
@@ -190,7 +193,7 @@ def test_numbers_that_differ_are_found_and_loaded_anew(
 
 def test_the_end_of_the_job_is_its_end(cluster: Make) -> None:
     servers = cluster()
-    with Following(servers.servers[0]) as following:
+    with RunningStandby(servers.servers[0]) as following:
         following.in_sync()
         servers.stop()
         until(lambda: following.ended, "the end of the standby")
@@ -199,7 +202,7 @@ def test_the_end_of_the_job_is_its_end(cluster: Make) -> None:
 
 def test_it_says_who_is_primary(cluster: Make) -> None:
     server = cluster().servers[0]
-    with Following(server) as following:
+    with RunningStandby(server) as following:
         following.in_sync()
         with pytest.raises(
             PSError, match=f"is a standby; its primary is {server.address}"
@@ -210,7 +213,7 @@ def test_it_says_who_is_primary(cluster: Make) -> None:
 
 def test_one_that_has_nothing_does_not_wait_for_ever(cluster: Make) -> None:
     server = cluster().servers[0]
-    with Following(
+    with RunningStandby(
         server, standby_of=f"127.0.0.1:{free_ports(1)[0]}", join_timeout=0.5
     ) as following:
         until(lambda: following.ended, "its end")
@@ -219,16 +222,16 @@ def test_one_that_has_nothing_does_not_wait_for_ever(cluster: Make) -> None:
 
 def test_other_settings_than_the_primary_are_refused_by_name(cluster: Make) -> None:
     server = cluster(policy="async").servers[0]
-    with Following(server, policy="sync") as following:
+    with RunningStandby(server, policy="sync") as following:
         until(lambda: following.ended, "its end")
         assert "differ from its primary's: policy (" in str(following.standby.failure)
 
 
 def test_there_is_one_standby(cluster: Make) -> None:
     server = cluster().servers[0]
-    with Following(server) as first:
+    with RunningStandby(server) as first:
         first.in_sync()
-        with Following(server) as second:
+        with RunningStandby(server) as second:
             until(lambda: second.standby._noticed_at, "a try")
             assert server.replicator.address == first.standby.address
             first.standby.stop("")
@@ -237,7 +240,7 @@ def test_there_is_one_standby(cluster: Make) -> None:
 
 def test_one_that_is_behind_is_not_promoted(cluster: Make) -> None:
     server = cluster().servers[0]
-    with Following(server) as following:
+    with RunningStandby(server) as following:
         with (
             closing(open_channel(server.address)) as channel,
             pytest.raises(Exception, match="this standby is behind"),
@@ -260,7 +263,7 @@ def test_one_that_cannot_load_says_why(cluster: Make) -> None:
             server.engine.live.state.frozen = FrozenShard(
                 server.engine.live.machine.epoch, 1, 1, store
             )
-        with Following(server) as following:
+        with RunningStandby(server) as following:
             until(lambda: "the job is being resharded" in following.standby.ready()[1], "a reason")
             with pytest.raises(
                 MismatchError,
@@ -280,7 +283,7 @@ def test_one_that_ends_is_not_promoted_and_one_that_is_promoted_does_not_end(
         answer.wait(10)
         return ""
 
-    with Following(server) as following, ThreadPoolExecutor(2) as pool:
+    with RunningStandby(server) as following, ThreadPoolExecutor(2) as pool:
         following.in_sync()
         monkeypatch.setattr(following.standby, "_ask_to_step_down", agreed)
         monkeypatch.setattr(following.standby._failover, "take_over", lambda: None)
@@ -309,7 +312,7 @@ def test_one_that_is_told_to_end_while_it_connects_ends(
     """
     server = cluster().servers[0]
     monkeypatch.setattr(replication, "STANDBY_TIMEOUT_SECONDS", 60.0)
-    following = Following(server)
+    following = RunningStandby(server)
     monkeypatch.setattr(
         following.standby, "_find_primary", lambda: following.standby.stop("SIGTERM")
     )
@@ -321,7 +324,7 @@ def test_one_that_the_lock_keeps_back_says_who_has_more(
     cluster: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server = cluster().servers[0]
-    with Following(server) as following:
+    with RunningStandby(server) as following:
         following.in_sync()
         monkeypatch.setattr(following.standby, "_ask_to_step_down", lambda: "nobody answers")
         monkeypatch.setattr(following.standby._failover, "take_over", lambda: None)
@@ -341,7 +344,7 @@ def test_the_lock_says_whom_it_waits_for(cluster: Make, tmp_path: Path) -> None:
         return tenure.in_sync
 
     assert in_sync() == ""
-    with Following(server) as following:
+    with RunningStandby(server) as following:
         following.in_sync()
         assert in_sync() == following.standby.name
     until(lambda: in_sync() == "", "nobody, when it is gone")
@@ -352,7 +355,7 @@ def test_the_lock_says_whom_it_waits_for(cluster: Make, tmp_path: Path) -> None:
 def test_a_standby_that_dies_holds_nobody_up_for_long(cluster: Make) -> None:
     server = cluster(policy="async").servers[0]
     with counter(server.address) as client:
-        with Following(server) as following:
+        with RunningStandby(server) as following:
             following.in_sync()
             count(client)
         began = time.monotonic()

@@ -100,7 +100,7 @@ def test_a_drained_worker_ends_its_step_and_its_process_and_each_sample_counts_o
         found = ctl(capsys, "--ps", address, "drain", worker)
 
         assert (found["worker"], found["state"]) == (worker, "draining")
-        assert drained.wait() == 0, drained.said
+        assert drained.wait() == 0, drained.output
         used = [tuple(batch) for batch in batches_in(drained.out)]
         assert len(used) == 4
         assert "end" not in drained.out

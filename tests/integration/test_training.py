@@ -22,7 +22,7 @@ from psworker.data.random_state import reseed
 from tests.support.cluster import Cluster
 from tests.support.events import events
 from tests.support.policies import POLICIES
-from tests.support.programs import descendants, gone, programs_in
+from tests.support.programs import descendants, programs_in, wait_for_exit
 from tests.support.workers import status, weights_of
 
 INPUTS = torch.randn(120, 6, generator=torch.Generator().manual_seed(0))
@@ -426,7 +426,7 @@ def test_ctrl_c_ends_it_and_its_servers(tmp_path: Path) -> None:
         assert script.wait() == -signal.SIGINT
         assert script.err.count("KeyboardInterrupt") == 1
         assert len(servers) >= 2
-        assert all(gone(pid) for pid in servers)
+        assert all(wait_for_exit(pid) for pid in servers)
 
 
 @pytest.mark.parametrize("row", POLICIES.values(), ids=POLICIES)

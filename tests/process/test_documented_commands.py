@@ -71,11 +71,11 @@ class SectionRunner:
             if lines[0].startswith("ps-server"):
                 program.wait_for("listening")
         else:
-            assert program.wait(LIMIT) == 0, program.said
+            assert program.wait(LIMIT) == 0, program.output
 
     def finish(self) -> None:
         for program in self._left_running:
-            assert program.wait(LIMIT) == 0, program.said
+            assert program.wait(LIMIT) == 0, program.output
 
     def _machine(self, title: str) -> tuple[str, ...]:
         if self._machines:

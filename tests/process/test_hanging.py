@@ -29,7 +29,7 @@ def test_a_hanging_worker_is_dropped_killed_and_restarted(tmp_path: Path) -> Non
         run = programs.start("ps-run", "--workers", 2, "--progress-timeout", "2s", "train.py")
 
         run.wait_for("[w1] hangs")
-        assert run.wait() == 0, run.said
-        assert "--progress-timeout: its script made no call for " in run.said
+        assert run.wait() == 0, run.output
+        assert "--progress-timeout: its script made no call for " in run.output
         assert "w1 is killed: its script hangs (--progress-timeout)" in run.err
         assert "steps           10  (40 samples)" in run.out

@@ -97,7 +97,7 @@ def start_program(
 ) -> Program:
     if not within:
         return programs.fork(command, *args)
-    return programs.start_program(within[0], *within[1:], str(BIN / command), *args)
+    return programs.start(within[0], *within[1:], str(BIN / command), *args)
 
 
 def start_worker(
@@ -137,7 +137,7 @@ def test_a_normal_exit_leaves_no_shared_memory(programs: Programs) -> None:
     mappings = [mapped_files(program) for program in (client, *shards)]
 
     assert mappings == [{offered_name(client): False}] * 3
-    assert client.wait() == 0, client.said
+    assert client.wait() == 0, client.output
     assert "ends with -300.0" in client.out
     assert "shared_memory_used shards=[0, 1]" in client.err
     until(lambda: not any(map(mapped_files, shards)), "the servers let go of a worker that left")
@@ -160,7 +160,7 @@ def test_a_worker_killed_at_any_stage_leaves_no_shared_memory(programs: Programs
         kill(killed)
     last = start_worker(programs, address, steps=3)
 
-    assert last.wait() == 0, last.said
+    assert last.wait() == 0, last.output
     assert len(names) == 3
     assert not [name for name in names if (SHM / name).exists()]
     until(
@@ -196,8 +196,8 @@ def train_job(programs: Programs, lanes: str) -> str:
     command = ("--ps", address, "--lanes", lanes, "job.py")
     workers = [programs.fork("ps-worker", "--worker-rank", rank, *command) for rank in range(2)]
     for worker in workers:
-        assert worker.wait() == 0, worker.said
-        assert ("shared_memory_used" in worker.said) is (lanes == "shm")
+        assert worker.wait() == 0, worker.output
+        assert ("shared_memory_used" in worker.output) is (lanes == "shm")
     return digest(address)
 
 
@@ -229,7 +229,7 @@ def test_a_too_small_shm_falls_back_with_one_log_line(
     _, address = start_servers(programs)
     client = start_worker(programs, address, "none", 20, *small_shm)
 
-    assert client.wait() == 0, client.said
+    assert client.wait() == 0, client.output
     assert "ends with -20.0" in client.out
     lines = [line for line in client.err.splitlines() if "shared_memory" in line]
     assert len(lines) == 1
@@ -246,7 +246,7 @@ def test_servers_with_another_shm_are_reached_over_grpc(
     shards, address = start_servers(programs, *small_shm)
     client = start_worker(programs, address, steps=20)
 
-    assert client.wait() == 0, client.said
+    assert client.wait() == 0, client.output
     assert "ends with -20.0" in client.out
     lines = [line for line in client.err.splitlines() if "shared_memory" in line]
     name = offered_name(client)

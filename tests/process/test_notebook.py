@@ -27,4 +27,4 @@ def test_the_notebook_reaches_its_accuracy(programs: Programs) -> None:
     program = programs.run("python", "train.py")
 
     assert len(code) == 4
-    assert program.wait() == 0, program.said
+    assert program.wait() == 0, program.output

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from pscommon.snapshot import SnapshotDirectory
-from tests.support.programs import Program, Programs, descendants, gone, programs_in
+from tests.support.programs import Program, Programs, descendants, programs_in, wait_for_exit
 from tests.support.workers import until
 
 # State that a restart must restore: moments, learning rate, BatchNorm statistics, dropout draws.
@@ -82,7 +82,7 @@ def summary(programs: Programs, name: str) -> dict[str, Any]:
 
 
 def test_the_summary_describes_the_run(programs: Programs, undisturbed: Program) -> None:
-    assert undisturbed.wait() == 0, undisturbed.said
+    assert undisturbed.wait() == 0, undisturbed.output
     content = summary(programs, "whole.json")
 
     assert content.pop("seconds") > 0
@@ -132,7 +132,7 @@ def test_weights_do_not_depend_on_the_number_of_servers(
         "ps-run", "--servers", 1, "--workers", 2, "--summary", "again.json", "train.py"
     )
 
-    assert (undisturbed.wait(), again.wait()) == (0, 0), again.said
+    assert (undisturbed.wait(), again.wait()) == (0, 0), again.output
     assert (
         summary(programs, "again.json")["weights_sha256"]
         == summary(programs, "whole.json")["weights_sha256"]
@@ -162,10 +162,10 @@ def test_a_killed_run_resumes_to_the_same_weights(programs: Programs, undisturbe
     processes = descendants(first.pid)
     first.send(signal.SIGKILL)
     assert len(processes) in (4, 5)  # a spare server comes after some seconds
-    assert all(map(gone, processes))
+    assert all(map(wait_for_exit, processes))
     second = programs.run("ps-run", *flags, "train.py")
 
-    assert second.wait() == 0, second.said
+    assert second.wait() == 0, second.output
     assert second.out.count("starts at 5") == 2
     assert undisturbed.wait() == 0
     assert (
@@ -181,7 +181,7 @@ def test_a_killed_worker_is_restarted_and_each_batch_counts_once(programs: Progr
     flags = ("--servers", 1, "--workers", 2, "--lease", "1s", "--summary", "killed.json")
     run = programs.run("ps-run", *flags, "train.py", FALLS="yes")
 
-    assert run.wait() == 0, run.said
+    assert run.wait() == 0, run.output
     content = summary(programs, "killed.json")
     assert (content["status"], content["restarts"]) == ("done", 1)
     assert (content["samples"], content["steps"]) == (320, 2 * VERSIONS)
@@ -198,7 +198,7 @@ def test_with_a_log_killed_processes_do_not_change_the_weights(
     wait = ("--on-worker-loss", "wait:60s", "--summary", "fallen.json")
     run = programs.run("ps-run", *flags, *wait, "train.py", FALLS="yes", SERVERS_FALL="SIGKILL")
 
-    assert run.wait() == 0, run.said
+    assert run.wait() == 0, run.output
     for name in ("s0", "s1", "w1"):
         assert f"{name} was killed by SIGKILL; restart " in run.err
     content = summary(programs, "fallen.json")
@@ -225,7 +225,7 @@ def test_servers_that_get_sigterm_are_restarted(programs: Programs, undisturbed:
     )
     run = programs.run("ps-run", *flags, "train.py", SERVERS_FALL="SIGTERM")
 
-    assert run.wait() == 0, run.said
+    assert run.wait() == 0, run.output
     for name in ("s0", "s1"):
         assert f"{name} exited with 143: terminated (SIGTERM); restart " in run.err
     assert undisturbed.wait() == 0

@@ -138,5 +138,5 @@ def test_ctrl_c_to_ps_run_resumes_stopped_servers_to_save(programs: Programs) ->
 
     assert run.wait() == 130
     assert len(servers) == 2
-    assert machine_seconds(began) < GRACE_SECONDS, run.said
+    assert machine_seconds(began) < GRACE_SECONDS, run.output
     assert "snapshot_written" in run.err

@@ -104,7 +104,7 @@ def default(programs: Programs) -> Program:
 
 
 def require_success(run: Program) -> Program:
-    assert run.wait() == 0, run.said
+    assert run.wait() == 0, run.output
     return run
 
 

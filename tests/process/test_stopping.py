@@ -78,7 +78,11 @@ def test_a_signal_to_ps_run_ends_scripts_within_an_epoch(
 
     assert run.wait() == 128 + number
     assert run.out.count("evaluated") == run.out.count("trained")
-    assert (run.out.count("finally"), run.out.count("swallowed"), run.said.count("Traceback")) == (
+    assert (
+        run.out.count("finally"),
+        run.out.count("swallowed"),
+        run.output.count("Traceback"),
+    ) == (
         2,
         0,
         0,
@@ -98,14 +102,14 @@ def test_stop_ends_all_scripts_and_the_run_exits_with_0(programs: Programs) -> N
 
     assert ps_ctl(["--ps", address, "stop", "--yes"]) == 0
 
-    assert run.wait() == 0, run.said
+    assert run.wait() == 0, run.output
     assert (
-        run.said.count("finally"),
-        run.said.count("swallowed"),
-        run.said.count("Traceback"),
+        run.output.count("finally"),
+        run.output.count("swallowed"),
+        run.output.count("Traceback"),
     ) == (2, 0, 0)
-    assert run.said.count("script_ended") == 2
-    assert "[warning]" not in run.said
+    assert run.output.count("script_ended") == 2
+    assert "[warning]" not in run.output
 
 
 SLOW = """
@@ -141,7 +145,7 @@ def test_a_worker_that_waits_in_sync_stops_within_two_seconds(
 
     assert time.monotonic() - began < 2.0 + 1.0  # tolerance for a busy machine
     assert run.wait() == 130
-    assert "Traceback" not in run.said
+    assert "Traceback" not in run.output
 
 
 # ---- train_distributed ---------------------------------------------------------------------------

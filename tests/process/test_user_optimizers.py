@@ -56,7 +56,7 @@ def test_two_servers_compute_the_same_weights_as_one_process(programs: Programs)
     alone = programs.run("ps-worker", "--optimizers", "my_optimizers", "train.py", 2, PS_LOCAL=1)
     run = programs.run("ps-run", "--servers", 2, "--optimizers", "my_optimizers", "train.py", 2)
 
-    assert (alone.wait(), run.wait()) == (0, 0), run.said + alone.said
+    assert (alone.wait(), run.wait()) == (0, 0), run.output + alone.output
     for ours, theirs in zip(weights(run), weights(alone), strict=True):
         assert ours == pytest.approx(theirs, rel=1e-5, abs=1e-6)
 
@@ -77,11 +77,11 @@ def test_resuming_needs_the_module_and_export_does_not(programs: Programs) -> No
     again.wait_for("listening")
     again.end()
 
-    assert first.wait() == 0, first.said
-    assert lacking.wait() == 2, lacking.said
+    assert first.wait() == 0, first.output
+    assert lacking.wait() == 2, lacking.output
     assert "UNSUPPORTED_OPTIMIZER" in lacking.err
     assert "start every ps-server with `--optimizers MODULE`" in lacking.err
-    assert export.wait() == 0, export.said
+    assert export.wait() == 0, export.output
     assert (programs.folder / "model.safetensors").exists()
     assert not list((programs.folder / "job").glob("snapshots/*aside*"))
 
@@ -89,9 +89,9 @@ def test_resuming_needs_the_module_and_export_does_not(programs: Programs) -> No
 def test_a_worker_is_refused_if_servers_lack_its_optimizer(programs: Programs) -> None:
     run = programs.run("ps-run", "train.py", 1)
 
-    assert run.wait() == 2, run.said
-    assert "UNSUPPORTED_OPTIMIZER" in run.said
-    assert "start every ps-server with `--optimizers MODULE`" in run.said
+    assert run.wait() == 2, run.output
+    assert "UNSUPPORTED_OPTIMIZER" in run.output
+    assert "start every ps-server with `--optimizers MODULE`" in run.output
 
 
 @pytest.mark.parametrize(
@@ -128,7 +128,7 @@ def test_servers_with_different_optimizer_modules_are_refused(
     other = programs.run("ps-server", "--bind", "127.0.0.1:0", *place)
     first.end()
 
-    assert other.wait() == 11, other.said
+    assert other.wait() == 11, other.output
     assert "SHARD_MISMATCH" in other.err
     assert "have different `--optimizers`: " in other.err
     assert "Try: start every server with the same module" in other.err

@@ -10,7 +10,7 @@ import pytest
 from tests.support.exactly_once import POLICIES, check, run
 from tests.support.forked_job import ForkedJob
 from tests.support.programs import Programs, programs_in
-from tests.support.pushes_over_failover import FLAGS, finish, goes_on, running
+from tests.support.pushes_over_failover import FLAGS, start_in_sync, stop_and_check, wait_for_pushes
 from tests.support.standby_job import StandbyJob
 from tests.support.worker_scripts import count
 from tests.support.workers import counted, status, until, weights_of
@@ -46,10 +46,10 @@ def test_pushes_count_once_although_both_servers_are_killed(policy: str, tmp_pat
 @pytest.mark.timing
 def test_a_standby_takes_over_from_a_killed_primary(tmp_path: Path) -> None:
     with StandbyJob(tmp_path, 2, (*POLICIES["sync"], *FLAGS), count, pushes=10**6) as job:
-        running(job, 0)
-        job.lives["s0"].kill()
-        goes_on(job, time.monotonic())
-        finish(job, "sync")
+        start_in_sync(job, 0)
+        job.processes["s0"].kill()
+        wait_for_pushes(job, time.monotonic())
+        stop_and_check(job, "sync")
 
 
 def test_a_running_job_reshards_to_more_and_to_fewer_servers(programs: Programs) -> None:
@@ -64,12 +64,12 @@ def test_a_running_job_reshards_to_more_and_to_fewer_servers(programs: Programs)
         job.add_servers(3)
         for shards in (3, 1):
             moved = programs.run("ps-ctl", "--ps", first, "reshard", "--servers", shards)
-            assert moved.wait() == 0, moved.said
+            assert moved.wait() == 0, moved.output
             assert len(status(first)["servers"]) == shards
-        job.tend(job.workers_done, 60)
+        job.supervise(job.workers_done, 60)
 
         assert counted(weights_of(first)) == status(first)["version"] == 800
-        assert "fenced 0" in job.said()
+        assert "fenced 0" in job.all_logs()
 
 
 def test_ps_server_ps_worker_and_ps_ctl_train_together(programs: Programs) -> None:
@@ -83,7 +83,7 @@ def test_ps_server_ps_worker_and_ps_ctl_train_together(programs: Programs) -> No
     worker = programs.run("ps-worker", "--ps", address, "--", "train.py")
 
     assert json.loads(found.out)["state"] == "waiting for a model"
-    assert (worker.wait(), server.wait()) == (0, 0), worker.said + server.said
+    assert (worker.wait(), server.wait()) == (0, 0), worker.output + server.output
 
 
 def test_ps_run_restarts_a_killed_worker(programs: Programs) -> None:
@@ -92,6 +92,6 @@ def test_ps_run_restarts_a_killed_worker(programs: Programs) -> None:
         "ps-run", "--servers", 2, "--workers", 2, "--summary", "summary.json", "train.py"
     )
 
-    assert run.wait() == 0, run.said
+    assert run.wait() == 0, run.output
     summary = json.loads((programs.folder / "summary.json").read_text())
     assert (summary["status"], summary["restarts"], summary["samples"]) == ("done", 1, 40)

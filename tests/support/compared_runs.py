@@ -1,4 +1,4 @@
-"""A training of real processes, and its result where no process is killed."""
+"""A training by real processes, and its result without kills."""
 
 from pathlib import Path
 
@@ -13,17 +13,17 @@ EPOCHS, PAUSE = 20, 0.03
 SECONDS = 110
 
 
-def undisturbed(folder: Path, **options: object) -> str:
-    """The digest of a run in which nobody dies."""
+def digest_without_kills(folder: Path, **options: object) -> str:
+    """Return the digest of a run without kills."""
     folder.mkdir()
     with ForkedJob(folder, SHARDS, [*FLAGS, *LOG, *WAIT], train, epochs=EPOCHS, **options) as job:
         job.start_all(WORKERS)
-        job.tend(job.workers_done, SECONDS)
+        job.supervise(job.workers_done, SECONDS)
         return digest(job.address)
 
 
 def check_data(job: ForkedJob) -> None:
-    """Each sample has counted exactly once an epoch."""
-    told = status(job.address)
-    (row,) = told["data"]
-    assert (told["samples"], row["dropped"], row["duplicates"]) == (80 * EPOCHS, 0, 0)
+    """Check that each sample counted exactly once per epoch."""
+    job_status = status(job.address)
+    (row,) = job_status["data"]
+    assert (job_status["samples"], row["dropped"], row["duplicates"]) == (80 * EPOCHS, 0, 0)

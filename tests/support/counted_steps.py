@@ -17,22 +17,22 @@ def job(folder: Path, *flags: object, **options: object) -> ForkedJob:
 
 
 def steps(job: ForkedJob, *names: str) -> list[float]:
-    """When these workers (none: all) made their steps, in order."""
+    """Return the sorted times of the steps of these workers, or of all."""
     logs = [
-        life.log
-        for life in job.all
-        if life.name.startswith("w") and (life.name in names or not names)
+        process.log
+        for process in job.all
+        if process.name.startswith("w") and (process.name in names or not names)
     ]
     lines = [line for log in logs if log.exists() for line in log.read_text().splitlines()]
     return sorted(float(line.split()[1]) for line in lines if line.startswith("step "))
 
 
-def made(job: ForkedJob, count: int, *names: str) -> None:
-    """Waits until these workers have made so many steps."""
+def wait_for_steps(job: ForkedJob, count: int, *names: str) -> None:
+    """Wait until these workers have made `count` steps."""
     until(lambda: len(steps(job, *names)) >= count, f"{count} steps of {names or 'all'}")
 
 
 def check_data(job: ForkedJob) -> None:
-    """Each batch has counted exactly once."""
+    """Check that each batch counted exactly once."""
     (row,) = status(job.address)["data"]
     assert (row["committed"], row["dropped"], row["duplicates"]) == (row["total"], 0, 0)

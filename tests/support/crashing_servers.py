@@ -1,6 +1,4 @@
-"""Servers that end themselves at their n-th operation on the disk, as kill -9 at that very
-moment would.
-"""
+"""Servers that crash at their n-th disk operation, as kill -9 at that moment would."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -9,29 +7,29 @@ from types import TracebackType
 from typing import Any, Self
 
 from tests.support.disk_operations import Operation, Operations
-from tests.support.forked_job import CONTEXT, Life, serve
+from tests.support.forked_job import CONTEXT, JobProcess, serve
 from tests.support.ports import free_ports
 
 KILLED = 137
 
 
-def die(operation: Operation, real: Callable[[], Any], arguments: Sequence[Any]) -> Any:
-    """Nothing is flushed, nobody is told."""
+def crash(operation: Operation, real: Callable[[], Any], arguments: Sequence[Any]) -> Any:
+    """Exit without flushing or notifying any process."""
     os._exit(KILLED)
 
 
 def serve_until_crash(arguments: Sequence[str], log: Path, at: int) -> None:
-    """Body of a server's process that ends at operation `at`; 0: it does not."""
-    Operations(at, at, die).install(setattr)
+    """Run a server process that crashes at operation `at`; 0 means never."""
+    Operations(at, at, crash).install(setattr)
     serve(arguments, log)
 
 
 class CrashingServers:
-    """Two shards on their own ports, which keep their data in `folder`. flags: of both."""
+    """Two shards with constant ports and their data in `folder`. flags: arguments of both."""
 
     def __init__(self, folder: Path, *flags: object) -> None:
         self.folder = folder
-        self.lives: list[Life] = []
+        self.processes: list[JobProcess] = []
         self._flags = [str(flag) for flag in flags]
         self._binds = [f"127.0.0.1:{port}" for port in free_ports(2)]
 
@@ -51,14 +49,14 @@ class CrashingServers:
         return ",".join(self._binds)
 
     def kill(self) -> None:
-        """kill -9 of whoever runs."""
-        for life in self.lives:
-            life.kill()
+        """Kill all running servers."""
+        for process in self.processes:
+            process.kill()
 
-    def start(self, shard: int, at: int = 0) -> Life:
-        """A server's next life, up to operation `at` of it."""
+    def start(self, shard: int, at: int = 0) -> JobProcess:
+        """Start a server that crashes at operation `at`; 0 means never."""
         joined = ["--join", self._binds[0]] if shard else []
-        place = [
+        identity = [
             "--shard",
             f"{shard}/2",
             "--bind",
@@ -66,15 +64,18 @@ class CrashingServers:
             "--data-dir",
             str(self.folder / "data"),
         ]
-        log = self.folder / f"s{shard}.{len(self.lives)}.log"
+        log = self.folder / f"s{shard}.{len(self.processes)}.log"
         process = CONTEXT.Process(
-            target=serve_until_crash, args=([*place, *joined, *self._flags], log, at), daemon=True
+            target=serve_until_crash,
+            args=([*identity, *joined, *self._flags], log, at),
+            daemon=True,
         )
         process.start()
-        self.lives.append(Life(f"s{shard}", len(self.lives), process, log))
-        return self.lives[-1]
+        self.processes.append(JobProcess(f"s{shard}", len(self.processes), process, log))
+        return self.processes[-1]
 
-    def said(self) -> str:
+    def all_logs(self) -> str:
         return "\n".join(
-            f"--- {life.name}.{life.attempt}\n{life.log.read_text()}" for life in self.lives
+            f"--- {process.name}.{process.attempt}\n{process.log.read_text()}"
+            for process in self.processes
         )

@@ -1,7 +1,6 @@
-"""Pushes of one each through everything that networks and dying servers do: what has counted is
-what was acknowledged.
+"""Pushes of ones through network faults and server crashes: acknowledged pushes count once.
 
-As a program: python -m tests.support.exactly_once --pushes 10000
+Program: python -m tests.support.exactly_once --pushes 10000
 """
 
 import random
@@ -34,10 +33,10 @@ FLAGS = (
 )
 WORKERS = 2
 LANES = ("grpc", "auto")
-"""Worker 0's and worker 1's: over the network, and through shared memory."""
+"""Lanes of worker 0 and worker 1."""
 
 RULES = "*.AttachMemory=0:0%:0%,*=-1:2%:2%:2%"
-"""But for the offer of shared memory: one that is lost makes a worker go on without."""
+"""No faults for AttachMemory: a worker whose call is lost continues without shared memory."""
 KILLS = 2
 RESET_SECONDS = 1.0
 SECONDS_A_PUSH = 0.1
@@ -46,8 +45,10 @@ END = re.compile(r"acknowledged (\d+), fenced (\d+), faults (\d+)")
 
 @dataclass(frozen=True)
 class Tally:
-    """Of one run. counted: in the weights, which in sync counts rounds; steps: pushes that the
-    coordinator counts.
+    """Result of one run.
+
+    counted: pushes in the weights, under sync rounds.
+    steps: pushes that the coordinator counted.
     """
 
     acknowledged: int
@@ -61,10 +62,8 @@ class Tally:
     seconds: float
 
 
-class Havoc:
-    """Resets connections at random moments, and kills a server at each of a few shares of the
-    way.
-    """
+class FaultInjector:
+    """Resets random connections and kills a server at each of KILLS points of progress."""
 
     def __init__(self, job: ProxiedJob, seed: int, pushes: int) -> None:
         self.resets = self.kills = 0
@@ -75,47 +74,55 @@ class Havoc:
     def __call__(self) -> None:
         if time.monotonic() >= self._next:
             self._next = time.monotonic() + self._random.uniform(0.0, 2 * RESET_SECONDS)
-            self._random.choice(self._job.everywhere).reset()
+            self._random.choice(self._job.all_proxies).reset()
             self.resets += 1
-        done = sum(len(lines(self._job.lives[f"w{rank}"], "pushed")) for rank in range(WORKERS))
+        done = sum(len(lines(self._job.processes[f"w{rank}"], "pushed")) for rank in range(WORKERS))
         if self.kills < len(self._marks) and done >= self._marks[self.kills]:
-            self._job.lives[f"s{self.kills % 2}"].kill()
+            self._job.processes[f"s{self.kills % 2}"].kill()
             self.kills += 1
 
 
 def run(folder: Path, policy: str, pushes: int, seed: int = 1) -> Tally:
-    """So many pushes in all, by two workers, to two servers."""
+    """Run two workers with `pushes` pushes in all, against two servers."""
     began = time.monotonic()
-    each = pushes // WORKERS
+    pushes_per_worker = pushes // WORKERS
     with ProxiedJob(
-        folder, 2, (*POLICIES[policy], *FLAGS), count, seed, pushes=each, lanes=LANES, faults=RULES
+        folder,
+        2,
+        (*POLICIES[policy], *FLAGS),
+        count,
+        seed,
+        pushes=pushes_per_worker,
+        lanes=LANES,
+        faults=RULES,
     ) as job:
         job.start_all(WORKERS)
-        havoc = Havoc(job, seed, pushes)
-        job.tend(job.workers_done, 60 + pushes * SECONDS_A_PUSH, havoc)
+        injector = FaultInjector(job, seed, pushes)
+        job.supervise(job.workers_done, 60 + pushes * SECONDS_A_PUSH, injector)
         ends = [
-            END.search(lines(job.lives[f"w{rank}"], "acknowledged")[0]) for rank in range(WORKERS)
+            END.search(lines(job.processes[f"w{rank}"], "acknowledged")[0])
+            for rank in range(WORKERS)
         ]
         acknowledged, fenced, faults = (
-            sum(int(end[place]) for end in ends if end) for place in (1, 2, 3)
+            sum(int(end[group]) for end in ends if end) for group in (1, 2, 3)
         )
-        seen = status(job.address)
-        found = counted(weights_of(job.address))
+        job_status = status(job.address)
+        counted_pushes = counted(weights_of(job.address))
     return Tally(
         acknowledged,
         fenced,
-        found,
-        seen["steps"],
-        seen["version"],
+        counted_pushes,
+        job_status["steps"],
+        job_status["version"],
         faults,
-        havoc.resets,
-        havoc.kills,
+        injector.resets,
+        injector.kills,
         time.monotonic() - began,
     )
 
 
 def check(tally: Tally, policy: str, pushes: int) -> None:
-    """AssertionError where something was lost or counted twice, or where nothing was tried."""
+    """Raise AssertionError if a push was lost or repeated, or if no fault was injected."""
     assert (tally.acknowledged, tally.fenced, tally.steps) == (pushes, 0, pushes), tally
     assert tally.counted == tally.version == (pushes // WORKERS if policy == "sync" else pushes), (
         tally
@@ -129,7 +136,7 @@ def check(tally: Tally, policy: str, pushes: int) -> None:
 @click.option("--seed", default=1, show_default=True)
 @click.argument("policies", nargs=-1, type=click.Choice(list(POLICIES)))
 def main(pushes: int, seed: int, policies: tuple[str, ...]) -> None:
-    """Runs all policies, or those named, and prints what came of each."""
+    """Run all policies, or those given, and print the result of each."""
     for policy in policies or POLICIES:
         with tempfile.TemporaryDirectory(prefix="ps-") as folder:
             tally = run(Path(folder), policy, pushes, seed)

@@ -1,8 +1,6 @@
-"""Servers and workers as real processes that start in a moment, forked from one that has
-imported all they need.
+"""Servers and workers as real processes, forked from a process that has imported their modules.
 
-So a run can have dozens of kills in the time in which a fresh interpreter would import torch
-once.
+A process starts in milliseconds, so a test can kill and restart dozens of them.
 """
 
 import os
@@ -20,41 +18,41 @@ from typing import Any, Self
 from tests.support.fork_server import CONTEXT
 from tests.support.ports import free_ports
 
-LOOK = 0.02
-"""Seconds between two looks at what should become true."""
+POLL_SECONDS = 0.02
+"""Seconds between two checks of a condition."""
 
 Script = Callable[..., None]
 
 
 def serve(arguments: Sequence[str], log: Path) -> None:
-    """Body of a server's process."""
+    """Run a server process."""
     from psserver import cli
 
-    _speak_into(log)
+    _redirect_output(log)
     sys.exit(cli.main(arguments))
 
 
 def work(
     script: Script, address: str, rank: int | None, attempt: int, options: dict[str, Any], log: Path
 ) -> None:
-    """Body of a worker's process."""
+    """Run a worker process."""
     from pscommon.telemetry import logs
 
-    _speak_into(log)
+    _redirect_output(log)
     os.environ |= {"PS_WORKER_ATTEMPT": str(attempt), "OMP_NUM_THREADS": "1"}
     logs.set_up("info", "text")
     script(address, rank, **options)
 
 
-def _speak_into(log: Path) -> None:
+def _redirect_output(log: Path) -> None:
     descriptor = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
 
 
 @dataclass
-class Life:
-    """One process, from its start to its end. name: w1 or s0."""
+class JobProcess:
+    """One start of a server or worker. name: w1 or s0."""
 
     name: str
     attempt: int
@@ -62,8 +60,8 @@ class Life:
     log: Path
 
     @property
-    def ended(self) -> int | None:
-        """Its exit code, negative for a signal; None: it runs."""
+    def exit_code(self) -> int | None:
+        """Exit code, negative for a signal; None while the process runs."""
         return self.process.exitcode
 
     def send(self, number: signal.Signals) -> None:
@@ -71,17 +69,17 @@ class Life:
         os.kill(self.process.pid, number)
 
     def kill(self) -> None:
-        """kill -9, and waits until it is gone. Harmless to repeat."""
+        """Send SIGKILL and wait for the exit. Can be repeated."""
         self.process.kill()
         self.process.join()
 
 
 class ForkedJob:
-    """A job's servers, which keep their ports and data, and its workers. Inside the `with`
-    nothing is started yet.
+    """Servers, with constant ports and data, and workers of a job; __enter__ starts none of them.
 
-    flags: of every server. script(address, rank, **options): what a worker does. body: of a
-    server's process.
+    flags: arguments of every server.
+    script(address, rank, **options): function that a worker runs.
+    body: function that a server process runs.
     """
 
     body = staticmethod(serve)
@@ -90,13 +88,13 @@ class ForkedJob:
         self, folder: Path, shards: int, flags: Sequence[object], script: Script, **options: Any
     ) -> None:
         self.folder = folder
-        self.lives: dict[str, Life] = {}
-        self.all: list[Life] = []
+        self.processes: dict[str, JobProcess] = {}
+        self.all: list[JobProcess] = []
         self._flags = [str(flag) for flag in flags]
         self._script, self._options = script, options
         self._shards = shards
         self._binds = [f"127.0.0.1:{port}" for port in free_ports(shards)]
-        self._of = [shards] * shards  # what each server's command line says
+        self._shard_counts = [shards] * shards  # number of shards in each server's command
 
     def __enter__(self) -> Self:
         return self
@@ -107,23 +105,23 @@ class ForkedJob:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        for life in self.all:
-            if life.ended is None:
-                life.kill()
+        for process in self.all:
+            if process.exit_code is None:
+                process.kill()
 
     @property
     def address(self) -> str:
         return ",".join(self._binds)
 
     @property
-    def names(self) -> list[str]:
-        """Of whoever runs."""
-        return [name for name, life in self.lives.items() if life.ended is None]
+    def running_names(self) -> list[str]:
+        """Names of the running processes."""
+        return [name for name, process in self.processes.items() if process.exit_code is None]
 
     def start(self, *names: str) -> None:
-        """Starts them; who died is started again, one attempt later."""
+        """Start these processes; a restarted process has the next attempt number."""
         for name in names:
-            attempt = self.lives[name].attempt + 1 if name in self.lives else 0
+            attempt = self.processes[name].attempt + 1 if name in self.processes else 0
             log, number = self.folder / f"{name}.{attempt}.log", int(name[1:])
             target, arguments = (
                 (
@@ -135,16 +133,14 @@ class ForkedJob:
             )
             process = CONTEXT.Process(target=target, args=arguments, name=name, daemon=True)
             process.start()
-            self.lives[name] = Life(name, attempt, process, log)
-            self.all.append(self.lives[name])
+            self.processes[name] = JobProcess(name, attempt, process, log)
+            self.all.append(self.processes[name])
 
     def add_servers(self, shards: int) -> None:
-        """Servers start that make it so many, once ps-ctl reshard says so. Those before keep
-        their command lines.
-        """
+        """Start servers for a reshard to this number; running servers are unchanged."""
         first = len(self._binds)
         self._binds += [f"127.0.0.1:{port}" for port in free_ports(shards - first)]
-        self._of += [shards] * (shards - first)
+        self._shard_counts += [shards] * (shards - first)
         self.start(*(f"s{shard}" for shard in range(first, shards)))
 
     def start_all(self, workers: int) -> None:
@@ -154,18 +150,18 @@ class ForkedJob:
         )
 
     def stop(self) -> None:
-        """Ends the servers as an operator would, with a last snapshot."""
-        for name in [name for name in self.names if name.startswith("s")]:
-            self.lives[name].send(signal.SIGTERM)
-        for name in [name for name in self.lives if name.startswith("s")]:
-            self.lives[name].process.join(60)
+        """Send SIGTERM to the servers, which write a last snapshot, and wait for them."""
+        for name in [name for name in self.running_names if name.startswith("s")]:
+            self.processes[name].send(signal.SIGTERM)
+        for name in [name for name in self.processes if name.startswith("s")]:
+            self.processes[name].process.join(60)
 
     def _server(self, shard: int) -> list[str]:
         joined = ["--join", self._binds[0]] if shard else []
         data = ["--data-dir", str(self.folder / "data")]
         return [
             "--shard",
-            f"{shard}/{self._of[shard]}",
+            f"{shard}/{self._shard_counts[shard]}",
             "--bind",
             self._binds[shard],
             *joined,
@@ -176,30 +172,44 @@ class ForkedJob:
     def _standby(self, shard: int) -> list[str]:
         raise NotImplementedError("this job has no standbys")
 
-    def said(self) -> str:
-        """All that anybody has written, by process."""
+    def all_logs(self) -> str:
+        """Return the output of all processes."""
         return "\n".join(
-            f"--- {life.name}.{life.attempt}\n{life.log.read_text()}" for life in self.all
+            f"--- {process.name}.{process.attempt}\n{process.log.read_text()}"
+            for process in self.all
         )
 
-    def tend(
+    def supervise(
         self, until: Callable[[], bool], seconds: float, each: Callable[[], None] = lambda: None
     ) -> None:
-        """Starts again what was killed, until the condition holds. AssertionError if that takes
-        too long, or if one ends for another reason."""
+        """Restart killed processes until the condition holds.
+
+        AssertionError on timeout or if a process exits for another reason.
+        """
         deadline = time.monotonic() + seconds
         while not until():
-            assert time.monotonic() < deadline, f"after {seconds:.0f} s: not done\n{self.said()}"
+            assert time.monotonic() < deadline, (
+                f"after {seconds:.0f} s: not done\n{self.all_logs()}"
+            )
             each()
-            for name, life in list(self.lives.items()):
-                if life.ended not in (None, 0):
-                    assert life.ended == -signal.SIGKILL, (
-                        f"{name} ended with {life.ended}\n{self.said()}"
+            for name, process in list(self.processes.items()):
+                if process.exit_code not in (None, 0):
+                    assert process.exit_code == -signal.SIGKILL, (
+                        f"{name} ended with {process.exit_code}\n{self.all_logs()}"
                     )
                     self.start(name)
             connection.wait(
-                [life.process.sentinel for life in self.lives.values() if life.ended is None], LOOK
+                [
+                    process.process.sentinel
+                    for process in self.processes.values()
+                    if process.exit_code is None
+                ],
+                POLL_SECONDS,
             )
 
     def workers_done(self) -> bool:
-        return all(life.ended == 0 for name, life in self.lives.items() if name.startswith("w"))
+        return all(
+            process.exit_code == 0
+            for name, process in self.processes.items()
+            if name.startswith("w")
+        )

@@ -1,6 +1,4 @@
-"""Servers and workers of a job as real processes, to be killed, stopped and started again at
-will.
-"""
+"""Servers and workers of a job as real processes that tests kill, stop and restart."""
 
 import signal
 import time
@@ -22,21 +20,17 @@ ROOT = Path(__file__).parents[2]
 MODULES = f"{ROOT}:{ROOT / 'common'}"
 """PYTHONPATH of a script that imports from tests."""
 
-PATIENCE = 5.0
-"""Seconds for one look at the job's status."""
+STATUS_TIMEOUT_SECONDS = 5.0
+"""Seconds for one request of the job's status."""
 
 
 def kill(program: Program) -> None:
-    """kill -9, and waits until the process is gone: its ports and locks are free. Harmless to
-    repeat.
-    """
+    """Send SIGKILL and wait for the exit, which frees ports and locks. Can be repeated."""
     program.end()
 
 
 def stop(program: Program) -> None:
-    """SIGSTOP, and waits until all its threads stand still: one that is on a processor may go on
-    for a moment.
-    """
+    """Send SIGSTOP and wait until all threads are stopped; a running thread may take a moment."""
     program.send(signal.SIGSTOP)
     tasks = Path(f"/proc/{program.pid}/task")
     until(
@@ -45,47 +39,46 @@ def stop(program: Program) -> None:
     )
 
 
-def go_on(program: Program) -> None:
-    """SIGCONT."""
+def resume(program: Program) -> None:
+    """Send SIGCONT."""
     program.send(signal.SIGCONT)
 
 
 def state_of(pid: int) -> str:
-    """One letter: R running, S sleeping, T stopped ...; empty if there is no such process."""
+    """Return one letter: R running, S sleeping, T stopped; empty if there is no such process."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
         return ""
 
 
-def status_of(address: str, patience: float = PATIENCE) -> dict[str, Any]:
-    """As GetStatus; empty while nobody answers."""
+def status_of(address: str, connect_timeout: float = STATUS_TIMEOUT_SECONDS) -> dict[str, Any]:
+    """Return the status; empty if no server answers."""
     try:
-        with Client(address, observe=True, connect_timeout=patience) as client:
+        with Client(address, observe=True, connect_timeout=connect_timeout) as client:
             return client.status()
     except PSError:
         return {}
 
 
-def reached(address: str, version: int, seconds: float = LIMIT) -> dict[str, Any]:
-    """The job's status as soon as its version is at least this one. AssertionError if it does
-    not get there in time.
-    """
+def wait_for_version(address: str, version: int, seconds: float = LIMIT) -> dict[str, Any]:
+    """Return the status when the version is at least `version`; AssertionError on timeout."""
 
-    def look() -> dict[str, Any]:
+    def status_at_version() -> dict[str, Any]:
         status = status_of(address)
         return status if status.get("version", -1) >= version else {}
 
-    return until(look, f"version {version}", seconds)
+    return until(status_at_version, f"version {version}", seconds)
 
 
 class Servers:
-    """All shards of a job. They keep their ports and data directory, however often they are
-    started again.
+    """All shards of a job; they have the same ports and data directory after each restart.
 
-    flags: of every ps-server. proxied: workers reach each shard through a Proxy
-    (`proxies[shard]`), other shards reach it directly. fresh: by the command, not forked.
-    programs: the newest process of each shard; started: all that there ever were.
+    flags: arguments of every ps-server.
+    proxied: workers reach each shard through a Proxy (`proxies[shard]`), other shards directly.
+    fresh: start the command in a new interpreter instead of forking.
+    programs: the current process of each shard.
+    started: all processes so far.
     """
 
     def __init__(
@@ -132,32 +125,32 @@ class Servers:
 
     @property
     def addresses(self) -> Sequence[str]:
-        """For workers, by shard."""
+        """Addresses for workers, by shard."""
         return [proxy.address for proxy in self.proxies] or self._binds
 
     @property
     def address(self) -> str:
-        """For workers: all of them, so that any shard may be down when one comes."""
+        """Addresses for workers, comma-separated, so that any shard may be down when a worker
+        starts.
+        """
         return ",".join(self.addresses)
 
     @property
     def binds(self) -> Sequence[str]:
-        """By shard, past the proxies."""
+        """Addresses by shard, without proxies."""
         return self._binds
 
     def kill(self, shard: int) -> None:
         kill(self.programs[shard])
 
     def start(self, shard: int) -> Program:
-        """The process of a shard that was killed, again; returns at once."""
+        """Restart a killed shard without waiting for it."""
         assert self.programs[shard].process.poll() is not None, f"shard {shard} still runs"
         self.programs[shard] = self._start(shard)
         return self.programs[shard]
 
     def restart(self, shard: int) -> float:
-        """Kills the shard and starts it again; the seconds from the start until workers can
-        train on it.
-        """
+        """Kill and restart a shard; return the seconds from the start until it is ready."""
         self.kill(shard)
         began = time.monotonic()
         self.start(shard)
@@ -165,7 +158,7 @@ class Servers:
         return time.monotonic() - began
 
     def is_ready(self, shard: int) -> bool:
-        """By its /readyz."""
+        """Return whether /readyz answers 200."""
         try:
             return get(self._monitors[shard], "/readyz").status == 200
         except OSError:
@@ -179,14 +172,14 @@ class Servers:
     def _check(self, shard: int) -> bool:
         program = self.programs[shard]
         assert program.process.poll() is None, (
-            f"shard {shard} ended with {program.wait()}:\n{program.said}"
+            f"shard {shard} ended with {program.wait()}:\n{program.output}"
         )
         return False
 
     def _start(self, shard: int) -> Program:
         advertised = ("--advertise", self.proxies[shard].address) if self.proxies else ()
         joined = ("--join", self._binds[0]) if shard else ()
-        place = (
+        identity = (
             "--shard",
             f"{shard}/{self._shards}",
             "--bind",
@@ -194,7 +187,7 @@ class Servers:
             *advertised,
             *joined,
         )
-        command = ("ps-server", *place, "--metrics-bind", self._monitors[shard], *self._flags)
+        command = ("ps-server", *identity, "--metrics-bind", self._monitors[shard], *self._flags)
         self.started.append(self._starter(*command, PYTHONPATH=MODULES))
         return self.started[-1]
 
@@ -208,8 +201,11 @@ def worker(
     fresh: bool = False,
     **environment: object,
 ) -> Program:
-    """ps-worker with a script: `command` is what follows its flags. attempt: how often this rank
-    was started before; fresh: by the command, not forked."""
+    """Start ps-worker; `command` follows its flags.
+
+    attempt: number of earlier starts of this rank.
+    fresh: start the command in a new interpreter instead of forking.
+    """
     start = programs.start if fresh else programs.fork
     return start(
         "ps-worker",

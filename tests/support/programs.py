@@ -54,7 +54,7 @@ class Program:
         return self._text("stderr")
 
     @property
-    def said(self) -> str:
+    def output(self) -> str:
         """Both streams."""
         return self.out + self.err
 
@@ -68,7 +68,7 @@ class Program:
 
         with self._changed:
             self._changed.wait_for(lambda: found() or not self._open, seconds)
-            assert found(), f"{self} did not say {text!r} {times} times, only:\n{self.said}"
+            assert found(), f"{self} did not say {text!r} {times} times, only:\n{self.output}"
             return found()[0]
 
     def wait(self, seconds: float = LIMIT) -> int:
@@ -76,7 +76,7 @@ class Program:
         try:
             code = self.process.wait(seconds)
         except subprocess.TimeoutExpired:
-            raise AssertionError(f"{self} did not end; it said:\n{self.said}") from None
+            raise AssertionError(f"{self} did not end; it said:\n{self.output}") from None
         for reader in self._readers:
             reader.join(LIMIT)
         return code
@@ -216,7 +216,7 @@ def descendants(pid: int) -> list[int]:
     return found
 
 
-def gone(pid: int) -> bool:
+def wait_for_exit(pid: int) -> bool:
     """Waits until a process has ended; False if it does not want to."""
     try:
         handle = os.pidfd_open(pid)

@@ -1,5 +1,6 @@
-"""A forked job whose servers are reached through proxies: by workers through one for each shard,
-by the other shards through one of their own."""
+"""A forked job with a proxy before each shard for workers, and one before shard 0 for other
+shards.
+"""
 
 import re
 import time
@@ -11,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from tests.support.forked_job import ForkedJob, Life, Script
+from tests.support.forked_job import ForkedJob, JobProcess, Script
 from tests.support.machine_time import machine_seconds
 from tests.support.metrics_scrape import Metrics
 from tests.support.ports import free_ports
@@ -22,7 +23,11 @@ STAMP = re.compile(r"\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d\.\d+")
 
 
 class ProxiedJob(ForkedJob):
-    """proxies: by shard, for workers; link: from the other shards to shard 0."""
+    """A ForkedJob behind proxies.
+
+    proxies: proxy of each shard for workers.
+    link: proxy of shard 0 for the other shards.
+    """
 
     def __init__(
         self,
@@ -37,11 +42,11 @@ class ProxiedJob(ForkedJob):
         self.proxies = [Proxy(bind, seed=seed + shard) for shard, bind in enumerate(self._binds)]
         self.link = Proxy(self._binds[0], seed=seed + shards)
         self._monitors = [f"127.0.0.1:{port}" for port in free_ports(shards)]
-        self._open = ExitStack()
+        self._resources = ExitStack()
 
     def __enter__(self) -> Self:
-        for proxy in self.everywhere:
-            self._open.enter_context(proxy)
+        for proxy in self.all_proxies:
+            self._resources.enter_context(proxy)
         return super().__enter__()
 
     def __exit__(
@@ -51,10 +56,10 @@ class ProxiedJob(ForkedJob):
         trace: TracebackType | None,
     ) -> None:
         super().__exit__(kind, error, trace)
-        self._open.close()
+        self._resources.close()
 
     @property
-    def everywhere(self) -> list[Proxy]:
+    def all_proxies(self) -> list[Proxy]:
         return [*self.proxies, self.link]
 
     @property
@@ -62,7 +67,7 @@ class ProxiedJob(ForkedJob):
         return ",".join(proxy.address for proxy in self.proxies)
 
     def metrics(self, shard: int) -> Metrics:
-        """Whatever the proxies do."""
+        """Scrape a shard directly, not through a proxy."""
         return Metrics(self._monitors[shard])
 
     def _server(self, shard: int) -> list[str]:
@@ -78,42 +83,48 @@ class ProxiedJob(ForkedJob):
         ]
 
 
-def lines(life: Life, text: str) -> list[str]:
-    """What it has said so far that has this in it."""
+def lines(process: JobProcess, text: str) -> list[str]:
+    """Return the log lines so far that contain the text."""
     return (
-        [line for line in life.log.read_text().splitlines() if text in line]
-        if life.log.exists()
+        [line for line in process.log.read_text().splitlines() if text in line]
+        if process.log.exists()
         else []
     )
 
 
-def heard(life: Life, text: str, times: int = 1, seconds: float = 30.0) -> str:
-    """The line that says it for the `times`-th time, once it is there."""
+def wait_for_line(process: JobProcess, text: str, times: int = 1, seconds: float = 30.0) -> str:
+    """Return the `times`-th log line that contains the text when it is there."""
 
-    def look() -> str:
-        found = lines(life, text)
+    def find_line() -> str:
+        found = lines(process, text)
         return found[times - 1] if len(found) >= times else ""
 
     try:
-        return until(look, text, seconds)
+        return until(find_line, text, seconds)
     except AssertionError:
-        said = "\n".join(lines(life, "")[-40:])
+        newest_lines = "\n".join(lines(process, "")[-40:])
         raise AssertionError(
-            f"{life.name} did not say {text!r} {times} times in {seconds:.1f} s:\n{said}"
+            f"{process.name} did not log {text!r} {times} times in {seconds:.1f} s:\n{newest_lines}"
         ) from None
 
 
-def more(lives: Sequence[Life], text: str, times: int = 1, seconds: float = 30.0) -> float:
-    """Seconds in which the machine ran until each of them has said it so many times more."""
-    began, wanted = time.monotonic(), [len(lines(life, text)) + times for life in lives]
-    for life, number in zip(lives, wanted, strict=True):
-        heard(life, text, number, seconds)
+def wait_for_more_lines(
+    processes: Sequence[JobProcess], text: str, times: int = 1, seconds: float = 30.0
+) -> float:
+    """Wait until each process has logged the text `times` more times; return the seconds without
+    pauses of the machine.
+    """
+    began, wanted = time.monotonic(), [len(lines(process, text)) + times for process in processes]
+    for process, number in zip(processes, wanted, strict=True):
+        wait_for_line(process, text, number, seconds)
     return machine_seconds(began)
 
 
-def longest_silence(life: Life, text: str, since: float, to: float) -> float:
-    """Seconds without a line that has this in it, between two times of time.time()."""
-    stamps = [match[0] for line in lines(life, text) if (match := STAMP.search(line))]
+def longest_silence(process: JobProcess, text: str, since: float, to: float) -> float:
+    """Return the longest time without a line that contains the text, between two wall-clock
+    times.
+    """
+    stamps = [match[0] for line in lines(process, text) if (match := STAMP.search(line))]
     times = [datetime.fromisoformat(f"{stamp}+00:00").timestamp() for stamp in stamps]
     marks = [since, *(moment for moment in times if since < moment < to), to]
     return max(after - before for before, after in pairwise(marks))

@@ -1,32 +1,32 @@
-"""Jobs behind proxies whose workers push ones for ever."""
+"""Jobs behind proxies whose workers push ones without end."""
 
 from contextlib import ExitStack
 from pathlib import Path
 
-from tests.support.forked_job import Life
-from tests.support.proxied_job import ProxiedJob, heard, lines
+from tests.support.forked_job import JobProcess
+from tests.support.proxied_job import ProxiedJob, lines, wait_for_line
 from tests.support.worker_scripts import count
 from tests.support.workers import counted, status, weights_of
 
-NOTICED = 4.0
-"""A peer that has vanished is spoken of after so many seconds."""
-RESUMED = 3.0
-"""After the healing, workers push again after so many seconds."""
-LINE = 10.0
-"""Nobody waits so long without a line."""
+DETECTION_SECONDS = 4.0
+"""Seconds within which an unreachable peer is logged."""
+RECOVERY_SECONDS = 3.0
+"""Seconds within which workers push again after a cut."""
+LOG_INTERVAL_SECONDS = 10.0
+"""Longest time that a process waits without a log line."""
 
-PUSHES = 10**6  # for ever
+PUSHES = 10**6  # more than any test runs
 WORKERS = ("w0", "w1")
 
 
-class Jobs:
-    """Starts them, with two workers each, in a folder, and ends them with the stack."""
+class JobStarter:
+    """Starts jobs with two workers each in a folder; the exit stack ends them."""
 
     def __init__(self, folder: Path, stack: ExitStack) -> None:
         self._folder, self._stack = folder, stack
 
     def __call__(self, policy: str, lease: str, shards: int = 2) -> ProxiedJob:
-        """Returns once they train."""
+        """Start a job and return it when its workers train."""
         folder = self._folder / lease
         folder.mkdir()
         flags = ("--policy", policy, "--lease", lease, "--min-workers", 2, "--durability", "log")
@@ -34,23 +34,24 @@ class Jobs:
             ProxiedJob(folder, shards, flags, count, pushes=PUSHES, pause=0.02)
         )
         job.start_all(len(WORKERS))
-        for life in workers(job):
-            heard(life, "pushed", 20)
+        for process in workers(job):
+            wait_for_line(process, "pushed", 20)
         return job
 
 
-def workers(job: ProxiedJob) -> list[Life]:
-    return [job.lives[name] for name in WORKERS]
+def workers(job: ProxiedJob) -> list[JobProcess]:
+    return [job.processes[name] for name in WORKERS]
 
 
-def finish(job: ProxiedJob, fenced: int = 0) -> int:
-    """Ends the workers and checks that what was acknowledged is what has counted, but for pushes
-    whose workers were told that the job went on without them, or were killed here before they
-    could say; returns how many updates."""
-    for life in workers(job):
-        life.kill()
+def stop_and_check(job: ProxiedJob, fenced: int = 0) -> int:
+    """Kill the workers and check that acknowledged pushes have counted; return the version.
+
+    Pushes may count unacknowledged if their worker was fenced or killed before it printed them.
+    """
+    for process in workers(job):
+        process.kill()
     found = status(job.address)
-    acknowledged = sum(len(lines(life, "pushed")) for life in workers(job))
+    acknowledged = sum(len(lines(process, "pushed")) for process in workers(job))
     assert acknowledged <= found["steps"] <= acknowledged + len(WORKERS) + fenced
     version = int(found["version"])
     assert version <= counted(weights_of(job.address)) <= version + len(WORKERS)

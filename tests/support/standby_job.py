@@ -12,11 +12,13 @@ from tests.support.workers import connected
 
 
 class StandbyJob(ForkedJob):
-    """As ForkedJob; "b1" is the standby of shard 1's first primary, "s1". lock: with a lock for
-    failover.
+    """A ForkedJob with standbys: "b1" follows "s1", the first primary of shard 1.
 
-    Nothing is written to any disk, so what survives does so in the standbys' memory. monitors:
-    theirs, by shard.
+    lock: configure a failover lock.
+    monitors: monitoring addresses of the standbys, by shard.
+    replaced: shards whose "s" process restarts as standby of "b".
+
+    Without a data directory only the memory of standbys survives a crash.
     """
 
     def __init__(
@@ -30,8 +32,7 @@ class StandbyJob(ForkedJob):
     ) -> None:
         locked = ("--failover-lock", folder / "lock") if lock else ()
         super().__init__(folder, shards, (*flags, *locked), script, **options)
-        # "s1" is started as the standby of "b1", which took its place
-        self.followed: set[int] = set()
+        self.replaced: set[int] = set()
         ports = free_ports(2 * shards)
         self._standbys = [f"127.0.0.1:{port}" for port in ports[:shards]]
         self.monitors = [f"127.0.0.1:{port}" for port in ports[shards:]]
@@ -45,10 +46,10 @@ class StandbyJob(ForkedJob):
 
     def _server(self, shard: int) -> list[str]:
         joined = ["--join", self._binds[0]] if shard else []
-        joined += ["--standby-of", self._standbys[shard]] if shard in self.followed else []
+        joined += ["--standby-of", self._standbys[shard]] if shard in self.replaced else []
         return [
             "--shard",
-            f"{shard}/{self._of[shard]}",
+            f"{shard}/{self._shard_counts[shard]}",
             "--bind",
             self._binds[shard],
             *joined,
@@ -66,8 +67,10 @@ class StandbyJob(ForkedJob):
             *self._flags,
         ]
 
-    def found(self, address: str) -> dict[str, Any]:
-        """What ps-ctl status shows; empty where nobody answers, or who does is a standby."""
+    def status_from(self, address: str) -> dict[str, Any]:
+        """Return the status that this address gives; empty if it does not answer or is a
+        standby.
+        """
         try:
             with CoordinatorClient([address], 2.0) as servers:
                 return servers.status()
@@ -75,7 +78,7 @@ class StandbyJob(ForkedJob):
             return {}
 
     def servers(self) -> list[dict[str, Any]]:
-        """As ps-ctl status shows them."""
+        """Return the rows of the servers in the status."""
         with connected(self.address, observe=True) as client:
             rows: list[dict[str, Any]] = client.status()["servers"]
             return rows

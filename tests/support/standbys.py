@@ -18,7 +18,7 @@ from psserver.server import Server
 from tests.support.workers import until
 
 
-class Following:
+class RunningStandby:
     """A standby of this server, from entering to leaving. settings: others than its own."""
 
     def __init__(self, primary: Server, **settings: Any) -> None:
@@ -87,15 +87,15 @@ def silent_standby(server: Server) -> Iterator[threading.Event]:
             listener.join()
 
 
-def mirror(following: Following) -> StandbyState:
+def standby_state(following: RunningStandby) -> StandbyState:
     found = following.standby._standby_state
     assert found is not None
     return found
 
 
-def same(following: Following) -> bool:
+def has_same_state(following: RunningStandby) -> bool:
     """Has the standby what its primary has?"""
-    engine, replica = following.primary.engine, mirror(following).shard_state
+    engine, replica = following.primary.engine, standby_state(following).shard_state
     assert engine.live.store is not None
     assert replica.store is not None
     return (

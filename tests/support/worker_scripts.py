@@ -1,4 +1,4 @@
-"""What workers do while servers and workers around them die."""
+"""Functions that worker processes run while servers and workers are killed."""
 
 import threading
 import time
@@ -17,13 +17,13 @@ from tests.support.rpc_faults import faulty_lane
 from tests.support.workers import ONES, counter
 
 SOURCES = 4
-LOOK = 0.02
-"""Seconds between two looks for a file."""
-NOBODY: Mapping[int, float] = MappingProxyType({})
+POLL_SECONDS = 0.02
+"""Seconds between two checks for a file."""
+NO_RANKS: Mapping[int, float] = MappingProxyType({})
 
 
 def network() -> nn.Sequential:
-    """With all that has to survive: normalization's buffers, dropout's random numbers, Adam's
+    """Return a model with all state that must survive: buffers, dropout's generator, Adam's
     moments.
     """
     torch.manual_seed(1)
@@ -37,8 +37,8 @@ def data() -> tuple[torch.Tensor, torch.Tensor]:
     return torch.rand(80, 6, generator=generator), torch.randint(0, 3, (80,), generator=generator)
 
 
-class Rows:
-    """The data as a stream of SOURCES, each with its share of the rows."""
+class RowStream:
+    """The data as a stream of SOURCES sources with equal shares of the rows."""
 
     def read(self, source: int, offset: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         x, y = data()
@@ -55,20 +55,20 @@ def train(
     rank: int | None,
     epochs: int = 3,
     pause: float = 0.0,
-    slow: Mapping[int, float] = NOBODY,
-    held_at: int = 0,
+    slow: Mapping[int, float] = NO_RANKS,
+    pause_at: int = 0,
     until: Path | None = None,
     streamed: bool = False,
     clip_norm: float | None = None,
 ) -> None:
-    """A classifier on 10 batches an epoch, with a learning rate that changes at every step. Says
-    when it made each.
+    """Train a classifier with 10 batches per epoch and a changing learning rate; print each step.
 
-    pause: seconds that a step computes; slow: other ones, by rank. until: steps from version
-    held_at on take place when there is such a file. streamed: the data come as a stream.
+    pause: seconds of one step; slow: other values by rank.
+    until: steps from version `pause_at` wait for this file.
+    streamed: read the data as a stream.
     """
     torch.set_num_threads(1)
-    computing = threading.Event()
+    timer = threading.Event()
     print(f"connects {time.monotonic():.3f}", flush=True)
     with psworker.connect(address, rank=rank, device="cpu", connect_timeout=60.0) as job:
         model = network()
@@ -77,15 +77,15 @@ def train(
         )
         scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.999)
         job.resume(scheduler)
-        dataset, sources = (Rows(), SOURCES) if streamed else (data(), None)
+        dataset, sources = (RowStream(), SOURCES) if streamed else (data(), None)
         for x, y in job.batches(dataset, batch_size=8, epochs=epochs, seed=3, sources=sources):
             F.cross_entropy(model(x), y).backward()
             optimizer.step()
             optimizer.zero_grad()
             scheduler.step()
-            computing.wait(slow.get(rank or 0, pause))
-            while until is not None and job.version >= held_at and not until.exists():
-                computing.wait(LOOK)
+            timer.wait(slow.get(rank or 0, pause))
+            while until is not None and job.version >= pause_at and not until.exists():
+                timer.wait(POLL_SECONDS)
             print(f"step {time.monotonic():.3f} {job.version}", flush=True)
 
 
@@ -106,7 +106,7 @@ def count(
     lane = faulty_lane(address, faults, seed=100 * seed + (rank or 0)) if faults else None
     chosen = lanes[(rank or 0) % len(lanes)]
     acknowledged = fenced = 0
-    computing = threading.Event()
+    timer = threading.Event()
     with counter(
         None if lane else address,
         rank,
@@ -126,6 +126,6 @@ def count(
                 assert result.status == "applied", result
                 acknowledged += 1
                 print("pushed", acknowledged, flush=True)
-            computing.wait(pause)
+            timer.wait(pause)
     faulty = sum(lane.faults.counts.values()) if lane else 0
     print(f"acknowledged {acknowledged}, fenced {fenced}, faults {faulty}", flush=True)
