@@ -37,7 +37,7 @@ from psserver.durability.state_records import StateRecord, StateRecordKind, abou
 from psserver.process.config import ServerConfig
 from psserver.process.grpc_server import listen
 from psserver.process.identity import ServerIdentity
-from psserver.process.job_id_file import JobIdFile, made_up
+from psserver.process.job_id_file import JobIdFile, generate_job_name
 from psserver.process.metrics import ServerMetrics
 from psserver.process.port_file import PortFile
 from psserver.process.rpc_metrics import RpcTimer
@@ -158,18 +158,18 @@ class Server:
         config, address = self.config, self.config.advertise or self.address
         hello = self._promotion.standby_state.hello if self._promotion is not None else None
         name = JobIdFile(config.data_dir)
-        bound = (hello.job if hello else "") or config.job or name.noted
+        bound = (hello.job if hello else "") or config.job or name.stored_job
         if config.shard == 0 and hello is None and config.resume != "never":
             name.check(bound)
-        job = bound or made_up() if config.shard == 0 else hello.job if hello else ""
+        job = bound or generate_job_name() if config.shard == 0 else hello.job if hello else ""
         if job:
             # a generated name is stored at once: shard 0 may die before the first snapshot
-            name.note(job)
+            name.store(job)
         known = hello.coordinator if hello else ""
         identity = ServerIdentity(
             config.shard, layout.shards, address, config.join or known, job, bound, name
         )
-        identity.standbys, identity.hint = hello.standbys if hello else (), known
+        identity.standbys, identity.coordinator_hint = hello.standbys if hello else (), known
         identity.term = self.replicator.term
         return identity
 

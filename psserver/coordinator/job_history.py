@@ -272,7 +272,7 @@ class JobHistory:
     def _facts(self) -> CoordinatorFacts:
         registry = self._registry
         return CoordinatorFacts(
-            self._generations.number, registry.snapshot, self.newest, self._layout.noted
+            self._generations.number, registry.snapshot, self.newest, self._layout.stored_values
         )
 
     # ---- rollback --------------------------------------------------------------------------------

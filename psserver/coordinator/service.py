@@ -30,7 +30,7 @@ from psserver.durability.shard_recovery import ShardStateFactory
 from psserver.durability.snapshots import SnapshotManager
 from psserver.monitoring.first_workers import FirstWorkers
 from psserver.monitoring.pass_progress import PassProgress
-from psserver.monitoring.worker_monitor import WorkerMonitor, health
+from psserver.monitoring.worker_monitor import WorkerMonitor, find_conditions
 from psserver.process.config import ServerConfig
 from psserver.process.identity import ServerIdentity
 from psserver.process.metrics import ServerMetrics
@@ -270,7 +270,7 @@ class CoordinatorService:
         )
         with self._executor.changed:
             now, coordinator = time.monotonic(), self._coordinator
-            found = health(coordinator, now)
+            found = find_conditions(coordinator, now)
             self.progress.update(coordinator, now)
             waits = self.registry.missing or (coordinator.membership.current() and self.waiting_for)
         self._worker_monitor.update(coordinator, found, waits or "", now)

@@ -17,7 +17,7 @@ from psserver.core.workers.members import Member, WorkerState
 from psserver.durability.record_sink import StandbyLink
 from psserver.durability.snapshots import SnapshotManager
 from psserver.monitoring.pass_progress import PassProgress
-from psserver.monitoring.worker_monitor import health
+from psserver.monitoring.worker_monitor import find_conditions
 from psserver.process.config import ServerConfig
 from psserver.shard.engine import ShardEngine
 
@@ -213,7 +213,7 @@ def statistics(engine: ShardEngine, standby_link: StandbyLink | None = None) -> 
 
 
 def workers(coordinator: CoordinatorMachine, now: float) -> list[dict[str, Any]]:
-    found = health(coordinator, now)
+    found = find_conditions(coordinator, now)
     return [
         {
             "worker": m.worker,

@@ -89,7 +89,7 @@ class JobRecovery:
     ) -> None:
         """Use the number of shards of the log, if this server may have been started for it."""
         layout, wrote = self._layout, coordinator.shards
-        if wrote not in (layout.shards, layout.given, *layout.past):
+        if wrote not in (layout.shards, layout.configured, *layout.past):
             remedy = f"start {wrote} servers, and then use ps-ctl reshard --servers {layout.shards}"
             _check_saved(coordinator.version, manifest, f"a log of {wrote} servers", remedy)
             raise LogUnfitError(f"{wrote} servers wrote it, and there are {layout.shards} now")

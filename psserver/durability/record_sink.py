@@ -27,7 +27,7 @@ class StandbyLink(Protocol):
     """The connection to a standby, if there is one."""
 
     @property
-    def open(self) -> bool: ...
+    def has_standby(self) -> bool: ...
 
     @property
     def term(self) -> int:
@@ -99,7 +99,7 @@ class RecordSink:
     @property
     def idle(self) -> bool:
         """Whether records currently have no destination."""
-        return self._log is None and (self._line is None or not self._line.open)
+        return self._log is None and (self._line is None or not self._line.has_standby)
 
     def checksum(self, version: int, store: ParameterStore) -> None:
         """Send the standby a checksum of the arrays at this version."""

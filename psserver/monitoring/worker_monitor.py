@@ -23,7 +23,7 @@ LOG_INTERVAL_SECONDS = 10.0
 log = get_logger(__name__)
 
 
-def health(coordinator: CoordinatorMachine, now: float) -> dict[int, WorkerCondition]:
+def find_conditions(coordinator: CoordinatorMachine, now: float) -> dict[int, WorkerCondition]:
     """Return the condition of every member. The caller guarantees that the coordinator does not
     change.
     """

@@ -46,7 +46,11 @@ class MemoryBudget:
         return len(self._waiting)
 
     def take(
-        self, worker: int, nbytes: int, seconds: float, alive: Callable[[], bool] = lambda: True
+        self,
+        worker: int,
+        nbytes: int,
+        seconds: float,
+        is_connected: Callable[[], bool] = lambda: True,
     ) -> MemoryClaim:
         """Wait for free bytes and return the claim.
 
@@ -64,7 +68,7 @@ class MemoryBudget:
             try:
                 while self._next() is not claim or self.used + nbytes > self.limit:
                     remaining = deadline - time.monotonic()
-                    if remaining <= 0 or not alive():
+                    if remaining <= 0 or not is_connected():
                         raise InFlightError(self._full(nbytes))
                     claim.granted.wait(min(remaining, CALLER_CHECK_INTERVAL_SECONDS))
                 self.used += nbytes
@@ -85,10 +89,10 @@ class MemoryBudget:
 
     @contextmanager
     def borrow(
-        self, worker: int, nbytes: int, seconds: float, alive: Callable[[], bool]
+        self, worker: int, nbytes: int, seconds: float, is_connected: Callable[[], bool]
     ) -> Iterator[None]:
         """Take bytes, and release them at the end."""
-        claim = self.take(worker, nbytes, seconds, alive)
+        claim = self.take(worker, nbytes, seconds, is_connected)
         try:
             yield
         finally:

@@ -16,13 +16,14 @@ class ServerIdentity:
         layout: How often that number has changed.
         instance: Differs at every start of the process.
         job: Name of the job; empty until it is known.
-        bound: The only job that this server may follow; empty: any. It comes from the command
+        only_job: The only job that this server may follow; empty: any. It comes from the command
             line, from the data directory, or from the first job that it followed.
         policy: Name of the policy; empty until shard 0 has sent it.
         coordinator: Address of shard 0; empty until it is known.
         term: This server's term as the shard's primary.
         standbys: Addresses of the standbys by shard; empty where there is none.
-        hint: A possible address of shard 0, from a worker of the job or from the former primary.
+        coordinator_hint: A possible address of shard 0, from a worker of the job or from the
+            former primary.
     """
 
     def __init__(
@@ -41,13 +42,13 @@ class ServerIdentity:
         self.address = address
         self.instance = uuid.uuid4().hex
         self.job = job
-        self.bound = job or bound
+        self.only_job = job or bound
         self._name = name or JobIdFile(None)
         self.policy = ""
         self.coordinator = address if shard == 0 else coordinator
         self.term = 1
         self.standbys: Sequence[str] = ()
-        self.hint = ""
+        self.coordinator_hint = ""
         self._addresses = [address if index == shard else "" for index in range(shards)]
         self._changed = threading.Condition()
 
@@ -93,8 +94,8 @@ class ServerIdentity:
                 len(addresses),
                 layout,
             )
-            self.bound = job
-        self._name.note(job)
+            self.only_job = job
+        self._name.store(job)
 
     def find(self, coordinator: str) -> None:
         """Record the address of shard 0's new primary."""
@@ -110,8 +111,8 @@ class ServerIdentity:
             MismatchError: This server follows another coordinator.
         """
         with self._changed:
-            if job and job in (self.job, self.bound):
-                self.hint = coordinator
+            if job and job in (self.job, self.only_job):
+                self.coordinator_hint = coordinator
                 return
             if self.coordinator not in ("", coordinator):
                 raise MismatchError(

@@ -13,7 +13,7 @@ GENERATED_NAME = re.compile("job-[0-9a-f]{8}")
 log = get_logger(__name__)
 
 
-def made_up() -> str:
+def generate_job_name() -> str:
     """Return a name for a job without one."""
     return f"job-{secrets.token_hex(4)}"
 
@@ -22,13 +22,13 @@ class JobIdFile:
     """The file with the name of the job.
 
     Attributes:
-        noted: The name in the file; empty without a file or a data directory.
+        stored_job: The name in the file; empty without a file or a data directory.
     """
 
     def __init__(self, data_dir: Path | None) -> None:
         self._path = data_dir / "job" if data_dir is not None else None
         try:
-            self.noted = (
+            self.stored_job = (
                 self._path.read_text() if self._path is not None and self._path.exists() else ""
             )
         except (OSError, ValueError) as error:
@@ -43,20 +43,20 @@ class JobIdFile:
         Raises:
             MismatchError: The data belong to a job of another name.
         """
-        if self.noted not in ("", job) and not GENERATED_NAME.fullmatch(self.noted):
+        if self.stored_job not in ("", job) and not GENERATED_NAME.fullmatch(self.stored_job):
             assert self._path is not None
             raise MismatchError(
-                f"data directory {self._path.parent} belongs to job {self.noted}, not {job}. "
-                f"Try: `--job {self.noted}`, another `--data-dir`, or `--resume never` to start "
-                f"over (existing snapshots are moved aside)",
+                f"data directory {self._path.parent} belongs to job {self.stored_job}, not {job}. "
+                f"Try: `--job {self.stored_job}`, another `--data-dir`, or `--resume never` to "
+                f"start over (existing snapshots are moved aside)",
                 "JOB_MISMATCH",
             )
 
-    def note(self, job: str) -> None:
+    def store(self, job: str) -> None:
         """Write the job's name. If the disk refuses, the job continues nevertheless."""
-        if job == self.noted:
+        if job == self.stored_job:
             return
-        self.noted = job
+        self.stored_job = job
         if self._path is not None:
             files, temporary = AtomicFiles(), self._path.with_suffix(".tmp")
             try:

@@ -87,7 +87,7 @@ class PrimaryReplicator:
             with self._changed:
                 _, last = self._put(about(StateRecordKind.END))
                 self._changed.wait_for(
-                    lambda: not self.open or self._machine.last_acknowledged >= last,
+                    lambda: not self.has_standby or self._machine.last_acknowledged >= last,
                     END_TIMEOUT_SECONDS,
                 )
                 self._drop_link(self._machine.link_id)
@@ -106,13 +106,13 @@ class PrimaryReplicator:
         return self._machine.term
 
     @property
-    def open(self) -> bool:
+    def has_standby(self) -> bool:
         return self._machine.phase is not ReplicationPhase.ALONE
 
     @property
     def address(self) -> str:
         """Address of the standby; empty without one."""
-        return self._address if self.open else ""
+        return self._address if self.has_standby else ""
 
     @property
     def state(self) -> str:
@@ -123,28 +123,30 @@ class PrimaryReplicator:
     @property
     def behind(self) -> int:
         """Number of records that the standby does not have yet."""
-        return self._machine.unacknowledged if self.open else 0
+        return self._machine.unacknowledged if self.has_standby else 0
 
     # ---- records ---------------------------------------------------------------------------------
 
     def send(
         self, source: RecordSource, kind: int, header: bytes, payload: Sequence[memoryview] = ()
     ) -> tuple[int, int]:
-        if not self.open:
+        if not self.has_standby:
             return self._machine.link_id, self._machine.append()
         record = copied(source, kind, header, payload)
         with self._changed:
-            self._changed.wait_for(lambda: not self.open or self._queued_nbytes < MAX_QUEUED_BYTES)
+            self._changed.wait_for(
+                lambda: not self.has_standby or self._queued_nbytes < MAX_QUEUED_BYTES
+            )
             return self._put(record)
 
     @property
     def last(self) -> tuple[int, int]:
         with self._changed:
-            return self._machine.link_id, self._machine.last_sent if self.open else 0
+            return self._machine.link_id, self._machine.last_sent if self.has_standby else 0
 
     def _put(self, record: StateRecord) -> tuple[int, int]:
         number = self._machine.append()
-        if number and self.open:
+        if number and self.has_standby:
             self._queue.append((number, record))
             self._queued_nbytes += record.nbytes
             self._changed.notify_all()
@@ -188,13 +190,13 @@ class PrimaryReplicator:
             while self._machine.is_handing_over:
                 self._check()
                 self._changed.wait(TICK_SECONDS)
-            if self.open:
+            if self.has_standby:
                 log.info("standby_resync_required", reason=why)
                 self._problem = f", for {why}"
                 self._drop_link(self._machine.link_id)
 
     def checksum(self, version: int, store: ParameterStore) -> None:
-        if self.open and version % CHECKSUM_EVERY_VERSIONS == 0:
+        if self.has_standby and version % CHECKSUM_EVERY_VERSIONS == 0:
             record = about(StateRecordKind.CHECKSUM, version=version, checksum=checksum(store))
             with self._changed:
                 self._put(record)
@@ -204,10 +206,12 @@ class PrimaryReplicator:
 
     # ---- connection ------------------------------------------------------------------------------
 
-    def replicate(self, link_id: int, alive: Callable[[], bool]) -> Iterator[pb.ReplicateResponse]:
+    def replicate(
+        self, link_id: int, is_connected: Callable[[], bool]
+    ) -> Iterator[pb.ReplicateResponse]:
         """Yield all records for a standby until its connection ends or is silent."""
         beat = 0.0
-        while alive() and self._is_current(link_id):
+        while is_connected() and self._is_current(link_id):
             with self._changed:
                 self._changed.wait_for(
                     lambda: self._queue or not self._is_current(link_id), HEARTBEAT_INTERVAL_SECONDS
@@ -223,7 +227,7 @@ class PrimaryReplicator:
                 yield pb.ReplicateResponse()
 
     def _is_current(self, link_id: int) -> bool:
-        return self._machine.link_id == link_id and self.open
+        return self._machine.link_id == link_id and self.has_standby
 
     def _remove_sent(self, link_id: int, number: int, record: StateRecord) -> None:
         with self._changed:
@@ -265,7 +269,7 @@ class PrimaryReplicator:
     def _end_link(self, hello: pb.ReplicateRequest) -> None:
         """End the current connection, if this standby may replace it."""
         machine = self._machine
-        if self.open and machine.standby_id != hello.instance:
+        if self.has_standby and machine.standby_id != hello.instance:
             raise MismatchError(f"this shard has a standby at {self._address}", "SHARD_TAKEN")
         if machine.is_handing_over:
             raise UnreachableError("this server hands over to its standby", "NOT_PRIMARY")
@@ -303,13 +307,13 @@ class PrimaryReplicator:
                 self._drop_link(link_id)
 
     def _drop_link(self, link_id: int) -> None:
-        was_connected = self.open
+        was_connected = self.has_standby
         self._use_lease(lambda: self._machine.drop_link(link_id), None)
         self._handle_link_state(was_connected)
 
     def _handle_link_state(self, was_connected: bool) -> None:
         self._check()
-        if was_connected and not self.open:
+        if was_connected and not self.has_standby:
             log.warning("standby_lost", standby=self._address)
             self._metrics.count_lost_standby()
             self._address = ""
@@ -339,7 +343,7 @@ class PrimaryReplicator:
     def _tick_forever(self) -> None:
         while not self._ended.wait(TICK_SECONDS):
             with self._changed:
-                was_connected = self.open
+                was_connected = self.has_standby
                 self._use_lease(lambda: self._machine.tick(time.monotonic()), None)
                 self._handle_link_state(was_connected)
             self._metrics.set_standby(self.state == "in sync", self.behind)

@@ -62,7 +62,7 @@ class Standby:
         self.failure: PSError | None = None
         assert config.standby_of is not None
         # the only job that it may follow; empty: any
-        self._job = config.job or JobIdFile(config.data_dir).noted
+        self._job = config.job or JobIdFile(config.data_dir).stored_job
         self.primary = config.standby_of
         self._lease = lease
         self._team = ThreadTeam(config.threads or 1)

@@ -160,7 +160,7 @@ class CoordinatorLink:
         """Return the next address to try: shard 0 may have failed over, or failed back."""
         identity = self._identity
         self._remember_addresses(
-            address, identity.coordinator, *identity.standbys[:1], identity.hint
+            address, identity.coordinator, *identity.standbys[:1], identity.coordinator_hint
         )
         addresses = list(self._addresses)
         return addresses[(addresses.index(address) + 1) % len(addresses)]
@@ -284,7 +284,7 @@ class CoordinatorLink:
             identity.shards,
             identity.address,
         )
-        request.instance, request.job = identity.instance, identity.bound
+        request.instance, request.job = identity.instance, identity.only_job
         request.optimizers = self._optimizer_digest
         if (spoken := spoken_format()) is not None:
             request.format = spoken

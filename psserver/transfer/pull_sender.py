@@ -18,7 +18,7 @@ class PullSender:
 
     @contextmanager
     def open(
-        self, header: pb.PushPullHeader, result: pb.ExchangeResult, alive: Callable[[], bool]
+        self, header: pb.PushPullHeader, result: pb.ExchangeResult, is_connected: Callable[[], bool]
     ) -> Iterator[WeightRead]:
         """Yield the weights of one version for a pull, and describe them in `result`.
 
@@ -26,7 +26,7 @@ class PullSender:
         """
         nbytes = self._engine.live.wait_for_store(0.0).step_nbytes
         with self._engine.traffic.budget.borrow(
-            header.worker, nbytes, header.wait_ms / 1000, alive
+            header.worker, nbytes, header.wait_ms / 1000, is_connected
         ):
             with self._engine.live.lock_weights(header.shards) as (version, store):
                 read = _open_read(store, version, header, result)

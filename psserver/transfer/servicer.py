@@ -21,7 +21,7 @@ from psserver.transfer.pull_sender import PullSender
 from psserver.transfer.push_receiver import receive, receive_open
 from psserver.transfer.staging_allocator import StagingAllocator
 
-IsAlive = Callable[[], bool]
+IsConnected = Callable[[], bool]
 
 OUTCOMES = {
     "applied": pb.OUTCOME_APPLIED,
@@ -66,17 +66,17 @@ class DataPlaneServicer:
         with answering(context):
             yield from self.exchange(frames, context.is_active)
 
-    def exchange(self, frames: Iterator[bytes], alive: IsAlive) -> Iterator[bytes]:
-        """Yield the frames of the answer. alive() tells whether the caller is still connected."""
+    def exchange(self, frames: Iterator[bytes], is_connected: IsConnected) -> Iterator[bytes]:
+        """Yield the frames of the answer to a caller, as long as it is connected."""
         first = next(frames, None)
         if first is None:
             raise InvalidRequestError("an Exchange must start with its header")
-        header, result = self._push_and_wait(first, frames, alive)
+        header, result = self._push_and_wait(first, frames, is_connected)
         if not result.pulled or header.memory:
             yield encode_header(result)
             return
         try:
-            with self._pulls.open(header, result, alive) as read:
+            with self._pulls.open(header, result, is_connected) as read:
                 yield encode_header(result)
                 # the worker of an open push computes with the first bytes while the rest arrives
                 data = read.frames(piece_nbytes(read.nbytes)) if header.open else read.frames()
@@ -86,8 +86,8 @@ class DataPlaneServicer:
 
     def ExchangeOnce(self, request: bytes, context: grpc.ServicerContext | None) -> bytes:
         with answering(context):
-            alive = context.is_active if context is not None else _always_alive
-            header, result = self._push_and_wait(request, iter(()), alive)
+            is_connected = context.is_active if context is not None else _always_connected
+            header, result = self._push_and_wait(request, iter(()), is_connected)
             if not result.pulled or header.memory:
                 return encode_header(result)
             return encode_header(result, memoryview(self._pulls.read_all(header, result)))
@@ -101,7 +101,7 @@ class DataPlaneServicer:
         return pb.AttachMemoryResponse(attached=not reason, reason=reason)
 
     def _push_and_wait(
-        self, first: bytes, frames: Iterator[bytes], alive: IsAlive
+        self, first: bytes, frames: Iterator[bytes], is_connected: IsConnected
     ) -> tuple[pb.PushPullHeader, pb.ExchangeResult]:
         """Receive the push and wait until it is decided.
 
@@ -121,9 +121,9 @@ class DataPlaneServicer:
         is_duplicate = (
             key is not None
             and header.has_data
-            and self._receive_push(key, header, first_frame, frames, alive)
+            and self._receive_push(key, header, first_frame, frames, is_connected)
         )
-        outcome = self._engine.wait_for_outcome(key, header.min_version, seconds, alive)
+        outcome = self._engine.wait_for_outcome(key, header.min_version, seconds, is_connected)
         return header, self._make_result(header, key, outcome, is_duplicate)
 
     def _receive_push(
@@ -132,10 +132,10 @@ class DataPlaneServicer:
         header: pb.PushPullHeader,
         first: Frame[pb.PushPullHeader],
         frames: Iterator[bytes],
-        alive: IsAlive,
+        is_connected: IsConnected,
     ) -> bool:
         """Receive and stage a push. Return whether it was decided before."""
-        staging = self._allocator.take(header, alive)
+        staging = self._allocator.take(header, is_connected)
         frames = self._engine.traffic.transfer.watch_frames(header.worker, frames)
         try:
             if header.open:
@@ -193,5 +193,5 @@ class DataPlaneServicer:
         )
 
 
-def _always_alive() -> bool:
+def _always_connected() -> bool:
     return True

@@ -15,7 +15,7 @@ class StagingAllocator:
     def __init__(self, engine: ShardEngine) -> None:
         self._engine = engine
 
-    def take(self, header: pb.PushPullHeader, alive: Callable[[], bool]) -> Staging:
+    def take(self, header: pb.PushPullHeader, is_connected: Callable[[], bool]) -> Staging:
         """Return memory for the push of this header.
 
         Waits until the model is known and the budget has room. Raises InFlightError if the budget
@@ -29,7 +29,7 @@ class StagingAllocator:
             )
         engine.traffic.shared_buffers.check_network_allowed()
         nbytes = store.nbytes if header.initial else store.step_nbytes
-        claim = engine.traffic.budget.take(header.worker, nbytes, seconds, alive)
+        claim = engine.traffic.budget.take(header.worker, nbytes, seconds, is_connected)
         try:
             staging = store.allocate_staging(header.absent, header.initial)
         except BaseException:

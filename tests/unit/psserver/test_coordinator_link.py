@@ -132,7 +132,7 @@ def test_a_shard_also_tries_the_address_of_shard_0_that_a_worker_names() -> None
 def test_a_restarted_shard_accepts_the_address_from_a_worker() -> None:
     """Its flags say where shard 0 was; its data directory says that it belongs to this job."""
     link = make_link()
-    link._identity.bound = "j"
+    link._identity.only_job = "j"
 
     link._identity.introduce("b0:1", "j")
 

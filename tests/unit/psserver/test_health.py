@@ -12,7 +12,7 @@ from psserver.core.workers.health import MIN_OVERDUE_SECONDS, WorkerHealth, cond
 from psserver.core.workers.members import Member, WorkerState
 from psserver.core.workers.membership import Membership
 from psserver.core.workers.step_timer import MAX_STEPS, MIN_STEPS, StepTimer, median
-from psserver.monitoring.worker_monitor import health
+from psserver.monitoring.worker_monitor import find_conditions
 from tests.support.coordinator_job import LOOP, Job
 
 LEASE = 5.0
@@ -194,7 +194,7 @@ class TimedWorkers(Job):
 
     def seen(self) -> list[tuple[str, float | None]]:
         self.beat()
-        found = health(self.coordinator, self.now)
+        found = find_conditions(self.coordinator, self.now)
         return [
             (
                 str(found[worker].health),

@@ -20,17 +20,17 @@ from tests.support.events import events
 
 
 def test_the_job_name_is_stored_in_the_data_directory(tmp_path: Path) -> None:
-    assert JobIdFile(tmp_path).noted == ""
-    JobIdFile(tmp_path).note("größe")
-    assert JobIdFile(tmp_path).noted == "größe"
-    JobIdFile(tmp_path).note("otter")
-    assert JobIdFile(tmp_path).noted == "otter"
+    assert JobIdFile(tmp_path).stored_job == ""
+    JobIdFile(tmp_path).store("größe")
+    assert JobIdFile(tmp_path).stored_job == "größe"
+    JobIdFile(tmp_path).store("otter")
+    assert JobIdFile(tmp_path).stored_job == "otter"
 
 
 def test_without_a_data_directory_the_job_name_ends_with_the_process() -> None:
     name = JobIdFile(None)
-    name.note("otter")
-    assert (name.noted, JobIdFile(None).noted) == ("otter", "")
+    name.store("otter")
+    assert (name.stored_job, JobIdFile(None).stored_job) == ("otter", "")
 
 
 def test_an_unreadable_job_name_is_reported(tmp_path: Path) -> None:
@@ -43,8 +43,8 @@ def test_a_failed_write_of_the_job_name_does_not_stop_the_job(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     name = JobIdFile(tmp_path / "missing")
-    name.note("otter")
-    assert name.noted == "otter"
+    name.store("otter")
+    assert name.stored_job == "otter"
     assert "job_name_not_stored" in events(caplog)
 
 
@@ -105,7 +105,7 @@ def test_a_shard_is_bound_to_a_job_by_its_flags_its_data_or_its_log(
     identity.learn("otter", ["there:1", "here:1"], 0)
 
     assert requested_job(identity) == "otter"
-    again = ServerIdentity(1, 2, "here:1", bound=JobIdFile(tmp_path).noted)
+    again = ServerIdentity(1, 2, "here:1", bound=JobIdFile(tmp_path).stored_job)
     assert (requested_job(again), again.job) == (
         "otter",
         "",
@@ -113,18 +113,18 @@ def test_a_shard_is_bound_to_a_job_by_its_flags_its_data_or_its_log(
 
 
 def test_a_shard_with_its_own_job_name_sends_it_to_shard_0(tmp_path: Path) -> None:
-    JobIdFile(tmp_path).note("otter")
+    JobIdFile(tmp_path).store("otter")
     for job, bound in ((None, "otter"), ("stoat", "stoat")):
         made = Server(
             ServerConfig(shard=1, shards=2, bind="127.0.0.1:0", data_dir=tmp_path, job=job)
         )
         made.start()
-        assert (made.identity.bound, made.identity.job) == (bound, "")
+        assert (made.identity.only_job, made.identity.job) == (bound, "")
         made.close()
 
 
 def test_a_standby_is_bound_to_a_job(tmp_path: Path) -> None:
-    JobIdFile(tmp_path).note("otter")
+    JobIdFile(tmp_path).store("otter")
     config = {"shard": 0, "shards": 1, "bind": "127.0.0.1:0", "standby_of": "there:1"}
     for settings, bound in (
         ({}, ""),

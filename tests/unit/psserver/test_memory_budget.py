@@ -36,18 +36,20 @@ class Waiters:
         worker: int,
         nbytes: int,
         seconds: float = LONG,
-        alive: Callable[[], bool] = lambda: True,
+        is_connected: Callable[[], bool] = lambda: True,
     ) -> None:
         """Start waiting; return once the worker is in the queue."""
         before = self._budget.waiting
-        thread = threading.Thread(target=self._take, args=(worker, nbytes, seconds, alive))
+        thread = threading.Thread(target=self._take, args=(worker, nbytes, seconds, is_connected))
         self._threads.append(thread)
         thread.start()
         until(lambda: self._budget.waiting > before, f"worker {worker} in the queue")
 
-    def _take(self, worker: int, nbytes: int, seconds: float, alive: Callable[[], bool]) -> None:
+    def _take(
+        self, worker: int, nbytes: int, seconds: float, is_connected: Callable[[], bool]
+    ) -> None:
         try:
-            self.claims[worker] = self._budget.take(worker, nbytes, seconds, alive)
+            self.claims[worker] = self._budget.take(worker, nbytes, seconds, is_connected)
         except InFlightError:
             self.refused.append(worker)
         else:
@@ -212,7 +214,7 @@ def test_a_cancelled_caller_leaves_the_queue(
     )
     full, here = budget_of_ten.take(1, 5, LONG), threading.Event()
     here.set()
-    waiters.wait(2, 10, alive=here.is_set)
+    waiters.wait(2, 10, is_connected=here.is_set)
     waiters.wait(3, 5)
     here.clear()
     waiters.expect(3)

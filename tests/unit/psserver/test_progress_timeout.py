@@ -13,7 +13,7 @@ from psserver.core.job.settings import JobRules, WorkerLossMode
 from psserver.core.workers.leases import HANGING_SECONDS
 from psserver.core.workers.members import WorkerHeartbeat, WorkerState
 from psserver.core.workers.membership import Membership
-from psserver.monitoring.worker_monitor import health
+from psserver.monitoring.worker_monitor import find_conditions
 from psserver.process.config import ServerConfig
 from tests.support.coordinator_job import Job
 
@@ -84,12 +84,12 @@ def test_without_a_timeout_a_hanging_worker_is_reported_and_stays() -> None:
     job, written = job_of_two(timeout=None)
     job.push(1, 1)
     beat(job, 0.0, HANGING_SECONDS)
-    assert str(health(job.coordinator, job.now)[2].health) == "live"
+    assert str(find_conditions(job.coordinator, job.now)[2].health) == "live"
 
     beat(job, 0.0, HANGING_SECONDS + 10)
 
-    assert str(health(job.coordinator, job.now)[2].health) == "hanging"
-    assert str(health(job.coordinator, job.now)[1].health) == "live"
+    assert str(find_conditions(job.coordinator, job.now)[2].health) == "hanging"
+    assert str(find_conditions(job.coordinator, job.now)[1].health) == "live"
     assert "whose script has made no call for 40 s" in waiting_for(job.coordinator, job.now)
     assert [name for name, _ in written.lines if name == "lose"] == []
 

@@ -24,7 +24,7 @@ def test_a_restart_with_the_old_flags_keeps_the_current_number_of_shards(
 
     for given in (1, 2, 3):
         again = ShardCountFile(given, tmp_path)
-        assert (again.shards, again.given, again.changes, again.past) == (1, given, 2, {2, 3})
+        assert (again.shards, again.configured, again.changes, again.past) == (1, given, 2, {2, 3})
 
 
 def test_a_changed_flag_sets_the_number_of_shards(tmp_path: Path) -> None:
@@ -80,7 +80,7 @@ def test_a_promoted_standby_writes_the_numbers_of_its_primary(tmp_path: Path) ->
     before.change(3)
 
     layout = ShardCountFile(2, tmp_path)
-    layout.take_over(before.noted, 1)
+    layout.take_over(before.stored_values, 1)
 
     for found in (layout, ShardCountFile(2, tmp_path), ShardCountFile(3, tmp_path)):
         assert (found.shards, found.past, found.changes) == (1, {2, 3}, 2)
@@ -91,7 +91,7 @@ def test_the_coordinator_records_a_reshard_before_its_shard_applies_it() -> None
     follows.
     """
     mirror = SimpleNamespace(
-        hello=SimpleNamespace(facts=SimpleNamespace(layout=ShardCountFile(3, None).noted)),
+        hello=SimpleNamespace(facts=SimpleNamespace(layout=ShardCountFile(3, None).stored_values)),
         shard_state=SimpleNamespace(shards=3),
         coordinator=SimpleNamespace(shards=1),
     )
