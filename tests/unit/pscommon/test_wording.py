@@ -29,7 +29,7 @@ DETAIL_CHARACTERS = {"unknown optimizer": 100, "refused class": 110}
 SGD = OptimizerSettings("sgd", ({"lr": 0.1},))
 
 
-class Whole(torch.optim.Optimizer):
+class MeanStep(torch.optim.Optimizer):
     def __init__(self, params: Any, lr: float = 0.1) -> None:
         super().__init__(params, {"lr": lr})
 
@@ -92,8 +92,8 @@ FAILURES: dict[str, Callable[[], object]] = {
     "metrics address": lambda: http._split("nowhere"),
     "metrics port": taken_port,
     "module": lambda: load_module("no_such_module"),
-    "registration": lambda: register(Whole, mean_formula),
-    "reserved name": lambda: register(Whole, mean_formula, states=("step",)),
+    "registration": lambda: register(MeanStep, mean_formula),
+    "reserved name": lambda: register(MeanStep, mean_formula, states=("step",)),
     "other optimizers": lambda: check_same_optimizers("shard 1", "x (0)", "shard 0"),
     "unknown optimizer": lambda: validate(OptimizerSettings("nope", ({},))),
     "refused class": lbfgs,
@@ -138,11 +138,11 @@ TEXTS = {
         " command in the module's folder, or put that folder on PYTHONPATH"
     ),
     "registration": (
-        "cannot register Whole: its formula is not elementwise, and servers store parts of "
+        "cannot register MeanStep: its formula is not elementwise, and servers store parts of "
         "tensors. Try: a formula that treats each element by itself"
     ),
     "reserved name": (
-        "cannot register Whole: states and scalars ['step'] have invalid names. Try: different "
+        "cannot register MeanStep: states and scalars ['step'] have invalid names. Try: different "
         "Python identifiers, other than `weight` and `step`"
     ),
     "other optimizers": (

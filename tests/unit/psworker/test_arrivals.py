@@ -1,6 +1,4 @@
-"""Weights that still come: whoever reads them through the model finds them; nobody else trains
-with old ones.
-"""
+"""Weights that are still arriving: modules wait for them, and no backward uses old ones."""
 
 import copy
 from collections.abc import Callable
@@ -120,7 +118,7 @@ def test_a_layer_before_a_recurrent_one_does_not_wait_for_it() -> None:
 
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 @pytest.mark.parametrize("copied", [False, True])
-def test_who_scripts_a_model_that_overlaps_is_told_what_to_do(copied: bool) -> None:
+def test_a_traced_model_with_overlap_raises_an_error_with_a_remedy(copied: bool) -> None:
     model = nn.Sequential(nn.Linear(4, 2))
     job = Job(LateClient())
     job.optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, overlap=True)

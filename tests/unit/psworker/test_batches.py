@@ -86,9 +86,9 @@ def test_an_epoch_shows_every_sample_once_shuffled_anew_each_epoch() -> None:
 
 
 def test_epochs_go_on_counting_over_the_calls_of_a_script() -> None:
-    whole, parts = started()[0], started()[0]
+    complete, parts = started()[0], started()[0]
 
-    at_once = [batch.tolist() for batch in whole.batches(NUMBERS, 5, epochs=3)]
+    at_once = [batch.tolist() for batch in complete.batches(NUMBERS, 5, epochs=3)]
     one_by_one = [batch.tolist() for _ in range(3) for batch in parts.batches(NUMBERS, 5, epochs=1)]
 
     assert one_by_one == at_once

@@ -16,7 +16,7 @@ from psworker.job import Job
 from psworker.model import change_detector as changes
 from psworker.optim.optimizer import ServerOptimizer
 
-SAID = "weights_changed_by_script"
+WARNING_TEXT = "weights_changed_by_script"
 
 
 def net() -> nn.Sequential:
@@ -61,7 +61,7 @@ def replaced(model: nn.Sequential) -> None:
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("steps", [0, 2])
 @pytest.mark.parametrize("change", [counted, uncounted, through_numpy, loaded, replaced])
-def test_a_change_that_is_lost_is_said_once_by_name(
+def test_a_lost_change_is_logged_once_by_name(
     change: Callable[[nn.Sequential], None],
     steps: int,
     overlap: bool,
@@ -71,14 +71,14 @@ def test_a_change_that_is_lost_is_said_once_by_name(
     optimizer = made(model, overlap)
     train(model, optimizer, steps)
     optimizer.wait()
-    assert SAID not in caplog.text
+    assert WARNING_TEXT not in caplog.text
 
     change(model)
     train(model, optimizer)
     change(model)
     train(model, optimizer)
 
-    assert caplog.text.count(SAID) == 1
+    assert caplog.text.count(WARNING_TEXT) == 1
     assert (
         "tensors=2.weight problem" in caplog.text
         or "tensors=2.weight, 2.bias problem" in caplog.text
@@ -144,7 +144,7 @@ def test_what_a_failed_call_has_written_is_not_the_script_s(
         with pytest.raises(ConnectionError):
             optimizer.pull()
 
-    assert SAID not in caplog.text
+    assert WARNING_TEXT not in caplog.text
 
 
 # ---- backward after a step -----------------------------------------------------------------------
@@ -191,7 +191,7 @@ def gan(model: Pair, judge: torch.optim.Optimizer, maker: torch.optim.Optimizer)
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_what_had_no_gradient_has_not_changed(overlap: bool) -> None:
+def test_tensors_without_a_gradient_do_not_change(overlap: bool) -> None:
     """A GAN computes its fakes once and goes back through them when the other part has stepped."""
     torch.manual_seed(0)
     model = Pair()

@@ -57,7 +57,7 @@ def test_what_follows_the_script_is_the_scripts(
     assert found["device"] == "cpu"
 
 
-def test_the_script_is_told_what_is_known() -> None:
+def test_the_script_gets_the_known_settings() -> None:
     environ = {"PS_WORKER_RANK": "7", "PS_JOB": "before", "OTHER": "x"}
 
     cli.export(parse("--ps", "a:1,b:2", "--device", "cpu", "train.py"), environ)
@@ -74,7 +74,7 @@ def test_the_script_is_told_what_is_known() -> None:
     }
 
 
-def test_job_and_rank_are_told_when_given() -> None:
+def test_job_and_rank_are_exported_if_given() -> None:
     environ: dict[str, str] = {}
 
     line = (
@@ -99,7 +99,7 @@ def test_job_and_rank_are_told_when_given() -> None:
     )
 
 
-def test_the_rank_of_a_launcher_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_rank_of_a_launcher_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PS_WORKER_RANK", "5")
 
     assert parse("--ps", "a:1", "x.py")["worker_rank"] == 5
@@ -127,7 +127,9 @@ def test_logs_tell_its_rank_and_not_a_worker_number(
 ) -> None:
     """Those are given by the servers, and differ."""
     fields: dict[str, object] = {}
-    monkeypatch.setattr("pscommon.telemetry.logs.set_up", lambda *_, **told: fields.update(told))
+    monkeypatch.setattr(
+        "pscommon.telemetry.logs.set_up", lambda *_, **passed: fields.update(passed)
+    )
 
     assert cli.main(["--ps", "a:1", "--worker-rank", "3", "train.py"]) == 0
     assert fields == {"rank": 3, "job": None}

@@ -73,14 +73,14 @@ def test_plain_tables_have_one_line_per_row_and_no_control_characters(
     assert all(letter.isprintable() for letter in text.replace("\n", ""))
 
 
-def test_status_as_json_is_what_the_servers_said(cluster: Cluster, capsys: Output) -> None:
+def test_status_as_json_is_the_answer_of_the_servers(cluster: Cluster, capsys: Output) -> None:
     assert main(["--ps", cluster.address, "status", "--output", "json"]) == 0
     assert json.loads(capsys.readouterr().out) == STATUS
 
 
 def test_a_metric_that_is_not_finite(cluster: Cluster, capsys: Output) -> None:
-    for told in (None, float("nan")):  # None: what servers say; NaN: what those of before said
-        cluster.status = {**STATUS, "metrics": {"loss": told}}
+    for loss in (None, float("nan")):  # None: of servers today; NaN: of earlier releases
+        cluster.status = {**STATUS, "metrics": {"loss": loss}}
 
         assert main(["--ps", cluster.address, "status", "--output", "json"]) == 0
         assert '"loss": null' in capsys.readouterr().out
@@ -349,8 +349,8 @@ def test_what_is_missing_is_called_as_the_help_does(
     command: str, named: str, capsys: Output
 ) -> None:
     assert main(command.split()) == 2
-    assert f"[OPTIONS] {named}\n" in (said := capsys.readouterr().err)
-    assert f"Missing argument '{named}'" in said
+    assert f"[OPTIONS] {named}\n" in (output := capsys.readouterr().err)
+    assert f"Missing argument '{named}'" in output
 
 
 def test_config_shows_each_value_and_its_source(

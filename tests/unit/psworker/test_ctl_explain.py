@@ -116,6 +116,6 @@ def test_anything_else_is_bad_usage(word: str, capsys: Output) -> None:
 
 def test_too_few_workers_are_explained_whatever_made_them_few(capsys: Output) -> None:
     assert main(["explain", "21"]) == 0
-    said = capsys.readouterr().out
-    assert "--min-workers" in said
-    assert "--on-worker-loss abort" in said
+    output = capsys.readouterr().out
+    assert "--min-workers" in output
+    assert "--on-worker-loss abort" in output

@@ -53,10 +53,10 @@ def test_several_local_jobs_are_listed(cluster: Cluster, capsys: Output) -> None
     JobAnnouncement("job-8", "127.0.0.1:9")
 
     assert main(["stop"]) == 2
-    said = capsys.readouterr().err
-    assert "`--ps HOST:PORT` is missing; several jobs of this user run on this machine" in said
-    assert f"job job-7 at {cluster.address} (pid {os.getpid()})" in said
-    assert "job job-8 at 127.0.0.1:9" in said
+    output = capsys.readouterr().err
+    assert "`--ps HOST:PORT` is missing; several jobs of this user run on this machine" in output
+    assert f"job job-7 at {cluster.address} (pid {os.getpid()})" in output
+    assert "job job-8 at 127.0.0.1:9" in output
     assert cluster.stopped == []
 
 
@@ -79,10 +79,10 @@ def test_a_client_without_an_address_finds_the_only_local_job(
 )
 def test_stop_is_never_suggested(word: str, suggested: bool, capsys: Output) -> None:
     assert main([word]) == 2
-    said = capsys.readouterr().err
-    assert f"No such command '{word}'" in said
-    assert "stop" not in said
-    assert ("'status'" in said) is suggested
+    output = capsys.readouterr().err
+    assert f"No such command '{word}'" in output
+    assert "stop" not in output
+    assert ("'status'" in output) is suggested
 
 
 def stop_on_a_terminal(cluster: Cluster, answer: bytes, *args: str) -> tuple[int, str]:
@@ -155,7 +155,7 @@ def test_config_without_the_flag_is_of_this_machine(
 
 
 @pytest.mark.parametrize(
-    ("args", "said"),
+    ("args", "output"),
     [
         (["--ps", "127.0.0.1:1", "config", "--policy", "async"], "`--ps` excludes `--policy`"),
         (["config", "--ps", "127.0.0.1:1"], "`--ps` after the command"),
@@ -163,10 +163,10 @@ def test_config_without_the_flag_is_of_this_machine(
     ],
 )
 def test_config_says_which_of_two_meanings_it_needs(
-    args: list[str], said: str, capsys: Output
+    args: list[str], output: str, capsys: Output
 ) -> None:
     assert main(args) == 2
-    assert said in capsys.readouterr().err
+    assert output in capsys.readouterr().err
 
 
 def test_config_of_an_older_server(cluster: Cluster, capsys: Output) -> None:

@@ -72,7 +72,7 @@ def prints(form: str, where: str = "", **environment: str) -> subprocess.Complet
 @pytest.mark.parametrize(
     ("where", "why"), [(">/dev/full", "No space left on device"), (">&-", "stdout is closed")]
 )
-def test_a_result_that_cannot_be_printed_is_said_so(form: str, where: str, why: str) -> None:
+def test_a_result_that_cannot_be_printed_is_an_error(form: str, where: str, why: str) -> None:
     done = prints(form, where)
 
     assert done.returncode == 2

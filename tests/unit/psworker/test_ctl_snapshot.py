@@ -39,16 +39,16 @@ def expected(version: int) -> bytes:
 def test_list_shows_what_is_there(data_dir: Path, capsys: Output) -> None:
     (SnapshotDirectory(data_dir).path(1) / "MANIFEST.json").write_text("{}")
     assert main(["snapshot", "list", str(data_dir), "--output", "json"]) == 0
-    damaged, whole = json.loads(capsys.readouterr().out)
+    damaged, complete = json.loads(capsys.readouterr().out)
 
     assert (damaged["version"], damaged["state"]) == (1, "damaged")
-    assert (whole["version"], whole["state"], whole["job"], whole["shards"]) == (
+    assert (complete["version"], complete["state"], complete["job"], complete["shards"]) == (
         2,
         "complete",
         "job-1",
         2,
     )
-    assert whole["nbytes"] > 2400
+    assert complete["nbytes"] > 2400
     assert main(["snapshot", "list", str(data_dir)]) == 0
     assert "complete" in capsys.readouterr().out
 
@@ -75,7 +75,7 @@ def test_a_version_that_is_not_there_does_not_verify(data_dir: Path, capsys: Out
     assert "MANIFEST.json is missing" in capsys.readouterr().out
 
 
-def test_parts_on_other_disks_are_told(tmp_path: Path, capsys: Output) -> None:
+def test_parts_on_other_disks_are_reported(tmp_path: Path, capsys: Output) -> None:
     disks = [SnapshotDirectory(tmp_path / "0"), SnapshotDirectory(tmp_path / "1")]
     parts = tuple(
         write_part(disk, 5, TINY, shard, 2, {"weight": tape_of(TINY, 5)})

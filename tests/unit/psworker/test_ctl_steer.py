@@ -69,7 +69,7 @@ def test_drain_of_an_unknown_worker_says_who_is_here(cluster: Cluster, capsys: O
         (["ssp", "--staleness", "3", "--max-staleness", "0"], ("ssp", 3, 0)),
     ],
 )
-def test_policy_set_asks_for_what_was_said_and_no_more(
+def test_policy_set_requests_only_the_given_settings(
     cluster: Cluster, capsys: Output, args: list[str], asked: tuple[str, int | None, int | None]
 ) -> None:
     name, staleness, max_staleness = asked

@@ -12,7 +12,7 @@ from psworker.ctl.cli import main
 from psworker.ctl.output import Table
 from tests.support.ctl_servers import STATUS, Cluster, serving
 
-TOLD = {
+REPORTED = {
     **STATUS,
     "candidates": [{"shard": 2, "shards": 3, "address": "10.0.0.2:50051"}],
     "servers": [
@@ -38,7 +38,7 @@ def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
 
 
 def changed(path: tuple[Any, ...], change: str) -> dict[str, Any]:
-    document = copy.deepcopy(TOLD)
+    document = copy.deepcopy(REPORTED)
     inner: Any = document
     for key in path[:-1]:
         inner = inner[key]
@@ -58,7 +58,7 @@ def all_tables(document: dict[str, Any]) -> list[Table]:
 
 
 @pytest.mark.parametrize("change", ["null", "absent"])
-@pytest.mark.parametrize("path", list(places(TOLD)), ids=lambda path: ".".join(map(str, path)))
+@pytest.mark.parametrize("path", list(places(REPORTED)), ids=lambda path: ".".join(map(str, path)))
 def test_what_is_not_there_stays_empty(path: tuple[Any, ...], change: str) -> None:
     cells = [
         str(cell)
@@ -72,7 +72,7 @@ def test_what_is_not_there_stays_empty(path: tuple[Any, ...], change: str) -> No
 
 
 def test_what_is_new_changes_nothing() -> None:
-    new = copy.deepcopy(TOLD)
+    new = copy.deepcopy(REPORTED)
     for row in (
         new,
         *new["servers"],
@@ -84,12 +84,12 @@ def test_what_is_new_changes_nothing() -> None:
     ):
         row["weather"] = {"fine": True}
 
-    assert all_tables(new) == all_tables(TOLD)
+    assert all_tables(new) == all_tables(REPORTED)
 
 
 @pytest.mark.parametrize("status", [{}, dict.fromkeys(STATUS)], ids=["nothing", "only null"])
 @pytest.mark.parametrize("command", ["status", "workers", "plan", "snapshot list"])
-def test_commands_bear_a_server_that_tells_nothing(
+def test_commands_accept_an_empty_status(
     command: str, status: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     with serving(Cluster(status=status)) as cluster:
@@ -98,7 +98,7 @@ def test_commands_bear_a_server_that_tells_nothing(
     assert "None" not in capsys.readouterr().out
 
 
-def test_json_is_what_the_servers_said_whatever_a_table_would_make_of_it(
+def test_json_is_the_unformatted_answer_of_the_servers(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     odd = {**STATUS, "pushes": [1, 2], "metrics": "none yet", "seconds": "long"}

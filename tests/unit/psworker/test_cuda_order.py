@@ -96,7 +96,7 @@ def test_steps_of_a_pipeline_are_in_order(make: Make, step: Step) -> None:
     assert client.version == 4
 
 
-def test_frozen_tensors_take_no_room_for_gradients_on_a_gpu() -> None:
+def test_frozen_tensors_have_no_gradient_memory_on_a_gpu() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1000))
     with fake_gpu(quick=False) as order:
         optimizer = Job(OrderedClient(order)).optimizer(

@@ -130,7 +130,7 @@ def test_a_step_has_no_python_for_each_tensor(overlaps: bool) -> None:
 
 
 class Later:
-    """A copy that is made when somebody waits for it, or asks for it the second time."""
+    """A copy that completes when a caller waits for it, or queries it a second time."""
 
     def __init__(self, copies: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
         self._copies = copies

@@ -127,9 +127,9 @@ def test_hyper_parameters_travel_when_they_changed() -> None:
         gradient(net)
         optimizer.step()
 
-    told = [call["groups_json"] for call in client.sent]
-    assert [bool(text) for text in told] == [True, False, True]
-    assert '"lr": 0.2' in told[2]
+    samples = [call["groups_json"] for call in client.sent]
+    assert [bool(text) for text in samples] == [True, False, True]
+    assert '"lr": 0.2' in samples[2]
 
 
 def test_a_learning_rate_that_is_changed_in_place_travels() -> None:
@@ -192,7 +192,7 @@ def test_zero_grad_is_torch_s() -> None:
     assert net.weight.grad is None
 
 
-def test_samples_weigh_one_without_batches_and_what_step_is_told_with_them() -> None:
+def test_a_push_has_one_sample_without_batches_and_the_given_number_with_them() -> None:
     client = Recording()
     _, net, optimizer = started(client)
     gradient(net)
@@ -415,7 +415,7 @@ def test_leaving_says_why_and_happens_once() -> None:
 
 class Unreachable(LocalClient):
     def leave(self, reason: str = "") -> None:
-        raise psworker.UnreachableError("nobody there")
+        raise psworker.UnreachableError("no answer")
 
 
 def test_trouble_while_leaving_does_not_hide_the_script_s_error() -> None:

@@ -112,7 +112,7 @@ def test_the_public_names_are_there() -> None:
         _ = psworker.Nothing
 
 
-def test_an_optimizer_is_said_in_keywords() -> None:
+def test_an_optimizer_spec_takes_keywords() -> None:
     spec = psworker.OptimizerSpec("adam", lr=1e-3, betas=(0.9, 0.99))
 
     assert spec.as_json() == '{"groups": [{"betas": [0.9, 0.99], "lr": 0.001}], "name": "adam"}'

@@ -37,10 +37,10 @@ def passes(loader: Any, optimizer: ServerOptimizer, count: int) -> list[list[lis
 
 def test_each_iter_is_the_next_pass_in_the_order_that_epochs_would_have_given() -> None:
     job, optimizer, client = started()
-    whole, other_optimizer, _ = started()
+    complete, other_optimizer, _ = started()
 
     seen = passes(job.batches(NUMBERS, 4, seed=3), optimizer, 3)
-    at_once = passes(whole.batches(NUMBERS, 4, epochs=3, seed=3), other_optimizer, 1)
+    at_once = passes(complete.batches(NUMBERS, 4, epochs=3, seed=3), other_optimizer, 1)
 
     assert [batch for each in seen for batch in each] == at_once[0]
     assert [spec.loop for spec in client.loops] == [0, 1, 2]
@@ -149,17 +149,17 @@ def test_leaving_a_pass_gives_back_and_the_next_one_is_whole(workers: int) -> No
     assert len(passes(loader, optimizer, 1)[0]) == 5
 
 
-def test_a_pass_that_is_still_held_ends_when_the_next_one_begins() -> None:
+def test_the_next_pass_ends_an_open_one() -> None:
     job, optimizer, client = started()
     loader = job.batches(NUMBERS, 2, num_workers=1)
-    held = iter(loader)
-    next(held)
+    iterator = iter(loader)
+    next(iterator)
 
     assert len(passes(loader, optimizer, 1)[0]) == 5
 
     assert client.returned == [BatchKey(0, 1), BatchKey(0, 2)]
     with pytest.raises(InvalidRequestError, match="cannot continue this pass"):
-        next(held)
+        next(iterator)
 
 
 def test_a_pass_that_has_ended_stays_ended() -> None:
@@ -230,7 +230,7 @@ def test_iterators_that_never_begin_hold_nothing_up() -> None:
     """
     job, optimizer, client = started()
     loader, other = job.batches(NUMBERS, 5), job.batches(NUMBERS[:4], 4)
-    held, also_held = iter(loader), iter(loader)
+    iterator, second = iter(loader), iter(loader)
     iter(other)
 
     first_open = []
@@ -240,18 +240,18 @@ def test_iterators_that_never_begin_hold_nothing_up() -> None:
 
     assert [spec.loop for spec in client.loops] == [3]
     assert first_open == [3, 3]
-    for iterator in (held, also_held):
+    for replaced in (iterator, second):
         with pytest.raises(InvalidRequestError, match="cannot continue this pass"):
-            next(iterator)
+            next(replaced)
 
 
 def test_an_iterator_that_the_script_holds_may_begin_inside_a_later_pass() -> None:
     job, optimizer, client = started()
-    held = iter(job.batches(NUMBERS, 5))
+    iterator = iter(job.batches(NUMBERS, 5))
 
     for _ in job.batches(NUMBERS, 10):
         assert job.session.loops.first == 0
-        assert len(next(held)) == 5
+        assert len(next(iterator)) == 5
         optimizer.step()
 
     assert client.pushed == [(BatchKey(1, 0), BatchKey(0, 0))]

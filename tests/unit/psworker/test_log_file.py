@@ -5,16 +5,16 @@ from pathlib import Path
 from psworker.launch.log_file import LogFile
 
 
-def test_a_refusal_is_told_once_and_what_comes_later_is_tried_again(tmp_path: Path) -> None:
-    said: list[str] = []
+def test_a_refused_write_is_reported_once_and_later_lines_are_written(tmp_path: Path) -> None:
+    messages: list[str] = []
     path = tmp_path / "w0.log"
-    log = LogFile(path, said.append)
+    log = LogFile(path, messages.append)
     log.write(b"one\n")
     path.rename(tmp_path / "away")
     path.mkdir()
     log.write(b"two\n")
     log.write(b"three\n")
-    assert said == [
+    assert messages == [
         f"{path} cannot be written: Is a directory; the process continues without its log"
     ]
 
@@ -25,4 +25,4 @@ def test_a_refusal_is_told_once_and_what_comes_later_is_tried_again(tmp_path: Pa
     path.unlink()
     path.mkdir()
     log.write(b"five\n")
-    assert len(said) == 2
+    assert len(messages) == 2

@@ -17,7 +17,7 @@ def leases(loop: int) -> Any:
     return SimpleNamespace(loop=loop)
 
 
-def gone_through(loops: OpenLoops, *numbers: int) -> None:
+def pass_over(loops: OpenLoops, *numbers: int) -> None:
     """Loops in a row, each to its end."""
     for number in numbers:
         loop = leases(number)
@@ -34,14 +34,14 @@ def test_servers_that_lack_the_end_of_a_loop_have_it_ahead_of_them(
     ended: set[int], again: bool
 ) -> None:
     loops = OpenLoops()
-    gone_through(loops, 0, 1, 2)
+    pass_over(loops, 0, 1, 2)
 
     assert loops.come_again(ended.__contains__, 1) is again
 
 
 def test_numbers_that_the_script_left_out_are_no_loops_of_before() -> None:
     loops = OpenLoops()
-    gone_through(loops, 1, 4)
+    pass_over(loops, 1, 4)
 
     assert not loops.come_again({1, 4}.__contains__, 1)
     assert loops.come_again({1}.__contains__, 1)
@@ -59,9 +59,9 @@ def test_a_loop_inside_another_may_come_again_with_it() -> None:
 
 
 def test_a_loop_whose_iterator_was_dropped_will_not_begin() -> None:
-    loops, kept, dropped = OpenLoops(), Iterator(), Iterator()
+    loops, stored, dropped = OpenLoops(), Iterator(), Iterator()
     loops.make(0, dropped)
-    loops.make(1, kept)
+    loops.make(1, stored)
     loops.begin(leases(2))
     assert loops.first == 0
 

@@ -186,7 +186,7 @@ def grown(model: nn.Module) -> None:
     model.seen = torch.zeros(3)
 
 
-def gone(model: nn.Module) -> None:
+def removed(model: nn.Module) -> None:
     model.seen = None
 
 
@@ -194,7 +194,7 @@ def deleted(model: nn.Module) -> None:
     del model.seen
 
 
-@pytest.mark.parametrize("change", [grown, gone, deleted])
+@pytest.mark.parametrize("change", [grown, removed, deleted])
 def test_a_buffer_that_does_not_fit_any_more_is_refused_with_the_remedy(
     change: Callable[[nn.Module], None],
 ) -> None:

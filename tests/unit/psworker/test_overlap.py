@@ -78,8 +78,8 @@ def test_accumulated_gradients_leave_once_when_the_last_has_come() -> None:
     for number in range(3):
         accumulated(model, optimizer, number)
 
-    whole = client.plan.section("trainable").nbytes
-    assert bytes_sent(client) == [2 * whole, whole, whole]
+    complete = client.plan.section("trainable").nbytes
+    assert bytes_sent(client) == [2 * complete, complete, complete]
 
 
 def test_what_is_clipped_stays_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,12 +112,12 @@ def test_each_module_waits_for_its_own_weights_only() -> None:
     _, (model, optimizer), client = both(perceptron)
     missing: list[int] = []
 
-    def look(*_: Any) -> None:
+    def observe(*_: Any) -> None:
         missing.append(client.open.missing if client.open else 0)
 
     usual(model, optimizer, 0)
     for layer in (model[0], model[2], model[4]):
-        layer.register_forward_pre_hook(look)
+        layer.register_forward_pre_hook(observe)
     usual(model, optimizer, 1)
     model(batch(2)[0])
 
@@ -209,14 +209,14 @@ def test_loading_weights_is_not_undone_by_those_that_arrive() -> None:
 
 def test_waiting_by_hand() -> None:
     plain, (model, optimizer), client = both(perceptron)
-    kept = model[0].weight
+    stored = model[0].weight
     usual(*plain, 0)
     usual(model, optimizer, 0)
-    assert kept.isnan().any(), "the test's client is not late"
+    assert stored.isnan().any(), "the test's client is not late"
 
     optimizer.wait()
 
-    assert torch.equal(kept, plain[0][0].weight)
+    assert torch.equal(stored, plain[0][0].weight)
     assert client.open is None
 
 
@@ -299,7 +299,7 @@ def test_a_step_that_failed_can_be_repeated() -> None:
     assert client.version == 1
 
 
-def test_not_a_number_is_told_and_changes_nothing() -> None:
+def test_a_nan_gradient_raises_and_changes_nothing() -> None:
     _, (model, optimizer), client = both(perceptron)
     before = values(model)
     backward(model, 0)
@@ -331,7 +331,7 @@ def test_the_model_is_the_script_s_after_the_end(reason: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("told", "choice", "overlaps"),
+    ("reported", "choice", "overlaps"),
     [
         ("", None, False),
         ("off", None, False),
@@ -342,9 +342,9 @@ def test_the_model_is_the_script_s_after_the_end(reason: str) -> None:
     ],
 )
 def test_the_script_decides_or_leaves_it_to_the_operator(
-    monkeypatch: pytest.MonkeyPatch, told: str, choice: bool | None, overlaps: bool
+    monkeypatch: pytest.MonkeyPatch, reported: str, choice: bool | None, overlaps: bool
 ) -> None:
-    monkeypatch.setenv("PS_OVERLAP", told)
+    monkeypatch.setenv("PS_OVERLAP", reported)
     _, (model, optimizer), client = both(perceptron, overlap=choice)
 
     usual(model, optimizer, 0)

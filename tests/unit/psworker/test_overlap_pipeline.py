@@ -22,7 +22,7 @@ from tests.support.late_client import values
 DEADLINE = 30.0
 
 
-class Held(LocalClient):
+class Blocked(LocalClient):
     """An async job. A push waits for `go`; entered: set while one does. ends: how pushes end
     other than applied.
     """
@@ -97,7 +97,7 @@ def delayed(steps: int) -> dict[str, Tensor]:
 
 
 def test_each_gradient_is_one_step_late_and_none_is_lost() -> None:
-    _, model, optimizer = started(Held())
+    _, model, optimizer = started(Blocked())
 
     for number in range(6):
         step(model, optimizer, number)
@@ -107,7 +107,7 @@ def test_each_gradient_is_one_step_late_and_none_is_lost() -> None:
     assert all(torch.equal(value, expected[name]) for name, value in values(model).items())
 
 
-class Crowded(Held):
+class Crowded(Blocked):
     """Another worker's push changes the running mean right after each of this one."""
 
     def exchange(self, **call: Any) -> PushResult:
@@ -137,7 +137,7 @@ def test_a_buffer_that_others_have_changed_is_taken_over_and_the_rest_goes_on() 
 
 
 def test_a_step_returns_while_its_push_is_on_its_way() -> None:
-    client = Held()
+    client = Blocked()
     job, model, optimizer = started(client)
     before = values(model)
     client.go.clear()
@@ -155,7 +155,7 @@ def test_a_step_returns_while_its_push_is_on_its_way() -> None:
 
 
 def test_in_a_job_that_is_set_to_sync_later_each_step_ends_at_once() -> None:
-    client = Held()
+    client = Blocked()
     job, model, optimizer = started(client)
     step(model, optimizer, 0)
     client.policy = "sync"
@@ -169,7 +169,7 @@ def test_in_a_job_that_is_set_to_sync_later_each_step_ends_at_once() -> None:
 
 
 def test_staleness_is_counted_from_what_the_gradient_was_computed_on() -> None:
-    client = Held()
+    client = Blocked()
     job, model, optimizer = started(client)
 
     for number in range(4):
@@ -182,7 +182,7 @@ def test_staleness_is_counted_from_what_the_gradient_was_computed_on() -> None:
 
 
 def test_looking_at_the_state_brings_the_last_step() -> None:
-    client = Held()
+    client = Blocked()
     _, model, optimizer = started(client)
 
     step(model, optimizer, 0)
@@ -199,7 +199,7 @@ def test_hyper_parameters_travel_with_every_push() -> None:
     """How the last one ended, and so whether its groups counted, is not known when the next one
     is made.
     """
-    client = Held()
+    client = Blocked()
     _, model, optimizer = started(client)
 
     for number, lr in enumerate((0.1, 0.3, 0.1)):
@@ -226,10 +226,10 @@ ENDS: dict[str, Callable[[Job, nn.Module, Any], object]] = {
 
 
 @pytest.mark.parametrize("end", ENDS.values(), ids=ENDS)
-def test_a_rejected_push_is_told_at_the_first_occasion(
+def test_a_rejected_push_raises_at_the_next_call(
     end: Callable[[Job, nn.Module, Any], object],
 ) -> None:
-    job, model, optimizer = started(Held(NAN))
+    job, model, optimizer = started(Blocked(NAN))
     step(model, optimizer, 0)
 
     with pytest.raises(NonFiniteError, match=r"tensor 0\.bias"):
@@ -237,7 +237,7 @@ def test_a_rejected_push_is_told_at_the_first_occasion(
 
 
 def test_leaving_for_a_reason_waits_for_nothing() -> None:
-    client = Held()
+    client = Blocked()
     job, model, optimizer = started(client)
     client.go.clear()
     step(model, optimizer, 0)
@@ -248,7 +248,7 @@ def test_leaving_for_a_reason_waits_for_nothing() -> None:
 
 
 def test_a_push_that_fails_on_its_way_goes_again_and_counts_once() -> None:
-    client = Held(UnreachableError("no answer"))
+    client = Blocked(UnreachableError("no answer"))
     _, model, optimizer = started(client)
     step(model, optimizer, 0)
     backward(model, 1)
@@ -264,10 +264,8 @@ def test_a_push_that_fails_on_its_way_goes_again_and_counts_once() -> None:
     assert all(torch.equal(value, expected[name]) for name, value in values(model).items())
 
 
-class Idle(Held):
-    """Nobody gets data to wait for while this worker's own batches are undecided: that would be
-    waiting for itself.
-    """
+class Idle(Blocked):
+    """A worker does not wait for data while its own batches are undecided: it would deadlock."""
 
     def __init__(self, *ends: PushResult | None) -> None:
         super().__init__(*ends)
@@ -303,7 +301,7 @@ def test_the_loop_ends_with_every_batch_counted(caplog: pytest.LogCaptureFixture
 
 
 def test_samples_and_batches_go_with_their_own_gradient() -> None:
-    client = Held()
+    client = Blocked()
     job, model, optimizer = started(client)
 
     for number, batch in enumerate(job.batches(torch.randn(11, 4), 4, shuffle=False)):
@@ -331,7 +329,7 @@ def test_where_it_makes_no_sense_it_is_refused() -> None:
     with pytest.raises(InvalidRequestError, match="excludes policy sync"):
         Job(Sync()).optimizer(sgd(model), model, pipeline=True)
     with pytest.raises(InvalidRequestError, match="excludes overlap=True"):
-        Job(Held()).optimizer(sgd(model), model, pipeline=True, overlap=True)
+        Job(Blocked()).optimizer(sgd(model), model, pipeline=True, overlap=True)
 
 
 def test_alone_each_step_ends_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ PLAN = PartitionPlan(
 )
 
 
-def tape(number: int = 0) -> bytearray:
+def buffer(number: int = 0) -> bytearray:
     """Every block of 64 bytes holds its own number."""
     return bytearray(byte + number for block in range(PLAN.nbytes // 64) for byte in [block] * 64)
 
@@ -46,7 +46,7 @@ def test_gradients_go_before_buffers_and_buffers_come_before_weights(
     shard: int, absent: list[int], everything: bool, expected: list[int]
 ) -> None:
     move = ShardTransfer(
-        PLAN, memoryview(tape()), memoryview(tape()), frozenset(absent), everything
+        PLAN, memoryview(buffer()), memoryview(buffer()), frozenset(absent), everything
     )
     trainable, buffers, frozen = (
         ([0, 1, 2, 3], [8], []) if shard == 0 else ([4, 5, 6, 7], [9], [10])
@@ -57,12 +57,12 @@ def test_gradients_go_before_buffers_and_buffers_come_before_weights(
 
 
 def test_nothing_to_send_or_receive() -> None:
-    assert ShardTransfer(PLAN, weights=memoryview(tape())).sent(0) == []
-    assert ShardTransfer(PLAN, gradients=memoryview(tape())).received(0) == []
+    assert ShardTransfer(PLAN, weights=memoryview(buffer())).sent(0) == []
+    assert ShardTransfer(PLAN, gradients=memoryview(buffer())).received(0) == []
 
 
-def test_received_bytes_land_on_the_tape() -> None:
-    memory = tape()
+def test_received_bytes_are_written_to_the_flat_buffer() -> None:
+    memory = buffer()
     for view in ShardTransfer(PLAN, weights=memoryview(memory)).received(1):
         view[:] = bytes(len(view))
 
@@ -73,7 +73,7 @@ def test_digest_is_of_what_is_sent() -> None:
     def digest(
         number: int = 0, absent: frozenset[int] = frozenset(), content: bytes = b""
     ) -> bytes:
-        return digest_of(ShardTransfer(PLAN, memoryview(tape(number)), None, absent), content)
+        return digest_of(ShardTransfer(PLAN, memoryview(buffer(number)), None, absent), content)
 
     assert digest() == digest()
     assert len({digest(), digest(1), digest(absent=frozenset([2])), digest(content=b"x")}) == 4
@@ -85,7 +85,7 @@ def test_digest_is_the_same_for_any_number_of_servers() -> None:
     """
     for absent in (frozenset[int](), frozenset({2})):
         moves = [
-            ShardTransfer(PartitionPlan(PLAN.spec, shards), memoryview(tape()), None, absent)
+            ShardTransfer(PartitionPlan(PLAN.spec, shards), memoryview(buffer()), None, absent)
             for shards in (1, 2, 3)
         ]
         assert len({digest_of(move, b"header") for move in moves}) == 1
@@ -94,4 +94,4 @@ def test_digest_is_the_same_for_any_number_of_servers() -> None:
 @pytest.mark.parametrize("index", [-1, 0, 1, 4])
 def test_only_trainable_tensors_can_be_absent(index: int) -> None:
     with pytest.raises(InvalidRequestError, match=f"tensor {index} cannot be absent"):
-        ShardTransfer(PLAN, memoryview(tape()), None, frozenset([index]))
+        ShardTransfer(PLAN, memoryview(buffer()), None, frozenset([index]))

@@ -28,9 +28,9 @@ class Time:
         return Clock(lambda: self.now, self.sleep)
 
 
-def fail_for_ever(patience: RetryDeadline, error: UnreachableError = SILENT) -> None:
+def fail_for_ever(deadline: RetryDeadline, error: UnreachableError = SILENT) -> None:
     while True:
-        patience.handle_failure(error)
+        deadline.handle_failure(error)
 
 
 @pytest.fixture
@@ -38,10 +38,10 @@ def time() -> Time:
     return Time()
 
 
-def test_silence_is_borne_for_connect_seconds_with_growing_pauses(time: Time) -> None:
-    patience = RetryDeadline("push 7", time.clock(), TimeLimits(connect=10, wait=5))
+def test_requests_are_retried_for_connect_seconds_with_growing_pauses(time: Time) -> None:
+    deadline = RetryDeadline("push 7", time.clock(), TimeLimits(connect=10, wait=5))
     with pytest.raises(UnreachableError, match=r"a:1 does not answer \(tried for 1. s\)") as caught:
-        fail_for_ever(patience)
+        fail_for_ever(deadline)
 
     assert type(caught.value) is UnreachableError
     assert 110 <= time.now < 110.6
@@ -52,9 +52,7 @@ def test_silence_is_borne_for_connect_seconds_with_growing_pauses(time: Time) ->
 def test_a_request_that_is_made_anew_again_and_again_does_not_say_each_time_that_it_fails(
     time: Time, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """While the job moves to other servers and one is gone, what is sent to it begins anew with
-    each look around.
-    """
+    """During a reshard a request to a removed server restarts with each discovery."""
     caplog.set_level(logging.INFO)
     limits = TimeLimits(connect=60, wait=60)
     for _ in range(200):
@@ -70,63 +68,63 @@ def test_a_request_that_is_made_anew_again_and_again_does_not_say_each_time_that
 
 
 def test_an_answer_ends_the_silence(time: Time) -> None:
-    patience = RetryDeadline("push 7", time.clock(), TimeLimits(connect=10, wait=1000))
+    deadline = RetryDeadline("push 7", time.clock(), TimeLimits(connect=10, wait=1000))
     for _ in range(5):
         time.now += 9
-        patience.handle_failure(SILENT)
-        patience.handle_wait("worker 2")
-    assert patience.ask(lambda: 3) == 3
+        deadline.handle_failure(SILENT)
+        deadline.handle_wait("worker 2")
+    assert deadline.ask(lambda: 3) == 3
     time.now += 9
-    patience.handle_failure(SILENT)
+    deadline.handle_failure(SILENT)
 
 
 def test_a_server_that_takes_more_than_it_ever_did_is_not_silent(time: Time) -> None:
     """However long that takes: on a slow line, or for a large model."""
-    patience = RetryDeadline("push 7", time.clock(), TimeLimits(connect=10, wait=1000))
-    patience.begin_attempt()
+    deadline = RetryDeadline("push 7", time.clock(), TimeLimits(connect=10, wait=1000))
+    deadline.begin_attempt()
     for _ in range(5):
         time.now += 9
-        patience.record_frame()
+        deadline.record_frame()
     time.now += 9
-    patience.handle_failure(SILENT)
+    deadline.handle_failure(SILENT)
 
     def take_as_much_and_die() -> None:
-        patience.begin_attempt()
+        deadline.begin_attempt()
         for _ in range(5):
             time.now += 1
-            patience.record_frame()
-        patience.handle_failure(SILENT)
+            deadline.record_frame()
+        deadline.handle_failure(SILENT)
 
     with pytest.raises(UnreachableError, match=r"tried for 1. s"):
         take_as_much_and_die()
 
 
 def test_wait_counts_from_the_start_or_the_last_progress(time: Time) -> None:
-    patience = RetryDeadline("push 7", time.clock(), TimeLimits(connect=10, wait=60))
+    deadline = RetryDeadline("push 7", time.clock(), TimeLimits(connect=10, wait=60))
     time.now += 59
-    patience.handle_wait("worker 2")
-    patience.restart()
+    deadline.handle_wait("worker 2")
+    deadline.restart()
     time.now += 59
-    patience.handle_wait("worker 2")
-    assert patience.next_wait_seconds(5) == 1
+    deadline.handle_wait("worker 2")
+    assert deadline.next_wait_seconds(5) == 1
     time.now += 1
-    assert patience.next_wait_seconds(5) == 0
+    assert deadline.next_wait_seconds(5) == 0
     with pytest.raises(WaitTimeoutError, match="push 7 waited 60 s for worker 2"):
-        patience.handle_wait("worker 2")
+        deadline.handle_wait("worker 2")
 
 
 def test_a_server_that_is_not_ready_answers_and_so_is_waited_for(time: Time) -> None:
-    patience = RetryDeadline("push 7", time.clock(), TimeLimits(connect=1, wait=60))
+    deadline = RetryDeadline("push 7", time.clock(), TimeLimits(connect=1, wait=60))
     with pytest.raises(
         WaitTimeoutError, match="push 7 waited 60 s for a server that is not ready: no model yet"
     ):
-        fail_for_ever(patience, UnreachableError("no model yet", "NOT_READY"))
+        fail_for_ever(deadline, UnreachableError("no model yet", "NOT_READY"))
 
     assert 160 <= time.now < 161
     assert min(time.pauses) > 0
 
 
-def test_nobody_is_to_hold_a_request_for_longer_than_silence_is_borne(time: Time) -> None:
+def test_servers_answer_a_request_before_its_retry_deadline(time: Time) -> None:
     assert (
         RetryDeadline("push 7", time.clock(), TimeLimits(connect=2, wait=60)).next_wait_seconds(5)
         == 1
@@ -148,24 +146,24 @@ def test_ask_repeats_silence_and_lateness(time: Time) -> None:
 def test_waiting_is_logged_before_ten_seconds_are_over(
     time: Time, caplog: pytest.LogCaptureFixture
 ) -> None:
-    patience = RetryDeadline("push 7", time.clock(), TimeLimits(connect=10, wait=1000))
+    deadline = RetryDeadline("push 7", time.clock(), TimeLimits(connect=10, wait=1000))
     with caplog.at_level(logging.INFO, "psworker"):
         for _ in range(31):
             time.now += 1
-            patience.handle_wait("worker 2")
+            deadline.handle_wait("worker 2")
 
     assert caplog.messages == [WAITS] * 3
 
 
 def test_server_that_does_not_wait_is_not_flooded(time: Time) -> None:
-    patience = RetryDeadline("push 7", time.clock(), TimeLimits(connect=10, wait=1000))
-    patience.next_wait_seconds(5)
-    patience.handle_wait("worker 2")
-    patience.next_wait_seconds(5)
+    deadline = RetryDeadline("push 7", time.clock(), TimeLimits(connect=10, wait=1000))
+    deadline.next_wait_seconds(5)
+    deadline.handle_wait("worker 2")
+    deadline.next_wait_seconds(5)
     time.now += 5
-    patience.handle_wait("worker 2")
-    patience.next_wait_seconds(0)
-    patience.handle_wait("worker 2")
+    deadline.handle_wait("worker 2")
+    deadline.next_wait_seconds(0)
+    deadline.handle_wait("worker 2")
 
     assert time.pauses == [0.05]
 
@@ -174,33 +172,33 @@ def test_no_point_in_going_on(time: Time) -> None:
     def check() -> None:
         raise FencedError("worker 3 is out")
 
-    patience = RetryDeadline("push 7", time.clock(), TimeLimits(connect=10, wait=1000, check=check))
+    deadline = RetryDeadline("push 7", time.clock(), TimeLimits(connect=10, wait=1000, check=check))
     for go_on in (
-        lambda: patience.handle_wait("worker 2"),
-        lambda: patience.handle_failure(SILENT),
+        lambda: deadline.handle_wait("worker 2"),
+        lambda: deadline.handle_failure(SILENT),
     ):
         with pytest.raises(FencedError):
             go_on()
 
 
 def test_job_that_ends_is_not_worth_waiting_for(time: Time) -> None:
-    patience = RetryDeadline(
+    deadline = RetryDeadline(
         "push 7", time.clock(), TimeLimits(connect=60, wait=1000, hurry=lambda: True)
     )
     with pytest.raises(DrainedError):
-        fail_for_ever(patience)
+        fail_for_ever(deadline)
 
     assert time.now < 104
 
 
 def test_pauses_end_where_the_wait_has_to(time: Time) -> None:
     """A worker that is to leave by then makes no attempt that lasts longer."""
-    patience = RetryDeadline(
+    deadline = RetryDeadline(
         "push 7", time.clock(), TimeLimits(connect=60, wait=1000, deadline=lambda: 103.0)
     )
-    assert patience.next_wait_seconds(5) == 3
+    assert deadline.next_wait_seconds(5) == 3
     time.now += 4
-    assert patience.next_wait_seconds(5) == 0
+    assert deadline.next_wait_seconds(5) == 0
 
 
 def test_people_are_reminded_of_a_request_that_a_server_sits_on(
@@ -209,16 +207,16 @@ def test_people_are_reminded_of_a_request_that_a_server_sits_on(
     """Before ten seconds are over, as long as it has it; no call that hangs goes without a line."""
     caplog.set_level(logging.INFO, "psworker")
     waits = PendingRequests()
-    patience = RetryDeadline(
+    deadline = RetryDeadline(
         "push 7 of worker 2 on shard 1 at a:1",
         time.clock(),
         TimeLimits(connect=60, wait=1000, waits=waits),
     )
-    patience.begin_attempt()
+    deadline.begin_attempt()
     for _ in range(25):
         time.now += 1
         waits.remind(time.now)
-    patience.end_attempt()
+    deadline.end_attempt()
     time.now += 30
     waits.remind(time.now)
 
@@ -234,14 +232,14 @@ def test_a_request_is_a_wait_only_while_it_is_asked(
 ) -> None:
     caplog.set_level(logging.INFO, "psworker")
     waits = PendingRequests()
-    patience = RetryDeadline("asking", time.clock(), TimeLimits(connect=60, wait=1000, waits=waits))
+    deadline = RetryDeadline("asking", time.clock(), TimeLimits(connect=60, wait=1000, waits=waits))
 
     def hangs() -> int:
         time.now += 10
         waits.remind(time.now)
         return 3
 
-    assert patience.ask(hangs) == 3
+    assert deadline.ask(hangs) == 3
     time.now += 10
     waits.remind(time.now)
     assert [record.getMessage() for record in caplog.records] == [
@@ -249,17 +247,17 @@ def test_a_request_is_a_wait_only_while_it_is_asked(
     ]
 
 
-def test_a_server_that_falls_silent_is_news_and_said_at_once(
+def test_a_server_that_stops_answering_is_logged_at_once(
     time: Time, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Once for each silence; the next lines have time."""
     caplog.set_level(logging.INFO, "psworker")
-    patience = RetryDeadline("push 7", time.clock(), TimeLimits(connect=60, wait=1000))
-    patience.handle_failure(SILENT)
-    patience.handle_failure(SILENT)
+    deadline = RetryDeadline("push 7", time.clock(), TimeLimits(connect=60, wait=1000))
+    deadline.handle_failure(SILENT)
+    deadline.handle_failure(SILENT)
     time.now += 8
-    patience.handle_wait("worker 2")
-    patience.handle_failure(SILENT)
+    deadline.handle_wait("worker 2")
+    deadline.handle_failure(SILENT)
 
     text = "request_repeated request=push 7 seconds_left=60 problem=shard 1 at a:1 does not answer"
     assert caplog.messages == [text, WAITS, text]
@@ -270,16 +268,16 @@ def test_a_reminder_names_whom_the_last_answer_named(
 ) -> None:
     """Until there is silence instead."""
     caplog.set_level(logging.INFO, "psworker")
-    patience = RetryDeadline("push 7", time.clock(), TimeLimits(connect=60, wait=1000))
+    deadline = RetryDeadline("push 7", time.clock(), TimeLimits(connect=60, wait=1000))
     time.now += 5
-    patience.handle_wait("worker 2")
-    patience.begin_attempt()
+    deadline.handle_wait("worker 2")
+    deadline.begin_attempt()
     time.now += 3
-    patience.remind(time.now)
-    patience.handle_failure(SILENT)
-    patience.begin_attempt()
+    deadline.remind(time.now)
+    deadline.handle_failure(SILENT)
+    deadline.begin_attempt()
     time.now += 8
-    patience.remind(time.now)
+    deadline.remind(time.now)
 
     assert caplog.messages[0] == WAITS
     assert caplog.messages[2] == "request_unanswered request=push 7 silent_seconds=8"

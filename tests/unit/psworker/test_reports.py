@@ -151,7 +151,7 @@ def test_values_that_are_not_finite_are_values(reports: ReportBuffer) -> None:
 
 
 @pytest.mark.parametrize(
-    ("values", "said"),
+    ("values", "reported"),
     [
         ({"loss": torch.zeros(2)}, "takes one number, not 2"),
         ({"loss": "much"}, "takes a number: could not convert string to float"),
@@ -169,9 +169,9 @@ def test_values_that_are_not_finite_are_values(reports: ReportBuffer) -> None:
     ],
 )
 def test_misuse_says_what_is_taken(
-    reports: ReportBuffer, values: dict[str, Any], said: str
+    reports: ReportBuffer, values: dict[str, Any], reported: str
 ) -> None:
-    with pytest.raises(InvalidRequestError, match=said):
+    with pytest.raises(InvalidRequestError, match=reported):
         reports.add(values, 1)
     assert unsent(reports) == {}
 

@@ -51,7 +51,7 @@ STATUS: dict[str, Any] = {
 }
 
 
-class Kept(Output):
+class Recorded(Output):
     """An Output into a file, or one that says it is a terminal; text() is what has come out."""
 
     def __init__(self, path: Path, terminal: bool = False) -> None:
@@ -69,18 +69,18 @@ class Kept(Output):
 
 
 @pytest.fixture
-def out(tmp_path: Path) -> Kept:
-    return Kept(tmp_path / "out")
+def out(tmp_path: Path) -> Recorded:
+    return Recorded(tmp_path / "out")
 
 
 @pytest.fixture
-def err(tmp_path: Path) -> Kept:
-    return Kept(tmp_path / "err")
+def err(tmp_path: Path) -> Recorded:
+    return Recorded(tmp_path / "err")
 
 
 @pytest.fixture
-def terminal(tmp_path: Path) -> Kept:
-    return Kept(tmp_path / "terminal", terminal=True)
+def terminal(tmp_path: Path) -> Recorded:
+    return Recorded(tmp_path / "terminal", terminal=True)
 
 
 def test_progress_in_one_line() -> None:
@@ -127,7 +127,9 @@ def test_an_older_server_tells_no_progress() -> None:
     assert pass_text(None) == pass_text({}) == ""
 
 
-def test_lines_have_the_name_of_their_process_and_keep_their_stream(out: Kept, err: Kept) -> None:
+def test_lines_have_the_name_of_their_process_and_keep_their_stream(
+    out: Recorded, err: Recorded
+) -> None:
     with open_display(out, err) as display:
         display.line("w0", "stdout", "result")
         display.line("s0", "stderr", "event")
@@ -137,13 +139,13 @@ def test_lines_have_the_name_of_their_process_and_keep_their_stream(out: Kept, e
     assert err.text() == "[s0] event\n[run] hello\n"
 
 
-def test_logs_of_our_own_are_said(out: Kept, err: Kept) -> None:
+def test_log_files_of_ps_run_are_named(out: Recorded, err: Recorded) -> None:
     LogStream(PlainDisplay(out, err)).write("one\ntwo\n")
 
     assert err.text() == "[run] one\n[run] two\n"
 
 
-def test_without_a_terminal_progress_is_a_line_now_and_then(out: Kept, err: Kept) -> None:
+def test_without_a_terminal_progress_is_a_line_now_and_then(out: Recorded, err: Recorded) -> None:
     display = PlainDisplay(out, err)
     later = 1e9
     looks: list[tuple[Status, float]] = [
@@ -165,7 +167,7 @@ def test_without_a_terminal_progress_is_a_line_now_and_then(out: Kept, err: Kept
 
 
 def test_progress_does_not_pile_up_where_nobody_reads(
-    out: Kept, err: Kept, terminal: Kept, monkeypatch: pytest.MonkeyPatch
+    out: Recorded, err: Recorded, terminal: Recorded, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Output, "is_behind", True)
 
@@ -180,7 +182,7 @@ def test_progress_does_not_pile_up_where_nobody_reads(
     assert err.text() == ""
 
 
-def test_a_terminal_gets_a_live_panel_and_lines_above_it(out: Kept, terminal: Kept) -> None:
+def test_a_terminal_gets_a_live_panel_and_lines_above_it(out: Recorded, terminal: Recorded) -> None:
     console = Console(file=cast(TextIO, terminal), force_terminal=True, width=200)
 
     with LiveDisplay(console, out, terminal) as display:
@@ -195,7 +197,7 @@ def test_a_terminal_gets_a_live_panel_and_lines_above_it(out: Kept, terminal: Ke
 
 @pytest.mark.parametrize(("kind", "display"), [("xterm", LiveDisplay), ("dumb", PlainDisplay)])
 def test_open_display_chooses_by_the_terminal(
-    out: Kept, terminal: Kept, monkeypatch: pytest.MonkeyPatch, kind: str, display: type
+    out: Recorded, terminal: Recorded, monkeypatch: pytest.MonkeyPatch, kind: str, display: type
 ) -> None:
     monkeypatch.setenv("TERM", kind)
 
@@ -310,7 +312,7 @@ def rolled_back(version: int, ended: bool, state: str = "past") -> dict[str, Any
         (
             rolled_back(40, ended=False, state="left"),
             "",
-        ),  # somebody did it again, or its script had enough
+        ),  # restarted by hand, or its script had enough data
         ({"version": 40, "workers": []}, ""),
     ],
 )

@@ -1,6 +1,4 @@
-"""The streams of ps-run: nobody who must go on waits for a reader, and nothing that can be
-written is lost.
-"""
+"""The streams of ps-run: a slow reader blocks only the display, and no writable line is lost."""
 
 import io
 import os
@@ -17,7 +15,7 @@ FULL = "x" * MAX_QUEUED_BYTES
 
 
 class Pipe:
-    """An Output into a pipe that nobody reads until `read`."""
+    """An Output into a pipe that is not read until `read`."""
 
     def __init__(self) -> None:
         reader, writer = os.pipe()
@@ -32,7 +30,7 @@ class Pipe:
         return data.decode("latin-1")
 
     def close(self) -> None:
-        self._reader.close()  # whoever still writes gets EPIPE and is done
+        self._reader.close()  # later writes get EPIPE
         self.output.finish()
         self._stream.close()
 
@@ -68,14 +66,14 @@ def test_writing_waits_for_nobody(pipe: Pipe) -> None:
 
 def test_wait_for_space_blocks_until_the_reader_reads(pipe: Pipe) -> None:
     pipe.output.write(FULL + FULL)
-    told = threading.Event()
-    thread = threading.Thread(target=lambda: pipe.output.wait_for_space() and told.set())
+    text = threading.Event()
+    thread = threading.Thread(target=lambda: pipe.output.wait_for_space() and text.set())
     thread.start()
-    assert not told.wait(0.1)
+    assert not text.wait(0.1)
 
     pipe.read(len(FULL + FULL))
 
-    assert told.wait(LIMIT)
+    assert text.wait(LIMIT)
     thread.join()
 
 
@@ -108,7 +106,7 @@ def test_finish_waits_for_a_slow_reader_but_not_for_a_stalled_one(pipe: Pipe) ->
     thread.join()
 
 
-def test_a_reader_that_has_gone_away_costs_nothing(pipe: Pipe) -> None:
+def test_a_closed_reader_loses_nothing(pipe: Pipe) -> None:
     pipe.output.write(FULL + FULL)
     pipe.close()
 

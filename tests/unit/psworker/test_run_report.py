@@ -102,7 +102,7 @@ def test_summary_file_is_whole_json(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_metric_that_is_not_finite_is_null_and_said_to_people(tmp_path: Path) -> None:
+def test_a_metric_that_is_not_finite_is_null_in_json_and_shown_in_tables(tmp_path: Path) -> None:
     path = tmp_path / "summary.json"
     content = report.summary(
         RunOutcome("done"), JobResult({"metrics": {"loss": None}}, "f"), SETTINGS, 1.0, 0

@@ -112,7 +112,7 @@ begin        | start s0
 after {BIND_SECONDS}  | term s0
 exit s0 -15  | finish failed 20 s0
 """,
-    "the job is stopped by somebody else": STARTED
+    "another process stops the job": STARTED
     + """
 exit s0 0    | say
 exit s1 0    |

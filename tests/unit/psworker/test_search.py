@@ -18,7 +18,7 @@ def described(
     knows: dict[int, str] | None = None,
     follows: str = "s0:1",
 ) -> ServerDescription:
-    """The answer of the server s<shard>:1, which knows itself and whom the test says."""
+    """The answer of the server s<shard>:1, which knows itself and the given servers."""
     known = {shard: f"s{shard}:1"} | (knows or {})
     return ServerDescription(
         job, shard, shards, tuple(known.get(i, "") for i in range(shards)), follows
@@ -131,8 +131,8 @@ def test_silent_address_might_be_the_missing_shard() -> None:
     assert str(error) == "no answer within 60 s from x:1: refused"
 
 
-def test_a_server_that_answered_and_is_gone_is_what_the_search_waited_for() -> None:
-    """Of another shard, which it did not know, nobody can say anything."""
+def test_a_server_that_no_longer_answers_is_named_at_the_timeout() -> None:
+    """The address of another shard is unknown to all servers."""
     search = ServerSearch(["s0:1"], 0.0, GRACE)
     search.answered("s0:1", described(0, shards=2), 0.0)
     search.failed("s0:1", "refused")

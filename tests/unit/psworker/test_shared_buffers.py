@@ -1,6 +1,4 @@
-"""The worker's tapes and whom it offers them to. The servers are a lane that attaches in this
-process, or does not.
-"""
+"""The worker's shared buffers. The servers are a transport that attaches here, or refuses."""
 
 import logging
 import stat
@@ -124,7 +122,7 @@ def test_offer_that_stands_is_not_repeated_and_one_that_was_ended_is() -> None:
     assert (servers.tape(0, 0)[0], old[0], tapes.gradients[1]) == (3, ord("g"), ord("r"))
 
 
-def test_memory_that_is_held_is_mapped_anew_when_it_is_released() -> None:
+def test_used_memory_is_remapped_after_its_release() -> None:
     """Another thread may find that an offer is over while the script writes: what it wrote would
     be lost.
     """
@@ -170,7 +168,7 @@ def test_weights_that_belong_elsewhere_are_copied_from_those_that_wrote_them() -
                 assert set(elsewhere[span.start : span.stop]) == {value}, (shard, role)
 
 
-def test_own_tapes_are_not_copied() -> None:
+def test_own_buffers_are_not_copied() -> None:
     """They would be written while servers read them."""
     tapes, servers = offered()
     servers.tape(0, 1)[:] = 5

@@ -136,8 +136,8 @@ class Noisy:
 
 def test_what_is_drawn_for_a_sample_does_not_depend_on_where_reading_began() -> None:
     spec = StreamSpec(0, sources=1, batch_size=3)
-    whole, later = (StreamReader(spec, Noisy(), list, seed=5) for _ in range(2))
-    together = [whole.read(spec.number(0, place))[1] for place in range(3)]
+    complete, later = (StreamReader(spec, Noisy(), list, seed=5) for _ in range(2))
+    together = [complete.read(spec.number(0, place))[1] for place in range(3)]
 
     assert later.read(spec.number(0, 2))[1] == together[2]
     assert later.read(spec.number(0, 1))[1] == together[1]
