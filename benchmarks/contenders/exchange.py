@@ -26,7 +26,7 @@ class Worker:
         self._setup = setup
         self.client = product.client(address, rank, setup)
         plan = self.client.agree(product.spec(setup))
-        self._gradients, self._weights = self.client.tapes()
+        self._gradients, self._weights = self.client.flat_buffers()
         self.client.start(self._weights)
         np.frombuffer(self._gradients, np.float32)[:] = 1
         self._ends = ends(plan)

@@ -189,7 +189,7 @@ class Client(ClientFacts):
         """
         return self._exchange.agree(spec)
 
-    def tapes(self) -> tuple[memoryview, memoryview]:
+    def flat_buffers(self) -> tuple[memoryview, memoryview]:
         """Return flat buffers for gradients and for weights, plan.nbytes each.
 
         They are the fastest memory for start and exchange: servers on this host access it
@@ -239,11 +239,11 @@ class Client(ClientFacts):
         )
 
     def begin(self) -> OpenPush | BufferedPush:
-        """Open a push from and a pull into `tapes()`, byte range by byte range.
+        """Open a push from and a pull into `flat_buffers()`, byte range by byte range.
 
         Only one can be open. See `psworker.core.protocols.PushStream`.
         """
-        return self._exchange.begin(*self.tapes())
+        return self._exchange.begin(*self.flat_buffers())
 
     # ---- data and membership ---------------------------------------------------------------------
 

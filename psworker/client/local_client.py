@@ -51,7 +51,7 @@ class LocalClient:
         self.plan = PartitionPlan(spec, shards=1)
         return self.plan
 
-    def tapes(self) -> tuple[memoryview, memoryview]:
+    def flat_buffers(self) -> tuple[memoryview, memoryview]:
         """Return new flat buffers for gradients and weights, plan.nbytes bytes each."""
         self._gradients, self._received = (
             torch.zeros(self.plan.nbytes, dtype=torch.uint8, device="cpu").numpy().data

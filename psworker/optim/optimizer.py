@@ -96,7 +96,7 @@ class ServerOptimizer(torch.optim.Optimizer):
         self._must_leave = False
         client, strategy_class = session.client, STEP_STRATEGIES[strategy]
         plan = session.with_rejoin(lambda: client.agree(adapter.spec))
-        adapter.attach(plan, client.tapes(), double_buffered=strategy_class.is_deferred)
+        adapter.attach(plan, client.flat_buffers(), double_buffered=strategy_class.is_deferred)
         session.with_rejoin(lambda: client.start(adapter.weights.memory))
         adapter.scatter(everything=True)
         self._accumulation = GradientAccumulation(adapter.trainable.tensors)

@@ -68,7 +68,7 @@ def make_every_call(client: Client) -> None:
 
 
 def push(client: Client, loop: LoopSpec, number: int) -> None:
-    gradients = client.tapes()[0]
+    gradients = client.flat_buffers()[0]
     np.frombuffer(gradients, np.float32)[:] = 1.0
     assert (
         client.exchange(

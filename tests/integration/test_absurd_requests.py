@@ -108,7 +108,7 @@ def refusals(address: str, worker: int) -> Iterator[tuple[str, str, str]]:
 def push(
     client: Client, base: int | None = None, batches: tuple[BatchKey, ...] = (), groups: str = ""
 ) -> str:
-    gradients, _ = client.tapes()
+    gradients, _ = client.flat_buffers()
     gradients[:] = bytes(len(gradients))
     return client.exchange(
         gradients=gradients, weights=None, base=base, batches=batches, groups_json=groups

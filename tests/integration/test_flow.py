@@ -67,7 +67,7 @@ def draw(client: Client, step: int) -> Draw:
 
 def flowed(client: Client, step: Draw) -> PushResult:
     """Each piece holds rubbish when it is first sent, and is sent again when it is right."""
-    tape, weights = (np.frombuffer(memory, np.uint8) for memory in client.tapes())
+    tape, weights = (np.frombuffer(memory, np.uint8) for memory in client.flat_buffers())
     tape[:] = 1
     flow = client.begin()
     assert isinstance(flow, OpenPush)
@@ -100,7 +100,7 @@ def test_pieces_in_any_order_are_the_same_push(shards: int, lanes: Any, cluster:
     ):
         for number in range(STEPS):
             step = draw(whole, number)
-            expected, weights = bytearray(step.tape), whole.tapes()[1]
+            expected, weights = bytearray(step.tape), whole.flat_buffers()[1]
             result = whole.exchange(
                 gradients=memoryview(expected),
                 weights=weights,
@@ -109,7 +109,7 @@ def test_pieces_in_any_order_are_the_same_push(shards: int, lanes: Any, cluster:
             )
 
             assert outcome(flowed(pieces, step)) == outcome(result)
-            assert bytes(pieces.tapes()[1]) == bytes(weights), f"step {number}"
+            assert bytes(pieces.flat_buffers()[1]) == bytes(weights), f"step {number}"
             assert (pieces.version, whole.version) == (number + 1, number + 1)
         found, wanted = weights_of(pieces.addresses[0]), weights_of(whole.addresses[0])
     assert all(np.array_equal(found[name], wanted[name]) for name in wanted)
@@ -125,7 +125,7 @@ def test_what_is_used_as_it_comes_comes_in_small_pieces(
     model, spec = {"w": np.zeros(1 << 20, np.float32)}, OptimizerSpec("sgd", lr=1.0)
     with connected(cluster().address, lanes="grpc") as client:
         client.register(model, spec)
-        gradients, weights = client.tapes()
+        gradients, weights = client.flat_buffers()
         frames.clear()
         client.exchange(gradients=gradients, weights=weights)
         whole = len(frames)
@@ -148,12 +148,14 @@ def test_half_of_the_shards_in_shared_memory(cluster: Make) -> None:
             flowed(pieces, step)
             whole.exchange(
                 gradients=memoryview(bytearray(step.tape)),
-                weights=whole.tapes()[1],
+                weights=whole.flat_buffers()[1],
                 absent=step.absent,
                 samples=step.samples,
             )
 
-            assert bytes(pieces.tapes()[1]) == bytes(whole.tapes()[1]), f"step {number}"
+            assert bytes(pieces.flat_buffers()[1]) == bytes(whole.flat_buffers()[1]), (
+                f"step {number}"
+            )
 
 
 @LANES
@@ -166,7 +168,7 @@ def test_a_push_that_is_given_up_leaves_nothing(lanes: Any, cluster: Make) -> No
             flow.send(0, client.plan.nbytes)
             flow.close()
             flow.close()
-        np.frombuffer(client.tapes()[0], np.float32)[:] = 1.0
+        np.frombuffer(client.flat_buffers()[0], np.float32)[:] = 1.0
         flow = client.begin()
         assert isinstance(flow, OpenPush)
         assert flow.finish().status == "applied"
@@ -205,7 +207,7 @@ def test_no_second_push_while_one_is_open(lanes: Any, cluster: Make) -> None:
 @LANES
 def test_gradient_that_is_no_number_is_rejected(lanes: Any, cluster: Make) -> None:
     with counter(cluster(2, bad_gradients="skip").address, lanes=lanes) as client:
-        numbers = np.frombuffer(client.tapes()[0], np.float32)
+        numbers = np.frombuffer(client.flat_buffers()[0], np.float32)
         numbers[:] = 1.0
         numbers[3] = np.nan
         flow = client.begin()

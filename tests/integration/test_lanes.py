@@ -86,7 +86,7 @@ def in_two_calls(client: Client, grads: dict[str, Any]) -> None:
 
 
 class Foreign:
-    """Steps on memory that is not client.tapes()."""
+    """Steps on memory that is not client.flat_buffers()."""
 
     def __init__(self) -> None:
         self.weights = memoryview(bytearray())
@@ -236,7 +236,7 @@ def test_gradients_stay_as_they_were(cluster: Make) -> None:
     ):
         with connected(cluster(2).address, lanes="shm") as client:
             client.register({"w": np.ones(1000, np.float32)}, spec)
-            tape, weights = client.tapes()
+            tape, weights = client.flat_buffers()
             np.frombuffer(tape, np.float32)[:1000] = np.arange(1000)
             before = bytes(tape)
             client.exchange(gradients=tape, weights=weights)
@@ -307,7 +307,7 @@ def test_weights_that_came_over_grpc_are_not_overwritten_by_lost_memory(cluster:
     with counter(made.address) as client:
         foreign = memoryview(bytearray(client.plan.nbytes))
         made.servers[1].engine.traffic.shared_buffers.on_evict(client.worker)
-        client.exchange(gradients=client.tapes()[0], weights=foreign)
+        client.exchange(gradients=client.flat_buffers()[0], weights=foreign)
         client.exchange(
             gradients=None, weights=(expected := memoryview(bytearray(client.plan.nbytes)))
         )
@@ -336,14 +336,14 @@ def given_up(client: Client, servers: list[Server]) -> None:
     thread.start()
     try:
         with pytest.raises(KeyboardInterrupt):
-            client.exchange(gradients=client.tapes()[0], weights=client.tapes()[1])
+            client.exchange(gradients=client.flat_buffers()[0], weights=client.flat_buffers()[1])
     finally:
         thread.join()
 
 
 def timed_out(client: Client, servers: list[Server]) -> None:
     with pytest.raises(WaitTimeoutError):
-        client.exchange(gradients=client.tapes()[0], weights=client.tapes()[1])
+        client.exchange(gradients=client.flat_buffers()[0], weights=client.flat_buffers()[1])
 
 
 @pytest.mark.parametrize("ended", [timed_out, given_up])
@@ -359,7 +359,7 @@ def test_push_that_completes_late_touches_nothing_of_what_the_worker_does_next(
         lambda: counter(made.address, 1),
     )
     with clients[0] as client, clients[1] as late:
-        tape, weights = client.tapes()
+        tape, weights = client.flat_buffers()
         numbers = np.frombuffer(tape, np.float32)
         numbers[:] = 1.0
         ended(client, made.servers)
@@ -399,11 +399,11 @@ def test_servers_that_are_gone_are_shared_with_no_longer(cluster: Make) -> None:
         made.close()
         with pytest.raises(UnreachableError):
             count(client)
-        client.tapes()[0][0] = 200
+        client.flat_buffers()[0][0] = 200
         memories[1].flat[1] = 201
 
         assert memories[0].flat[0] != 200
-        assert client.tapes()[0][1] != 201
+        assert client.flat_buffers()[0][1] != 201
 
 
 def test_initial_values_that_only_a_buffer_may_have(cluster: Make) -> None:

@@ -123,7 +123,7 @@ def test_seconds_of_a_push_are_the_exchange_s(cluster: Make, shards: int, lanes:
     def script(job: Job) -> float:
         model, shares = nn.Linear(2000, 2000), []
         job.optimizer(adam(model), model, overlap=False)
-        gradients, weights = job.client.tapes()
+        gradients, weights = job.client.flat_buffers()
         for _ in range(STEPS):
             began = time.perf_counter()
             result = job.client.exchange(gradients=gradients, weights=weights)

@@ -141,7 +141,7 @@ def test_a_push_that_leaves_in_pieces_counts_once_when_servers_come_in_its_midst
     with registered(moving, lanes) as client:
         for shards in (3, 1):
             client.pull()
-            tape, nbytes = np.frombuffer(client.tapes()[0], np.uint8), client.plan.nbytes
+            tape, nbytes = np.frombuffer(client.flat_buffers()[0], np.uint8), client.plan.nbytes
             tape[:] = tape_of_ones(client)
             flow = client.begin()
             if when != "before anything is sent":

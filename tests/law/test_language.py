@@ -78,7 +78,7 @@ ALLOWED = {
     "psserver/process": 0,
     "psserver/replication": 0,
     "psserver/transfer": 0,
-    "psworker": 14,
+    "psworker": 0,
     "psworker/ctl": 0,
     "psworker/examples": 0,
     "psworker/integrations": 0,

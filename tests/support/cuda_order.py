@@ -254,8 +254,8 @@ class OrderedClient(LateClient):
         super().__init__()
         self._order = order
 
-    def tapes(self) -> tuple[memoryview, memoryview]:
-        both = super().tapes()
+    def flat_buffers(self) -> tuple[memoryview, memoryview]:
+        both = super().flat_buffers()
         for name, memory in zip(("gradients", "weights"), both, strict=True):
             self._order.watch(name, "host", tensor_of(memory))
         return both

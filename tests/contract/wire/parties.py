@@ -60,7 +60,7 @@ def work(address: str, wait_for: Callable[[str, int], object]) -> dict[str, Any]
 def _step_through_data(client: Client, wait_for: Callable[[str, int], object]) -> None:
     """Push two batches with their data positions and return one; the push is sent in pieces."""
     lease = client.next_batches(LOOP, 3, idle=True)
-    memory, weights = client.tapes()
+    memory, weights = client.flat_buffers()
     absent = ArrayBuffer(client.plan, memory).write_gradients(
         gradients(3), ArrayBuffer(client.plan, weights)
     )

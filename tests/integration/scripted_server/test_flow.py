@@ -44,7 +44,7 @@ def connect(
 
 
 def numbers(client: Client) -> tuple[Any, Any]:
-    gradients, weights = client.tapes()
+    gradients, weights = client.flat_buffers()
     return np.frombuffer(gradients, np.float32), np.frombuffer(weights, np.float32)
 
 

@@ -45,8 +45,8 @@ needs_cuda = pytest.mark.skipif(
 
 
 class Remembering(LocalClient):
-    def tapes(self) -> tuple[memoryview, memoryview]:
-        self.given = super().tapes()
+    def flat_buffers(self) -> tuple[memoryview, memoryview]:
+        self.given = super().flat_buffers()
         return self.given
 
     def exchange(self, **call: Any) -> PushResult:
