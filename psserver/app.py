@@ -39,7 +39,7 @@ def run(config: ServerConfig) -> int:
     if standby.failure is not None:
         raise standby.failure
     if promotion is None:
-        return signals.exit_code(over=False)
+        return signals.exit_code(is_over=False)
     return serve(successor(config, standby.address, promotion), signals)
 
 
@@ -112,6 +112,6 @@ class _StopSignals:
             target=self._stop, args=(signal.Signals(number).name,), daemon=True
         ).start()
 
-    def exit_code(self, over: bool) -> int:
+    def exit_code(self, is_over: bool) -> int:
         """Return 0 if the job is over for this server, otherwise the code of the signal."""
-        return 128 + self._number if self._number and not over else int(ExitCode.DONE)
+        return 128 + self._number if self._number and not is_over else int(ExitCode.DONE)

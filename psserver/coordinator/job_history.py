@@ -138,7 +138,7 @@ class JobHistory:
         self.newest, self._is_recovered = initial.newest, initial.is_recovered
         if not is_log:
             self.journal.clear()
-        self.journal.begin(coordinator.version, self._first_record(initial))
+        self.journal.begin_segment(coordinator.version, self._first_record(initial))
         self._coordinator, recorder = coordinator, Recorder(coordinator, self.journal)
         self.replace_recorder(recorder)
         if initial.shard is not None:
@@ -376,10 +376,10 @@ class JobHistory:
         with executor.changed:
             self.newest = manifest
             if self._standby_link is not None:
-                self._standby_link.snapshot(manifest.as_json())
+                self._standby_link.announce_snapshot(manifest.as_json())
         self._snapshots.prune()
         self._engine.retire_log(manifest.version)
-        self.journal.retire(manifest.version)
+        self.journal.remove_before(manifest.version)
 
     def _learn(self, job: str) -> None:
         """Set the name of the job; the command line takes precedence."""

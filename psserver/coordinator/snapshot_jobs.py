@@ -96,7 +96,7 @@ class SnapshotScheduler:
         """Whether the logs of the job and of all shards hold every update since the newest
         snapshot.
         """
-        has_log = self._history.durable and not self._history.journal.broken
+        has_log = self._history.durable and not self._history.journal.is_broken
         return has_log and all(server.logs and not server.log_broken for server in self._registry)
 
     def last(self) -> str:
@@ -124,7 +124,7 @@ class SnapshotScheduler:
         if self.wanted and not self._registry.missing and not self._executor.coordinator.cuts.busy:
             self.wanted = False
             self._executor.step(lambda recorder, now: recorder.cut(now))
-        if self._history.journal.broken or any(server.log_broken for server in self._registry):
+        if self._history.journal.is_broken or any(server.log_broken for server in self._registry):
             self._executor.step(lambda recorder, now: recorder.mend(now))
 
     @property

@@ -194,7 +194,7 @@ def statistics(engine: ShardEngine, standby_link: StandbyLink | None = None) -> 
         {
             "standby": standby_link.address,
             "standby_state": standby_link.state,
-            "standby_behind": standby_link.behind,
+            "standby_behind": standby_link.unacknowledged,
         }
         if standby_link
         else {}

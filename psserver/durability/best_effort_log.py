@@ -50,7 +50,7 @@ class BestEffortLog:
         self._folder = folder
         self._on_failure = on_failure
         self._logged_errno = 0  # errno of the lasting failure, logged once; 0: none
-        self.whole = self.broken = False
+        self.is_complete = self.is_broken = False
         self._writable_since: int | None = None  # version after which writes work again
         self._is_cleared = False
         self._is_closed = False
@@ -62,14 +62,14 @@ class BestEffortLog:
 
     def append(self, kind: int, header: bytes, payload: Sequence[memoryview] = ()) -> None:
         """Append a record; do nothing after a failure, until the next `begin`."""
-        if not self.whole:
+        if not self.is_complete:
             return
         try:
             self._log.append(kind, header, payload)
         except OSError as error:
             self._handle_failure(error)
 
-    def begin(self, version: int, records: Iterable[Raw]) -> None:
+    def begin_segment(self, version: int, records: Iterable[Raw]) -> None:
         """Begin a segment, from which on the log is whole. Do nothing after `close`."""
         if self._is_closed:
             return
@@ -80,14 +80,14 @@ class BestEffortLog:
             self._handle_failure(error)
         else:
             self._logged_errno = 0
-            if self.broken and self._writable_since is None:
+            if self.is_broken and self._writable_since is None:
                 log.info("log_writable_again", folder=str(self._folder))
                 self._writable_since = version
-            self.whole, self.broken = True, self.broken and not self._is_cleared
+            self.is_complete, self.is_broken = True, self.is_broken and not self._is_cleared
             self._is_cleared = False
 
     def _handle_failure(self, error: OSError) -> None:
-        self.whole, self.broken, self._writable_since = False, True, None
+        self.is_complete, self.is_broken, self._writable_since = False, True, None
         self._on_failure(errno.errorcode.get(error.errno or 0, "other"))
         with suppress(OSError):  # empty if no segment could be written
             self._folder.rmdir()
@@ -100,7 +100,7 @@ class BestEffortLog:
                 effect="training continues without this log until the next snapshot",
             )
 
-    def since(self, version: int | None) -> Iterator[Record]:
+    def records_since(self, version: int | None) -> Iterator[Record]:
         """Yield all records since the snapshot of this version; None: there is no snapshot.
 
         A segment begins with all state that a snapshot lacks. So of the segments begun at the
@@ -130,10 +130,10 @@ class BestEffortLog:
         if empty:
             raise LogDamagedError(self._folder / name, 0, "it has no complete record")
 
-    def retire(self, version: int) -> None:
+    def remove_before(self, version: int) -> None:
         """Remove segments older than this version, of which a complete snapshot exists."""
         if self._writable_since is not None and version >= self._writable_since:
-            self.broken, self._writable_since = False, None
+            self.is_broken, self._writable_since = False, None
         try:
             self._log.retire(segment(version, 0))
         except OSError as error:
@@ -141,7 +141,7 @@ class BestEffortLog:
 
     def clear(self) -> None:
         """Remove all segments; the caller calls `begin` next."""
-        self.whole, self._is_cleared = False, True
+        self.is_complete, self._is_cleared = False, True
         try:
             self._log.clear()
         except OSError as error:
@@ -149,7 +149,7 @@ class BestEffortLog:
             self._is_cleared = False
 
     def close(self) -> None:
-        self.whole, self._is_closed = False, True
+        self.is_complete, self._is_closed = False, True
         try:
             self._log.close()
         except OSError as error:

@@ -36,29 +36,31 @@ class CoordinatorLog:
         self._log = records
 
     @property
-    def broken(self) -> bool:
+    def is_broken(self) -> bool:
         """Whether some record since the last snapshot could not be written."""
-        return self._log.broken
+        return self._log.is_broken
 
     def write(self, command: RecordedCommand) -> None:
-        if not self._log.idle:
+        if not self._log.is_idle:
             self._log.append(CoordinatorRecordKind.COMMAND, json.dumps(command.as_json()).encode())
 
     def rotate(self, coordinator: CoordinatorMachine) -> None:
-        self.begin(coordinator.version, coordinator.whole())
+        self.begin_segment(coordinator.version, coordinator.whole())
 
-    def begin(self, version: int, state: Mapping[str, Any]) -> None:
+    def begin_segment(self, version: int, state: Mapping[str, Any]) -> None:
         """Begin a segment with this state, which has at least job and epoch."""
-        self._log.begin(version, [(CoordinatorRecordKind.BASE, json.dumps(state).encode(), ())])
+        self._log.begin_segment(
+            version, [(CoordinatorRecordKind.BASE, json.dumps(state).encode(), ())]
+        )
 
-    def since(self, version: int | None) -> Iterator[dict[str, Any] | RecordedCommand]:
+    def records_since(self, version: int | None) -> Iterator[dict[str, Any] | RecordedCommand]:
         """Yield states and commands since a snapshot was cut; None: since the job began.
 
         Raises:
             LogDamagedError: A segment is damaged.
             OSError: A segment cannot be read.
         """
-        for record in self._log.since(version):
+        for record in self._log.records_since(version):
             raw = json.loads(record.header)
             yield (
                 raw if record.kind == CoordinatorRecordKind.BASE else RecordedCommand.from_json(raw)
@@ -69,9 +71,9 @@ class CoordinatorLog:
         """Replay a recorded command; an unexpected error that it raised before is logged."""
         replay(coordinator, [command], _log_failed_command)
 
-    def retire(self, version: int) -> None:
+    def remove_before(self, version: int) -> None:
         """Remove segments older than this version, of which a complete snapshot exists."""
-        self._log.retire(version)
+        self._log.remove_before(version)
 
     def clear(self) -> None:
         """Remove all segments: the job has ended."""

@@ -158,7 +158,7 @@ def recover_coordinator(
     """
     found: tuple[CoordinatorMachine, str] | None = None
     try:
-        for record in coordinator_log.since(manifest.version if manifest else None):
+        for record in coordinator_log.records_since(manifest.version if manifest else None):
             if found is None and manifest is not None and _is_before(record, manifest):
                 continue
             if found is None:

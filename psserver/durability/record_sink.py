@@ -45,37 +45,37 @@ class StandbyLink(Protocol):
         ...
 
     @property
-    def behind(self) -> int:
+    def unacknowledged(self) -> int:
         """Number of records that the standby has not acknowledged."""
         ...
 
     def send(
         self, source: RecordSource, kind: int, header: bytes, payload: Sequence[memoryview]
     ) -> tuple[int, int]:
-        """Queue a record. Return the position to pass to `settle`."""
+        """Queue a record. Return the position to pass to `wait_for_standby`."""
         ...
 
     @property
-    def last(self) -> tuple[int, int]:
-        """Position of the newest record, for `settle`."""
+    def last_position(self) -> tuple[int, int]:
+        """Position of the newest record, for `wait_for_standby`."""
         ...
 
-    def settle(self, sent: tuple[int, int]) -> None:
+    def wait_for_standby(self, sent: tuple[int, int]) -> None:
         """Wait until the record's results may become visible.
 
         Never returns if this server is no longer the primary.
         """
         ...
 
-    def drop(self, why: str) -> None:
+    def reset(self, why: str) -> None:
         """Make the standby reload the whole state. Never returns if the standby becomes primary."""
         ...
 
-    def checksum(self, version: int, store: ParameterStore) -> None:
+    def send_checksum(self, version: int, store: ParameterStore) -> None:
         """Send a checksum of the arrays at this version. Must not run during an update."""
         ...
 
-    def snapshot(self, manifest: str) -> None:
+    def announce_snapshot(self, manifest: str) -> None:
         """Announce a new snapshot; wait until the standby has recorded it. Called like `send`."""
         ...
 
@@ -97,14 +97,14 @@ class RecordSink:
         self._source, self._log, self._line = source, log, line
 
     @property
-    def idle(self) -> bool:
+    def is_idle(self) -> bool:
         """Whether records currently have no destination."""
         return self._log is None and (self._line is None or not self._line.has_standby)
 
-    def checksum(self, version: int, store: ParameterStore) -> None:
+    def send_checksum(self, version: int, store: ParameterStore) -> None:
         """Send the standby a checksum of the arrays at this version."""
         if self._line is not None:
-            self._line.checksum(version, store)
+            self._line.send_checksum(version, store)
 
     @property
     def nbytes(self) -> int:
@@ -112,9 +112,9 @@ class RecordSink:
         return self._log.nbytes if self._log is not None else 0
 
     @property
-    def broken(self) -> bool:
+    def is_broken(self) -> bool:
         """Whether some record since the last snapshot could not be written."""
-        return self._log is not None and self._log.broken
+        return self._log is not None and self._log.is_broken
 
     def append(
         self, kind: int, header: bytes, payload: Sequence[memoryview] = (), settled: bool = True
@@ -131,41 +131,41 @@ class RecordSink:
         if self._log is not None:
             self._log.append(kind, header, payload)
         if self._line is not None and settled:
-            self._line.settle(sent)
+            self._line.wait_for_standby(sent)
 
-    def settle(self) -> None:
+    def wait_for_standby(self) -> None:
         """Wait until the results of all records so far may become visible."""
         if self._line is not None:
-            self._line.settle(self._line.last)
+            self._line.wait_for_standby(self._line.last_position)
 
-    def begin(self, version: int, records: Iterable[Raw]) -> None:
+    def begin_segment(self, version: int, records: Iterable[Raw]) -> None:
         """Begin a segment on disk. The standby needs none."""
         if self._log is not None:
-            self._log.begin(version, records)
+            self._log.begin_segment(version, records)
 
-    def since(self, version: int | None) -> Iterator[Record]:
-        """Yield records, as BestEffortLog.since does.
+    def records_since(self, version: int | None) -> Iterator[Record]:
+        """Yield records, as BestEffortLog.records_since does.
 
         Raises:
             FileNotFoundError: There is no log on disk.
         """
         if self._log is None:
             raise FileNotFoundError("this server keeps no log")
-        return self._log.since(version)
+        return self._log.records_since(version)
 
-    def retire(self, version: int) -> None:
+    def remove_before(self, version: int) -> None:
         """Remove segments older than this version, of which a complete snapshot exists."""
         if self._log is not None:
-            self._log.retire(version)
+            self._log.remove_before(version)
 
-    def void(self, why: str) -> None:
+    def reset_standby(self, why: str) -> None:
         """Make the standby reload the whole state."""
         if self._line is not None:
-            self._line.drop(why)
+            self._line.reset(why)
 
     def clear(self) -> None:
-        """Remove all segments; the caller calls `begin` next."""
-        self.void("the job goes on from another state")
+        """Remove all segments; the caller calls `begin_segment` next."""
+        self.reset_standby("the job goes on from another state")
         if self._log is not None:
             self._log.clear()
 

@@ -48,7 +48,7 @@ class ShardRecordKind(IntEnum):
     ENTRY = 4
 
 
-class HeldNumbers(NamedTuple):
+class FrozenNumbers(NamedTuple):
     """Id of the previous partition that other shards may still read after a reshard.
 
     reshard: index of the Reshard entry.
@@ -64,12 +64,12 @@ class SegmentBase(NamedTuple):
 
     shards: number of shards.
     state: state of the state machine.
-    held: the previous partition that is kept for other shards.
+    frozen: the previous partition that is kept for other shards.
     """
 
     shards: int
     state: dict[str, Any]
-    held: HeldNumbers | None = None
+    frozen: FrozenNumbers | None = None
 
 
 class LoggedPush(NamedTuple):
@@ -96,8 +96,9 @@ class ShardLog:
     """The log of one shard. Write failures are not raised.
 
     On shard 0 a coordinator record reports a push; it follows the push in the same replication
-    stream, so nothing here waits for the standby. On other shards `push` and `before_report` wait
-    for it. The coordinator keeps entries until they are reported, so they may be applied at once.
+    stream, so nothing here waits for the standby. On other shards `write_push` and
+    `wait_before_report` wait for it. The coordinator keeps entries until they are reported, so they
+    may be applied at once.
     """
 
     def __init__(self, records: RecordSink, shard: int = 0) -> None:
@@ -110,15 +111,15 @@ class ShardLog:
         return self._log.nbytes
 
     @property
-    def broken(self) -> bool:
+    def is_broken(self) -> bool:
         """Whether some record since the last snapshot could not be written."""
-        return self._log.broken
+        return self._log.is_broken
 
-    def begin(
+    def begin_segment(
         self, base: SegmentBase, model: ModelSpec | None, staged: Iterable[tuple[Staged, Staging]]
     ) -> None:
         """Begin a segment with this state."""
-        self._log.begin(base.state["version"], self._first_records(base, model, staged))
+        self._log.begin_segment(base.state["version"], self._first_records(base, model, staged))
 
     def _first_records(
         self, base: SegmentBase, model: ModelSpec | None, staged: Iterable[tuple[Staged, Staging]]
@@ -129,47 +130,47 @@ class ShardLog:
         for each, staging in staged:
             yield push_record(each, staging)
 
-    def model(self, spec: ModelSpec) -> None:
-        if not self._log.idle:
+    def write_model(self, spec: ModelSpec) -> None:
+        if not self._log.is_idle:
             self._log.append(*model_record(spec), settled=False)
 
-    def push(self, staged: Staged, staging: Staging) -> None:
+    def write_push(self, staged: Staged, staging: Staging) -> None:
         """Log a push, before it is reported."""
-        if not self._log.idle:
+        if not self._log.is_idle:
             self._log.append(*push_record(staged, staging), settled=self._waits_for_standby)
 
-    def entry(self, entry: Entry) -> None:
+    def write_entry(self, entry: Entry) -> None:
         """Log an entry, before it is applied."""
-        if not self._log.idle:
+        if not self._log.is_idle:
             self._log.append(
                 ShardRecordKind.ENTRY, entry_to_proto(entry).SerializeToString(), settled=False
             )
 
-    def before_report(self) -> None:
+    def wait_before_report(self) -> None:
         """Wait until the shard's progress may be reported."""
         if self._waits_for_standby:
-            self._log.settle()
+            self._log.wait_for_standby()
 
-    def applied(self, version: int, store: ParameterStore) -> None:
+    def send_checksum(self, version: int, store: ParameterStore) -> None:
         """Send the standby a checksum of the arrays at this version."""
-        self._log.checksum(version, store)
+        self._log.send_checksum(version, store)
 
-    def moved(self) -> None:
+    def reset_standby(self) -> None:
         """Make the standby reload the whole state: no record describes a new partition."""
-        self._log.void("the model was resharded")
+        self._log.reset_standby("the model was resharded")
 
-    def since(self, version: int | None) -> Iterator[Logged]:
+    def records_since(self, version: int | None) -> Iterator[Logged]:
         """Yield what was logged since a snapshot was cut; None: since the job began.
 
         Raises:
             LogDamagedError: A segment is damaged.
             OSError: A segment cannot be read.
         """
-        return map(logged, self._log.since(version))
+        return map(logged, self._log.records_since(version))
 
-    def retire(self, version: int) -> None:
+    def remove_before(self, version: int) -> None:
         """Remove segments older than this version, of which a complete snapshot exists."""
-        self._log.retire(version)
+        self._log.remove_before(version)
 
     def clear(self) -> None:
         """Remove all segments: the shard no longer follows the job's log that they belong to."""
@@ -198,10 +199,10 @@ def logged_version(folder: Path) -> int:
 
 
 def base_record(base: SegmentBase) -> Raw:
-    held = {"held": list(base.held) if base.held is not None else None}
+    frozen = {"held": list(base.frozen) if base.frozen is not None else None}
     return (
         ShardRecordKind.BASE,
-        json.dumps({"shards": base.shards, "state": base.state, **held}).encode(),
+        json.dumps({"shards": base.shards, "state": base.state, **frozen}).encode(),
         (),
     )
 
@@ -230,7 +231,7 @@ def logged(record: Record) -> Logged:
         case ShardRecordKind.BASE:
             raw = json.loads(record.header)
             return SegmentBase(
-                raw["shards"], raw["state"], HeldNumbers(*raw["held"]) if raw["held"] else None
+                raw["shards"], raw["state"], FrozenNumbers(*raw["held"]) if raw["held"] else None
             )
         case ShardRecordKind.MODEL:
             return model_from_proto(model_pb2.ModelSpec.FromString(record.header))

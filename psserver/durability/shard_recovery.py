@@ -112,7 +112,7 @@ class _Replay:
     def read(self, log: ShardLog, possible_shards: Collection[int]) -> None:
         state, is_first = self.state, True
         try:
-            for logged in log.since(self._manifest.version if self._manifest else None):
+            for logged in log.records_since(self._manifest.version if self._manifest else None):
                 if is_first and self._is_before(logged):
                     continue
                 if isinstance(logged, SegmentBase):
@@ -178,7 +178,7 @@ class _Replay:
             if base.state["begun"]:
                 raise LogUnfitError("it goes on from weights, and there is no snapshot of them")
             return state.load(base)
-        previous = base.held if base.held and base.held.reshard > manifest.index else None
+        previous = base.frozen if base.frozen and base.frozen.reshard > manifest.index else None
         shards = previous.shards if previous else base.shards
         state.load(SegmentBase(shards, base.state | {"moving": previous is not None}))
         if state.shard >= shards:

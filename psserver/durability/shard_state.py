@@ -26,7 +26,7 @@ from pscommon.snapshot import Manifest
 from pscommon.system.thread_team import ThreadTeam
 from psserver.core.job.entry_log import counted
 from psserver.core.shard.state_machine import ShardMachine
-from psserver.durability.shard_log import HeldNumbers, LoggedPush, SegmentBase
+from psserver.durability.shard_log import FrozenNumbers, LoggedPush, SegmentBase
 from psserver.parameters.frozen_shard import FrozenShard
 from psserver.parameters.staging import Staging
 from psserver.parameters.store import ParameterStore, PartReader
@@ -91,8 +91,8 @@ class ShardState:
     def base(self) -> SegmentBase:
         """Return what a log segment begins with."""
         frozen = self.frozen
-        held = HeldNumbers(frozen.index, frozen.shards) if frozen is not None else None
-        return SegmentBase(self.shards, self.machine.state(), held)
+        numbers = FrozenNumbers(frozen.index, frozen.shards) if frozen is not None else None
+        return SegmentBase(self.shards, self.machine.state(), numbers)
 
     def staged_pushes(self) -> list[tuple[Staged, Staging]]:
         return [(self.machine.staged[key], arrays.staging) for key, arrays in self.staged.items()]

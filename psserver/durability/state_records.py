@@ -97,8 +97,8 @@ def shard_records(state: ShardState) -> Iterator[StateRecord]:
         yield copied(RecordSource.SHARD, *push_record(push, staging))
 
 
-def job_state(whole: Mapping[str, Any]) -> StateRecord:
-    return StateRecord(RecordSource.JOB, JobKind.BASE, json.dumps(whole).encode())
+def job_state(state: Mapping[str, Any]) -> StateRecord:
+    return StateRecord(RecordSource.JOB, JobKind.BASE, json.dumps(state).encode())
 
 
 def _frames(view: memoryview) -> list[memoryview]:
@@ -169,10 +169,10 @@ class ReceivedState:
             self._scalars = scalars_from_json(values.get("scalars", ""))
 
     def read(self, kind: str, start: int, stop: int, out: memoryview) -> bool:
-        held = self._numbers.get(f"{kind}@{start}")
-        if held is None or len(held) != len(out):
+        found = self._numbers.get(f"{kind}@{start}")
+        if found is None or len(found) != len(out):
             return False
-        out[:] = held
+        out[:] = found
         return True
 
     def kinds(self) -> set[str]:

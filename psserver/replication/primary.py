@@ -55,8 +55,8 @@ class PrimaryReplicator:
     Attributes:
         copy_state: Copies the state of this server for a new standby.
 
-    Threads: `_changed` guards the machine and the queue. A thread that waits in `settle` may hold
-    locks of the engine or the executor; no code under `_changed` takes those.
+    Threads: `_changed` guards the machine and the queue. A thread that waits in `wait_for_standby`
+    may hold locks of the engine or the executor; no code under `_changed` takes those.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class PrimaryReplicator:
         return names.get(self._machine.phase, "loading")
 
     @property
-    def behind(self) -> int:
+    def unacknowledged(self) -> int:
         """Number of records that the standby does not have yet."""
         return self._machine.unacknowledged if self.has_standby else 0
 
@@ -140,7 +140,7 @@ class PrimaryReplicator:
             return self._put(record)
 
     @property
-    def last(self) -> tuple[int, int]:
+    def last_position(self) -> tuple[int, int]:
         with self._changed:
             return self._machine.link_id, self._machine.last_sent if self.has_standby else 0
 
@@ -152,7 +152,7 @@ class PrimaryReplicator:
             self._changed.notify_all()
         return self._machine.link_id, number
 
-    def settle(self, sent: tuple[int, int]) -> None:
+    def wait_for_standby(self, sent: tuple[int, int]) -> None:
         with self._changed:
             while not self._can_reply(*sent):
                 self._check()
@@ -184,7 +184,7 @@ class PrimaryReplicator:
             )
             return otherwise
 
-    def drop(self, why: str) -> None:
+    def reset(self, why: str) -> None:
         with self._changed:
             # later changes are in no record and must not be visible
             while self._machine.is_handing_over:
@@ -195,14 +195,16 @@ class PrimaryReplicator:
                 self._problem = f", for {why}"
                 self._drop_link(self._machine.link_id)
 
-    def checksum(self, version: int, store: ParameterStore) -> None:
+    def send_checksum(self, version: int, store: ParameterStore) -> None:
         if self.has_standby and version % CHECKSUM_EVERY_VERSIONS == 0:
             record = about(StateRecordKind.CHECKSUM, version=version, checksum=checksum(store))
             with self._changed:
                 self._put(record)
 
-    def snapshot(self, manifest: str) -> None:
-        self.settle(self.send(RecordSource.LINE, StateRecordKind.SNAPSHOT, manifest.encode()))
+    def announce_snapshot(self, manifest: str) -> None:
+        self.wait_for_standby(
+            self.send(RecordSource.LINE, StateRecordKind.SNAPSHOT, manifest.encode())
+        )
 
     # ---- connection ------------------------------------------------------------------------------
 
@@ -346,4 +348,4 @@ class PrimaryReplicator:
                 was_connected = self.has_standby
                 self._use_lease(lambda: self._machine.tick(time.monotonic()), None)
                 self._handle_link_state(was_connected)
-            self._metrics.set_standby(self.state == "in sync", self.behind)
+            self._metrics.set_standby(self.state == "in sync", self.unacknowledged)

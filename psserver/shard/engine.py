@@ -96,7 +96,7 @@ class ShardEngine:
         with self.live.apply_lock, self.live.changed:
             if self.live.state is state:
                 self._install_model(spec, store)
-                self._log.model(spec)
+                self._log.write_model(spec)
 
     def _install_model(self, spec: ModelSpec, store: ParameterStore) -> None:
         self.live.state.install_model(spec, store)
@@ -123,7 +123,7 @@ class ShardEngine:
 
     def _begin_segment(self) -> None:
         state = self.live.state
-        self._log.begin(state.base(), state.model, state.staged_pushes())
+        self._log.begin_segment(state.base(), state.model, state.staged_pushes())
 
     # ---- resharding ------------------------------------------------------------------------------
 
@@ -147,7 +147,7 @@ class ShardEngine:
                 or not state.machine.moving
             ):
                 return
-            self._log.moved()
+            self._log.reset_standby()
             self._install_model(store.plan.spec, store)
             state.machine.moved()
         self.request_report()
@@ -184,7 +184,7 @@ class ShardEngine:
             if is_known or store is None or not store.owns(staging):
                 return False
         if staged.key not in self.live.state.staged:
-            self._log.push(staged, staging)
+            self._log.write_push(staged, staging)
         with self.live.changed:
             return self.live.state.stage(staged, staging)
 
@@ -250,7 +250,7 @@ class ShardEngine:
                 with self.live.log_lock if isinstance(entry, Reshard) else nullcontext():
                     self._process_entry(entry)
                 if isinstance(entry, Apply):
-                    self._log.applied(entry.version, self.live.state.loaded_store)
+                    self._log.send_checksum(entry.version, self.live.state.loaded_store)
                 elif isinstance(entry, Cut):
                     with self.live.log_lock:
                         self._begin_segment()
@@ -258,7 +258,7 @@ class ShardEngine:
             self.request_report()
 
     def _process_entry(self, entry: Entry) -> None:
-        self._log.entry(entry)
+        self._log.write_entry(entry)
         square_norm = self._compute(entry)
         with self.live.changed:
             ended = self.live.state.finish(entry, square_norm)
@@ -291,16 +291,16 @@ class ShardEngine:
 
     def retire_log(self, version: int) -> None:
         """Remove log segments from before this version: a complete snapshot of it exists."""
-        self._log.retire(version)
+        self._log.remove_before(version)
 
     def make_report(self) -> ShardReport:
         """Return what the coordinator needs to know of this shard."""
         with self.live.changed:
             report = self.live.machine.report()
-        (log := self._log).before_report()
+        (log := self._log).wait_before_report()
         return (
-            replace(report, log_bytes=log.nbytes, log_broken=log.broken)
-            if log.nbytes or log.broken
+            replace(report, log_bytes=log.nbytes, log_broken=log.is_broken)
+            if log.nbytes or log.is_broken
             else report
         )
 

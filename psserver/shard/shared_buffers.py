@@ -45,12 +45,12 @@ class AttachedBuffers(ShardObserver):
             mapping = attach(MemoryOffer(request.name, request.token, request.nbytes)).memory
         except NotSharedError as error:
             return str(error)
-        whole = (
+        memory = (
             torch.frombuffer(mapping, dtype=torch.uint8)
             if request.nbytes
             else torch.empty(0, dtype=torch.uint8)
         )
-        gradients, weights = whole[: request.nbytes // 2], whole[request.nbytes // 2 :]
+        gradients, weights = memory[: request.nbytes // 2], memory[request.nbytes // 2 :]
         self._buffers[request.worker] = WorkerBuffers(
             request.memory, WorkerBuffer(gradients), WorkerBuffer(weights)
         )

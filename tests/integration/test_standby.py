@@ -382,7 +382,10 @@ def test_while_shard_0_waits_for_its_standby_the_end_of_another_shards_line_hold
         next(line)
         pushing = threading.Thread(target=count, args=(client,))
         pushing.start()
-        until(lambda: server.replicator.behind, "a record that the standby does not acknowledge")
+        until(
+            lambda: server.replicator.unacknowledged,
+            "a record that the standby does not acknowledge",
+        )
         line.cancel()
 
         for _ in range(20):

@@ -201,7 +201,7 @@ class DirectServers:
         shards = any(
             life.engine.make_report().log_broken for life in self.lives if life is not None
         )
-        return shards or self.service._history.journal.broken
+        return shards or self.service._history.journal.is_broken
 
     @property
     def coordinator(self) -> ControlPlaneServicer:

@@ -51,7 +51,7 @@ def journal(tmp_path: Path) -> CoordinatorLog:
     journal = CoordinatorLog(
         RecordSink(RecordSource.JOB, BestEffortLog(tmp_path / "log", "no", lambda reason: None))
     )
-    journal.begin(0, BASE)
+    journal.begin_segment(0, BASE)
     return journal
 
 
@@ -60,7 +60,7 @@ def test_commands_are_read_as_they_were_recorded(journal: CoordinatorLog) -> Non
     join(recorder, 1.5)
     recorder.do(Register(1, MODEL), 2.0)
 
-    base, *commands = journal.since(None)
+    base, *commands = journal.records_since(None)
 
     assert base == BASE
     assert commands == [
@@ -73,7 +73,7 @@ def test_recovery_leads_to_the_same_state(journal: CoordinatorLog) -> None:
     recorder = Recorder(coordinator(), journal)
     join(recorder, 1.0)
     join(recorder, 2.0)
-    journal.begin(0, recorder.coordinator.state())
+    journal.begin_segment(0, recorder.coordinator.state())
     join(recorder, 3.0)
 
     found = recover_coordinator(journal, None, 0)
@@ -92,9 +92,9 @@ def test_a_missing_command_is_detected(
     with monkeypatch.context() as patch:
         Operations(1, 1, failing(errno.ENOSPC)).install(patch.setattr)
         join(recorder, 2.0)
-    journal.begin(0, recorder.coordinator.state())
+    journal.begin_segment(0, recorder.coordinator.state())
 
-    assert len(list(journal.since(None))) == 3  # two states and one command
+    assert len(list(journal.records_since(None))) == 3  # two states and one command
     with pytest.raises(LogUnfitError, match=r"commands before version 0 are missing: .*roster"):
         recover_coordinator(journal, None, 0)
 
@@ -111,7 +111,7 @@ def test_a_log_without_its_beginning_is_refused(
 ) -> None:
     """The first case is the log of a standby that took over before the first snapshot."""
     journal.clear()
-    journal.begin(0, base)
+    journal.begin_segment(0, base)
 
     with pytest.raises(LogUnfitError, match=problem):
         recover_coordinator(journal, None, 0)
@@ -120,7 +120,9 @@ def test_a_log_without_its_beginning_is_refused(
 def test_a_log_that_begins_with_a_command_is_refused(journal: CoordinatorLog) -> None:
     recorder = Recorder(coordinator(), journal)
     join(recorder, 1.0)
-    journal.since = lambda version: iter([RecordedCommand(Join(None, "host", 1, "cpu"), 1.0)])  # type: ignore[method-assign]
+    journal.records_since = lambda version: iter(
+        [RecordedCommand(Join(None, "host", 1, "cpu"), 1.0)]
+    )  # type: ignore[method-assign]
 
     with pytest.raises(LogUnfitError, match="it does not begin with a state"):
         recover_coordinator(journal, None, 0)
@@ -153,7 +155,7 @@ def test_repeated_waits_for_data_are_recorded_once(journal: CoordinatorLog) -> N
         return answer
 
     def commands() -> list[RecordedCommand]:
-        return [note for note in journal.since(None) if isinstance(note, RecordedCommand)]
+        return [note for note in journal.records_since(None) if isinstance(note, RecordedCommand)]
 
     def ask_without_result(worker: int, lines: int) -> None:
         before = len(commands())

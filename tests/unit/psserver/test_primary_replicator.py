@@ -99,7 +99,7 @@ def test_a_primary_without_its_standby_continues_if_the_lease_allows(lease: Brok
 
     primary.handle_disconnect(sent[0])
 
-    primary.settle(sent)
+    primary.wait_for_standby(sent)
     assert lease.read() == FIRST
 
 
@@ -111,7 +111,7 @@ def test_a_primary_that_finds_another_tenure_ends(lease: BrokenLease) -> None:
     with pytest.raises(DeposedError, match="s:1, in term 2"):
         primary.handle_disconnect(sent[0])
     with pytest.raises(DeposedError):
-        primary.settle(sent)
+        primary.wait_for_standby(sent)
 
 
 def test_a_primary_ends_normally_after_a_handover_however_it_learns_of_the_swap(
@@ -119,7 +119,7 @@ def test_a_primary_ends_normally_after_a_handover_however_it_learns_of_the_swap(
 ) -> None:
     """The standby's swap may be visible before the answer to its request arrives."""
     primary = replicator(lease)
-    line, _ = primary.last
+    line, _ = primary.last_position
     primary.step_down("s", 1.0)
     lease.primary_record = PrimaryRecord(2, "s:1")
 
@@ -135,21 +135,21 @@ def test_a_primary_reports_nothing_after_a_handover_however_the_connection_ends(
     of the new primary, and shard 0 must not receive them.
     """
     primary = replicator(None, sync)
-    log, (line, _) = RecordSink(RecordSource.SHARD, line=primary), primary.last
+    log, (line, _) = RecordSink(RecordSource.SHARD, line=primary), primary.last_position
     primary.step_down("s", 1.0)
 
     primary.handle_disconnect(line)
 
-    assert not log.idle
+    assert not log.is_idle
     sent = primary.send(RecordSource.SHARD, 4, b"entry")
     assert not primary._can_reply(*sent)
-    assert not primary._can_reply(*primary.last)
+    assert not primary._can_reply(*primary.last_position)
 
 
 def test_a_handover_begins_without_a_standby() -> None:
     """The records of another connection would start again at one."""
     primary = replicator(None)
-    line, _ = primary.last
+    line, _ = primary.last_position
     primary.step_down("s", 1.0)
     primary.handle_disconnect(line)
 
@@ -163,11 +163,11 @@ def test_unrecorded_changes_are_refused_after_a_handover(lease: BrokenLease) -> 
     receive them, whether or not there are other records.
     """
     primary = replicator(lease)
-    line, _ = primary.last
+    line, _ = primary.last_position
     primary.step_down("s", 1.0)
 
     with ThreadPoolExecutor(1) as pool:
-        dropping = pool.submit(primary.drop, "the model has moved")
+        dropping = pool.submit(primary.reset, "the model has moved")
         with pytest.raises(TimeoutError):
             dropping.result(0.3)
         lease.primary_record = PrimaryRecord(2, "s:1")
@@ -182,12 +182,12 @@ def test_unrecorded_changes_are_refused_after_a_handover(lease: BrokenLease) -> 
 def test_the_first_of_two_concurrent_standbys_stays() -> None:
     """The second one connected before the first had its state, and could copy its own only then."""
     primary = replicator(None)
-    primary.drop("begin anew")
+    primary.reset("begin anew")
     concurrent_action(primary, lambda: primary.attach(S))
 
     with pytest.raises(MismatchError, match="this shard has a standby at s:1"):
         primary.attach(T)
-    in_sync(primary, primary.last[0])
+    in_sync(primary, primary.last_position[0])
     assert primary.address == "s:1"
 
 
@@ -196,7 +196,7 @@ def test_a_standby_that_connects_twice_has_one_connection(lease: BrokenLease) ->
     connection, from the beginning.
     """
     primary = replicator(lease)
-    primary.drop("begin anew")
+    primary.reset("begin anew")
     lines: list[int] = []
     concurrent_action(primary, lambda: lines.append(primary.attach(S)))
     lines.append(primary.attach(S))
@@ -211,7 +211,7 @@ def test_a_standby_that_connects_twice_has_one_connection(lease: BrokenLease) ->
 def test_a_waiting_standby_gets_nothing_after_a_handover() -> None:
     """Its records would start again at one, with changes that must not be reported."""
     primary = replicator(None)
-    primary.drop("begin anew")
+    primary.reset("begin anew")
 
     def switch() -> None:
         in_sync(primary, primary.attach(S))
@@ -237,7 +237,7 @@ def test_a_primary_ends_after_a_handover_even_if_the_answer_is_lost(
 def test_a_standby_that_is_behind_gets_the_reason() -> None:
     """It was in sync; waiting is the only remedy while the model is resharded."""
     primary = replicator(None)
-    primary.drop("the model has moved")
+    primary.reset("the model has moved")
 
     with pytest.raises(MismatchError, match="the model has moved") as refused:
         primary.step_down("s", 1.0)

@@ -30,7 +30,7 @@ from psserver.core.job.entry_log import EntryLog
 from psserver.core.shard.state_machine import ShardMachine
 from psserver.durability.best_effort_log import BestEffortLog
 from psserver.durability.record_sink import RecordSink, RecordSource
-from psserver.durability.shard_log import HeldNumbers, SegmentBase, ShardLog
+from psserver.durability.shard_log import FrozenNumbers, SegmentBase, ShardLog
 from psserver.durability.shard_recovery import ShardStateFactory
 from psserver.durability.shard_state import LogUnfitError, ShardState
 from psserver.durability.snapshots import SnapshotManager
@@ -87,8 +87,8 @@ class LogWriter:
     def __init__(self, folder: Path) -> None:
         self.log = shard_log(folder)
         self._shards = Shards(MODEL, 1)
-        self.log.begin(SegmentBase(1, self.state()), None, ())
-        self.log.model(MODEL)
+        self.log.begin_segment(SegmentBase(1, self.state()), None, ())
+        self.log.write_model(MODEL)
 
     @staticmethod
     def state(**changed: Any) -> dict[str, Any]:
@@ -101,7 +101,7 @@ class LogWriter:
         return staging
 
     def push(self, key: PushKey, value: float = 1.0) -> None:
-        self.log.push(Staged(key, 8, 0), self.staging(value, initial=key.seq == 0))
+        self.log.write_push(Staged(key, 8, 0), self.staging(value, initial=key.seq == 0))
 
     def write(self, *things: PushKey | Entry) -> None:
         """Write pushes and entries in this order; the upload of weights is of zeros."""
@@ -109,7 +109,7 @@ class LogWriter:
             if isinstance(thing, PushKey):
                 self.push(thing, 1.0 if thing.seq else 0.0)
             else:
-                self.log.entry(thing)
+                self.log.write_entry(thing)
 
     def read(self, shards: int = 1, epoch: int = EPOCH) -> ShardState:
         return recovered(self.log, {shards}, epoch)
@@ -215,7 +215,7 @@ def test_an_entry_without_its_pushes_is_refused(
 
 def test_entries_missing_between_segments_are_detected(writer: LogWriter) -> None:
     writer.write(UPLOAD, begin())
-    writer.log.begin(SegmentBase(1, writer.state(index=5, begun=True)), MODEL, ())
+    writer.log.begin_segment(SegmentBase(1, writer.state(index=5, begun=True)), MODEL, ())
 
     with pytest.raises(LogUnfitError, match="entries 2 to 5 are missing"):
         writer.read()
@@ -251,14 +251,14 @@ def moved(folder: Path, shard: int, before: int, after: int, of: int = CUT) -> S
     job.begin(VALUES)
     state = LogWriter.state(shard=shard, version=5, begun=True)
     log = shard_log(folder)
-    log.begin(SegmentBase(before, state | {"index": CUT}), PAIR, ())
-    log.entry(Reshard(RESHARD, 5, after))
-    log.entry(Cut(CUT_AGAIN, 5))
-    log.begin(
+    log.begin_segment(SegmentBase(before, state | {"index": CUT}), PAIR, ())
+    log.write_entry(Reshard(RESHARD, 5, after))
+    log.write_entry(Cut(CUT_AGAIN, 5))
+    log.begin_segment(
         SegmentBase(
             after,
             state | {"index": CUT_AGAIN, "moving": shard >= after},
-            HeldNumbers(RESHARD, before),
+            FrozenNumbers(RESHARD, before),
         ),
         PAIR,
         (),
@@ -317,7 +317,7 @@ def test_a_shard_without_a_part_in_that_snapshot_is_refused(tmp_path: Path) -> N
 def test_a_log_that_continues_from_weights_in_no_snapshot_is_refused(writer: LogWriter) -> None:
     """So begins the log of a standby that took over before there was a snapshot."""
     writer.log.clear()
-    writer.log.begin(SegmentBase(1, writer.state(index=1, begun=True)), MODEL, ())
+    writer.log.begin_segment(SegmentBase(1, writer.state(index=1, begun=True)), MODEL, ())
 
     with pytest.raises(
         LogUnfitError, match="it goes on from weights, and there is no snapshot of them"
