@@ -146,7 +146,7 @@ def test_a_metrics_port_that_is_taken(cluster: Make) -> None:
 def test_a_data_directory_that_is_taken(cluster: Make, tmp_path: Path) -> None:
     address = cluster(1, data_dir=tmp_path).address
 
-    with refused(TakenError, 10, "TAKEN", str(tmp_path), f"in use by process {os.getpid()}"):
+    with refused(TakenError, 10, "TAKEN", str(tmp_path), f"process {os.getpid()}"):
         cluster(1, data_dir=tmp_path)
 
     with counter(address) as client:

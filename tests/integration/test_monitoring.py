@@ -265,7 +265,8 @@ def test_a_standby_with_nothing_is_not_ready(cluster: Make) -> None:
     nobody = f"127.0.0.1:{free_ports(1)[0]}"
     with RunningStandby(cluster(metrics_bind=LOOPBACK).servers[0], standby_of=nobody) as following:
         found = get(following.standby.monitor.address, "/readyz")
-        assert found == (503, f"the whole state of {nobody} is not here yet\n")
+        assert found.status == 503
+        assert nobody in found.body  # and why, once the first attempt has failed
 
 
 def test_a_worker_counts_its_steps_and_where_their_time_goes(cluster: Make) -> None:
