@@ -266,7 +266,7 @@ def test_a_standby_with_nothing_is_not_ready(cluster: Make) -> None:
     with RunningStandby(cluster(metrics_bind=LOOPBACK).servers[0], standby_of=nobody) as following:
         found = get(following.standby.monitor.address, "/readyz")
         assert found.status == 503
-        assert nobody in found.body  # and why, once the first attempt has failed
+        assert nobody in found.text  # and why, once the first attempt has failed
 
 
 def test_a_worker_counts_its_steps_and_where_their_time_goes(cluster: Make) -> None:
