@@ -1,4 +1,4 @@
-"""Servers that come to another job than their own."""
+"""Servers that connect to another job than their own."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -12,12 +12,8 @@ from tests.support.workers import count, counter
 Make = Callable[..., Cluster]
 
 
-def test_servers_that_come_to_another_job_are_refused_and_lose_nothing(
-    cluster: Make, tmp_path: Path
-) -> None:
-    """Be it that its shard 0 has the address of theirs by now: each is bound to its job, also by
-    its data directory.
-    """
+def test_servers_of_another_job_are_refused_and_lose_nothing(cluster: Make, tmp_path: Path) -> None:
+    """Even if its shard 0 has the address of theirs: a data directory binds a server to its job."""
     otter, stoat = tmp_path / "otter", tmp_path / "stoat"
     servers = cluster(2, data_dir=otter)
     with counter(servers.address) as client:

@@ -56,7 +56,7 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Programs]:
 
 @contextmanager
 def refused(error: type[PSError], code: int, reason: str, *texts: str) -> Iterator[None]:
-    """What fails inside does so with this error, whose message says all of these."""
+    """Check that the body fails with this error, whose message contains these texts."""
     with pytest.raises(error) as caught:
         yield
     assert (caught.value.exit_code, caught.value.reason) == (code, reason)
@@ -71,13 +71,15 @@ def refused(error: type[PSError], code: int, reason: str, *texts: str) -> Iterat
     ("shard", "text"),
     [("2/2", "shards are counted from 0"), ("x", "is not I/N"), ("-1/2", "is not I/N")],
 )
-def test_a_wrong_shard(shard: str, text: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_shard_is_refused(
+    shard: str, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert server_command.main(["--shard", shard]) == 2
 
     assert text in capsys.readouterr().err
 
 
-def test_a_port_file_where_there_is_no_folder(
+def test_a_port_file_in_a_missing_folder_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert server_command.main(["--port-file", str(tmp_path / "none" / "port")]) == 2
@@ -85,8 +87,8 @@ def test_a_port_file_where_there_is_no_folder(
     assert "does not exist" in capsys.readouterr().err
 
 
-def test_a_port_file_that_cannot_be_written(tmp_path: Path, programs: Programs) -> None:
-    """Nor removed at the end."""
+def test_a_port_file_that_cannot_be_written_is_refused(tmp_path: Path, programs: Programs) -> None:
+    """It is not removed at the end either."""
     path = tmp_path / ("port" * 100)
     server = programs.fork("ps-server", "--bind", "127.0.0.1:0", "--port-file", path)
 
@@ -95,7 +97,7 @@ def test_a_port_file_that_cannot_be_written(tmp_path: Path, programs: Programs) 
     assert "Traceback" not in server.err
 
 
-def test_two_servers_with_one_shard(cluster: Make, programs: Programs) -> None:
+def test_two_servers_with_one_shard_are_refused(cluster: Make, programs: Programs) -> None:
     servers = cluster(2)
     until(lambda: status(servers.address)["state"] == "waiting for a model", "two servers")
 
@@ -109,7 +111,7 @@ def test_two_servers_with_one_shard(cluster: Make, programs: Programs) -> None:
         count(client)
 
 
-def test_a_shard_of_another_number_of_shards(cluster: Make) -> None:
+def test_a_shard_with_another_number_of_shards_is_refused(cluster: Make) -> None:
     servers = cluster(2)
 
     with closing(
@@ -124,7 +126,7 @@ def test_a_shard_of_another_number_of_shards(cluster: Make) -> None:
             raise stranger.failure or AssertionError("it did not fail")
 
 
-def test_a_port_that_is_taken(cluster: Make, programs: Programs) -> None:
+def test_a_taken_port_is_refused(cluster: Make, programs: Programs) -> None:
     address = cluster(1).address
 
     second = programs.run("ps-server", "--bind", address)
@@ -136,14 +138,14 @@ def test_a_port_that_is_taken(cluster: Make, programs: Programs) -> None:
         count(client)
 
 
-def test_a_metrics_port_that_is_taken(cluster: Make) -> None:
+def test_a_taken_metrics_port_is_refused(cluster: Make) -> None:
     taken = cluster(1, metrics_bind="127.0.0.1:0").servers[0].monitor.address
 
     with refused(TakenError, 10, "TAKEN", taken):
         cluster(1, metrics_bind=taken)
 
 
-def test_a_data_directory_that_is_taken(cluster: Make, tmp_path: Path) -> None:
+def test_a_data_directory_in_use_is_refused(cluster: Make, tmp_path: Path) -> None:
     address = cluster(1, data_dir=tmp_path).address
 
     with refused(TakenError, 10, "TAKEN", str(tmp_path), f"process {os.getpid()}"):
@@ -156,8 +158,8 @@ def test_a_data_directory_that_is_taken(cluster: Make, tmp_path: Path) -> None:
 # ---- addresses -----------------------------------------------------------------------------------
 
 
-def test_an_incomplete_set_of_addresses() -> None:
-    """Servers without --join know nothing of each other until a worker lists them all."""
+def test_an_incomplete_set_of_addresses_is_refused() -> None:
+    """Servers without --join do not know each other until a worker lists them all."""
     configs = [ServerConfig(shard=shard, shards=3, bind="127.0.0.1:0") for shard in range(2)]
     with closing(Server(configs[0])) as first, closing(Server(configs[1])) as second:
         first.start()
@@ -167,28 +169,28 @@ def test_an_incomplete_set_of_addresses() -> None:
             connected(f"{first.address},{second.address}", connect_timeout=1.0)
 
 
-def test_an_address_that_is_listed_twice(cluster: Make, programs: Programs) -> None:
+def test_an_address_listed_twice_is_refused(cluster: Make, programs: Programs) -> None:
     address = cluster(1).address
 
     with refused(MismatchError, 11, "SHARD_MISMATCH", f"{address} is listed twice"):
         connected(f"{address},{address}")
 
 
-def test_two_addresses_of_one_shard(cluster: Make) -> None:
+def test_two_addresses_of_one_shard_are_refused(cluster: Make) -> None:
     one, other = cluster(1, job="otter").address, cluster(1, job="otter").address
 
     with refused(MismatchError, 11, "SHARD_MISMATCH", f"{one} and {other} are both shard 0 of 1"):
         connected(f"{one},{other}")
 
 
-def test_servers_of_two_jobs(cluster: Make) -> None:
+def test_servers_of_two_jobs_are_refused(cluster: Make) -> None:
     one, other = cluster(1, job="otter").address, cluster(1, job="stoat").address
 
     with refused(MismatchError, 11, "JOB_MISMATCH", "otter", "stoat"):
         connected(f"{one},{other}")
 
 
-def test_servers_that_are_not_there(programs: Programs) -> None:
+def test_unreachable_servers_are_reported(programs: Programs) -> None:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         address = f"127.0.0.1:{probe.getsockname()[1]}"
     programs.script("import psworker; psworker.connect()", "connect.py")
@@ -241,10 +243,10 @@ OTHER_MODELS: dict[str, tuple[dict[str, Any], OptimizerSpec, list[str]]] = {
 @pytest.mark.parametrize(
     ("model", "optimizer", "differences"), OTHER_MODELS.values(), ids=OTHER_MODELS.keys()
 )
-def test_a_model_or_optimizer_that_is_not_the_jobs(
+def test_another_model_or_optimizer_than_the_jobs_is_refused(
     cluster: Make, model: dict[str, Any], optimizer: OptimizerSpec, differences: list[str]
 ) -> None:
-    """The difference is shown by tensor, and the job goes on without this worker."""
+    """The error lists the tensors that differ, and the job continues without this worker."""
     address = cluster(2).address
     with counter(address) as client:
         with (
@@ -257,7 +259,7 @@ def test_a_model_or_optimizer_that_is_not_the_jobs(
         assert counted(client.pull()) == 2
 
 
-def test_an_optimizer_that_no_server_has(cluster: Make) -> None:
+def test_an_unknown_optimizer_is_refused(cluster: Make) -> None:
     address, model = cluster(1).address, network()
 
     for unsupported in (
@@ -279,10 +281,8 @@ def test_an_optimizer_that_no_server_has(cluster: Make) -> None:
     assert status(address)["model"] is None
 
 
-def test_a_tensor_whose_name_no_file_could_hold(cluster: Make) -> None:
-    """A snapshot could be written, but never be exported. The next worker may bring another
-    model.
-    """
+def test_a_tensor_name_that_no_file_can_hold_is_refused(cluster: Make) -> None:
+    """A snapshot could be written, but never exported. The next worker may bring another model."""
     address = cluster(1).address
     with (
         refused(InvalidRequestError, 2, "INVALID_REQUEST", "__metadata__", "Try: rename"),
@@ -295,7 +295,7 @@ def test_a_tensor_whose_name_no_file_could_hold(cluster: Make) -> None:
         count(client)
 
 
-def test_initial_weights_that_are_not_finite(cluster: Make) -> None:
+def test_non_finite_initial_weights_are_refused(cluster: Make) -> None:
     address = cluster(2).address
     with (
         refused(NonFiniteError, 14, "NON_FINITE", "worker 1", "tensor b"),
@@ -307,10 +307,8 @@ def test_initial_weights_that_are_not_finite(cluster: Make) -> None:
         count(client)
 
 
-def test_who_uploaded_weights_that_are_not_finite_may_correct_them(cluster: Make) -> None:
-    """What was decided on the first ones is not the answer for others; and nobody waits for
-    them.
-    """
+def test_an_uploader_may_replace_non_finite_weights(cluster: Make) -> None:
+    """The first decision does not apply to other workers, and no worker waits for them."""
     with connected(cluster(2).address) as client:
         with pytest.raises(NonFiniteError, match=r"^worker 1 .*: tensor b$"):
             client.register({"a": ZEROS["a"], "b": np.full(100, np.inf, np.float32)}, SGD)
@@ -331,7 +329,7 @@ BAD_PUSHES: dict[str, tuple[dict[str, Any], str, list[str]]] = {
 @pytest.mark.parametrize(
     ("gradients", "reason", "texts"), BAD_PUSHES.values(), ids=BAD_PUSHES.keys()
 )
-def test_a_gradient_that_does_not_fit(
+def test_a_gradient_of_another_shape_is_refused(
     cluster: Make, gradients: dict[str, Any], reason: str, texts: list[str]
 ) -> None:
     with counter(cluster(2).address) as client:
@@ -346,11 +344,9 @@ def test_a_gradient_that_does_not_fit(
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("name", ["a", "b"])
-def test_a_gradient_that_is_not_finite_changes_nothing_anywhere(
-    cluster: Make, name: str, value: float
-) -> None:
-    """Rejected by the shard that holds it, and so by all; the round closes with the worker's
-    next push.
+def test_a_non_finite_gradient_changes_no_shard(cluster: Make, name: str, value: float) -> None:
+    """The shard that holds it rejects it, and so do all; the round closes with the worker's next
+    push.
     """
     address = cluster(3, min_workers=2, bad_gradients="skip").address
     bad = {key: one.copy() for key, one in ONES.items()}
@@ -405,7 +401,7 @@ with psworker.connect() as job:
 """
 
 
-def test_a_script_that_raises(programs: Programs) -> None:
+def test_an_exception_of_a_script_exits_with_its_code(programs: Programs) -> None:
     programs.script(BROKEN)
 
     run = programs.run("ps-run", "--workers", 2, "--summary", "broken.json", "train.py")
@@ -424,7 +420,7 @@ def test_a_script_that_raises(programs: Programs) -> None:
     )
 
 
-def test_a_script_whose_gradient_is_not_finite(programs: Programs) -> None:
+def test_a_script_with_a_non_finite_gradient_fails(programs: Programs) -> None:
     programs.script(DIVERGES)
 
     run = programs.run("ps-run", "train.py")

@@ -1,5 +1,5 @@
-"""clip_norm clips what DistributedDataParallel and clip_grad_norm_ would clip: the averaged
-gradient of all workers.
+"""clip_norm clips like DistributedDataParallel with clip_grad_norm_: the mean gradient of all
+workers.
 """
 
 import copy
@@ -41,7 +41,7 @@ def adamw(parameters: Any) -> torch.optim.Optimizer:
 
 
 def logits_of(output: Any) -> Tensor:
-    """Of a model of transformers, too."""
+    """Return the logits of a model, also of one from transformers."""
     logits: Tensor = getattr(output, "logits", output)
     return logits
 
@@ -53,7 +53,7 @@ def script(
     epochs: int = EPOCHS,
     **options: Any,
 ) -> Callable[[Job], tuple[dict[str, Tensor], list[float]]]:
-    """What each worker does; returns its weights in the end and its losses."""
+    """Return the weights of a worker's script in the end, and its losses."""
     given = model or small_gpt()
 
     def train(job: Job) -> tuple[dict[str, Tensor], list[float]]:
@@ -77,7 +77,7 @@ def plain(
     batch: int = 2 * BATCH,
     clip: float | None = CLIP,
 ) -> tuple[dict[str, Tensor], list[float], list[float]]:
-    """One process with the double batch; also the norms before they were clipped."""
+    """Return the result of one process with the double batch, and the norms before clipping."""
     mine, losses, norms = copy.deepcopy(model or small_gpt()), [], []
     optimizer = make(mine.parameters())
     for tokens in batches(batch):
@@ -113,7 +113,7 @@ def digest(weights: dict[str, Tensor]) -> str:
 
 @pytest.mark.every(3)
 @pytest.mark.parametrize("shards", [1, 2, 3])
-def test_gpt_on_two_workers_is_one_process_with_the_double_batch(
+def test_gpt_on_two_workers_equals_one_process_with_the_double_batch(
     cluster: Make, shards: int
 ) -> None:
     """Within 1e-5: losses and weights, after 20 steps most of which were clipped."""
@@ -131,11 +131,11 @@ def test_gpt_on_two_workers_is_one_process_with_the_double_batch(
 
 
 @pytest.mark.parametrize("make", [sgd, adamw])
-def test_gpt2_of_transformers_on_two_workers_is_one_process_with_the_double_batch(
+def test_gpt2_of_transformers_on_two_workers_equals_one_process(
     cluster: Make, make: Optimizer
 ) -> None:
-    """AdamW in float64: it makes full steps of what is rounding alone, such as the gradients of
-    the keys' biases.
+    """AdamW in float64: it makes full steps from rounding errors, such as the gradients of the
+    keys' biases.
     """
     transformers = pytest.importorskip("transformers")
     config = transformers.GPT2Config(
@@ -163,7 +163,7 @@ def test_gpt2_of_transformers_on_two_workers_is_one_process_with_the_double_batc
     )
 
 
-def test_adamw_too(cluster: Make) -> None:
+def test_adamw_on_two_workers_equals_one_process(cluster: Make) -> None:
     model = small_gpt().double()
     weights, _, norms = plain(adamw, model, clip=0.5)
     assert min(norms) > 0.5
@@ -175,7 +175,7 @@ def test_adamw_too(cluster: Make) -> None:
 
 @pytest.mark.full
 def test_every_run_gives_the_same_bytes(cluster: Make) -> None:
-    """Over the network, step by step, with more threads and through overlap."""
+    """Over gRPC, step by step, with more threads and through overlap."""
     digests = {digest(weights) for weights, _ in simulated(2, script(), shards=2)}
     for settings in ({}, {}, {"threads": 3}):
         digests |= {
@@ -189,7 +189,7 @@ def test_every_run_gives_the_same_bytes(cluster: Make) -> None:
 
 
 def test_clip_grad_norm_acts_on_each_workers_own_gradient(cluster: Make) -> None:
-    """The difference that clip_norm is there for."""
+    """This differs from clip_norm."""
 
     def train(job: Job) -> dict[str, Tensor]:
         model = small_gpt()
@@ -213,7 +213,9 @@ def test_clip_grad_norm_acts_on_each_workers_own_gradient(cluster: Make) -> None
     ids=str,
 )
 @pytest.mark.parametrize("shards", [1, 3])
-def test_one_worker_is_plain_torch_in_every_policy(settings: dict[str, Any], shards: int) -> None:
+def test_one_worker_equals_plain_torch_under_every_policy(
+    settings: dict[str, Any], shards: int
+) -> None:
     """Each push alone is clipped, by the norm that the shards reported with it."""
     ((weights, _),) = simulated(1, script(batch=2 * BATCH), shards=shards, **settings)
 
@@ -221,7 +223,7 @@ def test_one_worker_is_plain_torch_in_every_policy(settings: dict[str, Any], sha
 
 
 def test_a_pipelined_step_is_clipped(cluster: Make) -> None:
-    """Each update's change is no longer than learning rate times clip norm."""
+    """Each update is no longer than learning rate times clip norm."""
     steps: list[Tensor] = []
 
     def train(job: Job) -> None:
@@ -243,9 +245,7 @@ def test_a_pipelined_step_is_clipped(cluster: Make) -> None:
 
 
 def test_batches_of_one_update_are_clipped_together() -> None:
-    """--global-batch: what is clipped is the average of the whole update, not a worker's part of
-    it.
-    """
+    """With --global-batch the mean of the whole update is clipped, not a worker's part of it."""
     ((weights, _),) = simulated(1, script(), shards=2, global_batch=2 * BATCH)
 
     assert distance(weights, plain()[0]) <= 1e-5
@@ -287,7 +287,7 @@ def test_parameters_without_a_gradient_and_frozen_ones_do_not_count() -> None:
     assert digest(first) == digest(second)
 
 
-def test_without_servers_it_is_clip_grad_norm(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_servers_clip_norm_equals_clip_grad_norm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PS_LOCAL", "1")
     with psworker.connect() as job:
         weights, losses = script(batch=2 * BATCH)(job)
@@ -297,7 +297,7 @@ def test_without_servers_it_is_clip_grad_norm(monkeypatch: pytest.MonkeyPatch) -
     assert losses == others
 
 
-def test_train_distributed_passes_it_on() -> None:
+def test_train_distributed_passes_clip_norm_on() -> None:
     data = torch.randn(32, 4, generator=torch.Generator().manual_seed(1))
     moved = []
     for clip_norm in (None, 1e-3):
@@ -319,7 +319,7 @@ def test_train_distributed_passes_it_on() -> None:
     assert moved[0] > 0.1
 
 
-def test_a_client_of_arrays_gives_it_with_the_optimizer(cluster: Make) -> None:
+def test_a_client_of_arrays_sets_clip_norm_with_the_optimizer(cluster: Make) -> None:
     with psworker.Client(cluster(2).address) as client:
         client.register({"w": ZEROS}, psworker.OptimizerSpec("sgd", lr=1.0, clip_norm=0.5))
         client.push({"w": ONES})
@@ -332,8 +332,8 @@ def test_a_client_of_arrays_gives_it_with_the_optimizer(cluster: Make) -> None:
 def test_a_resumed_job_may_have_another_clip_norm(
     cluster: Make, tmp_path: Path, policy: str
 ) -> None:
-    """Servers whose snapshot has none may get a push before they know of it: they measure it
-    then.
+    """Servers whose snapshot has none may get a push before they know the clip norm; they measure
+    it.
     """
     moved = []
     for clip_norm in (None, 0.5, 0.25):
@@ -351,7 +351,7 @@ def test_a_resumed_job_may_have_another_clip_norm(
 
 
 @pytest.mark.parametrize("clip_norm", [0, -1.0, float("nan"), float("inf"), "1", True])
-def test_a_clip_norm_that_is_none_is_refused(clip_norm: Any) -> None:
+def test_an_invalid_clip_norm_is_refused(clip_norm: Any) -> None:
     def train(job: Job) -> None:
         model = nn.Linear(1, 1)
         job.optimizer(sgd(model.parameters()), model, clip_norm=clip_norm)
@@ -365,7 +365,7 @@ def test_a_clip_norm_that_is_none_is_refused(clip_norm: Any) -> None:
         psworker.OptimizerSpec("sgd", clip_norm=clip_norm)
 
 
-def test_all_workers_have_the_same_clip_norm(cluster: Make) -> None:
+def test_workers_with_different_clip_norms_are_refused(cluster: Make) -> None:
     address = cluster(min_workers=2).address
 
     def train(job: Job) -> None:
@@ -382,5 +382,5 @@ def registered(address: str) -> bool:
         return bool(client.status()["model"])
 
 
-def test_a_model_without_it_is_described_as_before() -> None:
+def test_a_model_without_clip_norm_has_its_original_description() -> None:
     assert "clip_norm" not in OptimizerSettings("sgd").as_json()

@@ -1,4 +1,4 @@
-"""Clipped updates while servers come, go and are followed by standbys."""
+"""Clipped updates during reshards and with standbys."""
 
 import threading
 from collections.abc import Callable
@@ -34,7 +34,7 @@ def distance(address: str) -> float:
 
 
 @pytest.mark.parametrize("policy", ["sync", "async"])
-def test_each_update_is_clipped_while_servers_come_and_go(cluster: Make, policy: str) -> None:
+def test_each_update_is_clipped_during_reshards(cluster: Make, policy: str) -> None:
     servers = cluster(2, policy=policy, min_workers=2)
     enough, pushed = threading.Event(), [0, 0]
 
@@ -66,8 +66,8 @@ def test_each_update_is_clipped_while_servers_come_and_go(cluster: Make, policy:
 
 
 @pytest.mark.parametrize("shard", [0, 1])
-def test_a_standby_follows_what_is_measured_and_clipped(cluster: Make, shard: int) -> None:
-    """The shard's answers, and of shard 0 what the coordinator waits for."""
+def test_a_standby_follows_measurements_and_clipped_updates(cluster: Make, shard: int) -> None:
+    """The shard's answers, and at shard 0 what the coordinator waits for."""
     servers = cluster(2, policy="sync", min_workers=2)
     primary = servers.servers[shard]
     with RunningStandby(primary) as following:

@@ -1,4 +1,4 @@
-"""ps-ctl against servers that run, and ps-server from its start to its several ends."""
+"""ps-ctl against running servers, and ps-server from its start to its several ends."""
 
 import signal
 import threading
@@ -44,7 +44,7 @@ def programs(tmp_path: Path) -> Iterator[Programs]:
 
 
 @pytest.fixture(autouse=True)
-def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+def _no_external_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("PS_PS", "PS_SERVERS", "PS_OUTPUT", "PS_TIMEOUT", "PS_CONFIG", "PS_LEASE"):
         monkeypatch.delenv(name, raising=False)
 
@@ -52,7 +52,7 @@ def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
 # ---- ps-ctl --------------------------------------------------------------------------------------
 
 
-def test_status_of_a_job_from_its_start_to_its_end(cluster: Make, capsys: Output) -> None:
+def test_status_shows_a_job_from_its_start_to_its_end(cluster: Make, capsys: Output) -> None:
     servers = cluster(2, min_workers=2, job="otter")
     until(
         lambda: ctl(capsys, "--ps", servers.address, "status")["state"] == "waiting for a model",
@@ -82,7 +82,7 @@ def test_status_of_a_job_from_its_start_to_its_end(cluster: Make, capsys: Output
         ]
 
 
-def test_workers(cluster: Make, capsys: Output) -> None:
+def test_workers_lists_the_workers(cluster: Make, capsys: Output) -> None:
     address = cluster(1).address
     with counter(address, rank=3, device="cpu") as client:
         count(client, 2)
@@ -99,7 +99,7 @@ def test_workers(cluster: Make, capsys: Output) -> None:
     assert row.items() >= wanted.items()
 
 
-def test_plan(cluster: Make, capsys: Output) -> None:
+def test_plan_shows_the_partition(cluster: Make, capsys: Output) -> None:
     servers = cluster(2)
     with counter(servers.address) as client:
         found = ctl(capsys, "--ps", servers.address, "plan")
@@ -111,7 +111,7 @@ def test_plan(cluster: Make, capsys: Output) -> None:
     assert {shard for row in found["tensors"] for shard in row["shards"]} == {0, 1}
 
 
-def test_plan_before_there_is_a_model(cluster: Make, capsys: Output) -> None:
+def test_plan_before_registration_has_no_model(cluster: Make, capsys: Output) -> None:
     assert ps_ctl(["--ps", cluster(1).address, "plan"]) == 20
 
     assert (
@@ -120,7 +120,7 @@ def test_plan_before_there_is_a_model(cluster: Make, capsys: Output) -> None:
     )
 
 
-def test_config_shows_what_a_server_would_get_and_why(
+def test_config_shows_the_settings_of_a_server_and_their_sources(
     capsys: Output, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "job.toml").write_text('policy = "async"\nlease = "9s"\n')
@@ -135,7 +135,7 @@ def test_config_shows_what_a_server_would_get_and_why(
     assert found["snapshot_keep"] == (3, "default")
 
 
-def test_doctor_finds_this_machine_fit(capsys: Output, tmp_path: Path) -> None:
+def test_doctor_accepts_this_machine(capsys: Output, tmp_path: Path) -> None:
     found = ctl(capsys, "doctor", "--port", free_port(), "--data-dir", tmp_path)
 
     checked = {row["check"].split()[0] for row in found}
@@ -153,7 +153,7 @@ def test_doctor_finds_this_machine_fit(capsys: Output, tmp_path: Path) -> None:
     assert all(row["state"] in ("ok", "warning") for row in found)
 
 
-def test_explain(capsys: Output) -> None:
+def test_explain_describes_an_exit_code(capsys: Output) -> None:
     assert "NO_SNAPSHOT" in ctl(capsys, "explain", 12)["reasons"]
     assert ctl(capsys, "explain", "NON_FINITE")["exit_code"] == 14
 
@@ -180,9 +180,7 @@ def test_stop_ends_every_server_with_a_last_snapshot(
 def test_workers_end_their_steps_before_the_last_snapshot(
     cluster: Make, capsys: Output, tmp_path: Path
 ) -> None:
-    """It has all that was acknowledged, and nobody is left who would look for the servers
-    afterwards.
-    """
+    """It has everything acknowledged, and no worker searches for the servers afterwards."""
     servers, pushed = cluster(2, min_workers=2, data_dir=tmp_path), []
 
     def work(rank: int) -> None:
@@ -201,10 +199,8 @@ def test_workers_end_their_steps_before_the_last_snapshot(
     assert [server.failure for server in servers.servers] == [None, None]
 
 
-def test_a_server_that_was_told_to_end_is_waited_for(cluster: Make, tmp_path: Path) -> None:
-    """By a signal, from whoever moves it to another host, say: the job is not over, and nobody
-    is told so.
-    """
+def test_a_stopping_server_is_awaited_by_its_workers(cluster: Make, tmp_path: Path) -> None:
+    """After a signal, for example to move it to another host: the job has not ended."""
     settings = {"data_dir": tmp_path, "durability": "log", "lease": 0.5}
     servers = cluster(2, **settings)
     first, second = servers.servers
@@ -229,10 +225,12 @@ def test_a_server_that_was_told_to_end_is_waited_for(cluster: Make, tmp_path: Pa
         assert not second.ended.is_set()
 
 
-def test_who_waits_for_data_when_the_server_is_told_to_end_gets_it_when_that_is_back(
+def test_a_worker_waiting_for_data_gets_it_after_the_server_restarts(
     cluster: Make, tmp_path: Path
 ) -> None:
-    """Its loop is not over: it would go on without the others, or be done with nothing trained."""
+    """Its loop has not ended: otherwise the others would continue alone, or nothing would be
+    trained.
+    """
     settings = {"data_dir": tmp_path, "durability": "log", "min_workers": 2, "lease": 5.0}
     servers = cluster(1, **settings)
     (first,) = servers.servers
@@ -251,23 +249,23 @@ def test_who_waits_for_data_when_the_server_is_told_to_end_gets_it_when_that_is_
     assert together(lambda: training(first.address, 0), comes_later) == [VERSIONS, VERSIONS]
 
 
-def test_who_asks_for_a_snapshot_while_the_servers_stop_is_told_so(
+def test_a_snapshot_request_while_the_servers_stop_is_refused(
     cluster: Make, tmp_path: Path
 ) -> None:
     servers = cluster(1, data_dir=tmp_path)
-    hub = servers.servers[0].service
-    assert hub is not None
+    service = servers.servers[0].service
+    assert service is not None
     with counter(servers.address) as client:
         count(client)
-        hub.stop_reason = "asked to"
+        service.stop_reason = "asked to"
         with pytest.raises(UnreachableError, match="the servers are stopping") as caught:
-            hub.snapshot_scheduler.save(300.0)
-        hub.stop_reason = None
+            service.snapshot_scheduler.save(300.0)
+        service.stop_reason = None
     assert caught.value.reason == "STOPPING"
 
 
-def test_servers_that_are_told_to_end_together(cluster: Make, tmp_path: Path) -> None:
-    """The first takes the last snapshot, of which the others have parts; they end with it."""
+def test_servers_that_stop_together_share_the_last_snapshot(cluster: Make, tmp_path: Path) -> None:
+    """The first one takes it, the others write their parts; they end with it."""
     servers = cluster(2, data_dir=tmp_path)
     with counter(servers.address) as client:
         count(client, 3)
@@ -279,7 +277,7 @@ def test_servers_that_are_told_to_end_together(cluster: Make, tmp_path: Path) ->
     assert SnapshotDirectory(tmp_path).versions() == [3]
 
 
-def test_all_workers_are_told_why_their_job_has_failed(cluster: Make) -> None:
+def test_all_workers_get_the_reason_why_their_job_failed(cluster: Make) -> None:
     address = cluster(2, min_workers=2, policy="async").address
     with counter(address, rank=0) as one, counter(address, rank=1) as other:
         assert (
@@ -291,10 +289,8 @@ def test_all_workers_are_told_why_their_job_has_failed(cluster: Make) -> None:
                 until(lambda client=client: count(client), "the reason")
 
 
-def test_a_worker_hears_of_the_stop_and_ends_well(cluster: Make, capsys: Output) -> None:
-    """Its loop raises Stopping after the step in progress; what it has not used is other
-    workers' data.
-    """
+def test_a_worker_learns_of_the_stop_and_ends_normally(cluster: Make, capsys: Output) -> None:
+    """Its loop raises Stopping after the step in progress; its unused data go to other workers."""
     address, versions = cluster(1).address, []
 
     def stop_in_the_middle(job: Any) -> None:
@@ -345,7 +341,7 @@ def test_verify_finds_a_flipped_byte(cluster: Make, capsys: Output, tmp_path: Pa
     assert part.name in capsys.readouterr().out
 
 
-def test_save_without_a_data_dir_says_so(cluster: Make, capsys: Output) -> None:
+def test_save_without_a_data_directory_is_refused(cluster: Make, capsys: Output) -> None:
     assert ps_ctl(["--ps", cluster(1).address, "snapshot", "save"]) == 12
 
     assert "no --data-dir" in capsys.readouterr().err
@@ -362,22 +358,22 @@ with psworker.Client() as client:
 """
 
 
-def listening(programs: Programs, name: str) -> str:
-    """Address of the server that writes this port file."""
+def listening_address(programs: Programs, name: str) -> str:
+    """Return the address of the server that writes this port file."""
     path = programs.folder / name
     until(path.exists, "a port", seconds=60)
     return f"127.0.0.1:{path.read_text().strip()}"
 
 
-def test_servers_that_do_not_know_each_other_until_a_worker_lists_them(programs: Programs) -> None:
-    """No --join; and with --exit-when-done they end by themselves, with a last snapshot."""
+def test_servers_without_join_are_introduced_by_a_worker(programs: Programs) -> None:
+    """With --exit-when-done they end by themselves, with a last snapshot."""
     programs.script(SCRIPT)
     flags = ("--bind", "127.0.0.1:0", "--data-dir", "job", "--exit-when-done")
     servers = [
         programs.start("ps-server", "--shard", f"{shard}/2", "--port-file", f"{shard}.port", *flags)
         for shard in range(2)
     ]
-    addresses = ",".join(listening(programs, f"{shard}.port") for shard in (1, 0))
+    addresses = ",".join(listening_address(programs, f"{shard}.port") for shard in (1, 0))
 
     worker = programs.run("ps-worker", "--ps", addresses, "train.py")
 
@@ -394,7 +390,7 @@ def test_a_signal_ends_a_server_with_a_last_snapshot(
     server = programs.start(
         "ps-server", "--bind", "127.0.0.1:0", "--port-file", "port", "--data-dir", "job"
     )
-    with counter(listening(programs, "port")) as client:
+    with counter(listening_address(programs, "port")) as client:
         count(client, 5)
         assert status(client.addresses[0])["version"] == 5
 

@@ -1,6 +1,4 @@
-"""Workers whose models lie on a GPU, over real servers: what they train is what workers on the
-CPU train.
-"""
+"""Workers with models on a GPU and real servers train the same as workers on the CPU."""
 
 import copy
 import io
@@ -36,9 +34,9 @@ GPU = "cuda"
 STEPS = 6
 
 
-class Everything(nn.Module):
-    """Tied weights, buffers, a recurrent layer that is flattened, a frozen part, and one that is
-    never called.
+class ManyKindsModel(nn.Module):
+    """Tied weights, buffers, a flattened recurrent layer, a frozen part, and one that is never
+    called.
     """
 
     def __init__(self) -> None:
@@ -64,7 +62,7 @@ def layers() -> nn.Module:
 
 
 def initial(make: Callable[[], nn.Module]) -> nn.Module:
-    """The same for everyone: workers are threads here, and share torch's generator."""
+    """Return the same for each worker: workers are threads here and share torch's generator."""
     model, generator = make(), torch.Generator().manual_seed(3)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -78,9 +76,7 @@ def batch(rank: int, number: int) -> tuple[Tensor, Tensor]:
 
 
 def values(model: nn.Module) -> Values:
-    """In float64, as what is compared between CPU and GPU is trained: a GPU computes in TF32,
-    too.
-    """
+    """Return values in float64, in which CPU and GPU are compared: a GPU computes in TF32, too."""
     return {
         name: value.detach().to("cpu", torch.float64, copy=True)
         for name, value in model.state_dict().items()
@@ -120,8 +116,8 @@ def assert_close(found: Values, expected: Values, **tolerance: float) -> None:
 
 @pytest.mark.parametrize("lanes", ["grpc", "shm"])
 @pytest.mark.parametrize("overlap", [False, True], ids=["whole", "overlap"])
-@pytest.mark.parametrize("make", [Everything, layers])
-def test_two_workers_on_a_gpu_train_what_two_on_the_cpu_do(
+@pytest.mark.parametrize("make", [ManyKindsModel, layers])
+def test_two_workers_on_a_gpu_train_the_same_as_two_on_the_cpu(
     cluster: Make, make: Callable[[], nn.Module], overlap: bool, lanes: str
 ) -> None:
     on_cpu, on_gpu = (
@@ -138,7 +134,7 @@ def test_two_workers_on_a_gpu_train_what_two_on_the_cpu_do(
     assert_close(on_gpu[0], on_gpu[1], rtol=0, atol=0)
 
 
-def test_half_precision_gives_the_same_with_overlap(cluster: Make) -> None:
+def test_half_precision_with_overlap_trains_the_same(cluster: Make) -> None:
     runs = [
         real(
             cluster(2).address,
@@ -152,7 +148,7 @@ def test_half_precision_gives_the_same_with_overlap(cluster: Make) -> None:
 
 
 @pytest.mark.parametrize("lanes", ["grpc", "shm"])
-def test_a_pipeline_on_a_gpu_trains_as_one_on_the_cpu(cluster: Make, lanes: str) -> None:
+def test_a_pipeline_on_a_gpu_trains_the_same_as_on_the_cpu(cluster: Make, lanes: str) -> None:
     on_cpu, on_gpu = (
         real(
             cluster(2, policy="async", lanes=lanes).address,
@@ -166,18 +162,18 @@ def test_a_pipeline_on_a_gpu_trains_as_one_on_the_cpu(cluster: Make, lanes: str)
 
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["whole", "overlap"])
-def test_work_on_a_stream_of_the_script_s_own_is_waited_for(overlap: bool) -> None:
-    expected = trained(Job(LocalClient()), Everything, "cpu", torch.float64, overlap=overlap)
+def test_work_on_a_stream_of_the_script_is_awaited(overlap: bool) -> None:
+    expected = trained(Job(LocalClient()), ManyKindsModel, "cpu", torch.float64, overlap=overlap)
 
     with torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call]
-        found = trained(Job(LocalClient()), Everything, GPU, torch.float64, overlap=overlap)
+        found = trained(Job(LocalClient()), ManyKindsModel, GPU, torch.float64, overlap=overlap)
 
     assert_close(found, expected)
 
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["whole", "overlap"])
-def test_grad_scaler_skips_and_steps_as_with_plain_torch(overlap: bool) -> None:
-    """The scale begins so high that the first steps overflow, and are skipped."""
+def test_grad_scaler_skips_and_steps_as_in_plain_torch(overlap: bool) -> None:
+    """The scale begins so high that the first steps overflow and are skipped."""
 
     def run(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[float, Values]:
         scaler = torch.amp.GradScaler(GPU, init_scale=2.0**40, backoff_factor=2.0**-12)
@@ -281,7 +277,7 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Programs]:
 
 @pytest.mark.timeout(300)
 def test_a_script_runs_on_a_gpu_as_on_the_cpu(programs: Programs) -> None:
-    """With a DataLoader's process, forked from one that uses the GPU, and with pinned batches."""
+    """With a DataLoader process forked from one that uses the GPU, and with pinned batches."""
 
     def metrics(device: str, overlap: str) -> dict[str, Any]:
         file = f"{device}-{overlap}.json"

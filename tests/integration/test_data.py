@@ -1,6 +1,4 @@
-"""Who gets which samples: each index once an epoch, whoever works, dies, comes late, breaks off
-or is slow.
-"""
+"""Each index is used once an epoch when workers die, join late, leave early or are slow."""
 
 import threading
 from collections import Counter
@@ -51,8 +49,8 @@ def test_each_index_is_used_once_an_epoch(cluster: Make, name: str, workers: int
 
 
 @pytest.mark.parametrize("workers", [2, 3])
-def test_in_sync_the_shares_are_the_same_in_every_run(cluster: Make, workers: int) -> None:
-    """Over the network or not, on one server or two: worker r gets every W-th batch."""
+def test_under_sync_the_shares_are_the_same_in_every_run(cluster: Make, workers: int) -> None:
+    """Over gRPC or not, on one server or two: worker r gets every W-th batch."""
     runs = [simulated(workers, train)]
     runs += [
         real(cluster(shards, min_workers=workers).address, workers, train) for shards in (1, 2)
@@ -64,8 +62,8 @@ def test_in_sync_the_shares_are_the_same_in_every_run(cluster: Make, workers: in
 
 @pytest.mark.parametrize("name", POLICIES)
 @pytest.mark.parametrize("loader", [{}, {"num_workers": 1}])
-def test_a_loop_inside_another_takes_nothing_from_it(name: str, loader: dict[str, int]) -> None:
-    """Evaluation every few steps, say."""
+def test_a_nested_loop_takes_nothing_from_the_outer_one(name: str, loader: dict[str, int]) -> None:
+    """For example an evaluation every few steps."""
 
     def evaluating(job: Job) -> tuple[list[Batch], list[Batch]]:
         model, optimizer = started(job)
@@ -88,7 +86,7 @@ def test_a_loop_inside_another_takes_nothing_from_it(name: str, loader: dict[str
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_two_loops_side_by_side_give_all_they_have(name: str) -> None:
+def test_two_parallel_loops_deal_all_their_batches(name: str) -> None:
     def pairing(job: Job) -> list[tuple[Batch, Batch]]:
         model, optimizer = started(job)
         pairs = []
@@ -108,10 +106,8 @@ def test_two_loops_side_by_side_give_all_they_have(name: str) -> None:
 
 
 @pytest.mark.parametrize("workers", [2, 3])
-def test_a_loop_that_was_made_before_the_one_around_it_is_shared_as_any_other(workers: int) -> None:
-    """Its iterator is kept while the next epoch's is made, and then left with batches that
-    nobody has had.
-    """
+def test_a_loop_created_before_its_outer_loop_is_shared_like_any_other(workers: int) -> None:
+    """Its iterator exists while the next epoch's is created, and then has undealt batches left."""
 
     def pairing(job: Job) -> list[tuple[Batch, Batch]]:
         model, optimizer = started(job)
@@ -132,10 +128,10 @@ def test_a_loop_that_was_made_before_the_one_around_it_is_shared_as_any_other(wo
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_a_loop_that_is_kept_for_the_end_holds_up_nobody(cluster: Make, name: str) -> None:
+def test_a_loop_saved_for_the_end_delays_no_worker(cluster: Make, name: str) -> None:
     def script(job: Job) -> list[int]:
         model, optimizer = started(job)
-        kept, _ = batches(job, 1, seed=11), batches(job, 1, seed=12)
+        last_loop, _ = batches(job, 1, seed=11), batches(job, 1, seed=12)
         for epoch in range(3):
             for step, batch in enumerate(batches(job, 1)):
                 compute(model, batch)
@@ -144,14 +140,14 @@ def test_a_loop_that_is_kept_for_the_end_holds_up_nobody(cluster: Make, name: st
                 ) % 2:  # else there may be a rest, which is dropped at the next loop
                     optimizer.step()
         with torch.no_grad():
-            return [index for batch in kept for index in batch.tolist()]
+            return [index for batch in last_loop for index in batch.tolist()]
 
     one, other = real(cluster(min_workers=2, **POLICIES[name]).address, 2, script)
 
     assert {*one, *other} == {*range(SIZE)}
 
 
-def test_orders_differ_by_epoch_and_seed_and_do_not_depend_on_how_often_a_script_asks() -> None:
+def test_orders_depend_on_epoch_and_seed_and_not_on_the_number_of_requests() -> None:
     def orders(job: Job) -> list[Batch]:
         model, optimizer = started(job)
         found = []
@@ -167,8 +163,8 @@ def test_orders_differ_by_epoch_and_seed_and_do_not_depend_on_how_often_a_script
     assert found[:10] + found[20:] == ALL
 
 
-def test_in_async_faster_workers_take_more(cluster: Make) -> None:
-    """One worker needs for its first step as long as the other for all the rest."""
+def test_under_async_faster_workers_get_more_batches(cluster: Make) -> None:
+    """One worker needs as long for its first step as the other for all the rest."""
     address = cluster(1, policy="async", min_workers=2).address
 
     def script(job: Job) -> list[Batch]:
@@ -190,7 +186,7 @@ def test_in_async_faster_workers_take_more(cluster: Make) -> None:
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_a_worker_that_comes_late_gets_a_share(cluster: Make, name: str) -> None:
+def test_a_late_worker_gets_a_share(cluster: Make, name: str) -> None:
     address, third, come = (
         cluster(2, min_workers=2, **POLICIES[name]).address,
         threading.Event(),
@@ -222,8 +218,8 @@ def test_a_worker_that_comes_late_gets_a_share(cluster: Make, name: str) -> None
 # ---- batches that come back ----------------------------------------------------------------------
 
 
-class Quits:
-    """A worker that makes so many steps and then calls `quit`, with another batch in its hands."""
+class QuittingWorker:
+    """A worker that makes some steps and then calls `quit` while it holds another batch."""
 
     def __init__(self, steps: int, quit: Callable[[], object] = lambda: None) -> None:
         self._steps = steps
@@ -244,19 +240,17 @@ class Quits:
         return used
 
     def keep_pace(self, step: int) -> None:
-        """For the other worker before each step, lest it takes everything before this one has
-        its share.
-        """
+        """Wait for the other worker before each step, so that this one does not take everything."""
         if step <= self._steps:
             assert self._taken.acquire(timeout=30)
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_what_a_dead_worker_had_not_pushed_is_done_by_others(cluster: Make, name: str) -> None:
-    """It dies with a batch in its hands and cannot say goodbye; each sample counts exactly once."""
+def test_unpushed_batches_of_a_dead_worker_are_trained_by_others(cluster: Make, name: str) -> None:
+    """It dies with a batch and without a leave request; each sample counts exactly once."""
     servers = cluster(2, min_workers=2, lease=OUTLIVED, **POLICIES[name])
     lane = BreakableLane(GrpcTransport(servers.addresses.split(",")))
-    victim = Quits(3, lane.die)
+    victim = QuittingWorker(3, lane.die)
 
     def dies() -> list[list[Batch]]:
         with Job(Client(lane=lane, rank=1), 1) as job:
@@ -272,9 +266,11 @@ def test_what_a_dead_worker_had_not_pushed_is_done_by_others(cluster: Make, name
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_what_a_worker_leaves_undone_is_done_by_others(cluster: Make, name: str) -> None:
+def test_unfinished_batches_of_a_leaving_worker_are_trained_by_others(
+    cluster: Make, name: str
+) -> None:
     """It breaks off and closes its job."""
-    address, leaver = cluster(1, min_workers=2, **POLICIES[name]).address, Quits(2)
+    address, leaver = cluster(1, min_workers=2, **POLICIES[name]).address, QuittingWorker(2)
 
     def script(job: Job) -> list[Batch]:
         return leaver.train(job) if job.rank == 1 else train(job, leaver.keep_pace)
@@ -286,8 +282,8 @@ def test_what_a_worker_leaves_undone_is_done_by_others(cluster: Make, name: str)
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_after_breaking_off_a_second_loop_is_whole(cluster: Make, name: str) -> None:
-    """Each worker leaves the first loop after two steps; in the second each index is used once
+def test_after_an_abandoned_loop_the_next_one_is_complete(cluster: Make, name: str) -> None:
+    """Each worker leaves the first loop after two steps; the second uses each index once
     an epoch.
     """
     address = cluster(2, min_workers=2, **POLICIES[name]).address
@@ -317,11 +313,11 @@ def test_after_breaking_off_a_second_loop_is_whole(cluster: Make, name: str) -> 
 
 @pytest.mark.parametrize("name", POLICIES)
 @pytest.mark.parametrize("last_step", [True, False])
-def test_accumulated_batches_end_cleanly_when_they_do_not_add_up(
+def test_an_uneven_last_accumulation_ends_cleanly(
     cluster: Make, name: str, last_step: bool
 ) -> None:
-    """Two batches a step and 25 in all: somebody is left with one, which a last step after the
-    loop may use.
+    """Two batches a step and 25 in all: one worker has a single one left, for a last step after the
+    loop.
     """
     address = cluster(1, min_workers=2, **POLICIES[name]).address
 
@@ -365,8 +361,8 @@ with psworker.connect() as job:
 
 
 @pytest.mark.full
-def test_loader_processes_fetch_ahead_and_each_index_is_used_once(tmp_path: Path) -> None:
-    """Two workers with two loader processes each, forked from processes that speak gRPC."""
+def test_loader_processes_prefetch_and_each_index_is_used_once(tmp_path: Path) -> None:
+    """Two workers with two loader processes each, forked from processes that use gRPC."""
     with programs_in(tmp_path) as programs:
         programs.script(LOADERS)
         run = programs.run(

@@ -1,5 +1,5 @@
-"""Servers that are killed before there is any snapshot, come back elsewhere, or are found too
-early.
+"""Servers that are killed before any snapshot, restart at another address, or are found
+too early.
 """
 
 from collections.abc import Callable
@@ -21,10 +21,10 @@ from tests.support.workers import count, counted, counter, status, weights_of
 SECONDS = 10.0
 
 
-def test_what_was_acknowledged_before_the_first_snapshot_is_there_after_each_restart(
+def test_updates_before_the_first_snapshot_survive_each_restart(
     cluster: Callable[..., Cluster], tmp_path: Path
 ) -> None:
-    """Also with workers whose numbers were given by an earlier start of the servers."""
+    """Also with workers whose numbers come from an earlier start of the servers."""
     for start in range(3):
         servers = cluster(2, data_dir=tmp_path, durability="log", policy="async", lease=60.0)
         with counter(servers.address) as client:
@@ -45,12 +45,10 @@ def attach(lane: GrpcTransport) -> None:
 
 
 @pytest.mark.parametrize("call", [exchange, attach])
-def test_a_shard_that_has_come_back_and_not_heard_of_the_job_yet_asks_for_patience(
+def test_a_restarted_shard_that_does_not_know_its_job_yet_asks_for_a_retry(
     call: Callable[[GrpcTransport], None],
 ) -> None:
-    """A worker of the job may be quicker than the coordinator, and must not take it for another
-    job's shard.
-    """
+    """A worker may be faster than the coordinator, and must not take it for another job's shard."""
     server = Server(
         ServerConfig(shard=1, shards=2, bind="127.0.0.1:0", join=f"127.0.0.1:{free_port()}")
     )
@@ -62,7 +60,7 @@ def test_a_shard_that_has_come_back_and_not_heard_of_the_job_yet_asks_for_patien
         assert caught.value.reason == "NOT_READY"
 
 
-def test_a_shard_that_comes_back_elsewhere_is_found_by_the_workers_that_are_there(
+def test_a_shard_restarted_at_another_address_is_found_by_its_workers(
     cluster: Callable[..., Cluster], tmp_path: Path
 ) -> None:
     settings = {"data_dir": tmp_path, "durability": "log"}

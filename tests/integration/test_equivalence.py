@@ -1,8 +1,6 @@
-"""Sync on several workers and servers is plain torch: the mean of the same micro-batches, one
-step.
-
-Every weight within 1e-6 (float32) or 1e-12 (float64), relative to the largest of its tensor, of
-one torch process.
+"""Sync on several workers and servers equals plain torch: the mean of the same micro-batches, one
+step. Every weight within 1e-6 (float32) or 1e-12 (float64), relative to the largest of its tensor,
+of one torch process.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -95,7 +93,9 @@ class Net(nn.Module):
 
 
 def nets() -> nn.ModuleDict:
-    """A float32 and a float64 model, trained as one; the same initial weights for everyone."""
+    """Return a float32 and a float64 model, trained as one, with the same weights for each
+    worker.
+    """
     both, generator = (
         nn.ModuleDict({str(dtype)[6:]: Net(dtype) for dtype in TOLERANCE}),
         torch.Generator(),
@@ -115,7 +115,7 @@ def data() -> tuple[Tensor, Tensor]:
 
 
 def groups(model: nn.Module) -> Groups:
-    """Two: biases and norms learn at another rate and do not decay."""
+    """Return two groups: biases and norms have another learning rate and no decay."""
     large, small = (
         [p for p in model.parameters() if (p.ndim > 1) is flat] for flat in (True, False)
     )
@@ -131,7 +131,7 @@ def loss(model: nn.ModuleDict, x: Tensor, y: Tensor) -> Tensor:
 
 
 def script(make: Make, epochs: int) -> Callable[[Job], Named]:
-    """A user's training script; returns the weights that this worker ends with."""
+    """Run a user's training script; return the final weights of this worker."""
 
     def train(job: Job) -> Named:
         model = nets()
@@ -148,9 +148,7 @@ def script(make: Make, epochs: int) -> Callable[[Job], Named]:
 
 
 def plain(make: Make, workers: int, epochs: int) -> Named:
-    """One torch process that averages the micro-batches of a round, weighted by samples, and
-    steps once.
-    """
+    """Train in one torch process with the weighted mean of the micro-batches of each round."""
     model = nets()
     parameters = list(model.parameters())
     optimizer = make(groups(model))
@@ -171,7 +169,7 @@ def plain(make: Make, workers: int, epochs: int) -> Named:
 
 
 def rounds(workers: int, epochs: int) -> Iterator[list[tuple[Tensor, Tensor]]]:
-    """The micro-batches of each round in worker order."""
+    """Return the micro-batches of each round in worker order."""
     (x, y), loop = data(), LoopSpec(0, size=50, batch_size=BATCH, epochs=epochs, seed=5)
     for first in range(0, loop.total, workers):
         numbers = range(first, min(first + workers, loop.total))
@@ -196,7 +194,7 @@ def digests(results: Iterable[Named]) -> set[str]:
 
 @pytest.mark.every(36)
 @pytest.mark.parametrize(("name", "workers"), list(product(OPTIMIZERS, [1, 2, 3])))
-def test_sync_is_plain_torch_with_the_same_bytes_on_any_number_of_shards(
+def test_sync_equals_plain_torch_with_the_same_bytes_on_any_number_of_shards(
     name: str, workers: int
 ) -> None:
     make, epochs = OPTIMIZERS[name], 15 * workers
@@ -213,7 +211,7 @@ def test_sync_is_plain_torch_with_the_same_bytes_on_any_number_of_shards(
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", OTHER_SETTINGS)
-def test_other_settings_are_torch_s_too(name: str) -> None:
+def test_other_settings_equal_those_in_torch(name: str) -> None:
     make = OTHER_SETTINGS[name]
 
     results = simulated(2, script(make, epochs=30), shards=2)
@@ -233,12 +231,10 @@ def test_the_last_round_may_have_fewer_workers() -> None:
 
 @pytest.mark.every(3)
 @pytest.mark.parametrize("name", ["sgd", "adamw", "nadam"])
-def test_over_the_network_every_run_gives_the_same_bytes(
+def test_every_run_over_the_network_gives_the_same_bytes(
     name: str, cluster: Callable[..., Cluster]
 ) -> None:
-    """Real servers and threads, again and again and on 1, 2 and 3 shards, as in one process step
-    by step.
-    """
+    """Real servers and threads, repeated on 1, 2 and 3 shards, as in one process step by step."""
     make, epochs = OPTIMIZERS[name], 5
     results = simulated(2, script(make, epochs), shards=1)
     for shards in (1, 2, 2, 3):
@@ -249,7 +245,7 @@ def test_over_the_network_every_run_gives_the_same_bytes(
 
 
 @pytest.mark.parametrize("shards", [1, 4])
-def test_more_shards_than_tensors_train_just_as_well(
+def test_more_shards_than_tensors_train_the_same(
     cluster: Callable[..., Cluster], shards: int
 ) -> None:
     """One tensor of three numbers: three of the four servers hold none of it."""
@@ -274,7 +270,7 @@ def test_more_shards_than_tensors_train_just_as_well(
     assert torch.allclose(results[0], numbers, rtol=1e-6)
 
 
-def test_ssp_0_is_sync_bit_by_bit(cluster: Callable[..., Cluster]) -> None:
+def test_ssp_with_bound_0_equals_sync_bit_by_bit(cluster: Callable[..., Cluster]) -> None:
     train = script(OPTIMIZERS["sgd"], epochs=5)
 
     results = simulated(2, train, policy="sync") + simulated(2, train, policy="ssp", staleness=0)
@@ -283,8 +279,8 @@ def test_ssp_0_is_sync_bit_by_bit(cluster: Callable[..., Cluster]) -> None:
     assert len(digests(results)) == 1
 
 
-def test_the_comparison_can_fail() -> None:
-    """A learning rate that is wrong by one part in ten thousand is seen."""
+def test_the_comparison_detects_a_difference() -> None:
+    """A learning rate that is wrong by one part in ten thousand."""
     make = OPTIMIZERS["sgd"]
     wrong = plain(
         lambda groups: torch.optim.SGD(groups, lr=0.010001, momentum=0.9, nesterov=True), 2, 2

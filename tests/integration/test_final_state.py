@@ -1,6 +1,4 @@
-"""What is on the disk when a job has ended, and exit code 15 where that is not all that was
-asked for.
-"""
+"""The files on disk when a job has ended, and exit code 15 if they lack something requested."""
 
 import errno
 import json
@@ -37,23 +35,23 @@ def refuse(*_: object, **__: object) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+def _no_retry_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("psserver.coordinator.snapshot_jobs.RETRY_PAUSE_SECONDS", 0.0)
 
 
 @pytest.fixture
-def no_snapshots(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The disk refuses every part of a snapshot."""
+def failing_snapshots(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the disk refuse every part of a snapshot."""
     monkeypatch.setattr(AtomicFiles, "save", refuse)
 
 
 def ended(servers: Cluster, pushes: int = 2, reason: str = "done", *, over: bool = True) -> str:
-    """Trains, ends the job, and returns what is not saved."""
-    hub = servers.servers[0].service
-    assert hub is not None
+    """Train, end the job, and return what is not saved."""
+    service = servers.servers[0].service
+    assert service is not None
     with counter(servers.address) as client:
         count(client, pushes)
-    hub.stop(reason, over)
+    service.stop(reason, over)
     assert servers.servers[0].ended.wait(30)
     return servers.servers[0].not_saved
 
@@ -66,22 +64,24 @@ def errors(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 @pytest.mark.parametrize("durability", ["snapshot", "log"])
-def test_a_job_whose_end_is_on_the_disk(cluster: Make, tmp_path: Path, durability: str) -> None:
+def test_a_job_with_its_final_state_on_disk_has_saved_everything(
+    cluster: Make, tmp_path: Path, durability: str
+) -> None:
     assert ended(cluster(2, data_dir=tmp_path, durability=durability)) == ""
 
 
-def test_without_a_data_directory_nothing_has_to_be_saved(cluster: Make) -> None:
+def test_without_a_data_directory_nothing_must_be_saved(cluster: Make) -> None:
     assert ended(cluster(2)) == ""
 
 
-def test_a_job_that_never_had_weights_has_nothing_to_save(cluster: Make, tmp_path: Path) -> None:
+def test_a_job_without_weights_has_nothing_to_save(cluster: Make, tmp_path: Path) -> None:
     servers = cluster(1, data_dir=tmp_path, save=tmp_path / "f")
     servers.stop()
     assert not (tmp_path / "f").exists()
 
 
-@pytest.mark.usefixtures("no_snapshots")
-def test_a_last_snapshot_that_fails_is_not_saved_and_leaves_no_folder(
+@pytest.mark.usefixtures("failing_snapshots")
+def test_a_failed_last_snapshot_is_reported_and_leaves_no_folder(
     cluster: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     text = ended(cluster(2, data_dir=tmp_path))
@@ -96,18 +96,18 @@ def test_a_last_snapshot_that_fails_is_not_saved_and_leaves_no_folder(
     assert not (tmp_path / "snapshots").exists()
 
 
-def test_an_older_snapshot_is_named(
+def test_an_older_snapshot_is_reported(
     cluster: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     servers = cluster(1, data_dir=tmp_path, snapshot_every=RARELY)
-    hub = servers.servers[0].service
-    assert hub is not None
+    service = servers.servers[0].service
+    assert service is not None
     with counter(servers.address) as client:
         count(client)
-        assert hub.snapshot_scheduler.save(30) == 1
+        assert service.snapshot_scheduler.save(30) == 1
         monkeypatch.setattr(AtomicFiles, "save", refuse)
         count(client)
-    hub.stop("done")
+    service.stop("done")
     assert servers.servers[0].ended.wait(30)
 
     assert servers.servers[0].not_saved.startswith(
@@ -115,8 +115,8 @@ def test_an_older_snapshot_is_named(
     )
 
 
-@pytest.mark.usefixtures("no_snapshots")
-def test_a_complete_log_is_enough(
+@pytest.mark.usefixtures("failing_snapshots")
+def test_a_complete_log_is_sufficient(
     cluster: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     servers = cluster(2, data_dir=tmp_path, durability="log", snapshot_every=RARELY)
@@ -129,16 +129,16 @@ def test_a_complete_log_is_enough(
         assert counted(client.pull()) == 2
 
 
-@pytest.mark.usefixtures("no_snapshots")
+@pytest.mark.usefixtures("failing_snapshots")
 @pytest.mark.parametrize("broken", ["log-job", "log-shard-0", "log-shard-1"])
-def test_a_log_that_lacks_something_is_not_enough(
+def test_an_incomplete_log_is_not_sufficient(
     cluster: Make,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     broken: str,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Whichever log it is; and its failure is logged once, however long it lasts."""
+    """Of any shard; its failure is logged once, however long it lasts."""
     write = LogFiles.write
 
     def refuse_one(files: LogFiles, descriptor: int, *rest: Any) -> Any:
@@ -152,11 +152,11 @@ def test_a_log_that_lacks_something_is_not_enough(
     monkeypatch.setattr(LogFiles, "write", refuse_one)
 
     assert "version 3 is not saved" in ended(servers)
-    told = [record.__dict__["folder"] for record in records_of(caplog, "log_unwritable")]
-    assert told == [str(tmp_path / broken)]
+    reported = [record.__dict__["folder"] for record in records_of(caplog, "log_unwritable")]
+    assert reported == [str(tmp_path / broken)]
 
 
-@pytest.mark.usefixtures("no_snapshots")
+@pytest.mark.usefixtures("failing_snapshots")
 def test_a_shard_without_a_log_makes_the_log_incomplete(cluster: Make, tmp_path: Path) -> None:
     settings = {"data_dir": tmp_path, "snapshot_every": RARELY}
     servers = cluster(0)
@@ -166,15 +166,15 @@ def test_a_shard_without_a_log_makes_the_log_incomplete(cluster: Make, tmp_path:
     assert "version 2 is not saved" in ended(servers)
 
 
-def test_a_shard_that_is_gone_at_the_end_is_named(cluster: Make, tmp_path: Path) -> None:
+def test_a_shard_missing_at_the_end_is_reported(cluster: Make, tmp_path: Path) -> None:
     servers = cluster(2, data_dir=tmp_path, snapshot_every=RARELY, save=tmp_path / "f", lease=30.0)
-    hub = servers.servers[0].service
-    assert hub is not None
+    service = servers.servers[0].service
+    assert service is not None
     with counter(servers.address) as client:
         count(client)
         servers.servers.pop().close()
-        until(lambda: hub.registry.missing, "a shard that is gone")
-        hub.stop("done", over=False)
+        until(lambda: service.registry.missing, "a shard that is gone")
+        service.stop("done", over=False)
         assert servers.servers[0].ended.wait(30)
 
     text = servers.servers[0].not_saved
@@ -182,16 +182,16 @@ def test_a_shard_that_is_gone_at_the_end_is_named(cluster: Make, tmp_path: Path)
     assert f"--save {tmp_path / 'f'}: a shard is missing: shard 1" in text
 
 
-def test_a_standby_that_took_over_without_the_data_directory_has_not_saved(cluster: Make) -> None:
+def test_a_promoted_standby_without_the_data_directory_has_not_saved(cluster: Make) -> None:
     servers = cluster(1)
-    hub = servers.servers[0].service
-    assert hub is not None
-    hub.lost_data_dir = "this server continued without /data, which another process still holds"
+    service = servers.servers[0].service
+    assert service is not None
+    service.lost_data_dir = "this server continued without /data, which another process still holds"
 
-    assert ended(servers) == hub.lost_data_dir
+    assert ended(servers) == service.lost_data_dir
 
 
-def test_exit_codes_of_a_server(caplog: pytest.LogCaptureFixture) -> None:
+def test_exit_code_15_replaces_only_0(caplog: pytest.LogCaptureFixture) -> None:
     """15 takes the place of 0, and of nothing else."""
     assert conclude(None, "", 0) == 0
     with pytest.raises(NotSavedError, match="the disk is full") as caught:
@@ -205,7 +205,7 @@ def test_exit_codes_of_a_server(caplog: pytest.LogCaptureFixture) -> None:
     assert errors(caplog) == ["final_weights_not_saved"] * 2
 
 
-def test_a_snapshot_that_never_comes_is_waited_for_no_longer_than_promised(
+def test_an_incomplete_snapshot_is_awaited_no_longer_than_the_limit(
     cluster: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("psserver.coordinator.snapshot_jobs.LAST_SNAPSHOT_SECONDS", 0.2)
@@ -215,7 +215,7 @@ def test_a_snapshot_that_never_comes_is_waited_for_no_longer_than_promised(
     assert ended(servers).endswith(": no snapshot was written within 0.2 s")
 
 
-def test_a_file_for_ps_run_that_cannot_be_written_costs_nothing_else(
+def test_a_failed_write_of_the_file_for_ps_run_has_no_other_effect(
     cluster: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv(NOT_SAVED_FILE, str(tmp_path / "missing" / "file"))
@@ -224,16 +224,16 @@ def test_a_file_for_ps_run_that_cannot_be_written_costs_nothing_else(
     assert "result_file_unwritable" in events(caplog)
 
 
-@pytest.mark.usefixtures("no_snapshots")
-def test_ps_run_is_told_by_a_file(
+@pytest.mark.usefixtures("failing_snapshots")
+def test_a_file_reports_the_final_state_to_ps_run(
     cluster: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told = tmp_path / "not-saved"
-    monkeypatch.setenv(NOT_SAVED_FILE, str(told))
+    reported = tmp_path / "not-saved"
+    monkeypatch.setenv(NOT_SAVED_FILE, str(reported))
     text = ended(cluster(1, data_dir=tmp_path / "data"), reason="SIGTERM", over=False)
 
     assert text
-    assert told.read_text() == text
+    assert reported.read_text() == text
 
 
 # ---- --save --------------------------------------------------------------------------------------
@@ -244,7 +244,7 @@ def test_ps_run_is_told_by_a_file(
 def test_the_newest_weights_of_all_shards_are_written(
     cluster: Make, tmp_path: Path, shards: int, over: bool
 ) -> None:
-    """Also where only the servers are told to end, and without a data directory."""
+    """Also if only the servers stop, and without a data directory."""
     assert ended(cluster(shards, save=tmp_path / "f"), pushes=3, over=over) == ""
 
     found = load_file(tmp_path / "f")
@@ -253,7 +253,7 @@ def test_the_newest_weights_of_all_shards_are_written(
     assert [path.name for path in tmp_path.iterdir()] == ["f"]
 
 
-def test_a_file_that_cannot_be_written_is_not_saved_and_the_older_one_stays(
+def test_a_failed_write_of_the_weights_is_reported_and_keeps_the_older_file(
     cluster: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "f"
@@ -270,7 +270,7 @@ def test_a_file_that_cannot_be_written_is_not_saved_and_the_older_one_stays(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["data", "f"]
 
 
-def test_a_place_where_no_file_can_be_is_refused_at_the_start(tmp_path: Path) -> None:
+def test_an_invalid_path_for_the_weights_is_refused_at_the_start(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequestError, match=r"--save .*: the folder .* does not exist"):
         ServerConfig(save=tmp_path / "missing" / "f")
     with pytest.raises(InvalidRequestError, match=r"--save .*: it is a folder"):
@@ -317,7 +317,7 @@ def summary(programs: Programs) -> dict[str, Any]:
 
 
 @server_setting("save")  # ps-run passes it to shard 0
-def test_ps_run_saves_what_the_workers_have_trained(programs: Programs) -> None:
+def test_ps_run_saves_the_trained_weights(programs: Programs) -> None:
     """Under all names of the state_dict, without a data directory."""
     flags = ("--servers", 2, "--summary", "s.json", "--save", "model.safetensors")
     program = programs.run("ps-run", *flags, "train.py")
@@ -330,7 +330,7 @@ def test_ps_run_saves_what_the_workers_have_trained(programs: Programs) -> None:
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
-def test_ps_run_saves_when_it_is_interrupted(programs: Programs) -> None:
+def test_ps_run_saves_the_weights_when_it_is_interrupted(programs: Programs) -> None:
     program = programs.start(
         "ps-run", "--summary", "s.json", "--save", "model.safetensors", "train.py", "waits"
     )
@@ -342,8 +342,8 @@ def test_ps_run_saves_when_it_is_interrupted(programs: Programs) -> None:
     assert "0.weight" in load_file(programs.folder / "model.safetensors")
 
 
-def test_ps_run_exits_with_15_where_the_end_is_in_no_snapshot(programs: Programs) -> None:
-    """And tells why once, in a line of s0."""
+def test_ps_run_exits_with_15_if_no_snapshot_has_the_final_state(programs: Programs) -> None:
+    """The reason is in one line of s0."""
     flags = ("--data-dir", "data", "--snapshot-every", "1h", "--summary", "s.json")
     program = programs.run("ps-run", *flags, "train.py", "breaks")
 
@@ -356,7 +356,7 @@ def test_ps_run_exits_with_15_where_the_end_is_in_no_snapshot(programs: Programs
 
 
 @pytest.mark.parametrize("last", ["done", "SIGTERM"])
-def test_ps_server_exits_with_15_or_as_its_signal_says(programs: Programs, last: str) -> None:
+def test_ps_server_exits_with_15_or_the_code_of_its_signal(programs: Programs, last: str) -> None:
     flags = (
         "--data-dir",
         "data",
@@ -380,9 +380,9 @@ def test_ps_server_exits_with_15_or_as_its_signal_says(programs: Programs, last:
     assert ("final_weights_not_saved" in server.output) is (last == "SIGTERM")
 
 
-def test_ps_run_refuses_a_place_for_the_file_before_it_starts_anything(programs: Programs) -> None:
+def test_ps_run_refuses_an_invalid_path_before_it_starts_anything(programs: Programs) -> None:
     program = programs.run("ps-run", "--save", "missing/model.safetensors", "train.py")
 
     assert program.wait() == 2
-    assert "--save missing/model.safetensors: the folder " in program.err
+    assert "--save missing/model.safetensors` is not valid: the folder " in program.err
     assert program.out == ""

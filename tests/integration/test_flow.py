@@ -1,6 +1,4 @@
-"""A push that leaves piece by piece (Client.begin) ends as one that is sent whole, over either
-lane.
-"""
+"""A push sent in pieces (Client.begin) ends like one sent at once, over either lane."""
 
 import threading
 from collections.abc import Callable
@@ -40,40 +38,40 @@ def registered(address: str, **options: Any) -> Client:
 
 
 @dataclass
-class Draw:
-    """A step's gradient as a random tape, and how it is sent."""
+class RandomPush:
+    """A step's gradient as a random flat buffer, and how it is sent."""
 
-    tape: np.ndarray[Any, np.dtype[np.uint8]]
+    buffer: np.ndarray[Any, np.dtype[np.uint8]]
     absent: list[int]
     pieces: list[tuple[int, int]]
     samples: int
 
 
-def draw(client: Client, step: int) -> Draw:
-    """Pieces in any order, some twice, some never, some over borders, some empty."""
+def draw(client: Client, step: int) -> RandomPush:
+    """Return pieces in any order: some twice, never, over borders, or empty."""
     random, plan = np.random.default_rng(step), client.plan
-    tape = np.zeros(plan.nbytes, np.uint8)
+    buffer = np.zeros(plan.nbytes, np.uint8)
     for index, tensor in enumerate(plan.spec.tensors):
         start, stop = plan.extent(index)
         values = random.standard_normal(tensor.size).astype(tensor.dtype)
-        tape[start:stop] = values.view(np.uint8)
+        buffer[start:stop] = values.view(np.uint8)
     trainable = [i for i, tensor in enumerate(plan.spec.tensors) if tensor.role == "trainable"]
     absent = [i for i in trainable if random.random() < 0.3]
     if step == 0:  # nothing but buffers
         absent = trainable
     ends = random.integers(0, plan.nbytes + 1, (int(random.integers(0, 12)), 2))
-    return Draw(tape, absent, [(min(a, b), max(a, b)) for a, b in ends.tolist()], step + 1)
+    return RandomPush(buffer, absent, [(min(a, b), max(a, b)) for a, b in ends.tolist()], step + 1)
 
 
-def flowed(client: Client, step: Draw) -> PushResult:
-    """Each piece holds rubbish when it is first sent, and is sent again when it is right."""
-    tape, weights = (np.frombuffer(memory, np.uint8) for memory in client.flat_buffers())
-    tape[:] = 1
+def send_in_pieces(client: Client, step: RandomPush) -> PushResult:
+    """Send invalid bytes in each piece first, and the right ones later."""
+    buffer, weights = (np.frombuffer(memory, np.uint8) for memory in client.flat_buffers())
+    buffer[:] = 1
     flow = client.begin()
     assert isinstance(flow, OpenPush)
     for start, stop in step.pieces:
         flow.send(start, stop)
-    tape[:] = step.tape
+    buffer[:] = step.tape
     for start, stop in step.pieces:
         flow.send(start, stop)
     result = flow.finish(absent=step.absent, samples=step.samples)
@@ -91,8 +89,8 @@ def outcome(result: PushResult) -> tuple[Any, ...]:
 @pytest.mark.every(3)
 @LANES
 @pytest.mark.parametrize("shards", [1, 2, 3])
-def test_pieces_in_any_order_are_the_same_push(shards: int, lanes: Any, cluster: Make) -> None:
-    """After every step, on the worker, and at the end on the servers, bit for bit."""
+def test_pieces_in_any_order_form_the_same_push(shards: int, lanes: Any, cluster: Make) -> None:
+    """After every step on the worker, and at the end on the servers, bit for bit."""
     addresses = [cluster(shards).address for _ in range(2)]
     with (
         registered(addresses[0], lanes="grpc") as whole,
@@ -108,17 +106,17 @@ def test_pieces_in_any_order_are_the_same_push(shards: int, lanes: Any, cluster:
                 samples=step.samples,
             )
 
-            assert outcome(flowed(pieces, step)) == outcome(result)
+            assert outcome(send_in_pieces(pieces, step)) == outcome(result)
             assert bytes(pieces.flat_buffers()[1]) == bytes(weights), f"step {number}"
             assert (pieces.version, whole.version) == (number + 1, number + 1)
         found, wanted = weights_of(pieces.addresses[0]), weights_of(whole.addresses[0])
     assert all(np.array_equal(found[name], wanted[name]) for name in wanted)
 
 
-def test_what_is_used_as_it_comes_comes_in_small_pieces(
+def test_only_weights_used_on_arrival_come_in_small_pieces(
     cluster: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And what is not, does not: each message costs something."""
+    """Each message has a cost."""
     frames: list[int] = []
     encode = reading.encode_data
     monkeypatch.setattr(reading, "encode_data", lambda *views: frames.append(0) or encode(*views))
@@ -138,14 +136,14 @@ def test_what_is_used_as_it_comes_comes_in_small_pieces(
     assert (whole, len(frames)) == (4, PIECE_COUNT)
 
 
-def test_half_of_the_shards_in_shared_memory(cluster: Make) -> None:
+def test_half_of_the_shards_may_use_shared_memory(cluster: Make) -> None:
     made = cluster(0)
     made.add(0, 2)
     made.add(1, 2, lanes="grpc")
     with registered(cluster(2).address, lanes="grpc") as whole, registered(made.address) as pieces:
         for number in range(4):
             step = draw(whole, number)
-            flowed(pieces, step)
+            send_in_pieces(pieces, step)
             whole.exchange(
                 gradients=memoryview(bytearray(step.tape)),
                 weights=whole.flat_buffers()[1],
@@ -159,8 +157,10 @@ def test_half_of_the_shards_in_shared_memory(cluster: Make) -> None:
 
 
 @LANES
-def test_a_push_that_is_given_up_leaves_nothing(lanes: Any, cluster: Make) -> None:
-    """Its number is gone; the next one flows again, in memory where it did before, and counts."""
+def test_an_abandoned_push_leaves_nothing(lanes: Any, cluster: Make) -> None:
+    """Its number is not reused; the next one is sent in pieces again over the same lane, and
+    counts.
+    """
     made = cluster(2, policy="sync")
     with counter(made.address, lanes=lanes) as client:
         for _ in range(3):
@@ -184,7 +184,7 @@ def test_a_push_that_is_given_up_leaves_nothing(lanes: Any, cluster: Make) -> No
 
 
 @LANES
-def test_no_second_push_while_one_is_open(lanes: Any, cluster: Make) -> None:
+def test_a_second_push_is_refused_while_one_is_open(lanes: Any, cluster: Make) -> None:
     with counter(cluster(2).address, lanes=lanes) as client:
         flow = client.begin()
         for call in (client.begin, client.pull):
@@ -205,7 +205,7 @@ def test_no_second_push_while_one_is_open(lanes: Any, cluster: Make) -> None:
 
 
 @LANES
-def test_gradient_that_is_no_number_is_rejected(lanes: Any, cluster: Make) -> None:
+def test_a_gradient_with_nan_is_rejected(lanes: Any, cluster: Make) -> None:
     with counter(cluster(2, bad_gradients="skip").address, lanes=lanes) as client:
         numbers = np.frombuffer(client.flat_buffers()[0], np.float32)
         numbers[:] = 1.0
@@ -222,7 +222,7 @@ def test_gradient_that_is_no_number_is_rejected(lanes: Any, cluster: Make) -> No
 
 
 @LANES
-def test_worker_that_is_out_of_the_job_hears_of_it_at_finish(lanes: Any, cluster: Make) -> None:
+def test_finish_raises_for_a_fenced_worker(lanes: Any, cluster: Make) -> None:
     made = cluster(2, policy="async")
     with counter(made.address, lanes=lanes) as client, counter(made.address) as other:
         flow = client.begin()

@@ -46,9 +46,8 @@ NEWER = 2
 
 
 def marked(method: str, kind: str = "") -> Conversation:
-    """The conversation with the newer format in messages of these calls that can name one.
-
-    kind: only in messages of this kind.
+    """Return the conversation with the newer format in messages of these calls. kind: only in
+    messages of this kind.
     """
 
     def mark(event: Event) -> Event:
@@ -69,7 +68,7 @@ def marked(method: str, kind: str = "") -> Conversation:
 
 
 def refusal(error: BaseException | None) -> str:
-    """The text of a refusal; AssertionError for anything else."""
+    """Return the text of a refusal; AssertionError for anything else."""
     assert isinstance(error, FormatError), repr(error)
     assert (error.reason, error.exit_code) == ("FORMAT", 11)
     assert re.search(
@@ -82,7 +81,7 @@ def refusal(error: BaseException | None) -> str:
 
 
 def begun(method: str) -> Conversation:
-    """The conversation up to the first answer that names the newer format."""
+    """Return the conversation up to the first answer with the newer format."""
     conversation = marked(method, "answer")
     changed = zip(conversation.events, RECORDED.events, strict=True)
     first = next(number for number, (event, recorded) in enumerate(changed) if event != recorded)
@@ -168,12 +167,12 @@ def test_a_server_refuses_newer_workers_shards_and_standbys(
 
 @pytest.fixture
 def newer(monkeypatch: pytest.MonkeyPatch) -> Conversation:
-    """This process is the newer release; the conversation between such processes."""
+    """Let this process be the newer release; return the conversation between such processes."""
     monkeypatch.setattr(formats, "WIRE_FORMAT", NEWER)
     return marked("")
 
 
-def test_a_newer_release_names_its_format_in_every_handshake(
+def test_a_newer_release_states_its_format_in_every_handshake(
     newer: Conversation, cluster: Make
 ) -> None:
     play_to_shard_0(newer, cluster)
@@ -183,7 +182,7 @@ def test_a_newer_release_names_its_format_in_every_handshake(
 
 
 def test_a_newer_standby_follows_an_older_primary(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The older release does not refuse what it does not know; the newer one may."""
+    """The older release ignores what it does not know; the newer one may."""
     monkeypatch.setattr(formats, "WIRE_FORMAT", NEWER)
     play_to_standby(marked("Replicate", "request"))
 
@@ -231,7 +230,7 @@ def test_a_server_refuses_a_newer_data_directory_and_changes_nothing(
     assert contents(data_dir) == before
 
 
-def test_a_new_job_sets_newer_snapshots_aside(cluster: Make, tmp_path: Path) -> None:
+def test_a_new_job_moves_newer_snapshots_aside(cluster: Make, tmp_path: Path) -> None:
     data_dir = unpack("sync-adam-1", tmp_path)
     path = with_newer_manifest(data_dir)
     cluster(1, data_dir=data_dir, resume="never").close()

@@ -1,4 +1,4 @@
-"""Servers that are started again on a full disk, and with a coordinator's log that lacks files."""
+"""Servers that restart on a full disk, or with files missing from the coordinator's log."""
 
 import shutil
 from collections.abc import Callable, Iterator
@@ -45,8 +45,8 @@ def trained(make: Make, data_dir: Path, pushes: int, save: bool = False, **setti
 
 
 def ready(servers: Cluster) -> Cluster:
-    fleet = servers.servers[0].service.registry  # type: ignore[union-attr]
-    until(lambda: not fleet.missing, "servers that continue together")
+    registry = servers.servers[0].service.registry  # type: ignore[union-attr]
+    until(lambda: not registry.missing, "servers that continue together")
     return servers
 
 
@@ -54,7 +54,7 @@ def ready(servers: Cluster) -> Cluster:
 def test_a_job_restarts_on_a_disk_without_a_free_byte(
     cluster: Make, small_disk: SmallDisk, durability: str
 ) -> None:
-    """With a log nothing is lost, with snapshots it continues from the newest; twice, and trains
+    """With a log nothing is lost, with snapshots it resumes from the newest; twice, then it trains
     on.
     """
     settings = LOG | {"durability": durability}
@@ -72,7 +72,7 @@ def test_a_job_restarts_on_a_disk_without_a_free_byte(
 
 
 def erased(data_dir: Path, what: str) -> None:
-    """The coordinator's newest log file, or its whole folder."""
+    """Remove the coordinator's newest log file, or its whole folder; return it."""
     if what == "folder":
         shutil.rmtree(data_dir / "log-job")
     else:
@@ -82,7 +82,7 @@ def erased(data_dir: Path, what: str) -> None:
 @pytest.mark.parametrize("durability", ["log", "snapshot"])
 @pytest.mark.parametrize("what", ["newest file", "folder"])
 @pytest.mark.parametrize("segments", [1, 2])
-def test_a_missing_log_file_of_the_coordinator_is_an_error_with_the_number_of_lost_updates(
+def test_a_missing_coordinator_log_file_is_an_error_with_the_lost_updates(
     cluster: Make,
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
@@ -90,7 +90,7 @@ def test_a_missing_log_file_of_the_coordinator_is_an_error_with_the_number_of_lo
     segments: int,
     durability: str,
 ) -> None:
-    """Shard 0's own log tells how far the job was. segments: in the log since the snapshot."""
+    """Shard 0's own log shows how far the job was. segments: in the log since the snapshot."""
     trained(cluster, tmp_path, 4, save=True, **LOG)
     for _ in range(segments - 1):
         trained(cluster, tmp_path, 2, **LOG)
@@ -126,10 +126,10 @@ def test_without_a_snapshot_a_missing_log_costs_all_updates(
         assert counted(client.pull()) == 0
 
 
-def test_a_log_that_was_left_on_purpose_is_not_missed(
+def test_a_deliberately_abandoned_log_is_not_missed(
     cluster: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A run without logs in between, or a new job in the same folder, makes the old logs void."""
+    """A run without logs in between, or a new job in the same folder, voids the old logs."""
     trained(cluster, tmp_path, 5, save=True, **LOG)
     trained(cluster, tmp_path, 2, save=True, **LOG | {"durability": "snapshot", "resume": "never"})
     trained(cluster, tmp_path, 2, **LOG)

@@ -1,4 +1,4 @@
-"""--global-batch: the learning curve is that of one worker, whatever the number of workers."""
+"""With --global-batch the learning curve is that of one worker, for any number of workers."""
 
 from collections.abc import Callable
 
@@ -20,7 +20,7 @@ UPDATES = 3 * EPOCHS
 
 
 def network() -> nn.Module:
-    """Made without the global generator, which workers in threads share."""
+    """Return a model initialised without the global generator, which worker threads share."""
     model = nn.Sequential(nn.Linear(1, 4), nn.Tanh(), nn.Linear(4, 1))
     for parameter in model.parameters():
         parameter.data = torch.linspace(-1.0, 1.0, parameter.numel()).view_as(parameter)
@@ -28,7 +28,7 @@ def network() -> nn.Module:
 
 
 def train(job: Job, **options: object) -> tuple[Tensor, int]:
-    """The weights in the end, and how many steps this worker made."""
+    """Return the final weights, and how many steps this worker made."""
     model, steps = network(), 0
     optimizer = job.optimizer(torch.optim.Adam(model.parameters(), lr=0.01), model)
     for batch in job.batches(DATA, UNIT, EPOCHS, seed=3, **options):
@@ -40,7 +40,7 @@ def train(job: Job, **options: object) -> tuple[Tensor, int]:
 
 
 def plain() -> Tensor:
-    """One worker whose batches are the updates: 8, 8 and 6 samples an epoch."""
+    """Train as one worker whose batches are the updates: 8, 8 and 6 samples an epoch."""
 
     def script(job: Job) -> Tensor:
         model = network()
@@ -57,8 +57,8 @@ def plain() -> Tensor:
 
 @pytest.mark.every(2)
 @pytest.mark.parametrize("workers", [1, 2, 3, 5])
-def test_training_is_the_same_with_any_number_of_workers(cluster: Make, workers: int) -> None:
-    """5 workers share 4 batches: one sits out of every update."""
+def test_training_is_the_same_for_any_number_of_workers(cluster: Make, workers: int) -> None:
+    """5 workers share 4 batches: one of them has no share in each update."""
     address = cluster(2, min_workers=workers, global_batch=GLOBAL).address
 
     results = real(address, workers, train)
@@ -73,7 +73,7 @@ def test_training_is_the_same_with_any_number_of_workers(cluster: Make, workers:
 
 @pytest.mark.parametrize("workers", [2, 3])
 def test_two_runs_give_the_same_bits(cluster: Make, workers: int) -> None:
-    """Over the network and simulated, with loaders that look ahead and without."""
+    """Over gRPC and simulated, with and without prefetching loaders."""
     settings = {"min_workers": workers, "global_batch": GLOBAL}
     runs = [
         simulated(workers, train, **settings),

@@ -36,7 +36,7 @@ def values(address: str) -> list[tuple[int, str, float]]:
     return [(row.rank, row.name, row.value) for row in history(address)]
 
 
-def test_heartbeats_bring_values_and_the_end_of_the_job_brings_the_last_one(cluster: Make) -> None:
+def test_heartbeats_carry_values_and_the_end_of_the_job_the_last_one(cluster: Make) -> None:
     address = cluster(2).address
     with counter(address, rank=0) as client:
         with Job(client) as job:
@@ -57,7 +57,7 @@ def test_heartbeats_bring_values_and_the_end_of_the_job_brings_the_last_one(clus
     assert status(address)["metrics"]["loss"] == 1.0
 
 
-def test_a_script_that_fails_leaves_its_last_value(cluster: Make) -> None:
+def test_a_failing_script_leaves_its_last_value(cluster: Make) -> None:
     address = cluster().address
 
     def script() -> None:
@@ -73,15 +73,15 @@ def test_a_script_that_fails_leaves_its_last_value(cluster: Make) -> None:
     assert status(address)["metrics"] == {"loss": None}
 
 
-def test_a_client_that_reports_at_once_adds_to_the_history(cluster: Make) -> None:
+def test_immediate_reports_of_a_client_extend_the_history(cluster: Make) -> None:
     address = cluster().address
     with connected(address, rank=3) as client:
         client.report(loss=0.5)
         assert values(address) == [(3, "loss", 0.5)]
 
 
-def test_values_beyond_the_bounds_are_left_out_and_heartbeats_go_on(cluster: Make) -> None:
-    """Of a worker that does not check them itself."""
+def test_values_beyond_the_bounds_are_dropped_and_heartbeats_continue(cluster: Make) -> None:
+    """From a worker that does not check them itself."""
     address = cluster().address
     with open_channel(address) as channel:
         stub = CoordinatorServiceStub(channel)
@@ -137,7 +137,7 @@ def test_the_history_survives_a_restart(
     assert len(history(cluster(**settings).address)) == 3  # a log of two segments
 
 
-def test_the_history_goes_back_with_the_weights(cluster: Make, tmp_path: Path) -> None:
+def test_the_history_rolls_back_with_the_weights(cluster: Make, tmp_path: Path) -> None:
     made = cluster(data_dir=tmp_path)
     assert made.servers[0].service is not None
     with counter(made.address, rank=0) as client:
@@ -153,7 +153,7 @@ def test_the_history_goes_back_with_the_weights(cluster: Make, tmp_path: Path) -
         assert [row.value for row in history(made.address)] == [1.0]
 
 
-def test_the_believed_worker_gives_way_when_it_is_lost(cluster: Make) -> None:
+def test_the_reporting_worker_is_replaced_when_it_is_lost(cluster: Make) -> None:
     made = cluster(lease=0.5)
     with connected(made.address, rank=1) as second:
         with open_channel(made.address) as channel:
@@ -174,7 +174,7 @@ def test_the_believed_worker_gives_way_when_it_is_lost(cluster: Make) -> None:
         assert status(made.address)["metrics"] == {"loss": 3.0}
 
 
-def test_all_workers_agree_on_their_number_and_on_the_first(cluster: Make) -> None:
+def test_all_workers_agree_on_world_size_and_first_worker(cluster: Make) -> None:
     address = cluster(2, min_workers=3).address
     with ExitStack() as stack:
         clients = together(*[lambda rank=rank: counter(address, rank) for rank in (2, 0, 1)])  # type: ignore[misc]

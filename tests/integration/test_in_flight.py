@@ -1,6 +1,4 @@
-"""Bytes in flight are bounded: pushes wait for room, everybody gets some, nothing is lost, and
-memory stays flat.
-"""
+"""Bytes in flight are bounded: pushes wait fairly, nothing is lost, and memory stays flat."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -30,7 +28,7 @@ ONE = {"w": np.ones(PUSH // 4, np.float32)}
 
 
 def joined(address: str, lanes: Any = "grpc", **options: Any) -> Client:
-    """A worker of a model of 4 MB that starts at zero and loses what is pushed."""
+    """Return a worker of a model of 4 MB that starts at zero and loses what is pushed."""
     client = connected(address, lanes=lanes, **options)
     client.register({"w": np.zeros(PUSH // 4, np.float32)}, OptimizerSpec("sgd", lr=1.0))
     return client
@@ -51,7 +49,7 @@ the first.
 
 
 def resident(pid: int) -> int:
-    """Bytes of a process's memory."""
+    """Return the resident bytes of a process."""
     (line,) = [
         line
         for line in Path(f"/proc/{pid}/status").read_text().splitlines()
@@ -60,9 +58,9 @@ def resident(pid: int) -> int:
     return int(line.split()[1]) << 10
 
 
-class Race:
-    """Clients that push as fast as they can until there are PUSHES; memory: of process `pid`,
-    after each.
+class CompetingClients:
+    """Clients that push as fast as they can until there are PUSHES; memory: of process `pid`, after
+    each.
     """
 
     def __init__(self, pid: int) -> None:
@@ -82,12 +80,10 @@ class Race:
 
 
 @pytest.mark.full
-def test_64_clients_share_16_mb_and_nobody_starves(tmp_path: Path) -> None:
-    """Nobody gets less than half of the mean, and the server holds a fraction of the 256 MB that
-    want to come in.
-
+def test_64_clients_share_16_mb_and_none_starves(tmp_path: Path) -> None:
+    """Each gets at least half of the mean, and the server holds a fraction of the 256 MB requested.
     Besides the bytes in flight, a server of 64 streams has gRPC's windows and frames, threads'
-    stacks, and what malloc keeps of them.
+    stacks, and malloc's reserves.
     """
     with programs_in(tmp_path) as programs, ExitStack() as stack:
         server, address = serve(
@@ -103,7 +99,7 @@ def test_64_clients_share_16_mb_and_nobody_starves(tmp_path: Path) -> None:
             "60s",
         )
         clients = [stack.enter_context(joined(address, wait_timeout=100.0)) for _ in range(CLIENTS)]
-        before, race = resident(server.pid), Race(server.pid)
+        before, race = resident(server.pid), CompetingClients(server.pid)
         together(*[lambda n=n, c=c: race.run(c, n) for n, c in enumerate(clients)])
 
         assert counted(weights_of(address)) == sum(race.made) >= PUSHES
@@ -118,12 +114,14 @@ def test_64_clients_share_16_mb_and_nobody_starves(tmp_path: Path) -> None:
 
 @pytest.fixture
 def full(cluster: Make) -> Cluster:
-    """A server with room for two pushes, which tests take and give back."""
+    """Return a server with memory for two pushes, which tests take and release."""
     return cluster(1, policy="async", in_flight=8_000_000)
 
 
 @pytest.mark.parametrize("request_of", ["push", "push_pull", "pull"])
-def test_who_waits_too_long_is_told_that_there_was_no_room(full: Cluster, request_of: str) -> None:
+def test_a_push_that_waits_too_long_fails_for_lack_of_memory(
+    full: Cluster, request_of: str
+) -> None:
     with joined(full.address), joined(full.address, wait_timeout=0.5) as client:
         calls: dict[str, Callable[[], object]] = {
             "push": lambda: client.push(ONE),
@@ -144,7 +142,7 @@ def test_who_waits_too_long_is_told_that_there_was_no_room(full: Cluster, reques
     until(lambda: budget_of(full).used == 0, "everything given back")
 
 
-def test_a_push_goes_on_as_soon_as_there_is_room(full: Cluster) -> None:
+def test_a_push_proceeds_when_memory_is_released(full: Cluster) -> None:
     with joined(full.address) as client:
         claim = budget_of(full).take(99, 8_000_000, 0.0)
         push = threading.Thread(target=client.push, args=(ONE,))
@@ -157,7 +155,7 @@ def test_a_push_goes_on_as_soon_as_there_is_room(full: Cluster) -> None:
         assert counted(client.pull()) == 1
 
 
-def test_shared_memory_takes_no_room(full: Cluster) -> None:
+def test_shared_memory_uses_no_bytes_in_flight(full: Cluster) -> None:
     with joined(full.address, lanes="shm", wait_timeout=5.0) as client:
         claim = budget_of(full).take(99, 8_000_000, 0.0)
         assert client.push_pull(ONE).status == "applied"
@@ -175,7 +173,7 @@ def header(client: Client, **fields: Any) -> bytes:
 
 
 @pytest.mark.parametrize("opened", [False, True])
-def test_on_the_wire_no_room_is_resource_exhausted_with_a_time_to_wait(
+def test_on_the_wire_a_full_budget_is_resource_exhausted_with_a_retry_time(
     full: Cluster,
     channel: Open,
     opened: bool,
@@ -199,8 +197,8 @@ def test_on_the_wire_no_room_is_resource_exhausted_with_a_time_to_wait(
 # ---- what is given back --------------------------------------------------------------------------
 
 
-def test_a_call_that_breaks_off_gives_its_room_back(full: Cluster) -> None:
-    """While it sends, and while it waits for room itself."""
+def test_a_cancelled_call_releases_its_bytes(full: Cluster) -> None:
+    """While it sends, and while it waits for memory itself."""
     budget, silent = budget_of(full), threading.Event()
 
     def frames(client: Client) -> Iterator[bytes]:
@@ -222,8 +220,8 @@ def test_a_call_that_breaks_off_gives_its_room_back(full: Cluster) -> None:
         assert client.push(ONE).status == "applied"
 
 
-def test_a_pull_that_nobody_reads_gives_its_room_back_when_it_is_cancelled(full: Cluster) -> None:
-    """A caller whose window does not grow: else all may be on its way before anybody looks."""
+def test_an_unread_pull_releases_its_bytes_when_it_is_cancelled(full: Cluster) -> None:
+    """The caller's window does not grow: otherwise everything may be sent before it reads."""
     budget = budget_of(full)
     narrow = grpc.insecure_channel(full.address, options=[("grpc.http2.bdp_probe", 0)])
     with joined(full.address) as client, closing(narrow) as raw:
@@ -238,7 +236,7 @@ def test_a_pull_that_nobody_reads_gives_its_room_back_when_it_is_cancelled(full:
         until(lambda: budget.used == 0, "room")
 
 
-def test_a_worker_that_leaves_gives_the_room_of_its_staged_push_back(cluster: Make) -> None:
+def test_a_leaving_worker_releases_the_bytes_of_its_staged_push(cluster: Make) -> None:
     servers = cluster(1)
     with joined(servers.address):
         with joined(servers.address, wait_timeout=0.3) as client:
@@ -255,7 +253,7 @@ ROUNDS = pytest.mark.parametrize(("policy", "staleness"), [("sync", None), ("ssp
 
 
 @ROUNDS
-def test_a_worker_for_whom_a_round_has_no_room_is_refused(
+def test_a_worker_beyond_the_capacity_of_a_round_is_refused(
     cluster: Make, policy: str, staleness: int | None
 ) -> None:
     servers = cluster(1, policy=policy, staleness=staleness, in_flight=3 * PUSH - 1)
@@ -275,7 +273,7 @@ def test_a_worker_for_whom_a_round_has_no_room_is_refused(
 
 
 @ROUNDS
-def test_rounds_need_no_more_room_than_that(
+def test_rounds_need_no_more_than_the_computed_bytes(
     cluster: Make, policy: str, staleness: int | None
 ) -> None:
     servers = cluster(2, policy=policy, staleness=staleness, in_flight=3 * PUSH // 2, min_workers=3)
@@ -291,7 +289,7 @@ def test_rounds_need_no_more_room_than_that(
 
 
 @pytest.mark.parametrize("policy", ["sync", "async"])
-def test_a_model_whose_push_never_fits_is_refused_when_it_is_registered(
+def test_a_model_whose_push_never_fits_is_refused_at_registration(
     cluster: Make, policy: str
 ) -> None:
     servers = cluster(1, policy=policy, in_flight=PUSH - 1)

@@ -1,4 +1,4 @@
-"""job.save: one file of the job's newest weights, which torch loads under every name of the
+"""job.save writes one file of the job's newest weights, which torch loads under every name of the
 state_dict.
 """
 
@@ -23,10 +23,8 @@ from tests.support.workers import connected
 Make = Callable[..., Cluster]
 
 
-class Tied(nn.Module):
-    """A language model's kind of tie, BatchNorm's buffers, a frozen layer, a buffer that is not
-    saved.
-    """
+class TiedModel(nn.Module):
+    """Tied weights as in a language model, BatchNorm buffers, a frozen layer, an unsaved buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,9 +41,9 @@ class Tied(nn.Module):
         return self.head(hidden)  # type: ignore[no-any-return]
 
 
-def trained(job: Job, steps: int = 2, **how: bool) -> Tied:
+def trained(job: Job, steps: int = 2, **how: bool) -> TiedModel:
     torch.manual_seed(0)
-    model = Tied()
+    model = TiedModel()
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = job.optimizer(torch.optim.SGD(parameters, lr=0.1), model, **how)
     for _ in range(steps):
@@ -56,19 +54,17 @@ def trained(job: Job, steps: int = 2, **how: bool) -> Tied:
 
 
 def check_same(file: Path, model: nn.Module) -> None:
-    """The file has the model's state_dict, name by name and bit by bit, and a fresh model takes
-    it.
-    """
+    """Check the file against the model's state_dict, name by name and bit by bit, and load it."""
     saved, state = load_file(file), model.state_dict()
     assert saved.keys() == state.keys()
     assert all(torch.equal(saved[name], state[name]) for name in state)
-    fresh = Tied()
+    fresh = TiedModel()
     fresh.load_state_dict(saved, strict=True)
     assert torch.equal(fresh.head.weight, model.get_parameter("embedding.weight"))
 
 
 @pytest.mark.parametrize("shards", [1, 3])
-def test_the_file_is_the_state_dict(cluster: Make, tmp_path: Path, shards: int) -> None:
+def test_the_file_equals_the_state_dict(cluster: Make, tmp_path: Path, shards: int) -> None:
     with Job(connected(cluster(shards).address, 0)) as job:
         model = trained(job)
         job.save(tmp_path / "model.safetensors")
@@ -83,7 +79,7 @@ def test_the_file_is_the_state_dict(cluster: Make, tmp_path: Path, shards: int) 
 
 
 @pytest.mark.parametrize("how", ["overlap", "pipeline"])
-def test_a_step_that_is_on_its_way_is_waited_for(cluster: Make, tmp_path: Path, how: str) -> None:
+def test_a_step_in_progress_is_awaited(cluster: Make, tmp_path: Path, how: str) -> None:
     with Job(connected(cluster(2, policy="async").address, 0)) as job:
         model = trained(job, **{how: True})
         job.save(tmp_path / "model.safetensors")
@@ -91,7 +87,7 @@ def test_a_step_that_is_on_its_way_is_waited_for(cluster: Make, tmp_path: Path, 
     assert job.version == 2
 
 
-def test_in_a_simulation_it_works_alike(tmp_path: Path) -> None:
+def test_a_simulation_saves_the_same(tmp_path: Path) -> None:
     simulated_servers = simulated(2, 1, "sync", None)
     simulated_servers.turns.enter(0)
     with Job(Client(lane=DirectTransport(simulated_servers, 0), rank=0)) as job:
@@ -100,7 +96,7 @@ def test_in_a_simulation_it_works_alike(tmp_path: Path) -> None:
         check_same(tmp_path / "model.safetensors", model)
 
 
-def test_without_servers_it_works_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_servers_the_same_is_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PS_LOCAL", "1")
     with psworker.connect() as job:
         check = trained(job)
@@ -108,7 +104,7 @@ def test_without_servers_it_works_alike(tmp_path: Path, monkeypatch: pytest.Monk
         check_same(tmp_path / "model.safetensors", check)
 
 
-def test_a_worker_saves_what_others_have_pushed_and_keeps_its_own(
+def test_a_worker_saves_the_pushes_of_others_and_keeps_its_own_weights(
     cluster: Make, tmp_path: Path
 ) -> None:
     servers = cluster(2, policy="async")
@@ -125,7 +121,7 @@ def test_a_worker_saves_what_others_have_pushed_and_keeps_its_own(
 
 
 @pytest.mark.parametrize("place", ["folder", "missing/model.safetensors"])
-def test_a_place_where_no_file_can_be_is_named(cluster: Make, tmp_path: Path, place: str) -> None:
+def test_an_invalid_path_is_reported(cluster: Make, tmp_path: Path, place: str) -> None:
     (tmp_path / "folder").mkdir()
     with Job(connected(cluster(1).address, 0)) as job:
         with pytest.raises(InvalidRequestError, match=r"call job\.optimizer first"):
@@ -135,7 +131,7 @@ def test_a_place_where_no_file_can_be_is_named(cluster: Make, tmp_path: Path, pl
             job.save(tmp_path / place)
 
 
-def test_a_disk_that_refuses_leaves_the_older_file(
+def test_a_failed_write_keeps_the_older_file(
     cluster: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "model.safetensors"

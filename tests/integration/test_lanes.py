@@ -1,5 +1,5 @@
-"""Shared memory and gRPC move the same bytes: which of them is taken, what it says, and that
-nobody sees a mixture.
+"""Shared memory and gRPC transfer the same bytes: choice of lane, log lines, consistent
+versions.
 """
 
 import logging
@@ -46,15 +46,15 @@ TRAVEL = "shared_memory_unavailable reason="
 
 
 @pytest.fixture
-def said(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
-    """What workers have logged about lanes."""
+def lane_logs(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
+    """Return what workers have logged about lanes."""
     caplog.set_level(logging.INFO, "psworker")
     keys = ("shared_memory_used", "shared_memory_unavailable")
     return lambda: [record.getMessage() for record in records_of(caplog, *keys)]
 
 
 def half_shared(cluster: Make) -> Cluster:
-    """Two shards, of which only the first attaches memory."""
+    """Return two shards, of which only the first attaches memory."""
     made = cluster(0)
     made.add(0, 2, min_workers=2)
     made.add(1, 2, lanes="grpc")
@@ -62,8 +62,8 @@ def half_shared(cluster: Make) -> Cluster:
 
 
 def gradients(rank: int, step: int) -> dict[str, Any]:
-    """Of one worker; the half-precision tensor has none at every third step, with its second
-    worker never.
+    """Return the gradients of one worker; the half-precision one is absent at every third step, and
+    always with the second worker.
     """
     draw = np.random.default_rng([rank, step])
     made: dict[str, Any] = {
@@ -76,7 +76,7 @@ def gradients(rank: int, step: int) -> dict[str, Any]:
 
 
 def by_name(client: Client, grads: dict[str, Any]) -> None:
-    """Register's own tapes, in one round trip."""
+    """Exchange Register's own buffers in one round trip."""
     client.push_pull(grads)
 
 
@@ -85,30 +85,30 @@ def in_two_calls(client: Client, grads: dict[str, Any]) -> None:
     client.pull()
 
 
-class Foreign:
-    """Steps on memory that is not client.flat_buffers()."""
+class ForeignBuffers:
+    """Steps on memory that is not client.tapes()."""
 
     def __init__(self) -> None:
         self.weights = memoryview(bytearray())
 
     def __call__(self, client: Client, grads: dict[str, Any]) -> None:
         plan, spec = client.plan, client.plan.spec
-        tape = np.full(plan.nbytes, 255, np.uint8)
+        buffer = np.full(plan.nbytes, 255, np.uint8)
         for index, tensor in enumerate(spec.tensors):
             start, stop = plan.extent(index)
             if tensor.name in grads:
-                tape[start:stop] = np.frombuffer(grads[tensor.name].tobytes(), np.uint8)
+                buffer[start:stop] = np.frombuffer(grads[tensor.name].tobytes(), np.uint8)
         if not self.weights:
             self.weights = memoryview(bytearray(plan.nbytes))
         absent = [
             i for i, t in enumerate(spec.tensors) if t.role == "trainable" and t.name not in grads
         ]
-        client.exchange(gradients=tape.data, weights=self.weights, absent=absent)
+        client.exchange(gradients=buffer.data, weights=self.weights, absent=absent)
 
 
 def trained(address: str, step: Callable[[], Step], **options: Any) -> str:
-    """Two workers, STEPS steps of Adam; a digest of the weights, which both workers hold as the
-    servers do.
+    """Train two workers for STEPS steps of Adam; return a digest of the weights, equal
+    everywhere.
     """
 
     def work(rank: int) -> str:
@@ -118,7 +118,7 @@ def trained(address: str, step: Callable[[], Step], **options: Any) -> str:
             made = step()
             for number in range(STEPS):
                 made(client, gradients(rank, number))
-            if isinstance(made, Foreign):
+            if isinstance(made, ForeignBuffers):
                 assert not (np.frombuffer(made.weights, np.uint8) == 0).all()
             client.pull()
             return weights_sha256(client.weights)
@@ -129,8 +129,8 @@ def trained(address: str, step: Callable[[], Step], **options: Any) -> str:
 
 
 @pytest.fixture(scope="module")
-def travelled() -> str:
-    """The digest of a training over gRPC."""
+def trained_over_grpc() -> str:
+    """Return the digest of a training over gRPC."""
     cluster = Cluster(2, min_workers=2)
     try:
         return trained(cluster.address, lambda: by_name, lanes="grpc")
@@ -141,60 +141,66 @@ def travelled() -> str:
 @pytest.mark.every(3)
 @pytest.mark.parametrize(
     "step",
-    [lambda: by_name, lambda: in_two_calls, Foreign],
+    [lambda: by_name, lambda: in_two_calls, ForeignBuffers],
     ids=["push_pull", "push, pull", "foreign memory"],
 )
 def test_shared_memory_gives_the_same_weights(
-    step: Callable[[], Step], travelled: str, cluster: Make, said: Callable[[], list[str]]
+    step: Callable[[], Step],
+    trained_over_grpc: str,
+    cluster: Make,
+    lane_logs: Callable[[], list[str]],
 ) -> None:
     made = cluster(2, min_workers=2)
 
-    assert trained(made.address, step) == travelled
-    assert said() == [f"{SHARED}[0, 1]"] * 2
+    assert trained(made.address, step) == trained_over_grpc
+    assert lane_logs() == [f"{SHARED}[0, 1]"] * 2
     assert [server.engine.traffic.budget.used for server in made.servers] == [0, 0]
 
 
-@pytest.mark.parametrize("step", [lambda: by_name, Foreign], ids=["push_pull", "foreign memory"])
-def test_half_of_the_shards_in_shared_memory(
-    step: Callable[[], Step], travelled: str, cluster: Make, said: Callable[[], list[str]]
+@pytest.mark.parametrize(
+    "step", [lambda: by_name, ForeignBuffers], ids=["push_pull", "foreign memory"]
+)
+def test_half_of_the_shards_may_use_shared_memory(
+    step: Callable[[], Step],
+    trained_over_grpc: str,
+    cluster: Make,
+    lane_logs: Callable[[], list[str]],
 ) -> None:
     made = half_shared(cluster)
 
-    assert trained(made.address, step) == travelled
-    assert [line.startswith(f"{SHARED}[0]") for line in said()] == [True, True]
-    assert all("shard 1: the server runs with --lanes grpc" in line for line in said())
+    assert trained(made.address, step) == trained_over_grpc
+    assert [line.startswith(f"{SHARED}[0]") for line in lane_logs()] == [True, True]
+    assert all("shard 1: the server runs with --lanes grpc" in line for line in lane_logs())
 
 
 # ---- the choice ----------------------------------------------------------------------------------
 
 
-def test_server_that_refuses_is_reached_over_grpc_and_says_so_once(
-    cluster: Make, said: Callable[[], list[str]]
+def test_a_refusing_server_is_reached_over_grpc_with_one_log_line(
+    cluster: Make, lane_logs: Callable[[], list[str]]
 ) -> None:
     made = cluster(2, lanes="grpc")
     with counter(made.address) as client:
         count(client, 3)
 
         assert counted(client.pull()) == 3
-    assert said() == [f"{TRAVEL}shard 0: the server runs with --lanes grpc"]
+    assert lane_logs() == [f"{TRAVEL}shard 0: the server runs with --lanes grpc"]
 
 
-def test_worker_that_wants_grpc_offers_nothing(
-    cluster: Make, said: Callable[[], list[str]]
+def test_a_worker_set_to_grpc_offers_no_memory(
+    cluster: Make, lane_logs: Callable[[], list[str]]
 ) -> None:
     made = cluster(2)
     with counter(made.address, lanes="grpc") as client:
         count(client)
 
         assert counted(client.pull()) == 1
-    assert said() == []
+    assert lane_logs() == []
 
 
 @pytest.mark.parametrize("half", [False, True])
-def test_demanded_shared_memory_that_is_refused_is_an_error(half: bool, cluster: Make) -> None:
-    """The message names each shard that refused; a server that merely had a word to say has none
-    left to write.
-    """
+def test_refused_mandatory_shared_memory_is_an_error(half: bool, cluster: Make) -> None:
+    """The message names each shard that refused."""
     made = half_shared(cluster) if half else cluster(2, lanes="grpc")
     names = ["shard 1"] if half else ["shard 0", "shard 1"]
     expected = "; ".join(f"{name}: the server runs with --lanes grpc" for name in names)
@@ -207,27 +213,29 @@ def test_demanded_shared_memory_that_is_refused_is_an_error(half: bool, cluster:
             assert f"possible: {expected}. Try: " in str(caught.value)
 
 
-def test_demanded_shared_memory_that_is_there(cluster: Make, said: Callable[[], list[str]]) -> None:
+def test_available_mandatory_shared_memory_is_used(
+    cluster: Make, lane_logs: Callable[[], list[str]]
+) -> None:
     with counter(cluster(2).address, lanes="shm") as client:
         count(client)
 
         assert counted(client.pull()) == 1
-    assert said() == [f"{SHARED}[0, 1]"]
+    assert lane_logs() == [f"{SHARED}[0, 1]"]
 
 
-def test_the_environment_chooses(
-    cluster: Make, said: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch
+def test_the_environment_sets_the_lane(
+    cluster: Make, lane_logs: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PS_LANES", "grpc")
     with counter(cluster().address):
-        assert said() == []
+        assert lane_logs() == []
     monkeypatch.setenv("PS_LANES", "fast")
     with pytest.raises(InvalidRequestError, match="lanes 'fast' is not valid"):
         counter(cluster().address)
 
 
-def test_gradients_stay_as_they_were(cluster: Make) -> None:
-    """The servers apply them where they lie, and must not use them up."""
+def test_gradients_are_not_modified(cluster: Make) -> None:
+    """The servers apply them in place, and must not write to them."""
     sgd = OptimizerSpec("sgd", lr=0.5, momentum=0.9, weight_decay=0.1, maximize=True)
     for spec in (
         sgd,
@@ -236,20 +244,20 @@ def test_gradients_stay_as_they_were(cluster: Make) -> None:
     ):
         with connected(cluster(2).address, lanes="shm") as client:
             client.register({"w": np.ones(1000, np.float32)}, spec)
-            tape, weights = client.flat_buffers()
-            np.frombuffer(tape, np.float32)[:1000] = np.arange(1000)
-            before = bytes(tape)
-            client.exchange(gradients=tape, weights=weights)
+            buffer, weights = client.flat_buffers()
+            np.frombuffer(buffer, np.float32)[:1000] = np.arange(1000)
+            before = bytes(buffer)
+            client.exchange(gradients=buffer, weights=weights)
 
-            assert bytes(tape) == before
+            assert bytes(buffer) == before
 
 
 # ---- one version, and no other -------------------------------------------------------------------
 
 
-def test_nobody_sees_a_half_applied_version(cluster: Make) -> None:
-    """One pushes the same number to all elements as fast as it can; on each shard all pulled
-    elements are equal.
+def test_no_reader_sees_a_half_applied_version(cluster: Make) -> None:
+    """One worker pushes the same number to all elements; on each shard all pulled elements are
+    equal.
     """
     size, pushes = 1_000_000, 60
     made = cluster(2, policy="async")
@@ -258,12 +266,12 @@ def test_nobody_sees_a_half_applied_version(cluster: Make) -> None:
     def push(client: Client) -> set[float]:
         return {client.push({"w": np.ones(size, np.float32)}).version for _ in range(pushes)}
 
-    def look(client: Client) -> set[float]:
+    def compare(client: Client) -> set[float]:
         seen: set[float] = set()
         while -pushes not in seen:
             weights = client.pull()["w"]
-            for held in np.split(weights, [border]):
-                assert held.min() == held.max()
+            for versions in np.split(weights, [border]):
+                assert versions.min() == versions.max()
             seen.add(float(weights[0]))
         return seen
 
@@ -274,7 +282,7 @@ def test_nobody_sees_a_half_applied_version(cluster: Make) -> None:
         for client in (first, second):
             client.register(start, OptimizerSpec("sgd", lr=1.0))
         border = first.plan.range(0, "trainable").nbytes // 4
-        _, seen = together(lambda: push(first), lambda: look(second))
+        _, seen = together(lambda: push(first), lambda: compare(second))
     assert len(seen) > 3, "the reader came too late to see anything"
 
 
@@ -282,14 +290,14 @@ def test_nobody_sees_a_half_applied_version(cluster: Make) -> None:
 
 
 def memory_number(server: Server, worker: int) -> int:
-    """Of the offer that stands at the server."""
+    """Return the number of the offer that the server has attached."""
     return server.engine.traffic.shared_buffers._buffers[worker].number
 
 
 def test_memory_that_a_server_has_lost_is_offered_again(
-    cluster: Make, said: Callable[[], list[str]]
+    cluster: Make, lane_logs: Callable[[], list[str]]
 ) -> None:
-    """The exchange that finds out goes over gRPC; the next one is in memory again."""
+    """The exchange that detects it uses gRPC; the next one uses memory again."""
     made = cluster(2)
     with counter(made.address) as client:
         count(client)
@@ -299,10 +307,10 @@ def test_memory_that_a_server_has_lost_is_offered_again(
 
         assert counted(client.pull()) == 3
         assert [memory_number(server, client.worker) for server in made.servers] == [2, 2]
-    assert said() == [f"{SHARED}[0, 1]"] * 2
+    assert lane_logs() == [f"{SHARED}[0, 1]"] * 2
 
 
-def test_weights_that_came_over_grpc_are_not_overwritten_by_lost_memory(cluster: Make) -> None:
+def test_weights_received_over_grpc_are_not_overwritten_by_lost_memory(cluster: Make) -> None:
     made = cluster(2)
     with counter(made.address) as client:
         foreign = memoryview(bytearray(client.plan.nbytes))
@@ -322,8 +330,8 @@ def test_weights_that_came_over_grpc_are_not_overwritten_by_lost_memory(cluster:
         assert counted(weights_of(made.address)) == 1
 
 
-def given_up(client: Client, servers: list[Server]) -> None:
-    """Ctrl-C, once the push is staged."""
+def abandon_push(client: Client, servers: list[Server]) -> None:
+    """Raise Ctrl-C once the push is staged."""
 
     def interrupt() -> None:
         until(
@@ -346,12 +354,13 @@ def timed_out(client: Client, servers: list[Server]) -> None:
         client.exchange(gradients=client.flat_buffers()[0], weights=client.flat_buffers()[1])
 
 
-@pytest.mark.parametrize("ended", [timed_out, given_up])
-def test_push_that_completes_late_touches_nothing_of_what_the_worker_does_next(
+@pytest.mark.parametrize("ended", [timed_out, abandon_push])
+def test_a_late_push_does_not_touch_later_work_of_its_worker(
     ended: Callable[[Client, list[Server]], None], cluster: Make
 ) -> None:
-    """Nobody waits for the first push any more when the second worker makes the round complete.
-    It counts as it was when it was sent, and its weights are written where nobody looks."""
+    """The second worker completes the round when the first push is no longer awaited. It counts as
+    sent, and its weights are written to unused memory.
+    """
     made = cluster(2, min_workers=2)
     timeout = 1.0 if ended is timed_out else 30.0
     clients = together(
@@ -359,8 +368,8 @@ def test_push_that_completes_late_touches_nothing_of_what_the_worker_does_next(
         lambda: counter(made.address, 1),
     )
     with clients[0] as client, clients[1] as late:
-        tape, weights = client.flat_buffers()
-        numbers = np.frombuffer(tape, np.float32)
+        buffer, weights = client.flat_buffers()
+        numbers = np.frombuffer(buffer, np.float32)
         numbers[:] = 1.0
         ended(client, made.servers)
         numbers[:], weights[:] = 77.0, bytes([7]) * weights.nbytes
@@ -377,7 +386,7 @@ def test_push_that_completes_late_touches_nothing_of_what_the_worker_does_next(
 
         numbers[:] = 5.0  # with the other's 1, a mean of 3
         together(
-            lambda: str(client.exchange(gradients=tape, weights=weights)),
+            lambda: str(client.exchange(gradients=buffer, weights=weights)),
             lambda: str(late.push(ONES)),
         )
         assert counted(late.pull()) == 4
@@ -389,7 +398,7 @@ def test_push_that_completes_late_touches_nothing_of_what_the_worker_does_next(
         )
 
 
-def test_servers_that_are_gone_are_shared_with_no_longer(cluster: Make) -> None:
+def test_memory_is_not_shared_with_former_servers(cluster: Make) -> None:
     made = cluster(2)
     with counter(made.address, lanes="shm", connect_timeout=1.0) as client:
         memories = [
@@ -406,8 +415,8 @@ def test_servers_that_are_gone_are_shared_with_no_longer(cluster: Make) -> None:
         assert client.flat_buffers()[0][1] != 201
 
 
-def test_initial_values_that_only_a_buffer_may_have(cluster: Make) -> None:
-    """An attention mask of -inf is accepted whichever way it comes."""
+def test_non_finite_initial_values_are_accepted_in_buffers_only(cluster: Make) -> None:
+    """An attention mask of -inf is accepted over either lane."""
     mask = np.array([0, -np.inf, 1], np.float32)
     for lanes in ("grpc", "shm"):
         with connected(cluster().address, lanes=lanes) as client:

@@ -1,6 +1,4 @@
-"""A state of more than the 4 MiB that gRPC allows a message by default: a model of very many
-tensors, as MoE models.
-"""
+"""A state above the 4 MiB that gRPC allows a message by default: a model of very many tensors."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -32,20 +30,22 @@ def push(client: Client) -> None:
 
 
 def save(servers: Cluster) -> None:
-    hub = servers.servers[0].service
-    assert hub is not None
-    hub.snapshot_scheduler.save(DEADLINE)
+    service = servers.servers[0].service
+    assert service is not None
+    service.snapshot_scheduler.save(DEADLINE)
 
 
 def all_counted(client: Client) -> float:
-    """How many pushes are in every tensor."""
+    """Return how many pushes are in every tensor."""
     (found,) = {float(-value[0]) for value in client.pull().values()}
     return found
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("durability", ["snapshot", "log"])
-def test_a_server_that_comes_again_gets_it(cluster: Make, tmp_path: Path, durability: str) -> None:
+def test_a_restarted_server_receives_the_large_state(
+    cluster: Make, tmp_path: Path, durability: str
+) -> None:
     servers = cluster(2, data_dir=tmp_path, durability=durability)
     with connected(servers.address) as client:
         register(client)
@@ -75,8 +75,8 @@ def test_a_server_that_comes_again_gets_it(cluster: Make, tmp_path: Path, durabi
 
 @pytest.mark.full
 @pytest.mark.parametrize("shard", [0, 1])
-def test_a_standby_gets_it(cluster: Make, tmp_path: Path, shard: int) -> None:
-    """With a snapshot, which it is told of, and without."""
+def test_a_standby_receives_the_large_state(cluster: Make, tmp_path: Path, shard: int) -> None:
+    """With a snapshot and without."""
 
     def follow(server: Server) -> None:
         with RunningStandby(server) as following:

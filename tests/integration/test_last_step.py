@@ -1,4 +1,4 @@
-"""A step that a script makes once more after its loop, as those that accumulate do."""
+"""One more step after the loop, as scripts with gradient accumulation make."""
 
 import torch
 from torch import nn
@@ -7,10 +7,8 @@ from psworker import Job
 from tests.support.training_threads import simulated
 
 
-def test_a_last_step_with_nothing_left_leaves_the_rounds_alone() -> None:
-    """Two batches a step and 9 an epoch: the worker that has used up its own steps once more all
-    the same.
-    """
+def test_a_last_step_without_data_does_not_disturb_the_rounds() -> None:
+    """Two batches a step and 9 an epoch; a worker without a batch left makes the step as well."""
 
     def trained(always: bool) -> list[tuple[list[int], bytes]]:
         def script(job: Job) -> tuple[list[int], bytes]:

@@ -1,5 +1,5 @@
-"""Loaders that are gone through pass after pass: on one worker and on two, under each policy,
-resumed, joined late.
+"""Loaders over several passes: on one worker and on two, under each policy, resumed,
+joined late.
 """
 
 import json
@@ -25,7 +25,7 @@ TRAIN, TEST = 18, 7
 PASSES = 3
 
 
-class Run:
+class LoaderRun:
     """What one worker's script saw: samples, lengths and `skipped`, by pass."""
 
     def __init__(self) -> None:
@@ -39,12 +39,13 @@ class Run:
 
 def examples(
     passes: int = PASSES, stop_at: tuple[int, int] | None = None, each: Any = None
-) -> Callable[[Job], Run]:
-    """The epoch loop of pytorch/examples, with two loaders. stop_at: the pass and step after
-    which it ends. each: is called after the first step of each pass."""
+) -> Callable[[Job], LoaderRun]:
+    """Run the epoch loop of pytorch/examples with two loaders. stop_at: the pass and step after
+    which it ends. each: is called after the first step of each pass.
+    """
 
-    def script(job: Job) -> Run:
-        run, model = Run(), nn.Linear(1, 1)
+    def script(job: Job) -> LoaderRun:
+        run, model = LoaderRun(), nn.Linear(1, 1)
         optimizer = job.optimizer(torch.optim.SGD(model.parameters(), lr=1e-4), model)
         train_loader = job.batches(torch.arange(TRAIN), batch_size=4, seed=7)
         test_loader = job.batches(torch.arange(TEST), batch_size=2, shuffle=False)
@@ -76,8 +77,8 @@ def examples(
     return script
 
 
-def together(runs: list[Run], name: str) -> list[list[int]]:
-    """The samples of each pass, over all workers."""
+def together(runs: list[LoaderRun], name: str) -> list[list[int]]:
+    """Return the samples of each pass, over all workers."""
     return [
         sorted(x for run in runs for x in getattr(run, name)[number]) for number in range(PASSES)
     ]
@@ -87,10 +88,10 @@ def together(runs: list[Run], name: str) -> list[list[int]]:
 @pytest.mark.parametrize("name", POLICIES)
 @pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize("over_the_network", [False, True])
-def test_two_loaders_that_alternate(
+def test_two_alternating_loaders_deal_every_sample_of_each_pass_once(
     cluster: Make, name: str, workers: int, over_the_network: bool
 ) -> None:
-    """Each pass shows each sample once, in all; under sync each worker's length is what it gets."""
+    """Under sync each worker's length is what it gets."""
     if over_the_network:
         runs = real(cluster(2, min_workers=workers, **POLICIES[name]).address, workers, examples())
     else:
@@ -111,8 +112,8 @@ def test_under_sync_each_worker_has_its_own_share(cluster: Make) -> None:
     assert (one.lengths, other.lengths) == ([3] * PASSES, [2] * PASSES)
 
 
-def test_a_length_before_the_first_pass_counts_the_workers_that_are_awaited(cluster: Make) -> None:
-    """A script plans its learning rates before all workers are there, and before it has an
+def test_a_length_before_the_first_pass_counts_the_awaited_workers(cluster: Make) -> None:
+    """A script plans its learning rates before all workers are there and before it has an
     optimizer.
     """
     address = cluster(1, min_workers=2).address
@@ -125,7 +126,7 @@ def test_a_length_before_the_first_pass_counts_the_workers_that_are_awaited(clus
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_a_resumed_job_skips_what_it_has_completed_and_goes_on_within_a_pass(
+def test_a_resumed_job_skips_completed_passes_and_continues_within_one(
     cluster: Make, tmp_path: Path, workers: int
 ) -> None:
     """The servers are stopped after the second step of the second pass."""
@@ -147,10 +148,10 @@ def test_a_resumed_job_skips_what_it_has_completed_and_goes_on_within_a_pass(
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_a_finished_job_has_nothing_left_though_it_ended_with_a_test(
+def test_a_finished_job_has_nothing_left_even_if_it_ended_with_an_evaluation(
     cluster: Make, tmp_path: Path, name: str
 ) -> None:
-    """No step counts what is only evaluated: a worker says itself that it is done with it."""
+    """No step counts evaluated batches: a worker reports itself that it has finished them."""
     settings = {"min_workers": 2, "data_dir": tmp_path, **POLICIES[name]}
     servers = cluster(1, **settings)
     real(servers.address, 2, examples())
@@ -167,10 +168,10 @@ def test_a_finished_job_has_nothing_left_though_it_ended_with_a_test(
         assert run.trained == run.tested == [[]] * PASSES
 
 
-def test_a_worker_that_comes_late_skips_the_passes_that_had_ended(cluster: Make) -> None:
+def test_a_late_worker_skips_completed_passes(cluster: Make) -> None:
     """It begins in the pass that the others are in."""
     address = cluster(1, policy="async").address
-    late: list[Run] = []
+    late: list[LoaderRun] = []
 
     def join_late(number: int) -> None:
         if number == 2:
@@ -183,10 +184,10 @@ def test_a_worker_that_comes_late_skips_the_passes_that_had_ended(cluster: Make)
     assert run.skipped == run.test_skipped == [False] * PASSES
 
 
-def test_a_test_inside_a_training_pass_is_skipped_by_a_resumed_job(
+def test_a_completed_evaluation_inside_a_pass_is_skipped_by_a_resumed_job(
     cluster: Make, tmp_path: Path
 ) -> None:
-    """The pass around it goes on; what was inside it and had ended gives nothing."""
+    """The pass around it continues."""
     settings = {"min_workers": 1, "data_dir": tmp_path}
 
     def script(stop_at: int) -> Callable[[Job], list[bool]]:
@@ -256,14 +257,14 @@ with psworker.connect() as job:
 """
 
 
-def epochs(said: str) -> list[Any]:
+def epochs(printed: str) -> list[Any]:
     return sorted(
-        json.loads(line.partition("EPOCH ")[2]) for line in said.splitlines() if "EPOCH " in line
+        json.loads(line.partition("EPOCH ")[2]) for line in printed.splitlines() if "EPOCH " in line
     )
 
 
-def test_a_resumed_run_of_processes_ends_as_an_uninterrupted_one(programs: Programs) -> None:
-    """Its passes have the orders that the sampler gave before, with processes that fetch."""
+def test_a_resumed_run_of_processes_ends_like_an_uninterrupted_one(programs: Programs) -> None:
+    """Its passes have the sampler's earlier orders, with loader processes."""
     programs.script(SCRIPT)
     settings = ["--servers", 1, "--workers", 2, "--durability", "log", "--max-restarts", 0]
 

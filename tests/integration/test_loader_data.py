@@ -1,4 +1,4 @@
-"""What loaders go through on one worker and on two, under each policy: samplers, DataLoaders,
+"""Sources of loaders on one worker and on two, under each policy: samplers, DataLoaders,
 streams.
 """
 
@@ -23,7 +23,7 @@ TRAIN, PASSES = 18, 3
 
 
 class Buckets:
-    """Batches of several sizes, in an order that is drawn."""
+    """Batches of several sizes in a random order."""
 
     def __iter__(self) -> Iterator[list[int]]:
         batches = [[0, 1, 2, 3, 4, 5], [6], [7, 8, 9], [10, 11], [12, 13, 14, 15, 16, 17]]
@@ -45,7 +45,7 @@ SAMPLERS: dict[str, Callable[[], dict[str, Any]]] = {
 
 
 def sampling(kind: str) -> Callable[[Job], tuple[list[list[list[int]]], list[int]]]:
-    """Trains for some passes; returns the batches of each, and the lengths."""
+    """Train for some passes; return the batches of each, and the lengths."""
 
     def script(job: Job) -> tuple[list[list[list[int]]], list[int]]:
         model, data = nn.Linear(1, 1), torch.arange(TRAIN)
@@ -75,7 +75,7 @@ def sampling(kind: str) -> Callable[[Job], tuple[list[list[list[int]]], list[int
 @pytest.mark.parametrize("name", POLICIES)
 @pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize("kind", SAMPLERS)
-def test_a_sampler_s_batches_go_to_one_worker_each(name: str, workers: int, kind: str) -> None:
+def test_each_batch_of_a_sampler_goes_to_one_worker(name: str, workers: int, kind: str) -> None:
     runs = simulated(workers, sampling(kind), **POLICIES[name])
     ((alone, _),) = simulated(1, sampling(kind))
 
@@ -90,10 +90,8 @@ def test_a_sampler_s_batches_go_to_one_worker_each(name: str, workers: int, kind
             assert lengths == [len(each) for each in seen]
 
 
-def test_the_weights_of_a_batch_sampler_s_batches_are_their_samples() -> None:
-    """Two workers with batches of different sizes make the step that one makes with both batches
-    together.
-    """
+def test_batches_of_a_batch_sampler_are_weighted_by_their_samples() -> None:
+    """Two workers with batches of different sizes make the same step as one with both together."""
 
     class Pairs:
         def __init__(self, *batches: list[int]) -> None:
@@ -133,8 +131,8 @@ def test_a_global_batch_refuses_a_batch_sampler(cluster: Make) -> None:
         real(address, 1, sampling("batch_sampler"))
 
 
-def test_workers_whose_samplers_differ_are_told_so() -> None:
-    """This one goes by the rank, which is no generator that all workers share."""
+def test_workers_with_different_samplers_get_an_error() -> None:
+    """This one depends on the rank, which is no generator that all workers share."""
 
     def script(job: Job) -> None:
         model = nn.Linear(1, 1)
@@ -164,7 +162,7 @@ class ByRank:
 
 
 class Sources:
-    """Of source s the numbers from 10 s on."""
+    """Source s has the numbers from 10 s on."""
 
     def read(self, source: int, offset: int) -> Iterator[int]:
         return iter(range(10 * source + offset, 10 * source + 5))
@@ -172,7 +170,7 @@ class Sources:
 
 @pytest.mark.parametrize("name", POLICIES)
 @pytest.mark.parametrize("workers", [1, 2])
-def test_a_stream_is_read_pass_after_pass_also_without_steps(name: str, workers: int) -> None:
+def test_a_stream_is_read_in_each_pass_even_without_steps(name: str, workers: int) -> None:
     def script(job: Job) -> list[list[int]]:
         model, seen = nn.Linear(1, 1), []
         optimizer = job.optimizer(torch.optim.SGD(model.parameters(), lr=1e-4), model)

@@ -1,6 +1,4 @@
-"""What is lost with a return to a snapshot is told and counted, also where shard 0 itself was
-started again.
-"""
+"""Updates lost in a rollback are reported and counted, also if shard 0 itself was restarted."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -28,10 +26,10 @@ def lost(servers: Cluster) -> float:
     return metrics(servers)("ps_updates_lost_total")
 
 
-def test_a_coordinator_that_is_started_again_tells_and_counts_what_is_lost(
+def test_a_restarted_coordinator_reports_and_counts_lost_updates_once(
     cluster: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It hears of it from the workers that come back, and counts it once, however many they are."""
+    """It learns of them from the workers that return, however many they are."""
     settings = {"data_dir": tmp_path, "snapshot_every": STEPS, "policy": "async"}
     first = cluster(1, **settings)
     with counter(first.address) as client, counter(first.address) as other:
@@ -46,11 +44,13 @@ def test_a_coordinator_that_is_started_again_tells_and_counts_what_is_lost(
             count(each)
 
     assert lost(again) == 3
-    told = [record for record in caplog.records if "updates_lost" in record.__dict__]
-    assert sum(record.__dict__["updates_lost"] for record in told) == 3
+    logged = [record for record in caplog.records if "updates_lost" in record.__dict__]
+    assert sum(record.__dict__["updates_lost"] for record in logged) == 3
 
 
-def test_what_was_given_up_on_purpose_is_not_told_as_lost(cluster: Make, tmp_path: Path) -> None:
+def test_deliberately_abandoned_updates_are_not_reported_as_lost(
+    cluster: Make, tmp_path: Path
+) -> None:
     servers = cluster(1, data_dir=tmp_path, snapshot_every=STEPS, metrics_bind="127.0.0.1:0")
     with counter(servers.address) as client:
         count(client, 5)
@@ -64,10 +64,10 @@ def test_what_was_given_up_on_purpose_is_not_told_as_lost(cluster: Make, tmp_pat
     assert lost(servers) == 0
 
 
-def test_workers_of_before_a_restart_are_not_lost(
+def test_workers_from_before_a_restart_do_not_count_as_lost(
     cluster: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Nobody has to be told of them, and nothing is known but their numbers."""
+    """No operator needs them, and only their numbers are known."""
     first = cluster(1, data_dir=tmp_path)
     with counter(first.address, rank=7) as client:
         count(client)

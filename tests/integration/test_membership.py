@@ -1,4 +1,4 @@
-"""Who takes part: workers that die, pause, come late or leave, and shards whose line is cut."""
+"""Workers that die, pause, join late or leave, and shards whose connection is cut."""
 
 import logging
 import os
@@ -75,7 +75,7 @@ with counter(sys.argv[1], rank=1) as again:
 
 @pytest.fixture
 def worker(tmp_path: Path) -> Iterator[Callable[[str], Program]]:
-    """Starts the process of a worker with rank 1, which trains against an address."""
+    """Start the process of a worker with rank 1, which trains against an address."""
     with programs_in(tmp_path) as programs:
         script = programs.script(WORKER)
         yield lambda address: programs.fork("python", script, address)
@@ -85,7 +85,7 @@ Start = Callable[[str], Program]
 
 
 def member(address: str, rank: int) -> dict[str, Any]:
-    """The newest worker of that rank, as status shows it."""
+    """Return the newest worker of that rank from the status."""
     found: dict[str, Any] = [row for row in status(address)["workers"] if row["rank"] == rank][-1]
     return found
 
@@ -93,7 +93,7 @@ def member(address: str, rank: int) -> dict[str, Any]:
 # ---- workers -------------------------------------------------------------------------------------
 
 
-def test_a_killed_worker_is_dropped_and_the_rest_continue(
+def test_a_killed_worker_is_dropped_and_the_others_continue(
     cluster: Make, worker: Start, caplog: pytest.LogCaptureFixture
 ) -> None:
     address = cluster(2, min_workers=2, lease=LONG_LEASE).address
@@ -113,8 +113,8 @@ def test_a_killed_worker_is_dropped_and_the_rest_continue(
     assert (record.levelno, record.__dict__["worker"]) == (logging.WARNING, lost["worker"])
 
 
-def test_who_started_a_worker_reports_its_end(cluster: Make, worker: Start) -> None:
-    """As ps-run does. The servers take its word: to them this one only stands still."""
+def test_the_parent_of_a_worker_may_report_its_end(cluster: Make, worker: Start) -> None:
+    """As ps-run does: to the servers the worker is only silent."""
     address = cluster(2, min_workers=2, lease=10 * LONG_LEASE).address
     other = worker(address)
     with counter(address, rank=0) as client, closing(GrpcJobObserver(address)) as observer:
@@ -128,9 +128,7 @@ def test_who_started_a_worker_reports_its_end(cluster: Make, worker: Start) -> N
         assert (lost["state"], lost["reason"]) == ("lost", "its process was killed by SIGKILL")
 
 
-def test_a_worker_that_was_paused_is_fenced_and_may_come_back_as_new(
-    cluster: Make, worker: Start
-) -> None:
+def test_a_suspended_worker_is_fenced_and_may_rejoin(cluster: Make, worker: Start) -> None:
     """Nothing that it sends afterwards counts."""
     address = cluster(1, policy="async", lease=LONG_LEASE).address
     other = worker(address)
@@ -149,8 +147,8 @@ def test_a_worker_that_was_paused_is_fenced_and_may_come_back_as_new(
     assert (back["state"], back["worker"] > fenced) == ("left", True)
 
 
-def test_a_worker_that_only_computes_for_long_is_not_dropped(cluster: Make) -> None:
-    """Its heartbeats keep the lease, whatever its script does meanwhile."""
+def test_a_worker_that_computes_for_long_is_not_dropped(cluster: Make) -> None:
+    """Its heartbeats renew the lease, whatever its script does meanwhile."""
     address = cluster(1, min_workers=2, lease=OUTLIVED).address
 
     def slow() -> None:
@@ -170,7 +168,7 @@ def test_a_worker_that_only_computes_for_long_is_not_dropped(cluster: Make) -> N
 
 
 class TricklingLane(GrpcTransport):
-    """To shard `slow`, data goes a frame at a time, with pauses between."""
+    """Sends data to shard `slow` one frame at a time, with pauses between."""
 
     slow = 0
 
@@ -197,7 +195,7 @@ def trickle(frame: bytes) -> bytes:
 def test_a_worker_whose_bytes_move_is_not_dropped(
     cluster: Make, monkeypatch: pytest.MonkeyPatch, slow: int
 ) -> None:
-    """Where they fill its line no heartbeat may get through; and whoever sends neither is lost."""
+    """No heartbeat may get through a full connection; a worker that sends neither is lost."""
     servers = cluster(2, lease=2.0, lanes="grpc")
     monkeypatch.setattr(WorkerMembership, "send_heartbeat", lambda place, *args: "")
     lane = TricklingLane(servers.addresses.split(","))
@@ -216,15 +214,15 @@ def test_a_worker_whose_bytes_move_is_not_dropped(
         )
 
 
-def test_time_passes_for_a_server_from_its_start_on(
+def test_a_server_measures_time_from_its_start(
     cluster: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where it is stopped before its first tick it could not know of that, and would end leases
-    that nobody broke.
-    """
+    """A suspension before its first tick would otherwise end valid leases."""
     ticks, tick = [], CoordinatorService.tick
     monkeypatch.setattr(CommandExecutor, "next_tick_seconds", lambda executor: 2 * DEADLINE)
-    monkeypatch.setattr(CoordinatorService, "tick", lambda hub: (tick(hub), ticks.append(hub)))
+    monkeypatch.setattr(
+        CoordinatorService, "tick", lambda service: (tick(service), ticks.append(service))
+    )
     servers = cluster(1)
 
     until(lambda: ticks == [servers.servers[0].service], "a first tick")
@@ -234,24 +232,24 @@ def test_batches_of_a_dead_worker_go_to_others(cluster: Make) -> None:
     """Every batch counts exactly once."""
     address, loop = cluster(2, lease=OUTLIVED).address, LoopSpec(0, size=20, batch_size=1)
     with counter(address) as client:
-        held = silent_worker(address, client.job, codec.model_to_proto(client.plan.spec), loop)
-        tape, used = memoryview(bytearray(client.plan.nbytes)), []
+        delayed = silent_worker(address, client.job, codec.model_to_proto(client.plan.spec), loop)
+        buffer, used = memoryview(bytearray(client.plan.nbytes)), []
         while not (lease := client.next_batches(loop, idle=True)).end:
             used += lease.numbers
             client.exchange(
-                gradients=tape,
+                gradients=buffer,
                 weights=None,
                 batches=[BatchKey(0, number) for number in lease.numbers],
             )
 
-    assert len(held) == 4
+    assert len(delayed) == 4
     assert sorted(used) == list(range(20))
     (row,) = status(address)["data"]
     assert (row["committed"], row["leased"], row["ended"]) == (20, 0, True)
 
 
 def silent_worker(address: str, job: str, model: Any, loop: LoopSpec) -> list[int]:
-    """A worker that takes batches and is never heard of again; the batches."""
+    """Join as a worker that takes batches and stays silent; return the batches."""
     with closing(open_channel(address)) as channel:
         stub = CoordinatorServiceStub(channel)
         worker = stub.Join(co.JoinRequest(job=job), timeout=10).worker
@@ -262,7 +260,7 @@ def silent_worker(address: str, job: str, model: Any, loop: LoopSpec) -> list[in
         return list(stub.NextBatch(request, timeout=10).numbers)
 
 
-def test_a_worker_that_comes_late_counts_from_then_on(cluster: Make) -> None:
+def test_a_late_worker_counts_from_its_registration(cluster: Make) -> None:
     address = cluster(2).address
     with counter(address, rank=0) as first:
         count(first, 3)
@@ -275,7 +273,7 @@ def test_a_worker_that_comes_late_counts_from_then_on(cluster: Make) -> None:
     assert [member(address, rank)["steps"] for rank in (0, 1)] == [6, 2]
 
 
-def test_whom_a_round_waits_for_is_shown_and_it_closes_when_that_one_leaves(cluster: Make) -> None:
+def test_the_awaited_worker_is_shown_and_the_round_closes_when_it_leaves(cluster: Make) -> None:
     address = cluster(2, min_workers=2).address
     with (
         ThreadPoolExecutor(1) as pool,
@@ -293,7 +291,7 @@ def test_whom_a_round_waits_for_is_shown_and_it_closes_when_that_one_leaves(clus
         assert member(address, rank=1)["reason"] == "not today"
 
 
-def test_a_wait_that_takes_too_long_names_the_late_one(cluster: Make) -> None:
+def test_a_wait_timeout_names_the_late_worker(cluster: Make) -> None:
     address = cluster(1, min_workers=2).address
     with counter(address, rank=0, wait_timeout=0.3) as quick, counter(address, rank=1) as late:
         with pytest.raises(
@@ -304,7 +302,7 @@ def test_a_wait_that_takes_too_long_names_the_late_one(cluster: Make) -> None:
         assert caught.value.exit_code == 20
 
 
-def test_workers_that_do_not_come_are_not_waited_for_for_ever(cluster: Make) -> None:
+def test_absent_workers_are_not_awaited_forever(cluster: Make) -> None:
     address = cluster(1, min_workers=2, join_timeout=0.3).address
     with counter(address) as client:
         with pytest.raises(TooFewWorkersError, match=r"1 of --min-workers 2 are here") as caught:
@@ -326,7 +324,7 @@ def test_one_address_leads_to_all_servers(cluster: Make) -> None:
 # ---- shards --------------------------------------------------------------------------------------
 
 
-def test_a_shard_that_comes_again_without_snapshots_ends_the_job(cluster: Make) -> None:
+def test_a_restarted_shard_without_snapshots_ends_the_job(cluster: Make) -> None:
     servers = cluster(2)
     with counter(servers.address) as client:
         count(client)
@@ -342,8 +340,8 @@ def test_a_shard_that_comes_again_without_snapshots_ends_the_job(cluster: Make) 
     assert "shard 1 was restarted and there is no snapshot to go back to" in str(leader.failure)
 
 
-def test_the_late_end_of_an_old_line_does_not_cut_off_a_shard_that_has_connected_again() -> None:
-    """One side may notice a cut long after the other has opened a new line."""
+def test_a_late_end_of_an_old_connection_does_not_disconnect_the_shard() -> None:
+    """One side may notice a cut long after the other has opened a new connection."""
     with closing(
         Server(ServerConfig(shards=2, bind="127.0.0.1:0", metrics_bind="127.0.0.1:0"))
     ) as leader:

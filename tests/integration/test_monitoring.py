@@ -38,7 +38,7 @@ def scrape(server: Server) -> Metrics:
     return Metrics(server.monitor.address)
 
 
-def test_a_training_in_numbers(cluster: Make, tmp_path: Path) -> None:
+def test_metrics_show_the_numbers_of_a_training(cluster: Make, tmp_path: Path) -> None:
     began = time.time()
     servers = cluster(
         2,
@@ -90,7 +90,7 @@ def test_a_training_in_numbers(cluster: Make, tmp_path: Path) -> None:
     )
 
 
-def test_every_shard_shows_the_policy_of_the_moment(cluster: Make) -> None:
+def test_every_shard_shows_the_current_policy(cluster: Make) -> None:
     servers = cluster(2, metrics_bind=LOOPBACK).servers
     shown = lambda: [scrape(server).labels("ps_shard_info")[0]["policy"] for server in servers]  # noqa: E731
     assert shown() == ["sync", "sync"]
@@ -100,7 +100,7 @@ def test_every_shard_shows_the_policy_of_the_moment(cluster: Make) -> None:
     until(lambda: shown() == ["async", "async"], "the new policy on both shards")
 
 
-def test_workers_by_state_while_they_train_and_after(cluster: Make) -> None:
+def test_workers_are_shown_by_state_during_and_after_training(cluster: Make) -> None:
     servers = cluster(1, min_workers=2, metrics_bind=LOOPBACK)
     address, leader = servers.address, servers.servers[0]
     with counter(address, rank=0) as first, counter(address, rank=1) as second:
@@ -118,12 +118,12 @@ def test_workers_by_state_while_they_train_and_after(cluster: Make) -> None:
 
 
 def in_state(server: Server, state: str) -> float:
-    """Workers; nobody has been counted before the first tick."""
+    """Return the workers in a state; none is counted before the first tick."""
     seen = scrape(server)
     return seen("ps_workers", state=state) if "ps_workers" in seen.names else 0.0
 
 
-def test_pushes_by_outcome(cluster: Make) -> None:
+def test_pushes_are_counted_by_outcome(cluster: Make) -> None:
     servers = cluster(1, policy="async", max_staleness=0, metrics_bind=LOOPBACK)
     with counter(servers.address) as quick, counter(servers.address) as slow:
         quick.pull()
@@ -140,7 +140,7 @@ def test_pushes_by_outcome(cluster: Make) -> None:
     assert outcomes == {"applied": 1, "stale": 1, "rejected": 1}
 
 
-def test_staleness_is_seen_in_async(cluster: Make) -> None:
+def test_staleness_is_shown_under_async(cluster: Make) -> None:
     servers = cluster(2, policy="async", metrics_bind=LOOPBACK)
     with counter(servers.address) as quick, counter(servers.address) as slow:
         slow.pull()
@@ -154,7 +154,7 @@ def test_staleness_is_seen_in_async(cluster: Make) -> None:
 
 
 @pytest.mark.parametrize(
-    ("error", "said", "reason"),
+    ("error", "body", "reason"),
     [
         (OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), "No space left on device", "ENOSPC"),
         (
@@ -164,12 +164,12 @@ def test_staleness_is_seen_in_async(cluster: Make) -> None:
         ),  # nobody waits for a part that will not come
     ],
 )
-def test_a_snapshot_that_fails_is_counted_by_its_cause_and_training_goes_on(
+def test_a_failed_snapshot_is_counted_by_cause_and_training_continues(
     cluster: Make,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     error: Exception,
-    said: str,
+    body: str,
     reason: str,
 ) -> None:
     def fails(*_: object) -> str:
@@ -184,14 +184,14 @@ def test_a_snapshot_that_fails_is_counted_by_its_cause_and_training_goes_on(
         until(lambda: status(servers.address)["snapshot_problem"], "a failure that is said")
         count(client)
 
-    assert said in status(servers.address)["snapshot_problem"]
+    assert body in status(servers.address)["snapshot_problem"]
     seen = scrape(servers.servers[0])
     assert seen("ps_snapshot_failures_total", reason=reason) >= 1
     assert seen("ps_snapshot_last_success_timestamp_seconds") == 0
 
 
 @pytest.mark.parametrize("durability", ["snapshot", "log"])
-def test_a_snapshot_is_as_old_after_a_restart_as_before(
+def test_the_age_of_a_snapshot_survives_a_restart(
     cluster: Make, tmp_path: Path, durability: str
 ) -> None:
     settings = {"data_dir": tmp_path, "durability": durability, "metrics_bind": LOOPBACK}
@@ -210,10 +210,8 @@ def test_a_snapshot_is_as_old_after_a_restart_as_before(
         assert seen("ps_snapshot_bytes") > 0
 
 
-def test_probes(cluster: Make) -> None:
-    """Alive from the start; ready once there are weights to train on, and until then it says
-    what is missing.
-    """
+def test_probes_show_a_live_server_and_the_missing_weights(cluster: Make) -> None:
+    """Alive from the start; ready once there are weights to train on."""
     servers = cluster(2, metrics_bind=LOOPBACK)
     leader, other = (server.monitor.address for server in servers.servers)
     assert get(leader, "/livez") == get(other, "/livez") == (200, "alive\n")
@@ -231,7 +229,7 @@ def test_probes(cluster: Make) -> None:
     assert get(leader, "/livez").status == 200
 
 
-def test_not_ready_while_a_shard_is_missing(cluster: Make) -> None:
+def test_a_server_is_not_ready_while_a_shard_is_missing(cluster: Make) -> None:
     servers = cluster(2, metrics_bind=LOOPBACK)
     leader = servers.servers[0].monitor.address
     with counter(servers.address) as client:
@@ -245,7 +243,7 @@ def test_not_ready_while_a_shard_is_missing(cluster: Make) -> None:
 
 
 def test_a_standby_is_ready_once_it_could_take_over(cluster: Make) -> None:
-    """It shows how far it is, and nothing that would count as its shard's."""
+    """It shows its position, and nothing that would count as its shard's."""
     server = cluster(metrics_bind=LOOPBACK).servers[0]
     with counter(server.address) as client, RunningStandby(server) as following:
         address = following.standby.monitor.address
@@ -261,7 +259,7 @@ def test_a_standby_is_ready_once_it_could_take_over(cluster: Make) -> None:
         get(address, "/livez")
 
 
-def test_a_standby_with_nothing_is_not_ready(cluster: Make) -> None:
+def test_an_empty_standby_is_not_ready(cluster: Make) -> None:
     nobody = f"127.0.0.1:{free_ports(1)[0]}"
     with RunningStandby(cluster(metrics_bind=LOOPBACK).servers[0], standby_of=nobody) as following:
         found = get(following.standby.monitor.address, "/readyz")
@@ -269,18 +267,18 @@ def test_a_standby_with_nothing_is_not_ready(cluster: Make) -> None:
         assert nobody in found.text  # and why, once the first attempt has failed
 
 
-def test_a_worker_counts_its_steps_and_where_their_time_goes(cluster: Make) -> None:
+def test_a_worker_counts_its_steps_and_their_phases(cluster: Make) -> None:
     address = cluster(1).address
     served = worker_metrics.serve(LOOPBACK)
     in_job = lambda: Metrics(served)("ps_worker_in_job")  # noqa: E731
     places = [in_job()]
 
-    def look(job: Job) -> None:
+    def scrape_now(job: Job) -> None:
         job.report(loss=0.25, accuracy=0.5)
         places.append(in_job())
 
     try:
-        train(address, workers=1, each=look)
+        train(address, workers=1, each=scrape_now)
         seen = Metrics(served)
         places.append(in_job())
     finally:

@@ -1,6 +1,4 @@
-"""Numbers that an optimizer keeps once for each tensor, in reshards, restarts and standbys:
-against plain torch.
-"""
+"""Per-tensor scalars of an optimizer in reshards, restarts and standbys, against plain torch."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -71,7 +69,7 @@ def check(client: Client, name: str, hyper: dict[str, Any], steps: int) -> None:
 
 
 @pytest.mark.parametrize(("name", "hyper"), OPTIMIZERS)
-def test_a_reshard(cluster: Make, name: str, hyper: dict[str, Any]) -> None:
+def test_a_reshard_transfers_the_state(cluster: Make, name: str, hyper: dict[str, Any]) -> None:
     servers = cluster(2, policy="async")
     with trainer(servers.address, name, hyper) as client:
         train(client, 0, 6)
@@ -83,7 +81,7 @@ def test_a_reshard(cluster: Make, name: str, hyper: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(("name", "hyper"), OPTIMIZERS)
-def test_recovery_from_the_log(
+def test_recovery_from_the_log_restores_the_state(
     cluster: Make, tmp_path: Path, name: str, hyper: dict[str, Any]
 ) -> None:
     """A snapshot in the middle, updates after it, then all servers die."""
@@ -107,7 +105,7 @@ def test_recovery_from_the_log(
 @pytest.mark.every(2)
 @pytest.mark.parametrize(("name", "hyper"), OPTIMIZERS)
 @pytest.mark.parametrize(("before", "after"), [(1, 3), (3, 2)])
-def test_a_snapshot_on_another_number_of_servers(
+def test_a_snapshot_restores_the_state_on_another_number_of_servers(
     cluster: Make, tmp_path: Path, name: str, hyper: dict[str, Any], before: int, after: int
 ) -> None:
     servers = cluster(before, data_dir=tmp_path)
@@ -124,17 +122,17 @@ def test_a_snapshot_on_another_number_of_servers(
 
 
 @pytest.mark.parametrize(("name", "hyper"), OPTIMIZERS)
-def test_a_standby_that_comes_late(cluster: Make, name: str, hyper: dict[str, Any]) -> None:
+def test_a_late_standby_receives_the_state(cluster: Make, name: str, hyper: dict[str, Any]) -> None:
     server = cluster().servers[0]
     with trainer(server.address, name, hyper) as client:
         train(client, 0, 6)
         with RunningStandby(server) as following:
             following.in_sync()
             train(client, 6, 9)
-            mirror = following.standby._standby_state
-            assert mirror is not None
-            until(lambda: mirror.version == 9, "all updates")
-            store = mirror.shard_state.store
+            standby_state = following.standby._standby_state
+            assert standby_state is not None
+            until(lambda: standby_state.version == 9, "all updates")
+            store = standby_state.shard_state.store
             assert store is not None
             assert server.engine.live.store is not None
             assert checksum(store) == checksum(server.engine.live.store)
@@ -150,12 +148,10 @@ def test_a_standby_that_comes_late(cluster: Make, name: str, hyper: dict[str, An
         ("asgd", '[{"lambd": -1e9}]'),
     ],
 )
-def test_a_push_with_numbers_that_no_formula_can_use_changes_nothing(
+def test_a_push_with_unusable_numbers_changes_nothing(
     cluster: Make, name: str, groups: str
 ) -> None:
-    """Else every server would raise an exception at an update that all have agreed on, and again
-    after a restart.
-    """
+    """Otherwise every server would raise at an agreed update, and again after a restart."""
     servers = cluster(2)
     with connected(servers.address) as client:
         plan = client.agree(spec_of({"w": np.zeros(900, np.float32)}, {}, {}, OptimizerSpec(name)))

@@ -1,6 +1,4 @@
-"""Steps that travel while the model computes, over real gRPC and shared memory: same weights,
-nothing lost.
-"""
+"""Steps sent while the model computes, over gRPC and shared memory: same weights, nothing lost."""
 
 import time
 from collections.abc import Callable
@@ -23,7 +21,7 @@ LANES = ("grpc", "shm")
 
 
 def net() -> nn.Module:
-    """The same for everyone: workers are threads here, and share torch's generator."""
+    """Return the same for each worker: workers are threads here and share torch's generator."""
     layers = (
         nn.Linear(6, 400),
         nn.BatchNorm1d(400),
@@ -73,8 +71,10 @@ def assert_alike(states: list[Named]) -> None:
 @pytest.mark.every(2)
 @pytest.mark.parametrize("lanes", LANES)
 @pytest.mark.parametrize("clip", [False, True])
-def test_on_and_off_give_the_same_bytes(cluster: Make, lanes: str, clip: bool) -> None:
-    """Two workers, two servers, sync; what is clipped has left before and goes again."""
+def test_with_and_without_overlap_the_bytes_are_the_same(
+    cluster: Make, lanes: str, clip: bool
+) -> None:
+    """Two workers, two servers, sync; clipped gradients are sent a second time."""
     runs = [
         real(
             cluster(2, min_workers=2, lanes=lanes).address,
@@ -115,9 +115,11 @@ def test_phases_add_up_to_the_time_of_the_steps(cluster: Make, mode: str) -> Non
 @pytest.mark.every(4)
 @pytest.mark.parametrize("lanes", LANES)
 @pytest.mark.parametrize("shards", [1, 2])
-def test_seconds_of_a_push_are_the_exchange_s(cluster: Make, shards: int, lanes: str) -> None:
-    """In the median of some pushes of 16 MB: a moment's delay outside of the exchange is none of
-    its business.
+def test_the_seconds_of_a_push_are_those_of_the_exchange(
+    cluster: Make, shards: int, lanes: str
+) -> None:
+    """In the median of some pushes of 16 MB: a short delay outside of the exchange does
+    not count.
     """
 
     def script(job: Job) -> float:
@@ -134,11 +136,11 @@ def test_seconds_of_a_push_are_the_exchange_s(cluster: Make, shards: int, lanes:
         assert share == pytest.approx(1.0, rel=0.05)
 
 
-def test_a_loop_with_overlap_is_the_loop_without(
+def test_a_loop_with_overlap_equals_the_loop_without(
     cluster: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The operator switches it on; asking for data, sitting out and pulling at the end do not
-    disturb a push.
+    """The operator switches it on; data requests, sitting out and the last pull do not disturb a
+    push.
     """
     monkeypatch.setattr(overlap, "piece_nbytes", lambda nbytes: 1024)
     data = torch.randn(50, 6, generator=torch.Generator().manual_seed(0))
@@ -187,7 +189,7 @@ def test_a_pipeline_counts_every_batch_and_its_staleness(
         )
 
 
-def test_a_pipeline_alone_is_one_update_late_each_time(cluster: Make) -> None:
+def test_a_pipeline_of_one_worker_is_one_update_late(cluster: Make) -> None:
     def script(job: Job) -> list[int]:
         model, seen = net(), []
         optimizer = job.optimizer(adam(model), model, pipeline=True)
@@ -205,7 +207,7 @@ def test_a_pipeline_alone_is_one_update_late_each_time(cluster: Make) -> None:
     assert seen == [0] + [1] * (STEPS - 1)
 
 
-def test_a_pipeline_tells_of_a_nan_at_the_next_step(cluster: Make) -> None:
+def test_a_pipeline_reports_a_nan_at_the_next_step(cluster: Make) -> None:
     def script(job: Job) -> None:
         model = net()
         optimizer = job.optimizer(adam(model), model, pipeline=True)
@@ -229,10 +231,10 @@ def test_a_pipeline_under_sync_is_refused(cluster: Make) -> None:
 
 @pytest.mark.parametrize("lanes", LANES)
 @pytest.mark.parametrize("where", ["in forward", "after backward", "after step"])
-def test_others_go_on_when_a_worker_fails_in_the_middle(
+def test_other_workers_continue_when_one_fails_during_a_step(
     cluster: Make, monkeypatch: pytest.MonkeyPatch, lanes: str, where: str
 ) -> None:
-    """Its push has begun, or its weights are still coming; it leaves, and the other one's steps
+    """Its push has begun, or its weights are still arriving; it leaves, and the others
     count alone.
     """
     monkeypatch.setattr(overlap, "piece_nbytes", lambda nbytes: 1024)
@@ -264,7 +266,7 @@ def test_others_go_on_when_a_worker_fails_in_the_middle(
     assert versions[1] == (2 if where == "after backward" else 3)
 
 
-def test_a_nan_is_skipped_and_harms_no_model(cluster: Make) -> None:
+def test_a_nan_is_skipped_and_changes_no_model(cluster: Make) -> None:
     """The push is refused on every shard; the next step is the first again."""
 
     def script(job: Job) -> tuple[bool, int]:

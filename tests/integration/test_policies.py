@@ -1,4 +1,4 @@
-"""What sync, async and ssp promise, seen by the scripts, in the weights and in the status."""
+"""What sync, async and ssp guarantee, seen by scripts, in the weights and in the status."""
 
 import random
 import re
@@ -44,7 +44,7 @@ SGD = OptimizerSpec("sgd", lr=1.0)
 
 
 @contextmanager
-def crew(address: str, count: int, value: Array) -> Iterator[list[Client]]:
+def connected_workers(address: str, count: int, value: Array) -> Iterator[list[Client]]:
     """Workers of ranks 0, 1, ... that train one tensor `w`, SGD with learning rate 1."""
     with ExitStack() as stack:
         clients = [stack.enter_context(connected(address, rank)) for rank in range(count)]
@@ -55,7 +55,7 @@ def crew(address: str, count: int, value: Array) -> Iterator[list[Client]]:
 
 def test_a_round_is_the_mean_weighted_by_samples(cluster: Make) -> None:
     address = cluster(2, min_workers=2).address
-    with crew(address, 2, np.zeros(40, np.float32)) as (first, second):
+    with connected_workers(address, 2, np.zeros(40, np.float32)) as (first, second):
         results = together(
             lambda: first.push({"w": np.full(40, 1.0, np.float32)}, samples=1),
             lambda: second.push({"w": np.full(40, 5.0, np.float32)}, samples=3),
@@ -65,9 +65,12 @@ def test_a_round_is_the_mean_weighted_by_samples(cluster: Make) -> None:
         assert np.array_equal(first.pull()["w"], np.full(40, -4.0, np.float32))
 
 
-def test_a_round_closes_only_with_its_whole_roster(cluster: Make) -> None:
+def test_a_round_closes_only_with_all_its_workers(cluster: Make) -> None:
     address = cluster(1, min_workers=3).address
-    with crew(address, 3, np.zeros(4, np.float32)) as clients, ThreadPoolExecutor(3) as pool:
+    with (
+        connected_workers(address, 3, np.zeros(4, np.float32)) as clients,
+        ThreadPoolExecutor(3) as pool,
+    ):
         for number, client in enumerate(clients, start=1):
             assert status(address)["version"] == 0
             pushing = pool.submit(client.push, {"w": np.ones(4, np.float32)})
@@ -76,12 +79,12 @@ def test_a_round_closes_only_with_its_whole_roster(cluster: Make) -> None:
         assert pushing.result(30).version == status(address)["version"] == 1
 
 
-def test_rounds_are_summed_in_worker_order_whoever_comes_first(cluster: Make) -> None:
-    """Each order of arrival on a number of its own: the bits are those of the sum 0, 1, 2."""
+def test_rounds_are_summed_in_worker_order_for_any_order_of_arrival(cluster: Make) -> None:
+    """Each order of arrival on its own element: the bits are those of the sum 0, 1, 2."""
     values = np.float32([1e8, 3.0, -1e8])
     address, orders = cluster(2, min_workers=3).address, list(permutations(range(3)))
     with (
-        crew(address, 3, np.zeros(len(orders), np.float32)) as clients,
+        connected_workers(address, 3, np.zeros(len(orders), np.float32)) as clients,
         ThreadPoolExecutor(3) as pool,
     ):
         for number, order in enumerate(orders):
@@ -100,7 +103,7 @@ def test_rounds_are_summed_in_worker_order_whoever_comes_first(cluster: Make) ->
 
 
 def until_it_waits_for(address: str, late: Sequence[Client]) -> None:
-    """Until these, and no others, are what the round waits for."""
+    """Wait until the round waits for exactly these."""
     expected = sorted(f"worker {client.worker}" for client in late)
 
     def found() -> bool:
@@ -110,7 +113,7 @@ def until_it_waits_for(address: str, late: Sequence[Client]) -> None:
 
 
 def weighted_sum(values: Sequence[np.float32]) -> float:
-    """In float32, in this order, each with a third of the weight."""
+    """Return the sum in float32, in this order, each with a third of the weight."""
     total = values[0] * np.float32(1 / 3)
     for value in values[1:]:
         total = np.float32(np.float64(total) + np.float64(value) * np.float64(np.float32(1 / 3)))
@@ -120,11 +123,9 @@ def weighted_sum(values: Sequence[np.float32]) -> float:
 # ---- ssp -----------------------------------------------------------------------------------------
 
 
-class Race:
-    """Workers of very different speeds that push to a coordinator, join and leave at random.
-
-    The clocks are the race's own: a push that was applied is a step; a joiner begins where the
-    slowest is.
+class SimulatedRace:
+    """Workers of very different speeds that push to a coordinator, join and leave at random. It
+    keeps its own clocks: an applied push is a step; a new worker starts at the slowest clock.
     """
 
     def __init__(self, staleness: int, seed: int) -> None:
@@ -164,7 +165,7 @@ class Race:
         self.look()
 
     def step(self) -> None:
-        """Some worker that does not wait for its push finishes a step."""
+        """Let some worker that does not wait for its push finish a step."""
         free = [worker for worker in self.clocks if worker not in self._staged]
         if not free:
             raise AssertionError("all wait: nobody can go on")
@@ -180,7 +181,7 @@ class Race:
         self.look()
 
     def look(self) -> None:
-        """Take note of what was decided, one update at a time."""
+        """Record the decisions, one update at a time."""
         for entry in self.coordinator.entries_after(self._seen):
             self._seen = entry.index
             for contribution in entry.contributions if isinstance(entry, Apply) else ():
@@ -194,11 +195,11 @@ class Race:
 
 @pytest.mark.every(4)
 @pytest.mark.parametrize("staleness", [1, 2, 3, 8])
-def test_in_100_000_pushes_nobody_is_ever_further_ahead_than_the_bound(staleness: int) -> None:
-    """25 000 for each of four bounds. The bound is reached, pushes do wait, and nobody waits for
-    ever.
+def test_in_100_000_pushes_no_worker_exceeds_the_bound(staleness: int) -> None:
+    """25 000 for each of four bounds. The bound is reached, pushes do wait, and none waits
+    forever.
     """
-    race = Race(staleness, seed=staleness)
+    race = SimulatedRace(staleness, seed=staleness)
     race.run(25_000)
 
     assert max(race.spreads) == staleness
@@ -207,11 +208,11 @@ def test_in_100_000_pushes_nobody_is_ever_further_ahead_than_the_bound(staleness
 
 
 @pytest.mark.parametrize("staleness", [1, 3])
-def test_a_slow_worker_holds_up_the_others_at_the_bound_and_not_before(
+def test_a_slow_worker_delays_the_others_exactly_at_the_bound(
     cluster: Make, staleness: int
 ) -> None:
-    """Real servers. What the fast ones have finished never exceeds what the slow one has begun
-    to push by more.
+    """Real servers. The fast workers never exceed the pushes that the slow one has begun
+    by more.
     """
     steps, finished, begun = 8, [0, 0, 0], [0]
     spreads: list[int] = []
@@ -252,9 +253,7 @@ def clocks(observer: Client) -> list[int]:
 
 
 def clocks_ahead(observer: Client, ahead: int, steps: int) -> bool:
-    """The fast ones are there, and have another push staged, which names the slow one as whom it
-    waits for.
-    """
+    """Wait until the fast ones have another push staged, which names the slow one as awaited."""
     seen = observer.status()
     _, *fast = clocks_of(seen)
     assert max(fast) <= ahead, "more than the bound"
@@ -264,8 +263,8 @@ def clocks_ahead(observer: Client, ahead: int, steps: int) -> bool:
 # ---- async and the answers -----------------------------------------------------------------------
 
 
-def test_async_applies_at_once_and_a_slow_worker_holds_up_nobody(cluster: Make) -> None:
-    """One thread for both: a push that waited for the other worker would wait for ever."""
+def test_async_applies_at_once_and_a_slow_worker_delays_no_other(cluster: Make) -> None:
+    """One thread for both: a push that waited for the other worker would wait forever."""
     address = cluster(2, policy="async", min_workers=2).address
     with counter(address, 1) as slow, counter(address, 0, wait_timeout=5.0) as fast:
         for version in range(1, 21):
@@ -279,7 +278,7 @@ def test_async_applies_at_once_and_a_slow_worker_holds_up_nobody(cluster: Make) 
         assert counted(fast.pull()) == 22
 
 
-def test_a_gradient_beyond_max_staleness_is_refused_and_its_worker_goes_on(cluster: Make) -> None:
+def test_a_gradient_beyond_max_staleness_is_refused_and_its_worker_continues(cluster: Make) -> None:
     address = cluster(2, policy="async", max_staleness=2, min_workers=2).address
     with counter(address, 1) as slow, counter(address, 0) as fast:
         for _ in range(2):
@@ -298,10 +297,10 @@ def test_a_gradient_beyond_max_staleness_is_refused_and_its_worker_goes_on(clust
     assert status(address)["pushes"] == {"applied": 7, "stale": 1, "rejected": 0, "duplicate": 0}
 
 
-def test_a_gradient_that_is_not_finite_is_rejected_by_name_before_anything_changes(
+def test_a_non_finite_gradient_is_rejected_by_name_before_anything_changes(
     cluster: Make,
 ) -> None:
-    """The round goes on waiting for a good one of that worker."""
+    """The round keeps waiting for a good one of that worker."""
     address = cluster(2, min_workers=2, bad_gradients="skip").address
     with counter(address, 0) as good, counter(address, 1) as bad, ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(good.push, ONES)
@@ -315,8 +314,8 @@ def test_a_gradient_that_is_not_finite_is_rejected_by_name_before_anything_chang
         assert counted(bad.pull()) == 1
 
 
-class LosesAnswers(GrpcTransport):
-    """Everything arrives, but of what shard `deaf` answers nothing comes back."""
+class LosesAnswersLane(GrpcTransport):
+    """Delivers everything, but loses the answers of shard `deaf`."""
 
     deaf: int | None = None
 
@@ -327,9 +326,9 @@ class LosesAnswers(GrpcTransport):
         return answer
 
 
-def test_a_push_that_was_repeated_after_an_error_is_a_duplicate(cluster: Make) -> None:
+def test_a_push_repeated_after_an_error_is_a_duplicate(cluster: Make) -> None:
     servers = cluster(2, policy="async")
-    lane = LosesAnswers(servers.addresses.split(","))
+    lane = LosesAnswersLane(servers.addresses.split(","))
     with Client(lane=lane, connect_timeout=0.2) as client:
         client.register({name: np.zeros_like(one) for name, one in ONES.items()}, SGD)
         lane.deaf = 1
@@ -354,7 +353,7 @@ def test_a_push_that_was_repeated_after_an_error_is_a_duplicate(cluster: Make) -
 def test_workers_with_different_amounts_of_work_all_finish(
     cluster: Make, name: str, workers: int
 ) -> None:
-    """Worker r makes 3 + 4 r steps; who has none left leaves its rounds."""
+    """Worker r makes 3 + 4 r steps; one without work leaves its rounds."""
     address = cluster(2, min_workers=workers, **POLICIES[name]).address
     amounts = [3 + 4 * rank for rank in range(workers)]
 
@@ -371,7 +370,7 @@ def test_workers_with_different_amounts_of_work_all_finish(
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_a_worker_that_comes_late_is_level_with_the_slowest(cluster: Make, name: str) -> None:
+def test_a_late_worker_starts_at_the_slowest_clock(cluster: Make, name: str) -> None:
     address, halfway, come = (
         cluster(1, min_workers=2, **POLICIES[name]).address,
         threading.Barrier(2),

@@ -25,12 +25,12 @@ def modules(path: Path) -> list[str]:
 
 
 def functions(path: Path) -> Path:
-    """Without wrappers that torch demands."""
+    """Return the functions without wrappers that torch requires."""
     return tuple(call for call in path if "<locals>" not in call.function)
 
 
 def pushes(paths: RequestPaths, functions: tuple[str, ...]) -> list[Path]:
-    """The exchanges that began in one of these functions."""
+    """Return the exchanges that began in one of these functions."""
     return [path for path in paths.found["Exchange"] if path[0].function in functions]
 
 
@@ -61,7 +61,7 @@ def test_few_modules_are_on_the_path_of_a_push(
 
 
 @pytest.mark.parametrize("lanes", ["grpc", "shm"])
-def test_the_documented_path_of_a_push(
+def test_the_path_of_a_push_is_documented(
     cluster: Make, monkeypatch: pytest.MonkeyPatch, lanes: str
 ) -> None:
     servers = cluster(1)
@@ -73,7 +73,7 @@ def test_the_documented_path_of_a_push(
     }
 
 
-def test_the_documented_path_of_a_batch_request(
+def test_the_path_of_a_batch_request_is_documented(
     cluster: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     servers = cluster(1)

@@ -1,4 +1,4 @@
-"""Files of a data directory that the disk refuses while the job runs: it goes on all the same."""
+"""Files of a data directory that the disk refuses while the job runs: the job continues."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -12,30 +12,30 @@ from tests.support.workers import count, counter, until
 
 
 def refuse(path: Path) -> None:
-    """From now on nobody can write this file."""
+    """Make further writes of this file fail."""
     path.unlink()
     path.mkdir()
 
 
-def test_all_go_back_where_that_cannot_be_counted(
+def test_all_shards_roll_back_although_the_generation_cannot_be_stored(
     cluster: Callable[..., Cluster], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """No worker gets a number that another one had; the count is written down as soon as the
-    disk takes it.
+    """No worker gets the number of another one; the generation is stored as soon as the
+    disk works.
     """
     servers = cluster(2, policy="async", data_dir=tmp_path)
-    hub, archive = servers.servers[0].service, servers.servers[0].snapshots
-    assert hub is not None
+    service, snapshots = servers.servers[0].service, servers.servers[0].snapshots
+    assert service is not None
     with counter(servers.address) as client:
         count(client, 2)
-        hub.snapshot_scheduler.save(20)
+        service.snapshot_scheduler.save(20)
         numbers = [client.worker]
     refuse(tmp_path / GENERATION)
 
     for starts in (1, 2):
         servers.servers.pop().close()
         servers.add(1, 2, data_dir=tmp_path)
-        until(lambda starts=starts: archive.generations.number == starts, "all go back")  # type: ignore[misc]
+        until(lambda starts=starts: snapshots.generations.number == starts, "all go back")  # type: ignore[misc]
         with counter(servers.address) as client:
             numbers.append(client.worker)
             count(client, 1)
@@ -43,6 +43,6 @@ def test_all_go_back_where_that_cannot_be_counted(
     assert len(set(numbers)) == 3
     assert "start_not_counted" in events(caplog)
     (tmp_path / GENERATION).rmdir()
-    hub.snapshot_scheduler.save(20)
-    assert archive.generations.number == 2
+    service.snapshot_scheduler.save(20)
+    assert snapshots.generations.number == 2
     assert GenerationFile(tmp_path).count_up(0) == 3

@@ -1,6 +1,4 @@
-"""Another number of servers, under load: no push is lost or repeated, and workers do not notice
-but for a pause.
-"""
+"""Reshards under load: no push is lost or repeated, and workers only see a pause."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -31,8 +29,8 @@ from tests.support.workers import until
 Make = Callable[..., Cluster]
 
 
-class LosesShard(GrpcTransport):
-    """Shard 1 gets a push, and is never heard of again."""
+class LosesShardLane(GrpcTransport):
+    """Delivers a push to shard 1 and loses its answer."""
 
     def exchange(self, shard: int, header: ps.PushPullHeader, *args: Any) -> ExchangeAnswer:
         answer = super().exchange(shard, header, *args)
@@ -46,7 +44,7 @@ class LosesShard(GrpcTransport):
 @pytest.mark.parametrize("lanes", ["grpc", "shm"])
 @pytest.mark.parametrize("policy", ["sync", "async"])
 @pytest.mark.parametrize("durability", ["", "snapshot", "log"])
-def test_each_push_counts_once_while_servers_come_and_go(
+def test_each_push_counts_once_during_reshards(
     cluster: Make, tmp_path: Path, lanes: str, policy: str, durability: str
 ) -> None:
     data = {"data_dir": tmp_path, "durability": durability} if durability else {}
@@ -59,9 +57,9 @@ def test_each_push_counts_once_while_servers_come_and_go(
             assert reshard(servers, shards, **settings).seconds > 0
         for pusher in pushers:
             pusher.goes_on()
-    for gone in servers.servers[1:]:
-        assert gone.ended.wait(10)
-        assert gone.failure is None
+    for ended_server in servers.servers[1:]:
+        assert ended_server.ended.wait(10)
+        assert ended_server.failure is None
 
     counted = sum(pusher.counted for pusher in pushers)
     status = servers.servers[0].service.status()  # type: ignore[union-attr]
@@ -72,25 +70,25 @@ def test_each_push_counts_once_while_servers_come_and_go(
     assert {*found["w"], *found["b"]} == {-status["version"]}
 
 
-def test_what_a_server_says_that_is_to_leave_takes_nobody_back(
+def test_a_report_of_a_removed_server_causes_no_rollback(
     cluster: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its word may be on the way while the move ends."""
+    """Its report may be on the way while the reshard ends."""
     servers = cluster(2, policy="async")
-    (leader, leaver), hub = servers.servers, servers.servers[0].service
-    assert hub is not None
+    (leader, leaver), service = servers.servers, servers.servers[0].service
+    assert service is not None
     with Client(servers.address) as client, monkeypatch.context() as patch:
         client.register(ZEROS, EACH)
         client.push(ONES)
-        left = hub.registry[1]
+        left = service.registry[1]
         # it is not told that it may go
         patch.setattr(ReshardRequests, "dismiss", lambda reshards: None)
         reshard(servers, 1, policy="async")
-        hub.shard_connections.report(leaver.engine.make_report(), left, left.connection)
-    assert (leader.failure, hub.version) == (None, 1)
+        service.shard_connections.report(leaver.engine.make_report(), left, left.connection)
+    assert (leader.failure, service.version) == (None, 1)
 
 
-def test_ps_ctl_says_whom_to_start_and_what_it_cost(
+def test_ps_ctl_names_the_servers_to_start_and_the_cost(
     cluster: Make, capsys: pytest.CaptureFixture[str]
 ) -> None:
     settings = {"policy": "async", "metrics_bind": "127.0.0.1:0"}
@@ -108,9 +106,9 @@ def test_ps_ctl_says_whom_to_start_and_what_it_cost(
         servers.add(2, 3, **settings)
         until(lambda: len(client.status()["candidates"]) == 2, "two candidates")
         assert main(["--ps", servers.address, "reshard", "--servers", "3", "--output", "json"]) == 0
-        told = json.loads(capsys.readouterr().out)
-        assert (told["servers"], told["pause_seconds"] > 0) == (3, True)
-        assert 0 < told["nbytes"] < client.plan.nbytes
+        messages = json.loads(capsys.readouterr().out)
+        assert (messages["servers"], messages["pause_seconds"] > 0) == (3, True)
+        assert 0 < messages["nbytes"] < client.plan.nbytes
 
         client.push(ONES)
         status = client.status()
@@ -121,7 +119,7 @@ def test_ps_ctl_says_whom_to_start_and_what_it_cost(
 
 
 @pytest.fixture
-def moving(cluster: Make) -> Cluster:
+def reshardable_job(cluster: Make) -> Cluster:
     """Two servers, and a job whose weights are zeros."""
     return cluster(2, policy="async")
 
@@ -135,18 +133,18 @@ def registered(servers: Cluster, lanes: str = "grpc") -> Iterator[Client]:
 
 @pytest.mark.parametrize("lanes", ["grpc", "shm"])
 @pytest.mark.parametrize("when", ["before anything is sent", "half sent", "when all has gone"])
-def test_a_push_that_leaves_in_pieces_counts_once_when_servers_come_in_its_midst(
-    moving: Cluster, lanes: str, when: str
+def test_a_push_in_pieces_counts_once_when_servers_join_during_it(
+    reshardable_job: Cluster, lanes: str, when: str
 ) -> None:
-    with registered(moving, lanes) as client:
+    with registered(reshardable_job, lanes) as client:
         for shards in (3, 1):
             client.pull()
-            tape, nbytes = np.frombuffer(client.flat_buffers()[0], np.uint8), client.plan.nbytes
-            tape[:] = tape_of_ones(client)
+            buffer, nbytes = np.frombuffer(client.flat_buffers()[0], np.uint8), client.plan.nbytes
+            buffer[:] = buffer_of_ones(client)
             flow = client.begin()
             if when != "before anything is sent":
                 flow.send(0, nbytes // 2 if when == "half sent" else nbytes)
-            reshard(moving, shards, policy="async")
+            reshard(reshardable_job, shards, policy="async")
             result = flow.finish()
             flow.wait(0, nbytes)
             flow.close()
@@ -155,49 +153,53 @@ def test_a_push_that_leaves_in_pieces_counts_once_when_servers_come_in_its_midst
         assert {*client.weights["w"], *client.weights["b"]} == {-2}
 
 
-def tape_of_ones(client: Client) -> np.ndarray:
-    """What a push of ones sends."""
-    tape = np.zeros(client.plan.nbytes, np.uint8)
+def buffer_of_ones(client: Client) -> np.ndarray:
+    """Return what a push of ones sends."""
+    buffer = np.zeros(client.plan.nbytes, np.uint8)
     for index, tensor in enumerate(client.plan.spec.tensors):
         start, stop = client.plan.extent(index)
-        tape[start:stop] = ONES[tensor.name].view(np.uint8)
-    return tape
+        buffer[start:stop] = ONES[tensor.name].view(np.uint8)
+    return buffer
 
 
-def test_who_found_the_servers_before_and_registers_after(moving: Cluster) -> None:
-    with Client(moving.address) as late, registered(moving) as client:
+def test_a_worker_that_discovered_the_old_servers_can_register(reshardable_job: Cluster) -> None:
+    with Client(reshardable_job.address) as late, registered(reshardable_job) as client:
         client.push(ONES)
-        reshard(moving, 3, policy="async")
+        reshard(reshardable_job, 3, policy="async")
         late.register(ZEROS, EACH)
         assert late.push_pull(ONES).version == 2
         client.rejoin()
         assert set(client.pull()["w"]) == {-2}
 
 
-def test_another_number_of_shards_in_a_request_is_refused(moving: Cluster) -> None:
-    with registered(moving) as client:
+def test_a_request_with_another_number_of_shards_is_refused(reshardable_job: Cluster) -> None:
+    with registered(reshardable_job) as client:
         header = ps.PushPullHeader(
             job=client.job, worker=client.worker, seq=1, has_data=True, samples=1, shards=3
         )
-        with open_channel(moving.address) as channel, pytest.raises(LayoutError), translated("it"):
+        with (
+            open_channel(reshardable_job.address) as channel,
+            pytest.raises(LayoutError),
+            translated("it"),
+        ):
             ExchangeStub(channel).once(encode_header(header), timeout=5)
 
 
-def test_a_late_server_of_before_ends(moving: Cluster) -> None:
-    """Its line was cut when the others were told."""
-    with registered(moving):
-        leaver = moving.servers[1]
-        reshard(moving, 1)
+def test_a_server_of_before_the_reshard_ends(reshardable_job: Cluster) -> None:
+    """Its connection was cut when the others were informed."""
+    with registered(reshardable_job):
+        leaver = reshardable_job.servers[1]
+        reshard(reshardable_job, 1)
         assert leaver.ended.wait(5)
         assert leaver.failure is None
-        assert not moving.servers[0].service.registry.candidates  # type: ignore[union-attr]
+        assert not reshardable_job.servers[0].service.registry.candidates  # type: ignore[union-attr]
 
 
-def test_a_push_that_only_a_server_which_left_did_not_answer_has_counted(cluster: Make) -> None:
-    """All others have, so no exchange of it is told that the model has moved: a heartbeat tells."""
+def test_a_push_answered_by_all_but_a_removed_server_has_counted(cluster: Make) -> None:
+    """No exchange of it learns of the reshard; a heartbeat does."""
     servers = cluster(2)
     with (
-        Client(lane=LosesShard(servers.addresses.split(","))) as client,
+        Client(lane=LosesShardLane(servers.addresses.split(","))) as client,
         ThreadPoolExecutor(1) as pool,
     ):
         client.register(ZEROS, EACH)

@@ -1,6 +1,4 @@
-"""Servers that are started again on their data: with the policy that an operator set meanwhile,
-or with other flags.
-"""
+"""Servers restarted on their data with a policy set by the operator, or with other flags."""
 
 import shutil
 from collections.abc import Callable
@@ -21,7 +19,7 @@ both = pytest.mark.parametrize("durability", ["snapshot", "log"])
 
 
 def saved(servers: Cluster, client: Client, more: int) -> None:
-    """Two pushes, a snapshot of them, and so many pushes after it."""
+    """Push twice, take a snapshot, and push again this often."""
     count(client, 2)
     with CoordinatorClient([servers.address], 10.0) as asked:
         asked.save(10.0)
@@ -34,7 +32,7 @@ def set_policy(servers: Cluster, name: str, staleness: int | None = None) -> Non
 
 
 @both
-def test_the_policy_that_was_set_is_that_of_the_next_start(
+def test_a_policy_set_by_a_command_applies_after_the_next_start(
     cluster: Make, tmp_path: Path, durability: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     settings = {"data_dir": tmp_path, "durability": durability, "policy": "async"}
@@ -49,15 +47,15 @@ def test_the_policy_that_was_set_is_that_of_the_next_start(
         caplog.clear()
         again = cluster(2, **settings)
         assert status(again.address)["policy"] == "ssp"
-        told = [record.__dict__.get("policy") for record in records_of(caplog, "listening")]
-        assert told == ["ssp", None]  # only shard 0 knows
+        logged = [record.__dict__.get("policy") for record in records_of(caplog, "listening")]
+        assert logged == ["ssp", None]  # only shard 0 knows
         with counter(again.address) as client:
             assert counted(client.pull()) == {"snapshot": 2, "log": 3}[durability]
         again.close()
 
 
 @both
-def test_another_policy_on_the_command_line_counts_more(
+def test_another_policy_on_the_command_line_takes_precedence(
     cluster: Make, tmp_path: Path, durability: str
 ) -> None:
     settings = {"data_dir": tmp_path, "durability": durability}
@@ -78,12 +76,8 @@ def test_another_policy_on_the_command_line_counts_more(
         again.close()
 
 
-def test_what_is_in_the_log_was_decided_by_the_settings_of_then(
-    cluster: Make, tmp_path: Path
-) -> None:
-    """Else the log of shard 0 would say something else than those of the others, and nobody
-    could go on with them.
-    """
+def test_the_log_is_replayed_with_its_own_settings(cluster: Make, tmp_path: Path) -> None:
+    """Otherwise the log of shard 0 would differ from the others, and no shard could follow it."""
     settings = {"data_dir": tmp_path, "durability": "log", "bad_gradients": "skip"}
     bad = {name: np.full_like(one, np.nan) for name, one in ONES.items()}
     servers = cluster(2, **settings)
@@ -104,10 +98,8 @@ def test_what_is_in_the_log_was_decided_by_the_settings_of_then(
     assert counted(weights_of(cluster(2, **settings).address)) == 5
 
 
-def test_a_job_that_has_failed_goes_on_when_its_servers_are_started_again(
-    cluster: Make, tmp_path: Path
-) -> None:
-    """Also where its last snapshot is from before it failed, so that the log says why it did."""
+def test_a_failed_job_continues_when_its_servers_restart(cluster: Make, tmp_path: Path) -> None:
+    """Also with a snapshot from before the failure, so that the log has the reason."""
     settings = {"data_dir": tmp_path, "durability": "log"}
     bad = {name: np.full_like(one, np.nan) for name, one in ONES.items()}
     servers = cluster(2, **settings)
@@ -126,10 +118,10 @@ def test_a_job_that_has_failed_goes_on_when_its_servers_are_started_again(
         again.close()
 
 
-def test_all_shards_look_at_gradients_as_shard_0_was_told_to(cluster: Make, tmp_path: Path) -> None:
-    """Else a norm would be that of the parts on those servers alone that were started with the
-    same flags.
-    """
+def test_all_shards_check_gradients_with_the_settings_of_shard_0(
+    cluster: Make, tmp_path: Path
+) -> None:
+    """Otherwise a norm would include only the servers with the same flags."""
     settings = {"data_dir": tmp_path, "durability": "log"}
     bad = {**ONES, "b": np.where(np.arange(100) == 99, np.nan, ONES["b"])}
     norm = float(np.sqrt(sum(one.size for one in ONES.values())))
@@ -160,7 +152,7 @@ def test_all_shards_look_at_gradients_as_shard_0_was_told_to(cluster: Make, tmp_
         (3, "log", "start 2 servers, and then use ps-ctl"),
     ],
 )
-def test_what_only_the_log_holds_is_not_left_behind_unasked(
+def test_updates_in_the_log_alone_are_not_abandoned_silently(
     cluster: Make, tmp_path: Path, shards: int, durability: str, remedy: str, snapshot: bool
 ) -> None:
     servers = cluster(2, data_dir=tmp_path, durability="log")
@@ -191,7 +183,7 @@ def test_what_only_the_log_holds_is_not_left_behind_unasked(
         )
 
 
-def test_after_a_snapshot_of_all_servers_need_no_log(cluster: Make, tmp_path: Path) -> None:
+def test_after_a_snapshot_of_all_the_servers_need_no_log(cluster: Make, tmp_path: Path) -> None:
     servers = cluster(2, data_dir=tmp_path, durability="log")
     with counter(servers.address) as client:
         count(client, 5)
@@ -202,7 +194,7 @@ def test_after_a_snapshot_of_all_servers_need_no_log(cluster: Make, tmp_path: Pa
 
 
 @both
-def test_a_shard_0_that_gets_the_disk_of_another_shard_begins_no_job_there(
+def test_a_shard_0_with_the_disk_of_another_shard_starts_no_job(
     cluster: Make, tmp_path: Path, durability: str
 ) -> None:
     first, second = tmp_path / "first", tmp_path / "second"
@@ -224,9 +216,7 @@ def test_a_shard_0_that_gets_the_disk_of_another_shard_begins_no_job_there(
     assert status(cluster(1, data_dir=second, **settings, resume="never").address)["version"] == 0
 
 
-def test_a_job_begins_from_snapshots_that_were_copied_elsewhere(
-    cluster: Make, tmp_path: Path
-) -> None:
+def test_a_job_starts_from_copied_snapshots(cluster: Make, tmp_path: Path) -> None:
     servers = cluster(2, data_dir=tmp_path / "one")
     with counter(servers.address) as client:
         saved(servers, client, 1)
@@ -235,10 +225,10 @@ def test_a_job_begins_from_snapshots_that_were_copied_elsewhere(
     assert counted(weights_of(cluster(2, data_dir=tmp_path / "other").address)) == 2
 
 
-def test_a_shard_that_writes_no_log_where_shard_0_does_says_so(
+def test_a_shard_without_a_log_reports_that_shard_0_has_one(
     cluster: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Shard 2 is one more, which the job may come to have."""
+    """Shard 2 is a further one, which the job may get."""
     servers = cluster(0)
     for shard, flags in enumerate(({"durability": "log"}, {"durability": "log"}, {})):
         servers.add(shard, max(2, shard + 1), data_dir=tmp_path, **flags)

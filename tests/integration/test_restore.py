@@ -1,6 +1,4 @@
-"""ps-ctl snapshot restore: a running job goes back to a snapshot, on all shards, and trains on
-from there.
-"""
+"""ps-ctl snapshot restore: a running job rolls back to a snapshot on all shards and trains on."""
 
 import logging
 from collections.abc import Callable, Iterator
@@ -43,21 +41,21 @@ Output = pytest.CaptureFixture[str]
 
 
 @pytest.fixture(autouse=True)
-def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+def _no_external_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("PS_PS", "PS_SERVERS", "PS_OUTPUT", "PS_TIMEOUT"):
         monkeypatch.delenv(name, raising=False)
 
 
 def saved(address: str, client: Client, capsys: Output, *versions: int) -> None:
-    """Trains up to each of these versions and takes a snapshot there."""
+    """Train up to each of these versions and take a snapshot there."""
     for version in versions:
         count(client, version - status(address)["version"])
         assert ctl(capsys, "--ps", address, "snapshot", "save")["version"] == version
 
 
-class Pusher:
-    """Pushes ones until it is told to end, and comes back when it is fenced. acknowledged:
-    pushes by worker number.
+class PushingThread:
+    """Pushes ones until it is stopped, and rejoins when fenced. acknowledged: pushes by worker
+    number.
     """
 
     def __init__(self, address: str, rank: int) -> None:
@@ -81,9 +79,9 @@ class Pusher:
 
 
 @contextmanager
-def pushing(address: str, workers: int) -> Iterator[list[Pusher]]:
-    """So many at work; afterwards they have ended."""
-    pushers = [Pusher(address, rank) for rank in range(workers)]
+def pushing(address: str, workers: int) -> Iterator[list[PushingThread]]:
+    """Start some threads; afterwards they have ended."""
+    pushers = [PushingThread(address, rank) for rank in range(workers)]
     with ThreadPoolExecutor(workers) as pool:
         running = [pool.submit(pusher.run) for pusher in pushers]
         try:
@@ -98,7 +96,7 @@ def pushing(address: str, workers: int) -> Iterator[list[Pusher]]:
 
 
 @pytest.mark.parametrize("policy", ["sync", "async"])
-def test_all_shards_go_back_under_load_and_no_update_is_lost_after_it(
+def test_all_shards_roll_back_under_load_and_no_later_update_is_lost(
     cluster: Make, capsys: Output, caplog: pytest.LogCaptureFixture, tmp_path: Path, policy: str
 ) -> None:
     caplog.set_level(logging.WARNING, "psserver")
@@ -129,7 +127,7 @@ def test_all_shards_go_back_under_load_and_no_update_is_lost_after_it(
 
 
 def fresh(address: str) -> dict[int, int]:
-    """Steps of those who have joined since the job went back, by worker."""
+    """Return the steps of the workers that joined after the rollback, by worker."""
     return {
         r["worker"]: r["steps"]
         for r in status(address)["workers"]
@@ -137,10 +135,10 @@ def fresh(address: str) -> dict[int, int]:
     }
 
 
-def test_a_push_that_waits_for_others_hears_of_it_at_once(
+def test_a_waiting_push_learns_of_the_rollback_at_once(
     cluster: Make, capsys: Output, tmp_path: Path
 ) -> None:
-    """Not when its call would have ended anyway, which is after five seconds."""
+    """Its call would have ended by itself after five seconds."""
     address = cluster(2, min_workers=2, data_dir=tmp_path).address
     patient = {"connect_timeout": 60.0}
     with (
@@ -161,12 +159,10 @@ def test_a_push_that_waits_for_others_hears_of_it_at_once(
             push.result(3.0)
 
 
-def test_scripts_train_on_with_the_data_of_that_version(
+def test_scripts_continue_with_the_data_of_that_version(
     cluster: Make, capsys: Output, tmp_path: Path
 ) -> None:
-    """Sync: both are waited for again, so that the job takes the updates that it would have
-    taken.
-    """
+    """Sync: both are awaited again, so that the job makes the same updates."""
     address = cluster(2, min_workers=2, data_dir=tmp_path).address
 
     def each(job: Job, step: int) -> None:
@@ -186,7 +182,7 @@ def test_scripts_train_on_with_the_data_of_that_version(
     )
 
 
-def test_the_policy_that_was_set_stays(cluster: Make, capsys: Output, tmp_path: Path) -> None:
+def test_the_current_policy_does_not_change(cluster: Make, capsys: Output, tmp_path: Path) -> None:
     address = cluster(1, min_workers=2, data_dir=tmp_path).address
     with counter(address, 0) as one, counter(address, 1) as other:
         together(lambda: count(one), lambda: count(other))
@@ -200,7 +196,7 @@ def test_the_policy_that_was_set_stays(cluster: Make, capsys: Output, tmp_path: 
         count(one, 3)
 
 
-def test_those_who_have_left_since_are_not_waited_for(
+def test_workers_that_have_left_since_are_not_awaited(
     cluster: Make, capsys: Output, tmp_path: Path
 ) -> None:
     address = cluster(1, min_workers=3, data_dir=tmp_path).address
@@ -217,10 +213,10 @@ def test_those_who_have_left_since_are_not_waited_for(
         assert counted(one.pull()) == 3
 
 
-def test_newer_snapshots_are_set_aside_and_the_log_begins_there(
+def test_newer_snapshots_are_moved_aside_and_the_log_starts_there(
     cluster: Make, capsys: Output, tmp_path: Path
 ) -> None:
-    """With --durability log: what is trained from there on survives a crash of all servers."""
+    """With --durability log: later training survives a crash of all servers."""
     settings = {"data_dir": tmp_path, "durability": "log"}
     servers = cluster(2, **settings)
     with counter(servers.address) as client:
@@ -242,10 +238,10 @@ def test_newer_snapshots_are_set_aside_and_the_log_begins_there(
         count(client)
 
 
-def test_a_snapshot_that_is_being_written_then_never_comes_to_be(
+def test_a_snapshot_in_progress_is_abandoned(
     cluster: Make, capsys: Output, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And the next one of that version is made of its own parts."""
+    """The next one of that version consists of its own parts."""
     address = cluster(2, data_dir=tmp_path).address
     written, go_on, save = Event(), Event(), AtomicFiles.save
 
@@ -281,7 +277,7 @@ def test_a_snapshot_that_is_being_written_then_never_comes_to_be(
 # ---- what cannot be ------------------------------------------------------------------------------
 
 
-def test_a_version_that_is_not_there_or_damaged_is_refused_and_the_job_goes_on(
+def test_a_missing_or_damaged_version_is_refused_and_the_job_continues(
     cluster: Make, capsys: Output, tmp_path: Path
 ) -> None:
     address = cluster(2, data_dir=tmp_path).address
@@ -300,7 +296,7 @@ def test_a_version_that_is_not_there_or_damaged_is_refused_and_the_job_goes_on(
     assert (snapshots(address), counted(weights_of(address))) == ([1, 2], 3)
 
 
-def test_newer_snapshots_stay_where_going_back_fails(
+def test_newer_snapshots_stay_when_the_rollback_fails(
     cluster: Make, capsys: Output, tmp_path: Path
 ) -> None:
     address = cluster(1, data_dir=tmp_path).address
@@ -320,7 +316,7 @@ def test_newer_snapshots_stay_where_going_back_fails(
     ) == ([1, 2], [1, 2], 3)
 
 
-def test_without_a_data_dir_there_is_nothing_to_go_back_to(cluster: Make, capsys: Output) -> None:
+def test_without_a_data_directory_restore_is_refused(cluster: Make, capsys: Output) -> None:
     address = cluster(1).address
     with counter(address) as client:
         assert ps_ctl(["--ps", address, "snapshot", "restore", "1"]) == 12
@@ -328,7 +324,7 @@ def test_without_a_data_dir_there_is_nothing_to_go_back_to(cluster: Make, capsys
         count(client)
 
 
-def test_a_shard_that_is_away_is_named_and_goes_back_when_it_comes(
+def test_an_absent_shard_is_named_and_rolls_back_when_it_returns(
     cluster: Make, capsys: Output, tmp_path: Path
 ) -> None:
     servers = cluster(2, data_dir=tmp_path)
@@ -350,7 +346,7 @@ def test_a_shard_that_is_away_is_named_and_goes_back_when_it_comes(
         assert counted(client.pull()) == 2
 
 
-def test_a_job_that_ends_does_not_go_back(cluster: Make, capsys: Output, tmp_path: Path) -> None:
+def test_an_ending_job_does_not_roll_back(cluster: Make, capsys: Output, tmp_path: Path) -> None:
     servers = cluster(1, data_dir=tmp_path)
     with counter(servers.address) as client:
         saved(servers.address, client, capsys, 1)

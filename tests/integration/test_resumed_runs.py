@@ -1,6 +1,4 @@
-"""A second run of a job: what it may change, what it is told where it may not, and where nothing
-is left.
-"""
+"""A second run of a job: permitted changes, errors for others, and a job with nothing left."""
 
 import json
 import logging
@@ -39,7 +37,7 @@ def script(
     passes: int = 1,
     rank: int = 0,
 ) -> int:
-    """Train on batches of two, in one loop, one per call, or one per pass over a loader; the
+    """Train on batches of two, in one loop, one per call, or one per pass over a loader; return the
     number of steps.
     """
     with psworker.Job(connected(address, rank), rank) as job:
@@ -61,7 +59,7 @@ def script(
 def resumed(
     request: pytest.FixtureRequest, cluster: Make, tmp_path: Path
 ) -> Callable[..., Cluster]:
-    """Servers that were started again, after a run with these arguments."""
+    """Return servers that restarted after a run with these arguments."""
 
     def make(**arguments: int) -> Cluster:
         durability = request.param.split()[0]
@@ -78,7 +76,7 @@ def changes(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.__dict__["changes"] for record in records]
 
 
-def test_another_learning_rate_is_adopted_named_once_and_trained_with(
+def test_another_learning_rate_is_adopted_and_logged_once(
     resumed: Callable[..., Cluster], caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -97,7 +95,7 @@ def test_another_learning_rate_is_adopted_named_once_and_trained_with(
     ("first", "second"),
     [({"epochs": 1}, {"epochs": 3}), ({"calls": 1}, {"calls": 3}), ({"passes": 1}, {"passes": 3})],
 )
-def test_more_epochs_train_on(
+def test_more_epochs_continue_the_training(
     resumed: Callable[..., Cluster],
     first: dict[str, int],
     second: dict[str, int],
@@ -117,7 +115,7 @@ def test_more_epochs_train_on(
 
 @pytest.mark.every(4)
 @pytest.mark.parametrize("arguments", [{"epochs": 2}, {"calls": 2}, {"passes": 2}])
-def test_a_finished_job_says_so_in_one_line_with_the_options(
+def test_a_finished_job_is_reported_in_one_line_with_the_options(
     resumed: Callable[..., Cluster], arguments: dict[str, int], caplog: pytest.LogCaptureFixture
 ) -> None:
     servers = resumed(**arguments)
@@ -134,7 +132,7 @@ def test_a_finished_job_says_so_in_one_line_with_the_options(
         assert words in line
 
 
-def test_under_ps_run_workers_leave_the_line_to_it(
+def test_under_ps_run_only_ps_run_reports_a_finished_job(
     resumed: Callable[..., Cluster],
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -164,7 +162,7 @@ DIFFERENT: dict[str, tuple[dict[str, object], str, str]] = {
 
 @pytest.mark.every(4)
 @pytest.mark.parametrize("difference", DIFFERENT)
-def test_what_cannot_be_resumed_is_named_with_the_folder(
+def test_a_change_that_cannot_be_resumed_is_refused_with_the_folder(
     resumed: Callable[..., Cluster], tmp_path: Path, difference: str
 ) -> None:
     arguments, reason, words = DIFFERENT[difference]
@@ -180,7 +178,7 @@ def test_what_cannot_be_resumed_is_named_with_the_folder(
     assert "--shard" not in text
 
 
-def test_more_epochs_of_a_loop_with_another_after_it_are_refused(
+def test_more_epochs_of_a_loop_before_another_one_are_refused(
     resumed: Callable[..., Cluster],
 ) -> None:
     servers = resumed(calls=2)
@@ -211,7 +209,7 @@ def programs(tmp_path: Path) -> Iterator[Programs]:
         yield programs
 
 
-def test_ps_run_keeps_the_job_s_totals_and_tells_what_the_run_added(programs: Programs) -> None:
+def test_ps_run_shows_the_totals_of_the_job_and_of_the_run(programs: Programs) -> None:
     def run(epochs: int, optimizer: str = "SGD") -> tuple[str, dict[str, object]]:
         arguments = ("--data-dir", "data", "--summary", "s.json", "train.py", epochs, optimizer)
         program = programs.run("ps-run", *arguments)
@@ -220,23 +218,23 @@ def test_ps_run_keeps_the_job_s_totals_and_tells_what_the_run_added(programs: Pr
         assert program.wait() == expected, program.output
         return program.output, content
 
-    said, content = run(1)
+    logged, content = run(1)
     assert content["this_run"] == {"steps": 4, "samples": 8, "resumed_version": None}
-    assert NOTHING_LEFT not in said
+    assert NOTHING_LEFT not in logged
 
-    said, content = run(1)
-    assert said.count(NOTHING_LEFT) == 1
-    assert "[run] nothing is left to train: job " in said
+    logged, content = run(1)
+    assert logged.count(NOTHING_LEFT) == 1
+    assert "[run] nothing is left to train: job " in logged
     assert (content["steps"], content["samples"]) == (4, 8)
     assert content["this_run"] == {"steps": 0, "samples": 0, "resumed_version": 4}
 
-    said, content = run(3)
-    assert NOTHING_LEFT not in said
+    logged, content = run(3)
+    assert NOTHING_LEFT not in logged
     assert (content["steps"], content["this_run"]) == (
         12,
         {"steps": 8, "samples": 16, "resumed_version": 4},
     )
 
-    said, content = run(3, "Adam")
-    assert "not that of the snapshot of version 12 in data:" in said
-    assert "--shard" not in said
+    logged, content = run(3, "Adam")
+    assert "not that of the snapshot of version 12 in data:" in logged
+    assert "--shard" not in logged

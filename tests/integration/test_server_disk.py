@@ -1,8 +1,5 @@
-"""Servers whose disk fails, for a moment or for long: training goes on, and what they start from
-again is right.
-
-Real servers over gRPC, so operations are sampled; each single one is walked in
-test_every_operation.
+"""Servers whose disk fails briefly or for long: training continues, and restarts are correct.
+Operations are sampled over gRPC; test_every_operation covers each one.
 """
 
 import errno
@@ -47,24 +44,26 @@ SNAPSHOT_ONLY = {trouble: [9 + 12 * start] for start, trouble in enumerate(TROUB
 
 
 def job(servers: Cluster) -> None:
-    """Five pushes, and a snapshot after each two."""
-    archive = servers.servers[0].snapshots
+    """Push five times, with a snapshot after every second push."""
+    server_snapshots = servers.servers[0].snapshots
     with counter(servers.address) as client:
         for version in range(1, PUSHES + 1):
             count(client)
             if version % 2 == 0:
                 until(
-                    lambda version=version: archive.newest_version == version or archive.problem,
+                    lambda version=version: (
+                        server_snapshots.newest_version == version or server_snapshots.problem
+                    ),
                     "a snapshot's end",
                 )
         assert counted(client.pull()) == PUSHES
 
 
 def started_again(make: Make, data_dir: Path, durability: str) -> int:
-    """The version that the servers go on from, all of them, and train on."""
+    """Return the version from which all servers resume, after training on."""
     again = make(2, data_dir=data_dir, durability=durability)
-    fleet = again.servers[0].service.registry  # type: ignore[union-attr]
-    until(lambda: not fleet.missing, "servers that go on together")
+    registry = again.servers[0].service.registry  # type: ignore[union-attr]
+    until(lambda: not registry.missing, "servers that go on together")
     with counter(again.address) as client:
         version = counted(client.pull())
         assert [server.engine.live.version for server in again.servers] == [version] * 2
@@ -75,7 +74,7 @@ def started_again(make: Make, data_dir: Path, durability: str) -> int:
 
 
 def failures(servers: Cluster) -> float:
-    """How many operations have failed, as dashboards see it."""
+    """Return how many operations have failed, as dashboards show it."""
     scrapes = [Metrics(server.monitor.address) for server in servers.servers]
     return sum(
         scrape("ps_log_failures_total") + scrape("ps_snapshot_failures_total") for scrape in scrapes
@@ -86,7 +85,7 @@ def failures(servers: Cluster) -> float:
 
 
 def walk(make: Make, data_dir: Path, durability: str, number: int, trouble: str) -> None:
-    """A job whose n-th operation on the disk goes wrong, and what is left of it."""
+    """Run a job whose n-th disk operation fails; check what is left."""
     disk = Operations(number, number, TROUBLES[trouble])
     with pytest.MonkeyPatch.context() as patch:
         disk.install(patch.setattr)
@@ -109,13 +108,17 @@ def walk(make: Make, data_dir: Path, durability: str, number: int, trouble: str)
 
 @pytest.mark.every(4)
 @pytest.mark.parametrize("trouble", TROUBLES)
-def test_with_a_log(cluster: Make, tmp_path: Path, trouble: str) -> None:
+def test_one_failed_operation_with_a_log_loses_nothing(
+    cluster: Make, tmp_path: Path, trouble: str
+) -> None:
     for number in LOGGED[trouble]:
         walk(cluster, tmp_path / str(number), "log", number, trouble)
 
 
 @pytest.mark.parametrize("trouble", TROUBLES)
-def test_with_snapshots_alone(cluster: Make, tmp_path: Path, trouble: str) -> None:
+def test_one_failed_operation_with_snapshots_alone_leaves_a_snapshot(
+    cluster: Make, tmp_path: Path, trouble: str
+) -> None:
     for number in SNAPSHOT_ONLY[trouble]:
         walk(cluster, tmp_path / str(number), "snapshot", number, trouble)
 
@@ -124,7 +127,7 @@ def test_with_snapshots_alone(cluster: Make, tmp_path: Path, trouble: str) -> No
 def test_without_a_failure_nothing_is_lost(
     cluster: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture, snapshots: int
 ) -> None:
-    """Before the first snapshot, too; and nothing is said that sounds like a failure."""
+    """Also before the first snapshot; and no failure is logged."""
     servers = cluster(
         2, data_dir=tmp_path, snapshot_every=STEPS if snapshots else RARELY, durability="log"
     )
@@ -139,7 +142,7 @@ def test_without_a_failure_nothing_is_lost(
     assert events(caplog, logging.ERROR) == []
 
 
-def test_what_cannot_be_removed_does_not_undo_a_snapshot(cluster: Make, tmp_path: Path) -> None:
+def test_a_failed_removal_does_not_undo_a_snapshot(cluster: Make, tmp_path: Path) -> None:
     old, really = SnapshotDirectory(tmp_path).path(2), AtomicFiles.remove
     refused = threading.Event()
 
@@ -150,13 +153,13 @@ def test_what_cannot_be_removed_does_not_undo_a_snapshot(cluster: Make, tmp_path
         really(files, path)
 
     servers = cluster(1, data_dir=tmp_path, snapshot_every=STEPS, snapshot_keep=1, metrics_bind=ANY)
-    archive = servers.servers[0].snapshots
+    server_snapshots = servers.servers[0].snapshots
     with counter(servers.address) as client, pytest.MonkeyPatch.context() as patch:
         count(client, 2)
-        until(lambda: archive.newest_version == 2, "a snapshot")
+        until(lambda: server_snapshots.newest_version == 2, "a snapshot")
         patch.setattr(AtomicFiles, "remove", remove)
         count(client, 2)
-        until(lambda: archive.newest_version == 4, "another one")
+        until(lambda: server_snapshots.newest_version == 4, "another one")
         assert refused.wait(DEADLINE)
 
     assert failures(servers) == 0
@@ -167,8 +170,8 @@ def test_what_cannot_be_removed_does_not_undo_a_snapshot(cluster: Make, tmp_path
 
 
 @pytest.fixture
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Broken logs are begun anew sooner."""
+def short_retry_interval(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Begin broken logs again sooner."""
     monkeypatch.setattr(psserver.core.commands.recorder, "LOG_REPAIR_INTERVAL_SECONDS", 0.3)
 
 
@@ -180,30 +183,28 @@ def small_disk(tmp_path: Path) -> Iterator[SmallDisk]:
         yield disk
 
 
-def said(caplog: pytest.LogCaptureFixture, event: str) -> set[str]:
-    """Folders of logs about which it was said."""
+def reported_folders(caplog: pytest.LogCaptureFixture, event: str) -> set[str]:
+    """Return the folders of logs with a report."""
     return {record.__dict__["folder"] for record in records_of(caplog, event)}
 
 
 def recovers(
     servers: Cluster, client: Client, caplog: pytest.LogCaptureFixture, folders: set[str]
 ) -> int:
-    """Every log that was broken is whole again, without a snapshot that was due; the version
-    then, after one more.
+    """Wait until every broken log is complete without a due snapshot; return the version after one
+    more push.
     """
-    until(lambda: said(caplog, MENDED) == folders, "logs that are whole again")
+    until(lambda: reported_folders(caplog, MENDED) == folders, "logs that are whole again")
     until(lambda: servers.servers[0].snapshots.newest_version is not None, "a snapshot")
     count(client)
     return counted(client.pull())
 
 
-@pytest.mark.usefixtures("impatient")
-def test_a_disk_that_fails_for_long_is_told_now_and_then(
+@pytest.mark.usefixtures("short_retry_interval")
+def test_a_long_disk_failure_is_reported_occasionally(
     cluster: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """One ERROR for each log, however many pushes and tries; and logs are whole as soon as the
-    disk is.
-    """
+    """One ERROR for each log, for any number of pushes and retries; logs recover with the disk."""
     caplog.set_level(logging.INFO)
     with pytest.MonkeyPatch.context() as patch:
         disk = Operations(40, FOR_GOOD, failing(errno.ENOSPC))
@@ -216,7 +217,7 @@ def test_a_disk_that_fails_for_long_is_told_now_and_then(
             assert sorted(errors) == [
                 str(tmp_path / name) for name in ("log-job", "log-shard-0", "log-shard-1")
             ]
-            assert not said(caplog, MENDED)
+            assert not reported_folders(caplog, MENDED)
 
             disk.heal()
             version = recovers(servers, client, caplog, set(errors))
@@ -224,11 +225,11 @@ def test_a_disk_that_fails_for_long_is_told_now_and_then(
     assert started_again(cluster, tmp_path, "log") == version == 31
 
 
-@pytest.mark.usefixtures("impatient")
-def test_a_disk_that_is_really_full(
+@pytest.mark.usefixtures("short_retry_interval")
+def test_a_really_full_disk_delays_only_the_log(
     cluster: Make, small_disk: SmallDisk, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Filled amid training, and freed."""
+    """Filled during training, and freed."""
     caplog.set_level(logging.INFO)
     servers = cluster(2, data_dir=small_disk.path, snapshot_every=RARELY, **LASTING)
     with counter(servers.address) as client:
@@ -237,7 +238,7 @@ def test_a_disk_that_is_really_full(
         count(client, 50)
         small_disk.fill()
         until(lambda: failures(servers) >= 5, "tries that fail")
-        folders = said(caplog, BROKEN)
+        folders = reported_folders(caplog, BROKEN)
         assert folders
 
         small_disk.free()
@@ -246,7 +247,7 @@ def test_a_disk_that_is_really_full(
     assert started_again(cluster, small_disk.path, "log") == version == 56
 
 
-def test_who_asks_for_a_snapshot_on_a_full_disk_is_told_at_once(
+def test_a_requested_snapshot_on_a_full_disk_fails_at_once(
     cluster: Make,
     small_disk: SmallDisk,
     capsys: pytest.CaptureFixture[str],
@@ -266,13 +267,13 @@ def test_who_asks_for_a_snapshot_on_a_full_disk_is_told_at_once(
         assert main(["--ps", servers.address, "snapshot", "save"]) == 0
 
 
-def test_the_last_snapshot_on_a_full_disk_is_tried_some_times_with_pauses(
+def test_the_last_snapshot_on_a_full_disk_is_retried_with_pauses(
     cluster: Make,
     small_disk: SmallDisk,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Whoever ended the server may kill it soon, and what it waits for may never come."""
+    """The process that stopped the server may kill it soon, and the space may never come."""
     monkeypatch.setattr("psserver.coordinator.snapshot_jobs.RETRY_PAUSE_SECONDS", 0.2)
     servers = cluster(1, data_dir=small_disk.path, snapshot_every=RARELY)
     server = servers.servers[0]

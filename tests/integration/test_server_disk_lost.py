@@ -1,4 +1,4 @@
-"""A disk that has lost what it had promised to keep: no server goes on from another history than
+"""A disk that has lost acknowledged data: no server continues with another history than
 the others.
 """
 
@@ -19,7 +19,7 @@ LOGS = ("log-job", "log-shard-0", "log-shard-1")
 
 
 def trained(make: Make, data_dir: Path, pushes: int, save: bool = False) -> None:
-    """So many pushes more; then the servers are gone."""
+    """Push some more times; then the servers end."""
     servers = make(
         2, data_dir=data_dir, snapshot_every=SnapshotEvery(seconds=3600), durability="log"
     )
@@ -37,10 +37,10 @@ def version_of(client: Client) -> int:
 @pytest.mark.every(3)
 @pytest.mark.parametrize("saved", [True, False])
 @pytest.mark.parametrize("name", LOGS)
-def test_a_log_without_its_end_is_not_gone_on_from(
+def test_a_log_without_its_end_is_not_continued(
     cluster: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str, saved: bool
 ) -> None:
-    """All go back to the newest snapshot, or begin anew where there is none, and say so."""
+    """All servers roll back to the newest snapshot, or start again without one, and log it."""
     trained(cluster, tmp_path, 2)
     trained(cluster, tmp_path, 1, save=saved)
     shutil.copytree(tmp_path / name, tmp_path / "older")
@@ -50,8 +50,8 @@ def test_a_log_without_its_end_is_not_gone_on_from(
     (tmp_path / "older").rename(tmp_path / name)
 
     servers = cluster(2, data_dir=tmp_path, durability="log")
-    fleet = servers.servers[0].service.registry  # type: ignore[union-attr]
-    until(lambda: not fleet.missing, "servers that go on together")
+    registry = servers.servers[0].service.registry  # type: ignore[union-attr]
+    until(lambda: not registry.missing, "servers that go on together")
 
     lost = ("job_log_unusable", "shard_log_unusable")
     back = ("rollback_started", "job_restarted_without_snapshot")

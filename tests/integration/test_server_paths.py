@@ -57,7 +57,7 @@ def modules(path: Path) -> set[str]:
         ),
     ],
 )
-def test_a_documented_path_through_a_server(
+def test_a_path_through_a_server_is_documented(
     cluster: Make,
     monkeypatch: pytest.MonkeyPatch,
     documented: tuple[str, str],

@@ -44,7 +44,7 @@ from tests.support.workers import (
 
 
 @pytest.fixture(autouse=True)
-def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+def _no_external_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     for option in options.SERVER:
         monkeypatch.delenv(option.variables[0], raising=False)
 
@@ -54,8 +54,8 @@ Serve = Callable[..., Server]
 
 @pytest.fixture
 def serve() -> Iterator[Serve]:
-    """Starts the server that ps-server would start with these flags; closed at the end, the last
-    one first.
+    """Start the server that ps-server would start with these flags; the last one is closed
+    first.
     """
     with ExitStack() as stack:
 
@@ -71,7 +71,7 @@ def serve() -> Iterator[Serve]:
 
 
 def stop(server: Server) -> None:
-    """To its end, with the last snapshot."""
+    """Stop with the last snapshot."""
     server.stop("enough")
     assert server.ended.wait(30)
 
@@ -142,7 +142,7 @@ def test_port_file(serve: Serve, tmp_path: Path) -> None:
     assert mine.read_text() == "something else"
 
 
-def test_a_port_file_that_is_a_pipe_stays_one_and_holds_nobody_up(
+def test_a_pipe_as_port_file_is_not_replaced_and_blocks_no_server(
     serve: Serve, tmp_path: Path
 ) -> None:
     path = tmp_path / "pipe"
@@ -158,9 +158,7 @@ def test_a_port_file_that_is_a_pipe_stays_one_and_holds_nobody_up(
 
 
 def pushes_alone(address: str) -> int:
-    """How many pushes of one worker count, up to 4, before one waits for another worker, which
-    makes none.
-    """
+    """Return how many pushes of one worker count, up to 4, while another one pushes nothing."""
     with (
         ThreadPoolExecutor(1) as pool,
         counter(address, rank=0) as quick,
@@ -189,7 +187,7 @@ def pushes_alone(address: str) -> int:
         (["--policy", "ssp", "--staleness", 2], 2),
     ],
 )
-def test_policy_and_staleness_bound_how_far_a_worker_gets_alone(
+def test_policy_and_staleness_bound_the_progress_of_a_single_worker(
     serve: Serve, flags: list[object], steps: int
 ) -> None:
     assert pushes_alone(serve("--min-workers", 2, *flags).address) == steps
@@ -229,7 +227,7 @@ def test_lease(serve: Serve) -> None:
 
 
 def silent_joins(server: Server) -> None:
-    """A worker that is never heard of again."""
+    """Join as a worker that stays silent."""
     with closing(open_channel(server.address)) as channel:
         CoordinatorServiceStub(channel).Join(co.JoinRequest(), timeout=20)
 
@@ -365,8 +363,8 @@ sys.exit(code)
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Program, Program]]:
-    """Two servers that differ in what only a process of its own has; each has lost a worker, and
-    has ended.
+    """Run two servers that differ in settings of their own process; each has lost a worker, and has
+    ended.
     """
     variants = {
         "text": ("--log-format", "text"),
@@ -390,10 +388,10 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Program, Pro
 
 @server_setting("threads")
 @pytest.mark.parametrize(
-    ("flags", "most"), [(("--threads", 3), 2), (("--threads", 1), 0), ((), min(4, cores()) - 1)]
+    ("flags", "limit"), [(("--threads", 3), 2), (("--threads", 1), 0), ((), min(4, cores()) - 1)]
 )
-def test_threads(flags: tuple[object, ...], most: int, serve: Serve) -> None:
-    """How many work on a large update beside the one that answers."""
+def test_threads(flags: tuple[object, ...], limit: int, serve: Serve) -> None:
+    """How many threads work on a large update beside the answering one."""
     before, large = set(threading.enumerate()), {"w": np.ones(4 << 20, np.float32)}
     with connected(serve(*flags).address) as client:
         client.register(large, OptimizerSpec("sgd", lr=1.0))
@@ -404,8 +402,8 @@ def test_threads(flags: tuple[object, ...], most: int, serve: Serve) -> None:
             if each not in before and each.name.startswith("team")
         ]
 
-        assert len(team) <= most
-        assert bool(team) == bool(most)
+        assert len(team) <= limit
+        assert bool(team) == bool(limit)
 
 
 @pytest.mark.full

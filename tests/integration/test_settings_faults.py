@@ -1,6 +1,4 @@
-"""Each setting of ps-server that says what happens when something goes wrong changes what a
-server does.
-"""
+"""Each setting of ps-server for failures changes what a server does."""
 
 import threading
 import time
@@ -37,7 +35,7 @@ NORM = float(np.sqrt(sum(one.size for one in ONES.values())))
 
 
 def configured(*flags: object) -> ServerConfig:
-    """As ps-server is with these flags."""
+    """Return the configuration of ps-server with these flags."""
     line = ["--bind", "127.0.0.1:0", *map(str, flags)]
     with options.command("server", "ps-server").make_context("ps-server", line) as ctx:
         return ServerConfig.from_settings(ctx.params)
@@ -45,8 +43,8 @@ def configured(*flags: object) -> ServerConfig:
 
 @pytest.fixture
 def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Serve]:
-    """Starts the server that ps-server would start with these flags; closed at the end, the last
-    one first.
+    """Start the server that ps-server would start with these flags; the last one is closed
+    first.
     """
     for option in options.SERVER:
         monkeypatch.delenv(option.variables[0], raising=False)
@@ -66,10 +64,10 @@ def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Serve]:
 
 @server_setting("on_worker_loss")
 @pytest.mark.parametrize(
-    ("mode", "kept", "seconds"), [("shrink", False, 0.0), ("wait:1.5", True, 1.5)]
+    ("mode", "expected", "seconds"), [("shrink", False, 0.0), ("wait:1.5", True, 1.5)]
 )
-def test_on_worker_loss_decides_when_a_round_goes_on(
-    serve: Serve, caplog: pytest.LogCaptureFixture, mode: str, kept: bool, seconds: float
+def test_on_worker_loss_decides_when_a_round_continues(
+    serve: Serve, caplog: pytest.LogCaptureFixture, mode: str, expected: bool, seconds: float
 ) -> None:
     address = serve("--min-workers", 2, "--lease", f"{OUTLIVED}s", "--on-worker-loss", mode).address
     with counter(address, rank=0) as client:
@@ -79,7 +77,7 @@ def test_on_worker_loss_decides_when_a_round_goes_on(
 
         assert time.monotonic() - began >= OUTLIVED + seconds
     until(lambda: "worker_lost" in events(caplog), "a line about it")
-    assert ("worker_silent" in events(caplog)) is kept
+    assert ("worker_silent" in events(caplog)) is expected
 
 
 def test_on_worker_loss_abort_ends_the_job(serve: Serve) -> None:
@@ -96,7 +94,7 @@ def test_on_worker_loss_abort_ends_the_job(serve: Serve) -> None:
 
 @contextmanager
 def falls_silent(client: Client) -> Iterator[None]:
-    """A second worker, of rank 1, that registers and is never heard of again."""
+    """Register a second worker, of rank 1, that stays silent."""
     with closing(open_channel(client.addresses[0])) as channel:
         stub = CoordinatorServiceStub(channel)
         worker = stub.Join(co.JoinRequest(rank=1), timeout=20).worker
@@ -130,18 +128,18 @@ def test_backup_workers(serve: Serve, backup: int, quick_is_done: bool) -> None:
 @server_setting("late_gradients")
 @pytest.mark.parametrize(("late", "dropped", "free"), [("return", 0, True), ("drop", 1, False)])
 def test_late_gradients(serve: Serve, late: str, dropped: int, free: bool) -> None:
-    """The data of a gradient that came too late is dealt again, or it is dropped."""
+    """The data of a late gradient are dealt again, or dropped."""
     server = serve("--min-workers", 2, "--backup-workers", 1, "--late-gradients", late)
     loop = LoopSpec(0, size=2, batch_size=1)
     with counter(server.address, rank=0) as quick, counter(server.address, rank=1) as slow:
         mine, others = (client.next_batches(loop).numbers[0] for client in (quick, slow))
-        tape = memoryview(bytearray(quick.plan.nbytes))
+        buffer = memoryview(bytearray(quick.plan.nbytes))
         assert (
-            quick.exchange(gradients=tape, weights=None, batches=[BatchKey(0, mine)]).status
+            quick.exchange(gradients=buffer, weights=None, batches=[BatchKey(0, mine)]).status
             == "applied"
         )
         assert (
-            slow.exchange(gradients=tape, weights=None, batches=[BatchKey(0, others)]).status
+            slow.exchange(gradients=buffer, weights=None, batches=[BatchKey(0, others)]).status
             == "stale"
         )
         slow.return_batches([BatchKey(0, others)])  # as the optimizer does
@@ -154,7 +152,7 @@ def test_late_gradients(serve: Serve, late: str, dropped: int, free: bool) -> No
 @server_setting("global_batch")
 @pytest.mark.parametrize(("flags", "following"), [([], ()), (["--global-batch", 6], (2, 1, 0))])
 def test_global_batch(serve: Serve, flags: list[object], following: tuple[int, ...]) -> None:
-    """How many batches go into one push."""
+    """The number of batches in one push."""
     with counter(serve(*flags).address) as client:
         lease = client.next_batches(LoopSpec(0, size=12, batch_size=2), count=3)
 
@@ -227,8 +225,8 @@ def test_quarantine_after(serve: Serve, flags: list[object], out: bool) -> None:
 
 
 @server_setting("durability")
-@pytest.mark.parametrize(("durability", "kept"), [("snapshot", 2), ("log", 3)])
-def test_durability(serve: Serve, tmp_path: Path, durability: str, kept: int) -> None:
+@pytest.mark.parametrize(("durability", "expected"), [("snapshot", 2), ("log", 3)])
+def test_durability(serve: Serve, tmp_path: Path, durability: str, expected: int) -> None:
     flags = ["--data-dir", tmp_path, "--snapshot-every", "1h", "--durability", durability]
     server = serve(*flags)
     with counter(server.address) as client:
@@ -237,11 +235,11 @@ def test_durability(serve: Serve, tmp_path: Path, durability: str, kept: int) ->
         count(client)
         server.close()
 
-    assert status(serve(*flags).address)["version"] == kept
+    assert status(serve(*flags).address)["version"] == expected
 
 
 def saved(address: str) -> None:
-    """A snapshot of the version that stands, as ps-ctl has it made."""
+    """Take a snapshot of the current version, as ps-ctl does."""
     with closing(open_channel(address)) as channel:
         CoordinatorServiceStub(channel).SaveSnapshot(
             co.SaveSnapshotRequest(wait_ms=20_000), timeout=30
@@ -253,7 +251,7 @@ def saved(address: str) -> None:
 def test_log_fsync(
     serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str, each: bool
 ) -> None:
-    """Does a push wait for the disk?"""
+    """Whether a push waits for the disk."""
     server, synced = serve("--data-dir", tmp_path, "--durability", "log", "--log-fsync", mode), []
     with counter(server.address) as client:
         monkeypatch.setattr(record_segment.os, "fdatasync", synced.append)
@@ -268,7 +266,7 @@ def test_log_fsync(
 @server_setting("standby_of", "failover_lock")
 @pytest.mark.parametrize("locked", [False, True])
 def test_standby_of_and_failover_lock(serve: Serve, tmp_path: Path, locked: bool) -> None:
-    """It follows that server; and the lock, where there is one, says that it may take over."""
+    """It follows that server; the lock, if set, permits the takeover."""
     flags = ["--failover-lock", str(tmp_path)] if locked else []
     server = serve(*flags)
     config = configured("--standby-of", server.address, *flags)
@@ -284,7 +282,7 @@ def test_standby_of_and_failover_lock(serve: Serve, tmp_path: Path, locked: bool
 @server_setting("shipping")
 @pytest.mark.parametrize(("shipping", "waits"), [("sync", True), ("async", False)])
 def test_shipping(serve: Serve, shipping: str, waits: bool) -> None:
-    """Does a push wait for a standby that does not acknowledge?"""
+    """Whether a push waits for a standby that does not acknowledge."""
     server = serve("--policy", "async", "--shipping", shipping)
     with counter(server.address) as client, silent_standby(server) as speaking:
         pushing = threading.Thread(target=count, args=(client,))

@@ -23,17 +23,15 @@ from tests.support.settings_coverage import worker_setting
 from tests.support.workers import ONES, status, until
 
 Make = Callable[..., Cluster]
-Told = Callable[..., None]
+WorkerSettings = Callable[..., None]
 
 
 ZEROS = {name: np.zeros_like(one) for name, one in ONES.items()}
 
 
 @pytest.fixture
-def told(monkeypatch: pytest.MonkeyPatch) -> Told:
-    """told(flags ...): from now on this process is told what ps-worker tells its script with
-    these flags.
-    """
+def use_settings(monkeypatch: pytest.MonkeyPatch) -> WorkerSettings:
+    """Return a function that gives this process the settings of ps-worker with some flags."""
 
     def tell(*flags: object) -> None:
         for name in [name for name in os.environ if name.startswith("PS_")]:
@@ -48,17 +46,17 @@ def told(monkeypatch: pytest.MonkeyPatch) -> Told:
 
 
 @worker_setting("ps")
-def test_ps(cluster: Make, told: Told) -> None:
+def test_ps(cluster: Make, use_settings: WorkerSettings) -> None:
     for name in ("otter", "stoat"):
-        told("--ps", cluster(1, job=name).address)
+        use_settings("--ps", cluster(1, job=name).address)
         with psworker.Client() as client:
             assert client.job == name
 
 
 @worker_setting("worker_rank")
-def test_worker_rank(cluster: Make, told: Told) -> None:
+def test_worker_rank(cluster: Make, use_settings: WorkerSettings) -> None:
     address = cluster(1).address
-    told("--ps", address, "--worker-rank", 5)
+    use_settings("--ps", address, "--worker-rank", 5)
 
     with psworker.connect() as job:
         assert job.rank == 5
@@ -66,17 +64,17 @@ def test_worker_rank(cluster: Make, told: Told) -> None:
 
 
 @worker_setting("worker_count")
-def test_worker_count(told: Told) -> None:
+def test_worker_count(use_settings: WorkerSettings) -> None:
     """It is for the script alone."""
-    told("--ps", "127.0.0.1:1", "--worker-count", 4)
+    use_settings("--ps", "127.0.0.1:1", "--worker-count", 4)
 
     assert os.environ["PS_WORKER_COUNT"] == "4"
 
 
 @worker_setting("job")
-def test_job(cluster: Make, told: Told) -> None:
-    """A worker of another job does not take part in this one."""
-    told("--ps", cluster(1, job="otter").address, "--job", "stoat")
+def test_job(cluster: Make, use_settings: WorkerSettings) -> None:
+    """A worker of another job cannot take part."""
+    use_settings("--ps", cluster(1, job="otter").address, "--job", "stoat")
 
     with pytest.raises(MismatchError, match="otter, not stoat") as caught:
         psworker.Client()
@@ -85,21 +83,21 @@ def test_job(cluster: Make, told: Told) -> None:
 
 
 @worker_setting("device")
-def test_device(cluster: Make, told: Told) -> None:
+def test_device(cluster: Make, use_settings: WorkerSettings) -> None:
     address = cluster(1).address
-    told("--ps", address, "--device", "cpu")
+    use_settings("--ps", address, "--device", "cpu")
     with psworker.connect() as job:
         assert str(job.device) == "cpu"
 
-    with pytest.raises(InvalidRequestError, match=r"device cuda:99: torch .* sees"):
-        told("--ps", address, "--device", "cuda:99")
+    with pytest.raises(InvalidRequestError, match=r"device cuda:99 .*: torch .* sees"):
+        use_settings("--ps", address, "--device", "cuda:99")
 
 
 @worker_setting("connect_timeout")
-def test_connect_timeout(told: Told) -> None:
+def test_connect_timeout(use_settings: WorkerSettings) -> None:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         nobody = f"127.0.0.1:{probe.getsockname()[1]}"
-    told("--ps", nobody, "--connect-timeout", "200ms")
+    use_settings("--ps", nobody, "--connect-timeout", "200ms")
 
     began = time.monotonic()
     with pytest.raises(UnreachableError, match=nobody):
@@ -112,10 +110,12 @@ def test_connect_timeout(told: Told) -> None:
 @pytest.mark.parametrize(
     ("flags", "refused"), [([], ""), (["--lanes", "grpc"], "shm"), (["--lanes", "shm"], "grpc")]
 )
-def test_lanes(cluster: Make, told: Told, flags: list[object], refused: str) -> None:
-    """Which of the servers that have one lane only a worker cannot train with."""
+def test_lanes(
+    cluster: Make, use_settings: WorkerSettings, flags: list[object], refused: str
+) -> None:
+    """Which servers with a single lane a worker cannot train with."""
     for lanes in ("grpc", "shm"):
-        told("--ps", cluster(1, lanes=lanes).address, *flags)
+        use_settings("--ps", cluster(1, lanes=lanes).address, *flags)
         expected = (
             pytest.raises(InvalidRequestError, match="--lanes shm")
             if lanes == refused
@@ -130,11 +130,13 @@ def test_lanes(cluster: Make, told: Told, flags: list[object], refused: str) -> 
 @pytest.mark.parametrize(
     ("flags", "early"), [([], False), (["--overlap", "off"], False), (["--overlap", "on"], True)]
 )
-def test_overlap(cluster: Make, told: Told, flags: list[object], early: bool) -> None:
-    """Does a push begin before step()? Over gRPC one that is under way takes room."""
+def test_overlap(
+    cluster: Make, use_settings: WorkerSettings, flags: list[object], early: bool
+) -> None:
+    """Whether a push begins before step(): over gRPC an open one takes memory."""
     servers = cluster(1, lanes="grpc")
     budget = servers.servers[0].engine.traffic.budget
-    told("--ps", servers.address, "--device", "cpu", *flags)
+    use_settings("--ps", servers.address, "--device", "cpu", *flags)
     with psworker.connect() as job:
         model = torch.nn.Linear(10, 10)
         optimizer = job.optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
@@ -168,7 +170,7 @@ print(json.dumps(found))
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Program, Program]]:
-    """Two workers (without servers), which have ended."""
+    """Run two workers (without servers) to their end."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         address = f"127.0.0.1:{probe.getsockname()[1]}"
     text = (

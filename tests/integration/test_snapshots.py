@@ -1,4 +1,4 @@
-"""Snapshots of running jobs: when they are taken, what is in them, and how a job goes on from
+"""Snapshots of running jobs: when they are taken, what they contain, and how a job resumes from
 them.
 """
 
@@ -45,15 +45,15 @@ STEPS = SnapshotEvery(steps=5)
 
 @contextmanager
 def finished(cluster: Cluster) -> Iterator[str]:
-    """The address of a job that is trained to the end."""
+    """Return the address of a job that is trained to the end."""
     train(cluster.address)
     assert status(cluster.address)["version"] == VERSIONS
     yield cluster.address
 
 
 @pytest.fixture(scope="module")
-def whole() -> str:
-    """The weights of a training that nobody interrupts, on two servers."""
+def uninterrupted_weights() -> str:
+    """Return the weights of an uninterrupted training on two servers."""
     cluster = Cluster(2, min_workers=2)
     try:
         train(cluster.address)
@@ -63,8 +63,8 @@ def whole() -> str:
 
 
 def unhurried(address: str) -> Callable[[Job], None]:
-    """Waits for each snapshot of STEPS: they are taken one at a time, and such a small training
-    outruns them.
+    """Wait for each snapshot of STEPS: one is taken at a time, and so small a training outruns
+    them.
     """
 
     def wait(job: Job) -> None:
@@ -75,7 +75,7 @@ def unhurried(address: str) -> Callable[[Job], None]:
 
 
 def interrupted(make: Make, shards: int, data_dir: Path, version: int) -> None:
-    """Trains up to a version, then ends the servers without a word."""
+    """Train up to a version, then kill the servers."""
     cluster = make(shards, min_workers=2, data_dir=data_dir, snapshot_every=STEPS)
     train(cluster.address, stop_at=version, each=unhurried(cluster.address))
     cluster.close()
@@ -84,7 +84,7 @@ def interrupted(make: Make, shards: int, data_dir: Path, version: int) -> None:
 # ---- when ----------------------------------------------------------------------------------------
 
 
-def test_every_so_many_steps(cluster: Make, tmp_path: Path) -> None:
+def test_a_snapshot_is_taken_at_each_step_interval(cluster: Make, tmp_path: Path) -> None:
     servers = cluster(2, min_workers=2, data_dir=tmp_path, snapshot_every=STEPS)
 
     train(servers.address, each=unhurried(servers.address))
@@ -93,7 +93,7 @@ def test_every_so_many_steps(cluster: Make, tmp_path: Path) -> None:
     assert SnapshotDirectory(tmp_path).verify(10) == []
 
 
-def test_every_so_many_seconds_while_there_is_something_new(cluster: Make, tmp_path: Path) -> None:
+def test_a_snapshot_is_taken_by_time_while_there_are_updates(cluster: Make, tmp_path: Path) -> None:
     servers = cluster(2, data_dir=tmp_path, snapshot_every=SnapshotEvery(seconds=0.3))
     began = time.monotonic()
 
@@ -109,7 +109,7 @@ def test_every_so_many_seconds_while_there_is_something_new(cluster: Make, tmp_p
     assert 0 < first < second
 
 
-def test_training_goes_on_while_one_is_written(
+def test_training_continues_during_a_snapshot(
     cluster: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     go_on, slow = threading.Event(), AtomicFiles.save
@@ -132,7 +132,7 @@ def test_training_goes_on_while_one_is_written(
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux knows a priority of one thread")
-def test_the_thread_that_writes_one_gives_way_to_the_others(
+def test_the_thread_that_writes_a_snapshot_yields_to_others(
     cluster: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     usual, seen = AtomicFiles.save, []
@@ -150,10 +150,10 @@ def test_the_thread_that_writes_one_gives_way_to_the_others(
     assert seen[0] == os.getpriority(os.PRIO_PROCESS, 0) + WRITER_NICENESS
 
 
-def test_a_shard_without_a_folder_is_named_and_nobody_waits_for_its_part(
+def test_a_shard_without_a_folder_is_named_and_its_part_is_not_awaited(
     cluster: Make, tmp_path: Path
 ) -> None:
-    """One that has taken over, say, while its predecessor still held the folder."""
+    """For example one that took over while its predecessor still held the folder."""
     servers = cluster(0)
     servers.add(0, 2, data_dir=tmp_path, snapshot_every=SnapshotEvery(steps=2))
     servers.add(1, 2)
@@ -172,7 +172,7 @@ def test_a_shard_without_a_folder_is_named_and_nobody_waits_for_its_part(
     assert snapshots(servers.address) == []
 
 
-def test_only_the_newest_are_kept_on_every_shard(cluster: Make, tmp_path: Path) -> None:
+def test_only_the_newest_snapshots_stay_on_every_shard(cluster: Make, tmp_path: Path) -> None:
     servers = cluster(3, data_dir=tmp_path, snapshot_every=SnapshotEvery(steps=1), snapshot_keep=2)
     with counter(servers.address) as client:
         for version in range(1, 6):
@@ -190,8 +190,10 @@ def test_only_the_newest_are_kept_on_every_shard(cluster: Make, tmp_path: Path) 
     assert snapshots(servers.address) == [4, 5]
 
 
-def test_when_the_last_worker_is_done_one_is_taken(cluster: Make, tmp_path: Path) -> None:
-    """What is lost from then on nobody would do again."""
+def test_a_snapshot_is_taken_when_the_last_worker_has_finished(
+    cluster: Make, tmp_path: Path
+) -> None:
+    """No worker would repeat what is lost from then on."""
     servers = cluster(2, data_dir=tmp_path)
     with counter(servers.address, rank=0) as client:
         with counter(servers.address, rank=1):
@@ -201,7 +203,7 @@ def test_when_the_last_worker_is_done_one_is_taken(cluster: Make, tmp_path: Path
     until(lambda: snapshots(servers.address) == [3], "the snapshot of the end")
 
 
-def test_stopping_takes_a_last_one(cluster: Make, tmp_path: Path) -> None:
+def test_stopping_takes_a_last_snapshot(cluster: Make, tmp_path: Path) -> None:
     servers = cluster(2, data_dir=tmp_path)
     with counter(servers.address) as client:
         count(client, 3)
@@ -216,7 +218,7 @@ def test_stopping_takes_a_last_one(cluster: Make, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("policy", "staleness"), [("sync", None), ("async", None), ("ssp", 1)])
-def test_one_version_on_all_shards_in_every_policy(
+def test_all_shards_have_one_version_under_every_policy(
     cluster: Make, tmp_path: Path, policy: str, staleness: int | None
 ) -> None:
     every = SnapshotEvery(steps=3)
@@ -246,7 +248,7 @@ def test_one_version_on_all_shards_in_every_policy(
     assert [counted(stored(tmp_path, version)) for version in versions] == versions
 
 
-def test_a_snapshot_holds_what_resuming_needs(cluster: Make, tmp_path: Path) -> None:
+def test_a_snapshot_contains_what_resuming_needs(cluster: Make, tmp_path: Path) -> None:
     servers = cluster(2, min_workers=2, data_dir=tmp_path, snapshot_every=STEPS)
     train(servers.address, stop_at=7, each=unhurried(servers.address))
 
@@ -275,20 +277,22 @@ def test_a_snapshot_holds_what_resuming_needs(cluster: Make, tmp_path: Path) -> 
 # ---- going on ------------------------------------------------------------------------------------
 
 
-def test_resuming_ends_at_the_same_weights(cluster: Make, tmp_path: Path, whole: str) -> None:
+def test_a_resumed_training_ends_with_the_same_weights(
+    cluster: Make, tmp_path: Path, uninterrupted_weights: str
+) -> None:
     interrupted(cluster, 2, tmp_path, version=7)  # two versions more than the snapshot has
 
     again = cluster(2, min_workers=2, data_dir=tmp_path)
 
     assert status(again.address)["version"] == 5
     with finished(again) as address:
-        assert digest(address) == whole
+        assert digest(address) == uninterrupted_weights
         (loop,) = status(address)["data"]
         assert (loop["committed"], loop["total"]) == (30, 30)
 
 
-def test_going_from_two_to_three_to_one_server_changes_no_bit(
-    cluster: Make, tmp_path: Path, whole: str
+def test_changing_from_two_to_three_to_one_server_changes_no_bit(
+    cluster: Make, tmp_path: Path, uninterrupted_weights: str
 ) -> None:
     interrupted(cluster, 2, tmp_path, version=6)
     three = cluster(3, min_workers=2, data_dir=tmp_path, snapshot_every=STEPS)
@@ -299,12 +303,10 @@ def test_going_from_two_to_three_to_one_server_changes_no_bit(
 
     assert status(one.address)["version"] == 10
     with finished(one) as address:
-        assert digest(address) == whole
+        assert digest(address) == uninterrupted_weights
 
 
-def test_a_finished_job_that_is_started_again_has_nothing_left_to_do(
-    cluster: Make, tmp_path: Path
-) -> None:
+def test_a_restarted_finished_job_has_nothing_left(cluster: Make, tmp_path: Path) -> None:
     first = cluster(2, min_workers=2, data_dir=tmp_path)
     train(first.address)
     before = digest(first.address)
@@ -317,10 +319,10 @@ def test_a_finished_job_that_is_started_again_has_nothing_left_to_do(
 
 
 @pytest.mark.parametrize("durability", ["snapshot", "log"])
-def test_a_run_that_all_have_left_waits_for_as_many(
-    cluster: Make, tmp_path: Path, whole: str, durability: str
+def test_a_run_that_all_workers_left_waits_for_the_same_number(
+    cluster: Make, tmp_path: Path, uninterrupted_weights: str, durability: str
 ) -> None:
-    """Whoever comes first would train alone, and the weights be others each time."""
+    """The first worker would otherwise train alone, with other weights each time."""
     settings = {"min_workers": 2, "data_dir": tmp_path, "durability": durability}
     first = cluster(2, **settings)
     train(first.address, stop_at=7)
@@ -335,11 +337,11 @@ def test_a_run_that_all_have_left_waits_for_as_many(
         return training(again.address, 1)
 
     together(lambda: training(again.address, 0), comes_late)
-    assert digest(again.address) == whole
+    assert digest(again.address) == uninterrupted_weights
 
 
-def test_pushes_of_before_a_restart_do_not_count_again(cluster: Make, tmp_path: Path) -> None:
-    """A worker that slept through the restart is told so, and may come back as new."""
+def test_pushes_from_before_a_restart_do_not_count_again(cluster: Make, tmp_path: Path) -> None:
+    """A worker that slept through the restart gets an error, and may rejoin."""
     first = cluster(1, data_dir=tmp_path)
     sleeper = counter(first.address, connect_timeout=1.0)
     count(sleeper, 4)
@@ -355,7 +357,7 @@ def test_pushes_of_before_a_restart_do_not_count_again(cluster: Make, tmp_path: 
         assert counted(client.pull()) == 5
 
 
-def test_a_lost_shard_takes_all_back_to_the_newest_snapshot(
+def test_a_lost_shard_rolls_all_back_to_the_newest_snapshot(
     cluster: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     servers = cluster(2, data_dir=tmp_path, snapshot_every=STEPS)
@@ -382,8 +384,8 @@ def test_a_lost_shard_takes_all_back_to_the_newest_snapshot(
 # ---- which ---------------------------------------------------------------------------------------
 
 
-def test_a_damaged_newest_one_is_skipped_loudly(
-    cluster: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture, whole: str
+def test_a_damaged_newest_snapshot_is_skipped_with_a_warning(
+    cluster: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture, uninterrupted_weights: str
 ) -> None:
     interrupted(cluster, 2, tmp_path, version=12)
     (part,) = SnapshotDirectory(tmp_path).path(10).glob("shard-1-*")
@@ -395,12 +397,10 @@ def test_a_damaged_newest_one_is_skipped_loudly(
     (skipped,) = records_of(caplog, "snapshot_damaged")
     assert str(part) in skipped.__dict__["problem"]
     with finished(again) as address:
-        assert digest(address) == whole
+        assert digest(address) == uninterrupted_weights
 
 
-def test_when_all_are_damaged_the_job_does_not_start_from_nothing(
-    cluster: Make, tmp_path: Path
-) -> None:
+def test_with_only_damaged_snapshots_the_job_does_not_start(cluster: Make, tmp_path: Path) -> None:
     interrupted(cluster, 1, tmp_path, version=11)
     for part in SnapshotDirectory(tmp_path).folder.glob("*/shard-*"):
         flip(part)
@@ -412,7 +412,9 @@ def test_when_all_are_damaged_the_job_does_not_start_from_nothing(
     assert SnapshotDirectory(tmp_path).versions() == [5, 10]  # and nothing is lost
 
 
-def test_never_starts_afresh_and_keeps_the_old_ones_aside(cluster: Make, tmp_path: Path) -> None:
+def test_resume_never_starts_afresh_and_moves_old_snapshots_aside(
+    cluster: Make, tmp_path: Path
+) -> None:
     interrupted(cluster, 1, tmp_path, version=6)
 
     again = cluster(1, data_dir=tmp_path, resume="never")
@@ -424,7 +426,9 @@ def test_never_starts_afresh_and_keeps_the_old_ones_aside(cluster: Make, tmp_pat
     ]
 
 
-def test_a_version_starts_from_there(cluster: Make, tmp_path: Path, whole: str) -> None:
+def test_resume_with_a_version_starts_there(
+    cluster: Make, tmp_path: Path, uninterrupted_weights: str
+) -> None:
     interrupted(cluster, 2, tmp_path, version=12)
 
     again = cluster(2, min_workers=2, data_dir=tmp_path, resume=5)
@@ -432,10 +436,10 @@ def test_a_version_starts_from_there(cluster: Make, tmp_path: Path, whole: str) 
     assert status(again.address)["version"] == 5
     assert SnapshotDirectory(tmp_path).versions() == [5]
     with finished(again) as address:
-        assert digest(address) == whole
+        assert digest(address) == uninterrupted_weights
 
 
-def test_a_version_that_is_not_there_is_refused(cluster: Make, tmp_path: Path) -> None:
+def test_a_missing_version_is_refused(cluster: Make, tmp_path: Path) -> None:
     interrupted(cluster, 1, tmp_path, version=6)
 
     with pytest.raises(SnapshotError, match=r"no snapshot of version 4 .*\[5\]") as caught:

@@ -1,6 +1,4 @@
-"""A standby follows real servers: what it has, when it is believed to have it, and what it
-refuses.
-"""
+"""A standby follows real servers: its state, when it counts as in sync, and what it refuses."""
 
 import threading
 import time
@@ -36,7 +34,7 @@ Make = Callable[..., Cluster]
 
 
 def adam(address: str) -> Client:
-    """With optimizer state."""
+    """Return an optimizer with state."""
     client = connected(address)
     zeros = {name: np.zeros_like(one) for name, one in ONES.items()}
     client.register(zeros, OptimizerSpec("adam", lr=0.1))
@@ -44,10 +42,8 @@ def adam(address: str) -> Client:
 
 
 @pytest.mark.parametrize("early", [True, False], ids=["from the beginning", "in the middle"])
-def test_it_has_what_its_primary_has(cluster: Make, early: bool) -> None:
-    """Weights, the optimizer's state, outcomes; and of shard 0 the coordinator, to the last
-    lease.
-    """
+def test_a_standby_has_the_whole_state_of_its_primary(cluster: Make, early: bool) -> None:
+    """Weights, optimizer state, outcomes; at shard 0 also the coordinator with the last lease."""
     server = cluster(policy="async").servers[0]
     with RunningStandby(server) as following, adam(server.address) as client:
         if early:
@@ -66,8 +62,8 @@ def test_it_has_what_its_primary_has(cluster: Make, early: bool) -> None:
         assert standby_state(following).version == 10
 
 
-def test_pushes_that_are_staged_go_along(cluster: Make) -> None:
-    """A round that waits for somebody."""
+def test_staged_pushes_are_replicated(cluster: Make) -> None:
+    """While a round waits for another worker."""
     server = cluster(policy="sync", min_workers=2).servers[0]
     with counter(server.address, rank=0) as first, RunningStandby(server) as following:
         pushing = threading.Thread(target=count, args=(first,))
@@ -85,7 +81,7 @@ def test_pushes_that_are_staged_go_along(cluster: Make) -> None:
         )
 
 
-def test_shards_have_standbys_of_their_own(cluster: Make) -> None:
+def test_each_shard_can_have_a_standby(cluster: Make) -> None:
     servers = cluster(2, policy="async")
     with RunningStandby(servers.servers[1]) as following, counter(servers.address) as client:
         following.in_sync()
@@ -99,7 +95,7 @@ def test_shards_have_standbys_of_their_own(cluster: Make) -> None:
         assert standby_state(following).coordinator is None
 
 
-def test_going_back_to_a_snapshot_is_followed(cluster: Make, tmp_path: Path) -> None:
+def test_a_rollback_is_followed(cluster: Make, tmp_path: Path) -> None:
     servers = cluster(policy="async", data_dir=tmp_path)
     server = servers.servers[0]
     with RunningStandby(server) as following, counter(server.address) as client:
@@ -118,9 +114,7 @@ def test_going_back_to_a_snapshot_is_followed(cluster: Make, tmp_path: Path) -> 
 
 
 def test_a_standby_of_shard_0_knows_the_newest_snapshot(cluster: Make, tmp_path: Path) -> None:
-    """Before any shard lets go of the log that came before it: who takes over tells them what to
-    go on from.
-    """
+    """Before any shard drops earlier log entries: a new primary tells them where to resume."""
     server = cluster(policy="async", data_dir=tmp_path, snapshot_keep=2).servers[0]
     assert server.service is not None
     with RunningStandby(server) as following, counter(server.address) as client:
@@ -134,10 +128,8 @@ def test_a_standby_of_shard_0_knows_the_newest_snapshot(cluster: Make, tmp_path:
         until(lambda: server.snapshots.retained == [2, 3], "older ones to go")
 
 
-def test_standbys_come_along_when_the_model_moves(cluster: Make) -> None:
-    """Each loads anew once the move is over, with the command line of before; that of a server
-    that leaves ends.
-    """
+def test_standbys_follow_a_reshard(cluster: Make) -> None:
+    """Each loads again after the reshard, with its former flags; that of a removed server ends."""
     servers = cluster(2, policy="async")
     first, second = servers.servers
     with (
@@ -166,7 +158,7 @@ def test_standbys_come_along_when_the_model_moves(cluster: Make) -> None:
         assert facts.layout == {"shards": 1, "past": [2, 3], "changes": 3}
 
 
-def test_numbers_that_differ_are_found_and_loaded_anew(
+def test_a_checksum_mismatch_is_detected_and_the_state_loaded_again(
     cluster: Make, caplog: pytest.LogCaptureFixture
 ) -> None:
     server = cluster(policy="async", metrics_bind="127.0.0.1:0").servers[0]
@@ -191,7 +183,7 @@ def test_numbers_that_differ_are_found_and_loaded_anew(
         )
 
 
-def test_the_end_of_the_job_is_its_end(cluster: Make) -> None:
+def test_a_standby_ends_with_the_job(cluster: Make) -> None:
     servers = cluster()
     with RunningStandby(servers.servers[0]) as following:
         following.in_sync()
@@ -200,7 +192,7 @@ def test_the_end_of_the_job_is_its_end(cluster: Make) -> None:
         assert following.standby.failure is None
 
 
-def test_it_says_who_is_primary(cluster: Make) -> None:
+def test_a_standby_names_its_primary(cluster: Make) -> None:
     server = cluster().servers[0]
     with RunningStandby(server) as following:
         following.in_sync()
@@ -211,7 +203,7 @@ def test_it_says_who_is_primary(cluster: Make) -> None:
         assert refused.value.reason == "NOT_PRIMARY"
 
 
-def test_one_that_has_nothing_does_not_wait_for_ever(cluster: Make) -> None:
+def test_an_empty_standby_does_not_wait_forever(cluster: Make) -> None:
     server = cluster().servers[0]
     with RunningStandby(
         server, standby_of=f"127.0.0.1:{free_ports(1)[0]}", join_timeout=0.5
@@ -220,14 +212,14 @@ def test_one_that_has_nothing_does_not_wait_for_ever(cluster: Make) -> None:
         assert "silent for too long" in str(following.standby.failure)
 
 
-def test_other_settings_than_the_primary_are_refused_by_name(cluster: Make) -> None:
+def test_settings_that_differ_from_the_primarys_are_refused_by_name(cluster: Make) -> None:
     server = cluster(policy="async").servers[0]
     with RunningStandby(server, policy="sync") as following:
         until(lambda: following.ended, "its end")
         assert "differ from its primary's: policy (" in str(following.standby.failure)
 
 
-def test_there_is_one_standby(cluster: Make) -> None:
+def test_a_second_standby_is_refused(cluster: Make) -> None:
     server = cluster().servers[0]
     with RunningStandby(server) as first:
         first.in_sync()
@@ -238,7 +230,7 @@ def test_there_is_one_standby(cluster: Make) -> None:
             until(lambda: server.replicator.address == second.standby.address, "the second one")
 
 
-def test_one_that_is_behind_is_not_promoted(cluster: Make) -> None:
+def test_a_standby_that_is_behind_is_not_promoted(cluster: Make) -> None:
     server = cluster().servers[0]
     with RunningStandby(server) as following:
         with (
@@ -253,7 +245,7 @@ def test_one_that_is_behind_is_not_promoted(cluster: Make) -> None:
             count(client)
 
 
-def test_one_that_cannot_load_says_why(cluster: Make) -> None:
+def test_a_standby_that_cannot_load_gives_the_reason(cluster: Make) -> None:
     server = cluster(policy="async").servers[0]
     with counter(server.address) as client:
         count(client, 1)
@@ -272,10 +264,10 @@ def test_one_that_cannot_load_says_why(cluster: Make) -> None:
                 following.standby.promote(1.0)
 
 
-def test_one_that_ends_is_not_promoted_and_one_that_is_promoted_does_not_end(
+def test_an_ending_standby_is_not_promoted_and_a_promoted_one_does_not_end(
     cluster: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its primary would end, too, and nobody be primary."""
+    """Its primary would end, too, and the shard would have no primary."""
     server, asked, answer = cluster().servers[0], threading.Event(), threading.Event()
 
     def agreed() -> str:
@@ -304,12 +296,10 @@ def test_one_that_ends_is_not_promoted_and_one_that_is_promoted_does_not_end(
         assert not asked.is_set()
 
 
-def test_one_that_is_told_to_end_while_it_connects_ends(
+def test_a_standby_stopped_while_it_connects_ends(
     cluster: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """There is no line yet that could be ended; the new one lasts until its primary, or the
-    network, gives it up.
-    """
+    """There is no connection yet to end; the new one would last until its primary drops it."""
     server = cluster().servers[0]
     monkeypatch.setattr(replication, "STANDBY_TIMEOUT_SECONDS", 60.0)
     following = RunningStandby(server)
@@ -320,7 +310,7 @@ def test_one_that_is_told_to_end_while_it_connects_ends(
         until(lambda: following.ended, "its end")
 
 
-def test_one_that_the_lock_keeps_back_says_who_has_more(
+def test_a_standby_refused_by_the_lock_names_the_server_that_is_ahead(
     cluster: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server = cluster().servers[0]
@@ -334,7 +324,7 @@ def test_one_that_the_lock_keeps_back_says_who_has_more(
             following.standby.promote(1.0)
 
 
-def test_the_lock_says_whom_it_waits_for(cluster: Make, tmp_path: Path) -> None:
+def test_the_lock_names_the_awaited_standby(cluster: Make, tmp_path: Path) -> None:
     server = cluster(failover_lock=tmp_path).servers[0]
     lease = LeaseDirectory(tmp_path, 0)
 
@@ -352,7 +342,7 @@ def test_the_lock_says_whom_it_waits_for(cluster: Make, tmp_path: Path) -> None:
         count(client)
 
 
-def test_a_standby_that_dies_holds_nobody_up_for_long(cluster: Make) -> None:
+def test_a_dying_standby_delays_pushes_only_briefly(cluster: Make) -> None:
     server = cluster(policy="async").servers[0]
     with counter(server.address) as client:
         with RunningStandby(server) as following:
@@ -363,15 +353,15 @@ def test_a_standby_that_dies_holds_nobody_up_for_long(cluster: Make) -> None:
         assert machine_seconds(began) < 3.0
 
 
-def test_while_shard_0_waits_for_its_standby_the_end_of_another_shards_line_holds_nobody_up(
+def test_the_end_of_a_connection_blocks_no_other_while_shard_0_waits(
     cluster: Make,
 ) -> None:
-    """gRPC tells of that end in the thread that also hears the standby."""
-    server, over = cluster(policy="async").servers[0], threading.Event()
+    """gRPC reports the end in the thread that also receives from the standby."""
+    server, ended = cluster(policy="async").servers[0], threading.Event()
 
     def words() -> Iterator[co.LinkShardRequest]:
         yield co.LinkShardRequest(shard=1, shards=2, address="nowhere:1", instance="candidate")
-        over.wait()
+        ended.wait()
 
     with (
         counter(server.address) as client,
@@ -393,5 +383,5 @@ def test_while_shard_0_waits_for_its_standby_the_end_of_another_shards_line_hold
 
         speaking.set()
         pushing.join(10)
-        over.set()
+        ended.set()
     assert server.replicator.term == 1

@@ -1,6 +1,4 @@
-"""A running job that is steered from outside: workers are asked to leave, its policy changes,
-slow ones are named.
-"""
+"""Operating a running job: drain workers, change the policy, find slow workers."""
 
 import json
 import logging
@@ -45,7 +43,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(autouse=True)
-def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+def _no_external_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("PS_PS", "PS_SERVERS", "PS_OUTPUT", "PS_TIMEOUT"):
         monkeypatch.delenv(name, raising=False)
 
@@ -57,7 +55,7 @@ def programs(tmp_path: Path) -> Iterator[Programs]:
 
 
 def row_of(address: str, worker: int) -> dict[str, Any]:
-    """One worker, as status shows it."""
+    """Return the status row of one worker."""
     (found,) = [row for row in status(address)["workers"] if row["worker"] == worker]
     return dict(found)
 
@@ -83,7 +81,7 @@ print("end", flush=True)
 """
 
 
-def test_a_drained_worker_ends_its_step_and_its_process_and_each_sample_counts_once(
+def test_a_drained_worker_ends_after_its_step_and_each_sample_counts_once(
     cluster: Make, programs: Programs, capsys: Output
 ) -> None:
     address = cluster(2, min_workers=2).address
@@ -109,18 +107,18 @@ def test_a_drained_worker_ends_its_step_and_its_process_and_each_sample_counts_o
 
 
 def batches_in(text: str) -> list[list[int]]:
-    """What a script says it has used."""
+    """Return the batches that a script reports as used."""
     (line,) = [line for line in text.splitlines() if line.startswith("used ")]
     batches: list[list[int]] = json.loads(line.removeprefix("used "))
     return batches
 
 
-def test_who_is_not_here_cannot_be_drained(cluster: Make, capsys: Output) -> None:
+def test_an_absent_worker_cannot_be_drained(cluster: Make, capsys: Output) -> None:
     address = cluster(1).address
-    with counter(address) as gone:
-        count(gone)
+    with counter(address) as missing:
+        count(missing)
     with counter(address) as client:
-        for worker in (gone.worker, 999):
+        for worker in (missing.worker, 999):
             assert ps_ctl(["--ps", address, "drain", str(worker)]) == 2
             error = capsys.readouterr().err
             assert (
@@ -134,17 +132,17 @@ def test_who_is_not_here_cannot_be_drained(cluster: Make, capsys: Output) -> Non
 # ---- policy --------------------------------------------------------------------------------------
 
 
-def held_up(address: str, client: Client, other: Client, pool: ThreadPoolExecutor) -> Any:
-    """A push that waits for the other worker's."""
+def waiting_push(address: str, client: Client, other: Client, pool: ThreadPoolExecutor) -> Any:
+    """Return a push that waits for the other worker's."""
     push = pool.submit(client.push, ONES)
     until(lambda: f"worker {other.worker} " in status(address)["waiting_for"], "a push that waits")
     return push
 
 
-def test_a_job_changes_its_policy_from_the_next_update_on(cluster: Make, capsys: Output) -> None:
+def test_a_new_policy_applies_from_the_next_update(cluster: Make, capsys: Output) -> None:
     address = cluster(2, min_workers=2).address
     with ThreadPoolExecutor(1) as pool, counter(address, 0) as quick, counter(address, 1) as slow:
-        push = held_up(address, quick, slow, pool)
+        push = waiting_push(address, quick, slow, pool)
         assert quick.policy == "sync"
         assert ctl(capsys, "--ps", address, "policy", "set", "async")["policy"] == "async"
         until(
@@ -155,7 +153,7 @@ def test_a_job_changes_its_policy_from_the_next_update_on(cluster: Make, capsys:
         assert (status(address)["policy"], status(address)["version"]) == ("async", 6)
 
         ctl(capsys, "--ps", address, "policy", "set", "sync")
-        push = held_up(address, quick, slow, pool)
+        push = waiting_push(address, quick, slow, pool)
         count(slow)
         assert push.result(DEADLINE).version == 7
         together(lambda: count(quick, 3), lambda: count(slow, 3))
@@ -168,8 +166,8 @@ def test_a_job_changes_its_policy_from_the_next_update_on(cluster: Make, capsys:
         assert counted(quick.pull()) == 10
 
 
-def test_ssp_counts_from_where_everybody_stands(cluster: Make, capsys: Output) -> None:
-    """What async let the quick one be ahead is forgotten, and the bound holds from then on."""
+def test_ssp_counts_from_the_current_clocks(cluster: Make, capsys: Output) -> None:
+    """The lead of a fast worker under async is dropped, and the bound applies from then on."""
     address = cluster(1, policy="async", min_workers=2).address
     with ThreadPoolExecutor(1) as pool, counter(address, 0) as quick, counter(address, 1) as slow:
         count(quick, 9)
@@ -177,7 +175,7 @@ def test_ssp_counts_from_where_everybody_stands(cluster: Make, capsys: Output) -
             capsys, "--ps", address, "policy", "set", "ssp", "--staleness", 2, "--max-staleness", 50
         )
         count(quick, 2)
-        push = held_up(address, quick, slow, pool)
+        push = waiting_push(address, quick, slow, pool)
 
         assert [row["clock"] for row in status(address)["workers"]] == [11, 9]
         assert (status(address)["staleness"], status(address)["max_staleness"]) == (2, 50)
@@ -185,7 +183,7 @@ def test_ssp_counts_from_where_everybody_stands(cluster: Make, capsys: Output) -
         assert push.result(DEADLINE).status == "applied"
 
 
-def test_a_change_to_sync_takes_the_backup_workers_along(cluster: Make, capsys: Output) -> None:
+def test_a_change_to_sync_includes_the_backup_workers(cluster: Make, capsys: Output) -> None:
     address = cluster(1, min_workers=2, backup_workers=1).address
     with counter(address, 0) as quick, counter(address, 1):
         for name in ("async", "sync"):
@@ -196,9 +194,7 @@ def test_a_change_to_sync_takes_the_backup_workers_along(cluster: Make, capsys: 
     assert status(address)["backup_workers"] == 1
 
 
-def test_a_policy_that_cannot_be_is_refused_and_the_old_one_stays(
-    cluster: Make, capsys: Output
-) -> None:
+def test_an_invalid_policy_is_refused_and_the_old_one_stays(cluster: Make, capsys: Output) -> None:
     address = cluster(1, policy="async", in_flight=1000).address  # a push has 960 bytes
     with counter(address, 0, lanes="grpc") as one, counter(address, 1, lanes="grpc"):
         assert ps_ctl(["--ps", address, "policy", "set", "sync"]) == 2
@@ -216,10 +212,10 @@ def test_a_policy_that_cannot_be_is_refused_and_the_old_one_stays(
 # ---- health --------------------------------------------------------------------------------------
 
 
-def test_a_slow_worker_is_named_by_its_own_part_of_the_steps(
+def test_a_slow_worker_is_found_by_its_own_part_of_the_steps(
     cluster: Make, capsys: Output, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """In sync all of them take the same time from push to push."""
+    """In sync all workers take the same time from push to push."""
     caplog.set_level(logging.WARNING, "psserver")
     address = cluster(2, min_workers=3, lease=30.0).address
     named = Event()
@@ -231,7 +227,7 @@ def test_a_slow_worker_is_named_by_its_own_part_of_the_steps(
                 Event().wait(pace)  # its own part of the step, and what this is about
             return client.worker
 
-    def look() -> list[dict[str, Any]]:
+    def look_up() -> list[dict[str, Any]]:
         try:
             until(lambda: "worker_slow" in events(caplog), "a line that names it")
             return list(ctl(capsys, "--ps", address, "workers"))
@@ -240,7 +236,7 @@ def test_a_slow_worker_is_named_by_its_own_part_of_the_steps(
 
     with ThreadPoolExecutor(3) as pool:
         workers = [pool.submit(train_at, pace, rank) for rank, pace in enumerate((0.05, 0.05, 0.5))]
-        rows = {row["rank"]: row for row in look()}
+        rows = {row["rank"]: row for row in look_up()}
         slow = workers[2].result(DEADLINE)
 
     assert [rows[rank]["health"] for rank in range(3)] == ["live", "live", "slow"]
@@ -250,7 +246,7 @@ def test_a_slow_worker_is_named_by_its_own_part_of_the_steps(
     assert record.__dict__["step_seconds"] > 2 * record.__dict__["median_seconds"]
 
 
-def test_one_that_is_not_heard_of_is_silent_before_it_is_lost(cluster: Make) -> None:
+def test_a_silent_worker_is_shown_as_silent_before_it_is_lost(cluster: Make) -> None:
     address = cluster(1, lease=OUTLIVED).address
     with counter(address, 0) as client, closing(open_channel(address)) as channel:
         stub = CoordinatorServiceStub(channel)

@@ -1,5 +1,5 @@
-"""Streams over real servers: each sample of each source counts once, whoever reads it, dies or
-comes late.
+"""Streams over real servers: each sample of each source counts once when workers die or
+join late.
 """
 
 import threading
@@ -27,7 +27,7 @@ ALL = sorted(100 * source + place for source, size in enumerate(SIZES) for place
 
 
 class Sources:
-    """Of source s the numbers 100 s, 100 s + 1 and so on."""
+    """Source s has the numbers 100 s, 100 s + 1 and so on."""
 
     def read(self, source: int, offset: int) -> Iterator[int]:
         return iter(range(100 * source + offset, 100 * source + SIZES[source]))
@@ -41,9 +41,7 @@ class Lines(IterableDataset[int]):
 def train(
     job: Job, data: Any = None, sources: int = len(SIZES), each: Callable[[int], object] = bool
 ) -> list[int]:
-    """Goes through the stream, with `each` called before every step; the samples whose steps
-    counted.
-    """
+    """Train over the stream, with `each` called before every step; return the counted samples."""
     model = nn.Linear(1, 1)
     optimizer = job.optimizer(torch.optim.SGD(model.parameters(), lr=1e-4), model)
     used: list[int] = []
@@ -70,7 +68,7 @@ def test_each_sample_counts_once(cluster: Make, name: str, workers: int) -> None
     assert status(address)["samples"] == len(ALL)
 
 
-def test_in_sync_the_shares_are_the_same_in_every_run(cluster: Make) -> None:
+def test_under_sync_the_shares_are_the_same_in_every_run(cluster: Make) -> None:
     runs = [
         simulated(2, train),
         *(real(cluster(1, min_workers=2).address, 2, train) for _ in range(2)),
@@ -88,10 +86,8 @@ def test_an_iterable_dataset_is_one_source(cluster: Make) -> None:
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_what_a_dead_worker_had_not_pushed_is_read_again_by_others(
-    cluster: Make, name: str
-) -> None:
-    """It dies with a batch in its hands and cannot say goodbye."""
+def test_unpushed_samples_of_a_dead_worker_are_read_by_others(cluster: Make, name: str) -> None:
+    """It dies with a batch and without a leave request."""
     servers = cluster(2, min_workers=2, lease=OUTLIVED, **POLICIES[name])
     lane, steps = BreakableLane(GrpcTransport(servers.addresses.split(","))), threading.Semaphore(0)
     lost: list[int] = []
@@ -128,8 +124,8 @@ def test_what_a_dead_worker_had_not_pushed_is_read_again_by_others(
     assert status(servers.address)["data"][0]["duplicates"] == 0
 
 
-def test_a_stream_goes_on_where_a_snapshot_stands(cluster: Make, tmp_path: Path) -> None:
-    """The servers are stopped after 3 of the stream's batches and started again."""
+def test_a_stream_resumes_at_its_position_in_the_snapshot(cluster: Make, tmp_path: Path) -> None:
+    """The servers are stopped after 3 of the stream's batches and restarted."""
     before = cluster(1, data_dir=tmp_path)
 
     def first(job: Job) -> list[int]:

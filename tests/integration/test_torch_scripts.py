@@ -33,7 +33,7 @@ def noise(*shape: int, seed: int) -> Tensor:
 
 
 def fixed(model: nn.Module) -> nn.Module:
-    """In float64, with the same parameters for everyone."""
+    """Return the module in float64, with the same parameters for each worker."""
     model.double()
     with torch.no_grad():
         for number, parameter in enumerate(model.parameters()):
@@ -42,7 +42,7 @@ def fixed(model: nn.Module) -> nn.Module:
 
 
 def backward(model: nn.Module, rank: int, number: int) -> None:
-    """The gradient of some batch, another one for each worker and round."""
+    """Compute the gradient of some batch, another one for each worker and round."""
     x = noise(5, 6, seed=100 + 10 * number + rank)
     F.mse_loss(model(x), x.sum(1, keepdim=True)).backward()
 
@@ -60,7 +60,7 @@ def distributed(
     compute: Compute = backward,
     optimize: Callable[[nn.Module], torch.optim.Optimizer] = adam,
 ) -> list[list[Named]]:
-    """By worker, the model's state after each round."""
+    """Return the model's state after each round, by worker."""
 
     def script(job: Job) -> list[Named]:
         model, states = make(), []
@@ -80,7 +80,7 @@ def plain(
     compute: Compute = backward,
     optimize: Callable[[nn.Module], torch.optim.Optimizer] = adam,
 ) -> list[Named]:
-    """The state after each round in one torch process."""
+    """Return the state after each round in one torch process."""
     model, states = make(), []
     optimizer = optimize(model)
     for number in range(ROUNDS):
@@ -91,8 +91,8 @@ def plain(
         for parameter, *theirs in zip(
             model.parameters(), *(twin.parameters() for twin in twins), strict=True
         ):
-            held = [each.grad / WORKERS for each in theirs if each.grad is not None]
-            parameter.grad = torch.stack(held).sum(0) if held else None
+            stored = [each.grad / WORKERS for each in theirs if each.grad is not None]
+            parameter.grad = torch.stack(stored).sum(0) if stored else None
         for buffer, *theirs in zip(
             model.buffers(), *(twin.buffers() for twin in twins), strict=True
         ):
@@ -109,9 +109,7 @@ def _copy_switches(model: nn.Module, twin: nn.Module) -> None:
 
 
 def assert_alike(runs: list[list[Named]], expected: list[Named]) -> None:
-    """All workers are the same bit by bit after every round, and as expected within float64's
-    rounding.
-    """
+    """Check that all workers agree bit by bit, and with the expected within float64's rounding."""
     for round_, states in enumerate(zip(*runs, expected, strict=True)):
         *workers, other = states
         for name, value in other.items():
@@ -138,8 +136,8 @@ class Tied(nn.Module):
         return out
 
 
-class Branches(nn.Module):
-    """Uses one of two layers, as it is told."""
+class BranchingModel(nn.Module):
+    """Uses one of two layers, by a flag."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -201,8 +199,8 @@ def test_frozen_parameters_do_not_move() -> None:
     assert torch.equal(runs[0][-1]["0.weight"], two_layers()[0].weight)
 
 
-def test_parameters_may_be_frozen_and_thawed_on_the_way() -> None:
-    """Gradual unfreezing: all are the optimizer's, requires_grad decides who moves."""
+def test_parameters_may_be_frozen_and_unfrozen_during_training() -> None:
+    """Gradual unfreezing: the optimizer has all, requires_grad selects those that change."""
 
     def compute(model: nn.Module, rank: int, number: int) -> None:
         first, _, second = model.children()
@@ -225,27 +223,27 @@ def test_parameters_may_be_frozen_and_thawed_on_the_way() -> None:
         lambda rank, number: number * rank % 2,
     ],
 )
-def test_a_parameter_without_a_gradient_is_left_alone(used: Callable[[int, int], int]) -> None:
-    """By all workers at times: no step, no decay, no moment. By some: it counts as zero there."""
+def test_a_parameter_without_a_gradient_does_not_change(used: Callable[[int, int], int]) -> None:
+    """For all workers: no step, no decay, no moment. For some: it counts as zero there."""
 
     def compute(model: nn.Module, rank: int, number: int) -> None:
-        assert isinstance(model, Branches)
+        assert isinstance(model, BranchingModel)
         model.used = used(rank, number)
         backward(model, rank, number)
 
     assert_alike(
-        distributed(lambda: fixed(Branches()), compute), plain(lambda: fixed(Branches()), compute)
+        distributed(lambda: fixed(BranchingModel()), compute),
+        plain(lambda: fixed(BranchingModel()), compute),
     )
 
 
-def test_weights_that_were_put_back_count_also_where_they_have_no_gradient() -> None:
-    """Sharpness-aware minimisation: the gradient of weights near by, and then the weights of
-    before, as other tensors.
-
-    Servers send only what a step has changed."""
+def test_weights_restored_by_the_script_count_without_a_gradient() -> None:
+    """Sharpness-aware minimisation: the gradient at nearby weights, then the former weights as
+    other tensors. Servers send only what a step has changed.
+    """
 
     def compute(model: nn.Module, rank: int, number: int) -> None:
-        assert isinstance(model, Branches)
+        assert isinstance(model, BranchingModel)
         before = [parameter.detach().clone() for parameter in model.parameters()]
         with torch.no_grad():
             for parameter in model.parameters():
@@ -256,11 +254,12 @@ def test_weights_that_were_put_back_count_also_where_they_have_no_gradient() -> 
             parameter.data = value
 
     assert_alike(
-        distributed(lambda: fixed(Branches()), compute), plain(lambda: fixed(Branches()), compute)
+        distributed(lambda: fixed(BranchingModel()), compute),
+        plain(lambda: fixed(BranchingModel()), compute),
     )
 
 
-def test_batch_norm_s_statistics_are_averaged_and_the_same_everywhere_after_each_step() -> None:
+def test_batch_norm_statistics_are_averaged_and_equal_after_each_step() -> None:
     runs = distributed(normed)
 
     assert_alike(runs, plain(normed))
@@ -268,7 +267,7 @@ def test_batch_norm_s_statistics_are_averaged_and_the_same_everywhere_after_each
     assert not torch.equal(runs[0][0]["1.running_mean"], runs[0][1]["1.running_mean"])
 
 
-def test_buffers_that_are_not_in_the_state_dict_stay_with_their_worker() -> None:
+def test_buffers_outside_the_state_dict_stay_local() -> None:
     counts = {}
 
     def compute(model: nn.Module, rank: int, number: int) -> None:
@@ -294,7 +293,7 @@ def test_gradients_accumulate_over_several_batches() -> None:
     assert_alike(distributed(normed, compute), plain(normed, compute))
 
 
-def test_clipping_before_the_step_clips_what_is_sent() -> None:
+def test_clipping_before_the_step_applies_to_the_sent_gradient() -> None:
     norms: list[float] = []
 
     def compute(model: nn.Module, rank: int, number: int) -> None:
@@ -307,12 +306,12 @@ def test_clipping_before_the_step_clips_what_is_sent() -> None:
     assert_alike(runs, plain(two_layers, compute))
 
 
-def test_recurrent_layers_and_parametrizations() -> None:
+def test_recurrent_layers_and_parametrizations_are_supported() -> None:
     assert_alike(distributed(lambda: fixed(Recurrent())), plain(lambda: fixed(Recurrent())))
 
 
-def test_every_worker_starts_from_the_first_one_s_weights() -> None:
-    """However each of them initialised its own model, frozen tensors and buffers included."""
+def test_every_worker_starts_from_the_first_ones_weights() -> None:
+    """Whatever its own initial model, frozen tensors and buffers included."""
 
     def script(job: Job) -> Named:
         torch.manual_seed(job.rank)
@@ -357,8 +356,8 @@ def test_each_group_has_its_own_schedule() -> None:
         assert all(torch.allclose(state[name], expected[name], rtol=1e-11) for name in expected)
 
 
-def test_a_saved_model_and_optimizer_go_on_in_another_job(cluster: Make) -> None:
-    """Plain SGD has no moments, so state dicts are all that there is to bring over."""
+def test_a_saved_model_and_optimizer_continue_in_another_job(cluster: Make) -> None:
+    """Plain SGD has no moments, so state dicts are sufficient."""
 
     def train(job: Job, model: nn.Module, saved: Any, rounds: range) -> bytes:
         if saved:
@@ -383,17 +382,20 @@ def test_a_saved_model_and_optimizer_go_on_in_another_job(cluster: Make) -> None
         address = cluster(2, min_workers=2).address
         return real(address, 2, lambda job: train(job, normed(), loaded, rounds))[0]
 
-    whole, halves = (
+    all_states, halves = (
         torch.load(io.BytesIO(file), weights_only=True)
         for file in (job(b"", range(ROUNDS)), job(job(b"", range(3)), range(3, ROUNDS)))
     )
 
-    assert whole["optimizer"]["param_groups"] == halves["optimizer"]["param_groups"]
-    assert whole["scheduler"] == halves["scheduler"]
-    assert all(torch.equal(whole["model"][name], halves["model"][name]) for name in whole["model"])
+    assert all_states["optimizer"]["param_groups"] == halves["optimizer"]["param_groups"]
+    assert all_states["scheduler"] == halves["scheduler"]
+    assert all(
+        torch.equal(all_states["model"][name], halves["model"][name])
+        for name in all_states["model"]
+    )
 
 
-def test_alone_is_one_worker_with_one_server(
+def test_local_mode_equals_one_worker_with_one_server(
     cluster: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """PS_LOCAL=1: same batches, same dropout, same weights."""

@@ -1,4 +1,4 @@
-"""psworker.DistributedTraining: one call that really trains on several workers."""
+"""psworker.DistributedTraining trains on several workers with one call."""
 
 import functools
 import math
@@ -42,7 +42,7 @@ KEYS = {
 
 
 class Net(nn.Sequential):
-    """Always the same initial weights."""
+    """Model with fixed initial weights."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -97,12 +97,10 @@ def test_three_nodes_train_a_module_and_leave_nothing() -> None:
 
 
 @pytest.mark.full
-def test_its_servers_take_nothing_from_the_environment(
+def test_its_servers_ignore_the_environment(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Of what another job is told there; with a data directory the second training would be the
-    end of the first.
-    """
+    """Variables may describe another job; its data directory would end the second training."""
     for name, value in {
         "PS_DATA_DIR": str(tmp_path),
         "PS_STALENESS": "3",
@@ -120,8 +118,8 @@ def test_its_servers_take_nothing_from_the_environment(
 
 
 @pytest.mark.parametrize("row", [{}, {"policy": "async"}, {"policy": "ssp", "staleness": 2}])
-def test_a_simulated_run_is_the_same_every_time(row: dict[str, object]) -> None:
-    """Dropout included; and on any number of servers."""
+def test_a_simulated_run_is_reproducible(row: dict[str, object]) -> None:
+    """With dropout, and on any number of servers."""
     states = []
     for servers in (1, 1, 2):
         training = DistributedTraining(servers, **row)  # type: ignore[arg-type]
@@ -147,7 +145,7 @@ def test_a_simulated_run_learns() -> None:
 
 
 @pytest.mark.parametrize("given", [{"epochs": 0}, {"data": (INPUTS[:0], LABELS[:0])}])
-def test_no_step_has_no_loss(given: dict[str, Any]) -> None:
+def test_a_run_without_steps_has_no_loss(given: dict[str, Any]) -> None:
     result = DistributedTraining().train_distributed(
         Net(), **{"data": DATA, "nodes": 2, "simulate": True} | given
     )
@@ -156,14 +154,14 @@ def test_no_step_has_no_loss(given: dict[str, Any]) -> None:
     assert math.isnan(result["final_loss"])
 
 
-def test_what_can_be_given() -> None:
-    """A factory by name, a data set, an optimizer as it is, a loss of one's own."""
+def test_every_kind_of_argument_is_accepted() -> None:
+    """A factory by name, a data set, an optimizer, a user-defined loss."""
     template = Net()
     dataset = torch.utils.data.TensorDataset(INPUTS, INPUTS[:, :2])
     training = DistributedTraining()
 
     named = training.train_distributed(f"{__name__}:make_net", DATA, nodes=1, simulate=True)
-    whole = training.train_distributed(
+    full_run = training.train_distributed(
         template,
         dataset,
         nodes=2,
@@ -173,7 +171,7 @@ def test_what_can_be_given() -> None:
     )
 
     assert named["model_name"] == "Net"
-    assert whole["status"] == "done"
+    assert full_run["status"] == "done"
 
 
 class Quadratic(nn.Module):
@@ -196,7 +194,7 @@ class Quadratic(nn.Module):
         self.seen = dict(state)
 
 
-def test_nested_inputs_and_state_that_is_no_tensor() -> None:
+def test_nested_inputs_and_non_tensor_state_are_supported() -> None:
     model, data = (
         Quadratic(),
         [({"x": (x, x[:1])}, label) for x, label in zip(INPUTS, LABELS, strict=True)],
@@ -220,7 +218,7 @@ def test_a_list_of_two_tensors_is_a_pair() -> None:
 
 
 @pytest.mark.parametrize("as_it_is", [False, True])
-def test_what_an_optimizer_reads_from_its_constructor_counts(as_it_is: bool) -> None:
+def test_constructor_values_of_an_optimizer_apply(as_it_is: bool) -> None:
     model, alone = nn.Linear(6, 2), nn.Linear(6, 2)
     alone.load_state_dict(model.state_dict())
     make = functools.partial(torch.optim.Adagrad, lr=0.1, initial_accumulator_value=0.5)
@@ -263,8 +261,8 @@ def test_invalid_arguments_are_refused(given: dict[str, Any], message: str) -> N
         )
 
 
-def test_a_loss_over_the_model_that_was_given_is_refused() -> None:
-    """Its gradients would lie with the module itself, while copies of it train without them."""
+def test_a_loss_that_uses_the_given_model_is_refused() -> None:
+    """Its gradients would be in that module, while copies of it train without them."""
     model = nn.Linear(6, 2)
 
     def penalized(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -278,7 +276,7 @@ def test_a_loss_over_the_model_that_was_given_is_refused() -> None:
 
 
 @pytest.mark.parametrize("simulate", [True, False])
-def test_the_caller_s_random_numbers_go_on_where_they_were(simulate: bool) -> None:
+def test_the_random_state_of_the_caller_does_not_change(simulate: bool) -> None:
     def draw() -> list[float]:
         return [torch.rand(()).item(), float(np.random.rand()), random.random()]
 
@@ -300,7 +298,7 @@ def broken_factory() -> nn.Module:
     raise AttributeError("of its own")
 
 
-def test_an_error_of_the_factory_is_its_own() -> None:
+def test_an_error_of_the_factory_is_raised_unchanged() -> None:
     with pytest.raises(AttributeError, match="of its own"):
         DistributedTraining().train_distributed(f"{__name__}:broken_factory", DATA)
 
@@ -324,19 +322,19 @@ def test_a_model_that_is_no_module_is_refused() -> None:
         DistributedTraining().train_distributed(None, DATA)  # type: ignore[arg-type]
 
 
-def test_training_needs_a_node() -> None:
+def test_training_without_a_node_is_refused() -> None:
     with pytest.raises(InvalidRequestError, match="nodes=0"):
         DistributedTraining().train_distributed(Net(), DATA, nodes=0)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
-def test_gpus_that_are_not_there_are_an_error() -> None:
+def test_missing_gpus_are_an_error() -> None:
     with pytest.raises(InvalidRequestError, match="sees 0 GPUs"):
         DistributedTraining().train_distributed(Net(), DATA, use_gpus=True)
 
 
 @pytest.mark.parametrize("simulate", [True, False])
-def test_the_user_s_own_error_comes_out_once(simulate: bool) -> None:
+def test_an_error_of_the_user_is_raised_once(simulate: bool) -> None:
     before = children()
 
     def broken(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -349,10 +347,8 @@ def test_the_user_s_own_error_comes_out_once(simulate: bool) -> None:
     assert children() == before
 
 
-class Breaks(torch.utils.data.Dataset[tuple[torch.Tensor, torch.Tensor]]):
-    """So much data that it takes for ever; the `at`-th sample that anybody asks for cannot be
-    read, the others can.
-    """
+class FailingDataset(torch.utils.data.Dataset[tuple[torch.Tensor, torch.Tensor]]):
+    """Endless data; the `at`-th requested sample cannot be read, the others can."""
 
     def __init__(self, at: int) -> None:
         self.asked = 0
@@ -370,7 +366,7 @@ class Breaks(torch.utils.data.Dataset[tuple[torch.Tensor, torch.Tensor]]):
 
 @pytest.mark.parametrize("simulate", [True, False])
 def test_when_one_node_fails_the_others_stop(simulate: bool) -> None:
-    data, before = Breaks(at=100), children()
+    data, before = FailingDataset(at=100), children()
 
     with pytest.raises(FileNotFoundError, match=r"sample\.png"):
         DistributedTraining().train_distributed(
@@ -383,7 +379,7 @@ def test_when_one_node_fails_the_others_stop(simulate: bool) -> None:
 
 @pytest.mark.full
 def test_a_gradient_that_ends_the_job_ends_all_nodes(caplog: pytest.LogCaptureFixture) -> None:
-    """The servers are gone at once, and nobody waits for them as for some that come back."""
+    """The servers end at once, and no worker waits for their restart."""
     began = time.monotonic()
 
     with pytest.raises(NonFiniteError, match=r"tensor 0\.weight"):
@@ -411,7 +407,7 @@ DistributedTraining(servers=2).train_distributed(Net(), Says(at=0), nodes=2, bat
 
 
 @pytest.mark.full
-def test_ctrl_c_ends_it_and_its_servers(tmp_path: Path) -> None:
+def test_ctrl_c_ends_the_training_and_its_servers(tmp_path: Path) -> None:
     root = Path(__file__).parents[2]
     with programs_in(tmp_path) as programs:
         programs.script(ENDLESS)
@@ -430,10 +426,10 @@ def test_ctrl_c_ends_it_and_its_servers(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("row", POLICIES.values(), ids=POLICIES)
-def test_servers_that_run_already_can_be_used_and_go_on(
+def test_running_servers_can_be_used_and_continue(
     row: dict[str, Any], cluster: Callable[..., Cluster], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A job is one training: who comes to it when it is over gets its weights, and is told."""
+    """A job is one training: a worker that joins after its end gets its weights and is informed."""
     address = cluster(2, min_workers=2, **row).address
     model = Net()
 

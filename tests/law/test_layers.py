@@ -1,4 +1,4 @@
-"""ARCHITECTURE.md, "Layers and who may import whom", as a test."""
+"""Imports follow the rules for layers in ARCHITECTURE.md."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""A script that makes no call is told from one that waits for others inside a call."""
+"""A script that makes no call is distinguished from one that waits for others inside a call."""
 
 from collections.abc import Iterator
 
@@ -14,7 +14,7 @@ SGD = OptimizerSettings("sgd", ({"lr": 0.5},))
 ONES = {"w": np.ones(50, np.float32)}
 
 
-def test_seconds_without_a_call_add_up_until_there_is_one() -> None:
+def test_seconds_without_a_call_grow_until_the_next_call() -> None:
     activity = CallActivity(100.0)
 
     assert [activity.beat(now, 0, False) for now in (101.0, 102.0, 103.5)] == [1.0, 2.0, 3.5]
@@ -22,14 +22,14 @@ def test_seconds_without_a_call_add_up_until_there_is_one() -> None:
     assert activity.beat(105.0, 1, False) == 1.0
 
 
-def test_a_wait_inside_a_call_counts_for_nothing() -> None:
+def test_a_wait_inside_a_call_does_not_count() -> None:
     activity = CallActivity(0.0)
 
     assert [activity.beat(now, 0, waits=True) for now in (1.0, 2.0)] == [0.0, 0.0]
     assert activity.beat(3.0, 0, waits=False) == 1.0
 
 
-def test_time_for_which_the_whole_process_was_stopped_is_not_the_scripts() -> None:
+def test_a_suspension_of_the_whole_process_does_not_count() -> None:
     activity = CallActivity(0.0)
 
     assert activity.beat(500.0, 0, False) == MAX_COUNTED_SECONDS
@@ -42,7 +42,7 @@ def cluster() -> Iterator[FakeCluster]:
 
 
 def grows(cluster: FakeCluster) -> bool:
-    """Do the last three heartbeats tell of ever more seconds without a call?"""
+    """Return whether the last three heartbeats report ever more seconds without a call."""
     first, second, third = (beat.no_call_seconds for beat in cluster.beats[-3:])
     return 0.0 < first < second < third
 
@@ -65,7 +65,7 @@ def test_heartbeats_carry_the_seconds_without_a_call(cluster: FakeCluster) -> No
             )
 
 
-def test_heartbeats_of_a_push_that_waits_for_others_carry_none(cluster: FakeCluster) -> None:
+def test_heartbeats_of_a_waiting_push_carry_no_seconds(cluster: FakeCluster) -> None:
     cluster.waits_for = "worker 9"
     with Client(cluster.addresses, connect_timeout=20.0, wait_timeout=1.0) as client:
         client.register(ONES, SGD)

@@ -1,4 +1,4 @@
-"""What callers give that cannot be: a Client refuses it at the call, with what would do."""
+"""A Client refuses invalid arguments at the call, with a remedy."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -33,7 +33,7 @@ def client(cluster: FakeCluster) -> Iterator[Client]:
 
 
 @pytest.mark.parametrize("optimizer", [None, "sgd"])
-def test_an_optimizer_that_is_none_is_refused(cluster: FakeCluster, optimizer: Any) -> None:
+def test_an_invalid_optimizer_is_refused(cluster: FakeCluster, optimizer: Any) -> None:
     with (
         Client(cluster.addresses) as client,
         pytest.raises(InvalidRequestError, match=r"psworker\.OptimizerSpec"),
@@ -41,7 +41,7 @@ def test_an_optimizer_that_is_none_is_refused(cluster: FakeCluster, optimizer: A
         client.register(ONES, optimizer)
 
 
-def test_names_that_are_no_texts_are_refused(cluster: FakeCluster) -> None:
+def test_names_that_are_not_strings_are_refused(cluster: FakeCluster) -> None:
     with (
         Client(cluster.addresses) as client,
         pytest.raises(InvalidRequestError, match="a string, not 3"),
@@ -50,7 +50,7 @@ def test_names_that_are_no_texts_are_refused(cluster: FakeCluster) -> None:
 
 
 class NoArray:
-    """As torch's tensors that require grad."""
+    """Like torch's tensors that require grad."""
 
     def __array__(self, *_: Any, **__: Any) -> Any:
         raise RuntimeError(
@@ -58,13 +58,13 @@ class NoArray:
         )
 
 
-def test_what_numpy_cannot_take_is_said_with_its_name(client: Client) -> None:
+def test_a_value_that_numpy_cannot_convert_is_refused_with_its_name(client: Client) -> None:
     with pytest.raises(InvalidRequestError, match=r"'w' cannot be converted.*tensor\.detach"):
         client.push({"w": NoArray()})  # type: ignore[dict-item]
 
 
 @pytest.mark.parametrize("samples", [0, 1.5, True, None, "2", 2**63])
-def test_samples_are_a_number_of_them(client: Client, samples: Any) -> None:
+def test_samples_must_be_a_number(client: Client, samples: Any) -> None:
     with pytest.raises(InvalidRequestError, match=f"samples={samples!r} is not valid"):
         client.push(ONES, samples=samples)
 
@@ -82,7 +82,9 @@ def test_samples_are_a_number_of_them(client: Client, samples: Any) -> None:
         {"wait_timeout": None},
     ],
 )
-def test_what_a_client_cannot_be_made_with(cluster: FakeCluster, given: dict[str, Any]) -> None:
+def test_invalid_arguments_of_a_client_are_refused(
+    cluster: FakeCluster, given: dict[str, Any]
+) -> None:
     ((name, value),) = given.items()
     with pytest.raises(InvalidRequestError, match=f"{name}={value!r}"):
         Client(cluster.addresses, **given)
@@ -90,7 +92,7 @@ def test_what_a_client_cannot_be_made_with(cluster: FakeCluster, given: dict[str
 
 
 @pytest.mark.parametrize("name", ["PS_WORKER_RANK", "PS_WORKER_ATTEMPT"])
-def test_an_environment_that_has_no_number(
+def test_an_environment_variable_without_a_number_is_refused(
     cluster: FakeCluster, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PS_SERVERS", ",".join(cluster.addresses))
@@ -100,10 +102,8 @@ def test_an_environment_that_has_no_number(
 
 
 @pytest.mark.parametrize("steps", [None, 0, 3])
-def test_a_scheduler_that_goes_by_what_was_measured_cannot_be_resumed(steps: int | None) -> None:
-    """Not in a new job either, where there is nothing to do yet: the script would fail when it
-    is started again.
-    """
+def test_a_scheduler_that_depends_on_measurements_cannot_be_resumed(steps: int | None) -> None:
+    """It is refused in a new job, too: the script would fail after a restart."""
     job, model = Job(LocalClient()), nn.Linear(2, 1)
     optimizer = job.optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
     scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)

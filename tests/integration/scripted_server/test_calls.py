@@ -1,6 +1,4 @@
-"""An exchange may take as long as its bytes move, however slowly; one that stands still is
-ended.
-"""
+"""An exchange may take as long as its bytes move; one without progress is ended."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -17,7 +15,7 @@ SGD = OptimizerSettings("sgd", ({"lr": 0.5},))
 ONES = {"w": np.ones(10 * (1 << 18), np.float32)}
 """Ten frames."""
 
-PATIENCE = 1.0
+CONNECT_TIMEOUT_SECONDS = 1.0
 """Seconds that a server may be silent. Two more may pass without anything that moves, for the
 work on so many bytes.
 """
@@ -30,11 +28,11 @@ def cluster() -> Iterator[FakeCluster]:
 
 
 def connect(cluster: FakeCluster) -> Client:
-    return Client(cluster.addresses, connect_timeout=PATIENCE, wait_timeout=20.0)
+    return Client(cluster.addresses, connect_timeout=CONNECT_TIMEOUT_SECONDS, wait_timeout=20.0)
 
 
 def slowly(number: int) -> None:
-    """A hook for frames: all ten take four seconds."""
+    """Return a hook for frames: all ten take four seconds."""
     threading.Event().wait(0.4)
 
 
@@ -42,7 +40,7 @@ def slowly(number: int) -> None:
 @pytest.mark.parametrize(
     "hooks", [lambda c: c.incoming, lambda c: c.outgoing], ids=["push", "pull"]
 )
-def test_what_moves_slowly_arrives(
+def test_a_slow_exchange_completes(
     cluster: FakeCluster, hooks: Callable[[FakeCluster], dict[int, Callable[[int], None]]]
 ) -> None:
     with connect(cluster) as client:
@@ -57,10 +55,10 @@ def test_what_moves_slowly_arrives(
 @pytest.mark.parametrize(
     "hooks", [lambda c: c.incoming, lambda c: c.outgoing], ids=["push", "pull"]
 )
-def test_what_stands_still_is_given_up(
+def test_an_exchange_without_progress_is_ended(
     cluster: FakeCluster, hooks: Callable[[FakeCluster], dict[int, Callable[[int], None]]]
 ) -> None:
-    """Also where each attempt begins well."""
+    """Even if each attempt begins well."""
     goes_on = threading.Event()
 
     def stop(number: int) -> None:

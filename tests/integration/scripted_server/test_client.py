@@ -18,7 +18,7 @@ SGD = OptimizerSettings("sgd", ({"lr": 0.5},))
 
 
 def params(fill: float = 1.0) -> dict[str, Any]:
-    """Big enough for every shard to hold a slice of w."""
+    """Large enough for every shard to hold a slice of w."""
     return {"w": np.full((100, 30), fill, np.float32), "b": np.full(7, fill, np.float32)}
 
 
@@ -45,7 +45,7 @@ def client(cluster: FakeCluster) -> Iterator[Client]:
         yield client
 
 
-def test_one_address_is_enough_and_pull_returns_what_was_registered(
+def test_one_address_is_sufficient_and_pull_returns_the_registered_values(
     client: Client, cluster: FakeCluster
 ) -> None:
     assert list(client.addresses) == cluster.addresses
@@ -59,7 +59,7 @@ def test_one_address_is_enough_and_pull_returns_what_was_registered(
     }
 
 
-def test_push_then_pull(client: Client, cluster: FakeCluster) -> None:
+def test_pull_returns_the_pushed_update(client: Client, cluster: FakeCluster) -> None:
     result = client.push(gradient())
 
     assert (result.status, result.version, result.staleness, result.reason) == ("applied", 1, 0, "")
@@ -88,7 +88,7 @@ def test_push_pull_without_out_leaves_them_in_weights(client: Client) -> None:
     assert (client.weights["w"] == 0).all()
 
 
-def test_seconds_tell_where_the_time_went(client: Client) -> None:
+def test_seconds_show_the_phases_of_an_exchange(client: Client) -> None:
     seconds = client.push_pull(gradient()).seconds
 
     assert set(seconds) == {"push", "wait", "apply", "pull"}
@@ -113,7 +113,7 @@ def test_pull_is_at_least_as_new_as_the_last_push(client: Client, cluster: FakeC
     assert {header.min_version for header in cluster.received[-cluster.shards :]} == {1}
 
 
-def test_tensors_without_gradient_stay_and_are_not_sent(
+def test_tensors_without_gradient_do_not_change_and_are_not_sent(
     client: Client, cluster: FakeCluster
 ) -> None:
     result = client.push({"w": None, "b": np.full(7, 2, np.float32)}, samples=5)  # type: ignore[dict-item]
@@ -125,7 +125,7 @@ def test_tensors_without_gradient_stay_and_are_not_sent(
     assert {header.samples for header in cluster.received if header.seq} == {5}
 
 
-def test_buffers_travel_by_value_and_frozen_never_change(cluster: FakeCluster) -> None:
+def test_buffers_travel_by_value_and_frozen_tensors_never_change(cluster: FakeCluster) -> None:
     mean, mask = np.arange(40, dtype=np.float32), np.array([1, 0, 1], np.int64)
     with Client(cluster.addresses) as client:
         client.register(params(), SGD, buffers={"mean": mean}, frozen={"mask": mask})
@@ -145,7 +145,7 @@ def test_buffers_travel_by_value_and_frozen_never_change(cluster: FakeCluster) -
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64", ">f4"])
-def test_any_numpy_float(pair: FakeCluster, dtype: str) -> None:
+def test_any_numpy_float_is_accepted(pair: FakeCluster, dtype: str) -> None:
     values = np.linspace(-1, 1, 500).astype(dtype)
     with Client(pair.addresses) as client:
         client.register({"w": values}, SGD)
@@ -153,7 +153,7 @@ def test_any_numpy_float(pair: FakeCluster, dtype: str) -> None:
         assert client.pull()["w"].astype("f8").tolist() == values.astype("f8").tolist()
 
 
-def test_odd_shapes(pair: FakeCluster) -> None:
+def test_odd_shapes_are_accepted(pair: FakeCluster) -> None:
     given = {
         "scalar": np.array(3.0),
         "empty": np.zeros((0, 4)),
@@ -168,7 +168,7 @@ def test_odd_shapes(pair: FakeCluster) -> None:
     }
 
 
-def test_more_shards_than_blocks() -> None:
+def test_more_shards_than_blocks_are_allowed() -> None:
     with FakeCluster(shards=4) as cluster, Client(cluster.addresses) as client:
         client.register({"w": np.ones(3, np.float32)}, SGD)
         result = client.push_pull({"w": np.ones(3, np.float32)})
@@ -177,7 +177,7 @@ def test_more_shards_than_blocks() -> None:
         assert client.weights["w"].tolist() == [0.5] * 3
 
 
-def test_more_than_one_frame_and_the_message_limit(pair: FakeCluster) -> None:
+def test_several_frames_stay_below_the_message_limit(pair: FakeCluster) -> None:
     values = np.arange(6 << 20, dtype=np.float32)
     with Client(pair.addresses) as client:
         client.register({"w": values}, SGD)
@@ -186,7 +186,9 @@ def test_more_than_one_frame_and_the_message_limit(pair: FakeCluster) -> None:
         assert (client.weights["w"] == values / 2).all()
 
 
-def test_second_worker_gets_the_first_ones_weights(client: Client, cluster: FakeCluster) -> None:
+def test_the_second_worker_gets_the_weights_of_the_first(
+    client: Client, cluster: FakeCluster
+) -> None:
     with Client(cluster.addresses) as second:
         second.register(params(fill=9.0), SGD)
 
@@ -194,7 +196,7 @@ def test_second_worker_gets_the_first_ones_weights(client: Client, cluster: Fake
         assert (second.pull()["w"] == 1).all()
 
 
-def test_order_of_registration_is_the_jobs(client: Client, cluster: FakeCluster) -> None:
+def test_the_order_of_tensors_is_that_of_the_job(client: Client, cluster: FakeCluster) -> None:
     with Client(cluster.addresses) as second:
         second.register(dict(reversed(params().items())), SGD)
 
@@ -203,7 +205,7 @@ def test_order_of_registration_is_the_jobs(client: Client, cluster: FakeCluster)
         assert (cluster.tensor("b") == 0).all()
 
 
-def test_second_worker_waits_for_the_upload(pair: FakeCluster) -> None:
+def test_the_second_worker_waits_for_the_upload(pair: FakeCluster) -> None:
     first, second = Client(pair.addresses), Client(pair.addresses)
     spec_known = threading.Event()
     pair.before[0].append(lambda: spec_known.wait(20) and None)  # the upload is held up
@@ -229,7 +231,7 @@ def test_second_worker_waits_for_the_upload(pair: FakeCluster) -> None:
     assert (values[0] == 1).all()
 
 
-def test_other_model_shows_the_difference(client: Client, cluster: FakeCluster) -> None:
+def test_another_model_is_refused_with_the_difference(client: Client, cluster: FakeCluster) -> None:
     other = {
         "w": np.zeros((100, 31), np.float32),
         "b": np.zeros(7, np.float32),
@@ -248,7 +250,7 @@ def test_other_model_shows_the_difference(client: Client, cluster: FakeCluster) 
         assert words in str(caught.value)
 
 
-def test_other_placement_is_refused(pair: FakeCluster) -> None:
+def test_another_placement_is_refused(pair: FakeCluster) -> None:
     pair.digest = "0123"
     with (
         Client(pair.addresses) as client,
@@ -266,7 +268,7 @@ def test_other_placement_is_refused(pair: FakeCluster) -> None:
         ({"b": [1, 2]}, "WRONG_DTYPE", "'b' is float32"),
     ],
 )
-def test_unfit_gradient_is_refused_before_anything_is_sent(
+def test_an_invalid_gradient_is_refused_before_anything_is_sent(
     client: Client, cluster: FakeCluster, grads: Any, reason: str, words: str
 ) -> None:
     before = len(cluster.received)
@@ -280,7 +282,7 @@ def test_unfit_gradient_is_refused_before_anything_is_sent(
 
 
 @pytest.mark.parametrize("name", ["unknown", "shape", "dtype", "readonly"])
-def test_unfit_out_is_refused_before_anything_is_sent(
+def test_an_invalid_out_argument_is_refused_before_anything_is_sent(
     client: Client, cluster: FakeCluster, name: str
 ) -> None:
     array = np.zeros(8 if name == "shape" else 7, np.float64 if name == "dtype" else np.float32)
@@ -294,20 +296,20 @@ def test_unfit_out_is_refused_before_anything_is_sent(
     assert len(cluster.received) == before
 
 
-def test_out_may_be_a_part(client: Client) -> None:
+def test_out_may_have_some_of_the_tensors(client: Client) -> None:
     out = {"b": np.zeros(7, np.float32)}
 
     assert client.pull(out=out).keys() == {"b"}
     assert (out["b"] == 1).all()
 
 
-def test_what_cannot_be_registered(pair: FakeCluster) -> None:
+def test_invalid_models_cannot_be_registered(pair: FakeCluster) -> None:
     with Client(pair.addresses) as client:
         for bad in ({"w": np.zeros(3, np.int32)}, {"w": np.zeros(3, np.complex64)}, {}):
             with pytest.raises(InvalidRequestError):
                 client.register(bad, SGD)
         with pytest.raises(InvalidRequestError, match="listed twice"):
-            client.agree(_twice())
+            client.agree(_with_two_equal_names())
         for call in (
             client.pull,
             lambda: client.push({}),
@@ -318,7 +320,7 @@ def test_what_cannot_be_registered(pair: FakeCluster) -> None:
                 call()
 
 
-def _twice() -> Any:
+def _with_two_equal_names() -> Any:
     from psworker.client.arrays import spec_of
 
     return spec_of({"w": np.zeros(1)}, {"w": np.zeros(1)}, {}, SGD)
@@ -340,7 +342,7 @@ def test_nan_is_rejected_with_worker_and_tensor(client: Client, cluster: FakeClu
     assert client.push(gradient()).status == "applied"
 
 
-def test_tape_exchange_of_a_bridge(cluster: FakeCluster) -> None:
+def test_flat_buffers_are_exchanged_directly(cluster: FakeCluster) -> None:
     from psworker.client.arrays import spec_of
 
     with Client(cluster.addresses) as client:
@@ -364,19 +366,19 @@ def test_tape_exchange_of_a_bridge(cluster: FakeCluster) -> None:
         assert (header.groups_json, header.samples) == ('[{"lr": 1.0}]', 64)
 
 
-def test_unfit_tapes_are_refused(client: Client) -> None:
-    tape = bytearray(client.plan.nbytes)
+def test_invalid_flat_buffers_are_refused(client: Client) -> None:
+    buffer = bytearray(client.plan.nbytes)
     for gradients, weights, absent in (
         (None, None, ()),
-        (memoryview(tape)[1:], None, ()),
-        (None, memoryview(bytes(tape)), ()),
-        (memoryview(tape), None, (99,)),
+        (memoryview(buffer)[1:], None, ()),
+        (None, memoryview(bytes(buffer)), ()),
+        (memoryview(buffer), None, (99,)),
     ):
         with pytest.raises(InvalidRequestError):
             client.exchange(gradients=gradients, weights=weights, absent=absent)
 
 
-def test_weights_missing_from_an_answer_are_asked_for(client: Client, cluster: FakeCluster) -> None:
+def test_weights_missing_from_an_answer_are_requested(client: Client, cluster: FakeCluster) -> None:
     def without_weights(header: ps.PushPullHeader, result: ps.ExchangeResult) -> Any:
         server._with_weights = original  # type: ignore[method-assign]
         return ps.ExchangeResult(
@@ -393,7 +395,7 @@ def test_weights_missing_from_an_answer_are_asked_for(client: Client, cluster: F
     assert (client.weights["w"] == 0).all()
 
 
-def test_calls_from_several_threads(client: Client, cluster: FakeCluster) -> None:
+def test_several_threads_may_call(client: Client, cluster: FakeCluster) -> None:
     threads = [threading.Thread(target=client.push_pull, args=(gradient(0.0),)) for _ in range(8)]
     for thread in threads:
         thread.start()

@@ -1,6 +1,4 @@
-"""What goes wrong between a worker and its servers: repeated, counted once, and named when it
-cannot be helped.
-"""
+"""Failures between a worker and its servers: retried, counted once, and reported if permanent."""
 
 import logging
 import threading
@@ -57,7 +55,7 @@ def raising(error: PSError) -> Callable[[], None]:
 
 
 @pytest.mark.parametrize("shards", [[0], [1], [0, 1]])
-def test_push_whose_answer_is_lost_counts_once_and_was_applied(
+def test_a_push_whose_answer_is_lost_counts_once_and_is_applied(
     cluster: FakeCluster, shards: list[int]
 ) -> None:
     with connect(cluster) as client:
@@ -72,7 +70,7 @@ def test_push_whose_answer_is_lost_counts_once_and_was_applied(
     assert cluster.counted == [(1, 1), (1, 2)]
 
 
-def test_connection_that_breaks_before_the_push_arrives(cluster: FakeCluster) -> None:
+def test_a_connection_that_breaks_before_the_push_arrives_is_retried(cluster: FakeCluster) -> None:
     with connect(cluster) as client:
         cluster.before[1].extend([lost, lost])
 
@@ -80,7 +78,7 @@ def test_connection_that_breaks_before_the_push_arrives(cluster: FakeCluster) ->
     assert sum(header.has_data for header in pushes(cluster)) == 2
 
 
-def test_rejected_push_whose_answer_is_lost_is_rejected(cluster: FakeCluster) -> None:
+def test_a_rejected_push_whose_answer_is_lost_is_rejected(cluster: FakeCluster) -> None:
     with connect(cluster) as client:
         for shard in range(2):
             cluster.after[shard].append(lost)
@@ -89,7 +87,7 @@ def test_rejected_push_whose_answer_is_lost_is_rejected(cluster: FakeCluster) ->
         assert (result.status, result.reason) == ("rejected", "NON_FINITE: worker 1: tensor w")
 
 
-def test_pending_push_is_asked_for_without_its_bytes(cluster: FakeCluster) -> None:
+def test_a_pending_push_is_repeated_without_its_bytes(cluster: FakeCluster) -> None:
     with connect(cluster) as client:
         cluster.waits_for = "worker 2"
         done: list[Any] = []
@@ -106,8 +104,8 @@ def test_pending_push_is_asked_for_without_its_bytes(cluster: FakeCluster) -> No
     assert {header.seq for header in pushes(cluster)} == {1}
 
 
-def test_break_while_pending_sends_the_bytes_again(cluster: FakeCluster) -> None:
-    """The server may have come back without them."""
+def test_a_break_while_pending_sends_the_bytes_again(cluster: FakeCluster) -> None:
+    """The server may have restarted without them."""
     with connect(cluster) as client:
         cluster.waits_for = "worker 2"
         cluster.before[1].extend([lambda: None, lost])
@@ -120,9 +118,9 @@ def test_break_while_pending_sends_the_bytes_again(cluster: FakeCluster) -> None
     assert cluster.counted == [(1, 1)]
 
 
-def test_version_is_the_smallest_of_the_shards(cluster: FakeCluster) -> None:
-    """They carry out the log each at its own speed, and a gradient is as old as the oldest part
-    of its weights.
+def test_the_version_is_the_smallest_of_the_shards(cluster: FakeCluster) -> None:
+    """They apply the log at their own speed, and a gradient is as old as the oldest part of its
+    weights.
     """
     with connect(cluster) as client:
         server = cluster.servers[0]
@@ -139,7 +137,7 @@ def test_version_is_the_smallest_of_the_shards(cluster: FakeCluster) -> None:
         assert client.version == 1
 
 
-def test_wait_timeout_names_whom_and_what(cluster: FakeCluster) -> None:
+def test_a_wait_timeout_names_the_awaited_worker_and_step(cluster: FakeCluster) -> None:
     with connect(cluster, wait_timeout=0.2) as client:
         cluster.waits_for = "worker 2 (rank 1)"
         with pytest.raises(
@@ -160,7 +158,7 @@ def test_waiting_is_logged(
     assert "waiting_for=worker 2 (rank 1)" in caplog.text
 
 
-def test_same_push_again_after_a_failure_is_a_duplicate_if_it_counted(cluster: FakeCluster) -> None:
+def test_a_repeated_push_after_a_failure_is_a_duplicate_if_it_counted(cluster: FakeCluster) -> None:
     with connect(cluster) as client:
         cluster.after[0].append(lost_for(hour_skipper(client)))
         with pytest.raises(UnreachableError):
@@ -175,7 +173,7 @@ def test_same_push_again_after_a_failure_is_a_duplicate_if_it_counted(cluster: F
     assert cluster.counted == [(1, 1), (1, 2)]
 
 
-def test_same_push_again_after_a_timeout_is_applied_if_it_had_not_counted(
+def test_a_repeated_push_after_a_timeout_is_applied_if_it_did_not_count(
     cluster: FakeCluster,
 ) -> None:
     with connect(cluster) as client:
@@ -189,7 +187,7 @@ def test_same_push_again_after_a_timeout_is_applied_if_it_had_not_counted(
     assert cluster.counted == [(1, 1)]
 
 
-def test_other_push_after_a_failure_gets_a_number_of_its_own(cluster: FakeCluster) -> None:
+def test_another_push_after_a_failure_gets_a_new_number(cluster: FakeCluster) -> None:
     """Under the old number a shard that holds the first gradient would mix it with the second."""
     with connect(cluster) as client:
         cluster.before[1].append(lost_for(hour_skipper(client)))
@@ -202,7 +200,7 @@ def test_other_push_after_a_failure_gets_a_number_of_its_own(cluster: FakeCluste
     assert cluster.counted == [(1, 2)]
 
 
-def test_server_that_is_gone_is_named(cluster: FakeCluster) -> None:
+def test_a_missing_server_is_named(cluster: FakeCluster) -> None:
     with connect(cluster, connect_timeout=0.3) as client:
         cluster.servers[1].stop()
         with pytest.raises(UnreachableError, match=f"shard 1 at {cluster.addresses[1]}") as caught:
@@ -212,7 +210,7 @@ def test_server_that_is_gone_is_named(cluster: FakeCluster) -> None:
         assert caught.value.exit_code == 20
 
 
-def test_server_that_comes_back_is_found(cluster: FakeCluster) -> None:
+def test_a_restarted_server_is_found(cluster: FakeCluster) -> None:
     with connect(cluster) as client:
         old = cluster.servers[1]
         old.stop()
@@ -226,14 +224,14 @@ def test_server_that_comes_back_is_found(cluster: FakeCluster) -> None:
 
 
 def _restart(cluster: FakeCluster, old: FakeServer) -> None:
-    """Another process on the old one's port."""
+    """Start another process on the port of the old one."""
     cluster.servers[old.shard] = FakeServer(cluster, old.shard, joined=True, bind=old.address)
 
 
-def test_job_that_ends_is_not_waited_for_long(
+def test_a_job_that_ends_is_not_awaited_for_long(
     cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nor is it a failure: somebody has ended it."""
+    """It is no failure: an operator has ended the job."""
     monkeypatch.setattr(patience, "LAST_SECONDS", 0.0)
     cluster.lease, cluster.stopping = 0.1, True
     with connect(cluster) as client:
@@ -246,7 +244,7 @@ def test_job_that_ends_is_not_waited_for_long(
         assert time.monotonic() - started < 10
 
 
-def test_fenced_push_and_everything_after_it(cluster: FakeCluster) -> None:
+def test_a_fenced_push_ends_all_later_calls(cluster: FakeCluster) -> None:
     with connect(cluster) as client:
         cluster.fenced.add(1)
         for call in (lambda: client.push(gradient()), client.pull, lambda: client.report(loss=1)):
@@ -254,7 +252,7 @@ def test_fenced_push_and_everything_after_it(cluster: FakeCluster) -> None:
                 call()
 
 
-def test_fenced_heartbeat_ends_a_waiting_push(cluster: FakeCluster) -> None:
+def test_a_fenced_heartbeat_ends_a_waiting_push(cluster: FakeCluster) -> None:
     cluster.lease = 0.1
     with connect(cluster) as client:
         cluster.waits_for = "worker 2"
@@ -280,7 +278,7 @@ def test_fenced_heartbeat_ends_a_waiting_push(cluster: FakeCluster) -> None:
                 call()
 
 
-def test_rejected_as_fenced_raises(cluster: FakeCluster) -> None:
+def test_a_push_rejected_as_fenced_raises(cluster: FakeCluster) -> None:
     with connect(cluster) as client:
         fenced = ps.ExchangeResult(
             outcome=ps.OUTCOME_REJECTED, reason="FENCED", detail="its lease ended"
@@ -290,7 +288,7 @@ def test_rejected_as_fenced_raises(cluster: FakeCluster) -> None:
             client.push(gradient())
 
 
-def test_other_job_on_the_servers_is_a_mismatch(cluster: FakeCluster) -> None:
+def test_another_job_on_the_servers_is_a_mismatch(cluster: FakeCluster) -> None:
     with connect(cluster) as client:
         cluster.job = "job-2"
         with pytest.raises(MismatchError, match="this is job job-2") as caught:
@@ -299,7 +297,7 @@ def test_other_job_on_the_servers_is_a_mismatch(cluster: FakeCluster) -> None:
         assert caught.value.reason == "JOB_MISMATCH"
 
 
-def test_heartbeats_that_get_no_answer_change_nothing(cluster: FakeCluster) -> None:
+def test_unanswered_heartbeats_change_nothing(cluster: FakeCluster) -> None:
     cluster.lease = 0.1
     with connect(cluster) as client:
         cluster.control["Heartbeat"].extend([lost] * 3)
@@ -308,8 +306,8 @@ def test_heartbeats_that_get_no_answer_change_nothing(cluster: FakeCluster) -> N
         assert client.push(gradient()).status == "applied"
 
 
-def test_one_shards_error_ends_the_others_at_once(cluster: FakeCluster) -> None:
-    """Shard 0 would be waited for until wait_timeout."""
+def test_an_error_of_one_shard_ends_the_other_calls_at_once(cluster: FakeCluster) -> None:
+    """Shard 0 would be awaited until wait_timeout."""
     with connect(cluster, wait_timeout=600) as client:
         cluster.waits_for = "worker 2"
         cluster.before[1].append(raising(InvalidRequestError("3 bytes more than the model has")))
@@ -320,7 +318,7 @@ def test_one_shards_error_ends_the_others_at_once(cluster: FakeCluster) -> None:
         assert time.monotonic() - started < 10
 
 
-def test_bug_in_a_server_names_server_and_method(cluster: FakeCluster) -> None:
+def test_an_internal_error_of_a_server_names_server_and_method(cluster: FakeCluster) -> None:
     with connect(cluster) as client:
         cluster.before[1].append(raising(PSError("list index out of range")))
         with pytest.raises(
@@ -329,7 +327,7 @@ def test_bug_in_a_server_names_server_and_method(cluster: FakeCluster) -> None:
             client.pull()
 
 
-def test_unknown_outcome_is_an_error(cluster: FakeCluster) -> None:
+def test_an_unknown_outcome_is_an_error(cluster: FakeCluster) -> None:
     with connect(cluster) as client:
         strange = ps.ExchangeResult(outcome=77)  # type: ignore[arg-type]
         cluster.outcome = lambda key: strange  # type: ignore[method-assign]
@@ -338,7 +336,7 @@ def test_unknown_outcome_is_an_error(cluster: FakeCluster) -> None:
 
 
 @pytest.mark.parametrize(("change", "words"), [(-4, "4 bytes too few"), (4, "4 bytes more")])
-def test_wrong_number_of_bytes_is_an_error(cluster: FakeCluster, change: int, words: str) -> None:
+def test_a_wrong_number_of_bytes_is_an_error(cluster: FakeCluster, change: int, words: str) -> None:
     with connect(cluster) as client:
         server = cluster.servers[0]
         original = server._with_weights
@@ -353,14 +351,14 @@ def test_wrong_number_of_bytes_is_an_error(cluster: FakeCluster, change: int, wo
             client.pull()
 
 
-def test_lost_answer_to_join_and_register(cluster: FakeCluster) -> None:
+def test_a_lost_answer_to_join_and_register_is_retried(cluster: FakeCluster) -> None:
     cluster.control["Join"].append(lost)
     cluster.control["Register"].append(lost)
     with connect(cluster) as client:
         assert client.push(gradient()).status == "applied"
 
 
-def test_lost_answer_to_the_upload(cluster: FakeCluster) -> None:
+def test_a_lost_answer_to_the_upload_is_retried(cluster: FakeCluster) -> None:
     cluster.after[1].append(lost)
     with connect(cluster) as client:
         assert (client.pull()["w"] == 1).all()

@@ -1,4 +1,4 @@
-"""The Client's part in a job, against servers in memory: joining, leaving, heartbeats, data."""
+"""The Client as a member of a job, with servers in memory: join, leave, heartbeats, data."""
 
 import pickle
 import threading
@@ -41,7 +41,7 @@ def client(cluster: FakeCluster) -> Iterator[Client]:
         yield client
 
 
-def test_observer_sees_and_takes_no_part(client: Client, cluster: FakeCluster) -> None:
+def test_an_observer_reads_and_takes_no_part(client: Client, cluster: FakeCluster) -> None:
     client.push(gradient())
     with Client(cluster.addresses, observe=True) as observer:
         assert observer.worker == 0
@@ -55,7 +55,7 @@ def test_observer_sees_and_takes_no_part(client: Client, cluster: FakeCluster) -
     assert len(cluster.joins) == 1
 
 
-def test_environment_names_servers_job_and_rank(
+def test_the_environment_names_servers_job_and_rank(
     cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PS_SERVERS", ",".join(cluster.addresses))
@@ -80,13 +80,13 @@ def test_environment_names_servers_job_and_rank(
     assert cluster.joins[0].pid
 
 
-def test_no_servers_given(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_server_address_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PS_SERVERS", raising=False)
     with pytest.raises(InvalidRequestError, match="PS_SERVERS"):
         Client()
 
 
-def test_close_leaves_done_once(cluster: FakeCluster) -> None:
+def test_close_leaves_once_as_done(cluster: FakeCluster) -> None:
     client = Client(cluster.addresses)
     client.register(params(), SGD)
     client.close()
@@ -108,14 +108,14 @@ def test_leave_gives_a_reason_and_ends_calls(cluster: FakeCluster) -> None:
     assert cluster.left == {1: "drained"}
 
 
-def test_script_that_raises_leaves_as_failed(cluster: FakeCluster) -> None:
+def test_a_script_that_raises_leaves_as_failed(cluster: FakeCluster) -> None:
     with pytest.raises(KeyError), Client(cluster.addresses):
         raise KeyError("oops")
 
     assert cluster.left == {1: "failed: KeyError"}
 
 
-def test_no_thread_is_left(cluster: FakeCluster) -> None:
+def test_no_thread_remains(cluster: FakeCluster) -> None:
     def ours() -> set[str]:
         names = {thread.name for thread in threading.enumerate()}
         return {name for name in names if name.startswith(("heartbeat", "psworker"))}
@@ -143,7 +143,7 @@ def test_heartbeats_carry_progress_and_bring_stopping(cluster: FakeCluster) -> N
         assert cluster.beats[-1].samples_per_second == 64
 
 
-def test_report_and_returned_batches(cluster: FakeCluster) -> None:
+def test_reports_and_returned_batches_are_sent(cluster: FakeCluster) -> None:
     with Client(cluster.addresses) as client:
         client.report(accuracy=np.float32(0.5), steps=3)
         client.return_batches([BatchKey(0, 1), BatchKey(2, 3)])
@@ -152,7 +152,7 @@ def test_report_and_returned_batches(cluster: FakeCluster) -> None:
     assert cluster.returned == [(0, 1), (2, 3)]
 
 
-def test_batches_at_once(cluster: FakeCluster) -> None:
+def test_several_batches_are_leased_at_once(cluster: FakeCluster) -> None:
     cluster.batches.append(co.NextBatchResponse(numbers=[4, 5], version=9))
     with Client(cluster.addresses) as client:
         lease = client.next_batches(LOOP, count=2, idle=True)
@@ -168,7 +168,7 @@ def test_batches_at_once(cluster: FakeCluster) -> None:
     )
 
 
-def test_nothing_at_once_is_an_empty_lease(cluster: FakeCluster) -> None:
+def test_no_batches_are_an_empty_lease(cluster: FakeCluster) -> None:
     cluster.batches.append(co.NextBatchResponse(waiting_for="worker 2"))
     with Client(cluster.addresses) as client:
         lease = client.next_batches(LOOP)
@@ -177,7 +177,7 @@ def test_nothing_at_once_is_an_empty_lease(cluster: FakeCluster) -> None:
     assert len(cluster.asked) == 1
 
 
-def test_waiting_for_batches_sits_out(client: Client, cluster: FakeCluster) -> None:
+def test_waiting_for_batches_is_sitting_out(client: Client, cluster: FakeCluster) -> None:
     cluster.batches.extend(
         [
             co.NextBatchResponse(numbers=[1]),
@@ -197,7 +197,7 @@ def test_waiting_for_batches_sits_out(client: Client, cluster: FakeCluster) -> N
     assert cluster.asked[-1].received == 2
 
 
-def test_sat_out_worker_pulls_the_version_of_its_batch(
+def test_a_worker_that_sat_out_pulls_the_version_of_its_batch(
     client: Client, cluster: FakeCluster
 ) -> None:
     cluster.batches.extend([co.NextBatchResponse(), co.NextBatchResponse(numbers=[7], version=1)])
@@ -211,7 +211,7 @@ def test_sat_out_worker_pulls_the_version_of_its_batch(
     assert client.version == 1
 
 
-def test_lost_answer_with_batches_is_asked_for_again(cluster: FakeCluster) -> None:
+def test_a_lost_answer_with_batches_is_requested_again(cluster: FakeCluster) -> None:
     cluster.control["NextBatch"].append(lost)
     cluster.batches.append(co.NextBatchResponse(numbers=[4]))
     with Client(cluster.addresses) as client:
@@ -220,12 +220,12 @@ def test_lost_answer_with_batches_is_asked_for_again(cluster: FakeCluster) -> No
     assert [asked.received for asked in cluster.asked] == [0, 0]
 
 
-def test_a_client_is_not_pickled_and_says_what_to_do(client: Client) -> None:
+def test_a_client_cannot_be_pickled_and_names_a_remedy(client: Client) -> None:
     with pytest.raises(InvalidRequestError, match="create a Client there"):
         pickle.dumps(client)
 
 
-def test_a_push_ends_when_another_thread_closes_the_client_and_says_so(
+def test_a_push_ends_with_an_error_when_another_thread_closes_the_client(
     client: Client, cluster: FakeCluster
 ) -> None:
     cluster.waits_for = "worker 2"

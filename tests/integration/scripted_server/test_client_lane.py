@@ -1,5 +1,5 @@
-"""The Client over a lane that calls the servers directly, as a simulation does: no thread, no
-real time.
+"""The Client over a lane that calls the servers directly, as a simulation does: no thread, no real
+time.
 """
 
 import threading
@@ -18,9 +18,7 @@ from tests.support.fake_server import FakeCluster
 
 
 class DirectLane:
-    """Calls the fake servers' methods in the caller's thread; its clock only moves when somebody
-    pauses.
-    """
+    """Calls the fake servers in the caller's thread; its clock advances only during pauses."""
 
     direct = True
 
@@ -78,7 +76,7 @@ def cluster() -> Iterator[FakeCluster]:
         yield cluster
 
 
-def test_direct_lane_trains_without_threads(cluster: FakeCluster) -> None:
+def test_a_direct_lane_trains_without_threads(cluster: FakeCluster) -> None:
     before, lane = set(threading.enumerate()), DirectLane(cluster)
     with Client(lane=lane, rank=4, device="sim") as client:
         client.register({"w": np.ones(600, np.float32)}, OptimizerSettings("sgd", ({"lr": 0.5},)))
@@ -96,8 +94,8 @@ def test_direct_lane_trains_without_threads(cluster: FakeCluster) -> None:
 
 
 def test_only_the_last_shard_may_wait(cluster: FakeCluster) -> None:
-    """A push is decided once all shards have it: waiting for the first before telling the last
-    would be for ever.
+    """A push is decided once all shards have it: waiting for the first before the last has it never
+    ends.
     """
     lane = DirectLane(cluster)
     with Client(lane=lane) as client:

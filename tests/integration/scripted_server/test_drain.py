@@ -1,6 +1,4 @@
-"""Leaving when asked: at the next step boundary, with nothing lost, and without waiting long for
-others.
-"""
+"""A drained worker leaves at the next step boundary, loses nothing, and does not wait long."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -38,7 +36,7 @@ def cluster() -> Iterator[FakeCluster]:
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody waits long for others."""
+    """Shorten the waits for others."""
     monkeypatch.setattr(drain, "MAX_WAIT_SECONDS", 0.1)
 
 
@@ -60,7 +58,9 @@ def started(
 def train(
     job: Job, net: nn.Module, optimizer: ServerOptimizer, each: Callable[[int], object]
 ) -> list[str]:
-    """A loop; how each step ended. each: called before a step, with its number from 0."""
+    """Train a loop; return how each step ended. each: called before a step, with its
+    number from 0.
+    """
     results = []
     for step, (x,) in enumerate(job.batches((DATA,), 1)):
         each(step)
@@ -74,7 +74,7 @@ def ask_at(when: int) -> Callable[[int], object]:
     return lambda step: drain.ask_all() if step == when else None
 
 
-def test_who_was_asked_waits_some_time_more() -> None:
+def test_a_drained_worker_waits_for_a_limited_time() -> None:
     now = [100.0]
     asked = Drain(Clock(lambda: now[0], lambda seconds: None))
     now[0] += 1000
@@ -92,7 +92,7 @@ def test_who_was_asked_waits_some_time_more() -> None:
     assert (caught.value.exit_code, caught.value.reason) == (0, "DRAINED")
 
 
-def test_only_workers_can_be_asked_and_once(cluster: FakeCluster) -> None:
+def test_only_workers_can_be_drained_and_only_once(cluster: FakeCluster) -> None:
     drain.ask_all()  # whom other tests in this process have left behind, not yet collected
     with Client(cluster.addresses, observe=True):
         assert not drain.ask_all()
@@ -105,7 +105,7 @@ def test_only_workers_can_be_asked_and_once(cluster: FakeCluster) -> None:
     assert not drain.ask_all()
 
 
-def test_a_heartbeat_brings_the_word(cluster: FakeCluster) -> None:
+def test_a_heartbeat_carries_the_drain_request(cluster: FakeCluster) -> None:
     with Client(cluster.addresses) as client:
         assert not client.stopping
         cluster.draining.add(1)
@@ -115,13 +115,13 @@ def test_a_heartbeat_brings_the_word(cluster: FakeCluster) -> None:
         assert (client.stopping, client.draining) == (True, True)
 
 
-def test_heartbeats_come_every_second_at_least() -> None:
-    """Else a long lease would make for a long wait until a worker hears that it is to leave."""
+def test_heartbeats_come_at_least_every_second() -> None:
+    """Otherwise a long lease would delay the drain of a worker."""
     with FakeCluster(lease=3600) as cluster, Client(cluster.addresses):
         cluster.wait_until(lambda: len(cluster.beats) >= 2, seconds=5)
 
 
-def test_a_script_that_does_not_look_ends_at_its_second_push(cluster: FakeCluster) -> None:
+def test_a_script_that_ignores_the_drain_ends_at_its_second_push(cluster: FakeCluster) -> None:
     def script() -> None:
         with connect(cluster) as client:
             drain.ask_all()
@@ -136,7 +136,7 @@ def test_a_script_that_does_not_look_ends_at_its_second_push(cluster: FakeCluste
 
 
 @pytest.mark.usefixtures("quick")
-def test_a_push_that_waits_for_others_is_given_up(cluster: FakeCluster) -> None:
+def test_a_waiting_push_is_abandoned(cluster: FakeCluster) -> None:
     cluster.waits_for = "worker 9"
     with connect(cluster) as client:
         drain.ask_all()
@@ -147,7 +147,7 @@ def test_a_push_that_waits_for_others_is_given_up(cluster: FakeCluster) -> None:
 
 
 @pytest.mark.usefixtures("quick")
-def test_servers_that_are_gone_are_not_waited_for(cluster: FakeCluster) -> None:
+def test_missing_servers_are_not_awaited(cluster: FakeCluster) -> None:
     with connect(cluster) as client:
         cluster.before[0].extend([lost] * 100)
         drain.ask_all()
@@ -155,7 +155,7 @@ def test_servers_that_are_gone_are_not_waited_for(cluster: FakeCluster) -> None:
             client.pull()
 
 
-def test_a_call_that_takes_long_goes_on_while_the_servers_answer_a_probe(
+def test_a_long_call_continues_while_the_servers_answer_a_probe(
     cluster: FakeCluster,
 ) -> None:
     """The second probe is later than the time for which a worker waits for others."""
@@ -174,7 +174,7 @@ KINDS: dict[str, dict[str, Any]] = {"whole": {}, "overlap": {"overlap": True}}
 
 
 @pytest.mark.parametrize("options", KINDS.values(), ids=KINDS.keys())
-def test_a_pass_raises_stopping_after_the_step_in_progress_and_so_do_later_passes_and_steps(
+def test_a_pass_and_all_later_steps_raise_stopping_after_the_step_in_progress(
     cluster: FakeCluster, options: dict[str, Any]
 ) -> None:
     """No round waits for the worker meanwhile."""
@@ -204,8 +204,8 @@ def test_a_pass_raises_stopping_after_the_step_in_progress_and_so_do_later_passe
     assert cluster.counted == [(1, 1), (1, 2)]
 
 
-def test_a_job_that_is_stopped_ends_its_scripts_alike(cluster: FakeCluster) -> None:
-    """There is no other place to look on from: the servers end."""
+def test_stopping_the_job_ends_scripts_in_the_same_way(cluster: FakeCluster) -> None:
+    """An observer cannot continue either: the servers end."""
     cluster.deal(0, 1, 2, 3)
 
     def stop(step: int) -> None:
@@ -242,7 +242,7 @@ def test_stopping_is_no_exception_that_scripts_swallow(cluster: FakeCluster) -> 
     assert str(caught.value) == "this worker was asked to leave"
 
 
-def test_batches_that_are_not_used_go_back(cluster: FakeCluster) -> None:
+def test_unused_batches_are_returned(cluster: FakeCluster) -> None:
     cluster.deal(0, 1, 2, 3, 4, 5, 6)
 
     def script() -> None:
@@ -261,7 +261,7 @@ def test_batches_that_are_not_used_go_back(cluster: FakeCluster) -> None:
     assert sorted({number for _, number in cluster.returned} | used) == list(range(asked))
 
 
-def test_a_loop_that_the_script_leaves_itself_is_the_boundary_too(cluster: FakeCluster) -> None:
+def test_a_loop_that_the_script_leaves_is_a_boundary_too(cluster: FakeCluster) -> None:
     cluster.deal(0, 1)
     with started(cluster) as (job, net, optimizer):
         for (x,) in job.batches((DATA,), 1):
@@ -276,7 +276,7 @@ def test_a_loop_that_the_script_leaves_itself_is_the_boundary_too(cluster: FakeC
             train(job, net, optimizer, lambda step: None)
 
 
-def test_a_script_that_fails_meanwhile_leaves_as_failed(cluster: FakeCluster) -> None:
+def test_a_script_that_fails_during_the_drain_leaves_as_failed(cluster: FakeCluster) -> None:
     cluster.deal(0)
 
     def fail(step: int) -> None:
@@ -292,9 +292,7 @@ def test_a_script_that_fails_meanwhile_leaves_as_failed(cluster: FakeCluster) ->
 
 @pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize("options", KINDS.values(), ids=KINDS.keys())
-def test_a_step_that_waits_for_others_is_given_up(
-    cluster: FakeCluster, options: dict[str, Any]
-) -> None:
+def test_a_waiting_step_is_abandoned(cluster: FakeCluster, options: dict[str, Any]) -> None:
     cluster.deal(0, 1, 2)
 
     def hold_up(step: int) -> None:
@@ -317,7 +315,7 @@ def test_a_step_that_waits_for_others_is_given_up(
 
 
 @pytest.mark.usefixtures("quick")
-def test_so_is_one_on_its_way_in_a_pipeline(cluster: FakeCluster) -> None:
+def test_a_waiting_step_in_a_pipeline_is_abandoned(cluster: FakeCluster) -> None:
     cluster.policy = "ssp"
     cluster.deal(0, 1)
 
@@ -332,7 +330,7 @@ def test_so_is_one_on_its_way_in_a_pipeline(cluster: FakeCluster) -> None:
     assert cluster.left[1] == "drained"
 
 
-def test_a_loop_of_the_scripts_own_ends_at_its_second_step(cluster: FakeCluster) -> None:
+def test_a_loop_of_the_script_ends_at_its_second_step(cluster: FakeCluster) -> None:
     def script() -> None:
         with started(cluster) as (_, net, optimizer):
             drain.ask_all()
@@ -359,8 +357,8 @@ def test_a_worker_that_waits_for_the_first_weights_stops_too(cluster: FakeCluste
             pass
 
 
-def test_the_first_call_after_the_question_has_the_whole_time() -> None:
-    """The step in progress may take long to compute: its push is not given up for that."""
+def test_the_first_call_after_the_request_has_the_full_time() -> None:
+    """The step in progress may take long to compute: its push is not abandoned for that."""
     now = [100.0]
     asked = Drain(Clock(lambda: now[0], lambda seconds: None))
     asked.ask()
@@ -375,7 +373,7 @@ def test_the_first_call_after_the_question_has_the_whole_time() -> None:
         asked.check()
 
 
-def test_who_waits_for_data_goes_with_the_next_answer(cluster: FakeCluster) -> None:
+def test_a_worker_that_waits_for_data_leaves_with_the_next_answer(cluster: FakeCluster) -> None:
     cluster.batches.extend([co.NextBatchResponse(waiting_for="worker 9")] * 3)
     with connect(cluster) as client:
         cluster.control["NextBatch"].extend([lambda: None, drain.ask_all])

@@ -1,4 +1,4 @@
-"""Client.begin against servers that fail: what goes when, what is here when, and how it ends."""
+"""Client.begin against failing servers: what is sent and received when, and how it ends."""
 
 import signal
 import threading
@@ -49,7 +49,7 @@ def numbers(client: Client) -> tuple[Any, Any]:
 
 
 def begun(cluster: FakeCluster, client: Client) -> OpenPush:
-    """A push whose calls are open, on all shards."""
+    """Return a push whose calls are open on all shards."""
     opened = [threading.Event() for _ in cluster.servers]
     for shard, event in enumerate(opened):
         cluster.before[shard].appendleft(event.set)
@@ -63,8 +63,8 @@ def pushes(cluster: FakeCluster) -> list[ps.PushPullHeader]:
     return [header for header in cluster.received if header.seq]
 
 
-class Gate:
-    """A hook before each frame, which holds back from frame `first` on; `reached` once it does."""
+class FrameGate:
+    """A hook before each frame that blocks from frame `first` on; `reached` is set when it does."""
 
     def __init__(self, first: int) -> None:
         self.first = first
@@ -77,7 +77,7 @@ class Gate:
 
 
 def cut_at(frame: int) -> Callable[[int], None]:
-    """A hook that breaks the connection once, before this frame."""
+    """Return a hook that breaks the connection once, before this frame."""
     hooks = deque([lost])
 
     def hook(number: int) -> None:
@@ -97,7 +97,7 @@ def finished(flow: OpenPush | BufferedPush, client: Client) -> str:
 # ---- before the end ------------------------------------------------------------------------------
 
 
-def test_pieces_leave_before_the_push_is_finished(cluster: FakeCluster) -> None:
+def test_pieces_are_sent_before_the_push_is_finished(cluster: FakeCluster) -> None:
     arrived = threading.Event()
     cluster.incoming[1] = lambda number: arrived.set()
     with connect(cluster) as client:
@@ -111,7 +111,7 @@ def test_pieces_leave_before_the_push_is_finished(cluster: FakeCluster) -> None:
         assert (numbers(client)[1] == 0).all()
 
 
-def test_finish_sends_only_what_has_not_gone(cluster: FakeCluster) -> None:
+def test_finish_sends_only_the_remaining_bytes(cluster: FakeCluster) -> None:
     seen: dict[int, int] = {}
     with connect(cluster) as client:
         for shard in range(2):
@@ -124,9 +124,9 @@ def test_finish_sends_only_what_has_not_gone(cluster: FakeCluster) -> None:
     assert seen == {0: 4 + 1 + 1, 1: 4 + 1}, "frames of data, and the closing header"
 
 
-def test_wait_returns_as_soon_as_its_bytes_are_here(cluster: FakeCluster) -> None:
-    """Later frames of shard 0 are held back, shard 1 is quick."""
-    gate = cluster.outgoing[0] = Gate(2)
+def test_wait_returns_as_soon_as_its_bytes_have_arrived(cluster: FakeCluster) -> None:
+    """Later frames of shard 0 are blocked; shard 1 is fast."""
+    gate = cluster.outgoing[0] = FrameGate(2)
     with connect_open(cluster, gate) as client:
         flow = begun(cluster, client)
         weights, (first, second) = (
@@ -154,8 +154,8 @@ def test_wait_returns_as_soon_as_its_bytes_are_here(cluster: FakeCluster) -> Non
         assert (weights == 0).all()
 
 
-def connect_open(cluster: FakeCluster, gate: Gate) -> Client:
-    """Registers while the gate lets everything through."""
+def connect_open(cluster: FakeCluster, gate: FrameGate) -> Client:
+    """Register while the gate is open."""
     first, gate.first = gate.first, 1 << 30
     client = connect(cluster)
     gate.first = first
@@ -167,10 +167,10 @@ def connect_open(cluster: FakeCluster, gate: Gate) -> Client:
 
 @pytest.mark.parametrize("shards", [[0], [1], [0, 1]])
 @pytest.mark.parametrize("frame", [0, 2, 4])
-def test_connection_that_is_cut_while_pieces_leave(
+def test_a_connection_cut_while_sending_repeats_the_push(
     frame: int, shards: list[int], cluster: FakeCluster
 ) -> None:
-    """Frame 4 is the closing header. Everything goes again, and counts once."""
+    """Frame 4 is the closing header. Everything is sent again, and counts once."""
     with connect(cluster) as client:
         for shard in shards:
             cluster.incoming[shard] = cut_at(frame)
@@ -185,8 +185,10 @@ def test_connection_that_is_cut_while_pieces_leave(
 
 
 @pytest.mark.parametrize("frame", [0, 2])
-def test_connection_that_is_cut_while_weights_arrive(frame: int, cluster: FakeCluster) -> None:
-    """finish has said how it ended; wait waits for the second attempt."""
+def test_a_connection_cut_while_receiving_repeats_the_pull(
+    frame: int, cluster: FakeCluster
+) -> None:
+    """finish has returned the outcome; wait waits for the second attempt."""
     with connect(cluster) as client:
         cluster.outgoing[1] = cut_at(frame)
 
@@ -195,8 +197,8 @@ def test_connection_that_is_cut_while_weights_arrive(frame: int, cluster: FakeCl
     assert cluster.counted == [(1, 1)]
 
 
-def test_answers_that_are_lost_again_and_again_count_the_batches_once(cluster: FakeCluster) -> None:
-    """A shard without any bytes of the push repeats a header, nothing else."""
+def test_repeatedly_lost_answers_count_the_batches_once(cluster: FakeCluster) -> None:
+    """A shard without bytes of the push repeats only a header."""
     with connect(cluster) as client:
         for shard in range(2):
             cluster.after[shard].extend([lost] * 3)
@@ -219,7 +221,7 @@ def release_when_asked(cluster: FakeCluster) -> None:
 def test_hours_of_computing_are_neither_silence_nor_waiting(
     cut: bool, cluster: FakeCluster
 ) -> None:
-    """A server is given the usual time once the push is finished, not since it was begun."""
+    """The timeout of a server starts when the push is finished, not when it began."""
     with connect(cluster, connect_timeout=5.0, wait_timeout=5.0) as client:
         clock = client._connection.transport.clock
         hours = [0.0]
@@ -238,8 +240,8 @@ def test_hours_of_computing_are_neither_silence_nor_waiting(
     assert cluster.counted == [(1, 1)]
 
 
-def test_finish_raises_when_nobody_answers_and_the_next_push_is_whole(cluster: FakeCluster) -> None:
-    """What became of it is unknown, so the next one has to be told apart from it."""
+def test_finish_raises_without_answers_and_the_next_push_is_complete(cluster: FakeCluster) -> None:
+    """The outcome is unknown, so the next push needs another number."""
     with connect(cluster, connect_timeout=0.3) as client:
         flow = begun(cluster, client)
         cluster.incoming[1] = lambda number: lost()
@@ -257,10 +259,10 @@ def test_finish_raises_when_nobody_answers_and_the_next_push_is_whole(cluster: F
     assert cluster.counted == [(1, 2), (1, 3)]
 
 
-def test_memory_is_mapped_anew_by_the_script_s_thread_alone(
+def test_memory_is_mapped_again_only_by_the_thread_of_the_script(
     cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another one would do it while the script computes, and lose what it writes meanwhile."""
+    """Another thread would do it while the script computes, and lose what it writes meanwhile."""
     threads: list[str] = []
     monkeypatch.setattr(
         SharedRegion, "detach", lambda region: threads.append(threading.current_thread().name)
@@ -279,7 +281,7 @@ def test_memory_is_mapped_anew_by_the_script_s_thread_alone(
     assert set(threads) == set(threads[:1])
 
 
-def test_failure_before_the_end_comes_out_of_finish(cluster: FakeCluster) -> None:
+def test_an_early_failure_is_raised_by_finish(cluster: FakeCluster) -> None:
     with connect(cluster) as client:
         flow = begun(cluster, client)
         cluster.fenced.add(client.worker)
@@ -291,7 +293,7 @@ def test_failure_before_the_end_comes_out_of_finish(cluster: FakeCluster) -> Non
             finished(client.begin(), client)
 
 
-def test_begin_on_a_client_that_is_out_of_the_job_does_not_stay_open(cluster: FakeCluster) -> None:
+def test_begin_on_a_fenced_client_does_not_stay_open(cluster: FakeCluster) -> None:
     with connect(cluster) as client:
         client.leave()
         for _ in range(2):
@@ -302,7 +304,7 @@ def test_begin_on_a_client_that_is_out_of_the_job_does_not_stay_open(cluster: Fa
 
 
 def test_ctrl_c_in_finish_ends_the_calls(cluster: FakeCluster) -> None:
-    """close does not wait for the others of the round any more."""
+    """close does not wait for the others of the round."""
     cluster.waits_for = "worker 2"
     with connect(cluster) as client:
         flow = begun(cluster, client)
@@ -324,7 +326,7 @@ def test_ctrl_c_in_finish_ends_the_calls(cluster: FakeCluster) -> None:
         assert isinstance(client.begin(), BufferedPush)
 
 
-def test_client_that_is_closed_with_an_open_push(cluster: FakeCluster) -> None:
+def test_a_client_with_an_open_push_can_be_closed(cluster: FakeCluster) -> None:
     client = connect(cluster)
     begun(cluster, client).send(0, 4)
     client.close()
@@ -333,7 +335,7 @@ def test_client_that_is_closed_with_an_open_push(cluster: FakeCluster) -> None:
     assert not cluster.counted
 
 
-def test_server_that_comes_back_in_the_middle(cluster: FakeCluster) -> None:
+def test_a_server_restarted_in_the_middle_gets_the_whole_push(cluster: FakeCluster) -> None:
     with connect(cluster) as client:
         flow = begun(cluster, client)
         flow.send(0, client.plan.nbytes)
@@ -350,8 +352,8 @@ def test_server_that_comes_back_in_the_middle(cluster: FakeCluster) -> None:
 
 
 @pytest.mark.parametrize(("size", "kind"), [(500_000, "ExchangeOnce"), (600_000, "Exchange")])
-def test_what_fits_goes_in_one_message(size: int, kind: str) -> None:
-    """A frame holds 1 MiB. Both ways of asking give the same."""
+def test_a_small_push_is_one_message(size: int, kind: str) -> None:
+    """A frame holds 1 MiB. Both ways of sending give the same."""
     other = {"ExchangeOnce": "Exchange", "Exchange": "ExchangeOnce"}[kind]
     with FakeCluster() as cluster:
         with connect(cluster, size=size // 2) as client:

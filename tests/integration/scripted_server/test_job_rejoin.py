@@ -1,5 +1,5 @@
-"""A Job whose place is lost comes back by itself: what was on its way is stale, all is pulled,
-the loop goes on.
+"""A fenced Job rejoins by itself: the open push is stale, everything is pulled, the loop
+continues.
 """
 
 import logging
@@ -24,12 +24,12 @@ OPTIONS = [{}, {"overlap": True}, {"pipeline": True}]
 NAMES = ["whole", "overlap", "pipeline"]
 
 
-def _nothing(step: int = 0) -> None:
-    """Goes on."""
+def _do_nothing(step: int = 0) -> None:
+    """Ignore the event."""
 
 
 class Net(nn.Module):
-    """A frozen layer, one that trains, a buffer that counts forwards."""
+    """A frozen layer, a trained one, and a buffer that counts forward passes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,10 +64,10 @@ def backward(net: nn.Module, batch: Any) -> None:
 
 
 def run(
-    job: Job, net: nn.Module, optimizer: ServerOptimizer, each: Step = _nothing, **loader: Any
+    job: Job, net: nn.Module, optimizer: ServerOptimizer, each: Step = _do_nothing, **loader: Any
 ) -> list[str]:
-    """A loop of batches of one; how each step ended. each: called before a step, with its number
-    from 0.
+    """Run a loop of batches of one; return how each step ended. each: called before a step, with
+    its number from 0.
     """
     results = []
     for step, batch in enumerate(job.batches((DATA,), 1, **loader)):
@@ -80,7 +80,7 @@ def run(
 
 
 def committed(cluster: FakeCluster) -> list[tuple[int, int, int]]:
-    """Of all pushes that came whole to some shard: worker, seq, batch."""
+    """Return worker, seq and batch of all pushes that arrived completely at some shard."""
     found = [
         (h.worker, h.seq, h.batches[0].number) for h in cluster.received if h.seq and h.batches
     ]
@@ -96,7 +96,7 @@ def fence_at(cluster: FakeCluster, when: int) -> Callable[[int], None]:
 
 
 @pytest.mark.parametrize("options", OPTIONS[:2], ids=NAMES[:2])
-def test_a_step_that_finds_the_place_lost_is_stale_and_the_loop_goes_on(
+def test_a_step_of_a_fenced_worker_is_stale_and_the_loop_continues(
     cluster: FakeCluster, options: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     cluster.deal(0, 1, 2, None)
@@ -115,13 +115,13 @@ def test_a_step_that_finds_the_place_lost_is_stale_and_the_loop_goes_on(
     )
 
 
-def test_in_a_pipeline_the_push_on_its_way_is_lost_and_the_one_in_hand(
+def test_in_a_pipeline_a_fence_loses_the_open_push_and_the_current_one(
     cluster: FakeCluster,
 ) -> None:
     cluster.policy = "async"
     cluster.deal(0, 1, 2, 3, None)
     with started(cluster, pipeline=True) as (job, net, optimizer):
-        cluster.before[0].extend([_nothing, fenced])  # the second push
+        cluster.before[0].extend([_do_nothing, fenced])  # the second push
 
         run(job, net, optimizer)
         job.wait()
@@ -136,7 +136,7 @@ def test_in_a_pipeline_the_push_on_its_way_is_lost_and_the_one_in_hand(
     assert cluster.returned == []
 
 
-def test_in_a_pipeline_a_push_that_ends_before_the_place_is_lost_counts(
+def test_in_a_pipeline_a_push_that_ends_before_the_fence_counts(
     cluster: FakeCluster,
 ) -> None:
     cluster.policy = "async"
@@ -148,7 +148,7 @@ def test_in_a_pipeline_a_push_that_ends_before_the_place_is_lost_counts(
     assert cluster.counted == [(1, 1), (2, 1)]
 
 
-def test_what_the_step_says(cluster: FakeCluster) -> None:
+def test_the_step_reports_the_rejoin(cluster: FakeCluster) -> None:
     with started(cluster) as (job, net, optimizer):
         cluster.fence(1)
         backward(net, DATA)
@@ -161,8 +161,8 @@ def test_what_the_step_says(cluster: FakeCluster) -> None:
         )
 
 
-def test_all_that_the_servers_have_is_in_the_model_then(cluster: FakeCluster) -> None:
-    """Frozen tensors and buffers too: the servers may have gone back to a snapshot."""
+def test_the_whole_state_of_the_servers_is_in_the_model_afterwards(cluster: FakeCluster) -> None:
+    """Frozen tensors and buffers too: the servers may have rolled back."""
     with started(cluster) as (job, net, _optimizer):
         before = {name: tensor.clone() for name, tensor in net.state_dict().items()}
         with torch.no_grad():
@@ -176,8 +176,8 @@ def test_all_that_the_servers_have_is_in_the_model_then(cluster: FakeCluster) ->
         assert job.client.worker == 2
 
 
-def test_hyper_parameters_are_told_again(cluster: FakeCluster) -> None:
-    """Servers that went back to a snapshot have those of then."""
+def test_hyper_parameters_are_sent_again(cluster: FakeCluster) -> None:
+    """Servers that rolled back have those of the snapshot."""
     with started(cluster) as (job, net, optimizer):
         for _ in range(2):
             backward(net, DATA)
@@ -192,9 +192,9 @@ def test_hyper_parameters_are_told_again(cluster: FakeCluster) -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_fenced_when_it_asks_for_data_nothing_is_lost(cluster: FakeCluster, workers: int) -> None:
+def test_a_fence_during_a_data_request_loses_nothing(cluster: FakeCluster, workers: int) -> None:
     cluster.deal(0, 1, None)
-    cluster.control["NextBatch"].extend([_nothing, lambda: cluster.fence(1)])
+    cluster.control["NextBatch"].extend([_do_nothing, lambda: cluster.fence(1)])
     with started(cluster) as (job, net, optimizer):
         results = run(job, net, optimizer, num_workers=workers)
 
@@ -203,8 +203,8 @@ def test_fenced_when_it_asks_for_data_nothing_is_lost(cluster: FakeCluster, work
     assert cluster.counted[-1][0] == 2
 
 
-def test_what_the_loader_has_fetched_for_the_old_place_is_passed_over(cluster: FakeCluster) -> None:
-    """Unless the new place has leased the very same batch, of which it then gets one."""
+def test_batches_prefetched_before_the_fence_are_skipped(cluster: FakeCluster) -> None:
+    """Unless the new worker has leased the very same batch, which it then gets once."""
     cluster.deal(0, 1, 2, 3, 2, 3, None)
     with started(cluster) as (job, net, optimizer):
         seen = []
@@ -220,10 +220,10 @@ def test_what_the_loader_has_fetched_for_the_old_place_is_passed_over(cluster: F
     assert cluster.counted == [(2, 1), (2, 2)]
 
 
-def test_gradients_of_before_and_after_are_void_and_new_batches_go_back(
+def test_gradients_across_the_fence_are_void_and_new_batches_are_returned(
     cluster: FakeCluster,
 ) -> None:
-    """Else the first half would count twice: its batch is somebody else's now."""
+    """Otherwise the first half would count twice: its batch belongs to another worker now."""
     cluster.deal(0, 1, 2, None)
     with started(cluster) as (job, net, optimizer):
         results = []
@@ -240,10 +240,10 @@ def test_gradients_of_before_and_after_are_void_and_new_batches_go_back(
     assert committed(cluster) == [(2, 1, 2)]
 
 
-def test_weights_that_do_not_arrive_are_pulled_in_the_midst_of_forward(
+def test_weights_that_do_not_arrive_are_pulled_during_forward(
     cluster: FakeCluster,
 ) -> None:
-    """Its gradients are void: some modules have used other weights than the rest."""
+    """The gradients are void: some modules have used other weights than the rest."""
     decided = threading.Event()
 
     def breaks(frame: int) -> None:
@@ -270,7 +270,7 @@ def test_weights_that_do_not_arrive_are_pulled_in_the_midst_of_forward(
     assert [worker for worker, _ in cluster.counted] == [1, 2]
 
 
-def test_a_test_without_gradients_waits_for_the_job_as_it_is_now(cluster: FakeCluster) -> None:
+def test_an_evaluation_uses_the_current_weights_of_the_job(cluster: FakeCluster) -> None:
     with started(cluster, overlap=True) as (job, net, optimizer):
         backward(net, DATA)
         cluster.outgoing[0] = lambda frame: (cluster.outgoing.clear(), fenced())[1]
@@ -286,7 +286,7 @@ def fenced() -> None:
     raise FencedError("out, amid all this")
 
 
-def test_a_loop_that_the_servers_have_again_ahead_of_them_needs_the_script_from_its_start(
+def test_a_loop_that_was_rolled_back_requires_a_restart_of_the_script(
     cluster: FakeCluster,
 ) -> None:
     cluster.deal(0, None, 5, None)
@@ -305,10 +305,8 @@ def test_a_loop_that_the_servers_have_again_ahead_of_them_needs_the_script_from_
 
 
 @pytest.mark.parametrize("back_to", [0, 1])
-def test_steps_of_a_loop_that_was_broken_off_are_not_lost_without_a_word(
-    cluster: FakeCluster, back_to: int
-) -> None:
-    """Nobody would make them again. Back to where it was left nothing is missing."""
+def test_lost_steps_of_an_abandoned_loop_are_reported(cluster: FakeCluster, back_to: int) -> None:
+    """No worker would repeat them. Up to the point where it was left nothing is missing."""
     cluster.deal(0, 1, 5, 6, None)
     with started(cluster) as (job, net, optimizer):
         for _ in job.batches((DATA,), 1):
@@ -325,7 +323,7 @@ def test_steps_of_a_loop_that_was_broken_off_are_not_lost_without_a_word(
                 run(job, net, optimizer, fence_at(cluster, 0))
 
 
-def test_a_loop_that_has_ended_on_the_servers_too_is_no_reason_to_stop(
+def test_a_loop_that_the_servers_have_completed_does_not_stop_the_script(
     cluster: FakeCluster,
 ) -> None:
     cluster.deal(0, None, 5, 6, None)
@@ -336,7 +334,7 @@ def test_a_loop_that_has_ended_on_the_servers_too_is_no_reason_to_stop(
         assert run(job, net, optimizer, fence_at(cluster, 0)) == ["stale", "applied"]
 
 
-def test_a_loop_that_only_tests_has_nothing_that_could_come_again(cluster: FakeCluster) -> None:
+def test_an_evaluation_loop_loses_nothing(cluster: FakeCluster) -> None:
     """Its batches count with no push, so the servers never see its end while this worker holds
     them.
     """
@@ -356,7 +354,7 @@ def test_a_loop_that_only_tests_has_nothing_that_could_come_again(cluster: FakeC
     "error",
     [QuarantinedError("3 bad gradients in a row"), MismatchError("another job", "JOB_MISMATCH")],
 )
-def test_what_cannot_be_healed_is_raised(cluster: FakeCluster, error: Exception) -> None:
+def test_an_unrecoverable_error_is_raised(cluster: FakeCluster, error: Exception) -> None:
     def hook() -> None:
         raise error
 
@@ -369,8 +367,8 @@ def test_what_cannot_be_healed_is_raised(cluster: FakeCluster, error: Exception)
         assert len(cluster.joins) == 1
 
 
-def test_it_does_not_come_back_for_ever(cluster: FakeCluster) -> None:
-    """A job that throws it out each time has a reason."""
+def test_rejoins_are_limited(cluster: FakeCluster) -> None:
+    """A job that fences a worker each time has a reason."""
     with started(cluster) as (_job, net, optimizer):
         cluster.fenced.update(range(1, 20))
         backward(net, DATA)
@@ -380,7 +378,7 @@ def test_it_does_not_come_back_for_ever(cluster: FakeCluster) -> None:
         assert len(cluster.joins) == 6
 
 
-def test_the_place_may_be_lost_before_the_model_is_there(cluster: FakeCluster) -> None:
+def test_a_fence_before_registration_is_handled(cluster: FakeCluster) -> None:
     cluster.control["Register"].append(lambda: cluster.fence(1))
     with started(cluster) as (_job, net, optimizer):
         backward(net, DATA)
@@ -389,7 +387,7 @@ def test_the_place_may_be_lost_before_the_model_is_there(cluster: FakeCluster) -
     assert cluster.counted == [(2, 1)]
 
 
-def test_a_report_comes_through(cluster: FakeCluster) -> None:
+def test_reports_are_sent_after_the_rejoin(cluster: FakeCluster) -> None:
     with started(cluster) as (job, _net, _optimizer):
         cluster.fence(1)
         job.report(accuracy=0.5)

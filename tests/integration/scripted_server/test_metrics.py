@@ -1,4 +1,4 @@
-"""What a worker's metrics say, and that they are served once per process."""
+"""The metrics of a worker, which are served once per process."""
 
 import math
 import shutil
@@ -25,8 +25,8 @@ def registry() -> CollectorRegistry:
 
 
 @pytest.fixture(autouse=True)
-def nobody_serves() -> Iterator[None]:
-    """Each test starts and ends with a process that serves nothing."""
+def stopped_server() -> Iterator[None]:
+    """Start and end each test with a process that serves nothing."""
     metrics.close()
     yield
     metrics.close()
@@ -37,8 +37,8 @@ def scrape(address: str) -> list[str]:
         return answer.read().decode().splitlines()
 
 
-def test_a_step(registry: CollectorRegistry) -> None:
-    """Phases apart, steps and samples added up."""
+def test_a_step_is_counted_with_its_phases(registry: CollectorRegistry) -> None:
+    """Phases separately; steps and samples add up."""
     worker = WorkerMetrics(registry)
     worker.step({"compute": 0.03, "push": 0.2}, samples=64)
     worker.step({"compute": 0.04}, samples=32)
@@ -50,10 +50,8 @@ def test_a_step(registry: CollectorRegistry) -> None:
     assert registry.get_sample_value("ps_worker_phase_seconds_count", {"phase": "wait"}) == 0
 
 
-def test_reported_values(registry: CollectorRegistry) -> None:
-    """The last value counts; a loss is also there under its own name, and is not a number
-    before.
-    """
+def test_reported_values_are_shown(registry: CollectorRegistry) -> None:
+    """The last value counts; a loss also has its own name, and is NaN before."""
     worker = WorkerMetrics(registry)
     assert math.isnan(registry.get_sample_value("ps_worker_loss") or 0)
 
@@ -67,7 +65,7 @@ def test_reported_values(registry: CollectorRegistry) -> None:
 
 
 def test_reported_names_are_bounded(registry: CollectorRegistry) -> None:
-    """Names beyond the bound are dropped; the known ones go on."""
+    """Names beyond the bound are dropped; the known ones continue."""
     worker = WorkerMetrics(registry)
     for number in range(MAX_REPORTED_NAMES + 1):
         worker.reported(f"value {number}", number)
@@ -80,8 +78,8 @@ def test_reported_names_are_bounded(registry: CollectorRegistry) -> None:
     assert registry.get_sample_value("ps_worker_reported", {"name": "value 0"}) == 7
 
 
-def test_recording_without_a_server_is_harmless() -> None:
-    """What was recorded before anybody served is not kept."""
+def test_recording_without_a_server_has_no_effect() -> None:
+    """Values recorded before the server starts are dropped."""
     metrics.step({"compute": 0.1}, samples=1)
     metrics.reported("loss", 1.0)
 
@@ -91,8 +89,7 @@ def test_recording_without_a_server_is_harmless() -> None:
     assert "ps_worker_loss NaN" in lines
 
 
-def test_serving() -> None:
-    """A scrape sees what was recorded, and the process's own metrics."""
+def test_a_scrape_has_recorded_values_and_process_metrics() -> None:
     address = metrics.serve("127.0.0.1:0")
     metrics.step({"compute": 0.1}, samples=3)
     metrics.reported("loss", 0.5)
@@ -103,9 +100,9 @@ def test_serving() -> None:
     assert any(line.startswith("process_cpu_seconds_total ") for line in lines)
 
 
-def test_a_script_that_works_with_arrays_is_counted() -> None:
-    """Without a Job: the time of its pulls and pushes is known (these servers say: all waiting),
-    the rest its own.
+def test_a_script_that_uses_arrays_is_counted() -> None:
+    """Without a Job: the time of its pulls and pushes is known (these servers only wait), the rest
+    is the script's.
     """
     address, arrays = metrics.serve("127.0.0.1:0"), {"w": np.ones(3, np.float32)}
     with FakeCluster(shards=1) as cluster, Client(cluster.addresses) as client:
@@ -132,7 +129,7 @@ def test_a_script_that_works_with_arrays_is_counted() -> None:
     )
 
 
-def test_serving_is_once_per_process() -> None:
+def test_metrics_are_served_once_per_process() -> None:
     """A script that connects twice keeps its counts and its port."""
     address = metrics.serve("127.0.0.1:0")
     metrics.step({}, samples=3)
@@ -152,8 +149,7 @@ def test_a_taken_port_leaves_nothing_behind() -> None:
 
 
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed")
-def test_names_follow_the_conventions(registry: CollectorRegistry) -> None:
-    """Prometheus' own linter finds nothing to say."""
+def test_metric_names_pass_the_linter_of_prometheus(registry: CollectorRegistry) -> None:
     WorkerMetrics(registry).reported("loss", 1.0)
     text = generate_latest(registry).decode()
     done = subprocess.run(

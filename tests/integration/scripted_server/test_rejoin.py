@@ -1,6 +1,4 @@
-"""A Client whose place in the job is lost: it says so, and comes back as a new worker when it is
-told to.
-"""
+"""A fenced Client raises, and rejoins as a new worker on request."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -36,7 +34,7 @@ def gradient(fill: float = 2.0) -> dict[str, Any]:
     return {"w": np.full(50, fill, np.float32)}
 
 
-def test_it_comes_back_as_a_new_worker_with_the_same_model(cluster: FakeCluster) -> None:
+def test_it_rejoins_as_a_new_worker_with_the_same_model(cluster: FakeCluster) -> None:
     with connect(cluster) as client:
         client.push(gradient())
         cluster.fence(1)
@@ -53,8 +51,8 @@ def test_it_comes_back_as_a_new_worker_with_the_same_model(cluster: FakeCluster)
     assert cluster.left[2] == ""
 
 
-def test_it_gets_no_older_weights_than_the_job_had_when_it_came(cluster: FakeCluster) -> None:
-    """A shard that was just restarted may be behind what the others have, for a moment."""
+def test_it_gets_no_older_weights_than_the_job_has(cluster: FakeCluster) -> None:
+    """A shard that just restarted may briefly be behind the others."""
     with connect(cluster) as client:
         for _ in range(3):
             client.push(gradient())
@@ -66,7 +64,9 @@ def test_it_gets_no_older_weights_than_the_job_had_when_it_came(cluster: FakeClu
     assert [header.min_version for header in cluster.received[seen:]] == [3, 3]
 
 
-def test_its_rank_and_attempt_stay(cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_its_rank_and_attempt_do_not_change(
+    cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PS_WORKER_ATTEMPT", "3")
     with connect(cluster, rank=5) as client:
         client.rejoin()
@@ -75,7 +75,7 @@ def test_its_rank_and_attempt_stay(cluster: FakeCluster, monkeypatch: pytest.Mon
     assert [(join.rank, join.attempt, join.job) for join in cluster.joins] == [(5, 3, "job-1")] * 2
 
 
-def test_an_attempt_without_a_rank_says_nothing(
+def test_an_attempt_without_a_rank_is_not_sent(
     cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PS_WORKER_ATTEMPT", "3")
@@ -97,7 +97,7 @@ def test_heartbeats_are_those_of_the_new_worker(cluster: FakeCluster) -> None:
     assert {beat.worker for beat in cluster.beats} == {2}
 
 
-def test_a_place_that_its_heartbeat_lost_is_left_behind(cluster: FakeCluster) -> None:
+def test_a_membership_lost_by_a_heartbeat_is_left(cluster: FakeCluster) -> None:
     cluster.lease = 0.1
     with connect(cluster) as client:
         cluster.waits_for = "worker 9"
@@ -115,8 +115,8 @@ def _fenced() -> None:
     raise FencedError("the heartbeat says so")
 
 
-def test_a_place_that_is_lost_at_once_is_followed_by_another(cluster: FakeCluster) -> None:
-    """The servers may go back to a snapshot between a worker's return and its first word."""
+def test_a_membership_fenced_at_once_is_followed_by_another(cluster: FakeCluster) -> None:
+    """The servers may roll back between a worker's rejoin and its first request."""
     with connect(cluster) as client:
         cluster.fence(1)
         cluster.control["Register"].append(lambda: cluster.fence(2))
@@ -128,7 +128,7 @@ def test_a_place_that_is_lost_at_once_is_followed_by_another(cluster: FakeCluste
     assert set(cluster.left) == {3}
 
 
-def test_servers_that_never_let_it_begin_are_not_asked_for_ever(cluster: FakeCluster) -> None:
+def test_rejoins_that_are_always_fenced_are_limited(cluster: FakeCluster) -> None:
     with connect(cluster) as client:
         cluster.control["Register"].extend([_fenced] * MAX_LOST_MEMBERSHIPS)
 
@@ -140,8 +140,8 @@ def test_servers_that_never_let_it_begin_are_not_asked_for_ever(cluster: FakeClu
         assert client.push(gradient()).status == "applied"
 
 
-def test_it_has_got_no_data_yet(cluster: FakeCluster) -> None:
-    """Else the servers would take what they send next for received."""
+def test_it_has_received_no_data_yet(cluster: FakeCluster) -> None:
+    """Otherwise the servers would take their next answer for received."""
     cluster.deal(3, 4, 3)
     with connect(cluster) as client:
         for _ in range(2):
@@ -157,7 +157,7 @@ def test_it_has_got_no_data_yet(cluster: FakeCluster) -> None:
     ]
 
 
-def test_it_counts_as_no_newer_than_servers_that_went_back(cluster: FakeCluster) -> None:
+def test_its_version_is_no_newer_than_that_of_rolled_back_servers(cluster: FakeCluster) -> None:
     with connect(cluster) as client:
         for _ in range(3):
             client.push_pull(gradient())
@@ -170,9 +170,9 @@ def test_it_counts_as_no_newer_than_servers_that_went_back(cluster: FakeCluster)
         assert client.push(gradient()).staleness == 0
 
 
-def test_a_push_in_doubt_is_not_repeated_under_the_new_number(cluster: FakeCluster) -> None:
-    """It may have counted; as another worker's it would count again. So the caller decides what
-    to push now.
+def test_an_undecided_push_is_not_repeated_under_the_new_number(cluster: FakeCluster) -> None:
+    """It may have counted, and would count twice as another worker's. The caller decides what to
+    push.
     """
     with connect(cluster) as client:
         for shard in range(2):
@@ -186,7 +186,7 @@ def test_a_push_in_doubt_is_not_repeated_under_the_new_number(cluster: FakeClust
     assert cluster.counted == [(1, 1), (2, 1)]
 
 
-def test_servers_that_lost_the_weights_are_not_given_old_ones(cluster: FakeCluster) -> None:
+def test_servers_that_lost_the_weights_do_not_get_old_ones(cluster: FakeCluster) -> None:
     with connect(cluster) as client:
         with cluster.changed:
             cluster.begun, cluster.plan = False, None
@@ -203,7 +203,7 @@ def test_another_job_or_model_cannot_be_rejoined(cluster: FakeCluster) -> None:
             client.rejoin()
 
 
-def test_order_of_the_model_must_be_the_same(cluster: FakeCluster) -> None:
+def test_the_order_of_the_model_must_be_the_same(cluster: FakeCluster) -> None:
     with connect(cluster) as client:
         assert cluster.plan is not None
         cluster.digest = "another"
@@ -211,7 +211,7 @@ def test_order_of_the_model_must_be_the_same(cluster: FakeCluster) -> None:
             client.rejoin()
 
 
-def test_before_a_model_is_registered_it_only_joins(cluster: FakeCluster) -> None:
+def test_before_registration_it_only_joins(cluster: FakeCluster) -> None:
     with Client(cluster.addresses) as client:
         cluster.fence(1)
         with pytest.raises(FencedError):
@@ -223,7 +223,7 @@ def test_before_a_model_is_registered_it_only_joins(cluster: FakeCluster) -> Non
         assert client.worker == 2
 
 
-def test_an_observer_and_a_closed_client_have_no_place_to_come_back_to(
+def test_an_observer_and_a_closed_client_cannot_rejoin(
     cluster: FakeCluster,
 ) -> None:
     with (
@@ -237,7 +237,7 @@ def test_an_observer_and_a_closed_client_have_no_place_to_come_back_to(
         client.rejoin()
 
 
-def test_an_open_flow_is_closed_first(cluster: FakeCluster) -> None:
+def test_an_open_push_is_closed_first(cluster: FakeCluster) -> None:
     with connect(cluster) as client:
         flow = client.begin()
         with pytest.raises(InvalidRequestError, match="under way"):
@@ -248,7 +248,7 @@ def test_an_open_flow_is_closed_first(cluster: FakeCluster) -> None:
         assert client.worker == 2
 
 
-def test_servers_that_start_again_are_waited_for(cluster: FakeCluster) -> None:
+def test_restarting_servers_are_awaited(cluster: FakeCluster) -> None:
     with connect(cluster) as client:
         cluster.control["Join"].extend([lost, lost])
         cluster.control["Register"].append(lost)
@@ -258,7 +258,7 @@ def test_servers_that_start_again_are_waited_for(cluster: FakeCluster) -> None:
         assert client.push(gradient()).status == "applied"
 
 
-def test_a_quarantined_push_raises_what_it_is_and_its_worker_does_not_come_back(
+def test_a_quarantined_push_raises_its_error_and_its_worker_does_not_rejoin(
     cluster: FakeCluster,
 ) -> None:
     with connect(cluster) as client:
@@ -274,7 +274,7 @@ def test_a_quarantined_push_raises_what_it_is_and_its_worker_does_not_come_back(
         assert cluster.calls["Join"] == 1
 
 
-def test_who_retires_looks_on_and_reports(cluster: FakeCluster) -> None:
+def test_a_retired_worker_observes_and_reports(cluster: FakeCluster) -> None:
     """No round waits for a worker that has not registered."""
     with connect(cluster) as client:
         client.push(gradient())

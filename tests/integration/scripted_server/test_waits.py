@@ -1,6 +1,4 @@
-"""Nobody waits without a line that says for whom; and every call waits for servers that are away
-for a while.
-"""
+"""Each wait is logged with its peer, and every call waits for servers that are away for a while."""
 
 import logging
 import threading
@@ -35,8 +33,8 @@ def connect(cluster: FakeCluster, connect_timeout: float = 20.0) -> Client:
     return client
 
 
-class Lines(logging.Handler):
-    """What is said about shard 1; `said` once anything is."""
+class ShardLogLines(logging.Handler):
+    """Log lines about shard 1; `said` is set with the first one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,9 +48,9 @@ class Lines(logging.Handler):
 
 
 @pytest.fixture
-def lines(monkeypatch: pytest.MonkeyPatch) -> Iterator[Lines]:
-    """Lines come fifty times as fast."""
-    handler, log = Lines(), logging.getLogger("psworker")
+def fast_lines(monkeypatch: pytest.MonkeyPatch) -> Iterator[ShardLogLines]:
+    """Log lines fifty times as often."""
+    handler, log = ShardLogLines(), logging.getLogger("psworker")
     monkeypatch.setattr(patience, "LOG_SECONDS", 0.2)
     level = log.level
     log.addHandler(handler)
@@ -62,44 +60,44 @@ def lines(monkeypatch: pytest.MonkeyPatch) -> Iterator[Lines]:
     log.setLevel(level)
 
 
-def test_a_server_that_sits_on_a_push_is_named_while_it_does(
-    cluster: FakeCluster, lines: Lines
+def test_a_server_that_delays_a_push_is_named_during_the_delay(
+    cluster: FakeCluster, fast_lines: ShardLogLines
 ) -> None:
-    """Though no call has ended: the push's number, the shard and its address."""
+    """Although no call has ended: the push's number, the shard and its address."""
     with connect(cluster) as client:
-        cluster.before[1].append(lambda: _until(lines.said))
+        cluster.before[1].append(lambda: _until(fast_lines.said))
 
         client.push(ONES)
 
     assert (
-        lines.texts[0]
+        fast_lines.texts[0]
         == f"request_unanswered request=push 1 of worker 1 on shard 1 at {cluster.addresses[1]} "
         "silent_seconds=0"
     )
 
 
-def test_so_is_one_that_sits_on_the_end_of_a_flow_but_the_script_is_not(
-    cluster: FakeCluster, lines: Lines
+def test_a_server_that_delays_the_end_of_a_push_is_named_but_the_script_not(
+    cluster: FakeCluster, fast_lines: ShardLogLines
 ) -> None:
     with connect(cluster) as client:
         seen = len(cluster.beats)
         flow = client.begin()
         cluster.wait_until(lambda: len(cluster.beats) > seen + 15)
-        assert lines.texts == []
+        assert fast_lines.texts == []
 
-        cluster.after[1].append(lambda: _until(lines.said))
+        cluster.after[1].append(lambda: _until(fast_lines.said))
         flow.finish()
         flow.close()
-        said = len(lines.texts)
+        said = len(fast_lines.texts)
         seen = len(cluster.beats)
         cluster.wait_until(lambda: len(cluster.beats) > seen + 15)
 
     assert (
-        lines.texts[0]
+        fast_lines.texts[0]
         == f"request_unanswered request=push 1 of worker 1 on shard 1 at {cluster.addresses[1]} "
         "silent_seconds=0"
     )
-    assert len(lines.texts) == said
+    assert len(fast_lines.texts) == said
 
 
 def _until(event: threading.Event) -> None:
@@ -121,11 +119,11 @@ CALLS: dict[str, Callable[[Client], Any]] = {
 @pytest.mark.every(5)
 @pytest.mark.parametrize("reason", ["UNREACHABLE", "NOT_READY", "NOT_ATTACHED", "STOPPING"])
 @pytest.mark.parametrize("what", CALLS)
-def test_every_call_outlives_a_server_that_is_away_for_a_while(
+def test_every_call_survives_a_server_that_is_away_for_a_while(
     cluster: FakeCluster, what: str, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Away, or there again and not ready; for far longer than any pause, far shorter than
-    --connect-timeout.
+    """Away, or back and not ready; far longer than any pause, far shorter than --connect-
+    timeout.
     """
     monkeypatch.setattr(patience, "LONGEST_PAUSE_SECONDS", 0.05)
 
@@ -147,7 +145,7 @@ METHODS = ("NextBatch", "ReturnBatches", "ReportMetrics", "Join", "Register", "H
 
 
 @pytest.mark.parametrize("what", ["push", "data", "report", "rejoin"])
-def test_no_call_outlives_connect_timeout(cluster: FakeCluster, what: str) -> None:
+def test_no_call_survives_connect_timeout(cluster: FakeCluster, what: str) -> None:
     with connect(cluster, connect_timeout=0.5) as client:
         for server in cluster.servers:
             server.stop()
@@ -155,8 +153,8 @@ def test_no_call_outlives_connect_timeout(cluster: FakeCluster, what: str) -> No
             CALLS[what](client)
 
 
-def test_a_port_that_refuses_is_found_again_soon_after_it_listens(cluster: FakeCluster) -> None:
-    """gRPC's own waits between two attempts to connect are short, and so are ours."""
+def test_a_refusing_port_is_found_soon_after_it_listens(cluster: FakeCluster) -> None:
+    """gRPC's waits between two attempts to connect are short, and so are ours."""
     with connect(cluster) as client, ThreadPoolExecutor(1) as pool:
         address = cluster.servers[1].address
         cluster.servers[1].stop()
@@ -169,7 +167,7 @@ def test_a_port_that_refuses_is_found_again_soon_after_it_listens(cluster: FakeC
         assert pushing.result(3).status == "applied"
 
 
-def test_a_request_that_is_wrong_is_not_repeated(cluster: FakeCluster) -> None:
+def test_an_invalid_request_is_not_repeated(cluster: FakeCluster) -> None:
     def wrong() -> None:
         raise PSError("a bug")
 

@@ -46,10 +46,10 @@ def event_engine_wakeups(pid: int) -> int:
 
 
 def wakeups_by_calls(**environment: str) -> int:
-    kept = {name: value for name, value in os.environ.items() if name != "GRPC_EXPERIMENTS"}
+    unchanged = {name: value for name, value in os.environ.items() if name != "GRPC_EXPERIMENTS"}
     with subprocess.Popen(
         [sys.executable, "-c", SERVER],
-        env=kept | environment,
+        env=unchanged | environment,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -114,12 +114,12 @@ def test_segments_are_runs_of_one_dtype_and_group(plan: PartitionPlan) -> None:
         segments = plan.segments(span)
 
         assert sum(s.stop - s.start for s in segments) == span.nbytes
-        for held in plan.slices(span):
-            tensor = plan.spec.tensors[held.tensor]
+        for tensor_slice in plan.slices(span):
+            tensor = plan.spec.tensors[tensor_slice.tensor]
             assert [
                 (s.dtype, s.group)
                 for s in segments
-                if s.start <= held.start and held.stop <= s.stop
+                if s.start <= tensor_slice.start and tensor_slice.stop <= s.stop
             ] == [(tensor.dtype, tensor.group)]
 
 
@@ -207,11 +207,11 @@ def test_absent_tensors_at_the_edges_of_a_range() -> None:
         ),
         1,
     )
-    whole = plan.range(0, "trainable")
+    full_range = plan.range(0, "trainable")
 
-    assert plan.without(whole, {0, 3}) == [ByteRange(64, 192)]
-    assert plan.without(whole, {1}) == [ByteRange(0, 64), ByteRange(128, 256)]
-    assert plan.without(whole, {0, 1, 2, 3}) == []
+    assert plan.without(full_range, {0, 3}) == [ByteRange(64, 192)]
+    assert plan.without(full_range, {1}) == [ByteRange(0, 64), ByteRange(128, 256)]
+    assert plan.without(full_range, {0, 1, 2, 3}) == []
     assert plan.without(ByteRange(64, 128), {0, 3}) == [ByteRange(64, 128)]
 
 

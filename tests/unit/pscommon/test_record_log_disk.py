@@ -36,7 +36,7 @@ class LogOwner:
     rows: dict[str, list[Row]] = field(default_factory=dict)  # acknowledged, by segment
     doubtful: dict[str, Row] = field(default_factory=dict)  # the append that failed, by segment
     failed: list[LogWriteError] = field(default_factory=list)
-    kept: str = ""  # older segments are not needed
+    retained: str = ""  # older segments are not needed
     current: str = ""
 
     def begin(self, name: str, *rows: Row) -> None:
@@ -55,7 +55,7 @@ class LogOwner:
         self.doubtful.setdefault(self.current, added)
 
     def retire(self, before: str) -> None:
-        self.kept = before
+        self.retained = before
         with self._failing():
             self.log.retire(before)
 
@@ -84,7 +84,7 @@ class LogOwner:
 
     def check(self, in_doubt: str = "") -> None:
         found = stored(self.log.folder)
-        assert {name for name in self.rows if name > self.kept or name == self.current} <= set(
+        assert {name for name in self.rows if name > self.retained or name == self.current} <= set(
             found
         )
         assert set(found) <= {*self.rows, in_doubt}

@@ -194,9 +194,9 @@ def test_a_flag_or_variable_settles_conflicting_tables(
 ) -> None:
     config = file(tmp_path, "[server]\nlog_level = 'debug'\n[worker]\nlog_level = 'error'")
 
-    told = refusal("run", "--config", config)
-    assert "'--log-level' (file " in told
-    assert "the tables disagree; set it in [run], or use --log-level" in told
+    message = refusal("run", "--config", config)
+    assert "'--log-level' (file " in message
+    assert "the tables disagree; set it in [run], or use --log-level" in message
     assert parse("run", "--config", config, "--log-level", "info")["log_level"] == ("info", "flag")
     monkeypatch.setenv("PS_LOG_LEVEL", "warning")
     assert parse("run", "--config", config)["log_level"] == ("warning", "environment")

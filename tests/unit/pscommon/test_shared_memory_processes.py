@@ -266,21 +266,21 @@ def test_sweep_may_run_before_the_creator_has_its_lock(
     """It runs between open and flock, and has finished or still runs when the creator locks."""
     region, real = SharedRegion(100, tmp_path), fcntl.flock
     victims: list[Path] = []
-    held: list[int] = []
+    sizes: list[int] = []
 
     def sweep_first(descriptor: int, operation: int) -> None:
         monkeypatch.setattr(fcntl, "flock", real)
         victims.extend(tmp_path.iterdir())
         if holds:
-            held.append(os.open(victims[0], os.O_RDONLY))
-            real(held[0], fcntl.LOCK_EX)
+            sizes.append(os.open(victims[0], os.O_RDONLY))
+            real(sizes[0], fcntl.LOCK_EX)
         else:
             assert sweep(tmp_path) == [victims[0].name]
         real(descriptor, operation)
 
     monkeypatch.setattr(fcntl, "flock", sweep_first)
     offer = region.share()
-    for descriptor in held:
+    for descriptor in sizes:
         os.close(descriptor)
     assert [path.name for path in tmp_path.iterdir()] == [offer.name] != [victims[0].name]
     assert sweep(tmp_path) == []

@@ -186,13 +186,16 @@ def test_a_power_cut_during_pruning_leaves_the_newest(tmp_path: Path) -> None:
 
 
 def test_a_sweep_removes_only_leftovers_of_its_shard(tmp_path: Path) -> None:
-    kept = save_tiny(SnapshotDirectory(tmp_path), 2)
+    remaining = save_tiny(SnapshotDirectory(tmp_path), 2)
     for name in (".tmp-1-part", ".tmp-10-part", ".tmp-0-manifest"):
-        (kept / name).mkdir()
-        (kept / name / "part.safetensors").write_bytes(b"half")
+        (remaining / name).mkdir()
+        (remaining / name / "part.safetensors").write_bytes(b"half")
 
-    assert SnapshotDirectory(tmp_path).sweep(1) == [kept / ".tmp-1-part"]
-    assert sorted(path.name for path in kept.glob(".tmp*")) == [".tmp-0-manifest", ".tmp-10-part"]
+    assert SnapshotDirectory(tmp_path).sweep(1) == [remaining / ".tmp-1-part"]
+    assert sorted(path.name for path in remaining.glob(".tmp*")) == [
+        ".tmp-0-manifest",
+        ".tmp-10-part",
+    ]
 
 
 class FullDisk(AtomicFiles):

@@ -15,10 +15,10 @@ def test_a_signal_during_the_takeover_of_a_standby_stops_the_new_primary(
 ) -> None:
     """The signal arrives before there is a server object to stop."""
     monkeypatch.setattr(signal, "signal", lambda *_: None)
-    ended, told = threading.Event(), list[str]()
+    ended, reasons = threading.Event(), list[str]()
 
     def stop(reason: str) -> None:
-        told.append(reason)
+        reasons.append(reason)
         ended.set()
 
     signals = app._StopSignals(lambda reason: None)
@@ -27,4 +27,4 @@ def test_a_signal_during_the_takeover_of_a_standby_stops_the_new_primary(
     server.failure, server.job_is_over, server.not_saved = None, False, ""
 
     assert app.serve(cast(Any, server), signals) == 128 + signal.SIGTERM
-    assert told == ["SIGTERM"]
+    assert reasons == ["SIGTERM"]

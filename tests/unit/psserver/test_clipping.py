@@ -62,7 +62,7 @@ class ClippedJob:
         self.staged: dict[int, dict[PushKey, Staged]] = {0: {}, 1: {}, 2: {}}
         for rank in range(workers):
             self.add(rank, model)
-        self.told = self.machine.log.index
+        self.seen_index = self.machine.log.index
 
     def add(self, rank: int, model: ModelSpec = MODEL) -> int:
         worker = self.recorder.do(Join(rank=rank, host="h", pid=1, device="cpu"), 0.0).worker
@@ -93,8 +93,8 @@ class ClippedJob:
             self.report(shard, Measured(at, square))
 
     def news(self) -> list[Entry]:
-        entries = self.machine.entries_after(self.told)
-        self.told = self.machine.log.index
+        entries = self.machine.entries_after(self.seen_index)
+        self.seen_index = self.machine.log.index
         return entries
 
     def again(self) -> CoordinatorMachine:

@@ -332,7 +332,7 @@ def test_an_abandoned_partial_push_is_refused_and_releases_its_memory() -> None:
     assert job.applied() == [[1]]
 
 
-def test_a_push_on_all_shards_counts_although_its_worker_has_gone_on() -> None:
+def test_a_push_on_all_shards_counts_although_its_worker_continues() -> None:
     job = Job(workers=2)
     job.push(1, 1)
     job.push(1, 2)

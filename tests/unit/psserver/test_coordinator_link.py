@@ -15,7 +15,7 @@ from psserver.shard.coordinator_link import CoordinatorLink
 from psserver.shard.transfer_stats import TransferStats
 
 
-def make_link(standby: Any = None, patience: float = 1.0) -> CoordinatorLink:
+def make_link(standby: Any = None, search_seconds: float = 1.0) -> CoordinatorLink:
     """Return a link that has only parts of snapshots and the state of its standby to report."""
     engine = cast(
         Any,
@@ -31,7 +31,7 @@ def make_link(standby: Any = None, patience: float = 1.0) -> CoordinatorLink:
         cast(Any, None),
         cast(Any, None),
         lambda: {"is": line.state},
-        patience,
+        search_seconds,
         line,
     )
 
@@ -156,7 +156,7 @@ def test_a_shard_without_the_address_of_shard_0_reports_it_and_gives_up(
     monkeypatch.setattr(
         "psserver.shard.coordinator_link.time", SimpleNamespace(monotonic=lambda: clock.now)
     )
-    link = make_link(patience=20.0)
+    link = make_link(search_seconds=20.0)
 
     def no_message(seconds: float) -> str:
         clock.now += seconds

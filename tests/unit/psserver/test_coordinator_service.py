@@ -65,9 +65,9 @@ def test_a_report_of_the_former_primary_during_the_change_is_void(
 ) -> None:
     """It was received and valid a moment before, for example about entries that it has applied."""
     old, before, step = service.registry[1], service.registry[1].connection, service._executor.step
-    heard: list[int] = []
+    received: list[int] = []
     monkeypatch.setattr(
-        Recorder, "report", lambda recorder, report, now: heard.append(report.shard)
+        Recorder, "report", lambda recorder, report, now: received.append(report.shard)
     )
     report = service.engine.make_report()
 
@@ -78,7 +78,7 @@ def test_a_report_of_the_former_primary_during_the_change_is_void(
         )
 
     say()
-    assert heard == [1]
+    assert received == [1]
 
     def late(action: Callable[[Recorder, float], Any], quiet: bool = False) -> Any:
         monkeypatch.setattr(service._executor, "step", step)
@@ -89,7 +89,7 @@ def test_a_report_of_the_former_primary_during_the_change_is_void(
     say()
 
     assert service.registry[1].connection == before + 1
-    assert heard == [1]
+    assert received == [1]
 
 
 def test_loading_by_the_former_primary_does_not_apply_to_the_new_one(

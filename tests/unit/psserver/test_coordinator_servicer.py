@@ -38,10 +38,10 @@ class ReshardingService:
         return self.server, self.server.connection
 
     def next_update(self, server: ServerEntry, cursor: DeliveryCursor) -> ShardUpdate:
-        fleet = SimpleNamespace(shards=1, addresses=["s0:1"], standbys=[""], layout=1, term=3)
+        servers = SimpleNamespace(shards=1, addresses=["s0:1"], standbys=[""], layout=1, term=3)
         move = pb.Move(index=7, sources=BEFORE.addresses)
         self.registry = type(
-            "After", (), {**vars(fleet), "__getitem__": lambda fleet, shard: fleet}
+            "After", (), {**vars(servers), "__getitem__": lambda servers, shard: servers}
         )()
         self.reshard_requests.move.return_value = None
         return ShardUpdate(
@@ -58,16 +58,16 @@ class ReshardingService:
 
 
 def first_response(service: Any, request: pb.LinkShardRequest) -> pb.LinkShardResponse:
-    over = threading.Event()
+    ended = threading.Event()
 
     def requests() -> Iterator[pb.LinkShardRequest]:
         yield request
-        over.wait()
+        ended.wait()
 
     response: pb.LinkShardResponse = next(
         ControlPlaneServicer(service).LinkShard(requests(), Mock())
     )
-    over.set()
+    ended.set()
     return response
 
 

@@ -32,14 +32,14 @@ def join_and_leave(job: Job, count: int, reason: str = "") -> list[int]:
 
 def test_a_job_with_many_departed_workers_stays_small() -> None:
     job = Job(policy("async"), workers=1)
-    gone = join_and_leave(job, JOINS)
+    departed = join_and_leave(job, JOINS)
     coordinator, membership = job.coordinator, job.coordinator.membership
 
     assert membership.departed_count <= 2 * MAX_DEPARTED_COUNT
     assert len(coordinator.job.evicted) <= MAX_EVICTED_COUNT
     assert len(json.dumps(coordinator.state())) < 100_000
     assert (membership.run.done_count, membership.counts()[WorkerState.LEFT]) == (JOINS, JOINS)
-    assert membership.departed_count + membership.run.forgotten.done == len(gone)
+    assert membership.departed_count + membership.run.forgotten.done == len(departed)
     assert coordinator.version == JOINS
 
 
@@ -58,16 +58,16 @@ def test_a_restart_and_a_standby_forget_the_same_departed_workers() -> None:
 
 def test_an_unknown_departed_worker_is_fenced_for_every_request() -> None:
     job = Job(policy("async"), workers=1)
-    forgotten = join_and_leave(job, JOINS)[0]
+    unknown = join_and_leave(job, JOINS)[0]
 
-    assert forgotten not in job.coordinator.membership.members
+    assert unknown not in job.coordinator.membership.members
     with pytest.raises(FencedError):
-        job.coordinator.job.member(forgotten, job.now)
+        job.coordinator.job.member(unknown, job.now)
     index = job.coordinator.log.index
-    job.recorder.report(ShardReport(0, 5, index, (Staged(PushKey(forgotten, 2), 1, 0),)), job.now)
+    job.recorder.report(ShardReport(0, 5, index, (Staged(PushKey(unknown, 2), 1, 0),)), job.now)
     (entry,) = job.coordinator.entries_after(index)
     assert isinstance(entry, Evict)
-    assert entry.worker == forgotten
+    assert entry.worker == unknown
 
 
 def test_a_staged_push_of_a_worker_unknown_to_its_shard_is_evicted_again() -> None:
@@ -76,11 +76,11 @@ def test_a_staged_push_of_a_worker_unknown_to_its_shard_is_evicted_again() -> No
     first = job.workers[0]
     job.recorder.do(Leave(first, ""), job.now)
     before = job.coordinator.log.index
-    held = (Staged(PushKey(first, 9), 1, 0),)
-    job.recorder.report(ShardReport(1, 5, before - 1, held), job.now)
+    staged = (Staged(PushKey(first, 9), 1, 0),)
+    job.recorder.report(ShardReport(1, 5, before - 1, staged), job.now)
     assert job.coordinator.log.index == before
     for _ in range(2):
-        job.recorder.report(ShardReport(1, 5, before, held), job.now)
+        job.recorder.report(ShardReport(1, 5, before, staged), job.now)
 
     assert [type(entry) for entry in job.coordinator.entries_after(before)] == [Evict]
 

@@ -56,9 +56,9 @@ def log() -> EntryLog:
 
 @pytest.mark.parametrize("done", range(5))
 def test_a_shard_that_is_behind_can_follow(log: EntryLog, done: int) -> None:
-    held = [UPLOAD, FIRST, SECOND, SECOND][done:] if done < 4 else []
+    pushes = [UPLOAD, FIRST, SECOND, SECOND][done:] if done < 4 else []
 
-    assert log.can_go_on(report(ENTRIES[:done], *held))
+    assert log.can_go_on(report(ENTRIES[:done], *pushes))
 
 
 @pytest.mark.parametrize(

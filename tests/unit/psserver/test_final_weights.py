@@ -44,11 +44,11 @@ def settled_weights(*shards: VersionedShard, seconds: float = 5.0) -> bytearray:
 
 
 def test_the_bytes_of_all_roles_are_read() -> None:
-    tape = settled_weights(VersionedShard(7), VersionedShard(7), VersionedShard(7))
+    buffer = settled_weights(VersionedShard(7), VersionedShard(7), VersionedShard(7))
     plan = PartitionPlan(MODEL, 3)
 
     for index in range(len(MODEL.tensors)):
-        assert set(tape[slice(*plan.extent(index))]) == {7}
+        assert set(buffer[slice(*plan.extent(index))]) == {7}
 
 
 def test_shards_that_are_behind_are_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -62,9 +62,9 @@ def test_a_version_that_changes_during_the_read_is_read_again(
 ) -> None:
     """Pushes may still count when only a server ends and not the job."""
     monkeypatch.setattr(final_weights, "RETRY_INTERVAL_SECONDS", 0.0)
-    tape = settled_weights(VersionedShard(1, 2), VersionedShard(1, 2))
+    buffer = settled_weights(VersionedShard(1, 2), VersionedShard(1, 2))
 
-    assert set(tape[slice(*PartitionPlan(MODEL, 2).extent(0))]) == {2}
+    assert set(buffer[slice(*PartitionPlan(MODEL, 2).extent(0))]) == {2}
 
 
 def test_shards_that_never_agree_are_reported_with_their_versions() -> None:
@@ -74,8 +74,8 @@ def test_shards_that_never_agree_are_reported_with_their_versions() -> None:
 
 def test_a_flat_buffer_becomes_tensors_under_all_names(tmp_path: Path) -> None:
     plan = PartitionPlan(MODEL, 1)
-    tape = bytearray(plan.nbytes)
-    final_weights.write_model(tmp_path / "f", MODEL, final_weights.tensors_in_buffer(plan, tape))
+    buffer = bytearray(plan.nbytes)
+    final_weights.write_model(tmp_path / "f", MODEL, final_weights.tensors_in_buffer(plan, buffer))
 
     found = load_file(tmp_path / "f")
     assert {name: list(tensor.shape) for name, tensor in found.items()} == {

@@ -107,10 +107,12 @@ def test_the_cost_of_a_check_is_linear_in_the_active_workers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     asked: list[StepTimer] = []
-    look = StepTimer.median_seconds.fget
-    assert look is not None
+    get_median = StepTimer.median_seconds.fget
+    assert get_median is not None
     monkeypatch.setattr(
-        StepTimer, "median_seconds", property(lambda pace: (asked.append(pace), look(pace))[1])
+        StepTimer,
+        "median_seconds",
+        property(lambda pace: (asked.append(pace), get_median(pace))[1]),
     )
     membership, members = membership_with(*[1.0] * 20)
     for member in members[:10]:
@@ -151,7 +153,7 @@ def test_an_awaited_step_is_slow_as_soon_as_it_exceeds_the_threshold() -> None:
 
     assert healths(membership, (stuck.worker,), 2.0) == ["live", "live"]
     assert healths(membership, (stuck.worker,), 2.1) == ["slow", "live"]
-    assert healths(membership, (), 2.1) == ["live", "live"], "nobody waits for it"
+    assert healths(membership, (), 2.1) == ["live", "live"], "no worker waits for it"
     assert conditions(membership, (stuck.worker,), 2.1)[stuck.worker].seconds == pytest.approx(2.1)
     stuck.step_timer.started_at = None
     assert healths(membership, (stuck.worker,), 2.1) == ["live", "live"], "its step has not begun"
@@ -241,7 +243,7 @@ def test_the_worker_that_holds_others_at_the_ssp_bound_is_slow() -> None:
     for seq in (6, 7):
         job.now += 0.2
         job.push(1, seq)
-        assert [name for name, _ in job.seen()] == ["live", "live"], "nobody waits for it yet"
+        assert [name for name, _ in job.seen()] == ["live", "live"], "no worker waits for it yet"
 
     job.push(1, 8)
 

@@ -29,7 +29,7 @@ def wakes_waiter(
 
     def waiter() -> None:
         with changes:
-            waits.set()  # nobody can tell anything before this thread waits: it holds the lock
+            waits.set()  # this thread holds the lock until it waits
             wait(changes)
             out.set()
 

@@ -92,20 +92,20 @@ def waiters(budget_of_ten: MemoryBudget, monkeypatch: pytest.MonkeyPatch) -> Ite
 
 def test_64_threads_never_exceed_the_limit() -> None:
     budget, guard = MemoryBudget(1000), threading.Lock()
-    held, highest, counts = 0, 0, [0] * 64
+    in_flight, highest, counts = 0, 0, [0] * 64
 
     def work(worker: int) -> None:
-        nonlocal held, highest
+        nonlocal in_flight, highest
         sizes = random.Random(worker)
         for _ in range(40):
             claim = budget.take(worker, sizes.randint(1, 400), LONG)
             with guard:
-                held += claim.nbytes
-                highest = max(highest, held)
+                in_flight += claim.nbytes
+                highest = max(highest, in_flight)
             counts[worker] += 1
             hashlib.sha256(WORK).digest()  # lets other threads run meanwhile
             with guard:
-                held -= claim.nbytes
+                in_flight -= claim.nbytes
             budget.release(claim)
 
     together(*[lambda worker=worker: work(worker) for worker in range(64)])
@@ -174,7 +174,7 @@ def test_all_requests_that_fit_are_granted_at_once(
 def test_a_timeout_names_the_full_budget_and_lets_the_next_request_proceed(
     budget_of_ten: MemoryBudget, waiters: Waiters
 ) -> None:
-    held = budget_of_ten.take(1, 6, LONG)
+    in_flight = budget_of_ten.take(1, 6, LONG)
     began = time.monotonic()
     waiters.wait(8, 10, seconds=0.5)
     waiters.wait(9, 4)
@@ -187,7 +187,7 @@ def test_a_timeout_names_the_full_budget_and_lets_the_next_request_proceed(
     waiters.expect(9)
     assert waiters.refused == [8]
     assert time.monotonic() - began >= 0.5
-    budget_of_ten.release(held)
+    budget_of_ten.release(in_flight)
 
 
 def test_a_request_above_the_limit_is_refused_at_once(budget_of_ten: MemoryBudget) -> None:

@@ -6,7 +6,7 @@ from psserver.core.job.pending_pushes import PendingPushes
 PUSH = Staged(PushKey(1, 1), 8, 0)
 
 
-def test_a_lost_shard_removes_the_pushes_that_it_held() -> None:
+def test_a_lost_shard_removes_its_staged_pushes() -> None:
     pending = PendingPushes(2)
     for shard in (0, 1):
         pending.staged(shard, PUSH)

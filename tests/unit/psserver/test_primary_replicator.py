@@ -182,7 +182,7 @@ def test_unrecorded_changes_are_refused_after_a_handover(lease: BrokenLease) -> 
 def test_the_first_of_two_concurrent_standbys_stays() -> None:
     """The second one connected before the first had its state, and could copy its own only then."""
     primary = replicator(None)
-    primary.reset("begin anew")
+    primary.reset("begin again")
     concurrent_action(primary, lambda: primary.attach(S))
 
     with pytest.raises(MismatchError, match="this shard has a standby at s:1"):
@@ -196,7 +196,7 @@ def test_a_standby_that_connects_twice_has_one_connection(lease: BrokenLease) ->
     connection, from the beginning.
     """
     primary = replicator(lease)
-    primary.reset("begin anew")
+    primary.reset("begin again")
     lines: list[int] = []
     concurrent_action(primary, lambda: lines.append(primary.attach(S)))
     lines.append(primary.attach(S))
@@ -211,7 +211,7 @@ def test_a_standby_that_connects_twice_has_one_connection(lease: BrokenLease) ->
 def test_a_waiting_standby_gets_nothing_after_a_handover() -> None:
     """Its records would start again at one, with changes that must not be reported."""
     primary = replicator(None)
-    primary.reset("begin anew")
+    primary.reset("begin again")
 
     def switch() -> None:
         in_sync(primary, primary.attach(S))

@@ -63,12 +63,12 @@ def moved(job: Shards, shards: int) -> Shards:
 def test_training_after_a_reshard_has_the_same_bits_as_without_one(
     before: int, after: int, steps: int
 ) -> None:
-    still, other = trained(before, steps), moved(trained(before, steps), after)
+    unmoved, other = trained(before, steps), moved(trained(before, steps), after)
     for step in range(2):
-        for job in (still, other):
+        for job in (unmoved, other):
             job.step(push(100 + step))
 
-    ours, theirs = still.weights(), other.weights()
+    ours, theirs = unmoved.weights(), other.weights()
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 

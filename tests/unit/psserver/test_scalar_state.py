@@ -168,13 +168,13 @@ def test_a_snapshot_on_disk_restores_to_any_number_of_shards(
 def test_a_reshard_transfers_scalars(
     name: str, group: dict[str, Any], before: int, after: int
 ) -> None:
-    job, still = trained(name, group, before), trained(name, group, before)
+    job, unchanged = trained(name, group, before), trained(name, group, before)
     frozen = [FrozenShard(1, 7, before, store) for store in job.stores]
     other = Shards(job.plan.spec, after)
     for shard, store in enumerate(other.stores):
         store.restore(ReshardReader(job.plan, frozen, needed_by(other.plan, shard)))
 
-    assert check_same_training(still, other)
+    assert check_same_training(unchanged, other)
 
 
 @pytest.mark.parametrize(("name", "group"), [*WITH_SCALARS, STATE_FROM_LR])

@@ -162,7 +162,7 @@ def test_the_report_has_the_staged_pushes_and_their_decisions() -> None:
     shard = ShardMachine(0)
     assert not shard.is_known(PushKey(1, 0))
     shard = begun()
-    assert shard.is_known(PushKey(2, 0)), "there are weights, so nobody's are needed"
+    assert shard.is_known(PushKey(2, 0)), "there are weights, so none are needed"
 
     push = staged(1, 1)
     assert not shard.is_known(push.key)

@@ -24,7 +24,7 @@ from tests.support.stores import SGD, Shards, begun, model, noise, one_thread  #
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 SPEC = model(((100,), "float32"), ((7,), "float32"), ((5,), "float32", "buffer"), optimizer=SGD)
-TAPE = 512 + 64
+BUFFER = 512 + 64
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def memories() -> AttachedBuffers:
 
 @pytest.fixture
 def region() -> Iterator[SharedRegion]:
-    region = SharedRegion(2 * TAPE)
+    region = SharedRegion(2 * BUFFER)
     yield region
     region.hide()
 
@@ -63,11 +63,11 @@ def test_both_sides_see_the_same_bytes(memories: AttachedBuffers, region: Shared
     buffers.weights.flat[:4] = torch.tensor([1, 2, 3, 4], dtype=torch.uint8)
 
     assert bytes(buffers.gradients.flat[:5].tolist()) == b"abcde"
-    assert bytes(region.memory[TAPE : TAPE + 4]) == bytes([1, 2, 3, 4])
+    assert bytes(region.memory[BUFFER : BUFFER + 4]) == bytes([1, 2, 3, 4])
     assert (buffers.number, len(buffers.gradients.flat), len(buffers.weights.flat)) == (
         1,
-        TAPE,
-        TAPE,
+        BUFFER,
+        BUFFER,
     )
 
 
@@ -115,7 +115,7 @@ def test_only_the_newest_offer_of_a_worker_is_valid(
         assert memories.attach(requested(region.share(), memory=number)) == ""
     memories.find(header(memory=2)).weights.flat[0] = 9
 
-    assert region.memory[TAPE] == 9
+    assert region.memory[BUFFER] == 9
     for other in (header(memory=1), header(memory=3), header(worker=2, memory=2)):
         with pytest.raises(UnreachableError, match="is not attached") as caught:
             memories.find(other)
@@ -127,13 +127,13 @@ def test_the_memory_of_a_removed_worker_is_detached(
 ) -> None:
     before = mapped()
     assert memories.attach(requested(region.share())) == ""
-    held = memories.find(header()).gradients
+    gradients = memories.find(header()).gradients
     memories.on_evict(1)
     memories.on_evict(1)
     assert mapped() == before + 2  # what a staged push refers to stays
-    held.flat[0] = 7
+    gradients.flat[0] = 7
     assert region.memory[0] == 7
-    del held
+    del gradients
 
     assert mapped() == before + 1  # the region itself
     with pytest.raises(UnreachableError):
@@ -150,29 +150,29 @@ def test_a_model_without_bytes_can_be_attached(memories: AttachedBuffers) -> Non
 
 
 def test_views_of_a_flat_buffer_are_created_once_per_model() -> None:
-    buffer, stretch, other = (
-        WorkerBuffer(torch.zeros(TAPE, dtype=torch.uint8)),
+    buffer, partition, other = (
+        WorkerBuffer(torch.zeros(BUFFER, dtype=torch.uint8)),
         *(ShardPartition(PartitionPlan(SPEC, 1), 0) for _ in range(2)),
     )
-    memory = buffer.find_ranges(stretch)
-    view = stretch.view(memory, torch.float32, 0, 64)
+    memory = buffer.find_ranges(partition)
+    view = partition.view(memory, torch.float32, 0, 64)
 
-    assert buffer.find_ranges(stretch) is memory
-    assert stretch.view(memory, torch.float32, 0, 64) is view
+    assert buffer.find_ranges(partition) is memory
+    assert partition.view(memory, torch.float32, 0, 64) is view
     assert buffer.find_ranges(other) is not memory
     for start in range(2 * MAX_CACHED_VIEWS):
-        stretch.view(memory, torch.uint8, start, start + 1)
+        partition.view(memory, torch.uint8, start, start + 1)
     assert len(memory.views) <= MAX_CACHED_VIEWS
 
 
-@pytest.mark.parametrize("length", [0, TAPE - 1, TAPE - 64, TAPE + 64])
+@pytest.mark.parametrize("length", [0, BUFFER - 1, BUFFER - 64, BUFFER + 64])
 def test_a_flat_buffer_of_another_model_is_refused(length: int) -> None:
     """It could otherwise end the server in the middle of an update."""
     store, buffer = begun(SPEC).stores[0], torch.zeros(length, dtype=torch.uint8)
-    assert store.step_nbytes == TAPE
+    assert store.step_nbytes == BUFFER
 
     with pytest.raises(
-        InvalidRequestError, match=f"a flat buffer of this model has {TAPE} bytes, not {length}"
+        InvalidRequestError, match=f"a flat buffer of this model has {BUFFER} bytes, not {length}"
     ):
         store.stage_worker_buffer(WorkerBuffer(buffer), [])
     with pytest.raises(InvalidRequestError):
@@ -181,19 +181,19 @@ def test_a_flat_buffer_of_another_model_is_refused(length: int) -> None:
 
 @pytest.mark.parametrize("shards", [1, 2, 3])
 def test_shared_memory_pushes_and_pulls_equal_those_over_grpc(shards: int) -> None:
-    over_wire, on_tapes = begun(SPEC, shards), begun(SPEC, shards)
+    over_wire, in_buffers = begun(SPEC, shards), begun(SPEC, shards)
     for update in range(3):
         push = noise(SPEC, update, roles=("trainable", "buffer"))
         over_wire.step(push)
         buffer = flat_buffer_of(over_wire.plan.starts, push)
-        on_tapes.apply(
-            [[store.stage_worker_buffer(WorkerBuffer(buffer), []) for store in on_tapes.stores]],
+        in_buffers.apply(
+            [[store.stage_worker_buffer(WorkerBuffer(buffer), []) for store in in_buffers.stores]],
             [1],
         )
-    pulled = torch.zeros(TAPE, dtype=torch.uint8)
-    sizes = [store.copy_to(WorkerBuffer(pulled)) for store in on_tapes.stores]
+    pulled = torch.zeros(BUFFER, dtype=torch.uint8)
+    sizes = [store.copy_to(WorkerBuffer(pulled)) for store in in_buffers.stores]
 
-    assert sum(sizes) == TAPE
+    assert sum(sizes) == BUFFER
     weights = over_wire.weights()
     assert torch.equal(
         without_padding(pulled), without_padding(flat_buffer_of(over_wire.plan.starts, weights))
@@ -201,7 +201,7 @@ def test_shared_memory_pushes_and_pulls_equal_those_over_grpc(shards: int) -> No
 
 
 def flat_buffer_of(starts: tuple[int, ...], values: dict[str, torch.Tensor]) -> torch.Tensor:
-    buffer = torch.zeros(TAPE, dtype=torch.uint8)
+    buffer = torch.zeros(BUFFER, dtype=torch.uint8)
     for start, tensor in zip(starts, SPEC.tensors, strict=True):
         buffer[start : start + tensor.nbytes] = values[tensor.name].contiguous().view(torch.uint8)
     return buffer
@@ -223,7 +223,7 @@ def test_a_thread_pool_reads_and_copies_every_byte(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("pscommon.system.thread_team.PART_BYTES", 64)
     store = Shards(SPEC, 1, ThreadTeam(3)).stores[0]
     for place in range(107):
-        buffer = torch.zeros(TAPE // 4)
+        buffer = torch.zeros(BUFFER // 4)
         # after the first tensor comes padding
         buffer[place if place < 100 else place + 12] = float("nan")
         assert (
@@ -232,9 +232,9 @@ def test_a_thread_pool_reads_and_copies_every_byte(monkeypatch: pytest.MonkeyPat
             )
             == f"t{int(place >= 100)}"
         )
-    push, pulled = (torch.randint(0, 60, (TAPE,), dtype=torch.uint8) for _ in range(2))
+    push, pulled = (torch.randint(0, 60, (BUFFER,), dtype=torch.uint8) for _ in range(2))
     store.set_initial_weights(store.stage_worker_buffer(WorkerBuffer(push), [], initial=True))
-    assert store.copy_to(WorkerBuffer(pulled)) == TAPE
+    assert store.copy_to(WorkerBuffer(pulled)) == BUFFER
     assert torch.equal(pulled, push)
 
 
@@ -248,7 +248,7 @@ def test_an_update_never_writes_to_a_workers_gradients(name: str, pushes: int) -
         optimizer=OptimizerSettings(name, (OPTIMIZERS[name],)),
     )
     store: ParameterStore = begun(spec).stores[0]
-    buffers = [torch.randint(0, 60, (TAPE,), dtype=torch.uint8) for _ in range(pushes)]
+    buffers = [torch.randint(0, 60, (BUFFER,), dtype=torch.uint8) for _ in range(pushes)]
     before = [buffer.clone() for buffer in buffers]
     for _ in range(3):
         stagings = [store.stage_worker_buffer(WorkerBuffer(buffer), []) for buffer in buffers]
@@ -256,7 +256,7 @@ def test_an_update_never_writes_to_a_workers_gradients(name: str, pushes: int) -
         for staging in stagings:
             store.release(staging)
 
-    assert all(torch.equal(buffer, kept) for buffer, kept in zip(buffers, before, strict=True))
+    assert all(torch.equal(buffer, copies) for buffer, copies in zip(buffers, before, strict=True))
     assert not any(
         staging.memory is not None and staging.memory["trainable"].data_ptr() == buffer.data_ptr()
         for buffer in buffers

@@ -1,6 +1,4 @@
-"""Long jobs with many workers that come and go: what servers show stays small, and numbers of
-workers never repeat.
-"""
+"""Long jobs with many departed workers: the status stays small, and worker numbers never repeat."""
 
 import json
 from collections.abc import Callable
@@ -22,27 +20,27 @@ Make = Callable[..., Cluster]
 JOINS = 2000
 
 
-def hub_of(servers: Cluster) -> CoordinatorService:
-    hub = servers.servers[0].service
-    assert hub is not None
-    return hub
+def service_of(servers: Cluster) -> CoordinatorService:
+    service = servers.servers[0].service
+    assert service is not None
+    return service
 
 
-def join(hub: CoordinatorService) -> int:
-    """A worker that leaves at once."""
-    worker = hub.worker_requests.join(Join(None, "host", 1, "cpu")).worker
-    hub.worker_requests.leave(worker, "", 0)
+def join(service: CoordinatorService) -> int:
+    """Join as a worker that leaves at once."""
+    worker = service.worker_requests.join(Join(None, "host", 1, "cpu")).worker
+    service.worker_requests.leave(worker, "", 0)
     return worker
 
 
 def test_the_status_stays_small_after_many_workers(cluster: Make) -> None:
-    """Their number is still counted; a worker that is there is served as before."""
+    """Their number is still counted; an active worker is served as before."""
     servers = cluster(1, policy="async", metrics_bind="127.0.0.1:0")
-    hub, monitor = hub_of(servers), servers.servers[0].monitor
+    service, monitor = service_of(servers), servers.servers[0].monitor
     assert monitor is not None
     with counter(servers.address) as client:
         for _ in range(JOINS):
-            join(hub)
+            join(service)
         found = until(
             lambda: (
                 (now := status(servers.address))
@@ -61,39 +59,39 @@ def test_the_status_stays_small_after_many_workers(cluster: Make) -> None:
 
 
 @pytest.mark.parametrize("durability", ["log", "snapshot"])
-def test_numbers_of_workers_do_not_repeat_after_many_joins(
+def test_worker_numbers_do_not_repeat_after_many_joins(
     cluster: Make, tmp_path: Path, durability: str
 ) -> None:
-    """Neither when all go back to an old snapshot, nor when the servers are started again."""
+    """Neither after a rollback to an old snapshot nor after a restart of the servers."""
     settings = {"data_dir": tmp_path, "policy": "async", "durability": durability}
     servers = cluster(1, **settings)
-    hub, given = hub_of(servers), []
+    service, given = service_of(servers), []
     with counter(servers.address) as client:
         count(client, 3)
         with CoordinatorClient([servers.address], 10.0) as asked:
             asked.save(30.0)
         until(lambda: 3 in snapshots(servers.address), "a snapshot")
-        hub._coordinator.membership._next_worker = WORKERS_PER_GENERATION - 1  # as after many
-        given += [join(hub) for _ in range(5)]
+        service._coordinator.membership._next_worker = WORKERS_PER_GENERATION - 1  # as after many
+        given += [join(service) for _ in range(5)]
         with CoordinatorClient([servers.address], 10.0) as asked:
             asked.restore(3, 30.0)
-        given += [join(hub) for _ in range(3)]
-        hub._coordinator.membership._next_worker = 4 * WORKERS_PER_GENERATION
-        given += [join(hub) for _ in range(3)]
+        given += [join(service) for _ in range(3)]
+        service._coordinator.membership._next_worker = 4 * WORKERS_PER_GENERATION
+        given += [join(service) for _ in range(3)]
         servers.close()
-    again = hub_of(cluster(1, **settings))
+    again = service_of(cluster(1, **settings))
     given += [join(again) for _ in range(3)]
 
     assert len(set(given)) == len(given)
     assert given == sorted(given)
 
 
-def test_numbers_of_workers_do_not_repeat_without_a_data_directory(cluster: Make) -> None:
-    """A start of the log that is not kept anywhere takes a later generation, too."""
+def test_worker_numbers_do_not_repeat_without_a_data_directory(cluster: Make) -> None:
+    """A start of a log that is not on disk also takes a later generation."""
     servers = cluster(1, policy="async")
-    hub = hub_of(servers)
-    hub._coordinator.membership._next_worker = WORKERS_PER_GENERATION
-    given = [join(hub) for _ in range(3)]
-    hub.snapshots.generations.count_in_running_job()
+    service = service_of(servers)
+    service._coordinator.membership._next_worker = WORKERS_PER_GENERATION
+    given = [join(service) for _ in range(3)]
+    service.snapshots.generations.count_in_running_job()
 
-    assert hub.snapshots.generations.number * WORKERS_PER_GENERATION >= max(given)
+    assert service.snapshots.generations.number * WORKERS_PER_GENERATION >= max(given)

@@ -1,4 +1,4 @@
-"""Servers with --exit-when-done end with the training, also where some worker had nothing to do."""
+"""Servers with --exit-when-done end with the training, also if some worker had nothing to do."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -17,10 +17,10 @@ LIMIT = 30.0
 
 
 @pytest.mark.parametrize("durability", ["snapshot", "log"])
-def test_servers_of_a_job_that_was_done_before_end_again(
+def test_servers_of_a_finished_job_end_again_after_a_restart(
     cluster: Make, tmp_path: Path, durability: str
 ) -> None:
-    """All scripts run through their past without a step."""
+    """All scripts pass their completed loops without a step."""
     for _ in range(2):
         servers = cluster(
             2, min_workers=2, data_dir=tmp_path, durability=durability, exit_when_done=True
@@ -33,10 +33,10 @@ def test_servers_of_a_job_that_was_done_before_end_again(
     assert status(again.address)["version"] == VERSIONS
 
 
-def test_those_who_were_done_before_do_not_end_servers_that_are_started_again(
+def test_workers_of_an_earlier_run_do_not_end_restarted_servers(
     cluster: Make, tmp_path: Path
 ) -> None:
-    """Their log knows them still, while those who come now may be on their way."""
+    """The log still knows them, while the new workers may be on their way."""
     settings = {"min_workers": 2, "data_dir": tmp_path, "durability": "log", "exit_when_done": True}
     servers = cluster(2, **settings)
     train(servers.address)
@@ -59,7 +59,7 @@ def test_those_who_were_done_before_do_not_end_servers_that_are_started_again(
 
 
 @pytest.mark.parametrize("policy", ["sync", "async"])
-def test_servers_end_though_there_was_data_for_one_worker_only(cluster: Make, policy: str) -> None:
+def test_servers_end_when_only_one_worker_gets_data(cluster: Make, policy: str) -> None:
     servers = cluster(1, min_workers=2, policy=policy, exit_when_done=True)
 
     def work(rank: int) -> int:
@@ -76,10 +76,8 @@ def test_servers_end_though_there_was_data_for_one_worker_only(cluster: Make, po
     assert servers.servers[0].ended.wait(LIMIT)
 
 
-def test_who_only_looks_in_does_not_end_the_job(cluster: Make) -> None:
-    """A worker that registers the model and leaves has not been told that there is nothing left
-    to do.
-    """
+def test_a_worker_that_only_registers_does_not_end_the_job(cluster: Make) -> None:
+    """It leaves without having learned that no work is left."""
     servers = cluster(1, exit_when_done=True)
     with Job(connected(servers.address, 0), 0) as job:
         model = nn.Linear(2, 1)

@@ -1,6 +1,4 @@
-"""Requests that no correct process sends, over gRPC to real servers: refused with a reason, and
-the job goes on.
-"""
+"""Invalid requests over gRPC to real servers are refused with a reason, and the job continues."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -40,7 +38,7 @@ LARGEST = 2**32 - 1
 
 
 def requests(worker: int) -> Iterator[tuple[str, Any, str]]:
-    """Method, request and reason of the refusal."""
+    """Return method, request and reason of the refusal."""
     huge, loop = model_to_proto(HUGE), loop_to_proto(LOOP)
     endless = loop_to_proto(StreamSpec(2, 2**20, 1, 2**31))
     yield "Join", co.JoinRequest(rank=LARGEST), "OUT_OF_RANGE"
@@ -96,7 +94,7 @@ def returned(worker: int, *batches: ps.Batch) -> co.ReturnBatchesRequest:
 
 
 def refusals(address: str, worker: int) -> Iterator[tuple[str, str, str]]:
-    """Method, reason and the reason that is expected, of each request."""
+    """Return method, reason and expected reason of each request."""
     with open_channel(address) as channel:
         stub = CoordinatorServiceStub(channel)
         for method, request, expected in requests(worker):
@@ -126,10 +124,10 @@ def job(cluster: Make, data_dir: Path) -> Iterator[tuple[Cluster, Client, dict[s
         yield servers, client, settings
 
 
-def test_every_absurd_request_is_refused_and_the_job_restarts(
+def test_every_invalid_request_is_refused_and_the_job_restarts(
     cluster: Make, tmp_path: Path
 ) -> None:
-    """A worker trains in between; the log that the servers leave makes the same job again."""
+    """A worker trains in between; the servers' log yields the same job again."""
     with job(cluster, tmp_path) as (servers, client, settings):
         for method, found, expected in refusals(servers.address, client.worker):
             assert found == expected, method
@@ -145,7 +143,7 @@ def test_every_absurd_request_is_refused_and_the_job_restarts(
     ]
 
 
-def test_a_standby_follows_a_job_through_absurd_requests(cluster: Make) -> None:
+def test_a_standby_follows_a_job_through_invalid_requests(cluster: Make) -> None:
     servers = cluster(1, policy="async")
     with RunningStandby(servers.servers[0]) as following, counter(servers.address) as client:
         following.in_sync()
@@ -154,16 +152,20 @@ def test_a_standby_follows_a_job_through_absurd_requests(cluster: Make) -> None:
         for _method, _found, _expected in refusals(servers.address, client.worker):
             count(client)
         assert push(client, base=10**6) == "stale"
-        hub, mirror = servers.servers[0].service, following.standby._standby_state
-        assert hub is not None
-        assert mirror is not None
-        assert mirror.coordinator is not None
+        service, standby_service = servers.servers[0].service, following.standby._standby_state
+        assert service is not None
+        assert standby_service is not None
+        assert standby_service.coordinator is not None
         until(
-            lambda: mirror.version == client.version or mirror.version == hub.version,
+            lambda: (
+                standby_service.version == client.version
+                or standby_service.version == service.version
+            ),
             "the newest update",
         )
         standby, primary = (
-            json.dumps(machine.state()) for machine in (mirror.coordinator, hub._coordinator)
+            json.dumps(machine.state())
+            for machine in (standby_service.coordinator, service._coordinator)
         )
 
         assert standby == primary
@@ -177,10 +179,10 @@ UNFIT: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", UNFIT)
-def test_an_unfit_push_is_refused_before_anything_is_applied(
+def test_an_invalid_push_is_refused_before_anything_is_applied(
     cluster: Make, tmp_path: Path, name: str
 ) -> None:
-    """On two shards; the worker keeps its place, and its next push counts."""
+    """On two shards; the worker keeps its membership, and its next push counts."""
     with job(cluster, tmp_path) as (servers, client, settings):
         with pytest.raises(InvalidRequestError) as caught:
             push(client, **UNFIT[name])
@@ -195,10 +197,10 @@ def test_an_unfit_push_is_refused_before_anything_is_applied(
     assert digest(again.address) == weights
 
 
-def test_a_command_that_raises_an_unexpected_error_does_not_stop_later_starts(
+def test_an_unexpected_error_in_a_command_does_not_prevent_later_starts(
     cluster: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The caller gets INTERNAL, the servers go on, and restarts and a standby meet the same
+    """The caller gets INTERNAL, the servers continue, and restarts and a standby reach the same
     state.
     """
 
@@ -221,11 +223,11 @@ def test_a_command_that_raises_an_unexpected_error_does_not_stop_later_starts(
             assert caught.value.reason == "INTERNAL"
             count(client, 2)
             weights = digest(servers.address)
-        hub, mirror = servers.servers[0].service, following.standby._standby_state
-        assert hub is not None
-        assert mirror is not None
-        assert mirror.coordinator is not None
-        assert mirror.coordinator.job.samples == hub._coordinator.job.samples == 1003
+        service, standby_service = servers.servers[0].service, following.standby._standby_state
+        assert service is not None
+        assert standby_service is not None
+        assert standby_service.coordinator is not None
+        assert standby_service.coordinator.job.samples == service._coordinator.job.samples == 1003
         assert following.primary.replicator.state == "in sync"
         servers.close()
     for _ in range(2):
@@ -237,7 +239,7 @@ def test_a_command_that_raises_an_unexpected_error_does_not_stop_later_starts(
 
 
 def test_a_push_with_a_negative_learning_rate_is_refused(cluster: Make) -> None:
-    """The rate of the job stays as it was."""
+    """The learning rate of the job is unchanged."""
     servers = cluster(2, policy="sync")
     with counter(servers.address) as client:
         with pytest.raises(InvalidRequestError) as caught:
@@ -249,7 +251,7 @@ def test_a_push_with_a_negative_learning_rate_is_refused(cluster: Make) -> None:
 
 @pytest.mark.parametrize("policy", ["sync", "async"])
 @pytest.mark.parametrize("base", [3, 10**6, 2**64 - 1])
-def test_a_push_with_a_base_above_the_version_is_stale_before_anything_is_applied(
+def test_a_push_with_a_base_above_the_version_is_stale_and_not_applied(
     cluster: Make, policy: str, base: int
 ) -> None:
     """On all shards. The worker's next push counts."""

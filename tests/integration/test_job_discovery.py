@@ -1,4 +1,4 @@
-"""Commands that find a real job without its address, and what it tells about its settings."""
+"""Commands that find a running job without its address, and the settings that it reports."""
 
 import json
 from collections.abc import Callable
@@ -17,7 +17,7 @@ Output = pytest.CaptureFixture[str]
 
 
 @pytest.fixture(autouse=True)
-def _alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _no_external_settings_or_jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither settings nor jobs from outside."""
     for name in ("PS_PS", "PS_SERVERS", "PS_OUTPUT", "PS_JOB"):
         monkeypatch.delenv(name, raising=False)
@@ -45,16 +45,16 @@ def test_shard_0_announces_its_job_while_it_runs(cluster: Make, capsys: Output) 
     assert local_jobs() == []
 
 
-def test_a_folder_that_cannot_be_used_costs_the_announcement_and_nothing_else(
-    cluster: Make, tmp_path: Path
-) -> None:
+def test_an_unusable_folder_costs_only_the_announcement(cluster: Make, tmp_path: Path) -> None:
     (tmp_path / "paramserver").write_text("a file")
     made = cluster(1)
 
     assert ps_ctl(["--ps", made.address, "status"]) == 0
 
 
-def test_config_tells_what_the_servers_go_by(cluster: Make, tmp_path: Path, capsys: Output) -> None:
+def test_config_shows_the_settings_of_the_servers(
+    cluster: Make, tmp_path: Path, capsys: Output
+) -> None:
     made = cluster(2, job="mine", lease=7.0, data_dir=tmp_path / "data")
 
     found = settings_of(capsys, "--ps", made.address)

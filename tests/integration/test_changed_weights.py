@@ -1,6 +1,4 @@
-"""Only what has changed travels back with a push, and a worker's weights are the job's all the
-same.
-"""
+"""A push returns only changed weights, and a worker's weights still equal the job's."""
 
 import random
 from collections.abc import Callable, Collection
@@ -25,7 +23,7 @@ LANES = pytest.mark.parametrize("lanes", ["grpc", "shm"])
 
 
 def joined(address: str, **options: Any) -> Client:
-    """A worker of a model that starts at zero and loses what is pushed."""
+    """Return a worker of a model that starts at zero and loses what is pushed."""
     client = connected(address, **options)
     values = {name: np.zeros(size, np.float32) for name, size in SIZES.items()}
     client.register(values, OptimizerSpec("sgd", lr=1.0), frozen={"f": np.ones(FROZEN, np.float32)})
@@ -36,8 +34,8 @@ def ones(names: Collection[str]) -> dict[str, np.ndarray[Any, Any]]:
     return {name: np.ones(SIZES[name], np.float32) for name in names}
 
 
-class Sent:
-    """Bytes of weights that a cluster has sent since the last question."""
+class SentBytes:
+    """Bytes of weights that a cluster has sent since the last call."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster, self._before = cluster, 0
@@ -50,7 +48,7 @@ class Sent:
 
 
 def same(client: Client, address: str) -> bool:
-    """Are the worker's weights those that a fresh observer gets?"""
+    """Return whether the worker's weights equal those of a new observer."""
     job = weights_of(address)
     assert client.weights.keys() == job.keys()
     return all(np.array_equal(client.weights[name], job[name]) for name in job)
@@ -61,10 +59,10 @@ def same(client: Client, address: str) -> bool:
 
 @LANES
 @pytest.mark.parametrize("shards", [1, 2, 3])
-def test_a_push_brings_only_what_it_has_changed(cluster: Make, lanes: Any, shards: int) -> None:
+def test_a_push_returns_only_what_it_has_changed(cluster: Make, lanes: Any, shards: int) -> None:
     servers = cluster(shards)
     with joined(servers.address, lanes=lanes) as client:
-        sent = Sent(servers)
+        sent = SentBytes(servers)
         for names in ("a", "b", "abcd", "cd", "", "d"):
             assert client.push_pull(ones(names)).status == "applied"
             assert sent() == 4 * sum(SIZES[name] for name in names)
@@ -73,10 +71,10 @@ def test_a_push_brings_only_what_it_has_changed(cluster: Make, lanes: Any, shard
 
 
 @LANES
-def test_what_others_have_changed_comes_too(cluster: Make, lanes: Any) -> None:
+def test_changes_of_other_workers_are_returned_too(cluster: Make, lanes: Any) -> None:
     servers = cluster(2, policy="async")
     with joined(servers.address, lanes=lanes) as one, joined(servers.address, lanes=lanes) as other:
-        sent = Sent(servers)
+        sent = SentBytes(servers)
         for names in ("b", "ad", "b"):
             other.push(ones(names))
         assert sent() == 0
@@ -91,7 +89,7 @@ def test_a_version_that_the_worker_has_is_not_sent_again(cluster: Make, lanes: A
     servers = cluster(2, bad_gradients="skip")
     with joined(servers.address, lanes=lanes) as client:
         client.push_pull(ones("abcd"))
-        sent = Sent(servers)
+        sent = SentBytes(servers)
         bad = ones("abcd") | {"c": np.full(SIZES["c"], np.nan, np.float32)}
 
         assert client.push_pull(bad).status == "rejected"
@@ -100,11 +98,11 @@ def test_a_version_that_the_worker_has_is_not_sent_again(cluster: Make, lanes: A
 
 
 @LANES
-def test_a_push_that_was_too_old_brings_what_it_had_missed(cluster: Make, lanes: Any) -> None:
+def test_a_stale_push_returns_the_missed_changes(cluster: Make, lanes: Any) -> None:
     servers = cluster(2, policy="async", max_staleness=0)
     with joined(servers.address, lanes=lanes) as one, joined(servers.address, lanes=lanes) as other:
         other.push(ones("ab"))
-        sent = Sent(servers)
+        sent = SentBytes(servers)
 
         assert one.push_pull(ones("d")).status == "stale"
         assert sent() == 4 * (SIZES["a"] + SIZES["b"])
@@ -112,16 +110,16 @@ def test_a_push_that_was_too_old_brings_what_it_had_missed(cluster: Make, lanes:
         assert same(one, servers.address)
 
 
-def test_a_pull_alone_brings_everything_that_steps(cluster: Make) -> None:
+def test_a_pull_returns_all_trained_tensors(cluster: Make) -> None:
     servers = cluster(2)
     with joined(servers.address, lanes="grpc") as client:
         client.push_pull(ones("a"))
-        sent = Sent(servers)
+        sent = SentBytes(servers)
         client.pull()
         assert sent() == ALL
 
 
-def test_frozen_tensors_travel_once_and_buffers_with_each_version(cluster: Make) -> None:
+def test_frozen_tensors_are_sent_once_and_buffers_with_each_version(cluster: Make) -> None:
     servers = cluster(1, bad_gradients="skip")
     buffer = np.zeros(BUFFER, np.float32)
     with connected(servers.address, lanes="grpc") as client:
@@ -132,7 +130,7 @@ def test_frozen_tensors_travel_once_and_buffers_with_each_version(cluster: Make)
             buffers={"m": buffer},
             frozen={"f": np.ones(FROZEN, np.float32)},
         )
-        sent = Sent(servers)
+        sent = SentBytes(servers)
         for names, nbytes in (("a", 1024 + 128), ("", 128)):
             client.push_pull(ones(names) | {"m": buffer + 3})
             assert sent() == nbytes
@@ -151,7 +149,7 @@ def test_frozen_tensors_travel_once_and_buffers_with_each_version(cluster: Make)
 
 
 @LANES
-def test_what_a_script_did_to_its_weights_is_replaced_where_the_job_has_changed(
+def test_local_changes_of_weights_are_replaced_where_the_job_changes(
     cluster: Make, lanes: Any
 ) -> None:
     servers = cluster(2)
@@ -170,8 +168,8 @@ def test_what_a_script_did_to_its_weights_is_replaced_where_the_job_has_changed(
 
 
 @LANES
-def test_after_an_error_everything_comes(cluster: Make, lanes: Any) -> None:
-    """Nobody knows then what the worker has."""
+def test_after_an_error_all_weights_are_sent(cluster: Make, lanes: Any) -> None:
+    """It is unknown then what the worker has."""
     servers = cluster(2, min_workers=2)
     with (
         joined(servers.address, lanes=lanes) as other,
@@ -191,7 +189,7 @@ def test_after_an_error_everything_comes(cluster: Make, lanes: Any) -> None:
 @pytest.mark.every(2)
 @LANES
 @pytest.mark.parametrize("shards", [1, 2, 3])
-def test_after_every_push_a_workers_weights_are_the_jobs(
+def test_after_every_push_the_workers_weights_equal_the_jobs(
     cluster: Make, lanes: Any, shards: int
 ) -> None:
     """Async workers in random turns, with random gradients, some of which are bad."""
@@ -217,7 +215,7 @@ def test_after_every_push_a_workers_weights_are_the_jobs(
 @pytest.mark.every(2)
 @LANES
 @pytest.mark.parametrize("shards", [1, 3])
-def test_workers_that_push_at_the_same_time_end_with_the_same_weights(
+def test_concurrent_pushes_end_with_the_same_weights(
     cluster: Make, lanes: Any, shards: int
 ) -> None:
     address = cluster(shards, policy="async").address
