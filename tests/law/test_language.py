@@ -69,9 +69,9 @@ WHOLE_NAMES = frozenset({"look", "most", "over", "still", "sure", "twice", "whol
 ALLOWED = {
     "benchmarks": 0,
     "common/pscommon": 0,
-    "common/pscommon/core": 2,
+    "common/pscommon/core": 0,
     "proto": 0,
-    "psserver": 47,
+    "psserver": 11,
     "psserver/core/shard": 0,
     "psserver/monitoring": 0,
     "psserver/parameters": 0,
@@ -93,9 +93,9 @@ ALLOWED = {
     "tests/law": 14,
     "tests/process": 0,
     "tests/scripts": 0,
-    "tests/sim": 89,
+    "tests/sim": 86,
     "tests/smoke": 0,
-    "tests/support": 78,
+    "tests/support": 47,
     "tests/tools": 0,
     "tests/unit": 24,
 }
