@@ -15,6 +15,7 @@ from psproto.v1 import parameter_server_pb2 as ps
 from psproto.v1.parameter_server_pb2_grpc import ParameterServerServiceStub
 from tests.support.cluster import Cluster, cluster  # a fixture  # noqa: F401
 from tests.support.events import event_key, events
+from tests.support.workers import until
 
 GARBAGE = b"\xff\xff\xff\xffgarbage"
 UNARY = [
@@ -79,8 +80,9 @@ def test_a_stream_ends_at_a_later_undecodable_message(
     channel: grpc.Channel, caplog: pytest.LogCaptureFixture
 ) -> None:
     call = channel.stream_stream("/psproto.v1.CoordinatorService/LinkShard")
-    sound = co.LinkShardRequest(shard=0, shards=1, address="h:1", instance="i").SerializeToString()
+    # a server that waits for a reshard: it is accepted, so the server reads on
+    request = co.LinkShardRequest(shard=1, shards=2, address="h:1", instance="i")
     with suppress(grpc.RpcError):
-        list(call(iter([sound, GARBAGE]), timeout=10))
-    assert "message_undecodable" in events(caplog)
+        list(call(iter([request.SerializeToString(), GARBAGE]), timeout=10))
+    until(lambda: "message_undecodable" in events(caplog), "a log line")
     assert not any(record.exc_info for record in caplog.records)
