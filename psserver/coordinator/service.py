@@ -12,7 +12,7 @@ from pscommon.telemetry.logs import get_logger
 from psserver.coordinator.executor import CommandExecutor
 from psserver.coordinator.final_state import save_final_state
 from psserver.coordinator.heartbeats import Heartbeats
-from psserver.coordinator.job_history import JobHistory
+from psserver.coordinator.job_start import JobStart
 from psserver.coordinator.resharding import ReshardRequests
 from psserver.coordinator.shard_connections import ShardConnections
 from psserver.coordinator.snapshot_jobs import SnapshotScheduler
@@ -70,7 +70,7 @@ class CoordinatorService:
         self.not_saved = ""  # what of the final state is not saved, and why
         self.lost_data_dir = ""  # why this server continues without its --data-dir
         self.stopped = threading.Event()  # the final state is saved, or cannot be saved
-        self._history = JobHistory(
+        self._history = JobStart(
             config,
             identity,
             engine,

@@ -9,7 +9,7 @@ from pscommon.snapshot import Manifest
 from pscommon.telemetry.logs import get_logger
 from psproto.v1 import coordinator_pb2 as pb
 from psserver.coordinator.executor import CommandExecutor
-from psserver.coordinator.job_history import JobHistory
+from psserver.coordinator.job_start import JobStart
 from psserver.coordinator.resharding import ReshardRequests
 from psserver.coordinator.snapshot_jobs import SnapshotScheduler
 from psserver.core.commands.job_commands import RecordPart
@@ -60,7 +60,7 @@ class ShardConnections:
         self,
         executor: CommandExecutor,
         directory: ShardDirectory[Manifest],
-        history: JobHistory,
+        history: JobStart,
         snapshots: SnapshotManager,
         snapshot_scheduler: SnapshotScheduler,
         reshard_requests: ReshardRequests,

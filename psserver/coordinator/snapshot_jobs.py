@@ -3,7 +3,7 @@
 from pscommon.core.errors import SnapshotError, UnreachableError, WaitTimeoutError
 from pscommon.snapshot import Manifest
 from psserver.coordinator.executor import CommandExecutor
-from psserver.coordinator.job_history import JobHistory
+from psserver.coordinator.job_start import JobStart
 from psserver.core.commands.recorder import Recorder
 from psserver.core.commands.shard_protocol import finish_snapshot
 from psserver.core.coordinator.machine import CoordinatorMachine
@@ -29,7 +29,7 @@ class SnapshotScheduler:
     def __init__(
         self,
         executor: CommandExecutor,
-        history: JobHistory,
+        history: JobStart,
         snapshots: SnapshotManager,
         registry: ShardDirectory[Manifest],
     ) -> None:

@@ -11,7 +11,7 @@ from pscommon.snapshot.tensor_file import RESERVED
 from pscommon.system.memory_limit import usable_memory
 from pscommon.telemetry.logs import get_logger
 from psserver.coordinator.executor import CommandExecutor
-from psserver.coordinator.job_history import JobHistory
+from psserver.coordinator.job_start import JobStart
 from psserver.core.commands.data_commands import LeaseBatches, ReturnBatches
 from psserver.core.commands.recorder import Recorder
 from psserver.core.commands.request_checks import check_memory
@@ -46,7 +46,7 @@ class WorkerRequests:
         executor: CommandExecutor,
         engine: ShardEngine,
         in_flight: int,
-        history: JobHistory,
+        history: JobStart,
         snapshots: SnapshotManager,
         metrics: ServerMetrics,
         first_workers: FirstWorkers,

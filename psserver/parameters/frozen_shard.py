@@ -1,4 +1,7 @@
-"""A shard's partition from before a reshard; other shards read it to build their new ones."""
+"""A shard's partition from before a reshard; other shards read it to build their new ones.
+
+`ShardState.freeze` makes it.
+"""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass

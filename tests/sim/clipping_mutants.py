@@ -8,9 +8,9 @@ import psserver.core.job.entry_log as job_log_module
 from pscommon.core.log_entries import Contribution, Entry, Measure, PushKey, ShardReport
 from pscommon.core.model_spec import ModelSpec
 from psserver.core.coordinator.machine import CoordinatorMachine
+from psserver.core.job.clipping import Measurement
 from psserver.core.job.pending_pushes import PendingPushes
 from psserver.core.job.policy import policy
-from psserver.core.shard.clipping import Measurement
 from tests.sim.scenario import SHRINK, Scenario
 from tests.sim.servers import SimShard
 

@@ -18,7 +18,6 @@ ALLOWED: dict[str, set[str]] = {
         "pscommon.core",
         "psserver.core.data",
         "psserver.core.reports",
-        "psserver.core.shard",
         "psserver.core.workers",
     },
     "psserver.parameters": {

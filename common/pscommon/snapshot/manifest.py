@@ -1,4 +1,4 @@
-"""Manifest of a snapshot: MANIFEST.json and its checks."""
+"""Manifest of a snapshot: MANIFEST.json and its checks. `SnapshotDirectory.commit` writes it."""
 
 import hashlib
 import json

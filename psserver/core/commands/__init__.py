@@ -5,6 +5,7 @@ nothing.
 __all__ = [
     "command",
     "data_commands",
+    "ended_leases",
     "job_commands",
     "recorded",
     "recorder",

@@ -29,6 +29,7 @@ from typing import Protocol, TypeVar
 from pscommon.core.errors import PSError
 from pscommon.core.log_entries import ShardReport
 from psserver.core.commands.command import Command
+from psserver.core.commands.ended_leases import choose_for_ended_leases
 from psserver.core.commands.job_commands import Advance, ContinueJob, StartCut
 from psserver.core.commands.recorded import RecordedCommand
 from psserver.core.commands.request_checks import unfit_pushes
@@ -42,9 +43,7 @@ from psserver.core.commands.shard_commands import (
 from psserver.core.commands.worker_commands import (
     EndAbsence,
     ForgetDeparted,
-    KeepPlace,
     Leave,
-    Lose,
 )
 from psserver.core.coordinator.machine import CoordinatorMachine
 from psserver.core.workers.members import Member
@@ -63,9 +62,6 @@ RESHARD_SNAPSHOT_RETRY_SECONDS = 1.0
 
 LOG_REPAIR_INTERVAL_SECONDS = 10.0
 """Least time between two snapshots that are to replace a broken log."""
-
-HUNG = "--progress-timeout: its script made no call"
-"""Start of the reason for which a hanging worker is lost."""
 
 MAX_DEPARTED_COUNT, MAX_EVICTED_COUNT = 100, 500
 """Departed workers that are kept, and evicted numbers; both may be exceeded for a moment."""
@@ -172,7 +168,7 @@ class Recorder:
         membership = self.coordinator.membership
         if gap > min(max(membership.leases.seconds / 5, MIN_PAUSE_SECONDS), MAX_PAUSE_SECONDS):
             membership.leases.extend(gap)
-        late = self._late(now)
+        late = choose_for_ended_leases(self.coordinator, now)
         for _, command in late:
             self.do(command, now)
         if (
@@ -184,36 +180,6 @@ class Recorder:
         if self.coordinator.cuts.age(now) >= RESHARD_SNAPSHOT_RETRY_SECONDS:
             self._end_reshard(now)
         return [member for member, command in late if not isinstance(command, EndAbsence)]
-
-    def _late(self, now: float) -> list[tuple[Member, Command[None]]]:
-        """Return the members whose leases have ended or run again, and what to do about each."""
-        membership, on_loss = self.coordinator.membership, self.coordinator.job.rules.on_loss
-        if self.coordinator.failure is not None:
-            return []  # members are to learn of the failure, not that they are fenced
-        expired = membership.leases.ended(now)
-        late: list[tuple[Member, Command[None]]] = [
-            (m, EndAbsence(m.worker))
-            for m in membership.current()
-            if m.missing_since is not None and m not in expired
-        ]
-        for member in expired:
-            reason = (
-                member.death
-                or f"nothing heard from it for {now - member.last_contact_at:.1f} s; "
-                "its lease ended"
-            )
-            if on_loss.mode != "wait" or not member.is_registered:
-                late.append((member, Lose(member.worker, reason)))
-            elif member.missing_since is None:
-                late.append((member, KeepPlace(member.worker)))
-            elif now - member.missing_since >= on_loss.seconds:
-                waited = f"no worker took its place within {on_loss.seconds:g} s"
-                late.append((member, Lose(member.worker, f"{reason}, and {waited}")))
-        return late + [
-            (member, Lose(member.worker, f"{HUNG} for {member.no_call_seconds:.1f} s"))
-            for member in membership.leases.over_progress_timeout()
-            if member not in expired
-        ]
 
     def cut(self, now: float) -> None:
         """Start a snapshot of the current version, unless one is being written."""

@@ -7,7 +7,10 @@ from psserver.core.workers.members import WorkerState
 
 
 class Departures:
-    """Removes workers, or keeps the place of a lost one for a while."""
+    """Removes workers, or keeps the place of a lost one for a while.
+
+    commands/ended_leases.py decides which of these.
+    """
 
     def __init__(self, job: JobState, rounds: UpdateRounds) -> None:
         self._job, self._rounds = job, rounds

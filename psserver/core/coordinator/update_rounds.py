@@ -25,9 +25,9 @@ from collections.abc import Iterable
 from pscommon.core.errors import QUARANTINED, NonFiniteError
 from pscommon.core.log_entries import Apply, Begin, Contribution, Measure, PushKey, Reject, Staged
 from psserver.core.coordinator.participation import Participation
+from psserver.core.job.clipping import Measurement, clip_factor
 from psserver.core.job.job_state import JobState
 from psserver.core.job.policy import choose
-from psserver.core.shard.clipping import Measurement, clip_factor
 from psserver.core.shard.state_machine import GIVEN_UP
 from psserver.core.workers.members import Member, WorkerState
 

@@ -1,4 +1,7 @@
-"""Batch leases: batches dealt to a worker, sent to it, and not yet counted."""
+"""Batch leases: batches dealt to a worker, sent to it, and not yet counted.
+
+`LoopLedger.lose` (loop.py) frees those of a worker that is gone.
+"""
 
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence

@@ -1,6 +1,7 @@
 """The state of a job: settings, policy, log of entries, pending pushes, snapshots."""
 
 __all__ = [
+    "clipping",
     "entry_log",
     "job_state",
     "pending_pushes",

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from pscommon.core.log_entries import BatchKey, PushKey, Staged
-from psserver.core.shard.clipping import Measurement
+from psserver.core.job.clipping import Measurement
 
 
 class PendingPushes:

@@ -26,9 +26,9 @@ from psserver.core.commands.recorder import Recorder, replay
 from psserver.core.commands.shard_commands import StartReshard
 from psserver.core.commands.worker_commands import Join, Leave, Lose, Register
 from psserver.core.coordinator.machine import CoordinatorMachine
+from psserver.core.job.clipping import clip_factor
 from psserver.core.job.policy import Policy, policy
 from psserver.core.job.settings import JobRules
-from psserver.core.shard.clipping import clip_factor
 from psserver.core.shard.state_machine import LogInvariantError, ShardMachine
 from psserver.core.workers.members import WorkerState
 

@@ -1,5 +1,8 @@
 """Clipping by the norm of an update's averaged gradient, as torch.nn.utils.clip_grad_norm_.
 
+The coordinator decides and scales (core/coordinator/update_rounds.py); shards measure. The other
+clipping, of single pushes by --max-norm, is in update_rounds.py alone.
+
 Theory of operation. Each shard holds a slice of the average, so no shard knows its norm. The
 norms that shards report of single pushes do not add up to the norm of their average. An update
 of several pushes therefore takes two entries. A Measure names the contributions; each shard

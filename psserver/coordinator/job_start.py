@@ -1,5 +1,5 @@
-"""How a job's log begins: new, from a snapshot, or from the coordinator's write-ahead log; and
-rollbacks.
+"""How a job starts: new, from its logs, from a snapshot, or as a promoted standby; and rollbacks,
+after which it starts again.
 """
 
 import secrets
@@ -38,8 +38,8 @@ log = get_logger(__name__)
 LOG_ID_BITS = 62
 
 
-class JobHistory:
-    """Begins logs on shard 0.
+class JobStart:
+    """Starts the job on shard 0, and rolls it back.
 
     Args:
         fail: Called with the error that ends the job.
