@@ -71,7 +71,7 @@ def send_in_pieces(client: Client, step: RandomPush) -> PushResult:
     assert isinstance(flow, OpenPush)
     for start, stop in step.pieces:
         flow.send(start, stop)
-    buffer[:] = step.tape
+    buffer[:] = step.buffer
     for start, stop in step.pieces:
         flow.send(start, stop)
     result = flow.finish(absent=step.absent, samples=step.samples)
@@ -98,7 +98,7 @@ def test_pieces_in_any_order_form_the_same_push(shards: int, lanes: Any, cluster
     ):
         for number in range(STEPS):
             step = draw(whole, number)
-            expected, weights = bytearray(step.tape), whole.flat_buffers()[1]
+            expected, weights = bytearray(step.buffer), whole.flat_buffers()[1]
             result = whole.exchange(
                 gradients=memoryview(expected),
                 weights=weights,
@@ -145,7 +145,7 @@ def test_half_of_the_shards_may_use_shared_memory(cluster: Make) -> None:
             step = draw(whole, number)
             send_in_pieces(pieces, step)
             whole.exchange(
-                gradients=memoryview(bytearray(step.tape)),
+                gradients=memoryview(bytearray(step.buffer)),
                 weights=whole.flat_buffers()[1],
                 absent=step.absent,
                 samples=step.samples,
