@@ -20,10 +20,10 @@ SMOKE_TESTS = "smoke"
 
 # one thread per process: threads that wait for a core by spinning slow all of them
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# on a GPU recurrent layers only give the same bytes again with this
+# needed for reproducible recurrent layers on a GPU
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:2")
 
-# no example fails because the machine stood still for a moment
+# no example fails because the machine was paused
 settings.register_profile(
     "any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
@@ -33,9 +33,7 @@ slots_key = pytest.StashKey[ProcessSlots]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Jobs of the tests announce themselves where commands outside of this test process do not
-    look.
-    """
+    """Give the suite its own runtime directory, so that other commands do not find its jobs."""
     os.environ["XDG_RUNTIME_DIR"] = tempfile.mkdtemp(prefix="ps-tests-")
     config.add_cleanup(lambda: shutil.rmtree(os.environ["XDG_RUNTIME_DIR"], ignore_errors=True))
     # the processes of pytest-xdist inherit the environment of the first one
@@ -46,7 +44,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def folder_of(item: pytest.Item) -> str:
-    """The folder of tests/ in which it is."""
+    """Return the test's folder below tests/."""
     return item.path.relative_to(TESTS).parts[0]
 
 
@@ -61,21 +59,19 @@ def starts_processes(item: pytest.Item) -> bool:
 
 
 def is_full(item: pytest.Item) -> bool:
-    """Only in `make test-all`? Single tests that start no processes say it by the mark `full`."""
+    """Return whether only `make test-all` runs it. Tests without processes use the mark `full`."""
     return starts_processes(item) and folder_of(item) != SMOKE_TESTS
 
 
-def shares_a_fixture(item: pytest.Item) -> bool:
-    """With other tests of its module: in one process it is made once."""
+def shares_fixture(item: pytest.Item) -> bool:
+    """Return whether it uses a module fixture; such tests run in one process."""
     found = item._fixtureinfo.name2fixturedefs.values() if isinstance(item, pytest.Function) else ()
     return any(definitions[-1].scope == "module" for definitions in found)
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest-xdist and -m look
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist and -m
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests that measure time run one after the other, and first: beside them run tests that
-    start no processes.
-    """
+    """Order timing tests first and one after the other; other tests run beside them."""
     number = Counter[str]()
     for item in items:
         name = item.nodeid.partition("[")[0]
@@ -85,14 +81,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         number[name] += 1
         if measures_time(item):
             item.add_marker(pytest.mark.xdist_group("timing"))
-        elif shares_a_fixture(item):
+        elif shares_fixture(item):
             item.add_marker(pytest.mark.xdist_group(str(item.path.relative_to(TESTS))))
     items.sort(key=lambda item: 0 if measures_time(item) else 1 + starts_processes(item))
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)  # before pytest-timeout begins to count
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
-    """A process test waits for its slot, a test that measures time for all of them."""
+    """Acquire a slot for a process test, all slots for a test that measures time."""
     if not (measures_time(item) or starts_processes(item)):
         return (yield)
     worker = os.environ.get("PYTEST_XDIST_WORKER", "gw0")
@@ -101,9 +97,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """In a process of pytest-xdist: it has to know the groups. It may forget them without a
-    word.
-    """
+    """Check that pytest-xdist preserved the groups; it could drop them silently."""
     if not getattr(session.config.option, "loadgroup", False):
         return
     for item in session.items:

@@ -95,7 +95,7 @@ ALLOWED = {
     "tests/scripts": 0,
     "tests/sim": 86,
     "tests/smoke": 0,
-    "tests/support": 47,
+    "tests/support": 1,
     "tests/tools": 0,
     "tests/unit": 24,
 }

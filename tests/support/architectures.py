@@ -1,6 +1,4 @@
-"""The tensors of three well-known models, as their papers, torchvision and Hugging Face define
-them.
-"""
+"""Tensors of three well-known models, as papers, torchvision and Hugging Face define them."""
 
 from collections.abc import Iterator
 
@@ -62,7 +60,7 @@ def gpt2_small() -> Shapes:
 
 
 def model(shapes: Shapes) -> ModelSpec:
-    """Running statistics are buffers, everything else is trained."""
+    """Return the model; running statistics are buffers, all other tensors trainable."""
     return ModelSpec(
         tuple(_tensor(name, shape) for name, shape in shapes), OptimizerSettings("sgd")
     )

@@ -1,4 +1,4 @@
-"""Results that tests make up."""
+"""Invented benchmark results."""
 
 from collections.abc import Mapping
 
@@ -8,7 +8,7 @@ from benchmarks.record import Record, Result
 def result(
     work: str, records: Mapping[str, Record], **more: Mapping[str, str] | Mapping[str, float]
 ) -> Result:
-    """Of as many rounds as its records are long."""
+    """Return a result with as many rounds as its records have."""
     lengths = {len(values) for record in records.values() for values in record.values()} or {0}
     (rounds,) = lengths
     machine, versions = {"processor": "a processor", "cores": "2"}, {"torch": "2.13.0"}

@@ -1,4 +1,4 @@
-"""A worker that dies without a word."""
+"""A lane that loses its connection without a message."""
 
 from typing import Any
 
@@ -10,25 +10,28 @@ HOUR = 3600.0
 
 
 class BreakableLane:
-    """A worker's line that can go dead: nothing gets through any more, not even a goodbye; and
-    an hour passes then, so that nobody waits for that."""
+    """A worker's lane that can be disconnected; its clock then jumps by an hour, so timeouts
+    end.
+    """
 
     def __init__(self, lane: Transport) -> None:
         self._lane = lane
-        self._dead = False
-        self.clock = Clock(lambda: lane.clock.now() + HOUR * self._dead, lane.clock.sleep)
+        self._is_disconnected = False
+        self.clock = Clock(
+            lambda: lane.clock.now() + HOUR * self._is_disconnected, lane.clock.sleep
+        )
 
     def die(self) -> None:
-        self._dead = True
+        self._is_disconnected = True
 
     def find_primaries(self, job: str, timeout: float) -> bool:
-        """Never fails: over a dead line nobody new is found."""
-        return not self._dead and self._lane.find_primaries(job, timeout)
+        """Return False when disconnected, because no server can be found."""
+        return not self._is_disconnected and self._lane.find_primaries(job, timeout)
 
     def end_stalled(self) -> None:
         self._lane.end_stalled()
 
     def __getattr__(self, name: str) -> Any:
-        if self._dead and name not in ("addresses", "close", "direct"):
-            raise UnreachableError("the line is dead")
+        if self._is_disconnected and name not in ("addresses", "close", "direct"):
+            raise UnreachableError("the lane is disconnected")
         return getattr(self._lane, name)

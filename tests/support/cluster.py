@@ -1,4 +1,4 @@
-"""Real servers for tests: in this process where that will do, as processes where it must be."""
+"""Real servers in the process of the test."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -23,7 +23,7 @@ class Cluster:
             raise
 
     def add(self, shard: int, shards: int, **settings: Any) -> Server:
-        """One server more: used for all of them, and for one that comes again."""
+        """Start one server, also one that restarts."""
         join = self.servers[0].address if shard and self.servers else None
         config = ServerConfig(
             **{"shard": shard, "shards": shards, "bind": "127.0.0.1:0", "join": join, **settings}
@@ -41,7 +41,7 @@ class Cluster:
         return ",".join(server.address for server in self.servers)
 
     def stop(self) -> None:
-        """As ps-ctl stop: with a last snapshot."""
+        """Stop as ps-ctl does, with a last snapshot."""
         first = self.servers[0]
         assert first.service is not None
         first.service.stop("the test is over")
@@ -49,7 +49,7 @@ class Cluster:
         self.close()
 
     def close(self) -> None:
-        """As a kill, but without leaving anything open."""
+        """Close servers as a kill would, without open files."""
         for server in reversed(self.servers):
             server.close()
         self.servers = []
@@ -57,8 +57,8 @@ class Cluster:
 
 @pytest.fixture
 def cluster() -> Iterator[Callable[..., Cluster]]:
-    """Makes clusters; cluster(shards=2, policy="async", ...) takes ServerConfig's settings.
-    Closed at the end.
+    """Yield a function that starts clusters: cluster(shards=2, policy="async", ...), closed at the
+    end.
     """
     with ExitStack() as stack:
 

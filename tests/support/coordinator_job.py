@@ -1,4 +1,4 @@
-"""A job's coordinator that a test drives request by request."""
+"""A coordinator that a test drives request by request."""
 
 from collections.abc import Sequence
 
@@ -18,7 +18,7 @@ LOOP = LoopSpec(0, size=4, batch_size=1)
 
 
 class Job:
-    """A coordinator whose workers train; pushes are reported as all shards would."""
+    """A coordinator with training workers; pushes are reported by all shards."""
 
     def __init__(
         self,
@@ -38,7 +38,7 @@ class Job:
         )
         self.lead(CoordinatorMachine(shards, rules))
         self.now = 0.0
-        self._told = 0
+        self._reported_index = 0
         self._staged: dict[int, list[Staged]] = {shard: [] for shard in range(shards)}
         for _ in range(workers):
             self.add()
@@ -76,13 +76,13 @@ class Job:
         return self.recorder.do(LeaseBatches(worker, loop, received, 1, idle), self.now)
 
     def news(self) -> list[Entry]:
-        """Log entries since the last call."""
-        entries = self.coordinator.entries_after(self._told)
-        self._told = self.coordinator.log.index
+        """Return the log entries since the last call."""
+        entries = self.coordinator.entries_after(self._reported_index)
+        self._reported_index = self.coordinator.log.index
         return entries
 
     def applied(self) -> list[list[int]]:
-        """Workers of each new Apply."""
+        """Return the workers of each new Apply."""
         return [
             [c.key.worker for c in entry.contributions]
             for entry in self.news()

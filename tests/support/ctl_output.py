@@ -1,4 +1,4 @@
-"""What ps-ctl prints, as JSON."""
+"""JSON output of ps-ctl."""
 
 import json
 from typing import Any
@@ -11,7 +11,7 @@ Output = pytest.CaptureFixture[str]
 
 
 def ctl(capsys: Output, *args: object) -> Any:
-    """What the command prints as JSON."""
+    """Run ps-ctl and return its JSON output."""
     capsys.readouterr()
     code = ps_ctl([*map(str, args), "--output", "json"])
     printed = capsys.readouterr()

@@ -1,6 +1,4 @@
-"""Two servers that speak the real wire but have no job behind them: what they answer is written
-down here.
-"""
+"""Two servers with the real wire protocol and fixed answers instead of a job."""
 
 import contextlib
 import json
@@ -131,9 +129,7 @@ STATUS: dict[str, Any] = {
 
 @dataclass
 class Cluster(CoordinatorServiceServicer, ParameterServerServiceServicer):
-    """Shard 0 of 2, and what it was asked to do. `error`: what every call of the coordinator
-    answers instead.
-    """
+    """Shard 0 of 2 and its received requests. `error`: answer of every coordinator call instead."""
 
     shard: int = 0
     shards: int = 2
@@ -225,7 +221,7 @@ class Cluster(CoordinatorServiceServicer, ParameterServerServiceServicer):
 
 @contextlib.contextmanager
 def serving(cluster: Cluster) -> Iterator[Cluster]:
-    """On a free port of 127.0.0.1 while inside; cluster.address says where."""
+    """Serve on a free port of 127.0.0.1 in this context; cluster.address is the address."""
     server = grpc.server(ThreadPoolExecutor(4), options=SERVER_OPTIONS)
     add_CoordinatorServiceServicer_to_server(cluster, server)
     add_ParameterServerServiceServicer_to_server(cluster, server)

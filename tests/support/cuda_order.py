@@ -1,15 +1,11 @@
-"""A GPU's order of work without a GPU: finds accesses to a buffer that nothing puts in order.
+"""Checks the ordering of GPU work without a GPU: finds unordered accesses to a buffer.
 
-What it does: everything computes at once, on the CPU, and so gives the right numbers. Beside it
-the host and each stream have a clock (vector clocks: program order, events, waits, blocking
-calls), which knows what comes before what. Two accesses to the same bytes, one of which writes,
-that no chain of waits joins are a Disorder, however a real GPU would have timed them. So is a
-copy between a GPU and memory that is not pinned.
+Everything is computed on the CPU. The host and each stream have a vector clock (program order,
+events, waits, blocking calls). Two accesses to the same bytes, one of them a write, without an
+order between them raise Disorder. A copy between a GPU and unpinned memory does so too.
 
-What it does not: kernels, the allocator, contexts, several devices, threads (the host counts as
-one). Backward runs in the script's thread, on the stream that is current there, where torch
-would take the forward's. Only the memory of the buffers is watched, not that of gradients and
-activations.
+Not simulated: kernels, the allocator, contexts, several devices, threads. Backward runs in the
+script's thread on its current stream. Only the buffers are watched, not gradients and activations.
 """
 
 from collections.abc import Iterator
@@ -33,18 +29,18 @@ Clock = dict[str, int]
 
 HOST = "the host"
 SYNCS = {"aten::_local_scalar_dense", "aten::equal", "aten::is_nonzero"}
-"""What makes the host wait for the stream that it is called on."""
+"""Operations that make the host wait for their stream."""
 UNREAD = {"aten::set_", "aten::empty_like", "aten::zeros_like", "aten::ones_like"}
-"""What takes tensors and no values."""
+"""Operations that use tensors but not their values."""
 
 
 class Disorder(AssertionError):
-    """Two accesses that may come in either order."""
+    """Two accesses without an order."""
 
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """actor, tick: the host or a stream, and when by its own clock."""
+    """One access. actor: the host or a stream; tick: time of its own clock."""
 
     start: int
     stop: int
@@ -56,7 +52,7 @@ class Access:
 
 @dataclass(slots=True)
 class Region:
-    """Memory that is watched, by its address."""
+    """Watched memory."""
 
     name: str
     kind: Kind
@@ -66,9 +62,7 @@ class Region:
 
 
 class Event:
-    """torch.cuda.Event. query says as often as possible that it is not done, or at once that it
-    is.
-    """
+    """torch.cuda.Event, whose query returns False as often as possible, or always True."""
 
     def __init__(self, order: "Order", clock: Clock) -> None:
         self._order, self._clock = order, clock
@@ -104,7 +98,7 @@ class Stream:
 
 
 class Order(TorchDispatchMode):
-    """Watches what is done in its context. quick: how events answer."""
+    """Watches the operations in its context. quick: whether events are done at once."""
 
     def __init__(self, quick: bool) -> None:
         super().__init__()
@@ -115,11 +109,11 @@ class Order(TorchDispatchMode):
         self._waits = True
 
     def watch(self, name: str, kind: Kind, memory: Tensor) -> None:
-        """From now on what is done to these bytes counts."""
+        """Check accesses to this memory from now on."""
         self._regions.append(Region(name, kind, memory.data_ptr(), memory.nbytes))
 
     def nbytes(self, name: str) -> int:
-        """How much of it there is."""
+        """Return the size of a region."""
         return next(region.nbytes for region in self._regions if region.name == name)
 
     def another_stream(self) -> Stream:
@@ -136,7 +130,7 @@ class Order(TorchDispatchMode):
 
     @contextmanager
     def client(self) -> Iterator[None]:
-        """What runs here waits for no stream."""
+        """Context in which no operation waits for a stream."""
         before, self._waits = self._waits, False
         try:
             yield
@@ -144,11 +138,11 @@ class Order(TorchDispatchMode):
             self._waits = before
 
     def issue(self, stream: str) -> None:
-        """What a stream is given comes after all that the host has done so far."""
+        """Order a stream's work after everything that the host has done."""
         _merge(self.clocks[stream], self.clocks[HOST])
 
     def touch(self, name: str, start: int, stop: int, writes: bool, what: str) -> None:
-        """By the host, where torch does not see it."""
+        """Note an access by the host that torch does not see."""
         for region in self._regions:
             if region.name == name:
                 self._enter(region, start, stop, writes, HOST, what)
@@ -182,7 +176,7 @@ class Order(TorchDispatchMode):
         return result
 
     def _place(self, tensor: Tensor) -> tuple[Region, int, int] | None:
-        """A tensor with strides counts as all that lies between its first byte and its last."""
+        """Return region and byte range; a tensor with strides covers first to last byte."""
         if not tensor.numel() or tensor.layout is not torch.strided:
             return None
         first = tensor.data_ptr()
@@ -234,9 +228,7 @@ def _merge(clock: Clock, other: Clock) -> None:
 
 
 def _given(function: Any, args: Any, kwargs: Any) -> Iterator[tuple[Tensor, bool]]:
-    """The tensors whose values are read or, True, written; not those of which only a view is
-    made.
-    """
+    """Yield tensors that are read or, True, written; not those of which only a view is made."""
     for place, argument in enumerate(function._schema.arguments):
         value = args[place] if place < len(args) else kwargs.get(argument.name)
         alias = argument.alias_info
@@ -248,7 +240,7 @@ def _given(function: Any, args: Any, kwargs: Any) -> Iterator[tuple[Tensor, bool
 
 
 class OrderedClient(LateClient):
-    """A client whose reads and writes of the buffers are the host's, with those of its network."""
+    """A client that notes accesses of the host to buffers and those of its network."""
 
     def __init__(self, order: Order) -> None:
         super().__init__()
@@ -260,9 +252,9 @@ class OrderedClient(LateClient):
             self._order.watch(name, "host", tensor_of(memory))
         return both
 
-    def start(self, tape: memoryview) -> None:
+    def start(self, buffer: memoryview) -> None:
         with self._order.client():
-            super().start(tape)
+            super().start(buffer)
 
     def exchange(self, **call: Any) -> PushResult:
         moving = self.plan.section("buffer").stop
@@ -299,7 +291,7 @@ class OrderedFlow(LateFlow):
 
 @contextmanager
 def fake_gpu(quick: bool, buffer: type[CudaBuffer] = CudaBuffer) -> Iterator[Order]:
-    """In here models of the CPU lie in CudaBuffers, and torch.cuda has streams."""
+    """Context with CudaBuffers in CPU memory and streams in torch.cuda."""
     order = Order(quick)
     zeros, names = torch.zeros, cycle(("gradients", "weights"))
 

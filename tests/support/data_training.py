@@ -1,4 +1,4 @@
-"""A training whose weights count the batches that it has consumed."""
+"""A training whose weights count the consumed batches."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -15,8 +15,8 @@ Batch = tuple[int, ...]
 SIZE, BATCH, EPOCHS = 18, 4, 5
 LOOP = LoopSpec(0, SIZE, BATCH, EPOCHS, seed=7)
 ALL = [tuple(LOOP.indices(number).tolist()) for number in range(LOOP.total)]
-"""5 batches an epoch, 25 in all: neither 2 nor 3 workers get equal shares. An epoch's last batch
-is a small one.
+"""5 batches per epoch, 25 in all: 2 or 3 workers get unequal shares; each epoch ends with a
+small batch.
 """
 
 
@@ -30,7 +30,7 @@ def batches(job: Job, epochs: int = EPOCHS, seed: int = 7, **options: Any) -> It
 
 
 def compute(model: nn.Module, batch: Tensor) -> Batch:
-    """A gradient; returns the batch as the indices that it consists of."""
+    """Compute a gradient; return the indices in the batch."""
     model(batch[:, None].float()).mean().backward()
     return tuple(batch.tolist())
 
@@ -38,9 +38,7 @@ def compute(model: nn.Module, batch: Tensor) -> Batch:
 def train(
     job: Job, each: Callable[[int], object] = lambda step: None, into: list[Batch] | None = None
 ) -> list[Batch]:
-    """A whole loop, with `each` called before every step; the batches that were used, which are
-    added to `into`.
-    """
+    """Train a loop and call `each` before every step; return the used batches, added to `into`."""
     model, optimizer = started(job)
     used = [] if into is None else into
     for step, batch in enumerate(batches(job)):
@@ -52,7 +50,7 @@ def train(
 
 
 def assert_each_once(shares: list[list[Batch]], address: str = "") -> None:
-    """All batches of all epochs, each by one worker; and that is what the servers have counted."""
+    """Check that each batch of each epoch was used by one worker and counted by the servers."""
     assert sorted(batch for share in shares for batch in share) == sorted(ALL)
     if address:
         (row,) = status(address)["data"]

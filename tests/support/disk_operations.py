@@ -1,6 +1,4 @@
-"""Everything that a server asks of its disk, counted, so that any of it can go wrong or be the
-last thing it does.
-"""
+"""Counted disk operations of a server; any of them can fail or be its last one."""
 
 import errno
 import os
@@ -22,23 +20,22 @@ NAMES = {LogFiles: "log", AtomicFiles: "snapshot"}
 
 
 class Operation(NamedTuple):
-    """What was asked: of which files (log, snapshot), and what."""
+    """A disk operation: kind of files (log, snapshot) and name."""
 
     files: str
     name: str
 
 
 Act = Callable[[Operation, Callable[[], Any], Sequence[Any]], Any]
-"""Does an operation, or something worse: the operation, how it is really done, its arguments."""
+"""Handles an operation: the operation, a call that performs it, its arguments."""
 
 
 class Operations:
-    """The operations from the `first` on, counted from 1, up to the `last` go to `act`, all
-    others to the real disk.
+    """Passes operations `first` to `last`, counted from 1, to `act`, the others to the disk.
 
-    last: as given, or how many there were when `heal` was called. seen: all that was asked;
-    acted: how many of them went to `act`. install: puts it before all logs and snapshots; how:
-    monkeypatch.setattr, or setattr.
+    last: as given, or the number of operations when `heal` was called.
+    seen: all operations.
+    acted: number of operations passed to `act`.
     """
 
     def __init__(self, first: int, last: int, act: Act) -> None:
@@ -48,19 +45,20 @@ class Operations:
         self._lock = threading.Lock()
 
     def install(self, how: Callable[[type, str, Any], None]) -> None:
+        """Patch all logs and snapshots. how: monkeypatch.setattr or setattr."""
         for files, names in OPERATIONS.items():
             for name in names:
                 how(files, name, self._watched(Operation(NAMES[files], name), getattr(files, name)))
 
     @contextmanager
     def installed(self) -> Iterator[Self]:
-        """Before all logs and snapshots, inside."""
+        """Patch all logs and snapshots in this context."""
         with pytest.MonkeyPatch.context() as patch:
             self.install(patch.setattr)
             yield self
 
     def heal(self) -> None:
-        """From now on all goes to the real disk."""
+        """Pass all further operations to the disk."""
         with self._lock:
             self.last = min(self.last, len(self.seen))
 
@@ -79,7 +77,7 @@ class Operations:
 
 
 def failing(code: int) -> Act:
-    """A disk that says no."""
+    """Return a handler that fails with this error number."""
 
     def act(operation: Operation, real: Callable[[], Any], arguments: Sequence[Any]) -> Any:
         raise OSError(code, os.strerror(code))
@@ -88,11 +86,11 @@ def failing(code: int) -> Act:
 
 
 def short(operation: Operation, real: Callable[[], Any], arguments: Sequence[Any]) -> Any:
-    """A disk that fills up amid a write; other operations find it full."""
+    """Fill up the disk during a write; other operations find it full."""
     if operation == Operation("log", "write"):
         descriptor, views, offset = arguments
-        whole = b"".join(views)
-        os.pwrite(descriptor, whole[: len(whole) // 2], offset)
+        data_to_write = b"".join(views)
+        os.pwrite(descriptor, data_to_write[: len(data_to_write) // 2], offset)
     elif operation == Operation("snapshot", "overwrite"):
         path, offset, data = arguments
         with path.open("r+b") as file:

@@ -1,4 +1,4 @@
-"""The pages of the documentation, as text, and the blocks in them."""
+"""Pages of the documentation and their code blocks."""
 
 import re
 from dataclasses import dataclass
@@ -19,8 +19,10 @@ FENCE = re.compile(r'^( *)```(\w*)(?: title="([^"]*)")?\n(.*?)^\1```$', re.MULTI
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A fenced block. section: the heading above it. title: what stands over it, such as a
-    file's name.
+    """A fenced block.
+
+    section: heading above it.
+    title: title above it, such as a file name.
     """
 
     section: str
@@ -30,13 +32,13 @@ class Block:
 
 
 def pages() -> list[Path]:
-    """All pages, in the order of their names."""
+    """Return all pages by name."""
     found = [ROOT / name for name in ROOT_PAGES]
     return sorted([*(page for page in found if page.exists()), *(ROOT / "docs").rglob("*.md")])
 
 
 def blocks(page: Path) -> list[Block]:
-    """The fenced blocks of a page, in their order."""
+    """Return the fenced blocks of a page in order."""
     text = page.read_text(encoding="utf-8")
     found = []
     for match in FENCE.finditer(text):
@@ -46,5 +48,5 @@ def blocks(page: Path) -> list[Block]:
 
 
 def prose(page: Path) -> str:
-    """The page without its fenced blocks."""
+    """Return the page without fenced blocks."""
     return FENCE.sub("", page.read_text(encoding="utf-8"))

@@ -1,7 +1,7 @@
 """A contender for tests: `python -m tests.support.fake_contender SECONDS [spin]`.
 
-It understands "go", "burn" (CPU) and "fail". "go" only reports that it took SECONDS. With "spin"
-it never rests.
+It accepts "go", "burn" (CPU) and "fail". "go" only reports SECONDS. With "spin" a thread runs all
+the time.
 """
 
 import sys
@@ -11,7 +11,7 @@ import time
 from benchmarks.speaker import Measurements, serve
 
 BURNT = 0.3
-"""Seconds of CPU that "burn" uses."""
+"""CPU seconds that "burn" uses."""
 
 
 def burn() -> Measurements:

@@ -1,6 +1,4 @@
-"""Servers of a job, in memory, over real gRPC: plain SGD, no policy, and every fault that a test
-asks for.
-"""
+"""Fake servers of a job in memory, over real gRPC: plain SGD, no policy, and injected faults."""
 
 import json
 import threading
@@ -43,19 +41,19 @@ def _nothing(number: int) -> None:
 
 
 def lost() -> None:
-    """A hook: the connection breaks."""
+    """Break the connection; a hook."""
     raise UnreachableError("connection reset", "UNREACHABLE")
 
 
 class FakeCluster:
-    """All servers of one job. `changed` guards the state; tests read it and set the switches
-    below.
+    """All servers of one job. `changed` guards the state, which tests read and change.
 
-    before, after: by shard, hooks that are called when an Exchange begins and just before it is
-    answered, once each. incoming, outgoing: by shard, called before each data frame of an
-    Exchange is taken or sent, with its number from 0. waits_for: not empty: pushes stay
-    undecided, for this reason. joined: followers know shard 0 from the start. fenced: workers
-    that are out; draining: those asked to leave; open_loop: what Join answers.
+    before, after: hooks by shard, called once at the start and before the answer of an Exchange.
+    incoming, outgoing: by shard, called with the number of each data frame before it is taken or
+    sent.
+    waits_for: reason for which pushes stay undecided, if not empty.
+    joined: followers know shard 0 from the start.
+    fenced: fenced workers; draining: workers asked to leave; open_loop: answer of Join.
     """
 
     def __init__(
@@ -84,7 +82,7 @@ class FakeCluster:
         self.open_loop = 0
         self.plan: PartitionPlan | None = None
         self.digest: str | None = None
-        self.tape = np.zeros(0, np.uint8)
+        self.flat_buffer = np.zeros(0, np.uint8)
         self.begun = False
         self.version = 0
         self.counted: list[Key] = []
@@ -111,13 +109,13 @@ class FakeCluster:
             assert self.changed.wait_for(condition, seconds), "did not happen in time"
 
     def fence(self, worker: int) -> None:
-        """The job goes on without this worker."""
+        """Continue the job without this worker."""
         with self.changed:
             self.fenced.add(worker)
 
     def deal(self, *answers: int | None) -> None:
-        """What the next requests for data get, one after another: a batch each, or None for the
-        loop's end.
+        """Set the answers of the next data requests: batch numbers, or None for the end of the
+        loop.
         """
         with self.changed:
             for number in answers:
@@ -127,25 +125,29 @@ class FakeCluster:
                 )
 
     def release(self) -> None:
-        """Decide on what was waiting."""
+        """Decide waiting pushes."""
         with self.changed:
             self.waits_for = ""
             self._decide()
             self.changed.notify_all()
 
     def tensor(self, name: str) -> np.ndarray[Any, Any]:
-        """The servers' float32 value of a tensor."""
+        """Return the servers' float32 value of a tensor."""
         assert self.plan is not None
         index = next(i for i, tensor in enumerate(self.plan.spec.tensors) if tensor.name == name)
         start, stop = self.plan.extent(index)
-        return self.tape[start:stop].view(np.float32).reshape(self.plan.spec.tensors[index].shape)
+        return (
+            self.flat_buffer[start:stop]
+            .view(np.float32)
+            .reshape(self.plan.spec.tensors[index].shape)
+        )
 
     # ---- what the servicers call, under the lock -------------------------------------------------
 
     def register(self, worker: int, model: ModelSpec) -> "co.RegisterResponse.State.ValueType":
         if self.plan is None:
             self.plan, self._uploader = PartitionPlan(model, self.shards), worker
-            self.tape = np.zeros(self.plan.nbytes, np.uint8)
+            self.flat_buffer = np.zeros(self.plan.nbytes, np.uint8)
         if lines := model.differences(self.plan.spec):
             raise MismatchError(
                 "this model is not the job's:\n" + "\n".join(lines), "MODEL_MISMATCH"
@@ -159,7 +161,7 @@ class FakeCluster:
         )
 
     def stage(self, shard: int, header: ps.PushPullHeader, data: bytes) -> bool:
-        """False: it was decided before."""
+        """Return False if the push was decided before."""
         key = (header.worker, header.seq)
         if key in self._decided:
             return False
@@ -178,7 +180,7 @@ class FakeCluster:
                 self._decided[key] = self._begin(parts) if key[1] == 0 else self._apply(key, parts)
 
     def _begin(self, parts: dict[int, tuple[ps.PushPullHeader, bytes]]) -> ps.ExchangeResult:
-        self._spread(self.tape, parts)
+        self._spread(self.flat_buffer, parts)
         self.begun = True
         return ps.ExchangeResult(outcome=ps.OUTCOME_APPLIED, version=0)
 
@@ -186,7 +188,7 @@ class FakeCluster:
         self, key: Key, parts: dict[int, tuple[ps.PushPullHeader, bytes]]
     ) -> ps.ExchangeResult:
         assert self.plan is not None
-        gradients, header = self.tape.copy(), parts[0][0]
+        gradients, header = self.flat_buffer.copy(), parts[0][0]
         stop = self.plan.section("trainable").stop
         gradients[:stop] = 0
         self._spread(gradients, parts)
@@ -199,8 +201,8 @@ class FakeCluster:
         staleness = self.version - header.base
         self.version += 1
         self.counted.append(key)
-        self.tape[:stop].view(np.float32)[...] -= np.float32(self.lr) * slope
-        self.tape[stop:] = gradients[stop:]
+        self.flat_buffer[:stop].view(np.float32)[...] -= np.float32(self.lr) * slope
+        self.flat_buffer[stop:] = gradients[stop:]
         return ps.ExchangeResult(
             outcome=ps.OUTCOME_APPLIED,
             version=self.version,
@@ -210,12 +212,16 @@ class FakeCluster:
         )
 
     def _spread(
-        self, tape: np.ndarray[Any, Any], parts: dict[int, tuple[ps.PushPullHeader, bytes]]
+        self, flat_buffer: np.ndarray[Any, Any], parts: dict[int, tuple[ps.PushPullHeader, bytes]]
     ) -> None:
         assert self.plan is not None
         for shard, (header, data) in parts.items():
             move = ShardTransfer(
-                self.plan, tape.data, None, frozenset(header.absent), everything=header.initial
+                self.plan,
+                flat_buffer.data,
+                None,
+                frozenset(header.absent),
+                everything=header.initial,
             )
             filler = Filler(move.sent(shard))
             filler.fill(memoryview(data))
@@ -223,8 +229,9 @@ class FakeCluster:
 
 
 class FakeServer(CoordinatorServiceServicer):
-    """One server process; shard 0 coordinates as well. job, shard, shards, advertised and
-    coordinator: what it says.
+    """One server; shard 0 also coordinates.
+
+    job, shard, shards, advertised, coordinator: its answers to Describe.
     """
 
     def __init__(
@@ -246,7 +253,7 @@ class FakeServer(CoordinatorServiceServicer):
         self.grpc.stop(None).wait(10)
 
     def addresses(self) -> list[str]:
-        """As far as this server knows them."""
+        """Return the addresses that this server knows."""
         if self.known is not None:
             return self.known
         servers = self.cluster.servers
@@ -317,19 +324,23 @@ class FakeServer(CoordinatorServiceServicer):
     def _opened(
         self, header: ps.PushPullHeader, frames: Iterator[Frame[ps.PushPullHeader]]
     ) -> bytes:
-        """A push that comes in pieces, as if it had come whole; what is missing is not a number."""
+        """Return a push that arrives in pieces as one; missing parts are NaN."""
         plan = self.cluster.plan
         assert plan is not None
-        held = plan.range(self.shard, "trainable"), plan.range(self.shard, "buffer")
-        tape = bytearray(b"\xff" * plan.nbytes)
+        ranges = plan.range(self.shard, "trainable"), plan.range(self.shard, "buffer")
+        flat_buffer = bytearray(b"\xff" * plan.nbytes)
         for frame in frames:
             start = (
-                held[0].start if frame.offset < held[0].nbytes else held[1].start - held[0].nbytes
+                ranges[0].start
+                if frame.offset < ranges[0].nbytes
+                else ranges[1].start - ranges[0].nbytes
             )
-            tape[start + frame.offset : start + frame.offset + frame.data.nbytes] = frame.data
+            flat_buffer[start + frame.offset : start + frame.offset + frame.data.nbytes] = (
+                frame.data
+            )
             if frame.header is not None:
                 header.MergeFrom(frame.header)
-                move = ShardTransfer(plan, memoryview(tape), None, frozenset(header.absent))
+                move = ShardTransfer(plan, memoryview(flat_buffer), None, frozenset(header.absent))
                 return b"".join(move.sent(self.shard))
         raise InvalidRequestError("the push ended without the header that closes it")
 
@@ -370,7 +381,7 @@ class FakeServer(CoordinatorServiceServicer):
         if header.pull not in (ps.PULL_STEP, ps.PULL_ALL):
             return result, []
         assert self.cluster.plan is not None
-        copy = self.cluster.tape.copy().data
+        copy = self.cluster.flat_buffer.copy().data
         views = ShardTransfer(
             self.cluster.plan, None, copy, everything=header.pull == ps.PULL_ALL
         ).received(self.shard)

@@ -1,7 +1,6 @@
-"""Processes that start in a moment, forked from one that has imported all they need.
+"""Processes forked from one process that has imported all modules.
 
-A fresh interpreter takes seconds to import torch; where a test is about what processes do, not
-about how a command starts, it need not wait for that.
+A new interpreter takes seconds to import torch; a forked process starts in milliseconds.
 """
 
 import multiprocessing
@@ -28,9 +27,10 @@ CONTEXT.set_forkserver_preload(
 
 
 class Forked:
-    """What subprocess.Popen is to a program: one of ours, or a script, without a new interpreter.
+    """The counterpart of subprocess.Popen for a forked command or script.
 
-    command: ps-server, ps-worker, or python with a script's path. environment: all of it.
+    command: ps-server, ps-worker, or python with a script's path.
+    environment: the complete environment.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class Forked:
         pipes = [CONTEXT.Pipe(duplex=False) for _ in range(2)]
         writers = [writer for _, writer in pipes]
         body = (command, list(arguments), str(cwd), dict(environment), *writers)
-        self._process = CONTEXT.Process(target=become, args=body, name=command, daemon=True)
+        self._process = CONTEXT.Process(target=run_forked, args=body, name=command, daemon=True)
         self._process.start()
         for writer in writers:
             writer.close()
@@ -52,18 +52,18 @@ class Forked:
         self.pid = self._process.pid
 
     def poll(self) -> int | None:
-        """Its exit code, negative for a signal; None: it runs."""
+        """Return the exit code, negative for a signal; None while the process runs."""
         return self._process.exitcode
 
     def wait(self, seconds: float | None = None) -> int:
-        """Its exit code. subprocess.TimeoutExpired as Popen."""
+        """Return the exit code; raise subprocess.TimeoutExpired as Popen does."""
         self._process.join(seconds)
         if (code := self.poll()) is None:
             raise subprocess.TimeoutExpired(self._process.name, seconds or 0.0)
         return code
 
     def send_signal(self, number: signal.Signals) -> None:
-        """Nothing where it has ended."""
+        """Send a signal unless the process has exited."""
         if self.poll() is None:
             os.kill(self.pid, number)
 
@@ -71,7 +71,7 @@ class Forked:
         self.send_signal(signal.SIGKILL)
 
 
-def become(
+def run_forked(
     command: str,
     arguments: list[str],
     cwd: str,
@@ -79,7 +79,7 @@ def become(
     out: Connection,
     err: Connection,
 ) -> None:
-    """Body of the process: as if it had been started there, with these streams."""
+    """Run a command in the forked process with this folder, environment and output."""
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(environment)
@@ -87,7 +87,7 @@ def become(
     os.dup2(err.fileno(), 2)
     out.close(), err.close()
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-    sys.path.insert(0, cwd)  # where an interpreter puts the folder of what it runs
+    sys.path.insert(0, cwd)  # as an interpreter prepends the folder of its script
     sys.exit(_run(command, arguments))
 
 

@@ -1,6 +1,4 @@
-"""Imported by the process that others are forked from: with it they have what torch loads for
-its first optimizer.
-"""
+"""Imports for the fork server: creating an optimizer loads more modules of torch."""
 
 import torch
 

@@ -1,6 +1,4 @@
-"""A client whose network is as late as it may be: it shows who reads what is not there yet or
-changes what left.
-"""
+"""A client with the slowest allowed network, which reveals early reads and late writes."""
 
 from typing import Any
 
@@ -12,15 +10,15 @@ from psworker.client.local_client import LocalClient
 from psworker.core.results import PushResult
 
 POISON = 0xFF
-"""A float of such bytes is NaN, which no weight survives."""
+"""Floats of these bytes are NaN and would change every weight."""
 
 
 class LateClient(LocalClient):
-    """Trains as LocalClient does. Sent bytes are taken as they are at that moment; weights
-    arrive when waited for.
+    """A LocalClient that copies sent bytes at once and delivers weights only when awaited.
 
-    sent: by push, the stretches that left before `finish`. broken: weights do not arrive any
-    more. open: the push that has begun and is not closed.
+    sent: per push, the byte ranges sent before `finish`.
+    broken: weights do not arrive any more.
+    open: the push that has begun and is not closed.
     """
 
     def __init__(self) -> None:
@@ -44,7 +42,7 @@ class LateFlow:
     def __init__(self, client: LateClient, gradients: memoryview, weights: memoryview) -> None:
         self._client = client
         self._gradients, self._weights = (
-            np.frombuffer(tape, np.uint8) for tape in (gradients, weights)
+            np.frombuffer(buffer, np.uint8) for buffer in (gradients, weights)
         )
         self._travelled = np.full_like(self._gradients, POISON)
         self._has_left = np.zeros(len(self._gradients), bool)
@@ -88,10 +86,10 @@ class LateFlow:
 
     @property
     def missing(self) -> int:
-        """Bytes that have not arrived."""
+        """Number of bytes that have not arrived."""
         return int(np.count_nonzero(~self._arrived))
 
 
 def values(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """A copy of the model's state."""
+    """Return a copy of the model's state."""
     return {name: value.detach().clone() for name, value in model.state_dict().items()}

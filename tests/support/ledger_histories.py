@@ -1,6 +1,4 @@
-"""Random histories of a ledger: workers ask, lose answers, push, give back, go on to other
-loops, die, are replaced.
-"""
+"""Random histories of a ledger: workers lease, push, return, change loops, leave, are replaced."""
 
 import json
 import random
@@ -17,9 +15,7 @@ LOOPS = 3
 
 @dataclass
 class Worker:
-    """What a worker knows. hand: batches that it has got and not pushed, with the loops they
-    belong to.
-    """
+    """State of a worker. hand: leased batches without a push, also of earlier loops."""
 
     number: int
     loop: int = 0
@@ -28,8 +24,8 @@ class Worker:
 
 
 class History:
-    """Drives one ledger, or several alike, which must answer alike. counted: batches in the
-    order of their commits.
+    """Drives one or several ledgers, whose answers must be equal. counted: batches in commit
+    order.
     """
 
     def __init__(self, seed: int) -> None:
@@ -53,7 +49,7 @@ class History:
         return [w.number for w in self.workers] if self.barrier else [worker.number]
 
     def step(self) -> None:
-        """One thing happens to one worker."""
+        """Perform one random operation of a random worker."""
         act = self.rng.choices(
             [
                 self.ask,
@@ -69,7 +65,9 @@ class History:
         act(self.rng.choice(self.workers))
 
     def ask(self, worker: Worker) -> None:
-        """Perhaps twice, with the first answer lost; what it gets the second time begins alike."""
+        """Lease batches, sometimes after a lost answer; the second answer starts with the same
+        batches.
+        """
         received, count = worker.received.get(worker.loop, 0), self.rng.randint(1, 3)
         numbers = self.answer(worker, received, count)
         if self.rng.random() < 0.3:
@@ -87,7 +85,7 @@ class History:
         )
 
     def push(self, worker: Worker) -> None:
-        """A push with some of what it has counts."""
+        """Commit some of the leased batches."""
         count = self.rng.randint(0, len(worker.hand))
         keys, worker.hand = worker.hand[:count], worker.hand[count:]
         if not keys:
@@ -96,7 +94,7 @@ class History:
             ledger.commit(worker.number, keys)
         self.counted += keys
         self.thrown = [key for key in self.thrown if key not in keys]
-        # what is older than this push stays where it is: its script will not bring it any more
+        # batches of earlier loops stay leased; their script does not push them
         worker.hand = [key for key in worker.hand if key.loop == worker.loop]
 
     def give_back(self, worker: Worker) -> None:
@@ -108,19 +106,17 @@ class History:
                 ledger.loops[worker.loop].give_back(worker.number, [key.number for key in keys])
 
     def evaluate(self, worker: Worker) -> None:
-        """What it has was only evaluated, and it says so, perhaps twice: no push will bring
-        that.
-        """
+        """Report batches as evaluated only, sometimes twice; no push brings them."""
         keys, worker.hand = worker.hand, []
         times = self.rng.choice([1, 2])
         for ledger in self.ledgers * times:
             ledger.use_up(worker.number, keys)
-        # what it has of loops before was thrown away when it went on
+        # batches of earlier loops were discarded when the loop changed
         self.thrown += [key for key in keys if key.loop == worker.loop]
 
     def go_on(self, worker: Worker) -> None:
-        """To the next loop. What it has not pushed its next push may bring; what was not sent to
-        it others get.
+        """Open the next loop. The next push may bring unpushed batches; unsent batches go to other
+        workers.
         """
         if worker.loop < LOOPS - 1:
             sent = self.sent(worker)
@@ -143,15 +139,15 @@ class History:
             ledger.give_back(worker.number)
 
     def replace(self, worker: Worker) -> None:
-        """Another takes its place, and starts where the job's first open loop is."""
-        heir = self.workers[self.workers.index(worker)] = self.new_worker()
-        heir.loop = min(self.same([ledger.open_loop for ledger in self.ledgers]), LOOPS - 1)
+        """Replace a worker; the new worker starts at the job's first open loop."""
+        successor = self.workers[self.workers.index(worker)] = self.new_worker()
+        successor.loop = min(self.same([ledger.open_loop for ledger in self.ledgers]), LOOPS - 1)
         for ledger in self.ledgers:
-            ledger.transfer(worker.number, heir.number)
+            ledger.transfer(worker.number, successor.number)
             ledger.give_back(worker.number)
 
     def recover(self) -> None:
-        """From now on beside the ledger itself also one that was made from its state."""
+        """Add a ledger that is restored from the state of the first one."""
         twin = DataLedger()
         twin.recover(json.loads(json.dumps(self.ledgers[0].state())))
         self.ledgers.append(twin)

@@ -1,6 +1,4 @@
-"""Workers that go through one loop of a coordinator, in an order that a seed draws: ask ahead,
-push, wait, are lost.
-"""
+"""Workers of one loop whose order of leases, pushes, waits and losses is drawn from a seed."""
 
 import random
 from dataclasses import dataclass, field
@@ -17,8 +15,9 @@ MODEL = ModelSpec((TensorSpec("w", (1,), "float32"),), OptimizerSettings("sgd", 
 
 @dataclass
 class Worker:
-    """hand: batches that it has got, each with how many follow in the same push; seq: of its
-    newest push.
+    """hand: leased batches, each with the number of batches that follow in the same push.
+
+    seq: sequence number of the newest push.
     """
 
     number: int
@@ -28,9 +27,11 @@ class Worker:
     at_end: bool = False
 
 
-class Crew:
-    """lengths: samples in each source of a stream. updates: the batches of each update, in
-    order, by worker's place.
+class LoopWorkers:
+    """Workers of a coordinator.
+
+    lengths: samples in each source of a stream.
+    updates: batches of each update, in order, by worker.
     """
 
     def __init__(
@@ -54,7 +55,7 @@ class Crew:
         staged = Staged(key, len(batches), self.coordinator.version, tuple(batches))
         self.coordinator.reports.process(ShardReport(0, self.coordinator.epoch, 0, (staged,)), 0.0)
 
-    def run(self) -> "Crew":
+    def run(self) -> "LoopWorkers":
         steps = 0
         while not all(worker.at_end for worker in self.workers):
             steps += 1
@@ -63,7 +64,9 @@ class Crew:
         return self
 
     def step(self, worker: Worker) -> None:
-        """Whatever a worker may do now: wait for its push, look ahead, push, wait for data."""
+        """Do one possible operation of a worker: wait for its push, look ahead, push, wait for
+        data.
+        """
         if self.coordinator.membership.members[worker.number].seq < worker.seq:
             return
         if len(worker.hand) < 4 and self.rng.random() < 0.5:
@@ -112,6 +115,6 @@ class Crew:
 
     @property
     def updates(self) -> list[list[list[BatchKey]]]:
-        """By update and worker."""
+        """Batches by update and worker."""
         applies = [entry for entry in self.coordinator.log.after(0) if isinstance(entry, Apply)]
         return [[self.pushed[part.key] for part in apply.contributions] for apply in applies]

@@ -1,4 +1,4 @@
-"""A ledger of batches that stands in for the servers of a loader."""
+"""A ledger of batches that replaces the servers of a loader."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -14,7 +14,7 @@ from psworker.core.results import Lease, PushResult
 
 
 class Ledger(LocalClient):
-    """A job of one worker that remembers the loops, the pushes and the batches that came back."""
+    """A job of one worker that records loops, pushes and returned batches."""
 
     def __init__(self) -> None:
         super().__init__()

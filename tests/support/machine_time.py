@@ -1,33 +1,27 @@
-"""When this machine stood still. What is promised within so many seconds is promised for those
-in which it runs.
-"""
+"""Pauses of this machine: promised seconds count only while it runs."""
 
 import threading
 import time
 
-LOOK = 0.02
-LONGEST = 0.5
-"""Seconds between two looks from which on the machine has stood still: it ran other things, or
-nothing.
-"""
+POLL_SECONDS = 0.02
+PAUSE_SECONDS = 0.5
+"""Seconds between two observations from which on the machine was paused."""
 
 
 class Standstills:
-    """What lay between looks that should have been LOOK apart. Times: as time.monotonic, of any
-    process here.
-    """
+    """Pauses between observations that should be POLL_SECONDS apart, as time.monotonic."""
 
     def __init__(self, now: float) -> None:
         self._last = now
         self._found: list[tuple[float, float]] = []
 
-    def look(self, now: float) -> None:
-        if now - self._last > LONGEST:
+    def observe(self, now: float) -> None:
+        if now - self._last > PAUSE_SECONDS:
             self._found.append((self._last, now))
         self._last = now
 
     def running(self, since: float, to: float) -> float:
-        """Seconds between the two without standstills."""
+        """Return the seconds between two times without pauses."""
         return (
             to
             - since
@@ -36,25 +30,25 @@ class Standstills:
 
 
 _standstills = Standstills(time.monotonic())
-_looking = threading.Lock()
+_lock = threading.Lock()
 
 
 def machine_seconds(since: float, to: float | None = None) -> float:
-    """Seconds from then to then (None: now) in which this machine ran."""
-    _look()
+    """Return the seconds from `since` to `to` (default: now) in which this machine ran."""
+    _observe()
     return _standstills.running(since, time.monotonic() if to is None else to)
 
 
-def _look() -> None:
-    with _looking:
-        _standstills.look(time.monotonic())
+def _observe() -> None:
+    with _lock:
+        _standstills.observe(time.monotonic())
 
 
-def _look_forever() -> None:
+def _observe_forever() -> None:
     pause = threading.Event()
     while True:
-        pause.wait(LOOK)
-        _look()
+        pause.wait(POLL_SECONDS)
+        _observe()
 
 
-threading.Thread(target=_look_forever, name="standstill", daemon=True).start()
+threading.Thread(target=_observe_forever, name="standstill", daemon=True).start()

@@ -1,4 +1,4 @@
-"""What --malloc does to a process, to be told by the process itself."""
+"""Source text with which a process reports the effect of --malloc."""
 
 MAPPED = """
 import ctypes

@@ -1,4 +1,4 @@
-"""What a process shows on its monitoring port."""
+"""Reads the monitoring port of a process."""
 
 import urllib.error
 import urllib.request
@@ -25,7 +25,7 @@ class Metrics:
         self.names = {sample.name for sample in self._samples}
 
     def __call__(self, name: str, /, **labels: str) -> float:
-        """Sum of the series of that name (with its suffix: _total, _count, _sum) that have these
+        """Return the sum of the series with this name (including suffixes such as _total) and
         labels.
         """
         found = [

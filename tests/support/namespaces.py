@@ -1,8 +1,7 @@
-"""A network of its own for a server and a worker: two namespaces, a cable between them, and what
-can happen to it.
+"""Two network namespaces for a server and a worker, connected by a cable with faults.
 
-Needs root, iproute2, veth and tbf: `benchmarks.link.missing()` says why not. Delay, loss and
-reordering are the proxy's: netem is not in every kernel.
+Needs root, iproute2, veth and tbf; `benchmarks.link.missing()` returns what is missing. The proxy
+simulates delay, loss and reordering, because not every kernel has netem.
 """
 
 import os
@@ -16,10 +15,10 @@ NAME = re.compile(r"psbench-(\d+)-(?:server|worker)")
 
 
 class Cable(SlowLink):
-    """server, worker: names of the namespaces, inside the `with`; start commands in one with
-    `benchmarks.link.inside`.
+    """Two connected namespaces. server, worker: their names; `benchmarks.link.inside` starts
+    commands.
 
-    They reach each other at benchmarks.link's SERVER_ADDRESS and WORKER_ADDRESS.
+    The addresses are benchmarks.link's SERVER_ADDRESS and WORKER_ADDRESS.
     """
 
     def __init__(self, megabits: int = FAST) -> None:
@@ -31,26 +30,26 @@ class Cable(SlowLink):
         return self
 
     def down(self) -> None:
-        """The worker's end is unplugged, and both systems know it."""
+        """Unplug the worker's end; both systems notice it."""
         _run("ip", "-n", self.worker, "link", "set", "veth0", "down")
 
     def up(self) -> None:
         _run("ip", "-n", self.worker, "link", "set", "veth0", "up")
 
     def rate(self, megabits: int) -> None:
-        """What passes in a second, each way; also the end of `silence`."""
+        """Limit the megabits per second in each direction; also ends `silence`."""
         for end in (self.server, self.worker):
             limit = ("tbf", "rate", f"{megabits}mbit", "burst", "256kb", "latency", "100ms")
             _run("tc", "-n", end, "qdisc", "replace", "dev", "veth0", "root", *limit)
 
     def silence(self) -> None:
-        """Every packet is lost on the way, and nobody is told: a cut somewhere far away."""
+        """Lose every packet without notice, as a distant cut does."""
         for end in (self.server, self.worker):
             _run("tc", "-n", end, "qdisc", "replace", "dev", "veth0", "root", "pfifo", "limit", "0")
 
 
 def sweep() -> None:
-    """Removes namespaces whose makers were killed."""
+    """Remove namespaces of killed processes."""
     found = subprocess.run(
         ("ip", "netns", "list"), capture_output=True, text=True, timeout=30
     ).stdout

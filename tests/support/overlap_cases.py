@@ -1,4 +1,4 @@
-"""Models and training steps that a naive overlap would get wrong."""
+"""Models and training steps that a naive overlap would compute incorrectly."""
 
 from collections.abc import Callable
 from typing import Any
@@ -56,9 +56,7 @@ class Tied(nn.Module):
 
 
 class Borrowing(nn.Module):
-    """Uses the weights of a module that it never calls, as MultiheadAttention does with its
-    out_proj.
-    """
+    """Uses the weights of a module that it never calls, as MultiheadAttention does."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -121,9 +119,7 @@ class Recurrent(nn.Module):
 
 
 class Flat(nn.LSTM):
-    """Does on the CPU what cuDNN does: all weights into other memory, by references that it
-    keeps.
-    """
+    """Moves all weights to other memory as cuDNN does, through stored references."""
 
     def flatten_parameters(self) -> None:
         for weight in getattr(self, "_flat_weights", ()):
@@ -146,7 +142,7 @@ class Flattening(nn.Module):
 
 
 def hooked_norm() -> nn.Module:
-    """Its own hook makes weight from two parameters before forward."""
+    """A hook of the layer computes its weight from two parameters before forward."""
     layer = nn.Linear(4, 2)
     with pytest.warns(FutureWarning, match="deprecated"):
         return nn.Sequential(nn.utils.weight_norm(layer))
@@ -204,7 +200,7 @@ def zeroed(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> N
 
 
 def unscaled(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
-    """What torch.amp.GradScaler does at step(): torch does not count the change."""
+    """Change gradients without a version change, as torch.amp.GradScaler does."""
     x, y = batch(number)
     (1024 * F.mse_loss(model(x), y)).backward()
     grads = [p.grad for p in model.parameters() if p.grad is not None]
@@ -216,9 +212,7 @@ def unscaled(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) ->
 
 
 def behind(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
-    """Changes gradients by what torch does not count, and some of them by the sign of a zero
-    alone.
-    """
+    """Change gradients without a version change, some only in the sign of zero."""
     backward(model, number)
     for parameter in model.parameters():
         if parameter.grad is not None:
@@ -273,7 +267,7 @@ def seeded(make: Make) -> nn.Module:
 def both(
     make: Make, **choice: Any
 ) -> tuple[tuple[nn.Module, Any], tuple[nn.Module, Any], LateClient]:
-    """The model with a plain optimizer; its twin with a job's; the job's client."""
+    """Return the model with a plain optimizer, its twin with a job's, and the job's client."""
     client, (model, twin) = LateClient(), (seeded(make) for _ in range(2))
     return (
         (model, adam(model)),

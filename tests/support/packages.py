@@ -1,4 +1,4 @@
-"""Packages and who imports whom, from the sources. `make house` prints the table."""
+"""Packages and their imports, from the sources. `make house` prints the table."""
 
 import ast
 from collections import defaultdict

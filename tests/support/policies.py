@@ -1,4 +1,4 @@
-"""The settings of each policy."""
+"""Settings of each policy."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Ports that nobody has, for tests that must name one before they use it."""
+"""Unused ports for tests that must name a port before they bind it."""
 
 import atexit
 import random
@@ -7,17 +7,17 @@ import threading
 from contextlib import suppress
 
 BELOW_EPHEMERAL = range(20_000, 32_000)
-"""Not where the system takes the ports of outgoing connections from: one of those could come in
-between.
-"""
+"""Outside the range of ports that the system gives to outgoing connections."""
 
 BLOCK = 600
-"""Ports that one process gives out, each once, before it claims as many others."""
+"""Number of ports in a block; each is returned once before the process claims another block."""
 
 
 class Ports:
-    """A block belongs to whoever listens on its first port: a port given out is not given again,
-    here or in a test that runs beside this one, between its being free and its being used."""
+    """Blocks of ports; the process that listens on the first port owns the block.
+
+    A returned port is not returned again, here or in a concurrent test, before it is used.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -25,7 +25,7 @@ class Ports:
         self._left = range(0)
 
     def take(self, count: int) -> list[int]:
-        """That follow one another."""
+        """Return `count` consecutive ports."""
         with self._lock:
             while True:
                 while len(self._left) < count:
@@ -60,7 +60,7 @@ atexit.register(_ports.close)
 
 
 def free_ports(count: int) -> list[int]:
-    """That follow one another."""
+    """Return `count` consecutive ports."""
     return _ports.take(count)
 
 

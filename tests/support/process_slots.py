@@ -1,6 +1,4 @@
-"""Two process tests run at a time. A test that measures time runs without another process test
-beside it.
-"""
+"""Two process tests run at a time; a test that measures time runs without other process tests."""
 
 import fcntl
 from collections.abc import Iterator, Sequence
@@ -11,17 +9,15 @@ SLOTS = 2
 
 
 class ProcessSlots:
-    """Locks that all processes of one run of the test suite share, one byte of a file for each
-    slot.
-    """
+    """Locks that all processes of a test run share: one byte of a file per slot."""
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("a+b")
 
     @contextmanager
     def hold(self, slots: Sequence[int]) -> Iterator[None]:
-        """Waits for each slot, in order. The order is the same everywhere: no two processes wait
-        for each other.
+        """Acquire the slots in order. The order is fixed, so no two processes wait for each
+        other.
         """
         for slot in slots:
             fcntl.lockf(self._file, fcntl.LOCK_EX, 1, slot)
@@ -36,5 +32,5 @@ class ProcessSlots:
 
 
 def slots_of(worker: str, measures_time: bool) -> Sequence[int]:
-    """worker: the name that pytest-xdist gives to a process: gw0, gw1, ..."""
+    """Return the slots of a test. worker: name from pytest-xdist: gw0, gw1, ..."""
     return range(SLOTS) if measures_time else [int(worker.removeprefix("gw")) % SLOTS]

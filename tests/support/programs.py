@@ -1,6 +1,4 @@
-"""The commands as users start them: real processes, whose lines are read as they come, and which
-end with the test.
-"""
+"""Commands as users start them: real processes whose output is read and which end with the test."""
 
 import ctypes
 import os
@@ -25,7 +23,7 @@ Stream = Literal["stdout", "stderr"]
 
 
 class Program:
-    """One process. Its output is kept, and `wait_for` waits until it has said something."""
+    """One process with its recorded output."""
 
     def __init__(self, command: Sequence[str], process: subprocess.Popen[str] | Forked) -> None:
         self.command = list(command)
@@ -46,7 +44,7 @@ class Program:
 
     @property
     def out(self) -> str:
-        """What it has written to stdout so far."""
+        """Output to stdout so far."""
         return self._text("stdout")
 
     @property
@@ -55,12 +53,12 @@ class Program:
 
     @property
     def output(self) -> str:
-        """Both streams."""
+        """Output of both streams."""
         return self.out + self.err
 
     def wait_for(self, text: str, times: int = 1, seconds: float = LIMIT) -> str:
-        """The line that says it for the `times`-th time; AssertionError if it ends or says
-        nothing before.
+        """Return the `times`-th line that contains the text; AssertionError if the process exits
+        before.
         """
 
         def found() -> list[str]:
@@ -72,7 +70,7 @@ class Program:
             return found()[0]
 
     def wait(self, seconds: float = LIMIT) -> int:
-        """Its exit code, once all of its output is here."""
+        """Return the exit code when all output has been read."""
         try:
             code = self.process.wait(seconds)
         except subprocess.TimeoutExpired:
@@ -85,7 +83,7 @@ class Program:
         self.process.send_signal(number)
 
     def send_beside_main(self, number: signal.Signals) -> None:
-        """To another than the main thread, which the system is free to choose for any signal."""
+        """Send a signal to another thread than the main one, as the system may do."""
         threads = {int(entry.name) for entry in Path(f"/proc/{self.pid}/task").iterdir()} - {
             self.pid
         }
@@ -93,7 +91,7 @@ class Program:
         assert tgkill(self.pid, min(threads), number) == 0, os.strerror(ctypes.get_errno())
 
     def end(self) -> None:
-        """Whatever state it is in."""
+        """Kill the process in any state."""
         if self.process.poll() is None:
             self.process.kill()
         self.wait()
@@ -106,7 +104,7 @@ class Program:
             return "".join(line for of, line in self._lines if of == stream)
 
     def _read(self, stream: Stream) -> None:
-        with suppress(ValueError):  # closed by end() while a grandchild still held the pipe
+        with suppress(ValueError):  # closed by end() while a grandchild has the pipe
             for line in getattr(self.process, stream):
                 with self._changed:
                     self._lines.append((stream, line))
@@ -120,18 +118,17 @@ class Program:
 
 
 class Programs:
-    """Starts commands in `folder`, with a TMPDIR of their own (`temporary`) and without settings
-    from around us.
-    """
+    """Starts commands in `folder` with their own TMPDIR (`temporary`) and without PS_ variables."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        # short: a DataLoader's processes make sockets there, whose names may have 107 bytes
+        # short: sockets of DataLoader processes are created there, and their paths are limited to
+        # 107 bytes
         self.temporary = Path(tempfile.mkdtemp(prefix="ps-"))
         self._started: list[Program] = []
 
     def start(self, command: str, *args: object, **environment: object) -> Program:
-        """`command` is ps-run, ps-server, ps-worker, ps-ctl or python."""
+        """Start ps-run, ps-server, ps-worker, ps-ctl or python."""
         line = [str(BIN / command), *map(str, args)]
         process = subprocess.Popen(
             line,
@@ -142,36 +139,35 @@ class Programs:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
         )
-        return self._kept(Program(line, process))
+        return self._add(Program(line, process))
 
     def fork(self, command: str, *args: object, **environment: object) -> Program:
-        """As `start`, but it starts in a moment: for tests of what ps-server, ps-worker and
-        scripts do, not of how they start."""
+        """Start a process faster than `start`, by a fork; not for tests of starting commands."""
         line = [command, *map(str, args)]
-        return self._kept(
+        return self._add(
             Program(line, Forked(line[0], line[1:], self.folder, self._environment(environment)))
         )
 
     def _environment(self, chosen: dict[str, object]) -> dict[str, str]:
         around = {name: value for name, value in os.environ.items() if not name.startswith("PS_")}
         own = {"TMPDIR": str(self.temporary), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-        # or torch leaves it in TMPDIR
+        # otherwise torch creates it in TMPDIR
         own["TORCHINDUCTOR_CACHE_DIR"] = str(self.folder / "inductor")
         return around | own | {name: str(value) for name, value in chosen.items()}
 
-    def _kept(self, program: Program) -> Program:
+    def _add(self, program: Program) -> Program:
         self._started.append(program)
         return program
 
     def run(self, command: str, *args: object, **environment: object) -> Program:
-        """Starts it and waits for its end."""
+        """Start a command and wait for its exit."""
         program = self.start(command, *args, **environment)
         program.wait()
         return program
 
     @property
     def alive(self) -> list[int]:
-        """Processes that were started here, by whomever: they are still in the folder."""
+        """PIDs of all processes in the folder, including descendants."""
         found = []
         for entry in Path("/proc").iterdir():
             if entry.name.isdecimal():
@@ -201,7 +197,7 @@ def programs_in(folder: Path) -> Iterator[Programs]:
 
 
 def descendants(pid: int) -> list[int]:
-    """Of a process that runs, from /proc: children, their children, and so on."""
+    """Return children, grandchildren and so on of a running process, from /proc."""
     parents: dict[int, int] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdecimal():
@@ -217,7 +213,7 @@ def descendants(pid: int) -> list[int]:
 
 
 def wait_for_exit(pid: int) -> bool:
-    """Waits until a process has ended; False if it does not want to."""
+    """Wait until a process has exited; False on timeout."""
     try:
         handle = os.pidfd_open(pid)
     except ProcessLookupError:

@@ -1,4 +1,4 @@
-"""Every PromQL query that deploy/ ships, and what names and labels each uses."""
+"""PromQL queries of deploy/ with their names and labels."""
 
 import json
 import re
@@ -31,13 +31,13 @@ class Query(NamedTuple):
 
 
 def dashboard() -> dict[str, Any]:
-    """The dashboard as Grafana reads it."""
+    """Return the dashboard that Grafana reads."""
     document: dict[str, Any] = json.loads(DASHBOARD.read_text())
     return document
 
 
 def dashboard_queries() -> list[Query]:
-    """The panels' queries, with Grafana's own variables replaced by what they stand for."""
+    """Return the panels' queries with Grafana's variables replaced."""
     return [
         Query(f"panel {panel['title']!r}", _plain(target["expr"]))
         for panel in dashboard()["panels"]
@@ -46,7 +46,7 @@ def dashboard_queries() -> list[Query]:
 
 
 def annotation_queries() -> list[Query]:
-    """The queries that draw vertical lines."""
+    """Return the queries of annotations."""
     return [
         Query(f"annotation {each['name']!r}", _plain(each["expr"]))
         for each in dashboard()["annotations"]["list"]
@@ -54,23 +54,19 @@ def annotation_queries() -> list[Query]:
 
 
 def alert_queries() -> list[Query]:
-    """The rules' expressions; alerts.yml keeps to one-line and folded (>-) ones, so no YAML
-    parser is needed.
-    """
+    """Return the rules' expressions; alerts.yml has only one-line and folded (>-) expressions."""
     rules = re.findall(r"- alert: (\w+)\n(.*?)(?=\n\s*- alert:|\Z)", ALERTS.read_text(), re.S)
     return [Query(f"alert {name}", _expr(body)) for name, body in rules]
 
 
 def names(expr: str) -> set[str]:
-    """Metric names of a query: identifiers outside strings, selectors, groupings and ranges that
-    are no function.
-    """
+    """Return metric names: identifiers outside strings, selectors, groupings and ranges."""
     bare = _GROUPING.sub(" ", re.sub(r"\{[^}]*\}|\[[^\]]*\]", " ", expr))
     return set(re.findall(r"\b[a-zA-Z_:][\w:]*\b(?!\s*\()", bare)) - _KEYWORDS
 
 
 def labels(expr: str) -> set[str]:
-    """Label names that a query selects or groups by."""
+    """Return label names that a query selects or groups by."""
     selected = re.findall(r"(\w+)\s*(?:=~|!~|!=|=)\s*\"", expr)
     grouped = [
         label.strip() for group in _GROUPING.findall(expr) for label in group.split(",") if label

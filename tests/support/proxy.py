@@ -1,9 +1,7 @@
-"""A TCP proxy that stands between a worker and a server, and treats what passes as bad networks
-do.
+"""A TCP proxy between a worker and a server that simulates network faults.
 
-It runs an asyncio loop in a thread of its own, on 127.0.0.1 only. Every fault starts and ends
-with a call, and counts for the connections that are open as well as for new ones. Delays and
-pieces are drawn from a seed.
+It runs an asyncio loop in its own thread, on 127.0.0.1 only. Each fault starts and ends with a call
+and applies to open and new connections. Delays and pieces are drawn from a seed.
 """
 
 import asyncio
@@ -26,14 +24,14 @@ NO_LINGER = struct.pack("ii", 1, 0)
 
 
 class Proxy:
-    """Listens on `address` and passes on to `target` ("HOST:PORT"), inside the `with`.
+    """Forwards `address` to `target` ("HOST:PORT") in this context.
 
-    "up" is from who connects to the target, "down" the other way. All calls may come from any
-    thread, and have taken effect when they return. `heal` ends whatever fault there is.
+    "up" is from the client to the target, "down" the other direction. Calls are thread-safe and
+    take effect before they return. `heal` ends all faults.
     """
 
     def __init__(self, target: str, *, seed: int = 0, port: int = 0) -> None:
-        """port: where to listen; 0: a free one, for as long as the proxy lives."""
+        """port: port of `address`; 0 chooses a free one."""
         host, _, target_port = target.rpartition(":")
         self.target = host, int(target_port)
         self.port = port or free_port()
@@ -68,11 +66,11 @@ class Proxy:
 
     @property
     def connections(self) -> int:
-        """How many are open now."""
+        """Number of open connections."""
         return len(self._pairs)
 
     def passed(self, direction: Direction) -> int:
-        """Bytes that were passed on so far."""
+        """Return the number of bytes forwarded so far."""
         return self._conditions[direction].passed
 
     # ---- faults ----------------------------------------------------------------------------------
@@ -80,42 +78,38 @@ class Proxy:
     def latency(
         self, seconds: float, jitter: float = 0.0, direction: Direction | None = None
     ) -> None:
-        """Every byte comes so much later, and up to `jitter` seconds more; the order stays."""
+        """Delay every byte by `seconds` and up to `jitter` more, in order."""
         self._change(direction, lambda way: way.delay(seconds, jitter))
 
     def rate(self, bytes_per_second: float, direction: Direction | None = None) -> None:
-        """For each connection and direction. 0: no limit."""
+        """Limit each connection and direction; 0 removes the limit."""
         self._change(direction, lambda way: way.limit(bytes_per_second))
 
-    def slice(self, most: int, direction: Direction | None = None) -> None:
-        """Everything arrives in pieces of 1 to `most` bytes. 0: as it came."""
-        self._change(direction, lambda way: way.slice(most))
+    def slice(self, max_bytes: int, direction: Direction | None = None) -> None:
+        """Split data into pieces of 1 to `max_bytes` bytes; 0 stops splitting."""
+        self._change(direction, lambda way: way.slice(max_bytes))
 
     def half_open(self, direction: Direction | None = None) -> None:
-        """Bytes are accepted and go nowhere, nor does the end of a connection: nobody is told
-        anything.
+        """Accept bytes and hold them back, also the end of a connection, without notice.
 
-        What was accepted arrives after `heal`, as if it had been sent again, where the
-        connection still lives.
+        The bytes arrive after `heal` if the connection still exists.
         """
         self._change(direction, lambda way: way.block())
 
     def cut(self) -> None:
-        """Closes all connections in order (FIN). New ones may be made: see `refuse`."""
+        """Close all connections by FIN. New ones are possible: see `refuse`."""
         self._call(self._drop(reset=False))
 
     def reset(self) -> None:
-        """Ends all connections with RST."""
+        """Close all connections by RST."""
         self._call(self._drop(reset=True))
 
     def refuse(self) -> None:
-        """New connections are refused (ECONNREFUSED), as if nobody listened. Open ones stay: see
-        `cut`.
-        """
+        """Refuse new connections (ECONNREFUSED). Open ones stay: see `cut`."""
         self._call(self._refuse())
 
     def heal(self) -> None:
-        """No fault any more. Connections that were ended stay so."""
+        """End all faults. Closed connections stay closed."""
         self._call(self._heal())
 
     # ---- in the loop -----------------------------------------------------------------------------
@@ -138,8 +132,9 @@ class Proxy:
             self._loop.add_reader(self._socket, self._accept)
 
     def _accept(self) -> None:
-        """Whoever has come. Not asyncio's server: that one forgets who comes while it is being
-        closed.
+        """Accept all waiting connections.
+
+        asyncio's server would forget connections that arrive while it closes.
         """
         assert self._socket is not None
         with suppress(BlockingIOError):
@@ -150,7 +145,7 @@ class Proxy:
                 pair = Pair()
                 self._pairs.add(pair)
                 task = self._loop.create_task(self._carry(pair, connection))
-                self._tasks.add(task)  # or nobody would keep it alive
+                self._tasks.add(task)  # a reference keeps the task alive
                 task.add_done_callback(self._tasks.discard)
 
     async def _carry(self, pair: "Pair", connection: socket.socket) -> None:
@@ -160,12 +155,12 @@ class Proxy:
     async def _refuse(self) -> None:
         if self._listens:
             self._close_listener()
-            self._socket = self._bound()  # keeps the port; nobody listens on it
+            self._socket = self._bound()  # reserves the port without listening
 
     def _close_listener(self) -> None:
         assert self._socket is not None
         if self._listens:
-            self._accept()  # who came before the end has come
+            self._accept()  # accept earlier connections
             self._loop.remove_reader(self._socket)
             self._listens = False
         self._socket.close()
@@ -195,7 +190,7 @@ class Proxy:
 
 
 class Pair:
-    """One connection: the two sockets and what passes between them."""
+    """One proxied connection: two sockets and the data between them."""
 
     def __init__(self) -> None:
         self._writers: list[asyncio.StreamWriter] = []
@@ -205,7 +200,7 @@ class Pair:
     async def run(
         self, connection: socket.socket, target: tuple[str, int], ways: dict[Direction, Conditions]
     ) -> None:
-        """Until both directions have ended, one has failed, or the pair is dropped."""
+        """Forward until both directions end, one fails, or the pair is dropped."""
         from_client, to_client = await asyncio.open_connection(sock=connection)
         self._writers.append(to_client)
         self._work = asyncio.create_task(self._carry(from_client, target, ways))
@@ -223,7 +218,7 @@ class Pair:
         target: tuple[str, int],
         ways: dict[Direction, Conditions],
     ) -> None:
-        await ways["up"].passable()  # whose target cannot be heard of is not connected to it either
+        await ways["up"].wait_until_open()  # no connection to an unreachable target
         from_target, to_target = await asyncio.open_connection(*target)
         self._writers.append(to_target)
         lines = (
@@ -236,7 +231,7 @@ class Pair:
                 parts.create_task(line.give())
 
     def drop(self, reset: bool) -> None:
-        """Ends both connections at once, without sending what is under way."""
+        """End both connections at once and discard data under way."""
         self._dropped = reset
         for writer in self._writers:
             with suppress(OSError):  # it has ended by itself
@@ -244,7 +239,7 @@ class Pair:
                 if reset:
                     sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, NO_LINGER)
                 while not reset and os.read(sock.fileno(), CHUNK):
-                    pass  # what is left unread would make the end a reset
+                    pass  # unread data would cause a reset
             writer.transport.abort()
         if self._work is not None:
             self._work.cancel()

@@ -1,4 +1,4 @@
-"""One direction of one proxied connection, and the conditions under which bytes pass it."""
+"""One direction of a proxied connection and its simulated conditions."""
 
 import asyncio
 import random
@@ -10,11 +10,11 @@ Direction = Literal["up", "down"]
 
 CHUNK = 64 << 10
 WAITING = 1024
-"""Chunks that a line accepts before it stops reading: 64 MiB."""
+"""Chunks that a line buffers before it stops reading: 64 MiB."""
 
 
 class Conditions:
-    """Of one direction, the same for all connections. Belongs to the proxy's loop."""
+    """Conditions of one direction for all connections. Used in the proxy's loop only."""
 
     def __init__(self, seed: str) -> None:
         self.passed = 0
@@ -35,8 +35,8 @@ class Conditions:
         self._rate = bytes_per_second
         self._wake()
 
-    def slice(self, most: int) -> None:
-        self._slice = most
+    def slice(self, max_bytes: int) -> None:
+        self._slice = max_bytes
 
     def block(self) -> None:
         self._open.clear()
@@ -47,11 +47,11 @@ class Conditions:
         self._wake()
 
     def due(self, now: float) -> float:
-        """When bytes that come now may go on."""
+        """Return when bytes that arrive now may be forwarded."""
         return now + self._latency + self._random.uniform(0.0, self._jitter)
 
     def pieces(self, data: bytes) -> Iterator[bytes]:
-        """Small enough that a slow line flows evenly, and sliced if asked for."""
+        """Yield pieces small enough for an even rate, or slices if configured."""
         while data:
             size = self._random.randint(1, self._slice) if self._slice else len(data)
             if self._rate:
@@ -59,18 +59,18 @@ class Conditions:
             yield data[:size]
             data = data[size:]
 
-    async def passable(self) -> None:
-        """Waits while this direction is half open."""
+    async def wait_until_open(self) -> None:
+        """Wait while this direction is half open."""
         await self._open.wait()
 
     async def until(self, due: float) -> None:
-        """Waits until that time, or until the proxy is healed."""
+        """Wait until that time or until the proxy is healed."""
         seconds = due - asyncio.get_running_loop().time()
         if seconds > 0 and self._latency + self._jitter:
             await self._pause(seconds)
 
-    async def paid(self, nbytes: int) -> None:
-        """Waits as long as so many bytes take at the rate of this line."""
+    async def wait_for_rate(self, nbytes: int) -> None:
+        """Wait for the time that these bytes take at the configured rate."""
         if self._rate:
             await self._pause(nbytes / self._rate)
 
@@ -84,8 +84,8 @@ class Conditions:
 
 
 class Line:
-    """Takes in what comes, and gives it on when it may go. Both run at the same time; either
-    ends with OSError.
+    """Reads data and forwards it when due. Both coroutines run concurrently and end with
+    OSError.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class Line:
         self._waiting: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue(WAITING)
 
     async def take(self) -> None:
-        """Empty bytes are the end of the stream."""
+        """Read until the end of the stream, which is empty bytes."""
         loop, due, data = asyncio.get_running_loop(), 0.0, b"-"
         while data:
             data = await self._read()
@@ -106,21 +106,21 @@ class Line:
     async def _read(self) -> bytes:
         try:
             return await self._reader.read(CHUNK)
-        except OSError:  # a reset passes the line as all else does
-            await self._conditions.passable()
+        except OSError:  # a reset is forwarded like data
+            await self._conditions.wait_until_open()
             raise
 
     async def give(self) -> None:
         while True:
             due, data = await self._waiting.get()
             await self._conditions.until(due)
-            await self._conditions.passable()
+            await self._conditions.wait_until_open()
             if not data:
                 self._writer.write_eof()
                 return
             for piece in self._conditions.pieces(data):
-                await self._conditions.passable()
+                await self._conditions.wait_until_open()
                 self._conditions.passed += len(piece)
                 self._writer.write(piece)
                 await self._writer.drain()
-                await self._conditions.paid(len(piece))
+                await self._conditions.wait_for_rate(len(piece))

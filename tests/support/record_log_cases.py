@@ -1,4 +1,4 @@
-"""Small logs, and disks that fail when they are told to."""
+"""Small logs, and disks with injected failures."""
 
 import errno
 import os
@@ -13,7 +13,7 @@ ROWS: list[Row] = [(2, b"header", bytes(range(40))), (3, b"", b"x" * 25), (70000
 
 
 def row(number: int, nbytes: int = 20) -> Row:
-    """A record that differs from all others."""
+    """Return a record that differs from all others."""
     return number, b"header %d" % number, bytes([number % 256]) * nbytes
 
 
@@ -27,14 +27,14 @@ def append(log: WriteAheadLog, *rows: Row) -> None:
 
 
 def rows_of(log: WriteAheadLog, name: str) -> tuple[list[Row], bool]:
-    """What a segment holds, and whether its end is torn."""
+    """Return the records of a segment and whether its end is torn."""
     reader = log.read(name)
     rows = [(kind, header, payload.tobytes()) for kind, header, payload in reader]
     return rows, reader.torn
 
 
 def readable(log: WriteAheadLog, name: str) -> tuple[list[Row], str]:
-    """What can be read of a segment, and how it ends: "whole", "torn" or "damaged"."""
+    """Return the readable records of a segment and its end: "whole", "torn" or "damaged"."""
     reader, rows = log.read(name), []
     try:
         for kind, header, payload in reader:
@@ -45,13 +45,13 @@ def readable(log: WriteAheadLog, name: str) -> tuple[list[Row], str]:
 
 
 def stored(folder: Path) -> dict[str, tuple[list[Row], bool]]:
-    """All segments, as a process that starts now would find them."""
+    """Return all segments as a new process would find them."""
     log = WriteAheadLog(folder, "no")
     return {name: rows_of(log, name) for name in log.segments()}
 
 
 class Watched(LogFiles):
-    """The real disk, with a list of what was asked of it."""
+    """The real disk with a list of operations."""
 
     def __init__(self) -> None:
         self.seen: list[str] = []
@@ -89,10 +89,10 @@ class Watched(LogFiles):
 
 
 class Failing(Watched):
-    """The n-th operation fails with `code`, and with `for_good` all after it; without a code, a
-    write is cut short.
+    """Fails the n-th operation with `code`, with `for_good` also all later ones.
 
-    A write that fails has written `part` bytes, as a disk that fills up does.
+    Without a code a write is cut short. A failing write has written `part` bytes, as on a full
+    disk.
     """
 
     def __init__(self, limit: int, code: int, part: int = 0, for_good: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""A job's coordinator with its recorded commands, so that a replay can be compared with it."""
+"""A coordinator with its recorded commands, for comparison with a replay."""
 
 import json
 from typing import Any
@@ -18,8 +18,8 @@ from psserver.core.job.settings import JobRules
 MODEL = ModelSpec((TensorSpec("w", (1,), "float32"),), OptimizerSettings("sgd", ({"lr": 0.1},)))
 
 
-class Book:
-    """A journal in memory: what a restart and a standby read."""
+class MemoryJournal:
+    """A journal in memory that a restart and a standby read."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
@@ -28,7 +28,7 @@ class Book:
         self.lines.append(json.dumps(command.as_json()))
 
     def rotate(self, coordinator: CoordinatorMachine) -> None:
-        """One segment is enough here."""
+        """Do nothing: one segment is enough."""
 
     @property
     def commands(self) -> list[RecordedCommand]:
@@ -36,7 +36,7 @@ class Book:
 
 
 class Job:
-    """A coordinator of two shards whose commands are recorded. Honest workers take turns."""
+    """A coordinator of two shards with recorded commands; workers take turns."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class Job:
         **rules: Any,
     ) -> None:
         self.rules, self.kind = JobRules(row, workers, **{"bad_gradients": "skip", **rules}), kind
-        self.book, self.now = Book(), 0.0
+        self.book, self.now = MemoryJournal(), 0.0
         self.recorder = Recorder(self.made(), self.book)
         self.seqs: dict[int, int] = {}
         self.received: dict[tuple[int, int], int] = {}
@@ -76,7 +76,7 @@ class Job:
             )
 
     def step(self, worker: int, spec: LoopSpec | StreamSpec) -> None:
-        """Ask for a batch, and push where there is one."""
+        """Lease a batch and push it if there is one."""
         received = self.received.get((worker, spec.loop), 0)
         batches = self.recorder.do(
             LeaseBatches(worker=worker, spec=spec, received=received, count=1, idle=True), self.now
@@ -96,13 +96,13 @@ class Job:
         )
 
     def replayed(self) -> CoordinatorMachine:
-        """The coordinator made again from its commands, as a restart does it and a standby."""
+        """Return a coordinator built from the recorded commands."""
         coordinator = self.made()
         replay(coordinator, self.book.commands)
         return coordinator
 
 
-def whole(coordinator: CoordinatorMachine) -> str:
+def full_state(coordinator: CoordinatorMachine) -> str:
     """Everything that a coordinator has decided, NaN included. How far shards say that they are
     is not recorded.
     """

@@ -1,4 +1,4 @@
-"""Jobs that get another number of servers while workers push."""
+"""Jobs that are resharded while workers push."""
 
 import threading
 from collections.abc import Iterator
@@ -19,21 +19,19 @@ EACH = OptimizerSpec("sgd", lr=1.0)
 
 
 class Pusher(threading.Thread):
-    """A worker that pushes ones until it is told to stop; with lr 1 each makes every weight one
-    less.
-    """
+    """A worker that pushes ones until `stop`; with lr 1 each push subtracts 1 from every weight."""
 
     def __init__(self, address: str, lanes: str) -> None:
         super().__init__(daemon=True)
         self.counted = 0
         self.error: BaseException | None = None
-        self._enough = threading.Event()
+        self._stopping = threading.Event()
         self.client = Client(address, lanes=lanes)  # type: ignore[arg-type]
 
     def run(self) -> None:
         try:
             self.client.register(ZEROS, EACH)
-            while not self._enough.is_set():
+            while not self._stopping.is_set():
                 result = self.client.push_pull(ONES)
                 assert result.status == "applied", result
                 self.counted += 1
@@ -49,7 +47,7 @@ class Pusher(threading.Thread):
         assert self.error is None, self.error
 
     def stop(self) -> None:
-        self._enough.set()
+        self._stopping.set()
         self.join(30)
         assert self.error is None, self.error
 
@@ -68,7 +66,7 @@ def pushing(address: str, workers: int, lanes: str) -> Iterator[list[Pusher]]:
 
 
 def reshard(cluster: Cluster, shards: int, **settings: object) -> co.ReshardResponse:
-    """As ps-ctl does, with the servers that it needs."""
+    """Reshard as ps-ctl does, with new servers if needed."""
     before = cluster.servers[0].service.registry.shards  # type: ignore[union-attr]
     for shard in range(before, shards):
         cluster.add(shard, shards, **settings)

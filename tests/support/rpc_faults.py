@@ -1,8 +1,7 @@
-"""Calls whose request is lost, whose reply is lost, or that are carried out twice, between a
-worker and its servers.
+"""RPC faults between a worker and its servers: lost requests, lost replies, repeated calls.
 
-The two ways to lose a call differ for the server and look alike to the worker: that is what
-makes exactly-once hard.
+A lost request and a lost reply look alike to the worker but not to the server; exactly-once depends
+on this.
 """
 
 import random
@@ -29,31 +28,32 @@ CONNECT_SECONDS = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """Which calls fail how often. method: "ParameterServerService.Exchange", or with stars;
-    most: so many faults.
+    """Probabilities of faults. method: "ParameterServerService.Exchange", or a pattern with stars.
+
+    limit: maximum number of faults.
     """
 
     method: str
-    most: int
+    limit: int
     request: float
     reply: float
     duplicate: float = 0.0
 
     @classmethod
     def parse(cls, text: str) -> "Rule":
-        """From "Service.Method=MOST:REQUEST%:REPLY%[:DUPLICATE%]"; ValueError for anything else."""
+        """Parse "Service.Method=LIMIT:REQUEST%:REPLY%[:DUPLICATE%]"; ValueError for other texts."""
         method, _, rest = text.strip().partition("=")
-        most, *shares = rest.split(":")
+        limit, *shares = rest.split(":")
         if (
             not method
             or len(shares) not in (2, 3)
             or not all(share.endswith("%") for share in shares)
         ):
-            raise ValueError(f"{text!r} is not Service.Method=MOST:REQUEST%:REPLY%[:DUPLICATE%]")
-        return cls(method, int(most), *(float(share[:-1]) / 100 for share in shares))
+            raise ValueError(f"{text!r} is not Service.Method=LIMIT:REQUEST%:REPLY%[:DUPLICATE%]")
+        return cls(method, int(limit), *(float(share[:-1]) / 100 for share in shares))
 
     def draw(self, lot: float) -> Fault:
-        """lot: of 0..1."""
+        """Return the fault for a random number between 0 and 1."""
         shares: tuple[tuple[Fault, float], ...] = (
             ("request lost", self.request),
             ("reply lost", self.reply),
@@ -67,17 +67,17 @@ class Rule:
 
 
 class Faults:
-    """Draws what happens to each call, by the first rule that fits it. Thread-safe.
+    """Draws the fault of each call by the first matching rule. Thread-safe.
 
-    The n-th call of a method to a shard meets the same fault in every run with the same seed,
-    whatever threads do, as long as the budgets last. counts: faults so far, by (method, fault).
+    The n-th call of a method to a shard has the same fault in every run with the same seed while
+    the limits last. counts: faults so far by (method, fault).
     """
 
     def __init__(self, rules: str, seed: int = 0) -> None:
-        """rules: as Rule.parse, separated by commas."""
+        """rules: as for Rule.parse, separated by commas."""
         self.counts: Counter[tuple[str, Fault]] = Counter()
         self._rules = [Rule.parse(text) for text in rules.split(",")]
-        self._left = [rule.most for rule in self._rules]
+        self._left = [rule.limit for rule in self._rules]
         self._seed = seed
         self._calls: Counter[tuple[str, int]] = Counter()
         self._lock = threading.Lock()
@@ -102,18 +102,16 @@ class Faults:
             return fault
 
     def happened(self, fault: Fault) -> int:
-        """How often, over all methods."""
+        """Return how often a fault occurred over all methods."""
         return sum(count for (_, kind), count in self.counts.items() if kind == fault)
 
 
 class FaultyLane:
-    """A psworker.transport.grpc.Lane over another one: `Client(lane=FaultyLane(lane,
-    Faults("*=-1:5%:5%:5%", seed)))`.
+    """A lane with faults over another lane: `Client(lane=FaultyLane(lane, Faults(...)))`.
 
-    A lost reply leaves nothing in the receiver, but where the server writes into the worker's
-    memory itself. Of a call that is carried out twice the first answer counts, as it does where
-    a network repeats requests; a push that leaves before it is complete is never repeated,
-    because its bytes are there once.
+    A lost reply leaves the receiver unchanged, except where the server writes into the worker's
+    memory. Of a repeated call the first answer counts. A push that is sent in parts is never
+    repeated.
     """
 
     def __init__(self, lane: Transport, faults: Faults) -> None:
@@ -214,7 +212,9 @@ class FaultyLane:
         unheard: Callable[[], object],
         again: Callable[[], object] | None = None,
     ) -> T:
-        """unheard: the call, whose answer goes nowhere; again: the same for the second time."""
+        """Make a call with its fault. unheard: the call without its answer; again: the repeated
+        call.
+        """
         fault = self.faults.draw(method, shard)
         if fault == "request lost":
             raise _lost(method, shard, fault)
@@ -228,7 +228,7 @@ class FaultyLane:
 
 
 def faulty_lane(servers: str, rules: str, seed: int = 0) -> FaultyLane:
-    """To the job of which `servers` ("HOST:PORT,...") are some, over gRPC."""
+    """Connect to the job of these servers ("HOST:PORT,...") over gRPC with faults."""
     addresses = discover(servers.split(","), CONNECT_SECONDS).addresses
     return FaultyLane(GrpcTransport(addresses), Faults(rules, seed))
 
@@ -238,14 +238,14 @@ def _lost(method: str, shard: int, fault: Fault) -> UnreachableError:
 
 
 def _nowhere(receiver: AnswerReceiver) -> AnswerReceiver:
-    """Takes what the other would, and tells nobody."""
+    """Return a receiver that discards the answer."""
     return AnswerReceiver(
         lambda result: [memoryview(bytearray(view.nbytes)) for view in receiver.views(result)]
     )
 
 
 def _without_memory_to_write(header: ps.PushPullHeader) -> ps.PushPullHeader:
-    """The same push; what is in the worker's memory stays that of the first answer."""
+    """Return the same push; the worker's memory stays that of the first answer."""
     copy = ps.PushPullHeader()
     copy.CopyFrom(header)
     if header.memory:

@@ -1,6 +1,4 @@
-"""ps-run with small stand-ins for the servers, the workers and the way to them: real processes
-that start at once.
-"""
+"""ps-run with stubs of servers, workers and connections: real processes that start at once."""
 
 import os
 import subprocess
@@ -11,8 +9,7 @@ from pathlib import Path
 
 LIMIT = 60.0
 
-# A server: binds, writes its port, ends with 0 when it is asked to or when the first server is
-# gone.
+# A server: binds, writes its port, exits with 0 on request or when the first server has exited.
 SERVER = r"""
 import os, socket, sys
 def flag(name):
@@ -44,7 +41,7 @@ with socket.create_server((host, int(port))) as listener:
             pass
 """
 
-# A spare server: says that it is there, and is told what to be.
+# A spare server: writes its PID and waits for its arguments.
 SPARE = r"""
 import json, os, runpy, sys
 from pathlib import Path
@@ -57,7 +54,7 @@ if line:
     runpy.run_path(str(here / "server.py"), run_name="__main__")
 """
 
-# A worker: the real way to run a script, without torch.
+# A worker: runs a script as ps-worker does, without torch.
 WORKER = r"""
 import sys
 from psworker.launch.script import Script, run
@@ -65,7 +62,7 @@ at = sys.argv.index("--")
 sys.exit(run(Script(sys.argv[at + 1], "-m" in sys.argv[:at], tuple(sys.argv[at + 2 :]))))
 """
 
-# ps-run with both of them.
+# ps-run with these stubs.
 RUN = r"""
 import functools, socket, sys
 from pathlib import Path
@@ -108,9 +105,7 @@ sys.exit(run_command(cli.COMMAND, start))
 
 
 class Bench:
-    """A folder with the stand-ins and scripts, and a TMPDIR of its own that must be empty in the
-    end.
-    """
+    """A folder with stubs, scripts and a TMPDIR, which must be empty at the end."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -150,7 +145,7 @@ class Bench:
 
 @contextmanager
 def bench_in(folder: Path) -> Iterator[Bench]:
-    """Nothing that was started there outlives it."""
+    """Yield a bench and kill its processes at the end."""
     bench = Bench(folder)
     yield bench
     for process in bench.running:

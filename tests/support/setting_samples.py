@@ -1,4 +1,4 @@
-"""A value of each setting that is not its default: as a flag has it, and as TOML."""
+"""A value of each setting that is not its default, as a flag and as TOML."""
 
 SAMPLES: dict[str, tuple[str, str]] = {
     "shard": ("1/2", '"1/2"'),

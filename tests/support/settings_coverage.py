@@ -1,4 +1,4 @@
-"""Which settings have a test that fails where the setting has no effect."""
+"""Settings that have a test which fails if the setting has no effect."""
 
 import ast
 from collections.abc import Callable, Iterator
@@ -10,28 +10,28 @@ Test = TypeVar("Test", bound=Callable[..., None])
 
 
 def server_setting(*keys: str) -> Callable[[Test], Test]:
-    """Marks a test of these settings of ps-server."""
+    """Mark a test of these settings of ps-server."""
     return lambda test: test
 
 
 def worker_setting(*keys: str) -> Callable[[Test], Test]:
-    """Marks a test of these settings of ps-worker."""
+    """Mark a test of these settings of ps-worker."""
     return lambda test: test
 
 
 def run_setting(*keys: str) -> Callable[[Test], Test]:
-    """Marks a test of these settings of ps-run."""
+    """Mark a test of these settings of ps-run."""
     return lambda test: test
 
 
 def settings_with_test(table: str) -> set[str]:
-    """The settings of the command `ps-<table>` that the marks in the whole test suite name."""
+    """Return the settings of `ps-<table>` that marks in the test suite name."""
     mark = f"{table}_setting"
     return {key for source in suite() if mark in source.text for key in _marked(source.tree, mark)}
 
 
 def _marked(tree: ast.Module, mark: str) -> Iterator[str]:
-    """Keys are literals, or `*TABLE` of an annotated dictionary of the same module."""
+    """Yield the keys of a mark: literals, or `*TABLE` of an annotated dictionary of the module."""
     for call in ast.walk(tree):
         if isinstance(call, ast.Call) and dotted(call.func) == mark:
             for key in call.args:

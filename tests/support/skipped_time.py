@@ -1,6 +1,4 @@
-"""Hours that pass for a client in a moment: what it gives up after a time it gives up at once,
-and nothing else.
-"""
+"""Simulated hours for a client: operations that end after a timeout end at once."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -17,7 +15,7 @@ def pushes(cluster: FakeCluster) -> list[ps.PushPullHeader]:
 
 
 def hour_skipper(client: Client) -> Callable[[], None]:
-    """What is called to let an hour pass, for this client."""
+    """Return a function that advances this client's clock by an hour."""
     lane, passed = client._connection.transport, [0.0]
     clock = lane.clock
     lane.clock = Clock(lambda: clock.now() + passed[0], clock.sleep)
@@ -30,7 +28,7 @@ def hour_skipper(client: Client) -> Callable[[], None]:
 
 @contextmanager
 def when_asked(cluster: FakeCluster, action: Callable[[], None]) -> Iterator[None]:
-    """It happens once another push has come."""
+    """Run the action when another push has arrived."""
     seen = len(pushes(cluster))
 
     def act() -> None:
@@ -46,7 +44,7 @@ def when_asked(cluster: FakeCluster, action: Callable[[], None]) -> Iterator[Non
 
 
 def lost_for(passes: Callable[[], None]) -> Callable[[], None]:
-    """A hook: the connection breaks, and that takes its time."""
+    """Return a hook that breaks the connection after `passes`."""
 
     def hook() -> None:
         passes()

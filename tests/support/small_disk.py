@@ -1,6 +1,4 @@
-"""A disk of a few MB that can be filled, freed and made read-only: a tmpfs, mounted while the
-`with` lasts.
-"""
+"""A small disk that can be filled, freed and made read-only: a tmpfs mounted in a context."""
 
 import errno
 import os
@@ -15,7 +13,7 @@ BLOCK = bytes(1 << 16)
 
 
 def missing(folder: Path) -> str:
-    """Why there can be no small disk here; empty if there can. folder: where one may be tried."""
+    """Return why a small disk cannot be mounted here; empty if it can. folder: place to try it."""
     if os.geteuid() != 0:
         return "needs root to mount a tmpfs"
     if not (shutil.which("mount") and shutil.which("umount")):
@@ -28,8 +26,9 @@ def missing(folder: Path) -> str:
 
 
 class SmallDisk:
-    """path: where it is mounted, made if need be. nbytes: its size. RuntimeError where the
-    system forbids it.
+    """A mounted tmpfs. path: mount point, created if needed; nbytes: size.
+
+    RuntimeError if the system forbids the mount.
     """
 
     def __init__(self, path: Path, nbytes: int) -> None:
@@ -47,7 +46,7 @@ class SmallDisk:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        # lazy: a process that still has a file there does not keep the mount
+        # lazy: open files do not prevent the unmount
         _run("umount", "--lazy", str(self.path))
 
     @property
@@ -56,8 +55,8 @@ class SmallDisk:
         return found.f_bavail * found.f_frsize
 
     def fill(self, leave: int = 0) -> None:
-        """Until no more than `leave` bytes are free. What others free meanwhile is theirs: call
-        it again.
+        """Fill the disk up to `leave` free bytes. Space that others free later needs another
+        call.
         """
         with open(self.path / FILLER, "ab", buffering=0) as filler:
             try:
@@ -68,13 +67,11 @@ class SmallDisk:
                     raise
 
     def free(self) -> None:
-        """What `fill` took is there again. Harmless to repeat."""
+        """Release the filled space. Can be repeated."""
         (self.path / FILLER).unlink(missing_ok=True)
 
     def read_only(self) -> None:
-        """Every write fails with EROFS. RuntimeError while somebody has a file there open for
-        writing.
-        """
+        """Make every write fail with EROFS. RuntimeError while a file is open for writing."""
         _run("mount", "-o", "remount,ro", str(self.path))
 
     def writable(self) -> None:

@@ -1,6 +1,4 @@
-"""A small GPT-2 without dropout: its blocks, its initial values, and its head tied to the
-embedding.
-"""
+"""A small GPT-2 without dropout, with tied embedding and output layer."""
 
 import torch
 from torch import Tensor, nn
@@ -43,7 +41,7 @@ class Gpt(nn.Module):
 
 
 def small_gpt() -> nn.Module:
-    """Always the same initial values: those of GPT-2's paper."""
+    """Return a model with fixed initial values as in GPT-2's paper."""
     model, generator = Gpt(), torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -55,12 +53,12 @@ def small_gpt() -> nn.Module:
 
 
 def loss_of(logits: Tensor, tokens: Tensor) -> Tensor:
-    """Of predicting each next token; every sample has as many."""
+    """Return the loss of predicting each next token; samples have equal lengths."""
     return F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
 
 
 def text(samples: int) -> Tensor:
-    """Tokens that follow one another by a rule, with noise."""
+    """Return noisy token sequences that follow a rule."""
     generator = torch.Generator().manual_seed(2)
     start = torch.randint(0, WORDS, (samples, 1), generator=generator)
     step = torch.randint(1, 4, (samples, 1), generator=generator)

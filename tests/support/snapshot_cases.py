@@ -1,6 +1,4 @@
-"""Small jobs whose snapshots the tests write, without any server: the tape as bytes, cut up as
-shards do.
-"""
+"""Small jobs whose snapshots tests write without servers."""
 
 from pathlib import Path
 
@@ -32,35 +30,33 @@ MIXED = ModelSpec(
 TINY = ModelSpec((TensorSpec("w", (600,), "float32"),), OptimizerSettings("sgd", ({"lr": 0.1},)))
 
 
-def tape_of(model: ModelSpec, seed: int) -> np.ndarray:
-    """Random bytes for every tensor (0 and 1 for bool), zeros for padding: uint8, as long as the
-    tape.
-    """
+def random_buffer(model: ModelSpec, seed: int) -> np.ndarray:
+    """Return a flat buffer of random bytes (0 and 1 for bool) with zeros as padding."""
     plan, rng = PartitionPlan(model, 1), np.random.default_rng(seed)
-    tape = np.zeros(plan.nbytes, np.uint8)
+    buffer = np.zeros(plan.nbytes, np.uint8)
     for index, spec in enumerate(model.tensors):
         start, stop = plan.extent(index)
-        tape[start:stop] = rng.integers(
+        buffer[start:stop] = rng.integers(
             0, 2 if spec.dtype == "bool" else 256, stop - start, np.uint8
         )
-    return tape
+    return buffer
 
 
-def typed(tape: np.ndarray, start: int, stop: int, dtype: str) -> torch.Tensor:
+def typed(buffer: np.ndarray, start: int, stop: int, dtype: str) -> torch.Tensor:
     tensor = torch.empty((stop - start) // ITEMSIZE[dtype], dtype=getattr(torch, dtype))
-    tensor.view(torch.uint8).numpy()[:] = tape[start:stop]
+    tensor.view(torch.uint8).numpy()[:] = buffer[start:stop]
     return tensor
 
 
 def shard_tensors(
     plan: PartitionPlan, shard: int, kinds: dict[str, np.ndarray]
 ) -> dict[str, torch.Tensor]:
-    """What a shard exports: weights of all roles, other kinds of trainable tensors only."""
+    """Return the exports of a shard: weights of all roles, other kinds of trainable tensors."""
     tensors: dict[str, torch.Tensor] = {}
-    for kind, tape in kinds.items():
+    for kind, buffer in kinds.items():
         for segment in plan.segments(plan.range(shard, "trainable")):
             tensors[f"{kind}@{segment.start}"] = typed(
-                tape, segment.start, segment.stop, segment.dtype
+                buffer, segment.start, segment.stop, segment.dtype
             )
     for role in ROLES[1:]:
         for piece in plan.slices(plan.range(shard, role)):
@@ -120,14 +116,14 @@ def save(
     shards: int,
     kinds: dict[str, np.ndarray],
 ) -> Path:
-    """A whole snapshot; returns its folder."""
+    """Write a complete snapshot; return its folder."""
     parts = write_parts(snapshots, version, model, shards, kinds)
     return snapshots.commit(manifest_of(version, model, parts))
 
 
 def save_tiny(snapshots: SnapshotDirectory, version: int, shards: int = 1) -> Path:
-    """A snapshot of one small tensor, different for each version."""
-    return save(snapshots, version, TINY, shards, {"weight": tape_of(TINY, version)})
+    """Write a snapshot of one small tensor that depends on the version."""
+    return save(snapshots, version, TINY, shards, {"weight": random_buffer(TINY, version)})
 
 
 def ranges(plan: PartitionPlan, shard: int) -> list[ByteRange]:

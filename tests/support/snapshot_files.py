@@ -1,4 +1,4 @@
-"""What lies in a data directory, and how to spoil it."""
+"""Files of data directories, and ways to damage them."""
 
 import tarfile
 from pathlib import Path
@@ -12,21 +12,21 @@ FIXTURES = Path(__file__).parents[1] / "fixtures" / "data_directories"
 
 
 def unpack(name: str, folder: Path) -> Path:
-    """A data directory of an earlier release, with files and folders only."""
-    with tarfile.open(FIXTURES / f"{name}.tar.xz") as archive:
-        archive.extractall(folder, filter="data")
+    """Extract a data directory of an earlier release."""
+    with tarfile.open(FIXTURES / f"{name}.tar.xz") as tar_file:
+        tar_file.extractall(folder, filter="data")
     return folder / name
 
 
 def stored(data_dir: Path, version: int) -> dict[str, Any]:
-    """The weights in a snapshot, by name."""
+    """Return the weights in a snapshot by name."""
     path = data_dir / f"{version}.safetensors"
     export(SnapshotDirectory(data_dir), version, path)
     return {name: tensor.numpy() for name, tensor in safetensors.torch.load_file(path).items()}
 
 
 def flip(path: Path) -> None:
-    """One bit in the middle of a file."""
+    """Flip one bit in the middle of a file."""
     raw = bytearray(path.read_bytes())
     raw[len(raw) // 2] ^= 1
     path.write_bytes(raw)

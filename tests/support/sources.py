@@ -1,4 +1,4 @@
-"""The repository's Python as the laws see it: parsed, never imported."""
+"""The repository's Python files, parsed but never imported."""
 
 import ast
 from collections.abc import Iterator
@@ -18,9 +18,9 @@ class Source:
     tree: ast.Module
 
     def imports(self) -> Iterator[tuple[str, int]]:
-        """Every module this one names, wherever in the file, as (absolute dotted name, line).
+        """Yield each imported module, also inside functions, as (absolute dotted name, line).
 
-        `from a import b` gives a.b as well as a, because b may be a module.
+        `from a import b` yields a.b and a, because b may be a module.
         """
         for node in ast.walk(self.tree):
             if isinstance(node, ast.Import):
@@ -31,14 +31,14 @@ class Source:
                 yield from ((f"{base}.{alias.name}", node.lineno) for alias in node.names)
 
     def calls(self) -> Iterator[tuple[str, int]]:
-        """Every call of a plain or dotted name, as (the name as written, line)."""
+        """Yield each call of a plain or dotted name as (name, line)."""
         for node in ast.walk(self.tree):
             if isinstance(node, ast.Call) and (name := dotted(node.func)):
                 yield name, node.lineno
 
     def called(self) -> set[str]:
-        """Dotted names that are called, with imported names spelt out: sleep(1) is time.sleep if
-        it came from there.
+        """Return called dotted names with imports resolved: sleep(1) is time.sleep if imported from
+        there.
         """
         bound = dict(self._bindings())
         return {
@@ -47,7 +47,7 @@ class Source:
         }
 
     def functions(self) -> Iterator[tuple[str, int]]:
-        """Every function and method, nested ones too, as (name, lines without its docstring)."""
+        """Yield each function as (name, lines without docstring), including nested ones."""
         for node in ast.walk(self.tree):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 lines = (node.end_lineno or node.lineno) - node.lineno + 1
@@ -80,7 +80,7 @@ def docstring_lines(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
 
 
 def dotted(node: ast.expr) -> str:
-    """a.b.c of such an expression, else an empty text."""
+    """Return a.b.c for such an expression, else an empty text."""
     if isinstance(node, ast.Name):
         return node.id
     if isinstance(node, ast.Attribute) and (base := dotted(node.value)):
@@ -90,18 +90,18 @@ def dotted(node: ast.expr) -> str:
 
 @cache
 def packages() -> tuple[Source, ...]:
-    """All that we ship, without generated code."""
+    """Return all shipped sources without generated code."""
     return tuple(source for folder in PACKAGES for source in _below(folder))
 
 
 @cache
 def suite() -> tuple[Source, ...]:
-    """The test suite."""
+    """Return the sources of the test suite."""
     return tuple(_below("tests"))
 
 
 def parse(text: str, path: str = "psserver/example.py") -> Source:
-    """A source that a test makes up."""
+    """Return a source from a text."""
     parts = Path(path).with_suffix("").parts
     names = [part for part in parts if part not in ("common", "__init__")]
     return Source(Path(path), ".".join(names), text, ast.parse(text))

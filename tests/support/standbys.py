@@ -1,4 +1,4 @@
-"""Standbys in the test's process, which follow real servers and are never primary."""
+"""Standbys in the test's process that follow real servers and never become primary."""
 
 import threading
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ from tests.support.workers import until
 
 
 class RunningStandby:
-    """A standby of this server, from entering to leaving. settings: others than its own."""
+    """A standby of this server in a context. settings: replace those of the server."""
 
     def __init__(self, primary: Server, **settings: Any) -> None:
         self.primary = primary
@@ -54,47 +54,46 @@ class RunningStandby:
 
 @contextmanager
 def silent_standby(server: Server) -> Iterator[threading.Event]:
-    """Acknowledges the whole state and every beat, and no record after that, until the event is
-    set.
-    """
-    heard, done, speaking = [0], threading.Event(), threading.Event()
+    """Acknowledge the state and every heartbeat, but no further record until the event is set."""
+    newest_number, done, is_acknowledging = [0], threading.Event(), threading.Event()
 
-    def words() -> Iterator[pb.ReplicateRequest]:
+    def requests() -> Iterator[pb.ReplicateRequest]:
         yield pb.ReplicateRequest(shard=0, shards=1, instance="silent", address="nowhere:1")
         while not done.wait(0.05):
-            if server.replicator.state == "loading" or speaking.is_set():
-                yield pb.ReplicateRequest(received=heard[0])
+            if server.replicator.state == "loading" or is_acknowledging.is_set():
+                yield pb.ReplicateRequest(received=newest_number[0])
             else:
                 yield pb.ReplicateRequest(received=0)
 
-    def listen(call: Any) -> None:
+    def receive(call: Any) -> None:
         try:
             for message in call:
-                heard[0] = max(heard[0], message.number)
+                newest_number[0] = max(newest_number[0], message.number)
         except Exception:
             assert done.is_set()
 
     with closing(open_channel(server.address)) as channel:
-        call = StandbyServiceStub(channel).Replicate(words())
-        listener = threading.Thread(target=listen, args=(call,))
-        listener.start()
+        call = StandbyServiceStub(channel).Replicate(requests())
+        receiver = threading.Thread(target=receive, args=(call,))
+        receiver.start()
         try:
             until(lambda: server.replicator.state == "in sync", "in sync")
-            yield speaking
+            yield is_acknowledging
         finally:
             done.set()
             call.cancel()
-            listener.join()
+            receiver.join()
 
 
 def standby_state(following: RunningStandby) -> StandbyState:
+    """Return the state of a standby."""
     found = following.standby._standby_state
     assert found is not None
     return found
 
 
 def has_same_state(following: RunningStandby) -> bool:
-    """Has the standby what its primary has?"""
+    """Return whether the standby has the state of its primary."""
     engine, replica = following.primary.engine, standby_state(following).shard_state
     assert engine.live.store is not None
     assert replica.store is not None

@@ -1,6 +1,4 @@
-"""All shards of a job as plain objects, fed as a client would feed them, and a plain torch
-process to compare with.
-"""
+"""All shards of a job as plain objects, and one torch process for comparison."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -18,14 +16,12 @@ from psserver.parameters.store import ParameterStore
 Named = Mapping[str, Tensor]
 SGD = OptimizerSettings("sgd", ({"lr": 1.0},))
 GARBAGE = 0xFF
-"""What padding is filled with: NaN in every floating dtype. It must never be seen in a result."""
+"""Padding byte: NaN in every floating dtype. It must not reach a result."""
 
 
 @pytest.fixture
 def one_thread() -> Iterator[None]:
-    """Small tensors are slower on several threads than on one, and most of all beside other
-    tests.
-    """
+    """Use one thread: small tensors are slower on several, mainly beside other tests."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -33,9 +29,7 @@ def one_thread() -> Iterator[None]:
 
 
 class Shards:
-    """`shards` stores of one job. Tensors go in and come out by name, with the shapes of the
-    model.
-    """
+    """Stores of one job. Tensors are given and returned by name, in the shapes of the model."""
 
     def __init__(self, spec: ModelSpec, shards: int, team: ThreadTeam = ALONE) -> None:
         self.plan = PartitionPlan(spec, shards)
@@ -48,13 +42,11 @@ class Shards:
             store.release(staging)
 
     def stage(self, values: Named, groups: Any = None, initial: bool = False) -> list[Staging]:
-        """One worker's push to every shard: gradients and buffers by name; trainable ones left
-        out are absent.
-        """
-        tape = torch.full((self.plan.nbytes,), GARBAGE, dtype=torch.uint8)
+        """Stage one push on every shard; trainable tensors that are missing count as absent."""
+        buffer = torch.full((self.plan.nbytes,), GARBAGE, dtype=torch.uint8)
         for name, value in values.items():
             extent, _ = self.extents[name]
-            tape[extent.start : extent.stop] = value.contiguous().view(-1).view(torch.uint8)
+            buffer[extent.start : extent.stop] = value.contiguous().view(-1).view(torch.uint8)
         tensors = self.plan.spec.tensors
         absent = [
             i for i, t in enumerate(tensors) if t.role == "trainable" and t.name not in values
@@ -62,7 +54,7 @@ class Shards:
         stagings = [store.allocate_staging(absent, initial) for store in self.stores]
         for shard, staging in enumerate(stagings):
             staging.groups = groups
-            fill(staging.views, self._wire(tape, shard, absent, initial))
+            fill(staging.views, self._wire(buffer, shard, absent, initial))
         return stagings
 
     def apply(self, pushes: Sequence[list[Staging]], samples: Sequence[int]) -> None:
@@ -76,7 +68,7 @@ class Shards:
         self.apply([self.stage(push, groups) for push in pushes], samples or [1] * len(pushes))
 
     def weights(self) -> dict[str, Tensor]:
-        tape = torch.zeros(self.plan.nbytes, dtype=torch.uint8)
+        buffer = torch.zeros(self.plan.nbytes, dtype=torch.uint8)
         for shard, store in enumerate(self.stores):
             reading = store.read(everything=True)
             wire = b"".join(reading.views())
@@ -84,12 +76,12 @@ class Shards:
             for role in ("buffer", "trainable", "frozen"):
                 span = self.plan.range(shard, role)
                 part, wire = wire[: span.nbytes], wire[span.nbytes :]
-                tape[span.start : span.stop] = (
+                buffer[span.start : span.stop] = (
                     torch.frombuffer(bytearray(part), dtype=torch.uint8) if part else 0
                 )
             assert not wire
         return {
-            name: tape[extent.start : extent.stop]
+            name: buffer[extent.start : extent.stop]
             .view(getattr(torch, t.dtype))
             .view(t.shape)
             .clone()
@@ -100,18 +92,20 @@ class Shards:
         merged = {index: count for store in self.stores for index, count in store.steps().items()}
         return {self.plan.spec.tensors[index].name: count for index, count in merged.items()}
 
-    def _wire(self, tape: Tensor, shard: int, absent: list[int], initial: bool) -> Iterator[bytes]:
+    def _wire(
+        self, buffer: Tensor, shard: int, absent: list[int], initial: bool
+    ) -> Iterator[bytes]:
         yield from (
-            tape[span.start : span.stop].numpy().tobytes()
+            buffer[span.start : span.stop].numpy().tobytes()
             for span in self.plan.without(self.plan.range(shard, "trainable"), absent)
         )
         for role in ("buffer", "frozen") if initial else ("buffer",):
             span = self.plan.range(shard, role)
-            yield tape[span.start : span.stop].numpy().tobytes()
+            yield buffer[span.start : span.stop].numpy().tobytes()
 
 
 def fill(views: list[memoryview], wire: Iterator[bytes]) -> None:
-    """The bytes of the wire into the views, one after another; both must end together."""
+    """Copy the wire bytes into the views; both must end together."""
     data = b"".join(wire)
     for view in views:
         view[:] = data[: len(view)]
@@ -120,9 +114,7 @@ def fill(views: list[memoryview], wire: Iterator[bytes]) -> None:
 
 
 class Plain:
-    """One ordinary torch process with torch's default implementation: what the shards are
-    compared with.
-    """
+    """One torch process with torch's own implementation, for comparison with the shards."""
 
     def __init__(
         self, cls: type[torch.optim.Optimizer], spec: ModelSpec, values: Named, **arguments: Any
@@ -136,19 +128,19 @@ class Plain:
         self.optimizer = cls(groups, **arguments)
 
     def step(self, *pushes: Named, samples: Sequence[int] = (), groups: Any = None) -> None:
-        """The mean of the gradients, summed in order; one that is missing counts as zero, if not
-        all are.
+        """Apply the mean of the gradients, summed in order; missing ones count as zero unless all
+        are missing.
         """
         counts = samples or [1] * len(pushes)
         for name, weight in self.weights.items():
-            held = [
+            weighted = [
                 (push[name], n / sum(counts))
                 for push, n in zip(pushes, counts, strict=True)
                 if name in push
             ]
             weight.grad = (
-                sum((g * factor for g, factor in held[1:]), held[0][0] * held[0][1])
-                if held
+                sum((g * factor for g, factor in weighted[1:]), weighted[0][0] * weighted[0][1])
+                if weighted
                 else None
             )
         for group, changed in zip(self.optimizer.param_groups, groups or [], strict=False):
@@ -157,7 +149,9 @@ class Plain:
 
 
 def model(*tensors: tuple[Any, ...], optimizer: OptimizerSettings) -> ModelSpec:
-    """Tensors as (shape, dtype) or (shape, dtype, role or group), named t0, t1, ..."""
+    """Return a model of tensors (shape, dtype) or (shape, dtype, role or group), named t0,
+    t1, ...
+    """
     specs = []
     for number, (shape, dtype, *rest) in enumerate(tensors):
         role = rest[0] if rest and isinstance(rest[0], str) else "trainable"
@@ -169,7 +163,7 @@ def model(*tensors: tuple[Any, ...], optimizer: OptimizerSettings) -> ModelSpec:
 def noise(
     spec: ModelSpec, seed: int, scale: float = 1.0, roles: Sequence[str] = ("trainable",)
 ) -> dict[str, Tensor]:
-    """A value for each tensor of these roles, the same for the same seed."""
+    """Return random values for each tensor of these roles, the same for the same seed."""
     generator = torch.Generator().manual_seed(seed)
     return {
         t.name: _random(t, generator).mul(scale).to(getattr(torch, t.dtype))

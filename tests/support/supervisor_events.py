@@ -1,4 +1,4 @@
-"""Events for the supervisor of ps-run, and what it answers."""
+"""Events of ps-run's supervisor and its actions, as text."""
 
 from psworker.launch.events import (
     Action,
@@ -28,8 +28,8 @@ bound s1     |
 
 
 def play(transcript: str, *, durable: bool) -> RunOutcome | None:
-    """Feeds the events on the left; the actions must be those on the right. Returns the outcome,
-    if it came to one.
+    """Feed the events on the left; the actions must be those on the right. Return the outcome, if
+    any.
     """
     machine = Supervisor(2, 2, max_restarts=2, durable=durable, grace=5.0)
     now, outcome = 1000.0, None

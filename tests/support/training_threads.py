@@ -1,4 +1,4 @@
-"""Scripts of several workers at once: in a simulated cluster, or as threads against real
+"""Scripts of several concurrent workers, in a simulated cluster or as threads against real
 servers.
 """
 
@@ -16,12 +16,13 @@ from tests.support.workers import DEADLINE, together
 T = TypeVar("T")
 
 Script = Callable[[Job], T]
-"""What one worker does; job.rank tells which."""
+"""Function of one worker; job.rank is its rank."""
 
 
 def simulated(workers: int, script: Script[T], **settings: Any) -> list[T]:
-    """The script on `workers` workers that take turns; what each returned. settings:
-    ServerConfig's.
+    """Run the script on simulated workers that take turns; return their results.
+
+    settings: of ServerConfig.
     """
     config = ServerConfig(**{"min_workers": workers, "lease": 1e6, **settings})
     cluster = SimulatedCluster(config, workers)
@@ -40,7 +41,7 @@ def simulated(workers: int, script: Script[T], **settings: Any) -> list[T]:
 
 
 def real(address: str, workers: int, script: Script[T]) -> list[T]:
-    """The script on `workers` workers at the same time over gRPC; what each returned."""
+    """Run the script on concurrent workers over gRPC; return their results."""
 
     def run(rank: int) -> T:
         with connect(

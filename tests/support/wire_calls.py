@@ -18,7 +18,7 @@ WAIT = 20.0
 
 @pytest.fixture
 def channel() -> Iterator[Callable[[str], grpc.Channel]]:
-    """Opens channels; they are closed at the end."""
+    """Yield a function that opens channels; close them afterwards."""
     opened: list[grpc.Channel] = []
 
     def make(address: str) -> grpc.Channel:
@@ -34,9 +34,7 @@ Open = Callable[[str], grpc.Channel]
 
 
 def reason_of(failure: grpc.RpcError) -> tuple[str, str, set[str]]:
-    """Canonical code, ErrorInfo's reason, and the kinds of all details that came with a failed
-    call.
-    """
+    """Return the status code, the reason and the kinds of details of a failed call."""
     call = cast(grpc.Call, failure)
     found = rpc_status.from_call(call)
     assert found is not None, f"no google.rpc.Status came with: {call.details()}"
@@ -54,13 +52,13 @@ def reason_of(failure: grpc.RpcError) -> tuple[str, str, set[str]]:
 
 
 def exchange(channel: grpc.Channel, frames: Iterable[bytes]) -> Iterator[bytes]:
-    """A raw Exchange."""
+    """Make a raw Exchange."""
     call: grpc.StreamStreamMultiCallable[bytes, bytes] = channel.stream_stream(EXCHANGE)
     return call(iter(frames), timeout=WAIT)
 
 
 def serve(programs: Programs, start: Callable[..., Program], *flags: object) -> tuple[Program, str]:
-    """A ps-server on a free port, and its address. start: one of programs' ways to."""
+    """Start a ps-server on a free port; return it and its address. start: method of `programs`."""
     server = start("ps-server", "--bind", "127.0.0.1:0", "--port-file", "port", *flags)
     port = programs.folder / "port"
     until(port.exists, "a port")

@@ -1,6 +1,4 @@
-"""Workers as threads of the test's process, against real servers: small trainings whose results
-can be compared.
-"""
+"""Worker threads of the test's process against real servers, with small comparable trainings."""
 
 import threading
 import time
@@ -25,31 +23,29 @@ DEADLINE = 30.0
 POLL = 0.01
 
 OUTLIVED = 4 * MIN_PAUSE_SECONDS
-"""A lease that heartbeats keep on a machine that stands still now and then: a server knows of
-its longer pauses.
-"""
+"""A lease that heartbeats renew despite short pauses; servers know their longer pauses."""
 
 VERSIONS = 15
-"""Updates of a whole `training` with two workers: 3 epochs of 10 batches."""
+"""Updates of a complete `training` with two workers: 3 epochs of 10 batches."""
 
 
 def connected(address: str, rank: int | None = None, **options: Any) -> Client:
-    """A Client with the patience of a test."""
+    """Return a Client with the timeouts of tests."""
     return Client(
         address, rank=rank, **{"connect_timeout": 10.0, "wait_timeout": DEADLINE, **options}
     )
 
 
 def together(*parts: Callable[[], T]) -> list[T]:
-    """Runs them at the same time, each in a thread of its own; their results in order, or the
-    first error.
+    """Run functions concurrently in threads; return their results in order or raise the first
+    error.
     """
     with ThreadPoolExecutor(len(parts)) as pool:
         return [future.result(2 * DEADLINE) for future in [pool.submit(part) for part in parts]]
 
 
 def until(condition: Callable[[], T], what: str, seconds: float = DEADLINE) -> T:
-    """The condition's value as soon as it is true."""
+    """Return the condition's value as soon as it is true."""
     deadline, pause = time.monotonic() + seconds, threading.Event()
     while not (value := condition()):
         assert time.monotonic() < deadline, f"after {seconds:.0f} s: not {what}"
@@ -57,13 +53,13 @@ def until(condition: Callable[[], T], what: str, seconds: float = DEADLINE) -> T
     return value
 
 
-# ---- counting: every push takes 1 from every number, so the weights say how many have counted, on
+# ---- counting: each push subtracts 1 from every weight, so weights show how many have counted ----
 
 ONES = {"a": np.ones((3, 40), np.float32), "b": np.ones(100, np.float32)}
 
 
 def counter(address: str, rank: int | None = None, **options: Any) -> Client:
-    """A client whose model is all zeros and loses what is pushed: SGD with learning rate 1."""
+    """Return a client whose model starts at zero and subtracts pushes: SGD with learning rate 1."""
     client = connected(address, rank, **options)
     client.register(
         {name: np.zeros_like(one) for name, one in ONES.items()}, OptimizerSpec("sgd", lr=1.0)
@@ -72,13 +68,13 @@ def counter(address: str, rank: int | None = None, **options: Any) -> Client:
 
 
 def count(client: Client, steps: int = 1) -> None:
-    """So many pushes of one each."""
+    """Push ones `steps` times."""
     for _ in range(steps):
         assert client.push(ONES).status == "applied"
 
 
 def counted(weights: dict[str, Any]) -> int:
-    """How many pushes are in there; AssertionError where two numbers disagree."""
+    """Return the number of counted pushes; AssertionError if two weights differ."""
     values = {
         float(-number) for array in weights.values() for number in np.unique(np.asarray(array))
     }
@@ -86,11 +82,12 @@ def counted(weights: dict[str, Any]) -> int:
     return int(values.pop())
 
 
-# ---- a training with everything that has to survive a restart, but for dropout (threads share torc
+# ---- a training with all state that must survive a restart, except dropout (a shared generator)
+# ----
 
 
 def network() -> nn.Sequential:
-    """Always the same initial weights, whatever other threads draw."""
+    """Return a model with fixed initial weights, independent of other threads."""
     model = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 3))
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -112,11 +109,9 @@ def training(
     stop_at: int = VERSIONS,
     each: Callable[[Job], object] = lambda job: None,
 ) -> int:
-    """One worker's script, from wherever the job stands to version `stop_at`; returns that
-    version.
+    """Run one worker's script up to version `stop_at`; return the version.
 
-    Adam with a scheduler that changes the learning rate at every step. each: called after every
-    step.
+    Adam with a learning rate that changes at each step. each: called after each step.
     """
     with psworker.connect(
         address, rank=rank, device="cpu", connect_timeout=10.0, wait_timeout=DEADLINE
@@ -137,20 +132,20 @@ def training(
 
 
 def train(address: str, workers: int = 2, **options: Any) -> list[int]:
-    """`training` by several workers at the same time."""
+    """Run `training` on several concurrent workers."""
     return together(
         *[lambda rank=rank: training(address, rank, **options) for rank in range(workers)]
     )
 
 
 def weights_of(address: str) -> dict[str, Any]:
-    """The job's weights, buffers and all, as an observer gets them."""
+    """Return the job's weights and buffers as an observer gets them."""
     with connected(address, observe=True) as client:
         return client.pull()
 
 
 def digest(address: str) -> str:
-    """As in ps-run's summary."""
+    """Return the digest of ps-run's summary."""
     return weights_sha256(weights_of(address))
 
 
@@ -160,5 +155,5 @@ def status(address: str) -> dict[str, Any]:
 
 
 def snapshots(address: str) -> Sequence[int]:
-    """Versions that are complete on disk."""
+    """Return the versions that are complete on disk."""
     return [row["version"] for row in status(address)["snapshots"]]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.support.machine_time import LONGEST, LOOK, Standstills
+from tests.support.machine_time import PAUSE_SECONDS, POLL_SECONDS, Standstills
 
 BEGAN = 100.0
 
@@ -20,10 +20,10 @@ BEGAN = 100.0
 )
 def test_a_pause_of_the_machine_is_left_out(since: float, to: float, seconds: float) -> None:
     machine = Standstills(BEGAN)
-    looks = [BEGAN + LOOK * number for number in range(1, 101)]  # until 102
-    looks += [107.0 + LOOK * number for number in range(200)]
+    looks = [BEGAN + POLL_SECONDS * number for number in range(1, 101)]  # until 102
+    looks += [107.0 + POLL_SECONDS * number for number in range(200)]
     for now in looks:
-        machine.look(now)
+        machine.observe(now)
 
     assert machine.running(since, to) == pytest.approx(seconds)
 
@@ -31,6 +31,6 @@ def test_a_pause_of_the_machine_is_left_out(since: float, to: float, seconds: fl
 def test_short_delays_of_a_busy_machine_count() -> None:
     machine = Standstills(BEGAN)
     for number in range(1, 100):
-        machine.look(BEGAN + 0.9 * LONGEST * number)
+        machine.observe(BEGAN + 0.9 * PAUSE_SECONDS * number)
 
     assert machine.running(BEGAN, BEGAN + 5.0) == 5.0

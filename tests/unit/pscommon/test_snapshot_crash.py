@@ -16,7 +16,7 @@ import torch
 from pscommon.core.errors import SnapshotError
 from pscommon.snapshot import SnapshotDirectory, SnapshotReader
 from pscommon.snapshot.atomic_files import AtomicFiles
-from tests.support.snapshot_cases import TINY, save_tiny, tape_of
+from tests.support.snapshot_cases import TINY, random_buffer, save_tiny
 
 
 class PowerCutError(Exception):
@@ -107,7 +107,7 @@ def loads(data_dir: Path) -> int:
     snapshots.sweep(1)
     manifest = snapshots.newest_valid().manifest
     assert manifest is not None
-    expected = tape_of(TINY, manifest.version)
+    expected = random_buffer(TINY, manifest.version)
     got = np.zeros_like(expected)
     assert SnapshotReader(snapshots, manifest).read("weight", 0, len(got), got.data)
     assert got.tobytes() == expected.tobytes()

@@ -10,7 +10,7 @@ import pytest
 
 from pscommon.core.errors import SnapshotError
 from pscommon.snapshot import SnapshotDirectory
-from tests.support.snapshot_cases import MIXED, save, save_tiny, tape_of
+from tests.support.snapshot_cases import MIXED, random_buffer, save, save_tiny
 
 
 @pytest.fixture
@@ -168,7 +168,13 @@ def test_an_unreadable_snapshot_is_an_error_with_its_path(snapshots: SnapshotDir
 
 def test_a_large_snapshot_is_valid(tmp_path: Path) -> None:
     snapshots = SnapshotDirectory(tmp_path)
-    save(snapshots, 5, MIXED, 3, {"weight": tape_of(MIXED, 1), "exp_avg": tape_of(MIXED, 2)})
+    save(
+        snapshots,
+        5,
+        MIXED,
+        3,
+        {"weight": random_buffer(MIXED, 1), "exp_avg": random_buffer(MIXED, 2)},
+    )
 
     assert SnapshotDirectory(tmp_path).verify(5) == []
 

@@ -11,7 +11,14 @@ from pscommon.core.errors import SnapshotError
 from pscommon.core.model_spec import ModelSpec, OptimizerSettings, Role, TensorSpec
 from pscommon.core.partition import PartitionPlan
 from pscommon.snapshot import SnapshotDirectory, export
-from tests.support.snapshot_cases import MIXED, manifest_of, save, shard_tensors, tape_of, typed
+from tests.support.snapshot_cases import (
+    MIXED,
+    manifest_of,
+    random_buffer,
+    save,
+    shard_tensors,
+    typed,
+)
 
 
 class Net(torch.nn.Module):
@@ -72,8 +79,8 @@ def test_plain_torch_loads_the_file_into_the_model(tmp_path: Path, shards: int) 
 
 
 def test_names_shapes_dtypes_and_bytes_are_the_registered_ones(tmp_path: Path) -> None:
-    snapshots, buffer = SnapshotDirectory(tmp_path), tape_of(MIXED, 3)
-    save(snapshots, 4, MIXED, 2, {"weight": buffer, "exp_avg": tape_of(MIXED, 4)})
+    snapshots, buffer = SnapshotDirectory(tmp_path), random_buffer(MIXED, 3)
+    save(snapshots, 4, MIXED, 2, {"weight": buffer, "exp_avg": random_buffer(MIXED, 4)})
     export(snapshots, 4, tmp_path / "model.safetensors")
     loaded = safetensors.torch.load_file(tmp_path / "model.safetensors")
 
@@ -92,7 +99,7 @@ def test_names_shapes_dtypes_and_bytes_are_the_registered_ones(tmp_path: Path) -
 
 def test_an_existing_file_is_replaced_and_nothing_else_is_left(tmp_path: Path) -> None:
     snapshots, folder = SnapshotDirectory(tmp_path / "data"), tmp_path / "out"
-    save(snapshots, 4, MIXED, 2, {"weight": tape_of(MIXED, 3)})
+    save(snapshots, 4, MIXED, 2, {"weight": random_buffer(MIXED, 3)})
     folder.mkdir()
     target = folder / "model.safetensors"
     target.write_bytes(b"old")
@@ -109,7 +116,7 @@ def plain_file(folder: Path) -> Path:
 
 
 def test_a_damaged_snapshot_is_not_exported(tmp_path: Path) -> None:
-    folder = save(SnapshotDirectory(tmp_path), 4, MIXED, 1, {"weight": tape_of(MIXED, 3)})
+    folder = save(SnapshotDirectory(tmp_path), 4, MIXED, 1, {"weight": random_buffer(MIXED, 3)})
     part = next(folder.glob("*.safetensors"))
     part.write_bytes(bytes(part.stat().st_size))
 
@@ -121,7 +128,7 @@ def test_a_damaged_snapshot_is_not_exported(tmp_path: Path) -> None:
 @pytest.mark.parametrize("target", ["data", "no/such/folder/model.safetensors"])
 def test_an_unwritable_place_is_an_error_with_its_path(tmp_path: Path, target: str) -> None:
     snapshots = SnapshotDirectory(tmp_path / "data")
-    save(snapshots, 4, MIXED, 1, {"weight": tape_of(MIXED, 3)})
+    save(snapshots, 4, MIXED, 1, {"weight": random_buffer(MIXED, 3)})
 
     with pytest.raises(SnapshotError, match=f"cannot write {tmp_path / target}"):
         export(snapshots, 4, tmp_path / target)
@@ -133,7 +140,7 @@ def test_a_name_that_the_format_reserves_is_refused_with_a_remedy(tmp_path: Path
         (TensorSpec("__metadata__", (2,), "float32"),), OptimizerSettings("sgd", ({"lr": 0.1},))
     )
     snapshots = SnapshotDirectory(tmp_path)
-    save(snapshots, 3, spec, 1, {"weight": tape_of(spec, 3)})
+    save(snapshots, 3, spec, 1, {"weight": random_buffer(spec, 3)})
 
     with pytest.raises(
         SnapshotError, match=r"a tensor is named __metadata__, which the format reserves\. Try: "

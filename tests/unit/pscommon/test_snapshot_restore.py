@@ -18,15 +18,15 @@ from tests.support.snapshot_cases import (
     MIXED,
     TINY,
     manifest_of,
+    random_buffer,
     ranges,
     save,
     shard_tensors,
-    tape_of,
     write_part,
     write_parts,
 )
 
-WEIGHT, MOMENT = tape_of(MIXED, 1), tape_of(MIXED, 2)
+WEIGHT, MOMENT = random_buffer(MIXED, 1), random_buffer(MIXED, 2)
 VERSION = 1200
 
 
@@ -241,7 +241,7 @@ def test_a_safetensors_file_that_is_no_part_is_refused(tmp_path: Path) -> None:
 
 def test_a_part_that_changed_between_write_and_commit_is_not_committed(tmp_path: Path) -> None:
     snapshots = SnapshotDirectory(tmp_path)
-    parts = write_parts(snapshots, 1, TINY, 2, {"weight": tape_of(TINY, 1)})
+    parts = write_parts(snapshots, 1, TINY, 2, {"weight": random_buffer(TINY, 1)})
     (snapshots.path(1) / parts[1].file).write_bytes(b"short")
 
     with pytest.raises(SnapshotError, match="5 bytes, its shard wrote"):
@@ -251,7 +251,7 @@ def test_a_part_that_changed_between_write_and_commit_is_not_committed(tmp_path:
 
 def test_a_snapshot_without_any_local_part_is_not_committed(tmp_path: Path) -> None:
     parts = write_parts(
-        SnapshotDirectory(tmp_path / "one"), 1, TINY, 2, {"weight": tape_of(TINY, 1)}
+        SnapshotDirectory(tmp_path / "one"), 1, TINY, 2, {"weight": random_buffer(TINY, 1)}
     )
 
     with pytest.raises(SnapshotError, match="holds none of the parts of version 1"):

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from pscommon.snapshot import SnapshotDirectory
-from tests.support.snapshot_cases import TINY, save_tiny, tape_of, write_part
+from tests.support.snapshot_cases import TINY, random_buffer, save_tiny, write_part
 
 
 def with_versions(tmp_path: Path, *versions: int) -> SnapshotDirectory:
@@ -22,7 +22,7 @@ def damage(snapshots: SnapshotDirectory, version: int) -> None:
 
 
 def unfinished(snapshots: SnapshotDirectory, version: int) -> None:
-    write_part(snapshots, version, TINY, 0, 2, {"weight": tape_of(TINY, version)})
+    write_part(snapshots, version, TINY, 0, 2, {"weight": random_buffer(TINY, version)})
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from psserver.core.job.settings import WorkerLossMode
 from psserver.core.shard.state_machine import MAX_EVICTED_WORKERS, ShardMachine
 from psserver.core.workers.members import WorkerState
 from psserver.core.workers.membership import WORKERS_PER_GENERATION, Membership
-from tests.support.replayed_job import MODEL, Job, whole
+from tests.support.replayed_job import MODEL, Job, full_state
 
 JOINS = 2000
 
@@ -51,7 +51,7 @@ def test_a_restart_and_a_standby_forget_the_same_departed_workers() -> None:
     standby.become(json.loads(json.dumps(again.whole())), MODEL, job.now)
 
     assert job.coordinator.membership.run.forgotten.states[WorkerState.LEFT] > 0
-    assert whole(again) == whole(job.coordinator)
+    assert full_state(again) == full_state(job.coordinator)
     assert json.dumps(standby.state()) == json.dumps(again.state())
     assert standby.membership.counts() == again.membership.counts()
 

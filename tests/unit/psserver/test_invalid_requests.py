@@ -25,7 +25,7 @@ from psserver.core.coordinator.machine import CoordinatorMachine
 from psserver.core.job.policy import Policy, policy
 from psserver.core.workers.members import Member
 from tests.sim import invalid_requests as absurd
-from tests.support.replayed_job import Job, whole
+from tests.support.replayed_job import Job, full_state
 
 LOOP = LoopSpec(0, size=9, batch_size=1, epochs=3)
 STREAM = StreamSpec(1, sources=2, batch_size=3, epochs=2)
@@ -49,7 +49,7 @@ def test_invalid_requests_are_refused_and_a_replay_reaches_the_same_state(
         except PSError:
             pass
 
-    assert whole(job.replayed()) == whole(job.coordinator)
+    assert full_state(job.replayed()) == full_state(job.coordinator)
 
 
 @settings(max_examples=100)
@@ -71,7 +71,7 @@ def test_commands_that_bypassed_the_checks_replay_to_the_same_state(
         job.book.write(recorded)
         replay(job.coordinator, [recorded])
 
-    assert whole(job.replayed()) == whole(job.coordinator)
+    assert full_state(job.replayed()) == full_state(job.coordinator)
 
 
 class FaultyError(CoordinatorMachine):
@@ -104,7 +104,7 @@ def test_an_unexpected_error_leaves_the_same_state_live_and_after_replay() -> No
     )
 
     assert failed == ["report_metrics: planted"]
-    assert whole(again) == whole(job.coordinator)
+    assert full_state(again) == full_state(job.coordinator)
     assert again.version == 2
 
 
@@ -132,10 +132,10 @@ def test_a_replay_refuses_a_command_of_a_newer_release() -> None:
 
 def refusal_reason(job: Job, command: Command[Any]) -> str:
     """Return the reason of a refusal that changes nothing and is not recorded."""
-    before, lines = whole(job.coordinator), len(job.book.lines)
+    before, lines = full_state(job.coordinator), len(job.book.lines)
     with pytest.raises(InvalidRequestError) as caught:
         job.recorder.do(command, job.now)
-    assert (whole(job.coordinator), len(job.book.lines)) == (before, lines)
+    assert (full_state(job.coordinator), len(job.book.lines)) == (before, lines)
     return caught.value.reason
 
 
@@ -186,7 +186,7 @@ def test_an_invalid_push_is_rejected_before_anything_is_applied(name: str, row: 
     reason = "STALE" if "base" in UNFIT[name] else "INVALID_REQUEST"
     assert [(entry.key, entry.reason) for entry in rejected] == [(push.key, reason)]
     assert job.coordinator.version == version
-    assert whole(job.replayed()) == whole(job.coordinator)
+    assert full_state(job.replayed()) == full_state(job.coordinator)
     job.seqs[first] = 2
     job.push(first), job.push(second)
     assert job.coordinator.version > version
@@ -207,7 +207,7 @@ def test_an_invalid_push_during_a_reshard_is_rejected_after_it() -> None:
 
     assert job.coordinator.move is None
     assert [type(entry) for entry in entries] == [Reject]
-    assert whole(job.replayed()) == whole(job.coordinator)
+    assert full_state(job.replayed()) == full_state(job.coordinator)
 
 
 def test_a_push_of_a_departed_worker_is_fenced_whatever_its_base() -> None:

@@ -10,7 +10,7 @@ from pscommon.core.errors import InvalidRequestError
 from pscommon.core.log_entries import BatchKey
 from psserver.core.job.policy import policy
 from psserver.core.job.settings import JobRules
-from tests.support.ledger_workers import Crew
+from tests.support.ledger_workers import LoopWorkers
 
 
 def rules(workers: int, global_batch: int | None = None, name: str = "sync") -> JobRules:
@@ -34,7 +34,7 @@ def test_updates_of_a_global_batch_are_the_same_for_any_number_of_workers(
         [[11, 12, 13, 14], [15, 16, 17, 18], [19, 20, 21]],
     )
     for seed in range(60):
-        worker_numbers = Crew(rules(workers, global_batch=8), spec, workers, seed).run()
+        worker_numbers = LoopWorkers(rules(workers, global_batch=8), spec, workers, seed).run()
 
         assert [numbers(update) for update in worker_numbers.updates] == [*epochs[0], *epochs[1]], (
             seed
@@ -47,7 +47,7 @@ def test_a_worker_lost_during_an_update_costs_no_sample() -> None:
         rng = random.Random(seed)
         units, workers = rng.randint(1, 5), rng.randint(2, 4)
         spec = LoopSpec(0, size=rng.randint(1, 20), batch_size=1, epochs=2)
-        worker_numbers = Crew(rules(workers, global_batch=units), spec, workers, seed)
+        worker_numbers = LoopWorkers(rules(workers, global_batch=units), spec, workers, seed)
         for _ in range(rng.randint(0, 60)):
             worker_numbers.step(
                 worker_numbers.rng.choice(
@@ -65,7 +65,9 @@ def test_a_worker_lost_during_an_update_costs_no_sample() -> None:
 
 
 def test_a_batch_size_that_does_not_divide_the_global_batch_is_refused() -> None:
-    worker_numbers = Crew(rules(1, global_batch=10), LoopSpec(0, size=9, batch_size=4), 1, seed=0)
+    worker_numbers = LoopWorkers(
+        rules(1, global_batch=10), LoopSpec(0, size=9, batch_size=4), 1, seed=0
+    )
 
     with pytest.raises(
         InvalidRequestError, match=r"--global-batch 10 is not a multiple.*batch_size 4.*choose"
@@ -74,7 +76,7 @@ def test_a_batch_size_that_does_not_divide_the_global_batch_is_refused() -> None
 
 
 def test_a_stream_has_no_global_batch() -> None:
-    worker_numbers = Crew(
+    worker_numbers = LoopWorkers(
         rules(1, global_batch=10), StreamSpec(0, sources=1, batch_size=5), 1, seed=0
     )
 
@@ -89,7 +91,7 @@ def test_each_sample_of_a_stream_counts_once_under_every_policy(name: str) -> No
         rng = random.Random(seed)
         lengths = tuple(rng.randint(0, 9) for _ in range(rng.randint(1, 4)))
         spec = StreamSpec(0, len(lengths), batch_size=rng.randint(1, 4), epochs=2)
-        worker_numbers = Crew(rules(3, name=name), spec, 3, seed, lengths)
+        worker_numbers = LoopWorkers(rules(3, name=name), spec, 3, seed, lengths)
         for _ in range(rng.randint(0, 40)):
             worker_numbers.step(
                 worker_numbers.rng.choice(

@@ -8,7 +8,7 @@ import safetensors.torch
 
 from pscommon.snapshot import SnapshotDirectory
 from psworker.ctl.cli import main
-from tests.support.snapshot_cases import TINY, manifest_of, save_tiny, tape_of, write_part
+from tests.support.snapshot_cases import TINY, manifest_of, random_buffer, save_tiny, write_part
 
 Output = pytest.CaptureFixture[str]
 
@@ -33,7 +33,7 @@ def exported(file: Path) -> bytes:
 
 
 def expected(version: int) -> bytes:
-    return tape_of(TINY, version)[: TINY.tensors[0].nbytes].tobytes()
+    return random_buffer(TINY, version)[: TINY.tensors[0].nbytes].tobytes()
 
 
 def test_list_shows_what_is_there(data_dir: Path, capsys: Output) -> None:
@@ -78,7 +78,7 @@ def test_a_version_that_is_not_there_does_not_verify(data_dir: Path, capsys: Out
 def test_parts_on_other_disks_are_reported(tmp_path: Path, capsys: Output) -> None:
     disks = [SnapshotDirectory(tmp_path / "0"), SnapshotDirectory(tmp_path / "1")]
     parts = tuple(
-        write_part(disk, 5, TINY, shard, 2, {"weight": tape_of(TINY, 5)})
+        write_part(disk, 5, TINY, shard, 2, {"weight": random_buffer(TINY, 5)})
         for shard, disk in enumerate(disks)
     )
     disks[0].commit(manifest_of(5, TINY, parts))
