@@ -379,7 +379,7 @@ class Server:
         its standby.
         """
         if self.service is not None:
-            self.service.stop(reason, over=False)
+            self.service.stop(reason, ends_job=False)
         elif self.coordinator_link is not None:
             self.coordinator_link.leave(LAST_SNAPSHOT_TIMEOUT_SECONDS)
 

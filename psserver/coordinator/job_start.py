@@ -148,7 +148,7 @@ class JobStart:
     def _first_record(self, initial: InitialState) -> dict[str, Any]:
         coordinator = initial.coordinator
         state = (
-            coordinator.whole()
+            coordinator.complete_state()
             if initial.origin is not Origin.FRESH
             else {
                 "epoch": coordinator.epoch,
@@ -266,7 +266,8 @@ class JobStart:
             model = executor.coordinator.model
             yield (
                 self._facts(),
-                executor.coordinator.whole() | {"model": model_to_json(model) if model else None},
+                executor.coordinator.complete_state()
+                | {"model": model_to_json(model) if model else None},
             )
 
     def _facts(self) -> CoordinatorFacts:

@@ -282,15 +282,15 @@ class CoordinatorService:
         ):
             self.stop("all workers are done")
 
-    def stop(self, reason: str, over: bool = True) -> None:
+    def stop(self, reason: str, ends_job: bool = True) -> None:
         """Begin to stop this server, with a last snapshot if one is possible. Returns at once.
 
         Args:
-            over: The job ends as well: first its workers leave, then all servers stop. Otherwise
-                the job waits for this server to return.
+            ends_job: The job ends as well: first its workers leave, then all servers stop.
+                Otherwise the job waits for this server to return.
         """
         with self._executor.changed:
-            self.is_over = self.is_over or over
+            self.is_over = self.is_over or ends_job
             if self.stop_reason is not None:
                 return
             self.stop_reason = reason or "asked to"

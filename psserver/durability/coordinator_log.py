@@ -45,7 +45,7 @@ class CoordinatorLog:
             self._log.append(CoordinatorRecordKind.COMMAND, json.dumps(command.as_json()).encode())
 
     def rotate(self, coordinator: CoordinatorMachine) -> None:
-        self.begin_segment(coordinator.version, coordinator.whole())
+        self.begin_segment(coordinator.version, coordinator.complete_state())
 
     def begin_segment(self, version: int, state: Mapping[str, Any]) -> None:
         """Begin a segment with this state, which has at least job and epoch."""

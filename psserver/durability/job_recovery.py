@@ -204,7 +204,7 @@ def _begin(
     coordinator.job.policy = policy(*record["policy"])
     if "log" in record:
         assert manifest is not None
-        coordinator.become(record, manifest.model, time.monotonic(), manifest.index)
+        coordinator.load_state(record, manifest.model, time.monotonic(), manifest.index)
     return coordinator, record.get("job") or (manifest.job if manifest else "")
 
 

@@ -84,7 +84,7 @@ class StandbyState:
         if kind is JobKind.BASE:
             self.coordinator = CoordinatorMachine(self.shard_state.shards, self._config.rules())
             model = model_from_json(values["model"]) if values["model"] else None
-            self.coordinator.become(values, model, 0.0)
+            self.coordinator.load_state(values, model, 0.0)
         elif self.coordinator is not None:
             CoordinatorLog.replay(self.coordinator, RecordedCommand.from_json(values))
 

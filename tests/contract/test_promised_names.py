@@ -146,7 +146,7 @@ def replayed_states() -> Iterator[dict[str, Any]]:
             coordinator, [command], lambda failed, error: failures.append(f"{failed}: {error!r}")
         )
         assert not failures, f"{failures}: a log on disk may hold this command"
-        yield json.loads(json.dumps(coordinator.whole()))
+        yield json.loads(json.dumps(coordinator.complete_state()))
 
 
 def test_commands_of_recorded_logs_are_decoded_with_all_arguments() -> None:

@@ -45,13 +45,13 @@ def failing_snapshots(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(AtomicFiles, "save", refuse)
 
 
-def ended(servers: Cluster, pushes: int = 2, reason: str = "done", *, over: bool = True) -> str:
+def ended(servers: Cluster, pushes: int = 2, reason: str = "done", *, ends_job: bool = True) -> str:
     """Train, end the job, and return what is not saved."""
     service = servers.servers[0].service
     assert service is not None
     with counter(servers.address) as client:
         count(client, pushes)
-    service.stop(reason, over)
+    service.stop(reason, ends_job=ends_job)
     assert servers.servers[0].ended.wait(30)
     return servers.servers[0].not_saved
 
@@ -174,7 +174,7 @@ def test_a_shard_missing_at_the_end_is_reported(cluster: Make, tmp_path: Path) -
         count(client)
         servers.servers.pop().close()
         until(lambda: service.registry.missing, "a shard that is gone")
-        service.stop("done", over=False)
+        service.stop("done", ends_job=False)
         assert servers.servers[0].ended.wait(30)
 
     text = servers.servers[0].not_saved
@@ -230,7 +230,7 @@ def test_a_file_reports_the_final_state_to_ps_run(
 ) -> None:
     reported = tmp_path / "not-saved"
     monkeypatch.setenv(NOT_SAVED_FILE, str(reported))
-    text = ended(cluster(1, data_dir=tmp_path / "data"), reason="SIGTERM", over=False)
+    text = ended(cluster(1, data_dir=tmp_path / "data"), reason="SIGTERM", ends_job=False)
 
     assert text
     assert reported.read_text() == text
@@ -239,13 +239,13 @@ def test_a_file_reports_the_final_state_to_ps_run(
 # ---- --save --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("over", [True, False])
+@pytest.mark.parametrize("ends_job", [True, False])
 @pytest.mark.parametrize("shards", [1, 3])
 def test_the_newest_weights_of_all_shards_are_written(
-    cluster: Make, tmp_path: Path, shards: int, over: bool
+    cluster: Make, tmp_path: Path, shards: int, ends_job: bool
 ) -> None:
     """Also if only the servers stop, and without a data directory."""
-    assert ended(cluster(shards, save=tmp_path / "f"), pushes=3, over=over) == ""
+    assert ended(cluster(shards, save=tmp_path / "f"), pushes=3, ends_job=ends_job) == ""
 
     found = load_file(tmp_path / "f")
     assert {name: tensor.shape for name, tensor in found.items()} == {"a": (3, 40), "b": (100,)}

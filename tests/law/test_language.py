@@ -71,7 +71,7 @@ ALLOWED = {
     "common/pscommon": 0,
     "common/pscommon/core": 0,
     "proto": 0,
-    "psserver": 11,
+    "psserver": 0,
     "psserver/core/shard": 0,
     "psserver/monitoring": 0,
     "psserver/parameters": 0,

@@ -58,10 +58,10 @@ class ForgetsWhatItMeasured(SimShard):
 class ForgetsTheMeasurement(CoordinatorMachine):
     """Made again, or a standby's, it does not know what it waits for."""
 
-    def become(
+    def load_state(
         self, whole: Mapping[str, Any], model: ModelSpec | None, now: float, snapshot: int = 0
     ) -> None:
-        super().become(whole, model, now, snapshot)
+        super().load_state(whole, model, now, snapshot)
         self.pending.measurement = None
 
 

@@ -90,5 +90,10 @@ class JobJournal:
     def rotate(self, coordinator: CoordinatorMachine) -> None:
         """A new segment goes on from here."""
         self.disk.job.append(
-            Segment(coordinator.version, json.dumps(coordinator.whole()), [], coordinator.shards)
+            Segment(
+                coordinator.version,
+                json.dumps(coordinator.complete_state()),
+                [],
+                coordinator.shards,
+            )
         )

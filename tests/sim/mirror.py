@@ -50,7 +50,7 @@ def mirror_of(shard: "SimShard", coordinator: CoordinatorMachine | None) -> Mirr
     machine = shard.machine
     staged = [shard.push_record(machine.staged[key], shard.kept[key]) for key in machine.staged]
     whole = (
-        json.dumps(coordinator.whole() | {"model": coordinator.model is not None})
+        json.dumps(coordinator.complete_state() | {"model": coordinator.model is not None})
         if coordinator is not None
         else ""
     )

@@ -106,8 +106,8 @@ class ForgetsCommands(JobJournal):
 class ForgetsEntries(CoordinatorMachine):
     """Gives its standby no entries that shards have not carried out yet."""
 
-    def whole(self) -> dict[str, Any]:
-        whole = super().whole()
+    def complete_state(self) -> dict[str, Any]:
+        whole = super().complete_state()
         return whole | {
             "log": whole["log"] | {"base": self.log.index, "digest": self.log.digest, "entries": []}
         }
@@ -116,8 +116,8 @@ class ForgetsEntries(CoordinatorMachine):
 class ForgetsTheCut(CoordinatorMachine):
     """Does not tell its standby of the snapshot that is being written."""
 
-    def whole(self) -> dict[str, Any]:
-        return super().whole() | {"cut": None}
+    def complete_state(self) -> dict[str, Any]:
+        return super().complete_state() | {"cut": None}
 
 
 def bound_off_by_one(
@@ -201,10 +201,10 @@ class CountsInMove(CoordinatorMachine):
 class TakesAMoveForOver(CoordinatorMachine):
     """Believes, made again in a move, that the snapshot which ends it is written."""
 
-    def become(
+    def load_state(
         self, whole: Mapping[str, Any], model: ModelSpec | None, now: float, snapshot: int = 0
     ) -> None:
-        super().become(whole, model, now, sys.maxsize)
+        super().load_state(whole, model, now, sys.maxsize)
 
 
 class KeepsItsStandby(SimShard):

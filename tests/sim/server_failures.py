@@ -117,7 +117,7 @@ class ServerFailures:
         self.counts.shards = coordinator.shards
         self.directory = self.new_directory(self.saved)
         assert isinstance(journal, JobJournal)
-        journal.begin(coordinator.version, coordinator.whole(), coordinator.shards)
+        journal.begin(coordinator.version, coordinator.complete_state(), coordinator.shards)
         self.generation += 1
         del self.decided[coordinator.version :]
         self.dropped = [reject for reject in self.dropped if reject.index <= coordinator.log.index]
@@ -169,4 +169,4 @@ class ServerFailures:
             self.coordinator.restore(json.loads(saved.state), self.model, self.now)
             self._flushed = saved.index
             if isinstance(journal := self.recorder.journal, JobJournal):
-                journal.begin(saved.version, self.coordinator.whole(), self.layout)
+                journal.begin(saved.version, self.coordinator.complete_state(), self.layout)

@@ -436,7 +436,7 @@ def recovered_coordinator(world: "World", disk: Disk, saved: Saved | None) -> Re
     segments = since(disk.job, saved.version if saved else None)
     coordinator = world.new_coordinator(json.loads(segments[0].base)["epoch"], segments[0].shards)
     if saved is not None:
-        coordinator.become(json.loads(segments[0].base), world.model, world.now, saved.index)
+        coordinator.load_state(json.loads(segments[0].base), world.model, world.now, saved.index)
     for segment in segments:
         replay(
             coordinator,
@@ -450,7 +450,7 @@ def promoted_coordinator(world: "World", mirror: Mirror) -> Recorder:
     """The coordinator that the standby of shard 0 has followed."""
     coordinator = world.new_coordinator(-1, mirror.shards)
     whole = json.loads(mirror.whole)
-    coordinator.become(whole, world.model if whole["model"] else None, world.now)
+    coordinator.load_state(whole, world.model if whole["model"] else None, world.now)
     replay(
         coordinator,
         (RecordedCommand.from_json(json.loads(command)) for command in mirror.told("command")),

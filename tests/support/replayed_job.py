@@ -106,4 +106,6 @@ def full_state(coordinator: CoordinatorMachine) -> str:
     """Everything that a coordinator has decided, NaN included. How far shards say that they are
     is not recorded.
     """
-    return json.dumps(coordinator.whole() | {"log": [], "failure": str(coordinator.failure)})
+    return json.dumps(
+        coordinator.complete_state() | {"log": [], "failure": str(coordinator.failure)}
+    )

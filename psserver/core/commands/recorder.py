@@ -16,7 +16,7 @@ Invariants:
 - A Cut is the last command of a segment of the journal. The next segment begins with the state at
   the Cut.
 - Requests that no correct process sends are refused before they become commands
-  (request_checks.py). A command that raises an unexpected error is written all the same: the error
+  (request_checks.py). A command that raises an unexpected error is still written: the error
   depends only on the command and the state, so a replay meets it at the same place.
 - The names and arguments of commands are on disk (recorded.py).
 """

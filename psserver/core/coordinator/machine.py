@@ -159,7 +159,7 @@ class CoordinatorMachine:
         """Return all decisions as JSON values. Reports of shards and workers are not included."""
         return self.job.as_json()
 
-    def whole(self) -> dict[str, Any]:
+    def complete_state(self) -> dict[str, Any]:
         """Return `state` with the entries that some shard may need, for `become`."""
         return self.job.with_entries()
 
@@ -195,18 +195,18 @@ class CoordinatorMachine:
         self.membership.restore({int(worker): seq for worker, seq in state["pushes"].items()})
         self.cuts.started(job.version, now)
 
-    def become(
-        self, whole: Mapping[str, Any], model: ModelSpec | None, now: float, snapshot: int = 0
+    def load_state(
+        self, state: Mapping[str, Any], model: ModelSpec | None, now: float, snapshot: int = 0
     ) -> None:
-        """Load the state of `whole`.
+        """Load the state of `complete_state`.
 
         Args:
-            whole: The state.
+            state: The state.
             model: The model.
             now: The time.
             snapshot: Index of the newest snapshot's Cut; a reshard before it is complete.
         """
-        self.job.load(whole, model, now, snapshot)
+        self.job.load(state, model, now, snapshot)
 
     def recovered(self, now: float, generation: int, resumes: bool = False) -> None:
         """Continue in a new process after a replay. Leases begin now; a snapshot is abandoned.

@@ -185,24 +185,24 @@ class JobState:
         self.log.start(state["index"])
 
     def load(
-        self, whole: Mapping[str, Any], model: ModelSpec | None, now: float, snapshot_index: int
+        self, state: Mapping[str, Any], model: ModelSpec | None, now: float, snapshot_index: int
     ) -> None:
-        """Load a complete state, see CoordinatorMachine.become."""
-        self.load_numbers(whole, model)
-        self.set_layout(whole["shards"], whole["layout_index"])
-        self.move = ReshardPhase.from_state(whole["move"]) if whole["move"] else None
+        """Load a complete state, see CoordinatorMachine.load_state."""
+        self.load_numbers(state, model)
+        self.set_layout(state["shards"], state["layout_index"])
+        self.move = ReshardPhase.from_state(state["move"]) if state["move"] else None
         self.is_reshard_saved = self.move is not None and self.move.index < snapshot_index
-        self.log.recover(whole["log"])
-        self.begun, self.uploading_worker = whole["begun"], whole["uploader"]
-        self.epoch, self.started = whole["epoch"], whole["started"]
-        self.is_resumed = whole["resumed"]
-        self.policy = policy(*whole["policy"])
-        self.reported.recover(whole)
-        self.membership.recover(whole["roster"], now)
-        self.pending.recover(whole["pending"])
-        self.ledger.recover(whole["loops"])
-        if whole.get("extendable"):
+        self.log.recover(state["log"])
+        self.begun, self.uploading_worker = state["begun"], state["uploader"]
+        self.epoch, self.started = state["epoch"], state["started"]
+        self.is_resumed = state["resumed"]
+        self.policy = policy(*state["policy"])
+        self.reported.recover(state)
+        self.membership.recover(state["roster"], now)
+        self.pending.recover(state["pending"])
+        self.ledger.recover(state["loops"])
+        if state.get("extendable"):
             self.ledger.resumes()
-        self.evicted, self.followers = set(whole["evicted"]), set(whole["followers"])
-        self.min_workers = whole["min_workers"]
-        self.cuts.recover(whole["last_cut"], whole["cut"], now)
+        self.evicted, self.followers = set(state["evicted"]), set(state["followers"])
+        self.min_workers = state["min_workers"]
+        self.cuts.recover(state["last_cut"], state["cut"], now)

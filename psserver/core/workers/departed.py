@@ -65,7 +65,7 @@ class WorkerRun:
     """The run of scripts that is in progress: which of its workers are done.
 
     Attributes:
-        forgotten: Totals of the forgotten members of all runs.
+        dropped: Totals of the members of all runs that are not listed any more.
 
     Args:
         members: Current and departed members by number; their owner keeps it up to date.
@@ -73,19 +73,19 @@ class WorkerRun:
     """
 
     def __init__(self, members: Mapping[int, Member], current: Sequence[Member]) -> None:
-        self.forgotten = DepartedTotals()
+        self.dropped = DepartedTotals()
         self._members = members
         self._current = current
         self._done_in_earlier_run: frozenset[int] = frozenset()
-        self._forgotten_of_earlier_run = 0
+        self._dropped_in_earlier_run = 0
 
     @property
     def done_count(self) -> int:
         """Number of workers that took part in this run and left without giving a reason."""
         return (
             len(self._done() - self._done_in_earlier_run)
-            + self.forgotten.done
-            - self._forgotten_of_earlier_run
+            + self.dropped.done
+            - self._dropped_in_earlier_run
         )
 
     def _done(self) -> set[int]:
@@ -99,11 +99,11 @@ class WorkerRun:
         """Start another run if the last one is done; its workers then do not count as done."""
         if self.is_done(min_workers):
             self._done_in_earlier_run = frozenset(self._done())
-            self._forgotten_of_earlier_run = self.forgotten.done
+            self._dropped_in_earlier_run = self.dropped.done
 
-    def add_forgotten(self, member: Member, is_newest: bool) -> None:
-        """Add a member that is forgotten now to the totals."""
-        self.forgotten.add(member, is_newest)
-        self._forgotten_of_earlier_run += (
+    def add_dropped(self, member: Member, is_newest: bool) -> None:
+        """Add a member that is not listed any more to the totals."""
+        self.dropped.add(member, is_newest)
+        self._dropped_in_earlier_run += (
             member.is_done and member.worker in self._done_in_earlier_run
         )

@@ -105,9 +105,7 @@ class Membership:
             "members": [member_to_json(member) for member in self.members.values()],
             "here": [m.worker for m in self._current],
         }
-        return state | (
-            {"forgotten": self.run.forgotten.state()} if self.run.forgotten.states else {}
-        )
+        return state | ({"forgotten": self.run.dropped.state()} if self.run.dropped.states else {})
 
     def recover(self, state: Mapping[str, Any], now: float) -> None:
         """Load a `state`. All leases begin now."""
@@ -116,11 +114,11 @@ class Membership:
             member = member_from_json(values, now)
             self.members[member.worker] = member
         self._current[:] = [self.members[worker] for worker in state["here"]]
-        self.run.forgotten = DepartedTotals.recovered(state.get("forgotten", {}))
+        self.run.dropped = DepartedTotals.recovered(state.get("forgotten", {}))
         self._departed_counts = Counter[str](
             member.state for member in self.members.values() if not member.is_current
         )
-        self._departed_counts.update(self.run.forgotten.states)
+        self._departed_counts.update(self.run.dropped.states)
 
     def __iter__(self) -> Iterator[Member]:
         """Return current and departed members, in worker order."""
@@ -201,7 +199,7 @@ class Membership:
         return (
             bool(last)
             and set(last.values()) == {WorkerState.LEFT}
-            and not self.run.forgotten.has_lost(last.keys())
+            and not self.run.dropped.has_lost(last.keys())
         )
 
     @property
@@ -218,5 +216,5 @@ class Membership:
         newest = {member.rank: member.worker for member in self.members.values()}
         departed = [member for member in self.members.values() if not member.is_current]
         for member in departed[: max(0, len(departed) - keep)]:
-            self.run.add_forgotten(member, newest[member.rank] == member.worker)
+            self.run.add_dropped(member, newest[member.rank] == member.worker)
             del self.members[member.worker]

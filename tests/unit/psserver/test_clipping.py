@@ -311,8 +311,8 @@ def test_a_recovered_coordinator_waits_for_the_same_answers() -> None:
     again = job.again()
     assert again.state() == job.machine.state()
     other = CoordinatorMachine(2, job.rules)
-    other.become(json.loads(json.dumps(job.machine.whole())), MODEL, 0.0)
-    assert other.whole() == job.machine.whole()
+    other.load_state(json.loads(json.dumps(job.machine.complete_state())), MODEL, 0.0)
+    assert other.complete_state() == job.machine.complete_state()
 
     for machine in (again, other):
         machine.reports.process(

@@ -39,7 +39,7 @@ def test_a_job_with_many_departed_workers_stays_small() -> None:
     assert len(coordinator.job.evicted) <= MAX_EVICTED_COUNT
     assert len(json.dumps(coordinator.state())) < 100_000
     assert (membership.run.done_count, membership.counts()[WorkerState.LEFT]) == (JOINS, JOINS)
-    assert membership.departed_count + membership.run.forgotten.done == len(departed)
+    assert membership.departed_count + membership.run.dropped.done == len(departed)
     assert coordinator.version == JOINS
 
 
@@ -48,9 +48,9 @@ def test_a_restart_and_a_standby_forget_the_same_departed_workers() -> None:
     join_and_leave(job, 3 * MAX_DEPARTED_COUNT, reason="killed")
     again = job.replayed()
     standby = job.made()
-    standby.become(json.loads(json.dumps(again.whole())), MODEL, job.now)
+    standby.load_state(json.loads(json.dumps(again.complete_state())), MODEL, job.now)
 
-    assert job.coordinator.membership.run.forgotten.states[WorkerState.LEFT] > 0
+    assert job.coordinator.membership.run.dropped.states[WorkerState.LEFT] > 0
     assert full_state(again) == full_state(job.coordinator)
     assert json.dumps(standby.state()) == json.dumps(again.state())
     assert standby.membership.counts() == again.membership.counts()
@@ -121,7 +121,7 @@ def test_a_replacement_takes_the_membership_after_many_departures() -> None:
     job.recorder.do(Register(successor, MODEL), job.now)
     member = job.coordinator.membership.members[successor]
 
-    assert job.coordinator.membership.run.forgotten.states[WorkerState.LEFT] > 0
+    assert job.coordinator.membership.run.dropped.states[WorkerState.LEFT] > 0
     assert clock == 5
     assert (member.clock, member.rank, member.state) == (clock, 0, WorkerState.ACTIVE)
 

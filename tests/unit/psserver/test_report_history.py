@@ -184,7 +184,7 @@ def test_a_standby_that_connects_later_has_the_same_history() -> None:
     report(1.0, 3.0)
     report(2.0, math.nan)
     standby = CoordinatorMachine(1, rules)
-    standby.become(json.loads(json.dumps(recorder.coordinator.whole())), None, 0.0)
+    standby.load_state(json.loads(json.dumps(recorder.coordinator.complete_state())), None, 0.0)
     recorder.journal = ReplicatedLog(standby)
     for second in range(3, 200):
         report(second / 3, 1.0 / second)

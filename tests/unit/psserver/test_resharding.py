@@ -148,8 +148,8 @@ def test_a_recovered_coordinator_knows_whether_its_snapshot_ended_the_reshard(
     assert job.machine.cuts.cutting is not None
 
     again = CoordinatorMachine(1, JobRules(policy("async"), 1, 5.0, SnapshotInterval()))
-    state = json.loads(json.dumps(job.machine.whole()))
-    again.become(state, MODEL, 0.0, job.machine.log.index if is_over else before)
+    state = json.loads(json.dumps(job.machine.complete_state()))
+    again.load_state(state, MODEL, 0.0, job.machine.log.index if is_over else before)
     assert again.move is not None
     again.recovered(0.0, 0)
     assert (again.move is None, again.shards, again.version) == (is_over, 1, 1)

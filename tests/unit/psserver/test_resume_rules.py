@@ -262,17 +262,17 @@ def test_the_raised_number_of_epochs_is_replayed_and_stored_in_snapshots(
     resumed: Callable[..., JobRun],
 ) -> None:
     run = resumed()
-    before = json.loads(json.dumps(run.coordinator.whole()))
+    before = json.loads(json.dumps(run.coordinator.complete_state()))
     done = len(run.journal.lines)
     run.ask(run.worker(), replace(LOOP, epochs=3))
 
     assert run.coordinator.model is not None
     again = CoordinatorMachine(1, RULES, 1, before["epoch"])
-    again.become(before, run.coordinator.model, 0.0)
+    again.load_state(before, run.coordinator.model, 0.0)
     replay(
         again, [RecordedCommand.from_json(json.loads(line)) for line in run.journal.lines[done:]]
     )
-    assert again.whole() == run.coordinator.whole()
+    assert again.complete_state() == run.coordinator.complete_state()
     assert from_snapshot(run).coordinator.ledger.loops[0].spec.epochs == 3
 
 
