@@ -109,7 +109,7 @@ def test_a_shard_refuses_a_newer_shard_0(cluster: Make) -> None:
     with Player(begun("LinkShard"), SHARD_1) as player:
         address = {"advertise": PLACEHOLDERS[SHARD_1], "join": player.serve(SHARD_0)}
         server = cluster(0).add(1, 2, **SETTINGS, **address)
-        player.know(SHARD_1, server.address)
+        player.set_address(SHARD_1, server.address)
         player.play()
 
         assert server.ended.wait(WAIT_SECONDS)

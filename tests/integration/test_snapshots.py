@@ -405,7 +405,7 @@ def test_with_only_damaged_snapshots_the_job_does_not_start(cluster: Make, tmp_p
     for part in SnapshotDirectory(tmp_path).folder.glob("*/shard-*"):
         flip(part)
 
-    with pytest.raises(SnapshotError, match=r"no snapshot in .* is valid") as caught:
+    with pytest.raises(SnapshotError, match=r"none of the snapshots in .* is valid") as caught:
         cluster(1, data_dir=tmp_path)
 
     assert caught.value.exit_code == 12

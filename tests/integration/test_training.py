@@ -393,9 +393,9 @@ def test_a_gradient_that_ends_the_job_ends_all_nodes(caplog: pytest.LogCaptureFi
 ENDLESS = """
 import faulthandler
 from psworker import DistributedTraining
-from tests.integration.test_training import Breaks, Net
+from tests.integration.test_training import FailingDataset, Net
 
-class Says(Breaks):
+class Says(FailingDataset):
     def __getitem__(self, index):
         if self.asked == 100:
             print("trains", flush=True)

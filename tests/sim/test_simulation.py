@@ -133,7 +133,7 @@ def test_histories_keep_every_invariant_when_departed_workers_are_forgotten_at_o
     forgotten = 0
     for seed in range(600):
         world = run(seed)
-        forgotten += sum(world.coordinator.membership.run.forgotten.states.values())
+        forgotten += sum(world.coordinator.membership.run.dropped.states.values())
 
     assert forgotten >= 100
 
