@@ -3,7 +3,8 @@
 A pure state machine: events in, actions out.
 
     RUNNING     s0 starts; after it has bound its port, all other servers and all workers start
-    COLLECTING  all workers exited with 0: the result is read from the servers
+    COLLECTING  all workers exited with 0: the result is read from the servers, again after the
+                restart of a server
     STOPPING    the job is stopped: the servers exit with 0, and the run is done
     DRAINING    s0 exited with 0 (job stopped, or its standby took over): workers finish
     ENDING      a process failed or a signal came: SIGTERM to the workers, then to the servers;
@@ -101,6 +102,7 @@ class Supervisor:
         self.earlier: list[str] = []
         self.outcome = RunOutcome("done")
         self.is_saved = True
+        self.pending_results = 0
         self.deadline = float("inf")
 
     @property
@@ -123,6 +125,10 @@ class Supervisor:
         return self.phase not in (RunPhase.RUNNING, RunPhase.DRAINING)
 
     @property
+    def _needs_servers(self) -> bool:
+        return self.phase in (RunPhase.RUNNING, RunPhase.COLLECTING)
+
+    @property
     def may_restart_servers(self) -> bool:
         """Return whether a server that fails now would be restarted."""
         return self.durable and self.restarts < self.max_restarts
@@ -143,6 +149,9 @@ class Supervisor:
             case SignalReceived(number):
                 return list(self._signalled(number, now))
             case ResultCollected(undone, idle):
+                self.pending_results -= 1
+                if self.pending_results or self.unbound:
+                    return []  # a server was restarted meanwhile: another result follows
                 return list(self._collected(now, undone, idle))
             case StopAnswered(problem):
                 return list(self._stop_answered(problem, now))
@@ -160,6 +169,8 @@ class Supervisor:
         self.unbound.pop(name, None)
         if self.phase is RunPhase.RUNNING and self.workers[0] not in self.attempts:
             yield from self._start([*self.servers[1:], *self.workers], now)
+        elif self.phase is RunPhase.COLLECTING:
+            yield from self._collect()
 
     def _exited(self, name: str, code: int, successor: str, now: float) -> Iterator[Action]:
         self.running.discard(name)
@@ -174,7 +185,7 @@ class Supervisor:
             yield from self._worker_done(name, now)
         elif code == 0:
             yield from self._server_done(name, now)
-        elif successor and self.phase is RunPhase.RUNNING:
+        elif successor and self._needs_servers:
             yield ShowMessage(f"{name} {describe(code)}; its standby at {successor} has taken over")
         elif self._may_restart(name, code):
             yield from self._restart(name, code, now)
@@ -192,6 +203,11 @@ class Supervisor:
         self.finished.add(name)
         if len(self.finished) == len(self.workers):
             self._enter(RunPhase.COLLECTING, now + COLLECT_SECONDS)
+            yield from self._collect()
+
+    def _collect(self) -> Iterator[Action]:
+        if not self.unbound:
+            self.pending_results += 1
             yield CollectResult()
 
     def _server_done(self, name: str, now: float) -> Iterator[Action]:
@@ -212,7 +228,7 @@ class Supervisor:
     def _may_restart(self, name: str, code: int) -> bool:
         can_restore = name in self.workers or self.durable
         return (
-            self.phase is RunPhase.RUNNING
+            self._needs_servers
             and can_restore
             and is_retryable(code)
             and self.restarts < self.max_restarts
@@ -278,7 +294,7 @@ class Supervisor:
 
     def _tick(self, now: float) -> Iterator[Action]:
         late = [name for name, deadline in self.unbound.items() if deadline <= now]
-        if late and self.phase is RunPhase.RUNNING:
+        if late and self._needs_servers:
             yield from self._fail(
                 late[0], None, now, f"{late[0]} did not open its port within {BIND_SECONDS:g} s"
             )

@@ -3,6 +3,7 @@
 import json
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from tests.support.workers import until
 
 # State that a restart must restore: moments, learning rate, BatchNorm statistics, dropout draws.
 SCRIPT = """
-import os, signal, torch, psworker
+import os, select, signal, torch, psworker
 from torch import nn
 from torch.nn import functional as F
 
@@ -36,11 +37,15 @@ with psworker.connect() as job:
             open("fallen", "x").close()
             os.kill(os.getpid(), signal.SIGKILL)
         servers_fall = job.rank == 0 and "SERVERS_FALL" in os.environ
-        shard = {5: 1, 9: 0}.get(job.version) if servers_fall else None
-        if shard is not None and not os.path.exists(f"fallen-{shard}"):
-            open(f"fallen-{shard}", "x").close()
-            pid = job.client.status()["servers"][shard]["pid"]
-            os.kill(pid, signal.Signals[os.environ["SERVERS_FALL"]])
+        shards = os.environ.get(f"SERVERS_FALL_AT_{job.version}", "") if servers_fall else ""
+        for shard in map(int, shards):
+            if not os.path.exists(f"fallen-{shard}"):
+                open(f"fallen-{shard}", "x").close()
+                pid = job.client.status()["servers"][shard]["pid"]
+                end = os.pidfd_open(pid)
+                os.kill(pid, signal.Signals[os.environ["SERVERS_FALL"]])
+                if job.version < 10:
+                    select.select([end], [], [])
         optimizer.step()
         optimizer.zero_grad()
         scheduler.step()
@@ -50,6 +55,8 @@ with psworker.connect() as job:
     job.report(loss=loss.item(), lr=optimizer.param_groups[0]["lr"])
 """
 VERSIONS = 20
+EARLY = {"SERVERS_FALL_AT_5": "1", "SERVERS_FALL_AT_9": "0"}
+AT_THE_END = {f"SERVERS_FALL_AT_{VERSIONS - 1}": "10"}
 
 
 @pytest.fixture(scope="module")
@@ -196,7 +203,9 @@ def test_with_a_log_killed_processes_do_not_change_the_weights(
     (programs.folder / "fallen").unlink(missing_ok=True)
     flags = ("--servers", 2, "--workers", 2, "--data-dir", "logged", "--durability", "log")
     wait = ("--on-worker-loss", "wait:60s", "--summary", "fallen.json")
-    run = programs.run("ps-run", *flags, *wait, "train.py", FALLS="yes", SERVERS_FALL="SIGKILL")
+    run = programs.run(
+        "ps-run", *flags, *wait, "train.py", FALLS="yes", SERVERS_FALL="SIGKILL", **EARLY
+    )
 
     assert run.wait() == 0, run.output
     for name in ("s0", "s1", "w1"):
@@ -207,8 +216,11 @@ def test_with_a_log_killed_processes_do_not_change_the_weights(
     assert content["weights_sha256"] == summary(programs, "whole.json")["weights_sha256"]
 
 
-def test_servers_that_get_sigterm_are_restarted(programs: Programs, undisturbed: Program) -> None:
-    """ps-run did not send the signal, and training is not finished."""
+@pytest.mark.parametrize("when", [EARLY, AT_THE_END], ids=["early", "at the end"])
+def test_servers_that_get_sigterm_are_restarted(
+    programs: Programs, undisturbed: Program, when: dict[str, str], tmp_path: Path
+) -> None:
+    """ps-run did not send the signal, and the final weights are not read yet."""
     for shard in (0, 1):
         (programs.folder / f"fallen-{shard}").unlink(missing_ok=True)
     flags = (
@@ -217,19 +229,19 @@ def test_servers_that_get_sigterm_are_restarted(programs: Programs, undisturbed:
         "--workers",
         2,
         "--data-dir",
-        "told",
+        tmp_path / "data",
         "--durability",
         "log",
         "--summary",
-        "told.json",
+        "ended.json",
     )
-    run = programs.run("ps-run", *flags, "train.py", SERVERS_FALL="SIGTERM")
+    run = programs.run("ps-run", *flags, "train.py", SERVERS_FALL="SIGTERM", **when)
 
     assert run.wait() == 0, run.output
-    for name in ("s0", "s1"):
+    for name in ("s0", "s1") if when is EARLY else ():  # at the end a server may be stopped first
         assert f"{name} exited with 143: terminated (SIGTERM); restart " in run.err
     assert undisturbed.wait() == 0
     assert (
-        summary(programs, "told.json")["weights_sha256"]
+        summary(programs, "ended.json")["weights_sha256"]
         == summary(programs, "whole.json")["weights_sha256"]
     )

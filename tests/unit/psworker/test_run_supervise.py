@@ -250,11 +250,52 @@ exit w1 0    | collect
     + """
 exit w0 0    |
 exit s1 -9   | say, start s1 again
-exit w1 0    | collect
+exit w1 0    |
+bound s1     | collect
 went back    | stop job
 stop ok      |
 exit s0 0    |
 exit s1 0    | finish failed 12 s1
+""",
+    "a server that ends before its result is read is restarted, and the result read again": STARTED
+    + """
+exit w0 0    |
+exit w1 0    | collect
+exit s1 143  | say, start s1 again
+collected    |
+bound s1     | collect
+collected    | stop job
+""",
+    "a result that was read before the restart does not count": STARTED
+    + """
+exit w0 0    |
+exit w1 0    | collect
+exit s1 143  | say, start s1 again
+exit s0 143  | say, start s0 again
+bound s1     |
+bound s0     | collect
+collected    |
+went back    | stop job
+stop ok      |
+exit s0 0    |
+exit s1 0    | finish failed 12 s0
+""",
+    "a server that does not return before its result is read": STARTED
+    + f"""
+exit w0 0    |
+exit w1 0    | collect
+exit s1 143  | say, start s1 again
+collected    |
+after {BIND_SECONDS} | term s0, term s1
+exit s0 0    |
+exit s1 -15  | finish failed 20 s1
+""",
+    "a standby takes over before the result is read": STARTED
+    + """
+exit w0 0    |
+exit w1 0    | collect
+exit s1 -9 h:7 | say
+collected    | stop job
 """,
     "with snapshots one that was told to end is started again": STARTED
     + """
