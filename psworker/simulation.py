@@ -169,13 +169,13 @@ class SimulatedCluster:
                 if update.catch_up is CatchUp.BEGIN:
                     engine.install(
                         self._states[shard].fresh(
-                            update.cursor.epoch, update.base, len(self._engines)
+                            update.cursor.log_id, update.base, len(self._engines)
                         )
                     )
                     engine.request_report()
                 if update.model is not None:
                     engine.set_model(update.model)
-                engine.deliver(update.cursor.epoch, update.entries)
+                engine.deliver(update.cursor.log_id, update.entries)
 
 
 class DirectTransport:

@@ -98,17 +98,17 @@ class CommandExecutor:
                 raise
             finally:
                 entries = coordinator.entries_after(before)
-                afterwards.callback(self._carry_out, coordinator, coordinator.epoch, entries)
+                afterwards.callback(self._carry_out, coordinator, coordinator.log_id, entries)
                 if entries or not quiet:
                     self.wake()
 
     def _carry_out(
-        self, coordinator: CoordinatorMachine, epoch: int, entries: Sequence[Entry]
+        self, coordinator: CoordinatorMachine, log_id: int, entries: Sequence[Entry]
     ) -> None:
         if entries:
             self._refusals.update(entries, time.monotonic())
             try:
-                self._engine.deliver(epoch, entries)
+                self._engine.deliver(log_id, entries)
             except Exception as bug:
                 self._broken(bug)
                 raise

@@ -151,7 +151,7 @@ class JobStart:
             coordinator.complete_state()
             if initial.origin is not Origin.FRESH
             else {
-                "epoch": coordinator.epoch,
+                "epoch": coordinator.log_id,
                 "version": 0,
                 "generation": self._generations.number,
                 "policy": [*coordinator.job.policy_row()],
@@ -202,7 +202,7 @@ class JobStart:
         ):
             self.go_back(
                 "the standby lacks the end of its primary's log",
-                coordinator.epoch,
+                coordinator.log_id,
                 coordinator.version,
             )
 
@@ -211,7 +211,7 @@ class JobStart:
         coordinator, shards = self._new_machine(), self._registry.shards
         if self._coordinator is not None:
             coordinator.job.policy = self._coordinator.policy
-        shard = self._states.fresh(coordinator.epoch, 0, shards)
+        shard = self._states.fresh(coordinator.log_id, 0, shards)
         self.install(InitialState(Origin.FRESH, coordinator, shard))
         self._engine.request_report()
 
@@ -236,7 +236,7 @@ class JobStart:
             )
             log.info("resumed_from_snapshot", version=manifest.version)
             # after the others have been asked: all shards load at the same time
-            self.loaded(0, manifest.version, self._load(coordinator.epoch, manifest))
+            self.loaded(0, manifest.version, self._load(coordinator.log_id, manifest))
         self._engine.request_report()
 
     def _load(self, log_id: int, manifest: Manifest) -> str:
@@ -261,7 +261,7 @@ class JobStart:
             UnreachableError: A reshard is in progress (NOT_READY).
         """
         with executor.changed:
-            if executor.coordinator.move is not None:
+            if executor.coordinator.reshard is not None:
                 raise UnreachableError("the job is being resharded", "NOT_READY")
             model = executor.coordinator.model
             yield (
@@ -306,7 +306,7 @@ class JobStart:
                 self._accounted_version = self._coordinator.version  # discarded on request
             self.resume(manifest, self._generations.count)
 
-    def go_back(self, why: str, epoch: int, version: int) -> None:
+    def go_back(self, why: str, log_id: int, version: int) -> None:
         """Roll all shards back to the newest snapshot because a shard lost its state.
 
         Without a snapshot the job ends. A job that continued from its log begins again instead. A
@@ -314,11 +314,11 @@ class JobStart:
 
         Args:
             why: What happened, for people.
-            epoch: The log at the time of the loss.
+            log_id: The log at the time of the loss.
             version: The version at the time of the loss.
         """
         with self._rollback_lock:
-            if self._coordinator is None or epoch != self._coordinator.epoch:
+            if self._coordinator is None or log_id != self._coordinator.log_id:
                 return
             manifest = self._snapshots.find_newest()
             if manifest is None and self._is_recovered:

@@ -56,15 +56,15 @@ class ReshardRequests:
             snapshots,
         )
         self._identity, self._config, self._layout = identity, config, layout
-        self._moved: dict[int, int] = {}  # bytes that a shard received from others
+        self._received_nbytes: dict[int, int] = {}  # bytes that a shard received from others
         self._problems: dict[int, str] = {}  # why a shard's last attempt failed
         self._reshard_thread: threading.Thread | None = None
 
     def reshard(self, shards: int, seconds: float) -> tuple[float, int]:
-        """Move the model to another number of shards and wait for the end.
+        """Reshard the model to another number of shards and wait for the end.
 
         Returns:
-            The seconds without a counted push, and the bytes that moved between servers.
+            The seconds without a counted push, and the bytes that were sent between servers.
 
         Raises:
             InvalidRequestError: The reshard is impossible, or servers are not started yet.
@@ -86,14 +86,14 @@ class ReshardRequests:
         self._executor.wake()
         left = max(0.0, deadline - time.monotonic())
         ended = self._executor.until(
-            lambda recorder, now: now if recorder.coordinator.move is None else None, left
+            lambda recorder, now: now if recorder.coordinator.reshard is None else None, left
         )
         self.advance()
         if ended is None:
             raise WaitTimeoutError(
                 f"not done after {seconds:.0f} s, and still under way; waits for {self.waiting_for}"
             )
-        nbytes = sum(self._moved.values())
+        nbytes = sum(self._received_nbytes.values())
         log.info("reshard_finished", shards=shards, seconds=round(ended - began, 3), nbytes=nbytes)
         return ended - began, nbytes
 
@@ -103,13 +103,13 @@ class ReshardRequests:
             now, coordinator = self._registry.shards, self._executor.coordinator
             if shards == now:
                 raise InvalidRequestError(f"--servers {shards}: there are {now} already")
-            if coordinator.move is not None:
+            if coordinator.reshard is not None:
                 raise InvalidRequestError(
-                    f"a move to {now} servers is under way, and waits for {self.waiting_for}"
+                    f"a reshard to {now} servers is in progress and waits for {self.waiting_for}"
                 )
             if not coordinator.begun:
                 raise UnreachableError(
-                    "there is nothing to move yet: no weights have come", "NOT_READY"
+                    "there is nothing to reshard: no weights have arrived yet", "NOT_READY"
                 )
             if missing := [
                 shard
@@ -138,7 +138,7 @@ class ReshardRequests:
             recorder, self._registry, shards, writes_snapshot, self._store_count, now
         ):
             return None
-        self._moved.clear()
+        self._received_nbytes.clear()
         self.learn()
         return now
 
@@ -151,12 +151,18 @@ class ReshardRequests:
     @property
     def waiting_for(self) -> str:
         """The shards that a reshard waits for, in words; empty without a reshard."""
-        move = self._executor.coordinator.move
-        if move is None:
+        reshard = self._executor.coordinator.reshard
+        if reshard is None:
             return ""
-        late = [f"shard {shard}" for shard in range(move.shards) if shard not in move.moved]
+        late = [
+            f"shard {shard}"
+            for shard in range(reshard.shards)
+            if shard not in reshard.loaded_shards
+        ]
         return (
-            f"{', '.join(late)} to hold its new part" if late else "the snapshot that ends the move"
+            f"{', '.join(late)} to build its new partition"
+            if late
+            else "the snapshot that ends the reshard"
         )
 
     def learn(self) -> None:
@@ -169,18 +175,21 @@ class ReshardRequests:
         """
         with self._executor.changed:
             coordinator = self._executor.coordinator
-            move, epoch = coordinator.move, coordinator.epoch
+            reshard, log_id = coordinator.reshard, coordinator.log_id
             self.dismiss()
-            if move is None:
+            if reshard is None:
                 self._engine.live.discard_frozen()
             if (
-                move is None
+                reshard is None
                 or not self._engine.live.is_resharding
                 or (self._reshard_thread is not None and self._reshard_thread.is_alive())
             ):
                 return
             self._reshard_thread = threading.Thread(
-                target=self._build_own_part, args=(epoch, move.index), name="reshard", daemon=True
+                target=self._build_own_part,
+                args=(log_id, reshard.index),
+                name="reshard",
+                daemon=True,
             )
             self._reshard_thread.start()
 
@@ -192,46 +201,46 @@ class ReshardRequests:
         if self._registry.release_leavers(self._executor.coordinator):
             self._executor.wake()
 
-    def _build_own_part(self, epoch: int, index: int) -> None:
+    def _build_own_part(self, log_id: int, index: int) -> None:
         nbytes, problem = build_partition(
-            self._engine, self._sources(), self._identity.job, epoch, index
+            self._engine, self._sources(), self._identity.job, log_id, index
         )
-        self.moved(0, nbytes, problem)
+        self.partition_built(0, nbytes, problem)
 
     def _sources(self) -> list[str]:
-        move = self._executor.coordinator.move
+        reshard = self._executor.coordinator.reshard
         return (
-            [server.address for server in list(self._registry)[: move.before]]
-            if move is not None
+            [server.address for server in list(self._registry)[: reshard.before]]
+            if reshard is not None
             else []
         )
 
-    def moved(self, shard: int, nbytes: int, problem: str) -> None:
+    def partition_built(self, shard: int, nbytes: int, problem: str) -> None:
         """Record that a shard has built its new part, or why it could not yet."""
         if problem and self._problems.get(shard) != problem:
             log.info("partition_delayed", peer_shard=shard, problem=problem)
         self._problems[shard] = problem
         if not problem:
-            self._moved[shard] = self._moved.get(shard, 0) + nbytes
+            self._received_nbytes[shard] = self._received_nbytes.get(shard, 0) + nbytes
 
     def state(self) -> dict[str, Any] | None:
         """Return the state for a shard that is new in a reshard; None before this process's own
         shard has it.
         """
-        move = self._executor.coordinator.move
-        return self._engine.live.state_after(move.index) if move is not None else None
+        reshard = self._executor.coordinator.reshard
+        return self._engine.live.state_after(reshard.index) if reshard is not None else None
 
-    def move(self, adopts: Mapping[str, Any] | None) -> pb.Move | None:
+    def describe(self, adopts: Mapping[str, Any] | None) -> pb.Move | None:
         """Return the description of the reshard that shards receive; None without a reshard.
 
         Args:
             adopts: The state for a shard that is new in this reshard.
         """
         with self._executor.changed:
-            move = self._executor.coordinator.move
-            if move is None:
+            reshard = self._executor.coordinator.reshard
+            if reshard is None:
                 return None
-            return pb.Move(index=move.index, sources=self._sources(), state_json=_text(adopts))
+            return pb.Move(index=reshard.index, sources=self._sources(), state_json=_text(adopts))
 
 
 def _text(state: Mapping[str, Any] | None) -> str:

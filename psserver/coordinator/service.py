@@ -154,7 +154,7 @@ class CoordinatorService:
                     "samples": job.samples,
                 }
         coordinator = self._coordinator
-        self.engine.deliver(coordinator.epoch, coordinator.entries_after(0))
+        self.engine.deliver(coordinator.log_id, coordinator.entries_after(0))
         self.shard_connections.report(self.engine.make_report())
         if ticking:
             self._ticker.start()

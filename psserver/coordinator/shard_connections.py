@@ -35,7 +35,7 @@ class ShardUpdate(NamedTuple):
         base: Index of the log entry at which the log starts.
         catch_up: What the shard must do before it can follow the log.
         snapshots: Versions of the snapshots that are kept.
-        move: The reshard in progress; None without one.
+        reshard: The reshard in progress; None without one.
     """
 
     cursor: DeliveryCursor
@@ -46,7 +46,7 @@ class ShardUpdate(NamedTuple):
     entries: list[Entry]
     snapshots: list[int]
     registry: RegistryView
-    move: pb.Move | None
+    reshard: pb.Move | None
 
 
 class ShardConnections:
@@ -136,7 +136,7 @@ class ShardConnections:
         catch_up, coordinator = self._executor.step(process)
         if catch_up is CatchUp.GO_BACK:
             self._history.go_back(
-                f"shard {report.shard} was restarted", coordinator.epoch, coordinator.version
+                f"shard {report.shard} was restarted", coordinator.log_id, coordinator.version
             )
 
     def next_update(self, server: ServerEntry, cursor: DeliveryCursor) -> ShardUpdate | None:
@@ -161,7 +161,7 @@ class ShardConnections:
                 delivery.entries,
                 self._snapshots.retained,
                 directory.picture(),
-                self._reshard_requests.move(adopts),
+                self._reshard_requests.describe(adopts),
             )
 
     def wait_for_update(self, server: ServerEntry, cursor: DeliveryCursor, seconds: float) -> None:

@@ -77,7 +77,7 @@ def _next_response(
         addresses=update.registry.addresses,
         waiting_for=service.waiting_for,
         stop=is_over,
-        epoch=update.cursor.epoch,
+        epoch=update.cursor.log_id,
         base=update.base,
         entries=[entry_to_proto(entry) for entry in update.entries],
         snapshots=update.snapshots,
@@ -85,7 +85,7 @@ def _next_response(
         standbys=update.registry.standbys,
         shards=update.registry.shards,
         layout=update.registry.layout,
-        move=update.move,
+        move=update.reshard,
         policy=service.policy,
         mends=service.config.gradient_rules.mends,
         norms=service.config.gradient_rules.norms,
@@ -168,7 +168,9 @@ class ShardListener(threading.Thread):
             named = (part.version, part.index, part.file, part.nbytes, part.sha256, part.problem)
             service.shard_connections.record_part(shard, PartReport(*named))
         if request.HasField("moved"):
-            service.reshard_requests.moved(shard, request.moved.nbytes, request.moved.problem)
+            service.reshard_requests.partition_built(
+                shard, request.moved.nbytes, request.moved.problem
+            )
         if request.HasField("report"):
             self._server.standby = request.standby
             service.shard_connections.report(

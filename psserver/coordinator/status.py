@@ -74,7 +74,7 @@ def describe(
         "settings": in_force(view, coordinator),
         "servers": servers(view.registry),
         "candidates": candidates(view.registry),
-        "moving_to": view.registry.shards if coordinator.move is not None else None,
+        "moving_to": view.registry.shards if coordinator.reshard is not None else None,
         "workers": workers(coordinator, now),
         "progress": view.progress.describe(coordinator, now),
         "data": data(coordinator),
@@ -157,7 +157,7 @@ def state(view: JobView, coordinator: CoordinatorMachine) -> str:
         return "waiting for servers"
     if not coordinator.begun:
         return "waiting for a model"
-    if coordinator.move is not None:
+    if coordinator.reshard is not None:
         return "moving"
     return "running" if coordinator.started else "waiting for workers"
 

@@ -73,9 +73,9 @@ class JobRecovery:
             if found is not None:
                 coordinator, job = found
                 self._change_shard_count(coordinator, manifest)
-                reached, move = coordinator.version, coordinator.move
-                possible_shards = {coordinator.shards, *([move.before] if move else [])}
-                shard = self._states.from_log(coordinator.epoch, manifest, possible_shards)
+                reached, reshard = coordinator.version, coordinator.reshard
+                possible_shards = {coordinator.shards, *([reshard.before] if reshard else [])}
+                shard = self._states.from_log(coordinator.log_id, manifest, possible_shards)
                 if coordinator.log.can_go_on(shard.machine.report()):
                     return InitialState(Origin.LOG, coordinator, shard, manifest, manifest, job)
                 problem = "shard 0's log and the job's do not match: one of them lacks its end"

@@ -182,7 +182,7 @@ class _Replay:
         shards = previous.shards if previous else base.shards
         state.load(SegmentBase(shards, base.state | {"moving": previous is not None}))
         if state.shard >= shards:
-            raise LogUnfitError(f"the job has moved to {shards} servers")
+            raise LogUnfitError(f"the job was resharded to {shards} servers")
         state.install_model(manifest.model, state.new_store(manifest.model))
         state.loaded_store.restore(self._snapshots.reader(manifest, shards))
         if previous is not None:

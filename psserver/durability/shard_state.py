@@ -172,7 +172,7 @@ class ShardState:
 
     def freeze(self, index: int, shards: int) -> None:
         """Freeze the arrays at the Reshard entry `index` to `shards` shards."""
-        self.frozen = FrozenShard(self.machine.epoch, index, self.shards, self.loaded_store)
+        self.frozen = FrozenShard(self.machine.log_id, index, self.shards, self.loaded_store)
         self.shards, self.store = shards, None
 
     def replay(self, logged: ModelSpec | LoggedPush | Entry) -> None:
@@ -188,7 +188,7 @@ class ShardState:
             case LoggedPush():
                 self._replay_push(logged)
             case _:
-                for entry in self.machine.accept(self.machine.epoch, [logged]):
+                for entry in self.machine.accept(self.machine.log_id, [logged]):
                     for staging in self.finish(entry, self.compute(entry)):
                         self.release(staging)
 

@@ -32,7 +32,7 @@ class WaitNotice:
         Args:
             missing: What the job waits for, in words; empty if it waits for nothing.
         """
-        step = (coordinator.epoch, coordinator.version + 1)
+        step = (coordinator.log_id, coordinator.version + 1)
         if not missing or step != self._step:
             self._step, self._since, self._logged_at = step, now, now
         elif now - self._logged_at >= NOTICE_INTERVAL_SECONDS:

@@ -37,12 +37,12 @@ class FrozenBytes(NamedTuple):
 
 @dataclass(frozen=True)
 class FrozenShard:
-    """A shard's arrays at the Reshard entry with this epoch and index. They no longer change.
+    """A shard's arrays at the Reshard entry with this log id and index. They no longer change.
 
     shards: number of shards before the reshard.
     """
 
-    epoch: int
+    log_id: int
     index: int
     shards: int
     store: ParameterStore

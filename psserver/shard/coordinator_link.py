@@ -356,13 +356,13 @@ class CoordinatorLink:
             self._snapshots.retain(response.snapshots, response.job)
             self._engine.retire_log(max(response.snapshots))
 
-    def _build_partition(self, epoch: int, move: pb.Move) -> None:
+    def _build_partition(self, log_id: int, reshard: pb.Move) -> None:
         """Build this shard's new partition. After a failure the next response tries again."""
         identity = self._identity
         nbytes, problem = build_partition(
-            self._engine, move.sources, identity.job, epoch, move.index
+            self._engine, reshard.sources, identity.job, log_id, reshard.index
         )
-        result = pb.MoveResult(index=move.index, nbytes=nbytes, problem=problem)
+        result = pb.MoveResult(index=reshard.index, nbytes=nbytes, problem=problem)
         self._send(pb.LinkShardRequest(moved=result))
 
     def _restore(self, response: pb.LinkShardResponse) -> None:

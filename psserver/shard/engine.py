@@ -133,7 +133,7 @@ class ShardEngine:
         None: the shard has not applied that entry yet, or already has its partition.
         """
         state = self.live.state
-        if not state.machine.moving or state.machine.index < index or state.model is None:
+        if not state.machine.is_resharding or state.machine.index < index or state.model is None:
             return None
         return PendingPartition(state, state.new_store(state.model))
 
@@ -144,12 +144,12 @@ class ShardEngine:
             if (
                 self.live.state is not state
                 or state.shards != store.plan.shards
-                or not state.machine.moving
+                or not state.machine.is_resharding
             ):
                 return
             self._log.reset_standby()
             self._install_model(store.plan.spec, store)
-            state.machine.moved()
+            state.machine.finish_reshard()
         self.request_report()
 
     # ---- pushes ----------------------------------------------------------------------------------
@@ -237,14 +237,14 @@ class ShardEngine:
 
     # ---- the log ---------------------------------------------------------------------------------
 
-    def deliver(self, epoch: int, entries: Iterable[Entry]) -> None:
+    def deliver(self, log_id: int, entries: Iterable[Entry]) -> None:
         """Apply the next entries of the log.
 
         Entries may come twice, too early, or from a log that is no longer followed.
         """
         with self.live.apply_lock:
             with self.live.changed:
-                ready = self.live.machine.accept(epoch, entries)
+                ready = self.live.machine.accept(log_id, entries)
             for entry in ready:
                 # no push may be logged between a Reshard record and its effect
                 with self.live.log_lock if isinstance(entry, Reshard) else nullcontext():
@@ -283,7 +283,7 @@ class ShardEngine:
             case Evict():
                 for observer in self._observers:
                     observer.on_evict(entry.worker)
-            case Cut() if not state.machine.moving:
+            case Cut() if not state.machine.is_resharding:
                 self._start_snapshot(entry, state.loaded_store)
             case _:
                 return state.compute(entry)

@@ -112,7 +112,7 @@ class LiveShardState:
     @property
     def is_resharding(self) -> bool:
         """Whether this shard lacks its new partition of the model."""
-        return self.machine.moving
+        return self.machine.is_resharding
 
     @property
     def store(self) -> ParameterStore | None:
@@ -169,7 +169,7 @@ class LiveShardState:
 
         def is_frozen() -> bool:
             frozen = self.state.frozen
-            return frozen is not None and (frozen.epoch, frozen.index) == (log_id, index)
+            return frozen is not None and (frozen.log_id, frozen.index) == (log_id, index)
 
         with self.changed:
             self.changed.wait_for(is_frozen, seconds)

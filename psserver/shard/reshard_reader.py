@@ -37,12 +37,12 @@ class PeerShard:
     """
 
     def __init__(
-        self, address: str, job: str, epoch: int = 0, index: int = 0, current: bool = False
+        self, address: str, job: str, log_id: int = 0, index: int = 0, current: bool = False
     ) -> None:
         self.nbytes = 0
         self._address, self._channel = address, open_channel(address, tensors=True)
         self._stub = ShardServiceStub(self._channel)
-        self._template = pb.ReadShardRequest(job=job, epoch=epoch, index=index, current=current)
+        self._template = pb.ReadShardRequest(job=job, epoch=log_id, index=index, current=current)
 
     @property
     def version(self) -> int:

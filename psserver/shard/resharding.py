@@ -12,7 +12,7 @@ from psserver.shard.reshard_reader import PeerShard, PreviousShard, ReshardReade
 
 
 def build_partition(
-    engine: ShardEngine, addresses: Sequence[str], job: str, epoch: int, index: int
+    engine: ShardEngine, addresses: Sequence[str], job: str, log_id: int, index: int
 ) -> tuple[int, str]:
     """Build the shard's new partition from the shards at these addresses. Repeating it is harmless.
 
@@ -20,7 +20,7 @@ def build_partition(
         engine: The shard.
         addresses: Address of every shard before the reshard, by shard number; empty if unknown.
         job: Name of the job.
-        epoch: The log that has the Reshard entry.
+        log_id: The log that has the Reshard entry.
         index: Index of the Reshard entry.
 
     Returns:
@@ -30,13 +30,13 @@ def build_partition(
     if not all(addresses):
         return 0, "not all servers have connected yet"
     with ExitStack() as stack:
-        peers = [PeerShard(address, job, epoch, index) for address in addresses]
+        peers = [PeerShard(address, job, log_id, index) for address in addresses]
         for peer in peers:
             stack.callback(peer.close)
         try:
             sources: list[PreviousShard] = list(peers)
             if engine.live.shard < len(peers):
-                sources[engine.live.shard] = engine.live.wait_for_frozen(epoch, index)
+                sources[engine.live.shard] = engine.live.wait_for_frozen(log_id, index)
             _build(engine, index, sources)
         except (UnreachableError, SnapshotError) as error:
             return 0, str(error)

@@ -292,7 +292,7 @@ class ModelExchange:
                 return transfer, exchanges
             except LayoutError as error:
                 self._reset_memory()
-                retry = retry or connection.new_retry("the move to another number of servers")
+                retry = retry or connection.new_retry("the reshard to another number of servers")
                 self._relocate(error)
                 retry.handle_wait(f"servers that do not know it yet: {error}")
             except BaseException:

@@ -138,7 +138,7 @@ def test_names_in_the_code_are_the_promised_names(section: str) -> None:
 
 def replayed_states() -> Iterator[dict[str, Any]]:
     """Yield the coordinator's state after each command of the journal."""
-    coordinator = CoordinatorMachine(2, JobRules.from_json(RULES), epoch=LOG_ID)
+    coordinator = CoordinatorMachine(2, JobRules.from_json(RULES), log_id=LOG_ID)
     failures: list[str] = []
     for number, raw in enumerate(COMMANDS):
         command = RecordedCommand.from_json(json.loads(json.dumps({**raw, "now": number})))

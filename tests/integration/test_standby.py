@@ -196,9 +196,7 @@ def test_a_standby_names_its_primary(cluster: Make) -> None:
     server = cluster().servers[0]
     with RunningStandby(server) as following:
         following.in_sync()
-        with pytest.raises(
-            PSError, match=f"is a standby; its primary is {server.address}"
-        ) as refused:
+        with pytest.raises(PSError, match=server.address) as refused:
             describe(following.standby.address)
         assert refused.value.reason == "NOT_PRIMARY"
 
@@ -209,7 +207,9 @@ def test_an_empty_standby_does_not_wait_forever(cluster: Make) -> None:
         server, standby_of=f"127.0.0.1:{free_ports(1)[0]}", join_timeout=0.5
     ) as following:
         until(lambda: following.ended, "its end")
-        assert "silent for too long" in str(following.standby.failure)
+        failure = following.standby.failure
+        assert isinstance(failure, UnreachableError)
+        assert failure.reason == "UNREACHABLE"
 
 
 def test_settings_that_differ_from_the_primarys_are_refused_by_name(cluster: Make) -> None:
@@ -238,7 +238,7 @@ def test_a_standby_that_is_behind_is_not_promoted(cluster: Make) -> None:
             pytest.raises(Exception, match="this standby is behind"),
         ):
             StandbyServiceStub(channel).StepDown(
-                pb.StepDownRequest(instance="somebody else"), timeout=5
+                pb.StepDownRequest(instance="another standby"), timeout=5
             )
         following.in_sync()
         with counter(server.address) as client:
@@ -253,7 +253,7 @@ def test_a_standby_that_cannot_load_gives_the_reason(cluster: Make) -> None:
         assert store is not None
         with server.engine.live.lock_weights(1):
             server.engine.live.state.frozen = FrozenShard(
-                server.engine.live.machine.epoch, 1, 1, store
+                server.engine.live.machine.log_id, 1, 1, store
             )
         with RunningStandby(server) as following:
             until(lambda: "the job is being resharded" in following.standby.ready()[1], "a reason")
@@ -291,8 +291,9 @@ def test_an_ending_standby_is_not_promoted_and_a_promoted_one_does_not_end(
         stopping.result(10)
 
         asked.clear()
-        with pytest.raises(UnreachableError, match="this standby ends"):
+        with pytest.raises(UnreachableError) as refused:
             following.standby.promote(1.0)
+        assert refused.value.reason == "STOPPING"
         assert not asked.is_set()
 
 
@@ -316,12 +317,11 @@ def test_a_standby_refused_by_the_lock_names_the_server_that_is_ahead(
     server = cluster().servers[0]
     with RunningStandby(server) as following:
         following.in_sync()
-        monkeypatch.setattr(following.standby, "_ask_to_step_down", lambda: "nobody answers")
+        monkeypatch.setattr(following.standby, "_ask_to_step_down", lambda: "no server answers")
         monkeypatch.setattr(following.standby._failover, "take_over", lambda: None)
-        with pytest.raises(
-            MismatchError, match=f"{server.address} may have continued.*restart that server"
-        ):
+        with pytest.raises(MismatchError, match=server.address) as refused:
             following.standby.promote(1.0)
+        assert refused.value.reason == "NOT_IN_SYNC"
 
 
 def test_the_lock_names_the_awaited_standby(cluster: Make, tmp_path: Path) -> None:
@@ -337,7 +337,7 @@ def test_the_lock_names_the_awaited_standby(cluster: Make, tmp_path: Path) -> No
     with RunningStandby(server) as following:
         following.in_sync()
         assert in_sync() == following.standby.name
-    until(lambda: in_sync() == "", "nobody, when it is gone")
+    until(lambda: in_sync() == "", "no standby in sync after the standby closes")
     with counter(server.address) as client:
         count(client)
 

@@ -92,7 +92,7 @@ class AnswersUnwritten(CoordinatorMachine):
 
         def record_answer(report: ShardReport) -> None:
             record_index(report)
-            if self.pending.measurement is not None and report.epoch == self.epoch:
+            if self.pending.measurement is not None and report.log_id == self.log_id:
                 self.pending.measurement.take(report)
 
         self.reports.has_measured = lambda report: False  # type: ignore[method-assign]

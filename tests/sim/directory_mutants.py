@@ -37,7 +37,7 @@ def follows_anyway(
     restores: bool,
 ) -> CatchUp:
     """Lets a shard follow that lacks entries, or pushes that entries count."""
-    if report.epoch == coordinator.epoch and not blank:
+    if report.log_id == coordinator.log_id and not blank:
         return CatchUp.FOLLOW
     return CHOOSE(coordinator, report, blank, can_recover, restores)
 

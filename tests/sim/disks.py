@@ -74,9 +74,9 @@ class Saved:
 class JobJournal:
     """The coordinator's part of a disk."""
 
-    def __init__(self, disk: Disk, epoch: int, shards: int) -> None:
+    def __init__(self, disk: Disk, log_id: int, shards: int) -> None:
         self.disk = disk
-        self.begin(0, {"epoch": epoch}, shards)
+        self.begin(0, {"epoch": log_id}, shards)
 
     def begin(self, version: int, state: dict[str, Any], shards: int) -> None:
         """What was written before is void."""

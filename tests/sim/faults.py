@@ -162,8 +162,8 @@ class Faults:
                 replace(shard.machine.report(), staged=(push,), measured=None), self.now
             )
         check(self.coordinator.version == before, "{} was applied", push)
-        here = {shard.machine.epoch for shard in self.shards} == {self.coordinator.epoch}
-        if here and self.all_ready and self.coordinator.move is None:
+        here = {shard.machine.log_id for shard in self.shards} == {self.coordinator.log_id}
+        if here and self.all_ready and self.coordinator.reshard is None:
             check(not self.coordinator.reports.is_undecided(push.key), "{} was not refused", push)
 
     def switch_policy(self) -> None:

@@ -73,7 +73,7 @@ def send(recorder: Recorder, rng: random.Random, workers: Sequence[int], now: fl
         return recorder.do(request(rng, workers), now)
     staged = pushes(rng, workers)
     for shard in range(coordinator.shards):
-        recorder.report(ShardReport(shard, coordinator.epoch, coordinator.log.index, staged), now)
+        recorder.report(ShardReport(shard, coordinator.log_id, coordinator.log.index, staged), now)
     return None
 
 

@@ -191,9 +191,9 @@ class CountsInMove(CoordinatorMachine):
         advance, job = self.rounds.advance, self.job
 
         def advance_without_move(now: float) -> None:
-            move, job.move = job.move, None
+            reshard, job.reshard = job.reshard, None
             advance(now)
-            job.move = move
+            job.reshard = reshard
 
         self.rounds.advance = advance_without_move  # type: ignore[method-assign]
 

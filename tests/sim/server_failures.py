@@ -94,7 +94,7 @@ class ServerFailures:
         """
         number = self.rng.randrange(self.layout)
         shard = self.shards[number]
-        if number not in self.down and shard.is_ready and self.coordinator.move is None:
+        if number not in self.down and shard.is_ready and self.coordinator.reshard is None:
             self.disks[number].mirror = mirror_of(shard, self.coordinator if number == 0 else None)
             self.after(
                 self.rng.choice([0.02, 0.5, 5.0, 20.0]) * self.rng.random(),

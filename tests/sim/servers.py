@@ -182,8 +182,8 @@ class SimShard:
             self.heard = number
             self.world.on_report(report, self, recovered)
 
-    def entries(self, epoch: int, entries: list[Entry]) -> None:
-        for entry in self.machine.accept(epoch, entries):
+    def entries(self, log_id: int, entries: list[Entry]) -> None:
+        for entry in self.machine.accept(log_id, entries):
             self.write(entry)
             self.carry_out(entry)
             self.machine.done(entry, self.measured(entry) if isinstance(entry, Measure) else 0.0)
@@ -202,7 +202,10 @@ class SimShard:
                 entry,
             )
             check(
-                not self.machine.moving, "shard {} has no numbers for {}", self.machine.shard, entry
+                not self.machine.is_resharding,
+                "shard {} has no numbers for {}",
+                self.machine.shard,
+                entry,
             )
             self.apply(entry)
             self.frozen = None  # every shard holds its new part
@@ -211,7 +214,7 @@ class SimShard:
         elif isinstance(entry, Reshard):
             self.frozen = entry.index, self.shards, self.weights
             self.shards, self.weights = entry.shards, []
-        elif isinstance(entry, Cut) and not self.replaying and not self.machine.moving:
+        elif isinstance(entry, Cut) and not self.replaying and not self.machine.is_resharding:
             self.disk.parts[entry.index] = list(self.weights), list(self.history)
             self.part = PartReport(entry.version, entry.index, "", 0, "")
             self.send_part()
@@ -223,7 +226,12 @@ class SimShard:
             self.machine.shard,
             entry,
         )
-        check(not self.machine.moving, "shard {} has no numbers for {}", self.machine.shard, entry)
+        check(
+            not self.machine.is_resharding,
+            "shard {} has no numbers for {}",
+            self.machine.shard,
+            entry,
+        )
         return sum(mean * mean for mean in self.averages(entry.contributions))
 
     def apply(self, entry: Apply) -> None:
@@ -252,45 +260,45 @@ class SimShard:
 
     # ---- another number of shards
 
-    def move_in(self, move: ReshardPhase) -> None:
+    def move_in(self, reshard: ReshardPhase) -> None:
         """Make the new part of what the shards had before, if all who had it are there."""
-        if not self.machine.moving or self.machine.index < move.index:
+        if not self.machine.is_resharding or self.machine.index < reshard.index:
             return
-        if self.frozen is not None and self.frozen[0] != move.index:
+        if self.frozen is not None and self.frozen[0] != reshard.index:
             return  # of an earlier move: a line is in order, so no shard hears of one that late
         whole: list[float] = []
-        for source in self.world.shards[: move.before]:
+        for source in self.world.shards[: reshard.before]:
             if (
                 not source.up
                 or source.frozen is None
-                or source.frozen[:2] != (move.index, move.before)
+                or source.frozen[:2] != (reshard.index, reshard.before)
             ):
                 return
             whole += source.frozen[2]
         self.weights = part_of(whole, self.machine.shard, self.shards)
-        self.machine.moved()
+        self.machine.finish_reshard()
         self.void()
         self.send_report()
 
-    def adopt(self, state: str, history: History, move: ReshardPhase) -> None:
+    def adopt(self, state: str, history: History, reshard: ReshardPhase) -> None:
         """This shard is new: it knows what another one knows."""
         if self.is_ready:
             return  # told twice
         self.machine.adopt(json.loads(state))
-        self.shards, self.history, self.is_ready = move.shards, list(history), True
+        self.shards, self.history, self.is_ready = reshard.shards, list(history), True
         self.kept.clear()
         self.clear_log()
         self.start_log(self.machine.version)
 
     # ---- starting
 
-    def load(self, saved: Saved, epoch: int) -> None:
+    def load(self, saved: Saved, log_id: int) -> None:
         """Go on from a snapshot; the log of before is void."""
-        if self.is_ready and self.machine.epoch == epoch:
+        if self.is_ready and self.machine.log_id == log_id:
             return  # told twice
         self.take_snapshot(saved, self.world.coordinator.shards)
         self.machine = self.world.machine_class(self.machine.shard)
-        self.machine.restore(epoch, saved.version, saved.index)
+        self.machine.restore(log_id, saved.version, saved.index)
         self.kept.clear()
         self.frozen = self.part = None
         self.clear_log()
@@ -304,20 +312,20 @@ class SimShard:
         self.shards, self.weights = shards, part_of(whole, self.machine.shard, shards)
         self.history = list(parts[0][1])
 
-    def follow(self, epoch: int, base: int = 0) -> None:
+    def follow(self, log_id: int, base: int = 0) -> None:
         """A log that begins, as far as this shard goes."""
-        if self.is_ready and self.machine.epoch == epoch:
+        if self.is_ready and self.machine.log_id == log_id:
             return  # told twice
         self.weights, self.history, self.shards = [], [], self.world.coordinator.shards
         self.machine = self.world.machine_class(self.machine.shard)
-        self.machine.follow(epoch, base)
+        self.machine.follow(log_id, base)
         self.kept.clear()
         self.frozen = self.part = None
         self.clear_log()
         self.is_ready = True
         self.start_log(0)
 
-    def recover(self, saved: Saved | None, epoch: int) -> None:
+    def recover(self, saved: Saved | None, log_id: int) -> None:
         """Be what this shard was: the snapshot, and its own log on top of it, if the log goes
         with it.
         """
@@ -328,7 +336,7 @@ class SimShard:
         if not segments:
             return
         first, base = segments[0], json.loads(segments[0].base)
-        if base["epoch"] != epoch or (saved is None and base["begun"]):
+        if base["epoch"] != log_id or (saved is None and base["begun"]):
             return
         if saved is not None:
             in_move = first.held is not None and first.held[0] > saved.index
@@ -377,19 +385,22 @@ class SimShard:
             if isinstance(record, tuple):
                 self.stage(*record)
             else:
-                self.entries(self.machine.epoch, [record])
+                self.entries(self.machine.log_id, [record])
         self.replaying = False
         self.start_log(self.machine.version)
         if self.before is not None:
-            mine, theirs = (shard.everything(self.machine.moving) for shard in (self, self.before))
+            mine, theirs = (
+                shard.everything(self.machine.is_resharding) for shard in (self, self.before)
+            )
             check(mine == theirs, "recovered {} is not {}", mine, theirs)
 
-    def everything(self, moving: bool) -> Any:
-        """What a shard that is made again from its log has to be. moving: less what the move has
-        given it.
+    def everything(self, is_resharding: bool) -> Any:
+        """Return what recovery from the log must restore.
+
+        is_resharding: leave out the new partition, which the reshard will build again.
         """
         state = self.machine.state()
-        if moving:
+        if is_resharding:
             return {**state, "moving": True}, self.frozen, self.history
         return state, self.machine.staged, self.kept, self.weights, self.history
 

@@ -117,17 +117,17 @@ class DirectServer:
 
     def hear(self, update: ShardUpdate) -> None:
         """As Link does."""
-        epoch, manifest = update.cursor.epoch, update.snapshot
+        log_id, manifest = update.cursor.log_id, update.snapshot
         shards = self.identity.shards
         if update.catch_up is CatchUp.RECOVER:
-            self._install(manifest, lambda: self.states.from_log(epoch, manifest, {shards}), True)
+            self._install(manifest, lambda: self.states.from_log(log_id, manifest, {shards}), True)
         elif update.catch_up is CatchUp.RESTORE and manifest is not None:
-            self._install(manifest, lambda: self.states.from_snapshot(epoch, manifest, shards))
+            self._install(manifest, lambda: self.states.from_snapshot(log_id, manifest, shards))
         elif update.catch_up is CatchUp.BEGIN:
-            self.engine.install(self.states.fresh(epoch, update.base, shards))
+            self.engine.install(self.states.fresh(log_id, update.base, shards))
         if update.model is not None:
             self.engine.set_model(update.model)
-        self.engine.deliver(epoch, update.entries)
+        self.engine.deliver(log_id, update.entries)
         if update.snapshots:
             self.archive.retain(update.snapshots, JOB)
             self.engine.retire_log(max(update.snapshots))
@@ -310,7 +310,7 @@ class DirectServers:
         _, life.line = self.service.shard_connections.connect(
             life.shard, len(self.lives), identity.address, identity.instance
         )
-        life.told, life.reported = DeliveryCursor(report.epoch, report.index), None
+        life.told, life.reported = DeliveryCursor(report.log_id, report.index), None
 
     def _hear(self, life: DirectServer) -> bool:
         assert life.told is not None

@@ -118,7 +118,7 @@ class World(Faults, ServerFailures):
     def new_shard(self, number: int) -> SimShard:
         return self.shard_class(self, number, self.layout, self.disks[number])
 
-    def new_coordinator(self, epoch: int, shards: int) -> CoordinatorMachine:
+    def new_coordinator(self, log_id: int, shards: int) -> CoordinatorMachine:
         scenario = self.scenario
         # some may have ended before all went back
         wanted = 1 if self.rollbacks else scenario.workers
@@ -131,13 +131,15 @@ class World(Faults, ServerFailures):
             bad_gradients="skip",
             progress_timeout=scenario.progress_timeout,
         )
-        return self.coordinator_class(shards, rules, epoch)
+        return self.coordinator_class(shards, rules, log_id)
 
-    def new_recorder(self, epoch: int) -> Recorder:
-        coordinator = self.new_coordinator(epoch, self.layout)
+    def new_recorder(self, log_id: int) -> Recorder:
+        coordinator = self.new_coordinator(log_id, self.layout)
         watch(coordinator)
         journal = (
-            self.journal_class(self.disks[0], epoch, self.layout) if self.scenario.durable else None
+            self.journal_class(self.disks[0], log_id, self.layout)
+            if self.scenario.durable
+            else None
         )
         return Recorder(coordinator, journal)
 
@@ -165,7 +167,10 @@ class World(Faults, ServerFailures):
     def all_ready(self) -> bool:
         """Has every shard weights, of the coordinator's epoch?"""
         machines = [shard.machine for shard in self.shards[: self.layout] if shard.is_ready]
-        fit = [m.begun and not m.moving and m.epoch == self.coordinator.epoch for m in machines]
+        fit = [
+            m.begun and not m.is_resharding and m.log_id == self.coordinator.log_id
+            for m in machines
+        ]
         return not self.down and len(fit) == self.layout and all(fit)
 
     @property
@@ -227,22 +232,22 @@ class World(Faults, ServerFailures):
             self.start_server(number)
         self.perfect = True
         for _ in range(20):
-            if self.coordinator.move is not None:
+            if self.coordinator.reshard is not None:
                 self.now += RESHARD_SNAPSHOT_RETRY_SECONDS  # its snapshot may have failed
             self.look()
             if self.is_settled:
                 return
-        raise InvariantError(f"no rest: {self.coordinator.move}")
+        raise InvariantError(f"no rest: {self.coordinator.reshard}")
 
     @property
     def is_settled(self) -> bool:
         """Does every shard stand where the log ends?"""
-        where = self.coordinator.epoch, self.coordinator.log.index
+        where = self.coordinator.log_id, self.coordinator.log.index
         there = all(
-            shard.is_ready and (shard.machine.epoch, shard.machine.index) == where
+            shard.is_ready and (shard.machine.log_id, shard.machine.index) == where
             for shard in self.shards
         )
-        return there and self.coordinator.move is None
+        return there and self.coordinator.reshard is None
 
     # ---- the shell of the coordinator
 
@@ -273,7 +278,7 @@ class World(Faults, ServerFailures):
     def connect(self, shard: SimShard) -> None:
         """A server comes to the coordinator, which may not know its process yet."""
         self.directory.release_leavers(self.coordinator)
-        number, followed = shard.machine.shard, shard.machine.epoch != NO_LOG
+        number, followed = shard.machine.shard, shard.machine.log_id != NO_LOG
         shard.directory, replaces = self.directory, False
         if number == 0:
             shard.server, shard.connection = self.directory[0], None
@@ -305,47 +310,51 @@ class World(Faults, ServerFailures):
         if catch_up is CatchUp.GO_BACK:
             return self.go_back()
         self.flush()
-        return self.deliver(shard, DeliveryCursor(report.epoch, report.index))
+        return self.deliver(shard, DeliveryCursor(report.log_id, report.index))
 
     def deliver(self, shard: SimShard, cursor: DeliveryCursor) -> None:
         """Send a server what it has not received yet."""
-        coordinator, recorder, move = self.coordinator, self.recorder, self.coordinator.move
+        coordinator, recorder, reshard = self.coordinator, self.recorder, self.coordinator.reshard
         delivery = self.directory.next_delivery(shard.server, cursor, coordinator)
         if delivery is None:
             return
         action = self.action(shard, delivery.catch_up)
-        epoch, entries = coordinator.epoch, delivery.entries
+        log_id, entries = coordinator.log_id, delivery.entries
 
         def hear() -> None:
             """What comes over the line to a coordinator that has died comes before the next line,
             or not at all.
             """
             action()
-            if self.recorder is recorder or self.coordinator.epoch == epoch:
-                shard.entries(epoch, entries)
+            if self.recorder is recorder or self.coordinator.log_id == log_id:
+                shard.entries(log_id, entries)
                 if (
-                    move is not None
-                    and move is self.coordinator.move
-                    and (shard.machine.shard < move.shards)
+                    reshard is not None
+                    and reshard is self.coordinator.reshard
+                    and (shard.machine.shard < reshard.shards)
                 ):
-                    shard.move_in(move)
+                    shard.move_in(reshard)
 
         self.send(hear, shard)
 
     def action(self, shard: SimShard, catch_up: CatchUp) -> Callable[[], None]:
         """What a server does before it follows the log, with what is sent for it."""
-        epoch, base = self.coordinator.epoch, self.coordinator.log.base
-        newest, first, move = self.saved, self.directory.snapshot, self.coordinator.move
+        log_id, base = self.coordinator.log_id, self.coordinator.log.base
+        newest, first, reshard = self.saved, self.directory.snapshot, self.coordinator.reshard
         donor = self.shards[0]
         if catch_up is CatchUp.RECOVER:
-            return lambda: shard.recover(newest, epoch)
+            return lambda: shard.recover(newest, log_id)
         if catch_up is CatchUp.RESTORE and first is not None:
-            return lambda: shard.load(first, epoch)
+            return lambda: shard.load(first, log_id)
         if catch_up is CatchUp.BEGIN:
-            return lambda: shard.follow(epoch, base)
-        if catch_up is CatchUp.ADOPT and move is not None and donor.machine.index >= move.index:
+            return lambda: shard.follow(log_id, base)
+        if (
+            catch_up is CatchUp.ADOPT
+            and reshard is not None
+            and donor.machine.index >= reshard.index
+        ):
             state, history = json.dumps(donor.machine.state()), list(donor.history)
-            return lambda: shard.adopt(state, history, move)
+            return lambda: shard.adopt(state, history, reshard)
         return lambda: None
 
     def on_part(self, shard: int, part: PartReport) -> None:
@@ -395,7 +404,7 @@ class World(Faults, ServerFailures):
         for shard in list(self.shards):
             if shard.directory is self.directory and shard.server.ready:
                 self.deliver(
-                    shard, DeliveryCursor(coordinator.epoch, before, shard.server.catch_up)
+                    shard, DeliveryCursor(coordinator.log_id, before, shard.server.catch_up)
                 )
 
     def note(self, entry: Entry) -> None:

@@ -67,8 +67,9 @@ class Job:
             self._staged[shard].append(Staged(PushKey(worker, seq), 8, base, keys, problem))
             self.report(shard)
 
-    def report(self, shard: int, index: int = 0, epoch: int = 0) -> None:
-        self.recorder.report(ShardReport(shard, epoch, index, tuple(self._staged[shard])), self.now)
+    def report(self, shard: int, index: int = 0, log_id: int = 0) -> None:
+        report = ShardReport(shard, log_id, index, tuple(self._staged[shard]))
+        self.recorder.report(report, self.now)
 
     def ask(
         self, worker: int, received: int = 0, idle: bool = False, loop: LoopSpec = LOOP

@@ -53,7 +53,7 @@ class LoopWorkers:
 
     def report(self, key: PushKey, batches: list[BatchKey]) -> None:
         staged = Staged(key, len(batches), self.coordinator.version, tuple(batches))
-        self.coordinator.reports.process(ShardReport(0, self.coordinator.epoch, 0, (staged,)), 0.0)
+        self.coordinator.reports.process(ShardReport(0, self.coordinator.log_id, 0, (staged,)), 0.0)
 
     def run(self) -> "LoopWorkers":
         steps = 0

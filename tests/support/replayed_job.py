@@ -53,7 +53,7 @@ class Job:
         self.workers = [self.join() for _ in range(workers)]
 
     def made(self) -> CoordinatorMachine:
-        return self.kind(2, self.rules, 0, epoch=5)
+        return self.kind(2, self.rules, 0, log_id=5)
 
     @property
     def coordinator(self) -> CoordinatorMachine:

@@ -161,22 +161,22 @@ class ShardReport:
     """Complete report of what a shard has, so that lost, repeated or late reports are harmless.
 
     shard: number of the shard.
-    epoch: id of the log that the shard follows; every start and rollback begins a new log.
+    log_id: id of the log that the shard follows; every start and rollback begins a new log.
     index: last entry that the shard has applied.
     staged: staged pushes.
     log_bytes: size of the shard's log since the last cut, in bytes.
     digest: digest of all entries up to `index`.
     log_broken: some of the log could not be written.
-    moving: the shard does not have the part that the last Reshard assigned to it yet.
+    is_resharding: the shard does not have the part that the last Reshard assigned to it yet.
     measured: the answer to the newest Measure; None once its pushes have counted or are void.
     """
 
     shard: int
-    epoch: int
+    log_id: int
     index: int
     staged: tuple[Staged, ...]
     log_bytes: int = 0
     digest: int = 0
     log_broken: bool = False
-    moving: bool = False
+    is_resharding: bool = False
     measured: Measured | None = None

@@ -168,13 +168,13 @@ def staged_from_proto(message: co.Staged) -> Staged:
 def report_to_proto(report: ShardReport) -> co.Report:
     """The shard's number travels beside it, in LinkShardRequest."""
     return co.Report(
-        epoch=report.epoch,
+        epoch=report.log_id,
         index=report.index,
         staged=map(staged_to_proto, report.staged),
         log_bytes=report.log_bytes,
         digest=report.digest,
         log_broken=report.log_broken,
-        moving=report.moving,
+        moving=report.is_resharding,
         measured=measured_to_proto(report.measured) if report.measured is not None else None,
     )
 

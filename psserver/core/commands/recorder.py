@@ -126,7 +126,7 @@ class Recorder:
     def report(self, report: ShardReport, now: float) -> None:
         """Process a shard's report. One without news is not written: it decides nothing."""
         coordinator = self.coordinator
-        if report.epoch == coordinator.epoch and report.shard not in coordinator.job.followers:
+        if report.log_id == coordinator.log_id and report.shard not in coordinator.job.followers:
             self.do(AddFollower(report.shard), now)
         if coordinator.resharding.has_moved(report):
             self.do(RecordMoved(report.shard), now)
@@ -138,7 +138,7 @@ class Recorder:
                 report, staged=tuple(each for each in report.staged if each.key not in unfit)
             )
         # else it is reported again
-        for key, why in unfit.items() if coordinator.move is None else ():
+        for key, why in unfit.items() if coordinator.reshard is None else ():
             self.do(RefusePush(key.worker, key.seq, why.reason, why.detail), now)
         has_measured = report.measured is not None and coordinator.reports.has_measured(report)
         if len(news) > len(unfit) or has_measured:
@@ -148,9 +148,9 @@ class Recorder:
 
     def _end_reshard(self, now: float) -> None:
         """End a reshard once all shards have their parts: with a snapshot, or at once without."""
-        move = self.coordinator.move
-        if move is not None and move.complete:
-            if move.writes_snapshot:
+        reshard = self.coordinator.reshard
+        if reshard is not None and reshard.complete:
+            if reshard.writes_snapshot:
                 self.cut(now)
             else:
                 self.do(FinishReshard(), now)
@@ -193,7 +193,7 @@ class Recorder:
         coordinator = self.coordinator
         if (
             coordinator.begun
-            and not (coordinator.cuts.busy or coordinator.move)
+            and not (coordinator.cuts.busy or coordinator.reshard)
             and coordinator.cuts.age(now) >= LOG_REPAIR_INTERVAL_SECONDS
         ):
             self.cut(now)
@@ -206,7 +206,7 @@ class Recorder:
         coordinator = self.coordinator
         if (
             coordinator.begun
-            and coordinator.move is None
+            and coordinator.reshard is None
             and coordinator.cuts.due(coordinator.version, now)
         ):
             self.cut(now)

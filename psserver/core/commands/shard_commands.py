@@ -25,14 +25,14 @@ class ProcessReport(Command[None]):
         report = self.report
         staged = staged_to_json(report.staged)
         measured = [list(report.measured)] if report.measured is not None else []
-        return {"report": [report.shard, report.epoch, report.index, staged, *measured]}
+        return {"report": [report.shard, report.log_id, report.index, staged, *measured]}
 
     @staticmethod
     def from_json(report: list[Any]) -> "ProcessReport":
-        shard, epoch, index, staged, *measured = report
+        shard, log_id, index, staged, *measured = report
         pushes = tuple(staged_from_json(staged))
         answer = Measured(*measured[0]) if measured else None
-        return ProcessReport(ShardReport(shard, epoch, index, pushes, measured=answer))
+        return ProcessReport(ShardReport(shard, log_id, index, pushes, measured=answer))
 
 
 @dataclass(frozen=True, slots=True)

@@ -70,7 +70,7 @@ def finish_snapshot(recorder: Recorder, now: float, is_written: bool, has_logs: 
     then enough. With logs a new segment needs a snapshot, so another one is tried.
     """
     recorder.do(FinishSnapshot(), now)
-    if recorder.coordinator.move is not None and (is_written or not has_logs):
+    if recorder.coordinator.reshard is not None and (is_written or not has_logs):
         recorder.do(FinishReshard(), now)
 
 

@@ -41,10 +41,10 @@ def choose_catch_up(
         can_recover: The shard may have a log on disk that it was not asked to replay.
         restores: This log began with a snapshot.
     """
-    if report.epoch == coordinator.epoch and not blank:
+    if report.log_id == coordinator.log_id and not blank:
         fits = coordinator.log.can_go_on(report) and not coordinator.resharding.is_stranded(report)
         return CatchUp.FOLLOW if fits else CatchUp.GO_BACK
-    if blank and coordinator.move is not None and report.shard >= coordinator.move.before:
+    if blank and coordinator.reshard is not None and report.shard >= coordinator.reshard.before:
         return CatchUp.ADOPT  # it had no part before the reshard
     followed = report.shard in coordinator.job.followers
     if blank and can_recover and followed:

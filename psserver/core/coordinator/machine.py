@@ -63,9 +63,9 @@ class CoordinatorMachine:
     """
 
     def __init__(
-        self, shards: int, rules: JobRules, generation: int = 0, epoch: int | None = None
+        self, shards: int, rules: JobRules, generation: int = 0, log_id: int | None = None
     ) -> None:
-        self.job = job = JobState(shards, rules, generation, epoch)
+        self.job = job = JobState(shards, rules, generation, log_id)
         self.membership, self.ledger, self.log = job.membership, job.ledger, job.log
         self.pending, self.cuts, self.reported = job.pending, job.cuts, job.reported
         self.participation = Participation(job)
@@ -79,8 +79,8 @@ class CoordinatorMachine:
     # ---- what other threads and processes read ---------------------------------------------------
 
     @property
-    def epoch(self) -> int:
-        return self.job.epoch
+    def log_id(self) -> int:
+        return self.job.log_id
 
     @property
     def version(self) -> int:
@@ -107,8 +107,8 @@ class CoordinatorMachine:
         return self.job.policy
 
     @property
-    def move(self) -> ReshardPhase | None:
-        return self.job.move
+    def reshard(self) -> ReshardPhase | None:
+        return self.job.reshard
 
     @property
     def failure(self) -> PSError | None:
@@ -147,7 +147,7 @@ class CoordinatorMachine:
     def cut(self, now: float) -> bool:
         """Append a Cut of the current version. Return False while another snapshot is written."""
         job, cuts = self.job, self.cuts
-        if not job.begun or cuts.busy or (job.move is not None and not job.move.complete):
+        if not job.begun or cuts.busy or (job.reshard is not None and not job.reshard.complete):
             return False
         job.log.append(Cut(job.log.next, job.version))
         cuts.begin(job.version, job.log.index, now, {})

@@ -15,7 +15,7 @@ class PushReports:
     def process(self, report: ShardReport, now: float) -> None:
         """Record what a shard has staged and measured, and append the updates that follow."""
         job = self._job
-        if report.epoch != job.epoch:
+        if report.log_id != job.log_id:
             return
         self.record_index(report)
         if job.is_of_layout(report):
@@ -27,12 +27,12 @@ class PushReports:
 
     def record_index(self, report: ShardReport) -> None:
         """Note how far a shard is, and drop entries that every shard has carried out."""
-        if report.epoch == self._job.epoch:
+        if report.log_id == self._job.log_id:
             self._job.log.reached(report.shard, report.index)
 
     def new_pushes(self, report: ShardReport) -> list[Staged]:
         """Return the pushes that a shard has not reported before."""
-        if report.epoch != self._job.epoch or not self._job.is_of_layout(report):
+        if report.log_id != self._job.log_id or not self._job.is_of_layout(report):
             return []
         return [staged for staged in report.staged if self._is_new(report.shard, staged)]
 
@@ -51,7 +51,7 @@ class PushReports:
         measurement = self._job.pending.measurement
         if (
             measurement is None
-            or report.epoch != self._job.epoch
+            or report.log_id != self._job.log_id
             or not self._job.is_of_layout(report)
         ):
             return False
@@ -77,7 +77,7 @@ class PushReports:
             return self._participation.evict_unknown(key.worker, report.index)
         if key.seq <= member.seq and not (key.seq == 0 and not job.begun):
             return None
-        if staged.problem and job.move is not None:
+        if staged.problem and job.reshard is not None:
             return None  # the shard reports it again
         if staged.problem:
             reason, _, detail = staged.problem.partition(": ")

@@ -23,7 +23,7 @@ class Resharding:
         if not self.can_start(shards):
             return False
         job.log.append(Reshard(job.log.next, job.version, shards))
-        job.move = ReshardPhase(job.shards, shards, job.log.index, writes_snapshot)
+        job.reshard = ReshardPhase(job.shards, shards, job.log.index, writes_snapshot)
         job.is_reshard_saved = False
         job.set_layout(shards, job.log.index)
         job.log.members(job.following_shards, job.log.index)
@@ -34,32 +34,36 @@ class Resharding:
         job = self._job
         follow = job.followers >= set(range(job.shards))
         return (
-            job.begun and follow and not job.cuts.busy and job.move is None and shards != job.shards
+            job.begun
+            and follow
+            and not job.cuts.busy
+            and job.reshard is None
+            and shards != job.shards
         )
 
     def has_moved(self, report: ShardReport) -> bool:
         """Return whether a shard reports for the first time that it has its new part."""
-        move = self._job.move
+        reshard = self._job.reshard
         if (
-            move is None
-            or report.epoch != self._job.epoch
-            or report.moving
-            or report.index < move.index
+            reshard is None
+            or report.log_id != self._job.log_id
+            or report.is_resharding
+            or report.index < reshard.index
         ):
             return False
-        return report.shard < move.shards and report.shard not in move.moved
+        return report.shard < reshard.shards and report.shard not in reshard.loaded_shards
 
     def record_moved(self, shard: int) -> None:
         """Note that a shard has its new part."""
-        if self._job.move is not None:
-            self._job.move.moved.add(shard)
+        if self._job.reshard is not None:
+            self._job.reshard.loaded_shards.add(shard)
 
     def finish(self, now: float) -> None:
         """End the reshard: pushes count again, and removed shards are dropped."""
         job = self._job
-        if job.move is None or not (job.move.complete or job.is_reshard_saved):
+        if job.reshard is None or not (job.reshard.complete or job.is_reshard_saved):
             return
-        job.move, job.is_reshard_saved = None, False
+        job.reshard, job.is_reshard_saved = None, False
         job.log.members(job.shards, job.log.index)
         job.followers &= set(range(job.shards))
         self._rounds.advance(now)
@@ -70,8 +74,8 @@ class Resharding:
         """
         if self._job.is_reshard_saved:
             self.finish(now)
-        elif self._job.move is not None:
-            self._job.move.moved.clear()
+        elif self._job.reshard is not None:
+            self._job.reshard.loaded_shards.clear()
             self._job.pending.clear(self._job.shards)
 
     def restart_shard(self, shard: int) -> None:
@@ -82,11 +86,13 @@ class Resharding:
         job = self._job
         job.cuts.shard_lost(shard)
         job.log.back(shard)
-        if job.move is not None and shard < job.shards:
+        if job.reshard is not None and shard < job.shards:
             job.cuts.abandon()
-            job.move.moved.discard(shard)
+            job.reshard.loaded_shards.discard(shard)
             job.pending.shard_lost(shard)
 
     def is_stranded(self, report: ShardReport) -> bool:
         """Return whether a shard waits for its part of a reshard that has ended."""
-        return report.epoch == self._job.epoch and report.moving and self._job.move is None
+        return (
+            report.log_id == self._job.log_id and report.is_resharding and self._job.reshard is None
+        )

@@ -12,12 +12,12 @@ class DeliveryCursor(NamedTuple):
     """What a shard has received over one connection.
 
     Attributes:
-        epoch: Id of the log.
+        log_id: Id of the log.
         reached: Index of the last log entry that was sent.
         catch_up: The last catch-up action that was sent.
     """
 
-    epoch: int = NO_LOG
+    log_id: int = NO_LOG
     reached: int = 0
     catch_up: CatchUp | None = None
 

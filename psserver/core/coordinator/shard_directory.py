@@ -75,7 +75,7 @@ SnapshotT = TypeVar("SnapshotT", bound=SavedSnapshot)
 
 CATCH_UP_TEXTS = {
     CatchUp.RECOVER: "read its log",
-    CatchUp.ADOPT: "move in",
+    CatchUp.ADOPT: "join the reshard",
     CatchUp.RESTORE: "load snapshot {version}",
 }
 
@@ -83,7 +83,7 @@ CATCH_UP_TEXTS = {
 class ShardDirectory(Generic[SnapshotT]):
     """All servers by shard; shard 0's is this process.
 
-    While the model moves to fewer shards, the leaving servers are still here.
+    During a reshard to fewer shards, the leaving servers are still here.
 
     Attributes:
         layout: The number of shards.
@@ -287,13 +287,13 @@ class ShardDirectory(Generic[SnapshotT]):
         """Return what a server has not received yet; None if it is no member."""
         if not self.is_member(server):
             return None
-        index = cursor.reached if cursor.epoch == coordinator.epoch else coordinator.log.base
+        index = cursor.reached if cursor.log_id == coordinator.log_id else coordinator.log.base
         entries = coordinator.entries_after(index) if server.ready else []
         reached = max(index, coordinator.log.index) if server.ready else index
-        is_new = (cursor.epoch, cursor.catch_up) != (coordinator.epoch, server.catch_up)
+        is_new = (cursor.log_id, cursor.catch_up) != (coordinator.log_id, server.catch_up)
         catch_up = (server.catch_up or CatchUp.FOLLOW) if is_new else CatchUp.FOLLOW
         return Delivery(
-            DeliveryCursor(coordinator.epoch, reached, server.catch_up), catch_up, entries
+            DeliveryCursor(coordinator.log_id, reached, server.catch_up), catch_up, entries
         )
 
     def has_delivery(
@@ -303,13 +303,13 @@ class ShardDirectory(Generic[SnapshotT]):
         if not self.is_member(server):
             return False
         lacks_entries = coordinator.log.index > cursor.reached and server.ready
-        return coordinator.epoch != cursor.epoch or lacks_entries
+        return coordinator.log_id != cursor.log_id or lacks_entries
 
     def _choose_catch_up(
         self, report: ShardReport, coordinator: CoordinatorMachine, has_logs: bool
     ) -> CatchUp:
         server = self._servers[report.shard]
-        if report.epoch != coordinator.epoch and server.catch_up in (
+        if report.log_id != coordinator.log_id and server.catch_up in (
             CatchUp.RECOVER,
             CatchUp.RESTORE,
             CatchUp.BEGIN,
@@ -317,7 +317,7 @@ class ShardDirectory(Generic[SnapshotT]):
         ):
             return server.catch_up  # the action is not done yet
         if (
-            report.epoch == coordinator.epoch
+            report.log_id == coordinator.log_id
             and server.ready
             and not coordinator.resharding.is_stranded(report)
         ):
@@ -326,7 +326,7 @@ class ShardDirectory(Generic[SnapshotT]):
         return choose_catch_up(
             coordinator,
             report,
-            report.epoch == NO_LOG,
+            report.log_id == NO_LOG,
             can_recover,
             restores=self.snapshot is not None,
         )

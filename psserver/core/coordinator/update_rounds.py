@@ -46,7 +46,7 @@ class UpdateRounds:
         """
         self._begin_if_uploaded(now)
         job = self._job
-        if not job.begun or job.move is not None or not job.has_started():
+        if not job.begun or job.reshard is not None or not job.has_started():
             return
         self._reject_unfit(now)
         while job.failure is None and not job.cuts.due_at(job.version):

@@ -28,7 +28,7 @@ class JobState:
 
     Attributes:
         shards: Number of shards; during a reshard: after it.
-        epoch: Id of this log; reports on another log are ignored.
+        log_id: Id of this log; reports on another log are ignored.
         version: Number of updates.
         samples: Number of samples in all updates.
         counts: Number of decided pushes by outcome.
@@ -37,24 +37,24 @@ class JobState:
         failure: Why the job has to end.
         model: The model; None before a worker registers one.
         uploading_worker: Number of the worker that uploads the initial weights.
-        move: The reshard in progress.
+        reshard: The reshard in progress.
         layout_index: Index of the newest Reshard.
-        is_reshard_saved: The snapshot that this state continues from ends the reshard of `move`.
+        is_reshard_saved: The snapshot that this state continues from ends `reshard`.
         followers: Shards that follow this log.
         evicted: Workers with an Evict entry.
         is_resumed: The servers were restarted, and no worker has asked since.
 
     Args:
         generation: Number of starts of the job's servers: no worker number is given twice.
-        epoch: Id of the log; None: the generation.
+        log_id: Id of the log; None: the generation.
     """
 
     def __init__(
-        self, shards: int, rules: JobRules, generation: int = 0, epoch: int | None = None
+        self, shards: int, rules: JobRules, generation: int = 0, log_id: int | None = None
     ) -> None:
         self.shards = shards
         self.rules = rules
-        self.epoch = generation if epoch is None else epoch
+        self.log_id = generation if log_id is None else log_id
         self.policy = rules.policy
         self.min_workers = rules.min_workers
         self.membership = Membership(rules.lease, generation)
@@ -64,7 +64,7 @@ class JobState:
         self.pending = PendingPushes(shards)
         self.cuts = SnapshotSchedule(rules.every, shards)
         self.reported = ReportedValues()
-        self.move: ReshardPhase | None = None
+        self.reshard: ReshardPhase | None = None
         self.layout_index = 0
         self.is_reshard_saved = False
         self.model: ModelSpec | None = None
@@ -124,7 +124,7 @@ class JobState:
     @property
     def following_shards(self) -> int:
         """Number of shards that follow the log."""
-        return self.move.members if self.move is not None else self.shards
+        return self.reshard.members if self.reshard is not None else self.shards
 
     def is_of_layout(self, report: ShardReport) -> bool:
         """Return whether a report's pushes have the current partition."""
@@ -141,10 +141,10 @@ class JobState:
     def as_json(self) -> dict[str, Any]:
         """Return all decisions as JSON values. Reports of shards and workers are not included."""
         return {
-            "epoch": self.epoch,
+            "epoch": self.log_id,
             "shards": self.shards,
             "layout_index": self.layout_index,
-            "move": self.move.state() if self.move is not None else None,
+            "move": self.reshard.state() if self.reshard is not None else None,
             "version": self.version,
             "index": self.log.index,
             "digest": self.log.digest,
@@ -190,11 +190,11 @@ class JobState:
         """Load a complete state, see CoordinatorMachine.load_state."""
         self.load_numbers(state, model)
         self.set_layout(state["shards"], state["layout_index"])
-        self.move = ReshardPhase.from_state(state["move"]) if state["move"] else None
-        self.is_reshard_saved = self.move is not None and self.move.index < snapshot_index
+        self.reshard = ReshardPhase.from_state(state["move"]) if state["move"] else None
+        self.is_reshard_saved = self.reshard is not None and self.reshard.index < snapshot_index
         self.log.recover(state["log"])
         self.begun, self.uploading_worker = state["begun"], state["uploader"]
-        self.epoch, self.started = state["epoch"], state["started"]
+        self.log_id, self.started = state["epoch"], state["started"]
         self.is_resumed = state["resumed"]
         self.policy = policy(*state["policy"])
         self.reported.recover(state)

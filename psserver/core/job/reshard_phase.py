@@ -23,19 +23,19 @@ class ReshardPhase:
         shards: New number of shards.
         index: Index of the Reshard entry.
         writes_snapshot: Whether it ends with a snapshot.
-        moved: Shards that have their new part.
+        loaded_shards: Shards that have their new part.
     """
 
     before: int
     shards: int
     index: int
     writes_snapshot: bool
-    moved: set[int] = field(default_factory=set)
+    loaded_shards: set[int] = field(default_factory=set)
 
     @property
     def complete(self) -> bool:
         """Whether every shard has its new part."""
-        return len(self.moved) == self.shards
+        return len(self.loaded_shards) == self.shards
 
     @property
     def members(self) -> int:
@@ -49,7 +49,7 @@ class ReshardPhase:
             "shards": self.shards,
             "index": self.index,
             "keeps": self.writes_snapshot,
-            "moved": sorted(self.moved),
+            "moved": sorted(self.loaded_shards),
         }
 
     @staticmethod

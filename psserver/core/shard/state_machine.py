@@ -5,7 +5,7 @@ out the same entries in the same order, so all shards reach the same state.
 
 States of a push on a shard: unknown, staged, applied, stale, rejected. States of the shard: it
 follows no log, it has no weights (before Begin), it has weights, it waits for its part of the
-model (between a Reshard and `moved`).
+model (between a Reshard and `finish_reshard`).
 
 Events: a complete push arrives (`offer`), entries arrive (`accept`), an entry was carried out
 (`done`). The caller keeps the bytes of a push that `offer` accepts, and carries out the entries
@@ -79,24 +79,24 @@ class ShardMachine:
     """The machine; the text of the module describes it.
 
     Attributes:
-        epoch: Id of the log that it follows.
+        log_id: Id of the log that it follows.
         version: Number of applied updates.
         index: Number of entries carried out.
         digest: Digest of these entries.
         begun: Whether it has weights.
-        moving: Whether it waits for its part of the model after a Reshard.
+        is_resharding: Whether it waits for its part of the model after a Reshard.
         staged: Pushes that are not decided.
         measured: Answer to the newest Measure, until its pushes count or are void.
     """
 
     def __init__(self, shard: int) -> None:
         self.shard = shard
-        self.epoch = NO_LOG
+        self.log_id = NO_LOG
         self.version = 0
         self.index = 0
         self.digest = 0
         self.begun = False
-        self.moving = False
+        self.is_resharding = False
         self.staged: dict[PushKey, Staged] = {}
         self.measured: Measured | None = None
         self._last_returned = 0  # last entry that accept() returned
@@ -104,20 +104,20 @@ class ShardMachine:
         self._outcomes: dict[int, OrderedDict[int, PushOutcome]] = {}
         self._evicted: dict[int, str] = {}
 
-    def restore(self, epoch: int, version: int, index: int) -> None:
+    def restore(self, log_id: int, version: int, index: int) -> None:
         """Continue from a snapshot; the log begins after `index`."""
         self.version, self.begun = version, True
-        self.follow(epoch, index)
+        self.follow(log_id, index)
 
     def state(self) -> dict[str, Any]:
         """Return all but the staged pushes as JSON values for `recover`."""
         return {
-            "epoch": self.epoch,
+            "epoch": self.log_id,
             "index": self.index,
             "digest": self.digest,
             "version": self.version,
             "begun": self.begun,
-            "moving": self.moving,
+            "moving": self.is_resharding,
             "evicted": [[worker, reason] for worker, reason in self._evicted.items()],
             "outcomes": [
                 [
@@ -134,9 +134,13 @@ class ShardMachine:
 
     def recover(self, state: Mapping[str, Any]) -> None:
         """Load a `state`. The caller then replays the log through `offer` and `accept`."""
-        self.epoch, self.index, self._last_returned = state["epoch"], state["index"], state["index"]
+        self.log_id, self.index, self._last_returned = (
+            state["epoch"],
+            state["index"],
+            state["index"],
+        )
         self.version, self.begun, self.digest = state["version"], state["begun"], state["digest"]
-        self.moving = state["moving"]
+        self.is_resharding = state["moving"]
         self.measured = Measured(*state["measured"]) if "measured" in state else None
         self._evicted = dict(state["evicted"])
         self._outcomes = {
@@ -148,16 +152,16 @@ class ShardMachine:
         """Join a reshard as a new shard: take over a peer's state, without pushes or weights."""
         self.recover({**state, "moving": True})
 
-    def moved(self) -> None:
+    def finish_reshard(self) -> None:
         """Note that the shard has its new part of the model."""
-        self.moving = False
+        self.is_resharding = False
 
-    def follow(self, epoch: int, base: int) -> None:
+    def follow(self, log_id: int, base: int) -> None:
         """Follow a log whose entries begin after `base`."""
-        if epoch != self.epoch:
+        if log_id != self.log_id:
             self._early.clear()
             self.measured = None
-            self.epoch, self.index, self._last_returned, self.digest = epoch, base, base, 0
+            self.log_id, self.index, self._last_returned, self.digest = log_id, base, base, 0
         else:
             self.index = self._last_returned = max(base, self._last_returned)
 
@@ -169,7 +173,12 @@ class ShardMachine:
         """
         key = push.key
         is_late_upload = self.begun and key.seq == 0
-        if self.moving or key in self.staged or is_late_upload or self.outcome(key) is not None:
+        if (
+            self.is_resharding
+            or key in self.staged
+            or is_late_upload
+            or self.outcome(key) is not None
+        ):
             return False
         self.staged[key] = push
         return True
@@ -207,10 +216,10 @@ class ShardMachine:
         decided = outcome is not None or key is None or key.seq == 0
         return decided and self.begun and self.version >= version
 
-    def accept(self, epoch: int, entries: Iterable[Entry]) -> list[Entry]:
+    def accept(self, log_id: int, entries: Iterable[Entry]) -> list[Entry]:
         """Return the entries to carry out now, in order. Later ones are kept, others ignored."""
         for entry in entries:
-            if epoch == self.epoch and entry.index > self._last_returned:
+            if log_id == self.log_id and entry.index > self._last_returned:
                 self._early[entry.index] = entry
         ready = []
         while self._last_returned + 1 in self._early:
@@ -232,7 +241,7 @@ class ShardMachine:
             case Apply():
                 self._apply(entry)
             case Measure():
-                if self.moving or self.missing(entry):
+                if self.is_resharding or self.missing(entry):
                     raise self._invariant_error(entry)
                 self.measured = Measured(entry.index, square_norm)
             case Reject():
@@ -243,7 +252,7 @@ class ShardMachine:
                     del self.staged[key]
             case Reshard():
                 self.staged.clear()
-                self.moving, self.measured = True, None
+                self.is_resharding, self.measured = True, None
             case Cut():
                 pass
 
@@ -262,7 +271,7 @@ class ShardMachine:
         return [c.key for c in entry.contributions if c.key not in self.staged]
 
     def _apply(self, entry: Apply) -> None:
-        if self.moving or entry.version != self.version + 1 or self.missing(entry):
+        if self.is_resharding or entry.version != self.version + 1 or self.missing(entry):
             raise self._invariant_error(entry)
         self.version, self.measured = entry.version, None
         for contribution in entry.contributions:
@@ -300,10 +309,10 @@ class ShardMachine:
         """Return the complete report to the coordinator."""
         return ShardReport(
             self.shard,
-            self.epoch,
+            self.log_id,
             self.index,
             tuple(self.staged.values()),
             digest=self.digest,
-            moving=self.moving,
+            is_resharding=self.is_resharding,
             measured=self.measured,
         )

@@ -73,9 +73,9 @@ def test_an_entry_survives_the_wire(entry: Entry) -> None:
     st.none() | st.builds(Measured, complete, st.floats(0.0, allow_infinity=True)),
 )
 def test_a_report_survives_the_wire(
-    pushes: tuple[Staged, ...], epoch: int, index: int, measured: Measured | None
+    pushes: tuple[Staged, ...], log_id: int, index: int, measured: Measured | None
 ) -> None:
-    report = ShardReport(2, epoch, index, pushes, measured=measured)
+    report = ShardReport(2, log_id, index, pushes, measured=measured)
 
     message = co.Report.FromString(codec.report_to_proto(report).SerializeToString())
 

@@ -39,7 +39,7 @@ BASE = {
 
 
 def coordinator() -> CoordinatorMachine:
-    return CoordinatorMachine(1, RULES, generation=0, epoch=5)
+    return CoordinatorMachine(1, RULES, generation=0, log_id=5)
 
 
 def join(recorder: Recorder, now: float) -> None:
@@ -141,7 +141,7 @@ def test_a_worker_that_joins_after_recovery_gets_a_new_number() -> None:
 def test_repeated_waits_for_data_are_recorded_once(journal: CoordinatorLog) -> None:
     """A worker asks several times a second, perhaps for days; the recovered state is the same."""
     rules = JobRules(policy("async"), 2)
-    recorder = Recorder(CoordinatorMachine(1, rules, generation=0, epoch=5), journal)
+    recorder = Recorder(CoordinatorMachine(1, rules, generation=0, log_id=5), journal)
 
     def ask(worker: int, count: int = 1) -> BatchesReply | None:
         asked = {
@@ -174,6 +174,6 @@ def test_repeated_waits_for_data_are_recorded_once(journal: CoordinatorLog) -> N
     recorder.do(ReturnBatches(1, [BatchKey(0, 1)]), 4.0)
     assert ask(2) == BatchesReply((1,))
 
-    again = CoordinatorMachine(1, rules, generation=0, epoch=5)
+    again = CoordinatorMachine(1, rules, generation=0, log_id=5)
     replay(again, commands())
     assert again.state() == recorder.coordinator.state()

@@ -50,7 +50,7 @@ def test_later_reports_of_the_former_primary_are_void(service: CoordinatorServic
     report = service.engine.make_report()
 
     service.shard_connections.report(
-        report.__class__(1, report.epoch, 0, ()), service.registry[1], old
+        report.__class__(1, report.log_id, 0, ()), service.registry[1], old
     )
     assert not service.registry[1].ready
 

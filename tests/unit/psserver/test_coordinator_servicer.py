@@ -39,11 +39,11 @@ class ReshardingService:
 
     def next_update(self, server: ServerEntry, cursor: DeliveryCursor) -> ShardUpdate:
         servers = SimpleNamespace(shards=1, addresses=["s0:1"], standbys=[""], layout=1, term=3)
-        move = pb.Move(index=7, sources=BEFORE.addresses)
+        reshard = pb.Move(index=7, sources=BEFORE.addresses)
         self.registry = type(
             "After", (), {**vars(servers), "__getitem__": lambda servers, shard: servers}
         )()
-        self.reshard_requests.move.return_value = None
+        self.reshard_requests.describe.return_value = None
         return ShardUpdate(
             DeliveryCursor(5, 9, CatchUp.RECOVER),
             0,
@@ -53,7 +53,7 @@ class ReshardingService:
             [],
             [],
             BEFORE,
-            move,
+            reshard,
         )
 
 

@@ -18,7 +18,7 @@ class RecordingFollower:
         self.entries: list[object] = []
         self.fails = False
 
-    def deliver(self, epoch: int, entries: list[object]) -> None:
+    def deliver(self, log_id: int, entries: list[object]) -> None:
         if self.fails:
             raise MemoryError("no room")
         self.entries += entries
@@ -28,7 +28,7 @@ class EntryLog(SimpleNamespace):
     """Replace the coordinator by a log alone."""
 
     def __init__(self) -> None:
-        super().__init__(log=SimpleNamespace(index=0), entries=[], epoch=7, failure=None)
+        super().__init__(log=SimpleNamespace(index=0), entries=[], log_id=7, failure=None)
 
     def append(self, entry: object) -> None:
         self.entries.append(entry)

@@ -199,13 +199,13 @@ def test_an_invalid_push_during_a_reshard_is_rejected_after_it() -> None:
     job.recorder.do(StartReshard(1, False), job.now)
     push = Staged(PushKey(worker, 1), 1, 10**6)
     index = job.coordinator.log.index
-    job.recorder.report(ShardReport(0, 5, index, (push,), moving=True), job.now)
-    assert job.coordinator.move is not None
+    job.recorder.report(ShardReport(0, 5, index, (push,), is_resharding=True), job.now)
+    assert job.coordinator.reshard is not None
     job.recorder.report(ShardReport(0, 5, index, (push,)), job.now)
     job.recorder.report(ShardReport(0, 5, index, (push,)), job.now)
     entries = job.coordinator.entries_after(index)
 
-    assert job.coordinator.move is None
+    assert job.coordinator.reshard is None
     assert [type(entry) for entry in entries] == [Reject]
     assert full_state(job.replayed()) == full_state(job.coordinator)
 

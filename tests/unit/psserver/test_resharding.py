@@ -42,13 +42,15 @@ class ReshardJob:
         *shards: int,
         seqs: list[int] | None = None,
         index: int | None = None,
-        moving: bool = False,
+        is_resharding: bool = False,
     ) -> None:
         """Report these shards, with all entries applied or those up to `index`."""
         staged = tuple(Staged(PushKey(1, seq), 1, 0) for seq in seqs or [])
         for shard in shards:
             at = self.machine.log.index if index is None else index
-            self.recorder.report(ShardReport(shard, 0, at, staged, moving=moving), 0.0)
+            self.recorder.report(
+                ShardReport(shard, 0, at, staged, is_resharding=is_resharding), 0.0
+            )
 
 
 def test_staged_pushes_are_void_and_count_once_after_they_are_repeated() -> None:
@@ -70,8 +72,8 @@ def test_staged_pushes_are_void_and_count_once_after_they_are_repeated() -> None
 def test_pushes_wait_until_all_shards_have_their_partition_and_the_snapshot() -> None:
     job = ReshardJob()
     job.recorder.do(StartReshard(1, True), 0.0)
-    job.report(0, moving=True)
-    assert not job.machine.move.complete  # type: ignore[union-attr]
+    job.report(0, is_resharding=True)
+    assert not job.machine.reshard.complete  # type: ignore[union-attr]
     job.report(0)
     assert isinstance(job.machine.entries_after(job.machine.log.index - 1)[0], Cut)
 
@@ -84,7 +86,7 @@ def test_pushes_wait_until_all_shards_have_their_partition_and_the_snapshot() ->
     job.recorder.do(FinishSnapshot(), 0.0)
     job.recorder.do(FinishReshard(), 0.0)
 
-    assert job.machine.move is None
+    assert job.machine.reshard is None
     assert job.machine.version == 2
 
 
@@ -109,29 +111,29 @@ def test_a_shard_that_dies_in_a_reshard_repeats_its_part() -> None:
     job.report(0, 1)
     job.recorder.do(RestartShard(1), 0.0)
     job.report(2)
-    assert job.machine.move is not None
+    assert job.machine.reshard is not None
     job.report(1)
-    assert job.machine.move is None
+    assert job.machine.reshard is None
 
 
 def test_a_new_shard_adopts_and_an_unsuccessful_one_is_rolled_back() -> None:
     job = ReshardJob()
     job.recorder.do(StartReshard(3, False), 0.0)
-    blank, moving = (
+    blank, is_resharding = (
         ShardReport(2, NO_LOG, 0, ()),
-        ShardReport(0, 0, job.machine.log.index, (), 0, job.machine.log.digest, moving=True),
+        ShardReport(0, 0, job.machine.log.index, (), 0, job.machine.log.digest, is_resharding=True),
     )
 
     assert (
         choose_catch_up(job.machine, blank, True, can_recover=True, restores=False) is CatchUp.ADOPT
     )
     assert (
-        choose_catch_up(job.machine, moving, False, can_recover=True, restores=False)
+        choose_catch_up(job.machine, is_resharding, False, can_recover=True, restores=False)
         is CatchUp.FOLLOW
     )
     job.report(0, 1, 2)
     assert (
-        choose_catch_up(job.machine, moving, False, can_recover=True, restores=False)
+        choose_catch_up(job.machine, is_resharding, False, can_recover=True, restores=False)
         is CatchUp.GO_BACK
     )
 
@@ -150,10 +152,10 @@ def test_a_recovered_coordinator_knows_whether_its_snapshot_ended_the_reshard(
     again = CoordinatorMachine(1, JobRules(policy("async"), 1, 5.0, SnapshotInterval()))
     state = json.loads(json.dumps(job.machine.complete_state()))
     again.load_state(state, MODEL, 0.0, job.machine.log.index if is_over else before)
-    assert again.move is not None
+    assert again.reshard is not None
     again.recovered(0.0, 0)
-    assert (again.move is None, again.shards, again.version) == (is_over, 1, 1)
-    assert again.move is None or again.move.moved == set()
+    assert (again.reshard is None, again.shards, again.version) == (is_over, 1, 1)
+    assert again.reshard is None or again.reshard.loaded_shards == set()
 
 
 def test_a_new_process_of_a_shard_may_be_behind_the_former_one() -> None:

@@ -63,7 +63,7 @@ class JobRun:
 
     def push(self, worker: int, seq: int, *batches: BatchKey) -> None:
         self._staged.append(Staged(PushKey(worker, seq), 1, 0, batches))
-        self.recorder.report(ShardReport(0, self.coordinator.epoch, 0, tuple(self._staged)), 0.0)
+        self.recorder.report(ShardReport(0, self.coordinator.log_id, 0, tuple(self._staged)), 0.0)
 
     def ask(
         self, worker: int, spec: Spec, received: int = 0, idle: bool = False
@@ -89,7 +89,7 @@ class JobRun:
 
 def from_snapshot(run: JobRun) -> JobRun:
     """Return the next run, resumed from a snapshot of everything that has counted."""
-    coordinator = CoordinatorMachine(1, RULES, run.coordinator.epoch + 1)
+    coordinator = CoordinatorMachine(1, RULES, run.coordinator.log_id + 1)
     assert run.coordinator.model is not None
     state = json.loads(json.dumps(run.coordinator.state()))
     coordinator.restore(state, run.coordinator.model, 0.0)
@@ -99,7 +99,7 @@ def from_snapshot(run: JobRun) -> JobRun:
 
 def from_log(run: JobRun) -> JobRun:
     """Return the next run, recovered from the log with the coordinator's history."""
-    run.recorder.recovered(0.0, run.coordinator.epoch + 1, resumes=True)
+    run.recorder.recovered(0.0, run.coordinator.log_id + 1, resumes=True)
     run.coordinator.ledger.origin = ORIGIN
     return run
 

@@ -42,7 +42,7 @@ from psserver.shard.reshard_reader import ReshardReader, needed_by
 from tests.support.stores import SGD, Shards
 
 MODEL = ModelSpec((TensorSpec("w", (4,), "float32"),), SGD)
-EPOCH = 9
+LOG_ID = 9
 UPLOAD, FIRST, SECOND = PushKey(1, 0), PushKey(1, 1), PushKey(1, 2)
 
 
@@ -70,13 +70,13 @@ class PartsInMemory(SnapshotManager):
     def reader(self, manifest: Manifest, shards: int) -> PartReader:
         assert self._job is not None
         stores = self._job.stores
-        frozen = [FrozenShard(EPOCH, 0, len(stores), store) for store in stores]
+        frozen = [FrozenShard(LOG_ID, 0, len(stores), store) for store in stores]
         needed = needed_by(PartitionPlan(PAIR, shards), self._shard)
         return ReshardReader(self._job.plan, frozen, needed)
 
 
-def recovered(log: ShardLog, shards: set[int], epoch: int = EPOCH) -> ShardState:
-    return ShardStateFactory(0, ALONE, PartsInMemory(), log).from_log(epoch, None, shards)
+def recovered(log: ShardLog, shards: set[int], log_id: int = LOG_ID) -> ShardState:
+    return ShardStateFactory(0, ALONE, PartsInMemory(), log).from_log(log_id, None, shards)
 
 
 class LogWriter:
@@ -93,7 +93,7 @@ class LogWriter:
     @staticmethod
     def state(**changed: Any) -> dict[str, Any]:
         machine = ShardMachine(0)
-        machine.follow(EPOCH, 0)
+        machine.follow(LOG_ID, 0)
         return machine.state() | changed
 
     def staging(self, value: float, initial: bool = False) -> Staging:
@@ -111,8 +111,8 @@ class LogWriter:
             else:
                 self.log.write_entry(thing)
 
-    def read(self, shards: int = 1, epoch: int = EPOCH) -> ShardState:
-        return recovered(self.log, {shards}, epoch)
+    def read(self, shards: int = 1, log_id: int = LOG_ID) -> ShardState:
+        return recovered(self.log, {shards}, log_id)
 
 
 @pytest.fixture
@@ -223,7 +223,7 @@ def test_entries_missing_between_segments_are_detected(writer: LogWriter) -> Non
 
 def test_the_log_of_another_job_or_size_is_refused(writer: LogWriter) -> None:
     with pytest.raises(LogUnfitError, match="another start"):
-        writer.read(epoch=EPOCH + 1)
+        writer.read(log_id=LOG_ID + 1)
     with pytest.raises(LogUnfitError, match="1 servers wrote it, and there are 2 now"):
         writer.read(shards=2)
 
@@ -235,15 +235,15 @@ def test_an_empty_folder_is_no_log(tmp_path: Path) -> None:
         recovered(log, {1})
 
 
-# ---- a move that begins at the version of the newest snapshot: then the log is read from the last
-# of these segments on
+# ---- a reshard at the version of the newest snapshot: the log is read from the last of these
+# segments on
 
 PAIR = ModelSpec((TensorSpec("w", (1024,), "float32"), TensorSpec("v", (1024,), "float32")), SGD)
 VALUES = {"w": torch.arange(1024.0), "v": torch.arange(1024.0) + 5000}
 CUT, RESHARD, CUT_AGAIN = 7, 8, 9
 
 
-def moved(folder: Path, shard: int, before: int, after: int, of: int = CUT) -> ShardState:
+def resharded(folder: Path, shard: int, before: int, after: int, of: int = CUT) -> ShardState:
     """Recover a shard that died at the cut that ends a reshard, from the snapshot before it or
     this.
     """
@@ -278,7 +278,7 @@ def moved(folder: Path, shard: int, before: int, after: int, of: int = CUT) -> S
     )
     states = ShardStateFactory(shard, ALONE, PartsInMemory(shard, job), log)
     try:
-        return states.from_log(EPOCH, manifest, {before, after})
+        return states.from_log(LOG_ID, manifest, {before, after})
     finally:
         log.close()
 
@@ -287,31 +287,31 @@ def moved(folder: Path, shard: int, before: int, after: int, of: int = CUT) -> S
 def test_a_shard_that_died_in_a_reshard_recovers_its_former_partition(
     tmp_path: Path, shard: int, before: int, after: int
 ) -> None:
-    recovery = moved(tmp_path, shard, before, after)
+    recovery = resharded(tmp_path, shard, before, after)
 
     job = Shards(PAIR, before)
     job.begin(VALUES)
     assert recovery.frozen is not None
-    assert (recovery.frozen.epoch, recovery.frozen.index, recovery.frozen.shards) == (
-        EPOCH,
+    assert (recovery.frozen.log_id, recovery.frozen.index, recovery.frozen.shards) == (
+        LOG_ID,
         RESHARD,
         before,
     )
     assert numbers(recovery.frozen.store) == numbers(job.stores[shard])
-    assert (recovery.shards, recovery.store, recovery.machine.moving) == (after, None, True)
+    assert (recovery.shards, recovery.store, recovery.machine.is_resharding) == (after, None, True)
 
 
 def test_the_snapshot_that_ends_a_reshard_completes_it(tmp_path: Path) -> None:
-    recovery = moved(tmp_path, 0, 2, 1, of=CUT_AGAIN)
+    recovery = resharded(tmp_path, 0, 2, 1, of=CUT_AGAIN)
 
-    assert (recovery.shards, recovery.frozen, recovery.machine.moving) == (1, None, False)
+    assert (recovery.shards, recovery.frozen, recovery.machine.is_resharding) == (1, None, False)
     assert recovery.store is not None
     assert numbers(recovery.store) == [*VALUES["w"].tolist(), *VALUES["v"].tolist()]
 
 
 def test_a_shard_without_a_part_in_that_snapshot_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(LogUnfitError, match="the job has moved to 1 servers"):
-        moved(tmp_path, 1, 2, 1, of=CUT_AGAIN)
+    with pytest.raises(LogUnfitError, match="the job was resharded to 1 servers"):
+        resharded(tmp_path, 1, 2, 1, of=CUT_AGAIN)
 
 
 def test_a_log_that_continues_from_weights_in_no_snapshot_is_refused(writer: LogWriter) -> None:

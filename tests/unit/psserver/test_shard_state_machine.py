@@ -31,7 +31,7 @@ def begun() -> ShardMachine:
 
 
 def carry_out(shard: ShardMachine, *entries: Entry) -> None:
-    for entry in shard.accept(shard.epoch, entries):
+    for entry in shard.accept(shard.log_id, entries):
         shard.done(entry)
 
 
@@ -148,7 +148,7 @@ def test_an_evicted_worker_is_fenced_with_all_its_pushes() -> None:
 def test_the_log_of_another_start_is_void() -> None:
     shard = begun()
 
-    assert shard.accept(shard.epoch + 1, [Evict(2, 1, "")]) == []
+    assert shard.accept(shard.log_id + 1, [Evict(2, 1, "")]) == []
 
 
 def test_an_entry_out_of_order_is_an_internal_error() -> None:
