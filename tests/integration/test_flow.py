@@ -93,13 +93,13 @@ def test_pieces_in_any_order_form_the_same_push(shards: int, lanes: Any, cluster
     """After every step on the worker, and at the end on the servers, bit for bit."""
     addresses = [cluster(shards).address for _ in range(2)]
     with (
-        registered(addresses[0], lanes="grpc") as whole,
+        registered(addresses[0], lanes="grpc") as plain,
         registered(addresses[1], lanes=lanes) as pieces,
     ):
         for number in range(STEPS):
-            step = draw(whole, number)
-            expected, weights = bytearray(step.buffer), whole.flat_buffers()[1]
-            result = whole.exchange(
+            step = draw(plain, number)
+            expected, weights = bytearray(step.buffer), plain.flat_buffers()[1]
+            result = plain.exchange(
                 gradients=memoryview(expected),
                 weights=weights,
                 absent=step.absent,
@@ -108,8 +108,8 @@ def test_pieces_in_any_order_form_the_same_push(shards: int, lanes: Any, cluster
 
             assert outcome(send_in_pieces(pieces, step)) == outcome(result)
             assert bytes(pieces.flat_buffers()[1]) == bytes(weights), f"step {number}"
-            assert (pieces.version, whole.version) == (number + 1, number + 1)
-        found, wanted = weights_of(pieces.addresses[0]), weights_of(whole.addresses[0])
+            assert (pieces.version, plain.version) == (number + 1, number + 1)
+        found, wanted = weights_of(pieces.addresses[0]), weights_of(plain.addresses[0])
     assert all(np.array_equal(found[name], wanted[name]) for name in wanted)
 
 
@@ -126,32 +126,32 @@ def test_only_weights_used_on_arrival_come_in_small_pieces(
         gradients, weights = client.flat_buffers()
         frames.clear()
         client.exchange(gradients=gradients, weights=weights)
-        whole = len(frames)
+        frame_count = len(frames)
         frames.clear()
         with closing(client.begin()) as flow:
             flow.send(0, 64)
             flow.finish()
             flow.wait(0, client.plan.nbytes)
 
-    assert (whole, len(frames)) == (4, PIECE_COUNT)
+    assert (frame_count, len(frames)) == (4, PIECE_COUNT)
 
 
 def test_half_of_the_shards_may_use_shared_memory(cluster: Make) -> None:
     made = cluster(0)
     made.add(0, 2)
     made.add(1, 2, lanes="grpc")
-    with registered(cluster(2).address, lanes="grpc") as whole, registered(made.address) as pieces:
+    with registered(cluster(2).address, lanes="grpc") as plain, registered(made.address) as pieces:
         for number in range(4):
-            step = draw(whole, number)
+            step = draw(plain, number)
             send_in_pieces(pieces, step)
-            whole.exchange(
+            plain.exchange(
                 gradients=memoryview(bytearray(step.buffer)),
-                weights=whole.flat_buffers()[1],
+                weights=plain.flat_buffers()[1],
                 absent=step.absent,
                 samples=step.samples,
             )
 
-            assert bytes(pieces.flat_buffers()[1]) == bytes(whole.flat_buffers()[1]), (
+            assert bytes(pieces.flat_buffers()[1]) == bytes(plain.flat_buffers()[1]), (
                 f"step {number}"
             )
 

@@ -272,19 +272,19 @@ def test_a_resumed_run_of_processes_ends_like_an_uninterrupted_one(programs: Pro
     resumed = programs.run(
         "ps-run", *settings, "--data-dir", "job", "--summary", "resumed.json", "train.py"
     )
-    whole = programs.run(
+    complete = programs.run(
         "ps-run", *settings, "--data-dir", "other", "--summary", "whole.json", "train.py"
     )
 
     assert broken.process.returncode == 3, broken.output
-    assert resumed.process.returncode == whole.process.returncode == 0, (
-        resumed.output + whole.output
+    assert resumed.process.returncode == complete.process.returncode == 0, (
+        resumed.output + complete.output
     )
     found, expected = (
         json.loads((programs.folder / name).read_text()) for name in ("resumed.json", "whole.json")
     )
     assert found["weights_sha256"] == expected["weights_sha256"]
-    assert epochs(whole.output) == [
+    assert epochs(complete.output) == [
         [epoch, 4, 4, False, False] for epoch in range(4) for _ in range(2)
     ]
     finished = programs.run("ps-run", *settings, "--data-dir", "job", "train.py")

@@ -267,7 +267,7 @@ def test_a_late_worker_counts_from_its_registration(cluster: Make) -> None:
         with counter(address, rank=1) as second:
             assert counted(second.pull()) == 3
             together(lambda: count(first, 2), lambda: count(second, 2))
-        count(first)  # nobody waits for one that has left
+        count(first)  # without waiting for the worker that has left
 
     assert status(address)["version"] == 6
     assert [member(address, rank)["steps"] for rank in (0, 1)] == [6, 2]
@@ -281,7 +281,7 @@ def test_the_awaited_worker_is_shown_and_the_round_closes_when_it_leaves(cluster
         counter(address, rank=1) as late,
     ):
         pushing = pool.submit(quick.push, ONES)
-        waiting = until(lambda: status(address)["waiting_for"], "somebody to wait for")
+        waiting = until(lambda: status(address)["waiting_for"], "the name of the awaited worker")
 
         late.leave("not today")
 

@@ -157,11 +157,8 @@ def test_staleness_is_shown_under_async(cluster: Make) -> None:
     ("error", "body", "reason"),
     [
         (OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), "No space left on device", "ENOSPC"),
-        (
-            MemoryError(),
-            "a bug: MemoryError()",
-            "other",
-        ),  # nobody waits for a part that will not come
+        # the coordinator does not wait for a part that will not come
+        (MemoryError(), "a bug: MemoryError()", "other"),
     ],
 )
 def test_a_failed_snapshot_is_counted_by_cause_and_training_continues(

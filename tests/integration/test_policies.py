@@ -133,7 +133,7 @@ class SimulatedRace:
         self.coordinator = CoordinatorMachine(1, JobRules(policy("ssp", staleness), lease=1e9))
         self.clocks: dict[int, int] = {}
         self.spreads: dict[int, int] = {}
-        self.pushes = self.held_back = 0
+        self.pushes = self.delayed = 0
         self._speeds: dict[int, float] = {}
         self._sent: dict[int, int] = {}
         self._staged: dict[int, Staged] = {}
@@ -162,25 +162,25 @@ class SimulatedRace:
         del self.clocks[worker]
         self._staged.pop(worker, None)
         self.coordinator.departures.leave(worker, "", 0.0)
-        self.look()
+        self.record_decisions()
 
     def step(self) -> None:
         """Let some worker that does not wait for its push finish a step."""
         free = [worker for worker in self.clocks if worker not in self._staged]
         if not free:
-            raise AssertionError("all wait: nobody can go on")
+            raise AssertionError("deadlock: every worker waits")
         (worker,) = self.random.choices(free, [self._speeds[worker] for worker in free])
         self._sent[worker] += 1
         self._staged[worker] = Staged(PushKey(worker, self._sent[worker]), 1, 0)
         self.report()
-        self.held_back += worker in self._staged
+        self.delayed += worker in self._staged
 
     def report(self, *more: Staged) -> None:
         staged, index = (*self._staged.values(), *more), self.coordinator.log.index
         self.coordinator.reports.process(ShardReport(0, 0, index, staged), 0.0)
-        self.look()
+        self.record_decisions()
 
-    def look(self) -> None:
+    def record_decisions(self) -> None:
         """Record the decisions, one update at a time."""
         for entry in self.coordinator.entries_after(self._seen):
             self._seen = entry.index
@@ -203,7 +203,7 @@ def test_in_100_000_pushes_no_worker_exceeds_the_bound(staleness: int) -> None:
     race.run(25_000)
 
     assert max(race.spreads) == staleness
-    assert race.held_back > 1000
+    assert race.delayed > 1000
     assert race.coordinator.version == race.pushes
 
 

@@ -167,12 +167,12 @@ def pushes_alone(address: str) -> int:
         pushing = pool.submit(count, quick, 4)
 
         def waits() -> bool:
-            whom = status(address)["waiting_for"]
-            return "rank 1" in whom and "rank 0" not in whom
+            waiting_for = status(address)["waiting_for"]
+            return "rank 1" in waiting_for and "rank 0" not in waiting_for
 
-        until(lambda: pushing.done() or waits(), "all pushes, or one that waits")
+        until(lambda: pushing.done() or waits(), "all pushes, or a waiting push")
         made: int = status(address)["workers"][0]["steps"]
-        other.leave("enough")  # nobody waits for it any more
+        other.leave("enough")  # ends the wait of the first worker
         pushing.result(DEADLINE)
         return made
 

@@ -89,15 +89,15 @@ ALLOWED = {
     "tests/contract": 0,
     "tests/faults": 0,
     "tests/fixtures": 0,
-    "tests/integration": 23,
-    "tests/law": 14,
+    "tests/integration": 0,
+    "tests/law": 0,
     "tests/process": 0,
     "tests/scripts": 0,
     "tests/sim": 86,
     "tests/smoke": 0,
-    "tests/support": 1,
+    "tests/support": 0,
     "tests/tools": 0,
-    "tests/unit": 24,
+    "tests/unit": 0,
 }
 """Occurrences in each folder, without folders that have an entry of their own. Lower a number
 when the test prints a smaller one, and give a folder without any its own entry; never raise one.
@@ -182,6 +182,8 @@ def found() -> Mapping[str, list[str]]:
     files = {str(source.path): source.text for source in packages()}
     for tree in ("benchmarks", "tests"):
         for path in sorted((ROOT / tree).rglob("*.py")):
+            if path == Path(__file__):  # defines the banned words
+                continue
             files[str(path.relative_to(ROOT))] = path.read_text()
     result: dict[str, list[str]] = {folder: [] for folder in ALLOWED}
     for file, text in files.items():

@@ -16,8 +16,8 @@ ONES = {"w": np.ones(10 * (1 << 18), np.float32)}
 """Ten frames."""
 
 CONNECT_TIMEOUT_SECONDS = 1.0
-"""Seconds that a server may be silent. Two more may pass without anything that moves, for the
-work on so many bytes.
+"""Seconds that a server may be silent. The client adds two seconds without progress for the
+server's work on large messages.
 """
 
 

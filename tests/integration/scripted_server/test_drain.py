@@ -93,7 +93,7 @@ def test_a_drained_worker_waits_for_a_limited_time() -> None:
 
 
 def test_only_workers_can_be_drained_and_only_once(cluster: FakeCluster) -> None:
-    drain.ask_all()  # whom other tests in this process have left behind, not yet collected
+    drain.ask_all()  # clients of earlier tests that are not yet garbage-collected
     with Client(cluster.addresses, observe=True):
         assert not drain.ask_all()
     with Client(cluster.addresses) as client:

@@ -252,8 +252,8 @@ def test_finish_raises_without_answers_and_the_next_push_is_complete(cluster: Fa
         flow.close()
         cluster.incoming.clear()
 
-        assert isinstance(whole := client.begin(), BufferedPush)
-        assert finished(whole, client) == "applied"
+        assert isinstance(push := client.begin(), BufferedPush)
+        assert finished(push, client) == "applied"
         assert (numbers(client)[1] == 0).all()
         assert finished(begun(cluster, client), client) == "applied"
     assert cluster.counted == [(1, 2), (1, 3)]

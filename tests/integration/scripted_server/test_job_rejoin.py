@@ -187,8 +187,8 @@ def test_hyper_parameters_are_sent_again(cluster: FakeCluster) -> None:
         backward(net, DATA)
         optimizer.step()
 
-    told = {(h.worker, h.seq): bool(h.groups_json) for h in cluster.received if h.seq}
-    assert told == {(1, 1): True, (1, 2): False, (2, 1): True}
+    has_groups = {(h.worker, h.seq): bool(h.groups_json) for h in cluster.received if h.seq}
+    assert has_groups == {(1, 1): True, (1, 2): False, (2, 1): True}
 
 
 @pytest.mark.parametrize("workers", [0, 1])

@@ -39,12 +39,12 @@ class ShardLogLines(logging.Handler):
     def __init__(self) -> None:
         super().__init__()
         self.texts: list[str] = []
-        self.said = threading.Event()
+        self.has_text = threading.Event()
 
     def emit(self, record: logging.LogRecord) -> None:
         if " shard 1 at " in record.getMessage():
             self.texts.append(record.getMessage())
-            self.said.set()
+            self.has_text.set()
 
 
 @pytest.fixture
@@ -65,7 +65,7 @@ def test_a_server_that_delays_a_push_is_named_during_the_delay(
 ) -> None:
     """Although no call has ended: the push's number, the shard and its address."""
     with connect(cluster) as client:
-        cluster.before[1].append(lambda: _until(fast_lines.said))
+        cluster.before[1].append(lambda: _until(fast_lines.has_text))
 
         client.push(ONES)
 
@@ -85,10 +85,10 @@ def test_a_server_that_delays_the_end_of_a_push_is_named_but_the_script_not(
         cluster.wait_until(lambda: len(cluster.beats) > seen + 15)
         assert fast_lines.texts == []
 
-        cluster.after[1].append(lambda: _until(fast_lines.said))
+        cluster.after[1].append(lambda: _until(fast_lines.has_text))
         flow.finish()
         flow.close()
-        said = len(fast_lines.texts)
+        count = len(fast_lines.texts)
         seen = len(cluster.beats)
         cluster.wait_until(lambda: len(cluster.beats) > seen + 15)
 
@@ -97,7 +97,7 @@ def test_a_server_that_delays_the_end_of_a_push_is_named_but_the_script_not(
         == f"request_unanswered request=push 1 of worker 1 on shard 1 at {cluster.addresses[1]} "
         "silent_seconds=0"
     )
-    assert len(fast_lines.texts) == said
+    assert len(fast_lines.texts) == count
 
 
 def _until(event: threading.Event) -> None:

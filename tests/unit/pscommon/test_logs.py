@@ -28,7 +28,7 @@ def restored_logging(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     before = root.level, list(root.handlers)
     with warnings.catch_warnings():
         warnings.simplefilter("default")
-        logging.captureWarnings(False)  # whoever ran before in this process
+        logging.captureWarnings(False)  # an earlier test may have enabled it
         yield
         logging.captureWarnings(False)
     root.setLevel(before[0])

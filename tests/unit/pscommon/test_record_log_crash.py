@@ -149,7 +149,7 @@ class LogOwner:
     def __init__(self) -> None:
         self.tried: dict[str, list[Row]] = {}
         self.acknowledged: dict[str, int] = {}
-        self.gone = ""  # no segment up to this one may be there
+        self.last_removed = ""  # no segment up to this one may exist
 
     def work(self, log: WriteAheadLog) -> None:
         for number in range(1, 5):
@@ -160,7 +160,7 @@ class LogOwner:
             log.retire(f"{number}")
         self.acknowledged = {}
         log.clear()
-        self.gone = "4"
+        self.last_removed = "4"
         self._begin(log, "5", row(1), row(2))
         self._append(log, "5", row(3))
 
@@ -178,7 +178,7 @@ class LogOwner:
         log = WriteAheadLog(folder, "no")
         found = {name: readable(log, name) for name in log.segments()}
         assert set(self.acknowledged) <= set(found)
-        assert all(name > self.gone for name in found)
+        assert all(name > self.last_removed for name in found)
         for name, (rows, end) in found.items():
             assert end != "damaged"
             assert rows == self.tried[name][: len(rows)]

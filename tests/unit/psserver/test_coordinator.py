@@ -75,7 +75,6 @@ def test_only_the_first_round_waits_for_min_workers() -> None:
     job = Job(policy("async"), workers=2)
     coordinator = CoordinatorMachine(1, JobRules(policy("async"), 2))
     job.lead(coordinator)
-    job._told = 0
     first = job.add()
     job.push(first, 1)
     assert job.applied() == []

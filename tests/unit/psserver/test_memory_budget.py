@@ -66,13 +66,13 @@ class Waiters:
     def go(self) -> None:
         """Grant each waiter in turn."""
 
-        def over() -> bool:
+        def all_have_ended() -> bool:
             ended = not any(thread.is_alive() for thread in self._threads)
             for worker in list(self.claims):
                 self.give(worker)
             return ended
 
-        until(over, "the end")
+        until(all_have_ended, "the end")
 
 
 @pytest.fixture

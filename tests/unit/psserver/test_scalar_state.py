@@ -120,10 +120,10 @@ def saved(job: Shards, folder: Path) -> tuple[SnapshotDirectory, Manifest]:
 
 def test_scalars_are_equal_on_all_shards_of_a_tensor_and_differ_between_tensors() -> None:
     job = trained(*WITH_SCALARS[0], shards=3)
-    held = [store.scalars()["mu_product"] for store in job.stores]
-    merged = {index: {part[index] for part in held if index in part} for index in range(4)}
+    scalars = [store.scalars()["mu_product"] for store in job.stores]
+    merged = {index: {part[index] for part in scalars if index in part} for index in range(4)}
 
-    assert sum(3 in part for part in held) == 3
+    assert sum(3 in part for part in scalars) == 3
     assert all(len(values) == 1 for values in merged.values())
     assert len(set().union(*merged.values())) == 3  # t0 and t1 have stepped alike
 

@@ -90,7 +90,7 @@ def test_the_coordinator_records_a_reshard_before_its_shard_applies_it() -> None
     """A primary that dies at once has sent its standby the decision without the entry that
     follows.
     """
-    mirror = SimpleNamespace(
+    standby_state = SimpleNamespace(
         hello=SimpleNamespace(facts=SimpleNamespace(layout=ShardCountFile(3, None).stored_values)),
         shard_state=SimpleNamespace(shards=3),
         coordinator=SimpleNamespace(shards=1),
@@ -98,7 +98,7 @@ def test_the_coordinator_records_a_reshard_before_its_shard_applies_it() -> None
     config = ServerConfig(shard=0, shards=3)
 
     layout = Server._make_layout(
-        SimpleNamespace(config=config, _promotion=SimpleNamespace(standby_state=mirror))
+        SimpleNamespace(config=config, _promotion=SimpleNamespace(standby_state=standby_state))
     )  # type: ignore[arg-type]
 
     assert (layout.shards, layout.past, layout.changes) == (1, {3}, 1)

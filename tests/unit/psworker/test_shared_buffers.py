@@ -57,7 +57,7 @@ class Servers:
         self.memory[shard] = attach(MemoryOffer(request.name, request.token, request.nbytes))
         return ps.AttachMemoryResponse(attached=True)
 
-    def tape(self, shard: int, half: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    def memory_half(self, shard: int, half: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
         """As the server sees it: 0 the gradients, 1 the weights."""
         return np.frombuffer(self.memory[shard].memory, np.uint8)[half * PLAN.nbytes :][
             : PLAN.nbytes
@@ -67,10 +67,10 @@ class Servers:
 def offered(lanes: Any = "auto", **refuses: str) -> tuple[ClientBuffers, Any]:
     servers: Any = Servers()
     servers.refuses = {int(shard[1:]): reason for shard, reason in refuses.items()}
-    tapes = LANES[lanes](PLAN.nbytes)
-    tapes.gradients[:4], tapes.weights[:4] = b"grad", b"weig"
-    tapes.offer(servers, PLACE, 5.0)
-    return tapes, servers
+    buffers = LANES[lanes](PLAN.nbytes)
+    buffers.gradients[:4], buffers.weights[:4] = b"grad", b"weig"
+    buffers.offer(servers, PLACE, 5.0)
+    return buffers, servers
 
 
 def finished(lost: Collection[int]) -> Any:
@@ -85,7 +85,7 @@ def files(servers: Servers) -> list[Path]:
 
 
 def test_offer_is_one_file_that_is_ours_alone_and_has_no_name_afterwards() -> None:
-    tapes, servers = offered()
+    buffers, servers = offered()
 
     assert [shard for shard, _ in servers.requests] == [0, 1]
     assert {(r.job, r.worker, r.memory, r.nbytes) for _, r in servers.requests} == {
@@ -93,74 +93,74 @@ def test_offer_is_one_file_that_is_ours_alone_and_has_no_name_afterwards() -> No
     }
     assert servers.modes == [0o600, 0o600]
     assert files(servers) == []
-    assert (tapes.number, sorted(tapes.shards)) == (1, [0, 1])
+    assert (buffers.number, sorted(buffers.shards)) == (1, [0, 1])
 
 
 def test_servers_see_what_was_there_and_what_comes() -> None:
-    tapes, servers = offered()
-    tapes.gradients[4:8], servers.tape(1, 1)[8] = b"ient", 99
+    buffers, servers = offered()
+    buffers.gradients[4:8], servers.memory_half(1, 1)[8] = b"ient", 99
 
-    assert bytes(servers.tape(0, 0)[:8]) == b"gradient"
-    assert bytes(servers.tape(1, 1)[:4]) == b"weig"
-    assert tapes.weights[8] == 99
+    assert bytes(servers.memory_half(0, 0)[:8]) == b"gradient"
+    assert bytes(servers.memory_half(1, 1)[:4]) == b"weig"
+    assert buffers.weights[8] == 99
 
 
 def test_offer_that_stands_is_not_repeated_and_one_that_was_ended_is() -> None:
-    tapes, servers = offered()
-    tapes.offer(servers, PLACE, 5.0)
+    buffers, servers = offered()
+    buffers.offer(servers, PLACE, 5.0)
     assert len(servers.requests) == 2
-    old = servers.tape(0, 0)
-    tapes.detach()
-    assert (tapes.number, tapes.shards) == (0, frozenset())
-    tapes.gradients[0], old[1] = 1, 2
-    assert (old[0], tapes.gradients[1]) == (ord("g"), ord("r"))
-    tapes.offer(servers, PLACE, 5.0)
+    old = servers.memory_half(0, 0)
+    buffers.detach()
+    assert (buffers.number, buffers.shards) == (0, frozenset())
+    buffers.gradients[0], old[1] = 1, 2
+    assert (old[0], buffers.gradients[1]) == (ord("g"), ord("r"))
+    buffers.offer(servers, PLACE, 5.0)
 
     assert [request.memory for _, request in servers.requests] == [1, 1, 2, 2]
-    assert bytes(servers.tape(0, 0)[:4]) == b"\1rad"
-    tapes.gradients[0], old[1] = 3, 4
-    assert (servers.tape(0, 0)[0], old[0], tapes.gradients[1]) == (3, ord("g"), ord("r"))
+    assert bytes(servers.memory_half(0, 0)[:4]) == b"\1rad"
+    buffers.gradients[0], old[1] = 3, 4
+    assert (servers.memory_half(0, 0)[0], old[0], buffers.gradients[1]) == (3, ord("g"), ord("r"))
 
 
 def test_used_memory_is_remapped_after_its_release() -> None:
     """Another thread may find that an offer is over while the script writes: what it wrote would
     be lost.
     """
-    tapes, servers = offered()
-    tapes.pin()
+    buffers, servers = offered()
+    buffers.pin()
 
-    tapes.detach()
-    tapes.offer(servers, PLACE, 5.0)
+    buffers.detach()
+    buffers.offer(servers, PLACE, 5.0)
 
-    tapes.weights[0] = 7
-    assert (tapes.number, tapes.shards, len(servers.requests)) == (0, frozenset(), 2)
-    assert servers.tape(0, 1)[0] == 7, "it is where it was"
-    tapes.unpin()
-    tapes.weights[0] = 8
-    assert servers.tape(0, 1)[0] == 7
-    tapes.offer(servers, PLACE, 5.0)
-    assert (tapes.number, len(servers.requests)) == (2, 4)
+    buffers.weights[0] = 7
+    assert (buffers.number, buffers.shards, len(servers.requests)) == (0, frozenset(), 2)
+    assert servers.memory_half(0, 1)[0] == 7, "it is where it was"
+    buffers.unpin()
+    buffers.weights[0] = 8
+    assert servers.memory_half(0, 1)[0] == 7
+    buffers.offer(servers, PLACE, 5.0)
+    assert (buffers.number, len(servers.requests)) == (2, 4)
 
 
 def test_gradients_that_lie_elsewhere_are_copied_for_the_servers_that_share() -> None:
-    tapes, servers = offered(_1="no")
+    buffers, servers = offered(_1="no")
     elsewhere = memoryview(bytearray(range(256)) * (PLAN.nbytes // 256 + 1))[: PLAN.nbytes]
-    tapes.gradients[:] = bytes(PLAN.nbytes)
-    tapes.copy_in(ShardTransfer(PLAN, elsewhere, None))
+    buffers.gradients[:] = bytes(PLAN.nbytes)
+    buffers.copy_in(ShardTransfer(PLAN, elsewhere, None))
     first, second = PLAN.range(0, "trainable"), PLAN.range(1, "trainable")
 
-    assert bytes(servers.tape(0, 0)[first.start : first.stop]) == bytes(
+    assert bytes(servers.memory_half(0, 0)[first.start : first.stop]) == bytes(
         elsewhere[first.start : first.stop]
     )
-    assert not any(servers.tape(0, 0)[second.start : second.stop])
+    assert not any(servers.memory_half(0, 0)[second.start : second.stop])
 
 
 def test_weights_that_belong_elsewhere_are_copied_from_those_that_wrote_them() -> None:
     for lost in ((), (1,)):
-        tapes, servers = offered()
-        servers.tape(0, 1)[:] = 5
+        buffers, servers = offered()
+        servers.memory_half(0, 1)[:] = 5
         elsewhere = memoryview(bytearray(b"\1" * PLAN.nbytes))
-        tapes.take_weights(ShardTransfer(PLAN, None, elsewhere), finished(lost))
+        buffers.take_weights(ShardTransfer(PLAN, None, elsewhere), finished(lost))
 
         for shard, value in enumerate((5, 1 if lost else 5)):
             for role in ("trainable", "buffer"):
@@ -170,26 +170,26 @@ def test_weights_that_belong_elsewhere_are_copied_from_those_that_wrote_them() -
 
 def test_own_buffers_are_not_copied() -> None:
     """They would be written while servers read them."""
-    tapes, servers = offered()
-    servers.tape(0, 1)[:] = 5
-    tapes.copy_in(ShardTransfer(PLAN, tapes.gradients, tapes.weights))
-    tapes.take_weights(ShardTransfer(PLAN, tapes.gradients, tapes.weights), finished(()))
+    buffers, servers = offered()
+    servers.memory_half(0, 1)[:] = 5
+    buffers.copy_in(ShardTransfer(PLAN, buffers.gradients, buffers.weights))
+    buffers.take_weights(ShardTransfer(PLAN, buffers.gradients, buffers.weights), finished(()))
 
-    assert set(tapes.weights) == {5}
-    assert bytes(tapes.gradients[:4]) == b"grad"
+    assert set(buffers.weights) == {5}
+    assert bytes(buffers.gradients[:4]) == b"grad"
 
 
 def test_server_that_refuses_is_named_in_one_line(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "psworker")
-    tapes, servers = offered(_0="not here", _1="nor here")
+    buffers, servers = offered(_0="not here", _1="nor here")
     for _ in range(3):
-        tapes.offer(servers, PLACE, 5.0)
+        buffers.offer(servers, PLACE, 5.0)
 
     assert [r.getMessage() for r in caplog.records] == [
         "shared_memory_unavailable reason=shard 0: not here",
     ]
     assert len(servers.requests) == 2
-    assert tapes.number == 0
+    assert buffers.number == 0
 
 
 @pytest.mark.parametrize("lanes", ["auto", "shm"])
@@ -198,26 +198,26 @@ def test_server_that_does_not_answer_is_asked_again_with_the_next_call(lanes: An
     demanded.
     """
     servers: Any = Servers()
-    tapes = LANES[lanes](PLAN.nbytes)
+    buffers = LANES[lanes](PLAN.nbytes)
 
     def fails() -> None:
         servers.before = lambda: None
         raise UnreachableError("it is starting", "NOT_READY")
 
     servers.before = fails
-    tapes.offer(servers, PLACE, 5.0)
-    assert (tapes.number, sorted(tapes.shards)) == (0, [])
+    buffers.offer(servers, PLACE, 5.0)
+    assert (buffers.number, sorted(buffers.shards)) == (0, [])
 
-    tapes.offer(servers, PLACE, 5.0)
+    buffers.offer(servers, PLACE, 5.0)
 
-    assert (tapes.number, sorted(tapes.shards)) == (2, [0, 1])
-    tapes.gradients[0] = 9
-    assert [servers.tape(shard, 0)[0] for shard in (0, 1)] == [9, 9]
+    assert (buffers.number, sorted(buffers.shards)) == (2, [0, 1])
+    buffers.gradients[0] = 9
+    assert [servers.memory_half(shard, 0)[0] for shard in (0, 1)] == [9, 9]
 
 
 def test_an_offer_of_a_worker_that_is_out_is_an_error_and_not_a_reason_for_grpc() -> None:
     servers: Any = Servers()
-    tapes = ClientBuffers(PLAN.nbytes)
+    buffers = ClientBuffers(PLAN.nbytes)
 
     def fenced() -> None:
         servers.before = lambda: None
@@ -225,10 +225,10 @@ def test_an_offer_of_a_worker_that_is_out_is_an_error_and_not_a_reason_for_grpc(
 
     servers.before = fenced
     with pytest.raises(FencedError):
-        tapes.offer(servers, PLACE, 5.0)
+        buffers.offer(servers, PLACE, 5.0)
 
-    tapes.offer(servers, WorkerMembership("job-1", 8), 5.0)
-    assert sorted(tapes.shards) == [0, 1]
+    buffers.offer(servers, WorkerMembership("job-1", 8), 5.0)
+    assert sorted(buffers.shards) == [0, 1]
 
 
 def test_demanded_memory_that_one_server_refuses_is_used_by_nobody() -> None:
@@ -238,47 +238,47 @@ def test_demanded_memory_that_one_server_refuses_is_used_by_nobody() -> None:
         offered("shm", _1="no, thanks")
     servers: Any = Servers()
     servers.refuses = {1: "no"}
-    tapes = LANES["shm"](PLAN.nbytes)
+    buffers = LANES["shm"](PLAN.nbytes)
     with pytest.raises(InvalidRequestError):
-        tapes.offer(servers, PLACE, 5.0)
-    tapes.gradients[0] = 9
+        buffers.offer(servers, PLACE, 5.0)
+    buffers.gradients[0] = 9
 
-    assert (tapes.number, tapes.shards) == (0, frozenset())
-    assert servers.tape(0, 0)[0] == 0
+    assert (buffers.number, buffers.shards) == (0, frozenset())
+    assert servers.memory_half(0, 0)[0] == 0
 
 
 def test_no_offer_where_grpc_is_wanted() -> None:
-    tapes, servers = offered("grpc")
+    buffers, servers = offered("grpc")
 
-    assert (servers.requests, tapes.number) == ([], 0)
+    assert (servers.requests, buffers.number) == ([], 0)
 
 
 def test_interrupted_offer_leaves_no_name_and_the_next_one_works() -> None:
     servers: Any = Servers()
-    tapes = ClientBuffers(PLAN.nbytes)
+    buffers = ClientBuffers(PLAN.nbytes)
 
     def interrupt() -> None:
         raise KeyboardInterrupt
 
     servers.before = interrupt
     with pytest.raises(KeyboardInterrupt):
-        tapes.offer(servers, PLACE, 5.0)
+        buffers.offer(servers, PLACE, 5.0)
     assert files(servers) == []
-    assert tapes.number == 0
+    assert buffers.number == 0
     servers.before = lambda: None
-    tapes.offer(servers, PLACE, 5.0)
+    buffers.offer(servers, PLACE, 5.0)
 
-    assert (tapes.number, sorted(tapes.shards)) == (2, [0, 1])
+    assert (buffers.number, sorted(buffers.shards)) == (2, [0, 1])
     _, request = servers.requests[-1]
     with pytest.raises(NotSharedError, match="No such file"):
         attach(MemoryOffer(request.name, request.token, request.nbytes))
 
 
 def test_views_outlive_close() -> None:
-    tapes, servers = offered()
-    view = np.frombuffer(tapes.gradients, np.uint8)
-    tapes.close()
-    del tapes
-    servers.tape(0, 0)[0] = 77
+    buffers, servers = offered()
+    view = np.frombuffer(buffers.gradients, np.uint8)
+    buffers.close()
+    del buffers
+    servers.memory_half(0, 0)[0] = 77
 
     assert view[0] == 77
