@@ -163,11 +163,8 @@ def test_a_nested_loop_does_not_change_the_outer_one() -> None:
     inner.take(1, 0, 1, [1, 2])
 
     assert (len(outer.leases), outer.dropped) == (4, 0)
-    # who is in the inner one has its share of the outer one all the same
-    assert outer.take(2, 0, 2, [1, 2]) == [
-        1,
-        3,
-    ]
+    # a worker of the inner loop keeps its share of the outer one
+    assert outer.take(2, 0, 2, [1, 2]) == [1, 3]
     assert outer.take(2, 2, 1, [1, 2]) == [5]
     assert ledger.open(1, outer.spec).take(1, 2, 1, [1, 2]) == [4]
     ledger.open(1, LoopSpec(2, size=1, batch_size=1))
