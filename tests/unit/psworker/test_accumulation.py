@@ -1,4 +1,4 @@
-"""--global-batch in a worker: the batches of one update, one after another, are one push."""
+"""--global-batch in a worker: the batches of one update become one push."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -20,9 +20,7 @@ DATA = torch.linspace(-1.0, 1.0, 11)[:, None]
 
 
 class Groups(LocalClient):
-    """Deals batches in pushes of `sizes` batches each, over and over, and remembers what was
-    pushed.
-    """
+    """Client that deals updates of `sizes` batches in turn and records the pushes."""
 
     def __init__(self, sizes: Sequence[int]) -> None:
         super().__init__()
@@ -58,7 +56,7 @@ def started(client: LocalClient, overlap: bool = False) -> tuple[Job, ServerOpti
 
 
 def train(client: LocalClient, batch_size: int, overlap: bool = False) -> tuple[list[bool], Tensor]:
-    """Which steps were a part of an update; the weights after an epoch."""
+    """Return whether an update was incomplete after each step, and the weights after an epoch."""
     job, optimizer, model = started(client, overlap)
     pending = []
     for batch in job.batches(DATA, batch_size, shuffle=False):
@@ -71,10 +69,8 @@ def train(client: LocalClient, batch_size: int, overlap: bool = False) -> tuple[
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_batches_of_one_update_are_one_push_with_the_mean_over_their_samples(overlap: bool) -> None:
-    """Three batches of 2 and then 2, 2 and 1 in one push each: as batches of 6 and 5 would do
-    it.
-    """
+def test_the_batches_of_an_update_are_one_push_with_their_mean_gradient(overlap: bool) -> None:
+    """Batches of 2, 2, 2 and of 2, 2, 1 train like batches of 6 and 5."""
     client = Groups([3])
     pending, weights = train(client, 2, overlap)
 
@@ -84,11 +80,11 @@ def test_batches_of_one_update_are_one_push_with_the_mean_over_their_samples(ove
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_updates_of_one_batch_are_the_same_to_the_bit_as_without(overlap: bool) -> None:
+def test_updates_of_one_batch_equal_training_without_accumulation_bit_by_bit(overlap: bool) -> None:
     assert torch.equal(train(Groups([1]), 3, overlap)[1], train(LocalClient(), 3)[1])
 
 
-def test_the_result_stays_that_of_the_update_before() -> None:
+def test_the_result_does_not_change_until_the_update_is_complete() -> None:
     job, optimizer, model = started(Groups([1, 2]))
     versions = []
     for batch in job.batches(DATA, 4, shuffle=False):
@@ -101,7 +97,7 @@ def test_the_result_stays_that_of_the_update_before() -> None:
     assert versions == [(False, 1, 1), (True, 1, 1), (False, 2, 2)]
 
 
-def test_given_samples_weigh_each_batch_of_an_update() -> None:
+def test_batches_are_weighted_by_the_given_number_of_samples() -> None:
     job, optimizer, model = started(client := Groups([2]))
     parameter = next(model.parameters())
     for weight, _ in zip((3, 1), job.batches(DATA, 6, shuffle=False), strict=False):
@@ -113,7 +109,7 @@ def test_given_samples_weigh_each_batch_of_an_update() -> None:
     assert parameter.grad.flatten().tolist() == [2.5] * 3
 
 
-def test_a_parameter_counts_with_the_batches_that_gave_it_a_gradient() -> None:
+def test_a_missing_gradient_in_one_batch_counts_as_zero() -> None:
     first, second, third = (nn.Parameter(torch.zeros(2)) for _ in range(3))
     total = GradientAccumulation([first, second, third])
     first.grad = torch.tensor([4.0, 8.0])
@@ -126,7 +122,7 @@ def test_a_parameter_counts_with_the_batches_that_gave_it_a_gradient() -> None:
     assert total.finish(3) == 3
 
 
-def test_half_precision_is_summed_in_single() -> None:
+def test_half_precision_gradients_are_summed_in_single_precision() -> None:
     parameter = nn.Parameter(torch.zeros(1, dtype=torch.bfloat16))
     total = GradientAccumulation([parameter])
     for _ in range(300):
@@ -148,10 +144,10 @@ def test_a_missing_step_at_the_end_of_an_update_is_an_error() -> None:
 
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize(("infinite", "moved"), [(None, 1.0), (0, 0.75), (1, 0.75), (2, 0.5)])
-def test_a_batch_that_gradscaler_leaves_out_may_be_any_of_an_update(
+def test_gradscaler_may_skip_any_batch_of_an_update(
     infinite: int | None, moved: float, overlap: bool
 ) -> None:
-    """Of an update of two batches one counts as zero then, one of one moves none."""
+    """A skipped batch counts as a zero gradient; an update of one batch changes nothing."""
     job, optimizer, model = started(client := Groups([2, 1]), overlap)
     parameter, scaler = next(model.parameters()), torch.amp.GradScaler("cpu", init_scale=4.0)
     before = parameter.detach().clone()
@@ -167,9 +163,11 @@ def test_a_batch_that_gradscaler_leaves_out_may_be_any_of_an_update(
 
 
 @pytest.mark.parametrize("first", [True, False])
-def test_a_loop_may_be_broken_off_with_the_last_batch_of_an_update_in_hand(first: bool) -> None:
-    """As by `if step == most: break`; what had been added up is part of the next update. first:
-    zero_grad() comes before backward(), so that gradients lie there which were pushed."""
+def test_after_a_break_the_next_loop_completes_the_update(first: bool) -> None:
+    """The script leaves the loop with the last batch of an update.
+
+    first: zero_grad() precedes backward(), so pushed gradients are still in the parameters.
+    """
     job, optimizer, model = started(client := Groups([2]))
 
     def train(batch: Tensor) -> None:
@@ -190,7 +188,7 @@ def test_a_loop_may_be_broken_off_with_the_last_batch_of_an_update_in_hand(first
     assert batches == (0, 1, 0, 1)
 
 
-def test_an_evaluation_needs_no_steps_and_leaves_the_updates_after_it_alone() -> None:
+def test_an_evaluation_without_steps_does_not_change_later_updates() -> None:
     job, optimizer, model = started(client := Groups([2]))
     with torch.no_grad():
         assert len(list(job.batches(DATA, 6))) == 2
@@ -201,7 +199,7 @@ def test_an_evaluation_needs_no_steps_and_leaves_the_updates_after_it_alone() ->
     assert client.pushed == [((0, 1), 11)]
 
 
-def test_a_worker_that_lost_its_place_adds_nothing_of_before() -> None:
+def test_after_a_rejoin_earlier_gradients_are_discarded() -> None:
     job, optimizer, model = started(client := Groups([2]))
     parameter = next(model.parameters())
     for step, _ in enumerate(job.batches(DATA, 3, shuffle=False)):

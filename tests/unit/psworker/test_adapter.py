@@ -1,5 +1,5 @@
-"""A job without servers must give the very weights that plain torch gives: all of the bridge
-lies between the two.
+"""A job without servers computes exactly the weights of plain torch: a test of the model
+adapter.
 """
 
 import copy
@@ -21,7 +21,7 @@ Make = Callable[[Iterable[Any]], torch.optim.Optimizer]
 
 @pytest.fixture(autouse=True, params=["few tensors", "many tensors"])
 def amount(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both ways to gather gradients: all at once, and pieces of one tensor by two threads."""
+    """Test both ways to gather gradients: all at once, and one tensor at a time by two threads."""
     if request.param == "many tensors":
         monkeypatch.setattr("psworker.model.adapter.THREADED_TENSOR_COUNT", 2)
         monkeypatch.setattr("psworker.model.adapter.cores", lambda: 2)
@@ -41,7 +41,7 @@ def perceptron() -> nn.Sequential:
 
 
 def both(model: nn.Module, make: Make) -> tuple[tuple[nn.Module, Any], tuple[nn.Module, Any]]:
-    """The model with a plain optimizer, and its copy with a job's."""
+    """Return the model with a plain optimizer, and a copy with the optimizer of a job."""
     twin = copy.deepcopy(model)
     return (model, make(model.parameters())), (
         twin,
@@ -79,7 +79,7 @@ sgd = OPTIMIZERS["nesterov"]
 
 
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
-def test_every_optimizer_gives_torch_s_weights(make: Make) -> None:
+def test_every_optimizer_computes_the_weights_of_torch(make: Make) -> None:
     plain, mine = both(perceptron(), make)
 
     train(*plain)
@@ -88,7 +88,7 @@ def test_every_optimizer_gives_torch_s_weights(make: Make) -> None:
     assert_equal(plain[0], mine[0])
 
 
-def test_batch_norm_buffers_follow_the_training() -> None:
+def test_batch_norm_buffers_are_those_of_torch() -> None:
     plain, mine = both(nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 2)), sgd)
 
     train(*plain)
@@ -112,7 +112,7 @@ def test_gradient_accumulation_and_clipping() -> None:
     assert_equal(plain[0], mine[0])
 
 
-def test_hooks_of_the_optimizer_that_is_handed_over_run_at_the_steps() -> None:
+def test_hooks_of_the_scripts_optimizer_run_at_each_step() -> None:
     made: list[torch.optim.Optimizer] = []
     states: list[dict[str, Any]] = []
 
@@ -138,7 +138,7 @@ def test_hooks_of_the_optimizer_that_is_handed_over_run_at_the_steps() -> None:
     assert len(states) == 1
 
 
-def test_several_groups_each_with_its_hyper_parameters() -> None:
+def test_groups_may_have_different_hyper_parameters() -> None:
     def make(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         first, *rest = parameters
         return torch.optim.AdamW(
@@ -194,8 +194,8 @@ def test_parameters_outside_the_optimizer_are_frozen() -> None:
     assert not torch.equal(model[2].weight, before["2.weight"])
 
 
-class Taught(nn.Module):
-    """Learns from a moving average of itself."""
+class SelfDistillation(nn.Module):
+    """Model whose frozen teacher is a moving average of its student."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -209,9 +209,9 @@ class Taught(nn.Module):
         return out
 
 
-def test_what_the_script_makes_of_frozen_parameters_stays() -> None:
+def test_changes_of_frozen_parameters_by_the_script_are_retained() -> None:
     torch.manual_seed(1)
-    plain, mine = both(Taught(), lambda p: sgd(list(p)[:2]))
+    plain, mine = both(SelfDistillation(), lambda p: sgd(list(p)[:2]))
 
     for model, optimizer in (plain, mine):
         train(model, optimizer)
@@ -220,7 +220,7 @@ def test_what_the_script_makes_of_frozen_parameters_stays() -> None:
     assert_equal(plain[0], mine[0])
 
 
-def test_unfreezing_later_trains_what_was_frozen() -> None:
+def test_a_parameter_that_is_unfrozen_later_is_trained() -> None:
     plain, mine = both(perceptron(), sgd)
 
     for model, optimizer in (plain, mine):
@@ -232,8 +232,8 @@ def test_unfreezing_later_trains_what_was_frozen() -> None:
     assert_equal(plain[0], mine[0])
 
 
-def test_a_parameter_without_gradient_is_left_alone() -> None:
-    """Weight decay and momentum would move it if it were sent as zeros."""
+def test_a_parameter_without_a_gradient_does_not_change() -> None:
+    """A gradient of zeros would let weight decay and momentum change it."""
     plain, mine = both(
         perceptron(), lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.1)
     )
@@ -282,8 +282,8 @@ def test_a_scripted_model_trains() -> None:
     assert_equal(plain[0], mine[0])
 
 
-class Averaging(nn.Module):
-    """Makes a new buffer at every step instead of changing the one it has."""
+class ReplacedBuffer(nn.Module):
+    """Model that replaces its buffer at every step instead of changing it in place."""
 
     mean: Tensor
 
@@ -298,8 +298,8 @@ class Averaging(nn.Module):
         return out
 
 
-def test_a_buffer_that_the_model_replaces_is_still_the_job_s() -> None:
-    plain, mine = both(Averaging(), sgd)
+def test_a_buffer_that_the_model_replaces_is_still_pushed() -> None:
+    plain, mine = both(ReplacedBuffer(), sgd)
 
     train(*plain)
     train(*mine)
@@ -310,8 +310,8 @@ def test_a_buffer_that_the_model_replaces_is_still_the_job_s() -> None:
     assert_equal(plain[0], mine[0])
 
 
-def test_storage_that_the_script_swaps_is_taken_back() -> None:
-    """As cudnn's flatten_parameters and a change of the memory format do."""
+def test_a_parameter_whose_storage_the_script_replaces_is_still_trained() -> None:
+    """cudnn's flatten_parameters and changes of the memory format do this."""
     plain, mine = both(perceptron(), sgd)
 
     train(*plain, steps=2)
@@ -326,10 +326,10 @@ def test_storage_that_the_script_swaps_is_taken_back() -> None:
 @pytest.mark.parametrize(
     "share", [nn.Module.share_memory, nn.Module.state_dict], ids=["share_memory", "queue"]
 )
-def test_a_model_that_was_shared_with_other_processes_trains_on(
+def test_a_model_that_is_shared_with_other_processes_is_still_trained(
     share: Callable[[nn.Module], Any],
 ) -> None:
-    """torch then moves the storages themselves, also when it sends tensors through a queue."""
+    """torch then moves the storages, also when it sends tensors through a queue."""
     plain, mine = both(nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 2)), sgd)
 
     train(*plain, steps=2)

@@ -36,7 +36,7 @@ def _small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(overlap, "piece_nbytes", lambda nbytes: 128)
 
 
-def test_a_copy_made_right_after_a_step_has_its_weights() -> None:
+def test_a_copy_made_right_after_a_step_has_the_new_weights() -> None:
     plain, (model, optimizer), _ = both(normed)
     usual(*plain, 0)
     usual(model, optimizer, 0)
@@ -47,7 +47,7 @@ def test_a_copy_made_right_after_a_step_has_its_weights() -> None:
     assert type(twin[0]._parameters) is type(twin[1]._buffers) is dict
 
 
-def test_weights_and_buffers_are_there_for_whoever_reads_them_through_the_model() -> None:
+def test_reading_weights_or_buffers_through_the_model_waits_for_them() -> None:
     plain, (model, optimizer), _ = both(normed)
     for number, read in enumerate(READS):
         usual(*plain, number)
@@ -55,10 +55,8 @@ def test_weights_and_buffers_are_there_for_whoever_reads_them_through_the_model(
         assert all(map(torch.equal, read(plain[0]), read(model)))
 
 
-def test_a_gradient_of_weights_that_nobody_waited_for_is_refused() -> None:
-    """Also where other layers' gradients, of weights that were waited for, have left before it
-    comes.
-    """
+def test_a_gradient_computed_from_old_weights_is_refused() -> None:
+    """Gradients of other layers, computed from current weights, may already have been sent."""
     _, (model, optimizer), client = both(perceptron)
     first, rest = model[0], model[1:]
     weight, bias = first.weight, first.bias
@@ -74,7 +72,7 @@ def test_a_gradient_of_weights_that_nobody_waited_for_is_refused() -> None:
     assert client.version == 2
 
 
-def test_weights_that_were_waited_for_by_hand_may_be_used_in_any_way() -> None:
+def test_after_an_explicit_wait_weights_may_be_used_without_their_module() -> None:
     plain, mine, _ = both(perceptron)
 
     for model, optimizer in (plain, mine):
@@ -136,7 +134,7 @@ def test_a_traced_model_with_overlap_raises_an_error_with_a_remedy(copied: bool)
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
-def test_a_scripted_model_is_refused_in_words() -> None:
+def test_a_scripted_model_is_refused_with_a_remedy() -> None:
     model = nn.Sequential(torch.jit.script(nn.Linear(4, 2)))
 
     with pytest.raises(InvalidRequestError, match=r"0 was scripted or traced, .*: leave overlap"):

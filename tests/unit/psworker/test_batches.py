@@ -1,3 +1,5 @@
+"""Batches of `job.batches`: order, randomness, commits, returned batches and refusals."""
+
 import random
 from collections.abc import Sequence
 from typing import Any
@@ -22,7 +24,7 @@ from tests.support.events import records_of
 
 
 class Ledger(LocalClient):
-    """A job of one worker that remembers what it dealt, what came back and what was pushed."""
+    """Client of a job with one worker that records loops, pushed batches and returned batches."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,7 +61,7 @@ NUMBERS = torch.arange(10.0)
 
 
 class Squares(Dataset[Any]):
-    """Plain Python items."""
+    """Dataset whose samples are dicts of tensors and Python numbers."""
 
     def __len__(self) -> int:
         return 10
@@ -73,7 +75,7 @@ class Squares(Dataset[Any]):
         }
 
 
-def test_an_epoch_shows_every_sample_once_shuffled_anew_each_epoch() -> None:
+def test_each_epoch_has_every_sample_once_in_a_new_order() -> None:
     job, _ = started()
 
     seen = [batch.tolist() for batch in job.batches(NUMBERS, 4, epochs=2, seed=3)]
@@ -85,7 +87,7 @@ def test_an_epoch_shows_every_sample_once_shuffled_anew_each_epoch() -> None:
     assert NUMBERS.tolist() not in epochs
 
 
-def test_epochs_go_on_counting_over_the_calls_of_a_script() -> None:
+def test_later_calls_continue_the_count_of_epochs() -> None:
     complete, parts = started()[0], started()[0]
 
     at_once = [batch.tolist() for batch in complete.batches(NUMBERS, 5, epochs=3)]
@@ -106,14 +108,14 @@ def test_drop_last_and_no_shuffle() -> None:
 @pytest.mark.parametrize(
     "dataset", [(NUMBERS, -NUMBERS), TensorDataset(NUMBERS, -NUMBERS)], ids=["tuple", "dataset"]
 )
-def test_tuples_of_tensors_give_their_rows(dataset: Any) -> None:
+def test_a_tuple_of_tensors_yields_rows(dataset: Any) -> None:
     job, _ = started()
 
     for x, y in job.batches(dataset, 3):
         assert torch.equal(x, -y)
 
 
-def test_collate_fn_gets_the_samples() -> None:
+def test_collate_fn_receives_the_samples() -> None:
     job, _ = started()
 
     batches = list(
@@ -126,7 +128,7 @@ def test_collate_fn_gets_the_samples() -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_loader_processes_give_the_same_batches_augmentation_included(workers: int) -> None:
+def test_loader_processes_yield_the_same_batches_with_the_same_augmentation(workers: int) -> None:
     job, optimizer = started(client := Ledger())
     seen = []
 
@@ -141,29 +143,31 @@ def test_loader_processes_give_the_same_batches_augmentation_included(workers: i
     assert [keys for keys, _ in client.pushed] == [(BatchKey(0, number),) for number in range(10)]
 
 
-def draws(job: Job, **options: Any) -> list[tuple[float, float, float]]:
-    """What a script's own randomness, such as dropout, gives at each batch."""
+def draw_random_numbers(job: Job, **options: Any) -> list[tuple[float, float, float]]:
+    """Return the random numbers that a script, for example its dropout, draws at each batch."""
     return [
         (torch.rand(()).item(), float(np.random.random()), random.random())
         for _ in job.batches(NUMBERS, 5, epochs=2, **options)
     ]
 
 
-def test_randomness_is_a_function_of_the_batch_and_not_of_who_computes_it() -> None:
-    first = draws(started()[0])
+def test_random_numbers_depend_on_the_batch_and_not_on_the_process() -> None:
+    first = draw_random_numbers(started()[0])
     torch.rand(7), np.random.random(3), random.random()
-    second = draws(started()[0])
+    second = draw_random_numbers(started()[0])
 
-    assert first == second == draws(started()[0], num_workers=2)
+    assert first == second == draw_random_numbers(started()[0], num_workers=2)
     assert len(set(first)) == 4
-    assert draws(started()[0], seed=1) != first
+    assert draw_random_numbers(started()[0], seed=1) != first
 
 
 def test_reseeding_can_be_switched_off() -> None:
-    assert draws(started()[0], reseed=False) != draws(started()[0], reseed=False)
+    assert draw_random_numbers(started()[0], reseed=False) != draw_random_numbers(
+        started()[0], reseed=False
+    )
 
 
-def test_a_step_commits_the_batches_since_the_last_one_with_their_samples() -> None:
+def test_a_step_commits_the_batches_since_the_previous_step() -> None:
     job, optimizer = started(client := Ledger())
 
     for number, _ in enumerate(job.batches(NUMBERS, 3)):
@@ -176,7 +180,7 @@ def test_a_step_commits_the_batches_since_the_last_one_with_their_samples() -> N
     ]
 
 
-def test_batches_left_over_by_accumulation_go_with_the_next_loop_s_first_step() -> None:
+def test_batches_without_a_step_are_committed_by_the_first_step_of_the_next_loop() -> None:
     job, optimizer = started(client := Ledger())
     for _ in job.batches(NUMBERS, 5):
         optimizer.param_groups[0]["params"][0].sum().backward()
@@ -187,7 +191,7 @@ def test_batches_left_over_by_accumulation_go_with_the_next_loop_s_first_step() 
     assert client.pushed == [((BatchKey(0, 0), BatchKey(0, 1), BatchKey(1, 0)), 15)]
 
 
-def test_batches_of_an_evaluation_weigh_nothing() -> None:
+def test_batches_of_an_evaluation_have_no_weight() -> None:
     job, optimizer = started(client := Ledger())
     with torch.no_grad():
         for _ in job.batches(NUMBERS, 5):
@@ -200,7 +204,7 @@ def test_batches_of_an_evaluation_weigh_nothing() -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_leaving_a_loop_early_gives_back_what_was_not_used(workers: int) -> None:
+def test_leaving_a_loop_early_returns_unused_batches(workers: int) -> None:
     job, optimizer = started(client := Ledger())
 
     for _ in job.batches(NUMBERS, 1, num_workers=workers):
@@ -212,7 +216,7 @@ def test_leaving_a_loop_early_gives_back_what_was_not_used(workers: int) -> None
     assert client.next_batches(LoopSpec(0, 10, 1), count=10).numbers == tuple(range(1, 10))
 
 
-def test_an_exception_in_the_loop_gives_back_too_but_not_what_was_used() -> None:
+def test_an_exception_in_the_loop_returns_only_unused_batches() -> None:
     job, _ = started(client := Ledger())
 
     def script() -> None:
@@ -224,8 +228,8 @@ def test_an_exception_in_the_loop_gives_back_too_but_not_what_was_used() -> None
     assert client.returned == [BatchKey(0, 1), BatchKey(0, 2)]
 
 
-class Sparing(Ledger):
-    """Has nothing at times for one who does not wait; who waits gets more, having sat out."""
+class SparseClient(Ledger):
+    """Client whose every third request without waiting gets no batch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -242,8 +246,8 @@ class Sparing(Ledger):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_when_there_is_nothing_it_uses_up_what_it_has_then_sits_out_and_pulls(workers: int) -> None:
-    job, optimizer = started(client := Sparing())
+def test_a_worker_without_new_batches_uses_its_own_then_sits_out_and_pulls(workers: int) -> None:
+    job, optimizer = started(client := SparseClient())
     seen = []
 
     for batch in job.batches(NUMBERS, 1, num_workers=workers):
@@ -255,8 +259,8 @@ def test_when_there_is_nothing_it_uses_up_what_it_has_then_sits_out_and_pulls(wo
     assert client.pulls >= sum(client.asked)
 
 
-class Waiting(Ledger):
-    """The end is only told to who waits, and never to who still holds what could be pushed."""
+class LateEndClient(Ledger):
+    """Client that reports the end of a loop only to a waiting request, after all pushes."""
 
     def next_batches(
         self, loop: LoopSpec, count: int = 1, idle: bool = False, first_open: int | None = None
@@ -270,8 +274,8 @@ class Waiting(Ledger):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_it_never_waits_while_it_holds_a_batch(workers: int) -> None:
-    job, optimizer = started(client := Waiting())
+def test_a_worker_does_not_wait_while_it_holds_a_batch(workers: int) -> None:
+    job, optimizer = started(client := LateEndClient())
 
     for _ in job.batches(NUMBERS, 2, num_workers=workers):
         optimizer.step()
@@ -280,7 +284,7 @@ def test_it_never_waits_while_it_holds_a_batch(workers: int) -> None:
     assert client.pulls == 1
 
 
-def test_a_job_that_is_stopped_ends_the_pass_and_gives_back() -> None:
+def test_stopping_the_job_ends_the_pass_and_returns_batches() -> None:
     job, optimizer = started(client := Ledger())
     seen = 0
 
@@ -299,7 +303,7 @@ def test_a_job_that_is_stopped_ends_the_pass_and_gives_back() -> None:
     assert len(client.pushed) == 2
 
 
-def test_batches_of_no_data_are_none() -> None:
+def test_an_empty_data_set_yields_no_batches() -> None:
     job, _ = started()
 
     assert list(job.batches(NUMBERS[:0], 4)) == []
@@ -307,7 +311,7 @@ def test_batches_of_no_data_are_none() -> None:
 
 
 @pytest.mark.parametrize("dataset", [iter(range(3)), None])
-def test_what_is_neither_map_style_nor_a_stream_cannot_be_shared_out(dataset: Any) -> None:
+def test_data_that_is_neither_map_style_nor_a_stream_is_refused(dataset: Any) -> None:
     job, _ = started()
 
     with pytest.raises(InvalidRequestError, match="cannot read a"):
@@ -323,7 +327,7 @@ def test_what_is_neither_map_style_nor_a_stream_cannot_be_shared_out(dataset: An
         ((torch.zeros(()), torch.zeros(4)), "different numbers of rows"),
     ],
 )
-def test_a_tuple_that_has_no_rows_of_tensors(dataset: Any, message: str) -> None:
+def test_a_tuple_without_rows_of_tensors_is_refused(dataset: Any, message: str) -> None:
     with pytest.raises(InvalidRequestError, match=message):
         tensor_rows(dataset)
 
@@ -339,9 +343,7 @@ def test_a_tuple_that_has_no_rows_of_tensors(dataset: Any, message: str) -> None
         ({"batch_size": 2, "nun_workers": 1}, "^nun_workers"),
     ],
 )
-def test_what_a_loop_cannot_take_is_refused_at_the_call(
-    given: dict[str, Any], message: str
-) -> None:
+def test_invalid_arguments_are_refused_at_the_call(given: dict[str, Any], message: str) -> None:
     job, _ = started(client := Ledger())
     with pytest.raises(InvalidRequestError, match=message):
         job.batches(range(4), **given)
@@ -349,7 +351,7 @@ def test_what_a_loop_cannot_take_is_refused_at_the_call(
     assert client.loops == [LoopSpec(0, 4, 2)]
 
 
-def test_a_seed_may_have_64_bits_and_numbers_be_numpys() -> None:
+def test_64_bit_seeds_and_numpy_numbers_are_accepted() -> None:
     job, _ = started(client := Ledger())
     next(iter(job.batches(range(4), batch_size=np.int64(2), epochs=np.int32(1), seed=2**64 - 1)))
     spec = client.loops[0]
@@ -357,13 +359,13 @@ def test_a_seed_may_have_64_bits_and_numbers_be_numpys() -> None:
     assert [type(value) for value in (spec.batch_size, spec.epochs)] == [int, int]
 
 
-def test_an_open_file_is_no_stream() -> None:
+def test_an_open_file_is_refused() -> None:
     job, _ = started(Ledger())
     with open(__file__) as file, pytest.raises(InvalidRequestError, match="open file"):
         job.batches(file, batch_size=2)
 
 
-def test_nonsense_and_a_missing_optimizer_are_refused() -> None:
+def test_an_empty_batch_size_and_a_missing_optimizer_are_refused() -> None:
     job, _ = started()
 
     with pytest.raises(InvalidRequestError, match="batch_size must be at least 1"):
@@ -372,8 +374,8 @@ def test_nonsense_and_a_missing_optimizer_are_refused() -> None:
         next(iter(Job(LocalClient()).batches(NUMBERS, 4)))
 
 
-class Quarantined(Ledger):
-    """The job does not want this worker any more, from its first step on."""
+class QuarantinedClient(Ledger):
+    """Client whose worker is quarantined at its first step."""
 
     def exchange(self, **call: Any) -> PushResult:
         raise QuarantinedError("3 bad gradients in a row")
@@ -383,8 +385,8 @@ class Quarantined(Ledger):
 
 
 @pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
-def test_the_error_that_ends_a_loop_is_the_only_one() -> None:
-    job, optimizer = started(Quarantined())
+def test_the_error_that_ends_a_loop_has_no_second_error_as_context() -> None:
+    job, optimizer = started(QuarantinedClient())
 
     def script() -> None:
         for _ in job.batches(NUMBERS, 2, num_workers=1):
@@ -395,7 +397,7 @@ def test_the_error_that_ends_a_loop_is_the_only_one() -> None:
     assert caught.value.__context__ is None
 
 
-def test_a_loop_without_a_step_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_loop_without_a_step_is_logged_as_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     job, optimizer = started()
 
     list(job.batches(NUMBERS, 4))

@@ -1,5 +1,5 @@
-"""What a script does in place to weights that live on the servers is said, and what torch
-refuses it still refuses.
+"""Changes of trained weights by the script are logged before the servers' weights overwrite
+them; backward raises where plain torch raises.
 """
 
 import copy
@@ -37,31 +37,33 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 2) ->
         optimizer.zero_grad()
 
 
-def counted(model: nn.Sequential) -> None:
+def clamp_in_place(model: nn.Sequential) -> None:
     with torch.no_grad():
         model[2].weight.clamp_(-0.01, 0.01)
 
 
-def uncounted(model: nn.Sequential) -> None:
+def clamp_data(model: nn.Sequential) -> None:
     model[2].weight.data.clamp_(-0.01, 0.01)
 
 
-def through_numpy(model: nn.Sequential) -> None:
+def write_through_numpy(model: nn.Sequential) -> None:
     model[2].weight.detach().numpy()[0, 3] = 5.0
 
 
-def loaded(model: nn.Sequential) -> None:
+def load_weights(model: nn.Sequential) -> None:
     model[2].load_state_dict({"weight": torch.ones(1, 4), "bias": model[2].bias})
 
 
-def replaced(model: nn.Sequential) -> None:
+def replace_data(model: nn.Sequential) -> None:
     model[2].weight.data = torch.ones(1, 4)
 
 
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("steps", [0, 2])
-@pytest.mark.parametrize("change", [counted, uncounted, through_numpy, loaded, replaced])
-def test_a_lost_change_is_logged_once_by_name(
+@pytest.mark.parametrize(
+    "change", [clamp_in_place, clamp_data, write_through_numpy, load_weights, replace_data]
+)
+def test_an_overwritten_change_is_logged_once_with_the_tensor(
     change: Callable[[nn.Sequential], None],
     steps: int,
     overlap: bool,
@@ -86,17 +88,17 @@ def test_a_lost_change_is_logged_once_by_name(
     assert "0.weight" not in caplog.text
 
 
-def test_a_pull_says_what_it_overwrites(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_pull_logs_the_changes_that_it_overwrites(caplog: pytest.LogCaptureFixture) -> None:
     model = net()
     optimizer = made(model)
 
-    uncounted(model)
+    clamp_data(model)
     optimizer.pull()
 
     assert "tensors=2.weight problem" in caplog.text
 
 
-def test_of_many_tensors_few_are_named(
+def test_the_log_line_names_only_a_few_tensors(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(changes, "MAX_NAMES_COUNT", 1)
@@ -124,7 +126,7 @@ def test_a_large_model_is_compared_in_samples(
 
 
 class Failing(LocalClient):
-    """Its next pull writes some weights and fails."""
+    """Client whose pulls write some weights and then fail."""
 
     def exchange(self, **call: object) -> PushResult:
         weights = call["weights"]
@@ -133,7 +135,7 @@ class Failing(LocalClient):
         raise ConnectionError
 
 
-def test_what_a_failed_call_has_written_is_not_the_script_s(
+def test_weights_written_by_a_failed_pull_are_not_reported_as_changes(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     model = net()
@@ -151,7 +153,7 @@ def test_what_a_failed_call_has_written_is_not_the_script_s(
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_backward_through_what_was_computed_before_a_step_raises_as_in_torch(overlap: bool) -> None:
+def test_a_second_backward_after_a_step_raises_as_in_torch(overlap: bool) -> None:
     model = net()
     optimizer = made(model, overlap)
     loss = model(torch.ones(2, 4)).sum()
@@ -163,8 +165,8 @@ def test_backward_through_what_was_computed_before_a_step_raises_as_in_torch(ove
         loss.backward()
 
 
-class Pair(nn.Module):
-    """Two networks in one optimizer, as a GAN is trained here."""
+class AdversarialPair(nn.Module):
+    """Two networks of a GAN in one optimizer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -172,29 +174,31 @@ class Pair(nn.Module):
         self.judge = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
 
 
-def without(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def step_without(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     for parameter in module.parameters():
         parameter.grad = None
     optimizer.step()
     optimizer.zero_grad()
 
 
-def gan(model: Pair, judge: torch.optim.Optimizer, maker: torch.optim.Optimizer) -> list[Tensor]:
+def gan(
+    model: AdversarialPair, judge: torch.optim.Optimizer, maker: torch.optim.Optimizer
+) -> list[Tensor]:
     generator = torch.Generator().manual_seed(1)
     for _ in range(3):
         fake = model.maker(torch.randn(8, 4, generator=generator))
         model.judge(fake.detach()).mean().backward()
-        without(model.maker, judge)
+        step_without(model.maker, judge)
         (-model.judge(fake)).mean().backward()
-        without(model.judge, maker)
+        step_without(model.judge, maker)
     return list(model.parameters())
 
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_tensors_without_a_gradient_do_not_change(overlap: bool) -> None:
-    """A GAN computes its fakes once and goes back through them when the other part has stepped."""
+    """A GAN computes its fakes once and uses their graph after the step of the other network."""
     torch.manual_seed(0)
-    model = Pair()
+    model = AdversarialPair()
     plain = copy.deepcopy(model)
     optimizer = made(model, overlap)
 
@@ -206,25 +210,25 @@ def test_tensors_without_a_gradient_do_not_change(overlap: bool) -> None:
     assert all(map(torch.equal, mine, theirs))
 
 
-# ---- what changes weights at each forward --------------------------------------------------------
+# ---- modules that change weights in forward ------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     "module", [nn.Embedding(4, 3, max_norm=1.0), nn.EmbeddingBag(4, 3, max_norm=1.0)]
 )
-def test_max_norm_is_refused_by_name(module: nn.Module) -> None:
+def test_an_embedding_with_max_norm_is_refused_by_name(module: nn.Module) -> None:
     with pytest.raises(InvalidRequestError, match=r"words has max_norm.*make it without"):
         made(nn.ModuleDict({"words": module}))
 
 
-def test_max_norm_of_a_frozen_embedding_is_its_own_affair() -> None:
+def test_a_frozen_embedding_with_max_norm_is_accepted() -> None:
     model = nn.ModuleDict({"words": nn.Embedding(4, 3, max_norm=1.0), "linear": nn.Linear(3, 1)})
 
     Job(LocalClient()).optimizer(torch.optim.SGD(model["linear"].parameters(), lr=0.1), model)
 
 
-def test_a_teacher_among_what_trains_is_named(caplog: pytest.LogCaptureFixture) -> None:
-    """It never has a gradient, and goes back to what the job has with the next pull."""
+def test_a_changed_teacher_inside_the_optimizer_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    """It never has a gradient; the next pull restores the weights of the job."""
     model = nn.ModuleDict(
         {"student": nn.Linear(4, 1), "teacher": nn.Linear(4, 1).requires_grad_(False)}
     )

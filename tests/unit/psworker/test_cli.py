@@ -1,4 +1,4 @@
-"""ps-worker's command line: what it tells the script, and what it leaves alone."""
+"""The command line of ps-worker: which settings and arguments the script receives."""
 
 import os
 import subprocess
@@ -17,7 +17,7 @@ LIMIT = 60.0
 
 
 @pytest.fixture(autouse=True)
-def no_settings_around_us(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_external_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     for option in options.WORKER:
         for variable in option.variables:
             monkeypatch.delenv(variable, raising=False)
@@ -48,7 +48,7 @@ def parse(*args: str) -> dict[str, Any]:
         (["train.py", "", "a b"], "train.py", False, ("", "a b")),
     ],
 )
-def test_what_follows_the_script_is_the_scripts(
+def test_arguments_after_the_script_belong_to_the_script(
     line: list[str], script: str, module: bool, rest: tuple[str, ...]
 ) -> None:
     found = parse("--ps", "a:1", "--device", "cpu", *line)
@@ -57,7 +57,7 @@ def test_what_follows_the_script_is_the_scripts(
     assert found["device"] == "cpu"
 
 
-def test_the_script_gets_the_known_settings() -> None:
+def test_known_settings_are_exported_to_the_script() -> None:
     environ = {"PS_WORKER_RANK": "7", "PS_JOB": "before", "OTHER": "x"}
 
     cli.export(parse("--ps", "a:1,b:2", "--device", "cpu", "train.py"), environ)
@@ -99,15 +99,15 @@ def test_job_and_rank_are_exported_if_given() -> None:
     )
 
 
-def test_the_rank_of_a_launcher_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_rank_from_the_environment_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PS_WORKER_RANK", "5")
 
     assert parse("--ps", "a:1", "x.py")["worker_rank"] == 5
 
 
 @pytest.fixture
-def ran(monkeypatch: pytest.MonkeyPatch) -> list[Script]:
-    """Stands in for running the script, in this process: collects what would run."""
+def started_scripts(monkeypatch: pytest.MonkeyPatch) -> list[Script]:
+    """Replace the execution of scripts: collect the scripts that would run."""
     scripts: list[Script] = []
     monkeypatch.setattr("psworker.cli.run", lambda script, debug: scripts.append(script) or 0)
     monkeypatch.setattr("pscommon.telemetry.logs.set_up", lambda *_, **__: None)
@@ -115,17 +115,19 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[Script]:
     return scripts
 
 
-def test_no_servers_is_bad_usage(ran: list[Script], capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_servers_are_a_usage_error(
+    started_scripts: list[Script], capsys: pytest.CaptureFixture[str]
+) -> None:
     assert cli.main(["train.py"]) == 2
 
     assert "`--ps HOST:PORT` is missing" in capsys.readouterr().err
-    assert ran == []
+    assert started_scripts == []
 
 
-def test_logs_tell_its_rank_and_not_a_worker_number(
-    ran: list[Script], monkeypatch: pytest.MonkeyPatch
+def test_log_lines_have_the_rank_and_no_worker_number(
+    started_scripts: list[Script], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those are given by the servers, and differ."""
+    """Servers assign worker numbers later."""
     fields: dict[str, object] = {}
     monkeypatch.setattr(
         "pscommon.telemetry.logs.set_up", lambda *_, **passed: fields.update(passed)
@@ -136,9 +138,9 @@ def test_logs_tell_its_rank_and_not_a_worker_number(
 
 
 @pytest.mark.parametrize("attempt", [None, "0"])
-def test_a_variable_that_nobody_reads_is_named_unless_ps_run_has_done_so(
+def test_an_unknown_variable_is_reported_once_and_not_under_ps_run(
     attempt: str | None,
-    ran: list[Script],
+    started_scripts: list[Script],
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -151,11 +153,11 @@ def test_a_variable_that_nobody_reads_is_named_unless_ps_run_has_done_so(
     assert ("environment_variable_unknown" in events(caplog)) is (attempt is None)
 
 
-def test_training_without_servers_needs_none(ran: list[Script]) -> None:
+def test_ps_local_needs_no_servers(started_scripts: list[Script]) -> None:
     os.environ["PS_LOCAL"] = "1"
 
     assert cli.main(["-m", "train", "--lr", "1"]) == 0
-    assert ran == [Script("train", True, ("--lr", "1"))]
+    assert started_scripts == [Script("train", True, ("--lr", "1"))]
 
 
 @pytest.mark.parametrize(
@@ -169,35 +171,35 @@ def test_training_without_servers_needs_none(ran: list[Script]) -> None:
         (["--", "-mine.py"], Script("-mine.py")),
     ],
 )
-def test_a_module_may_be_named_as_python_takes_it(
-    ran: list[Script], line: list[str], script: Script | None
+def test_the_module_option_is_parsed_as_by_python(
+    started_scripts: list[Script], line: list[str], script: Script | None
 ) -> None:
     assert cli.main(["--ps", "a:1", "--device", "cpu", *line]) == (0 if script else 2)
 
-    assert ran == ([script] if script else [])
+    assert started_scripts == ([script] if script else [])
 
 
-def test_servers_and_training_without_them_exclude_each_other(
-    ran: list[Script], capsys: pytest.CaptureFixture[str]
+def test_ps_local_excludes_servers(
+    started_scripts: list[Script], capsys: pytest.CaptureFixture[str]
 ) -> None:
     os.environ["PS_LOCAL"] = "1"
 
     assert cli.main(["--ps", "a:1", "train.py"]) == 2
 
     assert "PS_LOCAL excludes" in capsys.readouterr().err
-    assert ran == []
+    assert started_scripts == []
 
 
-def test_a_gpu_that_is_not_there_is_bad_usage(
-    ran: list[Script], capsys: pytest.CaptureFixture[str]
+def test_a_missing_gpu_is_a_usage_error(
+    started_scripts: list[Script], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["--ps", "a:1", "--device", "cuda:99", "train.py"]) == 2
 
     assert "cuda:99" in capsys.readouterr().err
-    assert ran == []
+    assert started_scripts == []
 
 
-def test_threads_are_torchs(ran: list[Script]) -> None:
+def test_threads_sets_the_threads_of_torch(started_scripts: list[Script]) -> None:
     import torch
 
     before = torch.get_num_threads()
@@ -208,7 +210,9 @@ def test_threads_are_torchs(ran: list[Script]) -> None:
         torch.set_num_threads(before)
 
 
-def test_metrics_are_served_where_asked(ran: list[Script], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_metrics_are_served_at_the_given_address(
+    started_scripts: list[Script], monkeypatch: pytest.MonkeyPatch
+) -> None:
     binds: list[str] = []
     monkeypatch.setattr("psworker.session.metrics.serve", binds.append)
 
@@ -217,14 +221,14 @@ def test_metrics_are_served_where_asked(ran: list[Script], monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("args", [[], ["--ps", "a", "x.py"], ["--devise", "cpu", "x.py"], ["-m"]])
-def test_bad_usage_exits_with_2(args: list[str], ran: list[Script]) -> None:
+def test_usage_errors_exit_with_2(args: list[str], started_scripts: list[Script]) -> None:
     assert cli.main(args) == 2
-    assert ran == []
+    assert started_scripts == []
 
 
-def test_a_whole_worker_process(tmp_path: Path) -> None:
-    """The script's neighbours are called like modules that we need: they must not get in our
-    way, nor we in theirs.
+def test_modules_beside_the_script_do_not_shadow_those_of_the_worker(tmp_path: Path) -> None:
+    """Files beside the script have the names of modules that the worker imports. The script
+    still imports its own file.
     """
     (tmp_path / "queue.py").write_text("raise RuntimeError('ours was shadowed')")
     (tmp_path / "grpc.py").write_text("raise RuntimeError('ours was shadowed')")

@@ -1,4 +1,4 @@
-"""ps-ctl against servers: what it shows, what it asks them to do, and how it fails."""
+"""ps-ctl against servers: output, requests and errors."""
 
 import json
 import os
@@ -17,7 +17,7 @@ from tests.support.ctl_servers import MODEL, STATUS, Cluster, serving
 
 
 @pytest.fixture(autouse=True)
-def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+def _no_external_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in os.environ if name.startswith("PS_")]:
         monkeypatch.delenv(name)
 
@@ -32,7 +32,7 @@ Output = pytest.CaptureFixture[str]
 
 
 def lines_of(capsys: Output) -> list[list[str]]:
-    """Words of each line that was printed."""
+    """Return the words of each printed line."""
     return [line.split() for line in capsys.readouterr().out.splitlines()]
 
 
@@ -78,8 +78,8 @@ def test_status_as_json_is_the_answer_of_the_servers(cluster: Cluster, capsys: O
     assert json.loads(capsys.readouterr().out) == STATUS
 
 
-def test_a_metric_that_is_not_finite(cluster: Cluster, capsys: Output) -> None:
-    for loss in (None, float("nan")):  # None: of servers today; NaN: of earlier releases
+def test_a_metric_that_is_not_finite_is_null_in_json(cluster: Cluster, capsys: Output) -> None:
+    for loss in (None, float("nan")):  # current servers send None, earlier releases sent NaN
         cluster.status = {**STATUS, "metrics": {"loss": loss}}
 
         assert main(["--ps", cluster.address, "status", "--output", "json"]) == 0
@@ -93,7 +93,7 @@ def test_a_metric_that_is_not_finite(cluster: Cluster, capsys: Output) -> None:
     "sparse",
     [{"job": "j", "state": "waiting for a model"}, {**STATUS, "model": None, "seconds": 0}],
 )
-def test_status_of_a_job_that_has_not_begun(
+def test_status_of_a_job_before_registration(
     cluster: Cluster, capsys: Output, sparse: dict[str, object]
 ) -> None:
     cluster.status = sparse
@@ -132,7 +132,7 @@ def test_workers_shows_one_row_per_worker_without_empty_columns(
     )
 
 
-def test_plan_says_which_bytes_are_where(cluster: Cluster, capsys: Output) -> None:
+def test_plan_shows_the_bytes_of_each_shard(cluster: Cluster, capsys: Output) -> None:
     assert main(["--ps", cluster.address, "--output", "json", "plan"]) == 0
     document = json.loads(capsys.readouterr().out)
     plan = PartitionPlan(MODEL, 2)
@@ -152,7 +152,7 @@ def test_plan_says_which_bytes_are_where(cluster: Cluster, capsys: Output) -> No
     assert "net.weight  float32[300, 4]  trainable  4.8 kB  0, 1" in capsys.readouterr().out
 
 
-def test_plan_before_there_is_a_model_says_what_is_waited_for(
+def test_plan_before_registration_reports_what_the_job_waits_for(
     cluster: Cluster, capsys: Output
 ) -> None:
     cluster.model = None
@@ -164,7 +164,7 @@ def test_plan_before_there_is_a_model_says_what_is_waited_for(
     )
 
 
-def test_save_takes_a_snapshot_and_says_where(cluster: Cluster, capsys: Output) -> None:
+def test_save_takes_a_snapshot_and_prints_its_path(cluster: Cluster, capsys: Output) -> None:
     assert (
         main(["--ps", cluster.address, "snapshot", "save", "--wait", "1m", "--output", "json"]) == 0
     )
@@ -215,11 +215,11 @@ def test_any_server_leads_to_shard_0(cluster: Cluster, capsys: Output) -> None:
         assert (cluster.stopped, other.stopped) == (["ps-ctl stop"], [])
 
 
-def test_one_address_that_answers_is_enough(cluster: Cluster) -> None:
+def test_one_answering_address_is_sufficient(cluster: Cluster) -> None:
     assert main(["--ps", f"127.0.0.1:1,{cluster.address}", "status"]) == 0
 
 
-def test_one_that_knows_where_shard_0_was_is_not_the_last_to_be_asked(
+def test_other_addresses_are_tried_if_shard_0_does_not_answer(
     cluster: Cluster, capsys: Output
 ) -> None:
     """Its standby may have taken over just now."""
@@ -231,21 +231,21 @@ def test_one_that_knows_where_shard_0_was_is_not_the_last_to_be_asked(
     assert "the server at 127.0.0.1:1 does not answer" in capsys.readouterr().err
 
 
-def test_a_shard_that_knows_no_shard_0_is_not_enough(capsys: Output) -> None:
+def test_a_shard_without_the_address_of_shard_0_is_reported(capsys: Output) -> None:
     with serving(Cluster(shard=1)) as lonely:
         assert main(["--ps", lonely.address, "status"]) == 20
 
     assert "is shard 1 and does not know the address of shard 0 yet" in capsys.readouterr().err
 
 
-def test_nobody_there_is_one_line_with_the_address(capsys: Output) -> None:
+def test_an_unreachable_server_is_reported_in_one_line(capsys: Output) -> None:
     assert main(["--ps", "127.0.0.1:1", "status"]) == 20
     error = capsys.readouterr().err
     assert "UNREACHABLE: the server at 127.0.0.1:1 does not answer" in error
     assert error.count("\n") == 1
 
 
-def test_a_server_that_hangs_is_given_up_after_the_timeout(
+def test_a_server_that_does_not_answer_is_reported_after_the_timeout(
     cluster: Cluster, capsys: Output
 ) -> None:
     cluster.hang.clear()
@@ -254,13 +254,13 @@ def test_a_server_that_hangs_is_given_up_after_the_timeout(
     assert f"the server at {cluster.address} did not answer in time" in capsys.readouterr().err
 
 
-def test_without_servers_it_says_how_to_name_them(capsys: Output) -> None:
+def test_a_missing_server_address_is_a_usage_error(capsys: Output) -> None:
     assert main(["status"]) == 2
     assert "`--ps HOST:PORT` is missing" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("variable", ["PS_SERVERS", "PS_PS"])
-def test_the_environment_names_servers_and_a_flag_wins(
+def test_a_flag_takes_precedence_over_the_servers_of_the_environment(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch, capsys: Output, variable: str
 ) -> None:
     monkeypatch.setenv(variable, cluster.address)
@@ -271,7 +271,7 @@ def test_the_environment_names_servers_and_a_flag_wins(
     assert main(["status", "--ps", cluster.address]) == 0
 
 
-def test_a_variable_that_nobody_reads_is_named_beside_the_result(
+def test_an_unknown_variable_is_reported_on_stderr(
     monkeypatch: pytest.MonkeyPatch, capsys: Output
 ) -> None:
     monkeypatch.setenv("PS_OUTPT", "json")
@@ -282,7 +282,7 @@ def test_a_variable_that_nobody_reads_is_named_beside_the_result(
     assert "PS_" not in out
 
 
-def test_the_environment_chooses_output_and_timeout(
+def test_the_environment_sets_output_and_timeout(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch, capsys: Output
 ) -> None:
     monkeypatch.setenv("PS_OUTPUT", "json")
@@ -306,7 +306,7 @@ def test_the_environment_chooses_output_and_timeout(
         ["status", "more"],
     ],
 )
-def test_bad_usage_is_exit_code_2_with_a_message(args: list[str], capsys: Output) -> None:
+def test_usage_errors_exit_with_2_and_a_message(args: list[str], capsys: Output) -> None:
     assert main(args) == 2
     assert "Usage: ps-ctl" in capsys.readouterr().err
 
@@ -345,7 +345,7 @@ def test_help_shows_examples(command: str, capsys: Output) -> None:
 @pytest.mark.parametrize(
     ("command", "named"), [("drain", "WORKER"), ("snapshot restore", "VERSION")]
 )
-def test_what_is_missing_is_called_as_the_help_does(
+def test_a_missing_argument_has_the_name_of_the_help(
     command: str, named: str, capsys: Output
 ) -> None:
     assert main(command.split()) == 2
@@ -383,14 +383,12 @@ def test_config_of_another_command_as_a_table(capsys: Output) -> None:
     assert ["job", "(unset)", "default"] in lines
 
 
-def test_config_names_what_may_follow(capsys: Output) -> None:
+def test_the_help_of_config_names_the_flags_of_the_command(capsys: Output) -> None:
     assert main(["config", "--help"]) == 0
     assert "ps-ctl config [OPTIONS] [FLAGS OF THAT COMMAND]..." in capsys.readouterr().out
 
 
-def test_config_refuses_what_the_command_would_refuse(
-    tmp_path: os.PathLike[str], capsys: Output
-) -> None:
+def test_config_refuses_unknown_settings(tmp_path: os.PathLike[str], capsys: Output) -> None:
     file = os.path.join(tmp_path, "cluster.toml")
     with open(file, "w") as text:
         text.write("polcy = 'sync'\n")
@@ -401,7 +399,7 @@ def test_config_refuses_what_the_command_would_refuse(
 
 
 def run_on_a_terminal(args: list[str], columns: int) -> list[str]:
-    """Lines that a person sees, without colours."""
+    """Return the lines that a terminal shows, without colours."""
     controller, terminal = pty.openpty()
     command = [sys.executable, "-m", "psworker.ctl.cli", *args]
     environment = {**os.environ, "TERM": "xterm", "COLUMNS": str(columns)}
@@ -422,7 +420,7 @@ def _read(descriptor: int) -> bytes:
         return b""
 
 
-def test_on_a_terminal_of_80_columns_status_is_drawn_unbroken(cluster: Cluster) -> None:
+def test_status_fits_a_terminal_of_80_columns(cluster: Cluster) -> None:
     cluster.status = {**STATUS, "metrics": {"loss [bold]": 0.5}}
     lines = run_on_a_terminal(["--ps", cluster.address, "status"], 80)
 
@@ -434,13 +432,13 @@ def test_on_a_terminal_of_80_columns_status_is_drawn_unbroken(cluster: Cluster) 
     ]
 
 
-def test_on_a_narrow_terminal_rows_stay_whole(cluster: Cluster) -> None:
+def test_a_narrow_terminal_does_not_wrap_rows(cluster: Cluster) -> None:
     lines = run_on_a_terminal(["--ps", cluster.address, "workers"], 60)
 
     assert [line.split()[-2:] for line in lines if "host-b:17" in line] == [["lease", "ended"]]
 
 
-def test_a_reader_that_goes_away_is_no_error() -> None:
+def test_a_closed_pipe_is_no_error() -> None:
     command = (
         f"{sys.executable} -m psworker.ctl.cli config --output json | true; echo ${{PIPESTATUS[0]}}"
     )

@@ -1,4 +1,4 @@
-"""doctor finds what is wrong with a machine and says what to do; a healthy one passes."""
+"""`ps-ctl doctor` reports problems of a machine with a remedy; a healthy machine passes."""
 
 import json
 import socket
@@ -42,7 +42,7 @@ def test_a_healthy_machine_passes(tmp_path: Path, capsys: Output, quick: None) -
     assert list(tmp_path.iterdir()) == []
 
 
-def test_problems_are_shown_with_what_to_do_and_give_exit_code_1(
+def test_problems_are_shown_with_a_remedy_and_exit_code_1(
     tmp_path: Path, capsys: Output, quick: None
 ) -> None:
     with socket.socket() as holder:
@@ -123,7 +123,7 @@ def test_a_slow_loopback_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     assert checks.loopback().state == "warning"
 
 
-def test_the_loopback_really_moves_bytes(quick: None) -> None:
+def test_the_loopback_check_transfers_bytes(quick: None) -> None:
     speed = loopback.measure()
 
     assert 0 < speed.round_trip < 1000
@@ -137,7 +137,9 @@ def test_a_missing_package_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None
     assert (finding.state, finding.text) == ("problem", "no-such-package-at-all is not installed")
 
 
-def test_a_torch_that_does_not_load_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_torch_installation_that_cannot_be_imported_is_a_problem(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setitem(checks.sys.modules, "torch", None)
 
     assert [checks.torch().state, checks.devices().state] == ["problem", "problem"]
@@ -160,7 +162,9 @@ def test_a_gpu_that_cannot_be_used_is_a_problem(monkeypatch: pytest.MonkeyPatch)
     assert "--device cpu" in finding.remedy
 
 
-def test_the_loopback_leaves_no_port_open(quick: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_loopback_check_leaves_no_port_open(
+    quick: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ports: list[int] = []
     bind = loopback._bind
     monkeypatch.setattr(loopback, "_bind", lambda server: ports.append(bind(server)) or ports[0])

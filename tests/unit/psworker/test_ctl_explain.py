@@ -1,4 +1,4 @@
-"""explain knows every exit code and every reason, and says so of anything else."""
+"""`ps-ctl explain` describes every exit code and every reason, and refuses others."""
 
 import ast
 import json
@@ -36,9 +36,7 @@ def test_every_reason_is_explained(reason: str, capsys: Output) -> None:
 
 
 def reasons_in_the_source() -> set[str]:
-    """What errors are raised with, what pushes are refused with, and what is compared with a
-    reason.
-    """
+    """Return the reasons of errors and refused pushes, and those that code compares."""
     found: set[str] = set()
     for source in packages():
         for node in ast.walk(source.tree):
@@ -97,7 +95,7 @@ def test_a_signal_is_named(capsys: Output) -> None:
     assert "ended by SIGKILL (128 + 9)" in capsys.readouterr().out
 
 
-def test_people_get_a_table(capsys: Output) -> None:
+def test_the_default_output_is_a_table(capsys: Output) -> None:
     assert main(["explain", "non-finite"]) == 0
     text = capsys.readouterr().out
 
@@ -106,7 +104,7 @@ def test_people_get_a_table(capsys: Output) -> None:
 
 
 @pytest.mark.parametrize("word", ["99", "128", "193", "NO_SUCH_REASON", "", "-1", "1.5", "²"])
-def test_anything_else_is_bad_usage(word: str, capsys: Output) -> None:
+def test_an_unknown_code_or_reason_is_a_usage_error(word: str, capsys: Output) -> None:
     assert main(["explain", "--", word]) == 2
     assert (
         "they are 0, 1, 2, 10" in (error := capsys.readouterr().err)
@@ -114,7 +112,7 @@ def test_anything_else_is_bad_usage(word: str, capsys: Output) -> None:
     )
 
 
-def test_too_few_workers_are_explained_whatever_made_them_few(capsys: Output) -> None:
+def test_exit_code_21_names_every_cause_of_too_few_workers(capsys: Output) -> None:
     assert main(["explain", "21"]) == 0
     output = capsys.readouterr().out
     assert "--min-workers" in output

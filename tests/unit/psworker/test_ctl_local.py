@@ -1,4 +1,4 @@
-"""ps-ctl without an address, the question before `stop`, and the settings of a job."""
+"""ps-ctl without an address, the confirmation of `stop`, and the settings of a job."""
 
 import json
 import os
@@ -26,7 +26,7 @@ SETTINGS = [
 
 @pytest.fixture(autouse=True)
 def _private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No settings and no jobs from outside."""
+    """Hide external settings and jobs."""
     for name in [name for name in os.environ if name.startswith("PS_")]:
         monkeypatch.delenv(name)
     tmp_path.chmod(0o700)
@@ -86,7 +86,7 @@ def test_stop_is_never_suggested(word: str, suggested: bool, capsys: Output) -> 
 
 
 def stop_on_a_terminal(cluster: Cluster, answer: bytes, *args: str) -> tuple[int, str]:
-    """Exit code of `ps-ctl stop` for a person who types this, and what the person sees."""
+    """Type this answer to `ps-ctl stop`; return its exit code and what the terminal shows."""
     controller, terminal = pty.openpty()
     command = [sys.executable, "-m", "psworker.ctl.cli", "--ps", cluster.address, "stop", *args]
     with subprocess.Popen(command, stdin=terminal, stdout=terminal, stderr=terminal) as process:
@@ -105,7 +105,7 @@ def _read(descriptor: int) -> bytes:
         return b""
 
 
-def test_stop_asks_on_a_terminal(cluster: Cluster) -> None:
+def test_stop_asks_for_confirmation_on_a_terminal(cluster: Cluster) -> None:
     code, seen = stop_on_a_terminal(cluster, b"n\n")
     assert code == 130
     assert "End job job-7 (version 120, 1 worker)? [y/N]" in seen
@@ -133,7 +133,7 @@ def test_stop_without_a_terminal_does_not_ask(cluster: Cluster, capsys: Output) 
 def test_config_shows_the_settings_of_the_job(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch, capsys: Output
 ) -> None:
-    monkeypatch.setenv("PS_POLICY", "async")  # of this machine
+    monkeypatch.setenv("PS_POLICY", "async")  # a setting of this machine
     cluster.status = {**STATUS, "settings": SETTINGS}
 
     assert main(["--ps", cluster.address, "config", "--output", "json"]) == 0
@@ -144,7 +144,7 @@ def test_config_shows_the_settings_of_the_job(
     assert ["max_norm", "(unset)", "shard", "0"] in lines
 
 
-def test_config_without_the_flag_is_of_this_machine(
+def test_config_without_ps_shows_the_settings_of_this_machine(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch, capsys: Output
 ) -> None:
     monkeypatch.setenv("PS_SERVERS", cluster.address)
@@ -162,13 +162,13 @@ def test_config_without_the_flag_is_of_this_machine(
         (["config", "--ps=127.0.0.1:1"], "`--ps` after the command"),
     ],
 )
-def test_config_says_which_of_two_meanings_it_needs(
+def test_config_of_a_job_excludes_flags_of_a_command(
     args: list[str], output: str, capsys: Output
 ) -> None:
     assert main(args) == 2
     assert output in capsys.readouterr().err
 
 
-def test_config_of_an_older_server(cluster: Cluster, capsys: Output) -> None:
+def test_config_of_an_older_server_is_refused(cluster: Cluster, capsys: Output) -> None:
     assert main(["--ps", cluster.address, "config"]) == 2
     assert "older release" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Numbers as people read them, and results that cannot be printed."""
+"""Numbers with units, and results that cannot be printed."""
 
 import os
 import subprocess
@@ -58,10 +58,8 @@ sys.exit(run_command(command, lambda ctx: 0, []))
 """
 
 
-def prints(form: str, where: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
-    """What becomes of a result that a command of ps-ctl prints, with stdout as the shell is
-    told.
-    """
+def run_show(form: str, where: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
+    """Print a result as commands of ps-ctl do. where: a shell redirection of stdout."""
     line = ["sh", "-c", f'exec "$@" {where}', "sh", sys.executable, "-c", PRINTS, form]
     return subprocess.run(
         line, env=os.environ | environment, capture_output=True, text=True, timeout=60
@@ -73,14 +71,14 @@ def prints(form: str, where: str = "", **environment: str) -> subprocess.Complet
     ("where", "why"), [(">/dev/full", "No space left on device"), (">&-", "stdout is closed")]
 )
 def test_a_result_that_cannot_be_printed_is_an_error(form: str, where: str, why: str) -> None:
-    done = prints(form, where)
+    done = run_show(form, where)
 
     assert done.returncode == 2
     assert done.stderr.startswith(f"ps-ctl: INVALID_REQUEST: cannot print the result: {why} (")
     assert done.stderr.count("\n") == 1
 
 
-def test_letters_that_a_locale_lacks_are_written_otherwise() -> None:
-    done = prints("table", PYTHONIOENCODING="ascii")
+def test_characters_that_stdout_cannot_encode_are_escaped() -> None:
+    done = run_show("table", PYTHONIOENCODING="ascii")
 
     assert (done.returncode, done.stdout) == (0, "f\\xfcr\n")

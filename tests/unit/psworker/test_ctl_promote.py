@@ -1,6 +1,4 @@
-"""ps-ctl promote: what is asked of the standby, what is printed, why it may refuse. And the
-standbys in the status.
-"""
+"""ps-ctl promote: its request, output and refusals; standbys in the status."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -23,7 +21,7 @@ Serve = Callable[[Callable[[float], pb.PromoteResponse] | None], str]
 
 @pytest.fixture
 def serve() -> Iterator[Serve]:
-    """A standby (None: a primary) that answers Promote like this; its address."""
+    """Start a standby (None: a primary) that answers Promote like this; return its address."""
     servers = []
 
     def start(promote: Callable[[float], pb.PromoteResponse] | None) -> str:
@@ -39,7 +37,7 @@ def serve() -> Iterator[Serve]:
         server.stop(None).wait(10)
 
 
-def test_it_says_who_is_primary_now(serve: Serve, capsys: Output) -> None:
+def test_promote_prints_the_new_primary(serve: Serve, capsys: Output) -> None:
     asked: list[float] = []
 
     def promote(seconds: float) -> pb.PromoteResponse:
@@ -54,7 +52,7 @@ def test_it_says_who_is_primary_now(serve: Serve, capsys: Output) -> None:
     assert asked == [10.0]
 
 
-def test_a_refusal_says_why_and_what_to_do(serve: Serve, capsys: Output) -> None:
+def test_a_refusal_is_printed_with_its_remedy(serve: Serve, capsys: Output) -> None:
     def promote(seconds: float) -> pb.PromoteResponse:
         raise MismatchError(
             "this standby is behind: wait until ps-ctl status shows it in sync", "NOT_IN_SYNC"
@@ -64,7 +62,7 @@ def test_a_refusal_says_why_and_what_to_do(serve: Serve, capsys: Output) -> None
     assert "wait until ps-ctl status shows it in sync" in capsys.readouterr().err
 
 
-def test_a_primary_has_nothing_to_be_promoted_to(serve: Serve, capsys: Output) -> None:
+def test_promoting_a_primary_is_a_usage_error(serve: Serve, capsys: Output) -> None:
     assert main(["promote", serve(None)]) == 2
     assert "this server is primary of its shard" in capsys.readouterr().err
 

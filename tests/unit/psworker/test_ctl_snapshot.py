@@ -36,7 +36,7 @@ def expected(version: int) -> bytes:
     return random_buffer(TINY, version)[: TINY.tensors[0].nbytes].tobytes()
 
 
-def test_list_shows_what_is_there(data_dir: Path, capsys: Output) -> None:
+def test_list_shows_damaged_and_complete_snapshots(data_dir: Path, capsys: Output) -> None:
     (SnapshotDirectory(data_dir).path(1) / "MANIFEST.json").write_text("{}")
     assert main(["snapshot", "list", str(data_dir), "--output", "json"]) == 0
     damaged, complete = json.loads(capsys.readouterr().out)
@@ -53,14 +53,12 @@ def test_list_shows_what_is_there(data_dir: Path, capsys: Output) -> None:
     assert "complete" in capsys.readouterr().out
 
 
-def test_sound_snapshots_are_verified(data_dir: Path, capsys: Output) -> None:
+def test_verify_accepts_valid_snapshots(data_dir: Path, capsys: Output) -> None:
     assert main(["snapshot", "verify", str(data_dir)]) == 0
     assert capsys.readouterr().out.count(" sound ") == 2
 
 
-def test_a_damaged_snapshot_is_named_with_the_file_and_exit_code_12(
-    data_dir: Path, capsys: Output
-) -> None:
+def test_verify_reports_the_damaged_file_with_exit_code_12(data_dir: Path, capsys: Output) -> None:
     part = damage(data_dir, 2)
 
     assert main(["snapshot", "verify", str(data_dir)]) == 12
@@ -70,7 +68,7 @@ def test_a_damaged_snapshot_is_named_with_the_file_and_exit_code_12(
     assert main(["snapshot", "verify", str(data_dir), "--version", "1"]) == 0
 
 
-def test_a_version_that_is_not_there_does_not_verify(data_dir: Path, capsys: Output) -> None:
+def test_verify_reports_a_missing_version(data_dir: Path, capsys: Output) -> None:
     assert main(["snapshot", "verify", str(data_dir), "--version", "9"]) == 12
     assert "MANIFEST.json is missing" in capsys.readouterr().out
 
@@ -89,7 +87,7 @@ def test_parts_on_other_disks_are_reported(tmp_path: Path, capsys: Output) -> No
     assert f"{parts[1].file} is missing in {disks[0].path(5)}" in capsys.readouterr().err
 
 
-def test_export_writes_the_newest(data_dir: Path, tmp_path: Path, capsys: Output) -> None:
+def test_export_writes_the_newest_snapshot(data_dir: Path, tmp_path: Path, capsys: Output) -> None:
     assert (
         main(
             [
@@ -113,7 +111,9 @@ def test_export_writes_the_newest(data_dir: Path, tmp_path: Path, capsys: Output
     }
 
 
-def test_export_skips_a_damaged_one_loudly(data_dir: Path, tmp_path: Path, capsys: Output) -> None:
+def test_export_skips_a_damaged_snapshot_and_reports_it(
+    data_dir: Path, tmp_path: Path, capsys: Output
+) -> None:
     part = damage(data_dir, 2)
 
     assert main(["snapshot", "export", str(data_dir), str(tmp_path / "m.safetensors")]) == 0
@@ -121,7 +121,7 @@ def test_export_skips_a_damaged_one_loudly(data_dir: Path, tmp_path: Path, capsy
     assert exported(tmp_path / "m.safetensors") == expected(1)
 
 
-def test_export_of_a_version_takes_that_one_or_none(
+def test_export_of_a_damaged_version_writes_no_other_version(
     data_dir: Path, tmp_path: Path, capsys: Output
 ) -> None:
     target = tmp_path / "m.safetensors"
@@ -133,7 +133,7 @@ def test_export_of_a_version_takes_that_one_or_none(
     assert exported(target) == expected(1)
 
 
-def test_export_with_nothing_valid_is_exit_code_12(
+def test_export_without_a_valid_snapshot_exits_with_12(
     data_dir: Path, tmp_path: Path, capsys: Output
 ) -> None:
     damage(data_dir, 1)
@@ -144,7 +144,7 @@ def test_export_with_nothing_valid_is_exit_code_12(
 
 
 @pytest.mark.parametrize("command", ["list", "verify"])
-def test_a_folder_without_snapshots_says_which_folder_is_meant(
+def test_a_folder_without_snapshots_is_reported_with_its_path(
     tmp_path: Path, capsys: Output, command: str
 ) -> None:
     assert main(["snapshot", command, str(tmp_path)]) == 12
@@ -170,7 +170,7 @@ def test_a_path_that_list_prints_is_accepted_in_place_of_the_data_directory(
         assert exported(target) == expected(version)
 
 
-def test_a_path_of_one_snapshot_and_another_version_exclude_each_other(
+def test_the_path_of_a_snapshot_excludes_another_version(
     data_dir: Path, tmp_path: Path, capsys: Output
 ) -> None:
     path = data_dir / "snapshots" / "000000000001"
@@ -179,15 +179,13 @@ def test_a_path_of_one_snapshot_and_another_version_exclude_each_other(
     assert "DIR is the snapshot of version 1" in capsys.readouterr().err
 
 
-def test_a_folder_of_a_snapshot_that_is_none_has_no_snapshots(
-    data_dir: Path, capsys: Output
-) -> None:
+def test_the_folder_of_an_incomplete_snapshot_is_refused(data_dir: Path, capsys: Output) -> None:
     (data_dir / "snapshots" / "000000000007").mkdir()
 
     assert main(["snapshot", "verify", str(data_dir / "snapshots" / "000000000007")]) == 12
     assert "a path printed by `snapshot list`" in capsys.readouterr().err
 
 
-def test_a_folder_that_is_not_there_is_bad_usage(tmp_path: Path, capsys: Output) -> None:
+def test_a_missing_folder_is_a_usage_error(tmp_path: Path, capsys: Output) -> None:
     assert main(["snapshot", "verify", str(tmp_path / "nowhere")]) == 2
     assert "does not exist" in capsys.readouterr().err

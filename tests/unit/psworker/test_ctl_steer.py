@@ -1,6 +1,4 @@
-"""ps-ctl's commands that steer a running job: what the servers are asked, what is printed, and
-how it fails.
-"""
+"""Commands of ps-ctl that steer a running job: requests, output and errors."""
 
 import json
 import os
@@ -28,14 +26,14 @@ def cluster() -> Iterator[Cluster]:
         yield cluster
 
 
-def printed(cluster: Cluster, capsys: Output, *args: str) -> Any:
-    """What the command prints as JSON."""
+def json_output(cluster: Cluster, capsys: Output, *args: str) -> Any:
+    """Return the JSON that the command prints."""
     assert main(["--ps", cluster.address, *args, "--output", "json"]) == 0
     return json.loads(capsys.readouterr().out)
 
 
 def failure(cluster: Cluster, capsys: Output, code: int, *args: str) -> str:
-    """What the command says when it ends with this code; nothing goes to stdout then."""
+    """Return stderr of a command that exits with this code and prints nothing to stdout."""
     assert main(["--ps", cluster.address, *args]) == code
     captured = capsys.readouterr()
     assert captured.out == ""
@@ -43,7 +41,7 @@ def failure(cluster: Cluster, capsys: Output, code: int, *args: str) -> str:
 
 
 def test_drain_names_the_worker(cluster: Cluster, capsys: Output) -> None:
-    assert printed(cluster, capsys, "drain", "3") == {
+    assert json_output(cluster, capsys, "drain", "3") == {
         "job": "job-7",
         "worker": 3,
         "state": "draining",
@@ -51,7 +49,7 @@ def test_drain_names_the_worker(cluster: Cluster, capsys: Output) -> None:
     assert cluster.drained == [3]
 
 
-def test_drain_of_an_unknown_worker_says_who_is_here(cluster: Cluster, capsys: Output) -> None:
+def test_drain_of_an_unknown_worker_lists_the_workers(cluster: Cluster, capsys: Output) -> None:
     cluster.error = InvalidRequestError("no worker 9 is here to be drained; here are: worker 3")
 
     assert "no worker 9 is here to be drained; here are: worker 3" in failure(
@@ -80,7 +78,7 @@ def test_policy_set_requests_only_the_given_settings(
         "max_staleness": max_staleness,
     }
 
-    assert printed(cluster, capsys, "policy", "set", *args) == wanted
+    assert json_output(cluster, capsys, "policy", "set", *args) == wanted
     assert cluster.policies == [asked]
 
 
@@ -94,7 +92,7 @@ def test_policy_set_requests_only_the_given_settings(
         ([], "Missing argument"),
     ],
 )
-def test_a_policy_that_makes_no_sense_is_bad_usage(
+def test_an_invalid_policy_is_a_usage_error(
     cluster: Cluster, capsys: Output, args: list[str], remedy: str
 ) -> None:
     assert remedy in failure(cluster, capsys, 2, "policy", "set", *args)
@@ -113,36 +111,34 @@ def test_a_policy_that_makes_no_sense_is_bad_usage(
         ("--timeout 99999999999 status", "longer than 1000h"),
     ],
 )
-def test_numbers_that_no_message_could_carry_are_bad_usage(
+def test_numbers_beyond_the_range_of_messages_are_usage_errors(
     cluster: Cluster, capsys: Output, args: str, text: str
 ) -> None:
     assert text in failure(cluster, capsys, 2, *args.split())
 
 
-def test_a_reason_that_no_message_could_carry_is_bad_usage(
-    cluster: Cluster, capsys: Output
-) -> None:
+def test_a_reason_that_is_not_utf_8_is_a_usage_error(cluster: Cluster, capsys: Output) -> None:
     assert "is not UTF-8" in failure(cluster, capsys, 2, "stop", "--reason", "\udcff")
 
 
-def test_the_largest_numbers_arrive(cluster: Cluster, capsys: Output) -> None:
-    printed(cluster, capsys, "drain", "2147483647")
-    printed(cluster, capsys, "policy", "set", "ssp", "--staleness", "2147483647")
-    printed(cluster, capsys, "snapshot", "restore", "9223372036854775807", "--wait", "1000h")
-    printed(cluster, capsys, "--timeout", "1000h", "snapshot", "save", "--wait", "1000h")
+def test_the_largest_numbers_are_sent(cluster: Cluster, capsys: Output) -> None:
+    json_output(cluster, capsys, "drain", "2147483647")
+    json_output(cluster, capsys, "policy", "set", "ssp", "--staleness", "2147483647")
+    json_output(cluster, capsys, "snapshot", "restore", "9223372036854775807", "--wait", "1000h")
+    json_output(cluster, capsys, "--timeout", "1000h", "snapshot", "save", "--wait", "1000h")
 
     assert (cluster.drained, cluster.policies) == ([2147483647], [("ssp", 2147483647, None)])
     assert (cluster.restored, cluster.waits) == ([9223372036854775807], [3_600_000_000] * 2)
 
 
-def test_restore_asks_for_the_version_and_waits(cluster: Cluster, capsys: Output) -> None:
-    found = printed(cluster, capsys, "snapshot", "restore", "100", "--wait", "1m")
+def test_restore_requests_the_version_and_waits(cluster: Cluster, capsys: Output) -> None:
+    found = json_output(cluster, capsys, "snapshot", "restore", "100", "--wait", "1m")
 
     assert found == {"job": "job-7", "version": 100, "state": "restored"}
     assert (cluster.restored, cluster.waits) == ([100], [60_000])
 
 
-def test_restore_of_an_unknown_version_is_exit_code_12(cluster: Cluster, capsys: Output) -> None:
+def test_restore_of_an_unknown_version_exits_with_12(cluster: Cluster, capsys: Output) -> None:
     cluster.error = SnapshotError(
         "no snapshot of version 7 in /data/snapshots; there are [100]", "NO_SNAPSHOT"
     )
@@ -163,7 +159,7 @@ def test_health_is_shown(cluster: Cluster, capsys: Output, command: str, cells: 
 
 
 @pytest.mark.parametrize("command", ["workers", "status"])
-def test_who_is_asked_to_leave_is_shown(cluster: Cluster, capsys: Output, command: str) -> None:
+def test_draining_workers_are_shown(cluster: Cluster, capsys: Output, command: str) -> None:
     cluster.status["workers"] = [{**STATUS["workers"][0], "draining": True}]
 
     assert main(["--ps", cluster.address, command]) == 0

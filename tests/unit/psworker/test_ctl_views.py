@@ -1,4 +1,4 @@
-"""Tables of what servers tell, of a version that tells less or more than ours."""
+"""Tables of a status from a release that sends fewer or more values."""
 
 import copy
 import json
@@ -22,8 +22,8 @@ REPORTED = {
 }
 
 
-def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """The way to every value in the document."""
+def paths(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Yield the path to every value of the document."""
     pairs = (
         value.items()
         if isinstance(value, dict)
@@ -34,7 +34,7 @@ def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
     for key, inner in pairs:
         if isinstance(key, str):
             yield (*path, key)
-        yield from places(inner, (*path, key))
+        yield from paths(inner, (*path, key))
 
 
 def changed(path: tuple[Any, ...], change: str) -> dict[str, Any]:
@@ -58,8 +58,8 @@ def all_tables(document: dict[str, Any]) -> list[Table]:
 
 
 @pytest.mark.parametrize("change", ["null", "absent"])
-@pytest.mark.parametrize("path", list(places(REPORTED)), ids=lambda path: ".".join(map(str, path)))
-def test_what_is_not_there_stays_empty(path: tuple[Any, ...], change: str) -> None:
+@pytest.mark.parametrize("path", list(paths(REPORTED)), ids=lambda path: ".".join(map(str, path)))
+def test_missing_values_are_empty_cells(path: tuple[Any, ...], change: str) -> None:
     cells = [
         str(cell)
         for table in all_tables(changed(path, change))
@@ -71,7 +71,7 @@ def test_what_is_not_there_stays_empty(path: tuple[Any, ...], change: str) -> No
     assert not [cell for cell in cells if "None" in cell]
 
 
-def test_what_is_new_changes_nothing() -> None:
+def test_unknown_keys_change_nothing() -> None:
     new = copy.deepcopy(REPORTED)
     for row in (
         new,

@@ -1,5 +1,5 @@
-"""Steps of a model on a GPU wait for all that they need, whatever the GPU's timing: checked
-without one.
+"""Steps of a model on a GPU wait for their inputs at any timing of the GPU; checked with a fake
+GPU.
 """
 
 from collections.abc import Sequence
@@ -67,14 +67,14 @@ def assert_same(found: Values, expected: Values) -> None:
 @pytest.mark.parametrize("overlaps", [True, False], ids=["overlap", "whole"])
 @pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")
-def test_every_model_s_steps_are_in_order(make: Make, overlaps: bool, quick: bool) -> None:
+def test_steps_of_every_model_are_ordered(make: Make, overlaps: bool, quick: bool) -> None:
     assert_same(trained(make, usual, quick, overlaps=overlaps), plain(make, usual))
 
 
 @pytest.mark.every(5)
 @pytest.mark.parametrize("overlaps", [True, False], ids=["overlap", "whole"])
 @pytest.mark.parametrize("step", STEPS.values(), ids=STEPS)
-def test_every_kind_of_step_is_in_order(step: Step, overlaps: bool) -> None:
+def test_every_kind_of_step_is_ordered(step: Step, overlaps: bool) -> None:
     assert_same(trained(normed, step, False, overlaps=overlaps), plain(normed, step))
 
 
@@ -84,7 +84,7 @@ class Async(OrderedClient):
 
 @pytest.mark.parametrize("make", [normed, perceptron])
 @pytest.mark.parametrize("step", [usual, STEPS["accumulated"], STEPS["evaluated"]])
-def test_steps_of_a_pipeline_are_in_order(make: Make, step: Step) -> None:
+def test_steps_of_a_pipeline_are_ordered(make: Make, step: Step) -> None:
     model = seeded(make)
     with fake_gpu(quick=False) as order:
         client = Async(order)
@@ -112,8 +112,8 @@ def test_frozen_tensors_have_no_gradient_memory_on_a_gpu() -> None:
     assert weights > 20_000
 
 
-class Counting(nn.Module):
-    """Changes a buffer, which others have too, whenever it is called."""
+class SharedBufferModule(nn.Module):
+    """Module that changes a buffer of several modules at each call."""
 
     def __init__(self, seen: Tensor) -> None:
         super().__init__()
@@ -126,17 +126,17 @@ class Counting(nn.Module):
         return out
 
 
-def counting() -> nn.Module:
+def shared_buffer_model() -> nn.Module:
     seen = torch.zeros(())
-    return nn.Sequential(Counting(seen), Counting(seen), nn.Linear(4, 2))
+    return nn.Sequential(SharedBufferModule(seen), SharedBufferModule(seen), nn.Linear(4, 2))
 
 
-def test_what_the_first_module_makes_of_a_buffer_stays_when_the_second_is_called() -> None:
-    assert_same(trained(counting, usual, False), plain(counting, usual))
+def test_modules_that_share_a_buffer_change_it_one_after_another() -> None:
+    assert_same(trained(shared_buffer_model, usual, False), plain(shared_buffer_model, usual))
 
 
-def test_weights_that_one_stream_has_waited_for_are_waited_for_by_the_next() -> None:
-    """As in plain torch it is enough that a stream waits for the script's own after step()."""
+def test_a_second_stream_also_waits_for_weights() -> None:
+    """As in plain torch, a stream needs to wait only for the script's stream after step()."""
 
     class Sided(nn.Module):
         def __init__(self) -> None:
@@ -163,7 +163,7 @@ def test_weights_that_one_stream_has_waited_for_are_waited_for_by_the_next() -> 
             optimizer.zero_grad()
 
 
-# ---- that what is wrong would be found -----------------------------------------------------------
+# ---- planted bugs --------------------------------------------------------------------------------
 
 
 class Done:
@@ -171,17 +171,17 @@ class Done:
         return True
 
     def synchronize(self) -> None:
-        """Waits for nothing."""
+        """Return at once."""
 
 
-class ComputesBeforeWeightsCome(CudaBuffer):
+class ComputesBeforeWeightsArrive(CudaBuffer):
     def from_host(self, spans: Sequence[ByteRange]) -> None:
         for start, stop in spans:
             self._pinned[start:stop].copy_(self.host[start:stop])
         self._last_copy = self._copy(self.model_bytes, self._pinned, spans)
 
 
-class LeavesBeforeItIsMade(CudaBuffer):
+class CopiesBeforeComputation(CudaBuffer):
     def _copy(self, into: Tensor, out_of: Tensor, spans: Sequence[ByteRange]) -> CopyEvent:
         with torch.cuda.stream(self._stream):
             for start, stop in spans:
@@ -189,7 +189,7 @@ class LeavesBeforeItIsMade(CudaBuffer):
         return self._stream.record_event()
 
 
-class SendsWhatHasNotArrived(CudaBuffer):
+class SendsBeforeArrival(CudaBuffer):
     def to_host(self, spans: Sequence[ByteRange]) -> CopyEvent:
         self._copy(self._pinned, self.model_bytes, spans)
         for start, stop in spans:
@@ -197,7 +197,7 @@ class SendsWhatHasNotArrived(CudaBuffer):
         return Done()
 
 
-class GoesPastPinnedMemory(CudaBuffer):
+class CopiesWithoutPinnedMemory(CudaBuffer):
     def to_host(self, spans: Sequence[ByteRange]) -> CopyEvent:
         for start, stop in spans:
             self.host[start:stop].copy_(self.model_bytes[start:stop])
@@ -208,31 +208,29 @@ class GoesPastPinnedMemory(CudaBuffer):
     ("buffer", "fault"),
     [
         (
-            ComputesBeforeWeightsCome,
+            ComputesBeforeWeightsArrive,
             "weights on the GPU: .* by the script's stream does not wait for aten::copy_",
         ),
         (
-            LeavesBeforeItIsMade,
+            CopiesBeforeComputation,
             "on the GPU: aten::copy_ .* by stream . does not wait for .* by the script's stream",
         ),
         (
-            SendsWhatHasNotArrived,
+            SendsBeforeArrival,
             "pinned .*: aten::copy_ .* by the host does not wait for aten::copy_ .* by stream",
         ),
-        (GoesPastPinnedMemory, "between a GPU and memory that is not pinned"),
+        (CopiesWithoutPinnedMemory, "between a GPU and memory that is not pinned"),
     ],
     ids=lambda value: value.__name__ if isinstance(value, type) else "",
 )
 @pytest.mark.parametrize("overlaps", [True, False], ids=["overlap", "whole"])
-def test_a_wait_that_is_missing_is_found(
-    buffer: type[CudaBuffer], fault: str, overlaps: bool
-) -> None:
+def test_a_missing_wait_is_detected(buffer: type[CudaBuffer], fault: str, overlaps: bool) -> None:
     with pytest.raises(AssertionError, match=fault):
         trained(perceptron, usual, False, buffer, overlaps)
 
 
 @pytest.mark.parametrize("rests", [True, False])
-def test_pinned_memory_is_written_again_when_the_gpu_has_taken_it(rests: bool) -> None:
+def test_pinned_memory_is_reused_only_after_the_gpu_has_read_it(rests: bool) -> None:
     with fake_gpu(quick=False) as order:
         buffer = CudaBuffer(memoryview(bytearray(64)), torch.device("cpu"))
         order.watch("pinned", "pinned", buffer._pinned)

@@ -22,7 +22,7 @@ Run = Callable[..., LocalClient]
 
 @pytest.fixture(autouse=True)
 def _one_thread() -> Iterator[None]:
-    """Threads that wait for each other in a busy loop are slow beside other tests."""
+    """Threads of torch that spin are slow beside other tests."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -31,7 +31,7 @@ def _one_thread() -> Iterator[None]:
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch) -> Run:
-    """Runs an example's main() with arguments, in a job of its own."""
+    """Return a function that runs main() of an example with arguments in a new job."""
 
     def run(main: Callable[[], None], *args: str) -> LocalClient:
         client = LocalClient()
@@ -43,7 +43,7 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Run:
     return run
 
 
-def test_digits_learns_to_read(run: Run) -> None:
+def test_digits_reaches_its_accuracy(run: Run) -> None:
     pytest.importorskip("sklearn", reason="scikit-learn is an extra")
 
     client = run(digits.main, "--epochs", "3")
@@ -52,7 +52,7 @@ def test_digits_learns_to_read(run: Run) -> None:
     assert client.metrics["accuracy"] >= 0.95
 
 
-def test_digits_has_a_fixed_test_set_apart() -> None:
+def test_digits_has_a_separate_fixed_test_set() -> None:
     pytest.importorskip("sklearn", reason="scikit-learn is an extra")
 
     (x, y), (test_x, test_y) = digits.load()
@@ -62,7 +62,9 @@ def test_digits_has_a_fixed_test_set_apart() -> None:
     assert sorted(set(test_y.tolist())) == list(range(10))
 
 
-def test_digits_without_scikit_learn_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_digits_without_scikit_learn_names_the_missing_package(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     real = builtins.__import__
 
     def without(name: str, *args: Any, **kwargs: Any) -> Any:
@@ -76,7 +78,7 @@ def test_digits_without_scikit_learn_says_what_to_install(monkeypatch: pytest.Mo
         digits.load()
 
 
-def test_charlm_learns_letters(run: Run) -> None:
+def test_charlm_reduces_its_loss(run: Run) -> None:
     client = run(charlm.main, "--bytes", "20000", "--batch-size", "8")
 
     assert client.version == 39
@@ -93,7 +95,7 @@ def test_charlm_reads_the_same_text_each_time() -> None:
     assert bytes(rows[0].tolist()) == text[: charlm.CONTEXT_BYTES + 1]
 
 
-def test_gpt2_learns_letters(run: Run) -> None:
+def test_gpt2_reduces_its_loss(run: Run) -> None:
     pytest.importorskip("transformers", reason="transformers is an extra")
 
     client = run(gpt2.main, "--bytes", "20000", "--batch-size", "8")
@@ -102,7 +104,7 @@ def test_gpt2_learns_letters(run: Run) -> None:
     assert client.metrics["loss"] < 4.0
 
 
-def test_resnet_learns_colours(run: Run) -> None:
+def test_resnet_reaches_its_accuracy(run: Run) -> None:
     try:
         import torchvision  # noqa: F401
     except (ImportError, RuntimeError) as error:  # RuntimeError: it is built for another torch
@@ -118,7 +120,7 @@ def test_resnet_learns_colours(run: Run) -> None:
     ("make", "library", "extra"),
     [(resnet.resnet18, "torchvision", "vision"), (gpt2.gpt2, "transformers", "transformers")],
 )
-def test_an_example_without_its_library_says_what_to_install(
+def test_an_example_without_its_library_names_the_missing_package(
     make: Callable[[], Any], library: str, extra: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, library, None)
