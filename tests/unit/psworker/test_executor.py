@@ -1,4 +1,4 @@
-"""The calls of one request, at the same time or one after another."""
+"""Calls of one request to all shards, concurrent or sequential."""
 
 import threading
 from collections.abc import Callable
@@ -10,7 +10,7 @@ from psworker.transport.streams import Cancellation
 
 
 class Call:
-    """Stands for a call in flight."""
+    """Fake of a call in progress."""
 
     def __init__(self) -> None:
         self.cancelled = threading.Event()
@@ -19,8 +19,8 @@ class Call:
         self.cancelled.set()
 
 
-class Part:
-    """A shard's part of a request that a test carries out."""
+class FakeShardCall:
+    """Fake of the call to one shard; it runs a function of the test."""
 
     def __init__(self, number: int, function: Callable[[int], None]) -> None:
         self._number = number
@@ -33,11 +33,11 @@ class Part:
         raise NotImplementedError
 
 
-def parts(count: int, function: Callable[[int], None]) -> list[Part]:
-    return [Part(number, function) for number in range(count)]
+def parts(count: int, function: Callable[[int], None]) -> list[FakeShardCall]:
+    return [FakeShardCall(number, function) for number in range(count)]
 
 
-def test_calls_run_in_threads_that_stay() -> None:
+def test_calls_run_in_reused_threads() -> None:
     executor = ShardExecutor("executor-test")
     meet = threading.Barrier(3, timeout=20)
     names: list[dict[int, str]] = []
@@ -62,7 +62,7 @@ def test_calls_run_in_threads_that_stay() -> None:
 
 
 @pytest.mark.parametrize("failing", [0, 1, 2])
-def test_failure_of_one_ends_the_others_and_is_raised(failing: int) -> None:
+def test_a_failed_call_cancels_the_others_and_is_raised(failing: int) -> None:
     executor, cancellation = ShardExecutor("executor-test"), Cancellation()
     ended: list[int] = []
 
@@ -83,24 +83,24 @@ def test_failure_of_one_ends_the_others_and_is_raised(failing: int) -> None:
     executor.close()
 
 
-def test_only_the_last_of_the_open_calls_may_wait() -> None:
+def test_only_the_last_open_call_may_wait() -> None:
     steps: list[tuple[int, bool]] = []
 
-    class Counted(Part):
-        """Ends with its third attempt, the first one of them with its first."""
+    class CountedCall(FakeShardCall):
+        """Call that ends at its third attempt; call 0 ends at its first."""
 
         def step(self, may_wait: bool) -> bool:
             steps.append((self._number, may_wait))
             attempts = [number for number, _ in steps].count(self._number)
             return attempts == (1 if self._number == 0 else 3)
 
-    calls = [Counted(number, lambda _: None) for number in range(2)]
+    calls = [CountedCall(number, lambda _: None) for number in range(2)]
     SequentialExecutor().run(calls, Cancellation())
 
     assert steps == [(0, False), *[(1, True)] * 3]
 
 
-def test_call_that_starts_after_the_end_is_cancelled() -> None:
+def test_a_call_attached_after_the_cancellation_is_cancelled() -> None:
     cancellation, call = Cancellation(), Call()
     cancellation.cancel(KeyError("first"))
     cancellation.cancel(ValueError("second"))

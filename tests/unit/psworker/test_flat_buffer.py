@@ -1,5 +1,5 @@
-"""Where the buffer lies, what a step costs with thousands of tensors, and copies to a GPU that
-take their time.
+"""Flat buffers: their memory, the cost of a step with many tensors, and delayed copies from and
+to a GPU.
 """
 
 import sys
@@ -44,7 +44,7 @@ needs_cuda = pytest.mark.skipif(
 )
 
 
-class Remembering(LocalClient):
+class RecordingClient(LocalClient):
     def flat_buffers(self) -> tuple[memoryview, memoryview]:
         self.given = super().flat_buffers()
         return self.given
@@ -54,8 +54,8 @@ class Remembering(LocalClient):
         return super().exchange(**call)
 
 
-def test_model_and_gradients_lie_in_the_client_s_memory() -> None:
-    client, model = Remembering(), normed()
+def test_weights_and_gradients_use_the_memory_of_the_client() -> None:
+    client, model = RecordingClient(), normed()
     optimizer = Job(client).optimizer(adam(model), model)
     gradients, weights = (torch.frombuffer(memory, dtype=torch.uint8) for memory in client.given)
 
@@ -80,20 +80,20 @@ def test_a_model_without_tensors_has_buffers() -> None:
     assert optimizer.result.version == 1
 
 
-class Silent(LateClient):
-    """Decides at once and computes nothing, so that only the worker's own part is counted."""
+class ImmediateClient(LateClient):
+    """Client that answers at once without computing, so that only the worker's own code counts."""
 
     def exchange(self, **call: Any) -> PushResult:
         return PushResult("applied", 1)
 
 
 def instructions_of_a_step(tensors: int, overlaps: bool) -> int:
-    """How many instructions of Python one step carries out."""
+    """Return the number of Python instructions of one step."""
     shared = [nn.Parameter(torch.zeros(4)) for _ in range(tensors)]
     model = nn.ParameterList(shared)
     for name in ("one", "two"):
         model.register_buffer(name, torch.zeros(3))
-    optimizer = Job(Silent()).optimizer(
+    optimizer = Job(ImmediateClient()).optimizer(
         torch.optim.SGD(model.parameters(), lr=0.1), model, overlap=overlaps
     )
     count = 0
@@ -118,18 +118,18 @@ def instructions_of_a_step(tensors: int, overlaps: bool) -> int:
 
 
 @pytest.mark.parametrize("overlaps", [False, True])
-def test_a_step_has_no_python_for_each_tensor(overlaps: bool) -> None:
-    """One bucket either way: what buckets cost goes by bytes, not by tensors."""
+def test_a_step_runs_no_python_code_per_tensor(overlaps: bool) -> None:
+    """Both models have one bucket; the cost of buckets depends on bytes, not on tensors."""
     few, many = (instructions_of_a_step(count, overlaps) for count in (10, 1000))
 
     assert few > 100
     assert many - few < 1000
 
 
-# ---- what a GPU does, without one ----------------------------------------------------------------
+# ---- a fake GPU ----------------------------------------------------------------------------------
 
 
-class Later:
+class DelayedCopy:
     """A copy that completes when a caller waits for it, or queries it a second time."""
 
     def __init__(self, copies: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
@@ -148,10 +148,8 @@ class Later:
             target.copy_(source)
 
 
-class LaterBuffer(DoubleBuffer):
-    """Bytes reach the host some time after the call, as they were at the call; until then it
-    holds rubbish.
-    """
+class DelayedBuffer(DoubleBuffer):
+    """Buffer whose copies to the host complete later; until then the host has invalid bytes."""
 
     def to_host(self, spans: Sequence[ByteRange]) -> CopyEvent:
         pairs = [
@@ -159,7 +157,7 @@ class LaterBuffer(DoubleBuffer):
         ]
         for target, _ in pairs:
             target.fill_(0xFF)
-        return Later(pairs)
+        return DelayedCopy(pairs)
 
 
 @pytest.fixture
@@ -167,7 +165,7 @@ def _two_memories(monkeypatch: pytest.MonkeyPatch) -> None:
     def make_buffers(
         self: ModelAdapter, memory: tuple[memoryview, memoryview], double_buffered: bool
     ) -> tuple[FlatBuffer, FlatBuffer]:
-        return LaterBuffer(memory[0]), LaterBuffer(memory[1])
+        return DelayedBuffer(memory[0]), DelayedBuffer(memory[1])
 
     monkeypatch.setattr(ModelAdapter, "_make_buffers", make_buffers)
     monkeypatch.setattr(overlap, "piece_nbytes", lambda nbytes: 128)
@@ -179,7 +177,7 @@ def _two_memories(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("step", [usual, accumulated, clipped])
 @pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")
-def test_copies_that_take_their_time_are_waited_for(make: Make, step: Step, overlaps: bool) -> None:
+def test_delayed_copies_are_awaited(make: Make, step: Step, overlaps: bool) -> None:
     plain, model = (seeded(make) for _ in range(2))
     optimizer, theirs = (
         Job(LateClient()).optimizer(adam(model), model, overlap=overlaps),
@@ -195,10 +193,8 @@ def test_copies_that_take_their_time_are_waited_for(make: Make, step: Step, over
 
 
 @pytest.mark.usefixtures("_two_memories")
-def test_what_is_still_on_its_way_to_the_host_does_not_leave_it() -> None:
-    """Of two buckets the first is asked twice, by itself and by the second; the second has not
-    arrived yet.
-    """
+def test_a_gradient_is_not_sent_before_it_has_reached_the_host() -> None:
+    """The copy of the second bucket is not complete during backward, so only the first is sent."""
     client, model = (
         LateClient(),
         nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)),
@@ -214,10 +210,10 @@ def test_what_is_still_on_its_way_to_the_host_does_not_leave_it() -> None:
 
 
 @pytest.mark.usefixtures("_two_memories")
-def test_what_left_backward_goes_before_the_weights_are_looked_at(
+def test_gradients_are_sent_before_the_weights_are_checked_for_changes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """To look at them a GPU has to be done with all that it was given."""
+    """The check of the weights waits for all work of the GPU."""
     client, model, sent = (
         LateClient(),
         nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)),
@@ -244,7 +240,7 @@ def test_what_left_backward_goes_before_the_weights_are_looked_at(
     [FlatBuffer(memoryview(bytearray(64))).are_equal, are_equal_on_device],
     ids=["host", "device"],
 )
-def test_tensors_are_the_same_where_their_bytes_are(same: Any) -> None:
+def test_tensors_are_equal_if_their_bytes_are_equal(same: Any) -> None:
     nan, square = torch.tensor([torch.nan, 0.0]), torch.arange(6.0).view(2, 3)
     pairs = {
         "equal": (square, square.clone()),
@@ -275,7 +271,7 @@ def test_tensors_are_the_same_where_their_bytes_are(same: Any) -> None:
 
 
 class Event:
-    """A GPU's copy, done when the test says so."""
+    """Fake of a GPU's copy that completes when the test sets `done`."""
 
     done = False
 
@@ -286,7 +282,7 @@ class Event:
         self.done = True
 
 
-def test_a_landing_makes_its_last_part_once_and_not_before_the_first() -> None:
+def test_a_host_copy_is_finished_once_after_the_gpu_copy() -> None:
     event, source, target = Event(), torch.full((8,), 1), torch.zeros(8, dtype=torch.int64)
     landing = HostCopy(event, [ByteRange(0, 2), ByteRange(4, 6)], source, target)
 
@@ -297,7 +293,7 @@ def test_a_landing_makes_its_last_part_once_and_not_before_the_first() -> None:
     assert target.tolist() == [1, 1, 0, 0, 1, 1, 0, 0]
     source.fill_(2)
     landing.synchronize()
-    assert target.max() == 1, "the source may hold something else by now"
+    assert target.max() == 1, "the source may already be reused"
 
 
 # ---- a GPU ---------------------------------------------------------------------------------------
@@ -305,7 +301,7 @@ def test_a_landing_makes_its_last_part_once_and_not_before_the_first() -> None:
 
 @pytest.mark.cuda
 @needs_cuda
-def test_a_cuda_buffer_copies_in_order_of_what_the_model_computes() -> None:
+def test_a_cuda_buffer_copies_in_the_order_of_the_computation() -> None:
     buffer = CudaBuffer(memoryview(bytearray(64 << 20)), torch.device("cuda"))
     everything = [ByteRange(0, 64 << 20)]
 
@@ -326,7 +322,7 @@ def test_a_cuda_buffer_copies_in_order_of_what_the_model_computes() -> None:
 @pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")
 @pytest.mark.filterwarnings("ignore:RNN module weights are not part of single contiguous chunk")
-def test_overlap_on_a_gpu_gives_the_bytes_of_no_overlap(make: Make, step: Step) -> None:
+def test_overlap_on_a_gpu_changes_no_byte(make: Make, step: Step) -> None:
     runs = []
     for overlaps in (False, True):
         model = OnGpu(seeded(make))
@@ -339,7 +335,7 @@ def test_overlap_on_a_gpu_gives_the_bytes_of_no_overlap(make: Make, step: Step) 
 
 
 class OnGpu(nn.Module):
-    """Takes batches of the CPU to a model on the GPU, and results back."""
+    """Model on the GPU with inputs and outputs on the CPU."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()

@@ -24,7 +24,7 @@ def job(monkeypatch: pytest.MonkeyPatch) -> Job:
 
 
 class Progress:
-    """What `steps_before` reads of a job."""
+    """Fake job with the attributes that `steps_before` reads."""
 
     def __init__(self, policy: str, first_version: int, workers: int) -> None:
         self.policy, self.first_version, self.workers = policy, first_version, workers
@@ -67,7 +67,7 @@ class TestAccelerate:
 
         return Accelerator(cpu=True, job=job, **options)
 
-    def test_the_first_loader_is_dealt_and_the_others_are_whole(self, job: Job) -> None:
+    def test_only_the_first_loader_is_shared_between_workers(self, job: Job) -> None:
         model = nn.Linear(2, 1)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         _, _, training, evaluation = self.accelerator(job).prepare(model, optimizer, data(), data())
@@ -90,7 +90,7 @@ class TestAccelerate:
         assert job.version == 2
 
     @pytest.mark.parametrize("count", [0, 2])
-    def test_one_model_and_one_optimizer(self, job: Job, count: int) -> None:
+    def test_none_or_several_models_are_refused(self, job: Job, count: int) -> None:
         models = [nn.Linear(2, 1) for _ in range(count)]
         optimizer = torch.optim.SGD(nn.Linear(2, 1).parameters(), lr=0.1)
 

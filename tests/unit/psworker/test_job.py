@@ -1,3 +1,5 @@
+"""The optimizer of a job: steps, hyper-parameters, schedulers, state dicts and statistics."""
+
 import io
 import itertools
 import json
@@ -39,8 +41,8 @@ def gradient(net: nn.Module, value: float = 1.0) -> None:
         parameter.grad = torch.full_like(parameter, value)
 
 
-class Recording(LocalClient):
-    """Keeps what was sent."""
+class RecordingClient(LocalClient):
+    """Client that records its calls."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -87,12 +89,10 @@ def schedule(
 
 @pytest.mark.parametrize("early", [False, True])
 @pytest.mark.parametrize("make", SCHEDULERS.values(), ids=SCHEDULERS)
-def test_lr_schedulers_work_unchanged(
+def test_lr_schedulers_change_the_rate_as_in_torch(
     make: Callable[[torch.optim.Optimizer], Any], early: bool
 ) -> None:
-    """OneCycleLR cycles the momentum too. early: made with the optimizer that is handed over,
-    without a warning.
-    """
+    """OneCycleLR also changes the momentum. early: the scheduler gets the original optimizer."""
     plain, net = model(), model()
     theirs, own = (
         torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in (plain, net)
@@ -107,7 +107,7 @@ def test_lr_schedulers_work_unchanged(
     assert torch.equal(plain.weight, net.weight)
 
 
-def test_it_is_a_torch_optimizer_over_the_same_groups() -> None:
+def test_the_optimizer_is_a_torch_optimizer_with_the_same_groups() -> None:
     job, net = Job(LocalClient()), model()
     theirs = torch.optim.SGD(net.parameters(), lr=0.1)
 
@@ -118,8 +118,8 @@ def test_it_is_a_torch_optimizer_over_the_same_groups() -> None:
     assert mine.param_groups[0]["lr"] == 0.7
 
 
-def test_hyper_parameters_travel_when_they_changed() -> None:
-    client = Recording()
+def test_only_changed_hyper_parameters_are_sent() -> None:
+    client = RecordingClient()
     _, net, optimizer = started(client)
 
     for lr in (0.1, 0.1, 0.2):
@@ -132,9 +132,9 @@ def test_hyper_parameters_travel_when_they_changed() -> None:
     assert '"lr": 0.2' in samples[2]
 
 
-def test_a_learning_rate_that_is_changed_in_place_travels() -> None:
-    """A tensor, as torch.compile's users have it: the same object holds another number."""
-    client = Recording()
+def test_a_learning_rate_changed_in_place_is_sent() -> None:
+    """torch.compile needs a tensor as learning rate; schedulers change it in place."""
+    client = RecordingClient()
     _, net, optimizer = started(client, lr=torch.tensor(0.5))
 
     for _ in range(3):
@@ -162,8 +162,8 @@ def test_step_evaluates_a_closure_and_returns_its_loss() -> None:
     assert not torch.equal(net.weight, before)
 
 
-def test_the_optimizer_that_was_handed_over_does_not_step() -> None:
-    """It would change this worker's weights alone, and the training would seem to go on."""
+def test_a_step_of_the_original_optimizer_is_refused() -> None:
+    """It would change only the weights of this worker."""
     job, net = Job(LocalClient()), model()
     own = torch.optim.SGD(net.parameters(), lr=0.1)
     job.optimizer(own, net).zero_grad()
@@ -181,7 +181,7 @@ def test_the_optimizer_that_was_handed_over_does_not_step() -> None:
     assert not torch.equal(net.weight, before)
 
 
-def test_zero_grad_is_torch_s() -> None:
+def test_zero_grad_behaves_as_in_torch() -> None:
     _, net, optimizer = started()
     gradient(net)
 
@@ -192,8 +192,8 @@ def test_zero_grad_is_torch_s() -> None:
     assert net.weight.grad is None
 
 
-def test_a_push_has_one_sample_without_batches_and_the_given_number_with_them() -> None:
-    client = Recording()
+def test_a_push_without_batches_has_one_sample_or_the_given_number() -> None:
+    client = RecordingClient()
     _, net, optimizer = started(client)
     gradient(net)
 
@@ -203,7 +203,7 @@ def test_a_push_has_one_sample_without_batches_and_the_given_number_with_them() 
     assert [call["samples"] for call in client.sent] == [1, 40]
 
 
-def test_state_dict_goes_round_and_says_where_it_comes_from() -> None:
+def test_a_state_dict_can_be_saved_and_loaded_and_names_its_job() -> None:
     _, net, optimizer = started(lr=0.3)
     gradient(net)
     optimizer.step()
@@ -212,7 +212,7 @@ def test_state_dict_goes_round_and_says_where_it_comes_from() -> None:
     file.seek(0)
     saved = torch.load(file, weights_only=True)
 
-    client = Recording()
+    client = RecordingClient()
     _, other_net, other = started(client, lr=0.1)
     other.load_state_dict(saved)
     gradient(other_net)
@@ -225,7 +225,7 @@ def test_state_dict_goes_round_and_says_where_it_comes_from() -> None:
     assert '"lr": 0.3' in client.sent[0]["groups_json"]
 
 
-def test_a_scheduler_goes_on_from_its_state_dict() -> None:
+def test_a_scheduler_continues_from_its_state_dict() -> None:
     _, net, optimizer = started()
     scheduler = lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)
     rates = schedule(net, optimizer, scheduler, 3)
@@ -250,7 +250,7 @@ def used(
     return optimizer
 
 
-def test_moments_of_a_plain_optimizer_cannot_be_loaded_silently() -> None:
+def test_loading_the_state_of_a_plain_optimizer_is_refused() -> None:
     _, _, optimizer = started()
     state = used(torch.optim.SGD, model(), lr=0.5, momentum=0.9).state_dict()
 
@@ -263,7 +263,7 @@ def test_moments_of_a_plain_optimizer_cannot_be_loaded_silently() -> None:
     assert optimizer.param_groups[0]["lr"] == 0.5
 
 
-def test_an_optimizer_that_has_made_steps_is_refused_and_a_fresh_adagrad_is_not() -> None:
+def test_an_optimizer_that_has_made_steps_is_refused() -> None:
     net = model()
 
     with pytest.raises(psworker.InvalidRequestError, match="has made steps"):
@@ -282,7 +282,7 @@ def test_a_job_has_one_model_with_fixed_parameters() -> None:
         optimizer.add_param_group({"params": [torch.ones(2, requires_grad=True)]})
 
 
-def test_a_nan_is_an_error_that_names_the_tensor_and_changes_nothing() -> None:
+def test_a_nan_gradient_raises_with_the_tensor_and_changes_nothing() -> None:
     job, net, optimizer = started()
     before = net.weight.clone()
     gradient(net)
@@ -299,10 +299,8 @@ def test_a_nan_is_an_error_that_names_the_tensor_and_changes_nothing() -> None:
     assert job.version == 1
 
 
-class Boasting(Recording):
-    """Says that a push took longer than the step that waited for it, as one may that overlaps
-    the script's work.
-    """
+class LongPushClient(RecordingClient):
+    """Client that reports longer times than the step took, as overlapped pushes may."""
 
     def exchange(self, **call: Any) -> PushResult:
         return replace(
@@ -310,8 +308,8 @@ class Boasting(Recording):
         )
 
 
-class Stale(Recording):
-    """Finds every push too old."""
+class StaleClient(RecordingClient):
+    """Client whose pushes are all stale."""
 
     def exchange(self, **call: Any) -> PushResult:
         super().exchange(gradients=None, weights=call["weights"])
@@ -319,7 +317,7 @@ class Stale(Recording):
 
 
 def test_a_stale_step_is_no_error(caplog: pytest.LogCaptureFixture) -> None:
-    client = Stale()
+    client = StaleClient()
     job, net, optimizer = started(client)
     data = torch.arange(8.0).reshape(4, 2)
 
@@ -337,8 +335,8 @@ def test_a_stale_step_is_no_error(caplog: pytest.LogCaptureFixture) -> None:
     assert "push_stale staleness=4" in caplog.text
 
 
-def test_stats_tell_where_a_step_s_time_went() -> None:
-    client = Recording()
+def test_stats_contain_the_seconds_of_each_phase() -> None:
+    client = RecordingClient()
     job, net, optimizer = started(client)
 
     for _ in job.batches(torch.ones(6, 3), 2):
@@ -354,14 +352,14 @@ def test_stats_tell_where_a_step_s_time_went() -> None:
 
 
 def test_phases_add_up_to_the_wall_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the exchange says it spent is taken from the time in which the script waited for it,
-    never added.
+    """The seconds that the exchange reports divide the script's waiting time; they do not add to
+    it.
     """
     ticks = itertools.count()
     monkeypatch.setattr(
         "psworker.session.step_stats.time", SimpleNamespace(perf_counter=lambda: float(next(ticks)))
     )
-    job, net, optimizer = started(Boasting())
+    job, net, optimizer = started(LongPushClient())
     job.enter("compute")  # tick 0
 
     for _ in range(3):
@@ -373,7 +371,7 @@ def test_phases_add_up_to_the_wall_time(monkeypatch: pytest.MonkeyPatch) -> None
     assert sum(job.stats.total.values()) == next(ticks) - 1
 
 
-def test_waiting_without_a_step_is_nothing() -> None:
+def test_wait_without_a_step_returns_at_once() -> None:
     Job(LocalClient()).wait()
     job, _, _ = started()
     job.wait()
@@ -381,7 +379,7 @@ def test_waiting_without_a_step_is_nothing() -> None:
     assert job.last is None
 
 
-def test_resume_brings_a_scheduler_to_where_the_job_stands() -> None:
+def test_resume_advances_a_scheduler_to_the_version_of_the_job() -> None:
     client = LocalClient()
     client.version = 5
     job, _, optimizer = started(client)
@@ -393,7 +391,7 @@ def test_resume_brings_a_scheduler_to_where_the_job_stands() -> None:
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1 * 0.5**5)
 
 
-def test_reports_are_numbers() -> None:
+def test_reported_values_are_converted_to_floats() -> None:
     client = LocalClient()
 
     Job(client).report(loss=torch.tensor(0.5), accuracy=1)
@@ -401,8 +399,8 @@ def test_reports_are_numbers() -> None:
     assert client.metrics == {"loss": 0.5, "accuracy": 1.0}
 
 
-def test_leaving_says_why_and_happens_once() -> None:
-    fine, broken = Recording(), Recording()
+def test_a_job_leaves_once_with_the_reason() -> None:
+    fine, broken = RecordingClient(), RecordingClient()
 
     with Job(fine) as job:
         job.close()
@@ -413,13 +411,13 @@ def test_leaving_says_why_and_happens_once() -> None:
     assert broken.reasons == ["ZeroDivisionError: division by zero"]
 
 
-class Unreachable(LocalClient):
+class UnreachableClient(LocalClient):
     def leave(self, reason: str = "") -> None:
         raise psworker.UnreachableError("no answer")
 
 
-def test_trouble_while_leaving_does_not_hide_the_script_s_error() -> None:
-    with pytest.raises(ZeroDivisionError), Job(Unreachable()):
+def test_an_error_while_leaving_does_not_hide_the_error_of_the_script() -> None:
+    with pytest.raises(ZeroDivisionError), Job(UnreachableClient()):
         _ = 1 / 0
-    with pytest.raises(psworker.UnreachableError), Job(Unreachable()):
+    with pytest.raises(psworker.UnreachableError), Job(UnreachableClient()):
         pass

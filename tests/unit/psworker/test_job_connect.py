@@ -1,3 +1,5 @@
+"""psworker.connect: servers, PS_LOCAL, rank and device; the names of the package."""
+
 import subprocess
 import sys
 from importlib.metadata import version
@@ -17,7 +19,7 @@ def _empty_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-def test_without_servers_it_says_what_to_do() -> None:
+def test_connect_without_servers_names_the_remedies() -> None:
     with pytest.raises(psworker.InvalidRequestError) as caught:
         psworker.connect()
 
@@ -40,14 +42,14 @@ def test_ps_local_can_be_switched_on(monkeypatch: pytest.MonkeyPatch, word: str)
     assert psworker.connect().policy == "local"
 
 
-def test_ps_local_is_on_or_off(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_invalid_ps_local_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PS_LOCAL", "2")
 
     with pytest.raises(psworker.InvalidRequestError, match="PS_LOCAL=2 is not valid"):
         psworker.connect()
 
 
-def test_the_environment_gives_rank_and_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_and_device_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PS_LOCAL", "1")
     monkeypatch.setenv("PS_WORKER_RANK", "3")
     monkeypatch.setenv("PS_DEVICE", "cpu")
@@ -58,7 +60,7 @@ def test_the_environment_gives_rank_and_device(monkeypatch: pytest.MonkeyPatch) 
     assert psworker.connect(rank=1).rank == 1
 
 
-def test_a_rank_is_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_invalid_rank_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PS_WORKER_RANK", "first")
 
     with pytest.raises(psworker.InvalidRequestError, match="PS_WORKER_RANK"):
@@ -80,8 +82,8 @@ def test_workers_are_spread_over_gpus_and_auto_falls_back_to_the_cpu(
         choose_device("cuda:1", 0)
 
 
-def test_who_computes_on_the_cpu_asks_for_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch uses no GPU in a fork of a process that has asked."""
+def test_device_cpu_does_not_query_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After such a query, forks of the process cannot use a GPU."""
     monkeypatch.delattr(torch.cuda, "is_available")
 
     assert choose_device("cpu", 0) == torch.device("cpu")
@@ -99,7 +101,7 @@ def test_importing_the_package_loads_neither_torch_nor_grpc() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
 
 
-def test_the_public_names_are_there() -> None:
+def test_the_package_exports_the_public_names() -> None:
     from psworker.core.results import PushResult
     from psworker.job import Job
 
@@ -119,10 +121,10 @@ def test_an_optimizer_spec_takes_keywords() -> None:
 
 
 @pytest.mark.parametrize(("given", "seen"), [("10.0.0.1:5", "10.0.0.1:5"), (None, None)])
-def test_with_servers_the_job_stands_on_a_client(
+def test_connect_passes_its_arguments_to_the_client(
     monkeypatch: pytest.MonkeyPatch, given: str | None, seen: str | None
 ) -> None:
-    """None is handed on: then the client reads the environment, the job's name included."""
+    """Without servers it passes None; the client then reads the environment."""
     calls: list[tuple[Any, dict[str, Any]]] = []
 
     class Connected(LocalClient):

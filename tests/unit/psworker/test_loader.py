@@ -1,6 +1,4 @@
-"""Loaders as a script sees them: an `iter()` for each pass, with length, data set and batch
-size.
-"""
+"""Loaders of a script: one pass for each `iter()`; length, data set and batch size."""
 
 from typing import Any
 
@@ -24,8 +22,8 @@ def started() -> tuple[Job, ServerOptimizer, Ledger]:
     return job, job.optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model), client
 
 
-def passes(loader: Any, optimizer: ServerOptimizer, count: int) -> list[list[list[float]]]:
-    """Batches of each pass, trained on."""
+def train_passes(loader: Any, optimizer: ServerOptimizer, count: int) -> list[list[list[float]]]:
+    """Train for `count` passes; return the batches of each."""
     seen = []
     for _ in range(count):
         seen.append([])
@@ -35,12 +33,12 @@ def passes(loader: Any, optimizer: ServerOptimizer, count: int) -> list[list[lis
     return seen
 
 
-def test_each_iter_is_the_next_pass_in_the_order_that_epochs_would_have_given() -> None:
+def test_passes_have_the_orders_of_the_epochs_of_one_loop() -> None:
     job, optimizer, client = started()
     complete, other_optimizer, _ = started()
 
-    seen = passes(job.batches(NUMBERS, 4, seed=3), optimizer, 3)
-    at_once = passes(complete.batches(NUMBERS, 4, epochs=3, seed=3), other_optimizer, 1)
+    seen = train_passes(job.batches(NUMBERS, 4, seed=3), optimizer, 3)
+    at_once = train_passes(complete.batches(NUMBERS, 4, epochs=3, seed=3), other_optimizer, 1)
 
     assert [batch for each in seen for batch in each] == at_once[0]
     assert [spec.loop for spec in client.loops] == [0, 1, 2]
@@ -48,49 +46,49 @@ def test_each_iter_is_the_next_pass_in_the_order_that_epochs_would_have_given() 
     assert client.pushed == [(BatchKey(loop, number),) for loop in range(3) for number in range(3)]
 
 
-def test_each_iter_of_a_loader_with_epochs_goes_through_all_of_them() -> None:
+def test_each_pass_over_a_loader_with_epochs_has_all_epochs() -> None:
     job, optimizer, client = started()
     loader = job.batches(NUMBERS, 5, epochs=2)
 
-    seen = passes(loader, optimizer, 2)
+    seen = train_passes(loader, optimizer, 2)
 
     assert [len(each) for each in seen] == [4, 4]
     assert [spec.first_epoch for spec in client.loops] == [0, 2]
     assert len(loader) == 4
 
 
-def test_loaders_that_alternate_have_epochs_of_their_own() -> None:
+def test_alternating_loaders_count_their_epochs_separately() -> None:
     """A second loader over a data set of the same size does not change the orders of the first
     one.
     """
     job, optimizer, _ = started()
     alone, other_optimizer, _ = started()
     one, other = job.batches(NUMBERS, 4), job.batches(-NUMBERS, 4)
-    expected = passes(alone.batches(NUMBERS, 4), other_optimizer, 3)
+    expected = train_passes(alone.batches(NUMBERS, 4), other_optimizer, 3)
 
     seen = []
     for _ in range(3):
-        seen += passes(one, optimizer, 1)
-        assert sorted(x for batch in passes(other, optimizer, 1)[0] for x in batch) == sorted(
+        seen += train_passes(one, optimizer, 1)
+        assert sorted(x for batch in train_passes(other, optimizer, 1)[0] for x in batch) == sorted(
             (-NUMBERS).tolist()
         )
 
     assert seen == expected
 
 
-def test_a_pass_gets_its_number_at_iter() -> None:
+def test_passes_are_numbered_in_the_order_of_iter_calls() -> None:
     job, optimizer, client = started()
     train, test = job.batches(NUMBERS, 5), job.batches(NUMBERS[:4], 2)
 
     with torch.no_grad():
         list(test)
-    passes(train, optimizer, 1)
+    train_passes(train, optimizer, 1)
 
     assert [(spec.loop, spec.batch_size) for spec in client.loops] == [(0, 2), (1, 5)]
 
 
-def test_an_epoch_loop_with_a_test_after_each_epoch() -> None:
-    """As in pytorch/examples: the same two loaders in turn, with their lengths and data sets."""
+def test_an_epoch_loop_with_an_evaluation_after_each_epoch() -> None:
+    """The loop of pytorch/examples alternates two loaders and reads their lengths and data sets."""
     job, optimizer, _ = started()
     train_loader = job.batches((NUMBERS, -NUMBERS), batch_size=4)
     test_loader = job.batches((NUMBERS[:6], -NUMBERS[:6]), batch_size=3, shuffle=False)
@@ -108,7 +106,7 @@ def test_an_epoch_loop_with_a_test_after_each_epoch() -> None:
         assert len(test_loader) == 2
 
 
-def test_a_loader_shows_its_data_set_and_batch_size() -> None:
+def test_a_loader_has_its_data_set_and_batch_size_as_attributes() -> None:
     job, _, _ = started()
     data = TensorDataset(NUMBERS)
 
@@ -124,21 +122,21 @@ def test_the_length_is_the_number_of_batches(drop_last: bool, expected: int) -> 
     loader = job.batches(NUMBERS, 4, drop_last=drop_last)
 
     assert len(loader) == expected
-    assert len(passes(loader, optimizer, 1)[0]) == expected
+    assert len(train_passes(loader, optimizer, 1)[0]) == expected
 
 
-def test_a_stream_has_no_length_and_each_iter_reads_it_again() -> None:
+def test_a_stream_has_no_length_and_each_pass_reads_it_again() -> None:
     job, optimizer, client = started()
     loader = job.batches(Count(), 2)
 
     with pytest.raises(TypeError, match=r"a stream has no len\(\)"):
         len(loader)
-    assert passes(loader, optimizer, 2) == [[[0, 1], [2, 3], [4]]] * 2
+    assert train_passes(loader, optimizer, 2) == [[[0, 1], [2, 3], [4]]] * 2
     assert [spec.loop for spec in client.loops] == [0, 1]
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_leaving_a_pass_gives_back_and_the_next_one_is_whole(workers: int) -> None:
+def test_leaving_a_pass_returns_batches_and_the_next_pass_is_complete(workers: int) -> None:
     job, optimizer, client = started()
     loader = job.batches(NUMBERS, 2, num_workers=workers)
     for _ in loader:
@@ -146,23 +144,23 @@ def test_leaving_a_pass_gives_back_and_the_next_one_is_whole(workers: int) -> No
         break
 
     assert client.returned == [BatchKey(0, number) for number in range(1, 1 + 2 * workers)]
-    assert len(passes(loader, optimizer, 1)[0]) == 5
+    assert len(train_passes(loader, optimizer, 1)[0]) == 5
 
 
-def test_the_next_pass_ends_an_open_one() -> None:
+def test_a_new_pass_ends_an_open_one() -> None:
     job, optimizer, client = started()
     loader = job.batches(NUMBERS, 2, num_workers=1)
     iterator = iter(loader)
     next(iterator)
 
-    assert len(passes(loader, optimizer, 1)[0]) == 5
+    assert len(train_passes(loader, optimizer, 1)[0]) == 5
 
     assert client.returned == [BatchKey(0, 1), BatchKey(0, 2)]
     with pytest.raises(InvalidRequestError, match="cannot continue this pass"):
         next(iterator)
 
 
-def test_a_pass_that_has_ended_stays_ended() -> None:
+def test_a_finished_iterator_stays_exhausted() -> None:
     job, optimizer, _ = started()
     loader = job.batches(NUMBERS, 5)
     first = iter(loader)
@@ -174,29 +172,29 @@ def test_a_pass_that_has_ended_stays_ended() -> None:
 
 
 @pytest.mark.parametrize("persistent", [False, True])
-def test_processes_that_fetch_serve_pass_after_pass(persistent: bool) -> None:
+def test_loader_processes_serve_several_passes(persistent: bool) -> None:
     job, optimizer, _ = started()
     alone, other_optimizer, _ = started()
     loader = job.batches(NUMBERS, 3, num_workers=2, persistent_workers=persistent)
 
-    first = next(iter(loader))  # and the rest of that pass is left
-    seen = passes(loader, optimizer, 2)
+    first = next(iter(loader))  # the rest of that pass is not read
+    seen = train_passes(loader, optimizer, 2)
 
-    expected = passes(alone.batches(NUMBERS, 3), other_optimizer, 3)
+    expected = train_passes(alone.batches(NUMBERS, 3), other_optimizer, 3)
     assert [first.tolist(), *seen] == [expected[0][0], *expected[1:]]
 
 
-def test_without_reseeding_each_pass_seeds_its_processes_anew() -> None:
+def test_without_reseeding_loader_processes_get_a_new_seed_in_each_pass() -> None:
     job, optimizer, _ = started()
     loader = job.batches(Noise(), 5, shuffle=False, reseed=False, num_workers=1)
 
-    one, other = passes(loader, optimizer, 2)
+    one, other = train_passes(loader, optimizer, 2)
 
     assert one != other
 
 
 class Noise(TensorDataset):
-    """Of each sample a random number."""
+    """Dataset whose samples are random numbers."""
 
     def __init__(self) -> None:
         super().__init__(NUMBERS)
@@ -205,7 +203,7 @@ class Noise(TensorDataset):
         return torch.rand(())
 
 
-def test_a_batch_size_that_is_missing_is_named() -> None:
+def test_a_missing_batch_size_is_refused() -> None:
     job, _, _ = started()
 
     with pytest.raises(
@@ -220,14 +218,12 @@ def test_passes_without_servers_are_never_skipped() -> None:
     loader = job.batches(NUMBERS[:0], 2)
 
     assert not loader.skipped
-    assert passes(loader, optimizer, 1) == [[]]
+    assert train_passes(loader, optimizer, 1) == [[]]
     assert not loader.skipped
 
 
-def test_iterators_that_never_begin_hold_nothing_up() -> None:
-    """Some frameworks call iter() more often than they go through a pass, and hold what it gave
-    for a while.
-    """
+def test_unused_iterators_delay_nothing() -> None:
+    """Some frameworks call iter() without reading the pass, and store the iterator for a while."""
     job, optimizer, client = started()
     loader, other = job.batches(NUMBERS, 5), job.batches(NUMBERS[:4], 4)
     iterator, second = iter(loader), iter(loader)
@@ -245,7 +241,7 @@ def test_iterators_that_never_begin_hold_nothing_up() -> None:
             next(replaced)
 
 
-def test_an_iterator_that_the_script_holds_may_begin_inside_a_later_pass() -> None:
+def test_an_earlier_iterator_may_begin_inside_a_later_pass() -> None:
     job, optimizer, client = started()
     iterator = iter(job.batches(NUMBERS, 5))
 
@@ -257,15 +253,15 @@ def test_an_iterator_that_the_script_holds_may_begin_inside_a_later_pass() -> No
     assert client.pushed == [(BatchKey(1, 0), BatchKey(0, 0))]
 
 
-def test_a_pass_that_only_evaluates_says_that_it_is_done_with_its_batches() -> None:
-    """Else they would be another worker's when this one leaves."""
+def test_an_evaluation_pass_reports_its_batches_as_completed() -> None:
+    """Otherwise another worker would get them when this one leaves."""
     job, optimizer, client = started()
     train, test = job.batches(NUMBERS, 5), job.batches(NUMBERS[:4], 2)
     with torch.no_grad():
         list(test)
     assert client.dropped == [BatchKey(0, 0), BatchKey(0, 1)]
 
-    passes(train, optimizer, 1)
+    train_passes(train, optimizer, 1)
     assert client.pushed == [(BatchKey(1, 0),), (BatchKey(1, 1),)]
     with torch.no_grad():
         for _ in test:
@@ -273,7 +269,7 @@ def test_a_pass_that_only_evaluates_says_that_it_is_done_with_its_batches() -> N
     assert client.dropped == [BatchKey(0, 0), BatchKey(0, 1)]
 
 
-def test_an_evaluation_within_an_accumulation_leaves_that_alone() -> None:
+def test_an_evaluation_within_an_accumulation_does_not_change_the_push() -> None:
     job, optimizer, client = started()
     for number, _ in enumerate(job.batches(NUMBERS, 5)):
         with torch.no_grad():

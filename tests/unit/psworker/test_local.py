@@ -44,7 +44,7 @@ def test_a_script_trains_as_plain_torch_does(monkeypatch: pytest.MonkeyPatch) ->
         assert torch.equal(mine, other)
 
 
-def test_ps_local_wins_over_servers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ps_local_takes_precedence_over_servers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PS_LOCAL", "1")
 
     job = psworker.connect("127.0.0.1:9")
@@ -73,10 +73,8 @@ def test_overlap_without_servers_is_plain_training(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("size", [0, 2])
-def test_the_device_where_a_script_makes_its_tensors_is_its_own_affair(
-    overlap: bool, size: int
-) -> None:
-    """torch.set_default_device("cuda") is usual. This one would give tensors without bytes."""
+def test_training_works_with_any_default_device(overlap: bool, size: int) -> None:
+    """The default device `meta` would create tensors without bytes."""
     model = nn.ParameterList(torch.ones(size) for _ in range(3))
     plain = torch.optim.SGD([{"params": model.parameters()}], lr=0.5, momentum=0.9)
 
@@ -93,8 +91,8 @@ def test_the_device_where_a_script_makes_its_tensors_is_its_own_affair(
 
 @pytest.mark.full
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_batches_come_wherever_a_script_makes_its_tensors(num_workers: int) -> None:
-    """Those are made as the script wants them, in its own process."""
+def test_batches_do_not_depend_on_the_default_device(num_workers: int) -> None:
+    """The script still creates its own tensors on its default device."""
     model, rows = nn.Linear(2, 1), torch.arange(10.0).view(5, 2)
     plain = torch.optim.SGD(model.parameters(), lr=0.5)
 

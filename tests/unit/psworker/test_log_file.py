@@ -1,4 +1,4 @@
-"""The log of a process whose disk refuses now and then."""
+"""The log file of a process whose disk fails at times."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Where a script is among its loops."""
+"""The position of a script in its sequence of loops."""
 
 import gc
 from types import SimpleNamespace
@@ -10,15 +10,15 @@ from psworker.session.open_loops import OpenLoops
 
 
 class Iterator:
-    """What the script holds of a loop."""
+    """Iterator that the script stores."""
 
 
 def leases(loop: int) -> Any:
     return SimpleNamespace(loop=loop)
 
 
-def pass_over(loops: OpenLoops, *numbers: int) -> None:
-    """Loops in a row, each to its end."""
+def run_loops(loops: OpenLoops, *numbers: int) -> None:
+    """Run these loops one after another to their ends."""
     for number in numbers:
         loop = leases(number)
         loops.begin(loop)
@@ -30,24 +30,22 @@ def pass_over(loops: OpenLoops, *numbers: int) -> None:
     ("ended", "again"),
     [({0, 1, 2}, False), ({0, 1}, True), ({1, 2}, True), (set(), True)],
 )
-def test_servers_that_lack_the_end_of_a_loop_have_it_ahead_of_them(
-    ended: set[int], again: bool
-) -> None:
+def test_a_loop_that_has_not_ended_on_the_servers_comes_again(ended: set[int], again: bool) -> None:
     loops = OpenLoops()
-    pass_over(loops, 0, 1, 2)
+    run_loops(loops, 0, 1, 2)
 
     assert loops.come_again(ended.__contains__, 1) is again
 
 
-def test_numbers_that_the_script_left_out_are_no_loops_of_before() -> None:
+def test_skipped_loop_numbers_do_not_come_again() -> None:
     loops = OpenLoops()
-    pass_over(loops, 1, 4)
+    run_loops(loops, 1, 4)
 
     assert not loops.come_again({1, 4}.__contains__, 1)
     assert loops.come_again({1}.__contains__, 1)
 
 
-def test_a_loop_inside_another_may_come_again_with_it() -> None:
+def test_a_loop_inside_an_open_loop_does_not_come_again_alone() -> None:
     loops = OpenLoops()
     outer, inner = leases(0), leases(1)
     loops.begin(outer)
@@ -58,7 +56,7 @@ def test_a_loop_inside_another_may_come_again_with_it() -> None:
     assert not loops.come_again(set().__contains__, 0)
 
 
-def test_a_loop_whose_iterator_was_dropped_will_not_begin() -> None:
+def test_a_loop_without_an_iterator_is_not_open() -> None:
     loops, stored, dropped = OpenLoops(), Iterator(), Iterator()
     loops.make(0, dropped)
     loops.make(1, stored)
