@@ -1,4 +1,4 @@
-"""Which models a job takes, what of them is the job's, and what is refused in words that help."""
+"""Which models a job accepts, which of their tensors it trains, and what it refuses."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -44,7 +44,7 @@ def test_a_buffer_that_is_persistent_under_any_of_its_names_belongs_to_the_job()
 
 
 class Renaming(nn.Module):
-    """What wraps it sees the inner names only, and asks in its own way."""
+    """Model whose state_dict omits the prefix of its inner module."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class Renaming(nn.Module):
         }
 
 
-def test_a_model_may_make_its_state_dict_as_it_likes() -> None:
+def test_a_model_may_override_state_dict() -> None:
     model, client = Renaming(), LocalClient()
 
     Job(client).optimizer(sgd(model.parameters()), model)
@@ -92,8 +92,8 @@ def test_tensors_in_the_same_memory_are_refused_by_name(
         Job(LocalClient()).optimizer(sgd(model.parameters()), model)
 
 
-def test_neighbours_in_memory_are_taken() -> None:
-    """As cudnn lays out the weights of an RNN, and a model may its own buffers."""
+def test_adjacent_tensors_in_one_storage_are_accepted() -> None:
+    """cudnn lays out the weights of an RNN like this; a model may do so with its buffers."""
     flat, model = torch.randn(24), nn.ParameterList([nn.Parameter(torch.empty(0))])
     for first in (0, 12):
         model.append(nn.Parameter(flat[first : first + 12].view(3, 4).T))
@@ -105,7 +105,7 @@ def test_neighbours_in_memory_are_taken() -> None:
     Job(LocalClient()).optimizer(sgd(model.parameters()), model)
 
 
-def test_a_parameter_that_the_model_lacks_is_named() -> None:
+def test_a_parameter_outside_the_model_is_refused_by_position() -> None:
     model, stranger = perceptron(), nn.Linear(7, 3)
 
     with pytest.raises(
@@ -114,7 +114,7 @@ def test_a_parameter_that_the_model_lacks_is_named() -> None:
         Job(LocalClient()).optimizer(sgd([model[0].weight, stranger.weight]), model)
 
 
-def test_what_servers_cannot_run_is_refused() -> None:
+def test_an_unsupported_optimizer_is_refused() -> None:
     model = perceptron()
 
     with pytest.raises(UnsupportedOptimizerError, match=r"LBFGS: .*several times.*AdamW"):
@@ -122,7 +122,7 @@ def test_what_servers_cannot_run_is_refused() -> None:
 
 
 def test_an_optimizer_whose_step_was_replaced_is_refused() -> None:
-    """An LR scheduler's replacement is not meant."""
+    """The wrapper that an LR scheduler installs is accepted."""
     model = perceptron()
     optimizer = sgd(model.parameters())
     torch.optim.lr_scheduler.StepLR(optimizer, 2)
@@ -149,7 +149,7 @@ def test_a_lazy_model_is_refused() -> None:
         Job(LocalClient()).optimizer(sgd(model.parameters()), model)
 
 
-def test_a_model_without_servers_or_device_is_refused() -> None:
+def test_a_model_on_the_meta_device_is_refused() -> None:
     model = nn.Linear(2, 2, device="meta")
 
     with pytest.raises(InvalidRequestError, match="not on one device, but on meta"):
@@ -159,7 +159,7 @@ def test_a_model_without_servers_or_device_is_refused() -> None:
 @pytest.mark.parametrize(
     "module", [nn.Embedding(4, 3, sparse=True), nn.EmbeddingBag(4, 3, sparse=True)]
 )
-def test_a_layer_that_makes_sparse_gradients_is_refused_where_it_trains(module: nn.Module) -> None:
+def test_a_trained_layer_with_sparse_gradients_is_refused(module: nn.Module) -> None:
     model = nn.ModuleDict({"words": module, "linear": nn.Linear(3, 1)})
     with pytest.raises(
         InvalidRequestError, match=r"words makes sparse gradients.*: make it with sparse=False"
@@ -172,7 +172,7 @@ def test_a_layer_that_makes_sparse_gradients_is_refused_where_it_trains(module: 
 
 
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.uint16])
-def test_a_buffer_that_servers_cannot_keep_is_refused_with_the_remedy(dtype: torch.dtype) -> None:
+def test_a_buffer_of_an_unsupported_dtype_is_refused_with_a_remedy(dtype: torch.dtype) -> None:
     model = perceptron()
     model.register_buffer("odd", torch.zeros(2, dtype=dtype))
 
@@ -195,7 +195,7 @@ def deleted(model: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("change", [grown, removed, deleted])
-def test_a_buffer_that_does_not_fit_any_more_is_refused_with_the_remedy(
+def test_a_resized_or_removed_buffer_is_refused_with_a_remedy(
     change: Callable[[nn.Module], None],
 ) -> None:
     model = perceptron()
@@ -208,7 +208,7 @@ def test_a_buffer_that_does_not_fit_any_more_is_refused_with_the_remedy(
 
 
 @pytest.mark.parametrize("own", [torch.ones(3), np.ones(3)], ids=["tensor", "array"])
-def test_a_group_may_hold_what_the_script_likes(own: Any) -> None:
+def test_a_group_may_contain_values_of_the_script(own: Any) -> None:
     model = perceptron()
     optimizer = Job(LocalClient()).optimizer(sgd(model.parameters()), model)
 
@@ -239,12 +239,10 @@ def replaced(optimizer: torch.optim.Optimizer) -> None:
 
 @pytest.mark.parametrize("change", [emptied, moved, removed, replaced])
 @pytest.mark.parametrize("handed_over", [False, True])
-def test_groups_that_are_others_than_the_job_s_are_refused_with_the_remedy(
+def test_changed_parameter_groups_are_refused_with_a_remedy(
     change: Callable[[torch.optim.Optimizer], None], handed_over: bool
 ) -> None:
-    """By whichever of the two optimizers that share them; the settings of a group may change,
-    and do nothing else.
-    """
+    """Through the original optimizer or the one of the job. Hyper-parameters may change."""
     model = perceptron()
     plain = torch.optim.SGD(
         [{"params": layer.parameters()} for layer in (model[0], model[2])], lr=0.1
@@ -264,7 +262,7 @@ def test_groups_that_are_others_than_the_job_s_are_refused_with_the_remedy(
 
 
 @pytest.mark.parametrize("samples", [0, -3, 2.5, True, "2"])
-def test_a_gradient_weighs_a_whole_number_of_samples(samples: Any) -> None:
+def test_samples_must_be_a_positive_integer(samples: Any) -> None:
     model = perceptron()
     optimizer = Job(LocalClient()).optimizer(sgd(model.parameters()), model)
 

@@ -1,7 +1,7 @@
-"""With overlap a job gives the very weights that plain torch gives, however late the network is.
+"""With overlap a job computes exactly the weights of plain torch at any delay of the network.
 
-The client of these tests fills weights with NaN until they are waited for, and takes gradients
-as they are when they leave: so a wait or a second sending that is forgotten shows.
+The client of these tests fills weights with NaN until a wait, and copies gradients when they are
+sent. A missing wait or a missing second transfer therefore changes the result.
 """
 
 import copy
@@ -43,8 +43,8 @@ def _small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("step", STEPS.values(), ids=STEPS)
 @pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")
-def test_weights_are_those_of_plain_torch(make: Make, step: Step) -> None:
-    """Compared at the end only: looking in between would wait for everything."""
+def test_weights_equal_those_of_plain_torch(make: Make, step: Step) -> None:
+    """The comparison is at the end, because reading weights earlier would wait for all of them."""
     plain, mine, client = both(make)
 
     for model, optimizer in (plain, mine):
@@ -56,11 +56,11 @@ def test_weights_are_those_of_plain_torch(make: Make, step: Step) -> None:
 
 
 def bytes_sent(client: LateClient) -> list[int]:
-    """By push; what goes twice counts twice."""
+    """Return the sent bytes of each push; bytes sent twice count twice."""
     return [sum(stop - start for start, stop in spans) for spans in client.sent]
 
 
-def test_gradients_leave_during_backward_last_layers_first() -> None:
+def test_gradients_are_sent_during_backward_last_layers_first() -> None:
     _, (model, optimizer), client = both(perceptron)
     backward(model, 0)
     left = client.sent[0].copy()
@@ -69,10 +69,10 @@ def test_gradients_leave_during_backward_last_layers_first() -> None:
     assert left == sorted(left, reverse=True)
     assert len(left) > 2
     assert bytes_sent(client)[0] == client.plan.section("trainable").nbytes
-    assert client.sent[0] == left, "nothing had to go twice"
+    assert client.sent[0] == left, "nothing was sent twice"
 
 
-def test_accumulated_gradients_leave_once_when_the_last_has_come() -> None:
+def test_accumulated_gradients_are_sent_once() -> None:
     _, (model, optimizer), client = both(perceptron)
 
     for number in range(3):
@@ -82,7 +82,9 @@ def test_accumulated_gradients_leave_once_when_the_last_has_come() -> None:
     assert bytes_sent(client) == [2 * complete, complete, complete]
 
 
-def test_what_is_clipped_stays_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_after_clipping_gradients_are_sent_at_the_step_for_some_steps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(overlap, "RETENTION_STEP_COUNT", 2)
     _, (model, optimizer), client = both(perceptron)
     left = []
@@ -97,7 +99,7 @@ def test_what_is_clipped_stays_for_a_while(monkeypatch: pytest.MonkeyPatch) -> N
     assert left == [True, False, False, True, False]
 
 
-def test_a_branch_that_is_not_used_holds_up_nobody() -> None:
+def test_an_unused_branch_delays_no_gradient() -> None:
     _, (model, optimizer), client = both(perceptron)
     model[0].requires_grad_(False)
 
@@ -105,10 +107,10 @@ def test_a_branch_that_is_not_used_holds_up_nobody() -> None:
         usual(model, optimizer, number)
     backward(model, 2)
 
-    assert client.sent[2], "what trains has left during backward"
+    assert client.sent[2], "trained layers were sent during backward"
 
 
-def test_each_module_waits_for_its_own_weights_only() -> None:
+def test_each_module_waits_only_for_its_own_weights() -> None:
     _, (model, optimizer), client = both(perceptron)
     missing: list[int] = []
 
@@ -124,8 +126,8 @@ def test_each_module_waits_for_its_own_weights_only() -> None:
     assert missing[3] > missing[4] > missing[5] == 0
 
 
-def test_a_module_that_nobody_called_is_waited_for_first() -> None:
-    """It may be used without being called."""
+def test_weights_of_an_uncalled_module_are_awaited_first() -> None:
+    """The script may use its weights without a call."""
     _, (model, optimizer), client = both(perceptron)
     for _ in range(2):
         model[4](torch.randn(3, 6)).sum().backward()
@@ -138,8 +140,8 @@ def test_a_module_that_nobody_called_is_waited_for_first() -> None:
     assert client.open is None
 
 
-class Lending(nn.Module):
-    """Calls a module, leaves it out, and then uses its weight without a call."""
+class BorrowedWeight(nn.Module):
+    """Model that calls a module once, then omits it, then uses its weight without a call."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -156,8 +158,8 @@ class Lending(nn.Module):
         return out
 
 
-def test_a_module_that_is_no_longer_called_may_be_used_without_a_call() -> None:
-    plain, mine, _ = both(Lending)
+def test_a_module_may_be_used_without_a_call_after_earlier_calls() -> None:
+    plain, mine, _ = both(BorrowedWeight)
 
     for model, optimizer in (plain, mine):
         for number in range(4):
@@ -166,8 +168,8 @@ def test_a_module_that_is_no_longer_called_may_be_used_without_a_call() -> None:
     assert_equal(plain[0], mine[0])
 
 
-class Short(nn.Module):
-    """Reads a part's weight itself when it is evaluated."""
+class DirectEvaluation(nn.Module):
+    """Model that uses the weight of its submodule without a call in evaluation mode."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -178,8 +180,8 @@ class Short(nn.Module):
         return out
 
 
-def test_evaluation_may_take_short_cuts_past_modules() -> None:
-    _, (model, optimizer), _ = both(Short)
+def test_an_evaluation_may_read_weights_without_calling_their_module() -> None:
+    _, (model, optimizer), _ = both(DirectEvaluation)
     usual(model, optimizer, 0)
     model.eval()
 
@@ -187,7 +189,7 @@ def test_evaluation_may_take_short_cuts_past_modules() -> None:
         assert model(batch(1)[0]).isfinite().all()
 
 
-def test_state_of_a_part_is_there_when_asked_for() -> None:
+def test_the_state_dict_of_a_submodule_waits_for_its_weights() -> None:
     plain, mine, _ = both(normed)
 
     for model, optimizer in (plain, mine):
@@ -197,7 +199,7 @@ def test_state_of_a_part_is_there_when_asked_for() -> None:
     assert all(torch.equal(value, states[1][name]) for name, value in states[0].items())
 
 
-def test_loading_weights_is_not_undone_by_those_that_arrive() -> None:
+def test_arriving_weights_do_not_overwrite_loaded_ones() -> None:
     _, (model, optimizer), _ = both(perceptron)
     saved = values(model)
 
@@ -207,7 +209,7 @@ def test_loading_weights_is_not_undone_by_those_that_arrive() -> None:
     assert all(torch.equal(value, saved[name]) for name, value in values(model).items())
 
 
-def test_waiting_by_hand() -> None:
+def test_an_explicit_wait_returns_when_all_weights_have_arrived() -> None:
     plain, (model, optimizer), client = both(perceptron)
     stored = model[0].weight
     usual(*plain, 0)
@@ -220,7 +222,7 @@ def test_waiting_by_hand() -> None:
     assert client.open is None
 
 
-def test_a_copy_of_the_model_is_a_model_of_its_own(tmp_path: Any) -> None:
+def test_a_copy_of_the_model_neither_waits_nor_sends(tmp_path: Any) -> None:
     _, (model, optimizer), client = both(normed)
     usual(model, optimizer, 0)
     optimizer.wait()
@@ -234,7 +236,7 @@ def test_a_copy_of_the_model_is_a_model_of_its_own(tmp_path: Any) -> None:
     assert twin.state_dict()["0.weight"].isfinite().all()
 
 
-def test_a_pull_in_between_drops_nothing() -> None:
+def test_a_pull_between_backward_and_step_loses_no_gradient() -> None:
     plain, mine, client = both(perceptron)
 
     for model, optimizer in (plain, mine):
@@ -250,7 +252,7 @@ def test_a_pull_in_between_drops_nothing() -> None:
     assert client.version == 3
 
 
-def test_a_step_that_is_left_out_leaves_its_gradients_to_the_next() -> None:
+def test_gradients_of_a_skipped_step_do_not_reach_the_next_one() -> None:
     plain, mine, client = both(perceptron)
 
     for model, optimizer in (plain, mine):
@@ -264,7 +266,7 @@ def test_a_step_that_is_left_out_leaves_its_gradients_to_the_next() -> None:
     assert client.version == 3
 
 
-def test_an_error_of_arriving_weights_is_raised_where_they_are_missed() -> None:
+def test_a_failed_transfer_of_weights_raises_in_forward() -> None:
     _, (model, optimizer), client = both(perceptron)
     usual(model, optimizer, 0)
     client.broken = True
@@ -275,8 +277,8 @@ def test_an_error_of_arriving_weights_is_raised_where_they_are_missed() -> None:
     assert client.open is None
 
 
-class Failing(LateClient):
-    """The decision on the first push is not heard of."""
+class FailingClient(LateClient):
+    """Client whose second exchange fails."""
 
     def exchange(self, **call: Any) -> PushResult:
         if call["gradients"] is not None and len(self.sent) == 1:
@@ -284,8 +286,8 @@ class Failing(LateClient):
         return super().exchange(**call)
 
 
-def test_a_step_that_failed_can_be_repeated() -> None:
-    plain, client = (seeded(perceptron)), Failing()
+def test_a_failed_step_can_be_repeated() -> None:
+    plain, client = (seeded(perceptron)), FailingClient()
     model = seeded(perceptron)
     optimizer = Job(client).optimizer(adam(model), model, overlap=True)
     backward(model, 0)
@@ -314,7 +316,7 @@ def test_a_nan_gradient_raises_and_changes_nothing() -> None:
 
 
 @pytest.mark.parametrize("reason", ["", "the script failed"])
-def test_the_model_is_the_script_s_after_the_end(reason: str) -> None:
+def test_after_close_the_model_trains_like_a_plain_one(reason: str) -> None:
     plain, (twin, client) = (seeded(perceptron)), (seeded(perceptron), LateClient())
     job = Job(client)
     optimizer = job.optimizer(adam(twin), twin, overlap=True)
@@ -341,7 +343,7 @@ def test_the_model_is_the_script_s_after_the_end(reason: str) -> None:
         ("", True, True),
     ],
 )
-def test_the_script_decides_or_leaves_it_to_the_operator(
+def test_the_argument_overlap_takes_precedence_over_the_environment(
     monkeypatch: pytest.MonkeyPatch, reported: str, choice: bool | None, overlaps: bool
 ) -> None:
     monkeypatch.setenv("PS_OVERLAP", reported)

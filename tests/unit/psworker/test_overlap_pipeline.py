@@ -1,6 +1,4 @@
-"""In a pipeline one push is on its way while the next gradient is computed, and nothing is lost
-or counted twice.
-"""
+"""In a pipeline the next gradient is computed during a push; each push counts exactly once."""
 
 import logging
 import threading
@@ -22,9 +20,11 @@ from tests.support.late_client import values
 DEADLINE = 30.0
 
 
-class Blocked(LocalClient):
-    """An async job. A push waits for `go`; entered: set while one does. ends: how pushes end
-    other than applied.
+class BlockedClient(LocalClient):
+    """Client of an async job whose pushes wait for `go`.
+
+    entered: Set when a push has begun.
+    ends: Outcomes of the first pushes; None stands for applied.
     """
 
     policy = "async"
@@ -77,10 +77,8 @@ def step(model: nn.Module, optimizer: Any, number: int) -> None:
     optimizer.zero_grad()
 
 
-def delayed(steps: int) -> dict[str, Tensor]:
-    """Plain torch, but each gradient is of weights that lack the step before. Buffers are those
-    of plain torch.
-    """
+def train_with_delay(steps: int) -> dict[str, Tensor]:
+    """Train in plain torch with gradients computed before the previous step; return the values."""
     model, seen = net(), net()
     optimizer = sgd(model)
     for number in range(steps):
@@ -97,18 +95,18 @@ def delayed(steps: int) -> dict[str, Tensor]:
 
 
 def test_each_gradient_is_one_step_late_and_none_is_lost() -> None:
-    _, model, optimizer = started(Blocked())
+    _, model, optimizer = started(BlockedClient())
 
     for number in range(6):
         step(model, optimizer, number)
     optimizer.wait()
 
-    expected = delayed(6)
+    expected = train_with_delay(6)
     assert all(torch.equal(value, expected[name]) for name, value in values(model).items())
 
 
-class Crowded(Blocked):
-    """Another worker's push changes the running mean right after each of this one."""
+class SharedBufferClient(BlockedClient):
+    """Client of a job in which another worker changes the running mean after each push."""
 
     def exchange(self, **call: Any) -> PushResult:
         result = super().exchange(**call)
@@ -121,8 +119,8 @@ class Crowded(Blocked):
         return result
 
 
-def test_a_buffer_that_others_have_changed_is_taken_over_and_the_rest_goes_on() -> None:
-    _, model, optimizer = started(Crowded())
+def test_a_buffer_changed_by_another_worker_is_adopted() -> None:
+    _, model, optimizer = started(SharedBufferClient())
     plain = net()
 
     for number in range(3):
@@ -136,8 +134,8 @@ def test_a_buffer_that_others_have_changed_is_taken_over_and_the_rest_goes_on() 
     assert model[1].num_batches_tracked == 3
 
 
-def test_a_step_returns_while_its_push_is_on_its_way() -> None:
-    client = Blocked()
+def test_a_step_returns_before_its_push_ends() -> None:
+    client = BlockedClient()
     job, model, optimizer = started(client)
     before = values(model)
     client.go.clear()
@@ -154,8 +152,8 @@ def test_a_step_returns_while_its_push_is_on_its_way() -> None:
     assert not torch.equal(model[0].weight, before["0.weight"])
 
 
-def test_in_a_job_that_is_set_to_sync_later_each_step_ends_at_once() -> None:
-    client = Blocked()
+def test_after_a_change_to_sync_each_step_waits_for_its_push() -> None:
+    client = BlockedClient()
     job, model, optimizer = started(client)
     step(model, optimizer, 0)
     client.policy = "sync"
@@ -168,8 +166,8 @@ def test_in_a_job_that_is_set_to_sync_later_each_step_ends_at_once() -> None:
     assert [push["base"] for push in client.pushes] == [0, 0, 2, 3]
 
 
-def test_staleness_is_counted_from_what_the_gradient_was_computed_on() -> None:
-    client = Blocked()
+def test_the_base_of_a_push_is_the_version_that_its_gradient_used() -> None:
+    client = BlockedClient()
     job, model, optimizer = started(client)
 
     for number in range(4):
@@ -181,8 +179,8 @@ def test_staleness_is_counted_from_what_the_gradient_was_computed_on() -> None:
     assert [push["base"] for push in client.pushes] == [0, 0, 1, 2, 4]
 
 
-def test_looking_at_the_state_brings_the_last_step() -> None:
-    client = Blocked()
+def test_reading_the_state_waits_for_the_last_push() -> None:
+    client = BlockedClient()
     _, model, optimizer = started(client)
 
     step(model, optimizer, 0)
@@ -195,11 +193,9 @@ def test_looking_at_the_state_brings_the_last_step() -> None:
     assert saved["paramserver"]["version"] == 2
 
 
-def test_hyper_parameters_travel_with_every_push() -> None:
-    """How the last one ended, and so whether its groups counted, is not known when the next one
-    is made.
-    """
-    client = Blocked()
+def test_every_push_has_its_hyper_parameters() -> None:
+    """The outcome of the previous push, and so of its hyper-parameters, is not known yet."""
+    client = BlockedClient()
     _, model, optimizer = started(client)
 
     for number, lr in enumerate((0.1, 0.3, 0.1)):
@@ -229,15 +225,15 @@ ENDS: dict[str, Callable[[Job, nn.Module, Any], object]] = {
 def test_a_rejected_push_raises_at_the_next_call(
     end: Callable[[Job, nn.Module, Any], object],
 ) -> None:
-    job, model, optimizer = started(Blocked(NAN))
+    job, model, optimizer = started(BlockedClient(NAN))
     step(model, optimizer, 0)
 
     with pytest.raises(NonFiniteError, match=r"tensor 0\.bias"):
         end(job, model, optimizer)
 
 
-def test_leaving_for_a_reason_waits_for_nothing() -> None:
-    client = Blocked()
+def test_leaving_with_an_error_does_not_wait_for_the_push() -> None:
+    client = BlockedClient()
     job, model, optimizer = started(client)
     client.go.clear()
     step(model, optimizer, 0)
@@ -247,8 +243,8 @@ def test_leaving_for_a_reason_waits_for_nothing() -> None:
     client.go.set()
 
 
-def test_a_push_that_fails_on_its_way_goes_again_and_counts_once() -> None:
-    client = Blocked(UnreachableError("no answer"))
+def test_a_failed_push_is_repeated_and_counts_once() -> None:
+    client = BlockedClient(UnreachableError("no answer"))
     _, model, optimizer = started(client)
     step(model, optimizer, 0)
     backward(model, 1)
@@ -258,14 +254,14 @@ def test_a_push_that_fails_on_its_way_goes_again_and_counts_once() -> None:
     optimizer.step()
     optimizer.wait()
 
-    expected = delayed(2)
+    expected = train_with_delay(2)
     assert client.pushes[0] == client.pushes[1]
     assert client.version == 2
     assert all(torch.equal(value, expected[name]) for name, value in values(model).items())
 
 
-class Idle(Blocked):
-    """A worker does not wait for data while its own batches are undecided: it would deadlock."""
+class StrictClient(BlockedClient):
+    """Client that fails if a worker waits for data while its own pushes are undecided."""
 
     def __init__(self, *ends: PushResult | None) -> None:
         super().__init__(*ends)
@@ -284,7 +280,7 @@ class Idle(Blocked):
 
 
 def test_the_loop_ends_with_every_batch_counted(caplog: pytest.LogCaptureFixture) -> None:
-    client = Idle(None, None, STALE)
+    client = StrictClient(None, None, STALE)
     job, model, optimizer = started(client)
     seen = 0
 
@@ -300,8 +296,8 @@ def test_the_loop_ends_with_every_batch_counted(caplog: pytest.LogCaptureFixture
     assert "push_stale staleness=4 returned_batches=1" in caplog.text
 
 
-def test_samples_and_batches_go_with_their_own_gradient() -> None:
-    client = Blocked()
+def test_each_push_has_the_samples_and_batches_of_its_gradient() -> None:
+    client = BlockedClient()
     job, model, optimizer = started(client)
 
     for number, batch in enumerate(job.batches(torch.randn(11, 4), 4, shuffle=False)):
@@ -319,20 +315,20 @@ def test_samples_and_batches_go_with_their_own_gradient() -> None:
     ]
 
 
-class Sync(LocalClient):
+class SyncClient(LocalClient):
     policy = "sync"
 
 
-def test_where_it_makes_no_sense_it_is_refused() -> None:
+def test_a_pipeline_excludes_sync_and_overlap() -> None:
     model = net()
 
     with pytest.raises(InvalidRequestError, match="excludes policy sync"):
-        Job(Sync()).optimizer(sgd(model), model, pipeline=True)
+        Job(SyncClient()).optimizer(sgd(model), model, pipeline=True)
     with pytest.raises(InvalidRequestError, match="excludes overlap=True"):
-        Job(Blocked()).optimizer(sgd(model), model, pipeline=True, overlap=True)
+        Job(BlockedClient()).optimizer(sgd(model), model, pipeline=True, overlap=True)
 
 
-def test_alone_each_step_ends_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_servers_each_step_waits_for_its_push(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PS_OVERLAP", "on")
     job, model, optimizer = started(LocalClient())
 

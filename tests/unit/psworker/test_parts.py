@@ -1,4 +1,4 @@
-"""The order of bytes on the wire, as ARCHITECTURE.md and proto/ promise it to servers."""
+"""The order of bytes on the wire, which proto/ documents."""
 
 import pytest
 
@@ -22,7 +22,7 @@ PLAN = PartitionPlan(
 
 
 def buffer(number: int = 0) -> bytearray:
-    """Every block of 64 bytes holds its own number."""
+    """Return a flat buffer whose blocks of 64 bytes contain their number."""
     return bytearray(byte + number for block in range(PLAN.nbytes // 64) for byte in [block] * 64)
 
 
@@ -42,7 +42,7 @@ def blocks(views: list[memoryview]) -> list[int]:
         (1, [], True, [4, 5, 6, 7, 9, 10]),
     ],
 )
-def test_gradients_go_before_buffers_and_buffers_come_before_weights(
+def test_gradients_are_sent_before_buffers_and_buffers_received_before_weights(
     shard: int, absent: list[int], everything: bool, expected: list[int]
 ) -> None:
     move = ShardTransfer(
@@ -56,7 +56,7 @@ def test_gradients_go_before_buffers_and_buffers_come_before_weights(
     assert blocks(move.received(shard)) == [*buffers, *trainable, *(frozen if everything else [])]
 
 
-def test_nothing_to_send_or_receive() -> None:
+def test_a_transfer_without_gradients_or_weights_is_empty() -> None:
     assert ShardTransfer(PLAN, weights=memoryview(buffer())).sent(0) == []
     assert ShardTransfer(PLAN, gradients=memoryview(buffer())).received(0) == []
 
@@ -69,7 +69,7 @@ def test_received_bytes_are_written_to_the_flat_buffer() -> None:
     assert [memory[block * 64] for block in range(11)] == [0, 1, 2, 3, 0, 0, 0, 0, 8, 0, 10]
 
 
-def test_digest_is_of_what_is_sent() -> None:
+def test_the_digest_depends_on_everything_that_is_sent() -> None:
     def digest(
         number: int = 0, absent: frozenset[int] = frozenset(), content: bytes = b""
     ) -> bytes:
@@ -79,10 +79,8 @@ def test_digest_is_of_what_is_sent() -> None:
     assert len({digest(), digest(1), digest(absent=frozenset([2])), digest(content=b"x")}) == 4
 
 
-def test_digest_is_the_same_for_any_number_of_servers() -> None:
-    """Else a push whose answer was lost would count twice when servers come or go before it is
-    made again.
-    """
+def test_the_digest_is_the_same_for_any_number_of_servers() -> None:
+    """Otherwise a push that is repeated after a reshard would count twice."""
     for absent in (frozenset[int](), frozenset({2})):
         moves = [
             ShardTransfer(PartitionPlan(PLAN.spec, shards), memoryview(buffer()), None, absent)

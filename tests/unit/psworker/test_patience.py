@@ -1,4 +1,4 @@
-"""How long a request goes on, by a clock of the test's own."""
+"""Retries and timeouts of a request, with a clock that the test advances."""
 
 import logging
 
@@ -14,7 +14,7 @@ WAITS = "request_waiting request=push 7 waiting_for=worker 2"
 
 
 class Time:
-    """Stands still except for pauses and what a test adds."""
+    """Clock that advances only during pauses and when a test adds seconds."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -28,7 +28,7 @@ class Time:
         return Clock(lambda: self.now, self.sleep)
 
 
-def fail_for_ever(deadline: RetryDeadline, error: UnreachableError = SILENT) -> None:
+def fail_repeatedly(deadline: RetryDeadline, error: UnreachableError = SILENT) -> None:
     while True:
         deadline.handle_failure(error)
 
@@ -38,10 +38,10 @@ def time() -> Time:
     return Time()
 
 
-def test_requests_are_retried_for_connect_seconds_with_growing_pauses(time: Time) -> None:
+def test_requests_are_retried_until_connect_timeout_with_growing_pauses(time: Time) -> None:
     deadline = RetryDeadline("push 7", time.clock(), TimeLimits(connect=10, wait=5))
     with pytest.raises(UnreachableError, match=r"a:1 does not answer \(tried for 1. s\)") as caught:
-        fail_for_ever(deadline)
+        fail_repeatedly(deadline)
 
     assert type(caught.value) is UnreachableError
     assert 110 <= time.now < 110.6
@@ -49,10 +49,10 @@ def test_requests_are_retried_for_connect_seconds_with_growing_pauses(time: Time
     assert max(time.pauses) == 0.25
 
 
-def test_a_request_that_is_made_anew_again_and_again_does_not_say_each_time_that_it_fails(
+def test_restarts_of_one_request_are_not_all_logged(
     time: Time, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """During a reshard a request to a removed server restarts with each discovery."""
+    """During a reshard a request to a removed server restarts after each discovery."""
     caplog.set_level(logging.INFO)
     limits = TimeLimits(connect=60, wait=60)
     for _ in range(200):
@@ -67,7 +67,7 @@ def test_a_request_that_is_made_anew_again_and_again_does_not_say_each_time_that
     ]
 
 
-def test_an_answer_ends_the_silence(time: Time) -> None:
+def test_an_answer_restarts_the_connect_timeout(time: Time) -> None:
     deadline = RetryDeadline("push 7", time.clock(), TimeLimits(connect=10, wait=1000))
     for _ in range(5):
         time.now += 9
@@ -78,8 +78,8 @@ def test_an_answer_ends_the_silence(time: Time) -> None:
     deadline.handle_failure(SILENT)
 
 
-def test_a_server_that_takes_more_than_it_ever_did_is_not_silent(time: Time) -> None:
-    """However long that takes: on a slow line, or for a large model."""
+def test_an_attempt_that_sends_more_frames_than_before_is_progress(time: Time) -> None:
+    """On a slow link or with a large model, an attempt may take long."""
     deadline = RetryDeadline("push 7", time.clock(), TimeLimits(connect=10, wait=1000))
     deadline.begin_attempt()
     for _ in range(5):
@@ -99,7 +99,7 @@ def test_a_server_that_takes_more_than_it_ever_did_is_not_silent(time: Time) -> 
         take_as_much_and_die()
 
 
-def test_wait_counts_from_the_start_or_the_last_progress(time: Time) -> None:
+def test_the_wait_timeout_counts_from_the_last_restart(time: Time) -> None:
     deadline = RetryDeadline("push 7", time.clock(), TimeLimits(connect=10, wait=60))
     time.now += 59
     deadline.handle_wait("worker 2")
@@ -113,12 +113,12 @@ def test_wait_counts_from_the_start_or_the_last_progress(time: Time) -> None:
         deadline.handle_wait("worker 2")
 
 
-def test_a_server_that_is_not_ready_answers_and_so_is_waited_for(time: Time) -> None:
+def test_a_server_that_is_not_ready_is_awaited_until_wait_timeout(time: Time) -> None:
     deadline = RetryDeadline("push 7", time.clock(), TimeLimits(connect=1, wait=60))
     with pytest.raises(
         WaitTimeoutError, match="push 7 waited 60 s for a server that is not ready: no model yet"
     ):
-        fail_for_ever(deadline, UnreachableError("no model yet", "NOT_READY"))
+        fail_repeatedly(deadline, UnreachableError("no model yet", "NOT_READY"))
 
     assert 160 <= time.now < 161
     assert min(time.pauses) > 0
@@ -131,7 +131,7 @@ def test_servers_answer_a_request_before_its_retry_deadline(time: Time) -> None:
     )
 
 
-def test_ask_repeats_silence_and_lateness(time: Time) -> None:
+def test_ask_retries_after_unreachable_and_timeout_errors(time: Time) -> None:
     answers = iter([SILENT, WaitTimeoutError("worker 2 is late", "WAIT_TIMEOUT"), "here"])
 
     def call() -> str:
@@ -143,9 +143,7 @@ def test_ask_repeats_silence_and_lateness(time: Time) -> None:
     assert RetryDeadline("x", time.clock(), TimeLimits(connect=10, wait=10)).ask(call) == "here"
 
 
-def test_waiting_is_logged_before_ten_seconds_are_over(
-    time: Time, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_wait_is_logged_within_ten_seconds(time: Time, caplog: pytest.LogCaptureFixture) -> None:
     deadline = RetryDeadline("push 7", time.clock(), TimeLimits(connect=10, wait=1000))
     with caplog.at_level(logging.INFO, "psworker"):
         for _ in range(31):
@@ -155,7 +153,7 @@ def test_waiting_is_logged_before_ten_seconds_are_over(
     assert caplog.messages == [WAITS] * 3
 
 
-def test_server_that_does_not_wait_is_not_flooded(time: Time) -> None:
+def test_requests_to_a_server_that_answers_at_once_are_paused(time: Time) -> None:
     deadline = RetryDeadline("push 7", time.clock(), TimeLimits(connect=10, wait=1000))
     deadline.next_wait_seconds(5)
     deadline.handle_wait("worker 2")
@@ -168,7 +166,7 @@ def test_server_that_does_not_wait_is_not_flooded(time: Time) -> None:
     assert time.pauses == [0.05]
 
 
-def test_no_point_in_going_on(time: Time) -> None:
+def test_a_failed_check_ends_the_retries(time: Time) -> None:
     def check() -> None:
         raise FencedError("worker 3 is out")
 
@@ -181,18 +179,18 @@ def test_no_point_in_going_on(time: Time) -> None:
             go_on()
 
 
-def test_job_that_ends_is_not_worth_waiting_for(time: Time) -> None:
+def test_servers_of_an_ending_job_are_awaited_briefly(time: Time) -> None:
     deadline = RetryDeadline(
         "push 7", time.clock(), TimeLimits(connect=60, wait=1000, hurry=lambda: True)
     )
     with pytest.raises(DrainedError):
-        fail_for_ever(deadline)
+        fail_repeatedly(deadline)
 
     assert time.now < 104
 
 
-def test_pauses_end_where_the_wait_has_to(time: Time) -> None:
-    """A worker that is to leave by then makes no attempt that lasts longer."""
+def test_attempts_end_at_the_deadline_of_a_drain(time: Time) -> None:
+    """No attempt of a draining worker lasts longer than its deadline."""
     deadline = RetryDeadline(
         "push 7", time.clock(), TimeLimits(connect=60, wait=1000, deadline=lambda: 103.0)
     )
@@ -201,10 +199,10 @@ def test_pauses_end_where_the_wait_has_to(time: Time) -> None:
     assert deadline.next_wait_seconds(5) == 0
 
 
-def test_people_are_reminded_of_a_request_that_a_server_sits_on(
+def test_an_unanswered_request_is_logged_every_eight_seconds(
     time: Time, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Before ten seconds are over, as long as it has it; no call that hangs goes without a line."""
+    """From eight seconds on, until the call ends."""
     caplog.set_level(logging.INFO, "psworker")
     waits = PendingRequests()
     deadline = RetryDeadline(
@@ -227,7 +225,7 @@ def test_people_are_reminded_of_a_request_that_a_server_sits_on(
     ]
 
 
-def test_a_request_is_a_wait_only_while_it_is_asked(
+def test_a_request_is_pending_only_during_its_call(
     time: Time, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "psworker")
@@ -247,10 +245,10 @@ def test_a_request_is_a_wait_only_while_it_is_asked(
     ]
 
 
-def test_a_server_that_stops_answering_is_logged_at_once(
+def test_the_first_failed_attempt_is_logged_at_once(
     time: Time, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Once for each silence; the next lines have time."""
+    """Each silence is logged once; later lines are rate-limited."""
     caplog.set_level(logging.INFO, "psworker")
     deadline = RetryDeadline("push 7", time.clock(), TimeLimits(connect=60, wait=1000))
     deadline.handle_failure(SILENT)
@@ -263,10 +261,10 @@ def test_a_server_that_stops_answering_is_logged_at_once(
     assert caplog.messages == [text, WAITS, text]
 
 
-def test_a_reminder_names_whom_the_last_answer_named(
+def test_a_reminder_names_the_worker_of_the_last_answer(
     time: Time, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Until there is silence instead."""
+    """After a failed attempt it names no worker."""
     caplog.set_level(logging.INFO, "psworker")
     deadline = RetryDeadline("push 7", time.clock(), TimeLimits(connect=60, wait=1000))
     time.now += 5

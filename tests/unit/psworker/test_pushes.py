@@ -13,7 +13,7 @@ def test_numbers_count_from_one() -> None:
     assert numbers == [(1, False), (2, False), (3, False)]
 
 
-def test_same_push_after_a_failure_keeps_its_number() -> None:
+def test_a_repeated_push_keeps_its_number() -> None:
     pushes = PushSequence()
     pushes.open()
     pushes.fail(b"gradient")
@@ -27,7 +27,7 @@ def test_same_push_after_a_failure_keeps_its_number() -> None:
     assert pushes.open() == (2, False)
 
 
-def test_other_push_after_a_failure_gets_a_new_number() -> None:
+def test_another_push_after_a_failure_gets_a_new_number() -> None:
     pushes = PushSequence()
     pushes.open()
     pushes.fail(b"gradient")

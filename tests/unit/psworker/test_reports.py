@@ -23,7 +23,7 @@ class Clock:
 
 
 class OnDevice:
-    """What a tensor on a GPU is to us: reading it waits."""
+    """Fake of a tensor on a GPU; it logs each read, which would wait for the GPU."""
 
     def __init__(self, value: float, log: list[float]) -> None:
         self.value, self.log = value, log
@@ -74,7 +74,7 @@ def test_the_first_value_is_sent_and_the_next_one_a_second_later(
     assert reports.age(reports.unsent()[0]) == 1.0
 
 
-def test_names_take_turns_of_their_own(reports: ReportBuffer, clock: Clock) -> None:
+def test_each_name_has_its_own_rate_limit(reports: ReportBuffer, clock: Clock) -> None:
     reports.add({"loss": 3.0}, 1)
     clock.now += 0.5
     reports.add({"loss": 2.0, "accuracy": 0.5}, 1)
@@ -82,7 +82,7 @@ def test_names_take_turns_of_their_own(reports: ReportBuffer, clock: Clock) -> N
     assert unsent(reports) == {"loss": 3.0, "accuracy": 0.5}
 
 
-def test_a_value_stays_until_it_is_confirmed_and_a_newer_one_takes_its_place(
+def test_an_unconfirmed_value_is_replaced_by_a_newer_one(
     reports: ReportBuffer, clock: Clock
 ) -> None:
     reports.add({"loss": 3.0}, 1)
@@ -96,7 +96,7 @@ def test_a_value_stays_until_it_is_confirmed_and_a_newer_one_takes_its_place(
     assert unsent(reports) == {"loss": 2.0}
 
 
-def test_a_device_is_read_once_a_second_and_only_by_the_thread_that_reports(
+def test_a_device_is_read_once_a_second_and_only_by_the_reporting_thread(
     reports: ReportBuffer, clock: Clock
 ) -> None:
     log: list[float] = []
@@ -112,7 +112,7 @@ def test_a_device_is_read_once_a_second_and_only_by_the_thread_that_reports(
     assert log == [0.0, 99.0]
 
 
-def test_at_the_end_all_is_read(reports: ReportBuffer) -> None:
+def test_the_last_value_is_read_at_the_end(reports: ReportBuffer) -> None:
     log: list[float] = []
     reports.add({"loss": OnDevice(2.0, log)}, 1)
     reports.add({"loss": OnDevice(1.0, log)}, 2)
@@ -136,7 +136,9 @@ def test_at_the_end_all_is_read(reports: ReportBuffer) -> None:
         torch.tensor(1.5, requires_grad=True) * 2,
     ],
 )
-def test_numbers_of_all_kinds_give_no_warning(reports: ReportBuffer, value: Any) -> None:
+def test_any_kind_of_number_is_accepted_without_a_warning(
+    reports: ReportBuffer, value: Any
+) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         reports.add({"loss": value}, 1)
@@ -144,7 +146,7 @@ def test_numbers_of_all_kinds_give_no_warning(reports: ReportBuffer, value: Any)
     assert isinstance(unsent(reports)["loss"], float)
 
 
-def test_values_that_are_not_finite_are_values(reports: ReportBuffer) -> None:
+def test_values_that_are_not_finite_are_sent(reports: ReportBuffer) -> None:
     reports.add({"loss": math.nan, "norm": torch.tensor(math.inf)}, 1)
 
     assert str(unsent(reports)) == "{'loss': nan, 'norm': inf}"
@@ -168,7 +170,7 @@ def test_values_that_are_not_finite_are_values(reports: ReportBuffer) -> None:
         ),
     ],
 )
-def test_misuse_says_what_is_taken(
+def test_invalid_values_and_names_are_refused(
     reports: ReportBuffer, values: dict[str, Any], reported: str
 ) -> None:
     with pytest.raises(InvalidRequestError, match=reported):
@@ -178,7 +180,9 @@ def test_misuse_says_what_is_taken(
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU")
-def test_a_real_device(reports: ReportBuffer, clock: Clock) -> None:
+def test_values_on_a_gpu_are_copied_when_they_are_reported(
+    reports: ReportBuffer, clock: Clock
+) -> None:
     value = torch.zeros((), device="cuda")
     for _ in range(3):
         value += 1
@@ -188,4 +192,4 @@ def test_a_real_device(reports: ReportBuffer, clock: Clock) -> None:
     value += 1
     reports.settle()
 
-    assert unsent(reports) == {"loss": 3.0}  # a copy: what came later does not change it
+    assert unsent(reports) == {"loss": 3.0}  # the buffer has a copy
