@@ -1,4 +1,4 @@
-"""Events of ps-run's supervisor and its actions, as text."""
+"""Transcripts of ps-run's supervisor: events and actions as text."""
 
 from psworker.launch.events import (
     Action,
@@ -28,8 +28,9 @@ bound s1     |
 
 
 def play(transcript: str, *, durable: bool) -> RunOutcome | None:
-    """Feed the events on the left; the actions must be those on the right. Return the outcome, if
-    any.
+    """Check that the events on the left cause the actions on the right.
+
+    Return the outcome of the run, if there is one.
     """
     machine = Supervisor(2, 2, max_restarts=2, durable=durable, grace=5.0)
     now, outcome = 1000.0, None
@@ -59,8 +60,8 @@ def event(text: str) -> Event:
             return SignalReceived(int(number))
         case ["collected"]:
             return ResultCollected()
-        case ["went", "back"]:
-            return ResultCollected("the servers went back")
+        case ["rolled", "back"]:
+            return ResultCollected("the servers rolled back")
         case ["stop", answer]:
             return StopAnswered("" if answer == "ok" else answer)
         case ["after", _]:
@@ -81,6 +82,6 @@ def show(action: Action) -> str:
         case StopJob():
             return "stop job"
         case ShowMessage():
-            return "say"
+            return "message"
         case FinishRun(outcome):
             return f"finish {outcome.status} {outcome.code} {outcome.culprit}".strip()

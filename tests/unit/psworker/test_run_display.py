@@ -1,4 +1,4 @@
-"""What ps-run shows, on a terminal and elsewhere; and the thread that asks the servers."""
+"""The display of ps-run, on a terminal and elsewhere, and the thread that polls the servers."""
 
 import io
 import queue
@@ -51,8 +51,8 @@ STATUS: dict[str, Any] = {
 }
 
 
-class Recorded(Output):
-    """An Output into a file, or one that says it is a terminal; text() is what has come out."""
+class FileOutput(Output):
+    """Output that writes to a file. text() returns the written text."""
 
     def __init__(self, path: Path, terminal: bool = False) -> None:
         self._path = path
@@ -69,18 +69,18 @@ class Recorded(Output):
 
 
 @pytest.fixture
-def out(tmp_path: Path) -> Recorded:
-    return Recorded(tmp_path / "out")
+def out(tmp_path: Path) -> FileOutput:
+    return FileOutput(tmp_path / "out")
 
 
 @pytest.fixture
-def err(tmp_path: Path) -> Recorded:
-    return Recorded(tmp_path / "err")
+def err(tmp_path: Path) -> FileOutput:
+    return FileOutput(tmp_path / "err")
 
 
 @pytest.fixture
-def terminal(tmp_path: Path) -> Recorded:
-    return Recorded(tmp_path / "terminal", terminal=True)
+def terminal(tmp_path: Path) -> FileOutput:
+    return FileOutput(tmp_path / "terminal", terminal=True)
 
 
 def test_progress_in_one_line() -> None:
@@ -96,7 +96,7 @@ def test_progress_in_one_line() -> None:
     assert progress({}) == ""
 
 
-def test_the_current_pass_comes_before_what_a_narrow_terminal_cuts_off() -> None:
+def test_the_current_pass_is_near_the_start_of_the_line() -> None:
     status = {
         **STATUS,
         "progress": {"pass": 2, "passes": 5, "percent": 43.2, "remaining_seconds": 12.4},
@@ -117,18 +117,20 @@ def test_the_current_pass_comes_before_what_a_narrow_terminal_cuts_off() -> None
         ((None, None, None, None), ""),
     ],
 )
-def test_a_pass_in_words(values: tuple[Any, ...], text: str) -> None:
+def test_a_pass_is_shown_with_percentage_and_remaining_time(
+    values: tuple[Any, ...], text: str
+) -> None:
     keys = ("pass", "passes", "percent", "remaining_seconds")
 
     assert pass_text(dict(zip(keys, values, strict=True))) == text
 
 
-def test_an_older_server_tells_no_progress() -> None:
+def test_a_status_without_progress_shows_none() -> None:
     assert pass_text(None) == pass_text({}) == ""
 
 
-def test_lines_have_the_name_of_their_process_and_keep_their_stream(
-    out: Recorded, err: Recorded
+def test_lines_are_prefixed_with_their_process_on_their_stream(
+    out: FileOutput, err: FileOutput
 ) -> None:
     with open_display(out, err) as display:
         display.line("w0", "stdout", "result")
@@ -139,13 +141,15 @@ def test_lines_have_the_name_of_their_process_and_keep_their_stream(
     assert err.text() == "[s0] event\n[run] hello\n"
 
 
-def test_log_files_of_ps_run_are_named(out: Recorded, err: Recorded) -> None:
+def test_log_lines_of_ps_run_are_prefixed(out: FileOutput, err: FileOutput) -> None:
     LogStream(PlainDisplay(out, err)).write("one\ntwo\n")
 
     assert err.text() == "[run] one\n[run] two\n"
 
 
-def test_without_a_terminal_progress_is_a_line_now_and_then(out: Recorded, err: Recorded) -> None:
+def test_without_a_terminal_progress_is_printed_at_intervals(
+    out: FileOutput, err: FileOutput
+) -> None:
     display = PlainDisplay(out, err)
     later = 1e9
     looks: list[tuple[Status, float]] = [
@@ -166,8 +170,8 @@ def test_without_a_terminal_progress_is_a_line_now_and_then(out: Recorded, err: 
     ]
 
 
-def test_progress_does_not_pile_up_where_nobody_reads(
-    out: Recorded, err: Recorded, terminal: Recorded, monkeypatch: pytest.MonkeyPatch
+def test_progress_is_skipped_while_the_reader_is_behind(
+    out: FileOutput, err: FileOutput, terminal: FileOutput, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Output, "is_behind", True)
 
@@ -182,7 +186,9 @@ def test_progress_does_not_pile_up_where_nobody_reads(
     assert err.text() == ""
 
 
-def test_a_terminal_gets_a_live_panel_and_lines_above_it(out: Recorded, terminal: Recorded) -> None:
+def test_a_terminal_shows_a_live_panel_below_the_lines(
+    out: FileOutput, terminal: FileOutput
+) -> None:
     console = Console(file=cast(TextIO, terminal), force_terminal=True, width=200)
 
     with LiveDisplay(console, out, terminal) as display:
@@ -197,7 +203,7 @@ def test_a_terminal_gets_a_live_panel_and_lines_above_it(out: Recorded, terminal
 
 @pytest.mark.parametrize(("kind", "display"), [("xterm", LiveDisplay), ("dumb", PlainDisplay)])
 def test_open_display_chooses_by_the_terminal(
-    out: Recorded, terminal: Recorded, monkeypatch: pytest.MonkeyPatch, kind: str, display: type
+    out: FileOutput, terminal: FileOutput, monkeypatch: pytest.MonkeyPatch, kind: str, display: type
 ) -> None:
     monkeypatch.setenv("TERM", kind)
 
@@ -205,7 +211,7 @@ def test_open_display_chooses_by_the_terminal(
     assert isinstance(open_display(terminal, out), PlainDisplay)
 
 
-def test_panel_has_a_row_for_each_worker_that_is_there() -> None:
+def test_the_panel_has_a_row_for_each_active_worker() -> None:
     console = Console(file=io.StringIO(), width=120, record=True)
 
     console.print(panel(STATUS))
@@ -218,7 +224,7 @@ def test_panel_has_a_row_for_each_worker_that_is_there() -> None:
     assert "compute" in text
 
 
-def test_panel_before_the_servers_answer() -> None:
+def test_the_panel_before_the_first_answer_shows_starting() -> None:
     console = Console(file=io.StringIO(), width=80, record=True)
 
     console.print(panel({}))
@@ -227,7 +233,7 @@ def test_panel_before_the_servers_answer() -> None:
 
 
 class Observer:
-    """Servers that answer as told; each answer that is an error is raised."""
+    """Fake observer with fixed answers; an answer that is an exception is raised."""
 
     def __init__(self, status: Any = STATUS, sha: Any = "f" * 64, stop: Any = None) -> None:
         self.answers = {"status": status, "sha": sha, "stop": stop}
@@ -255,7 +261,7 @@ class Observer:
 
 
 def ask(observer: Observer, before: Status | None = None) -> tuple[JobResult, str]:
-    """before: the status of an earlier look."""
+    """Return the collected result and the problem of the stop. before: an earlier status."""
     results: queue.SimpleQueue[JobResult] = queue.SimpleQueue()
     stops: queue.SimpleQueue[str] = queue.SimpleQueue()
     watch = JobPoller(lambda address: observer, results.put, stops.put)
@@ -269,12 +275,12 @@ def ask(observer: Observer, before: Status | None = None) -> tuple[JobResult, st
     return answers
 
 
-def test_watch_hands_out_the_result_and_stops_the_job() -> None:
+def test_the_poller_returns_the_result_and_stops_the_job() -> None:
     assert ask(Observer()) == (JobResult(STATUS, "f" * 64, ""), "")
 
 
-def test_watch_hands_out_the_history_that_it_has_seen_last() -> None:
-    """Also of servers that have ended before they could be asked again."""
+def test_the_poller_returns_the_last_received_history() -> None:
+    """The servers end before the second request."""
     row = MetricRow(1.0, 2, 1, 0, "loss", 0.5)
 
     class Reporting(Observer):
@@ -291,9 +297,7 @@ def test_watch_hands_out_the_history_that_it_has_seen_last() -> None:
 
 
 def rolled_back(version: int, ended: bool, state: str = "past") -> dict[str, Any]:
-    """A status of servers that hold their workers for this, and have come so far with their
-    data.
-    """
+    """Return a status with this version, this state of a worker, and one loop."""
     return {
         "version": version,
         "workers": [{"state": state}, {"state": "past"}],
@@ -316,7 +320,7 @@ def rolled_back(version: int, ended: bool, state: str = "past") -> dict[str, Any
         ({"version": 40, "workers": []}, ""),
     ],
 )
-def test_watch_knows_when_training_was_lost_after_the_workers_were_done(
+def test_a_rollback_after_the_last_worker_left_is_detected(
     status: dict[str, Any], undone: str
 ) -> None:
     result, _ = ask(Observer(status=status))
@@ -328,7 +332,7 @@ def test_watch_knows_when_training_was_lost_after_the_workers_were_done(
 @pytest.mark.parametrize(
     "now", [rolled_back(40, ended=True), {"version": 40, "workers": [], "data": []}]
 )
-def test_watch_remembers_how_far_the_servers_were(now: dict[str, Any]) -> None:
+def test_a_version_below_an_earlier_one_is_a_rollback(now: dict[str, Any]) -> None:
     observer, results = Observer(status={"version": 50}), list[JobResult]()
     watch = JobPoller(lambda address: observer, results.append, lambda problem: None)
     watch._poll()
@@ -342,7 +346,7 @@ def test_watch_remembers_how_far_the_servers_were(now: dict[str, Any]) -> None:
 def test_the_poller_stops_polling_before_the_servers_end(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A look at servers that are gone lasts until they have been silent for long enough."""
+    """A request to servers that have ended would block until its timeout."""
     monkeypatch.setattr("psworker.run.job_poller.POLL_SECONDS", 0.01)
     looks: queue.SimpleQueue[str] = queue.SimpleQueue()
 
@@ -367,7 +371,7 @@ def test_the_poller_stops_polling_before_the_servers_end(
 
 
 def idle(first: Status, *later: Status) -> str:
-    """Why the run is idle, after these looks at its servers."""
+    """Return the reason why a run with these successive statuses is idle."""
     observer, results = Observer(status=first), list[JobResult]()
     watch = JobPoller(lambda address: observer, results.append, lambda problem: None)
     for status in (first, *later):
@@ -394,13 +398,13 @@ LEFT, ENDED = [{"ended": True}, {"ended": False}], [{"ended": True}]
         ({"steps": 0, "model": MODEL, "data": []}, ""),
     ],
 )
-def test_watch_knows_that_no_step_of_this_run_was_counted(status: dict[str, Any], why: str) -> None:
+def test_a_run_without_a_counted_step_is_idle(status: dict[str, Any], why: str) -> None:
     assert why in idle(status)
     assert bool(why) is bool(idle(status))
     assert idle(status, status | {"steps": 10}, status) == ""
 
 
-def test_watch_calls_no_run_idle_whose_servers_do_not_answer_at_the_end() -> None:
+def test_a_run_is_not_idle_if_its_servers_do_not_answer_at_the_end() -> None:
     observer, results = Observer(status={"steps": 0, "model": None, "data": []}), list[JobResult]()
     watch = JobPoller(lambda address: observer, results.append, lambda problem: None)
     watch._poll()
@@ -411,7 +415,7 @@ def test_watch_calls_no_run_idle_whose_servers_do_not_answer_at_the_end() -> Non
     assert results[0].idle == ""
 
 
-def test_watch_says_why_there_are_no_weights() -> None:
+def test_the_reason_for_missing_weights_is_reported() -> None:
     result, _ = ask(Observer(sha=UnreachableError("no model")))
 
     assert result == JobResult(STATUS, None, "no model")
@@ -424,23 +428,21 @@ def test_watch_says_why_there_are_no_weights() -> None:
         ({"state": "waiting for a model", "model": {"tensors": 2}}, "has not sent its weights"),
     ],
 )
-def test_watch_asks_for_no_weights_where_there_cannot_be_any(
-    status: dict[str, Any], why: str
-) -> None:
+def test_weights_are_not_requested_before_the_upload(status: dict[str, Any], why: str) -> None:
     result, _ = ask(Observer(status=status))
 
     assert result.sha256 is None
     assert why in result.problem
 
 
-def test_watch_takes_no_old_status_for_the_last_word() -> None:
-    """The model may have come since."""
+def test_an_outdated_status_does_not_prevent_the_request_for_weights() -> None:
+    """A worker may have registered the model since."""
     result, _ = ask(Observer(status=UnreachableError("busy")), before={"model": None})
 
     assert result.sha256 == "f" * 64
 
 
-def test_watch_survives_servers_that_do_not_answer() -> None:
+def test_the_poller_tolerates_servers_that_do_not_answer() -> None:
     result, problem = ask(
         Observer(status=UnreachableError("starting"), stop=UnreachableError("refused"))
     )

@@ -1,4 +1,4 @@
-"""What ps-run makes of the values that a script has reported: --history, and the summary."""
+"""Reported values in ps-run: the file of --history, and the summary."""
 
 import csv
 import math
@@ -25,7 +25,7 @@ ROWS = [
 ]
 
 
-def test_the_file_has_a_line_for_each_value(tmp_path: Path) -> None:
+def test_the_history_file_has_a_line_for_each_value(tmp_path: Path) -> None:
     write_csv(tmp_path / "h.csv", ROWS)
 
     with open(tmp_path / "h.csv", newline="") as file:
@@ -41,13 +41,13 @@ def test_the_file_has_a_line_for_each_value(tmp_path: Path) -> None:
     assert math.isnan(float(lines[3][6]))
 
 
-def test_a_run_without_values_has_a_file_with_the_columns(tmp_path: Path) -> None:
+def test_the_history_file_of_a_run_without_values_has_only_columns(tmp_path: Path) -> None:
     write_csv(tmp_path / "h.csv", [])
 
     assert (tmp_path / "h.csv").read_text() == ",".join(COLUMNS) + "\n"
 
 
-def test_a_pipe_is_written_to(tmp_path: Path) -> None:
+def test_the_history_can_be_written_to_a_pipe(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     read: list[str] = []
     reader = threading.Thread(target=lambda: read.append((tmp_path / "pipe").read_text()))
@@ -58,7 +58,7 @@ def test_a_pipe_is_written_to(tmp_path: Path) -> None:
     assert read[0].count("\n") == 7
 
 
-def test_the_digest_is_of_the_lowest_rank() -> None:
+def test_the_digest_uses_the_values_of_the_lowest_rank() -> None:
     found = digest(ROWS)
 
     assert found["loss"] == {"rows": 3, "first": 2.5, "last": 0.5, "least": 0.5, "greatest": 2.5}
@@ -71,7 +71,7 @@ def test_the_digest_is_of_the_lowest_rank() -> None:
     }
 
 
-def test_the_table_shows_where_a_value_came_from() -> None:
+def test_the_table_shows_first_least_and_greatest_values() -> None:
     content = {
         "metrics": {"accuracy": 0.97, "loss": 0.5, "norm": None},
         "history": digest(ROWS),
@@ -93,9 +93,7 @@ def test_the_table_shows_where_a_value_came_from() -> None:
 
 
 @pytest.mark.parametrize("flag", ["--history", "--summary"])
-def test_a_place_that_cannot_be_written_to_is_refused_before_the_training(
-    tmp_path: Path, flag: str
-) -> None:
+def test_an_unwritable_path_is_refused_before_the_training(tmp_path: Path, flag: str) -> None:
     with pytest.raises(
         InvalidRequestError, match=f"`{flag} .*its folder does not exist or is not writable"
     ):

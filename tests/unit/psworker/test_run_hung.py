@@ -1,4 +1,4 @@
-"""What ps-run does about a worker whose script hangs and which the servers have dropped."""
+"""ps-run kills and restarts a worker whose script hangs after the servers have dropped it."""
 
 from typing import Any
 
@@ -19,8 +19,8 @@ def row(worker: int, pid: int, is_hung: bool, host: str = "here") -> dict[str, A
     return {"worker": worker, "pid": pid, "hung": is_hung, "host": host}
 
 
-def test_those_that_have_no_other_place_are_found() -> None:
-    """A script that comes out of its hang joins again, in the same process."""
+def test_processes_whose_newest_worker_is_hung_are_found() -> None:
+    """After a hang the script may continue and rejoin as a new worker of the same process."""
     rows = [
         row(10, 7, False),
         row(1, 5, True),
@@ -40,25 +40,25 @@ def started() -> Supervisor:
     return machine
 
 
-def test_it_is_killed_and_started_again() -> None:
+def test_a_hung_worker_is_killed_and_restarted() -> None:
     machine = started()
 
-    say, kill = machine.step(WorkerHung("w1"), 0.0)
+    message, kill = machine.step(WorkerHung("w1"), 0.0)
 
-    assert isinstance(say, ShowMessage)
-    assert "w1 is killed: its script hangs (--progress-timeout)" in say.text
+    assert isinstance(message, ShowMessage)
+    assert "w1 is killed: its script hangs (--progress-timeout)" in message.text
     assert kill == KillProcess("w1")
     assert StartProcess("w1", 1) in machine.step(ProcessExited("w1", -9), 0.0)
 
 
-def test_one_that_has_ended_meanwhile_is_not_killed() -> None:
+def test_a_hung_worker_that_has_exited_is_not_killed() -> None:
     machine = started()
     machine.step(ProcessExited("w1", 0), 0.0)
 
     assert machine.step(WorkerHung("w1"), 0.0) == []
 
 
-def test_a_run_that_ends_anyway_gives_it_its_grace() -> None:
+def test_an_ending_run_does_not_kill_a_hung_worker_early() -> None:
     machine = started()
     machine.step(SignalReceived(2), 0.0)
 

@@ -1,4 +1,4 @@
-"""What ps-run decides about a run in which no step was counted."""
+"""The outcome of a run in which no step was counted."""
 
 import pytest
 
@@ -20,7 +20,7 @@ WHY = "nothing was trained"
     ("allow_idle", "outcome"),
     [(False, RunOutcome("failed", 16, reason=WHY)), (True, RunOutcome("done"))],
 )
-def test_a_run_without_a_step_fails_after_its_servers_have_ended_in_order(
+def test_a_run_without_a_step_fails_after_an_orderly_stop(
     allow_idle: bool, outcome: RunOutcome
 ) -> None:
     machine = Supervisor(1, 1, max_restarts=0, durable=False, grace=5.0, allow_idle=allow_idle)

@@ -1,4 +1,4 @@
-"""What ps-run makes of what it hears."""
+"""How ps-run finds the standby that has replaced a server."""
 
 import pytest
 
@@ -9,12 +9,10 @@ from psworker.run.launcher import find_successor
     ("connected", "own", "found"),
     [(True, "h:1", "h:7"), (False, "h:1", ""), (True, "h:7", ""), (True, "", "")],
 )
-def test_a_server_in_the_place_of_another_is_found_in_the_status(
+def test_the_server_that_replaced_another_is_found_in_the_status(
     connected: bool, own: str, found: str
 ) -> None:
-    """Not one that is not there, not the server itself, and none of a server that never had an
-    address.
-    """
+    """It must be connected and have another address; a server without an address has none."""
     rows = [
         {"shard": 0, "address": "h:0", "connected": True},
         {"shard": 1, "address": "h:7", "connected": connected},

@@ -1,11 +1,11 @@
-"""What ps-run makes of a shard 0 that ends with 15: transcripts as in test_run_supervise."""
+"""Exit code 15 of shard 0 in ps-run: transcripts as in test_run_supervise."""
 
 import pytest
 
 from tests.support.supervisor_events import STARTED, play
 
 TRANSCRIPTS = {
-    "final weights that are not saved": STARTED
+    "the final weights are not saved": STARTED
     + """
 exit w1 0    |
 exit w0 0    | collect
@@ -14,22 +14,22 @@ stop ok      |
 exit s0 15   |
 exit s1 0    | finish done 15
 """,
-    "final weights that are not saved, of a job that was stopped": STARTED
+    "the final weights of a stopped job are not saved": STARTED
     + """
-exit s0 15   | say
+exit s0 15   | message
 exit w1 0    |
 exit w0 0    |
 exit s1 0    | finish done 15
 """,
-    "a signal stays, saved or not": STARTED
+    "a signal has precedence over exit code 15": STARTED
     + """
-signal 15    | say, term w0, term w1
+signal 15    | message, term w0, term w1
 exit w0 143  |
 exit w1 143  | term s0, term s1
 exit s0 15   |
 exit s1 0    | finish interrupted 143
 """,
-    "a failure stays, saved or not": STARTED
+    "a failure has precedence over exit code 15": STARTED
     + """
 exit w1 1    | term w0
 exit w0 143  | term s0, term s1

@@ -15,7 +15,7 @@ FULL = "x" * MAX_QUEUED_BYTES
 
 
 class Pipe:
-    """An Output into a pipe that is not read until `read`."""
+    """Output into a pipe that only `read` reads."""
 
     def __init__(self) -> None:
         reader, writer = os.pipe()
@@ -42,7 +42,7 @@ def pipe() -> Iterator[Pipe]:
     pipe.close()
 
 
-def test_what_is_written_comes_out_in_order(pipe: Pipe) -> None:
+def test_text_is_written_in_order(pipe: Pipe) -> None:
     for number in range(1000):
         pipe.output.write(f"{number}\n")
     pipe.output.finish()
@@ -51,13 +51,13 @@ def test_what_is_written_comes_out_in_order(pipe: Pipe) -> None:
     assert pipe.read(len(expected)) == expected
 
 
-def test_what_the_encoding_lacks_is_escaped(pipe: Pipe) -> None:
+def test_characters_outside_the_encoding_are_escaped(pipe: Pipe) -> None:
     pipe.output.write("a → é\n")
 
     assert pipe.read(11) == "a \\u2192 é\n"
 
 
-def test_writing_waits_for_nobody(pipe: Pipe) -> None:
+def test_write_does_not_wait_for_the_reader(pipe: Pipe) -> None:
     for _ in range(3):
         pipe.output.write(FULL)
 
@@ -106,7 +106,7 @@ def test_finish_waits_for_a_slow_reader_but_not_for_a_stalled_one(pipe: Pipe) ->
     thread.join()
 
 
-def test_a_closed_reader_loses_nothing(pipe: Pipe) -> None:
+def test_a_closed_pipe_is_no_problem(pipe: Pipe) -> None:
     pipe.output.write(FULL + FULL)
     pipe.close()
 
@@ -117,7 +117,7 @@ def test_a_closed_reader_loses_nothing(pipe: Pipe) -> None:
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
-def test_a_disk_that_is_full_is_a_problem_and_no_error() -> None:
+def test_a_full_disk_is_reported_as_a_problem_without_an_exception() -> None:
     with open("/dev/full", "w") as stream:
         output = Output(stream)
         output.write("text")
@@ -126,7 +126,7 @@ def test_a_disk_that_is_full_is_a_problem_and_no_error() -> None:
         assert "No space left" in output.problem
 
 
-def test_no_stream_at_all_takes_everything() -> None:
+def test_a_missing_stream_discards_everything() -> None:
     output = Output(None)
 
     output.write("text")
@@ -148,7 +148,7 @@ def test_two_streams_into_one_file_keep_their_order(tmp_path: Path) -> None:
     assert (tmp_path / "both").read_text().split() == [str(number) for number in range(100)]
 
 
-def test_streams_of_their_own_wait_for_their_own_readers(pipe: Pipe, tmp_path: Path) -> None:
+def test_separate_streams_wait_for_separate_readers(pipe: Pipe, tmp_path: Path) -> None:
     with open(tmp_path / "err", "w") as file:
         err = Output(file)
         pipe.output.write(FULL)
@@ -158,7 +158,7 @@ def test_streams_of_their_own_wait_for_their_own_readers(pipe: Pipe, tmp_path: P
     assert (tmp_path / "err").read_text() == "text"
 
 
-def test_the_stream_says_what_it_is(tmp_path: Path) -> None:
+def test_an_output_has_the_properties_of_its_stream(tmp_path: Path) -> None:
     class Terminal(io.TextIOWrapper):
         def isatty(self) -> bool:
             return True

@@ -35,12 +35,12 @@ def plan(
 
 
 def flags(line: list[str]) -> dict[str, str]:
-    """The value after each flag, up to the script."""
+    """Return the value of each flag before the script."""
     end = line.index("--") if "--" in line else len(line)
     return {line[i]: line[i + 1] for i in range(1, end) if line[i].startswith("--")}
 
 
-def test_each_server_gets_its_shard_a_free_port_and_the_way_to_the_first() -> None:
+def test_each_server_gets_its_shard_a_free_port_and_the_address_of_the_first() -> None:
     cluster = plan("--servers", "2", "--workers", "3")
 
     first, second = cluster.command("s0", {}), cluster.command("s1", BOUND)
@@ -54,7 +54,7 @@ def test_each_server_gets_its_shard_a_free_port_and_the_way_to_the_first() -> No
     assert flags(second)["--port-file"] == str(cluster.port_file("s1"))
 
 
-def test_a_server_that_is_started_again_keeps_its_port() -> None:
+def test_a_restarted_server_keeps_its_port() -> None:
     assert flags(plan().command("s0", BOUND))["--bind"] == "127.0.0.1:4000"
 
 
@@ -96,7 +96,7 @@ SERVER_VALUES = {
 
 
 @pytest.mark.parametrize("option", options.FORWARDED_TO_SERVERS, ids=lambda option: str(option.key))
-def test_server_flags_are_passed_on_to_every_server(option: Any) -> None:
+def test_server_flags_are_forwarded_to_every_server(option: Any) -> None:
     value = SERVER_VALUES[option.key]
     cluster = plan("--servers", "2", option.flag, value)
 
@@ -104,11 +104,11 @@ def test_server_flags_are_passed_on_to_every_server(option: Any) -> None:
         assert flags(cluster.command(name, BOUND))[option.flag] == value
 
 
-def test_what_nobody_chose_is_left_to_the_servers() -> None:
+def test_unset_settings_are_not_passed_to_the_servers() -> None:
     assert "--policy" not in plan().command("s0", {})
 
 
-def test_every_server_flag_is_either_passed_on_or_decided_here() -> None:
+def test_every_server_flag_is_either_forwarded_or_set_by_ps_run() -> None:
     passed_on = {
         *options.FORWARDED_TO_SERVERS,
         options.THREADS,
@@ -153,7 +153,7 @@ def test_a_module_is_marked_before_the_script() -> None:
         ((), {"OMP_NUM_THREADS": "3"}, None, None),
     ],
 )
-def test_cores_are_shared_out(
+def test_cores_are_divided_between_processes(
     args: tuple[str, ...], environ: dict[str, str], server: str, worker: str
 ) -> None:
     cluster = plan(*args, environ=environ)
@@ -173,15 +173,15 @@ def test_metrics_ports_count_up_over_all_processes() -> None:
     assert ports == [f"127.0.0.1:{port}" for port in (9000, 9001, 9002, 9003)]
 
 
-def test_metrics_ports_stay_free_ones_if_asked_for() -> None:
+def test_metrics_port_0_is_passed_to_every_process() -> None:
     assert (
         flags(plan("--metrics-bind", "127.0.0.1:0").command("w0", BOUND))["--metrics-bind"]
         == "127.0.0.1:0"
     )
 
 
-def test_settings_in_our_environment_travel_as_flags_only() -> None:
-    """What the script may have called PS_ of its own is for the script."""
+def test_settings_of_the_environment_are_passed_as_flags_only() -> None:
+    """Other PS_ variables, which the script may define, are passed to workers."""
     environ = {
         "PS_POLICY": "async",
         "PS_CONFIG": "x.toml",
@@ -202,14 +202,14 @@ def test_settings_in_our_environment_travel_as_flags_only() -> None:
 @pytest.mark.parametrize(
     ("wanted", "passed"), [("auto", "text"), ("text", "text"), ("json", "json")]
 )
-def test_children_write_text_since_we_show_their_lines(wanted: str, passed: str) -> None:
+def test_child_processes_log_text_unless_json_is_requested(wanted: str, passed: str) -> None:
     cluster = plan("--log-format", wanted, "--log-level", "debug")
 
     assert flags(cluster.command("s0", {}))["--log-format"] == passed
     assert flags(cluster.command("w0", BOUND))["--log-level"] == "debug"
 
 
-def test_what_is_passed_on_parses_again() -> None:
+def test_forwarded_values_parse_to_the_same_values() -> None:
     cluster = plan(
         "--lease", "250ms", "--data-dir", "/data", "--snapshot-every", "10m", "--resume", "never"
     )

@@ -1,4 +1,4 @@
-"""Summary, table and box: what a run came to."""
+"""Summary, table and error box of a run."""
 
 import json
 import os
@@ -17,7 +17,7 @@ RESULT = JobResult(
 )
 
 
-def test_summary_of_a_run_that_went_well() -> None:
+def test_the_summary_of_a_successful_run() -> None:
     assert report.summary(RunOutcome("done"), RESULT, SETTINGS, 1.23456, 2) == {
         "status": "done",
         "seconds": 1.235,
@@ -36,7 +36,7 @@ def test_summary_of_a_run_that_went_well() -> None:
     }
 
 
-def test_summary_of_a_run_that_never_got_to_training() -> None:
+def test_the_summary_of_a_run_without_training() -> None:
     content = report.summary(
         RunOutcome("failed", 10, "s0", 10, "s0 exited"), JobResult({}), SETTINGS, 1.0, 0
     )
@@ -50,7 +50,7 @@ def test_summary_of_a_run_that_never_got_to_training() -> None:
     assert content["error"] == {"process": "s0", "exit_code": 10, "reason": "s0 exited"}
 
 
-def test_a_resumed_run_tells_what_it_added_to_the_job_s_totals() -> None:
+def test_the_summary_of_a_resumed_run_has_the_totals_of_job_and_run() -> None:
     resumed = JobResult(RESULT.status, "f" * 64, resumed={"version": 3, "steps": 6, "samples": 300})
     content = report.summary(RunOutcome("done"), resumed, SETTINGS, 1.0, 0)
 
@@ -64,7 +64,7 @@ def test_a_resumed_run_tells_what_it_added_to_the_job_s_totals() -> None:
 SAVING = {**SETTINGS, "data_dir": Path("data"), "save": None}
 
 
-def test_a_run_that_has_a_data_directory_tells_whether_its_end_is_saved() -> None:
+def test_with_a_data_directory_the_summary_reports_whether_the_end_is_saved() -> None:
     done = report.summary(RunOutcome("done"), RESULT, SAVING, 1.0, 0)
     assert done["saved"] is True
     assert "not_saved" not in done
@@ -86,13 +86,13 @@ def test_a_run_that_has_a_data_directory_tells_whether_its_end_is_saved() -> Non
     assert interrupted["saved"] is False
 
 
-def test_a_run_whose_servers_went_back_to_before_it_has_added_nothing() -> None:
+def test_a_run_that_was_rolled_back_completely_has_added_nothing() -> None:
     resumed = JobResult(RESULT.status, resumed={"version": 9, "steps": 12, "samples": 400})
 
     assert report.this_run(resumed) == {"steps": 0, "samples": 0, "resumed_version": 9}
 
 
-def test_summary_file_is_whole_json(tmp_path: Path) -> None:
+def test_the_summary_file_is_replaced_completely(tmp_path: Path) -> None:
     path = tmp_path / "summary.json"
     path.write_text("old")
 
@@ -115,7 +115,7 @@ def test_a_metric_that_is_not_finite_is_null_in_json_and_shown_in_tables(tmp_pat
     assert '"best": null' in path.read_text()
 
 
-def test_a_summary_that_cannot_be_written_leaves_the_old_one(tmp_path: Path) -> None:
+def test_a_failed_write_of_the_summary_keeps_the_old_file(tmp_path: Path) -> None:
     path = tmp_path / "summary.json"
     path.write_text("old")
 
@@ -126,7 +126,7 @@ def test_a_summary_that_cannot_be_written_leaves_the_old_one(tmp_path: Path) -> 
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_link_to_a_summary_stays_one(tmp_path: Path) -> None:
+def test_a_link_to_a_summary_is_followed_and_not_replaced(tmp_path: Path) -> None:
     (tmp_path / "there").mkdir()
     link = tmp_path / "link.json"
     link.symlink_to(tmp_path / "there" / "summary.json")
@@ -152,7 +152,7 @@ def test_a_pipe_is_written_to_and_not_replaced(tmp_path: Path) -> None:
         os.close(reader)
 
 
-def test_table() -> None:
+def test_the_table_of_a_successful_run() -> None:
     content = report.summary(RunOutcome("done"), RESULT, SETTINGS, 12.3, 1)
 
     assert report.table(content).splitlines() == [
@@ -166,7 +166,7 @@ def test_table() -> None:
     ]
 
 
-def test_no_name_of_a_metric_breaks_the_table() -> None:
+def test_unprintable_names_of_metrics_are_quoted_in_the_table() -> None:
     result = JobResult(
         {"metrics": {"": 1.0, "a\nb": 2.0, "test accuracy": 3.0, "µ": 4.0}}, "f" * 64
     )
@@ -176,7 +176,7 @@ def test_no_name_of_a_metric_breaks_the_table() -> None:
     assert [line.split("  ")[1] for line in lines[:4]] == ["''", r"'a\nb'", "test accuracy", "µ"]
 
 
-def test_a_run_that_trained_nothing_says_why() -> None:
+def test_the_reason_for_missing_weights_is_in_summary_and_table() -> None:
     result = JobResult({"steps": 0}, None, "no worker has registered a model")
 
     content = report.summary(RunOutcome("done"), result, SETTINGS, 12.3, 0)
@@ -188,7 +188,7 @@ def test_a_run_that_trained_nothing_says_why() -> None:
     )
 
 
-def test_box_names_process_code_remedy_log_and_the_end_of_it() -> None:
+def test_the_box_has_process_code_remedy_log_and_last_lines() -> None:
     outcome = RunOutcome(
         "failed", 10, "s1", 10, "s1 exited with 10: taken", ("w0 was killed by SIGKILL",)
     )
@@ -206,7 +206,7 @@ def test_box_names_process_code_remedy_log_and_the_end_of_it() -> None:
     ]
 
 
-def test_box_shows_a_traceback_instead_of_the_tail() -> None:
+def test_the_box_shows_a_traceback_instead_of_the_last_lines() -> None:
     lines = report.box(
         RunOutcome("failed", 1, "w0", 1, "w0 exited with 1"),
         None,
@@ -218,7 +218,7 @@ def test_box_shows_a_traceback_instead_of_the_tail() -> None:
     assert "tail" not in lines
 
 
-def test_box_of_a_run_without_a_step_blames_no_process() -> None:
+def test_the_box_of_an_idle_run_names_no_process() -> None:
     lines = report.box(
         RunOutcome("failed", 16, reason="nothing was trained"), Path("/logs"), [], []
     ).splitlines()
@@ -229,7 +229,7 @@ def test_box_of_a_run_without_a_step_blames_no_process() -> None:
     assert lines[3] == "│ log: /logs"
 
 
-def test_box_of_a_very_long_traceback_keeps_its_end() -> None:
+def test_the_box_shows_the_end_of_a_long_traceback() -> None:
     traceback = [f"line {number}" for number in range(1000)]
 
     lines = report.box(RunOutcome("failed", 1, "w0", 1, "x"), None, [], traceback).splitlines()
@@ -262,5 +262,7 @@ def test_box_of_a_very_long_traceback_keeps_its_end() -> None:
         (255, False, 255, "exited with 255"),
     ],
 )
-def test_what_a_code_means(code: int, retryable: bool, status: int, text: str) -> None:
+def test_exit_codes_are_described_and_classified(
+    code: int, retryable: bool, status: int, text: str
+) -> None:
     assert (is_retryable(code), exit_status(code), describe(code)) == (retryable, status, text)

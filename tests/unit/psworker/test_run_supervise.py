@@ -1,6 +1,4 @@
-"""The supervisor's decisions, as transcripts: what happens on the left, what ps-run does about
-it on the right.
-"""
+"""The decisions of ps-run's supervisor as transcripts: events on the left, actions on the right."""
 
 import pytest
 
@@ -9,7 +7,7 @@ from psworker.launch.outcome import RunOutcome
 from psworker.launch.supervisor import BIND_SECONDS, COLLECT_SECONDS, STOP_SECONDS, Supervisor
 from tests.support.supervisor_events import STARTED, event, play
 
-WELL = """
+SUCCESS = """
 begin        | start s0
 bound s0     | start s1, start w0, start w1
 bound s1     |
@@ -23,49 +21,49 @@ exit s0 0    | finish done 0
 
 
 TRANSCRIPTS = {
-    "well": WELL,
-    "a script that raises ends the run, workers first": STARTED
+    "a successful run": SUCCESS,
+    "a failed script ends the run, workers first": STARTED
     + """
 exit w0 1    | term w1
 exit w1 143  | term s0, term s1
 exit s1 0    |
 exit s0 0    | finish failed 1 w0
 """,
-    "a worker killed by a signal is started again": STARTED
+    "a worker killed by a signal is restarted": STARTED
     + """
-exit w1 -9   | say, start w1 again
+exit w1 -9   | message, start w1 again
 exit w0 0    |
 exit w1 0    | collect
 """,
-    "lost servers are worth another try, a mismatch is not": STARTED
+    "a worker is restarted after lost servers but not after a mismatch": STARTED
     + """
-exit w1 20   | say, start w1 again
+exit w1 20   | message, start w1 again
 exit w1 11   | term w0
 exit w0 0    | term s0, term s1
 exit s0 0    |
 exit s1 0    | finish failed 11 w1
 """,
-    "restarts are counted over all processes": STARTED
+    "restarts of all processes are counted together": STARTED
     + """
-exit w0 -11  | say, start w0 again
-exit w1 143  | say, start w1 again
+exit w0 -11  | message, start w0 again
+exit w1 143  | message, start w1 again
 exit w0 137  | term w1
 exit w1 143  | term s0, term s1
 exit s0 0    |
 exit s1 0    | finish failed 137 w0
 """,
-    "a server that dies takes its weights along": STARTED
+    "without snapshots a killed server fails the run": STARTED
     + """
 exit s1 -9   | term w0, term w1
 exit w0 20   |
 exit w1 20   | term s0
 exit s0 0    | finish failed 137 s1
 """,
-    "a server that cannot start is the culprit": """
+    "the first server fails to start": """
 begin        | start s0
 exit s0 10   | finish failed 10 s0
 """,
-    "another server that cannot start": """
+    "the second server fails to start": """
 begin        | start s0
 bound s0     | start s1, start w0, start w1
 exit s1 12   | term w0, term w1
@@ -75,29 +73,29 @@ exit s0 143  | finish failed 12 s1
 """,
     "Ctrl-C": STARTED
     + """
-signal 2     | say, term w0, term w1
+signal 2     | message, term w0, term w1
 exit w0 143  |
 exit w1 0    | term s0, term s1
 exit s0 0    |
 exit s1 0    | finish interrupted 130
 """,
-    "SIGTERM before anything is bound": """
+    "SIGTERM before the first server is bound": """
 begin        | start s0
-signal 15    | say, term s0
+signal 15    | message, term s0
 exit s0 -15  | finish interrupted 143
 """,
-    "a second Ctrl-C kills at once": STARTED
+    "a second Ctrl-C kills all processes": STARTED
     + """
-signal 2     | say, term w0, term w1
+signal 2     | message, term w0, term w1
 signal 2     | kill s0, kill s1, kill w0, kill w1
 exit w0 -9   |
 exit w1 -9   | term s0, term s1
 exit s0 -9   |
 exit s1 -9   | finish interrupted 130
 """,
-    "who does not end within the grace is killed": STARTED
+    "processes are killed after the grace period": STARTED
     + """
-signal 15    | say, term w0, term w1
+signal 15    | message, term w0, term w1
 exit w0 143  |
 after 4.9    |
 after 0.1    | kill w1
@@ -107,75 +105,75 @@ after 0.1    | kill s0, kill s1
 exit s0 -9   |
 exit s1 -9   | finish interrupted 143
 """,
-    "a server that never opens its port": f"""
+    "a server that does not open its port is terminated": f"""
 begin        | start s0
 after {BIND_SECONDS}  | term s0
 exit s0 -15  | finish failed 20 s0
 """,
-    "another process stops the job": STARTED
+    "servers exit with 0 because the job was stopped": STARTED
     + """
-exit s0 0    | say
+exit s0 0    | message
 exit s1 0    |
 exit w0 0    |
 exit w1 0    | finish done 0
 """,
-    "a worker that is left alone has not done its work": STARTED
+    "a worker fails after the servers have ended": STARTED
     + """
-exit s0 0    | say
+exit s0 0    | message
 exit s1 0    |
 exit w0 0    |
 exit w1 20   | finish failed 20 w1
 """,
-    "the first server's standby has taken its place": STARTED
+    "a standby replaces the first server; the last server is terminated": STARTED
     + f"""
-exit s0 0    | say
+exit s0 0    | message
 after {10 * STOP_SECONDS} |
 exit w0 0    |
 exit w1 0    |
 after 5.0    | term s1
 exit s1 143  | finish done 0
 """,
-    "a server that was told to end takes its weights along": STARTED
+    "without snapshots a server that exits after SIGTERM fails the run": STARTED
     + """
 exit s0 143  | term w0, term w1
 exit w0 20   |
 exit w1 20   | term s1
 exit s1 143  | finish failed 143 s0
 """,
-    "a server whose standby has taken its place unasked": STARTED
+    "a standby replaces a failed server": STARTED
     + """
-exit s1 10 h:7 | say
+exit s1 10 h:7 | message
 exit w0 0    |
 exit w1 0    | collect
 collected    | stop job
 stop ok      |
 exit s0 0    | finish done 0
 """,
-    "a job that has moved to fewer servers": STARTED
+    "a reshard ends the second server": STARTED
     + """
-exit s1 0    | say
+exit s1 0    | message
 exit w0 0    |
 exit w1 0    | collect
 collected    | stop job
 stop ok      |
 exit s0 0    | finish done 0
 """,
-    "workers that take long to notice that the job was stopped": STARTED
+    "workers end long after the job was stopped": STARTED
     + f"""
-exit s1 0    | say
-exit s0 0    | say
+exit s1 0    | message
+exit s0 0    | message
 after {STOP_SECONDS} |
 exit w0 0    |
 exit w1 0    | finish done 0
 """,
-    "a script that raises while the job is being stopped": STARTED
+    "a script fails while the job is being stopped": STARTED
     + """
-exit s1 0    | say
+exit s1 0    | message
 exit w0 1    | term w1
 exit w1 0    | term s0
 exit s0 0    | finish failed 1 w0
 """,
-    "a server dies after the training, before its weights were read": STARTED
+    "a server is killed before the result is read": STARTED
     + """
 exit w0 0    |
 exit w1 0    | collect
@@ -183,7 +181,7 @@ exit s1 -9   | term s0
 exit s0 0    | finish failed 137 s1
 collected    |
 """,
-    "the servers ended before they were asked for the result": STARTED
+    "the servers end before the result is read": STARTED
     + """
 exit w0 0    |
 exit w1 0    | collect
@@ -195,7 +193,7 @@ collected    | finish done 0
     + f"""
 exit w0 0    |
 exit w1 0    | collect
-after {COLLECT_SECONDS} | say, stop job
+after {COLLECT_SECONDS} | message, stop job
 collected    |
 exit s0 0    |
 exit s1 0    | finish done 0
@@ -205,11 +203,11 @@ exit s1 0    | finish done 0
 exit w0 0    |
 exit w1 0    | collect
 collected    | stop job
-stop refused | say, term s0, term s1
+stop refused | message, term s0, term s1
 exit s0 0    |
 exit s1 0    | finish done 0
 """,
-    "a server that does not stop": STARTED
+    "a server that does not stop is terminated": STARTED
     + f"""
 exit w0 0    |
 exit w1 0    | collect
@@ -219,7 +217,7 @@ exit s0 0    |
 after {STOP_SECONDS} | term s1
 exit s1 -15  | finish failed 20 s1
 """,
-    "a last snapshot that fails": STARTED
+    "the last snapshot fails": STARTED
     + """
 exit w0 0    |
 exit w1 0    | collect
@@ -231,7 +229,7 @@ exit s0 0    | finish failed 12 s1
     + """
 exit w0 0    |
 exit w1 0    | collect
-signal 2     | say, term s0, term s1
+signal 2     | message, term s0, term s1
 collected    |
 exit s0 0    |
 exit s1 0    | finish interrupted 130
@@ -239,52 +237,52 @@ exit s1 0    | finish interrupted 130
 }
 
 DURABLE = {
-    "with snapshots a killed server is started again": STARTED
+    "a killed server is restarted": STARTED
     + """
-exit s0 -9   | say, start s0 again
+exit s0 -9   | message, start s0 again
 bound s0     |
 exit w0 0    |
 exit w1 0    | collect
 """,
-    "servers that went back after the workers were done have lost training": STARTED
+    "a rollback after the last worker exits fails the run": STARTED
     + """
 exit w0 0    |
-exit s1 -9   | say, start s1 again
+exit s1 -9   | message, start s1 again
 exit w1 0    |
 bound s1     | collect
-went back    | stop job
+rolled back  | stop job
 stop ok      |
 exit s0 0    |
 exit s1 0    | finish failed 12 s1
 """,
-    "a server that ends before its result is read is restarted, and the result read again": STARTED
+    "a server that ends before the result is read is restarted": STARTED
     + """
 exit w0 0    |
 exit w1 0    | collect
-exit s1 143  | say, start s1 again
+exit s1 143  | message, start s1 again
 collected    |
 bound s1     | collect
 collected    | stop job
 """,
-    "a result that was read before the restart does not count": STARTED
+    "a result read before a restart is ignored": STARTED
     + """
 exit w0 0    |
 exit w1 0    | collect
-exit s1 143  | say, start s1 again
-exit s0 143  | say, start s0 again
+exit s1 143  | message, start s1 again
+exit s0 143  | message, start s0 again
 bound s1     |
 bound s0     | collect
 collected    |
-went back    | stop job
+rolled back  | stop job
 stop ok      |
 exit s0 0    |
 exit s1 0    | finish failed 12 s0
 """,
-    "a server that does not return before its result is read": STARTED
+    "a server that does not restart before the result is read fails the run": STARTED
     + f"""
 exit w0 0    |
 exit w1 0    | collect
-exit s1 143  | say, start s1 again
+exit s1 143  | message, start s1 again
 collected    |
 after {BIND_SECONDS} | term s0, term s1
 exit s0 0    |
@@ -294,31 +292,31 @@ exit s1 -15  | finish failed 20 s1
     + """
 exit w0 0    |
 exit w1 0    | collect
-exit s1 -9 h:7 | say
+exit s1 -9 h:7 | message
 collected    | stop job
 """,
-    "with snapshots one that was told to end is started again": STARTED
+    "servers that exit after SIGTERM are restarted": STARTED
     + """
-exit s1 143  | say, start s1 again
-exit s0 143  | say, start s0 again
+exit s1 143  | message, start s1 again
+exit s0 143  | message, start s0 again
 bound s0     |
 bound s1     |
 exit w0 0    |
 exit w1 0    | collect
 """,
-    "but not one whose standby has taken its place": STARTED
+    "a server replaced by its standby is not restarted": STARTED
     + """
-exit s1 -9 h:7 | say
+exit s1 -9 h:7 | message
 exit w0 0    |
 exit w1 0    | collect
 """,
-    "but not one whose data directory is taken": STARTED
+    "a server whose data directory is in use is not restarted": STARTED
     + """
 exit s0 10   | term w0, term w1
 """,
-    "a server killed while it starts": """
+    "a server killed during its start is restarted": """
 begin        | start s0
-exit s0 -9   | say, start s0 again
+exit s0 -9   | message, start s0 again
 bound s0     | start s1, start w0, start w1
 """,
 }
@@ -334,8 +332,8 @@ def test_transcript_with_snapshots(transcript: str) -> None:
     play(transcript, durable=True)
 
 
-def test_the_outcome_names_the_first_failure_and_what_came_before() -> None:
-    outcome = play(TRANSCRIPTS["restarts are counted over all processes"], durable=False)
+def test_the_outcome_names_the_first_failure_and_earlier_restarts() -> None:
+    outcome = play(TRANSCRIPTS["restarts of all processes are counted together"], durable=False)
 
     assert outcome == RunOutcome(
         "failed",
@@ -353,7 +351,7 @@ def test_the_outcome_names_the_first_failure_and_what_came_before() -> None:
 @pytest.mark.parametrize(
     ("last", "ending"), [("exit s0 0", False), ("signal 2", True), ("exit w0 1", True)]
 )
-def test_a_run_whose_workers_go_on_is_not_ending(last: str, ending: bool) -> None:
+def test_a_run_with_running_workers_is_not_ending(last: str, ending: bool) -> None:
     machine = Supervisor(1, 2, max_restarts=0, durable=False, grace=5.0)
     machine.start(0.0)
     machine.step(ServerBound("s0"), 0.0)

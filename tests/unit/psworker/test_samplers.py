@@ -1,6 +1,4 @@
-"""Samplers and DataLoaders that are given to `job.batches`: what they choose is honoured, or
-refused with a reason.
-"""
+"""Samplers and DataLoaders as arguments of `job.batches`."""
 
 import random
 from collections.abc import Iterator
@@ -32,8 +30,8 @@ from tests.support.loader_ledger import Count, Ledger
 NUMBERS = torch.arange(10.0)
 
 
-class Weighing(Ledger):
-    """Remembers how many samples each push weighs."""
+class WeightRecorder(Ledger):
+    """Client that records the number of samples of each push."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,13 +43,13 @@ class Weighing(Ledger):
         return super().exchange(**call)
 
 
-def started() -> tuple[Job, ServerOptimizer, Weighing]:
-    client = Weighing()
+def started() -> tuple[Job, ServerOptimizer, WeightRecorder]:
+    client = WeightRecorder()
     job, model = Job(client), nn.Linear(1, 1)
     return job, job.optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model), client
 
 
-def passed(loader: Any, optimizer: ServerOptimizer) -> list[list[float]]:
+def train_pass(loader: Any, optimizer: ServerOptimizer) -> list[list[float]]:
     seen = []
     for batch in loader:
         seen.append(batch.tolist())
@@ -60,7 +58,7 @@ def passed(loader: Any, optimizer: ServerOptimizer) -> list[list[float]]:
 
 
 class Evens(Sampler[int]):
-    """Every other index; the last one first."""
+    """Sampler of the even indices, the last one first."""
 
     def __iter__(self) -> Iterator[int]:
         return iter([8, 0, 2, 4, 6])
@@ -69,8 +67,8 @@ class Evens(Sampler[int]):
         return 5
 
 
-class Drawn(Sampler[int]):
-    """Draws from all three generators; of no length."""
+class RandomIndices(Sampler[int]):
+    """Sampler without a length that uses all three random generators."""
 
     def __iter__(self) -> Iterator[int]:
         yield int(torch.randint(10, ()))
@@ -80,7 +78,7 @@ class Drawn(Sampler[int]):
 
 
 class Buckets(Sampler[list[int]]):
-    """Batches of several sizes."""
+    """Batch sampler with batches of several sizes."""
 
     def __iter__(self) -> Iterator[list[int]]:
         yield [0, 1, 2, 3]
@@ -101,12 +99,12 @@ class Endless(Sampler[int]):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_batches_are_runs_of_what_a_sampler_gives(workers: int) -> None:
+def test_batches_contain_the_indices_of_a_sampler_in_order(workers: int) -> None:
     job, optimizer, client = started()
     loader = job.batches(NUMBERS, 2, sampler=Evens(), num_workers=workers)
 
     assert len(loader) == 3
-    assert passed(loader, optimizer) == [[8, 0], [2, 4], [6]]
+    assert train_pass(loader, optimizer) == [[8, 0], [2, 4], [6]]
     assert len(loader) == 3
     assert client.weights == [2, 2, 1]
     (spec,) = client.loops
@@ -120,22 +118,22 @@ def test_batches_are_runs_of_what_a_sampler_gives(workers: int) -> None:
     )
 
 
-def test_a_sampler_with_drop_last_leaves_the_rest_out() -> None:
+def test_drop_last_omits_the_incomplete_batch_of_a_sampler() -> None:
     job, optimizer, _ = started()
     loader = job.batches(NUMBERS, 2, sampler=Evens(), drop_last=True)
 
     assert len(loader) == 2
-    assert passed(loader, optimizer) == [[8, 0], [2, 4]]
+    assert train_pass(loader, optimizer) == [[8, 0], [2, 4]]
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_batches_of_a_batch_sampler_weigh_what_they_hold(workers: int) -> None:
+def test_batches_of_a_batch_sampler_are_weighted_by_their_size(workers: int) -> None:
     job, optimizer, client = started()
     loader = job.batches(NUMBERS, batch_sampler=Buckets(), num_workers=workers)
 
     assert loader.batch_size is None
     assert len(loader) == 3
-    assert passed(loader, optimizer) == [[0, 1, 2, 3], [4], [5, 6]]
+    assert train_pass(loader, optimizer) == [[0, 1, 2, 3], [4], [5, 6]]
     assert client.weights == [4, 1, 2]
     (spec,) = client.loops
     assert isinstance(spec, LoopSpec)
@@ -143,12 +141,12 @@ def test_batches_of_a_batch_sampler_weigh_what_they_hold(workers: int) -> None:
 
 
 @pytest.mark.parametrize("given", [{"batch_size": 2, "sampler": []}, {"batch_sampler": []}])
-def test_a_sampler_may_have_nothing_to_give(given: dict[str, Any]) -> None:
+def test_an_empty_sampler_yields_no_batches(given: dict[str, Any]) -> None:
     job, optimizer, _ = started()
     loader = job.batches(NUMBERS, **given)
 
     assert len(loader) == 0
-    assert passed(loader, optimizer) == []
+    assert train_pass(loader, optimizer) == []
 
 
 @pytest.mark.parametrize(
@@ -160,11 +158,11 @@ def test_a_sampler_may_have_nothing_to_give(given: dict[str, Any]) -> None:
         SubsetRandomSampler([3, 1, 2]),
         WeightedRandomSampler([1.0] * 10, 7),
         RandomSampler(range(10), replacement=True, num_samples=30),
-        Drawn(),
+        RandomIndices(),
     ],
 )
-def test_a_sampler_draws_the_same_whatever_was_drawn_before(sampler: Any) -> None:
-    """Its pass is a function of (seed, pass), and the script's own generators do not notice."""
+def test_a_sampler_does_not_depend_on_the_state_of_random_generators(sampler: Any) -> None:
+    """Its order is a function of seed and pass, and it does not change the script's generators."""
     runs = []
     for noise in (0, 3):
         job, optimizer, _ = started()
@@ -175,22 +173,22 @@ def test_a_sampler_draws_the_same_whatever_was_drawn_before(sampler: Any) -> Non
         after = torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate()
         assert torch.equal(before[0], after[0])
         assert before[1:] == after[1:]
-        runs.append([passed(iterator, optimizer), passed(loader, optimizer)])
+        runs.append([train_pass(iterator, optimizer), train_pass(loader, optimizer)])
 
     assert runs[0] == runs[1]
 
 
-def test_a_sampler_that_draws_has_another_order_in_each_pass_and_for_each_seed() -> None:
+def test_a_random_sampler_has_another_order_for_each_pass_and_seed() -> None:
     one, other, third = (
-        order_of(Drawn(), 2, False, seed, epoch) for seed, epoch in ((0, 0), (0, 1), (1, 0))
+        order_of(RandomIndices(), 2, False, seed, epoch) for seed, epoch in ((0, 0), (0, 1), (1, 0))
     )
 
     assert len({tuple(order.indices.tolist()) for order in (one, other, third)}) == 3
     assert len({order.digest for order in (one, other, third)}) == 3
 
 
-def test_the_digest_tells_orders_and_batches_apart_and_is_the_same_for_ever() -> None:
-    """Literal letters: a job may be resumed by another release, on another machine."""
+def test_the_digest_differs_between_orders_and_never_changes() -> None:
+    """The digest is literal: another release on another machine may resume the job."""
     given: list[tuple[Any, int | None]] = [
         ([0, 1, 2, 3], 2),
         ([0, 1, 3, 2], 2),
@@ -207,9 +205,9 @@ def test_the_digest_tells_orders_and_batches_apart_and_is_the_same_for_ever() ->
 
 def test_a_sampler_without_a_length_has_one_during_a_pass() -> None:
     job, optimizer, _ = started()
-    loader = job.batches(NUMBERS, 4, sampler=Drawn())
+    loader = job.batches(NUMBERS, 4, sampler=RandomIndices())
 
-    with pytest.raises(TypeError, match=r"'Drawn' has no len\(\)"):
+    with pytest.raises(TypeError, match=r"'RandomIndices' has no len\(\)"):
         len(loader)
     for _ in loader:
         assert len(loader) == 4
@@ -219,7 +217,7 @@ def test_a_sampler_without_a_length_has_one_during_a_pass() -> None:
 # ---- misuse --------------------------------------------------------------------------------------
 
 
-class Stopper(Sampler[int]):
+class FixedSampler(Sampler[int]):
     def __init__(self, given: Any) -> None:
         self.given = given
 
@@ -267,7 +265,7 @@ DISTRIBUTED = DistributedSampler(range(10), num_replicas=2, rank=0)  # type: ign
         ({"batch_size": 0, "sampler": Evens()}, "batch_size must be at least 1"),
     ],
 )
-def test_what_cannot_go_together_is_refused_at_the_call(
+def test_incompatible_arguments_are_refused_at_the_call(
     given: dict[str, Any], message: str
 ) -> None:
     job, _, _ = started()
@@ -280,44 +278,48 @@ def test_what_cannot_go_together_is_refused_at_the_call(
     ("given", "message"),
     [
         (
-            {"batch_size": 2, "sampler": Stopper(["a"])},
-            "sampler Stopper failed to give indices: 'str'",
+            {"batch_size": 2, "sampler": FixedSampler(["a"])},
+            "sampler FixedSampler failed to give indices: 'str'",
         ),
         (
-            {"batch_size": 2, "sampler": Stopper([1.5])},
-            "sampler Stopper failed to give indices: 'float'",
+            {"batch_size": 2, "sampler": FixedSampler([1.5])},
+            "sampler FixedSampler failed to give indices: 'float'",
         ),
         (
-            {"batch_size": 2, "sampler": Stopper([2**70])},
-            "sampler Stopper failed to give indices: ",
+            {"batch_size": 2, "sampler": FixedSampler([2**70])},
+            "sampler FixedSampler failed to give indices: ",
         ),
         (
-            {"batch_sampler": Stopper([1, 2])},
-            "batch_sampler Stopper gave 1 instead",
+            {"batch_sampler": FixedSampler([1, 2])},
+            "batch_sampler FixedSampler gave 1 instead",
         ),
-        ({"batch_sampler": Stopper([[1], []])}, "batch_sampler Stopper gave an empty batch"),
         (
-            {"batch_sampler": Stopper([[1], [None]])},
-            "sampler Stopper failed to give indices: 'NoneType'",
+            {"batch_sampler": FixedSampler([[1], []])},
+            "batch_sampler FixedSampler gave an empty batch",
+        ),
+        (
+            {"batch_sampler": FixedSampler([[1], [None]])},
+            "sampler FixedSampler failed to give indices: 'NoneType'",
         ),
     ],
 )
-def test_what_a_sampler_must_not_give_is_refused_at_the_pass(
+def test_invalid_indices_of_a_sampler_are_refused_at_the_pass(
     given: dict[str, Any], message: str
 ) -> None:
-    """The pass has not begun then: the next one has its number."""
+    """The refused pass has not begun: the next one has its number."""
     job, optimizer, client = started()
 
     with pytest.raises(InvalidRequestError, match=message):
         iter(job.batches(NUMBERS, **given))
-    passed(job.batches(NUMBERS, 5), optimizer)
+    train_pass(job.batches(NUMBERS, 5), optimizer)
     assert client.loops == [LoopSpec(0, 10, 5)]
 
 
 @pytest.mark.parametrize(
-    "given", [{"batch_size": 2, "sampler": Endless()}, {"batch_sampler": Stopper([[0] * 3] * 40)}]
+    "given",
+    [{"batch_size": 2, "sampler": Endless()}, {"batch_sampler": FixedSampler([[0] * 3] * 40)}],
 )
-def test_a_sampler_without_an_end_is_refused(
+def test_an_endless_sampler_is_refused(
     given: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(orders, "MAX_INDICES", 100)
@@ -345,7 +347,7 @@ def test_a_sampler_without_an_end_is_refused(
         ({}, "batch_size is missing"),
     ],
 )
-def test_a_stream_takes_no_sampler(given: dict[str, Any], message: str) -> None:
+def test_a_stream_with_a_sampler_is_refused(given: dict[str, Any], message: str) -> None:
     job, _, _ = started()
 
     with pytest.raises(InvalidRequestError, match=message):
@@ -381,7 +383,7 @@ def doubled(samples: list[Tensor]) -> Tensor:
         ),
     ],
 )
-def test_a_data_loader_gives_the_batches_that_its_options_give(
+def test_a_data_loader_yields_the_same_batches_as_its_options(
     options: dict[str, Any], same: dict[str, Any]
 ) -> None:
     job, optimizer, _ = started()
@@ -393,41 +395,43 @@ def test_a_data_loader_gives_the_batches_that_its_options_give(
     assert len(loader) == len(expected) == len(given)
     assert loader.batch_size == expected.batch_size == given.batch_size
     for _ in range(2):
-        assert passed(loader, optimizer) == passed(expected, other_optimizer)
+        assert train_pass(loader, optimizer) == train_pass(expected, other_optimizer)
 
 
-def test_a_data_loader_s_generator_orders_its_sampler_pass_after_pass() -> None:
+def test_the_generator_of_a_data_loader_determines_the_orders() -> None:
     runs = []
     for _ in range(2):
         job, optimizer, _ = started()
         generator = torch.Generator().manual_seed(4)
         loader = job.batches(DataLoader(NUMBERS, 5, shuffle=True, generator=generator))  # type: ignore[arg-type]
-        runs.append([passed(loader, optimizer) for _ in range(2)])
+        runs.append([train_pass(loader, optimizer) for _ in range(2)])
 
     assert runs[0] == runs[1]
     assert runs[0][0] != runs[0][1]
 
 
-def test_a_data_loader_s_epochs_and_seed_are_given_in_the_call() -> None:
+def test_epochs_and_seed_of_a_data_loader_are_arguments_of_the_call() -> None:
     job, optimizer, client = started()
 
-    seen = passed(job.batches(DataLoader(NUMBERS, 5, shuffle=True), epochs=2, seed=9), optimizer)  # type: ignore[arg-type]
+    seen = train_pass(
+        job.batches(DataLoader(NUMBERS, 5, shuffle=True), epochs=2, seed=9), optimizer
+    )  # type: ignore[arg-type]
 
     assert len(seen) == 4
     assert client.loops == [LoopSpec(0, 10, 5, epochs=2, seed=9)]
 
 
-def test_a_data_loader_over_a_stream_is_read_as_the_stream() -> None:
+def test_a_data_loader_over_a_stream_is_a_stream() -> None:
     job, optimizer, _ = started()
 
-    assert passed(job.batches(DataLoader(Count(), batch_size=2)), optimizer) == [
+    assert train_pass(job.batches(DataLoader(Count(), batch_size=2)), optimizer) == [
         [0, 1],
         [2, 3],
         [4],
     ]
 
 
-class Wrapped(DataLoader[Any]):
+class OverriddenLoader(DataLoader[Any]):
     def __iter__(self) -> Any:
         return iter(())
 
@@ -445,7 +449,7 @@ class Wrapped(DataLoader[Any]):
             {"shuffle": False, "num_workers": 2, "sampler": Evens()},
             "the DataLoader excludes shuffle, sampler, num_workers:",
         ),
-        (Wrapped(NUMBERS, 2), {}, "Wrapped.*__iter__"),
+        (OverriddenLoader(NUMBERS, 2), {}, "OverriddenLoader.*__iter__"),
         (DataLoader(NUMBERS, batch_size=None), {}, "batch_size=None"),  # type: ignore[arg-type]
         (
             DataLoader(Count(), 2, num_workers=1),
@@ -461,7 +465,7 @@ class Wrapped(DataLoader[Any]):
         (DataLoader(NUMBERS, 2, sampler=Evens()), {"epochs": 2}, "sampler excludes epochs=2"),  # type: ignore[arg-type]
     ],
 )
-def test_what_a_data_loader_cannot_be_here_is_refused(
+def test_unsupported_data_loaders_are_refused(
     loader: Any, call: dict[str, Any], message: str
 ) -> None:
     job, _, _ = started()

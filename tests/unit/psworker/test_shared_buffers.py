@@ -1,4 +1,4 @@
-"""The worker's shared buffers. The servers are a transport that attaches here, or refuses."""
+"""The worker's shared buffers, with fake servers that attach or refuse the memory."""
 
 import logging
 import stat
@@ -33,9 +33,7 @@ Hook = Callable[[], None]
 
 
 class Servers:
-    """Two of them; `before` is called in place of shard 1's answer when it is asked next, and
-    may raise.
-    """
+    """Fake transport to two servers. before: called before shard 1 answers; it may raise."""
 
     def __init__(self) -> None:
         self.addresses = ["shard 0", "shard 1"]
@@ -58,7 +56,7 @@ class Servers:
         return ps.AttachMemoryResponse(attached=True)
 
     def memory_half(self, shard: int, half: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
-        """As the server sees it: 0 the gradients, 1 the weights."""
+        """Return half 0 (gradients) or 1 (weights) of the memory that the server has attached."""
         return np.frombuffer(self.memory[shard].memory, np.uint8)[half * PLAN.nbytes :][
             : PLAN.nbytes
         ]
@@ -74,7 +72,7 @@ def offered(lanes: Any = "auto", **refuses: str) -> tuple[ClientBuffers, Any]:
 
 
 def finished(lost: Collection[int]) -> Any:
-    """Exchanges with both shards; those in `lost` did not know the shared memory."""
+    """Return exchanges with both shards; those in `lost` have lost the shared memory."""
     return [SimpleNamespace(version=1, lost_memory=shard in lost) for shard in range(2)]
 
 
@@ -84,7 +82,7 @@ def files(servers: Servers) -> list[Path]:
     ]
 
 
-def test_offer_is_one_file_that_is_ours_alone_and_has_no_name_afterwards() -> None:
+def test_an_offer_is_one_private_file_that_is_unlinked_afterwards() -> None:
     buffers, servers = offered()
 
     assert [shard for shard, _ in servers.requests] == [0, 1]
@@ -96,7 +94,7 @@ def test_offer_is_one_file_that_is_ours_alone_and_has_no_name_afterwards() -> No
     assert (buffers.number, sorted(buffers.shards)) == (1, [0, 1])
 
 
-def test_servers_see_what_was_there_and_what_comes() -> None:
+def test_servers_see_earlier_and_later_bytes() -> None:
     buffers, servers = offered()
     buffers.gradients[4:8], servers.memory_half(1, 1)[8] = b"ient", 99
 
@@ -105,7 +103,7 @@ def test_servers_see_what_was_there_and_what_comes() -> None:
     assert buffers.weights[8] == 99
 
 
-def test_offer_that_stands_is_not_repeated_and_one_that_was_ended_is() -> None:
+def test_an_offer_is_repeated_only_after_detach() -> None:
     buffers, servers = offered()
     buffers.offer(servers, PLACE, 5.0)
     assert len(servers.requests) == 2
@@ -123,9 +121,7 @@ def test_offer_that_stands_is_not_repeated_and_one_that_was_ended_is() -> None:
 
 
 def test_used_memory_is_remapped_after_its_release() -> None:
-    """Another thread may find that an offer is over while the script writes: what it wrote would
-    be lost.
-    """
+    """Another thread may end an offer while the script writes; these bytes would be lost."""
     buffers, servers = offered()
     buffers.pin()
 
@@ -134,7 +130,7 @@ def test_used_memory_is_remapped_after_its_release() -> None:
 
     buffers.weights[0] = 7
     assert (buffers.number, buffers.shards, len(servers.requests)) == (0, frozenset(), 2)
-    assert servers.memory_half(0, 1)[0] == 7, "it is where it was"
+    assert servers.memory_half(0, 1)[0] == 7, "the memory is still shared"
     buffers.unpin()
     buffers.weights[0] = 8
     assert servers.memory_half(0, 1)[0] == 7
@@ -142,7 +138,7 @@ def test_used_memory_is_remapped_after_its_release() -> None:
     assert (buffers.number, len(servers.requests)) == (2, 4)
 
 
-def test_gradients_that_lie_elsewhere_are_copied_for_the_servers_that_share() -> None:
+def test_other_gradients_are_copied_for_servers_with_shared_memory() -> None:
     buffers, servers = offered(_1="no")
     elsewhere = memoryview(bytearray(range(256)) * (PLAN.nbytes // 256 + 1))[: PLAN.nbytes]
     buffers.gradients[:] = bytes(PLAN.nbytes)
@@ -155,7 +151,7 @@ def test_gradients_that_lie_elsewhere_are_copied_for_the_servers_that_share() ->
     assert not any(servers.memory_half(0, 0)[second.start : second.stop])
 
 
-def test_weights_that_belong_elsewhere_are_copied_from_those_that_wrote_them() -> None:
+def test_weights_are_copied_to_other_memory_from_servers_with_shared_memory() -> None:
     for lost in ((), (1,)):
         buffers, servers = offered()
         servers.memory_half(0, 1)[:] = 5
@@ -179,7 +175,7 @@ def test_own_buffers_are_not_copied() -> None:
     assert bytes(buffers.gradients[:4]) == b"grad"
 
 
-def test_server_that_refuses_is_named_in_one_line(caplog: pytest.LogCaptureFixture) -> None:
+def test_refusals_are_logged_once_with_the_first_server(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "psworker")
     buffers, servers = offered(_0="not here", _1="nor here")
     for _ in range(3):
@@ -193,10 +189,8 @@ def test_server_that_refuses_is_named_in_one_line(caplog: pytest.LogCaptureFixtu
 
 
 @pytest.mark.parametrize("lanes", ["auto", "shm"])
-def test_server_that_does_not_answer_is_asked_again_with_the_next_call(lanes: Any) -> None:
-    """It may be starting again. Until then everything goes over gRPC, even where memory is
-    demanded.
-    """
+def test_an_unanswered_offer_is_repeated_at_the_next_call(lanes: Any) -> None:
+    """The server may be restarting. Until then all bytes go over gRPC, even with --lanes shm."""
     servers: Any = Servers()
     buffers = LANES[lanes](PLAN.nbytes)
 
@@ -215,7 +209,7 @@ def test_server_that_does_not_answer_is_asked_again_with_the_next_call(lanes: An
     assert [servers.memory_half(shard, 0)[0] for shard in (0, 1)] == [9, 9]
 
 
-def test_an_offer_of_a_worker_that_is_out_is_an_error_and_not_a_reason_for_grpc() -> None:
+def test_an_offer_of_a_fenced_worker_raises() -> None:
     servers: Any = Servers()
     buffers = ClientBuffers(PLAN.nbytes)
 
@@ -231,7 +225,7 @@ def test_an_offer_of_a_worker_that_is_out_is_an_error_and_not_a_reason_for_grpc(
     assert sorted(buffers.shards) == [0, 1]
 
 
-def test_demanded_memory_that_one_server_refuses_is_used_by_nobody() -> None:
+def test_mandatory_memory_refused_by_one_server_is_not_used_by_any() -> None:
     with pytest.raises(
         InvalidRequestError, match="`--lanes shm` is not possible: shard 1: no, thanks"
     ):
@@ -247,13 +241,13 @@ def test_demanded_memory_that_one_server_refuses_is_used_by_nobody() -> None:
     assert servers.memory_half(0, 0)[0] == 0
 
 
-def test_no_offer_where_grpc_is_wanted() -> None:
+def test_lanes_grpc_makes_no_offer() -> None:
     buffers, servers = offered("grpc")
 
     assert (servers.requests, buffers.number) == ([], 0)
 
 
-def test_interrupted_offer_leaves_no_name_and_the_next_one_works() -> None:
+def test_an_interrupted_offer_leaves_no_file_and_can_be_repeated() -> None:
     servers: Any = Servers()
     buffers = ClientBuffers(PLAN.nbytes)
 

@@ -1,4 +1,4 @@
-"""A coordinator that does not answer heartbeats is spoken of, and so is its return."""
+"""Unanswered heartbeats are logged, and so is the next answer."""
 
 import logging
 
@@ -21,11 +21,13 @@ def messages(caplog: pytest.LogCaptureFixture, answers: str, seconds: float = 1.
     return caplog.messages
 
 
-def test_one_lost_heartbeat_is_not_worth_a_line(caplog: pytest.LogCaptureFixture) -> None:
+def test_one_lost_heartbeat_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
     assert messages(caplog, "..x.x..") == []
 
 
-def test_two_are_and_then_one_line_every_eight_seconds(caplog: pytest.LogCaptureFixture) -> None:
+def test_two_lost_heartbeats_are_logged_and_repeated_every_eight_seconds(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     first, second = messages(caplog, "." + "x" * 17)
 
     assert first == f"heartbeats_unanswered worker=7 silent_seconds=2 problem={LOST}"

@@ -1,6 +1,4 @@
-"""Streams as a script sees them: in order, from where it had counted, with the end of each
-source found in time.
-"""
+"""Streams of a script: order, position of a resumed job, and the end of each source."""
 
 import random
 from collections.abc import Iterator
@@ -23,7 +21,7 @@ from psworker.optim.optimizer import ServerOptimizer
 
 
 class Recorder(LocalClient):
-    """A job of one worker that remembers what was pushed."""
+    """Client of a job with one worker that records pushed batches."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,7 +40,7 @@ def started() -> tuple[Job, ServerOptimizer, Recorder]:
 
 
 class Count(IterableDataset[Any]):
-    """The numbers below `size`."""
+    """Stream of the numbers below `size`."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -52,7 +50,7 @@ class Count(IterableDataset[Any]):
 
 
 class Sources:
-    """Of each source s, 10 s, 10 s + 1 and so on. opened: where it was read from."""
+    """Source s has the numbers from 10 s on. opened: source and offset of each read."""
 
     def __init__(self, *sizes: int) -> None:
         self.sizes = sizes
@@ -86,7 +84,7 @@ def test_each_source_is_read_to_its_end_and_opened_once() -> None:
     assert [where for where in data.opened if where[1] == 0] == [(0, 0), (1, 0), (2, 0)]
 
 
-def test_a_push_says_how_many_samples_it_found_and_whether_the_source_ends() -> None:
+def test_a_push_has_the_number_of_samples_and_the_end_of_the_source() -> None:
     job, optimizer, client = started()
     for _ in job.batches(Sources(4, 3), 2, sources=2):
         optimizer.step()
@@ -100,8 +98,8 @@ def test_a_push_says_how_many_samples_it_found_and_whether_the_source_ends() -> 
     ]
 
 
-def test_a_reader_goes_to_where_the_ledger_says() -> None:
-    """A source that another worker had begun, a batch that came back, one behind the end."""
+def test_a_reader_continues_at_the_position_of_the_ledger() -> None:
+    """In a source begun by another worker, at a returned batch, and behind the end."""
     spec, data = StreamSpec(0, sources=2, batch_size=3), Sources(10, 7)
     stream = StreamReader(spec, data, list, seed=None)
     read = {
@@ -120,7 +118,7 @@ def test_a_reader_goes_to_where_the_ledger_says() -> None:
     assert data.opened == [(1, 3), (0, 6), (0, 3), (1, 15)]
 
 
-def test_an_iterable_dataset_passes_over_what_has_counted() -> None:
+def test_an_iterable_dataset_skips_counted_samples() -> None:
     spec = StreamSpec(0, sources=1, batch_size=4)
     stream = StreamReader(
         spec, psworker.data.stream_dataset.stream_of(Count(10), 1), list, seed=None
@@ -134,7 +132,7 @@ class Noisy:
         return ((place, random.random()) for place in range(offset, 9))
 
 
-def test_what_is_drawn_for_a_sample_does_not_depend_on_where_reading_began() -> None:
+def test_random_numbers_of_a_sample_do_not_depend_on_the_start_of_reading() -> None:
     spec = StreamSpec(0, sources=1, batch_size=3)
     complete, later = (StreamReader(spec, Noisy(), list, seed=5) for _ in range(2))
     together = [complete.read(spec.number(0, place))[1] for place in range(3)]
@@ -145,7 +143,7 @@ def test_what_is_drawn_for_a_sample_does_not_depend_on_where_reading_began() -> 
     assert StreamReader(spec, Noisy(), list, seed=6).read(0)[1] != together[0]
 
 
-def test_a_script_s_randomness_is_that_of_the_batch() -> None:
+def test_random_numbers_of_the_script_depend_on_the_batch() -> None:
     def draws() -> list[float]:
         job, _, _ = started()
         return [torch.rand(()).item() for _ in job.batches(Count(7), 2)]
@@ -154,7 +152,7 @@ def test_a_script_s_randomness_is_that_of_the_batch() -> None:
     assert len(set(draws())) == 4
 
 
-def test_a_map_style_data_set_that_can_read_something_is_map_style() -> None:
+def test_a_map_style_data_set_with_a_read_method_is_map_style() -> None:
     class Both:
         def __len__(self) -> int:
             return 4
@@ -179,7 +177,7 @@ def test_a_map_style_data_set_that_can_read_something_is_map_style() -> None:
         ({"num_workers": 2}, "num_workers cannot apply"),
     ],
 )
-def test_what_a_stream_cannot_do_is_refused(options: dict[str, Any], problem: str) -> None:
+def test_options_that_a_stream_lacks_are_refused(options: dict[str, Any], problem: str) -> None:
     job, _, _ = started()
 
     with pytest.raises(InvalidRequestError, match=problem):

@@ -1,4 +1,4 @@
-"""Torch's own tools do with a job's optimizer what they do with any other."""
+"""Tools of torch work with the optimizer of a job as with any other."""
 
 import copy
 from typing import Any
@@ -28,7 +28,7 @@ def started(client: LocalClient, overlap: bool = False) -> tuple[Job, ServerOpti
 
 @pytest.mark.parametrize("options", [{}, {"flatten_optimizer_state_dict": True}])
 def test_distributed_checkpoints_make_no_step(options: dict[str, Any]) -> None:
-    """Where an optimizer has no state torch makes some, by a step with gradients of zero."""
+    """For an optimizer without state torch creates one by a step with zero gradients."""
     job, optimizer, model = started(LocalClient())
     for _ in range(2):
         saved = get_optimizer_state_dict(model, optimizer, options=StateDictOptions(**options))
@@ -39,8 +39,8 @@ def test_distributed_checkpoints_make_no_step(options: dict[str, Any]) -> None:
     assert optimizer.param_groups[0]["lr"] == 0.1
 
 
-class Watching(LocalClient):
-    """Remembers the samples and the gradient of each push."""
+class PushRecorder(LocalClient):
+    """Client that records the samples and the gradient of each push."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,8 +52,8 @@ class Watching(LocalClient):
         return super().exchange(**call)
 
 
-class Infinite(nn.Module):
-    """A weight whose gradient is the batch's mean times 3, and infinite for negative ones."""
+class OverflowingModel(nn.Module):
+    """Weight with a gradient of 3 times the mean of the batch, infinite for negative batches."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class Infinite(nn.Module):
         return (self.weight * 3.0 * batch.where(batch > 0, torch.inf)).mean()
 
 
-def gradient(model: Infinite) -> float:
+def gradient(model: OverflowingModel) -> float:
     assert model.weight.grad is not None
     return model.weight.grad.item()
 
@@ -71,13 +71,11 @@ def gradient(model: Infinite) -> float:
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("first", [False, True])
 @pytest.mark.parametrize("unscaled", [False, True])
-def test_what_gradscaler_leaves_out_weighs_nothing_later(
+def test_batches_skipped_by_gradscaler_have_no_weight(
     first: bool, overlap: bool, unscaled: bool
 ) -> None:
-    """first: zero_grad() comes before backward. Hooks run where there is a step, and see no
-    scale in gradients.
-    """
-    job, model = Job(client := Watching()), Infinite()
+    """first: zero_grad() precedes backward. Hooks run only at steps and see unscaled gradients."""
+    job, model = Job(client := PushRecorder()), OverflowingModel()
     optimizer = job.optimizer(torch.optim.SGD(model.parameters(), lr=0.5), model, overlap=overlap)
     seen: list[float] = []
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
@@ -102,7 +100,7 @@ def test_what_gradscaler_leaves_out_weighs_nothing_later(
     assert scaler.get_scale() == 2.0**8
 
 
-def test_gradscaler_refuses_weights_of_half_precision_as_ever() -> None:
+def test_gradscaler_refuses_half_precision_weights_as_in_torch() -> None:
     model = nn.Linear(3, 2, dtype=torch.float16)
     optimizer = Job(LocalClient()).optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
@@ -112,7 +110,7 @@ def test_gradscaler_refuses_weights_of_half_precision_as_ever() -> None:
         scaler.step(optimizer)
 
 
-def test_hooks_of_a_step_see_what_the_script_has_given_it() -> None:
+def test_step_hooks_receive_the_arguments_of_the_script() -> None:
     _, optimizer, _ = started(LocalClient())
     seen: list[tuple[int, list[str]]] = []
     optimizer.register_step_pre_hook(lambda _, args, kwargs: seen.append((len(args), list(kwargs))))
@@ -124,7 +122,7 @@ def test_hooks_of_a_step_see_what_the_script_has_given_it() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_gradscaler_divides_as_for_any_other_optimizer(dtype: torch.dtype) -> None:
+def test_gradscaler_unscales_gradients_as_in_torch(dtype: torch.dtype) -> None:
     """A scale that is no power of two shows the last bit."""
     models = [nn.Linear(30, 20, dtype=dtype) for _ in range(2)]
     models[1].load_state_dict(models[0].state_dict())
@@ -144,7 +142,7 @@ def test_gradscaler_divides_as_for_any_other_optimizer(dtype: torch.dtype) -> No
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_compiled_function_may_make_steps(overlap: bool) -> None:
-    """As PyTorch's own recipe for optimizers has it; what happens in the step is not compiled."""
+    """This is the recipe of PyTorch for optimizers; the step itself is not compiled."""
     job, optimizer, model = started(LocalClient(), overlap)
     step = torch.compile(lambda: optimizer.step(), backend="eager")
     for _ in range(2):
@@ -155,7 +153,7 @@ def test_a_compiled_function_may_make_steps(overlap: bool) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Seems like:UserWarning")
-def test_copies_of_a_scheduler_run_ahead_and_those_of_its_optimizer_make_no_steps() -> None:
+def test_a_copied_scheduler_works_and_a_copied_optimizer_makes_no_steps() -> None:
     job, optimizer, model = started(LocalClient())
     scheduler = copy.deepcopy(torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5))
     copied = scheduler.optimizer

@@ -1,4 +1,4 @@
-"""How many samples a step weighs: those whose gradients it brings."""
+"""The weight of a step is the number of samples whose gradients it pushes."""
 
 from typing import Any
 
@@ -13,8 +13,8 @@ from psworker.optim.optimizer import ServerOptimizer
 NUMBERS = torch.arange(10.0)[:, None]
 
 
-class Scales(LocalClient):
-    """Remembers what each push weighed."""
+class WeightRecorder(LocalClient):
+    """Client that records the number of samples of each push."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -26,8 +26,8 @@ class Scales(LocalClient):
         return super().exchange(**call)
 
 
-def started() -> tuple[Job, Scales, nn.Module, ServerOptimizer]:
-    client, model = Scales(), nn.Linear(1, 1)
+def started() -> tuple[Job, WeightRecorder, nn.Module, ServerOptimizer]:
+    client, model = WeightRecorder(), nn.Linear(1, 1)
     job = Job(client)
     return job, client, model, job.optimizer(torch.optim.SGD(model.parameters(), lr=0.01), model)
 
@@ -36,8 +36,8 @@ def backward(model: nn.Module, batch: torch.Tensor) -> None:
     model(batch).mean().backward()
 
 
-def test_what_was_evaluated_before_a_loop_or_within_it_weighs_nothing() -> None:
-    """With torch.no_grad() in the body only, where job.batches cannot see it."""
+def test_evaluated_samples_have_no_weight() -> None:
+    """torch.no_grad() is only in the loop body, where job.batches cannot detect it."""
     job, client, model, optimizer = started()
 
     def evaluate() -> None:
@@ -55,7 +55,7 @@ def test_what_was_evaluated_before_a_loop_or_within_it_weighs_nothing() -> None:
     assert client.weights == [5, 5]
 
 
-def test_the_gradients_of_a_whole_loop_weigh_all_its_samples() -> None:
+def test_one_step_after_a_loop_has_the_weight_of_all_its_samples() -> None:
     job, client, model, optimizer = started()
 
     for batch in job.batches(NUMBERS, 4):
@@ -65,7 +65,7 @@ def test_the_gradients_of_a_whole_loop_weigh_all_its_samples() -> None:
     assert client.weights == [10]
 
 
-def test_a_rest_whose_gradient_is_thrown_away_weighs_nothing() -> None:
+def test_samples_of_a_discarded_gradient_have_no_weight() -> None:
     job, client, model, optimizer = started()
 
     for _ in range(2):
@@ -79,8 +79,8 @@ def test_a_rest_whose_gradient_is_thrown_away_weighs_nothing() -> None:
     assert client.weights == [8, 8]
 
 
-def test_a_step_with_neither_a_gradient_nor_a_batch_is_none() -> None:
-    """As after a loop whose batches filled up all steps; a batch alone is reason enough for one."""
+def test_a_step_without_a_gradient_and_a_batch_pushes_nothing() -> None:
+    """For example after a loop whose batches are all pushed. A batch alone is pushed."""
     job, client, model, optimizer = started()
 
     for _ in range(2):
@@ -98,7 +98,7 @@ def test_a_step_with_neither_a_gradient_nor_a_batch_is_none() -> None:
     assert job.stats.steps == len(client.weights)
 
 
-def test_without_batches_of_the_job_every_step_is_one() -> None:
+def test_without_batches_every_step_has_one_sample() -> None:
     _, client, _, optimizer = started()
 
     optimizer.step()
