@@ -59,13 +59,15 @@ class SnapshotScheduler:
         )
         if wanted is None:
             raise UnreachableError(
-                f"nothing to save yet: {self._registry.missing or 'no weights have come'}",
+                "there is nothing to save yet: the job waits for "
+                f"{self._registry.missing or 'the first weights'}",
                 "NOT_READY",
             )
         version = self._written(wanted, seconds)
         if version is None and self._executor.ending:
             raise UnreachableError(
-                "the servers are stopping, with a last snapshot where there can be one", "STOPPING"
+                "cannot save: the servers are stopping, and take a last snapshot if possible",
+                "STOPPING",
             )
         if version is None:
             raise WaitTimeoutError(
@@ -83,9 +85,9 @@ class SnapshotScheduler:
                 f"snapshot {version} cannot be loaded by every shard (see the servers' logs)"
             )
         if not done:
-            raise WaitTimeoutError(
-                f"not every shard has loaded it: {self._registry.missing or 'the job ends'}"
-            )
+            missing = self._registry.missing
+            why = f"the job waits for {missing}" if missing else "the job ends"
+            raise WaitTimeoutError(f"snapshot {version} is not loaded after {seconds:.0f} s: {why}")
 
     @property
     def coordinator(self) -> CoordinatorMachine:

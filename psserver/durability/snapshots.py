@@ -89,9 +89,9 @@ class SnapshotManager:
             *self._data_dir.glob("snapshots/*/shard-*"),
         ]:
             raise MismatchError(
-                f"{found[0]} is of a job whose shard 0 had another data directory than "
-                f"{self._data_dir}: start each "
-                "server with the one that it had; --resume never begins a new job here",
+                f"data directory {self._data_dir} is not that of shard 0: {found[0]} belongs to "
+                "another shard. Try: start each server with its own earlier `--data-dir`, or "
+                "`--resume never` to begin a new job here",
                 "SHARD_MISMATCH",
             )
 

@@ -91,7 +91,7 @@ class LeaseDirectory:
         try:
             return PrimaryRecord(raw["term"], raw["holder"], raw.get("in_sync", ""))
         except KeyError as missing:
-            raise ValueError(f"{path} has no {missing}") from missing
+            raise ValueError(f"{path} has no key {missing}") from missing
 
 
 def _write(path: Path, text: str) -> None:

@@ -251,7 +251,8 @@ class PrimaryReplicator:
         machine = self._machine
         if hello.term > machine.term:
             raise UnreachableError(
-                f"this server is of term {machine.term}, not {hello.term}", "NOT_PRIMARY"
+                f"this server's term is {machine.term}, but its standby knows term {hello.term}",
+                "NOT_PRIMARY",
             )
         with self._changed:
             self._end_link(hello)
@@ -272,9 +273,11 @@ class PrimaryReplicator:
         """End the current connection, if this standby may replace it."""
         machine = self._machine
         if self.has_standby and machine.standby_id != hello.instance:
-            raise MismatchError(f"this shard has a standby at {self._address}", "SHARD_TAKEN")
+            raise MismatchError(
+                f"this shard already has a standby at {self._address}", "SHARD_TAKEN"
+            )
         if machine.is_handing_over:
-            raise UnreachableError("this server hands over to its standby", "NOT_PRIMARY")
+            raise UnreachableError("this server is handing over to its standby", "NOT_PRIMARY")
         self._drop_link(machine.link_id)  # the standby reconnects: its previous connection ended
         self._check()
 

@@ -231,7 +231,7 @@ class Standby:
     def _begin(self, hello: Hello) -> None:
         if not self._failover.begin_loading(hello.term, hello.is_sync):
             raise UnreachableError(
-                f"{self.primary} is not primary any more: its term is {hello.term}",
+                f"{self.primary} is no longer primary: its term is only {hello.term}",
                 "NOT_PRIMARY",
             )
         self._job = hello.job or self._job
@@ -268,7 +268,8 @@ class Standby:
             and self._failover.silence_seconds(time.monotonic()) >= self.config.join_timeout
         ):
             self.failure = UnreachableError(
-                f"the primary at {self.primary}: silent for too long: {error}"
+                f"the primary at {self.primary} did not answer within "
+                f"{self.config.join_timeout:g} s: {error}"
             )
             self.ended.set()
         elif time.monotonic() - self._noticed_at >= NOTICE_INTERVAL_SECONDS:
@@ -339,7 +340,7 @@ class Standby:
         with self._promoting:
             if self._promoted is None:
                 if self.ended.is_set():
-                    raise UnreachableError("this standby ends", "STOPPING")
+                    raise UnreachableError("this standby is stopping", "STOPPING")
                 note = self._ask_to_step_down()
                 primary_record = self._failover.take_over()
                 if primary_record is None:

@@ -190,13 +190,13 @@ class ServerSearch:
         leaves = answer.shard >= answer.shards and answer.layout > 0
         if not (0 <= answer.shard < answer.shards or leaves):
             raise _mismatch(
-                f"the server at {address} says that it is shard {answer.shard} of {answer.shards}"
+                f"the server at {address} claims to be shard {answer.shard} of {answer.shards}"
             )
         for other, earlier in self._answers.items():
             if earlier.shards != answer.shards and earlier.layout == answer.layout:
                 raise _mismatch(
                     f"{other} is shard {earlier.shard} of {earlier.shards}, but {address} is shard "
-                    f"{answer.shard} of {answer.shards}: they are not servers of one job"
+                    f"{answer.shard} of {answer.shards}: they are servers of different jobs"
                 )
             if earlier.job and answer.job and earlier.job != answer.job and other != address:
                 raise MismatchError(
@@ -216,8 +216,8 @@ class ServerSearch:
         known = self._answers[leader].hints().get(shard, "") if leader else ""
         if known and known not in (address, self._answers[address].own):
             raise _mismatch(
-                f"{address} says that it is shard {shard}, but shard 0 at {leader} works with "
-                f"{known} as that"
+                f"{address} claims to be shard {shard}, but shard 0 at {leader} knows {known} as "
+                f"shard {shard}"
             )
 
     def _followers(self) -> list[tuple[int, str]]:

@@ -147,6 +147,6 @@ class Endpoints:
         with self._lock:
             if term < self._terms[shard]:
                 newest = self._terms[shard]
-                text = f"shard {shard} answered in term {term}; its primary is of term {newest}"
+                text = f"shard {shard} answered in term {term}, but its primary has term {newest}"
                 raise UnreachableError(text, "NOT_PRIMARY")
             self._terms[shard] = term

@@ -258,7 +258,7 @@ def test_a_snapshot_request_while_the_servers_stop_is_refused(
     with counter(servers.address) as client:
         count(client)
         service.stop_reason = "asked to"
-        with pytest.raises(UnreachableError, match="the servers are stopping") as caught:
+        with pytest.raises(UnreachableError) as caught:
             service.snapshot_scheduler.save(300.0)
         service.stop_reason = None
     assert caught.value.reason == "STOPPING"

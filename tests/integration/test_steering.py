@@ -198,10 +198,10 @@ def test_an_invalid_policy_is_refused_and_the_old_one_stays(cluster: Make, capsy
     address = cluster(1, policy="async", in_flight=1000).address  # a push has 960 bytes
     with counter(address, 0, lanes="grpc") as one, counter(address, 1, lanes="grpc"):
         assert ps_ctl(["--ps", address, "policy", "set", "sync"]) == 2
-        assert "start the servers with --in-flight 1920" in capsys.readouterr().err
+        assert "`--in-flight 1920`" in capsys.readouterr().err
         with (
             CoordinatorClient([address], 10.0) as servers,
-            pytest.raises(InvalidRequestError, match="ssp needs it"),
+            pytest.raises(InvalidRequestError, match="ssp requires"),
         ):
             servers.set_policy("ssp", None, None)
 

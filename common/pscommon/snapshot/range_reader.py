@@ -76,7 +76,7 @@ class SnapshotReader:
         span = ByteRange(start, stop)
         target = out.cast("B")
         if len(target) != span.nbytes:
-            raise ValueError(f"{len(target)} bytes of room for {span.nbytes} of the tape")
+            raise ValueError(f"the target has {len(target)} bytes, but the range has {span.nbytes}")
         if not target:
             return True
         gaps = self._fill(kind, span, torch.frombuffer(target, dtype=torch.uint8))

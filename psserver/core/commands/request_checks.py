@@ -199,4 +199,4 @@ def check_names(what: str, names: Iterable[str]) -> None:
 
 def refuse(what: str, why: str, how: str) -> NoReturn:
     """Raise InvalidRequestError for an argument that is out of range."""
-    raise InvalidRequestError(f"{what} refused: {why}. Try: {how}.", "OUT_OF_RANGE")
+    raise InvalidRequestError(f"{what} refused: {why}. Try: {how}", "OUT_OF_RANGE")

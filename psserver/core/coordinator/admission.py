@@ -63,9 +63,9 @@ def _check_round(row: Policy, workers: int, nbytes: int, in_flight: int) -> None
     needed = workers * nbytes
     if needed > in_flight:
         raise InvalidRequestError(
-            f"a round of {workers} workers has {needed} bytes in flight on a server, over "
-            f"--in-flight {in_flight}: "
-            f"start the servers with --in-flight {needed}, or more servers, or fewer workers"
+            f"--in-flight {in_flight} is too small: a round of {workers} workers has {needed} "
+            f"bytes in flight on a server. Try: `--in-flight {needed}`, more servers, or fewer "
+            "workers"
         )
 
 

@@ -32,8 +32,8 @@ def units_of(global_batch: int | None, spec: Spec) -> int | None:
         return None
     if isinstance(spec, StreamSpec):
         raise InvalidRequestError(
-            f"--global-batch {global_batch} needs data with a length: how much a stream holds, and "
-            "so what an update would take, is not known beforehand; start the servers without it"
+            f"--global-batch {global_batch} cannot apply to a stream, whose length is not known. "
+            "Try: start the servers without it"
         )
     if spec.batches:
         raise InvalidRequestError(
@@ -44,8 +44,8 @@ def units_of(global_batch: int | None, spec: Spec) -> int | None:
     if rest or not units:
         raise InvalidRequestError(
             f"--global-batch {global_batch} is not a multiple of the script's batch_size "
-            f"{spec.batch_size}: an update takes whole batches, so choose a batch_size that "
-            "divides it, or another --global-batch"
+            f"{spec.batch_size}: an update takes whole batches. Try: a batch_size that divides "
+            "it, or another `--global-batch`"
         )
     return units
 

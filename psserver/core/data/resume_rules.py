@@ -11,7 +11,7 @@ from pscommon.core.errors import MismatchError
 from pscommon.core.model_spec import ModelSpec, OptimizerSettings
 
 START_OVER = (
-    "start over with `--resume never` (snapshots are moved aside), or choose another --data-dir"
+    "start over with `--resume never` (snapshots are moved aside), or choose another `--data-dir`"
 )
 
 
@@ -80,17 +80,17 @@ def loop_mismatch(mine: Spec, job: Spec, origin: str, reason: str) -> MismatchEr
     if another_order(mine, job):
         return MismatchError(
             f"the sampler {mine.as_dict()['sampler']} gave another order in loop {number} than in "
-            f"{origin or 'the job'}: {_differences(mine, job)}. Try: let it depend only on what "
-            f"all workers share, and "
-            "on the global generators of torch, numpy and random, which are seeded by (seed, pass)",
+            f"{origin or 'the job'}: {_differences(mine, job)}. Try: a sampler whose order depends "
+            "only on data that all workers share and on the global generators of torch, numpy and "
+            "random, which are seeded by (seed, pass)",
             "LOOP_MISMATCH",
         )
     if origin:
-        remedy = f"run the script as it was, {START_OVER}"
+        remedy = f"run the unchanged script, {START_OVER}"
     else:
         remedy = (
-            "every worker makes the same job.batches calls in the same order: "
-            "start all with the same arguments"
+            "start all workers with the same arguments; each must make the same job.batches calls "
+            "in the same order"
         )
     return MismatchError(
         f"loop {number} of this script is not that of {origin or 'the job'}: "
@@ -133,11 +133,11 @@ def why_not_extended(mine: Spec, job: Spec, last: bool, first: bool, is_outstand
     if not last:
         return "only the last loop of a job can get more epochs, and this job has a later one"
     if not first:
-        return "only the first worker after a resume can raise the epochs, and another came before"
+        return "only the first worker after a resume can raise the epochs; this is a later worker"
     if is_outstanding:
         return (
-            "workers of the run before hold batches of this stream: "
-            "let it end with the epochs that it had"
+            "workers of the previous run hold batches of this stream, so its epochs cannot be "
+            "raised yet"
         )
     return ""
 
@@ -145,7 +145,7 @@ def why_not_extended(mine: Spec, job: Spec, last: bool, first: bool, is_outstand
 def _differences(mine: Spec, job: Spec) -> str:
     theirs, ours = job.as_dict(), mine.as_dict()
     return "; ".join(
-        f"{name} is {ours.get(name, 'not there')} here and {theirs.get(name, 'not there')} there"
+        f"{name} is {ours.get(name, 'missing')} here and {theirs.get(name, 'missing')} there"
         for name in {**ours, **theirs}
         if ours.get(name) != theirs.get(name)
     )

@@ -54,15 +54,19 @@ def policy(
         ValueError: The settings do not fit together.
     """
     if (name == "ssp") != (staleness is not None):
-        raise ValueError("--staleness S goes with --policy ssp, and ssp needs it")
+        raise ValueError(
+            f"policy {name} and staleness {staleness} do not fit: ssp requires a staleness, other "
+            "policies exclude it. Try: `--policy ssp --staleness S`"
+        )
     if staleness is not None and staleness < 0:
-        raise ValueError(f"a staleness of {staleness} makes no sense; 0 is sync, larger is looser")
+        raise ValueError(f"--staleness {staleness} is not valid. Try: at least 0 (0 acts as sync)")
     if name not in ("sync", "ssp", "async"):
-        raise ValueError(f"policy {name!r} is not one of sync, ssp, async")
+        raise ValueError(f"policy {name!r} is not valid. Try: one of sync, ssp, async")
     bound = 0 if name == "sync" else staleness
     if backup and bound != 0:
         raise ValueError(
-            f"--backup-workers {backup} is for sync, where a round waits for all workers"
+            f"policy {name} excludes `--backup-workers {backup}`: only a sync round waits for all "
+            "workers. Try: policy sync"
         )
     return Policy(name, bound, barrier=bound == 0, max_staleness=max_staleness, backup=backup)
 

@@ -121,7 +121,7 @@ def test_a_late_message_of_a_deposed_shard_0_changes_no_address() -> None:
 def test_an_answer_of_a_lower_term_is_refused(places: Endpoints) -> None:
     places.check(0, 2)
 
-    with pytest.raises(UnreachableError, match="term 1; its primary is of term 2") as refused:
+    with pytest.raises(UnreachableError, match=r"term 1.* term 2") as refused:
         places.check(0, 1)
     assert refused.value.reason == "NOT_PRIMARY"
 

@@ -133,7 +133,7 @@ def test_incomplete_weights_are_an_error_with_file_and_tensor(tmp_path: Path) ->
 
 def test_a_buffer_of_another_length_is_an_internal_error(tmp_path: Path) -> None:
     reader = SnapshotReader(*written(tmp_path, 1))
-    with pytest.raises(ValueError, match="64 bytes of room for 128"):
+    with pytest.raises(ValueError, match=r"64 bytes.* 128"):
         reader.read("weight", 0, 128, memoryview(bytearray(64)))
 
 

@@ -67,9 +67,7 @@ def test_a_worker_that_waits_for_data_counts() -> None:
 
 
 def test_the_error_names_a_remedy() -> None:
-    with pytest.raises(
-        InvalidRequestError, match="--in-flight 29: start the servers with --in-flight 30"
-    ) as caught:
+    with pytest.raises(InvalidRequestError, match=r"--in-flight 29 .*--in-flight 30") as caught:
         check_registration(Job(workers=2).coordinator, 99, 10, 29)
 
     assert caught.value.exit_code == 2

@@ -69,9 +69,7 @@ def test_a_batch_size_that_does_not_divide_the_global_batch_is_refused() -> None
         rules(1, global_batch=10), LoopSpec(0, size=9, batch_size=4), 1, seed=0
     )
 
-    with pytest.raises(
-        InvalidRequestError, match=r"--global-batch 10 is not a multiple.*batch_size 4.*choose"
-    ):
+    with pytest.raises(InvalidRequestError, match=r"--global-batch 10 .*batch_size 4"):
         worker_numbers.run()
 
 
@@ -80,7 +78,7 @@ def test_a_stream_has_no_global_batch() -> None:
         rules(1, global_batch=10), StreamSpec(0, sources=1, batch_size=5), 1, seed=0
     )
 
-    with pytest.raises(InvalidRequestError, match="data with a length"):
+    with pytest.raises(InvalidRequestError, match=r"--global-batch 10 .* stream"):
         worker_numbers.run()
 
 

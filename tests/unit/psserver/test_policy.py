@@ -27,17 +27,17 @@ def test_each_policy_has_its_rules() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "staleness", "message"),
+    ("name", "staleness", "named"),
     [
-        ("ssp", None, "ssp needs it"),
-        ("sync", 1, "goes with --policy ssp"),
-        ("async", 0, "goes with --policy ssp"),
-        ("ssp", -1, "makes no sense"),
-        ("hogwild", None, "not one of sync, ssp, async"),
+        ("ssp", None, "staleness None"),
+        ("sync", 1, "staleness 1"),
+        ("async", 0, "staleness 0"),
+        ("ssp", -1, "--staleness -1"),
+        ("hogwild", None, "'hogwild'"),
     ],
 )
-def test_incompatible_settings_are_refused(name: str, staleness: int | None, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+def test_incompatible_settings_are_refused(name: str, staleness: int | None, named: str) -> None:
+    with pytest.raises(ValueError, match=named):
         policy(name, staleness)
 
 

@@ -153,7 +153,7 @@ def test_a_handover_begins_without_a_standby() -> None:
     primary.step_down("s", 1.0)
     primary.handle_disconnect(line)
 
-    with pytest.raises(UnreachableError, match="hands over") as refused:
+    with pytest.raises(UnreachableError) as refused:
         primary.attach(pb.ReplicateRequest(instance="s", address="s:1"))
     assert refused.value.reason == "NOT_PRIMARY"
 
@@ -185,8 +185,9 @@ def test_the_first_of_two_concurrent_standbys_stays() -> None:
     primary.reset("begin again")
     concurrent_action(primary, lambda: primary.attach(S))
 
-    with pytest.raises(MismatchError, match="this shard has a standby at s:1"):
+    with pytest.raises(MismatchError, match="s:1") as refused:
         primary.attach(T)
+    assert refused.value.reason == "SHARD_TAKEN"
     in_sync(primary, primary.last_position[0])
     assert primary.address == "s:1"
 
@@ -218,8 +219,9 @@ def test_a_waiting_standby_gets_nothing_after_a_handover() -> None:
         primary.step_down("s", 1.0)
 
     concurrent_action(primary, switch)
-    with pytest.raises(UnreachableError, match="hands over"):
+    with pytest.raises(UnreachableError) as refused:
         primary.attach(S)
+    assert refused.value.reason == "NOT_PRIMARY"
     assert not primary._can_reply(*primary.send(RecordSource.SHARD, 4, b"entry"))
 
 
@@ -315,14 +317,16 @@ def test_a_primary_that_stepped_down_reports_nothing(lease: BrokenLease) -> None
 
 
 def test_another_standby_is_refused(lease: BrokenLease) -> None:
-    with pytest.raises(Exception, match="this shard has a standby at s:1"):
+    with pytest.raises(MismatchError, match="s:1") as refused:
         replicator(lease).attach(pb.ReplicateRequest(instance="t", address="t:1"))
+    assert refused.value.reason == "SHARD_TAKEN"
 
 
 def test_a_standby_with_a_higher_term_is_refused(lease: BrokenLease) -> None:
     """This primary was suspended and does not know the failover yet."""
-    with pytest.raises(Exception, match="this server is of term 1, not 2"):
+    with pytest.raises(UnreachableError, match=r"term is 1.* term 2") as refused:
         replicator(lease).attach(pb.ReplicateRequest(instance="t", address="t:1", term=2))
+    assert refused.value.reason == "NOT_PRIMARY"
 
 
 def test_a_standby_that_loads_a_large_state_delays_no_push(
