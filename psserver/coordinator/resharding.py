@@ -77,8 +77,8 @@ class ReshardRequests:
         )
         if began is None:
             raise WaitTimeoutError(
-                f"not begun after {seconds:.0f} s: "
-                f"{self._registry.missing or 'a snapshot is written'}"
+                f"the reshard has not begun after {seconds:.0f} s: waiting for "
+                f"{self._registry.missing or 'the end of a snapshot'}"
             )
         log.info("reshard_started", shards=shards)
         self.advance()
@@ -91,7 +91,8 @@ class ReshardRequests:
         self.advance()
         if ended is None:
             raise WaitTimeoutError(
-                f"not done after {seconds:.0f} s, and still under way; waits for {self.waiting_for}"
+                f"the reshard is not done after {seconds:.0f} s, and continues: waiting for "
+                f"{self.waiting_for}"
             )
         nbytes = sum(self._received_nbytes.values())
         log.info("reshard_finished", shards=shards, seconds=round(ended - began, 3), nbytes=nbytes)
@@ -102,7 +103,9 @@ class ReshardRequests:
         with self._executor.changed:
             now, coordinator = self._registry.shards, self._executor.coordinator
             if shards == now:
-                raise InvalidRequestError(f"--servers {shards}: there are {now} already")
+                raise InvalidRequestError(
+                    f"--servers {shards} changes nothing: there are {now} already"
+                )
             if coordinator.reshard is not None:
                 raise InvalidRequestError(
                     f"a reshard to {now} servers is in progress and waits for {self.waiting_for}"
@@ -127,7 +130,7 @@ class ReshardRequests:
                     else ""
                 )
                 raise InvalidRequestError(
-                    f"{len(missing)} of {shards} servers are still to be started:{lines}"
+                    f"{len(missing)} of {shards} servers have not started. Try: start them:{lines}"
                 )
             check_reshard(coordinator, shards, self._config.in_flight)
 

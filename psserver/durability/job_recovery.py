@@ -78,7 +78,9 @@ class JobRecovery:
                 shard = self._states.from_log(coordinator.log_id, manifest, possible_shards)
                 if coordinator.log.can_go_on(shard.machine.report()):
                     return InitialState(Origin.LOG, coordinator, shard, manifest, manifest, job)
-                problem = "shard 0's log and the job's do not match: one of them lacks its end"
+                problem = (
+                    "the logs of shard 0 and of the job do not match: the end of one is missing"
+                )
         except (LogUnfitError, SnapshotError) as error:
             problem = str(error)
         self._report_unusable(problem, manifest, reached)
@@ -90,7 +92,7 @@ class JobRecovery:
         """Use the number of shards of the log, if this server may have been started for it."""
         layout, wrote = self._layout, coordinator.shards
         if wrote not in (layout.shards, layout.configured, *layout.past):
-            remedy = f"start {wrote} servers, and then use ps-ctl reshard --servers {layout.shards}"
+            remedy = f"start {wrote} servers, then `ps-ctl reshard --servers {layout.shards}`"
             _check_saved(coordinator.version, manifest, f"a log of {wrote} servers", remedy)
             raise LogUnfitError(f"{wrote} servers wrote it, and there are {layout.shards} now")
         layout.change(wrote)
@@ -142,7 +144,7 @@ class JobRecovery:
         if found is None:
             return self._report_unusable("", manifest, 0)
         remedy = (
-            "start the servers with --durability log; ps-ctl stop ends them with a snapshot of all"
+            "start the servers with `--durability log`, then `ps-ctl stop`, which takes a snapshot"
         )
         return _check_saved(found[0].version, manifest, "the log of an earlier start", remedy)
 
@@ -195,7 +197,7 @@ def _begin(
             f"it begins at version {record['version']}, the snapshot is of {version}"
         )
     if "log" in record and manifest is None:
-        raise LogUnfitError("it goes on from a state of which there is no snapshot")
+        raise LogUnfitError("it continues a snapshot that does not exist")
     if (counted := record.get("generation")) is not None:
         generation = counted
     coordinator = CoordinatorMachine(
@@ -232,6 +234,6 @@ def _check_saved(version: int, manifest: Manifest | None, where: str, remedy: st
     saved = manifest.version if manifest else 0
     if version > saved:
         raise InvalidRequestError(
-            f"updates {saved + 1} to {version} are in no snapshot, but in {where}: {remedy}; "
-            f"or give these updates up with --resume {saved if manifest else 'never'}"
+            f"updates {saved + 1} to {version} are in no snapshot, only in {where}. Try: {remedy}; "
+            f"to discard these updates: `--resume {saved if manifest else 'never'}`"
         )

@@ -155,7 +155,7 @@ class _Replay:
                 f"{base.shards} servers wrote it, and there were {state.shards} before"
             )
         if recorded["epoch"] != self._log_id:
-            raise LogUnfitError("it is of another start of the job")
+            raise LogUnfitError("it belongs to another start of the job")
         if is_first and recorded["version"] != self._version:
             raise LogUnfitError(
                 f"it begins at version {recorded['version']}, the snapshot is of {self._version}"
@@ -176,7 +176,7 @@ class _Replay:
         state, manifest = self.state, self._manifest
         if manifest is None:
             if base.state["begun"]:
-                raise LogUnfitError("it goes on from weights, and there is no snapshot of them")
+                raise LogUnfitError("it continues a snapshot that does not exist")
             return state.load(base)
         previous = base.frozen if base.frozen and base.frozen.reshard > manifest.index else None
         shards = previous.shards if previous else base.shards

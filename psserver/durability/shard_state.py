@@ -123,7 +123,7 @@ class ShardState:
             LogUnfitError: There are none yet.
         """
         if self.store is None:
-            raise LogUnfitError("it speaks of weights before there is a model")
+            raise LogUnfitError("it uses weights before a model exists")
         return self.store
 
     # ---- pushes ----------------------------------------------------------------------------------
@@ -196,7 +196,7 @@ class ShardState:
         if not self.machine.offer(push.staged):
             return
         if self.store is None or self.model is None:
-            raise LogUnfitError("it speaks of pushes before there is a model")
+            raise LogUnfitError("it contains pushes before a model exists")
         staging = self.store.allocate_staging(push.absent, push.initial)
         if push.groups_json:
             staging.groups = groups_from_json(push.groups_json, self.model.optimizer)

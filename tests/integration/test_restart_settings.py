@@ -148,8 +148,8 @@ def test_all_shards_check_gradients_with_the_settings_of_shard_0(
 @pytest.mark.parametrize(
     ("shards", "durability", "remedy"),
     [
-        (2, "snapshot", "start the servers with --durability log"),
-        (3, "log", "start 2 servers, and then use ps-ctl"),
+        (2, "snapshot", "`--durability log`"),
+        (3, "log", "start 2 servers"),
     ],
 )
 def test_updates_in_the_log_alone_are_not_abandoned_silently(

@@ -205,8 +205,8 @@ class ShardDirectory(Generic[SnapshotT]):
         server = self._place(shard, shards, followed)
         if term < server.term:
             text = (
-                f"{server.address} is primary of shard {shard}, in term {server.term}; "
-                f"this server was, in {term}"
+                f"this server is no longer primary of shard {shard}: {server.address} is, in term "
+                f"{server.term} (this server: term {term})"
             )
             raise TakenError(text, "DEPOSED")
         if server.connected and server.instance != instance and term == server.term:

@@ -94,7 +94,7 @@ def test_a_missing_command_is_detected(
         join(recorder, 2.0)
     journal.begin_segment(0, recorder.coordinator.state())
 
-    assert len(list(journal.records_since(None))) == 3  # two states and one command
+    assert len(list(journal.records_since(None))) == 3  # two states, one command
     with pytest.raises(LogUnfitError, match=r"commands before version 0 are missing: .*roster"):
         recover_coordinator(journal, None, 0)
 
@@ -102,7 +102,7 @@ def test_a_missing_command_is_detected(
 @pytest.mark.parametrize(
     ("base", "problem"),
     [
-        ({**BASE, "log": []}, "it goes on from a state of which there is no snapshot"),
+        ({**BASE, "log": []}, "a snapshot that does not exist"),
         ({**BASE, "version": 3}, "it begins at version 3, the snapshot is of 0"),
     ],
 )
@@ -166,7 +166,7 @@ def test_repeated_waits_for_data_are_recorded_once(journal: CoordinatorLog) -> N
     recorder.do(Register(1, MODEL), 1.0)
     recorder.do(ProcessReport(ShardReport(0, 5, 0, (Staged(PushKey(1, 0), 0, 0),))), 1.0)
     recorder.do(Register(1, MODEL), 1.0)
-    ask_without_result(1, lines=0)  # there are to be two workers
+    ask_without_result(1, lines=0)  # the round waits for the second worker
     join(recorder, 2.0)
     recorder.do(Register(2, MODEL), 2.0)
     assert ask(1, count=2) == BatchesReply((0, 1))

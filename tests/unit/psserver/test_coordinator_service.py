@@ -34,7 +34,7 @@ def test_a_higher_term_replaces_a_connected_primary(service: CoordinatorService)
 def test_a_primary_with_a_lower_term_learns_that_it_is_deposed(service: CoordinatorService) -> None:
     service.shard_connections.connect(1, 2, "new:1", "new", term=2)
 
-    with pytest.raises(TakenError, match="new:1 is primary of shard 1, in term 2") as refused:
+    with pytest.raises(TakenError, match=r"shard 1: new:1 .* term 2") as refused:
         service.shard_connections.connect(1, 2, "old:1", "old", term=1)
     assert refused.value.reason == "DEPOSED"
 

@@ -159,7 +159,7 @@ def test_a_push_that_was_written_twice_counts_once(writer: LogWriter) -> None:
     writer.write(UPLOAD, begin(), FIRST)
     writer.push(FIRST, 5.0)
     writer.write(apply(2, FIRST))
-    writer.push(FIRST, 5.0)  # decided by now
+    writer.push(FIRST, 5.0)  # the log has already decided it
     writer.push(UPLOAD, 5.0)
 
     recovery = writer.read()
@@ -235,8 +235,8 @@ def test_an_empty_folder_is_no_log(tmp_path: Path) -> None:
         recovered(log, {1})
 
 
-# ---- a reshard at the version of the newest snapshot: the log is read from the last of these
-# segments on
+# ---- a reshard at the version of the newest snapshot: several segments have this version, and
+# recovery reads from the last one
 
 PAIR = ModelSpec((TensorSpec("w", (1024,), "float32"), TensorSpec("v", (1024,), "float32")), SGD)
 VALUES = {"w": torch.arange(1024.0), "v": torch.arange(1024.0) + 5000}
@@ -319,7 +319,5 @@ def test_a_log_that_continues_from_weights_in_no_snapshot_is_refused(writer: Log
     writer.log.clear()
     writer.log.begin_segment(SegmentBase(1, writer.state(index=1, begun=True)), MODEL, ())
 
-    with pytest.raises(
-        LogUnfitError, match="it goes on from weights, and there is no snapshot of them"
-    ):
+    with pytest.raises(LogUnfitError, match="a snapshot that does not exist"):
         writer.read()
