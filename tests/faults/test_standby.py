@@ -220,7 +220,7 @@ def test_without_a_lock_a_standby_takes_over_only_on_promote(tmp_path: Path) -> 
     ) as job:
         start_in_sync(job, 0)
         job.processes["s0"].kill()
-        # give an unwanted failover the time to happen
+        # an unwanted failover would happen within this time
         threading.Event().wait(TAKEOVER_TIMEOUT_SECONDS + 0.5)
         with pytest.raises(PSError, match="is a standby"):
             describe(job.standby(0))

@@ -107,7 +107,7 @@ def test_two_servers_with_one_shard_are_refused(cluster: Make, programs: Program
 
     assert second.wait() == 11
     assert f"SHARD_TAKEN: shard 1 is already served by {servers.servers[1].address}" in second.err
-    with counter(servers.address) as client:  # the first one does not mind
+    with counter(servers.address) as client:  # the first server continues
         count(client)
 
 
@@ -199,7 +199,7 @@ def test_unreachable_servers_are_reported(programs: Programs) -> None:
     worker = programs.run("ps-worker", "--ps", address, "--connect-timeout", "1s", "connect.py")
 
     assert worker.wait() == 20
-    # not the 60 s of the default; most of it is the start of the process
+    # less than the default of 60 s; the start of the process takes most of it
     assert time.monotonic() - began < 30
     assert re.search(rf"UNREACHABLE: no answer within \d+ s from {address}", worker.err)
     assert "Traceback" not in worker.err
@@ -303,7 +303,7 @@ def test_non_finite_initial_weights_are_refused(cluster: Make) -> None:
     ):
         client.register({"a": ZEROS["a"], "b": np.full(100, np.inf, np.float32)}, SGD)
 
-    with counter(address) as client:  # the next one may do better
+    with counter(address) as client:  # the next worker may register
         count(client)
 
 

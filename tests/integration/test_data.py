@@ -80,7 +80,7 @@ def test_a_nested_loop_takes_nothing_from_the_outer_one(name: str, loader: dict[
 
     assert sorted(trained + others_trained) == sorted(ALL[:20])
     evaluated = Counter(index for batch in seen + others_seen for index in batch)
-    if POLICIES[name].get("policy", "sync") == "sync":  # then both make the same loops
+    if POLICIES[name].get("policy", "sync") == "sync":  # both workers make the same loops
         assert trained == ALL[:20:2]
         assert evaluated == dict.fromkeys(range(SIZE), 3)
 
@@ -135,9 +135,8 @@ def test_a_loop_saved_for_the_end_delays_no_worker(cluster: Make, name: str) -> 
         for epoch in range(3):
             for step, batch in enumerate(batches(job, 1)):
                 compute(model, batch)
-                if (
-                    step + epoch
-                ) % 2:  # else there may be a rest, which is dropped at the next loop
+                # unpushed batches are dropped at the next loop
+                if (step + epoch) % 2:
                     optimizer.step()
         with torch.no_grad():
             return [index for batch in last_loop for index in batch.tolist()]
@@ -215,7 +214,7 @@ def test_a_late_worker_gets_a_share(cluster: Make, name: str) -> None:
     assert last
 
 
-# ---- batches that come back ----------------------------------------------------------------------
+# ---- returned batches ----------------------------------------------------------------------------
 
 
 class QuittingWorker:
@@ -307,7 +306,7 @@ def test_after_an_abandoned_loop_the_next_one_is_complete(cluster: Make, name: s
     assert sorted(batch for share in shares for batch in share) == sorted(expected)
     first, last = status(address)["data"]
     assert (last["committed"], last["leased"], last["ended"]) == (len(ALL), 0, True)
-    # what a script had in hand when it broke off is part of its next push
+    # the next push of the script contains the batch that it held when it left the loop
     assert (first["leased"], first["committed"], first["dropped"]) == (0, 4 + 2, 0)
 
 

@@ -71,7 +71,9 @@ def test_worker_numbers_do_not_repeat_after_many_joins(
         with CoordinatorClient([servers.address], 10.0) as asked:
             asked.save(30.0)
         until(lambda: 3 in snapshots(servers.address), "a snapshot")
-        service._coordinator.membership._next_worker = WORKERS_PER_GENERATION - 1  # as after many
+        service._coordinator.membership._next_worker = (
+            WORKERS_PER_GENERATION - 1
+        )  # as after many joins
         given += [join(service) for _ in range(5)]
         with CoordinatorClient([servers.address], 10.0) as asked:
             asked.restore(3, 30.0)

@@ -88,7 +88,7 @@ def test_a_failed_last_snapshot_is_reported_and_leaves_no_folder(
 
     assert text.startswith("version 2 is not saved, and there is no snapshot: ")
     assert text.count("No space left on device") == 1
-    # of the one when all workers were done
+    # from the snapshot that follows the last worker
     assert errors(caplog) in (
         [],
         ["snapshot_failed"],
@@ -197,7 +197,7 @@ def test_exit_code_15_replaces_only_0(caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(NotSavedError, match="the disk is full") as caught:
         conclude(None, "the disk is full", 0)
     assert (caught.value.exit_code, caught.value.reason) == (15, "NOT_SAVED")
-    assert errors(caplog) == []  # the command's last line tells it
+    assert errors(caplog) == []  # the last line of the command has the error
 
     assert conclude(None, "the disk is full", 128 + signal.SIGTERM) == 143
     with pytest.raises(NonFiniteError):
@@ -210,7 +210,9 @@ def test_an_incomplete_snapshot_is_awaited_no_longer_than_the_limit(
 ) -> None:
     monkeypatch.setattr("psserver.coordinator.snapshot_jobs.LAST_SNAPSHOT_SECONDS", 0.2)
     servers = cluster(1, data_dir=tmp_path, snapshot_every=RARELY)
-    servers.servers[0].snapshots.on_part = lambda part: None  # the part's end is never heard of
+    servers.servers[0].snapshots.on_part = lambda part: (
+        None
+    )  # the part is never reported as written
 
     assert ended(servers).endswith(": no snapshot was written within 0.2 s")
 
@@ -275,7 +277,9 @@ def test_an_invalid_path_for_the_weights_is_refused_at_the_start(tmp_path: Path)
         ServerConfig(save=tmp_path / "missing" / "f")
     with pytest.raises(InvalidRequestError, match=r"--save .*: it is a folder"):
         ServerConfig(save=tmp_path)
-    assert ServerConfig(shard=1, shards=2, save=tmp_path).save == tmp_path  # shard 0 writes it
+    assert (
+        ServerConfig(shard=1, shards=2, save=tmp_path).save == tmp_path
+    )  # only shard 0 writes the file
 
 
 # ---- ps-run --------------------------------------------------------------------------------------

@@ -57,7 +57,7 @@ def draw(client: Client, step: int) -> RandomPush:
         buffer[start:stop] = values.view(np.uint8)
     trainable = [i for i, tensor in enumerate(plan.spec.tensors) if tensor.role == "trainable"]
     absent = [i for i in trainable if random.random() < 0.3]
-    if step == 0:  # nothing but buffers
+    if step == 0:  # only buffers
         absent = trainable
     ends = random.integers(0, plan.nbytes + 1, (int(random.integers(0, 12)), 2))
     return RandomPush(buffer, absent, [(min(a, b), max(a, b)) for a, b in ends.tolist()], step + 1)

@@ -77,7 +77,7 @@ def refusal(error: BaseException | None) -> str:
     return str(error)
 
 
-# ---- what others answer --------------------------------------------------------------------------
+# ---- newer responses -----------------------------------------------------------------------------
 
 
 def begun(method: str) -> Conversation:
@@ -124,7 +124,7 @@ def test_a_standby_refuses_a_newer_primary() -> None:
         assert "this standby knows formats up to 1" in refusal(standby.failure)
 
 
-# ---- what others ask -----------------------------------------------------------------------------
+# ---- newer requests ------------------------------------------------------------------------------
 
 
 def join(channel: grpc.Channel) -> object:
@@ -162,7 +162,7 @@ def test_a_server_refuses_newer_workers_shards_and_standbys(
     )
 
 
-# ---- what a newer release says -------------------------------------------------------------------
+# ---- messages of a newer release -----------------------------------------------------------------
 
 
 @pytest.fixture

@@ -173,7 +173,7 @@ def test_half_of_the_shards_may_use_shared_memory(
     assert all("shard 1: the server runs with --lanes grpc" in line for line in lane_logs())
 
 
-# ---- the choice ----------------------------------------------------------------------------------
+# ---- choice of the lane --------------------------------------------------------------------------
 
 
 def test_a_refusing_server_is_reached_over_grpc_with_one_log_line(
@@ -252,7 +252,7 @@ def test_gradients_are_not_modified(cluster: Make) -> None:
             assert bytes(buffer) == before
 
 
-# ---- one version, and no other -------------------------------------------------------------------
+# ---- consistent versions -------------------------------------------------------------------------
 
 
 def test_no_reader_sees_a_half_applied_version(cluster: Make) -> None:
@@ -384,7 +384,7 @@ def test_a_late_push_does_not_touch_later_work_of_its_worker(
         assert (numbers == 77).all()
         assert bytes(weights) == bytes([7]) * weights.nbytes
 
-        numbers[:] = 5.0  # with the other's 1, a mean of 3
+        numbers[:] = 5.0  # the mean with 1 of the other worker is 3
         together(
             lambda: str(client.exchange(gradients=buffer, weights=weights)),
             lambda: str(late.push(ONES)),

@@ -16,7 +16,7 @@ Make = Callable[..., Cluster]
 
 LARGE = 5 << 20
 
-# names as long as this are as good as many tensors, and quicker
+# long names replace a larger number of tensors; this is faster
 NAMES = [f"{tensor:04}.{'experts.' * 128}weight" for tensor in range(LARGE >> 10)]
 ZEROS = {name: np.zeros(1, np.float32) for name in NAMES}
 

@@ -57,7 +57,7 @@ Make = Callable[..., Cluster]
 LONG_LEASE = 2.0
 """Where a process has to start and send its first heartbeats on a busy machine."""
 
-# Pushes without end; once the job went on without it, it comes back as a new worker.
+# Pushes until it is killed; after a fence it rejoins as a new worker.
 WORKER = """
 import sys, psworker
 from tests.support.workers import ONES, counter
@@ -103,7 +103,7 @@ def test_a_killed_worker_is_dropped_and_the_others_continue(
         other.wait_for("pushed", times=3)
 
         other.send(signal.SIGKILL)
-        count(client, 4)  # maybe one more round of both, then of the one that is left
+        count(client, 4)  # perhaps one more round of both workers, then rounds of one
 
         lost = member(address, rank=1)
         assert (lost["state"], lost["pid"]) == ("lost", other.pid)
@@ -154,7 +154,7 @@ def test_a_worker_that_computes_for_long_is_not_dropped(cluster: Make) -> None:
     def slow() -> None:
         with counter(address, rank=1) as client:
             count(client)
-            threading.Event().wait(2 * OUTLIVED)  # the script's silence is what this is about
+            threading.Event().wait(2 * OUTLIVED)  # the script makes no call
             count(client)
 
     def fast() -> None:
@@ -206,7 +206,7 @@ def test_a_worker_whose_bytes_move_is_not_dropped(
             {"w": np.zeros(8_000_000, np.float32)}, OptimizerSettings("sgd", ({"lr": 1.0},))
         )
 
-        assert time.monotonic() - began > 3.0  # a good deal longer than the lease
+        assert time.monotonic() - began > 3.0  # much longer than the lease
         assert member(servers.address, rank=0)["state"] == "active"
         until(
             lambda: member(servers.address, rank=0)["state"] == "lost",

@@ -61,7 +61,7 @@ def test_metrics_show_the_numbers_of_a_training(cluster: Make, tmp_path: Path) -
         for outcome in ("duplicate", "stale", "rejected"):
             assert seen("ps_pushes_total", outcome=outcome, **mine) == 0
         assert seen("ps_staleness_versions_count", **mine) == 2 * VERSIONS
-        assert seen("ps_staleness_versions_sum", **mine) == 0  # sync
+        assert seen("ps_staleness_versions_sum", **mine) == 0  # sync has no staleness
         assert seen("ps_barrier_wait_seconds_count", **mine) == 2 * VERSIONS
         assert seen("ps_push_apply_seconds_count", **mine) == VERSIONS
         assert seen("ps_apply_pushes_sum", **mine) == 2 * VERSIONS
@@ -150,7 +150,7 @@ def test_staleness_is_shown_under_async(cluster: Make) -> None:
     for server in servers.servers:
         seen = scrape(server)
         assert seen("ps_staleness_versions_count") == 4
-        assert seen("ps_staleness_versions_sum") >= 3  # the slow one's alone
+        assert seen("ps_staleness_versions_sum") >= 3  # the staleness of the slow push
 
 
 @pytest.mark.parametrize(
@@ -236,7 +236,7 @@ def test_a_server_is_not_ready_while_a_shard_is_missing(cluster: Make) -> None:
 
         until(lambda: get(leader, "/readyz").status == 503, "a server that is not ready")
         assert "shard 1 of 2 to connect" in get(leader, "/readyz").text
-        assert get(leader, "/livez").status == 200  # to restart it would not help
+        assert get(leader, "/livez").status == 200  # a restart would not help
 
 
 def test_a_standby_is_ready_once_it_could_take_over(cluster: Make) -> None:
@@ -261,7 +261,7 @@ def test_an_empty_standby_is_not_ready(cluster: Make) -> None:
     with RunningStandby(cluster(metrics_bind=LOOPBACK).servers[0], standby_of=nobody) as following:
         found = get(following.standby.monitor.address, "/readyz")
         assert found.status == 503
-        assert nobody in found.text  # and why, once the first attempt has failed
+        assert nobody in found.text  # with the reason after the first failed attempt
 
 
 def test_a_worker_counts_its_steps_and_their_phases(cluster: Make) -> None:

@@ -12,7 +12,7 @@ from tests.support.loader_script import train
 Make = Callable[..., Cluster]
 
 MAX_MODULES = 8
-LARGE = 600  # the weight of such a layer does not fit one message
+LARGE = 600  # the weights of a layer of this width exceed one message
 CHOICES: dict[str, dict[str, Any]] = {
     "plain": {"overlap": False},
     "overlapped": {"overlap": True},

@@ -64,7 +64,7 @@ def test_each_push_counts_once_during_reshards(
     counted = sum(pusher.counted for pusher in pushers)
     status = servers.servers[0].service.status()  # type: ignore[union-attr]
     assert (status["steps"], len(status["servers"]), status["moving_to"]) == (counted, 1, None)
-    # in sync, an update is the mean of a round
+    # under sync an update is the mean of a round
     assert policy == "sync" or status["version"] == counted
     found = weights(servers.address)
     assert {*found["w"], *found["b"]} == {-status["version"]}
@@ -81,7 +81,7 @@ def test_a_report_of_a_removed_server_causes_no_rollback(
         client.register(ZEROS, EACH)
         client.push(ONES)
         left = service.registry[1]
-        # it is not told that it may go
+        # the removed server is not dismissed
         patch.setattr(ReshardRequests, "dismiss", lambda reshards: None)
         reshard(servers, 1, policy="async")
         service.shard_connections.report(leaver.engine.make_report(), left, left.connection)

@@ -37,8 +37,8 @@ ANY = "127.0.0.1:0"
 LASTING = {"durability": "log", "log_fsync": "always", "metrics_bind": ANY}
 BROKEN, MENDED = "log_unwritable", "log_writable_again"
 
-# samples of the operations of `job`, each trouble at others: there are about 240 with a log, 50
-# without. Not of the first: a server that cannot count its starts does not start
+# Sampled operations of `job`, different ones for each kind of failure. There are about 240 with a
+# log and 50 without. The first ones are left out: without a generation file no server starts.
 LOGGED = {trouble: range(12 + 24 * start, 230, 96) for start, trouble in enumerate(TROUBLES)}
 SNAPSHOT_ONLY = {trouble: [9 + 12 * start] for start, trouble in enumerate(TROUBLES)}
 

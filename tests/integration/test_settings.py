@@ -94,7 +94,7 @@ def test_shard_and_join(serve: Serve) -> None:
 
 
 def status_of(server: Server) -> dict[str, Any]:
-    """Also of a job whose servers are not complete."""
+    """Return the status, also while servers are missing."""
     with closing(open_channel(server.address)) as channel:
         answer = CoordinatorServiceStub(channel).GetStatus(co.GetStatusRequest(), timeout=20)
     found: dict[str, Any] = json.loads(answer.status_json)
@@ -280,7 +280,7 @@ def test_snapshot_keep(serve: Serve, tmp_path: Path, keep: int) -> None:
             count(client)
             until(lambda version=version: version in snapshots(server.address), "a snapshot")
 
-        # a snapshot counts before older ones are removed
+        # older snapshots are removed after the new one is complete
         until(lambda: len(snapshots(server.address)) <= keep, "the end of older snapshots")
         assert snapshots(server.address) == [1, 2, 3][-keep:]
 
@@ -350,7 +350,7 @@ def test_metrics_bind(serve: Serve) -> None:
     assert get(address, "/livez").status == 200
 
 
-# ps-server, and at its end what became of malloc
+# Runs ps-server and prints at its end how malloc maps large buffers.
 SERVER = f"""
 {MAPPED}
 import sys

@@ -142,7 +142,7 @@ def test_late_gradients(serve: Serve, late: str, dropped: int, free: bool) -> No
             slow.exchange(gradients=buffer, weights=None, batches=[BatchKey(0, others)]).status
             == "stale"
         )
-        slow.return_batches([BatchKey(0, others)])  # as the optimizer does
+        slow.return_batches([BatchKey(0, others)])  # the optimizer does this
 
         (row,) = status(server.address)["data"]
         assert row["dropped"] == dropped
@@ -175,7 +175,7 @@ def test_bad_gradients(serve: Serve, what: str, statuses: list[str]) -> None:
 def test_bad_gradients_abort(serve: Serve) -> None:
     server = serve()
     with counter(server.address) as client:
-        with suppress(PSError):  # the job may be over before it is answered
+        with suppress(PSError):  # the job may end before the answer
             client.push(NANS)
         assert server.ended.wait(30)
 

@@ -150,7 +150,7 @@ def test_overlap(
         job.wait()
 
 
-# ---- what only a process of its own has ----------------------------------------------------------
+# ---- settings of a process -----------------------------------------------------------------------
 
 SCRIPT = (
     MAPPED

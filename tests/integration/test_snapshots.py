@@ -81,7 +81,7 @@ def interrupted(make: Make, shards: int, data_dir: Path, version: int) -> None:
     cluster.close()
 
 
-# ---- when ----------------------------------------------------------------------------------------
+# ---- schedule ------------------------------------------------------------------------------------
 
 
 def test_a_snapshot_is_taken_at_each_step_interval(cluster: Make, tmp_path: Path) -> None:
@@ -127,7 +127,7 @@ def test_training_continues_during_a_snapshot(
         go_on.set()
         until(lambda: 5 in snapshots(servers.address), "the snapshot that was being written")
 
-    # of the version that it was cut at, whatever was trained meanwhile
+    # the snapshot has the version of its cut, although training continued
     assert counted(stored(tmp_path, 5)) == 5
 
 
@@ -184,8 +184,7 @@ def test_only_the_newest_snapshots_stay_on_every_shard(cluster: Make, tmp_path: 
     def folders() -> list[str]:
         return sorted(path.name for path in (tmp_path / "snapshots").iterdir())
 
-    # just after the newest is there; the manifest, by which a snapshot is listed, goes before its
-    # folder
+    # the manifest is removed before the folder, so removed snapshots are not listed
     until(lambda: folders() == ["000000000004", "000000000005"], "the older ones gone")
     assert snapshots(servers.address) == [4, 5]
 
@@ -214,7 +213,7 @@ def test_stopping_takes_a_last_snapshot(cluster: Make, tmp_path: Path) -> None:
     assert counted(stored(tmp_path, 3)) == 3
 
 
-# ---- what ----------------------------------------------------------------------------------------
+# ---- content -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("policy", "staleness"), [("sync", None), ("async", None), ("ssp", 1)])
@@ -235,7 +234,7 @@ def test_all_shards_have_one_version_under_every_policy(
     def work(rank: int) -> None:
         with counter(servers.address, rank) as client:
             count(client, 4)
-            if rank == 0:  # so that there is one from amid the training, however quick that is
+            if rank == 0:  # ensures a snapshot during the training
                 until(lambda: snapshots(servers.address), "a snapshot")
             count(client, 8)
 
@@ -264,7 +263,7 @@ def test_a_snapshot_contains_what_resuming_needs(cluster: Make, tmp_path: Path) 
     assert reader.kinds() == {"weight", "exp_avg", "exp_avg_sq"}
     assert set(reader.steps().values()) == {5}
     (group,) = json.loads(reader.groups_json())
-    assert group["lr"] == pytest.approx(0.05 * 0.9**4)  # of the fifth step
+    assert group["lr"] == pytest.approx(0.05 * 0.9**4)  # learning rate of the fifth step
     (loop,) = manifest.coordinator["loops"]
     assert loop["below"] == 10  # batches: 5 rounds of two workers
     assert sorted(manifest.coordinator["pushes"].values()) == [5, 5]
@@ -274,13 +273,13 @@ def test_a_snapshot_contains_what_resuming_needs(cluster: Make, tmp_path: Path) 
         )
 
 
-# ---- going on ------------------------------------------------------------------------------------
+# ---- resume --------------------------------------------------------------------------------------
 
 
 def test_a_resumed_training_ends_with_the_same_weights(
     cluster: Make, tmp_path: Path, uninterrupted_weights: str
 ) -> None:
-    interrupted(cluster, 2, tmp_path, version=7)  # two versions more than the snapshot has
+    interrupted(cluster, 2, tmp_path, version=7)  # two versions after the snapshot
 
     again = cluster(2, min_workers=2, data_dir=tmp_path)
 
@@ -381,7 +380,7 @@ def test_a_lost_shard_rolls_all_back_to_the_newest_snapshot(
         assert counted(client.pull()) == 7
 
 
-# ---- which ---------------------------------------------------------------------------------------
+# ---- choice of the snapshot ----------------------------------------------------------------------
 
 
 def test_a_damaged_newest_snapshot_is_skipped_with_a_warning(
@@ -409,7 +408,7 @@ def test_with_only_damaged_snapshots_the_job_does_not_start(cluster: Make, tmp_p
         cluster(1, data_dir=tmp_path)
 
     assert caught.value.exit_code == 12
-    assert SnapshotDirectory(tmp_path).versions() == [5, 10]  # and nothing is lost
+    assert SnapshotDirectory(tmp_path).versions() == [5, 10]  # no snapshot was removed
 
 
 def test_resume_never_starts_afresh_and_moves_old_snapshots_aside(

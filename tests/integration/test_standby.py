@@ -146,7 +146,7 @@ def test_standbys_follow_a_reshard(cluster: Make) -> None:
                 of_second.in_sync()
                 assert standby_state(of_second).shard_state.shards == shards
         assert second.ended.wait(10)
-        second.close()  # as its process would
+        second.close()  # its process would do this
         until(lambda: of_second.ended, "the end of the second standby")
         pushers[0].stop()
         until(lambda: has_same_state(of_first), "the same")

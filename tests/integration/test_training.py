@@ -129,7 +129,7 @@ def test_a_simulated_run_is_reproducible(row: dict[str, object]) -> None:
         assert (result["nodes_used"], result["steps"], result["samples"]) == (3, 36, 360)
         states.append(result["state_dict"])
 
-    # without a barrier, another number of servers is another order of events
+    # without a barrier the order of events depends on the number of servers
     again = 2 if not row else 1
     for state in states[1 : 1 + again]:
         assert all(torch.equal(state[name], states[0][name]) for name in state)
@@ -413,7 +413,7 @@ def test_ctrl_c_ends_the_training_and_its_servers(tmp_path: Path) -> None:
         programs.script(ENDLESS)
         script = programs.start("python", "train.py", PYTHONPATH=f"{root}:{root / 'common'}")
         script.wait_for("trains")
-        # nor will there be anything, however it ends
+        # the script never writes temporary files
         assert list(programs.temporary.iterdir()) == []
         servers = descendants(script.pid)
 

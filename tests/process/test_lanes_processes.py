@@ -15,8 +15,8 @@ from tests.support.workers import digest, until, weights_of
 SHM = Path("/dev/shm")
 STAGES = ("connected", "offered", "attached", "pushing")
 
-# pauses at a stage, or pushes ones until it is killed; a shard's attach is the point between share
-# and hide
+# Pauses at a stage, or pushes ones until it is killed. The stage `offered` is in the attach call of
+# a shard, between share and hide.
 WORKER = """
 import itertools, logging, signal, sys
 import numpy as np

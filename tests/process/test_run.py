@@ -168,7 +168,7 @@ def test_a_killed_run_resumes_to_the_same_weights(programs: Programs, undisturbe
 
     processes = descendants(first.pid)
     first.send(signal.SIGKILL)
-    assert len(processes) in (4, 5)  # a spare server comes after some seconds
+    assert len(processes) in (4, 5)  # a spare server starts after some seconds
     assert all(map(wait_for_exit, processes))
     second = programs.run("ps-run", *flags, "train.py")
 
@@ -238,7 +238,9 @@ def test_servers_that_get_sigterm_are_restarted(
     run = programs.run("ps-run", *flags, "train.py", SERVERS_FALL="SIGTERM", **when)
 
     assert run.wait() == 0, run.output
-    for name in ("s0", "s1") if when is EARLY else ():  # at the end a server may be stopped first
+    for name in (
+        ("s0", "s1") if when is EARLY else ()
+    ):  # late signals may meet servers that already stop
         assert f"{name} exited with 143: terminated (SIGTERM); restart " in run.err
     assert undisturbed.wait() == 0
     assert (

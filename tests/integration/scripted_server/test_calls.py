@@ -48,7 +48,7 @@ def test_a_slow_exchange_completes(
         hooks(cluster)[0] = slowly
 
         assert client.push_pull(ONES).status == "applied"
-        assert cluster.calls["Exchange"] == 3  # nothing was sent twice; register pulls, too
+        assert cluster.calls["Exchange"] == 3  # register, push and pull: no exchange was repeated
 
 
 @pytest.mark.every(2)

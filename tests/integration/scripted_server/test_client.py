@@ -208,7 +208,7 @@ def test_the_order_of_tensors_is_that_of_the_job(client: Client, cluster: FakeCl
 def test_the_second_worker_waits_for_the_upload(pair: FakeCluster) -> None:
     first, second = Client(pair.addresses), Client(pair.addresses)
     spec_known = threading.Event()
-    pair.before[0].append(lambda: spec_known.wait(20) and None)  # the upload is held up
+    pair.before[0].append(lambda: spec_known.wait(20) and None)  # delays the upload
     values: list[Any] = []
 
     def follow() -> None:

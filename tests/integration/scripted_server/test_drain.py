@@ -349,7 +349,7 @@ def test_a_loop_of_the_script_ends_at_its_second_step(cluster: FakeCluster) -> N
 def test_a_worker_that_waits_for_the_first_weights_stops_too(cluster: FakeCluster) -> None:
     net = nn.Linear(1, 1)
     with Client(cluster.addresses) as uploader:
-        # and never uploads
+        # registers the model without an upload
         uploader.agree(ModelAdapter(net, torch.optim.SGD(net.parameters(), lr=0.5)).spec)
         cluster.control["Register"].extend([lambda: None, drain.ask_all])
 

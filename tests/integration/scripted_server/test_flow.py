@@ -94,7 +94,7 @@ def finished(flow: OpenPush | BufferedPush, client: Client) -> str:
     return result.status
 
 
-# ---- before the end ------------------------------------------------------------------------------
+# ---- sending and receiving -----------------------------------------------------------------------
 
 
 def test_pieces_are_sent_before_the_push_is_finished(cluster: FakeCluster) -> None:
@@ -162,7 +162,7 @@ def connect_open(cluster: FakeCluster, gate: FrameGate) -> Client:
     return client
 
 
-# ---- what breaks ---------------------------------------------------------------------------------
+# ---- failures ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("shards", [[0], [1], [0, 1]])
@@ -319,7 +319,7 @@ def test_ctrl_c_in_finish_ends_the_calls(cluster: FakeCluster) -> None:
             flow.finish()
         thread.join(20)
         flow.close()
-        with pytest.raises(KeyboardInterrupt):  # and not that the others were waited for in vain
+        with pytest.raises(KeyboardInterrupt):  # not a timeout of the round
             flow.wait(0, 4)
         cluster.release()
 
@@ -348,7 +348,7 @@ def test_a_server_restarted_in_the_middle_gets_the_whole_push(cluster: FakeClust
     assert cluster.counted == [(1, 1)]
 
 
-# ---- one message each way ------------------------------------------------------------------------
+# ---- small pushes --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("size", "kind"), [(500_000, "ExchangeOnce"), (600_000, "Exchange")])

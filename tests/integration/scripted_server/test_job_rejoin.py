@@ -107,7 +107,7 @@ def test_a_step_of_a_fenced_worker_is_stale_and_the_loop_continues(
         assert job.client.worker == 2
         assert job.stats.stale == 1
     assert cluster.counted == [(1, 1), (2, 1)]
-    assert cluster.returned == []  # the servers took batch 1 back by themselves
+    assert cluster.returned == []  # the fence has already returned batch 1
     (text,) = warnings(caplog)
     assert text == (
         "rejoin_started worker=1 job=job-1 "
@@ -121,14 +121,14 @@ def test_in_a_pipeline_a_fence_loses_the_open_push_and_the_current_one(
     cluster.policy = "async"
     cluster.deal(0, 1, 2, 3, None)
     with started(cluster, pipeline=True) as (job, net, optimizer):
-        cluster.before[0].extend([_do_nothing, fenced])  # the second push
+        cluster.before[0].extend([_do_nothing, fenced])  # fences during the second push
 
         run(job, net, optimizer)
         job.wait()
 
         assert (job.client.worker, job.stats.stale) == (2, 2)
     assert cluster.counted == [(1, 1), (2, 1)]
-    # 1 may have come to the other shard
+    # batch 1 may have reached the other shard
     assert {batch for _, _, batch in committed(cluster)} - {1} == {
         0,
         3,

@@ -166,7 +166,7 @@ def test_its_version_is_no_newer_than_that_of_rolled_back_servers(cluster: FakeC
         client.rejoin()
 
         assert client.version == 1
-        assert client.pull()  # does not wait for the versions that it has seen
+        assert client.pull()  # does not wait for an earlier, higher version
         assert client.push(gradient()).staleness == 0
 
 
@@ -284,6 +284,6 @@ def test_a_retired_worker_observes_and_reports(cluster: FakeCluster) -> None:
         assert (client.worker, cluster.left) == (2, {1: "drained"})
         assert (client.pull()["w"] == 0).all()
         client.report(accuracy=0.5)
-        assert cluster.calls["Register"] == 2  # both before: to join, and after the upload
+        assert cluster.calls["Register"] == 2  # both during register: before and after the upload
     assert cluster.metrics == {"accuracy": 0.5}
     assert cluster.left[2] == ""

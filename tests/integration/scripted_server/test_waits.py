@@ -34,7 +34,7 @@ def connect(cluster: FakeCluster, connect_timeout: float = 20.0) -> Client:
 
 
 class ShardLogLines(logging.Handler):
-    """Log lines about shard 1; `said` is set with the first one."""
+    """Log lines about shard 1; `has_text` is set by the first one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -160,7 +160,7 @@ def test_a_refusing_port_is_found_soon_after_it_listens(cluster: FakeCluster) ->
         cluster.servers[1].stop()
         pushing = pool.submit(client.push, ONES)
         with pytest.raises(TimeoutError):
-            pushing.result(3)  # long enough for gRPC to have come to its longest pause
+            pushing.result(3)  # after 3 s gRPC makes its longest pauses
 
         cluster.servers[1] = FakeServer(cluster, 1, True, bind=address)
 

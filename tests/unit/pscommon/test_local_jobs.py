@@ -88,7 +88,7 @@ def test_the_file_of_a_zombie_process_is_removed(
     runtime: Path, other: "subprocess.Popen[str]"
 ) -> None:
     other.kill()
-    os.waitid(os.P_PID, other.pid, os.WEXITED | os.WNOWAIT)  # dead, and still a zombie
+    os.waitid(os.P_PID, other.pid, os.WEXITED | os.WNOWAIT)  # the process is a zombie
 
     assert local_jobs.local_jobs() == []
 

@@ -35,7 +35,7 @@ def test_exactly_the_numbers_that_raise_on_a_server_are_refused(
     tensors = (TensorSpec("w", (3, 5), dtype),)
     try:
         spec = validate(OptimizerSettings(name, ({key: value},)))
-    except InvalidRequestError:  # above its range
+    except InvalidRequestError:  # the value is out of range
         return
     job = begun(ModelSpec(tensors, spec))
     try:

@@ -34,7 +34,7 @@ def test_the_end_of_a_process_is_seen_before_and_after_the_wait(
     assert (is_running(name), has_ended(name)) == (True, False)
 
     child.kill()
-    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # it stays a zombie
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # the process is a zombie
     assert (is_running(name), has_ended(name)) == (False, True)
     child.wait()
     assert (is_running(name), has_ended(name)) == (False, True)

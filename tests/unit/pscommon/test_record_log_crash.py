@@ -15,8 +15,8 @@ from tests.support.record_log_cases import Row, append, begin, readable, row, st
 
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(Path(__file__).parents[3] / "common")}
 
-# appends records from a number on until it is killed, a new segment after every 40th, and prints
-# each one it has
+# Appends numbered records until it is killed, begins a segment after every 40th, and prints each
+# appended number.
 ENDLESS = """
 import itertools, sys
 from pathlib import Path
@@ -73,9 +73,7 @@ class PowerCutDisk(LogFiles):
     def __init__(self, folder: Path, limit: int) -> None:
         self._folder = folder
         self._left = limit
-        self._files: dict[
-            int, int
-        ] = {}  # inode -> a descriptor to read it by, whatever its name is
+        self._files: dict[int, int] = {}  # inode -> descriptor
         self._synced: dict[int, bytes] = {}
         self._names: dict[str, int] = {}
 
@@ -121,7 +119,7 @@ class PowerCutDisk(LogFiles):
         super().remove(path)
 
     def leave(self, folder: Path, names_lost: bool, bytes_lost: bool) -> Path:
-        """Fill a folder with what is there after the power cut."""
+        """Fill a folder with the files that exist after the power cut."""
         folder.mkdir()
         for name, inode in (self._names if names_lost else self._current()).items():
             (folder / name).write_bytes(
@@ -214,8 +212,7 @@ def test_a_power_cut_at_any_operation_loses_nothing(
     assert cuts > 60
 
 
-# leaves 1 MiB of records in a spare and another 1 MiB of something else, which fills the disk, then
-# logs on
+# Fills the disk with a spare file of 1 MiB and another file of 1 MiB, then appends records.
 FULL = """
 import errno, sys
 from pathlib import Path

@@ -33,10 +33,10 @@ class LogOwner:
     """A log in use, and which records must survive."""
 
     log: WriteAheadLog
-    rows: dict[str, list[Row]] = field(default_factory=dict)  # acknowledged, by segment
-    doubtful: dict[str, Row] = field(default_factory=dict)  # the append that failed, by segment
+    rows: dict[str, list[Row]] = field(default_factory=dict)  # acknowledged records by segment
+    doubtful: dict[str, Row] = field(default_factory=dict)  # failed append by segment
     failed: list[LogWriteError] = field(default_factory=list)
-    retained: str = ""  # older segments are not needed
+    retained: str = ""  # segments before this one are not needed
     current: str = ""
 
     def begin(self, name: str, *rows: Row) -> None:
@@ -133,7 +133,7 @@ def test_a_disk_may_fail_permanently_until_it_works_again(tmp_path: Path, fsync:
     for limit in range(1, 40):
         disk = Failing(limit, errno.EROFS, for_good=True)
         life = LogOwner(log := WriteAheadLog(tmp_path / str(limit), fsync, disk)).work()
-        # at most a begin that failed after its rename and could not take that back
+        # a begin may have failed after its rename without removing the segment
         begun = max(life.rows, default="")
         life.check(in_doubt=max([name for name in log.segments() if name > begun], default=""))
         assert life.failed
@@ -146,7 +146,9 @@ def test_a_failed_begin_without_cleanup_is_invisible_once_the_disk_works(
 ) -> None:
     log = WriteAheadLog(tmp_path, "no", files := Failing(0, errno.EIO, for_good=True))
     begin(log, "1", FIRST)
-    files.limit = len(files.seen) + 5  # open, write, write, sync, rename; then the folder
+    files.limit = (
+        len(files.seen) + 5
+    )  # after open, write, write, sync and rename follows the folder
     with pytest.raises(LogWriteError):
         begin(log, "2", FIRST)
     files.limit = 0
@@ -161,7 +163,7 @@ def test_a_failed_clear_is_finished_by_the_next_begin(tmp_path: Path, operation:
     log = WriteAheadLog(tmp_path, "no", files := Failing(0, errno.EIO, for_good=True))
     for name in ("5", "6", "7", "8"):
         begin(log, name, FIRST)
-    # two files become spares, two are removed; then the folder
+    # operations: two files become spares, two are removed, the folder is synced
     files.limit = len(files.seen) + operation
     with pytest.raises(LogWriteError):
         log.clear()
@@ -194,7 +196,7 @@ def test_a_write_may_stop_at_any_byte(tmp_path: Path, recycled: bool, code: int)
         life.check()
 
         assert bool(life.failed) == bool(code)
-        assert torn == (code != 0 and part < 48)  # which is all of it
+        assert torn == (code != 0 and part < 48)  # 48 bytes are a complete record
 
 
 def test_a_write_of_no_bytes_is_an_error(tmp_path: Path) -> None:
@@ -261,7 +263,7 @@ def test_appends_are_synced_by_mode(tmp_path: Path, fsync: Fsync) -> None:
     during = files.seen.count("sync") - 1
     log.close()
 
-    if fsync == "everysec":  # its thread comes once in a second, perhaps just now
+    if fsync == "everysec":  # the thread syncs once a second, perhaps now
         assert during + files.seen.count("sync") >= 2
     else:
         assert during == (len(ROWS) if fsync == "always" else 0)
@@ -319,7 +321,7 @@ def test_a_failed_background_sync_breaks_the_log(
     files.synced.clear()
     append(log, FIRST)
     assert files.synced.wait(10)
-    with pytest.raises(LogWriteError):  # waits for the thread's own
+    with pytest.raises(LogWriteError):  # waits for the sync of the thread
         log.sync()
 
     assert "Input/output error" in log.broken
@@ -352,7 +354,7 @@ def test_threads_that_wait_for_a_sync_share_the_next_one(tmp_path: Path) -> None
     for thread in threads:
         thread.start()
     size, turn = 32 + len(row(9)[1]) + len(row(9)[2]), threading.Event()
-    while log.nbytes < start + 5 * size:  # appends do not wait for the sync that runs
+    while log.nbytes < start + 5 * size:  # appends do not wait for the running sync
         turn.wait(0.001)
     files.go.set()
     for thread in threads:

@@ -38,7 +38,7 @@ def opened(folder: Path) -> list[str]:
     for entry in os.listdir("/proc/self/fd"):
         try:
             links.append(os.readlink(f"/proc/self/fd/{entry}"))
-        except FileNotFoundError:  # the descriptor that listed them
+        except FileNotFoundError:  # the descriptor of the listed folder
             continue
     return [link for link in links if link.startswith(str(folder))]
 

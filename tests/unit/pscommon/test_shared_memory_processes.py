@@ -13,8 +13,7 @@ import pytest
 
 from pscommon.system.shared_memory import MemoryOffer, SharedRegion, attach, sweep
 
-# shares 5000 bytes of 7, prints the offer and waits; a fork waits too, or closes what it has and
-# ends
+# Shares 5000 bytes of 7, prints the offer and waits. A fork waits, or closes its copy and exits.
 CREATOR = """
 import os, sys
 from pathlib import Path
@@ -37,7 +36,7 @@ if "fork" not in sys.argv or child:
 os.read(0, 1)
 """
 
-# reads "index" or "index value" and answers with what is there then
+# reads "index" or "index value", writes the value, and prints the byte at the index
 PEER = """
 import sys
 from pathlib import Path
@@ -188,7 +187,7 @@ def test_a_creator_killed_before_hide_leaves_a_file_for_sweep(tmp_path: Path) ->
     assert [path.name for path in tmp_path.iterdir()] == [offer.name]
     assert sweep(tmp_path) == [offer.name]
     assert list(tmp_path.iterdir()) == []
-    assert attached.memory == b"\7" * 5000  # still there for those who have it
+    assert attached.memory == b"\7" * 5000  # attached processes keep the memory
 
 
 def test_a_creator_killed_after_hide_leaves_nothing(tmp_path: Path) -> None:
@@ -230,7 +229,7 @@ def test_a_fork_that_lives_keeps_the_file_until_it_ends(tmp_path: Path) -> None:
 
         descriptor = os.open(tmp_path / offer.name, os.O_RDONLY)
         assert creator.process.stdin is not None
-        creator.process.stdin.close()  # the fork reads its end, and ends
+        creator.process.stdin.close()  # the fork reads EOF and exits
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         os.close(descriptor)
         assert sweep(tmp_path) == [offer.name]

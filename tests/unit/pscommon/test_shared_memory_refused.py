@@ -22,7 +22,7 @@ from pscommon.system.shared_memory import (
 
 NOBODY = 65534
 
-# shares 4 MiB in the folder, which is not possible there, and prints the message
+# tries to share 4 MiB in the small folder and prints the error
 TOO_LARGE = """
 import os, sys
 from pathlib import Path

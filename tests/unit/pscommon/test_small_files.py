@@ -1,6 +1,4 @@
-"""Files are written completely or not at all; names of other things than files stay what
-they are.
-"""
+"""Files are written completely or not at all; links, pipes and devices are not replaced."""
 
 import os
 import subprocess

@@ -146,7 +146,7 @@ def test_a_power_cut_during_a_write_leaves_the_previous_snapshot(tmp_path: Path)
         for d in power_cuts(tmp_path, prepare, lambda snapshots: save_tiny(snapshots, 2, shards=2))
     ]
 
-    # the last two: cut when only the temporary folder was left to remove, and not cut
+    # the last two: a cut before the temporary folder is removed, and no cut
     assert len(versions) > 15
     assert versions == [1] * (len(versions) - 2) + [2] * 2
 

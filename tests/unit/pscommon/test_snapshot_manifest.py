@@ -1,6 +1,4 @@
-"""A manifest survives encoding; one that a server would not write is refused even with a correct
-checksum.
-"""
+"""A manifest survives encoding; an invalid one is refused even with a correct checksum."""
 
 import dataclasses
 import hashlib

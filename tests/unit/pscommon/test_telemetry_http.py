@@ -27,7 +27,7 @@ def get(address: str, path: str, accept: str = "text/plain", method: str = "GET"
 
 
 class Probe:
-    """A process whose readiness the test sets."""
+    """Fake process with a readiness that the test sets."""
 
     def __init__(self) -> None:
         self.state = (True, "serving version 7")

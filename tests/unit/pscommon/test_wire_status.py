@@ -18,7 +18,7 @@ WHO = "shard 1 at 127.0.0.1:1 (Describe)"
 
 
 class Failing:
-    """A parameter server that fails as `how` says."""
+    """Parameter server that fails in the way that the attribute `how` selects."""
 
     def __init__(self) -> None:
         self.how: Callable[[grpc.ServicerContext], None] = lambda context: None

@@ -156,7 +156,7 @@ def test_after_clear_nothing_is_appended_until_begin(
     log.append(2, b"of a history that is over")
     assert (kinds(log), log.is_complete, log.is_broken) == ([], False, False)
 
-    log.begin_segment(3, [(1, b"base", ())])  # names may be smaller again
+    log.begin_segment(3, [(1, b"base", ())])  # a name may be smaller than before clear
     log.append(4, b"kept")
 
     assert (kinds(log), failures, caplog.records) == ([1, 4], [], [])

@@ -82,7 +82,7 @@ class ClippedJob:
 
     def report(self, shard: int, measured: Measured | None = None) -> None:
         staged = tuple(self.staged[shard].values())
-        # entries stay
+        # an unapplied index, so that the coordinator retains all entries
         report = ShardReport(shard, 0, self.machine.job.layout_index, staged, measured=measured)
         self.recorder.report(report, 0.0)
 

@@ -178,7 +178,7 @@ def test_a_connection_that_ends_while_the_server_stops_is_no_warning(
     link._engine.live = SimpleNamespace(version=3)
     if leaves:
         link.leave(60.0)
-        link.stopped.clear()  # it was connected
+        link.stopped.clear()  # stopped is clear while the link is connected
 
     link._handle_disconnect(UnreachableError("cancelled"), "there:1", connected=True)
 

@@ -80,7 +80,7 @@ def test_a_stream_ends_at_a_later_undecodable_message(
     channel: grpc.Channel, caplog: pytest.LogCaptureFixture
 ) -> None:
     call = channel.stream_stream("/psproto.v1.CoordinatorService/LinkShard")
-    # a server that waits for a reshard: it is accepted, so the server reads on
+    # the first message is valid, so the server reads the next one
     request = co.LinkShardRequest(shard=1, shards=2, address="h:1", instance="i")
     with suppress(grpc.RpcError):
         list(call(iter([request.SerializeToString(), GARBAGE]), timeout=10))

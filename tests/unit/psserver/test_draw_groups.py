@@ -203,7 +203,7 @@ class RandomJob:
             worker: self.group(worker)
             for worker in self.rng.sample(self.workers, len(self.workers))
         }
-        # who could be woken by another's asking is not sitting out
+        # a request of another worker may have given these workers batches
         groups |= {worker: self.group(worker) for worker in self.workers if not groups[worker]}
         self.check([number for worker in self.workers for number in groups[worker]])
         if self.rng.random() < 0.1:

@@ -66,7 +66,7 @@ def test_the_pace_is_the_median_of_the_latest_steps() -> None:
 
 def test_a_step_with_an_unknown_start_is_not_measured() -> None:
     pace = paced(1.0, 1.0)
-    pace.end(99.0)  # said again
+    pace.end(99.0)  # a repeated end
     pace.begin(10.0)
     pace.discard()
     pace.end(99.0)
@@ -252,7 +252,7 @@ def test_the_worker_that_holds_others_at_the_ssp_bound_is_slow() -> None:
 
 def test_the_first_step_is_not_measured_from_before_the_start_of_the_job() -> None:
     job = TimedWorkers()
-    job.now += 100.0  # one of them had to wait for the other, say
+    job.now += 100.0  # for example, one worker waited for the other
     for seq in range(1, MIN_STEPS + 1):
         job.round(seq, quick=0.1, slow=0.1)
     assert [seconds for _, seconds in job.seen()] == [None, None]

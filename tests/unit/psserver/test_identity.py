@@ -106,10 +106,8 @@ def test_a_shard_is_bound_to_a_job_by_its_flags_its_data_or_its_log(
 
     assert requested_job(identity) == "otter"
     again = ServerIdentity(1, 2, "here:1", bound=JobIdFile(tmp_path).stored_job)
-    assert (requested_job(again), again.job) == (
-        "otter",
-        "",
-    )  # not known before shard 0 has said it
+    # the job is unknown until shard 0 confirms it
+    assert (requested_job(again), again.job) == ("otter", "")
 
 
 def test_a_shard_with_its_own_job_name_sends_it_to_shard_0(tmp_path: Path) -> None:

@@ -63,9 +63,11 @@ def test_commands_that_bypassed_the_checks_replay_to_the_same_state(
         job.now += rng.random()
         command = absurd.request(rng, [*job.workers, 999])
         if isinstance(command, LeaseBatches):
-            command = replace(command, count=min(command.count, 50))  # it would deal them all
+            command = replace(
+                command, count=min(command.count, 50)
+            )  # larger counts would deal all batches
         if isinstance(command, StartReshard):
-            # earlier releases refused more than there are servers
+            # earlier releases refused more shards than servers
             command = replace(command, shards=min(command.shards, 5))
         recorded = RecordedCommand(command, job.now)
         job.book.write(recorded)

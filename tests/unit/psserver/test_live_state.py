@@ -1,4 +1,4 @@
-"""A waiting request wakes when its push changes, and for nothing else."""
+"""A waiting request wakes only when its push changes."""
 
 import threading
 from collections.abc import Callable
@@ -29,7 +29,7 @@ def wakes_waiter(
 
     def waiter() -> None:
         with changes:
-            waits.set()  # this thread holds the lock until it waits
+            waits.set()  # the wait releases the lock of this thread
             wait(changes)
             out.set()
 

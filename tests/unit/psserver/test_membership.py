@@ -129,7 +129,7 @@ def test_workers_from_before_a_restart_are_out() -> None:
     membership.restore({1: 12, 2: 13})
 
     assert [(m.worker, m.seq, m.is_current) for m in membership] == [(1, 12, False), (2, 13, False)]
-    assert membership.counts() == {WorkerState.PAST: 2}  # none was lost
+    assert membership.counts() == {WorkerState.PAST: 2}  # past workers do not count as lost
     assert joined(membership).worker == WORKERS_PER_GENERATION + 1
 
 
@@ -139,9 +139,9 @@ def test_a_new_worker_waits_for_its_rank_until_the_former_owner_is_seen_again() 
     newcomer = joined(membership, rank=1, now=10.0)
 
     for last_seen in (9.0, 10.0 + MAX_HEARTBEAT_DELAY_SECONDS):
-        other.last_seen = last_seen  # it may have been sent before
+        other.last_seen = last_seen  # the heartbeat may precede the join of the newcomer
         assert unresolved_peer(membership.registered(), newcomer, asked_at=20.0) is other
-    other.last_moved = 19.0  # bytes may have lain in a server for longer than a request does
+    other.last_moved = 19.0  # bytes may be queued in a server for longer than a request
     assert unresolved_peer(membership.registered(), newcomer, asked_at=20.0) is other
     other.last_seen = 10.1 + MAX_HEARTBEAT_DELAY_SECONDS
     assert unresolved_peer(membership.registered(), newcomer, asked_at=20.0) is None
@@ -159,7 +159,7 @@ def test_a_late_request_waits_while_a_new_worker_of_its_rank_trains() -> None:
     newcomer = joined(membership, rank=1, now=10.0)
     membership.activate(newcomer)
 
-    # it may have been sent before
+    # the late request may precede the join of the newcomer
     assert (
         unresolved_peer(membership.registered(), late, asked_at=10.0 + MAX_HEARTBEAT_DELAY_SECONDS)
         is newcomer

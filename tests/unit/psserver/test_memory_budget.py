@@ -103,7 +103,7 @@ def test_64_threads_never_exceed_the_limit() -> None:
                 in_flight += claim.nbytes
                 highest = max(highest, in_flight)
             counts[worker] += 1
-            hashlib.sha256(WORK).digest()  # lets other threads run meanwhile
+            hashlib.sha256(WORK).digest()  # releases the GIL
             with guard:
                 in_flight -= claim.nbytes
             budget.release(claim)
@@ -167,7 +167,7 @@ def test_all_requests_that_fit_are_granted_at_once(
     budget_of_ten.release(full)
     until(lambda: len(waiters.granted) == 5, "all that fit")
 
-    assert set(waiters.granted) == {2, 3, 4, 5, 6}  # their threads may note it in another order
+    assert set(waiters.granted) == {2, 3, 4, 5, 6}  # threads record their grants in any order
     assert (budget_of_ten.used, budget_of_ten.waiting) == (10, 2)
 
 

@@ -87,7 +87,7 @@ def test_a_history_stays_bounded_and_even() -> None:
     assert MAX_ROWS // 4 < len(rows) <= MAX_ROWS
     assert (rows[0].time, rows[-1].time) == (0.0, 5 * MAX_ROWS - 1)
     steps = {later.time - earlier.time for earlier, later in itertools.pairwise(rows)}
-    assert steps <= {8.0, 7.0}  # the newest row may be nearer to its predecessor
+    assert steps <= {8.0, 7.0}  # the distance of the newest row may be smaller
 
 
 def test_thinning_treats_all_series_alike() -> None:

@@ -45,7 +45,7 @@ def trained(shards: int, steps: int) -> Shards:
     for step in range(steps):
         given = push(step + 1)
         if step == 1:
-            del given["odd"]  # so its steps lag behind
+            del given["odd"]  # its step count is smaller
         job.step(given)
     return job
 

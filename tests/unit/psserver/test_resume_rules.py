@@ -143,7 +143,7 @@ def test_the_hyper_parameters_of_the_first_worker_are_adopted(
     assert run.coordinator.model == SLOWER
     text = refusal("MODEL_MISMATCH", lambda: run.worker(MODEL))
     assert "not the job's" in text
-    assert ORIGIN not in text  # the job has them from this run
+    assert ORIGIN not in text  # this run has set the hyper-parameters
 
 
 def test_a_worker_from_before_the_restart_ends_the_resume() -> None:
@@ -247,10 +247,12 @@ def test_over_several_runs_with_growing_epochs_each_batch_counts_once(
             if answer is None or not answer.numbers:
                 break
             if step == batches - 1 and batches % 2:
-                break  # it is out when the run ends
+                break  # the batch is still leased when the run ends
             run.push(worker, step + 1, BatchKey(0, answer.numbers[0], 1))
             counted += answer.numbers
-        if resume is from_log or batches % 3:  # a log knows it until its lease ends
+        if (
+            resume is from_log or batches % 3
+        ):  # after recovery from a log the worker is a member until its lease ends
             run.recorder.do(Lose(worker, "killed"), 0.0)
         run = resume(run)
 
@@ -334,4 +336,6 @@ def test_states_of_earlier_releases_have_no_new_field() -> None:
     run = JobRun(CoordinatorMachine(1, RULES))
     run.worker()
     assert "extendable" not in run.coordinator.state()
-    assert from_snapshot(run).coordinator.state().get("extendable") is None  # there is no loop yet
+    assert (
+        from_snapshot(run).coordinator.state().get("extendable") is None
+    )  # the job has no loop yet

@@ -130,12 +130,12 @@ def test_the_memory_of_a_removed_worker_is_detached(
     gradients = memories.find(header()).gradients
     memories.on_evict(1)
     memories.on_evict(1)
-    assert mapped() == before + 2  # what a staged push refers to stays
+    assert mapped() == before + 2  # the staged push keeps its mappings
     gradients.flat[0] = 7
     assert region.memory[0] == 7
     del gradients
 
-    assert mapped() == before + 1  # the region itself
+    assert mapped() == before + 1  # the mapping of the worker
     with pytest.raises(UnreachableError):
         memories.find(header())
 
@@ -224,7 +224,7 @@ def test_a_thread_pool_reads_and_copies_every_byte(monkeypatch: pytest.MonkeyPat
     store = Shards(SPEC, 1, ThreadTeam(3)).stores[0]
     for place in range(107):
         buffer = torch.zeros(BUFFER // 4)
-        # after the first tensor comes padding
+        # padding follows the first tensor
         buffer[place if place < 100 else place + 12] = float("nan")
         assert (
             store.find_non_finite(

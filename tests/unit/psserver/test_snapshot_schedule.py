@@ -19,7 +19,7 @@ def test_a_snapshot_is_due_at_or_after_each_multiple_of_the_step_interval() -> N
     assert [version for version in range(12) if cuts.due(version, 100.0)] == [5, 6, 7, 8, 9, 10, 11]
     cuts.begin(6, 7, 100.0, {})
     cuts.part(0, part(6))
-    cuts.finished = None  # the shell has taken it
+    cuts.finished = None  # the caller has taken the finished snapshot
     assert [version for version in range(12) if cuts.due(version, 100.0)] == [10, 11]
 
 
@@ -49,7 +49,7 @@ def test_one_snapshot_runs_at_a_time_and_completes_with_its_last_part() -> None:
     assert (cuts.finished.version, cuts.finished.index, cuts.finished.state) == (1, 7, {"a": 1})
     assert cuts.finished.problem == "shard 1: disk full"
     assert cuts.cutting is None
-    # a next one could be complete before the shell has taken this one
+    # the next snapshot must not finish before the caller has taken this one
     assert not cuts.due(2, 100.0)
 
     cuts.finished = None

@@ -159,7 +159,7 @@ def test_a_read_whose_frames_are_complete_needs_no_copy() -> None:
     through, half = counted.open(), counted.open()
     content = b"".join(through.frames())
     counted.update()
-    assert counted.copies == 1  # for the other one
+    assert counted.copies == 1  # for the second read
     half.close()
     counted.update()
     through.close()
@@ -262,7 +262,7 @@ def test_threads_read_consistent_versions_during_updates() -> None:
     for thread in threads:
         thread.start()
     steps = 0
-    while not mixed and (steps < 60 or len(seen) <= 3):  # threads take turns as the system likes
+    while not mixed and (steps < 60 or len(seen) <= 3):  # the system schedules the threads
         with changing:
             job.step()
         steps += 1

@@ -13,7 +13,7 @@ from psserver.process.worker_exits import FOUND, WorkerExits
 
 
 class WorkerProcesses:
-    """Workers 1 to 3, and what is known of their processes."""
+    """Workers 1 to 3 and the observed state of their processes."""
 
     def __init__(self) -> None:
         self.exits, self.membership = WorkerExits(), Membership(5.0)

@@ -1,4 +1,4 @@
-"""What the log says about slow workers, and how often."""
+"""Log lines about slow workers and their rate limit."""
 
 import logging
 from dataclasses import dataclass, field

@@ -79,7 +79,7 @@ def test_the_data_directory_of_the_environment_is_checked(
 
 
 def test_a_small_shared_memory_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    # what Docker gives a container
+    # the default of Docker
     monkeypatch.setattr(
         checks.shutil,
         "disk_usage",

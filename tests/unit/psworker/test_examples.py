@@ -107,7 +107,7 @@ def test_gpt2_reduces_its_loss(run: Run) -> None:
 def test_resnet_reaches_its_accuracy(run: Run) -> None:
     try:
         import torchvision  # noqa: F401
-    except (ImportError, RuntimeError) as error:  # RuntimeError: it is built for another torch
+    except (ImportError, RuntimeError) as error:  # RuntimeError: built for another torch
         pytest.skip(f"torchvision is an extra: {error}")
 
     client = run(resnet.main, "--images", "512", "--epochs", "2")

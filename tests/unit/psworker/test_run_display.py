@@ -312,11 +312,9 @@ def rolled_back(version: int, ended: bool, state: str = "past") -> dict[str, Any
             rolled_back(40, ended=False),
             "the servers rolled back to version 40 after the workers were done",
         ),
-        (rolled_back(40, ended=True), ""),  # to where the training ended
-        (
-            rolled_back(40, ended=False, state="left"),
-            "",
-        ),  # restarted by hand, or its script had enough data
+        (rolled_back(40, ended=True), ""),  # the version at which the training ended
+        # a worker that was restarted manually, or left before the end of its data
+        (rolled_back(40, ended=False, state="left"), ""),
         ({"version": 40, "workers": []}, ""),
     ],
 )
@@ -390,10 +388,8 @@ LEFT, ENDED = [{"ended": True}, {"ended": False}], [{"ended": True}]
     [
         ({"steps": 0, "model": None, "data": []}, "no worker has registered a model"),
         ({"steps": 0, "model": MODEL, "data": LEFT}, "no step was counted, and data is left"),
-        (
-            {"steps": 9, "model": MODEL, "data": LEFT},
-            "no step was counted, and data is left",
-        ),  # a resumed job's steps
+        # the steps are those of an earlier run
+        ({"steps": 9, "model": MODEL, "data": LEFT}, "no step was counted, and data is left"),
         ({"steps": 9, "model": MODEL, "data": ENDED}, ""),
         ({"steps": 0, "model": MODEL, "data": []}, ""),
     ],
