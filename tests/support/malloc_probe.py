@@ -4,7 +4,7 @@ MAPPED = """
 import ctypes
 
 def mapped():
-    "Has malloc mapped memory for one large buffer alone, to be unmapped when it is freed?"
+    "Return whether malloc maps separate memory for a large buffer, unmapped when it is freed."
     class Info(ctypes.Structure):
         _fields_ = [(name, ctypes.c_size_t) for name in "abcdefghij"]
     mallinfo = ctypes.CDLL(None).mallinfo2
@@ -13,6 +13,6 @@ def mapped():
     buffer = bytes(64 << 20)
     return mallinfo().e - before >= len(buffer)
 """
-"""Source text. Needs glibc 2.33, and is true for its own settings: it never keeps more than 32
-MiB in one piece.
+"""Source text that needs glibc 2.33. mapped() is true under glibc's default settings, whose mmap
+threshold is at most 32 MiB.
 """
