@@ -18,7 +18,6 @@ LONGER = {
     "tests/unit/pscommon/test_settings.py",
     "tests/unit/pscommon/test_optimizers.py",
     "tests/unit/psserver/test_clipping.py",
-    "tests/support/fake_server.py",
     "tests/unit/psworker/test_batches.py",
     "tests/integration/scripted_server/test_client.py",
     "tests/unit/psworker/test_ctl.py",

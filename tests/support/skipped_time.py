@@ -7,7 +7,8 @@ from contextlib import contextmanager
 from psproto.v1 import parameter_server_pb2 as ps
 from psworker.client.client import Client
 from psworker.core.clock import Clock
-from tests.support.fake_server import FakeCluster, lost
+from tests.support.fake_job import lost
+from tests.support.fake_server import FakeCluster
 
 
 def pushes(cluster: FakeCluster) -> list[ps.PushPullHeader]:

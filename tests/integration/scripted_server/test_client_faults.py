@@ -22,7 +22,8 @@ from psproto.v1 import parameter_server_pb2 as ps
 from psworker.client.client import Client
 from psworker.connection import retry as patience
 from psworker.session.drain import DrainedError
-from tests.support.fake_server import FakeCluster, FakeServer, lost
+from tests.support.fake_job import lost
+from tests.support.fake_server import FakeCluster, FakeServer
 from tests.support.skipped_time import hour_skipper, lost_for, pushes, when_asked
 
 SGD = OptimizerSettings("sgd", ({"lr": 0.5},))

@@ -14,7 +14,8 @@ from pscommon.core.log_entries import BatchKey
 from pscommon.core.model_spec import OptimizerSettings
 from psproto.v1 import coordinator_pb2 as co
 from psworker.client.client import Client
-from tests.support.fake_server import FakeCluster, lost
+from tests.support.fake_job import lost
+from tests.support.fake_server import FakeCluster
 
 SGD = OptimizerSettings("sgd", ({"lr": 0.5},))
 LOOP = LoopSpec(loop=0, size=100, batch_size=10, first_epoch=2)

@@ -20,7 +20,8 @@ from psworker.model.adapter import ModelAdapter
 from psworker.optim.optimizer import ServerOptimizer
 from psworker.session import drain
 from psworker.session.drain import Drain, DrainedError, Stopping
-from tests.support.fake_server import FakeCluster, lost
+from tests.support.fake_job import lost
+from tests.support.fake_server import FakeCluster
 
 ROOT = Path(__file__).parents[3]
 SGD = OptimizerSettings("sgd", ({"lr": 0.5},))

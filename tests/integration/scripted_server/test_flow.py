@@ -18,7 +18,8 @@ from psworker.client.client import Client
 from psworker.core.clock import Clock
 from psworker.exchange.buffered_push import BufferedPush
 from psworker.exchange.open_push import OpenPush
-from tests.support.fake_server import FakeCluster, FakeServer, lost
+from tests.support.fake_job import lost
+from tests.support.fake_server import FakeCluster, FakeServer
 
 SGD = OptimizerSettings("sgd", ({"lr": 0.5},))
 SIZE = 2_000_000

@@ -12,7 +12,8 @@ from pscommon.core.model_spec import OptimizerSettings
 from psproto.v1 import parameter_server_pb2 as ps
 from psworker.client.client import Client
 from psworker.exchange.model_exchange import MAX_LOST_MEMBERSHIPS
-from tests.support.fake_server import FakeCluster, lost
+from tests.support.fake_job import lost
+from tests.support.fake_server import FakeCluster
 
 SGD = OptimizerSettings("sgd", ({"lr": 0.5},))
 LOOP = LoopSpec(0, size=8, batch_size=1)
