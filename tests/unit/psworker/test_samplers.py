@@ -1,4 +1,4 @@
-"""Samplers and DataLoaders as arguments of `job.batches`."""
+"""Samplers as arguments of `job.batches`."""
 
 import random
 from collections.abc import Iterator
@@ -7,16 +7,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import (
     BatchSampler,
-    DataLoader,
     RandomSampler,
     Sampler,
     SubsetRandomSampler,
     WeightedRandomSampler,
 )
-from torch.utils.data.distributed import DistributedSampler
 
 from pscommon.core.data_loop import LoopSpec
 from pscommon.core.errors import InvalidRequestError
@@ -26,6 +24,7 @@ from psworker.data.order import order_of
 from psworker.job import Job
 from psworker.optim.optimizer import ServerOptimizer
 from tests.support.loader_ledger import Count, Ledger
+from tests.support.samplers import DISTRIBUTED, Buckets, Evens, train_pass
 
 NUMBERS = torch.arange(10.0)
 
@@ -49,24 +48,6 @@ def started() -> tuple[Job, ServerOptimizer, WeightRecorder]:
     return job, job.optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model), client
 
 
-def train_pass(loader: Any, optimizer: ServerOptimizer) -> list[list[float]]:
-    seen = []
-    for batch in loader:
-        seen.append(batch.tolist())
-        optimizer.step()
-    return seen
-
-
-class Evens(Sampler[int]):
-    """Sampler of the even indices, the last one first."""
-
-    def __iter__(self) -> Iterator[int]:
-        return iter([8, 0, 2, 4, 6])
-
-    def __len__(self) -> int:
-        return 5
-
-
 class RandomIndices(Sampler[int]):
     """Sampler without a length that uses all three random generators."""
 
@@ -75,18 +56,6 @@ class RandomIndices(Sampler[int]):
         yield int(np.random.randint(10))
         yield random.randrange(10)
         yield from torch.randperm(10).tolist()
-
-
-class Buckets(Sampler[list[int]]):
-    """Batch sampler with batches of several sizes."""
-
-    def __iter__(self) -> Iterator[list[int]]:
-        yield [0, 1, 2, 3]
-        yield [4]
-        yield [5, 6]
-
-    def __len__(self) -> int:
-        return 3
 
 
 class Endless(Sampler[int]):
@@ -225,9 +194,6 @@ class FixedSampler(Sampler[int]):
         return iter(self.given)
 
 
-DISTRIBUTED = DistributedSampler(range(10), num_replicas=2, rank=0)  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize(
     ("given", "message"),
     [
@@ -352,123 +318,3 @@ def test_a_stream_with_a_sampler_is_refused(given: dict[str, Any], message: str)
 
     with pytest.raises(InvalidRequestError, match=message):
         job.batches(Count(), **given)
-
-
-# ---- DataLoader ----------------------------------------------------------------------------------
-
-
-def doubled(samples: list[Tensor]) -> Tensor:
-    return 2 * torch.stack(samples)
-
-
-@pytest.mark.parametrize(
-    ("options", "same"),
-    [
-        ({"batch_size": 4}, {"batch_size": 4, "shuffle": False}),
-        ({}, {"batch_size": 1, "shuffle": False}),
-        (
-            {"batch_size": 4, "shuffle": True, "drop_last": True},
-            {"batch_size": 4, "drop_last": True},
-        ),
-        ({"batch_size": 4, "shuffle": True, "num_workers": 2}, {"batch_size": 4}),
-        ({"batch_size": 2, "sampler": Evens()}, {"batch_size": 2, "sampler": Evens()}),
-        ({"batch_sampler": Buckets(), "num_workers": 1}, {"batch_sampler": Buckets()}),
-        (
-            {"batch_size": 4, "collate_fn": doubled},
-            {"batch_size": 4, "shuffle": False, "collate_fn": doubled},
-        ),
-        (
-            {"batch_size": 4, "sampler": RandomSampler(range(10), num_samples=6)},
-            {"batch_size": 4, "sampler": RandomSampler(range(10), num_samples=6)},
-        ),
-    ],
-)
-def test_a_data_loader_yields_the_same_batches_as_its_options(
-    options: dict[str, Any], same: dict[str, Any]
-) -> None:
-    job, optimizer, _ = started()
-    other, other_optimizer, _ = started()
-    given = DataLoader(NUMBERS, **options)  # type: ignore[arg-type]
-    loader, expected = job.batches(given, seed=3), other.batches(NUMBERS, seed=3, **same)
-
-    assert loader.dataset is NUMBERS
-    assert len(loader) == len(expected) == len(given)
-    assert loader.batch_size == expected.batch_size == given.batch_size
-    for _ in range(2):
-        assert train_pass(loader, optimizer) == train_pass(expected, other_optimizer)
-
-
-def test_the_generator_of_a_data_loader_determines_the_orders() -> None:
-    runs = []
-    for _ in range(2):
-        job, optimizer, _ = started()
-        generator = torch.Generator().manual_seed(4)
-        loader = job.batches(DataLoader(NUMBERS, 5, shuffle=True, generator=generator))  # type: ignore[arg-type]
-        runs.append([train_pass(loader, optimizer) for _ in range(2)])
-
-    assert runs[0] == runs[1]
-    assert runs[0][0] != runs[0][1]
-
-
-def test_epochs_and_seed_of_a_data_loader_are_arguments_of_the_call() -> None:
-    job, optimizer, client = started()
-
-    seen = train_pass(
-        job.batches(DataLoader(NUMBERS, 5, shuffle=True), epochs=2, seed=9), optimizer
-    )  # type: ignore[arg-type]
-
-    assert len(seen) == 4
-    assert client.loops == [LoopSpec(0, 10, 5, epochs=2, seed=9)]
-
-
-def test_a_data_loader_over_a_stream_is_a_stream() -> None:
-    job, optimizer, _ = started()
-
-    assert train_pass(job.batches(DataLoader(Count(), batch_size=2)), optimizer) == [
-        [0, 1],
-        [2, 3],
-        [4],
-    ]
-
-
-class OverriddenLoader(DataLoader[Any]):
-    def __iter__(self) -> Any:
-        return iter(())
-
-
-@pytest.mark.parametrize(
-    ("loader", "call", "message"),
-    [
-        (
-            DataLoader(NUMBERS, 2),
-            {"batch_size": 2},
-            "the DataLoader excludes batch_size:",
-        ),  # type: ignore[arg-type]
-        (
-            DataLoader(NUMBERS, 2),  # type: ignore[arg-type]
-            {"shuffle": False, "num_workers": 2, "sampler": Evens()},
-            "the DataLoader excludes shuffle, sampler, num_workers:",
-        ),
-        (OverriddenLoader(NUMBERS, 2), {}, "OverriddenLoader.*__iter__"),
-        (DataLoader(NUMBERS, batch_size=None), {}, "batch_size=None"),  # type: ignore[arg-type]
-        (
-            DataLoader(Count(), 2, num_workers=1),
-            {},
-            "num_workers, prefetch_factor cannot apply",
-        ),
-        (DataLoader(Count(), 2, drop_last=True), {}, "drop_last cannot apply"),
-        (
-            DataLoader(NUMBERS, 2, sampler=DISTRIBUTED),
-            {},
-            "sampler=DistributedSampler",
-        ),  # type: ignore[arg-type]
-        (DataLoader(NUMBERS, 2, sampler=Evens()), {"epochs": 2}, "sampler excludes epochs=2"),  # type: ignore[arg-type]
-    ],
-)
-def test_unsupported_data_loaders_are_refused(
-    loader: Any, call: dict[str, Any], message: str
-) -> None:
-    job, _, _ = started()
-
-    with pytest.raises(InvalidRequestError, match=message):
-        job.batches(loader, **call)
