@@ -104,7 +104,7 @@ class ReshardRequests:
             now, coordinator = self._registry.shards, self._executor.coordinator
             if shards == now:
                 raise InvalidRequestError(
-                    f"--servers {shards} changes nothing: there are {now} already"
+                    f"--servers {shards} changes nothing: the job has this number already"
                 )
             if coordinator.reshard is not None:
                 raise InvalidRequestError(

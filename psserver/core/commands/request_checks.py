@@ -54,7 +54,7 @@ def push_problem(coordinator: CoordinatorMachine, staged: Staged) -> UnfitPush |
     if staged.base > coordinator.version:
         return UnfitPush(
             "STALE",
-            f"computed from version {staged.base}, which is above the job's {coordinator.version}",
+            f"computed from version {staged.base}, but the job is at version {coordinator.version}",
         )
     problem = _samples_problem(staged)
     if staged.batches and not problem:
@@ -64,7 +64,7 @@ def push_problem(coordinator: CoordinatorMachine, staged: Staged) -> UnfitPush |
 
 def _samples_problem(staged: Staged) -> str:
     if not 0 <= staged.samples <= limits.MAX_SAMPLES_PER_PUSH:
-        return f"it stands for {staged.samples} samples, above {limits.MAX_SAMPLES_PER_PUSH}"
+        return f"samples={staged.samples} is not between 0 and {limits.MAX_SAMPLES_PER_PUSH}"
     if not staged.square_norm >= 0:
         return f"the square of its norm is {staged.square_norm}"
     return ""
@@ -135,7 +135,7 @@ def check_memory(spec: ModelSpec, shards: int, usable_nbytes: int) -> None:
     needed = sum(tensor.nbytes for tensor in spec.tensors) // shards
     if needed > usable_nbytes:
         need = f"its weights take {needed} bytes on each of {shards} servers"
-        refuse("the model", f"{need}, which may use {usable_nbytes}", "more servers")
+        refuse("model", f"{need}, which may use {usable_nbytes}", "more servers")
 
 
 def check_batch_request(coordinator: CoordinatorMachine, request: BatchRequest) -> None:

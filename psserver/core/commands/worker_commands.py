@@ -53,7 +53,7 @@ class Join(Command[Member]):
         if not 0 <= self.attempt <= limits.MAX_ATTEMPT:
             refuse(
                 "join",
-                f"attempt {self.attempt} is above {limits.MAX_ATTEMPT}",
+                f"attempt {self.attempt} is not between 0 and {limits.MAX_ATTEMPT}",
                 "unset PS_WORKER_ATTEMPT",
             )
         check_names("join", (self.host, self.device))
