@@ -16,6 +16,11 @@ from pscommon.telemetry.logs import get_logger
 from psserver.coordinator.executor import CommandExecutor
 from psserver.core.commands.job_commands import UseRules
 from psserver.core.commands.recorder import Recorder
+from psserver.core.coordinator.catch_up import (
+    Rollback,
+    choose_rollback,
+    promotion_needs_rollback,
+)
 from psserver.core.coordinator.machine import CoordinatorMachine
 from psserver.core.coordinator.shard_directory import ShardDirectory
 from psserver.core.workers.membership import WORKERS_PER_GENERATION
@@ -138,27 +143,17 @@ class JobStart:
         self.newest, self._is_recovered = initial.newest, initial.is_recovered
         if not is_log:
             self.journal.clear()
-        self.journal.begin_segment(coordinator.version, self._first_record(initial))
+        self.journal.begin_segment(
+            coordinator.version,
+            initial.first_record(
+                self._registry.shards, self._generations.number, self._identity.job
+            ),
+        )
         self._coordinator, recorder = coordinator, Recorder(coordinator, self.journal)
         self.replace_recorder(recorder)
         if initial.shard is not None:
             self._engine.install(initial.shard, continues_log=is_log)
         return recorder
-
-    def _first_record(self, initial: InitialState) -> dict[str, Any]:
-        coordinator = initial.coordinator
-        state = (
-            coordinator.complete_state()
-            if initial.origin is not Origin.FRESH
-            else {
-                "epoch": coordinator.log_id,
-                "version": 0,
-                "generation": self._generations.number,
-                "policy": [*coordinator.job.policy_row()],
-                "rules": coordinator.job.rules.as_json(),
-            }
-        )
-        return {"shards": self._registry.shards, **state, "job": self._identity.job}
 
     def _continue(self, initial: InitialState) -> None:
         """Continue from the state before a crash."""
@@ -197,8 +192,8 @@ class JobStart:
             if promotion.is_complete
             else [snapshot["version"] for snapshot in self._snapshots.listing()]
         )
-        if max(written, default=0) > coordinator.version or not coordinator.log.can_go_on(
-            self._engine.make_report()
+        if promotion_needs_rollback(
+            coordinator, self._engine.make_report(), max(written, default=0)
         ):
             self.go_back(
                 "the standby lacks the end of its primary's log",
@@ -321,12 +316,13 @@ class JobStart:
             if self._coordinator is None or log_id != self._coordinator.log_id:
                 return
             manifest = self._snapshots.find_newest()
-            if manifest is None and self._is_recovered:
+            rollback = choose_rollback(manifest is not None, self._is_recovered)
+            if rollback is Rollback.BEGINNING:
                 log.error("job_restarted_without_snapshot", reason=why, updates_lost=version)
                 self._metrics.count_lost_updates(version)
                 self._generations.count_in_running_job()
                 self.begin()
-            elif manifest is None:
+            elif manifest is None:  # Rollback.IMPOSSIBLE
                 self._fail(
                     SnapshotError(f"{why} and there is no snapshot to go back to", "NO_SNAPSHOT")
                 )

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
 from pscommon.snapshot import Manifest
 from psserver.core.coordinator.machine import CoordinatorMachine
@@ -47,3 +48,25 @@ class InitialState:
     def is_recovered(self) -> bool:
         """Whether another process began the log."""
         return self.origin in (Origin.LOG, Origin.PROMOTION)
+
+    def first_record(self, shards: int, generation: int, job: str) -> dict[str, Any]:
+        """Return what the coordinator's log begins with, for JSON.
+
+        Args:
+            shards: Number of shards.
+            generation: Number of this start of the job.
+            job: Name of the job.
+        """
+        coordinator = self.coordinator
+        state = (
+            coordinator.complete_state()
+            if self.origin is not Origin.FRESH
+            else {
+                "epoch": coordinator.log_id,
+                "version": 0,
+                "generation": generation,
+                "policy": [*coordinator.job.policy_row()],
+                "rules": coordinator.job.rules.as_json(),
+            }
+        )
+        return {"shards": shards, **state, "job": job}

@@ -16,7 +16,6 @@ LONGER = {
     "tests/integration/test_torch_scripts.py",
     "tests/integration/test_training.py",
     "tests/unit/pscommon/test_optimizers.py",
-    "tests/sim/servers.py",
     "tests/sim/failover_world.py",
     "tests/sim/world.py",
 }

@@ -11,8 +11,9 @@ from psserver.core.coordinator.machine import CoordinatorMachine
 from psserver.core.job.clipping import Measurement
 from psserver.core.job.pending_pushes import PendingPushes
 from psserver.core.job.policy import policy
+from psserver.durability.shard_log import SegmentBase
+from psserver.durability.shard_state import ShardState
 from tests.sim.scenario import SHRINK, Scenario
-from tests.sim.servers import SimShard
 
 
 class TakesAnyMeasurement(CoordinatorMachine):
@@ -48,11 +49,13 @@ class MeasurementOverReshard(CoordinatorMachine):
         self.pending.clear = clear_pushes  # type: ignore[method-assign]
 
 
-class ForgetsWhatItMeasured(SimShard):
-    """After a restart it does not know what it measured before the cut."""
+LOAD = ShardState.load
 
-    def recover_machine(self, state: dict[str, Any]) -> None:
-        super().recover_machine({key: value for key, value in state.items() if key != "measured"})
+
+def forgets_what_it_measured(state: ShardState, base: SegmentBase) -> None:
+    """Forget, in a recovery, what was measured before the cut."""
+    kept = {key: value for key, value in base.state.items() if key != "measured"}
+    LOAD(state, base._replace(state=kept))
 
 
 class ForgetsTheMeasurement(CoordinatorMachine):
@@ -157,12 +160,12 @@ SCENARIOS: Mapping[str, Callable[[Scenario], Scenario]] = {
 CLASSES: dict[str, dict[str, type]] = {
     "an update is clipped by the norm of another one": {"coordinator_class": TakesAnyMeasurement},
     "a measurement outlives a reshard": {"coordinator_class": MeasurementOverReshard},
-    "a measured norm forgotten over a restart": {"shard_class": ForgetsWhatItMeasured},
     "a coordinator that forgets what it had measured": {"coordinator_class": ForgetsTheMeasurement},
     "each push of a round is clipped alone": {"coordinator_class": ClipsEachPush},
     "measured norms that are not written": {"coordinator_class": AnswersUnwritten},
 }
 PATCHES: dict[str, tuple[Any, str, Any]] = {
+    "a measured norm forgotten over a restart": (ShardState, "load", forgets_what_it_measured),
     "a log that needs pushes for updates alone": (job_log_module, "counted", counted_by_updates),
     "the norm of one shard for that of all": (Measurement, "square_norm", first_answer),
     "a push that was not measured has no norm": (PendingPushes, "is_measured", always),

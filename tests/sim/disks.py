@@ -1,99 +1,156 @@
-"""What survives a server of the simulated world: snapshots, and the logs of the shard and of the
-coordinator.
+"""What survives a simulated server: snapshots, the logs of the shard and of the coordinator, and
+what its standby has received.
 """
 
-import json
+import random
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from pscommon.core.log_entries import Apply, PushKey, Reject
-from psserver.core.commands.recorded import RecordedCommand
-from psserver.core.coordinator.machine import CoordinatorMachine
-from tests.sim.mirror import Mirror
+from pscommon.core.log_entries import Apply, Cut, Reject
+from pscommon.core.model_spec import ModelSpec
+from pscommon.wal.log import Record
+from psserver.durability.best_effort_log import Raw
+from psserver.durability.record_sink import RecordSource
+from psserver.durability.shard_log import ShardRecordKind, logged
+from psserver.durability.state_records import StateRecord, StateRecordKind, about, checksum, copied
 
-History = list[tuple[PushKey, ...]]
 
+class MemoryLog:
+    """Stands for BestEffortLog.
 
-@dataclass
-class Segment:
-    """A stretch of a log: the state that it goes on from, and what came then.
-
-    held: in a move, the index of the Reshard and how many shards there were before it.
+    segments: version and records of each segment.
     """
 
-    version: int
-    base: str
-    records: list[Any] = field(default_factory=list)
-    shards: int = 0
-    held: tuple[int, int] | None = None
+    nbytes, is_broken = 0, False
 
-    @property
-    def index(self) -> int:
-        """Of the log, where it begins."""
-        return int(json.loads(self.base).get("index", 0))
+    def __init__(self) -> None:
+        self.segments: list[tuple[int, list[Record]]] = []
+        self.is_complete = False
+
+    def begin_segment(self, version: int, records: Iterable[Raw]) -> None:
+        self.segments.append((version, []))
+        self.is_complete = True
+        for record in records:
+            self.append(*record)
+
+    def append(self, kind: int, header: bytes, payload: Sequence[memoryview] = ()) -> None:
+        if self.is_complete:
+            self.segments[-1][1].append(Record(kind, header, memoryview(b"".join(payload))))
+
+    def records_since(self, version: int | None) -> Iterator[Record]:
+        segments = [each for each in self.segments if version is None or each[0] >= version]
+        at_version = sum(first == version for first, _ in segments)
+        for _, records in segments[max(0, at_version - 1) :]:
+            yield from records
+
+    def remove_before(self, version: int) -> None:
+        kept = [each for each in self.segments if each[0] >= version]
+        self.segments = kept or self.segments[-1:]
+
+    def drop(self, count: int) -> None:
+        """Remove the last records of the newest segment."""
+        del self.segments[-1][1][-count:]
+
+    def clear(self) -> None:
+        self.segments.clear()
+        self.is_complete = False
+
+
+class SimStandby:
+    """The records that a standby has received.
+
+    acknowledged: number of records whose results others may know.
+    lacks_records: it may lack records whose results others know (--shipping async).
+    """
+
+    def __init__(self, state: Iterable[StateRecord]) -> None:
+        self.records = list(state)
+        self.acknowledged = self._loaded = len(self.records)
+        self.lacks_records = False
+
+    def lose(self, count: int) -> None:
+        """Lose the newest records, which had not arrived when the primary was killed."""
+        self.lacks_records = True
+        del self.records[max(self._loaded, len(self.records) - count) :]
+
+    def drop_unacknowledged(self, rng: random.Random) -> int:
+        """Lose some of the newest entries, of which no result is known. Return how many."""
+        dropped = 0
+        while len(self.records) > self.acknowledged and rng.random() < 0.5:
+            record = self.records[-1]
+            if record.source is RecordSource.SHARD:
+                if record.kind != ShardRecordKind.ENTRY or isinstance(
+                    logged(Record(record.kind, record.header, memoryview(b""))), Cut
+                ):
+                    break
+                dropped += 1
+            del self.records[-1]
+        return dropped
 
 
 @dataclass
 class Disk:
-    """What survives a server. parts: by index of the cut, its weights and the history of this
-    version; log and job: of the shard and the coordinator. mirror: its standby, if it has one."""
+    """What survives a server.
 
-    parts: dict[int, tuple[list[float], History]] = field(default_factory=dict)
-    log: list[Segment] = field(default_factory=list)
-    job: list[Segment] = field(default_factory=list)
-    mirror: Mirror | None = None
-
-    def goes_on_from(self, saved: "Saved | None") -> bool:
-        """Does what the coordinator has written follow this snapshot, or nothing?"""
-        segments = since(self.job, saved.version if saved else None)
-        return bool(segments) and (saved is not None or "index" not in json.loads(segments[0].base))
-
-
-def since(log: list[Segment], version: int | None) -> list[Segment]:
-    """What was written since a snapshot; of the segments that were begun at its version only the
-    last.
+    parts: version and the shard's numbers, by index of the Cut.
+    standby: its standby; None without one.
     """
-    if version is None:
-        return log
-    older = [segment for segment in log if segment.version <= version]
-    return [*older[-1:], *log[len(older) :]] if older and older[-1].version == version else []
+
+    parts: dict[int, tuple[int, list[float]]] = field(default_factory=dict)
+    shard_log: MemoryLog = field(default_factory=MemoryLog)
+    job_log: MemoryLog = field(default_factory=MemoryLog)
+    standby: SimStandby | None = None
+
+
+class SimLink:
+    """Stands for the connection of a primary to its standby."""
+
+    def __init__(self, disk: Disk) -> None:
+        self._disk = disk
+
+    @property
+    def has_standby(self) -> bool:
+        return self._disk.standby is not None
+
+    @property
+    def last_position(self) -> int:
+        return len(self._disk.standby.records) if self._disk.standby is not None else 0
+
+    def send(
+        self, source: RecordSource, kind: int, header: bytes, payload: Sequence[memoryview]
+    ) -> int:
+        if self._disk.standby is not None:
+            self._disk.standby.records.append(copied(source, kind, header, payload))
+        return self.last_position
+
+    def wait_for_standby(self, sent: int) -> None:
+        if self._disk.standby is not None:
+            self._disk.standby.acknowledged = max(self._disk.standby.acknowledged, sent)
+
+    def reset(self, why: str) -> None:
+        self._disk.standby = None
+
+    def send_checksum(self, version: int, store: Any) -> None:
+        if self._disk.standby is not None:
+            self._disk.standby.records.append(
+                about(StateRecordKind.CHECKSUM, version=version, checksum=checksum(store))
+            )
 
 
 @dataclass
 class Saved:
-    """A complete snapshot: what the manifest says."""
+    """A complete snapshot; stands for its Manifest.
+
+    coordinator: state of the coordinator.
+    decided, dropped: updates and rejections before it, for the checks.
+    """
 
     version: int
     index: int
-    state: str
+    coordinator: dict[str, Any]
+    model: ModelSpec
     shards: int
     decided: tuple[Apply, ...]
     dropped: tuple[Reject, ...]
-
-
-class JobJournal:
-    """The coordinator's part of a disk."""
-
-    def __init__(self, disk: Disk, log_id: int, shards: int) -> None:
-        self.disk = disk
-        self.begin(0, {"epoch": log_id}, shards)
-
-    def begin(self, version: int, state: dict[str, Any], shards: int) -> None:
-        """What was written before is void."""
-        self.disk.job = [Segment(version, json.dumps(state), [], shards)]
-
-    def write(self, command: RecordedCommand) -> None:
-        self.disk.job[-1].records.append(json.dumps(command.as_json()))
-        if self.disk.mirror is not None:
-            self.disk.mirror.tell("command", json.dumps(command.as_json()))
-
-    def rotate(self, coordinator: CoordinatorMachine) -> None:
-        """A new segment goes on from here."""
-        self.disk.job.append(
-            Segment(
-                coordinator.version,
-                json.dumps(coordinator.complete_state()),
-                [],
-                coordinator.shards,
-            )
-        )
+    job: str = "simulated"

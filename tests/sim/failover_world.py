@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from psserver.core.shard.failover import FailoverMachine
 from psserver.core.shard.primary_lease import PrimaryRecord
 from psserver.core.shard.replication import ReplicationMachine, ReplicationPhase
-from tests.sim.servers import check
+from tests.sim.invariants import check
 
 BEAT = 0.5
 TICK = 0.1

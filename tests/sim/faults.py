@@ -13,8 +13,8 @@ from psserver.core.commands.recorder import Recorder
 from psserver.core.commands.worker_commands import Join, Leave
 from psserver.core.coordinator.machine import CoordinatorMachine
 from tests.sim import invalid_requests as absurd
+from tests.sim.invariants import check
 from tests.sim.scenario import Scenario
-from tests.sim.servers import check
 from tests.sim.workers import SimWorker
 
 

@@ -83,7 +83,7 @@ def unfit_push(coordinator: CoordinatorMachine, rng: random.Random, worker: int)
     """
     push = _push(rng, worker)
     return Staged(
-        PushKey(worker, max(1, push.key.seq)),
+        PushKey(worker, min(max(1, push.key.seq), 2**64 - 1)),  # no message has a larger number
         push.samples,
         coordinator.version + 1 + push.base,
         push.batches,

@@ -11,9 +11,10 @@ import psserver.core.commands.recorder as recorder_module
 import psserver.core.coordinator.update_rounds as updates_module
 import psserver.core.data.data_ledger as data_ledger_module
 import psserver.core.job.job_state as job_state_module
-import tests.sim.servers as servers_module
+import psserver.durability.coordinator_log as coordinator_log_module
+import psserver.durability.shard_state as shard_state_module
 from pscommon.core.errors import PSError
-from pscommon.core.log_entries import Contribution, Entry, PushKey, Reshard, Staged
+from pscommon.core.log_entries import Entry, PushKey, Reshard, Staged
 from pscommon.core.model_spec import ModelSpec
 from psserver.core.commands.data_commands import LeaseBatches, ReportMetrics
 from psserver.core.commands.recorded import RecordedCommand
@@ -27,18 +28,26 @@ from psserver.core.job.policy import Policy, choose, policy
 from psserver.core.shard.state_machine import PushOutcome, ShardMachine
 from psserver.core.workers.leases import WorkerLeases
 from psserver.core.workers.members import Member
-from tests.sim.disks import JobJournal
+from psserver.durability.coordinator_log import CoordinatorLog
+from psserver.durability.shard_log import SegmentBase, ShardLog
+from psserver.durability.shard_state import ShardState
+from psserver.shard.live_state import LiveShardState
+from tests.sim.arrays import SimStaging, SimStore
 from tests.sim.invalid_requests import FAULT
 from tests.sim.scenario import Scenario
-from tests.sim.servers import SimShard
+
+AVERAGE = SimStore.average
 
 
-class SumsInArrivalOrder(SimShard):
-    """Adds gradients in the order in which they came."""
-
-    def averages(self, contributions: Sequence[Contribution]) -> list[float]:
-        counted = {contribution.key: contribution for contribution in contributions}
-        return super().averages([counted[key] for key in self.kept if key in counted])
+def averages_in_arrival_order(
+    store: SimStore,
+    stagings: Sequence[SimStaging],
+    samples: Sequence[int],
+    scales: Sequence[float],
+) -> list[float]:
+    """Add gradients in the order in which they arrived."""
+    pushes = sorted(zip(stagings, samples, scales, strict=True), key=lambda push: push[0].number)
+    return AVERAGE(store, *map(list, zip(*pushes, strict=True)))
 
 
 class ShardForgets(ShardMachine):
@@ -80,27 +89,25 @@ class LosesPlaces(CoordinatorMachine):
         self.ledger.transfer = lambda old, new: None  # type: ignore[method-assign]
 
 
-class ReportsBeforeWriting(SimShard):
-    """Says that it holds a push that is not in its log."""
-
-    def write(self, record: Any) -> None:
-        if not isinstance(record, tuple):
-            super().write(record)
+def reports_before_writing(log: ShardLog, *push: Any) -> None:
+    """Report a push that is not in the log."""
 
 
-class ForgetsOutcomes(SimShard):
-    """After a restart it does not know what was counted before the cut."""
-
-    def recover_machine(self, state: dict[str, Any]) -> None:
-        super().recover_machine({**state, "outcomes": []})
+LOAD = ShardState.load
 
 
-class ForgetsCommands(JobJournal):
-    """Does not write down to whom batches were dealt."""
+def forgets_outcomes(state: ShardState, base: SegmentBase) -> None:
+    """Forget, in a recovery, which pushes counted before the cut."""
+    LOAD(state, base._replace(state={**base.state, "outcomes": []}))
 
-    def write(self, command: RecordedCommand) -> None:
-        if not isinstance(command.command, LeaseBatches):
-            super().write(command)
+
+WRITE = CoordinatorLog.write
+
+
+def forgets_leases(log: CoordinatorLog, command: RecordedCommand) -> None:
+    """Do not write which worker leased batches."""
+    if not isinstance(command.command, LeaseBatches):
+        WRITE(log, command)
 
 
 class ForgetsEntries(CoordinatorMachine):
@@ -169,11 +176,8 @@ class StagedOverReshard(ShardMachine):
             self.staged.update(staged)
 
 
-class KeepsOldBytes(SimShard):
-    """Takes pushes that are cut for another number of shards."""
-
-    def fits(self, shards: int) -> bool:
-        return True
+def accepts_any_layout(live: LiveShardState, shards: int) -> None:
+    """Accept pushes that are meant for another number of shards."""
 
 
 class AdoptsNoOutcomes(ShardMachine):
@@ -207,19 +211,16 @@ class TakesAMoveForOver(CoordinatorMachine):
         super().load_state(whole, model, now, sys.maxsize)
 
 
-class KeepsItsStandby(SimShard):
-    """Believes that its standby holds the new part, too, when the model has moved."""
-
-    def void(self) -> None: ...
+def keeps_its_standby(log: ShardLog) -> None:
+    """Let a standby go on with its partition from before a reshard."""
 
 
-class ForgetsWhatItHolds(SimShard):
-    """Does not write down, where a segment begins in a move, that it holds what was before."""
+BASE = ShardState.base
 
-    def start_log(self, version: int) -> None:
-        frozen, self.frozen = self.frozen, None
-        super().start_log(version)
-        self.frozen = frozen
+
+def forgets_frozen_numbers(state: ShardState) -> SegmentBase:
+    """Do not write, where a segment begins in a reshard, that the previous partition is kept."""
+    return BASE(state)._replace(frozen=None)
 
 
 class TrustsTheReborn(CoordinatorMachine):
@@ -260,25 +261,23 @@ def believes_late_messages(leases: WorkerLeases, now: float) -> list[Member]:
 
 
 def replay_until_an_error(
-    coordinator: CoordinatorMachine, commands: Iterable[RecordedCommand]
+    coordinator: CoordinatorMachine, commands: Iterable[RecordedCommand], *rest: Any
 ) -> int:
-    """Stops where a recorded command raises an unexpected error."""
-    for count, command in enumerate(commands):
+    """Ignore what was recorded after a command that raised an unexpected error."""
+    for command in () if hasattr(coordinator, "has_failed") else commands:
         try:
             command.command.perform(coordinator, command.now)
         except PSError:
             continue
         except ZeroDivisionError:
-            return count
+            coordinator.has_failed = True  # type: ignore[attr-defined]
     return -1
 
 
-class ForgetsFailedCommands(JobJournal):
-    """Does not write down a command that raised an unexpected error."""
-
-    def write(self, command: RecordedCommand) -> None:
-        if not isinstance(command.command, ReportMetrics) or FAULT not in command.command.metrics:
-            super().write(command)
+def forgets_failed_commands(log: CoordinatorLog, command: RecordedCommand) -> None:
+    """Do not write a command that raised an unexpected error."""
+    if not isinstance(command.command, ReportMetrics) or FAULT not in command.command.metrics:
+        WRITE(log, command)
 
 
 def no_unfit_pushes(
@@ -313,39 +312,48 @@ def lagging_alone(scenario: Scenario) -> Scenario:
 
 SCENARIOS: dict[str, Callable[[Scenario], Scenario]] = {
     "sum in arrival order": three_unclipped,
-    "a log that begins in a move": moved_among_kills,
+    "a log that begins in a reshard": moved_among_kills,
     "workers outlive what they were told": lagging_alone,
-    "a move that is over too early": moved_among_kills,
+    "a reshard that ends too early": moved_among_kills,
 }
 """Where histories of any kind would take too many seeds to meet a bug."""
 
 CLASSES: dict[str, dict[str, type]] = {
-    "sum in arrival order": {"shard_class": SumsInArrivalOrder},
-    "no duplicate check": {"machine_class": ShardForgets, "coordinator_class": NoDuplicateCheck},
+    "no duplicate check": {"coordinator_class": NoDuplicateCheck},
     "a successor without its predecessor's data": {"coordinator_class": LosesPlaces},
-    "a push reported before it is written": {"shard_class": ReportsBeforeWriting},
-    "outcomes forgotten over a restart": {"shard_class": ForgetsOutcomes},
-    "commands that are not written": {"journal_class": ForgetsCommands},
-    "a command that failed is not written": {"journal_class": ForgetsFailedCommands},
     "a standby without the newest entries": {"coordinator_class": ForgetsEntries},
     "a standby that knows of no cut": {"coordinator_class": ForgetsTheCut},
     "batches of a lost worker are lost": {"coordinator_class": LosesBatchesOfTheDead},
-    "staged pushes outlive a reshard": {"machine_class": StagedOverReshard},
-    "a push cut for other shards is taken": {"shard_class": KeepsOldBytes},
-    "a new shard does not know what has counted": {"machine_class": AdoptsNoOutcomes},
-    "a push counts before a move is over": {"coordinator_class": CountsInMove},
-    "a move that is over too early": {"coordinator_class": TakesAMoveForOver},
-    "a log that begins in a move": {"shard_class": ForgetsWhatItHolds},
-    "a standby outlives a move": {"shard_class": KeepsItsStandby},
-    "a shard that died in a move counts as moved": {"coordinator_class": TrustsTheReborn},
+    "a push counts before a reshard ends": {"coordinator_class": CountsInMove},
+    "a reshard that ends too early": {"coordinator_class": TakesAMoveForOver},
+    "a shard that was killed in a reshard counts as loaded": {"coordinator_class": TrustsTheReborn},
 }
 PATCHES: dict[str, tuple[Any, str, Any]] = {
+    "sum in arrival order": (SimStore, "average", averages_in_arrival_order),
+    "no duplicate check": (shard_state_module, "ShardMachine", ShardForgets),
+    "a push reported before it is written": (ShardLog, "write_push", reports_before_writing),
+    "outcomes forgotten over a restart": (ShardState, "load", forgets_outcomes),
+    "commands that are not written": (CoordinatorLog, "write", forgets_leases),
+    "a command that failed is not written": (CoordinatorLog, "write", forgets_failed_commands),
+    "staged pushes outlive a reshard": (shard_state_module, "ShardMachine", StagedOverReshard),
+    "a push for another layout is accepted": (LiveShardState, "check_layout", accepts_any_layout),
+    "a new shard does not know what has counted": (
+        shard_state_module,
+        "ShardMachine",
+        AdoptsNoOutcomes,
+    ),
+    "a log that begins in a reshard": (ShardState, "base", forgets_frozen_numbers),
+    "a standby outlives a reshard": (ShardLog, "reset_standby", keeps_its_standby),
     "bound off by one": (updates_module, "choose", bound_off_by_one),
     "a round closed by part of its members": (updates_module, "choose", part_of_the_members),
     "a push counted on one shard only": (job_state_module, "PendingPushes", ReadyOnOneShard),
     "a dead worker's place is given up": (Recorder, "tick", gives_up_places_of_the_dead),
     "a dead worker is believed to live": (WorkerLeases, "ended", believes_late_messages),
-    "a replay ends at a command that failed": (servers_module, "replay", replay_until_an_error),
+    "a replay ends at a command that failed": (
+        coordinator_log_module,
+        "replay",
+        replay_until_an_error,
+    ),
     "an unfit push is not refused": (recorder_module, "unfit_pushes", no_unfit_pushes),
     "workers outlive what they were told": (Recorder, "recovered", keeps_everybody),
     "a batch counts when it is handed out": (data_ledger_module, "MapLoop", CommitsWhenHandedOut),

@@ -1,19 +1,34 @@
-"""Servers of the simulated world die, come back or are followed by their standbys; and all go
-back to a snapshot.
+"""Servers of the simulated world are killed, restarted or replaced by their standbys, and all
+roll back to a snapshot.
 """
 
 import json
 import random
 from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from unittest.mock import patch
 
+from pscommon.core.errors import UnreachableError
 from pscommon.core.log_entries import Apply, Reject
+from pscommon.core.model_spec import model_to_json
 from psserver.core.commands.recorder import Recorder
+from psserver.core.coordinator.catch_up import promotion_needs_rollback
 from psserver.core.coordinator.machine import CoordinatorMachine
 from psserver.core.coordinator.shard_directory import ShardDirectory
-from tests.sim.disks import Disk, JobJournal, Saved
-from tests.sim.mirror import Mirror, mirror_of
+from psserver.core.job.settings import JobRules
+from psserver.durability import job_recovery
+from psserver.durability.coordinator_log import CoordinatorLog
+from psserver.durability.initial_state import InitialState, Origin
+from psserver.durability.job_recovery import recover_coordinator
+from psserver.durability.record_sink import RecordSink, RecordSource
+from psserver.durability.shard_state import LogUnfitError
+from psserver.durability.state_records import job_state
+from psserver.replication import standby_state
+from tests.sim.disks import Disk, Saved, SimLink, SimStandby
+from tests.sim.invariants import check, watch
 from tests.sim.scenario import Scenario
-from tests.sim.servers import SimShard, check, promoted_coordinator, recovered_coordinator
+from tests.sim.servers import SimShard
 
 
 class ServerFailures:
@@ -29,6 +44,11 @@ class ServerFailures:
     down: set[int]
     layout: int
     saved: Saved | None
+    now: float
+    generation: int
+    coordinator_class: type[CoordinatorMachine]
+    new_coordinator: Callable[[int, int], CoordinatorMachine]
+    rules: Callable[[], JobRules]
     decided: list[Apply]
     dropped: list[Reject]
     amid_measures: Counter[str]
@@ -46,15 +66,15 @@ class ServerFailures:
             self.directory.disconnect(shard.server, shard.connection)
         if self.coordinator.pending.measurement is not None:
             self.amid_measures[
-                "takeover" if self.disks[number].mirror is not None else "restart"
+                "takeover" if self.disks[number].standby is not None else "restart"
             ] += 1
         self.restarts += 1
         self.after(self.rng.random() * 4, lambda: self.start_server(number))
 
     def end_servers(self) -> None:
-        """Those that the model does not lie on any more."""
+        """End the servers that have no part of the model any more."""
         for number, shard in enumerate(self.shards[self.layout :], self.layout):
-            shard.up, shard.disk.mirror = False, None
+            shard.up, shard.disk.standby = False, None
             self.down.discard(number)
         del self.shards[self.layout :]
 
@@ -63,92 +83,125 @@ class ServerFailures:
             return
         self.down.remove(number)
         old, new = self.shards[number], self.new_shard(number)
-        new.before = old if old.is_ready else old.before
+        new.previous = old if old.is_ready else old.previous
         new.term = old.term
         self.shards[number] = new
-        mirror = self.disks[number].mirror
-        if mirror is not None:
+        standby = self.disks[number].standby
+        if standby is not None:
             if self.scenario.lag:
-                mirror.fall_behind(self.rng.choice([0, 1, 2, 3, 6]))
-            new.take_over(mirror)
+                standby.lose(self.rng.choice([0, 1, 2, 3, 6]))
+            new.take_over(standby)
             new.term += 1
             self.takeovers += 1
         if number == 0:
-            self.directory = self.new_directory(None)
+            self.directory = self.new_directory()
         if number == 0 and self.scenario.durable:
-            self.recover_coordinator()
+            self.recover_coordinator(standby)
         elif number == 0:
             self.go_back()
-        if mirror is not None and not mirror.lacks and 0 not in self.down:
+        if standby is not None and not standby.lacks_records and 0 not in self.down:
             check(
                 self.coordinator.log.can_go_on(new.machine.report()),
                 "shard {} cannot go on",
                 number,
             )
-        self.disks[number].mirror = None
+        self.disks[number].standby = None
         self.shards[number].send_report()
 
     def attach_standby(self) -> None:
-        """A server that lives gets a standby; the one that it had is given up. Perhaps it dies
-        soon.
-        """
+        """A server gets a standby, instead of the one that it has, and may be killed soon."""
         number = self.rng.randrange(self.layout)
-        shard = self.shards[number]
-        if number not in self.down and shard.is_ready and self.coordinator.reshard is None:
-            self.disks[number].mirror = mirror_of(shard, self.coordinator if number == 0 else None)
-            self.after(
-                self.rng.choice([0.02, 0.5, 5.0, 20.0]) * self.rng.random(),
-                lambda: self.kill_server(number),
+        shard, coordinator = self.shards[number], self.coordinator
+        if number in self.down or not shard.is_ready or coordinator.reshard is not None:
+            return
+        with suppress(UnreachableError), shard.engine.live.export_state(0.0) as records:
+            whole = coordinator.complete_state() | {
+                "model": model_to_json(coordinator.model) if coordinator.model else None
+            }
+            self.disks[number].standby = SimStandby(
+                [*records, *([job_state(whole)] if number == 0 else [])]
             )
+        self.after(
+            self.rng.choice([0.02, 0.5, 5.0, 20.0]) * self.rng.random(),
+            lambda: self.kill_server(number),
+        )
 
-    def recover_coordinator(self) -> None:
-        mirror, saved = self.disks[0].mirror, self.saved
-        if mirror is not None and mirror.lacks:
-            self.take_over(mirror)
-        elif self.scenario.lag and not self.disks[0].goes_on_from(saved):
-            self.go_back()  # who took over had not come to a snapshot yet
-        else:
-            self.replay()
+    # ---- the coordinator
 
-    def take_over(self, mirror: Mirror) -> None:
-        """The standby of shard 0 coordinates now. It may lack what others know."""
-        self.recorder = promoted_coordinator(self, mirror)
-        coordinator, journal = self.coordinator, self.recorder.journal
+    @contextmanager
+    def coordinator_classes(self) -> Iterator[None]:
+        """Let recoveries and standbys make this world's kind of coordinator."""
+        with (
+            patch.object(job_recovery, "CoordinatorMachine", self.coordinator_class),
+            patch.object(standby_state, "CoordinatorMachine", self.coordinator_class),
+        ):
+            yield
+
+    def new_journal(self) -> CoordinatorLog:
+        disk = self.disks[0]
+        disk.job_log.is_complete = False  # until this process begins a segment
+        return CoordinatorLog(
+            RecordSink(
+                RecordSource.JOB,
+                disk.job_log if self.scenario.durable else None,  # type: ignore[arg-type]
+                SimLink(disk),  # type: ignore[arg-type]
+            )
+        )
+
+    def install(self, initial: InitialState) -> None:
+        """Begin a log with this state; stands for JobStart.install."""
+        coordinator, journal = initial.coordinator, self.new_journal()
+        watch(coordinator)
+        if initial.origin is not Origin.LOG:
+            journal.clear()
+        record = initial.first_record(coordinator.shards, self.generation, "simulated")
+        journal.begin_segment(coordinator.version, record)
+        self.recorder = Recorder(coordinator, journal)
         self.counts.shards = coordinator.shards
-        self.directory = self.new_directory(self.saved)
-        assert isinstance(journal, JobJournal)
-        journal.begin(coordinator.version, coordinator.complete_state(), coordinator.shards)
+        self.directory.form(coordinator.job.following_shards)
+        self.directory.new_log(self.saved)
+
+    def recover_coordinator(self, standby: SimStandby | None) -> None:
+        """Continue as the coordinator that was killed."""
+        promoted = self.shards[0].promoted
+        if promoted is not None and standby is not None and standby.lacks_records:
+            assert promoted.coordinator is not None
+            return self.take_over(promoted.coordinator)
+        before, log, found = self.coordinator.state(), self.coordinator.log, None
+        if promoted is not None:
+            found = promoted.coordinator
+        else:
+            # without a log: the former standby had not come to a snapshot yet
+            with suppress(LogUnfitError), self.coordinator_classes():
+                recovered = recover_coordinator(self.new_journal(), self.saved, 0)  # type: ignore[arg-type]
+                found = recovered[0] if recovered is not None else None
+        if found is None:
+            return self.go_back()
+        after = found.state()
+        check(json.dumps(before) == json.dumps(after), "recovered {} is not {}", after, before)
+        if promoted is not None:
+            check(
+                log.after(log.base) == found.log.after(log.base),
+                "entries after {} are lost",
+                log.base,
+            )
+        self.install(InitialState(Origin.LOG, found))
+        self.recorder.recovered(self.now, self.generation, resumes=True)
+        return self.flush()
+
+    def take_over(self, coordinator: CoordinatorMachine) -> None:
+        """The standby of shard 0 coordinates now. It may lack what others know."""
         self.generation += 1
+        self.install(InitialState(Origin.PROMOTION, coordinator))
         del self.decided[coordinator.version :]
         self.dropped = [reject for reject in self.dropped if reject.index <= coordinator.log.index]
         self._flushed = coordinator.log.index
         self.recorder.recovered(self.now, self.generation, is_complete=False)
-        is_old = self.saved is not None and self.saved.version > coordinator.version
-        if is_old or not coordinator.log.can_go_on(self.shards[0].machine.report()):
+        newest = self.saved.version if self.saved is not None else 0
+        if promotion_needs_rollback(coordinator, self.shards[0].machine.report(), newest):
             self.go_back()
         if not self.coordinator.started:
             self.bring_back()
-        self.flush()
-
-    def replay(self) -> None:
-        """Be the coordinator that died, or its standby that is in sync with it."""
-        before, disk, log = self.coordinator.state(), self.disks[0], self.coordinator.log
-        self.recorder = (
-            promoted_coordinator(self, disk.mirror)
-            if disk.mirror
-            else recovered_coordinator(self, disk, self.saved)
-        )
-        after = self.coordinator.state()
-        check(json.dumps(before) == json.dumps(after), "recovered {} is not {}", after, before)
-        if disk.mirror:
-            check(
-                log.after(log.base) == self.coordinator.log.after(log.base),
-                "entries after {} are lost",
-                log.base,
-            )
-        self.directory = self.new_directory(self.saved)
-        self.recorder.journal.rotate(self.coordinator)
-        self.recorder.recovered(self.now, self.generation, resumes=True)
         self.flush()
 
     def go_back(self) -> None:
@@ -158,15 +211,13 @@ class ServerFailures:
         )
         self.rollbacks += 1
         self.generation += 1
-        saved, self.disks[0].mirror = self.saved, None
-        self.recorder = self.new_recorder(self.generation)
-        self.end_servers()
-        self.directory.form(self.layout)
-        self.directory.new_log(saved)
-        self.decided, self._flushed = list(saved.decided if saved else ()), 0
-        self.dropped = list(saved.dropped if saved else ())
+        saved, self.disks[0].standby = self.saved, None
+        coordinator = self.new_coordinator(self.generation, self.layout)
         if saved is not None:
-            self.coordinator.restore(json.loads(saved.state), self.model, self.now)
-            self._flushed = saved.index
-            if isinstance(journal := self.recorder.journal, JobJournal):
-                journal.begin(saved.version, self.coordinator.complete_state(), self.layout)
+            coordinator.restore(saved.coordinator, self.model, self.now)
+        self.end_servers()
+        origin = Origin.FRESH if saved is None else Origin.SNAPSHOT
+        self.install(InitialState(origin, coordinator))
+        self.decided = list(saved.decided if saved else ())
+        self.dropped = list(saved.dropped if saved else ())
+        self._flushed = saved.index if saved is not None else 0

@@ -8,7 +8,7 @@ from psserver.core.shard.failover import FailoverMachine
 from psserver.core.shard.primary_lease import PrimaryRecord
 from psserver.core.shard.replication import ReplicationMachine, ReplicationPhase
 from tests.sim.failover_world import FailoverWorld
-from tests.sim.servers import InvariantError
+from tests.sim.invariants import InvariantError
 
 SEEDS = 200
 

@@ -1,5 +1,6 @@
 """Ten thousand seeded histories keep every invariant, and each planted bug is caught."""
 
+import logging
 import os
 import resource
 import subprocess
@@ -17,13 +18,15 @@ from psserver.core.commands.ended_leases import HUNG
 from psserver.core.job.policy import policy
 from psserver.core.job.settings import WorkerLossMode
 from tests.sim import clipping_mutants, directory_mutants, mutants
+from tests.sim.arrays import UNITS, part_of
+from tests.sim.invariants import InvariantError
 from tests.sim.scenario import Scenario
-from tests.sim.servers import UNITS, InvariantError, SimShard, part_of
+from tests.sim.servers import SimShard
 from tests.sim.world import World, run
 
 SEEDS = 10_000
 PARTS, PROCESSES = 10, 2
-MOST = 120.0
+CORE_SECONDS = 200.0
 """Seconds of one core for all seeds."""
 MUTANT_SEEDS = 400
 ROOT = Path(__file__).parents[2]
@@ -31,6 +34,7 @@ ROOT = Path(__file__).parents[2]
 
 def run_range(first: int, last: int) -> None:
     """Body of a child process: the first seed that fails ends it with a one-line replay."""
+    logging.disable()  # planted errors are logged
     for seed in range(first, last):
         try:
             run(seed)
@@ -71,7 +75,7 @@ def test_ten_thousand_histories_keep_every_invariant(part: int) -> None:
 
     assert not failures, "\n".join(failures)
     assert [child.returncode for child in children] == [0] * PROCESSES
-    assert children_seconds() - before <= MOST / PARTS
+    assert children_seconds() - before <= CORE_SECONDS / PARTS
 
 
 def test_the_seeds_reach_what_they_should() -> None:
@@ -79,7 +83,7 @@ def test_the_seeds_reach_what_they_should() -> None:
     waits do happen.
     """
     seen: Counter[str] = Counter()
-    for seed in range(400):
+    for seed in range(600):
         world = run(seed)
         seen[world.scenario.policy.name] += 1
         seen["restarted"] += world.restarts > 0
@@ -148,7 +152,7 @@ SCENARIOS = {
 
 
 @pytest.mark.every(3)
-@pytest.mark.parametrize("name", [*CLASSES, *PATCHES])
+@pytest.mark.parametrize("name", list(CLASSES | PATCHES))
 def test_planted_bug_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     classes = CLASSES.get(name, {})
     if name in PATCHES:
@@ -211,12 +215,12 @@ def test_clipped_sync_gives_the_same_bits_on_any_network(shards: int) -> None:
 
 def test_a_cut_is_one_version_on_all_shards() -> None:
     for seed in range(200):
-        scenario = replace(Scenario.for_seed(seed), every=2, server_kills=0, reshards=0)
+        scenario = replace(Scenario.for_seed(seed), every=2, server_kills=0, reshards=0, lag=False)
         world = World(scenario)
         world.run()
         for shard in world.shards:
-            for weights, history in shard.disk.parts.values():
-                assert weights == replayed(world, shard, len(history))
+            for version, numbers in shard.disk.parts.values():
+                assert numbers == replayed(world, shard, version)
 
 
 def replayed(world: World, shard: SimShard, version: int) -> list[float]:

@@ -6,7 +6,9 @@ from typing import TYPE_CHECKING
 from pscommon.core.log_entries import Apply
 from psserver.core.shard.state_machine import PushOutcome
 from psserver.core.workers.membership import WORKERS_PER_GENERATION
-from tests.sim.servers import UNITS, Push, check
+from tests.sim.arrays import UNITS
+from tests.sim.invariants import check
+from tests.sim.workers import Push
 
 if TYPE_CHECKING:
     from tests.sim.world import World
@@ -30,8 +32,6 @@ def verify(world: "World") -> None:
     done again.
     """
     history = [tuple(c.key for c in apply.contributions) for apply in world.decided]
-    for shard in world.shards:
-        check(shard.history == history, "shard {} counted other pushes", shard.machine.shard)
     counted = [key for keys in history for key in keys]
     check(len(counted) == len(set(counted)), "a push counted twice")
     done = counted + [reject.key for reject in world.dropped]

@@ -2,7 +2,9 @@
 until the data ends.
 """
 
+import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from pscommon.core.errors import FencedError
@@ -13,12 +15,29 @@ from psserver.core.commands.recorder import Recorder
 from psserver.core.commands.worker_commands import Join, Leave, Register
 from psserver.core.shard.state_machine import PushOutcome
 from psworker.core.push_sequence import PushSequence
-from tests.sim.servers import UNITS, Push, check, gradient, part_of
+from tests.sim.arrays import UNITS, part_of
+from tests.sim.invariants import check
 
 if TYPE_CHECKING:
     from tests.sim.world import World
 
 RETRY = 0.7
+
+
+@dataclass
+class Push:
+    """A push as its worker meant it."""
+
+    staged: Staged
+    rank: int
+    gradients: tuple[float, ...]
+
+
+def gradient(number: int, base: int, unit: int) -> float:
+    """Return a number of a deterministic function whose values differ widely in size."""
+    return math.sin(number * 12.9898 + base * 4.1414 + unit * 78.233) * 10.0 ** (
+        (number * 7 + unit * 3) % 19
+    )
 
 
 class SimWorker:
@@ -147,7 +166,7 @@ class SimWorker:
             self.pull(lambda: self.want(idle=False))
         elif state == "upload":
             self.shards = self.world.layout
-            self.deliver(Push(Staged(PushKey(self.worker, 0), 1, 0), self.rank, (0.0,) * UNITS))
+            self.deliver(Push(Staged(PushKey(self.worker, 0), 1, 0), self.rank, (1.0,) * UNITS))
             self.later(RETRY, self.register)
         else:
             self.later(RETRY, self.register)

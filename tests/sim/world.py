@@ -17,11 +17,11 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 
 from pscommon.core.data_loop import LoopSpec
-from pscommon.core.errors import FencedError
+from pscommon.core.errors import FencedError, MismatchError
 from pscommon.core.log_entries import Apply, Entry, Measure, PushKey, Reject, ShardReport
 from psserver.core.commands.data_commands import ReturnBatches
 from psserver.core.commands.job_commands import RecordPart
-from psserver.core.commands.recorder import RESHARD_SNAPSHOT_RETRY_SECONDS, Recorder
+from psserver.core.commands.recorder import RESHARD_SNAPSHOT_RETRY_SECONDS
 from psserver.core.commands.shard_protocol import (
     finish_snapshot,
     process_report,
@@ -35,24 +35,19 @@ from psserver.core.coordinator.server_entry import DeliveryCursor
 from psserver.core.coordinator.shard_directory import ShardDirectory
 from psserver.core.job.settings import JobRules
 from psserver.core.job.snapshot_schedule import PartReport, SnapshotInProgress, SnapshotInterval
-from psserver.core.shard.state_machine import NO_LOG, PushOutcome, ShardMachine
+from psserver.core.shard.state_machine import NO_LOG, PushOutcome
 from psserver.core.workers.members import WorkerHeartbeat
+from psserver.durability.initial_state import InitialState, Origin
 from tests.sim import verdict
-from tests.sim.disks import Disk, JobJournal, Saved
+from tests.sim.arrays import UNITS, model_of
+from tests.sim.disks import Disk, Saved
 from tests.sim.faults import Faults
 from tests.sim.invalid_requests import Faulty
+from tests.sim.invariants import InvariantError, check
 from tests.sim.scenario import HORIZON, LEASE, Scenario
 from tests.sim.server_failures import ServerFailures
-from tests.sim.servers import (
-    UNITS,
-    InvariantError,
-    Push,
-    SimShard,
-    check,
-    model_of,
-    watch,
-)
-from tests.sim.workers import SimWorker
+from tests.sim.servers import SimShard
+from tests.sim.workers import Push, SimWorker
 
 
 @dataclass
@@ -62,8 +57,6 @@ class World(Faults, ServerFailures):
     scenario: Scenario
     coordinator_class: type[CoordinatorMachine] = Faulty
     shard_class: type[SimShard] = SimShard
-    machine_class: type[ShardMachine] = ShardMachine
-    journal_class: type[JobJournal] = JobJournal
     now: float = 0.0
     queue: list[tuple[float, int, Callable[[], None]]] = field(default_factory=list)
     pushes: dict[PushKey, Push] = field(default_factory=dict)
@@ -89,8 +82,8 @@ class World(Faults, ServerFailures):
         self.moves = 0
         self.disks = [Disk() for _ in range(UNITS)]
         self.down: set[int] = set()
-        self.recorder = self.new_recorder(0)
-        self.directory = self.new_directory(None)
+        self.directory = self.new_directory()
+        self.install(InitialState(Origin.FRESH, self.new_coordinator(0, self.layout)))
         self.shards = [self.new_shard(shard) for shard in range(self.layout)]
         for shard in self.shards:
             shard.follow(0)
@@ -118,11 +111,11 @@ class World(Faults, ServerFailures):
     def new_shard(self, number: int) -> SimShard:
         return self.shard_class(self, number, self.layout, self.disks[number])
 
-    def new_coordinator(self, log_id: int, shards: int) -> CoordinatorMachine:
+    def rules(self) -> JobRules:
         scenario = self.scenario
         # some may have ended before all went back
         wanted = 1 if self.rollbacks else scenario.workers
-        rules = JobRules(
+        return JobRules(
             scenario.policy,
             wanted,
             LEASE,
@@ -131,24 +124,13 @@ class World(Faults, ServerFailures):
             bad_gradients="skip",
             progress_timeout=scenario.progress_timeout,
         )
-        return self.coordinator_class(shards, rules, log_id)
 
-    def new_recorder(self, log_id: int) -> Recorder:
-        coordinator = self.new_coordinator(log_id, self.layout)
-        watch(coordinator)
-        journal = (
-            self.journal_class(self.disks[0], log_id, self.layout)
-            if self.scenario.durable
-            else None
-        )
-        return Recorder(coordinator, journal)
+    def new_coordinator(self, log_id: int, shards: int) -> CoordinatorMachine:
+        return self.coordinator_class(shards, self.rules(), log_id)
 
-    def new_directory(self, snapshot: Saved | None) -> ShardDirectory[Saved]:
-        """What a new process of server 0 knows of the others."""
-        directory = ShardDirectory[Saved](self.counts, "server 0")
-        directory.form(self.coordinator.job.following_shards)
-        directory.new_log(snapshot)
-        return directory
+    def new_directory(self) -> ShardDirectory[Saved]:
+        """Return what a new process of server 0 knows of the others."""
+        return ShardDirectory[Saved](self.counts, "server 0")
 
     @property
     def layout(self) -> int:
@@ -294,7 +276,10 @@ class World(Faults, ServerFailures):
         if 0 in self.down or not shard.up:
             return None
         if shard.directory is not self.directory:
-            self.connect(shard)
+            try:
+                self.connect(shard)
+            except MismatchError:  # a standby that took over does not know of its reshard
+                return self.end_servers()
         server = shard.server
         if has_recovered and server.catch_up is CatchUp.RECOVER:
             self.directory.end_catch_up(server)
@@ -311,6 +296,13 @@ class World(Faults, ServerFailures):
             return self.go_back()
         self.flush()
         return self.deliver(shard, DeliveryCursor(report.log_id, report.index))
+
+    def set_model(self) -> None:
+        """Tell each shard the model; a push that arrives first waits for it."""
+        model = self.coordinator.model
+        for shard in self.shards if model is not None else ():
+            if shard.up and shard.is_ready and shard.engine.live.state.model is None:
+                shard.engine.set_model(model)
 
     def deliver(self, shard: SimShard, cursor: DeliveryCursor) -> None:
         """Send a server what it has not received yet."""
@@ -333,7 +325,7 @@ class World(Faults, ServerFailures):
                     and reshard is self.coordinator.reshard
                     and (shard.machine.shard < reshard.shards)
                 ):
-                    shard.move_in(reshard)
+                    shard.build_partition(reshard, log_id)
 
         self.send(hear, shard)
 
@@ -353,8 +345,8 @@ class World(Faults, ServerFailures):
             and reshard is not None
             and donor.machine.index >= reshard.index
         ):
-            state, history = json.dumps(donor.machine.state()), list(donor.history)
-            return lambda: shard.adopt(state, history, reshard)
+            state = json.dumps(donor.machine.state())
+            return lambda: shard.adopt(state, reshard, log_id)
         return lambda: None
 
     def on_part(self, shard: int, part: PartReport) -> None:
@@ -375,18 +367,17 @@ class World(Faults, ServerFailures):
         self.saved = Saved(
             cutting.version,
             cutting.index,
-            json.dumps(cutting.state),
+            json.loads(json.dumps(cutting.state)),
+            self.model,
             self.coordinator.shards,
             tuple(self.decided[: cutting.version]),
             tuple(reject for reject in self.dropped if reject.index <= cutting.index),
         )
         for number, disk in enumerate(self.disks):
-            # who still reads its log, hears of it later
+            # a shard that still reads its log learns of the snapshot later
             if number >= len(self.shards) or self.shards[number].is_ready:
-                disk.log = [
-                    segment for segment in disk.log if segment.version >= cutting.version
-                ] or disk.log[-1:]
-            disk.job = [segment for segment in disk.job if segment.version >= cutting.version]
+                disk.shard_log.remove_before(cutting.version)
+            disk.job_log.remove_before(cutting.version)
 
     def flush(self) -> None:
         """Take note of new decisions and send them to all shards. Who is not needed any more,
@@ -395,6 +386,7 @@ class World(Faults, ServerFailures):
         coordinator, before = self.coordinator, self._flushed
         if self.directory.release_leavers(coordinator):
             self.end_servers()
+        self.set_model()
         if coordinator.log.index == before:
             return
         new = coordinator.entries_after(before)

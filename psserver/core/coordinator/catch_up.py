@@ -1,4 +1,6 @@
-"""How a connected shard reaches the state from which it can follow the log."""
+"""How a connected shard reaches the state from which it can follow the log, and how all shards
+roll back if one cannot.
+"""
 
 from enum import Enum, auto
 
@@ -23,6 +25,44 @@ class CatchUp(Enum):
     BEGIN = auto()
     ADOPT = auto()
     GO_BACK = auto()
+
+
+class Rollback(Enum):
+    """What all shards return to after one has lost its state.
+
+    SNAPSHOT: The newest snapshot.
+    BEGINNING: A job without weights: it begins again.
+    IMPOSSIBLE: Nothing; the job ends.
+    """
+
+    SNAPSHOT = auto()
+    BEGINNING = auto()
+    IMPOSSIBLE = auto()
+
+
+def choose_rollback(has_snapshot: bool, is_recovered: bool) -> Rollback:
+    """Return what the shards return to.
+
+    Args:
+        has_snapshot: There is a complete snapshot.
+        is_recovered: Another process began this log. Its workers run on, so the job can begin
+            again without a person.
+    """
+    if has_snapshot:
+        return Rollback.SNAPSHOT
+    return Rollback.BEGINNING if is_recovered else Rollback.IMPOSSIBLE
+
+
+def promotion_needs_rollback(
+    coordinator: CoordinatorMachine, own_report: ShardReport, newest_version: int
+) -> bool:
+    """Return whether shards may have more than a coordinator that a standby has replicated.
+
+    Args:
+        own_report: Report of the standby's own shard.
+        newest_version: Version of the newest snapshot on disk that others may continue from.
+    """
+    return newest_version > coordinator.version or not coordinator.log.can_go_on(own_report)
 
 
 def choose_catch_up(

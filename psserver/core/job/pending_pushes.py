@@ -97,10 +97,14 @@ class PendingPushes:
 
     def shard_lost(self, shard: int) -> None:
         """Remove the reports of a shard that was restarted: it has nothing staged."""
-        for worker, pushes in self._reports.items():
-            for seq, reports in pushes.items():
+        for worker, pushes in list(self._reports.items()):
+            for seq, reports in list(pushes.items()):
                 if reports.pop(shard, None) is not None:
                     self._ready.pop(PushKey(worker, seq), None)
+                if not reports:  # `state` cannot express such a push
+                    del pushes[seq]
+            if not pushes:
+                del self._reports[worker]
 
     def state(self) -> dict[str, Any]:
         """Return the state, JSON-ready; `recover` is the inverse."""

@@ -52,3 +52,21 @@ def test_a_partial_push_is_dropped_when_its_worker_goes_on() -> None:
 
     pending.staged(1, PUSH)
     assert pending.given_up() == []
+
+
+def test_after_a_lost_shard_a_standby_lists_pushes_in_the_same_order() -> None:
+    """The order decides the order of Reject entries. A standby loads the state without pushes that
+    only the lost shard had.
+    """
+    pending, standby = PendingPushes(2), PendingPushes(2)
+    pushes = [Staged(PushKey(worker, seq), 8, 0) for worker in (1, 2) for seq in (1, 2)]
+    pending.staged(1, pushes[0])
+    pending.shard_lost(1)
+    standby.recover(pending.state())
+
+    for each in (pending, standby):
+        for push in reversed(pushes):
+            each.staged(0, push)
+
+    assert pending.given_up() == standby.given_up()
+    assert pending.state() == standby.state()
