@@ -1,11 +1,10 @@
 """What a PyTorch user expects of models and optimizers holds on two workers and two servers.
 
-Each case is trained twice: by workers that call `compute`, and by one torch process that does
-what they should amount to: every worker computes from the same state, gradients and floating
-buffers are averaged, one step is made.
+Each case is trained twice: by workers on servers, and by one torch process. In the process every
+worker computes from the same state, gradients and floating buffers are averaged, and the optimizer
+makes one step.
 """
 
-import copy
 import io
 from collections.abc import Callable
 from typing import Any
@@ -18,106 +17,22 @@ from torch.nn import functional as F
 import psworker
 from psworker import Job
 from tests.support.cluster import Cluster
+from tests.support.torch_scripts import (
+    ROUNDS,
+    WORKERS,
+    Named,
+    assert_alike,
+    compute_gradient,
+    copy_state,
+    make_adam,
+    noise,
+    train_on_servers,
+    train_plain,
+    with_fixed_parameters,
+)
 from tests.support.training_threads import real, simulated
 
-WORKERS = 2
-ROUNDS = 6
-
 Make = Callable[..., Cluster]
-Named = dict[str, Tensor]
-Compute = Callable[[nn.Module, int, int], None]
-
-
-def noise(*shape: int, seed: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
-def fixed(model: nn.Module) -> nn.Module:
-    """Return the module in float64, with the same parameters for each worker."""
-    model.double()
-    with torch.no_grad():
-        for number, parameter in enumerate(model.parameters()):
-            parameter.copy_(noise(*parameter.shape, seed=number) * 0.4)
-    return model
-
-
-def backward(model: nn.Module, rank: int, number: int) -> None:
-    """Compute the gradient of some batch, another one for each worker and round."""
-    x = noise(5, 6, seed=100 + 10 * number + rank)
-    F.mse_loss(model(x), x.sum(1, keepdim=True)).backward()
-
-
-def adam(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=0.02)
-
-
-def snapshot(model: nn.Module) -> Named:
-    return {name: value.detach().clone() for name, value in model.state_dict().items()}
-
-
-def distributed(
-    make: Callable[[], nn.Module],
-    compute: Compute = backward,
-    optimize: Callable[[nn.Module], torch.optim.Optimizer] = adam,
-) -> list[list[Named]]:
-    """Return the model's state after each round, by worker."""
-
-    def script(job: Job) -> list[Named]:
-        model, states = make(), []
-        optimizer = job.optimizer(optimize(model), model)
-        for number in range(ROUNDS):
-            compute(model, job.rank, number)
-            optimizer.step()
-            optimizer.zero_grad()
-            states.append(snapshot(model))
-        return states
-
-    return simulated(WORKERS, script, shards=2)
-
-
-def plain(
-    make: Callable[[], nn.Module],
-    compute: Compute = backward,
-    optimize: Callable[[nn.Module], torch.optim.Optimizer] = adam,
-) -> list[Named]:
-    """Return the state after each round in one torch process."""
-    model, states = make(), []
-    optimizer = optimize(model)
-    for number in range(ROUNDS):
-        twins = [copy.deepcopy(model) for _ in range(WORKERS)]
-        for rank, twin in enumerate(twins):
-            compute(twin, rank, number)
-        _copy_switches(model, twins[0])
-        for parameter, *theirs in zip(
-            model.parameters(), *(twin.parameters() for twin in twins), strict=True
-        ):
-            stored = [each.grad / WORKERS for each in theirs if each.grad is not None]
-            parameter.grad = torch.stack(stored).sum(0) if stored else None
-        for buffer, *theirs in zip(
-            model.buffers(), *(twin.buffers() for twin in twins), strict=True
-        ):
-            buffer.copy_(torch.stack(theirs).mean(0) if buffer.is_floating_point() else theirs[0])
-        optimizer.step()
-        model.zero_grad()
-        states.append(snapshot(model))
-    return states
-
-
-def _copy_switches(model: nn.Module, twin: nn.Module) -> None:
-    for mine, other in zip(model.parameters(), twin.parameters(), strict=True):
-        mine.requires_grad_(other.requires_grad)
-
-
-def assert_alike(runs: list[list[Named]], expected: list[Named]) -> None:
-    """Check that all workers agree bit by bit, and with the expected within float64's rounding."""
-    for round_, states in enumerate(zip(*runs, expected, strict=True)):
-        *workers, other = states
-        for name, value in other.items():
-            assert all(torch.equal(worker[name], workers[0][name]) for worker in workers), (
-                round_,
-                name,
-            )
-            assert torch.allclose(workers[0][name], value, rtol=1e-11, atol=1e-12), (round_, name)
 
 
 # ---- models --------------------------------------------------------------------------------------
@@ -161,14 +76,14 @@ class Recurrent(nn.Module):
 
 
 def normed() -> nn.Module:
-    return fixed(
+    return with_fixed_parameters(
         nn.Sequential(nn.Linear(6, 4, bias=False), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 1))
     )
 
 
 def two_layers() -> nn.Sequential:
     model = nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 1))
-    fixed(model)
+    with_fixed_parameters(model)
     return model
 
 
@@ -176,12 +91,12 @@ def test_tied_weights_are_one_tensor_and_stay_tied() -> None:
     models = []
 
     def make() -> nn.Module:
-        models.append(fixed(Tied()))
+        models.append(with_fixed_parameters(Tied()))
         return models[-1]
 
-    runs = distributed(make)
+    runs = train_on_servers(make)
 
-    assert_alike(runs, plain(lambda: fixed(Tied())))
+    assert_alike(runs, train_plain(lambda: with_fixed_parameters(Tied())))
     for model in models:
         assert isinstance(model, Tied)
         assert model.first.weight is model.second.weight
@@ -193,9 +108,9 @@ def test_frozen_parameters_do_not_move() -> None:
         first.requires_grad_(False)
         return torch.optim.AdamW(second.parameters(), lr=0.02)
 
-    runs = distributed(two_layers, optimize=optimize)
+    runs = train_on_servers(two_layers, optimize=optimize)
 
-    assert_alike(runs, plain(two_layers, optimize=optimize))
+    assert_alike(runs, train_plain(two_layers, optimize=optimize))
     assert torch.equal(runs[0][-1]["0.weight"], two_layers()[0].weight)
 
 
@@ -206,11 +121,11 @@ def test_parameters_may_be_frozen_and_unfrozen_during_training() -> None:
         first, _, second = model.children()
         first.requires_grad_(number >= 2)
         second.requires_grad_(number != 4)
-        backward(model, rank, number)
+        compute_gradient(model, rank, number)
 
-    runs = distributed(two_layers, compute)
+    runs = train_on_servers(two_layers, compute)
 
-    assert_alike(runs, plain(two_layers, compute))
+    assert_alike(runs, train_plain(two_layers, compute))
     assert torch.equal(runs[0][1]["0.weight"], two_layers()[0].weight)
     assert not torch.equal(runs[0][2]["0.weight"], two_layers()[0].weight)
 
@@ -229,11 +144,11 @@ def test_a_parameter_without_a_gradient_does_not_change(used: Callable[[int, int
     def compute(model: nn.Module, rank: int, number: int) -> None:
         assert isinstance(model, BranchingModel)
         model.used = used(rank, number)
-        backward(model, rank, number)
+        compute_gradient(model, rank, number)
 
     assert_alike(
-        distributed(lambda: fixed(BranchingModel()), compute),
-        plain(lambda: fixed(BranchingModel()), compute),
+        train_on_servers(lambda: with_fixed_parameters(BranchingModel()), compute),
+        train_plain(lambda: with_fixed_parameters(BranchingModel()), compute),
     )
 
 
@@ -249,20 +164,20 @@ def test_weights_restored_by_the_script_count_without_a_gradient() -> None:
             for parameter in model.parameters():
                 parameter.add_(0.1)
         model.used = number % 2
-        backward(model, rank, number)
+        compute_gradient(model, rank, number)
         for parameter, value in zip(model.parameters(), before, strict=True):
             parameter.data = value
 
     assert_alike(
-        distributed(lambda: fixed(BranchingModel()), compute),
-        plain(lambda: fixed(BranchingModel()), compute),
+        train_on_servers(lambda: with_fixed_parameters(BranchingModel()), compute),
+        train_plain(lambda: with_fixed_parameters(BranchingModel()), compute),
     )
 
 
 def test_batch_norm_statistics_are_averaged_and_equal_after_each_step() -> None:
-    runs = distributed(normed)
+    runs = train_on_servers(normed)
 
-    assert_alike(runs, plain(normed))
+    assert_alike(runs, train_plain(normed))
     assert runs[0][-1]["1.num_batches_tracked"] == ROUNDS
     assert not torch.equal(runs[0][0]["1.running_mean"], runs[0][1]["1.running_mean"])
 
@@ -273,14 +188,14 @@ def test_buffers_outside_the_state_dict_stay_local() -> None:
     def compute(model: nn.Module, rank: int, number: int) -> None:
         model.get_buffer("own").add_(rank + 1)
         counts[rank] = float(model.get_buffer("own"))
-        backward(model, rank, number)
+        compute_gradient(model, rank, number)
 
     def make() -> nn.Module:
         model = two_layers()
         model.register_buffer("own", torch.zeros(()), persistent=False)
         return model
 
-    distributed(make, compute)
+    train_on_servers(make, compute)
 
     assert counts == {0: ROUNDS, 1: 2 * ROUNDS}
 
@@ -288,26 +203,29 @@ def test_buffers_outside_the_state_dict_stay_local() -> None:
 def test_gradients_accumulate_over_several_batches() -> None:
     def compute(model: nn.Module, rank: int, number: int) -> None:
         for part in range(3):
-            backward(model, rank, 10 * number + part)
+            compute_gradient(model, rank, 10 * number + part)
 
-    assert_alike(distributed(normed, compute), plain(normed, compute))
+    assert_alike(train_on_servers(normed, compute), train_plain(normed, compute))
 
 
 def test_clipping_before_the_step_applies_to_the_sent_gradient() -> None:
     norms: list[float] = []
 
     def compute(model: nn.Module, rank: int, number: int) -> None:
-        backward(model, rank, number)
+        compute_gradient(model, rank, number)
         norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
 
-    runs = distributed(two_layers, compute)
+    runs = train_on_servers(two_layers, compute)
 
     assert min(norms) > 0.5, "nothing was clipped: the test proves nothing"
-    assert_alike(runs, plain(two_layers, compute))
+    assert_alike(runs, train_plain(two_layers, compute))
 
 
 def test_recurrent_layers_and_parametrizations_are_supported() -> None:
-    assert_alike(distributed(lambda: fixed(Recurrent())), plain(lambda: fixed(Recurrent())))
+    assert_alike(
+        train_on_servers(lambda: with_fixed_parameters(Recurrent())),
+        train_plain(lambda: with_fixed_parameters(Recurrent())),
+    )
 
 
 def test_every_worker_starts_from_the_first_ones_weights() -> None:
@@ -317,9 +235,9 @@ def test_every_worker_starts_from_the_first_ones_weights() -> None:
         torch.manual_seed(job.rank)
         model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
         model.get_buffer("1.running_mean").fill_(job.rank)
-        mine = snapshot(model)
+        mine = copy_state(model)
         job.optimizer(torch.optim.SGD(model[0].parameters(), lr=0.1), model)
-        return mine if job.rank == 0 else snapshot(model)
+        return mine if job.rank == 0 else copy_state(model)
 
     first, second = simulated(2, script, shards=2)
 
@@ -334,8 +252,8 @@ def test_each_group_has_its_own_schedule() -> None:
 
     def script(job: Job | None, model: nn.Sequential, compute: Callable[[int], None]) -> Named:
         groups = [{"params": model[0].parameters(), "lr": 0.05}, {"params": model[2].parameters()}]
-        plain = torch.optim.SGD(groups, lr=0.01, momentum=0.9)
-        optimizer: torch.optim.Optimizer = job.optimizer(plain, model) if job else plain
+        original = torch.optim.SGD(groups, lr=0.01, momentum=0.9)
+        optimizer: torch.optim.Optimizer = job.optimizer(original, model) if job else original
         rates = [lambda step: 0.8**step, lambda step: 1.0 + step]
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, rates)
         for number in range(ROUNDS):
@@ -343,14 +261,14 @@ def test_each_group_has_its_own_schedule() -> None:
             optimizer.step()
             optimizer.zero_grad()
             scheduler.step()
-        return snapshot(model)
+        return copy_state(model)
 
     def worker(job: Job) -> Named:
         model = two_layers()
-        return script(job, model, lambda number: backward(model, 0, number))
+        return script(job, model, lambda number: compute_gradient(model, 0, number))
 
     alone = two_layers()
-    expected = script(None, alone, lambda number: backward(alone, 0, number))
+    expected = script(None, alone, lambda number: compute_gradient(alone, 0, number))
 
     for state in simulated(WORKERS, worker, shards=2):
         assert all(torch.allclose(state[name], expected[name], rtol=1e-11) for name in expected)
@@ -368,7 +286,7 @@ def test_a_saved_model_and_optimizer_continue_in_another_job(cluster: Make) -> N
             optimizer.load_state_dict(saved["optimizer"])
             scheduler.load_state_dict(saved["scheduler"])
         for number in rounds:
-            backward(model, job.rank, number)
+            compute_gradient(model, job.rank, number)
             optimizer.step()
             optimizer.zero_grad()
             scheduler.step()
@@ -403,8 +321,8 @@ def test_local_mode_equals_one_worker_with_one_server(
 
     def script(job: Job) -> Named:
         layers = nn.Linear(6, 8, bias=False), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 1)
-        model = fixed(nn.Sequential(*layers))
-        optimizer = job.optimizer(adam(model), model)
+        model = with_fixed_parameters(nn.Sequential(*layers))
+        optimizer = job.optimizer(make_adam(model), model)
         scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.95)
         for batch in job.batches(data, 7, epochs=3, seed=2):
             F.mse_loss(model(batch), batch.sum(1, keepdim=True)).backward()
@@ -412,7 +330,7 @@ def test_local_mode_equals_one_worker_with_one_server(
             optimizer.step()
             optimizer.zero_grad()
             scheduler.step()
-        return snapshot(model)
+        return copy_state(model)
 
     (served,) = real(cluster(1).address, 1, script)
     monkeypatch.setenv("PS_LOCAL", "1")
