@@ -2,11 +2,8 @@
 
 import functools
 import math
-import os
 import random
-import signal
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,19 +12,22 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
 
-from psworker import DistributedTraining, InvalidRequestError, NonFiniteError
+from psworker import DistributedTraining, InvalidRequestError
 from psworker.data.random_state import reseed
 from tests.support.cluster import Cluster
 from tests.support.events import events
 from tests.support.policies import POLICIES
-from tests.support.programs import descendants, programs_in, wait_for_exit
+from tests.support.small_training import (
+    DATA,
+    INPUTS,
+    LABELS,
+    Net,
+    child_pids,
+    make_adam,
+)
 from tests.support.workers import status, weights_of
 
-INPUTS = torch.randn(120, 6, generator=torch.Generator().manual_seed(0))
-LABELS = (INPUTS.sum(1) > 0).long()
-DATA = (INPUTS, LABELS)
 KEYS = {
     "model_name",
     "nodes_used",
@@ -41,25 +41,8 @@ KEYS = {
 }
 
 
-class Net(nn.Sequential):
-    """Model with fixed initial weights."""
-
-    def __init__(self) -> None:
-        super().__init__(
-            nn.Linear(6, 12), nn.BatchNorm1d(12), nn.ReLU(), nn.Dropout(0.1), nn.Linear(12, 2)
-        )
-        generator = torch.Generator().manual_seed(1)
-        with torch.no_grad():
-            for parameter in self.parameters():
-                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
-
-
 def make_net() -> Net:
     return Net()
-
-
-def adam(parameters: object) -> torch.optim.Optimizer:
-    return torch.optim.Adam(parameters, lr=0.02)  # type: ignore[arg-type]
 
 
 def accuracy(model: nn.Module) -> float:
@@ -68,16 +51,12 @@ def accuracy(model: nn.Module) -> float:
         return float((model(INPUTS).argmax(1) == LABELS).float().mean())
 
 
-def children() -> set[str]:
-    return set(Path(f"/proc/self/task/{os.getpid()}/children").read_text().split())
-
-
 @pytest.mark.full
 def test_three_nodes_train_a_module_and_leave_nothing() -> None:
-    model, before, threads = Net(), children(), set(threading.enumerate())
+    model, before, threads = Net(), child_pids(), set(threading.enumerate())
 
     result = DistributedTraining(servers=2).train_distributed(
-        model, DATA, nodes=3, epochs=8, batch_size=10, optimizer=adam
+        model, DATA, nodes=3, epochs=8, batch_size=10, optimizer=make_adam
     )
 
     assert set(result) == KEYS
@@ -91,9 +70,9 @@ def test_three_nodes_train_a_module_and_leave_nothing() -> None:
     assert accuracy(model) > 0.9
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor, result["state_dict"][name])
-    assert children() == before
+    assert child_pids() == before
     left = {thread.name for thread in set(threading.enumerate()) - threads}
-    assert left <= {"forgotten-clients"}, "that one stays, once it was needed"
+    assert left <= {"forgotten-clients"}, "another thread remains"
 
 
 @pytest.mark.full
@@ -124,7 +103,7 @@ def test_a_simulated_run_is_reproducible(row: dict[str, object]) -> None:
     for servers in (1, 1, 2):
         training = DistributedTraining(servers, **row)  # type: ignore[arg-type]
         result = training.train_distributed(
-            Net(), DATA, nodes=3, epochs=3, batch_size=10, optimizer=adam, simulate=True
+            Net(), DATA, nodes=3, epochs=3, batch_size=10, optimizer=make_adam, simulate=True
         )
         assert (result["nodes_used"], result["steps"], result["samples"]) == (3, 36, 360)
         states.append(result["state_dict"])
@@ -138,7 +117,7 @@ def test_a_simulated_run_is_reproducible(row: dict[str, object]) -> None:
 def test_a_simulated_run_learns() -> None:
     model = Net()
     DistributedTraining().train_distributed(
-        model, DATA, nodes=2, epochs=10, batch_size=10, optimizer=adam, simulate=True
+        model, DATA, nodes=2, epochs=10, batch_size=10, optimizer=make_adam, simulate=True
     )
 
     assert accuracy(model) > 0.9
@@ -234,47 +213,6 @@ def test_constructor_values_of_an_optimizer_apply(as_it_is: bool) -> None:
     torch.testing.assert_close(model.weight, alone.weight)
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"data": [INPUTS]}, "pair of tensors"),
-        ({"data": [INPUTS, LABELS, LABELS]}, "pair of tensors"),
-        ({"data": (INPUTS, LABELS[:5])}, "different numbers of rows"),
-        ({"data": (INPUTS.numpy(), LABELS.numpy())}, "has ndarray"),
-        ({"data": [{"x": INPUTS[0], "y": LABELS[0]}]}, "not a pair, but a dict"),
-        ({"data": [(INPUTS[0], {"y": LABELS[0]})] * 2}, "no default loss"),
-        ({"optimizer": "adam"}, "optimizer cannot be 'adam'"),
-        ({"optimizer": list}, "optimizer made a list"),
-        ({"nodes": 2.5}, "nodes=2.5 is not valid"),
-        ({"nodes": "3"}, "nodes='3' is not valid"),
-        ({"data": DataLoader(TensorDataset(*DATA))}, "data cannot be a DataLoader"),
-        ({"loss": "mse"}, "loss cannot be 'mse'"),
-        ({"loss": nn.CrossEntropyLoss}, "loss cannot be <class"),
-        ({"loss": nn.CrossEntropyLoss(reduction="none")}, r"a tensor of shape \[64\]"),
-        ({"loss": lambda output, target: 0.5}, "but a float"),
-    ],
-)
-def test_invalid_arguments_are_refused(given: dict[str, Any], message: str) -> None:
-    with pytest.raises(InvalidRequestError, match=message):
-        DistributedTraining().train_distributed(
-            **{"model": Net(), "data": DATA, "nodes": 1, "simulate": True} | given
-        )
-
-
-def test_a_loss_that_uses_the_given_model_is_refused() -> None:
-    """Its gradients would be in that module, while copies of it train without them."""
-    model = nn.Linear(6, 2)
-
-    def penalized(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        return nn.functional.cross_entropy(output, target) + model.weight.square().sum()
-
-    with pytest.raises(InvalidRequestError, match="each node trains a copy"):
-        DistributedTraining().train_distributed(model, DATA, loss=penalized, simulate=True)
-    penalized(model(INPUTS), LABELS).backward()
-
-    assert model.weight.grad is not None
-
-
 @pytest.mark.parametrize("simulate", [True, False])
 def test_the_random_state_of_the_caller_does_not_change(simulate: bool) -> None:
     def draw() -> list[float]:
@@ -294,137 +232,6 @@ def test_a_simulation_has_its_own_servers() -> None:
         DistributedTraining(ps="h:1").train_distributed(Net(), DATA, simulate=True)
 
 
-def broken_factory() -> nn.Module:
-    raise AttributeError("of its own")
-
-
-def test_an_error_of_the_factory_is_raised_unchanged() -> None:
-    with pytest.raises(AttributeError, match="of its own"):
-        DistributedTraining().train_distributed(f"{__name__}:broken_factory", DATA)
-
-
-@pytest.mark.parametrize("model", ["", ":make", "module:", "module"])
-def test_an_incomplete_name_of_a_factory_is_refused(model: str) -> None:
-    with pytest.raises(InvalidRequestError, match="is missing"):
-        DistributedTraining().train_distributed(model, DATA)
-
-
-@pytest.mark.parametrize(
-    "model", ["no_such_module:make", f"{__name__}:nothing", f"{__name__}:children"]
-)
-def test_the_name_of_a_missing_factory_is_shown(model: str) -> None:
-    with pytest.raises(InvalidRequestError, match=model.split(":")[1]):
-        DistributedTraining().train_distributed(model, DATA, simulate=True)
-
-
-def test_a_model_that_is_no_module_is_refused() -> None:
-    with pytest.raises(InvalidRequestError, match="model cannot be a NoneType"):
-        DistributedTraining().train_distributed(None, DATA)  # type: ignore[arg-type]
-
-
-def test_training_without_a_node_is_refused() -> None:
-    with pytest.raises(InvalidRequestError, match="nodes=0"):
-        DistributedTraining().train_distributed(Net(), DATA, nodes=0)
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
-def test_missing_gpus_are_an_error() -> None:
-    with pytest.raises(InvalidRequestError, match="sees 0 GPUs"):
-        DistributedTraining().train_distributed(Net(), DATA, use_gpus=True)
-
-
-@pytest.mark.parametrize("simulate", [True, False])
-def test_an_error_of_the_user_is_raised_once(simulate: bool) -> None:
-    before = children()
-
-    def broken(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        raise ZeroDivisionError("my loss")
-
-    with pytest.raises(ZeroDivisionError, match="my loss"):
-        DistributedTraining().train_distributed(
-            Net(), DATA, nodes=2, loss=broken, simulate=simulate
-        )
-    assert children() == before
-
-
-class FailingDataset(torch.utils.data.Dataset[tuple[torch.Tensor, torch.Tensor]]):
-    """Endless data; the `at`-th requested sample cannot be read, the others can."""
-
-    def __init__(self, at: int) -> None:
-        self.asked = 0
-        self._at = at
-
-    def __len__(self) -> int:
-        return 10**6
-
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        self.asked += 1
-        if self.asked == self._at:
-            raise FileNotFoundError("sample.png")
-        return INPUTS[index % 120], LABELS[index % 120]
-
-
-@pytest.mark.parametrize("simulate", [True, False])
-def test_when_one_node_fails_the_others_stop(simulate: bool) -> None:
-    data, before = FailingDataset(at=100), children()
-
-    with pytest.raises(FileNotFoundError, match=r"sample\.png"):
-        DistributedTraining().train_distributed(
-            Net(), data, nodes=2, batch_size=10, simulate=simulate
-        )
-
-    assert data.asked < 1000
-    assert children() == before
-
-
-@pytest.mark.full
-def test_a_gradient_that_ends_the_job_ends_all_nodes(caplog: pytest.LogCaptureFixture) -> None:
-    """The servers end at once, and no worker waits for their restart."""
-    began = time.monotonic()
-
-    with pytest.raises(NonFiniteError, match=r"tensor 0\.weight"):
-        DistributedTraining().train_distributed(
-            Net(), (INPUTS * torch.nan, LABELS), nodes=3, batch_size=60
-        )
-
-    assert time.monotonic() - began < 30, caplog.text
-
-
-ENDLESS = """
-import faulthandler
-from psworker import DistributedTraining
-from tests.integration.test_training import FailingDataset, Net
-
-class Says(FailingDataset):
-    def __getitem__(self, index):
-        if self.asked == 100:
-            print("trains", flush=True)
-            faulthandler.dump_traceback_later(40)  # should it hang, the test shows where
-        return super().__getitem__(index)
-
-DistributedTraining(servers=2).train_distributed(Net(), Says(at=0), nodes=2, batch_size=10)
-"""
-
-
-@pytest.mark.full
-def test_ctrl_c_ends_the_training_and_its_servers(tmp_path: Path) -> None:
-    root = Path(__file__).parents[2]
-    with programs_in(tmp_path) as programs:
-        programs.script(ENDLESS)
-        script = programs.start("python", "train.py", PYTHONPATH=f"{root}:{root / 'common'}")
-        script.wait_for("trains")
-        # the script never writes temporary files
-        assert list(programs.temporary.iterdir()) == []
-        servers = descendants(script.pid)
-
-        script.send_beside_main(signal.SIGINT)
-
-        assert script.wait() == -signal.SIGINT
-        assert script.err.count("KeyboardInterrupt") == 1
-        assert len(servers) >= 2
-        assert all(wait_for_exit(pid) for pid in servers)
-
-
 @pytest.mark.parametrize("row", POLICIES.values(), ids=POLICIES)
 def test_running_servers_can_be_used_and_continue(
     row: dict[str, Any], cluster: Callable[..., Cluster], caplog: pytest.LogCaptureFixture
@@ -434,7 +241,7 @@ def test_running_servers_can_be_used_and_continue(
     model = Net()
 
     result = DistributedTraining(ps=address).train_distributed(
-        model, DATA, nodes=2, epochs=2, batch_size=10, optimizer=adam
+        model, DATA, nodes=2, epochs=2, batch_size=10, optimizer=make_adam
     )
 
     seen = status(address)
@@ -448,7 +255,7 @@ def test_running_servers_can_be_used_and_continue(
 
     caplog.clear()
     late = DistributedTraining(ps=address).train_distributed(
-        Net(), DATA, 2, False, 2, 10, optimizer=adam
+        Net(), DATA, 2, False, 2, 10, optimizer=make_adam
     )
     assert (late["steps"], "nothing_trained" in events(caplog)) == (0, True)
     assert all(

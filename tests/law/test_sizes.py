@@ -10,8 +10,6 @@ FUNCTION = 60
 LONGER = {
     "tests/integration/test_commands.py",
     "tests/integration/test_settings.py",
-    "tests/integration/test_snapshots.py",
-    "tests/integration/test_training.py",
     "tests/unit/pscommon/test_optimizers.py",
     "tests/sim/failover_world.py",
     "tests/sim/world.py",
