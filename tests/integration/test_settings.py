@@ -1,35 +1,22 @@
-"""Each setting of ps-server changes what a server does."""
+"""Settings of ps-server for place, job and snapshots change what a server does."""
 
 import json
 import os
-import platform
-import signal
-import threading
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
-from pscommon.core.errors import InvalidRequestError
-from pscommon.settings import options
 from pscommon.snapshot import SnapshotDirectory
-from pscommon.system.memory_limit import usable_memory
-from pscommon.system.thread_team import cores
 from pscommon.wire.channel import open_channel
 from psproto.v1 import coordinator_pb2 as co
 from psproto.v1.coordinator_pb2_grpc import CoordinatorServiceStub
-from psserver.process.config import ServerConfig
 from psserver.server import Server
-from psworker import OptimizerSpec
-from tests.support.malloc_probe import MAPPED
-from tests.support.metrics_scrape import get
 from tests.support.ports import free_port
-from tests.support.programs import Program, programs_in
 from tests.support.settings_coverage import server_setting
+from tests.support.settings_server import Serve
 from tests.support.workers import (
     DEADLINE,
     ONES,
@@ -41,33 +28,6 @@ from tests.support.workers import (
     status,
     until,
 )
-
-
-@pytest.fixture(autouse=True)
-def _no_external_settings(monkeypatch: pytest.MonkeyPatch) -> None:
-    for option in options.SERVER:
-        monkeypatch.delenv(option.variables[0], raising=False)
-
-
-Serve = Callable[..., Server]
-
-
-@pytest.fixture
-def serve() -> Iterator[Serve]:
-    """Start the server that ps-server would start with these flags; the last one is closed
-    first.
-    """
-    with ExitStack() as stack:
-
-        def start(*flags: object) -> Server:
-            line = ["--bind", "127.0.0.1:0", *map(str, flags)]
-            with options.command("server", "ps-server").make_context("ps-server", line) as ctx:
-                server = Server(ServerConfig.from_settings(ctx.params))
-            stack.callback(server.close)
-            server.start()
-            return server
-
-        yield start
 
 
 def stop(server: Server) -> None:
@@ -299,129 +259,3 @@ def test_resume(serve: Serve, tmp_path: Path, flags: list[object], version: int)
 
     with counter(serve("--data-dir", tmp_path, *flags).address) as client:
         assert counted(client.pull()) == version
-
-
-# ---- this process --------------------------------------------------------------------------------
-
-
-@server_setting("lanes")
-@pytest.mark.parametrize(
-    ("flags", "grpc", "shm"),
-    [
-        ([], "taken", "taken"),
-        (["--lanes", "grpc"], "taken", "refused"),
-        (["--lanes", "shm"], "refused", "taken"),
-    ],
-)
-def test_lanes(serve: Serve, flags: list[object], grpc: str, shm: str) -> None:
-    """Pushes of a worker that has one lane only."""
-    for lanes, expected in (("grpc", grpc), ("shm", shm)):
-        assert trained(serve(*flags).address, lanes=lanes) == expected
-
-
-def trained(address: str, **options: Any) -> str:
-    try:
-        with counter(address, **options) as client:
-            count(client)
-    except InvalidRequestError as error:
-        return "refused" if "--lanes" in str(error) or "--in-flight" in str(error) else str(error)
-    return "taken"
-
-
-@server_setting("in_flight")
-@pytest.mark.parametrize(
-    ("flags", "expected"),
-    [([], "taken"), (["--in-flight", 960], "taken"), (["--in-flight", 959], "refused")],
-)
-def test_in_flight(serve: Serve, flags: list[object], expected: str) -> None:
-    """A push of the counters' two tensors has 512 and 448 bytes."""
-    assert trained(serve(*flags).address) == expected
-
-
-def test_half_of_the_memory_may_be_in_flight(serve: Serve) -> None:
-    assert serve().engine.traffic.budget.limit == usable_memory() // 2
-
-
-@server_setting("metrics_bind")
-def test_metrics_bind(serve: Serve) -> None:
-    address = f"127.0.0.1:{free_port()}"
-    serve("--metrics-bind", address)
-
-    assert get(address, "/livez").status == 200
-
-
-# Runs ps-server and prints at its end how malloc maps large buffers.
-SERVER = f"""
-{MAPPED}
-import sys
-from psserver import cli
-code = cli.main(sys.argv[1:])
-print("mapped", mapped())
-sys.exit(code)
-"""
-
-
-@pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Program, Program]]:
-    """Run two servers that differ in settings of their own process; each has lost a worker, and has
-    ended.
-    """
-    variants = {
-        "text": ("--log-format", "text"),
-        "json": ("--log-level", "warning", "--log-format", "json", "--malloc", "system"),
-    }
-    with programs_in(tmp_path_factory.mktemp("servers")) as programs:
-        started = []
-        for name, flags in variants.items():
-            own = ("--bind", "127.0.0.1:0", "--port-file", name, "--lease", "200ms")
-            started.append(programs.start("python", "-c", SERVER, *own, *flags))
-        for server, name in zip(started, variants, strict=True):
-            path = programs.folder / name
-            until(path.exists, "a port", seconds=60)
-            with closing(open_channel(f"127.0.0.1:{path.read_text().strip()}")) as channel:
-                CoordinatorServiceStub(channel).Join(co.JoinRequest(), timeout=20)
-            server.wait_for("worker_lost")
-            server.send(signal.SIGTERM)
-            assert server.wait() == 143, server.output
-        yield started[0], started[1]
-
-
-@server_setting("threads")
-@pytest.mark.parametrize(
-    ("flags", "limit"), [(("--threads", 3), 2), (("--threads", 1), 0), ((), min(4, cores()) - 1)]
-)
-def test_threads(flags: tuple[object, ...], limit: int, serve: Serve) -> None:
-    """How many threads work on a large update beside the answering one."""
-    before, large = set(threading.enumerate()), {"w": np.ones(4 << 20, np.float32)}
-    with connected(serve(*flags).address) as client:
-        client.register(large, OptimizerSpec("sgd", lr=1.0))
-        client.push(large)
-        team = [
-            each
-            for each in threading.enumerate()
-            if each not in before and each.name.startswith("team")
-        ]
-
-        assert len(team) <= limit
-        assert bool(team) == bool(limit)
-
-
-@pytest.mark.full
-@server_setting("malloc")
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc has these settings")
-def test_malloc(two: tuple[Program, Program]) -> None:
-    assert [server.out.splitlines()[0] for server in two] == ["mapped False", "mapped True"]
-
-
-@pytest.mark.full
-@server_setting("log_level")
-def test_log_level(two: tuple[Program, Program]) -> None:
-    assert ["listening" in server.err for server in two] == [True, False]
-
-
-@server_setting("log_format")
-def test_log_format(two: tuple[Program, Program]) -> None:
-    text, lines = (server.err.splitlines() for server in two)
-
-    assert any("[warning] worker_lost" in line for line in text)
-    assert [json.loads(line)["event"] for line in lines] == ["worker_lost"]

@@ -2,8 +2,8 @@
 
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, nullcontext, suppress
 from pathlib import Path
 
 import numpy as np
@@ -12,51 +12,23 @@ import pytest
 from pscommon.core.data_loop import LoopSpec
 from pscommon.core.errors import PSError, QuarantinedError, TooFewWorkersError
 from pscommon.core.log_entries import BatchKey
-from pscommon.settings import options
 from pscommon.wal import segment as record_segment
 from pscommon.wire import messages as codec
 from pscommon.wire.channel import open_channel
 from psproto.v1 import coordinator_pb2 as co
 from psproto.v1.coordinator_pb2_grpc import CoordinatorServiceStub
-from psserver.process.config import ServerConfig
 from psserver.replication.lease_directory import LeaseDirectory
-from psserver.server import Server
 from psworker import Client
 from tests.support.events import events
 from tests.support.metrics_scrape import Metrics
 from tests.support.settings_coverage import server_setting
+from tests.support.settings_server import Serve, configured
 from tests.support.standbys import RunningStandby, silent_standby
 from tests.support.workers import ONES, OUTLIVED, count, counted, counter, status, until
 
-Serve = Callable[..., Server]
 NANS = {name: np.full_like(one, np.nan) for name, one in ONES.items()}
 NORM = float(np.sqrt(sum(one.size for one in ONES.values())))
 """Of a push of ones."""
-
-
-def configured(*flags: object) -> ServerConfig:
-    """Return the configuration of ps-server with these flags."""
-    line = ["--bind", "127.0.0.1:0", *map(str, flags)]
-    with options.command("server", "ps-server").make_context("ps-server", line) as ctx:
-        return ServerConfig.from_settings(ctx.params)
-
-
-@pytest.fixture
-def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Serve]:
-    """Start the server that ps-server would start with these flags; the last one is closed
-    first.
-    """
-    for option in options.SERVER:
-        monkeypatch.delenv(option.variables[0], raising=False)
-    with ExitStack() as stack:
-
-        def start(*flags: object) -> Server:
-            server = Server(configured(*flags))
-            stack.callback(server.close)
-            server.start()
-            return server
-
-        yield start
 
 
 # ---- lost workers --------------------------------------------------------------------------------
