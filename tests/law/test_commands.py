@@ -1,4 +1,4 @@
-"""The coordinator is driven by typed commands, and its machine is composed of small parts."""
+"""The coordinator executes typed commands; its state machine consists of small classes."""
 
 import ast
 from collections.abc import Iterator

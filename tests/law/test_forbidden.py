@@ -1,4 +1,4 @@
-"""What must never be in the code."""
+"""Constructs that the code must not contain."""
 
 import re
 
@@ -6,10 +6,10 @@ import pytest
 
 from tests.support.sources import ROOT, Source, packages, parse, suite
 
-# loading any of these runs what the sender wrote
+# loading data with these modules executes code of the sender
 MODULES = {"pickle", "cPickle", "cloudpickle", "dill", "shelve", "marshal", "joblib"}
 CALLS = {"eval", "exec", "compile", "torch.load", "torch.save", "yaml.load", "__import__"}
-ALLOWED = {"psworker.launch.script": {"exec"}}  # runs the user's own script: that is what it is for
+ALLOWED = {"psworker.launch.script": {"exec"}}  # executes the script of the user
 NAMES = {"utils", "util", "helpers", "helper", "constants", "misc", "common"}
 SLEEPS = {"time.sleep", "asyncio.sleep"}
 HOME = re.compile(r"(?<![\w.$~])/(?:" + "|".join(["home", "Users", "root", "work"]) + r")/\w")
@@ -39,9 +39,7 @@ def test_no_module_has_a_vague_name() -> None:
 
 
 def test_no_test_sleeps() -> None:
-    """A test waits for an event with a deadline; a sleep is slow on a good day and fails on a bad
-    one.
-    """
+    """A test waits for an event with a deadline; a fixed sleep is too long or too short."""
     found = [str(source.path) for source in suite() if source.called() & SLEEPS]
 
     assert not found
@@ -91,7 +89,7 @@ def test_the_law_allows() -> None:
 
 
 def test_the_law_finds_sleeping() -> None:
-    """In any spelling."""
+    """In each way to import and call it."""
     for text in (
         "import time\ntime.sleep(1)",
         "import time as t\nt.sleep(1)",

@@ -6,8 +6,8 @@ import pytest
 
 from tests.support.sources import Source, packages, parse
 
-# what a pure machine may use: values and arithmetic, nothing that reads a clock, draws lots, waits,
-# or reaches outside
+# modules for pure state machines: values and arithmetic, without clocks, random numbers, waits and
+# I/O
 PURE = {
     "abc",
     "bisect",
@@ -26,14 +26,14 @@ PURE = {
     "types",
     "typing",
 }
-# the order of a shuffle is defined by numpy's generator, seeded and therefore pure
+# numpy's seeded generator defines the order of a shuffle
 PURE_EXTRAS = {"pscommon.core.data_loop": {"numpy"}}
 IMPURE_CALLS = {"open", "print", "input", "id"}
 
-# Where each library may be used: module names, each with everything below it. A library that is not
-# here is not ours.
+# Modules in which each library may be imported, with their submodules. Other libraries may not be
+# imported.
 WIRE = {"pscommon.wire", "psserver", "psworker"}
-NUMBERS = {  # the only places that touch tensors; the client of psworker is framework-free
+NUMBERS = {  # the only modules with tensors; the client of psworker needs no framework
     "pscommon.optim",
     "pscommon.optim.specs",
     "pscommon.snapshot",
@@ -173,7 +173,7 @@ def test_cores_have_no_side_effects() -> None:
 
 
 def test_the_listed_cores_exist() -> None:
-    """A law about cores must not pass because they have moved."""
+    """Otherwise the law would pass after a core is moved."""
     cores = {source.module.partition(".core")[0] for source in packages() if is_core(source.module)}
 
     assert cores == set(OURS)
@@ -232,7 +232,7 @@ def test_the_law_finds(path: str, text: str) -> None:
     ],
 )
 def test_the_law_allows(path: str, text: str) -> None:
-    """What the table permits."""
+    """Imports that the table permits."""
     source = parse(text, path)
 
     assert not [imported for imported, _ in source.imports() if violation(source, imported)]

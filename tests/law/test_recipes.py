@@ -1,4 +1,4 @@
-"""The recipes of CONTRIBUTING.md: every file that they name is there, and no step was forgotten.
+"""The recipes of CONTRIBUTING.md name existing files, and the source follows each step.
 
 Each failure begins with the name of the recipe to follow.
 """

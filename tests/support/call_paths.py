@@ -1,4 +1,4 @@
-"""The functions of ours on the call stacks of requests, and those that ARCHITECTURE.md lists."""
+"""Functions of this repository on the call stacks of requests, and those in ARCHITECTURE.md."""
 
 import re
 import sys

@@ -204,7 +204,7 @@ class Order(TorchDispatchMode):
                     f"{region.name}: {what} of [{start}, {stop}) by {actor} does not wait for "
                     f"{past.what} of [{past.start}, {past.stop}) by {past.actor}"
                 )
-        if writes:  # what comes after this one comes after those, too
+        if writes:  # later operations are ordered after these, too
             region.accesses = [
                 past for past in region.accesses if not (start <= past.start and past.stop <= stop)
             ]

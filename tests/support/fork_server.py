@@ -87,7 +87,7 @@ def run_forked(
     os.dup2(err.fileno(), 2)
     out.close(), err.close()
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-    sys.path.insert(0, cwd)  # as an interpreter prepends the folder of its script
+    sys.path.insert(0, cwd)  # an interpreter prepends the folder of its script in the same way
     sys.exit(_run(command, arguments))
 
 

@@ -106,7 +106,7 @@ class History:
                 ledger.loops[worker.loop].give_back(worker.number, [key.number for key in keys])
 
     def evaluate(self, worker: Worker) -> None:
-        """Report batches as evaluated only, sometimes twice; no push brings them."""
+        """Report batches as evaluated only, sometimes twice; no push contains them."""
         keys, worker.hand = worker.hand, []
         times = self.rng.choice([1, 2])
         for ledger in self.ledgers * times:
@@ -115,8 +115,9 @@ class History:
         self.thrown += [key for key in keys if key.loop == worker.loop]
 
     def go_on(self, worker: Worker) -> None:
-        """Open the next loop. The next push may bring unpushed batches; unsent batches go to other
-        workers.
+        """Open the next loop.
+
+        The next push may contain unpushed batches; other workers get unsent batches.
         """
         if worker.loop < LOOPS - 1:
             sent = self.sent(worker)

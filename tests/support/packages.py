@@ -32,7 +32,7 @@ def faces() -> dict[str, Source]:
 
 
 def package_of(module: str) -> str:
-    """Return the package of a module; a module beside the packages stands for itself."""
+    """Return the package of a module; a module outside of packages is its own package."""
     package = module.rpartition(".")[0]
     return module if "." not in package else package
 

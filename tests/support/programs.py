@@ -171,7 +171,7 @@ class Programs:
         found = []
         for entry in Path("/proc").iterdir():
             if entry.name.isdecimal():
-                with suppress(OSError):  # it has ended
+                with suppress(OSError):  # the process has ended
                     if (entry / "cwd").readlink() == self.folder.resolve():
                         found.append(int(entry.name))
         return found

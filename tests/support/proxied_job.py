@@ -93,7 +93,7 @@ def lines(process: JobProcess, text: str) -> list[str]:
 
 
 def wait_for_line(process: JobProcess, text: str, times: int = 1, seconds: float = 30.0) -> str:
-    """Return the `times`-th log line that contains the text when it is there."""
+    """Wait for the `times`-th log line that contains the text; return it."""
 
     def find_line() -> str:
         found = lines(process, text)

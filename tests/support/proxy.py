@@ -195,7 +195,7 @@ class Pair:
     def __init__(self) -> None:
         self._writers: list[asyncio.StreamWriter] = []
         self._work: asyncio.Task[None] | None = None
-        self._dropped: bool | None = None  # with a reset?
+        self._dropped: bool | None = None  # the argument of an earlier drop()
 
     async def run(
         self, connection: socket.socket, target: tuple[str, int], ways: dict[Direction, Conditions]
@@ -234,7 +234,7 @@ class Pair:
         """End both connections at once and discard data under way."""
         self._dropped = reset
         for writer in self._writers:
-            with suppress(OSError):  # it has ended by itself
+            with suppress(OSError):  # the connection has already ended
                 sock = writer.get_extra_info("socket")
                 if reset:
                     sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, NO_LINGER)

@@ -1,4 +1,4 @@
-"""Jobs behind proxies whose workers push ones without end."""
+"""Jobs behind proxies whose workers push ones until they are stopped."""
 
 from contextlib import ExitStack
 from pathlib import Path

@@ -103,8 +103,9 @@ class Job:
 
 
 def full_state(coordinator: CoordinatorMachine) -> str:
-    """Everything that a coordinator has decided, NaN included. How far shards say that they are
-    is not recorded.
+    """Return all decisions of a coordinator as JSON with NaN.
+
+    The positions that shards report are not recorded.
     """
     return json.dumps(
         coordinator.complete_state() | {"log": [], "failure": str(coordinator.failure)}

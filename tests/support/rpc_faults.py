@@ -245,7 +245,7 @@ def _nowhere(receiver: AnswerReceiver) -> AnswerReceiver:
 
 
 def _without_memory_to_write(header: ps.PushPullHeader) -> ps.PushPullHeader:
-    """Return the same push; the worker's memory stays that of the first answer."""
+    """Return the same push without a pull, which would overwrite the worker's shared memory."""
     copy = ps.PushPullHeader()
     copy.CopyFrom(header)
     if header.memory:

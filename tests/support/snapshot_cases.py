@@ -1,4 +1,4 @@
-"""Small jobs whose snapshots tests write without servers."""
+"""Snapshots of small jobs, written without servers."""
 
 from pathlib import Path
 
