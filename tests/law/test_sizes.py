@@ -16,7 +16,7 @@ P90 = 30
 
 
 def test_no_file_is_too_long() -> None:
-    """Split it by nouns."""
+    """Split a longer file by topic."""
     found = [
         f"{source.path}: {lines} lines"
         for source in (*packages(), *suite())
