@@ -31,8 +31,8 @@ def nothing_left(status: Mapping[str, Any]) -> str:
     done = f"{resumed['steps']} steps, {resumed['samples']} samples"
     return (
         f"nothing is left to train: job {status['job']} was finished before, at version {version} "
-        f"({done}). To train on, give the script more epochs; to start over, use `--resume never` "
-        "or another --data-dir"
+        f"({done}). Try: more epochs in the script; to start over: `--resume never` or another "
+        "`--data-dir`"
     )
 
 
