@@ -58,7 +58,7 @@ def test_status_shows_a_job_from_its_start_to_its_end(cluster: Make, capsys: Out
     assert ctl(capsys, "--ps", servers.address, "status")["model"] is None
     train(servers.address)
 
-    for server in servers.servers:  # any one will do
+    for server in servers.servers:  # any server leads to the job
         found = ctl(capsys, "--ps", server.address, "status")
         assert (found["job"], found["policy"], found["state"]) == ("otter", "sync", "running")
         assert (found["version"], found["steps"], found["samples"], found["finished"]) == (
@@ -177,7 +177,7 @@ def test_stop_ends_every_server_with_a_last_snapshot(
 def test_workers_end_their_steps_before_the_last_snapshot(
     cluster: Make, capsys: Output, tmp_path: Path
 ) -> None:
-    """It has everything acknowledged, and no worker searches for the servers afterwards."""
+    """It contains every acknowledged push, and no worker searches for the servers afterwards."""
     servers, pushed = cluster(2, min_workers=2, data_dir=tmp_path), []
 
     def work(rank: int) -> None:
@@ -205,7 +205,7 @@ def test_a_stopping_server_is_awaited_by_its_workers(cluster: Make, tmp_path: Pa
         count(client, 3)
         assert first.service is not None
         take, taken = first.service.snapshot_scheduler.last, threading.Event()
-        # longer than between two heartbeats
+        # longer than the interval of heartbeats
         first.service.snapshot_scheduler.last = lambda: (
             taken.wait(0.5),
             take(),

@@ -138,7 +138,7 @@ def test_an_incomplete_log_is_not_sufficient(
     broken: str,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Of any shard; its failure is logged once, however long it lasts."""
+    """The log of any shard may be incomplete; its failure is logged once."""
     write = LogFiles.write
 
     def refuse_one(files: LogFiles, descriptor: int, *rest: Any) -> Any:
@@ -192,7 +192,7 @@ def test_a_promoted_standby_without_the_data_directory_has_not_saved(cluster: Ma
 
 
 def test_exit_code_15_replaces_only_0(caplog: pytest.LogCaptureFixture) -> None:
-    """15 takes the place of 0, and of nothing else."""
+    """Other exit codes take precedence over 15."""
     assert conclude(None, "", 0) == 0
     with pytest.raises(NotSavedError, match="the disk is full") as caught:
         conclude(None, "the disk is full", 0)

@@ -194,7 +194,7 @@ def test_on_the_wire_a_full_budget_is_resource_exhausted_with_a_retry_time(
         assert reason_of(streamed.value) == reason_of(asked.value) == expected
 
 
-# ---- what is given back --------------------------------------------------------------------------
+# ---- released bytes ------------------------------------------------------------------------------
 
 
 def test_a_cancelled_call_releases_its_bytes(full: Cluster) -> None:

@@ -48,7 +48,7 @@ def test_a_policy_set_by_a_command_applies_after_the_next_start(
         again = cluster(2, **settings)
         assert status(again.address)["policy"] == "ssp"
         logged = [record.__dict__.get("policy") for record in records_of(caplog, "listening")]
-        assert logged == ["ssp", None]  # only shard 0 knows
+        assert logged == ["ssp", None]  # shard 1 does not know the policy
         with counter(again.address) as client:
             assert counted(client.pull()) == {"snapshot": 2, "log": 3}[durability]
         again.close()
@@ -177,7 +177,7 @@ def test_updates_in_the_log_alone_are_not_abandoned_silently(
         assert counted(client.pull()) == (2 if snapshot else 0)
         count(client)
     given_up.close()
-    if snapshot and durability == "snapshot":  # the log that was given up is not gone on from later
+    if snapshot and durability == "snapshot":  # the abandoned log is never continued
         assert (
             counted(weights_of(cluster(shards, data_dir=tmp_path, durability="log").address)) == 2
         )

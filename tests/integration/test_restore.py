@@ -92,7 +92,7 @@ def pushing(address: str, workers: int) -> Iterator[list[PushingThread]]:
     assert [run.result(DEADLINE) for run in running] == [None] * workers
 
 
-# ---- going back ----------------------------------------------------------------------------------
+# ---- rollback ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("policy", ["sync", "async"])
@@ -261,7 +261,8 @@ def test_a_snapshot_in_progress_is_abandoned(
         saving = pool.submit(servers.save, DEADLINE)
         assert written.wait(30)
         going = pool.submit(servers.restore, 1, DEADLINE)
-        with pytest.raises(TimeoutError):  # or its parts could come among those of the next one
+        # otherwise its parts could mix with those of the next snapshot
+        with pytest.raises(TimeoutError):
             going.result(2.0)
         go_on.set()
         assert going.result(DEADLINE) is None
@@ -274,7 +275,7 @@ def test_a_snapshot_in_progress_is_abandoned(
     assert counted(stored(tmp_path, 3)) == 3
 
 
-# ---- what cannot be ------------------------------------------------------------------------------
+# ---- refusals ------------------------------------------------------------------------------------
 
 
 def test_a_missing_or_damaged_version_is_refused_and_the_job_continues(
@@ -303,7 +304,7 @@ def test_newer_snapshots_stay_when_the_rollback_fails(
     with counter(address) as client:
         saved(address, client, capsys, 1, 2)
         (tmp_path / "generation").unlink()
-        (tmp_path / "generation").mkdir()  # no number for a new start can be written down
+        (tmp_path / "generation").mkdir()  # the generation of a new start cannot be stored
 
         assert ps_ctl(["--ps", address, "snapshot", "restore", "1"]) == 12
         assert "cannot count this start of the job" in capsys.readouterr().err

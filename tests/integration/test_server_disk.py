@@ -273,7 +273,7 @@ def test_the_last_snapshot_on_a_full_disk_is_retried_with_pauses(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """The process that stopped the server may kill it soon, and the space may never come."""
+    """The stopping process may kill the server soon, and the disk may stay full."""
     monkeypatch.setattr("psserver.coordinator.snapshot_jobs.RETRY_PAUSE_SECONDS", 0.2)
     servers = cluster(1, data_dir=small_disk.path, snapshot_every=RARELY)
     server = servers.servers[0]

@@ -62,7 +62,7 @@ def row_of(address: str, worker: int) -> dict[str, Any]:
 
 # ---- drain ---------------------------------------------------------------------------------------
 
-# In its fourth step it waits for the word, and makes that step.
+# It waits in its fourth step for a message, and completes that step.
 DRAINED = """
 import json, threading, psworker
 from tests.support.data_training import train
@@ -146,9 +146,10 @@ def test_a_new_policy_applies_from_the_next_update(cluster: Make, capsys: Output
         assert quick.policy == "sync"
         assert ctl(capsys, "--ps", address, "policy", "set", "async")["policy"] == "async"
         until(
-            lambda: (quick.policy, slow.policy) == ("async", "async"), "the workers to hear of it"
+            lambda: (quick.policy, slow.policy) == ("async", "async"),
+            "the new policy at both workers",
         )
-        assert push.result(DEADLINE).status == "applied"  # the one that waited, at once
+        assert push.result(DEADLINE).status == "applied"  # the waiting push is decided at once
         count(quick, 5)
         assert (status(address)["policy"], status(address)["version"]) == ("async", 6)
 
@@ -224,7 +225,7 @@ def test_a_slow_worker_is_found_by_its_own_part_of_the_steps(
         with counter(address, rank) as client:
             while not named.is_set():
                 count(client)
-                Event().wait(pace)  # its own part of the step, and what this is about
+                Event().wait(pace)  # the worker's own part of the step
             return client.worker
 
     def look_up() -> list[dict[str, Any]]:

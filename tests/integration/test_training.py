@@ -76,7 +76,7 @@ def test_three_nodes_train_a_module_and_leave_nothing() -> None:
 
 
 @pytest.mark.full
-def test_its_servers_ignore_the_environment(
+def test_the_servers_of_a_training_ignore_the_environment(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Variables may describe another job; its data directory would end the second training."""

@@ -58,7 +58,7 @@ def test_a_slow_exchange_completes(
 def test_an_exchange_without_progress_is_ended(
     cluster: FakeCluster, hooks: Callable[[FakeCluster], dict[int, Callable[[int], None]]]
 ) -> None:
-    """Even if each attempt begins well."""
+    """Each attempt begins with progress."""
     goes_on = threading.Event()
 
     def stop(number: int) -> None:

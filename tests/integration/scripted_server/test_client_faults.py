@@ -120,9 +120,7 @@ def test_a_break_while_pending_sends_the_bytes_again(cluster: FakeCluster) -> No
 
 
 def test_the_version_is_the_smallest_of_the_shards(cluster: FakeCluster) -> None:
-    """They apply the log at their own speed, and a gradient is as old as the oldest part of its
-    weights.
-    """
+    """Shards apply the log at different speeds; a gradient is as old as its oldest weights."""
     with connect(cluster) as client:
         server = cluster.servers[0]
         original = server._with_weights
@@ -232,7 +230,7 @@ def _restart(cluster: FakeCluster, old: FakeServer) -> None:
 def test_a_job_that_ends_is_not_awaited_for_long(
     cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is no failure: an operator has ended the job."""
+    """An operator has ended the job; this is no failure."""
     monkeypatch.setattr(patience, "LAST_SECONDS", 0.0)
     cluster.lease, cluster.stopping = 0.1, True
     with connect(cluster) as client:

@@ -94,9 +94,7 @@ def test_a_direct_lane_trains_without_threads(cluster: FakeCluster) -> None:
 
 
 def test_only_the_last_shard_may_wait(cluster: FakeCluster) -> None:
-    """A push is decided once all shards have it: waiting for the first before the last has it never
-    ends.
-    """
+    """A push is decided once all shards have it; an earlier wait at one shard would never end."""
     lane = DirectLane(cluster)
     with Client(lane=lane) as client:
         client.register({"w": np.ones(600, np.float32)}, OptimizerSettings("sgd", ({"lr": 0.5},)))

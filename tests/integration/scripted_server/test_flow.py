@@ -263,7 +263,7 @@ def test_finish_raises_without_answers_and_the_next_push_is_complete(cluster: Fa
 def test_memory_is_mapped_again_only_by_the_thread_of_the_script(
     cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another thread would do it while the script computes, and lose what it writes meanwhile."""
+    """Remapping by another thread would lose what the script writes meanwhile."""
     threads: list[str] = []
     monkeypatch.setattr(
         SharedRegion, "detach", lambda region: threads.append(threading.current_thread().name)

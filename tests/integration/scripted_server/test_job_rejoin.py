@@ -204,7 +204,7 @@ def test_a_fence_during_a_data_request_loses_nothing(cluster: FakeCluster, worke
 
 
 def test_batches_prefetched_before_the_fence_are_skipped(cluster: FakeCluster) -> None:
-    """Unless the new worker has leased the very same batch, which it then gets once."""
+    """A batch that the new worker has leased again is used once."""
     cluster.deal(0, 1, 2, 3, 2, 3, None)
     with started(cluster) as (job, net, optimizer):
         seen = []

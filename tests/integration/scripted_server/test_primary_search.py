@@ -26,7 +26,7 @@ def places() -> Endpoints:
 def test_a_silent_primary_is_tried_alternately_with_its_standby(places: Endpoints) -> None:
     places.switch(0, "a")
     assert places.addresses == ("c", "b")
-    places.switch(0, "a")  # another thread, which asked before
+    places.switch(0, "a")  # an earlier request of another thread
     assert places.addresses == ("c", "b")
     places.switch(0, "c")
     assert places.addresses == ("a", "b")
@@ -80,13 +80,12 @@ def test_the_first_message_of_a_term_changes_no_address(places: Endpoints) -> No
 
 
 def test_a_restart_at_another_address_is_followed_within_its_term(places: Endpoints) -> None:
-    assert (
-        places.learn_from_shard_0(1, "b-as-advertised", 0, "") == set()
-    )  # b is another name of it
+    # b is another name of the same server
+    assert places.learn_from_shard_0(1, "b-as-advertised", 0, "") == set()
     assert places.learn_from_shard_0(1, "b-as-advertised", 1, "") == set()
     assert places.addresses == ("a", "b")
 
-    assert places.learn_from_shard_0(1, "", 1, "") == set()  # it is away
+    assert places.learn_from_shard_0(1, "", 1, "") == set()  # the primary does not answer
     assert places.learn_from_shard_0(1, "b2", 1, "e") == {"b"}
     assert places.addresses == ("a", "b2")
     places.switch(1, "b2")
@@ -94,7 +93,7 @@ def test_a_restart_at_another_address_is_followed_within_its_term(places: Endpoi
 
 
 def test_a_restart_at_another_address_before_its_term_is_known_is_followed() -> None:
-    places = Endpoints(["a", "b"], ["a"])  # where b is, a has said
+    places = Endpoints(["a", "b"], ["a"])  # a has stated the address b
     assert places.learn_from_shard_0(1, "b2", 1, "") == {"b"}
     assert places.addresses == ("a", "b2")
 
@@ -142,7 +141,7 @@ def test_another_number_of_servers_is_reported_to_each_exchange(places: Endpoint
 
 
 def test_the_search_tolerates_a_connection_closed_by_another_thread() -> None:
-    """For example one that learns of a new primary; the heartbeats that search must continue."""
+    """For example by a thread that has found a new primary; the heartbeats must continue."""
     with closing(GrpcTransport([f"127.0.0.1:{free_port()}"])) as lane:
         assert not lane.find_primaries("job", 0.1)
         for line in lane._channels.values():
@@ -181,7 +180,7 @@ def test_a_shard_without_the_address_of_shard_0_is_introduced() -> None:
 
 
 def test_no_server_is_introduced_over_a_closed_connection() -> None:
-    """By a heartbeat that is answered just then."""
+    """A heartbeat may receive its answer after the close."""
     lane = GrpcTransport(["a:1", "b:1"])
     lane.close()
     lane.learn("job", ["a:1", ""], [1, 1], ["", ""])

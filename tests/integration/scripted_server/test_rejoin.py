@@ -35,7 +35,7 @@ def gradient(fill: float = 2.0) -> dict[str, Any]:
     return {"w": np.full(50, fill, np.float32)}
 
 
-def test_it_rejoins_as_a_new_worker_with_the_same_model(cluster: FakeCluster) -> None:
+def test_a_fenced_client_rejoins_as_a_new_worker_with_the_same_model(cluster: FakeCluster) -> None:
     with connect(cluster) as client:
         client.push(gradient())
         cluster.fence(1)
@@ -52,7 +52,7 @@ def test_it_rejoins_as_a_new_worker_with_the_same_model(cluster: FakeCluster) ->
     assert cluster.left[2] == ""
 
 
-def test_it_gets_no_older_weights_than_the_job_has(cluster: FakeCluster) -> None:
+def test_a_rejoined_client_gets_the_newest_weights_of_the_job(cluster: FakeCluster) -> None:
     """A shard that just restarted may briefly be behind the others."""
     with connect(cluster) as client:
         for _ in range(3):
@@ -65,7 +65,7 @@ def test_it_gets_no_older_weights_than_the_job_has(cluster: FakeCluster) -> None
     assert [header.min_version for header in cluster.received[seen:]] == [3, 3]
 
 
-def test_its_rank_and_attempt_do_not_change(
+def test_a_rejoin_changes_neither_rank_nor_attempt(
     cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PS_WORKER_ATTEMPT", "3")
@@ -141,7 +141,7 @@ def test_rejoins_that_are_always_fenced_are_limited(cluster: FakeCluster) -> Non
         assert client.push(gradient()).status == "applied"
 
 
-def test_it_has_received_no_data_yet(cluster: FakeCluster) -> None:
+def test_a_rejoined_client_has_received_no_data(cluster: FakeCluster) -> None:
     """Otherwise the servers would take their next answer for received."""
     cluster.deal(3, 4, 3)
     with connect(cluster) as client:
@@ -158,7 +158,7 @@ def test_it_has_received_no_data_yet(cluster: FakeCluster) -> None:
     ]
 
 
-def test_its_version_is_no_newer_than_that_of_rolled_back_servers(cluster: FakeCluster) -> None:
+def test_after_a_rollback_the_version_is_that_of_the_servers(cluster: FakeCluster) -> None:
     with connect(cluster) as client:
         for _ in range(3):
             client.push_pull(gradient())
@@ -212,7 +212,7 @@ def test_the_order_of_the_model_must_be_the_same(cluster: FakeCluster) -> None:
             client.rejoin()
 
 
-def test_before_registration_it_only_joins(cluster: FakeCluster) -> None:
+def test_a_rejoin_before_registration_only_joins(cluster: FakeCluster) -> None:
     with Client(cluster.addresses) as client:
         cluster.fence(1)
         with pytest.raises(FencedError):

@@ -63,7 +63,7 @@ def fast_lines(monkeypatch: pytest.MonkeyPatch) -> Iterator[ShardLogLines]:
 def test_a_server_that_delays_a_push_is_named_during_the_delay(
     cluster: FakeCluster, fast_lines: ShardLogLines
 ) -> None:
-    """Although no call has ended: the push's number, the shard and its address."""
+    """The log line has the number of the push, the shard and its address."""
     with connect(cluster) as client:
         cluster.before[1].append(lambda: _until(fast_lines.has_text))
 
@@ -122,9 +122,7 @@ CALLS: dict[str, Callable[[Client], Any]] = {
 def test_every_call_survives_a_server_that_is_away_for_a_while(
     cluster: FakeCluster, what: str, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Away, or back and not ready; far longer than any pause, far shorter than --connect-
-    timeout.
-    """
+    """The server is stopped, or not ready after a restart, for less than --connect-timeout."""
     monkeypatch.setattr(patience, "LONGEST_PAUSE_SECONDS", 0.05)
 
     def away() -> None:
@@ -154,7 +152,7 @@ def test_no_call_survives_connect_timeout(cluster: FakeCluster, what: str) -> No
 
 
 def test_a_refusing_port_is_found_soon_after_it_listens(cluster: FakeCluster) -> None:
-    """gRPC's waits between two attempts to connect are short, and so are ours."""
+    """Pauses between attempts to connect are short in gRPC and in the client."""
     with connect(cluster) as client, ThreadPoolExecutor(1) as pool:
         address = cluster.servers[1].address
         cluster.servers[1].stop()

@@ -209,7 +209,7 @@ def test_a_write_of_no_bytes_is_an_error(tmp_path: Path) -> None:
     assert (error.value.errno, error.value.filename) == (errno.EIO, str(tmp_path / "1.log"))
 
 
-def test_a_broken_log_gives_the_reason_and_leaves_the_disk_alone_until_begin(
+def test_a_broken_log_makes_no_disk_operation_until_begin(
     tmp_path: Path,
 ) -> None:
     log = WriteAheadLog(tmp_path, "always", files := Failing(0, errno.ENOSPC, part=7))

@@ -84,9 +84,7 @@ def test_the_standby_state_is_sent_at_once_and_other_statistics_once_a_second() 
 
 
 def test_moved_bytes_are_reported_once() -> None:
-    """They come with the statistics of each second and not with each report: a step must not cost
-    more for them.
-    """
+    """They are part of the statistics of each second; reports of steps do not contain them."""
     standby = SimpleNamespace(term=1, address="b1:1", state="0")
     link = make_link(standby)
     requests = link._requests(link._outbox)

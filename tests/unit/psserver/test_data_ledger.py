@@ -111,7 +111,7 @@ def test_moving_to_the_next_loop_discards_unused_batches() -> None:
 def test_dealt_batches_that_were_not_sent_are_free_when_the_worker_moves_on() -> None:
     ledger = DataLedger()
     first = ledger.open(1, LoopSpec(0, size=4, batch_size=1))
-    first.take(1, 0, 2, [1, 2])  # 0 and 2; 1 and 3 lie ready for worker 2
+    first.take(1, 0, 2, [1, 2])  # worker 1 gets 0 and 2; 1 and 3 are dealt to worker 2
     ledger.open(2, LoopSpec(1, size=3, batch_size=1))
 
     assert (first.dropped, first.free) == (0, 2)
@@ -124,10 +124,10 @@ def test_a_loop_that_all_workers_have_left_has_ended() -> None:
     first = ledger.open(1, LoopSpec(0, size=4, batch_size=1), None, [1, 2])
     first.take(1, 0, 1, [1, 2])
     ledger.open(1, next_one, None, [1, 2])
-    assert not first.ended  # worker 2 may not have begun
+    assert not first.ended  # worker 2 may not have begun the loop
 
     ledger.open(2, next_one, 0, [1, 2])
-    assert not first.ended  # its loop 1 is inside loop 0
+    assert not first.ended  # for worker 2, loop 1 is inside loop 0
     ledger.open(2, next_one, 1, [1, 2])
 
     assert (first.ended, first.done, ledger.open_loop) == (True, False, 1)
@@ -144,14 +144,14 @@ def test_ended_loops_cost_pushes_and_workers_nothing(
     for number in range(50):
         loop = ledger.open(1, LoopSpec(number, size=2, batch_size=1), None, [1])
         loop.take(1, 0, 2, [1])
-        ledger.commit(1, [BatchKey(number, 0)])  # the other one is left
+        ledger.commit(1, [BatchKey(number, 0)])  # batch 1 stays leased
     for name in ("settle", "lose", "leave", "transfer"):
         monkeypatch.setattr(MapLoop, name, lambda loop, *_: asked.append(loop.spec.loop))
     ledger.commit(1, [BatchKey(49, 1)])
     ledger.transfer(1, 2)
     ledger.give_back(2)
 
-    assert set(asked) == {48, 49}  # what was left of 48 may be in the push that counts next
+    assert set(asked) == {48, 49}  # the next push may contain the remaining batch of loop 48
     assert [state["received"] for state in ledger.state()][:48] == [[]] * 48
 
 

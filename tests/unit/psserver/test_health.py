@@ -124,7 +124,7 @@ def test_the_cost_of_a_check_is_linear_in_the_active_workers(
 
 
 def test_a_slow_worker_does_not_raise_its_own_threshold() -> None:
-    """The median is that of the others: one of two workers cannot hide in it."""
+    """The threshold uses the median of the other workers."""
     membership, (slow, quick) = membership_with(10.0, 1.0)
 
     found = conditions(membership, (), 0.0)

@@ -1,6 +1,4 @@
-"""The lease directory: of concurrent swaps one wins, and no server waits for one that was
-stopped.
-"""
+"""The lease directory: one of concurrent swaps succeeds; a stopped server blocks no other."""
 
 import errno
 import os

@@ -57,7 +57,7 @@ def beat(job: Job, *no_call_seconds: float) -> None:
 
 @pytest.mark.parametrize("mode", ["shrink", "wait"])
 def test_a_hanging_worker_is_lost_and_its_round_closes(mode: str) -> None:
-    """Its membership ends even where lost workers are awaited: it lives, and rejoins as new."""
+    """Its membership ends even with `--on-worker-loss wait`: the process lives and rejoins."""
     job, written = job_of_two(on_loss=WorkerLossMode(mode, 60.0))  # type: ignore[arg-type]
     beat(job, 0.0, TIMEOUT)
     job.push(1, 1)
