@@ -80,7 +80,7 @@ def devices() -> Finding:
     try:
         import torch as framework
     except (ImportError, OSError):
-        return Finding("devices", "problem", "unknown without torch", "see torch")
+        return Finding("devices", "problem", "unknown without torch", "install torch first")
     if not framework.cuda.is_available():
         built = framework.version.cuda is not None
         return Finding(
@@ -132,7 +132,7 @@ def memory(meminfo: Path = Path("/proc/meminfo")) -> Finding:
             "memory",
             "warning",
             text,
-            "a server needs about 4 times its share of the weights with Adam",
+            "free some memory: with Adam a server needs about 4 times its share of the weights",
         )
     return Finding("memory", "ok", text)
 

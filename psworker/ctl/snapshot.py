@@ -179,7 +179,10 @@ def _newest(snapshots: "SnapshotDirectory") -> int:
     for reason in newest.skipped:
         click.echo(f"ps-ctl: skipped a damaged snapshot: {reason}", err=True)
     if newest.manifest is None:
-        raise SnapshotError(f"no snapshot in {snapshots.folder} is valid")
+        raise SnapshotError(
+            f"no snapshot in {snapshots.folder} is valid. Try: `ps-ctl snapshot verify DIR`, which "
+            "shows the damage"
+        )
     return newest.manifest.version
 
 

@@ -126,7 +126,7 @@ def test_a_finished_job_is_reported_in_one_line_with_the_options(
     for words in (
         "more epochs",
         "`--resume never`",
-        "another --data-dir",
+        "`--data-dir`",
         "version 8 (8 steps, 16 samples)",
     ):
         assert words in line
