@@ -21,8 +21,8 @@ from psproto.v1 import coordinator_pb2 as co
 from psproto.v1 import parameter_server_pb2 as ps
 from psserver.coordinator.service import CoordinatorService
 from psserver.coordinator.servicer import ControlPlaneServicer
-from psserver.core.coordinator.catch_up import CatchUp
-from psserver.core.coordinator.server_entry import DeliveryCursor
+from psserver.core.servers.catch_up import CatchUp
+from psserver.core.servers.server_entry import DeliveryCursor
 from psserver.durability.record_sink import RecordSink, RecordSource
 from psserver.durability.shard_log import ShardLog
 from psserver.durability.shard_recovery import ShardStateFactory

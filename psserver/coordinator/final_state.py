@@ -10,7 +10,7 @@ from pscommon.snapshot import Manifest
 from pscommon.system.small_files import replace_file
 from pscommon.telemetry.logs import get_logger
 from psserver.coordinator.snapshot_jobs import SnapshotScheduler
-from psserver.core.coordinator.shard_directory import ShardDirectory
+from psserver.core.servers.shard_directory import ShardDirectory
 from psserver.durability.snapshots import SnapshotManager
 from psserver.shard.engine import ShardEngine
 from psserver.shard.final_weights import write_final_weights

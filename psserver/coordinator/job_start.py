@@ -16,13 +16,13 @@ from pscommon.telemetry.logs import get_logger
 from psserver.coordinator.executor import CommandExecutor
 from psserver.core.commands.job_commands import UseRules
 from psserver.core.commands.recorder import Recorder
-from psserver.core.coordinator.catch_up import (
+from psserver.core.coordinator.machine import CoordinatorMachine
+from psserver.core.servers.catch_up import (
     Rollback,
     choose_rollback,
     promotion_needs_rollback,
 )
-from psserver.core.coordinator.machine import CoordinatorMachine
-from psserver.core.coordinator.shard_directory import ShardDirectory
+from psserver.core.servers.shard_directory import ShardDirectory
 from psserver.core.workers.membership import WORKERS_PER_GENERATION
 from psserver.durability.coordinator_log import LOG_FOLDER, CoordinatorLog
 from psserver.durability.initial_state import InitialState, Origin

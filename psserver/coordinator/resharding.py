@@ -20,9 +20,9 @@ from psproto.v1 import coordinator_pb2 as pb
 from psserver.coordinator.executor import CommandExecutor
 from psserver.core.commands.recorder import Recorder
 from psserver.core.commands.request_checks import check_shards
-from psserver.core.commands.shard_protocol import start_reshard
 from psserver.core.coordinator.admission import check_reshard
-from psserver.core.coordinator.shard_directory import ShardDirectory
+from psserver.core.servers.shard_directory import ShardDirectory
+from psserver.core.servers.shard_protocol import start_reshard
 from psserver.durability.snapshots import SnapshotManager
 from psserver.process.config import ServerConfig
 from psserver.process.identity import ServerIdentity

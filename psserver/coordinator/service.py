@@ -23,8 +23,8 @@ from psserver.core.commands.waiting import waiting_for
 from psserver.core.commands.worker_commands import DrainWorker
 from psserver.core.coordinator.admission import check_switch
 from psserver.core.coordinator.machine import CoordinatorMachine
-from psserver.core.coordinator.shard_directory import ShardDirectory
 from psserver.core.data.data_ledger import DataLedger
+from psserver.core.servers.shard_directory import ShardDirectory
 from psserver.durability.record_sink import StandbyLink
 from psserver.durability.shard_recovery import ShardStateFactory
 from psserver.durability.snapshots import SnapshotManager

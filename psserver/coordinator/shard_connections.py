@@ -14,12 +14,12 @@ from psserver.coordinator.resharding import ReshardRequests
 from psserver.coordinator.snapshot_jobs import SnapshotScheduler
 from psserver.core.commands.job_commands import RecordPart
 from psserver.core.commands.recorder import Recorder
-from psserver.core.commands.shard_protocol import process_report, replace_process
-from psserver.core.coordinator.catch_up import CatchUp
 from psserver.core.coordinator.machine import CoordinatorMachine
-from psserver.core.coordinator.server_entry import DeliveryCursor, RegistryView, ServerEntry
-from psserver.core.coordinator.shard_directory import ShardDirectory
 from psserver.core.job.snapshot_schedule import PartReport
+from psserver.core.servers.catch_up import CatchUp
+from psserver.core.servers.server_entry import DeliveryCursor, RegistryView, ServerEntry
+from psserver.core.servers.shard_directory import ShardDirectory
+from psserver.core.servers.shard_protocol import process_report, replace_process
 from psserver.durability.snapshots import SnapshotManager
 
 log = get_logger(__name__)

@@ -15,9 +15,9 @@ from pscommon.core.formats import spoken_format
 from pscommon.wire.messages import entry_to_proto, model_to_proto, report_from_proto
 from psproto.v1 import coordinator_pb2 as pb
 from psserver.coordinator.service import CoordinatorService
-from psserver.core.coordinator.catch_up import CatchUp
-from psserver.core.coordinator.server_entry import DeliveryCursor, ServerEntry
 from psserver.core.job.snapshot_schedule import PartReport
+from psserver.core.servers.catch_up import CatchUp
+from psserver.core.servers.server_entry import DeliveryCursor, ServerEntry
 
 UPDATE_INTERVAL_SECONDS = 1.0
 MAX_SILENCE_SECONDS = 2.5

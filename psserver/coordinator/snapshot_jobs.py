@@ -5,9 +5,9 @@ from pscommon.snapshot import Manifest
 from psserver.coordinator.executor import CommandExecutor
 from psserver.coordinator.job_start import JobStart
 from psserver.core.commands.recorder import Recorder
-from psserver.core.commands.shard_protocol import finish_snapshot
 from psserver.core.coordinator.machine import CoordinatorMachine
-from psserver.core.coordinator.shard_directory import ShardDirectory
+from psserver.core.servers.shard_directory import ShardDirectory
+from psserver.core.servers.shard_protocol import finish_snapshot
 from psserver.durability.snapshots import SnapshotManager
 
 LAST_SNAPSHOT_SECONDS = 30.0

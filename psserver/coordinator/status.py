@@ -12,7 +12,7 @@ from pscommon.core.partition import PartitionPlan
 from pscommon.snapshot import Manifest
 from psserver.core.commands.ended_leases import HUNG
 from psserver.core.coordinator.machine import CoordinatorMachine
-from psserver.core.coordinator.shard_directory import ShardDirectory
+from psserver.core.servers.shard_directory import ShardDirectory
 from psserver.core.workers.members import Member, WorkerState
 from psserver.durability.record_sink import StandbyLink
 from psserver.durability.snapshots import SnapshotManager

@@ -4,22 +4,22 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-import psserver.core.coordinator.shard_directory as directory_module
+import psserver.core.servers.shard_directory as directory_module
 import tests.sim.world as world_module
 from pscommon.core.log_entries import ShardReport
 from psserver.core.commands.recorder import Recorder
 from psserver.core.commands.shard_commands import RestartShard
-from psserver.core.commands.shard_protocol import finish_snapshot, start_reshard
-from psserver.core.coordinator.catch_up import CatchUp
 from psserver.core.coordinator.machine import CoordinatorMachine
-from psserver.core.coordinator.server_entry import (
+from psserver.core.job.policy import policy
+from psserver.core.servers.catch_up import CatchUp
+from psserver.core.servers.server_entry import (
     Delivery,
     DeliveryCursor,
     ReportDecision,
     ServerEntry,
 )
-from psserver.core.coordinator.shard_directory import ShardDirectory
-from psserver.core.job.policy import policy
+from psserver.core.servers.shard_directory import ShardDirectory
+from psserver.core.servers.shard_protocol import finish_snapshot, start_reshard
 from tests.sim.scenario import SHRINK, Scenario
 
 Directory = ShardDirectory[Any]

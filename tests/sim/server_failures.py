@@ -13,10 +13,10 @@ from pscommon.core.errors import UnreachableError
 from pscommon.core.log_entries import Apply, Reject
 from pscommon.core.model_spec import model_to_json
 from psserver.core.commands.recorder import Recorder
-from psserver.core.coordinator.catch_up import promotion_needs_rollback
 from psserver.core.coordinator.machine import CoordinatorMachine
-from psserver.core.coordinator.shard_directory import ShardDirectory
 from psserver.core.job.settings import JobRules
+from psserver.core.servers.catch_up import promotion_needs_rollback
+from psserver.core.servers.shard_directory import ShardDirectory
 from psserver.durability import job_recovery
 from psserver.durability.coordinator_log import CoordinatorLog
 from psserver.durability.initial_state import InitialState, Origin

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 from pscommon.core.errors import LayoutError, SnapshotError, UnreachableError
 from pscommon.core.log_entries import Cut, Entry, ShardReport, Staged
-from psserver.core.coordinator.server_entry import ServerEntry
-from psserver.core.coordinator.shard_directory import ShardDirectory
 from psserver.core.job.reshard_phase import ReshardPhase
 from psserver.core.job.snapshot_schedule import PartReport
+from psserver.core.servers.server_entry import ServerEntry
+from psserver.core.servers.shard_directory import ShardDirectory
 from psserver.core.shard.state_machine import NO_LOG, ShardMachine
 from psserver.durability.record_sink import RecordSink, RecordSource
 from psserver.durability.shard_log import ShardLog

@@ -22,19 +22,19 @@ from pscommon.core.log_entries import Apply, Entry, Measure, PushKey, Reject, Sh
 from psserver.core.commands.data_commands import ReturnBatches
 from psserver.core.commands.job_commands import RecordPart
 from psserver.core.commands.recorder import RESHARD_SNAPSHOT_RETRY_SECONDS
-from psserver.core.commands.shard_protocol import (
+from psserver.core.commands.waiting import waiting_for
+from psserver.core.coordinator.machine import CoordinatorMachine
+from psserver.core.job.settings import JobRules
+from psserver.core.job.snapshot_schedule import PartReport, SnapshotInProgress, SnapshotInterval
+from psserver.core.servers.catch_up import CatchUp
+from psserver.core.servers.server_entry import DeliveryCursor
+from psserver.core.servers.shard_directory import ShardDirectory
+from psserver.core.servers.shard_protocol import (
     finish_snapshot,
     process_report,
     replace_process,
     start_reshard,
 )
-from psserver.core.commands.waiting import waiting_for
-from psserver.core.coordinator.catch_up import CatchUp
-from psserver.core.coordinator.machine import CoordinatorMachine
-from psserver.core.coordinator.server_entry import DeliveryCursor
-from psserver.core.coordinator.shard_directory import ShardDirectory
-from psserver.core.job.settings import JobRules
-from psserver.core.job.snapshot_schedule import PartReport, SnapshotInProgress, SnapshotInterval
 from psserver.core.shard.state_machine import NO_LOG, PushOutcome
 from psserver.core.workers.members import WorkerHeartbeat
 from psserver.durability.initial_state import InitialState, Origin

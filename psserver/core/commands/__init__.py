@@ -10,7 +10,7 @@ __all__ = [
     "recorded",
     "recorder",
     "request_checks",
-    "shard_protocol",
+    "shard_commands",
     "waiting",
     "worker_commands",
     "worker_share",

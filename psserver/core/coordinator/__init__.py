@@ -4,10 +4,7 @@ requests, resharding; and how shards and workers are admitted.
 
 __all__ = [
     "admission",
-    "catch_up",
     "data_requests",
     "machine",
     "registration",
-    "server_entry",
-    "shard_directory",
 ]

@@ -3,10 +3,10 @@
 import pytest
 
 from pscommon.core.log_entries import Cut, ShardReport
-from psserver.core.coordinator.catch_up import Rollback, choose_rollback, promotion_needs_rollback
 from psserver.core.coordinator.machine import CoordinatorMachine
 from psserver.core.job.policy import policy
 from psserver.core.job.settings import JobRules
+from psserver.core.servers.catch_up import Rollback, choose_rollback, promotion_needs_rollback
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 from pscommon.core.errors import MismatchError, TakenError
 from psserver.coordinator.service import CoordinatorService
 from psserver.core.commands.recorder import Recorder
-from psserver.core.coordinator.catch_up import CatchUp
+from psserver.core.servers.catch_up import CatchUp
 from psserver.core.shard.state_machine import NO_LOG
 from psworker.simulation import simulated
 

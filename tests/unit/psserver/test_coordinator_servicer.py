@@ -13,9 +13,9 @@ from psproto.v1 import coordinator_pb2 as pb
 from psserver.coordinator.servicer import ControlPlaneServicer
 from psserver.coordinator.shard_connections import ShardUpdate
 from psserver.coordinator.shard_stream import MAX_SILENCE_SECONDS, ShardListener
-from psserver.core.coordinator.catch_up import CatchUp
-from psserver.core.coordinator.server_entry import DeliveryCursor, RegistryView, ServerEntry
 from psserver.core.job.settings import GradientRules
+from psserver.core.servers.catch_up import CatchUp
+from psserver.core.servers.server_entry import DeliveryCursor, RegistryView, ServerEntry
 from psserver.process.worker_exits import WorkerExits
 
 BEFORE = RegistryView(2, ["s0:1", "s1:1"], ["", "b1:1"], 0)

@@ -9,11 +9,11 @@ from pscommon.core.model_spec import ModelSpec, OptimizerSettings, TensorSpec
 from psserver.core.commands.job_commands import FinishSnapshot, RecordPart
 from psserver.core.commands.recorder import Recorder
 from psserver.core.commands.shard_commands import FinishReshard, RestartShard, StartReshard
-from psserver.core.coordinator.catch_up import CatchUp, choose_catch_up
 from psserver.core.coordinator.machine import CoordinatorMachine
 from psserver.core.job.policy import policy
 from psserver.core.job.settings import JobRules
 from psserver.core.job.snapshot_schedule import PartReport, SnapshotInterval
+from psserver.core.servers.catch_up import CatchUp, choose_catch_up
 from psserver.core.shard.state_machine import NO_LOG
 
 MODEL = ModelSpec((TensorSpec("w", (1,), "float32"),), OptimizerSettings("sgd", ({"lr": 0.1},)))

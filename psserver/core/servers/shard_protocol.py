@@ -15,9 +15,9 @@ from psserver.core.commands.shard_commands import (
     StartReshard,
 )
 from psserver.core.coordinator.admission import is_full
-from psserver.core.coordinator.catch_up import CatchUp
-from psserver.core.coordinator.server_entry import ServerEntry
-from psserver.core.coordinator.shard_directory import ShardDirectory, SnapshotT
+from psserver.core.servers.catch_up import CatchUp
+from psserver.core.servers.server_entry import ServerEntry
+from psserver.core.servers.shard_directory import ShardDirectory, SnapshotT
 
 
 def replace_process(

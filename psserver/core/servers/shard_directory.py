@@ -21,9 +21,9 @@ from typing import Generic, Protocol, TypeVar
 
 from pscommon.core.errors import MismatchError, TakenError
 from pscommon.core.log_entries import ShardReport
-from psserver.core.coordinator.catch_up import CatchUp, choose_catch_up
 from psserver.core.coordinator.machine import CoordinatorMachine
-from psserver.core.coordinator.server_entry import (
+from psserver.core.servers.catch_up import CatchUp, choose_catch_up
+from psserver.core.servers.server_entry import (
     Delivery,
     DeliveryCursor,
     RegistryView,

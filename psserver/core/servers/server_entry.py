@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from pscommon.core.log_entries import Entry
-from psserver.core.coordinator.catch_up import CatchUp
+from psserver.core.servers.catch_up import CatchUp
 from psserver.core.shard.state_machine import NO_LOG
 
 
