@@ -48,7 +48,7 @@ class CoordinatorLog:
         self.begin_segment(coordinator.version, coordinator.complete_state())
 
     def begin_segment(self, version: int, state: Mapping[str, Any]) -> None:
-        """Begin a segment with this state, which has at least job and epoch."""
+        """Begin a segment with this state, which has at least job and log id (key "epoch")."""
         self._log.begin_segment(
             version, [(CoordinatorRecordKind.BASE, json.dumps(state).encode(), ())]
         )
