@@ -88,7 +88,5 @@ def test_two_runs_give_the_same_bits(cluster: Make, workers: int) -> None:
 def test_a_batch_size_that_does_not_fit_is_refused(cluster: Make) -> None:
     address = cluster(1, global_batch=5).address
 
-    with pytest.raises(
-        InvalidRequestError, match="--global-batch 5 is not a multiple of the script's batch_size 2"
-    ):
+    with pytest.raises(InvalidRequestError, match=r"--global-batch 5 .*batch_size 2"):
         real(address, 1, train)

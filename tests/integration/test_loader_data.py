@@ -126,7 +126,7 @@ def test_a_global_batch_refuses_a_batch_sampler(cluster: Make) -> None:
 
     with pytest.raises(
         InvalidRequestError,
-        match=r"--global-batch 8 cannot apply to a batch_sampler.*Try: sampler=",
+        match=r"--global-batch 8 .*batch_sampler",
     ):
         real(address, 1, sampling("batch_sampler"))
 
@@ -142,9 +142,7 @@ def test_workers_with_different_samplers_get_an_error() -> None:
             model(batch[:, None].float()).mean().backward()
             optimizer.step()
 
-    with pytest.raises(
-        MismatchError, match="the sampler ByRank gave another order in loop 1 than in the job"
-    ) as caught:
+    with pytest.raises(MismatchError, match=r"ByRank .*loop 1 ") as caught:
         simulated(2, script)
     assert caught.value.reason == "LOOP_MISMATCH"
     assert caught.value.exit_code == 11

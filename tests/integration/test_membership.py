@@ -337,7 +337,7 @@ def test_a_restarted_shard_without_snapshots_ends_the_job(cluster: Make) -> None
     assert leader.ended.wait(30)
     assert leader.failure is not None
     assert (leader.failure.exit_code, leader.failure.reason) == (12, "NO_SNAPSHOT")
-    assert "shard 1 was restarted and there is no snapshot to go back to" in str(leader.failure)
+    assert "shard 1 was restarted" in str(leader.failure)
 
 
 def test_a_late_end_of_an_old_connection_does_not_disconnect_the_shard() -> None:

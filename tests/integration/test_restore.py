@@ -288,8 +288,9 @@ def test_a_missing_or_damaged_version_is_refused_and_the_job_continues(
         flip(part)
 
         assert ps_ctl(["--ps", address, "snapshot", "restore", "7"]) == 12
-        assert "no snapshot of version 7" in (text := capsys.readouterr().err)
-        assert "there are [1, 2]" in text
+        assert "NO_SNAPSHOT: " in (text := capsys.readouterr().err)
+        assert "version 7 " in text
+        assert "[1, 2]" in text
         assert ps_ctl(["--ps", address, "snapshot", "restore", "1"]) == 12
         assert part.name in capsys.readouterr().err
         count(client)
@@ -321,7 +322,8 @@ def test_without_a_data_directory_restore_is_refused(cluster: Make, capsys: Outp
     address = cluster(1).address
     with counter(address) as client:
         assert ps_ctl(["--ps", address, "snapshot", "restore", "1"]) == 12
-        assert "these servers have no --data-dir" in capsys.readouterr().err
+        assert "NO_SNAPSHOT: " in (text := capsys.readouterr().err)
+        assert "--data-dir" in text
         count(client)
 
 

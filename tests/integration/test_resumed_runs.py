@@ -182,8 +182,9 @@ def test_more_epochs_of_a_loop_before_another_one_are_refused(
     resumed: Callable[..., Cluster],
 ) -> None:
     servers = resumed(calls=2)
-    with pytest.raises(MismatchError, match="only the last loop of a job can get more epochs"):
+    with pytest.raises(MismatchError, match="the last loop") as caught:
         script(servers.address, calls=2, epochs=2)
+    assert caught.value.reason == "LOOP_MISMATCH"
 
 
 # ---- ps-run --------------------------------------------------------------------------------------

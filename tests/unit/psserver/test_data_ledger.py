@@ -186,8 +186,7 @@ def test_a_differing_sampler_order_is_refused_with_the_loop() -> None:
 
     with pytest.raises(
         MismatchError,
-        match=r"sampler RandomWalk gave another order in loop 2 than in the job: "
-        r"order is 1+ here and 0+ there. Try:",
+        match=r"RandomWalk .*loop 2 .*order is 1+ here and 0+ there",
     ) as caught:
         ledger.open(2, replace(mine, order="1" * 32))
     assert caught.value.reason == "LOOP_MISMATCH"

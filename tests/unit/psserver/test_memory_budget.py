@@ -178,9 +178,7 @@ def test_a_timeout_names_the_full_budget_and_lets_the_next_request_proceed(
     began = time.monotonic()
     waiters.wait(8, 10, seconds=0.5)
     waiters.wait(9, 4)
-    with pytest.raises(
-        InFlightError, match="6 of 10 bytes are in flight, no room for 5 more"
-    ) as caught:
+    with pytest.raises(InFlightError, match=r"6 of 10 bytes.* 5") as caught:
         budget_of_ten.take(2, 5, 0.2)
 
     assert caught.value.reason == "IN_FLIGHT"
@@ -193,9 +191,7 @@ def test_a_timeout_names_the_full_budget_and_lets_the_next_request_proceed(
 def test_a_request_above_the_limit_is_refused_at_once(budget_of_ten: MemoryBudget) -> None:
     full = budget_of_ten.take(1, 10, LONG)
     began = time.monotonic()
-    with pytest.raises(
-        InvalidRequestError, match="11 bytes do not fit the server's --in-flight of 10"
-    ) as caught:
+    with pytest.raises(InvalidRequestError, match=r"11 bytes.*--in-flight") as caught:
         budget_of_ten.take(2, 11, LONG)
 
     assert time.monotonic() - began < 5

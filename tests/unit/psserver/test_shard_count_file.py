@@ -127,5 +127,5 @@ def test_without_a_data_directory_the_number_ends_with_the_process() -> None:
 def test_an_invalid_file_is_reported(tmp_path: Path, text: str) -> None:
     (tmp_path / "layout").write_text(text)
 
-    with pytest.raises(SnapshotError, match="number of servers is unknown"):
+    with pytest.raises(SnapshotError, match="layout cannot be read"):
         ShardCountFile(2, tmp_path)

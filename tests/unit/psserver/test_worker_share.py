@@ -135,5 +135,5 @@ def test_a_stream_has_no_share() -> None:
 
 
 def test_a_global_batch_that_does_not_fit_is_refused() -> None:
-    with pytest.raises(InvalidRequestError, match="not a multiple of the script's batch_size 3"):
+    with pytest.raises(InvalidRequestError, match=r"--global-batch 8 .*batch_size 3"):
         worker_share(job_of(2, 8).coordinator, 1, LoopSpec(0, 10, 3))
