@@ -1,6 +1,5 @@
 """Ten thousand seeded histories keep every invariant, and each planted bug is caught."""
 
-import logging
 import os
 import resource
 import subprocess
@@ -34,7 +33,6 @@ ROOT = Path(__file__).parents[2]
 
 def run_range(first: int, last: int) -> None:
     """Body of a child process: the first seed that fails ends it with a one-line replay."""
-    logging.disable()  # planted errors are logged
     for seed in range(first, last):
         try:
             run(seed)
@@ -57,7 +55,8 @@ def test_ten_thousand_histories_keep_every_invariant(part: int) -> None:
     """A tenth of them: however busy the machine is, that is done in the time that a test has."""
     before, share = children_seconds(), SEEDS // PARTS // PROCESSES
     code = (
-        "import sys; from tests.sim.test_simulation import run_range; "
+        "import logging, sys; from tests.sim.test_simulation import run_range; "
+        "logging.disable(); "  # planted errors are logged
         "run_range(int(sys.argv[1]), int(sys.argv[2]))"
     )
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "common")])}
