@@ -78,7 +78,7 @@ class OptimizerSpec(_OptimizerSpec):
     """An optimizer for `Client.register`: `OptimizerSpec("adam", lr=1e-3, betas=(0.9, 0.99))`.
 
     Args:
-        name: A class of torch.optim in lower case (sgd, adamw, nadam, ...), lion, or one of
+        name: A class of torch.optim or psworker in lower case (sgd, adamw, lion, ...), or one of
             --optimizers MODULE.
         clip_norm: Clip the averaged gradient of each update to this L2 norm. None: do not clip.
         hyper: Hyper-parameters. Others have the class's defaults. `Client.register` checks them.

@@ -31,6 +31,7 @@ from psserver.durability.coordinator_log import CoordinatorRecordKind
 from psserver.durability.record_sink import RecordSource
 from psserver.durability.shard_log import ShardRecordKind
 from psserver.durability.state_records import StateRecordKind
+from psserver.process.metrics import standby_metrics
 from psworker.session import metrics as worker_metrics
 from tests.contract.promised import found
 from tests.contract.promised.journal import COMMANDS, LOG_ID, RULES
@@ -190,7 +191,8 @@ def test_data_directory_has_the_promised_files(running_job: JobNames) -> None:
 def test_metrics_have_the_promised_names_and_labels(running_job: JobNames) -> None:
     registry = worker_metrics.CollectorRegistry()
     worker_metrics.WorkerMetrics(registry).reported("loss", 0.5)
-    check("metrics", running_job.metrics | found.metrics(registry))
+    workers, standby = found.metrics(registry), found.metrics(standby_metrics(0, int))
+    check("metrics", running_job.metrics | workers | standby)
 
 
 # ---- the check itself ----------------------------------------------------------------------------

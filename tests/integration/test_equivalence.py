@@ -12,11 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-import psworker
 from pscommon.core.data_loop import LoopSpec
+from pscommon.optim import KINDS
 from pscommon.snapshot.weights_digest import weights_sha256
 from psworker import Job
 from tests.support.cluster import Cluster
+from tests.support.optimizer_cases import CASES
 from tests.support.training_threads import real, simulated
 
 TOLERANCE = {torch.float32: 1e-6, torch.float64: 1e-12}
@@ -28,43 +29,12 @@ Named = dict[str, Tensor]
 Groups = list[dict[str, Any]]
 Make = Callable[[Groups], torch.optim.Optimizer]
 
-OPTIMIZERS: dict[str, Make] = {
-    "sgd": lambda groups: torch.optim.SGD(
-        groups, lr=0.01, momentum=0.9, nesterov=True, weight_decay=1e-3
-    ),
-    "adam": lambda groups: torch.optim.Adam(
-        groups, lr=2e-3, betas=(0.8, 0.99), weight_decay=1e-3, amsgrad=True
-    ),
-    "adamw": lambda groups: torch.optim.AdamW(groups, lr=2e-3, weight_decay=0.1),
-    "adagrad": lambda groups: torch.optim.Adagrad(
-        groups, lr=1e-2, lr_decay=1e-3, initial_accumulator_value=0.1
-    ),
-    "rmsprop": lambda groups: torch.optim.RMSprop(
-        groups, lr=1e-3, momentum=0.5, centered=True, eps=1e-4
-    ),
-    "adadelta": lambda groups: torch.optim.Adadelta(
-        groups, lr=0.5, rho=0.8, eps=1e-4, weight_decay=1e-3
-    ),
-    "adamax": lambda groups: torch.optim.Adamax(
-        groups, lr=2e-3, betas=(0.8, 0.99), weight_decay=1e-3, eps=1e-4
-    ),
-    "nadam": lambda groups: torch.optim.NAdam(
-        groups,
-        lr=2e-3,
-        momentum_decay=0.05,
-        weight_decay=0.1,
-        decoupled_weight_decay=True,
-        eps=1e-4,
-    ),
-    "radam": lambda groups: torch.optim.RAdam(
-        groups, lr=2e-3, betas=(0.9, 0.9), weight_decay=1e-3, eps=1e-4
-    ),
-    "asgd": lambda groups: torch.optim.ASGD(
-        groups, lr=1e-2, lambd=1e-2, t0=20.0, weight_decay=1e-3
-    ),
-    "rprop": lambda groups: torch.optim.Rprop(groups, lr=1e-4, step_sizes=(1e-6, 1e-3)),
-    "lion": lambda groups: psworker.Lion(groups, lr=1e-4, weight_decay=0.1),
-}
+
+def maker(name: str, hyper: dict[str, Any]) -> Make:
+    return lambda groups: KINDS[name].torch_class(groups, **hyper)  # type: ignore[no-any-return]
+
+
+OPTIMIZERS = {name: maker(name, cases.training) for name, cases in CASES.items()}
 OTHER_SETTINGS: dict[str, Make] = {
     "plain sgd": lambda groups: torch.optim.SGD(groups, lr=0.02),
     "damped sgd": lambda groups: torch.optim.SGD(groups, lr=0.02, momentum=0.8, dampening=0.3),

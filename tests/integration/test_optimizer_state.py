@@ -14,16 +14,13 @@ from psserver.durability.state_records import checksum
 from psworker import Client, OptimizerSpec
 from psworker.client.arrays import spec_of
 from tests.support.cluster import Cluster
+from tests.support.optimizer_cases import WITH_SCALARS
 from tests.support.reshards import reshard
 from tests.support.standbys import RunningStandby
 from tests.support.workers import connected, status, until
 
 Make = Callable[..., Cluster]
 
-OPTIMIZERS: list[tuple[str, dict[str, Any]]] = [
-    ("nadam", {"lr": 1e-2, "momentum_decay": 0.1}),
-    ("asgd", {"lr": 1e-2, "lambd": 0.1, "t0": 3.0}),
-]
 SIZES = {"early": 900, "late": 700}
 LATE = 4
 """Steps that "late" has no gradient for, so its scalars and step counts differ."""
@@ -68,7 +65,7 @@ def check(client: Client, name: str, hyper: dict[str, Any], steps: int) -> None:
         np.testing.assert_allclose(pulled[key], weight.numpy(), rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize(("name", "hyper"), OPTIMIZERS)
+@pytest.mark.parametrize(("name", "hyper"), WITH_SCALARS)
 def test_a_reshard_transfers_the_state(cluster: Make, name: str, hyper: dict[str, Any]) -> None:
     servers = cluster(2, policy="async")
     with trainer(servers.address, name, hyper) as client:
@@ -80,7 +77,7 @@ def test_a_reshard_transfers_the_state(cluster: Make, name: str, hyper: dict[str
         check(client, name, hyper, 12)
 
 
-@pytest.mark.parametrize(("name", "hyper"), OPTIMIZERS)
+@pytest.mark.parametrize(("name", "hyper"), WITH_SCALARS)
 def test_recovery_from_the_log_restores_the_state(
     cluster: Make, tmp_path: Path, name: str, hyper: dict[str, Any]
 ) -> None:
@@ -103,7 +100,7 @@ def test_recovery_from_the_log_restores_the_state(
 
 
 @pytest.mark.every(2)
-@pytest.mark.parametrize(("name", "hyper"), OPTIMIZERS)
+@pytest.mark.parametrize(("name", "hyper"), WITH_SCALARS)
 @pytest.mark.parametrize(("before", "after"), [(1, 3), (3, 2)])
 def test_a_snapshot_restores_the_state_on_another_number_of_servers(
     cluster: Make, tmp_path: Path, name: str, hyper: dict[str, Any], before: int, after: int
@@ -121,7 +118,7 @@ def test_a_snapshot_restores_the_state_on_another_number_of_servers(
         check(client, name, hyper, 12)
 
 
-@pytest.mark.parametrize(("name", "hyper"), OPTIMIZERS)
+@pytest.mark.parametrize(("name", "hyper"), WITH_SCALARS)
 def test_a_late_standby_receives_the_state(cluster: Make, name: str, hyper: dict[str, Any]) -> None:
     server = cluster().servers[0]
     with trainer(server.address, name, hyper) as client:

@@ -18,13 +18,13 @@ DOCS = Path(__file__).parents[2] / "docs" / "optimizers.md"
 
 TRAIN = """
 import json, sys, torch, psworker
-from my_optimizers import Signum
+from my_optimizers import MySignum
 
 torch.manual_seed(1)
 model = torch.nn.Linear(40, 3)
 data = torch.utils.data.TensorDataset(torch.randn(64, 40), torch.randn(64, 3))
 with psworker.connect() as job:
-    optimizer = job.optimizer(Signum(model.parameters(), lr=0.01, momentum=0.8), model)
+    optimizer = job.optimizer(MySignum(model.parameters(), lr=0.01, momentum=0.8), model)
     for x, y in job.batches(data, batch_size=8, epochs=int(sys.argv[1]), shuffle=True, seed=3):
         torch.nn.functional.mse_loss(model(x), y).backward()
         optimizer.step()

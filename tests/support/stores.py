@@ -9,6 +9,7 @@ from torch import Tensor
 
 from pscommon.core.model_spec import ModelSpec, OptimizerSettings, TensorSpec
 from pscommon.core.partition import PartitionPlan
+from pscommon.optim import KINDS
 from pscommon.system.thread_team import ALONE, ThreadTeam
 from psserver.parameters.staging import Staging
 from psserver.parameters.store import ParameterStore
@@ -146,6 +147,13 @@ class Plain:
         for group, changed in zip(self.optimizer.param_groups, groups or [], strict=False):
             group.update(changed)
         self.optimizer.step()
+
+
+def plain_of(spec: ModelSpec, values: Named) -> Plain:
+    """Return the torch process with the optimizer of the model."""
+    kind, first = KINDS[spec.optimizer.name], spec.optimizer.groups[0]
+    arguments = {key: first.get(key, kind.defaults[key]) for key in kind.constructor_only}
+    return Plain(kind.torch_class, spec, values, **arguments)
 
 
 def model(*tensors: tuple[Any, ...], optimizer: OptimizerSettings) -> ModelSpec:

@@ -10,6 +10,9 @@ from torch import Tensor
 
 from pscommon.core.model_spec import Scalar
 
+FULL_PRECISION = frozenset({torch.float64, torch.float32})
+EVERY_DTYPE = FULL_PRECISION | {torch.float16, torch.bfloat16}
+
 
 @dataclass(frozen=True, slots=True)
 class OptimizerState:

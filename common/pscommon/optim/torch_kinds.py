@@ -5,27 +5,21 @@ compiler, which doubles the start time of a server. `foreach=False` is what torc
 a CPU. Only Adam, AdamW, Adagrad and SGD have fused CPU kernels.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.optim.adadelta import adadelta
 from torch.optim.adagrad import adagrad
-from torch.optim.adam import adam
-from torch.optim.adamax import adamax
-from torch.optim.adamw import adamw
 from torch.optim.asgd import asgd
-from torch.optim.nadam import nadam
-from torch.optim.radam import radam
 from torch.optim.rmsprop import rmsprop
 from torch.optim.rprop import rprop
 from torch.optim.sgd import sgd
 
-from pscommon.core.model_spec import Scalar
 from pscommon.optim.registry import (
-    Formula,
+    EVERY_DTYPE,
+    FULL_PRECISION,
     OptimizerKind,
     OptimizerState,
     Rows,
@@ -33,9 +27,7 @@ from pscommon.optim.registry import (
     add,
     find_out_of_range,
 )
-
-FULL_PRECISION = frozenset({torch.float64, torch.float32})
-EVERY_DTYPE = FULL_PRECISION | {torch.float16, torch.bfloat16}
+from pscommon.optim.torch_adam import ADAM_KINDS
 
 REFUSED_CLASSES: Mapping[str, str] = {
     "LBFGS": "its line search evaluates the model several times in a step and needs products of "
@@ -57,27 +49,6 @@ def _refuse_sgd(group: Mapping[str, Any]) -> str:
     if group.get("nesterov") and (group["momentum"] == 0 or group["dampening"] != 0):
         return "nesterov needs a momentum, and no dampening"
     return find_out_of_range(group, frozenset({"dampening"}))
-
-
-def _adam(form: Callable[..., None]) -> Formula:
-    def step(rows: Rows, gradients: list[Tensor], group: dict[str, Any]) -> None:
-        beta1, beta2 = group.pop("betas")
-        state = [rows.state.get(name, []) for name in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")]
-        largest = state.pop() if group["amsgrad"] else []
-        form(
-            rows.weights,
-            gradients,
-            *state[:2],
-            largest,
-            rows.steps,
-            foreach=False,
-            fused=rows.fused,
-            beta1=beta1,
-            beta2=beta2,
-            **group,
-        )
-
-    return step
 
 
 def _adagrad(rows: Rows, gradients: list[Tensor], group: dict[str, Any]) -> None:
@@ -106,65 +77,6 @@ def _adadelta(rows: Rows, gradients: list[Tensor], group: dict[str, Any]) -> Non
 
 def _refuse_adadelta(group: Mapping[str, Any]) -> str:
     return f"rho is {group['rho']}, above 1" if group["rho"] > 1 else find_out_of_range(group)
-
-
-def _adamax(rows: Rows, gradients: list[Tensor], group: dict[str, Any]) -> None:
-    beta1, beta2 = group.pop("betas")
-    averages, largest = rows.state["exp_avg"], rows.state["exp_inf"]
-    adamax(
-        rows.weights,
-        gradients,
-        averages,
-        largest,
-        rows.steps,
-        foreach=False,
-        beta1=beta1,
-        beta2=beta2,
-        **group,
-    )
-
-
-def _nadam(rows: Rows, gradients: list[Tensor], group: dict[str, Any]) -> None:
-    beta1, beta2 = group.pop("betas")
-    nadam(
-        rows.weights,
-        gradients,
-        rows.state["exp_avg"],
-        rows.state["exp_avg_sq"],
-        rows.scalars["mu_product"],
-        rows.steps,
-        foreach=False,
-        beta1=beta1,
-        beta2=beta2,
-        **group,
-    )
-
-
-def _refuse_nadam(group: Mapping[str, Any]) -> str:
-    # torch divides by 1 - mu_product, where mu_product is a float32 and at most betas[0]
-    if problem := find_out_of_range(group):
-        return problem
-    if np.float32(group["betas"][0]) == 1:
-        return (
-            f"betas are {group['betas']}: the first is 1 in float32, and NAdam would divide by zero"
-        )
-    return ""
-
-
-def _radam(rows: Rows, gradients: list[Tensor], group: dict[str, Any]) -> None:
-    beta1, beta2 = group.pop("betas")
-    averages, squares = rows.state["exp_avg"], rows.state["exp_avg_sq"]
-    radam(
-        rows.weights,
-        gradients,
-        averages,
-        squares,
-        rows.steps,
-        foreach=False,
-        beta1=beta1,
-        beta2=beta2,
-        **group,
-    )
 
 
 def _rprop(rows: Rows, gradients: list[Tensor], group: dict[str, Any]) -> None:
@@ -214,24 +126,10 @@ def _refuse_asgd(group: Mapping[str, Any]) -> str:
     return find_out_of_range(group, frozenset({"t0"}))
 
 
-_ADAM = (
-    OptimizerState("exp_avg"),
-    OptimizerState("exp_avg_sq"),
-    OptimizerState("max_exp_avg_sq", switch="amsgrad"),
-)
 _MOMENTUM = OptimizerState("momentum_buffer", switch="momentum")
-_DEFAULTS_OF_ADAM: dict[str, Scalar] = {
-    "lr": 1e-3,
-    "betas": (0.9, 0.999),
-    "eps": 1e-8,
-    "weight_decay": 0.0,
-    "amsgrad": False,
-    "maximize": False,
-}
 
-add(
-    "sgd",
-    OptimizerKind(
+TORCH_KINDS: Mapping[str, OptimizerKind] = {
+    "sgd": OptimizerKind(
         torch.optim.SGD,
         {
             "lr": 1e-3,
@@ -250,27 +148,7 @@ add(
         first={"dampening": 0.0},
         check=_refuse_sgd,
     ),
-)
-add(
-    "adam",
-    OptimizerKind(
-        torch.optim.Adam, _DEFAULTS_OF_ADAM, _adam(adam), _ADAM, fused=EVERY_DTYPE, by_step=True
-    ),
-)
-add(
-    "adamw",
-    OptimizerKind(
-        torch.optim.AdamW,
-        _DEFAULTS_OF_ADAM | {"weight_decay": 1e-2},
-        _adam(adamw),
-        _ADAM,
-        fused=EVERY_DTYPE,
-        by_step=True,
-    ),
-)
-add(
-    "adagrad",
-    OptimizerKind(
+    "adagrad": OptimizerKind(
         torch.optim.Adagrad,
         {
             "lr": 1e-2,
@@ -286,10 +164,7 @@ add(
         by_step=True,
         constructor_only=frozenset({"initial_accumulator_value"}),
     ),
-)
-add(
-    "rmsprop",
-    OptimizerKind(
+    "rmsprop": OptimizerKind(
         torch.optim.RMSprop,
         {
             "lr": 1e-2,
@@ -303,77 +178,21 @@ add(
         _rmsprop,
         (OptimizerState("square_avg"), _MOMENTUM, OptimizerState("grad_avg", switch="centered")),
     ),
-)
-add(
-    "adadelta",
-    OptimizerKind(
+    "adadelta": OptimizerKind(
         torch.optim.Adadelta,
         {"lr": 1.0, "rho": 0.9, "eps": 1e-6, "weight_decay": 0.0, "maximize": False},
         _adadelta,
         (OptimizerState("square_avg"), OptimizerState("acc_delta")),
         check=_refuse_adadelta,
     ),
-)
-add(
-    "adamax",
-    OptimizerKind(
-        torch.optim.Adamax,
-        {"lr": 2e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "maximize": False},
-        _adamax,
-        (OptimizerState("exp_avg"), OptimizerState("exp_inf")),
-        by_step=True,
-    ),
-)
-add(
-    "nadam",
-    OptimizerKind(
-        torch.optim.NAdam,
-        {
-            "lr": 2e-3,
-            "betas": (0.9, 0.999),
-            "eps": 1e-8,
-            "weight_decay": 0.0,
-            "momentum_decay": 4e-3,
-            "decoupled_weight_decay": False,
-            "maximize": False,
-        },
-        _nadam,
-        _ADAM[:2],
-        (ScalarState("mu_product", 1.0),),
-        by_step=True,
-        check=_refuse_nadam,
-    ),
-)
-add(
-    "radam",
-    OptimizerKind(
-        torch.optim.RAdam,
-        {
-            "lr": 1e-3,
-            "betas": (0.9, 0.999),
-            "eps": 1e-8,
-            "weight_decay": 0.0,
-            "decoupled_weight_decay": False,
-            "maximize": False,
-        },
-        _radam,
-        _ADAM[:2],
-        by_step=True,
-    ),
-)
-add(
-    "rprop",
-    OptimizerKind(
+    "rprop": OptimizerKind(
         torch.optim.Rprop,
         {"lr": 1e-2, "etas": (0.5, 1.2), "step_sizes": (1e-6, 50.0), "maximize": False},
         _rprop,
         (OptimizerState("prev"), OptimizerState("step_size", initial="lr")),
         check=_refuse_rprop,
     ),
-)
-add(
-    "asgd",
-    OptimizerKind(
+    "asgd": OptimizerKind(
         torch.optim.ASGD,
         {
             "lr": 1e-2,
@@ -390,4 +209,8 @@ add(
         free=frozenset({"t0"}),
         check=_refuse_asgd,
     ),
-)
+    **ADAM_KINDS,
+}
+
+for name, kind in TORCH_KINDS.items():
+    add(name, kind)

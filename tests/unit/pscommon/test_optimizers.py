@@ -16,6 +16,7 @@ from pscommon.core.errors import InvalidRequestError, UnsupportedOptimizerError
 from pscommon.core.model_spec import OptimizerSettings
 from pscommon.optim import KINDS, REFUSED_CLASSES
 from pscommon.optim.specs import check_rates, groups_from_json, groups_to_json, spec_of, validate
+from tests.support.optimizer_cases import SINGLE_GROUPS
 
 IMPLEMENTATION = {"params", "foreach", "fused", "capturable", "differentiable"}
 
@@ -40,16 +41,7 @@ def test_defaults_are_those_of_torch(name: str) -> None:
     assert validate(OptimizerSettings(name)).groups == (theirs,)
 
 
-@pytest.mark.parametrize(
-    ("name", "group"),
-    [
-        *((name, {}) for name in KINDS),
-        ("sgd", {"momentum": 0.9}),
-        ("adam", {"amsgrad": True}),
-        ("adamw", {"amsgrad": True}),
-        ("rmsprop", {"momentum": 0.9, "centered": True}),
-    ],
-)
+@pytest.mark.parametrize(("name", "group"), [*((name, {}) for name in KINDS), *SINGLE_GROUPS])
 def test_states_are_those_of_torch(name: str, group: dict[str, Any]) -> None:
     kind = KINDS[name]
     (weight,) = weights()

@@ -16,7 +16,7 @@ import torch
 from pscommon.core.errors import PSError
 from pscommon.core.formats import check_file_format, check_wire_format
 from pscommon.core.model_spec import ModelSpec, OptimizerSettings, TensorSpec
-from pscommon.optim import Lion, check_same_optimizers, load_module, register
+from pscommon.optim import KINDS, Lion, check_same_optimizers, load_module, register
 from pscommon.optim.specs import groups_from_json, spec_of, validate
 from pscommon.settings import values
 from pscommon.snapshot.data_dir_lock import DataDirLock
@@ -25,7 +25,9 @@ from pscommon.telemetry import http
 from pscommon.wire.status import error_from
 
 MAX_CHARACTERS = 200
-DETAIL_CHARACTERS = {"unknown optimizer": 100, "refused class": 110}
+NAMES = ", ".join(sorted(KINDS))
+CLASSES = ", ".join(sorted(kind.torch_class.__name__ for kind in KINDS.values()))
+DETAIL_CHARACTERS = {"unknown optimizer": len(NAMES), "refused class": len(CLASSES) + 25}
 SGD = OptimizerSettings("sgd", ({"lr": 0.1},))
 
 
@@ -150,15 +152,13 @@ TEXTS = {
         "server with the same module, of the same version"
     ),
     "unknown optimizer": (
-        "optimizer 'nope' is not one of adadelta, adagrad, adam, adamax, adamw, asgd, lion, "
-        "nadam, radam, rmsprop, rprop, sgd. Try: one of these, or start every ps-server with "
+        f"optimizer 'nope' is not one of {NAMES}. Try: one of these, or start every ps-server with "
         "`--optimizers MODULE`, which registers it"
     ),
     "refused class": (
         "servers cannot run torch.optim.lbfgs.LBFGS: its line search evaluates the model several "
-        "times in a step and needs products of complete gradients. Try: one of ASGD, Adadelta, "
-        "Adagrad, Adam, AdamW, Adamax, Lion, NAdam, RAdam, RMSprop, Rprop, SGD (no subclasses), "
-        "or register a formula (`--optimizers MODULE`)"
+        f"times in a step and needs products of complete gradients. Try: one of {CLASSES} (no "
+        "subclasses), or register a formula (`--optimizers MODULE`)"
     ),
     "mixed Adam": (
         "servers cannot run this Adam: its groups differ in decoupled_weight_decay. Try: Adam or "

@@ -28,14 +28,12 @@ from psserver.durability.state_records import (
 from psserver.parameters.frozen_shard import FrozenShard
 from psserver.parameters.store import ParameterStore
 from psserver.shard.reshard_reader import ReshardReader, needed_by
-from tests.support.stores import Plain, Shards, begun, model, noise, one_thread  # noqa: F401
+from tests.support.optimizer_cases import CASES, WITH_SCALARS
+from tests.support.stores import Shards, begun, model, noise, one_thread, plain_of  # noqa: F401
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-WITH_SCALARS: list[tuple[str, dict[str, Any]]] = [
-    ("nadam", {"lr": 1e-2, "momentum_decay": 0.1}),
-    ("asgd", {"lr": 1e-2, "lambd": 0.1, "t0": 3.0}),
-]
+NADAM: tuple[str, dict[str, Any]] = ("nadam", {"lr": 1e-2, "momentum_decay": 0.1})
 STATE_FROM_LR = ("rprop", {"lr": 1e-2})
 
 
@@ -119,7 +117,7 @@ def saved(job: Shards, folder: Path) -> tuple[SnapshotDirectory, Manifest]:
 
 
 def test_scalars_are_equal_on_all_shards_of_a_tensor_and_differ_between_tensors() -> None:
-    job = trained(*WITH_SCALARS[0], shards=3)
+    job = trained(*NADAM, shards=3)
     scalars = [store.scalars()["mu_product"] for store in job.stores]
     merged = {index: {part[index] for part in scalars if index in part} for index in range(4)}
 
@@ -138,7 +136,7 @@ def test_neighbours_with_equal_step_counts_keep_separate_scalars(
         ((300,), "float64"), ((300,), "float64"), optimizer=OptimizerSettings(name, (group,))
     )
     job = begun(spec, shards)
-    plain = Plain(KINDS[name].torch_class, spec, job.weights())
+    plain = plain_of(spec, job.weights())
     first = validate(spec.optimizer).groups
     for step, present in enumerate((["t0"], ["t1"], ["t0", "t1"], ["t0", "t1"])):
         push = {key: value for key, value in noise(spec, step).items() if key in present}
@@ -207,7 +205,7 @@ def joined(record: StateRecord) -> StateRecord:
 
 
 def test_the_checksum_covers_scalars() -> None:
-    one, two = trained(*WITH_SCALARS[0], shards=1), trained(*WITH_SCALARS[0], shards=1)
+    one, two = trained(*NADAM, shards=1), trained(*NADAM, shards=1)
     store = two.stores[0]
     store._optimizer._scalars["mu_product"] *= 0.5
 
@@ -230,7 +228,8 @@ def test_only_an_optimizer_with_scalars_writes_them(tmp_path: Path) -> None:
         for name in ("adam", "rprop")
         for each in metadata(tmp_path / name)
     )
-    for name, scalars in (("nadam", {"mu_product"}), ("asgd", {"eta", "mu"})):
+    for name, _ in WITH_SCALARS:
+        scalars = {each.name for each in KINDS[name].scalars}
         for each in metadata(tmp_path / name):
             assert json.loads(each["scalars"]).keys() == scalars
             assert all(
@@ -240,7 +239,7 @@ def test_only_an_optimizer_with_scalars_writes_them(tmp_path: Path) -> None:
 
 
 def test_a_snapshot_without_the_scalars_of_a_tensor_is_refused_by_name(tmp_path: Path) -> None:
-    job = trained(*WITH_SCALARS[0], shards=1)
+    job = trained(*NADAM, shards=1)
     store = job.stores[0]
     snapshots = SnapshotDirectory(tmp_path)
     part = snapshots.write_part(
@@ -274,9 +273,7 @@ def test_no_scalars_are_encoded_as_an_empty_text() -> None:
 
 @settings(max_examples=40, deadline=None)
 @given(
-    name=st.sampled_from(
-        [name for name, kind in KINDS.items() if kind.scalars or name in ("rprop", "radam", "lion")]
-    ),
+    name=st.sampled_from([*CASES]),
     sizes=st.lists(st.integers(1, 300), min_size=1, max_size=5),
     pattern=st.lists(st.sets(st.integers(0, 4)), min_size=1, max_size=8),
     shards=st.integers(1, 3),
@@ -288,7 +285,7 @@ def test_a_random_model_steps_as_in_torch_for_any_present_gradients(
     tensors = [((size,), "float64", place % 2) for place, size in enumerate(sizes)]
     spec = model(*tensors, optimizer=OptimizerSettings(name, ({"lr": 1e-2}, {"lr": 2e-2})))
     job = begun(spec, shards)
-    plain = Plain(KINDS[name].torch_class, spec, job.weights())
+    plain = plain_of(spec, job.weights())
     first = validate(spec.optimizer).groups
     for step, absent in enumerate(pattern):
         push = {

@@ -12,30 +12,15 @@ from pscommon.core.model_spec import ModelSpec, OptimizerSettings
 from pscommon.core.partition import PartitionPlan
 from pscommon.optim.specs import Scalars, groups_to_json, scalars_from_json, scalars_to_json
 from psserver.parameters.store import ParameterStore
+from tests.support.optimizer_cases import SINGLE_GROUPS
 from tests.support.stores import Shards, model, noise, one_thread  # noqa: F401
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 ROLES = ("trainable", "buffer", "frozen")
-VARIANTS: list[tuple[str, dict[str, Any]]] = [
-    ("sgd", {"lr": 0.1}),
-    ("sgd", {"lr": 0.1, "momentum": 0.9, "dampening": 0.5}),
-    ("adam", {"lr": 1e-2}),
-    ("adam", {"lr": 1e-2, "amsgrad": True}),
-    ("adamw", {"lr": 1e-2}),
-    ("adagrad", {"lr": 1e-2, "lr_decay": 0.1, "initial_accumulator_value": 0.1}),
-    ("rmsprop", {"lr": 1e-3, "centered": True, "momentum": 0.9, "eps": 1e-2}),
-    ("adadelta", {"lr": 0.5}),
-    ("adamax", {"lr": 1e-2}),
-    (
-        "nadam",
-        {"lr": 1e-2, "momentum_decay": 0.1, "decoupled_weight_decay": True, "weight_decay": 0.1},
-    ),
-    ("radam", {"lr": 1e-2, "betas": (0.9, 0.9)}),
-    ("rprop", {"lr": 1e-2}),
-    ("asgd", {"lr": 1e-2, "lambd": 0.1, "t0": 3.0}),
-    ("lion", {"lr": 1e-2}),
-]
+SGD: tuple[str, dict[str, Any]] = ("sgd", {"lr": 0.1})
+MOMENTUM: tuple[str, dict[str, Any]] = ("sgd", {"lr": 0.1, "momentum": 0.9, "dampening": 0.5})
+ADAM: tuple[str, dict[str, Any]] = ("adam", {"lr": 1e-2})
 
 
 class MemorySnapshot:
@@ -140,7 +125,7 @@ def contents(export: dict[str, Tensor]) -> dict[str, bytes]:
 
 
 @pytest.mark.every(5)
-@pytest.mark.parametrize(("name", "group"), VARIANTS)
+@pytest.mark.parametrize(("name", "group"), SINGLE_GROUPS)
 @pytest.mark.parametrize(("before", "after"), [(1, 1), (2, 3), (3, 1), (1, 2)])
 def test_a_restored_job_continues_to_the_same_bytes(
     name: str, group: dict[str, Any], before: int, after: int
@@ -160,7 +145,7 @@ def test_a_restored_job_continues_to_the_same_bytes(
 
 
 def test_a_job_can_be_restored_before_its_first_step() -> None:
-    spec = spec_for(*VARIANTS[1])
+    spec = spec_for(*MOMENTUM)
     job = Shards(spec, 2)
     job.begin(noise(spec, 1, roles=ROLES))
     resumed = restored(job, spec, 3)
@@ -171,7 +156,7 @@ def test_a_job_can_be_restored_before_its_first_step() -> None:
 
 
 def test_restoring_a_used_store_replaces_its_whole_state() -> None:
-    spec = spec_for(*VARIANTS[2])
+    spec = spec_for(*ADAM)
     job, other = Shards(spec, 1), Shards(spec, 1)
     job.begin(noise(spec, 1, roles=ROLES))
     advance(job, spec, 0, 4)
@@ -185,7 +170,7 @@ def test_restoring_a_used_store_replaces_its_whole_state() -> None:
 
 
 def test_missing_weights_are_an_error() -> None:
-    spec = spec_for(*VARIANTS[0])
+    spec = spec_for(*SGD)
     job = Shards(spec, 1)
     job.begin(noise(spec, 1, roles=ROLES))
     snapshot = MemorySnapshot(job)
@@ -196,7 +181,7 @@ def test_missing_weights_are_an_error() -> None:
 
 
 def test_an_export_is_a_copy_whose_memory_is_reused() -> None:
-    spec = spec_for(*VARIANTS[2])
+    spec = spec_for(*ADAM)
     job = Shards(spec, 1)
     job.begin(noise(spec, 1, roles=ROLES))
     advance(job, spec, 0, 2)

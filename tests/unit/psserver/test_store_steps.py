@@ -11,29 +11,13 @@ from torch import Tensor
 from pscommon.core.errors import InvalidRequestError, UnsupportedOptimizerError
 from pscommon.core.model_spec import ModelSpec, OptimizerSettings
 from pscommon.core.partition import PartitionPlan
-from pscommon.optim import KINDS
 from psserver.parameters.store import ParameterStore
-from tests.support.stores import SGD, Plain, begun, model, noise, one_thread  # noqa: F401
+from tests.support.optimizer_cases import SINGLE_GROUPS
+from tests.support.stores import SGD, begun, model, noise, one_thread, plain_of  # noqa: F401
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 # ---- absent tensors ------------------------------------------------------------------------------
-
-OPTIMIZERS: list[tuple[str, dict[str, Any]]] = [
-    ("sgd", {"lr": 0.1, "weight_decay": 0.1}),
-    ("sgd", {"lr": 0.1, "momentum": 0.9, "dampening": 0.5, "weight_decay": 0.1}),
-    ("adam", {"lr": 1e-2, "amsgrad": True}),
-    ("adamw", {"lr": 1e-2, "weight_decay": 0.1}),
-    ("adagrad", {"lr": 1e-2, "lr_decay": 0.1}),
-    ("rmsprop", {"lr": 1e-3, "momentum": 0.9, "centered": True, "eps": 1e-2}),
-    ("adadelta", {"lr": 0.5, "weight_decay": 0.1}),
-    ("adamax", {"lr": 1e-2, "maximize": True}),
-    ("nadam", {"lr": 1e-2, "momentum_decay": 0.1, "weight_decay": 0.1}),
-    ("radam", {"lr": 1e-2, "betas": (0.9, 0.9)}),
-    ("rprop", {"lr": 1e-2}),
-    ("asgd", {"lr": 1e-2, "lambd": 0.1, "t0": 3.0}),
-    ("lion", {"lr": 1e-2, "weight_decay": 0.1}),
-]
 
 
 def six(name: str, group: dict[str, Any]) -> ModelSpec:
@@ -55,14 +39,14 @@ def partial_values(values: dict[str, Tensor], seed: int) -> dict[str, Tensor]:
     }
 
 
-@pytest.mark.parametrize(("name", "group"), OPTIMIZERS)
+@pytest.mark.parametrize(("name", "group"), SINGLE_GROUPS)
 @pytest.mark.parametrize("shards", [1, 3])
 def test_a_tensor_without_a_gradient_is_unchanged_as_in_torch(
     name: str, group: dict[str, Any], shards: int
 ) -> None:
     spec = six(name, group)
     job = begun(spec, shards)
-    plain = Plain(KINDS[name].torch_class, spec, job.weights())
+    plain = plain_of(spec, job.weights())
     stepped = dict.fromkeys(plain.weights, 0)
     for step in range(30):
         pushes = [
@@ -82,9 +66,9 @@ def test_a_tensor_without_a_gradient_is_unchanged_as_in_torch(
 
 
 def test_parts_of_a_model_may_be_trained_alternately() -> None:
-    spec = six(*OPTIMIZERS[2])
+    spec = six("adam", {"lr": 1e-2, "amsgrad": True})
     job = begun(spec, shards=2)
-    plain = Plain(torch.optim.Adam, spec, job.weights())
+    plain = plain_of(spec, job.weights())
     for step in range(20):
         push = {
             name: value
@@ -141,7 +125,7 @@ def test_the_first_push_with_hyper_parameters_decides() -> None:
 def test_momentum_may_be_switched_on_and_off(shards: int) -> None:
     spec = six("sgd", {"lr": 0.1})
     job = begun(spec, shards)
-    plain = Plain(torch.optim.SGD, spec, job.weights())
+    plain = plain_of(spec, job.weights())
     for step in range(12):
         momentum = 0.0 if step % 6 < 3 else 0.9
         groups = tuple(

@@ -12,7 +12,8 @@ from pscommon.core.model_spec import ModelSpec, OptimizerSettings
 from pscommon.optim import KINDS
 from pscommon.optim.specs import Groups, validate
 from pscommon.system.thread_team import ThreadTeam
-from tests.support.stores import Plain, Shards, model, noise, one_thread  # noqa: F401
+from tests.support.optimizer_cases import CASES as OPTIMIZER_CASES
+from tests.support.stores import Shards, model, noise, one_thread, plain_of  # noqa: F401
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -20,110 +21,12 @@ STEPS = 100
 TOLERANCE = {torch.float32: 1e-6, torch.float64: 1e-12}
 SHAPES = [(), (1,), (3, 5), (17,), (33, 31), (0, 4), (64,), (257,), (7, 11, 13), (40,)]
 
-DEFAULT: dict[str, list[dict[str, Any]]] = {
-    "sgd": [{"lr": 0.05}],
-    "adam": [{"lr": 1e-3}],
-    "adamw": [{"lr": 1e-3}],
-    "adagrad": [{"lr": 1e-2}],
-    "rmsprop": [{"lr": 1e-3}],
-    "adadelta": [{"lr": 0.5}],
-    "adamax": [{"lr": 1e-3}],
-    "nadam": [{"lr": 1e-3}],
-    "radam": [{"lr": 1e-3}],
-    "rprop": [{"lr": 1e-3}],
-    "asgd": [{"lr": 1e-2}],
-    "lion": [{"lr": 1e-4}],
-}
-VARIANTS: list[tuple[str, list[dict[str, Any]]]] = [
-    ("sgd", [{"lr": 0.05, "momentum": 0.9}]),
-    ("sgd", [{"lr": 0.05, "momentum": 0.9, "nesterov": True, "weight_decay": 1e-2}]),
-    ("sgd", [{"lr": 0.05, "momentum": 0.8, "dampening": 0.3, "maximize": True}]),
-    (
-        "sgd",
-        [
-            {"lr": 0.05, "momentum": 0.9},
-            {"lr": 0.01},
-            {"lr": 0.02, "momentum": 0.5, "weight_decay": 0.1},
-        ],
-    ),
-    ("adam", [{"lr": 1e-3, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 1e-2}]),
-    ("adam", [{"lr": 1e-3, "amsgrad": True}, {"lr": 2e-3, "maximize": True}]),
-    (
-        "adamw",
-        [{"lr": 1e-3, "weight_decay": 0.1, "amsgrad": True}, {"lr": 2e-3, "weight_decay": 0.0}],
-    ),
-    ("adagrad", [{"lr": 1e-2, "lr_decay": 1e-2, "weight_decay": 1e-2, "eps": 1e-8}]),
-    ("adagrad", [{"lr": 1e-2, "initial_accumulator_value": 0.5, "maximize": True}]),
-    ("rmsprop", [{"lr": 1e-3, "alpha": 0.9, "momentum": 0.9, "weight_decay": 1e-2}]),
-    (
-        "rmsprop",
-        [
-            {"lr": 1e-3, "centered": True, "eps": 1e-3},
-            {"lr": 5e-4, "momentum": 0.5, "maximize": True},
-        ],
-    ),
-    ("rmsprop", [{"lr": 1e-3, "centered": True, "momentum": 0.9, "eps": 1e-3}]),
-    (
-        "adadelta",
-        [{"lr": 0.5, "rho": 0.8, "eps": 1e-4, "weight_decay": 1e-2}, {"lr": 1.0, "maximize": True}],
-    ),
-    (
-        "adamax",
-        [
-            {"lr": 1e-3, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 1e-2},
-            {"lr": 2e-3, "maximize": True},
-        ],
-    ),
-    (
-        "nadam",
-        [{"lr": 1e-3, "momentum_decay": 0.1, "weight_decay": 1e-2}, {"lr": 2e-3, "maximize": True}],
-    ),
-    (
-        "nadam",
-        [
-            {"lr": 1e-3, "decoupled_weight_decay": True, "weight_decay": 0.1},
-            {"lr": 1e-3, "betas": (0.5, 0.9)},
-        ],
-    ),
-    (
-        "radam",
-        [{"lr": 1e-3, "betas": (0.9, 0.9), "weight_decay": 1e-2}, {"lr": 2e-3, "maximize": True}],
-    ),
-    (
-        "radam",
-        [
-            {"lr": 1e-3, "decoupled_weight_decay": True, "weight_decay": 0.1},
-            {"lr": 1e-3, "betas": (0.5, 0.8)},
-        ],
-    ),
-    (
-        "rprop",
-        [
-            {"lr": 1e-3, "etas": (0.7, 1.1), "step_sizes": (1e-4, 0.01)},
-            {"lr": 1e-2, "maximize": True},
-        ],
-    ),
-    (
-        "asgd",
-        [
-            {"lr": 1e-2, "lambd": 0.1, "alpha": 0.5, "t0": 20.0, "weight_decay": 1e-2},
-            {"maximize": True},
-        ],
-    ),
-    (
-        "lion",
-        [{"lr": 1e-4, "betas": (0.8, 0.95), "weight_decay": 0.1}, {"lr": 2e-4, "maximize": True}],
-    ),
+CASES = [
+    (name, [cases.default], workers)
+    for name, cases in OPTIMIZER_CASES.items()
+    for workers in (1, 2, 3)
 ]
-CASES = [(name, groups, workers) for name, groups in DEFAULT.items() for workers in (1, 2, 3)]
-CASES += [(name, groups, 2) for name, groups in VARIANTS]
-
-
-def test_every_built_in_optimizer_has_a_case() -> None:
-    """A new entry of pscommon/optim needs one here, see docs/optimizers.md."""
-    built_in = {name for name, kind in KINDS.items() if not kind.source}
-
-    assert built_in - DEFAULT.keys() == set(), "add its hyper-parameters to DEFAULT and VARIANTS"
+CASES += [(name, groups, 2) for name, cases in OPTIMIZER_CASES.items() for groups in cases.variants]
 
 
 def mixed(
@@ -171,13 +74,7 @@ def test_a_hundred_steps_equal_those_of_one_torch_process(
 ) -> None:
     spec = mixed(name, groups)
     start = noise(spec, seed=7)
-    kind = KINDS[name]
-    plain = Plain(
-        kind.torch_class,
-        spec,
-        start,
-        **{key: groups[0].get(key, 0.0) for key in kind.constructor_only},
-    )
+    plain = plain_of(spec, start)
     jobs = [Shards(spec, shards) for shards in (1, 2, 3)]
     for job in jobs:
         job.begin(start)
@@ -195,17 +92,12 @@ def test_a_hundred_steps_equal_those_of_one_torch_process(
         assert all(torch.equal(other[name].view(-1), results[0][name].view(-1)) for name in other)
 
 
-HALF_CHANGES = {
-    "radam": {"lr": 0.02},
-    "lion": {"lr": 0.02},
-    "nadam": {"lr": 5e-3, "betas": (0.9, 0.99)},
-}
-CENTERED = ("rmsprop", [{"lr": 1e-3, "centered": True, "momentum": 0.9, "eps": 1e-3}])
-HALF_VARIANTS = [(name, groups[0] | HALF_CHANGES.get(name, {})) for name, groups in DEFAULT.items()]
-HALF_VARIANTS += [
-    ("sgd", {"lr": 0.05, "momentum": 0.9, "nesterov": True}),
-    ("rmsprop", CENTERED[1][0]),
+CENTERED = ("rmsprop", {"lr": 1e-3, "centered": True, "momentum": 0.9, "eps": 1e-3})
+HALF_VARIANTS = [
+    (name, cases.default | cases.in_16_bits) for name, cases in OPTIMIZER_CASES.items()
 ]
+HALF_VARIANTS += [("sgd", {"lr": 0.05, "momentum": 0.9, "nesterov": True}), CENTERED]
+DEFAULTS = [(name, cases.default) for name, cases in OPTIMIZER_CASES.items()]
 
 
 @pytest.mark.parametrize(("name", "group"), HALF_VARIANTS)
@@ -216,9 +108,7 @@ def test_16_bit_weights_follow_a_double_precision_process(
     group = group | {"eps": 1e-3} if "eps" in KINDS[name].defaults else group
     spec = mixed(name, [group], (dtype,))
     start = noise(spec, seed=7)
-    plain = Plain(
-        KINDS[name].torch_class, spec, {name: value.double() for name, value in start.items()}
-    )
+    plain = plain_of(spec, {name: value.double() for name, value in start.items()})
     jobs = [Shards(spec, shards) for shards in (1, 2, 3)]
     for job in jobs:
         job.begin(start)
@@ -245,9 +135,9 @@ def test_16_bit_weights_follow_a_double_precision_process(
 
 
 @pytest.mark.every(4)
-@pytest.mark.parametrize(("name", "groups"), [*DEFAULT.items(), CENTERED])
+@pytest.mark.parametrize(("name", "group"), [*DEFAULTS, CENTERED])
 def test_the_number_of_threads_changes_no_bit(
-    name: str, groups: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+    name: str, group: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("pscommon.system.thread_team.PART_BYTES", 4096)
     spec = model(
@@ -255,7 +145,7 @@ def test_the_number_of_threads_changes_no_bit(
         ((70, 1001), "float64"),
         ((5,), "float32"),
         ((70_003,), "bfloat16"),
-        optimizer=OptimizerSettings(name, (groups[0],)),
+        optimizer=OptimizerSettings(name, (group,)),
     )
     results = []
     for threads, shards in ((1, 1), (3, 1), (4, 1), (2, 3)):
