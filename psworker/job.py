@@ -1,7 +1,7 @@
 """`Job`: a training job as a script sees it: optimizer, share of the data, progress."""
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from types import TracebackType
 from typing import Any, Self, SupportsFloat
@@ -19,6 +19,7 @@ from psworker.data.loader import make_loader
 from psworker.optim.optimizer import ServerOptimizer
 from psworker.optim.schedulers import fast_forward
 from psworker.optim.step_strategies import StepStrategyName
+from psworker.session.collectives import ScriptCollectives
 from psworker.session.drain import DrainedError, Stopping
 from psworker.session.environment import is_on
 from psworker.session.job_facts import JobFacts
@@ -47,6 +48,7 @@ class Job(JobFacts):
         super().__init__(client)
         self.session = Session(client)
         self.stats = self.session.stats
+        self._collectives = ScriptCollectives(self.session)
         self.rank = rank
         self.device = device or torch.device("cpu")
         self.first_version = 0
@@ -220,6 +222,46 @@ class Job(JobFacts):
                 "job.save failed: there is no model yet. Try: call job.optimizer first"
             )
         self._optimizer.save(file)
+
+    def barrier(self) -> None:
+        """Wait until every worker has made this call.
+
+        Calls are numbered by the script: all workers must make the same collective calls
+        (barrier, all_reduce, broadcast) in the same order. A worker that waits takes no part in
+        updates meanwhile, so other workers train on. A worker that leaves or is lost is not
+        waited for. A script that is started again repeats its calls and gets the same results.
+
+        Raises:
+            MismatchError: Another worker makes another collective call (COLLECTIVE_MISMATCH).
+            WaitTimeoutError: A worker did not make the call within `wait_timeout` of
+                `psworker.connect`; the message names it.
+            Stopping: This worker was asked to leave, or the job ends.
+        """
+        self._collectives.barrier()
+
+    def all_reduce(self, values: Mapping[str, SupportsFloat], samples: int = 1) -> dict[str, float]:
+        """Return the mean of each value over all workers, weighted by `samples`, in float64.
+
+        It waits and raises as `barrier` does. It is for metrics, not for tensors.
+
+        Args:
+            values: At most 256 numbers, or tensors with one element, by name. All workers pass
+                the same names.
+            samples: Weight of this worker's values, for example the number of samples that it has
+                evaluated; 0: they do not count. If no worker's values count, the means are NaN.
+        """
+        return self._collectives.all_reduce(values, samples)
+
+    def broadcast(self, value: Any = None) -> Any:
+        """Return the value of the first worker, by rank, that passes one other than None.
+
+        It raises as `barrier` does, and waits for that worker only:
+        `best = job.broadcast(evaluate() if job.is_first else None)`.
+
+        Args:
+            value: A JSON value of at most 64 KiB. JSON makes lists of tuples, and strings of keys.
+        """
+        return self._collectives.broadcast(value)
 
     def report(self, **values: SupportsFloat) -> None:
         """Report values by name, such as `loss=loss`, after any step, without waiting.

@@ -245,6 +245,13 @@ class DirectTransport:
     ) -> co.ReturnBatchesResponse:
         return self._call(self._cluster.coordinator.ReturnBatches, request)
 
+    def collective(self, request: co.CollectiveRequest, timeout: float) -> co.CollectiveResponse:
+        request.wait_ms = 0
+        answer = self._call(self._cluster.coordinator.Collective, request)
+        if not answer.done:
+            self._pass_on()
+        return answer
+
     def report(self, request: co.ReportMetricsRequest, timeout: float) -> co.ReportMetricsResponse:
         return self._call(self._cluster.coordinator.ReportMetrics, request)
 

@@ -27,9 +27,10 @@ from psproto.v1.coordinator_pb2_grpc import CoordinatorServiceServicer
 from psserver.coordinator.heartbeats import ReceivedValue
 from psserver.coordinator.service import CoordinatorService
 from psserver.coordinator.shard_stream import follow_shard
-from psserver.core.commands.data_commands import LeaseBatches, ReturnBatches
+from psserver.core.commands.data_commands import CallCollective, LeaseBatches, ReturnBatches
 from psserver.core.commands.request_checks import wait_seconds
 from psserver.core.commands.worker_commands import Join
+from psserver.core.reports.collectives import NULL, CollectiveValues
 from psserver.core.shard.state_machine import NO_LOG
 from psserver.core.workers.members import WorkerHeartbeat
 from psserver.durability.snapshots import groups_of
@@ -200,6 +201,31 @@ class ControlPlaneServicer(CoordinatorServiceServicer):
                 ReturnBatches(request.worker, list(batches), request.used)
             )
             return pb.ReturnBatchesResponse()
+
+    def Collective(self, request: pb.CollectiveRequest, context: Context) -> pb.CollectiveResponse:
+        with answering(context):
+            self._service.check_job(request.job)
+            given = CollectiveValues(
+                request.kind,
+                tuple(request.names),
+                tuple(request.values),
+                request.samples,
+                request.json or NULL,
+            )
+            requests = self._service.worker_requests
+            result = requests.call_collective(
+                CallCollective(request.worker, request.number, given, request.first_open),
+                wait_seconds(request.wait_ms),
+            )
+            if result is None:
+                waiting = requests.waiting_for_call(request.number)
+                return pb.CollectiveResponse(waiting_for=waiting or self._service.waiting_for)
+            return pb.CollectiveResponse(
+                done=True,
+                values=result.values,
+                json=result.text,
+                version=self._service.version,
+            )
 
     def ReportMetrics(
         self, request: pb.ReportMetricsRequest, context: Context

@@ -12,14 +12,16 @@ from pscommon.system.memory_limit import usable_memory
 from pscommon.telemetry.logs import get_logger
 from psserver.coordinator.executor import CommandExecutor
 from psserver.coordinator.job_start import JobStart
-from psserver.core.commands.data_commands import LeaseBatches, ReturnBatches
+from psserver.core.commands.data_commands import CallCollective, LeaseBatches, ReturnBatches
 from psserver.core.commands.recorder import Recorder
 from psserver.core.commands.request_checks import check_memory
+from psserver.core.commands.waiting import waiting_for_call
 from psserver.core.commands.worker_commands import Join, Leave, Register
 from psserver.core.commands.worker_share import worker_share
 from psserver.core.coordinator.admission import check_registration, push_nbytes
 from psserver.core.coordinator.data_requests import BatchesReply
 from psserver.core.coordinator.registration import RegistrationReply
+from psserver.core.reports.collectives import CollectiveValues
 from psserver.core.workers.members import Member
 from psserver.core.workers.membership import WORKERS_PER_GENERATION
 from psserver.durability.snapshots import SnapshotManager
@@ -130,6 +132,20 @@ class WorkerRequests:
     def return_batches(self, command: ReturnBatches) -> None:
         """Take batches back that a worker will not push."""
         self._executor.do(command)
+
+    def call_collective(self, command: CallCollective, seconds: float) -> CollectiveValues | None:
+        """Return the result of a collective call; None if workers are missing after `seconds`."""
+        answer = self._executor.until(lambda recorder, now: recorder.do(command, now), seconds)
+        if answer is None:
+            self._check_goes_on()
+            self._first_workers.check()
+        return answer
+
+    def waiting_for_call(self, number: int) -> str:
+        """Return a phrase for people about the workers that a collective call waits for."""
+        return self._executor.step(
+            lambda recorder, now: waiting_for_call(recorder.coordinator, number, now), quiet=True
+        )
 
     def share(self, worker: int, spec: Spec) -> int:
         """Return the number of batches that the worker can expect (see worker_share)."""

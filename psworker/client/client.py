@@ -20,12 +20,13 @@ from psproto.v1 import coordinator_pb2 as co
 from psworker.client.array_model import ArrayModel
 from psworker.client.arrays import Array, Arrays, Gradients
 from psworker.client.batch_client import BatchClient
+from psworker.client.collective_client import CollectiveClient
 from psworker.connection import finalizer
 from psworker.connection.client_facts import ClientFacts
 from psworker.connection.connection import connected
 from psworker.connection.membership import StepProgress
 from psworker.connection.retry import TimeLimits
-from psworker.core.results import Lease, PushResult
+from psworker.core.results import CollectiveCall, CollectiveResult, Lease, PushResult
 from psworker.exchange.buffered_push import BufferedPush
 from psworker.exchange.model_exchange import ModelExchange
 from psworker.exchange.open_push import OpenPush
@@ -92,6 +93,7 @@ class Client(ClientFacts):
         self._exchange = ModelExchange(self._connection, observe, lanes)
         self._arrays = ArrayModel(self._exchange, observe, self._connection.drain)
         self._data = BatchClient(self._connection, self._exchange)
+        self._collectives = CollectiveClient(self._connection)
         if not observe:
             self._connection.join(rank, attempt_of(os.environ), device)
 
@@ -278,6 +280,13 @@ class Client(ClientFacts):
         """Mark batches as used without a push, so that no other worker leases them."""
         self._data.give_back(batches, used=True)
 
+    def collective(self, number: int, call: CollectiveCall, first_open: int) -> CollectiveResult:
+        """Make this script's collective call of this number, from 1 on; see `Job.barrier`.
+
+        first_open: As in `next_batches`.
+        """
+        return self._collectives.call(number, call, first_open)
+
     def report(self, **values: SupportsFloat) -> None:
         """Report values for the job's summary, metrics and logs."""
         numbers = {name: float(value) for name, value in values.items()}
@@ -361,11 +370,7 @@ class Client(ClientFacts):
             self._exchange.replace_membership(reason)
 
     def leave(self, reason: str = "") -> None:
-        """Leave the job: no process waits for this worker any more. May be repeated.
-
-        Args:
-            reason: Why the worker leaves; empty if it is done.
-        """
+        """Leave the job: no process waits for this worker any more. reason: as in `retire`."""
         self._connection.leave(reason)
 
     def close(self) -> None:

@@ -16,7 +16,7 @@ from pscommon.core.partition import PartitionPlan
 from pscommon.optim import KINDS
 from pscommon.optim.specs import groups_from_json, groups_to_json, validate
 from psworker.core.protocols import PushStream
-from psworker.core.results import Lease, PushResult, Status
+from psworker.core.results import CollectiveCall, CollectiveResult, Lease, PushResult, Status
 from psworker.exchange.buffered_push import BufferedPush
 from psworker.session.reports import ReportBuffer
 
@@ -174,6 +174,10 @@ class LocalClient:
     def newest(self) -> tuple[PartitionPlan, memoryview]:
         """Return the partition and the weights' flat buffer, without a copy."""
         return self.plan, self._buffer.numpy().data
+
+    def collective(self, number: int, call: CollectiveCall, first_open: int) -> CollectiveResult:
+        """Return this worker's values: there are no other workers."""
+        return CollectiveResult(call.values, call.text, self.version)
 
     def status(self) -> Mapping[str, Any]:
         """Return an empty status."""

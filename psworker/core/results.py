@@ -49,6 +49,38 @@ def lost(error: PSError, version: int) -> PushResult:
 
 
 @dataclass(frozen=True, slots=True)
+class CollectiveCall:
+    """What this worker passes to a collective call.
+
+    Attributes:
+        kind: "barrier", "all_reduce" or "broadcast".
+        values: Numbers of an all_reduce, by name.
+        samples: Their weight.
+        text: JSON value of a broadcast; "null": none.
+    """
+
+    kind: str
+    values: Mapping[str, float] = field(default_factory=dict)
+    samples: int = 1
+    text: str = "null"
+
+
+@dataclass(frozen=True, slots=True)
+class CollectiveResult:
+    """Result of a collective call, equal on all workers.
+
+    Attributes:
+        values: Means of an all_reduce, by name.
+        text: JSON value of a broadcast.
+        version: Version of the servers' weights.
+    """
+
+    values: Mapping[str, float]
+    text: str
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
 class Lease:
     """Batches of a loop that this worker has leased.
 

@@ -2,6 +2,7 @@
 
 __all__ = [
     "arguments",
+    "collectives",
     "drain",
     "environment",
     "job_facts",

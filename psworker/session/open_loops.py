@@ -45,7 +45,7 @@ class OpenLoops:
     @property
     def first(self) -> int:
         """Smallest number of a loop that the script is in or may still begin."""
-        return min([*self._made, *(leases.loop for leases in self.open)])
+        return min([*self._made, *(leases.loop for leases in self.open)], default=self.count)
 
     def make(self, loop: int, iterator: object) -> None:
         """Add a loop, whose number is `count`. It cannot begin once its iterator is deleted."""

@@ -196,6 +196,10 @@ class GrpcTransport:
         with self._coordinator("ReturnBatches") as stub:
             return stub.ReturnBatches(request, timeout=timeout)
 
+    def collective(self, request: co.CollectiveRequest, timeout: float) -> co.CollectiveResponse:
+        with self._coordinator("Collective") as stub:
+            return stub.Collective(request, timeout=timeout)
+
     def report(self, request: co.ReportMetricsRequest, timeout: float) -> co.ReportMetricsResponse:
         with self._coordinator("ReportMetrics") as stub:
             return stub.ReportMetrics(request, timeout=timeout)

@@ -73,6 +73,9 @@ class Transport(Protocol):
     def return_batches(
         self, request: co.ReturnBatchesRequest, timeout: float
     ) -> co.ReturnBatchesResponse: ...
+    def collective(
+        self, request: co.CollectiveRequest, timeout: float
+    ) -> co.CollectiveResponse: ...
     def report(
         self, request: co.ReportMetricsRequest, timeout: float
     ) -> co.ReportMetricsResponse: ...

@@ -8,6 +8,7 @@ import pytest
 from pscommon.core.data_loop import LoopSpec
 from pscommon.core.log_entries import BatchKey
 from psworker import Client
+from psworker.core.results import CollectiveCall
 from tests.support.exactly_once import POLICIES
 from tests.support.forked_job import ForkedJob
 from tests.support.rpc_faults import Fault, FaultyLane, faulty_lane
@@ -32,6 +33,7 @@ METHODS = (
             "Heartbeat",
             "NextBatch",
             "ReturnBatches",
+            "Collective",
             "ReportMetrics",
             "GetStatus",
             "Leave",
@@ -63,6 +65,8 @@ def make_every_call(client: Client) -> None:
     push(client, loop, first)
     for _ in range(BATCHES - 1):
         push(client, loop, *client.next_batches(loop, idle=True).numbers)
+    given = CollectiveCall("all_reduce", {"loss": 1.0})
+    assert client.collective(1, given, loop.loop).values == {"loss": 1.0}
     client.report(loss=1.0)
     assert client.status()["policy"]
 

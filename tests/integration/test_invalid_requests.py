@@ -79,6 +79,15 @@ def requests(worker: int) -> Iterator[tuple[str, Any, str]]:
     yield "ReturnBatches", returned(worker, *[ps.Batch()] * 70_000), "OUT_OF_RANGE"
     names = {f"value {number}": 1.0 for number in range(2000)}
     yield "ReportMetrics", co.ReportMetricsRequest(worker=worker, metrics=names), "OUT_OF_RANGE"
+    for collective in (
+        co.CollectiveRequest(worker=worker, kind="barrier"),
+        co.CollectiveRequest(worker=worker, number=1, kind="gather"),
+        co.CollectiveRequest(worker=worker, number=1, kind="all_reduce", names=["loss"]),
+        co.CollectiveRequest(worker=worker, number=1, kind="broadcast", json="x" * 70_000),
+        co.CollectiveRequest(worker=worker, number=1, kind="barrier", samples=2**64 - 1),
+        co.CollectiveRequest(worker=worker, number=1, kind="barrier", wait_ms=LARGEST),
+    ):
+        yield "Collective", collective, "OUT_OF_RANGE"
     yield "SetPolicy", co.SetPolicyRequest(policy="ssp"), "INVALID_REQUEST"
     yield "SetPolicy", co.SetPolicyRequest(policy=""), "INVALID_REQUEST"
     yield "Reshard", co.ReshardRequest(shards=100_000_000), "OUT_OF_RANGE"

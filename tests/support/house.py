@@ -166,6 +166,7 @@ ALLOWED: dict[str, set[str]] = {
         "pscommon.core",
         "psserver.core.data",
         "psserver.core.job",
+        "psserver.core.reports",
         "psserver.core.shard",
         "psserver.core.workers",
     },

@@ -211,6 +211,13 @@ REASONS: dict[str, ReasonRow] = {
         "the data loops differ; workers and a resumed job must use the same data; "
         "only the last loop may get more epochs",
     ),
+    "COLLECTIVE_MISMATCH": ReasonRow(
+        MismatchError,
+        "FAILED_PRECONDITION",
+        False,
+        "the workers make different collective calls; all scripts must make the same calls in the "
+        "same order",
+    ),
     "FORMAT": ReasonRow(
         FormatError,
         "FAILED_PRECONDITION",

@@ -42,6 +42,12 @@ MAX_REASON_CHARACTERS = 2000
 MAX_METRICS = 1000
 """Names of reported values in a job."""
 
+MAX_COLLECTIVE_VALUES = 256
+"""Values of one all_reduce."""
+
+MAX_BROADCAST_NBYTES = 64 * 1024
+"""Bytes of the JSON text of one broadcast."""
+
 MAX_WAIT_MS = 24 * 3600 * 1000
 """Maximum wait of a request, in milliseconds."""
 

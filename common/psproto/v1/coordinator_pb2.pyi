@@ -616,6 +616,91 @@ class ReturnBatchesResponse(google.protobuf.message.Message):
 global___ReturnBatchesResponse = ReturnBatchesResponse
 
 @typing.final
+class CollectiveRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    JOB_FIELD_NUMBER: builtins.int
+    WORKER_FIELD_NUMBER: builtins.int
+    NUMBER_FIELD_NUMBER: builtins.int
+    KIND_FIELD_NUMBER: builtins.int
+    NAMES_FIELD_NUMBER: builtins.int
+    VALUES_FIELD_NUMBER: builtins.int
+    SAMPLES_FIELD_NUMBER: builtins.int
+    JSON_FIELD_NUMBER: builtins.int
+    WAIT_MS_FIELD_NUMBER: builtins.int
+    FIRST_OPEN_FIELD_NUMBER: builtins.int
+    job: builtins.str
+    worker: builtins.int
+    number: builtins.int
+    """number of this call in the script, from 1 on"""
+    kind: builtins.str
+    """barrier, all_reduce or broadcast"""
+    samples: builtins.int
+    """weight of the values in the mean"""
+    json: builtins.str
+    """broadcast: JSON value; "null": this worker has none"""
+    wait_ms: builtins.int
+    first_open: builtins.int
+    """as in NextBatchRequest"""
+    @property
+    def names(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """all_reduce: names, and a value for each"""
+
+    @property
+    def values(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]: ...
+    def __init__(
+        self,
+        *,
+        job: builtins.str = ...,
+        worker: builtins.int = ...,
+        number: builtins.int = ...,
+        kind: builtins.str = ...,
+        names: collections.abc.Iterable[builtins.str] | None = ...,
+        values: collections.abc.Iterable[builtins.float] | None = ...,
+        samples: builtins.int = ...,
+        json: builtins.str = ...,
+        wait_ms: builtins.int = ...,
+        first_open: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["first_open", b"first_open", "job", b"job", "json", b"json", "kind", b"kind", "names", b"names", "number", b"number", "samples", b"samples", "values", b"values", "wait_ms", b"wait_ms", "worker", b"worker"]) -> None: ...
+
+global___CollectiveRequest = CollectiveRequest
+
+@typing.final
+class CollectiveResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    DONE_FIELD_NUMBER: builtins.int
+    VALUES_FIELD_NUMBER: builtins.int
+    JSON_FIELD_NUMBER: builtins.int
+    WAITING_FOR_FIELD_NUMBER: builtins.int
+    VERSION_FIELD_NUMBER: builtins.int
+    done: builtins.bool
+    """there is a result; otherwise ask again"""
+    json: builtins.str
+    """broadcast: JSON value"""
+    waiting_for: builtins.str
+    """workers that the call waits for, as text for people"""
+    version: builtins.int
+    """version of the weights; a worker that waited pulls it"""
+    @property
+    def values(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]:
+        """all_reduce: means, in the order of the names"""
+
+    def __init__(
+        self,
+        *,
+        done: builtins.bool = ...,
+        values: collections.abc.Iterable[builtins.float] | None = ...,
+        json: builtins.str = ...,
+        waiting_for: builtins.str = ...,
+        version: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["done", b"done", "json", b"json", "values", b"values", "version", b"version", "waiting_for", b"waiting_for"]) -> None: ...
+
+global___CollectiveResponse = CollectiveResponse
+
+@typing.final
 class ReportMetricsRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 

@@ -70,6 +70,11 @@ class CoordinatorServiceStub(object):
                 request_serializer=psproto_dot_v1_dot_coordinator__pb2.ReturnBatchesRequest.SerializeToString,
                 response_deserializer=psproto_dot_v1_dot_coordinator__pb2.ReturnBatchesResponse.FromString,
                 _registered_method=True)
+        self.Collective = channel.unary_unary(
+                '/psproto.v1.CoordinatorService/Collective',
+                request_serializer=psproto_dot_v1_dot_coordinator__pb2.CollectiveRequest.SerializeToString,
+                response_deserializer=psproto_dot_v1_dot_coordinator__pb2.CollectiveResponse.FromString,
+                _registered_method=True)
         self.ReportMetrics = channel.unary_unary(
                 '/psproto.v1.CoordinatorService/ReportMetrics',
                 request_serializer=psproto_dot_v1_dot_coordinator__pb2.ReportMetricsRequest.SerializeToString,
@@ -174,6 +179,15 @@ class CoordinatorServiceServicer(object):
 
     def ReturnBatches(self, request, context):
         """Returns leased batches that will not be pushed.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Collective(self, request, context):
+        """Makes a collective call: a barrier, a mean or a broadcast of small values. Calls of one number
+        belong together. While other workers are missing, the answer after wait_ms names them, and the
+        worker asks again.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -290,6 +304,11 @@ def add_CoordinatorServiceServicer_to_server(servicer, server):
                     servicer.ReturnBatches,
                     request_deserializer=psproto_dot_v1_dot_coordinator__pb2.ReturnBatchesRequest.FromString,
                     response_serializer=psproto_dot_v1_dot_coordinator__pb2.ReturnBatchesResponse.SerializeToString,
+            ),
+            'Collective': grpc.unary_unary_rpc_method_handler(
+                    servicer.Collective,
+                    request_deserializer=psproto_dot_v1_dot_coordinator__pb2.CollectiveRequest.FromString,
+                    response_serializer=psproto_dot_v1_dot_coordinator__pb2.CollectiveResponse.SerializeToString,
             ),
             'ReportMetrics': grpc.unary_unary_rpc_method_handler(
                     servicer.ReportMetrics,
@@ -532,6 +551,33 @@ class CoordinatorService(object):
             '/psproto.v1.CoordinatorService/ReturnBatches',
             psproto_dot_v1_dot_coordinator__pb2.ReturnBatchesRequest.SerializeToString,
             psproto_dot_v1_dot_coordinator__pb2.ReturnBatchesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Collective(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/psproto.v1.CoordinatorService/Collective',
+            psproto_dot_v1_dot_coordinator__pb2.CollectiveRequest.SerializeToString,
+            psproto_dot_v1_dot_coordinator__pb2.CollectiveResponse.FromString,
             options,
             channel_credentials,
             insecure,

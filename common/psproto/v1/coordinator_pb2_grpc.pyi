@@ -69,6 +69,15 @@ class CoordinatorServiceStub:
     ]
     """Returns leased batches that will not be pushed."""
 
+    Collective: grpc.UnaryUnaryMultiCallable[
+        psproto.v1.coordinator_pb2.CollectiveRequest,
+        psproto.v1.coordinator_pb2.CollectiveResponse,
+    ]
+    """Makes a collective call: a barrier, a mean or a broadcast of small values. Calls of one number
+    belong together. While other workers are missing, the answer after wait_ms names them, and the
+    worker asks again.
+    """
+
     ReportMetrics: grpc.UnaryUnaryMultiCallable[
         psproto.v1.coordinator_pb2.ReportMetricsRequest,
         psproto.v1.coordinator_pb2.ReportMetricsResponse,
@@ -185,6 +194,15 @@ class CoordinatorServiceAsyncStub:
         psproto.v1.coordinator_pb2.ReturnBatchesResponse,
     ]
     """Returns leased batches that will not be pushed."""
+
+    Collective: grpc.aio.UnaryUnaryMultiCallable[
+        psproto.v1.coordinator_pb2.CollectiveRequest,
+        psproto.v1.coordinator_pb2.CollectiveResponse,
+    ]
+    """Makes a collective call: a barrier, a mean or a broadcast of small values. Calls of one number
+    belong together. While other workers are missing, the answer after wait_ms names them, and the
+    worker asks again.
+    """
 
     ReportMetrics: grpc.aio.UnaryUnaryMultiCallable[
         psproto.v1.coordinator_pb2.ReportMetricsRequest,
@@ -316,6 +334,17 @@ class CoordinatorServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[psproto.v1.coordinator_pb2.ReturnBatchesResponse, collections.abc.Awaitable[psproto.v1.coordinator_pb2.ReturnBatchesResponse]]:
         """Returns leased batches that will not be pushed."""
+
+    @abc.abstractmethod
+    def Collective(
+        self,
+        request: psproto.v1.coordinator_pb2.CollectiveRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[psproto.v1.coordinator_pb2.CollectiveResponse, collections.abc.Awaitable[psproto.v1.coordinator_pb2.CollectiveResponse]]:
+        """Makes a collective call: a barrier, a mean or a broadcast of small values. Calls of one number
+        belong together. While other workers are missing, the answer after wait_ms names them, and the
+        worker asks again.
+        """
 
     @abc.abstractmethod
     def ReportMetrics(

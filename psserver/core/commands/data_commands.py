@@ -1,4 +1,4 @@
-"""Commands about batches and reported values."""
+"""Commands about batches, reported values and collective calls."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,11 +9,14 @@ from pscommon.core.log_entries import BatchKey
 from psserver.core.commands.command import Command
 from psserver.core.commands.request_checks import (
     check_batch_request,
+    check_collective,
     check_returned_batches,
     check_value_names,
 )
+from psserver.core.coordinator.collective_calls import CollectiveRequest
 from psserver.core.coordinator.data_requests import BatchesReply, BatchRequest
 from psserver.core.coordinator.machine import CoordinatorMachine
+from psserver.core.reports.collectives import CollectiveValues
 from psserver.core.reports.reported_values import ReportedValue
 
 
@@ -119,3 +122,31 @@ class ReportMetrics(Command[None]):
 
     def check(self, coordinator: CoordinatorMachine) -> None:
         check_value_names(coordinator, list(self.metrics))
+
+
+@dataclass(frozen=True, slots=True)
+class CallCollective(CollectiveRequest, Command[CollectiveValues | None]):
+    """Contribute to a collective call; the reply None means that other workers are missing."""
+
+    wire_name: ClassVar[str] = "collective"
+
+    def perform(self, coordinator: CoordinatorMachine, now: float) -> CollectiveValues | None:
+        return coordinator.collectives.call(self, now)
+
+    def as_json(self) -> Mapping[str, Any]:
+        return {
+            "worker": self.worker,
+            "number": self.number,
+            "contribution": self.contribution.as_json(),
+            "first_open": self.first_open,
+        }
+
+    @staticmethod
+    def from_json(contribution: list[Any], **others: Any) -> "CallCollective":
+        return CallCollective(contribution=CollectiveValues.from_json(contribution), **others)
+
+    def check(self, coordinator: CoordinatorMachine) -> None:
+        check_collective(self)
+
+    def repetition_state(self, coordinator: CoordinatorMachine) -> tuple[object, ...] | None:
+        return coordinator.collectives.repetition_state(self.worker, self.number)

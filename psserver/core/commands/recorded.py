@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 from psserver.core.commands.command import Command
 from psserver.core.commands.data_commands import (
+    CallCollective,
     LeaseBatches,
     ReportMetrics,
     ReportValues,
@@ -53,6 +54,7 @@ DECODERS: Mapping[str, Callable[..., Command[Any]]] = {
     ReturnBatches.wire_name: ReturnBatches.from_json,
     ReportValues.wire_name: ReportValues.from_json,
     ReportMetrics.wire_name: ReportMetrics,
+    CallCollective.wire_name: CallCollective.from_json,
     ProcessReport.wire_name: ProcessReport.from_json,
     RefusePush.wire_name: RefusePush,
     AddFollower.wire_name: AddFollower,

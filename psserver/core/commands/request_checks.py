@@ -13,6 +13,7 @@ from pscommon.core.data_stream import Spec
 from pscommon.core.errors import InvalidRequestError
 from pscommon.core.log_entries import BatchKey, PushKey, Staged
 from pscommon.core.model_spec import ModelSpec
+from psserver.core.coordinator.collective_calls import CollectiveRequest
 from psserver.core.coordinator.data_requests import BatchRequest
 from psserver.core.coordinator.machine import CoordinatorMachine
 from psserver.core.job.policy import policy
@@ -177,6 +178,26 @@ def check_value_names(coordinator: CoordinatorMachine, names: Sequence[str]) -> 
         refuse(
             "report", f"the job has more than {limits.MAX_METRICS} names of values", "reuse names"
         )
+
+
+KINDS = ("barrier", "all_reduce", "broadcast")
+
+
+def check_collective(request: CollectiveRequest) -> None:
+    """Raise InvalidRequestError if no worker makes this collective call."""
+    given, what = request.contribution, f"collective {request.number}"
+    if given.kind not in KINDS or request.number < 1 or len(given.names) != len(given.values):
+        refuse(what, f"it is no {', '.join(KINDS)}", "the methods of psworker's Job")
+    if len(given.names) > limits.MAX_COLLECTIVE_VALUES:
+        count = f"{len(given.names)} values are above {limits.MAX_COLLECTIVE_VALUES}"
+        refuse(what, count, "fewer values; tensors travel with optimizer.step()")
+    check_names(what, given.names)
+    if not 0 <= given.samples <= limits.MAX_SAMPLES_PER_PUSH:
+        bounds = f"0 and {limits.MAX_SAMPLES_PER_PUSH}"
+        refuse(what, f"samples={given.samples} is not between {bounds}", "a number of samples")
+    if (nbytes := len(given.text.encode())) > limits.MAX_BROADCAST_NBYTES:
+        size = f"its value has {nbytes} bytes of JSON, above {limits.MAX_BROADCAST_NBYTES}"
+        refuse(what, size, "a smaller value, or a file")
 
 
 def check_policy(name: str, staleness: int | None, max_staleness: int | None, backup: int) -> None:

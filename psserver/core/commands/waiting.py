@@ -1,5 +1,7 @@
 """Description of the processes or events that a job waits for."""
 
+from collections.abc import Sequence
+
 from psserver.core.coordinator.machine import CoordinatorMachine
 from psserver.core.workers.members import Member
 
@@ -17,18 +19,31 @@ def waiting_for(coordinator: CoordinatorMachine, now: float) -> str:
         here = len(coordinator.membership.registered())
         return f"workers: {here} of --min-workers {coordinator.job.min_workers} are here"
     members = late(coordinator)
-    named = [
-        f"{member}, {_silence(coordinator, member, now)}" for member in members[:MAX_NAMED_COUNT]
-    ]
-    return ", ".join(named) + (
-        f" and {len(members) - MAX_NAMED_COUNT} more" if len(members) > MAX_NAMED_COUNT else ""
-    )
+    if not members and (calls := coordinator.job.collectives.open):
+        return waiting_for_call(coordinator, min(calls), now)
+    return _listed([f"{member}, {_silence(coordinator, member, now)}" for member in members])
+
+
+def _listed(texts: Sequence[str]) -> str:
+    more = len(texts) - MAX_NAMED_COUNT
+    return ", ".join(texts[:MAX_NAMED_COUNT]) + (f" and {more} more" if more > 0 else "")
 
 
 def _silence(coordinator: CoordinatorMachine, member: Member, now: float) -> str:
     if coordinator.membership.leases.is_hanging(member):
         return f"whose script has made no call for {member.no_call_seconds:.0f} s"
     return f"silent for {now - member.last_contact_at:.1f} s"
+
+
+def waiting_for_call(coordinator: CoordinatorMachine, number: int, now: float) -> str:
+    """Return a phrase for people about the workers that a collective call waits for."""
+    job = coordinator.job
+    here = len(coordinator.membership.current())
+    if not job.collectives.has_begun and here < job.min_workers:
+        return f"workers: {here} of --min-workers {job.min_workers} are here"
+    missing = coordinator.collectives.missing(number)
+    named = [f"{member}, {_silence(coordinator, member, now)}" for member in missing]
+    return f"collective call {number} of {_listed(named)}" if missing else ""
 
 
 def late(coordinator: CoordinatorMachine) -> list[Member]:

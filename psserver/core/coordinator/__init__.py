@@ -4,6 +4,7 @@ requests, resharding; and how shards and workers are admitted.
 
 __all__ = [
     "admission",
+    "collective_calls",
     "data_requests",
     "machine",
     "registration",

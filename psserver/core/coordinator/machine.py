@@ -21,6 +21,7 @@ Parts. Each part decides on one kind of event and works on the shared JobState:
 - participation.py: which members rounds wait for.
 - registration.py, departures.py: workers come and go.
 - data_requests.py: batches for workers.
+- collective_calls.py: small values that workers combine.
 - resharding.py: a change of the number of shards.
 
 A command (psserver/core/commands) calls one of the parts.
@@ -41,6 +42,7 @@ from typing import Any
 from pscommon.core.errors import PSError
 from pscommon.core.log_entries import Cut, Entry
 from pscommon.core.model_spec import ModelSpec
+from psserver.core.coordinator.collective_calls import CollectiveCalls
 from psserver.core.coordinator.data_requests import DataRequests
 from psserver.core.coordinator.departures import Departures
 from psserver.core.coordinator.participation import Participation
@@ -74,6 +76,7 @@ class CoordinatorMachine:
         self.registration = Registration(job, self.rounds)
         self.departures = Departures(job, self.rounds)
         self.data = DataRequests(job, self.rounds, self.participation)
+        self.collectives = CollectiveCalls(job, self.rounds, self.participation)
         self.resharding = Resharding(job, self.rounds)
 
     # ---- what other threads and processes read ---------------------------------------------------
@@ -191,6 +194,7 @@ class CoordinatorMachine:
         elif JobRules.from_json(state["rules"]).policy == job.rules.policy:
             job.policy = policy(*state["policy"])
         self.reported.recover(state)
+        job.collectives.restore(state)
         self.ledger.restore(state["loops"])
         self.membership.restore({int(worker): seq for worker, seq in state["pushes"].items()})
         self.cuts.started(job.version, now)

@@ -32,15 +32,26 @@ class Participation:
                 if member.waiting == number and (loop.ended or loop.has_dealt(member.worker)):
                     self.wake(member)
 
+    def finish_collectives(self) -> None:
+        """Give results to the collective calls that wait for no member, and activate the workers
+        that waited.
+        """
+        job = self._job
+        for worker in job.collectives.finish(job.membership.current()):
+            if (member := job.membership.members[worker]).waiting is None:
+                self.wake(member)
+
     def remove(self, member: Member, state: WorkerState, reason: str) -> None:
         """Remove a current member, and free its batches."""
         job = self._job
         job.membership.remove(member, state, reason)
         job.ledger.give_back(member.worker)
         job.pending.drop(member.worker)
+        job.collectives.drop(member.worker)
         if job.uploading_worker == member.worker and not job.begun:
             job.model = job.uploading_worker = None
         self._evict(member.worker, reason or "it left the job")
+        self.finish_collectives()
         self.end_loops()
 
     def evict_unknown(self, worker: int, index: int) -> None:

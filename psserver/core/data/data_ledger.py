@@ -97,6 +97,18 @@ class DataLedger:
             self._end_left(workers)
         return loop
 
+    def leave_loops(self, worker: int, first_open: int, workers: Iterable[int]) -> None:
+        """Record that a worker has left the loops before `first_open`, without opening one.
+
+        Args:
+            worker: The worker.
+            first_open: The first loop that it has not left.
+            workers: All registered workers.
+        """
+        if first_open > self._first_open_loops.get(worker, first_open):
+            self._come(worker, first_open)
+            self._end_left(workers)
+
     def _extend(self, loop: MapLoop | StreamLoop, spec: Spec, is_last: bool) -> None:
         """Raise the epochs of a resumed loop. MismatchError if anything else differs or a later
         loop exists.

@@ -18,6 +18,7 @@ from psserver.core.job.policy import policy
 from psserver.core.job.reshard_phase import ReshardPhase
 from psserver.core.job.settings import JobRules
 from psserver.core.job.snapshot_schedule import SnapshotSchedule
+from psserver.core.reports.collectives import Collectives
 from psserver.core.reports.reported_values import ReportedValues
 from psserver.core.workers.members import Member
 from psserver.core.workers.membership import Membership
@@ -64,6 +65,7 @@ class JobState:
         self.pending = PendingPushes(shards)
         self.cuts = SnapshotSchedule(rules.every, shards)
         self.reported = ReportedValues()
+        self.collectives = Collectives()
         self.reshard: ReshardPhase | None = None
         self.layout_index = 0
         self.is_reshard_saved = False
@@ -159,6 +161,7 @@ class JobState:
             "resumed": self.is_resumed,
             **({"extendable": True} if self.ledger.extendable else {}),
             **self.reported.state(),
+            **self.collectives.state(),
             "registered": len(self.membership.registered()),
             "pushes": {str(m.worker): m.seq for m in self.membership},
             "evicted": sorted(self.evicted),
@@ -198,6 +201,7 @@ class JobState:
         self.is_resumed = state["resumed"]
         self.policy = policy(*state["policy"])
         self.reported.recover(state)
+        self.collectives.recover(state)
         self.membership.recover(state["roster"], now)
         self.pending.recover(state["pending"])
         self.ledger.recover(state["loops"])

@@ -1,3 +1,3 @@
-"""Values that scripts report, their history, and their JSON form."""
+"""Values that scripts report or combine, their history, and their JSON form."""
 
-__all__ = ["reported_values"]
+__all__ = ["collectives", "reported_values"]

@@ -98,6 +98,13 @@ COMMANDS: list[dict[str, Any]] = [
     {"do": "reborn", "shard": 1},
     {"do": "reshard", "shards": 3, "keeps": False},
     *[{"do": "moved", "shard": shard} for shard in (0, 1, 2)],
+    {
+        "do": "collective",
+        "worker": 1,
+        "number": 1,
+        "contribution": ["all_reduce", ["loss"], [0.5], 4, "null"],
+        "first_open": 0,
+    },
     {"do": "settle"},
     {"do": "lose", "worker": 2, "reason": "its lease ended"},
     {"do": "leave", "worker": 3, "reason": ""},

@@ -5,6 +5,7 @@ policy.
 import builtins
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ import torch
 import psworker
 from psworker.client.local_client import LocalClient
 from psworker.core.results import PushResult
-from psworker.examples import charlm, digits, gpt2, linear, resnet
+from psworker.examples import charlm, digits, early_stopping, gpt2, linear, resnet
 from psworker.job import Job
 
 Run = Callable[..., LocalClient]
@@ -50,6 +51,17 @@ def test_digits_reaches_its_accuracy(run: Run) -> None:
 
     assert client.version == 3 * 45
     assert client.metrics["accuracy"] >= 0.95
+
+
+def test_early_stopping_ends_with_the_best_weights_saved(run: Run, tmp_path: Path) -> None:
+    file = tmp_path / "best.safetensors"
+
+    client = run(early_stopping.main, "--epochs", "40", "--patience", "2", "--save", str(file))
+
+    assert client.version < 40 * 29
+    assert client.metrics["best_validation_loss"] < 0.3
+    assert client.metrics["best_validation_loss"] < client.metrics["validation_loss"]
+    assert file.exists()
 
 
 def test_digits_has_a_separate_fixed_test_set() -> None:

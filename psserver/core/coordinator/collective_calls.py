@@ -1,0 +1,65 @@
+"""Collective calls of workers: barriers, means and broadcasts of small values."""
+
+from dataclasses import dataclass
+
+from psserver.core.coordinator.participation import Participation
+from psserver.core.coordinator.update_rounds import UpdateRounds
+from psserver.core.job.job_state import JobState
+from psserver.core.reports.collectives import CollectiveValues
+from psserver.core.workers.members import Member, WorkerState
+
+
+@dataclass(frozen=True, slots=True)
+class CollectiveRequest:
+    """A worker's part of a collective call.
+
+    Attributes:
+        worker: The worker.
+        number: Number of the call in its script, from 1 on.
+        contribution: What it passes.
+        first_open: The first loop that the worker has not left; None: unknown.
+    """
+
+    worker: int
+    number: int
+    contribution: CollectiveValues
+    first_open: int | None = None
+
+
+class CollectiveCalls:
+    """Serves collective calls. A worker that waits for others takes no part in rounds."""
+
+    def __init__(self, job: JobState, rounds: UpdateRounds, participation: Participation) -> None:
+        self._job, self._rounds, self._participation = job, rounds, participation
+
+    def call(self, request: CollectiveRequest, now: float) -> CollectiveValues | None:
+        """Return the result of a call; None: other workers are missing."""
+        job, collectives = self._job, self._job.collectives
+        member = job.member(request.worker, now)
+        collectives.contribute(member.worker, request.number, request.contribution)
+        if request.first_open is not None:
+            registered = [each.worker for each in job.membership.registered()]
+            job.ledger.leave_loops(member.worker, request.first_open, registered)
+        if len(job.membership.current()) >= job.min_workers:
+            collectives.has_begun = True
+        self._participation.finish_collectives()
+        result = collectives.results.get(request.number)
+        if result is None and member.state is WorkerState.ACTIVE:
+            member.state = WorkerState.IDLE
+            member.step_timer.discard()
+        self._participation.end_loops()
+        self._rounds.advance(now)
+        return result
+
+    def repetition_state(self, worker: int, number: int) -> tuple[object, ...] | None:
+        """Return all state that a repeated call can change; None for a first one."""
+        job = self._job
+        member = job.membership.members.get(worker)
+        if member is None or worker not in job.collectives.open.get(number, ()):
+            return None
+        here = [(each.worker, each.state) for each in job.membership.current()]
+        return job.started, job.log.index, here, job.ledger.place(worker, 0)
+
+    def missing(self, number: int) -> list[Member]:
+        """Return the members that a call waits for, in worker order."""
+        return self._job.collectives.missing(number, self._job.membership.current())

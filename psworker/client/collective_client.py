@@ -1,0 +1,38 @@
+"""Collective calls of one worker."""
+
+from psproto.v1 import coordinator_pb2 as co
+from psworker.connection.connection import Connection
+from psworker.core.results import CollectiveCall, CollectiveResult
+
+
+class CollectiveClient:
+    """The collective method of `Client`, which documents its arguments."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+
+    def call(self, number: int, call: CollectiveCall, first_open: int) -> CollectiveResult:
+        connection, membership = self._connection, self._connection.membership
+        what = f"{call.kind} (collective call {number})"
+        retry = connection.new_retry(what)
+        while True:
+            wait_seconds = retry.next_wait_seconds()
+            request = co.CollectiveRequest(
+                job=membership.job,
+                worker=membership.worker,
+                number=number,
+                kind=call.kind,
+                names=call.values,
+                values=call.values.values(),
+                samples=call.samples,
+                json=call.text,
+                wait_ms=round(wait_seconds * 1000),
+                first_open=first_open,
+            )
+            collective = connection.transport.collective
+            answer = connection.call(what, collective, request, wait_seconds)
+            if answer.done:
+                membership.require_version(answer.version)
+                values = dict(zip(call.values, answer.values, strict=True))
+                return CollectiveResult(values, answer.json, answer.version)
+            retry.handle_wait(answer.waiting_for)
