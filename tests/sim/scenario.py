@@ -21,6 +21,7 @@ class Scenario:
     lag: they may lack the newest records when they take over (--shipping async). proven: it is
     soon known for certain that a worker has died. hangs: scripts that make no call for a while.
     absurd: processes that send absurd requests. clip_norm: of the job's optimizer.
+    collectives: scripts make collective calls after their loop.
     """
 
     seed: int
@@ -49,6 +50,7 @@ class Scenario:
     progress_timeout: float | None = None
     absurd: int = 0
     clip_norm: float | None = None
+    collectives: bool = False
 
     @staticmethod
     def for_seed(seed: int) -> "Scenario":
@@ -92,6 +94,7 @@ class Scenario:
             proven=random.Random(seed * 31 + 7).random() < 0.5,
             absurd=2 * (seed % 5 == 1),
             clip_norm=random.Random(seed * 131 + 3).choice([None, 1.0, 1e9]),
+            collectives=random.Random(f"collectives of {seed}").random() < 0.5,
         )
         if seed % 4 == 0:
             return scenario.made_reproducible(rng)

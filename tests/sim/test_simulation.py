@@ -16,7 +16,7 @@ from pscommon.core.log_entries import Apply, Cut, Entry
 from psserver.core.commands.ended_leases import HUNG
 from psserver.core.job.policy import policy
 from psserver.core.job.settings import WorkerLossMode
-from tests.sim import clipping_mutants, directory_mutants, mutants
+from tests.sim import clipping_mutants, collective_mutants, directory_mutants, mutants
 from tests.sim.arrays import UNITS, part_of
 from tests.sim.invariants import InvariantError
 from tests.sim.scenario import Scenario
@@ -97,6 +97,8 @@ def test_the_seeds_reach_what_they_should() -> None:
         seen["moved"] += world.moves > 0
         seen["moved among restarts"] += world.moves > 0 and world.restarts > 0
         seen["proven dead"] += world.proofs > 0
+        seen["called"] += len(world.results) > 0
+        seen["called among restarts"] += len(world.results) > 0 and world.restarts > 0
         seen["messages"] += world.messages
         seen.update({f"{name} amid a measure": 1 for name in world.amid_measures})
 
@@ -111,6 +113,8 @@ def test_the_seeds_reach_what_they_should() -> None:
         "moved",
         "moved among restarts",
         "proven dead",
+        "called",
+        "called among restarts",
     )
     assert min(seen[name] for name in reached) >= 20
     assert seen["hung"] >= 5
@@ -142,10 +146,16 @@ def test_histories_keep_every_invariant_when_departed_workers_are_forgotten_at_o
 
 
 CLASSES = mutants.CLASSES | clipping_mutants.CLASSES
-PATCHES = mutants.PATCHES | clipping_mutants.PATCHES | directory_mutants.PATCHES
+PATCHES = (
+    mutants.PATCHES
+    | clipping_mutants.PATCHES
+    | collective_mutants.PATCHES
+    | directory_mutants.PATCHES
+)
 SCENARIOS = {
     **mutants.SCENARIOS,
     **clipping_mutants.SCENARIOS,
+    **collective_mutants.SCENARIOS,
     **directory_mutants.SCENARIOS,
 }
 

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 from pscommon.core.errors import FencedError
 from pscommon.core.log_entries import BatchKey, PushKey, Staged
 from psserver.core.commands.command import Command
-from psserver.core.commands.data_commands import LeaseBatches
+from psserver.core.commands.data_commands import CallCollective, LeaseBatches
 from psserver.core.commands.recorder import Recorder
 from psserver.core.commands.worker_commands import Join, Leave, Register
+from psserver.core.reports.collectives import CollectiveValues
 from psserver.core.shard.state_machine import PushOutcome
 from psworker.core.push_sequence import PushSequence
 from tests.sim.arrays import UNITS, part_of
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from tests.sim.world import World
 
 RETRY = 0.7
+COLLECTIVE_CALLS = 3
 
 
 @dataclass
@@ -54,6 +56,7 @@ class SimWorker:
         self.draining = False
         self.awake_at = 0.0
         self.hangs_from = self.hangs_until = 0.0
+        self.calls = 0
         self.worker = 0
         self.shards = world.layout
         self.asked = self.begun = 0
@@ -101,6 +104,9 @@ class SimWorker:
                 if registration.unresolved_peer(command.worker, now):
                     return None
                 return recorder.do(command, now), recorder.coordinator.version
+            if isinstance(command, CallCollective):
+                result = recorder.do(command, now)
+                return result and (result, self.world.generation)
             return recorder.do(command, now)
 
         self.asked += 1
@@ -199,7 +205,7 @@ class SimWorker:
         elif self.used:
             self.push()
         else:
-            self.finish()
+            self.call_collectives()
 
     def computed(self) -> None:
         if len(self.used) < self.world.scenario.accumulate and not self.draining:
@@ -271,6 +277,21 @@ class SimWorker:
             )
             if outcome is not None and self.world.rng.random() < 0.7:
                 self.outcomes.setdefault(number, outcome)
+
+    def call_collectives(self) -> None:
+        """Make the collective calls that are left, then leave."""
+        if not self.world.scenario.collectives or self.calls == COLLECTIVE_CALLS:
+            return self.finish()
+        number, value = self.calls + 1, 0.1 * self.rank + self.world.rng.random()
+        given = CollectiveValues("all_reduce", ("loss",), (value,), self.rank + 1)
+        return self.call(CallCollective(self.worker, number, given, 1), self.take_result)
+
+    def take_result(self, answer: tuple[CollectiveValues, int]) -> None:
+        result, generation = answer
+        self.calls += 1
+        known = self.world.results.setdefault((generation, self.calls), result)
+        check(known == result, "collective call {} gave {} and {}", self.calls, known, result)
+        self.call_collectives()
 
     def finish(self) -> None:
         self.done = True

@@ -26,6 +26,7 @@ from psserver.core.commands.waiting import waiting_for
 from psserver.core.coordinator.machine import CoordinatorMachine
 from psserver.core.job.settings import JobRules
 from psserver.core.job.snapshot_schedule import PartReport, SnapshotInProgress, SnapshotInterval
+from psserver.core.reports.collectives import CollectiveValues
 from psserver.core.servers.catch_up import CatchUp
 from psserver.core.servers.server_entry import DeliveryCursor
 from psserver.core.servers.shard_directory import ShardDirectory
@@ -60,6 +61,7 @@ class World(Faults, ServerFailures):
     now: float = 0.0
     queue: list[tuple[float, int, Callable[[], None]]] = field(default_factory=list)
     pushes: dict[PushKey, Push] = field(default_factory=dict)
+    results: dict[tuple[int, int], CollectiveValues] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.rng = random.Random(self.scenario.seed * 7919 + 1)

@@ -40,7 +40,7 @@ class CollectiveCalls:
         if request.first_open is not None:
             registered = [each.worker for each in job.membership.registered()]
             job.ledger.leave_loops(member.worker, request.first_open, registered)
-        if len(job.membership.current()) >= job.min_workers:
+        if job.started or len(job.membership.current()) >= job.min_workers:
             collectives.has_begun = True
         self._participation.finish_collectives()
         result = collectives.results.get(request.number)

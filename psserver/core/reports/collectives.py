@@ -64,8 +64,8 @@ class Collectives:
         open: Contributions to calls without a result, by number and worker.
         results: Results by number; samples is 0.
         newest: The newest call of each member that has made one.
-        has_begun: Whether --min-workers workers have been members at a time; no call has a result
-            before.
+        has_begun: Whether training has started, or --min-workers workers were members at the time
+            of a call. No call has a result before.
     """
 
     def __init__(self) -> None:

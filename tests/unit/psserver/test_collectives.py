@@ -106,6 +106,16 @@ def test_a_departed_worker_releases_the_others(command: Any) -> None:
     assert call(job, 1, 1, mean(loss=1.0)) == CollectiveValues("all_reduce", ("loss",), (1.0,), 0)
 
 
+def test_a_worker_lost_before_the_first_call_is_not_waited_for() -> None:
+    """--min-workers counts only until training has started."""
+    job = Job(workers=3)
+    job.push(1, 1)
+    job.recorder.do(Lose(2, "its lease ended"), job.now)
+
+    assert call(job, 1, 1) is None
+    assert call(job, 3, 1) is not None
+
+
 def test_a_later_call_of_a_worker_counts_as_the_earlier_ones() -> None:
     """After a rollback the coordinator may not know the calls that a running script has made."""
     job = Job(workers=2)
