@@ -93,7 +93,7 @@ ALLOWED = {
     "tests/law": 0,
     "tests/process": 0,
     "tests/scripts": 0,
-    "tests/sim": 53,
+    "tests/sim": 0,
     "tests/smoke": 0,
     "tests/support": 0,
     "tests/tools": 0,

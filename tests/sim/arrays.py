@@ -32,9 +32,9 @@ def model_of(clip_norm: float | None) -> ModelSpec:
     )
 
 
-def part_of(whole: Sequence[float], shard: int, shards: int) -> list[float]:
+def part_of(numbers: Sequence[float], shard: int, shards: int) -> list[float]:
     """Return a shard's partition of all numbers."""
-    return list(whole[UNITS * shard // shards : UNITS * (shard + 1) // shards])
+    return list(numbers[UNITS * shard // shards : UNITS * (shard + 1) // shards])
 
 
 ARRIVALS = itertools.count()

@@ -43,8 +43,8 @@ class MeasurementOverReshard(CoordinatorMachine):
             clear(shards)
             if measurement is not None:
                 norms = measurement.square_norms.items()
-                kept = {shard: value for shard, value in norms if shard < shards}
-                self.pending.measurement = replace(measurement, square_norms=kept)
+                remaining = {shard: value for shard, value in norms if shard < shards}
+                self.pending.measurement = replace(measurement, square_norms=remaining)
 
         self.pending.clear = clear_pushes  # type: ignore[method-assign]
 
@@ -54,17 +54,17 @@ LOAD = ShardState.load
 
 def forgets_what_it_measured(state: ShardState, base: SegmentBase) -> None:
     """Forget, in a recovery, what was measured before the cut."""
-    kept = {key: value for key, value in base.state.items() if key != "measured"}
-    LOAD(state, base._replace(state=kept))
+    remaining = {key: value for key, value in base.state.items() if key != "measured"}
+    LOAD(state, base._replace(state=remaining))
 
 
 class ForgetsTheMeasurement(CoordinatorMachine):
     """Made again, or a standby's, it does not know what it waits for."""
 
     def load_state(
-        self, whole: Mapping[str, Any], model: ModelSpec | None, now: float, snapshot: int = 0
+        self, state: Mapping[str, Any], model: ModelSpec | None, now: float, snapshot: int = 0
     ) -> None:
-        super().load_state(whole, model, now, snapshot)
+        super().load_state(state, model, now, snapshot)
         self.pending.measurement = None
 
 

@@ -45,8 +45,8 @@ class MemoryLog:
             yield from records
 
     def remove_before(self, version: int) -> None:
-        kept = [each for each in self.segments if each[0] >= version]
-        self.segments = kept or self.segments[-1:]
+        remaining = [each for each in self.segments if each[0] >= version]
+        self.segments = remaining or self.segments[-1:]
 
     def drop(self, count: int) -> None:
         """Remove the last records of the newest segment."""

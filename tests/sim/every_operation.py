@@ -76,10 +76,10 @@ class Death:
 
 @contextmanager
 def prepared() -> Iterator[list[logging.LogRecord]]:
-    """Broken logs are begun anew at once. Gives all that servers say about failures."""
-    said: list[logging.LogRecord] = []
+    """Let broken logs begin again at once. Yield all warnings and errors of the servers."""
+    records: list[logging.LogRecord] = []
     handler, log = logging.Handler(logging.ERROR), logging.getLogger("psserver")
-    handler.emit = said.append  # type: ignore[method-assign]
+    handler.emit = records.append  # type: ignore[method-assign]
     hook = threading.excepthook
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(psserver.core.commands.recorder, "LOG_REPAIR_INTERVAL_SECONDS", 0.0)
@@ -89,7 +89,7 @@ def prepared() -> Iterator[list[logging.LogRecord]]:
         )
         patch.setattr(log, "propagate", False)
         log.addHandler(handler)
-        yield said
+        yield records
         log.removeHandler(handler)
 
 
@@ -141,7 +141,7 @@ def start(servers: DirectServers, disk: Operations) -> None:
         servers.start()
 
 
-def whole(servers: DirectServers) -> None:
+def with_whole_logs(servers: DirectServers) -> None:
     """All logs can be recovered again, by themselves."""
     for _ in range(TICKS):
         if not servers.log_broken:
@@ -157,7 +157,7 @@ def restarted(
     the newest snapshot.
     """
     if logged:
-        whole(servers)
+        with_whole_logs(servers)
     wanted = acknowledged if logged else newest(folder)
     servers.close()
     start(servers, disk)
@@ -177,7 +177,7 @@ def fails(
     """
     logged = durability == "log"
     with (
-        prepared() as said,
+        prepared() as records,
         Operations(number, FOR_GOOD if lasts else number, trouble).installed() as disk,
     ):
         servers = make(folder, durability)
@@ -185,16 +185,16 @@ def fails(
         with worker(servers) as client:
             push(servers, client, BEFORE)
             assert counted(client.pull()) == BEFORE
-            check_said(servers, said)
+            check_records(servers, records)
             if lasts:
                 disk.heal()
                 push(servers, client, 1)
         version = restarted(servers, disk, folder, logged, BEFORE + lasts)
         with worker(servers) as client:
             push(servers, client, AFTER)
-        check_said(servers, said)
+        check_records(servers, records)
         if disk.acted and disk.seen[number - 1].name in COUNTED:
-            assert said or servers.refused
+            assert records or servers.refused
         disk.heal()
         version = restarted(servers, disk, folder, logged, version + AFTER)
         with worker(servers) as client:
@@ -204,28 +204,28 @@ def fails(
     return disk
 
 
-def check_said(servers: DirectServers, said: list[logging.LogRecord]) -> None:
+def check_records(servers: DirectServers, records: list[logging.LogRecord]) -> None:
     """One ERROR for each log that could not be written, however often; and it is counted, as
     each snapshot is.
     """
-    broken = Counter(record.__dict__["folder"] for record in said if event_key(record) == BROKEN)
+    broken = Counter(record.__dict__["folder"] for record in records if event_key(record) == BROKEN)
     logs, snapshots = (
         sum(life.failures(name) for life in servers.all) for name in ("log", "snapshot")
     )
     assert bool(broken) == bool(logs)
     assert all(times <= len(servers.all) // len(servers.lives) for times in broken.values())
-    told = [record for record in said if event_key(record) == "snapshot_failed"]
-    assert bool(told) == bool(snapshots)
+    failures = [record for record in records if event_key(record) == "snapshot_failed"]
+    assert bool(failures) == bool(snapshots)
 
 
 # ---- deaths --------------------------------------------------------------------------------------
 
 
 def dies(folder: Path, number: int, again: int = 0) -> Operations:
-    """With logs: the server at operation `number` dies, comes again, and nobody else notices."""
+    """With logs: kill the server at operation `number`; its restart changes nothing for others."""
     servers = make(folder, "log")
     with (
-        prepared() as said,
+        prepared() as records,
         Operations(number, FOR_GOOD, Death(servers, again)).installed() as disk,
     ):
         servers.tick()
@@ -239,7 +239,7 @@ def dies(folder: Path, number: int, again: int = 0) -> Operations:
             push(servers, client, STEPS)
         check_weights(folder, BEFORE + AFTER)
         servers.close()
-    assert [text for record in said if BEGUN not in (text := str(record.__dict__))] == []
+    assert [text for record in records if BEGUN not in (text := str(record.__dict__))] == []
     return disk
 
 
@@ -312,8 +312,9 @@ def writes(folder: Path, durability: str) -> list[int]:
 
 
 def in_turn(durability: str) -> Callable[[Path, int], Operations]:
-    """For `walk`: each operation fails with one of the system's reasons, which are one to
-    whoever meets them.
+    """Return a function for `walk`: each operation fails with one of the system's reasons.
+
+    All reasons have the same effect.
     """
     return lambda folder, number: fails(
         folder, durability, number, TROUBLES[ERRNOS[number % len(ERRNOS)]]

@@ -58,7 +58,7 @@ class Process:
         awake_at: Until then the process is stopped.
         replication: Set for a primary.
         failover: Set for a standby.
-        over: After a handover, the number of records that the new primary began with.
+        lost_after: After a handover, the number of records that the new primary began with.
     """
 
     name: str
@@ -68,7 +68,7 @@ class Process:
     failover: FailoverMachine | None = None
     records: list[str] = field(default_factory=list)
     waiting: list[Round] = field(default_factory=list)
-    over: int | None = None
+    lost_after: int | None = None
     listens_to: tuple[str, int] = ("", 0)
 
 
@@ -94,9 +94,7 @@ class FailoverWorld:
         self.lease, self.now, self.count = MemoryLease() if self.locked else None, 0.0, 0
         self.queue: list[tuple[float, int, Callable[[], None]]] = []
         self.cut_until = 0.0
-        self.published: dict[
-            int, tuple[str, str, int]
-        ] = {}  # by round: which record, by whom, in which term
+        self.published: dict[int, tuple[str, str, int]] = {}  # by round: record, publisher and term
         self.believed: dict[int, tuple[str, int]] = {}
         self.highest = self.takeovers = self.deposed = self.alone = self.switches = 0
         self.processes: dict[str, Process] = {}
@@ -237,7 +235,7 @@ class FailoverWorld:
     def publish(self, process: Process, number: int, term: int) -> None:
         record, known = process.records[number - 1], self.published.get(number)
         check(
-            process.over is None or number <= process.over,
+            process.lost_after is None or number <= process.lost_after,
             "{} published {} after it handed over",
             process.name,
             number,
@@ -346,14 +344,14 @@ class FailoverWorld:
             )
             if failover.is_complete:
                 for number, (record, name, _) in self.published.items():
-                    held = (
+                    current = (
                         process.records[number - 1] if number <= len(process.records) else "nothing"
                     )
                     check(
-                        held == record,
+                        current == record,
                         "{} has {} where {} published {}",
                         process.name,
-                        held,
+                        current,
                         name,
                         record,
                     )
@@ -417,7 +415,7 @@ class FailoverWorld:
             if (
                 process.alive
                 and process.awake_at <= self.now
-                and process.over is None
+                and process.lost_after is None
                 and standby is not None
             ):
                 assert process.replication is not None
@@ -441,7 +439,7 @@ class FailoverWorld:
         primary.alive = replication.is_handover_complete
         if (primary_record := failover.take_over()) is not None:
             self.switches += 1
-            primary.over = len(standby.records)
+            primary.lost_after = len(standby.records)
             self.promote(standby, primary_record)
         moment = self.rng.random() * 0.5
         self.after(moment / 4, self.on(primary, lambda: replication.drop_link(replication.link_id)))
@@ -459,13 +457,13 @@ class FailoverWorld:
         primaries = [
             p
             for p in self.processes.values()
-            if p.replication is not None and p.alive and p.over is None
+            if p.replication is not None and p.alive and p.lost_after is None
         ]
-        held = self.lease.read() if self.lease is not None else None
+        current = self.lease.read() if self.lease is not None else None
         leading = [
             p
             for p in primaries
-            if p.replication is not None and held in (None, p.replication.primary_record)
+            if p.replication is not None and current in (None, p.replication.primary_record)
         ]
         check(len(leading) <= 1, "{} primaries at the end", len(leading))
         if leading and self.sync:

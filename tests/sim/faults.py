@@ -72,8 +72,8 @@ class Faults:
         )
 
     def bring_back(self) -> None:
-        """Nobody knows any more that the job had started: who has left since is brought back by
-        its operator.
+        """Start the ranks without a worker again, as an operator does: the coordinator no longer
+        knows that the job had started.
         """
         here = {
             worker.rank

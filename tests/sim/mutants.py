@@ -114,9 +114,9 @@ class ForgetsEntries(CoordinatorMachine):
     """Gives its standby no entries that shards have not carried out yet."""
 
     def complete_state(self) -> dict[str, Any]:
-        whole = super().complete_state()
-        return whole | {
-            "log": whole["log"] | {"base": self.log.index, "digest": self.log.digest, "entries": []}
+        state = super().complete_state()
+        return state | {
+            "log": state["log"] | {"base": self.log.index, "digest": self.log.digest, "entries": []}
         }
 
 
@@ -140,7 +140,7 @@ def bound_off_by_one(
 def part_of_the_members(
     row: Policy, clocks: Mapping[int, int], ready: Mapping[int, PushKey]
 ) -> Sequence[PushKey]:
-    """Closes a round with whoever has pushed."""
+    """Close a round with the members that have pushed."""
     return choose(
         row, {w: c for w, c in clocks.items() if w in ready} if row.barrier else clocks, ready
     )
@@ -206,9 +206,9 @@ class TakesAMoveForOver(CoordinatorMachine):
     """Believes, made again in a move, that the snapshot which ends it is written."""
 
     def load_state(
-        self, whole: Mapping[str, Any], model: ModelSpec | None, now: float, snapshot: int = 0
+        self, state: Mapping[str, Any], model: ModelSpec | None, now: float, snapshot: int = 0
     ) -> None:
-        super().load_state(whole, model, now, sys.maxsize)
+        super().load_state(state, model, now, sys.maxsize)
 
 
 def keeps_its_standby(log: ShardLog) -> None:

@@ -14,13 +14,17 @@ PROGRESS_TIMEOUT = 7.0
 
 @dataclass(frozen=True)
 class Scenario:
-    """What a run looks like; `for_seed` draws one. durable: --durability log. returns: whoever
-    dies is started again.
+    """The parameters of a run; `for_seed` draws them.
 
-    bad: every so-many-eth batch has NaN in its gradient. standbys: how often one is started;
-    lag: they may lack the newest records when they take over (--shipping async). proven: it is
-    soon known for certain that a worker has died. hangs: scripts that make no call for a while.
-    absurd: processes that send absurd requests. clip_norm: of the job's optimizer.
+    durable: --durability log.
+    returns: every killed worker is started again.
+    bad: the interval of batches with NaN in their gradients; 0: none.
+    standbys: number of standbys that are started.
+    lag: a standby may lack the newest records when it takes over (--shipping async).
+    proven: a proof of a worker's death arrives soon.
+    hangs: number of scripts that make no call for a while.
+    absurd: number of processes that send invalid requests.
+    clip_norm: of the job's optimizer.
     collectives: scripts make collective calls after their loop.
     """
 
@@ -122,11 +126,11 @@ class Scenario:
     @property
     def is_reproducible(self) -> bool:
         """Must this run end with the very bits of one in which nothing goes wrong?"""
-        row, kept = self.policy, self.on_loss.mode == "wait" and self.returns
-        same_workers = not (self.drains or self.switches) and (kept or not self.worker_kills)
+        row, returns = self.policy, self.on_loss.mode == "wait" and self.returns
+        same_workers = not (self.drains or self.switches) and (returns or not self.worker_kills)
         if self.lag:
             return False
-        stays = kept or not self.pauses
+        stays = returns or not self.pauses
         return (
             row.barrier
             and not row.backup

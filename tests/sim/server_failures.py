@@ -56,8 +56,8 @@ class ServerFailures:
     def kill_server(self, number: int | None = None) -> None:
         """A server dies, and is started again."""
         number = self.rng.randrange(len(self.shards)) if number is None else number
-        gone = number in self.down or number >= len(self.shards)
-        if gone or all(worker.done for worker in self.workers):
+        is_down = number in self.down or number >= len(self.shards)
+        if is_down or all(worker.done for worker in self.workers):
             return
         self.down.add(number)
         shard = self.shards[number]
@@ -115,11 +115,11 @@ class ServerFailures:
         if number in self.down or not shard.is_ready or coordinator.reshard is not None:
             return
         with suppress(UnreachableError), shard.engine.live.export_state(0.0) as records:
-            whole = coordinator.complete_state() | {
+            state = coordinator.complete_state() | {
                 "model": model_to_json(coordinator.model) if coordinator.model else None
             }
             self.disks[number].standby = SimStandby(
-                [*records, *([job_state(whole)] if number == 0 else [])]
+                [*records, *([job_state(state)] if number == 0 else [])]
             )
         self.after(
             self.rng.choice([0.02, 0.5, 5.0, 20.0]) * self.rng.random(),

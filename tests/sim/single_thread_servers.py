@@ -1,7 +1,7 @@
 """Servers as plain objects in one thread: their disk's operations come in the same order every
 time.
 
-All that writes, reads and decides is the product's: service, engines, archives, logs, and the
+All that writes, reads and decides is the product's: service, engines, snapshots, logs, and the
 client. What is missing are processes, the network and time. So a whole job with its restarts
 takes some hundredths of a second, and a test can walk through all operations of it. What the
 links do between processes, `deliver` does.
@@ -58,14 +58,16 @@ class Killed(BaseException):
 
 
 class DirectServer:
-    """One life of one server. outbox: what it will tell the coordinator. told: None while it has
-    no line to it.
+    """One process of one server.
+
+    outbox: what it will send to the coordinator.
+    cursor: what it has received of the log; None without a connection.
     """
 
     def __init__(self, shard: int) -> None:
         self.shard, self.dead = shard, False
         self.outbox: deque[Callable[[CoordinatorService], None]] = deque()
-        self.told: DeliveryCursor | None = None
+        self.cursor: DeliveryCursor | None = None
         self.line = 0
         self.reported: ShardReport | None = None
         self.service: CoordinatorService | None = None
@@ -75,13 +77,13 @@ class DirectServer:
     def start(self, config: ServerConfig) -> None:
         """As Server does. SnapshotError where its disk does not let it."""
         shard, metrics = self.shard, ServerMetrics(self._registry, shard=self.shard)
-        self.archive = SnapshotManager(config.data_dir, shard, config.snapshot_keep, metrics)
-        self.archive.on_part = lambda part: self.outbox.append(
-            lambda hub: hub.shard_connections.record_part(shard, part)
+        self.snapshots = SnapshotManager(config.data_dir, shard, config.snapshot_keep, metrics)
+        self.snapshots.on_part = lambda part: self.outbox.append(
+            lambda service: service.shard_connections.record_part(shard, part)
         )
         disk = disk_log(config, f"log-shard-{shard}", metrics.count_log_failure)
         self._log = ShardLog(RecordSink(RecordSource.SHARD, disk))
-        self.states = ShardStateFactory(shard, ALONE, self.archive, self._log)
+        self.states = ShardStateFactory(shard, ALONE, self.snapshots, self._log)
         self.engine = ShardEngine(
             self.states.empty(config.shards),
             WorkerTraffic(metrics, UNLIMITED_BYTES, "grpc"),
@@ -91,22 +93,22 @@ class DirectServer:
         self.identity = ServerIdentity(shard, config.shards, f"direct-{shard}", job=JOB)
         self.server = DataPlaneServicer(self.engine, self.identity)
         if shard == 0:
-            self.archive.generations.count()
+            self.snapshots.generations.count()
             self.service = CoordinatorService(
                 config,
                 ShardCountFile(config.shards, config.data_dir),
                 self.identity,
                 self.engine,
                 self.states,
-                self.archive,
+                self.snapshots,
                 metrics,
             )
             self.service.start(ticking=False)
 
     def _cut(self, cut: Cut, store: ParameterStore) -> None:
         """Nothing else goes on while the part is written."""
-        self.archive.write_part(cut, store)
-        self.archive.close()
+        self.snapshots.write_part(cut, store)
+        self.snapshots.close()
         if self.dead:
             raise Killed
 
@@ -129,7 +131,7 @@ class DirectServer:
             self.engine.set_model(update.model)
         self.engine.deliver(log_id, update.entries)
         if update.snapshots:
-            self.archive.retain(update.snapshots, JOB)
+            self.snapshots.retain(update.snapshots, JOB)
             self.engine.retire_log(max(update.snapshots))
 
     def _install(
@@ -142,8 +144,8 @@ class DirectServer:
             problem = str(error)
         version = manifest.version if manifest else 0
         self.outbox.append(
-            lambda hub: hub.shard_connections.finish_catch_up(
-                hub.registry[self.shard], self.line, version, problem
+            lambda service: service.shard_connections.finish_catch_up(
+                service.registry[self.shard], self.line, version, problem
             )
         )
 
@@ -159,11 +161,12 @@ class DirectServer:
 
 
 class DirectServers:
-    """All servers of a job, for one worker. lives: by shard, None where the server is dead; all:
-    that there ever were.
+    """All servers of a job, for one worker.
 
-    refused: starts that a disk did not let happen. revive: the dead are started again while
-    somebody waits. Otherwise whoever has to do with them gets the Killed.
+    lives: current processes by shard; None where the server is dead.
+    all: all processes so far.
+    refused: number of starts that a disk refused.
+    revive: restart dead servers during a wait; otherwise the caller gets the Killed.
     """
 
     def __init__(self, folder: Path, shards: int = 2, revive: bool = True, **settings: Any) -> None:
@@ -190,7 +193,7 @@ class DirectServers:
 
     @property
     def service(self) -> CoordinatorService:
-        """UnreachableError while nobody coordinates."""
+        """The coordinator. Raises UnreachableError while shard 0 is dead."""
         if (life := self.lives[0]) is None or life.service is None:
             raise UnreachableError("shard 0 is dead")
         return life.service
@@ -210,9 +213,7 @@ class DirectServers:
     # ---- lives -----------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Whoever is dead; some may be dead again then. SnapshotError where the disk does not
-        let one.
-        """
+        """Start the dead servers; some may die again. Raises SnapshotError if a disk refuses."""
         for shard, before in enumerate(self.lives):
             if before is None:
                 self.all.append(DirectServer(shard))
@@ -242,8 +243,8 @@ class DirectServers:
     def _disconnect(self, dead: DirectServer) -> None:
         for life in self.lives:
             if life is not None and dead.shard == 0:
-                life.told = None
-        if dead.told is not None and self.lives[0] is not None:
+                life.cursor = None
+        if dead.cursor is not None and self.lives[0] is not None:
             self.service.shard_connections.disconnect(self.service.registry[dead.shard], dead.line)
 
     @contextmanager
@@ -287,14 +288,14 @@ class DirectServers:
         if (life := self.lives[shard]) is None or self.lives[0] is None:
             return False
         try:
-            told = self._tell(life)
-            return self._hear(life) or told if shard else told
+            has_sent = self._tell(life)
+            return self._hear(life) or has_sent if shard else has_sent
         except UnreachableError:
             return True
 
     def _tell(self, life: DirectServer) -> bool:
         with self.inside(0):
-            if life.shard and life.told is None:
+            if life.shard and life.cursor is None:
                 self._connect(life)
             count = len(life.outbox)
             while life.outbox:
@@ -310,16 +311,16 @@ class DirectServers:
         _, life.line = self.service.shard_connections.connect(
             life.shard, len(self.lives), identity.address, identity.instance
         )
-        life.told, life.reported = DeliveryCursor(report.log_id, report.index), None
+        life.cursor, life.reported = DeliveryCursor(report.log_id, report.index), None
 
     def _hear(self, life: DirectServer) -> bool:
-        assert life.told is not None
+        assert life.cursor is not None
         with self.inside(0):
             update = self.service.shard_connections.next_update(
-                self.service.registry[life.shard], life.told
+                self.service.registry[life.shard], life.cursor
             )
-        quiet = update.cursor == life.told and update.catch_up is CatchUp.FOLLOW
-        life.told = update.cursor
+        quiet = update.cursor == life.cursor and update.catch_up is CatchUp.FOLLOW
+        life.cursor = update.cursor
         with self.inside(life.shard):
             life.hear(update)
         return not quiet

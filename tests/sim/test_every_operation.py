@@ -1,13 +1,9 @@
-"""A disk that fails at any operation, once or from then on, and servers that die at any: every
-single one is walked.
+"""A disk that fails at any operation, once or from then on, and servers that die at any operation.
 
-With each failure training goes on, one ERROR for each log and the metrics say so, every snapshot
-that is there loads, and as soon as the disk works all is whole again by itself: after a restart
-nothing acknowledged is missing. With each death nobody notices where there are logs, and
-otherwise all return to the newest snapshot together.
-
-More kinds, and second deaths: python -m tests.sim.every_operation. Real processes:
-test_server_disk_kills.
+After each failure training continues, one ERROR for each log and the metrics report it, every
+snapshot loads, and the logs are complete again once the disk works: after a restart no
+acknowledged update is missing. After each death other processes notice nothing with logs;
+without logs all shards return to the newest snapshot together.
 """
 
 import tempfile

@@ -131,18 +131,18 @@ def test_the_seeds_reach_what_they_should() -> None:
 
 
 @pytest.mark.full
-def test_histories_keep_every_invariant_when_departed_workers_are_forgotten_at_once(
+def test_histories_keep_every_invariant_if_departed_workers_are_dropped_at_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """By the coordinator and by the shards."""
     monkeypatch.setattr(recorder_module, "MAX_DEPARTED_COUNT", 0)
     monkeypatch.setattr(shard_module, "MAX_EVICTED_WORKERS", 1)
-    forgotten = 0
+    dropped_count = 0
     for seed in range(600):
         world = run(seed)
-        forgotten += sum(world.coordinator.membership.run.dropped.states.values())
+        dropped_count += sum(world.coordinator.membership.run.dropped.states.values())
 
-    assert forgotten >= 100
+    assert dropped_count >= 100
 
 
 CLASSES = mutants.CLASSES | clipping_mutants.CLASSES
@@ -178,7 +178,7 @@ def test_planted_bug_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def quiet(policy_name: str, workers: int, seed: int) -> Scenario:
-    """Delays and losses, but nobody dies."""
+    """Return a scenario with delays and losses, and without killed processes."""
     row = policy(policy_name, 2 if policy_name == "ssp" else None)
     return Scenario(
         seed, row, workers, shards=2, batches=7, epochs=2, accumulate=1, loss=0.1, every=None
@@ -305,12 +305,12 @@ def test_others_go_on_without_a_worker_whose_script_hangs_where_there_is_a_progr
         hung = world.workers[1]
         hung.hangs_from, hung.hangs_until = world.now, 200.0
 
-    def look() -> None:
+    def look_at_loops() -> None:
         ended.append(all(loop.ended for loop in world.coordinator.ledger.loops.values()))
         places.append(world.workers[1].begun)
 
     world.after(2.0, hang)
-    world.after(199.0, look)
+    world.after(199.0, look_at_loops)
     world.run()
 
     assert (ended, places) == ([timeout is not None], [1])

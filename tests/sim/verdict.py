@@ -28,8 +28,7 @@ def check_outcome(world: "World", push: Push, outcome: PushOutcome) -> None:
 def verify(world: "World") -> None:
     """All shards counted the same pushes, each batch once, and the weights are their sums.
 
-    Where updates were lost and nobody has come since who was not told to leave, they are not
-    done again.
+    Lost updates are not repeated if all workers of the newest generation were asked to leave.
     """
     history = [tuple(c.key for c in apply.contributions) for apply in world.decided]
     counted = [key for keys in history for key in keys]

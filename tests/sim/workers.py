@@ -264,8 +264,8 @@ class SimWorker:
             self.later(self.world.rng.random() * RETRY, lambda: self.await_outcome(push))
 
     def listen(self, push: Push) -> None:
-        """What a shard has answered stays answered, whoever comes after it; for other shards all
-        begins anew.
+        """Collect the shards' answers. An answer holds after the shard's restart; after a reshard
+        all shards are asked again.
         """
         if self.shards != self.world.layout and self.world.rng.random() < 0.3:
             self.shards = self.world.layout  # it was told that there are others

@@ -218,7 +218,7 @@ class World(Faults, ServerFailures):
         for _ in range(20):
             if self.coordinator.reshard is not None:
                 self.now += RESHARD_SNAPSHOT_RETRY_SECONDS  # its snapshot may have failed
-            self.look()
+            self.advance()
             if self.is_settled:
                 return
         raise InvariantError(f"no rest: {self.coordinator.reshard}")
@@ -236,11 +236,11 @@ class World(Faults, ServerFailures):
     # ---- the shell of the coordinator
 
     def tick(self) -> None:
-        self.look()
+        self.advance()
         self.after(1.0, self.tick)
 
-    def look(self) -> None:
-        """What everybody does once a second."""
+    def advance(self) -> None:
+        """Run what coordinator and shards do once a second."""
         if 0 not in self.down:
             self.recorder.tick(self.now)
             self.flush()
@@ -429,9 +429,7 @@ class World(Faults, ServerFailures):
     # ---- faults
 
     def reshard(self) -> None:
-        """The model moves to another number of servers; those that come are up already. Somebody
-        may die meanwhile.
-        """
+        """Reshard the job; new servers are up already. A server may be killed meanwhile."""
         if self.perfect or all(worker.done for worker in self.workers):
             return None
         shards = self.rng.choice(
