@@ -284,6 +284,7 @@ def stopped_server(
 
 
 @pytest.mark.timing
+@pytest.mark.every(3)
 @pytest.mark.parametrize(
     "request_of", ["push", "pull", "push_pull", "report", "status", "a new client"]
 )

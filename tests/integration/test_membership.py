@@ -190,7 +190,7 @@ def trickle(frame: bytes) -> bytes:
     return frame
 
 
-@pytest.mark.every(2)
+@pytest.mark.full
 @pytest.mark.parametrize("slow", [0, 1])
 def test_a_worker_whose_bytes_move_is_not_dropped(
     cluster: Make, monkeypatch: pytest.MonkeyPatch, slow: int

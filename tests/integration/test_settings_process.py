@@ -145,6 +145,7 @@ def test_log_level(two: tuple[Program, Program]) -> None:
     assert ["listening" in server.err for server in two] == [True, False]
 
 
+@pytest.mark.full
 @server_setting("log_format")
 def test_log_format(two: tuple[Program, Program]) -> None:
     text, lines = (server.err.splitlines() for server in two)

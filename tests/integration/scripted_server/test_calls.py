@@ -36,7 +36,7 @@ def slowly(number: int) -> None:
     threading.Event().wait(0.4)
 
 
-@pytest.mark.every(2)
+@pytest.mark.full
 @pytest.mark.parametrize(
     "hooks", [lambda c: c.incoming, lambda c: c.outgoing], ids=["push", "pull"]
 )

@@ -184,6 +184,7 @@ def test_loader_processes_serve_several_passes(persistent: bool) -> None:
     assert [first.tolist(), *seen] == [expected[0][0], *expected[1:]]
 
 
+@pytest.mark.full
 def test_without_reseeding_loader_processes_get_a_new_seed_in_each_pass() -> None:
     job, optimizer, _ = started()
     loader = job.batches(Noise(), 5, shuffle=False, reseed=False, num_workers=1)
