@@ -15,6 +15,8 @@ Make = Callable[..., Cluster]
 
 SIZE, UNIT, GLOBAL, EPOCHS = 22, 2, 8, 3
 DATA = torch.linspace(-1.0, 1.0, SIZE)[:, None]
+PREFETCHING = {"num_workers": 1, "multiprocessing_context": "forkserver"}
+"""A plain fork of this process could copy a lock of torch that another worker's thread holds."""
 UPDATES = 3 * EPOCHS
 """An epoch is 11 batches: updates of 4, 4 and 3."""
 
@@ -80,7 +82,7 @@ def test_two_runs_give_the_same_bits(cluster: Make, workers: int) -> None:
         real(cluster(1, **settings).address, workers, train),
     ]
     address = cluster(2, **settings).address
-    runs.append(real(address, workers, lambda job: train(job, num_workers=1)))
+    runs.append(real(address, workers, lambda job: train(job, **PREFETCHING)))
 
     assert all(torch.equal(weights, runs[0][0][0]) for run in runs for weights, _ in run)
 
