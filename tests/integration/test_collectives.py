@@ -16,6 +16,7 @@ from psworker import Job
 from psworker.client.local_client import LocalClient
 from tests.support.cluster import Cluster
 from tests.support.policies import POLICIES
+from tests.support.training_threads import simulated
 from tests.support.workers import DEADLINE, connected, data, network, status, together, until
 
 Make = Callable[..., Cluster]
@@ -106,6 +107,12 @@ def test_other_names_are_refused_and_the_first_worker_continues(cluster: Make) -
     results = together(first, second)
     assert results[1] == "COLLECTIVE_MISMATCH"
     assert results[0] == {"accuracy": 0.5, "loss": 1.0}
+
+
+def test_simulated_workers_wait_for_each_other() -> None:
+    results = simulated(3, lambda job: job.all_reduce({"rank": job.rank}, samples=job.rank))
+
+    assert results == [{"rank": pytest.approx(5 / 3)}] * 3
 
 
 def test_without_servers_a_worker_gets_its_own_values() -> None:

@@ -58,7 +58,8 @@ class CollectiveCalls:
         if member is None or worker not in job.collectives.open.get(number, ()):
             return None
         here = [(each.worker, each.state) for each in job.membership.current()]
-        return job.started, job.log.index, here, job.ledger.place(worker, 0)
+        begun = job.started, job.collectives.has_begun
+        return *begun, job.log.index, here, job.ledger.place(worker, 0)
 
     def missing(self, number: int) -> list[Member]:
         """Return the members that a call waits for, in worker order."""

@@ -15,7 +15,7 @@ from psserver.core.commands.data_commands import CallCollective, ReturnBatches
 from psserver.core.commands.recorded import RecordedCommand
 from psserver.core.commands.recorder import Recorder
 from psserver.core.commands.waiting import waiting_for_call
-from psserver.core.commands.worker_commands import Leave, Lose
+from psserver.core.commands.worker_commands import Join, Leave, Lose
 from psserver.core.coordinator.machine import CoordinatorMachine
 from psserver.core.job.policy import policy
 from psserver.core.job.settings import JobRules
@@ -163,6 +163,25 @@ def test_before_training_calls_wait_for_min_workers() -> None:
     assert "worker 2" in waiting_for_call(coordinator, 1, 0.0)
 
     assert recorder.do(CallCollective(second, 1, BARRIER), 0.0) is not None
+
+
+def test_a_repetition_that_lets_calls_begin_is_recorded() -> None:
+    """The second worker joined between two requests of the first one."""
+    coordinator = CoordinatorMachine(1, JobRules(policy("sync"), 2))
+    recorder, written = Recorder(coordinator), list[RecordedCommand]()
+    recorder.journal.write = written.append  # type: ignore[method-assign]
+    for _ in range(2):
+        worker = recorder.do(Join(None, "host", 1, "cpu"), 0.0).worker
+        for _ in range(2):
+            recorder.do(CallCollective(1, 1, BARRIER), 0.0)
+
+    replayed = CoordinatorMachine(1, coordinator.job.rules)
+    for command in written:
+        command.command.perform(replayed, command.now)
+
+    assert worker == 2
+    assert coordinator.job.collectives.has_begun
+    assert replayed.state() == coordinator.state()
 
 
 @pytest.mark.parametrize("is_done", [False, True], ids=["open", "done"])
