@@ -63,6 +63,7 @@ class Collectives:
     Attributes:
         open: Contributions to calls without a result, by number and worker.
         results: Results by number; samples is 0.
+        dropped: The newest call whose result is not kept any more; 0: none.
         newest: The newest call of each member that has made one.
         has_begun: Whether training has started, or --min-workers workers were members at the time
             of a call. No call has a result before.
@@ -71,6 +72,7 @@ class Collectives:
     def __init__(self) -> None:
         self.open: dict[int, dict[int, CollectiveValues]] = {}
         self.results: OrderedDict[int, CollectiveValues] = OrderedDict()
+        self.dropped = 0
         self.newest: dict[int, int] = {}
         self.has_begun = False
 
@@ -88,7 +90,7 @@ class Collectives:
 
     def _check(self, number: int, contribution: CollectiveValues) -> None:
         known = self.results.get(number)
-        if known is None and self.results and number < next(iter(self.results)):
+        if known is None and number <= self.dropped:
             raise InvalidRequestError(
                 f"collective {number} failed: only the newest {MAX_RESULTS} results are kept. Try: "
                 "fewer collectives, such as one for each pass",
@@ -128,7 +130,9 @@ class Collectives:
                 served += contributions
                 del self.open[number]
         if served:
-            self.results = OrderedDict(sorted(self.results.items())[-MAX_RESULTS:])
+            self.results = OrderedDict(sorted(self.results.items()))
+        while len(self.results) > MAX_RESULTS:
+            self.dropped, _ = self.results.popitem(last=False)
         return served
 
     def _needed(self, number: int, members: Sequence[Member]) -> Sequence[Member]:
@@ -160,6 +164,7 @@ class Collectives:
                 ],
                 "results": [[number, each.as_json()] for number, each in self.results.items()],
                 "newest": [[worker, number] for worker, number in self.newest.items()],
+                "dropped": self.dropped,
                 "begun": self.has_begun,
             }
         }
@@ -179,6 +184,7 @@ class Collectives:
         self.results = OrderedDict(
             (number, CollectiveValues.from_json(raw)) for number, raw in found.get("results", ())
         )
+        self.dropped = found.get("dropped", 0)
 
 
 def _combined(given: Sequence[CollectiveValues]) -> CollectiveValues:

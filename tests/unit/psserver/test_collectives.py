@@ -116,6 +116,17 @@ def test_a_worker_lost_before_the_first_call_is_not_waited_for() -> None:
     assert call(job, 3, 1) is not None
 
 
+def test_an_earlier_call_without_a_result_is_made_again() -> None:
+    """Its result was lost in a rollback; other workers have gone on to the next call."""
+    job = Job(workers=2)
+    call(job, 1, 2)
+    assert call(job, 2, 2) is not None
+
+    job.recorder.do(Lose(1, "its lease ended"), job.now)
+    again = job.add()
+    assert call(job, again, 1) is not None
+
+
 def test_a_later_call_of_a_worker_counts_as_the_earlier_ones() -> None:
     """After a rollback the coordinator may not know the calls that a running script has made."""
     job = Job(workers=2)
