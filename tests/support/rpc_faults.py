@@ -160,6 +160,9 @@ class FaultyLane:
     ) -> co.ReturnBatchesResponse:
         return self._ask("ReturnBatches", partial(self.lane.return_batches, request, timeout))
 
+    def collective(self, request: co.CollectiveRequest, timeout: float) -> co.CollectiveResponse:
+        return self._ask("Collective", partial(self.lane.collective, request, timeout))
+
     def report(self, request: co.ReportMetricsRequest, timeout: float) -> co.ReportMetricsResponse:
         return self._ask("ReportMetrics", partial(self.lane.report, request, timeout))
 
