@@ -1,6 +1,7 @@
 """The coordinator during a reshard, request by request; tests/sim has histories with faults."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 
@@ -14,6 +15,8 @@ from psserver.core.job.policy import policy
 from psserver.core.job.settings import JobRules
 from psserver.core.job.snapshot_schedule import PartReport, SnapshotInterval
 from psserver.core.servers.catch_up import CatchUp, choose_catch_up
+from psserver.core.servers.shard_directory import ShardDirectory
+from psserver.core.servers.shard_protocol import process_report
 from psserver.core.shard.state_machine import NO_LOG
 
 MODEL = ModelSpec((TensorSpec("w", (1,), "float32"),), OptimizerSettings("sgd", ({"lr": 0.1},)))
@@ -175,3 +178,26 @@ def test_a_new_process_of_a_shard_may_be_behind_the_former_one() -> None:
     assert [*decided] == job.machine.entries_after(before) != []
     job.report(1)
     assert job.machine.entries_after(before) == []
+
+
+def test_a_new_shard_that_was_restarted_with_the_coordinator_builds_its_partition_again() -> None:
+    """The restarted coordinator has no connection whose end would show the loss."""
+    job = ReshardJob()
+    job.report(0, 1, seqs=[])
+    assert job.recorder.do(StartReshard(3, True), 0.0)
+    job.report(0, 1, 2)
+    assert job.machine.reshard is not None
+    assert job.machine.reshard.loaded_shards == {0, 1, 2}
+
+    counts = SimpleNamespace(shards=3, past=set())
+    directory = ShardDirectory[PartReport](counts, "shard 0")
+    directory.form(job.machine.job.following_shards)
+    directory.new_log(None)
+    server, replaces = directory.connect(2, 3, "shard 2", "its second process")
+    blank = ShardReport(2, NO_LOG, 0, ())
+    action = process_report(
+        job.recorder, directory, server, server.connection, blank, 0.0, has_logs=True
+    )
+
+    assert (replaces, action) == (False, CatchUp.ADOPT)
+    assert job.machine.reshard.loaded_shards == {0, 1}
