@@ -1,9 +1,9 @@
 """A simulated job: servers and workers in one process, one step at a time in a fixed order.
 
 The shards' engines, the coordinator and the client are those of real jobs. Only the network is
-replaced: a DirectTransport calls the servers' methods. Workers are threads, and one runs at a time:
-it passes the turn to the next one when it has made a step or has to wait. So every run with the
-same arguments has the same result, under every policy.
+replaced: a DirectTransport calls the servers' methods. Each worker is a thread, and one thread runs
+at a time: its turn ends when it has made a step or has to wait. So every run with the same
+arguments has the same result, under every policy.
 
 This is the only module of psworker that imports psserver.
 """

@@ -1,4 +1,4 @@
-"""Stand-ins for the arrays of a shard: a few floats, and the shipped states over them."""
+"""Replacements for the arrays of a shard: a few floats, and the shipped states with such arrays."""
 
 import itertools
 import random
@@ -14,15 +14,15 @@ from psserver.durability.shard_recovery import ShardStateFactory
 from psserver.durability.shard_state import ShardState
 from psserver.durability.state_records import ReceivedState
 from psserver.replication.standby_state import StandbyState
-from tests.sim.disks import Saved, SimStandby
+from tests.sim.disks import SimManifest, SimStandby
 from tests.sim.invariants import check
 
 if TYPE_CHECKING:
     from tests.sim.world import World
 
-UNITS = 3
-"""Numbers in the model; each shard has an equal share or one more."""
-NBYTES = 8
+WEIGHT_COUNT = 3
+"""Number of weights in the model. Each shard has an equal share, or one more."""
+WEIGHT_BYTES = 8
 KIND = "weight"
 
 
@@ -32,39 +32,43 @@ def model_of(clip_norm: float | None) -> ModelSpec:
     )
 
 
-def part_of(numbers: Sequence[float], shard: int, shards: int) -> list[float]:
-    """Return a shard's partition of all numbers."""
-    return list(numbers[UNITS * shard // shards : UNITS * (shard + 1) // shards])
+def partition_of(values: Sequence[float], shard: int, shards: int) -> list[float]:
+    """Return a shard's partition of weights or gradients."""
+    return list(values[WEIGHT_COUNT * shard // shards : WEIGHT_COUNT * (shard + 1) // shards])
 
 
-ARRIVALS = itertools.count()
+ARRIVAL_NUMBERS = itertools.count()
 
 
 class SimStaging:
-    """Stands for Staging. `number` orders stagings by their arrival."""
+    """Replaces Staging.
 
-    def __init__(self, owner: "SimStore", numbers: Sequence[float], initial: bool) -> None:
-        self.owner, self.initial, self.number = owner, initial, next(ARRIVALS)
-        self.numbers = array("d", numbers)
+    number: position in the order of arrival.
+    values: the shard's part of the gradient, or of the initial weights.
+    """
+
+    def __init__(self, owner: "SimStore", values: Sequence[float], initial: bool) -> None:
+        self.owner, self.initial, self.number = owner, initial, next(ARRIVAL_NUMBERS)
+        self.values = array("d", values)
         self.absent: frozenset[int] = frozenset()
         self.groups = self.claim = None
-        self.views = self.contents = [memoryview(self.numbers).cast("B")]
+        self.views = self.contents = [memoryview(self.values).cast("B")]
 
 
 class SimStore:
-    """Stands for ParameterStore: the numbers of one shard, with plain SGD."""
+    """Replaces ParameterStore: the weights of one shard, with plain SGD."""
 
     def __init__(self, model: ModelSpec, shard: int, shards: int, rng: random.Random) -> None:
         self.plan = SimpleNamespace(spec=model, shards=shards)
         self.clips_gradients = model.optimizer.clip_norm is not None
-        self._start = UNITS * shard // shards
-        self._size = UNITS * (shard + 1) // shards - self._start
+        self._start = WEIGHT_COUNT * shard // shards
+        self._size = WEIGHT_COUNT * (shard + 1) // shards - self._start
         self.weights = [0.0] * self._size
         self._rng = rng
 
     @property
     def averaged_last(self) -> bool:
-        """Sometimes true: the norm of a push is then measured later."""
+        """Return True at random; the shard then measures the norm of a push later."""
         return self._rng.random() < 0.1
 
     def allocate_staging(self, absent: Collection[int] = (), initial: bool = False) -> SimStaging:
@@ -79,7 +83,7 @@ class SimStore:
         return ""
 
     def set_initial_weights(self, staging: SimStaging) -> None:
-        self.weights = list(staging.numbers)
+        self.weights = list(staging.values)
 
     def average(
         self, stagings: Sequence[SimStaging], samples: Sequence[int], scales: Sequence[float]
@@ -87,10 +91,10 @@ class SimStore:
         """Return the weighted mean, summed in this order."""
         total, means = sum(samples), [0.0] * self._size
         for staging, count, scale in zip(stagings, samples, scales, strict=True):
-            check(len(staging.numbers) == self._size, "a push has {} numbers", staging.numbers)
+            check(len(staging.values) == self._size, "a push has the gradient {}", staging.values)
             share = count / total * scale
             means = [
-                mean + value * share for mean, value in zip(means, staging.numbers, strict=True)
+                mean + value * share for mean, value in zip(means, staging.values, strict=True)
             ]
         return means
 
@@ -110,14 +114,15 @@ class SimStore:
         self.weights = [weight - mean for weight, mean in zip(self.weights, means, strict=True)]
 
     def restore(self, reader: Any) -> None:
-        numbers = array("d", [0.0] * self._size)
-        start, stop = self._start * NBYTES, (self._start + self._size) * NBYTES
-        check(reader.read(KIND, start, stop, memoryview(numbers).cast("B")), "numbers are missing")
-        self.weights = list(numbers)
+        weights = array("d", [0.0] * self._size)
+        start, stop = self._start * WEIGHT_BYTES, (self._start + self._size) * WEIGHT_BYTES
+        is_complete = reader.read(KIND, start, stop, memoryview(weights).cast("B"))
+        check(is_complete, "weights are missing")
+        self.weights = list(weights)
 
     def export(self) -> dict[str, torch.Tensor]:
-        numbers = torch.tensor(self.weights, dtype=torch.float64)
-        return {f"{KIND}@{self._start * NBYTES}": numbers}
+        weights = torch.tensor(self.weights, dtype=torch.float64)
+        return {f"{KIND}@{self._start * WEIGHT_BYTES}": weights}
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         return iter(self.export().items())
@@ -131,12 +136,12 @@ class SimStore:
     scalars = steps
 
 
-class AllNumbers:
-    """Reads partitions that lie one after another."""
+class PartitionReader:
+    """Reads weights from the partitions of all shards."""
 
     def __init__(self, parts: Sequence[Sequence[float]]) -> None:
-        numbers = array("d", [number for part in parts for number in part])
-        self._bytes = memoryview(numbers).cast("B")
+        weights = array("d", [weight for part in parts for weight in part])
+        self._bytes = memoryview(weights).cast("B")
 
     def read(self, kind: str, start: int, stop: int, out: memoryview) -> bool:
         out[:] = self._bytes[start:stop]
@@ -144,23 +149,23 @@ class AllNumbers:
 
 
 class SimSnapshots:
-    """Stands for SnapshotManager."""
+    """Replaces SnapshotManager."""
 
     def __init__(self, world: "World") -> None:
         self._world = world
 
-    def reader(self, saved: Saved, shards: int) -> AllNumbers:
-        return AllNumbers(
-            [disk.parts[saved.index][1] for disk in self._world.disks[: saved.shards]]
+    def reader(self, snapshot: SimManifest, shards: int) -> PartitionReader:
+        return PartitionReader(
+            [disk.parts[snapshot.index][1] for disk in self._world.disks[: snapshot.shards]]
         )
 
-    def note_loaded(self, saved: Saved | None) -> None: ...
+    def note_loaded(self, snapshot: SimManifest | None) -> None: ...
 
     def close(self) -> None: ...
 
 
 class SimState(ShardState):
-    """A shard's state over a SimStore."""
+    """The shipped state of a shard, with a SimStore."""
 
     def __init__(self, shard: int, shards: int, rng: random.Random) -> None:
         super().__init__(shard, shards, rng)  # type: ignore[arg-type]
@@ -170,15 +175,15 @@ class SimState(ShardState):
         return SimStore(model, self.shard, self.shards, self._rng)
 
 
-class SimStates(ShardStateFactory):
-    """Creates such states."""
+class SimStateFactory(ShardStateFactory):
+    """The shipped factory, which here creates SimState."""
 
     def empty(self, shards: int) -> ShardState:
         return SimState(self._shard, shards, self._team)  # type: ignore[arg-type]
 
 
 class SimStandbyState(StandbyState):
-    """What a standby has replicated, over a SimStore."""
+    """The shipped state of a standby, with a SimStore."""
 
     def __init__(self, world: "World", shard: int, standby: SimStandby) -> None:
         self.shard_state = SimState(shard, 0, world.rng)

@@ -1,4 +1,4 @@
-"""Bugs planted in how updates are clipped, as in mutants.py."""
+"""Planted bugs in gradient clipping; see mutants.py."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
@@ -16,29 +16,29 @@ from psserver.durability.shard_state import ShardState
 from tests.sim.scenario import SHRINK, Scenario
 
 
-class TakesAnyMeasurement(CoordinatorMachine):
-    """Clips an update by what was measured of another one."""
+class ClipsByAnyMeasurement(CoordinatorMachine):
+    """Clips an update by a norm that was measured for another update."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         square_norm = self.rounds._square_norm
 
-        def of_any(contributions: tuple[Contribution, ...]) -> float | None:
+        def any_square_norm(contributions: tuple[Contribution, ...]) -> float | None:
             if self.pending.measurement is not None:
                 return self.pending.measurement.square_norm(self.shards)
             return square_norm(contributions)
 
-        self.rounds._square_norm = of_any  # type: ignore[method-assign]
+        self.rounds._square_norm = any_square_norm  # type: ignore[method-assign]
 
 
-class MeasurementOverReshard(CoordinatorMachine):
-    """Adds up what shards of two layouts measured."""
+class KeepsMeasurementInReshard(CoordinatorMachine):
+    """Adds up norms that shards measured before and after a reshard."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         clear = self.pending.clear
 
-        def clear_pushes(shards: int) -> None:
+        def clear_pushes_only(shards: int) -> None:
             measurement = self.pending.measurement
             clear(shards)
             if measurement is not None:
@@ -46,20 +46,20 @@ class MeasurementOverReshard(CoordinatorMachine):
                 remaining = {shard: value for shard, value in norms if shard < shards}
                 self.pending.measurement = replace(measurement, square_norms=remaining)
 
-        self.pending.clear = clear_pushes  # type: ignore[method-assign]
+        self.pending.clear = clear_pushes_only  # type: ignore[method-assign]
 
 
 LOAD = ShardState.load
 
 
-def forgets_what_it_measured(state: ShardState, base: SegmentBase) -> None:
-    """Forget, in a recovery, what was measured before the cut."""
+def omit_measured_norms(state: ShardState, base: SegmentBase) -> None:
+    """Recover a shard without the norms that it measured before the cut."""
     remaining = {key: value for key, value in base.state.items() if key != "measured"}
     LOAD(state, base._replace(state=remaining))
 
 
-class ForgetsTheMeasurement(CoordinatorMachine):
-    """Made again, or a standby's, it does not know what it waits for."""
+class RecoversWithoutMeasurement(CoordinatorMachine):
+    """Loses the pending measurement after a recovery or failover."""
 
     def load_state(
         self, state: Mapping[str, Any], model: ModelSpec | None, now: float, snapshot: int = 0
@@ -86,52 +86,52 @@ class ClipsEachPush(CoordinatorMachine):
         self.rounds._clipped = clip_each  # type: ignore[method-assign]
 
 
-class AnswersUnwritten(CoordinatorMachine):
-    """Acts on what shards measured without having it written down."""
+class UsesUnwrittenNorms(CoordinatorMachine):
+    """Uses norms that shards report without writing them to the log."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         record_index = self.reports.record_index
 
-        def record_answer(report: ShardReport) -> None:
+        def record_norm(report: ShardReport) -> None:
             record_index(report)
             if self.pending.measurement is not None and report.log_id == self.log_id:
                 self.pending.measurement.take(report)
 
         self.reports.has_measured = lambda report: False  # type: ignore[method-assign]
-        self.reports.record_index = record_answer  # type: ignore[method-assign]
+        self.reports.record_index = record_norm  # type: ignore[method-assign]
 
 
 COUNTED = job_log_module.counted
 
 
-def counted_by_updates(entries: Iterable[Entry]) -> set[PushKey]:
-    """Forgets that a Measure needs its pushes, too."""
+def counted_by_updates_only(entries: Iterable[Entry]) -> set[PushKey]:
+    """Return the pushes that Apply entries count, without those of Measure entries."""
     return COUNTED(entry for entry in entries if not isinstance(entry, Measure))
 
 
-def first_answer(measurement: Measurement, shards: int) -> float | None:
-    """Takes one shard's part of the norm for all of it."""
+def norm_of_first_shard(measurement: Measurement, shards: int) -> float | None:
+    """Return the norm of one shard as that of the whole update."""
     return next(iter(measurement.square_norms.values()), None)
 
 
-def always(pending: PendingPushes, key: PushKey) -> bool:
-    """Takes 0 for the norm of a push at which some shard did not look."""
+def is_always_measured(pending: PendingPushes, key: PushKey) -> bool:
+    """Use the norm 0 for a shard that did not measure the push."""
     return True
 
 
-def clipped_with_standbys_that_lag(scenario: Scenario) -> Scenario:
+def clipped_with_lagging_standbys(scenario: Scenario) -> Scenario:
     return replace(
         scenario,
         policy=policy("sync"),
         on_loss=SHRINK,
         workers=3,
         shards=3,
-        durable=True,
+        has_log=True,
         standbys=6,
-        lag=True,
+        has_lagging_standbys=True,
         reshards=0,
-        switches=0,
+        policy_switches=0,
         clip_norm=1.0,
     )
 
@@ -142,31 +142,48 @@ def clipped_sync(scenario: Scenario) -> Scenario:
     )
 
 
-def clipped_among_cuts(scenario: Scenario) -> Scenario:
-    """Logs that start a new segment between a Measure and its update."""
+def clipped_with_many_cuts(scenario: Scenario) -> Scenario:
+    """Make log segments begin between a Measure and its update."""
     return replace(
-        clipped_sync(scenario), durable=True, lag=False, every=1, server_kills=4, standbys=2
+        clipped_sync(scenario),
+        has_log=True,
+        has_lagging_standbys=False,
+        snapshot_interval=1,
+        server_kills=4,
+        standbys=2,
     )
 
 
 SCENARIOS: Mapping[str, Callable[[Scenario], Scenario]] = {
-    "an update is clipped by the norm of another one": clipped_sync,
-    "a measurement outlives a reshard": clipped_sync,
-    "a measured norm forgotten over a restart": clipped_among_cuts,
-    "a coordinator that forgets what it had measured": clipped_among_cuts,
-    "a log that needs pushes for updates alone": clipped_with_standbys_that_lag,
+    "an update is clipped by the norm of another update": clipped_sync,
+    "a reshard does not discard a measurement": clipped_sync,
+    "a recovered shard lacks its measured norms": clipped_with_many_cuts,
+    "a recovered coordinator lacks its measurement": clipped_with_many_cuts,
+    "a shard may lack the pushes of a Measure": clipped_with_lagging_standbys,
 }
 
 CLASSES: dict[str, dict[str, type]] = {
-    "an update is clipped by the norm of another one": {"coordinator_class": TakesAnyMeasurement},
-    "a measurement outlives a reshard": {"coordinator_class": MeasurementOverReshard},
-    "a coordinator that forgets what it had measured": {"coordinator_class": ForgetsTheMeasurement},
-    "each push of a round is clipped alone": {"coordinator_class": ClipsEachPush},
-    "measured norms that are not written": {"coordinator_class": AnswersUnwritten},
+    "an update is clipped by the norm of another update": {
+        "coordinator_class": ClipsByAnyMeasurement
+    },
+    "a reshard does not discard a measurement": {"coordinator_class": KeepsMeasurementInReshard},
+    "a recovered coordinator lacks its measurement": {
+        "coordinator_class": RecoversWithoutMeasurement
+    },
+    "each push of a round is clipped separately": {"coordinator_class": ClipsEachPush},
+    "measured norms are not written": {"coordinator_class": UsesUnwrittenNorms},
 }
 PATCHES: dict[str, tuple[Any, str, Any]] = {
-    "a measured norm forgotten over a restart": (ShardState, "load", forgets_what_it_measured),
-    "a log that needs pushes for updates alone": (job_log_module, "counted", counted_by_updates),
-    "the norm of one shard for that of all": (Measurement, "square_norm", first_answer),
-    "a push that was not measured has no norm": (PendingPushes, "is_measured", always),
+    "a recovered shard lacks its measured norms": (ShardState, "load", omit_measured_norms),
+    "a shard may lack the pushes of a Measure": (
+        job_log_module,
+        "counted",
+        counted_by_updates_only,
+    ),
+    "the norm of one shard counts as the whole norm": (
+        Measurement,
+        "square_norm",
+        norm_of_first_shard,
+    ),
+    "a push that was not measured has norm 0": (PendingPushes, "is_measured", is_always_measured),
 }

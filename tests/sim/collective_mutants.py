@@ -1,4 +1,4 @@
-"""Bugs planted in collective calls, as in mutants.py."""
+"""Planted bugs in collective calls; see mutants.py."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -18,10 +18,10 @@ CONTRIBUTE = Collectives.contribute
 WRITE = CoordinatorLog.write
 
 
-def blocks_rounds(
+def block_rounds(
     calls: CollectiveCalls, request: CollectiveRequest, now: float
 ) -> CollectiveValues | None:
-    """Let rounds wait for a worker that waits in a collective call."""
+    """Make rounds wait for a worker that waits in a collective call."""
     result = CALL(calls, request, now)
     member = calls._job.membership.members[request.worker]
     if result is None and member.state is WorkerState.IDLE:
@@ -29,53 +29,53 @@ def blocks_rounds(
     return result
 
 
-def forgets_results(collectives: Collectives) -> dict[str, Any]:
-    """Save no results in snapshots, log segments and standbys."""
+def omit_results(collectives: Collectives) -> dict[str, Any]:
+    """Leave the results out of snapshots, log segments and the state of standbys."""
     return {}
 
 
-def combines_again(
+def replace_result(
     collectives: Collectives, worker: int, number: int, values: CollectiveValues
 ) -> None:
-    """Replace the result of a call when a worker that was restarted repeats it."""
+    """Replace the result of a call when a restarted worker repeats the call."""
     if worker not in collectives.newest:
         collectives.results.pop(number, None)
     CONTRIBUTE(collectives, worker, number, values)
 
 
-def skips_calls(log: CoordinatorLog, command: RecordedCommand) -> None:
-    """Do not write collective calls."""
+def omit_calls(log: CoordinatorLog, command: RecordedCommand) -> None:
+    """Do not write collective calls to the log."""
     if not isinstance(command.command, CallCollective):
         WRITE(log, command)
 
 
-def restarted_workers(scenario: Scenario) -> Scenario:
+def with_restarted_workers(scenario: Scenario) -> Scenario:
     return replace(
         scenario,
         policy=policy("sync"),
         collectives=True,
         workers=3,
         worker_kills=6,
-        returns=True,
+        restarts_workers=True,
         server_kills=3,
-        durable=True,
+        has_log=True,
         standbys=3,
-        lag=False,
+        has_lagging_standbys=False,
     )
 
 
 SCENARIOS: Mapping[str, Callable[[Scenario], Scenario]] = dict.fromkeys(
     (
         "a waiting worker blocks rounds",
-        "results are not saved",
-        "a repeated call changes its result",
+        "results of collective calls are not saved",
+        "a repeated collective call changes its result",
         "collective calls are not written",
     ),
-    restarted_workers,
+    with_restarted_workers,
 )
 PATCHES: dict[str, tuple[Any, str, Any]] = {
-    "a waiting worker blocks rounds": (CollectiveCalls, "call", blocks_rounds),
-    "results are not saved": (Collectives, "state", forgets_results),
-    "a repeated call changes its result": (Collectives, "contribute", combines_again),
-    "collective calls are not written": (CoordinatorLog, "write", skips_calls),
+    "a waiting worker blocks rounds": (CollectiveCalls, "call", block_rounds),
+    "results of collective calls are not saved": (Collectives, "state", omit_results),
+    "a repeated collective call changes its result": (Collectives, "contribute", replace_result),
+    "collective calls are not written": (CoordinatorLog, "write", omit_calls),
 }

@@ -1,4 +1,4 @@
-"""Bugs planted in what shard 0 decides about servers, as in mutants.py."""
+"""Planted bugs in decisions of shard 0 about servers; see mutants.py."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -29,86 +29,88 @@ RECORD_REPORT = ShardDirectory.record_report
 CONNECT = ShardDirectory.connect
 
 
-def follows_anyway(
+def always_follow(
     coordinator: CoordinatorMachine,
     report: ShardReport,
     blank: bool,
     can_recover: bool,
     restores: bool,
 ) -> CatchUp:
-    """Lets a shard follow that lacks entries, or pushes that entries count."""
+    """Let a shard follow although it lacks entries, or pushes that entries count."""
     if report.log_id == coordinator.log_id and not blank:
         return CatchUp.FOLLOW
     return CHOOSE(coordinator, report, blank, can_recover, restores)
 
 
-def restores_anyway(
+def never_roll_back(
     coordinator: CoordinatorMachine,
     report: ShardReport,
     blank: bool,
     can_recover: bool,
     restores: bool,
 ) -> CatchUp:
-    """Lets a shard that has lost its state begin alone, while the others go on."""
+    """Let a shard without its state restore it alone, without a rollback of the other shards."""
     catch_up = CHOOSE(coordinator, report, blank, can_recover, restores)
     if catch_up is CatchUp.GO_BACK:
         return CatchUp.RESTORE if restores else CatchUp.BEGIN
     return catch_up
 
 
-def skips_an_entry(
+def skip_entries(
     directory: Directory,
     server: ServerEntry,
     cursor: DeliveryCursor,
     coordinator: CoordinatorMachine,
 ) -> Delivery | None:
-    """Takes what a shard has not received yet for received."""
-    late = cursor._replace(reached=max(cursor.reached, coordinator.log.index - 1))
-    return NEXT_DELIVERY(directory, server, late, coordinator)
+    """Treat all entries but the newest as received by the shard."""
+    advanced = cursor._replace(reached=max(cursor.reached, coordinator.log.index - 1))
+    return NEXT_DELIVERY(directory, server, advanced, coordinator)
 
 
-def forgets_the_action(
+def omit_catch_up(
     directory: Directory,
     server: ServerEntry,
     cursor: DeliveryCursor,
     coordinator: CoordinatorMachine,
 ) -> Delivery | None:
-    """Does not tell a shard how it can follow."""
+    """Deliver entries without the catch-up action."""
     delivery = NEXT_DELIVERY(directory, server, cursor, coordinator)
     return delivery._replace(catch_up=CatchUp.FOLLOW) if delivery is not None else None
 
 
-def reads_its_log_again(
+def repeat_recovery(
     directory: Directory, server: ServerEntry, *rest: Any, **others: Any
 ) -> ReportDecision:
-    """Asks a shard whose log cannot be used to read it again, for ever."""
+    """Ask a shard again and again to recover from a log that cannot be used."""
     decision = RECORD_REPORT(directory, server, *rest, **others)
     server.is_recovery_requested = False
     return decision
 
 
-def knows_every_process(
+def ignore_new_process(
     directory: Directory, shard: int, *rest: Any, **others: Any
 ) -> tuple[ServerEntry, bool]:
-    """Takes a shard's new process for the old one."""
+    """Treat the new process of a shard as its previous process."""
     return CONNECT(directory, shard, *rest, **others)[0], False
 
 
-def believes_the_predecessor(
+def trust_previous_reports(
     recorder: Recorder, directory: Directory, server: ServerEntry, now: float
 ) -> bool:
-    """Believes after a failover that the new primary has what the old one had reported."""
+    """After a failover, assume that the new primary holds what the old primary reported."""
     if directory.is_member(server):
         recorder.do(RestartShard(server.shard), now)
     return False
 
 
-def ends_without_snapshot(recorder: Recorder, now: float, is_written: bool, has_logs: bool) -> None:
-    """Ends a reshard though its snapshot failed and logs go on from the one before."""
+def ignore_failed_snapshot(
+    recorder: Recorder, now: float, is_written: bool, has_logs: bool
+) -> None:
+    """End a reshard although its snapshot failed and logs continue from the previous snapshot."""
     finish_snapshot(recorder, now, True, has_logs)
 
 
-def stores_no_count(
+def omit_shard_count(
     recorder: Recorder,
     directory: Directory,
     shards: int,
@@ -116,21 +118,21 @@ def stores_no_count(
     store_count: Callable[[int], None],
     now: float,
 ) -> bool:
-    """Begins a reshard of which a restarted server does not learn."""
+    """Begin a reshard without storing the new number of shards for a restarted server."""
     return start_reshard(recorder, directory, shards, writes_snapshot, lambda shards: None, now)
 
 
-def never_releases(directory: Directory, coordinator: CoordinatorMachine) -> bool:
-    """Keeps the servers that a reshard has removed."""
+def never_release(directory: Directory, coordinator: CoordinatorMachine) -> bool:
+    """Do not end the servers that a reshard has removed."""
     return False
 
 
-def lagging(scenario: Scenario) -> Scenario:
+def with_lagging_standbys(scenario: Scenario) -> Scenario:
     return replace(
         scenario,
         policy=policy("async"),
-        durable=True,
-        lag=True,
+        has_log=True,
+        has_lagging_standbys=True,
         standbys=6,
         server_kills=3,
         reshards=0,
@@ -139,47 +141,68 @@ def lagging(scenario: Scenario) -> Scenario:
     )
 
 
-def lagging_rounds(scenario: Scenario) -> Scenario:
-    """Pushes wait for each other, so one is often pending when a server dies."""
+def sync_with_lagging_standbys(scenario: Scenario) -> Scenario:
+    """Under sync a push is often pending when a server is killed."""
     return replace(
-        lagging(scenario), policy=policy("sync"), workers=3, standbys=20, server_kills=0, loss=0.15
+        with_lagging_standbys(scenario),
+        policy=policy("sync"),
+        workers=3,
+        standbys=20,
+        server_kills=0,
+        message_loss=0.15,
     )
 
 
-def moved_with_logs(scenario: Scenario) -> Scenario:
-    return replace(scenario, durable=True, lag=False, standbys=0, reshards=4, server_kills=4)
+def resharded_with_logs(scenario: Scenario) -> Scenario:
+    return replace(
+        scenario, has_log=True, has_lagging_standbys=False, standbys=0, reshards=4, server_kills=4
+    )
 
 
 def killed_without_logs(scenario: Scenario) -> Scenario:
-    return replace(scenario, durable=False, shards=3, server_kills=3, every=2, standbys=0)
+    return replace(
+        scenario, has_log=False, shards=3, server_kills=3, snapshot_interval=2, standbys=0
+    )
 
 
 SCENARIOS: Mapping[str, Callable[[Scenario], Scenario]] = {
-    "a shard that lacks entries follows": lagging,
-    "reports outlive a failover": lagging_rounds,
-    "a log that cannot be used is read again": lagging,
-    "a reshard ends without its snapshot": moved_with_logs,
-    "a new process counts as the old one": moved_with_logs,
-    "a shard begins alone": killed_without_logs,
+    "a shard follows although it lacks entries": with_lagging_standbys,
+    "reports of the old primary count after a failover": sync_with_lagging_standbys,
+    "a shard never stops reading an unusable log": with_lagging_standbys,
+    "a reshard ends without its snapshot": resharded_with_logs,
+    "a new process is treated as the previous one": resharded_with_logs,
+    "a shard restores its state without a rollback": killed_without_logs,
 }
 
 PATCHES: dict[str, tuple[Any, str, Any]] = {
-    "a shard that lacks entries follows": (directory_module, "choose_catch_up", follows_anyway),
-    "a shard begins alone": (directory_module, "choose_catch_up", restores_anyway),
-    "entries that a shard lacks are not sent": (ShardDirectory, "next_delivery", skips_an_entry),
-    "a shard is not told how to follow": (ShardDirectory, "next_delivery", forgets_the_action),
-    "a log that cannot be used is read again": (
+    "a shard follows although it lacks entries": (
+        directory_module,
+        "choose_catch_up",
+        always_follow,
+    ),
+    "a shard restores its state without a rollback": (
+        directory_module,
+        "choose_catch_up",
+        never_roll_back,
+    ),
+    "missing entries are not sent": (ShardDirectory, "next_delivery", skip_entries),
+    "a catch-up action is not sent": (ShardDirectory, "next_delivery", omit_catch_up),
+    "a shard never stops reading an unusable log": (
         ShardDirectory,
         "record_report",
-        reads_its_log_again,
+        repeat_recovery,
     ),
-    "a new process counts as the old one": (ShardDirectory, "connect", knows_every_process),
-    "reports outlive a failover": (world_module, "replace_process", believes_the_predecessor),
+    "a new process is treated as the previous one": (ShardDirectory, "connect", ignore_new_process),
+    "reports of the old primary count after a failover": (
+        world_module,
+        "replace_process",
+        trust_previous_reports,
+    ),
     "a reshard ends without its snapshot": (
         world_module,
         "finish_snapshot",
-        ends_without_snapshot,
+        ignore_failed_snapshot,
     ),
-    "a reshard without a stored number": (world_module, "start_reshard", stores_no_count),
-    "servers outlive a reshard": (ShardDirectory, "release_leavers", never_releases),
+    "the new number of shards is not stored": (world_module, "start_reshard", omit_shard_count),
+    "removed servers do not end": (ShardDirectory, "release_leavers", never_release),
 }

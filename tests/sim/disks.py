@@ -1,5 +1,5 @@
-"""What survives a simulated server: snapshots, the logs of the shard and of the coordinator, and
-what its standby has received.
+"""Data of simulated servers that survives their processes: snapshots, the logs of shards and of
+the coordinator, and the records that standbys have received.
 """
 
 import random
@@ -17,7 +17,7 @@ from psserver.durability.state_records import StateRecord, StateRecordKind, abou
 
 
 class MemoryLog:
-    """Stands for BestEffortLog.
+    """Replaces BestEffortLog.
 
     segments: version and records of each segment.
     """
@@ -60,8 +60,8 @@ class MemoryLog:
 class SimStandby:
     """The records that a standby has received.
 
-    acknowledged: number of records whose results others may know.
-    lacks_records: it may lack records whose results others know (--shipping async).
+    acknowledged: number of records whose results other processes may know.
+    lacks_records: records may be missing whose results other processes know (--shipping async).
     """
 
     def __init__(self, state: Iterable[StateRecord]) -> None:
@@ -69,13 +69,17 @@ class SimStandby:
         self.acknowledged = self._loaded = len(self.records)
         self.lacks_records = False
 
-    def lose(self, count: int) -> None:
-        """Lose the newest records, which had not arrived when the primary was killed."""
+    def lose_newest(self, count: int) -> None:
+        """Remove the newest records, as if they had not arrived when the primary was killed."""
         self.lacks_records = True
         del self.records[max(self._loaded, len(self.records) - count) :]
 
     def drop_unacknowledged(self, rng: random.Random) -> int:
-        """Lose some of the newest entries, of which no result is known. Return how many."""
+        """Remove some of the newest entries, whose results no other process knows.
+
+        Returns:
+            The number of removed entries.
+        """
         dropped = 0
         while len(self.records) > self.acknowledged and rng.random() < 0.5:
             record = self.records[-1]
@@ -91,10 +95,10 @@ class SimStandby:
 
 @dataclass
 class Disk:
-    """What survives a server.
+    """Data of one server that survives its process.
 
-    parts: version and the shard's numbers, by index of the Cut.
-    standby: its standby; None without one.
+    parts: version and weights of each snapshot part, by index of the Cut.
+    standby: standby of the server; None without one.
     """
 
     parts: dict[int, tuple[int, list[float]]] = field(default_factory=dict)
@@ -104,7 +108,7 @@ class Disk:
 
 
 class SimLink:
-    """Stands for the connection of a primary to its standby."""
+    """Replaces the connection of a primary to its standby."""
 
     def __init__(self, disk: Disk) -> None:
         self._disk = disk
@@ -128,7 +132,7 @@ class SimLink:
         if self._disk.standby is not None:
             self._disk.standby.acknowledged = max(self._disk.standby.acknowledged, sent)
 
-    def reset(self, why: str) -> None:
+    def reset(self, reason: str) -> None:
         self._disk.standby = None
 
     def send_checksum(self, version: int, store: Any) -> None:
@@ -139,11 +143,11 @@ class SimLink:
 
 
 @dataclass
-class Saved:
-    """A complete snapshot; stands for its Manifest.
+class SimManifest:
+    """A complete snapshot; replaces its Manifest.
 
     coordinator: state of the coordinator.
-    decided, dropped: updates and rejections before it, for the checks.
+    updates, rejections: entries before the snapshot, for the checks.
     """
 
     version: int
@@ -151,6 +155,6 @@ class Saved:
     coordinator: dict[str, Any]
     model: ModelSpec
     shards: int
-    decided: tuple[Apply, ...]
-    dropped: tuple[Reject, ...]
+    updates: tuple[Apply, ...]
+    rejections: tuple[Reject, ...]
     job: str = "simulated"

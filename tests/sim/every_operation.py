@@ -1,13 +1,11 @@
-"""A short, whole job whose disk goes wrong at its n-th operation, for each n, or whose server
-dies there.
+"""A short job whose n-th disk operation fails, or whose server is killed there, for each n.
 
-The job: a model is registered, pushes of one each with a snapshot after each two, all servers
-are started again, more pushes. So logs are begun, appended to, left for the next segment,
-retired and read; snapshots are written, pruned and loaded. The servers are direct ones: no
-processes.
+The job registers a model, pushes ones with a snapshot after every second push, restarts all
+servers, and pushes again. So the servers begin, append to, retire and read logs, and write, remove
+and load snapshots. They run in one thread (single_thread_servers.py).
 
-As a program, each kind of trouble at each operation, and a second death after each first: python
--m tests.sim.every_operation
+As a program, it runs each kind of failure, and a second kill after each first one, at each
+operation: python -m tests.sim.every_operation
 """
 
 import logging
@@ -29,7 +27,7 @@ from pscommon.core.errors import SnapshotError
 from pscommon.settings.values import SnapshotEvery
 from pscommon.snapshot import SnapshotDirectory
 from psworker import Client
-from tests.sim.single_thread_servers import DirectServers, Killed
+from tests.sim.single_thread_servers import DirectServers, ServerKilled
 from tests.support import workers
 from tests.support.disk_operations import TROUBLES, Act, Operation, Operations
 from tests.support.events import event_key
@@ -37,55 +35,60 @@ from tests.support.snapshot_files import stored
 from tests.support.workers import counted, counter
 
 BEFORE, AFTER, STEPS = 3, 2, 2
-"""Pushes before the restart and after it; steps between two snapshots."""
-FOR_GOOD = 1 << 30
-TICKS = 20
-"""In which a disk that works again must have been found out."""
-BROKEN = "log_unwritable"
-BEGUN = "there is none since version 0"
-"""What is said of a log whose server died while it began: of a job without weights."""
+"""Pushes before the restart and after it; updates between two snapshots."""
+UNLIMITED = 1 << 30
+REPAIR_TICKS = 20
+"""Ticks within which servers must repair their logs when the disk works again."""
+LOG_UNWRITABLE = "log_unwritable"
+EMPTY_LOG = "there is none since version 0"
+"""Part of the message on a log whose server was killed before the log had its first segment."""
 ERRNOS = ("ENOSPC", "EIO", "EROFS")
-COUNTED = ("open", "write", "save")
-"""Operations whose failure always means that something was not written."""
-CUT_SHORT = ("write", "save", "overwrite")
+REPORTED = ("open", "write", "save")
+"""Operations whose failures the servers must report."""
+PARTIAL = ("write", "save", "overwrite")
+"""Operations that can write a part of their data."""
 
 
-class Death:
-    """An Act: the server that comes first here dies, and the one that comes `again` operations
-    later, if any.
+class KillServer:
+    """Handles a disk operation (Act): kill the server that performs it.
+
+    second_after: number of operations after which a second server is killed; 0: none.
     """
 
-    def __init__(self, servers: DirectServers, again: int = 0) -> None:
-        self.deaths = 0
+    def __init__(self, servers: DirectServers, second_after: int = 0) -> None:
+        self.kills = 0
         self._servers = servers
-        self._again, self._left = again, 0
+        self._second_after, self._remaining = second_after, 0
 
     def __call__(
         self, operation: Operation, real: Callable[[], Any], arguments: Sequence[Any]
     ) -> Any:
-        life = self._servers.at_work
-        if not life.dead and self._left == 0 and self.deaths < (2 if self._again else 1):
-            life.dead, self._left = True, self._again
-            self.deaths += 1
-        elif not life.dead:
-            self._left -= 1
-        if life.dead:
-            raise Killed
+        process = self._servers.active
+        kills = 2 if self._second_after else 1
+        if not process.is_killed and self._remaining == 0 and self.kills < kills:
+            process.is_killed, self._remaining = True, self._second_after
+            self.kills += 1
+        elif not process.is_killed:
+            self._remaining -= 1
+        if process.is_killed:
+            raise ServerKilled
         return real()
 
 
 @contextmanager
-def prepared() -> Iterator[list[logging.LogRecord]]:
-    """Let broken logs begin again at once. Yield all warnings and errors of the servers."""
+def captured_errors() -> Iterator[list[logging.LogRecord]]:
+    """Let servers repair broken logs without delay. Yield the servers' errors."""
     records: list[logging.LogRecord] = []
     handler, log = logging.Handler(logging.ERROR), logging.getLogger("psserver")
     handler.emit = records.append  # type: ignore[method-assign]
     hook = threading.excepthook
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(psserver.core.commands.recorder, "LOG_REPAIR_INTERVAL_SECONDS", 0.0)
-        # a server may die while its thread writes a snapshot
+        # a server may be killed in the thread that writes a snapshot
         patch.setattr(
-            threading, "excepthook", lambda args: None if args.exc_type is Killed else hook(args)
+            threading,
+            "excepthook",
+            lambda args: None if args.exc_type is ServerKilled else hook(args),
         )
         patch.setattr(log, "propagate", False)
         log.addHandler(handler)
@@ -93,28 +96,30 @@ def prepared() -> Iterator[list[logging.LogRecord]]:
         log.removeHandler(handler)
 
 
-def make(folder: Path, durability: str, revive: bool = True) -> DirectServers:
+def make_servers(folder: Path, durability: str, restarts_killed: bool = True) -> DirectServers:
     every = SnapshotEvery(steps=STEPS)
     return DirectServers(
-        folder, revive=revive, durability=durability, snapshot_every=every, policy="async"
+        folder,
+        restarts_killed=restarts_killed,
+        durability=durability,
+        snapshot_every=every,
+        policy="async",
     )
 
 
 def worker(servers: DirectServers) -> Client:
-    return counter("", lane=servers.lane())
+    return counter("", lane=servers.transport())
 
 
 def push(servers: DirectServers, client: Client, steps: int) -> None:
-    """And lets snapshots be filed."""
+    """Push ones, and let the servers complete snapshots."""
     for _ in range(steps):
         workers.count(client)
         servers.tick()
 
 
-def newest(folder: Path) -> int:
-    """The version of the newest snapshot, 0: there is none. Every snapshot that has a manifest
-    is sound.
-    """
+def newest_version(folder: Path) -> int:
+    """Return the version of the newest snapshot, or 0. Check all snapshots with a manifest."""
     snapshots = SnapshotDirectory(folder)
     assert [
         problem for version in snapshots.versions() for problem in snapshots.verify(version)
@@ -123,16 +128,14 @@ def newest(folder: Path) -> int:
 
 
 def check_weights(folder: Path, version: int) -> None:
-    """The newest snapshot is not older than this version, and its weights are those of its own."""
-    found = newest(folder)
+    """Check that the newest snapshot is at least this version and has the weights of its own."""
+    found = newest_version(folder)
     assert found >= version
     assert counted(stored(folder, found)) == found
 
 
 def start(servers: DirectServers, disk: Operations) -> None:
-    """A server that cannot count its starts does not start; it does when it is tried again
-    later.
-    """
+    """Start the servers. If a disk refuses a start, start again when the disk works."""
     try:
         servers.start()
     except SnapshotError:
@@ -141,46 +144,48 @@ def start(servers: DirectServers, disk: Operations) -> None:
         servers.start()
 
 
-def with_whole_logs(servers: DirectServers) -> None:
-    """All logs can be recovered again, by themselves."""
-    for _ in range(TICKS):
-        if not servers.log_broken:
+def await_log_repair(servers: DirectServers) -> None:
+    """Wait until the servers have repaired all logs without a restart."""
+    for _ in range(REPAIR_TICKS):
+        if not servers.is_log_broken:
             return
         servers.tick()
     raise AssertionError("a log stays broken")
 
 
-def restarted(
-    servers: DirectServers, disk: Operations, folder: Path, logged: bool, acknowledged: int
+def restart(
+    servers: DirectServers, disk: Operations, folder: Path, has_log: bool, acknowledged: int
 ) -> int:
-    """All servers die and come again: on the version that was acknowledged, or without a log on
-    the newest snapshot.
+    """Kill and start all servers. Return the version, which the test checks.
+
+    With a log it is the acknowledged version, without one that of the newest snapshot.
     """
-    if logged:
-        with_whole_logs(servers)
-    wanted = acknowledged if logged else newest(folder)
+    if has_log:
+        await_log_repair(servers)
+    expected = acknowledged if has_log else newest_version(folder)
     servers.close()
     start(servers, disk)
     with worker(servers) as client:
-        assert counted(client.pull()) == wanted
-    return wanted
+        assert counted(client.pull()) == expected
+    return expected
 
 
 # ---- failures ------------------------------------------------------------------------------------
 
 
-def fails(
-    folder: Path, durability: str, number: int, trouble: Act, lasts: bool = False
+def run_with_failure(
+    folder: Path, durability: str, number: int, failure: Act, lasts: bool = False
 ) -> Operations:
-    """The job, with trouble at operation `number`; lasts: at all from there on until the
-    restart.
+    """Run the job with a failure of operation `number`.
+
+    lasts: all later operations before the restart fail, too.
     """
-    logged = durability == "log"
+    has_log = durability == "log"
     with (
-        prepared() as records,
-        Operations(number, FOR_GOOD if lasts else number, trouble).installed() as disk,
+        captured_errors() as records,
+        Operations(number, UNLIMITED if lasts else number, failure).installed() as disk,
     ):
-        servers = make(folder, durability)
+        servers = make_servers(folder, durability)
         start(servers, disk)
         with worker(servers) as client:
             push(servers, client, BEFORE)
@@ -189,14 +194,14 @@ def fails(
             if lasts:
                 disk.heal()
                 push(servers, client, 1)
-        version = restarted(servers, disk, folder, logged, BEFORE + lasts)
+        version = restart(servers, disk, folder, has_log, BEFORE + lasts)
         with worker(servers) as client:
             push(servers, client, AFTER)
         check_records(servers, records)
-        if disk.acted and disk.seen[number - 1].name in COUNTED:
-            assert records or servers.refused
+        if disk.acted and disk.seen[number - 1].name in REPORTED:
+            assert records or servers.refused_starts
         disk.heal()
-        version = restarted(servers, disk, folder, logged, version + AFTER)
+        version = restart(servers, disk, folder, has_log, version + AFTER)
         with worker(servers) as client:
             push(servers, client, STEPS)
         check_weights(folder, version)
@@ -205,28 +210,34 @@ def fails(
 
 
 def check_records(servers: DirectServers, records: list[logging.LogRecord]) -> None:
-    """One ERROR for each log that could not be written, however often; and it is counted, as
-    each snapshot is.
+    """Check the errors and metrics of failed logs and snapshots.
+
+    A process reports each log that it cannot write once.
     """
-    broken = Counter(record.__dict__["folder"] for record in records if event_key(record) == BROKEN)
+    broken = Counter(
+        record.__dict__["folder"] for record in records if event_key(record) == LOG_UNWRITABLE
+    )
     logs, snapshots = (
-        sum(life.failures(name) for life in servers.all) for name in ("log", "snapshot")
+        sum(process.failures(name) for process in servers.all_processes)
+        for name in ("log", "snapshot")
     )
     assert bool(broken) == bool(logs)
-    assert all(times <= len(servers.all) // len(servers.lives) for times in broken.values())
+    assert all(
+        times <= len(servers.all_processes) // len(servers.processes) for times in broken.values()
+    )
     failures = [record for record in records if event_key(record) == "snapshot_failed"]
     assert bool(failures) == bool(snapshots)
 
 
-# ---- deaths --------------------------------------------------------------------------------------
+# ---- kills ---------------------------------------------------------------------------------------
 
 
-def dies(folder: Path, number: int, again: int = 0) -> Operations:
-    """With logs: kill the server at operation `number`; its restart changes nothing for others."""
-    servers = make(folder, "log")
+def run_with_kill(folder: Path, number: int, second_after: int = 0) -> Operations:
+    """With logs: kill the server at operation `number`. Its restart does not affect the client."""
+    servers = make_servers(folder, "log")
     with (
-        prepared() as records,
-        Operations(number, FOR_GOOD, Death(servers, again)).installed() as disk,
+        captured_errors() as records,
+        Operations(number, UNLIMITED, KillServer(servers, second_after)).installed() as disk,
     ):
         servers.tick()
         with worker(servers) as client:
@@ -234,28 +245,26 @@ def dies(folder: Path, number: int, again: int = 0) -> Operations:
             assert counted(client.pull()) == BEFORE + AFTER
         disk.heal()
         servers.tick()
-        restarted(servers, disk, folder, True, BEFORE + AFTER)
+        restart(servers, disk, folder, True, BEFORE + AFTER)
         with worker(servers) as client:
             push(servers, client, STEPS)
         check_weights(folder, BEFORE + AFTER)
         servers.close()
-    assert [text for record in records if BEGUN not in (text := str(record.__dict__))] == []
+    assert [text for record in records if EMPTY_LOG not in (text := str(record.__dict__))] == []
     return disk
 
 
-def all_die(folder: Path, number: int) -> Operations:
-    """With snapshots alone: all servers die at operation `number`, and return to the newest
-    snapshot.
-    """
-    servers = make(folder, "snapshot", revive=False)
-    with prepared(), Operations(number, FOR_GOOD, Death(servers)).installed() as disk:
-        with suppress(Killed):
+def run_with_kill_of_all(folder: Path, number: int) -> Operations:
+    """Without logs: kill all servers at operation `number`. They roll back to a snapshot."""
+    servers = make_servers(folder, "snapshot", restarts_killed=False)
+    with captured_errors(), Operations(number, UNLIMITED, KillServer(servers)).installed() as disk:
+        with suppress(ServerKilled):
             servers.start()
             with worker(servers) as client:
                 push(servers, client, BEFORE + AFTER)
         disk.heal()
         servers.close()
-        version = restarted(servers, disk, folder, False, 0)
+        version = restart(servers, disk, folder, False, 0)
         with worker(servers) as client:
             push(servers, client, STEPS)
         check_weights(folder, version + 1)
@@ -263,89 +272,101 @@ def all_die(folder: Path, number: int) -> Operations:
     return disk
 
 
-# ---- all of them ---------------------------------------------------------------------------------
+# ---- series --------------------------------------------------------------------------------------
 
 
-def walk(
+def run_series(
     folder: Path,
-    one: Callable[[Path, int], Operations],
-    numbers: Iterable[int] = range(1, FOR_GOOD),
+    run: Callable[[Path, int], Operations],
+    numbers: Iterable[int] = range(1, UNLIMITED),
 ) -> int:
-    """`one` at each of these operations, as far as its job has them; how many. A failure names
-    the operation.
+    """Run a job for each of these operations, up to the last operation of the job.
+
+    Returns:
+        The number of jobs. An error names the operation.
     """
     done = 0
     for number in numbers:
-        place = folder / str(number)
+        job_folder = folder / str(number)
         try:
-            disk = one(place, number)
+            disk = run(job_folder, number)
         except BaseException as error:
             error.add_note(f"at operation {number}")
             raise
         if not disk.acted:
             break
-        shutil.rmtree(place)
+        shutil.rmtree(job_folder)
         done += 1
     return done
 
 
-def failing_with(
-    durability: str, trouble: str, lasts: bool = False
+def with_failure(
+    durability: str, failure: str, lasts: bool = False
 ) -> Callable[[Path, int], Operations]:
-    """For `walk`."""
-    return lambda folder, number: fails(folder, durability, number, TROUBLES[trouble], lasts)
+    """Return a function for run_series: each operation fails in this way."""
+    return lambda folder, number: run_with_failure(
+        folder, durability, number, TROUBLES[failure], lasts
+    )
 
 
-def again(number: int) -> int:
-    """Operations until the second death: while the successor reads its log, or soon after."""
+def second_kill_after(number: int) -> int:
+    """Return the number of operations until the second kill.
+
+    It falls into the time in which the restarted server reads its log, or soon after.
+    """
     return number * 7 % 23 + 1
 
 
-def writes(folder: Path, durability: str) -> list[int]:
-    """The operations that can be cut short, counted from 1."""
-    disk = fails(folder, durability, FOR_GOOD, TROUBLES["short"])
+def partial_writes(folder: Path, durability: str) -> list[int]:
+    """Return the numbers of the operations that can write a part of their data, from 1."""
+    disk = run_with_failure(folder, durability, UNLIMITED, TROUBLES["short"])
     return [
         number
         for number, operation in enumerate(disk.seen[: disk.last], 1)
-        if operation.name in CUT_SHORT
+        if operation.name in PARTIAL
     ]
 
 
-def in_turn(durability: str) -> Callable[[Path, int], Operations]:
-    """Return a function for `walk`: each operation fails with one of the system's reasons.
+def with_each_errno(durability: str) -> Callable[[Path, int], Operations]:
+    """Return a function for run_series: each operation fails with one of ERRNOS.
 
-    All reasons have the same effect.
+    All of them have the same effect.
     """
-    return lambda folder, number: fails(
+    return lambda folder, number: run_with_failure(
         folder, durability, number, TROUBLES[ERRNOS[number % len(ERRNOS)]]
     )
 
 
-WALKS: dict[str, Callable[[Path, int], Operations]] = {
+SERIES: dict[str, Callable[[Path, int], Operations]] = {
     **{
-        f"{trouble}, {durability}{', for long' if lasts else ''}": failing_with(
-            durability, trouble, lasts
+        f"{failure}, {durability}{', lasting' if lasts else ''}": with_failure(
+            durability, failure, lasts
         )
-        for trouble in TROUBLES
+        for failure in TROUBLES
         for durability in ("log", "snapshot")
         for lasts in (False, True)
     },
-    **{f"any errno, {durability}": in_turn(durability) for durability in ("log", "snapshot")},
-    "a death, log": dies,
-    "two deaths, log": lambda folder, number: dies(folder, number, again(number)),
-    "a death of all, snapshot": all_die,
+    **{
+        f"any errno, {durability}": with_each_errno(durability)
+        for durability in ("log", "snapshot")
+    },
+    "kill, log": run_with_kill,
+    "two kills, log": lambda folder, number: run_with_kill(
+        folder, number, second_kill_after(number)
+    ),
+    "kill of all, snapshot": run_with_kill_of_all,
 }
 
 
 @click.command()
-@click.argument("names", nargs=-1, type=click.Choice(list(WALKS)))
+@click.argument("names", nargs=-1, type=click.Choice(list(SERIES)))
 def main(names: Sequence[str]) -> None:
-    """Walks through all operations with each kind of trouble, or with those named."""
-    for name in names or WALKS:
-        began = time.monotonic()
+    """Run all series, or those with these names."""
+    for name in names or SERIES:
+        start_time = time.monotonic()
         with tempfile.TemporaryDirectory(prefix="ps-") as folder:
-            done = walk(Path(folder), WALKS[name])
-        click.echo(f"{name}: all {done} operations, {time.monotonic() - began:.0f} s")
+            done = run_series(Path(folder), SERIES[name])
+        click.echo(f"{name}: all {done} operations, {time.monotonic() - start_time:.0f} s")
 
 
 if __name__ == "__main__":

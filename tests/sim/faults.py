@@ -1,4 +1,4 @@
-"""What happens to workers of the simulated world, and what people do to it."""
+"""Faults of simulated workers, invalid requests, and operators' commands."""
 
 import json
 import random
@@ -12,96 +12,100 @@ from psserver.core.commands.job_commands import PolicyRow, SetPolicy
 from psserver.core.commands.recorder import Recorder
 from psserver.core.commands.worker_commands import Join, Leave
 from psserver.core.coordinator.machine import CoordinatorMachine
-from tests.sim import invalid_requests as absurd
+from tests.sim import invalid_requests as invalid_requests
 from tests.sim.invariants import check
 from tests.sim.scenario import Scenario
 from tests.sim.workers import SimWorker
 
 
-class Faults:
-    """Part of the world."""
+class WorkerFaults:
+    """The part of World that kills, stops and drains workers and sends other requests."""
 
     rng: random.Random
     scenario: Scenario
     workers: list[SimWorker]
-    to_come: int
-    proofs: int
+    pending_starts: int
+    death_proofs: int
     now: float
-    down: set[int]
+    down_servers: set[int]
     coordinator: CoordinatorMachine
     recorder: Recorder
-    is_over: bool
+    is_finished: bool
 
     def kill_worker(self) -> None:
-        """A worker dies; another takes its place, or not if others are left."""
-        victims = [worker for worker in self.workers if worker.alive and not worker.done]
+        """Kill a worker. Usually start a successor later, always if no other worker is left."""
+        victims = [worker for worker in self.workers if worker.is_alive and not worker.has_finished]
         if not victims:
             return
         victim = self.rng.choice(victims)
-        victim.alive = False
-        if self.scenario.proven:
-            self.after(self.rng.random() * 0.5, lambda: self.prove_dead(victim.worker))
-        others = any(not worker.draining for worker in victims if worker is not victim)
+        victim.is_alive = False
+        if self.scenario.proves_deaths:
+            self.after(self.rng.random() * 0.5, lambda: self.report_death(victim.worker))
+        others = any(not worker.is_draining for worker in victims if worker is not victim)
         if (
             not others
-            or self.scenario.returns
+            or self.scenario.restarts_workers
             or self.rng.random() < 0.5
             or not self.coordinator.started
         ):
             attempt = victim.attempt + 1 if self.rng.random() < 0.5 else victim.attempt
-            self.to_come += 1
+            self.pending_starts += 1
             self.after(self.rng.random() * 8, lambda: self.start_worker(victim.rank, attempt))
-        self.worker_ended()
+        self.update_is_finished()
 
-    def prove_dead(self, worker: int | None) -> None:
-        """The system of a worker says that its process is gone, though what it sent may still be
-        on the way.
+    def report_death(self, worker: int | None) -> None:
+        """Give the coordinator a proof that a worker's process has ended.
+
+        Messages of the worker may still be in flight.
         """
-        if worker is None or 0 in self.down:
+        if worker is None or 0 in self.down_servers:
             return
         self.recorder.tick(self.now, {worker: "its process has ended"})
         self.flush()
-        self.proofs += 1
+        self.death_proofs += 1
         member = self.coordinator.membership.members.get(worker)
         waits = member is not None and member.is_current and member.missing_since is None
-        check(not waits, "others wait for worker {}, which is dead", worker)
+        check(not waits, "the job waits for worker {}, whose death is proven", worker)
 
-    def worker_ended(self) -> None:
-        self.is_over = not self.to_come and not any(
-            worker.alive and not worker.done for worker in self.workers
+    def update_is_finished(self) -> None:
+        self.is_finished = not self.pending_starts and not any(
+            worker.is_alive and not worker.has_finished for worker in self.workers
         )
 
-    def bring_back(self) -> None:
-        """Start the ranks without a worker again, as an operator does: the coordinator no longer
-        knows that the job had started.
+    def restart_missing_workers(self) -> None:
+        """Start a worker for each rank without one, as an operator does.
+
+        The coordinator of a promoted standby may not know that the job had started.
         """
-        here = {
+        present = {
             worker.rank
             for worker in self.workers
-            if worker.alive and not worker.done and not worker.draining
+            if worker.is_alive and not worker.has_finished and not worker.is_draining
         }
-        for rank in sorted(set(range(self.scenario.workers)) - here):
-            self.bring_back_one(rank)
+        for rank in sorted(set(range(self.scenario.workers)) - present):
+            self.restart_worker(rank)
 
-    def bring_back_one(self, rank: int) -> None:
+    def restart_worker(self, rank: int) -> None:
         attempt = max(worker.attempt for worker in self.workers if worker.rank == rank) + 1
-        self.to_come += 1
+        self.pending_starts += 1
         self.after(self.rng.random() * 8, partial(self.start_worker, rank, attempt))
 
     def start_worker(self, rank: int, attempt: int) -> None:
-        self.to_come -= 1
+        self.pending_starts -= 1
         self.workers.append(SimWorker(self, rank, attempt))
 
     def pause_worker(self) -> None:
-        """A worker is stopped, perhaps for longer than its lease, and goes on later."""
-        victims = [worker for worker in self.workers if worker.alive and not worker.done]
+        """Stop a worker's process for a while, sometimes for longer than its lease."""
+        victims = [worker for worker in self.workers if worker.is_alive and not worker.has_finished]
         if victims:
-            self.rng.choice(victims).awake_at = self.now + self.rng.choice([1.0, 4.0, 15.0])
+            self.rng.choice(victims).stopped_until = self.now + self.rng.choice([1.0, 4.0, 15.0])
 
     def hang_worker(self) -> None:
-        """A worker's script makes no call for a while; its heartbeats go on."""
+        """Let a worker's script make no call for a while; its heartbeats continue."""
         victims = [
-            worker for worker in self.workers if worker.alive and not worker.done and worker.worker
+            worker
+            for worker in self.workers
+            if worker.is_alive and not worker.has_finished and worker.worker
         ]
         if victims:
             victim = self.rng.choice(victims)
@@ -111,63 +115,67 @@ class Faults:
             )
 
     def drain_worker(self) -> None:
-        """A worker is asked to leave, if others are left."""
+        """Ask a worker to leave if other workers remain."""
         victims = [
             worker
             for worker in self.workers
-            if worker.alive and not worker.done and worker.used == []
+            if worker.is_alive and not worker.has_finished and worker.batches == []
         ]
         if len(victims) > 1 and self.coordinator.started:
-            self.rng.choice(victims).draining = True
+            self.rng.choice(victims).is_draining = True
 
-    def send_absurd_requests(self) -> None:
-        """A process that is no correct worker joins and sends what it should not, or what raises
-        a planted error.
+    def send_invalid_requests(self) -> None:
+        """Join as a worker and send invalid requests, and one that raises a planted error.
 
-        What is refused changes nothing. Its numbers are its own, so what it asks for harms only
-        itself.
+        Refused requests must change nothing. The others name only this worker, so they do not
+        affect other workers.
         """
-        if 0 in self.down:
+        if 0 in self.down_servers:
             return
         rng, coordinator = random.Random(self.rng.random()), self.coordinator
         worker = self.recorder.do(Join(rank=None, host="h", pid=1, device="cpu"), self.now).worker
         for _ in range(5):
-            command = absurd.request(rng, [worker, 0, 2**64 - 1])
-            if isinstance(command, absurd.OF_OPERATORS) or (
+            command = invalid_requests.request(rng, [worker, 0, 2**64 - 1])
+            if isinstance(command, invalid_requests.JOB_WIDE_REQUESTS) or (
                 isinstance(command, LeaseBatches) and command.spec.loop == 0
             ):
-                continue  # the loop of the others is what its first worker says that it is
+                continue  # the first request for loop 0 would define it for all workers
             before = json.dumps(coordinator.state())
             try:
                 self.recorder.do(command, self.now)
             except InvalidRequestError:
                 check(
                     json.dumps(coordinator.state()) == before,
-                    "a refused {} changed something",
+                    "the refused command {} changed the state",
                     command,
                 )
             except PSError:
                 continue
         with suppress(ZeroDivisionError, PSError):
-            self.recorder.do(ReportMetrics(worker, {absurd.FAULT: 1.0}), self.now)
-        self.push_unfit(rng, worker)
-        self.recorder.do(Leave(worker, "it was absurd"), self.now)
+            self.recorder.do(ReportMetrics(worker, {invalid_requests.FAULT: 1.0}), self.now)
+        self.report_unfit_push(rng, worker)
+        self.recorder.do(Leave(worker, "sent invalid requests"), self.now)
         self.flush()
 
-    def push_unfit(self, rng: random.Random, worker: int) -> None:
-        """Every shard reports a push of it that must not count."""
-        before, push = self.coordinator.version, absurd.unfit_push(self.coordinator, rng, worker)
+    def report_unfit_push(self, rng: random.Random, worker: int) -> None:
+        """Report a push of this worker from every shard that must not count."""
+        before, push = (
+            self.coordinator.version,
+            invalid_requests.unfit_push(self.coordinator, rng, worker),
+        )
         for shard in self.shards[: self.coordinator.shards]:
             self.recorder.report(
                 replace(shard.machine.report(), staged=(push,), measured=None), self.now
             )
-        check(self.coordinator.version == before, "{} was applied", push)
-        here = {shard.machine.log_id for shard in self.shards} == {self.coordinator.log_id}
-        if here and self.all_ready and self.coordinator.reshard is None:
-            check(not self.coordinator.reports.is_undecided(push.key), "{} was not refused", push)
+        check(self.coordinator.version == before, "push {} was applied", push)
+        all_follow = {shard.machine.log_id for shard in self.shards} == {self.coordinator.log_id}
+        if all_follow and self.are_shards_ready and self.coordinator.reshard is None:
+            check(
+                not self.coordinator.reports.is_undecided(push.key), "push {} was not refused", push
+            )
 
     def switch_policy(self) -> None:
-        if 0 not in self.down:
+        if 0 not in self.down_servers:
             row = self.rng.choice([PolicyRow("sync"), PolicyRow("async"), PolicyRow("ssp", 1)])
             self.recorder.do(SetPolicy(row), self.now)
             self.flush()

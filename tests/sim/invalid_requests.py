@@ -1,4 +1,4 @@
-"""Requests that no correct worker sends, of every type that reaches the coordinator."""
+"""Random requests that no correct worker sends, of each type that reaches the coordinator."""
 
 import math
 import random
@@ -27,21 +27,19 @@ from psserver.core.workers.members import Member
 NUMBERS = (0, 1, 2, 3, 7, 1023, 2**31, 2**32 - 1, 2**53 + 1, 2**63, 2**64 - 1, 10**30)
 TEXTS = ("", "cpu", "ä\x00\n", "QUARANTINED", "x" * 300, "y" * 100_000)
 MODEL = ModelSpec(
-    (TensorSpec("absurd", (2**31, 2**31), "float64", "frozen"),), OptimizerSettings("none", ({},))
+    (TensorSpec("invalid", (2**31, 2**31), "float64", "frozen"),), OptimizerSettings("none", ({},))
 )
 
 
 FAULT = "fault"
-"""A reported value of this name raises ZeroDivisionError in a coordinator with a planted error
-(Faulty).
-"""
+"""Name of a reported value for which FaultyCoordinator raises ZeroDivisionError."""
 
-OF_OPERATORS = (SetPolicy, StartReshard, Register)
-"""Requests that change a job for all its workers where they are granted."""
+JOB_WIDE_REQUESTS = (SetPolicy, StartReshard, Register)
+"""Requests that change the job for all workers."""
 
 
-class Faulty(CoordinatorMachine):
-    """Raises an unexpected error in the midst of a command, as a bug would."""
+class FaultyCoordinator(CoordinatorMachine):
+    """Raises an unexpected error after a part of a command, as a bug would."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -57,17 +55,17 @@ class Faulty(CoordinatorMachine):
 
 
 def request(rng: random.Random, workers: Sequence[int]) -> Command[Any]:
-    """Draw one; workers: numbers that it may be sent for."""
+    """Draw a request for one of these workers."""
     return rng.choice(_COMMANDS)(rng, rng.choice(workers))
 
 
 def pushes(rng: random.Random, workers: Sequence[int]) -> tuple[Staged, ...]:
-    """Staged pushes of one report."""
+    """Draw the staged pushes of one report."""
     return tuple(_push(rng, rng.choice(workers)) for _ in range(rng.randint(1, 3)))
 
 
 def send(recorder: Recorder, rng: random.Random, workers: Sequence[int], now: float) -> Any:
-    """Send one request, or report pushes as each shard would."""
+    """Send a random request, or report the same random pushes for each shard."""
     coordinator = recorder.coordinator
     if rng.random() < 0.7:
         return recorder.do(request(rng, workers), now)
@@ -78,9 +76,7 @@ def send(recorder: Recorder, rng: random.Random, workers: Sequence[int], now: fl
 
 
 def unfit_push(coordinator: CoordinatorMachine, rng: random.Random, worker: int) -> Staged:
-    """A push whose base is above the job's version, and everything else of it may be absurd,
-    too.
-    """
+    """Draw a push whose base is above the job's version. Its other fields may be invalid, too."""
     push = _push(rng, worker)
     return Staged(
         PushKey(worker, min(max(1, push.key.seq), 2**64 - 1)),  # no message has a larger number

@@ -1,4 +1,4 @@
-"""What the simulated machines must never do."""
+"""Checks of a simulated history, and of each update when the coordinator decides it."""
 
 from pscommon.core.log_entries import Apply, Entry
 from psserver.core.coordinator.machine import CoordinatorMachine
@@ -18,35 +18,43 @@ def check(holds: bool, message: str, *values: object) -> None:
         raise violation(message, *values)
 
 
-def watch(coordinator: CoordinatorMachine) -> None:
-    """Check each decision when it is made."""
+def check_each_update(coordinator: CoordinatorMachine) -> None:
+    """Check each Apply when the coordinator appends it to the log."""
     append = coordinator.log.append
 
-    def watched(entry: Entry) -> None:
+    def check_and_append(entry: Entry) -> None:
         if isinstance(entry, Apply):
-            check_decision(entry, coordinator)
+            check_update(entry, coordinator)
         append(entry)
 
-    coordinator.log.append = watched  # type: ignore[method-assign]
+    coordinator.log.append = check_and_append  # type: ignore[method-assign]
 
 
-def check_decision(apply: Apply, coordinator: CoordinatorMachine) -> None:
-    """Check that an update is one that the policy allows."""
+def check_update(apply: Apply, coordinator: CoordinatorMachine) -> None:
+    """Check that the policy allows an update."""
     row = coordinator.policy
     active = {m.worker: m.clock for m in coordinator.membership if m.state is WorkerState.ACTIVE}
     counted = [c.key.worker for c in apply.contributions]
     check(
         set(counted) <= set(active),
-        "version {} counts workers {} of {}",
+        "version {} counts workers {}, active are {}",
         apply.version,
         counted,
         active,
     )
     if row.barrier:
         least = max(1, len(active) - row.backup)
-        check(len(counted) >= least, "round {} has {} of {}", apply.version, counted, list(active))
+        check(
+            len(counted) >= least,
+            "round {} counts workers {}, active are {}",
+            apply.version,
+            counted,
+            list(active),
+        )
     elif row.bound is not None:
         for worker in counted:
             active[worker] += 1
         clocks = list(active.values())
-        check(max(clocks) - min(clocks) <= row.bound, "clocks {} at bound {}", clocks, row.bound)
+        check(
+            max(clocks) - min(clocks) <= row.bound, "clocks {} exceed bound {}", clocks, row.bound
+        )

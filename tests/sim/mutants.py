@@ -1,5 +1,8 @@
-"""Bugs planted by hand, one at a time: each must be caught by the simulation, or the simulation
-proves nothing.
+"""Planted bugs: the simulation must find each of them.
+
+CLASSES: arguments of World, by name of the bug.
+PATCHES: arguments of monkeypatch.setattr, by name of the bug.
+SCENARIOS: changes of each scenario, for a bug that random scenarios rarely reach.
 """
 
 import sys
@@ -39,19 +42,19 @@ from tests.sim.scenario import Scenario
 AVERAGE = SimStore.average
 
 
-def averages_in_arrival_order(
+def average_in_arrival_order(
     store: SimStore,
     stagings: Sequence[SimStaging],
     samples: Sequence[int],
     scales: Sequence[float],
 ) -> list[float]:
-    """Add gradients in the order in which they arrived."""
+    """Add gradients in the order of their arrival."""
     pushes = sorted(zip(stagings, samples, scales, strict=True), key=lambda push: push[0].number)
     return AVERAGE(store, *map(list, zip(*pushes, strict=True)))
 
 
-class ShardForgets(ShardMachine):
-    """Keeps no table of pushes that were counted: a repeated one is staged again."""
+class WithoutOutcomes(ShardMachine):
+    """Forgets which pushes have counted, so that a repeated push is staged again."""
 
     def outcome(self, key: PushKey) -> PushOutcome | None:
         return (
@@ -65,8 +68,8 @@ class ShardForgets(ShardMachine):
         return super().offer(push)
 
 
-class NoDuplicateCheck(CoordinatorMachine):
-    """Counts every push that the shards hold, also one that was counted before."""
+class WithoutDuplicateCheck(CoordinatorMachine):
+    """Counts every push that the shards hold, including pushes that have counted before."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -74,44 +77,44 @@ class NoDuplicateCheck(CoordinatorMachine):
 
 
 class ReadyOnOneShard(PendingPushes):
-    """Takes a push for staged everywhere as soon as one shard has it."""
+    """Treats a push as staged on all shards when one shard has staged it."""
 
     def staged(self, shard: int, staged: Staged) -> None:
         super().staged(shard, staged)
         self._ready.setdefault(staged.key, staged)
 
 
-class LosesPlaces(CoordinatorMachine):
-    """Does not give the successor of a dead worker what that was leased."""
+class WithoutBatchTransfer(CoordinatorMachine):
+    """Does not transfer the batch leases of a lost worker to its successor."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.ledger.transfer = lambda old, new: None  # type: ignore[method-assign]
 
 
-def reports_before_writing(log: ShardLog, *push: Any) -> None:
-    """Report a push that is not in the log."""
+def omit_push(log: ShardLog, *push: Any) -> None:
+    """Do not write a push to the log, although the shard reports it."""
 
 
 LOAD = ShardState.load
 
 
-def forgets_outcomes(state: ShardState, base: SegmentBase) -> None:
-    """Forget, in a recovery, which pushes counted before the cut."""
+def load_without_outcomes(state: ShardState, base: SegmentBase) -> None:
+    """Recover a shard without the outcomes of pushes before the cut."""
     LOAD(state, base._replace(state={**base.state, "outcomes": []}))
 
 
 WRITE = CoordinatorLog.write
 
 
-def forgets_leases(log: CoordinatorLog, command: RecordedCommand) -> None:
-    """Do not write which worker leased batches."""
+def omit_leases(log: CoordinatorLog, command: RecordedCommand) -> None:
+    """Do not write batch leases to the log."""
     if not isinstance(command.command, LeaseBatches):
         WRITE(log, command)
 
 
-class ForgetsEntries(CoordinatorMachine):
-    """Gives its standby no entries that shards have not carried out yet."""
+class StandbyWithoutEntries(CoordinatorMachine):
+    """Sends its standby a log without the entries that shards have not carried out yet."""
 
     def complete_state(self) -> dict[str, Any]:
         state = super().complete_state()
@@ -120,34 +123,34 @@ class ForgetsEntries(CoordinatorMachine):
         }
 
 
-class ForgetsTheCut(CoordinatorMachine):
-    """Does not tell its standby of the snapshot that is being written."""
+class StandbyWithoutCut(CoordinatorMachine):
+    """Sends its standby a state without the snapshot that is in progress."""
 
     def complete_state(self) -> dict[str, Any]:
         return super().complete_state() | {"cut": None}
 
 
-def bound_off_by_one(
+def choose_beyond_bound(
     row: Policy, clocks: Mapping[int, int], ready: Mapping[int, PushKey]
 ) -> Sequence[PushKey]:
-    """Lets a worker get S + 1 ahead."""
+    """Let the clock of a worker be S + 1 above the smallest clock."""
     looser = (
         row if row.bound is None or row.barrier else Policy(row.name, row.bound + 1, row.barrier)
     )
     return choose(looser, clocks, ready)
 
 
-def part_of_the_members(
+def choose_incomplete_round(
     row: Policy, clocks: Mapping[int, int], ready: Mapping[int, PushKey]
 ) -> Sequence[PushKey]:
-    """Close a round with the members that have pushed."""
+    """Close a round with the workers that have pushed."""
     return choose(
         row, {w: c for w, c in clocks.items() if w in ready} if row.barrier else clocks, ready
     )
 
 
-class LosesBatchesOfTheDead(CoordinatorMachine):
-    """Never gives the batches of a lost worker to anybody else."""
+class WithoutReturnedBatches(CoordinatorMachine):
+    """Never leases the batches of a lost worker again."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -156,8 +159,8 @@ class LosesBatchesOfTheDead(CoordinatorMachine):
         )  # type: ignore
 
 
-class CommitsWhenHandedOut(MapLoop):
-    """Counts a batch when it is handed out instead of with the push that used it."""
+class CountsLeasedBatches(MapLoop):
+    """Counts a batch when a worker leases it, instead of with its push."""
 
     def take(self, worker: int, received: int, count: int, together: Sequence[int]) -> list[int]:
         numbers = super().take(worker, received, count, together)
@@ -166,8 +169,8 @@ class CommitsWhenHandedOut(MapLoop):
         return numbers
 
 
-class StagedOverReshard(ShardMachine):
-    """Keeps what was staged for another number of shards."""
+class KeepsStagedInReshard(ShardMachine):
+    """Keeps pushes that were staged for another number of shards."""
 
     def done(self, entry: Entry, square_norm: float = 0.0) -> None:
         staged = dict(self.staged)
@@ -176,34 +179,34 @@ class StagedOverReshard(ShardMachine):
             self.staged.update(staged)
 
 
-def accepts_any_layout(live: LiveShardState, shards: int) -> None:
-    """Accept pushes that are meant for another number of shards."""
+def accept_any_layout(live: LiveShardState, shards: int) -> None:
+    """Accept pushes that are partitioned for another number of shards."""
 
 
-class AdoptsNoOutcomes(ShardMachine):
-    """Joins in a move without knowing what has counted."""
+class AdoptsWithoutOutcomes(ShardMachine):
+    """Joins in a reshard without the outcomes of earlier pushes."""
 
     def adopt(self, state: Mapping[str, Any]) -> None:
         super().adopt({**state, "outcomes": []})
 
 
-class CountsInMove(CoordinatorMachine):
-    """Counts pushes as soon as all shards hold them, before the move is safe on the disk."""
+class CountsInReshard(CoordinatorMachine):
+    """Counts pushes during a reshard, before its snapshot is written."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         advance, job = self.rounds.advance, self.job
 
-        def advance_without_move(now: float) -> None:
+        def advance_without_reshard(now: float) -> None:
             reshard, job.reshard = job.reshard, None
             advance(now)
             job.reshard = reshard
 
-        self.rounds.advance = advance_without_move  # type: ignore[method-assign]
+        self.rounds.advance = advance_without_reshard  # type: ignore[method-assign]
 
 
-class TakesAMoveForOver(CoordinatorMachine):
-    """Believes, made again in a move, that the snapshot which ends it is written."""
+class EndsReshardInRecovery(CoordinatorMachine):
+    """Treats a reshard as ended after a recovery, although its snapshot is not written."""
 
     def load_state(
         self, state: Mapping[str, Any], model: ModelSpec | None, now: float, snapshot: int = 0
@@ -211,20 +214,20 @@ class TakesAMoveForOver(CoordinatorMachine):
         super().load_state(state, model, now, sys.maxsize)
 
 
-def keeps_its_standby(log: ShardLog) -> None:
-    """Let a standby go on with its partition from before a reshard."""
+def keep_standby(log: ShardLog) -> None:
+    """Let a standby keep its partition from before a reshard."""
 
 
 BASE = ShardState.base
 
 
-def forgets_frozen_numbers(state: ShardState) -> SegmentBase:
-    """Do not write, where a segment begins in a reshard, that the previous partition is kept."""
+def omit_frozen_partition(state: ShardState) -> SegmentBase:
+    """Begin a log segment in a reshard without the previous partition."""
     return BASE(state)._replace(frozen=None)
 
 
-class TrustsTheReborn(CoordinatorMachine):
-    """Believes that a shard which died in a move still holds its new part."""
+class IgnoresRestartInReshard(CoordinatorMachine):
+    """Treats the new partition of a shard as loaded after the shard was killed in the reshard."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -234,36 +237,36 @@ class TrustsTheReborn(CoordinatorMachine):
 RECOVERED = Recorder.recovered
 
 
-def keeps_everybody(
+def keep_workers(
     recorder: Recorder, now: float, generation: int, is_complete: bool = True, resumes: bool = False
 ) -> None:
-    """Lets workers go on where they stand, though who took over may lack what they were told."""
+    """Keep the workers after a failover in which acknowledged records may be missing."""
     RECOVERED(recorder, now, generation, resumes=resumes)
 
 
-TICK = Recorder.tick
+TICK_SECONDS = Recorder.tick
 
 
-def gives_up_places_of_the_dead(
+def remove_proven_dead(
     recorder: Recorder, now: float, deaths: Mapping[int, str] = NO_DEATHS
 ) -> list[Member]:
-    """Takes a proof of death for the end of a place, whatever --on-worker-loss says."""
+    """Remove a worker when its death is proven, whatever --on-worker-loss says."""
     members = recorder.coordinator.membership.members
     for worker, proof in deaths.items():
         if worker in members and members[worker].is_current:
             recorder.do(Lose(worker, proof), now)
-    return TICK(recorder, now)
+    return TICK_SECONDS(recorder, now)
 
 
-def believes_late_messages(leases: WorkerLeases, now: float) -> list[Member]:
-    """Takes what a dead worker sent before for a sign of life."""
+def ignore_death_proofs(leases: WorkerLeases, now: float) -> list[Member]:
+    """Return the members whose lease has ended, without those whose death is proven."""
     return [m for m in leases._current if now - m.last_contact_at > leases.seconds]
 
 
-def replay_until_an_error(
+def replay_until_error(
     coordinator: CoordinatorMachine, commands: Iterable[RecordedCommand], *rest: Any
 ) -> int:
-    """Ignore what was recorded after a command that raised an unexpected error."""
+    """Replay no command after one that raised an unexpected error."""
     for command in () if hasattr(coordinator, "has_failed") else commands:
         try:
             command.command.perform(coordinator, command.now)
@@ -274,35 +277,35 @@ def replay_until_an_error(
     return -1
 
 
-def forgets_failed_commands(log: CoordinatorLog, command: RecordedCommand) -> None:
-    """Do not write a command that raised an unexpected error."""
+def omit_failed_commands(log: CoordinatorLog, command: RecordedCommand) -> None:
+    """Do not write the command that raises an unexpected error."""
     if not isinstance(command.command, ReportMetrics) or FAULT not in command.command.metrics:
         WRITE(log, command)
 
 
-def no_unfit_pushes(
+def accept_unfit_pushes(
     coordinator: CoordinatorMachine, news: Iterable[Staged]
 ) -> dict[PushKey, UnfitPush]:
-    """Lets every push be applied."""
+    """Accept every push."""
     return {}
 
 
-def three_unclipped(scenario: Scenario) -> Scenario:
-    """Two pushes have the same sum in any order."""
+def with_three_workers(scenario: Scenario) -> Scenario:
+    """Use three workers, because the sum of two pushes does not depend on their order."""
     return replace(scenario, policy=policy("sync"), workers=3, clip_norm=None)
 
 
-def moved_among_kills(scenario: Scenario) -> Scenario:
-    return replace(scenario, durable=True, lag=False, reshards=3, server_kills=4)
+def resharded_with_kills(scenario: Scenario) -> Scenario:
+    return replace(scenario, has_log=True, has_lagging_standbys=False, reshards=3, server_kills=4)
 
 
-def lagging_alone(scenario: Scenario) -> Scenario:
-    """Shard 0 is all there is, and its standby lags."""
+def one_lagging_shard(scenario: Scenario) -> Scenario:
+    """Use only shard 0, with lagging standbys."""
     return replace(
         scenario,
         policy=policy("async"),
-        durable=True,
-        lag=True,
+        has_log=True,
+        has_lagging_standbys=True,
         standbys=6,
         server_kills=2,
         reshards=0,
@@ -311,50 +314,59 @@ def lagging_alone(scenario: Scenario) -> Scenario:
 
 
 SCENARIOS: dict[str, Callable[[Scenario], Scenario]] = {
-    "sum in arrival order": three_unclipped,
-    "a log that begins in a reshard": moved_among_kills,
-    "workers outlive what they were told": lagging_alone,
-    "a reshard that ends too early": moved_among_kills,
+    "gradients are added in the order of arrival": with_three_workers,
+    "a log segment lacks the previous partition": resharded_with_kills,
+    "workers are kept although records are missing": one_lagging_shard,
+    "a recovery ends a reshard too early": resharded_with_kills,
 }
-"""Where histories of any kind would take too many seeds to meet a bug."""
 
 CLASSES: dict[str, dict[str, type]] = {
-    "no duplicate check": {"coordinator_class": NoDuplicateCheck},
-    "a successor without its predecessor's data": {"coordinator_class": LosesPlaces},
-    "a standby without the newest entries": {"coordinator_class": ForgetsEntries},
-    "a standby that knows of no cut": {"coordinator_class": ForgetsTheCut},
-    "batches of a lost worker are lost": {"coordinator_class": LosesBatchesOfTheDead},
-    "a push counts before a reshard ends": {"coordinator_class": CountsInMove},
-    "a reshard that ends too early": {"coordinator_class": TakesAMoveForOver},
-    "a shard that was killed in a reshard counts as loaded": {"coordinator_class": TrustsTheReborn},
+    "no duplicate check": {"coordinator_class": WithoutDuplicateCheck},
+    "a successor lacks its predecessor's batches": {"coordinator_class": WithoutBatchTransfer},
+    "a standby lacks the newest entries": {"coordinator_class": StandbyWithoutEntries},
+    "a standby lacks the snapshot in progress": {"coordinator_class": StandbyWithoutCut},
+    "batches of a lost worker are not leased again": {"coordinator_class": WithoutReturnedBatches},
+    "a push counts before a reshard ends": {"coordinator_class": CountsInReshard},
+    "a recovery ends a reshard too early": {"coordinator_class": EndsReshardInRecovery},
+    "a shard that was killed in a reshard counts as loaded": {
+        "coordinator_class": IgnoresRestartInReshard
+    },
 }
 PATCHES: dict[str, tuple[Any, str, Any]] = {
-    "sum in arrival order": (SimStore, "average", averages_in_arrival_order),
-    "no duplicate check": (shard_state_module, "ShardMachine", ShardForgets),
-    "a push reported before it is written": (ShardLog, "write_push", reports_before_writing),
-    "outcomes forgotten over a restart": (ShardState, "load", forgets_outcomes),
-    "commands that are not written": (CoordinatorLog, "write", forgets_leases),
-    "a command that failed is not written": (CoordinatorLog, "write", forgets_failed_commands),
-    "staged pushes outlive a reshard": (shard_state_module, "ShardMachine", StagedOverReshard),
-    "a push for another layout is accepted": (LiveShardState, "check_layout", accepts_any_layout),
-    "a new shard does not know what has counted": (
+    "gradients are added in the order of arrival": (SimStore, "average", average_in_arrival_order),
+    "no duplicate check": (shard_state_module, "ShardMachine", WithoutOutcomes),
+    "a push reported before it is written": (ShardLog, "write_push", omit_push),
+    "a recovered shard lacks outcomes": (ShardState, "load", load_without_outcomes),
+    "leases are not written": (CoordinatorLog, "write", omit_leases),
+    "a failed command is not written": (CoordinatorLog, "write", omit_failed_commands),
+    "a reshard does not discard staged pushes": (
         shard_state_module,
         "ShardMachine",
-        AdoptsNoOutcomes,
+        KeepsStagedInReshard,
     ),
-    "a log that begins in a reshard": (ShardState, "base", forgets_frozen_numbers),
-    "a standby outlives a reshard": (ShardLog, "reset_standby", keeps_its_standby),
-    "bound off by one": (updates_module, "choose", bound_off_by_one),
-    "a round closed by part of its members": (updates_module, "choose", part_of_the_members),
-    "a push counted on one shard only": (job_state_module, "PendingPushes", ReadyOnOneShard),
-    "a dead worker's place is given up": (Recorder, "tick", gives_up_places_of_the_dead),
-    "a dead worker is believed to live": (WorkerLeases, "ended", believes_late_messages),
-    "a replay ends at a command that failed": (
+    "a push for another layout is accepted": (LiveShardState, "check_layout", accept_any_layout),
+    "a new shard lacks outcomes": (
+        shard_state_module,
+        "ShardMachine",
+        AdoptsWithoutOutcomes,
+    ),
+    "a log segment lacks the previous partition": (ShardState, "base", omit_frozen_partition),
+    "a reshard does not reset standbys": (ShardLog, "reset_standby", keep_standby),
+    "the ssp bound is exceeded by one": (updates_module, "choose", choose_beyond_bound),
+    "a round closes without all workers": (updates_module, "choose", choose_incomplete_round),
+    "a push counts when one shard has staged it": (
+        job_state_module,
+        "PendingPushes",
+        ReadyOnOneShard,
+    ),
+    "a worker is removed at a proof of death": (Recorder, "tick", remove_proven_dead),
+    "a proof of death does not end a lease": (WorkerLeases, "ended", ignore_death_proofs),
+    "a replay ends at a failed command": (
         coordinator_log_module,
         "replay",
-        replay_until_an_error,
+        replay_until_error,
     ),
-    "an unfit push is not refused": (recorder_module, "unfit_pushes", no_unfit_pushes),
-    "workers outlive what they were told": (Recorder, "recovered", keeps_everybody),
-    "a batch counts when it is handed out": (data_ledger_module, "MapLoop", CommitsWhenHandedOut),
+    "an unfit push is not refused": (recorder_module, "unfit_pushes", accept_unfit_pushes),
+    "workers are kept although records are missing": (Recorder, "recovered", keep_workers),
+    "a batch counts when it is leased": (data_ledger_module, "MapLoop", CountsLeasedBatches),
 }

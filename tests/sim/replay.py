@@ -1,4 +1,4 @@
-"""Replay one seed, with all decisions printed: python -m tests.sim.replay SEED"""
+"""Run the job of a seed and print its updates and workers: python -m tests.sim.replay SEED"""
 
 import sys
 
@@ -12,7 +12,7 @@ def main() -> None:
     try:
         world.run()
     finally:
-        for apply in world.decided:
+        for apply in world.updates:
             pushes = [
                 (c.key, [b.number for b in world.pushes[c.key].staged.batches])
                 for c in apply.contributions

@@ -1,4 +1,4 @@
-"""What a simulated run looks like: who dies when is drawn, with all else, from a seed."""
+"""The parameters of a simulated job, drawn from a seed."""
 
 import random
 from dataclasses import dataclass, replace
@@ -6,26 +6,41 @@ from dataclasses import dataclass, replace
 from psserver.core.job.policy import Policy, policy
 from psserver.core.job.settings import WorkerLossMode
 
-LEASE = 5.0
+LEASE_SECONDS = 5.0
 SHRINK = WorkerLossMode()
-HORIZON = 3000.0
-PROGRESS_TIMEOUT = 7.0
+END_SECONDS = 3000.0
+PROGRESS_TIMEOUT_SECONDS = 7.0
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """The parameters of a run; `for_seed` draws them.
+    """The parameters of a simulated job and its faults.
 
-    durable: --durability log.
-    returns: every killed worker is started again.
-    bad: the interval of batches with NaN in their gradients; 0: none.
-    standbys: number of standbys that are started.
-    lag: a standby may lack the newest records when it takes over (--shipping async).
-    proven: a proof of a worker's death arrives soon.
-    hangs: number of scripts that make no call for a while.
-    absurd: number of processes that send invalid requests.
-    clip_norm: of the job's optimizer.
-    collectives: scripts make collective calls after their loop.
+    Attributes:
+        seed: Seed of all random draws.
+        workers, shards: Numbers of workers and shards at the start.
+        batches, epochs: Batches per epoch and epochs of the loop.
+        accumulate: Batches per push.
+        message_loss: Probability that a message is lost, and that one is repeated.
+        snapshot_interval: Updates between two snapshots; None: no snapshots.
+        on_loss: --on-worker-loss.
+        has_log: --durability log.
+        restarts_workers: Every killed worker is started again.
+        worker_kills, server_kills: Numbers of kills of workers and servers.
+        pauses: Number of times that a worker's process is stopped.
+        drains: Number of times that a worker is asked to leave.
+        policy_switches: Number of changes of the policy.
+        bad_batch_interval: One of this number of pushes contains NaN; 0: none.
+        standbys: Number of standbys that are started.
+        has_lagging_standbys: A standby may lack the newest records when it takes over
+            (--shipping async).
+        reshards: Number of reshards.
+        proves_deaths: The coordinator receives a proof soon after a worker is killed.
+        hangs: Number of times that a script makes no call for a while.
+        progress_timeout: --progress-timeout.
+        invalid_senders: Number of processes that send invalid requests.
+        clip_norm: Clip norm of the job's optimizer.
+        collectives: Scripts make collective calls after their loop.
     """
 
     seed: int
@@ -35,31 +50,32 @@ class Scenario:
     batches: int
     epochs: int
     accumulate: int
-    loss: float
-    every: int | None
+    message_loss: float
+    snapshot_interval: int | None
     on_loss: WorkerLossMode = SHRINK
-    durable: bool = False
-    returns: bool = False
+    has_log: bool = False
+    restarts_workers: bool = False
     worker_kills: int = 0
     server_kills: int = 0
     pauses: int = 0
     drains: int = 0
-    switches: int = 0
-    bad: int = 0
+    policy_switches: int = 0
+    bad_batch_interval: int = 0
     standbys: int = 0
-    lag: bool = False
+    has_lagging_standbys: bool = False
     reshards: int = 0
-    proven: bool = False
+    proves_deaths: bool = False
     hangs: int = 0
     progress_timeout: float | None = None
-    absurd: int = 0
+    invalid_senders: int = 0
     clip_norm: float | None = None
     collectives: bool = False
 
     @staticmethod
     def for_seed(seed: int) -> "Scenario":
-        """Any job with any faults; every fourth is one that has to end with the bits of its
-        quiet run.
+        """Draw the scenario of a seed.
+
+        Every fourth job must end with the same bits as the job without faults.
         """
         rng = random.Random(seed)
         workers = rng.randint(1, 3)
@@ -71,9 +87,9 @@ class Scenario:
                 policy("ssp", rng.choice([1, 1, 2, 3])),
             ]
         )
-        durable = rng.random() < 0.5
+        has_log = rng.random() < 0.5
         faults = rng.random() < 0.8
-        standbys = rng.choice([0, 0, 1, 3]) * durable
+        standbys = rng.choice([0, 0, 1, 3]) * has_log
         scenario = Scenario(
             seed,
             row,
@@ -82,67 +98,72 @@ class Scenario:
             batches=rng.randint(2, 5),
             epochs=rng.randint(1, 2),
             accumulate=rng.choice([1, 1, 1, 2]),
-            loss=rng.choice([0.0, 0.05, 0.15]),
-            every=rng.choice([None, 2, 3]),
+            message_loss=rng.choice([0.0, 0.05, 0.15]),
+            snapshot_interval=rng.choice([None, 2, 3]),
             on_loss=rng.choice([WorkerLossMode(), WorkerLossMode("wait", 20.0)]),
-            durable=durable,
-            returns=rng.random() < 0.5,
+            has_log=has_log,
+            restarts_workers=rng.random() < 0.5,
             worker_kills=rng.choice([0, 1, 2, 3]) * faults,
-            server_kills=rng.choice([0, 1, 3 if durable else 1]) * faults,
+            server_kills=rng.choice([0, 1, 3 if has_log else 1]) * faults,
             pauses=rng.choice([0, 0, 1]) * faults,
             drains=rng.choice([0, 0, 0, 1]) * (workers > 1),
-            switches=rng.choice([0, 0, 0, 1]) * durable,
-            bad=rng.choice([0, 0, 3]) * durable,
+            policy_switches=rng.choice([0, 0, 0, 1]) * has_log,
+            bad_batch_interval=rng.choice([0, 0, 3]) * has_log,
             standbys=standbys,
             reshards=rng.choice([0, 0, 1, 2]),
-            proven=random.Random(seed * 31 + 7).random() < 0.5,
-            absurd=2 * (seed % 5 == 1),
+            proves_deaths=random.Random(seed * 31 + 7).random() < 0.5,
+            invalid_senders=2 * (seed % 5 == 1),
             clip_norm=random.Random(seed * 131 + 3).choice([None, 1.0, 1e9]),
             collectives=random.Random(f"collectives of {seed}").random() < 0.5,
         )
         if seed % 4 == 0:
-            return scenario.made_reproducible(rng)
+            return scenario.as_reproducible(rng)
         hangs = random.Random(f"hangs of {seed}").choice([0, 0, 1]) * faults
-        timeout = PROGRESS_TIMEOUT if hangs else None
+        timeout = PROGRESS_TIMEOUT_SECONDS if hangs else None
         return replace(
-            scenario, lag=standbys > 0 and rng.random() < 0.5, hangs=hangs, progress_timeout=timeout
+            scenario,
+            has_lagging_standbys=standbys > 0 and rng.random() < 0.5,
+            hangs=hangs,
+            progress_timeout=timeout,
         )
 
-    def made_reproducible(self, rng: random.Random) -> "Scenario":
-        """The same job, with servers and workers that die as they like and always come back."""
+    def as_reproducible(self, rng: random.Random) -> "Scenario":
+        """Return the same job under sync, where killed servers and workers always restart."""
         return replace(
             self,
             policy=policy("sync"),
             on_loss=WorkerLossMode("wait", 20.0),
-            durable=True,
-            returns=True,
+            has_log=True,
+            restarts_workers=True,
             drains=0,
-            switches=0,
-            every=rng.choice([1, 2]),
+            policy_switches=0,
+            snapshot_interval=rng.choice([1, 2]),
             server_kills=rng.randint(1, 4),
             worker_kills=rng.randint(0, 3),
         )
 
     @property
     def is_reproducible(self) -> bool:
-        """Must this run end with the very bits of one in which nothing goes wrong?"""
-        row, returns = self.policy, self.on_loss.mode == "wait" and self.returns
-        same_workers = not (self.drains or self.switches) and (returns or not self.worker_kills)
-        if self.lag:
+        """Whether the job must end with the same bits as the job without faults."""
+        row, replaces_workers = self.policy, self.on_loss.mode == "wait" and self.restarts_workers
+        same_workers = not (self.drains or self.policy_switches) and (
+            replaces_workers or not self.worker_kills
+        )
+        if self.has_lagging_standbys:
             return False
-        stays = returns or not self.pauses
+        survives_pauses = replaces_workers or not self.pauses
         return (
             row.barrier
             and not row.backup
-            and self.durable
+            and self.has_log
             and same_workers
-            and stays
+            and survives_pauses
             and not self.hangs
         )
 
     @property
-    def quiet(self) -> "Scenario":
-        """The same job, and nothing goes wrong."""
+    def without_faults(self) -> "Scenario":
+        """The same job without faults."""
         return Scenario(
             self.seed,
             self.policy,
@@ -153,6 +174,6 @@ class Scenario:
             self.accumulate,
             0.0,
             None,
-            bad=self.bad,
+            bad_batch_interval=self.bad_batch_interval,
             clip_norm=self.clip_norm,
         )

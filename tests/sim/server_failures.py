@@ -1,6 +1,4 @@
-"""Servers of the simulated world are killed, restarted or replaced by their standbys, and all
-roll back to a snapshot.
-"""
+"""Failures of simulated servers: kills, restarts, failovers and rollbacks."""
 
 import json
 import random
@@ -25,14 +23,14 @@ from psserver.durability.record_sink import RecordSink, RecordSource
 from psserver.durability.shard_state import LogUnfitError
 from psserver.durability.state_records import job_state
 from psserver.replication import standby_state
-from tests.sim.disks import Disk, Saved, SimLink, SimStandby
-from tests.sim.invariants import check, watch
+from tests.sim.disks import Disk, SimLink, SimManifest, SimStandby
+from tests.sim.invariants import check, check_each_update
 from tests.sim.scenario import Scenario
 from tests.sim.servers import SimShard
 
 
 class ServerFailures:
-    """Part of the world."""
+    """The part of World that kills, restarts and promotes servers."""
 
     rng: random.Random
     scenario: Scenario
@@ -40,79 +38,79 @@ class ServerFailures:
     coordinator: CoordinatorMachine
     shards: list[SimShard]
     disks: list[Disk]
-    directory: ShardDirectory[Saved]
-    down: set[int]
-    layout: int
-    saved: Saved | None
+    directory: ShardDirectory[SimManifest]
+    down_servers: set[int]
+    shard_count: int
+    snapshot: SimManifest | None
     now: float
     generation: int
     coordinator_class: type[CoordinatorMachine]
     new_coordinator: Callable[[int, int], CoordinatorMachine]
     rules: Callable[[], JobRules]
-    decided: list[Apply]
-    dropped: list[Reject]
-    amid_measures: Counter[str]
+    updates: list[Apply]
+    rejections: list[Reject]
+    measure_interruptions: Counter[str]
 
     def kill_server(self, number: int | None = None) -> None:
-        """A server dies, and is started again."""
+        """Kill a server and start it again later."""
         number = self.rng.randrange(len(self.shards)) if number is None else number
-        is_down = number in self.down or number >= len(self.shards)
-        if is_down or all(worker.done for worker in self.workers):
+        is_down = number in self.down_servers or number >= len(self.shards)
+        if is_down or all(worker.has_finished for worker in self.workers):
             return
-        self.down.add(number)
+        self.down_servers.add(number)
         shard = self.shards[number]
-        shard.up = False
+        shard.is_up = False
         if shard.directory is self.directory and shard.connection is not None:
             self.directory.disconnect(shard.server, shard.connection)
         if self.coordinator.pending.measurement is not None:
-            self.amid_measures[
+            self.measure_interruptions[
                 "takeover" if self.disks[number].standby is not None else "restart"
             ] += 1
         self.restarts += 1
         self.after(self.rng.random() * 4, lambda: self.start_server(number))
 
-    def end_servers(self) -> None:
-        """End the servers that have no part of the model any more."""
-        for number, shard in enumerate(self.shards[self.layout :], self.layout):
-            shard.up, shard.disk.standby = False, None
-            self.down.discard(number)
-        del self.shards[self.layout :]
+    def end_removed_servers(self) -> None:
+        """End the servers that a reshard has removed."""
+        for number, shard in enumerate(self.shards[self.shard_count :], self.shard_count):
+            shard.is_up, shard.disk.standby = False, None
+            self.down_servers.discard(number)
+        del self.shards[self.shard_count :]
 
     def start_server(self, number: int) -> None:
-        if number not in self.down:
+        if number not in self.down_servers:
             return
-        self.down.remove(number)
+        self.down_servers.remove(number)
         old, new = self.shards[number], self.new_shard(number)
-        new.previous = old if old.is_ready else old.previous
+        new.previous_process = old if old.is_ready else old.previous_process
         new.term = old.term
         self.shards[number] = new
         standby = self.disks[number].standby
         if standby is not None:
-            if self.scenario.lag:
-                standby.lose(self.rng.choice([0, 1, 2, 3, 6]))
+            if self.scenario.has_lagging_standbys:
+                standby.lose_newest(self.rng.choice([0, 1, 2, 3, 6]))
             new.take_over(standby)
             new.term += 1
             self.takeovers += 1
         if number == 0:
             self.directory = self.new_directory()
-        if number == 0 and self.scenario.durable:
+        if number == 0 and self.scenario.has_log:
             self.recover_coordinator(standby)
         elif number == 0:
-            self.go_back()
-        if standby is not None and not standby.lacks_records and 0 not in self.down:
+            self.roll_back()
+        if standby is not None and not standby.lacks_records and 0 not in self.down_servers:
             check(
                 self.coordinator.log.can_go_on(new.machine.report()),
-                "shard {} cannot go on",
+                "shard {} cannot follow the log after the failover",
                 number,
             )
         self.disks[number].standby = None
         self.shards[number].send_report()
 
     def attach_standby(self) -> None:
-        """A server gets a standby, instead of the one that it has, and may be killed soon."""
-        number = self.rng.randrange(self.layout)
+        """Give a server a new standby, and kill the server after a random time."""
+        number = self.rng.randrange(self.shard_count)
         shard, coordinator = self.shards[number], self.coordinator
-        if number in self.down or not shard.is_ready or coordinator.reshard is not None:
+        if number in self.down_servers or not shard.is_ready or coordinator.reshard is not None:
             return
         with suppress(UnreachableError), shard.engine.live.export_state(0.0) as records:
             state = coordinator.complete_state() | {
@@ -130,59 +128,64 @@ class ServerFailures:
 
     @contextmanager
     def coordinator_classes(self) -> Iterator[None]:
-        """Let recoveries and standbys make this world's kind of coordinator."""
+        """Let recoveries and standbys create coordinators of this world's class."""
         with (
             patch.object(job_recovery, "CoordinatorMachine", self.coordinator_class),
             patch.object(standby_state, "CoordinatorMachine", self.coordinator_class),
         ):
             yield
 
-    def new_journal(self) -> CoordinatorLog:
+    def new_coordinator_log(self) -> CoordinatorLog:
         disk = self.disks[0]
         disk.job_log.is_complete = False  # until this process begins a segment
         return CoordinatorLog(
             RecordSink(
                 RecordSource.JOB,
-                disk.job_log if self.scenario.durable else None,  # type: ignore[arg-type]
+                disk.job_log if self.scenario.has_log else None,  # type: ignore[arg-type]
                 SimLink(disk),  # type: ignore[arg-type]
             )
         )
 
     def install(self, initial: InitialState) -> None:
-        """Begin a log with this state; stands for JobStart.install."""
-        coordinator, journal = initial.coordinator, self.new_journal()
-        watch(coordinator)
+        """Begin a log with this state; replaces JobStart.install."""
+        coordinator, log = initial.coordinator, self.new_coordinator_log()
+        check_each_update(coordinator)
         if initial.origin is not Origin.LOG:
-            journal.clear()
+            log.clear()
         record = initial.first_record(coordinator.shards, self.generation, "simulated")
-        journal.begin_segment(coordinator.version, record)
-        self.recorder = Recorder(coordinator, journal)
-        self.counts.shards = coordinator.shards
+        log.begin_segment(coordinator.version, record)
+        self.recorder = Recorder(coordinator, log)
+        self.shard_count_file.shards = coordinator.shards
         self.directory.form(coordinator.job.following_shards)
-        self.directory.new_log(self.saved)
+        self.directory.new_log(self.snapshot)
 
     def recover_coordinator(self, standby: SimStandby | None) -> None:
-        """Continue as the coordinator that was killed."""
-        promoted = self.shards[0].promoted
-        if promoted is not None and standby is not None and standby.lacks_records:
-            assert promoted.coordinator is not None
-            return self.take_over(promoted.coordinator)
+        """Recover the coordinator that was killed, or roll back if the log does not allow that."""
+        promoted_state = self.shards[0].promoted_state
+        if promoted_state is not None and standby is not None and standby.lacks_records:
+            assert promoted_state.coordinator is not None
+            return self.take_over(promoted_state.coordinator)
         before, log, found = self.coordinator.state(), self.coordinator.log, None
-        if promoted is not None:
-            found = promoted.coordinator
+        if promoted_state is not None:
+            found = promoted_state.coordinator
         else:
-            # without a log: the former standby had not come to a snapshot yet
+            # a promoted standby that has not written a snapshot yet has no log on its disk
             with suppress(LogUnfitError), self.coordinator_classes():
-                recovered = recover_coordinator(self.new_journal(), self.saved, 0)  # type: ignore[arg-type]
+                recovered = recover_coordinator(self.new_coordinator_log(), self.snapshot, 0)  # type: ignore[arg-type]
                 found = recovered[0] if recovered is not None else None
         if found is None:
-            return self.go_back()
+            return self.roll_back()
         after = found.state()
-        check(json.dumps(before) == json.dumps(after), "recovered {} is not {}", after, before)
-        if promoted is not None:
+        check(
+            json.dumps(before) == json.dumps(after),
+            "recovered coordinator {} differs from {}",
+            after,
+            before,
+        )
+        if promoted_state is not None:
             check(
                 log.after(log.base) == found.log.after(log.base),
-                "entries after {} are lost",
+                "entries after index {} are lost",
                 log.base,
             )
         self.install(InitialState(Origin.LOG, found))
@@ -190,34 +193,37 @@ class ServerFailures:
         return self.flush()
 
     def take_over(self, coordinator: CoordinatorMachine) -> None:
-        """The standby of shard 0 coordinates now. It may lack what others know."""
+        """Continue with the coordinator of a standby, which may lack acknowledged records."""
         self.generation += 1
         self.install(InitialState(Origin.PROMOTION, coordinator))
-        del self.decided[coordinator.version :]
-        self.dropped = [reject for reject in self.dropped if reject.index <= coordinator.log.index]
-        self._flushed = coordinator.log.index
+        del self.updates[coordinator.version :]
+        self.rejections = [
+            reject for reject in self.rejections if reject.index <= coordinator.log.index
+        ]
+        self._flushed_index = coordinator.log.index
         self.recorder.recovered(self.now, self.generation, is_complete=False)
-        newest = self.saved.version if self.saved is not None else 0
+        newest = self.snapshot.version if self.snapshot is not None else 0
         if promotion_needs_rollback(coordinator, self.shards[0].machine.report(), newest):
-            self.go_back()
+            self.roll_back()
         if not self.coordinator.started:
-            self.bring_back()
+            self.restart_missing_workers()
         self.flush()
 
-    def go_back(self) -> None:
-        """All shards return to the newest complete snapshot, or to the beginning."""
+    def roll_back(self) -> None:
+        """Roll all shards back to the newest complete snapshot, or to the start of the job."""
         check(
-            not self.scenario.durable or self.scenario.lag, "updates are lost in spite of the log"
+            not self.scenario.has_log or self.scenario.has_lagging_standbys,
+            "updates are lost although the job has a log",
         )
         self.rollbacks += 1
         self.generation += 1
-        saved, self.disks[0].standby = self.saved, None
-        coordinator = self.new_coordinator(self.generation, self.layout)
-        if saved is not None:
-            coordinator.restore(saved.coordinator, self.model, self.now)
-        self.end_servers()
-        origin = Origin.FRESH if saved is None else Origin.SNAPSHOT
+        snapshot, self.disks[0].standby = self.snapshot, None
+        coordinator = self.new_coordinator(self.generation, self.shard_count)
+        if snapshot is not None:
+            coordinator.restore(snapshot.coordinator, self.model, self.now)
+        self.end_removed_servers()
+        origin = Origin.FRESH if snapshot is None else Origin.SNAPSHOT
         self.install(InitialState(origin, coordinator))
-        self.decided = list(saved.decided if saved else ())
-        self.dropped = list(saved.dropped if saved else ())
-        self._flushed = saved.index if saved is not None else 0
+        self.updates = list(snapshot.updates if snapshot else ())
+        self.rejections = list(snapshot.rejections if snapshot else ())
+        self._flushed_index = snapshot.index if snapshot is not None else 0

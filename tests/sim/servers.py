@@ -1,5 +1,5 @@
-"""Shards of the simulated world: the shipped engine, state, logs, recovery and standby, over
-floats and disks in memory.
+"""Simulated shards: the shipped engine, state, logs, recovery and standby, with a few floats for
+arrays and with disks in memory.
 
 A shard is a process: killing it discards its memory and keeps its disk.
 """
@@ -21,8 +21,14 @@ from psserver.durability.record_sink import RecordSink, RecordSource
 from psserver.durability.shard_log import ShardLog
 from psserver.durability.shard_state import LogUnfitError
 from psserver.shard.engine import ShardEngine
-from tests.sim.arrays import AllNumbers, SimSnapshots, SimStaging, SimStandbyState, SimStates
-from tests.sim.disks import Disk, Saved, SimLink, SimStandby
+from tests.sim.arrays import (
+    PartitionReader,
+    SimSnapshots,
+    SimStaging,
+    SimStandbyState,
+    SimStateFactory,
+)
+from tests.sim.disks import Disk, SimLink, SimManifest, SimStandby
 from tests.sim.invariants import check, violation
 
 if TYPE_CHECKING:
@@ -30,41 +36,46 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def violations_only(shard: int) -> Iterator[None]:
-    """Raise each error as a violated invariant."""
+def raise_violations(shard: int) -> Iterator[None]:
+    """Raise each error as an InvariantError."""
     try:
         yield
     except Exception as error:
-        raise violation("shard {}: {!r}", shard, error) from error
+        raise violation("error in shard {}: {!r}", shard, error) from error
 
 
 class SimShard:
     """The process of one shard: its engine, and its messages to the coordinator.
 
-    previous: the process before it, whose state a recovery must restore.
-    has_recovered: it has tried to read its log.
-    promoted: the replicated state that it began with.
+    is_up: the process has not been killed.
+    previous_process: process whose state a recovery must restore; None: not checked.
+    has_recovered: the process has tried to recover from its log.
+    promoted_state: replicated state with which a promoted standby started.
+    part: the newest snapshot part that this process has written.
+    sent_reports, received_reports: numbers of the newest report that was sent, and that arrived.
+    instance: name of this process.
+    directory, server, connection: the connection to the coordinator; directory is None before the
+        first report arrives.
     """
 
     def __init__(self, world: "World", shard: int, shards: int, disk: Disk) -> None:
         self.world, self.disk = world, disk
-        self.up, self.has_recovered = True, False
-        self.previous: SimShard | None = None
-        self.promoted: SimStandbyState | None = None
+        self.is_up, self.has_recovered = True, False
+        self.previous_process: SimShard | None = None
+        self.promoted_state: SimStandbyState | None = None
         self.part: PartReport | None = None
         self.sent_reports = self.received_reports = 0
-        self.instance, self.term = f"process {next(world.processes)}", 1
-        # its connection to the coordinator begins with the first report that arrives
-        self.directory: ShardDirectory[Saved] | None = None
+        self.instance, self.term = f"process {next(world.process_numbers)}", 1
+        self.directory: ShardDirectory[SimManifest] | None = None
         self.server, self.connection = ServerEntry(shard), None
         disk.shard_log.is_complete = False  # until this process begins a segment
         sink = RecordSink(
             RecordSource.SHARD,
-            disk.shard_log if world.scenario.durable else None,  # type: ignore[arg-type]
+            disk.shard_log if world.scenario.has_log else None,  # type: ignore[arg-type]
             SimLink(disk),  # type: ignore[arg-type]
         )
         log = ShardLog(sink, shard)
-        self.states = SimStates(shard, world.rng, SimSnapshots(world), log)  # type: ignore[arg-type]
+        self.states = SimStateFactory(shard, world.rng, SimSnapshots(world), log)  # type: ignore[arg-type]
         traffic: Any = SimpleNamespace(observers=())
         self.engine = ShardEngine(self.states.empty(shards), traffic, self.write_part, log)
         self.engine.request_report = self.send_report
@@ -79,7 +90,7 @@ class SimShard:
 
     @property
     def is_ready(self) -> bool:
-        """Whether it follows a log."""
+        """Whether the shard follows a log."""
         return self.machine.log_id != NO_LOG
 
     @property
@@ -89,17 +100,17 @@ class SimShard:
 
     # ---- pushes and entries
 
-    def push(self, staged: Staged, numbers: Sequence[float], shards: int) -> None:
-        """Receive a push that is meant for this number of shards."""
+    def push(self, staged: Staged, values: Sequence[float], shards: int) -> None:
+        """Stage a push that a worker has partitioned for this number of shards."""
         store: Any = self.engine.live.store
         if store is not None and self.is_ready:
             with suppress(LayoutError, UnreachableError):
                 self.engine.live.check_layout(shards)
-                staging: Any = SimStaging(store, numbers, staged.key.seq == 0)
+                staging: Any = SimStaging(store, values, staged.key.seq == 0)
                 self.engine.stage_push(staged, staging)
 
-    def entries(self, log_id: int, entries: list[Entry]) -> None:
-        with violations_only(self.machine.shard):
+    def receive_entries(self, log_id: int, entries: list[Entry]) -> None:
+        with raise_violations(self.machine.shard):
             self.engine.deliver(log_id, entries)
 
     def write_part(self, cut: Cut, store: Any) -> None:
@@ -110,7 +121,7 @@ class SimShard:
     # ---- messages to the coordinator
 
     def send_report(self) -> None:
-        if self.up:
+        if self.is_up:
             self.sent_reports += 1
             report, number, recovered = (
                 self.engine.make_report(),
@@ -119,34 +130,38 @@ class SimShard:
             )
             recorder = self.world.recorder
             self.world.send(
-                lambda: self.world.recorder is recorder and self.arrive(report, number, recovered),
+                lambda: (
+                    self.world.recorder is recorder
+                    and self.deliver_report(report, number, recovered)
+                ),
                 self,
             )
 
-    def arrive(self, report: ShardReport, number: int, recovered: bool) -> None:
-        """Deliver a report to the coordinator, unless a later one has arrived: a connection keeps
-        the order.
+    def deliver_report(self, report: ShardReport, number: int, recovered: bool) -> None:
+        """Deliver a report to the coordinator, unless a later report has arrived.
+
+        A real connection keeps the order.
         """
         if number > self.received_reports:
             self.received_reports = number
             self.world.on_report(report, self, recovered)
 
     def send_part(self) -> None:
-        """Report the part of a snapshot; repeated, because it may be lost on the way."""
+        """Report the newest snapshot part; callers repeat this because messages may be lost."""
         if (part := self.part) is not None:
             self.world.send(lambda: self.world.on_part(self.machine.shard, part), self)
 
-    # ---- catching up; each action may arrive twice
+    # ---- catch-up actions; each may arrive twice
 
     def follow(self, log_id: int, base: int = 0) -> None:
         if self.machine.log_id != log_id:
             shards = self.world.coordinator.shards
             self.engine.install(self.states.fresh(log_id, base, shards))
 
-    def load(self, saved: Saved, log_id: int) -> None:
+    def load(self, snapshot: SimManifest, log_id: int) -> None:
         if self.machine.log_id != log_id:
             shards = self.world.coordinator.shards
-            self.engine.install(self.states.from_snapshot(log_id, saved, shards))  # type: ignore[arg-type]
+            self.engine.install(self.states.from_snapshot(log_id, snapshot, shards))  # type: ignore[arg-type]
 
     def adopt(self, state: str, reshard: ReshardPhase, log_id: int) -> None:
         if not self.is_ready:
@@ -155,40 +170,43 @@ class SimShard:
             )
             self.engine.install(joining)
 
-    def recover(self, saved: Saved | None, log_id: int) -> None:
+    def recover(self, snapshot: SimManifest | None, log_id: int) -> None:
         if self.has_recovered:
             return
         self.has_recovered = True
         reshard = self.world.coordinator.reshard
         possible = {self.world.coordinator.shards, *([reshard.before] if reshard else [])}
         with suppress(LogUnfitError, SnapshotError):
-            state = self.states.from_log(log_id, saved, possible)  # type: ignore[arg-type]
+            state = self.states.from_log(log_id, snapshot, possible)  # type: ignore[arg-type]
             self.engine.install(state, continues_log=True)
-            self.check_is_previous()
+            self.check_recovered_state()
 
     def take_over(self, standby: SimStandby) -> None:
-        """Continue as the standby of the previous process."""
+        """Start from the state of the standby of the previous process."""
         if standby.lacks_records:
-            self.previous = None
+            self.previous_process = None
         elif dropped := standby.drop_unacknowledged(self.world.rng):
-            self.previous = None  # until the coordinator sends these entries again
-            self.disk.shard_log.drop(dropped)  # the previous process has written them
-        with violations_only(self.machine.shard):
-            self.promoted = SimStandbyState(self.world, self.machine.shard, standby)
-        is_whole = not standby.lacks_records
-        self.engine.install(self.promoted.shard_state, continues_log=is_whole)
-        self.check_is_previous()
+            self.previous_process = None  # until the coordinator sends these entries again
+            self.disk.shard_log.drop(dropped)  # entries that the previous process wrote
+        with raise_violations(self.machine.shard):
+            self.promoted_state = SimStandbyState(self.world, self.machine.shard, standby)
+        is_complete = not standby.lacks_records
+        self.engine.install(self.promoted_state.shard_state, continues_log=is_complete)
+        self.check_recovered_state()
 
-    def check_is_previous(self) -> None:
-        if self.previous is not None:
+    def check_recovered_state(self) -> None:
+        if self.previous_process is not None:
             is_resharding = self.machine.is_resharding
-            mine, theirs = (each.everything(is_resharding) for each in (self, self.previous))
-            check(mine == theirs, "recovered {} is not {}", mine, theirs)
+            recovered, expected = (
+                process.recoverable_state(is_resharding)
+                for process in (self, self.previous_process)
+            )
+            check(recovered == expected, "recovered state {} differs from {}", recovered, expected)
 
-    def everything(self, is_resharding: bool) -> Any:
-        """Return what a recovery must restore.
+    def recoverable_state(self, is_resharding: bool) -> Any:
+        """Return the state that a recovery must restore.
 
-        is_resharding: leave out the new partition, which the reshard will build again.
+        is_resharding: leave out the new partition, which the reshard builds again.
         """
         state, machine = self.engine.live.state, self.machine
         frozen: Any = state.frozen
@@ -197,7 +215,7 @@ class SimShard:
                 {**machine.state(), "moving": True},
                 (frozen.index, frozen.shards, frozen.store.weights) if frozen else None,
             )
-        staged = {  # the log has no numbers of a push with a problem
+        staged = {  # the log does not contain the gradient of a bad push
             key: bytes(each.staging.contents[0])
             for key, each in state.staged.items()
             if not machine.staged[key].problem
@@ -207,7 +225,7 @@ class SimShard:
     # ---- resharding
 
     def build_partition(self, reshard: ReshardPhase, log_id: int) -> None:
-        """Build the new partition, if all shards that held the model before are up."""
+        """Build the new partition if all shards of the previous layout are up."""
         pending = self.engine.prepare_partition(reshard.index)
         if pending is None:
             return
@@ -215,11 +233,11 @@ class SimShard:
         for source in self.world.shards[: reshard.before]:
             frozen: Any = source.engine.live.state.frozen
             if (
-                not source.up
+                not source.is_up
                 or frozen is None
                 or (frozen.log_id, frozen.index) != (log_id, reshard.index)
             ):
                 return
             parts.append(frozen.store.weights)
-        pending.store.restore(AllNumbers(parts))  # type: ignore[arg-type]
+        pending.store.restore(PartitionReader(parts))  # type: ignore[arg-type]
         self.engine.install_partition(pending)

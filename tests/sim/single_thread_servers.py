@@ -1,13 +1,12 @@
-"""Servers as plain objects in one thread: their disk's operations come in the same order every
-time.
+"""Servers as plain objects in one thread, so that disk operations have the same order in each run.
 
-All that writes, reads and decides is the product's: service, engines, snapshots, logs, and the
-client. What is missing are processes, the network and time. So a whole job with its restarts
-takes some hundredths of a second, and a test can walk through all operations of it. What the
-links do between processes, `deliver` does.
+The coordinator, engines, snapshots, logs and the client are the shipped ones. They run without
+processes, network and waiting, so a job with restarts takes a few hundredths of a second and a test
+can repeat it for every disk operation. DirectServers.deliver replaces the connections between
+servers.
 
-A server dies of Killed, which passes through it like any exception; what it tries on the way
-does not reach the disk.
+To kill a server, a disk operation raises ServerKilled. The server's later operations raise it, too,
+and do not reach the disk.
 """
 
 from collections import deque
@@ -47,35 +46,39 @@ from psworker.simulation import ENDLESS_LEASE_SECONDS, UNLIMITED_BYTES, DirectTr
 from psworker.transport.streams import AnswerReceiver, Cancellation, ExchangeAnswer, receive_answer
 
 JOB = "direct"
-ROUNDS = 100
-"""Deliveries after which news that never end are a bug."""
-PAUSE = 0.01
-"""Seconds that the client's clock takes for a pause."""
+MAX_DELIVERY_ROUNDS = 100
+"""Rounds of deliveries after which updates must have ended."""
+PAUSE_SECONDS = 0.01
+"""Duration of each pause on the client's clock."""
 
 
-class Killed(BaseException):
-    """The server that is at work ends here and now."""
+class ServerKilled(BaseException):
+    """The active server is killed at this operation."""
 
 
 class DirectServer:
     """One process of one server.
 
-    outbox: what it will send to the coordinator.
-    cursor: what it has received of the log; None without a connection.
+    is_killed: the process has been killed.
+    outbox: messages to the coordinator that are not sent yet.
+    cursor: the delivered part of the log; None without a connection.
+    connection: number of the connection to the coordinator.
+    last_report: the newest report on this connection.
+    service: the coordinator, on shard 0.
     """
 
     def __init__(self, shard: int) -> None:
-        self.shard, self.dead = shard, False
+        self.shard, self.is_killed = shard, False
         self.outbox: deque[Callable[[CoordinatorService], None]] = deque()
         self.cursor: DeliveryCursor | None = None
-        self.line = 0
-        self.reported: ShardReport | None = None
+        self.connection = 0
+        self.last_report: ShardReport | None = None
         self.service: CoordinatorService | None = None
         self._log: ShardLog | None = None
         self._registry = CollectorRegistry()
 
     def start(self, config: ServerConfig) -> None:
-        """As Server does. SnapshotError where its disk does not let it."""
+        """Start as Server does. Raises SnapshotError if the disk refuses the start."""
         shard, metrics = self.shard, ServerMetrics(self._registry, shard=self.shard)
         self.snapshots = SnapshotManager(config.data_dir, shard, config.snapshot_keep, metrics)
         self.snapshots.on_part = lambda part: self.outbox.append(
@@ -106,19 +109,19 @@ class DirectServer:
             self.service.start(ticking=False)
 
     def _cut(self, cut: Cut, store: ParameterStore) -> None:
-        """Nothing else goes on while the part is written."""
+        """Write a snapshot part, and wait for the thread that writes it."""
         self.snapshots.write_part(cut, store)
         self.snapshots.close()
-        if self.dead:
-            raise Killed
+        if self.is_killed:
+            raise ServerKilled
 
     def failures(self, name: str) -> float:
-        """ps_<name>_failures_total, as dashboards see it."""
+        """Return the metric ps_<name>_failures_total."""
         samples = [sample for family in self._registry.collect() for sample in family.samples]
         return sum(sample.value for sample in samples if sample.name == f"ps_{name}_failures_total")
 
-    def hear(self, update: ShardUpdate) -> None:
-        """As Link does."""
+    def handle_update(self, update: ShardUpdate) -> None:
+        """Handle an update as CoordinatorLink does."""
         log_id, manifest = update.cursor.log_id, update.snapshot
         shards = self.identity.shards
         if update.catch_up is CatchUp.RECOVER:
@@ -145,33 +148,35 @@ class DirectServer:
         version = manifest.version if manifest else 0
         self.outbox.append(
             lambda service: service.shard_connections.finish_catch_up(
-                service.registry[self.shard], self.line, version, problem
+                service.registry[self.shard], self.connection, version, problem
             )
         )
 
     def close(self) -> None:
-        """Frees its files. What a dead one still has to write stays unwritten."""
+        """Close the files. A killed server writes nothing more."""
         for owner in (
             self.service.end if self.service else None,
             self._log.close if self._log else None,
         ):
             if owner is not None:
-                with suppress(Killed):
+                with suppress(ServerKilled):
                     owner()
 
 
 class DirectServers:
     """All servers of a job, for one worker.
 
-    lives: current processes by shard; None where the server is dead.
-    all: all processes so far.
-    refused: number of starts that a disk refused.
-    revive: restart dead servers during a wait; otherwise the caller gets the Killed.
+    processes: current process of each shard; None if the server was killed.
+    all_processes: all processes so far.
+    refused_starts: number of starts that a disk refused.
+    restarts_killed: restart killed servers while the client waits; otherwise raise ServerKilled.
     """
 
-    def __init__(self, folder: Path, shards: int = 2, revive: bool = True, **settings: Any) -> None:
+    def __init__(
+        self, folder: Path, shards: int = 2, restarts_killed: bool = True, **settings: Any
+    ) -> None:
         folder.mkdir(exist_ok=True)
-        self._revive = revive
+        self._restarts_killed = restarts_killed
         self.config = ServerConfig(
             **{
                 "shards": shards,
@@ -181,161 +186,174 @@ class DirectServers:
                 **settings,
             }
         )
-        self.lives: list[DirectServer | None] = [None] * shards
-        self.all: list[DirectServer] = []
-        self.refused = 0
-        self._at_work: list[DirectServer] = []
+        self.processes: list[DirectServer | None] = [None] * shards
+        self.all_processes: list[DirectServer] = []
+        self.refused_starts = 0
+        self._active: list[DirectServer] = []
 
     @property
-    def at_work(self) -> DirectServer:
-        """Whose operations these are."""
-        return self._at_work[-1]
+    def active(self) -> DirectServer:
+        """The process whose code runs now."""
+        return self._active[-1]
 
     @property
     def service(self) -> CoordinatorService:
-        """The coordinator. Raises UnreachableError while shard 0 is dead."""
-        if (life := self.lives[0]) is None or life.service is None:
-            raise UnreachableError("shard 0 is dead")
-        return life.service
+        """The coordinator. Raises UnreachableError while shard 0 is down."""
+        if (process := self.processes[0]) is None or process.service is None:
+            raise UnreachableError("shard 0 is down")
+        return process.service
 
     @property
-    def log_broken(self) -> bool:
-        """Does some log lack what could not be written?"""
-        shards = any(
-            life.engine.make_report().log_broken for life in self.lives if life is not None
+    def is_log_broken(self) -> bool:
+        """Whether a log lacks records that could not be written."""
+        is_shard_log_broken = any(
+            process.engine.make_report().log_broken
+            for process in self.processes
+            if process is not None
         )
-        return shards or self.service._history.journal.is_broken
+        return is_shard_log_broken or self.service._history.journal.is_broken
 
     @property
     def coordinator(self) -> ControlPlaneServicer:
         return ControlPlaneServicer(self.service)
 
-    # ---- lives -----------------------------------------------------------------------------------
+    # ---- processes -------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Start the dead servers; some may die again. Raises SnapshotError if a disk refuses."""
-        for shard, before in enumerate(self.lives):
-            if before is None:
-                self.all.append(DirectServer(shard))
-                self.lives[shard] = self.all[-1]
+        """Start the killed servers; a disk operation may kill some again.
+
+        Raises SnapshotError if a disk refuses a start.
+        """
+        for shard, previous in enumerate(self.processes):
+            if previous is None:
+                self.all_processes.append(DirectServer(shard))
+                self.processes[shard] = self.all_processes[-1]
                 try:
-                    with self.inside(shard) as life:
-                        life.start(self.config)
+                    with self.acting_as(shard) as process:
+                        process.start(self.config)
                 except SnapshotError:
-                    self.refused += 1
+                    self.refused_starts += 1
                     self.kill(shard)
                     raise
                 except UnreachableError:
-                    continue  # dead again
+                    continue  # killed again
         self.deliver()
 
     def kill(self, *shards: int) -> None:
-        """kill -9, from outside; the dead stay dead."""
+        """Kill servers as kill -9 does, without a restart."""
         for shard in shards:
-            life, self.lives[shard] = self.lives[shard], None
-            if life is not None:
-                life.dead = True
-                self._at_work.append(life)
-                life.close()
-                self._at_work.pop()
-                self._disconnect(life)
+            process, self.processes[shard] = self.processes[shard], None
+            if process is not None:
+                process.is_killed = True
+                self._active.append(process)
+                process.close()
+                self._active.pop()
+                self._disconnect(process)
 
-    def _disconnect(self, dead: DirectServer) -> None:
-        for life in self.lives:
-            if life is not None and dead.shard == 0:
-                life.cursor = None
-        if dead.cursor is not None and self.lives[0] is not None:
-            self.service.shard_connections.disconnect(self.service.registry[dead.shard], dead.line)
+    def _disconnect(self, killed: DirectServer) -> None:
+        for process in self.processes:
+            if process is not None and killed.shard == 0:
+                process.cursor = None
+        if killed.cursor is not None and self.processes[0] is not None:
+            self.service.shard_connections.disconnect(
+                self.service.registry[killed.shard], killed.connection
+            )
 
     @contextmanager
-    def inside(self, shard: int) -> Iterator[DirectServer]:
-        """What this server does. UnreachableError if it is dead, or dies of it."""
-        if (life := self.lives[shard]) is None:
-            raise UnreachableError(f"shard {shard} is dead")
-        self._at_work.append(life)
+    def acting_as(self, shard: int) -> Iterator[DirectServer]:
+        """Run the code of this server.
+
+        Raises UnreachableError if the server is down or is killed in this context.
+        """
+        if (process := self.processes[shard]) is None:
+            raise UnreachableError(f"shard {shard} is down")
+        self._active.append(process)
         try:
-            yield life
-        except Killed:
+            yield process
+        except ServerKilled:
             self.kill(shard)
-            if not self._revive:
+            if not self._restarts_killed:
                 raise
             raise UnreachableError(f"shard {shard} was killed") from None
         finally:
-            self._at_work.pop()
+            self._active.pop()
 
     def close(self) -> None:
-        self.kill(*reversed(range(len(self.lives))))
+        self.kill(*reversed(range(len(self.processes))))
 
     # ---- time and updates ------------------------------------------------------------------------
 
     def tick(self) -> None:
-        """Time passes: the dead are started again, snapshots are filed, and all hear of it."""
+        """Restart killed servers, complete snapshots, and deliver updates."""
         self.start()
-        with suppress(UnreachableError), self.inside(0):
+        with suppress(UnreachableError), self.acting_as(0):
             self.service.tick()
         self.deliver()
 
     def deliver(self) -> None:
         """Send all updates to all servers until there are none."""
-        for _ in range(ROUNDS):
-            exchanged = [self._exchange(shard) for shard in range(len(self.lives))]
+        for _ in range(MAX_DELIVERY_ROUNDS):
+            exchanged = [self._exchange(shard) for shard in range(len(self.processes))]
             if not any(exchanged):
                 return
         raise AssertionError("updates do not end")
 
     def _exchange(self, shard: int) -> bool:
-        """One server and the coordinator tell each other what is new. Was there anything?"""
-        if (life := self.lives[shard]) is None or self.lives[0] is None:
+        """Exchange messages between a server and the coordinator. Return whether there were any."""
+        if (process := self.processes[shard]) is None or self.processes[0] is None:
             return False
         try:
-            has_sent = self._tell(life)
-            return self._hear(life) or has_sent if shard else has_sent
+            has_sent = self._send_messages(process)
+            return self._receive_update(process) or has_sent if shard else has_sent
         except UnreachableError:
             return True
 
-    def _tell(self, life: DirectServer) -> bool:
-        with self.inside(0):
-            if life.shard and life.cursor is None:
-                self._connect(life)
-            count = len(life.outbox)
-            while life.outbox:
-                life.outbox.popleft()(self.service)
-            report = life.engine.make_report()
-            new, life.reported = report != life.reported, report
-            if new:
+    def _send_messages(self, process: DirectServer) -> bool:
+        with self.acting_as(0):
+            if process.shard and process.cursor is None:
+                self._connect(process)
+            count = len(process.outbox)
+            while process.outbox:
+                process.outbox.popleft()(self.service)
+            report = process.engine.make_report()
+            is_new, process.last_report = report != process.last_report, report
+            if is_new:
                 self.service.shard_connections.report(report)
-        return new or count > 0
+        return is_new or count > 0
 
-    def _connect(self, life: DirectServer) -> None:
-        identity, report = life.identity, life.engine.make_report()
-        _, life.line = self.service.shard_connections.connect(
-            life.shard, len(self.lives), identity.address, identity.instance
+    def _connect(self, process: DirectServer) -> None:
+        identity, report = process.identity, process.engine.make_report()
+        _, process.connection = self.service.shard_connections.connect(
+            process.shard, len(self.processes), identity.address, identity.instance
         )
-        life.cursor, life.reported = DeliveryCursor(report.log_id, report.index), None
+        process.cursor, process.last_report = DeliveryCursor(report.log_id, report.index), None
 
-    def _hear(self, life: DirectServer) -> bool:
-        assert life.cursor is not None
-        with self.inside(0):
+    def _receive_update(self, process: DirectServer) -> bool:
+        assert process.cursor is not None
+        with self.acting_as(0):
             update = self.service.shard_connections.next_update(
-                self.service.registry[life.shard], life.cursor
+                self.service.registry[process.shard], process.cursor
             )
-        quiet = update.cursor == life.cursor and update.catch_up is CatchUp.FOLLOW
-        life.cursor = update.cursor
-        with self.inside(life.shard):
-            life.hear(update)
-        return not quiet
+        is_unchanged = update.cursor == process.cursor and update.catch_up is CatchUp.FOLLOW
+        process.cursor = update.cursor
+        with self.acting_as(process.shard):
+            process.handle_update(update)
+        return not is_unchanged
 
-    def lane(self) -> "Lane":
-        """For the worker."""
-        return Lane(self)
+    def transport(self) -> "SingleThreadTransport":
+        """Return the transport of the worker."""
+        return SingleThreadTransport(self)
 
 
-class Lane(DirectTransport):
-    """The worker's calls. Where a server is dead, or dies of one, there is no answer; while the
-    client pauses, time passes."""
+class SingleThreadTransport(DirectTransport):
+    """Calls the servers' methods for the worker.
+
+    A call raises UnreachableError if the server is down or is killed during the call. The servers
+    tick when the client pauses.
+    """
 
     def __init__(self, servers: DirectServers) -> None:
-        self.addresses = [f"direct-{shard}" for shard in range(len(servers.lives))]
+        self.addresses = [f"direct-{shard}" for shard in range(len(servers.processes))]
         self.clock = Clock(lambda: self._now, lambda seconds: self._pass_on())
         self._cluster = servers
         self._now = 0.0
@@ -352,18 +370,18 @@ class Lane(DirectTransport):
     ) -> ExchangeAnswer:
         header.wait_ms = 0
         sent = [encode_header(header), *(chunks(send) if header.has_data else ())]
-        with self._cluster.inside(shard) as life:
-            answer = map(decode_response, life.server.exchange(iter(sent), lambda: True))
+        with self._cluster.acting_as(shard) as process:
+            answer = map(decode_response, process.server.exchange(iter(sent), lambda: True))
             result = receive_answer(answer, receiver)
         self._cluster.deliver()
         return ExchangeAnswer(result, 0.0, 0.0)
 
     def _call(self, method: Callable[[Any, None], Any], request: Any) -> Any:
-        with self._cluster.inside(0):
+        with self._cluster.acting_as(0):
             answer = method(request, None)
         self._cluster.deliver()
         return answer
 
     def _pass_on(self) -> None:
-        self._now += PAUSE
+        self._now += PAUSE_SECONDS
         self._cluster.tick()

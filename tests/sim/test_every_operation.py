@@ -1,9 +1,10 @@
-"""A disk that fails at any operation, once or from then on, and servers that die at any operation.
+"""A short job in which any disk operation fails, once or until a restart, or a server is killed
+there.
 
-After each failure training continues, one ERROR for each log and the metrics report it, every
-snapshot loads, and the logs are complete again once the disk works: after a restart no
-acknowledged update is missing. After each death other processes notice nothing with logs;
-without logs all shards return to the newest snapshot together.
+After a failure training continues, one ERROR per log and the metrics report it, and every snapshot
+loads. The servers repair their logs once the disk works: a restart loses no acknowledged update.
+After a kill, a server with a log recovers without an effect on other processes. Without logs all
+shards roll back to the newest snapshot together.
 """
 
 import tempfile
@@ -13,47 +14,47 @@ from pathlib import Path
 
 import pytest
 
-from tests.sim.every_operation import FOR_GOOD, WALKS, walk, writes
+from tests.sim.every_operation import SERIES, UNLIMITED, partial_writes, run_series
 
 SHARED_MEMORY = Path("/dev/shm")
 SHARES, SHORT_SHARES = 20, 8
-"""Each test takes every 20th operation, so that it takes seconds."""
-FEWEST = {
+"""Each test runs every 20th, or every 8th, operation, so that it takes seconds."""
+MIN_OPERATIONS = {
     "any errno, log": 300,
-    "ENOSPC, log, for long": 150,
-    "a death, log": 240,
+    "ENOSPC, log, lasting": 150,
+    "kill, log": 240,
     "any errno, snapshot": 55,
-    "EROFS, snapshot, for long": 25,
-    "a death of all, snapshot": 50,
+    "EROFS, snapshot, lasting": 25,
+    "kill of all, snapshot": 50,
 }
-"""Operations that such a job has at least."""
+"""Minimum number of operations of each job."""
 
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
-    """Where syncing takes no time, if there is such a place."""
+    """Yield a folder in shared memory, where a sync takes no time, if the system has one."""
     with tempfile.TemporaryDirectory(
         prefix="ps-", dir=SHARED_MEMORY if SHARED_MEMORY.is_dir() else None
-    ) as made:
-        yield Path(made)
+    ) as path:
+        yield Path(path)
 
 
 @pytest.mark.every(SHARES)
-@pytest.mark.parametrize(("name", "share"), list(product(FEWEST, range(SHARES))))
-def test_nothing_is_lost(folder: Path, name: str, share: int) -> None:
-    done = walk(folder, WALKS[name], range(1 + share, FOR_GOOD, SHARES))
+@pytest.mark.parametrize(("name", "share"), list(product(MIN_OPERATIONS, range(SHARES))))
+def test_no_acknowledged_update_is_lost(folder: Path, name: str, share: int) -> None:
+    done = run_series(folder, SERIES[name], range(1 + share, UNLIMITED, SHARES))
 
-    assert done >= FEWEST[name] // SHARES
+    assert done >= MIN_OPERATIONS[name] // SHARES
 
 
 @pytest.mark.every(SHORT_SHARES)
 @pytest.mark.parametrize("share", range(SHORT_SHARES))
-@pytest.mark.parametrize(("durability", "fewest"), [("log", 80), ("snapshot", 8)])
-def test_nothing_is_lost_by_a_write_cut_short(
-    folder: Path, durability: str, fewest: int, share: int
+@pytest.mark.parametrize(("durability", "min_operations"), [("log", 80), ("snapshot", 8)])
+def test_no_acknowledged_update_is_lost_by_a_partial_write(
+    folder: Path, durability: str, min_operations: int, share: int
 ) -> None:
-    numbers = writes(folder / "sound", durability)
+    numbers = partial_writes(folder / "intact", durability)
 
-    assert len(numbers) >= fewest
-    mine = numbers[share::SHORT_SHARES]
-    assert walk(folder, WALKS[f"short, {durability}"], mine) == len(mine)
+    assert len(numbers) >= min_operations
+    sample = numbers[share::SHORT_SHARES]
+    assert run_series(folder, SERIES[f"short, {durability}"], sample) == len(sample)

@@ -1,4 +1,4 @@
-"""Simulated failover: every history keeps the invariants, and each planted bug is caught."""
+"""Simulated failovers: every history keeps the invariants, and each planted bug is found."""
 
 from collections import Counter
 
@@ -18,9 +18,9 @@ def test_no_history_loses_a_published_record_or_has_two_primaries() -> None:
     for seed in range(SEEDS):
         world = FailoverWorld(seed).run()
         seen["took over"] += world.takeovers > 0
-        seen["deposed"] += world.deposed > 0
-        seen["alone"] += world.alone > 0
-        seen["planned"] += world.switches > 0
+        seen["deposed"] += world.depositions > 0
+        seen["alone"] += world.ticks_alone > 0
+        seen["planned"] += world.handovers > 0
         seen["rounds"] += len(world.published)
 
     assert min(seen["took over"], seen["deposed"], seen["alone"], seen["planned"]) > SEEDS // 10
@@ -31,10 +31,10 @@ def test_no_history_loses_a_published_record_or_has_two_primaries() -> None:
 def test_handovers_without_a_lock_lose_nothing_and_leave_one_primary() -> None:
     seen: Counter[str] = Counter()
     for seed in range(SEEDS):
-        world = FailoverWorld(seed, locked=False).run()
-        assert world.takeovers == world.switches
-        seen["planned"] += world.switches > 0
-        seen["alone"] += world.alone > 0
+        world = FailoverWorld(seed, has_lock=False).run()
+        assert world.takeovers == world.handovers
+        seen["planned"] += world.handovers > 0
+        seen["alone"] += world.ticks_alone > 0
         seen["rounds"] += len(world.published)
 
     assert min(seen["planned"], seen["alone"]) > SEEDS // 10
@@ -42,14 +42,14 @@ def test_handovers_without_a_lock_lose_nothing_and_leave_one_primary() -> None:
 
 
 class TakesOverWithoutTheSwap(FailoverMachine):
-    """Takes over after silence alone."""
+    """Takes over after silence, without a swap of the primary record."""
 
     def take_over(self) -> PrimaryRecord | None:
         return PrimaryRecord(self.term + 1, self.standby_id) if self.has_state else None
 
 
 class ContinuesAloneWithoutTheSwap(ReplicationMachine):
-    """Gives up its standby after silence alone."""
+    """Drops its standby after silence, without a swap of the primary record."""
 
     def drop_link(self, link_id: int) -> None:
         if link_id == self.link_id:
@@ -64,7 +64,7 @@ class RepliesBeforeAcknowledgement(ReplicationMachine):
 
 
 class RepliesAtOnce(FailoverMachine):
-    """async: does not wait until the old primary has read the primary record."""
+    """Does not wait, in async mode, until the previous primary has read the primary record."""
 
     @property
     def reply_delay_seconds(self) -> float:
@@ -95,7 +95,7 @@ MUTANTS: dict[str, dict[str, object]] = {
     "a handover ends before the standby has all records": {"replication_class": HandsOverTooEarly},
     "a primary continues alone during a handover": {
         "replication_class": ContinuesDuringHandover,
-        "locked": False,
+        "has_lock": False,
     },
     "a standby takes over without the swap": {"failover_class": TakesOverWithoutTheSwap},
     "a primary continues alone without the swap": {
@@ -110,7 +110,7 @@ MUTANTS: dict[str, dict[str, object]] = {
 
 
 @pytest.mark.parametrize("name", MUTANTS)
-def test_planted_bug_is_caught(name: str) -> None:
+def test_planted_bug_is_found(name: str) -> None:
     def histories() -> None:
         for seed in range(SEEDS):
             FailoverWorld(seed, **MUTANTS[name]).run()

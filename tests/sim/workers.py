@@ -1,5 +1,8 @@
-"""Workers of the simulated world: join, register, upload if told to, then batches and pushes
-until the data ends.
+"""Workers of a simulated job.
+
+A worker joins, registers the model, and uploads the initial weights if the coordinator asks for
+them. Then it leases batches and pushes gradients until its loop ends, makes its collective calls,
+and leaves.
 """
 
 import math
@@ -16,89 +19,114 @@ from psserver.core.commands.worker_commands import Join, Leave, Register
 from psserver.core.reports.collectives import CollectiveValues
 from psserver.core.shard.state_machine import PushOutcome
 from psworker.core.push_sequence import PushSequence
-from tests.sim.arrays import UNITS, part_of
+from tests.sim.arrays import WEIGHT_COUNT, partition_of
 from tests.sim.invariants import check
 
 if TYPE_CHECKING:
     from tests.sim.world import World
 
-RETRY = 0.7
-COLLECTIVE_CALLS = 3
+RETRY_SECONDS = 0.7
+COLLECTIVE_CALL_COUNT = 3
 
 
 @dataclass
 class Push:
-    """A push as its worker meant it."""
+    """A push as its worker sent it.
+
+    rank: rank of the worker.
+    gradients: the gradient of each weight.
+    """
 
     staged: Staged
     rank: int
     gradients: tuple[float, ...]
 
 
-def gradient(number: int, base: int, unit: int) -> float:
-    """Return a number of a deterministic function whose values differ widely in size."""
-    return math.sin(number * 12.9898 + base * 4.1414 + unit * 78.233) * 10.0 ** (
-        (number * 7 + unit * 3) % 19
+def gradient(number: int, base: int, weight: int) -> float:
+    """Return a deterministic value whose magnitude varies widely between its arguments.
+
+    number: sum of the batch numbers.
+    base: version of the weights.
+    weight: index of the weight.
+    """
+    return math.sin(number * 12.9898 + base * 4.1414 + weight * 78.233) * 10.0 ** (
+        (number * 7 + weight * 3) % 19
     )
 
 
 class SimWorker:
-    """A worker's process. It may be killed (alive), stopped for a while (awake_at), or asked to
-    leave (draining); its script may hang for a while (hangs_until, since hangs_from), and its
-    heartbeats go on."""
+    """The process of a worker.
+
+    attempt: number of earlier starts of this rank that `ps-run` made.
+    is_alive: the process has not been killed.
+    has_finished: the script has made its last call.
+    is_draining: the worker was asked to leave.
+    stopped_until: time until which the process is stopped.
+    hangs_from, hangs_until: time in which the script makes no call; heartbeats continue.
+    collective_count: number of collective calls that have returned.
+    worker: number of the worker; 0 before it joins.
+    shards: number of shards that the worker knows of.
+    request_number: number of the current request; answers to earlier ones are dropped.
+    start_count: number of times that the worker has joined.
+    max_batch_seconds: longest duration of one batch.
+    base: version of the weights that the worker computes with.
+    min_version: lowest version that the worker may pull.
+    received_count: number of batches that the worker has received.
+    batches: numbers of the batches of the next push.
+    outcomes: outcome of the newest push, by shard.
+    """
 
     def __init__(self, world: "World", rank: int, attempt: int = 0) -> None:
         self.world = world
         self.rank = rank
         self.attempt = attempt
-        self.alive = True
-        self.done = False
-        self.draining = False
-        self.awake_at = 0.0
+        self.is_alive = True
+        self.has_finished = False
+        self.is_draining = False
+        self.stopped_until = 0.0
         self.hangs_from = self.hangs_until = 0.0
-        self.calls = 0
+        self.collective_count = 0
         self.worker = 0
-        self.shards = world.layout
-        self.asked = self.begun = 0
-        self.speed = world.rng.choice([0.1, 0.1, 0.3, 3.0])
+        self.shards = world.shard_count
+        self.request_number = self.start_count = 0
+        self.max_batch_seconds = world.rng.choice([0.1, 0.1, 0.3, 3.0])
         self.restart()
 
     def restart(self) -> None:
-        """(Back) to the beginning, as new."""
-        self.begun += 1
-        self.worker = self.base = self.at_least = self.received = 0
-        self.numbers = PushSequence()
-        self.used: list[int] = []
+        """Join the job as a new worker."""
+        self.start_count += 1
+        self.worker = self.base = self.min_version = self.received_count = 0
+        self.sequence = PushSequence()
+        self.batches: list[int] = []
         self.outcomes: dict[int, PushOutcome] = {}
-        self.call(Join(self.rank, "h", 1, "cpu", self.attempt), self.joined)
+        self.request(Join(self.rank, "h", 1, "cpu", self.attempt), self.on_joined)
 
     # ---- time and messages
 
-    def later(self, seconds: float, action: Callable[[], None], script: bool = True) -> None:
-        """Act then, or when this process is woken; never after its death, or after it has begun
-        again.
+    def schedule(self, seconds: float, action: Callable[[], None], script: bool = True) -> None:
+        """Run an action after this time, or later if the process is stopped then.
 
-        script: its script acts, which may hang.
+        The action does not run if the process is killed or the worker joins again before.
+
+        script: the action belongs to the script, so it also waits while the script hangs.
         """
-        begun = self.begun
+        start_count = self.start_count
 
         def act() -> None:
-            if begun != self.begun:
+            if start_count != self.start_count:
                 return
-            awake_at = max(self.awake_at, self.hangs_until if script else 0.0)
-            if self.alive and awake_at > self.world.now:
-                self.world.after(awake_at - self.world.now, act)
-            elif self.alive:
+            stopped_until = max(self.stopped_until, self.hangs_until if script else 0.0)
+            if self.is_alive and stopped_until > self.world.now:
+                self.world.after(stopped_until - self.world.now, act)
+            elif self.is_alive:
                 action()
 
         self.world.after(seconds, act)
 
-    def call(self, command: Command[Any], then: Callable[[Any], None]) -> None:
-        """A request to the coordinator, repeated until it is answered (not None); late answers
-        are dropped.
-        """
+    def request(self, command: Command[Any], then: Callable[[Any], None]) -> None:
+        """Send a command to the coordinator, and repeat it until the answer is not None."""
 
-        def request(recorder: Recorder, now: float) -> Any:
+        def perform(recorder: Recorder, now: float) -> Any:
             if isinstance(command, Register):
                 registration = recorder.coordinator.registration
                 if registration.unresolved_peer(command.worker, now):
@@ -109,35 +137,35 @@ class SimWorker:
                 return result and (result, self.world.generation)
             return recorder.do(command, now)
 
-        self.asked += 1
-        self.ask(self.asked, request, then)
+        self.request_number += 1
+        self.send_request(self.request_number, perform, then)
 
-    def ask(
-        self, number: int, request: Callable[[Recorder, float], Any], then: Callable[[Any], None]
+    def send_request(
+        self, number: int, perform: Callable[[Recorder, float], Any], then: Callable[[Any], None]
     ) -> None:
-        if number != self.asked:
+        if number != self.request_number:
             return
         world = self.world
 
         def serve() -> None:
             try:
-                answer = request(world.recorder, world.now)
+                answer = perform(world.recorder, world.now)
             except FencedError as error:
                 answer = error
             world.flush()
             if answer is not None:
                 world.send(
-                    lambda: self.later(0.0, lambda: self.answer(number, answer, then)),
+                    lambda: self.schedule(0.0, lambda: self.receive_answer(number, answer, then)),
                     world.shards[0],
                 )
 
         world.send(serve, world.shards[0])
-        self.later(RETRY, lambda: self.ask(number, request, then))
+        self.schedule(RETRY_SECONDS, lambda: self.send_request(number, perform, then))
 
-    def answer(self, number: int, answer: Any, then: Callable[[Any], None]) -> None:
-        if number != self.asked:
+    def receive_answer(self, number: int, answer: Any, then: Callable[[Any], None]) -> None:
+        if number != self.request_number:
             return
-        self.asked += 1
+        self.request_number += 1
         if isinstance(answer, FencedError):
             self.restart()
         else:
@@ -145,164 +173,175 @@ class SimWorker:
 
     # ---- membership
 
-    def joined(self, member: Any) -> None:
+    def on_joined(self, member: Any) -> None:
         self.worker = member.worker
-        self.beat()
+        self.send_heartbeat()
         self.register()
 
-    def beat(self) -> None:
-        if not self.done:
+    def send_heartbeat(self) -> None:
+        if not self.has_finished:
             worker, now = self.worker, self.world.now
             no_call = now - self.hangs_from if now < self.hangs_until else 0.0
-            self.world.send(lambda: self.world.on_beat(self, worker, no_call), self.world.shards[0])
-            self.later(1.0, self.beat, script=False)
+            self.world.send(
+                lambda: self.world.on_heartbeat(self, worker, no_call), self.world.shards[0]
+            )
+            self.schedule(1.0, self.send_heartbeat, script=False)
 
-    def fenced(self, worker: int) -> None:
-        """A heartbeat was answered so."""
-        if worker == self.worker and not self.done:
-            self.asked += 1
+    def on_fenced(self, worker: int) -> None:
+        """Join again because the answer to a heartbeat says that this worker is fenced."""
+        if worker == self.worker and not self.has_finished:
+            self.request_number += 1
             self.restart()
 
     def register(self) -> None:
-        self.call(Register(self.worker, self.world.model), self.registered)
+        self.request(Register(self.worker, self.world.model), self.on_registered)
 
-    def registered(self, answer: tuple[str, int]) -> None:
-        state, self.at_least = answer
+    def on_registered(self, answer: tuple[str, int]) -> None:
+        state, self.min_version = answer
         if state == "ready":
-            self.pull(lambda: self.want(idle=False))
+            self.pull(lambda: self.request_batch(idle=False))
         elif state == "upload":
-            self.shards = self.world.layout
-            self.deliver(Push(Staged(PushKey(self.worker, 0), 1, 0), self.rank, (1.0,) * UNITS))
-            self.later(RETRY, self.register)
+            self.shards = self.world.shard_count
+            self.send_push(
+                Push(Staged(PushKey(self.worker, 0), 1, 0), self.rank, (1.0,) * WEIGHT_COUNT)
+            )
+            self.schedule(RETRY_SECONDS, self.register)
         else:
-            self.later(RETRY, self.register)
+            self.schedule(RETRY_SECONDS, self.register)
 
     def pull(self, then: Callable[[], None]) -> None:
-        """The newest weights of all shards, once all are there and have weights of one epoch."""
-        base = min(shard.machine.version for shard in self.world.shards[: self.world.layout])
-        if self.world.all_ready and base >= self.at_least:
+        """Pull the newest weights once all shards are ready and follow the same log."""
+        base = min(shard.machine.version for shard in self.world.shards[: self.world.shard_count])
+        if self.world.are_shards_ready and base >= self.min_version:
             self.base = base
             then()
         else:
-            self.later(RETRY, lambda: self.pull(then))
+            self.schedule(RETRY_SECONDS, lambda: self.pull(then))
 
     # ---- data and steps
 
-    def want(self, idle: bool) -> None:
-        if self.draining and not self.used:
+    def request_batch(self, idle: bool) -> None:
+        if self.is_draining and not self.batches:
             return self.finish()
-        command = LeaseBatches(self.worker, self.world.loop, self.received, 1, idle)
-        return self.call(command, lambda batches: self.got(batches, idle))
+        command = LeaseBatches(self.worker, self.world.loop, self.received_count, 1, idle)
+        return self.request(command, lambda lease: self.on_batch(lease, idle))
 
-    def got(self, batches: Any, idle: bool) -> None:
-        if batches.numbers:
-            self.used += batches.numbers
-            self.received += len(batches.numbers)
-            compute = lambda: self.later(self.speed * self.world.rng.random(), self.computed)  # noqa: E731
-            self.pull(compute) if idle else compute()
-        elif not batches.end:
-            self.want(idle=True)
-        elif self.used:
+    def on_batch(self, lease: Any, idle: bool) -> None:
+        if lease.numbers:
+            self.batches += lease.numbers
+            self.received_count += len(lease.numbers)
+            self.pull(self.compute) if idle else self.compute()
+        elif not lease.end:
+            self.request_batch(idle=True)
+        elif self.batches:
             self.push()
         else:
             self.call_collectives()
 
-    def computed(self) -> None:
-        if len(self.used) < self.world.scenario.accumulate and not self.draining:
-            self.want(idle=False)
+    def compute(self) -> None:
+        self.schedule(self.max_batch_seconds * self.world.rng.random(), self.on_gradient)
+
+    def on_gradient(self) -> None:
+        if len(self.batches) < self.world.scenario.accumulate and not self.is_draining:
+            self.request_batch(idle=False)
         else:
             self.push()
 
     def push(self) -> None:
-        seq, _ = self.numbers.open()
-        key, number = PushKey(self.worker, seq), sum(self.used)
-        problem = "NON_FINITE: tensor w" if self.world.is_bad(number) else ""
+        seq, _ = self.sequence.open()
+        key, number = PushKey(self.worker, seq), sum(self.batches)
+        problem = "NON_FINITE: tensor w" if self.world.has_bad_gradient(number) else ""
         staged = Staged(
-            key, len(self.used), self.base, tuple(BatchKey(0, n) for n in self.used), problem
+            key, len(self.batches), self.base, tuple(BatchKey(0, n) for n in self.batches), problem
         )
-        push = Push(
-            staged, self.rank, tuple(gradient(number, self.base, unit) for unit in range(UNITS))
-        )
+        gradients = tuple(gradient(number, self.base, weight) for weight in range(WEIGHT_COUNT))
+        push = Push(staged, self.rank, gradients)
         self.world.pushes[key] = push
-        self.used = []
+        self.batches = []
         self.outcomes.clear()
-        self.deliver(push)
+        self.send_push(push)
         self.await_outcome(push)
 
-    def deliver(self, push: Push) -> None:
-        """To those that have not answered; cut for the shards that there were when it heard of
-        them last.
+    def send_push(self, push: Push) -> None:
+        """Send a push to the shards that have not answered, partitioned for the number of shards
+        that this worker knows of.
         """
         shards = self.shards
         for number, shard in enumerate(self.world.shards[:shards]):
             if number in self.outcomes:
                 continue
-            part = part_of(push.gradients, number, shards)
+            part = partition_of(push.gradients, number, shards)
             self.world.send(
                 lambda shard=shard, part=part: shard.push(push.staged, part, shards), shard
             )
 
     def await_outcome(self, push: Push) -> None:
-        """Ask each shard until it has decided; a push that may not have come is sent again."""
-        self.listen(push)
+        """Wait until each shard has an outcome of the push; sometimes send the push again."""
+        self.collect_outcomes(push)
         outcomes = list(self.outcomes.values())
         if any(outcome.reason == "FENCED" for outcome in outcomes):
             self.restart()
-        elif len(outcomes) == self.world.layout:
+        elif len(outcomes) == self.world.shard_count:
             check(
                 len({(o.status, o.version) for o in outcomes}) == 1,
-                "shards disagree on {}",
+                "shards have different outcomes of push {}",
                 push.staged.key,
             )
-            self.numbers.close()
-            self.at_least = max(self.at_least, *(outcome.version for outcome in outcomes))
-            self.world.acknowledged(push, outcomes[0])
-            self.pull(lambda: self.want(idle=False))
+            self.sequence.close()
+            self.min_version = max(self.min_version, *(outcome.version for outcome in outcomes))
+            self.world.on_acknowledgement(push, outcomes[0])
+            self.pull(lambda: self.request_batch(idle=False))
         else:
             if self.world.rng.random() < 0.3:
-                self.deliver(push)
-            self.later(self.world.rng.random() * RETRY, lambda: self.await_outcome(push))
+                self.send_push(push)
+            self.schedule(self.world.rng.random() * RETRY_SECONDS, lambda: self.await_outcome(push))
 
-    def listen(self, push: Push) -> None:
-        """Collect the shards' answers. An answer holds after the shard's restart; after a reshard
-        all shards are asked again.
+    def collect_outcomes(self, push: Push) -> None:
+        """Collect the shards' outcomes of a push, some of which are lost.
+
+        An outcome stays valid when the shard restarts. After a reshard the worker asks all shards
+        again.
         """
-        if self.shards != self.world.layout and self.world.rng.random() < 0.3:
-            self.shards = self.world.layout  # it was told that there are others
+        if self.shards != self.world.shard_count and self.world.rng.random() < 0.3:
+            self.shards = self.world.shard_count  # an answer contained the new number
             self.outcomes.clear()
-            self.deliver(push)
+            self.send_push(push)
         for number, shard in enumerate(self.world.shards[: self.shards]):
             outcome = (
-                shard.machine.outcome(push.staged.key) if shard.is_ready and shard.up else None
+                shard.machine.outcome(push.staged.key) if shard.is_ready and shard.is_up else None
             )
             if outcome is not None and self.world.rng.random() < 0.7:
                 self.outcomes.setdefault(number, outcome)
 
     def call_collectives(self) -> None:
-        """Make the collective calls that are left, then leave."""
-        if not self.world.scenario.collectives or self.calls == COLLECTIVE_CALLS:
+        """Make the remaining collective calls, then leave."""
+        if not self.world.scenario.collectives or self.collective_count == COLLECTIVE_CALL_COUNT:
             return self.finish()
-        number, value = self.calls + 1, 0.1 * self.rank + self.world.rng.random()
-        given = CollectiveValues("all_reduce", ("loss",), (value,), self.rank + 1)
-        return self.call(CallCollective(self.worker, number, given, 1), self.take_result)
+        number, value = self.collective_count + 1, 0.1 * self.rank + self.world.rng.random()
+        values = CollectiveValues("all_reduce", ("loss",), (value,), self.rank + 1)
+        command = CallCollective(self.worker, number, values, 1)
+        return self.request(command, self.on_collective_result)
 
-    def take_result(self, answer: tuple[CollectiveValues, int]) -> None:
+    def on_collective_result(self, answer: tuple[CollectiveValues, int]) -> None:
         result, generation = answer
-        self.calls += 1
-        known = self.world.results.setdefault((generation, self.calls), result)
-        check(known == result, "collective call {} gave {} and {}", self.calls, known, result)
+        self.collective_count += 1
+        number = self.collective_count
+        first = self.world.collective_results.setdefault((generation, number), result)
+        check(
+            first == result, "collective call {} has the results {} and {}", number, first, result
+        )
         self.call_collectives()
 
     def finish(self) -> None:
-        self.done = True
-        # its script had hung over all that
+        self.has_finished = True
+        # the script hung while the ranks without a worker were started again
         if self.world.takeovers and not self.world.coordinator.started:
-            self.world.bring_back_one(self.rank)
-        self.world.worker_ended()
+            self.world.restart_worker(self.rank)
+        self.world.update_is_finished()
         worker = self.worker
-        self.asked += 1
-        self.ask(
-            self.asked,
+        self.request_number += 1
+        self.send_request(
+            self.request_number,
             lambda recorder, now: recorder.do(Leave(worker, ""), now) or True,
             _ignore,
         )

@@ -1,9 +1,9 @@
-"""A whole cluster in one thread: the real machines over a network that delays, drops, repeats
-and reorders.
+"""A simulated job in one thread: the shipped servers over a network that delays, loses, repeats
+and reorders messages.
 
-A seed decides everything. Gradients are floats of very different sizes, so that another order of
-sums gives other bits. Each invariant of ARCHITECTURE.md is checked, as far as possible from the
-world's own record of who pushed what.
+The seed determines every random draw. The magnitudes of gradients vary widely, so that a different
+order of summation gives different bits. The simulation checks each invariant of ARCHITECTURE.md,
+where possible against its own record of pushes.
 """
 
 import heapq
@@ -40,53 +40,70 @@ from psserver.core.shard.state_machine import NO_LOG, PushOutcome
 from psserver.core.workers.members import WorkerHeartbeat
 from psserver.durability.initial_state import InitialState, Origin
 from tests.sim import verdict
-from tests.sim.arrays import UNITS, model_of
-from tests.sim.disks import Disk, Saved
-from tests.sim.faults import Faults
-from tests.sim.invalid_requests import Faulty
+from tests.sim.arrays import WEIGHT_COUNT, model_of
+from tests.sim.disks import Disk, SimManifest
+from tests.sim.faults import WorkerFaults
+from tests.sim.invalid_requests import FaultyCoordinator
 from tests.sim.invariants import InvariantError, check
-from tests.sim.scenario import HORIZON, LEASE, Scenario
+from tests.sim.scenario import END_SECONDS, LEASE_SECONDS, Scenario
 from tests.sim.server_failures import ServerFailures
 from tests.sim.servers import SimShard
 from tests.sim.workers import Push, SimWorker
 
 
 @dataclass
-class World(Faults, ServerFailures):
-    """The cluster, its clock and its network."""
+class World(WorkerFaults, ServerFailures):
+    """The servers and workers of a job, their clock and their network.
+
+    Attributes:
+        now: Simulated time in seconds.
+        queue: Time, number and action of each scheduled event.
+        pushes: Every push of a worker.
+        collective_results: Results by generation and number of the call.
+        pending_starts: Number of workers that will start.
+        messages, restarts, rollbacks, takeovers, reshards, death_proofs: Counts of events.
+        updates, rejections: Apply entries, and Reject entries of bad gradients, in the job's log.
+        snapshot: The newest complete snapshot.
+        is_network_perfect: Messages arrive at once, and snapshots never fail.
+        is_finished: No worker is left.
+        is_measurement_pending: The newest Measure has no Apply yet.
+        measure_interruptions: Number of events between a Measure and its Apply, by kind.
+        down_servers: Shards whose server was killed and has not restarted.
+    """
 
     scenario: Scenario
-    coordinator_class: type[CoordinatorMachine] = Faulty
+    coordinator_class: type[CoordinatorMachine] = FaultyCoordinator
     shard_class: type[SimShard] = SimShard
     now: float = 0.0
     queue: list[tuple[float, int, Callable[[], None]]] = field(default_factory=list)
     pushes: dict[PushKey, Push] = field(default_factory=dict)
-    results: dict[tuple[int, int], CollectiveValues] = field(default_factory=dict)
+    collective_results: dict[tuple[int, int], CollectiveValues] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.rng = random.Random(self.scenario.seed * 7919 + 1)
         self.model = model_of(self.scenario.clip_norm)
         self.loop = LoopSpec(0, self.scenario.batches, 1, self.scenario.epochs, False, True, 0)
-        self._count = self.to_come = self.messages = self.restarts = self.rollbacks = (
+        self._event_count = self.pending_starts = self.messages = self.restarts = self.rollbacks = (
             self.takeovers
         ) = 0
-        self.proofs = 0
-        self.generation = self._flushed = 0
-        self.decided: list[Apply] = []
-        self.dropped: list[Reject] = []
-        self.saved: Saved | None = None
-        self.perfect = self.is_over = False
-        self.is_measuring = False
-        # what has come between a Measure and the next update
-        self.amid_measures: Counter[str] = Counter()
-        self.processes = itertools.count()
-        self.counts = SimpleNamespace(shards=self.scenario.shards, changes=0, past=set[int]())
-        self.moves = 0
-        self.disks = [Disk() for _ in range(UNITS)]
-        self.down: set[int] = set()
+        self.death_proofs = 0
+        self.generation = self._flushed_index = 0
+        self.updates: list[Apply] = []
+        self.rejections: list[Reject] = []
+        self.snapshot: SimManifest | None = None
+        self.is_network_perfect = self.is_finished = False
+        self.is_measurement_pending = False
+        self.measure_interruptions: Counter[str] = Counter()
+        self.process_numbers = itertools.count()
+        self.shard_count_file = SimpleNamespace(
+            shards=self.scenario.shards, changes=0, past=set[int]()
+        )
+        self.reshards = 0
+        self.disks = [Disk() for _ in range(WEIGHT_COUNT)]
+        self.down_servers: set[int] = set()
         self.directory = self.new_directory()
-        self.install(InitialState(Origin.FRESH, self.new_coordinator(0, self.layout)))
-        self.shards = [self.new_shard(shard) for shard in range(self.layout)]
+        self.install(InitialState(Origin.FRESH, self.new_coordinator(0, self.shard_count)))
+        self.shards = [self.new_shard(shard) for shard in range(self.shard_count)]
         for shard in self.shards:
             shard.follow(0)
         self.workers = [SimWorker(self, rank) for rank in range(self.scenario.workers)]
@@ -101,27 +118,27 @@ class World(Faults, ServerFailures):
             (scenario.pauses, self.pause_worker),
             (scenario.hangs, self.hang_worker),
             (scenario.drains, self.drain_worker),
-            (scenario.switches, self.switch_policy),
+            (scenario.policy_switches, self.switch_policy),
             (scenario.standbys, self.attach_standby),
             (scenario.reshards, self.reshard),
-            (scenario.absurd, self.send_absurd_requests),
+            (scenario.invalid_senders, self.send_invalid_requests),
         ]
         for count, fault in faults:
             for _ in range(count):
                 self.after(self.rng.random() * 20, fault)
 
     def new_shard(self, number: int) -> SimShard:
-        return self.shard_class(self, number, self.layout, self.disks[number])
+        return self.shard_class(self, number, self.shard_count, self.disks[number])
 
     def rules(self) -> JobRules:
         scenario = self.scenario
-        # some may have ended before all went back
-        wanted = 1 if self.rollbacks else scenario.workers
+        # workers that left before a rollback do not come back
+        min_workers = 1 if self.rollbacks else scenario.workers
         return JobRules(
             scenario.policy,
-            wanted,
-            LEASE,
-            SnapshotInterval(steps=scenario.every),
+            min_workers,
+            LEASE_SECONDS,
+            SnapshotInterval(steps=scenario.snapshot_interval),
             scenario.on_loss,
             bad_gradients="skip",
             progress_timeout=scenario.progress_timeout,
@@ -130,118 +147,127 @@ class World(Faults, ServerFailures):
     def new_coordinator(self, log_id: int, shards: int) -> CoordinatorMachine:
         return self.coordinator_class(shards, self.rules(), log_id)
 
-    def new_directory(self) -> ShardDirectory[Saved]:
-        """Return what a new process of server 0 knows of the others."""
-        return ShardDirectory[Saved](self.counts, "server 0")
+    def new_directory(self) -> ShardDirectory[SimManifest]:
+        """Return the empty directory of a new process of server 0."""
+        return ShardDirectory[SimManifest](self.shard_count_file, "server 0")
 
     @property
-    def layout(self) -> int:
-        """Number of shards that the job has, or will have after a move."""
-        return int(self.counts.shards)
+    def shard_count(self) -> int:
+        """Number of shards of the job; during a reshard, the new number."""
+        return int(self.shard_count_file.shards)
 
     def store_count(self, shards: int) -> None:
-        self.counts.past |= {self.counts.shards}
-        self.counts.shards, self.counts.changes = shards, self.counts.changes + 1
+        file = self.shard_count_file
+        file.past |= {file.shards}
+        file.shards, file.changes = shards, file.changes + 1
 
     @property
     def coordinator(self) -> CoordinatorMachine:
         return self.recorder.coordinator
 
     @property
-    def all_ready(self) -> bool:
-        """Has every shard weights, of the coordinator's epoch?"""
-        machines = [shard.machine for shard in self.shards[: self.layout] if shard.is_ready]
-        fit = [
+    def are_shards_ready(self) -> bool:
+        """Whether every shard has weights and follows the coordinator's log."""
+        machines = [shard.machine for shard in self.shards[: self.shard_count] if shard.is_ready]
+        following = [
             m.begun and not m.is_resharding and m.log_id == self.coordinator.log_id
             for m in machines
         ]
-        return not self.down and len(fit) == self.layout and all(fit)
+        return not self.down_servers and len(following) == self.shard_count and all(following)
 
     @property
     def weights(self) -> list[float]:
         return [weight for shard in self.shards for weight in shard.weights]
 
     @property
-    def is_inexact(self) -> bool:
-        """May bits differ from a run with another number of shards? A norm is the sum of what
-        each shard measures.
-        """
-        return self.scenario.clip_norm is not None and self.moves > 0
+    def can_bits_differ(self) -> bool:
+        """Whether the bits may differ from those of a job with another number of shards.
 
-    def is_bad(self, number: int) -> bool:
-        return self.scenario.bad > 0 and number % self.scenario.bad == 1
+        A norm is a sum over the shards.
+        """
+        return self.scenario.clip_norm is not None and self.reshards > 0
+
+    def has_bad_gradient(self, number: int) -> bool:
+        interval = self.scenario.bad_batch_interval
+        return interval > 0 and number % interval == 1
 
     # ---- time and network
 
     def after(self, seconds: float, action: Callable[[], None]) -> None:
-        self._count += 1
-        heapq.heappush(self.queue, (self.now + seconds, self._count, action))
+        self._event_count += 1
+        heapq.heappush(self.queue, (self.now + seconds, self._event_count, action))
 
     def send(self, deliver: Callable[[], None], server: SimShard) -> None:
-        """To or from a server, over the network: late, perhaps twice, perhaps never; its death
-        breaks the line.
+        """Send a message to or from a server.
+
+        The message arrives late, and sometimes twice or never. It is lost if the server is killed
+        before it arrives.
         """
         rng = self.rng
 
         def arrive() -> None:
-            if server.up:
+            if server.is_up:
                 deliver()
 
         self.messages += 1
-        if self.perfect:
+        if self.is_network_perfect:
             return arrive()
-        if not server.up or rng.random() < self.scenario.loss:
+        if not server.is_up or rng.random() < self.scenario.message_loss:
             return None
         self.after(rng.random() * 0.2, arrive)
-        if rng.random() < self.scenario.loss:
+        if rng.random() < self.scenario.message_loss:
             self.after(rng.random() * 2.0, arrive)
         return None
 
     def run(self) -> None:
         queue = self.queue
-        while not self.is_over:
-            if self.now > HORIZON:
-                raise InvariantError(f"no progress: {waiting_for(self.coordinator, self.now)}")
+        while not self.is_finished:
+            if self.now > END_SECONDS:
+                raise InvariantError(
+                    f"the job makes no progress: {waiting_for(self.coordinator, self.now)}"
+                )
             self.now, _, action = heapq.heappop(queue)
             action()
-        if self.scenario.durable or not (
-            self.down or any(not shard.is_ready for shard in self.shards)
+        if self.scenario.has_log or not (
+            self.down_servers or any(not shard.is_ready for shard in self.shards)
         ):
-            self.settle()
+            self.let_shards_catch_up()
             self.verify()
 
-    def settle(self) -> None:
-        """Start what is down, and let every shard catch up over a perfect network."""
-        for number in list(self.down):
+    def let_shards_catch_up(self) -> None:
+        """Start the killed servers, and let every shard catch up over a perfect network."""
+        for number in list(self.down_servers):
             self.start_server(number)
-        self.perfect = True
+        self.is_network_perfect = True
         for _ in range(20):
             if self.coordinator.reshard is not None:
-                self.now += RESHARD_SNAPSHOT_RETRY_SECONDS  # its snapshot may have failed
+                self.now += (
+                    RESHARD_SNAPSHOT_RETRY_SECONDS  # the snapshot that ends it may have failed
+                )
             self.advance()
-            if self.is_settled:
+            if self.are_shards_caught_up:
                 return
-        raise InvariantError(f"no rest: {self.coordinator.reshard}")
+        raise InvariantError(f"shards do not catch up; reshard: {self.coordinator.reshard}")
 
     @property
-    def is_settled(self) -> bool:
-        """Does every shard stand where the log ends?"""
-        where = self.coordinator.log_id, self.coordinator.log.index
-        there = all(
-            shard.is_ready and (shard.machine.log_id, shard.machine.index) == where
+    def are_shards_caught_up(self) -> bool:
+        """Whether every shard has carried out all entries of the log."""
+        end = self.coordinator.log_id, self.coordinator.log.index
+        are_at_end = all(
+            shard.is_ready and (shard.machine.log_id, shard.machine.index) == end
             for shard in self.shards
         )
-        return there and self.coordinator.reshard is None
+        return are_at_end and self.coordinator.reshard is None
 
-    # ---- the shell of the coordinator
+    # ---- the process of the coordinator
 
     def tick(self) -> None:
         self.advance()
         self.after(1.0, self.tick)
 
     def advance(self) -> None:
-        """Run what coordinator and shards do once a second."""
-        if 0 not in self.down:
+        """Perform the periodic work of the coordinator and the shards."""
+        if 0 not in self.down_servers:
             self.recorder.tick(self.now)
             self.flush()
             if self.coordinator.cuts.finished is not None:
@@ -251,16 +277,18 @@ class World(Faults, ServerFailures):
             if self.coordinator.cuts.cutting is not None:
                 shard.send_part()
 
-    def on_beat(self, sender: SimWorker, worker: int, no_call_seconds: float) -> None:
+    def on_heartbeat(self, sender: SimWorker, worker: int, no_call_seconds: float) -> None:
         try:
             self.coordinator.job.member(worker, self.now).update(
                 WorkerHeartbeat(no_call_seconds=no_call_seconds)
             )
         except FencedError:
-            self.send(lambda: sender.later(0.0, lambda: sender.fenced(worker)), self.shards[0])
+            self.send(
+                lambda: sender.schedule(0.0, lambda: sender.on_fenced(worker)), self.shards[0]
+            )
 
     def connect(self, shard: SimShard) -> None:
-        """A server comes to the coordinator, which may not know its process yet."""
+        """Connect a server to the coordinator, which may not know its process yet."""
         self.directory.release_leavers(self.coordinator)
         number, followed = shard.machine.shard, shard.machine.log_id != NO_LOG
         shard.directory, replaces = self.directory, False
@@ -268,20 +296,20 @@ class World(Faults, ServerFailures):
             shard.server, shard.connection = self.directory[0], None
         else:
             shard.server, replaces = self.directory.connect(
-                number, self.layout, f"server {number}", shard.instance, followed, shard.term
+                number, self.shard_count, f"server {number}", shard.instance, followed, shard.term
             )
             shard.connection = shard.server.connection
         if replaces:
             replace_process(self.recorder, self.directory, shard.server, self.now)
 
     def on_report(self, report: ShardReport, shard: SimShard, has_recovered: bool) -> None:
-        if 0 in self.down or not shard.up:
+        if 0 in self.down_servers or not shard.is_up:
             return None
         if shard.directory is not self.directory:
             try:
                 self.connect(shard)
-            except MismatchError:  # a standby that took over does not know of its reshard
-                return self.end_servers()
+            except MismatchError:  # the promoted standby does not know of the reshard
+                return self.end_removed_servers()
         server = shard.server
         if has_recovered and server.catch_up is CatchUp.RECOVER:
             self.directory.end_catch_up(server)
@@ -292,10 +320,10 @@ class World(Faults, ServerFailures):
             shard.connection,
             report,
             self.now,
-            self.scenario.durable,
+            self.scenario.has_log,
         )
         if catch_up is CatchUp.GO_BACK:
-            return self.go_back()
+            return self.roll_back()
         self.flush()
         return self.deliver(shard, DeliveryCursor(report.log_id, report.index))
 
@@ -303,25 +331,26 @@ class World(Faults, ServerFailures):
         """Tell each shard the model; a push that arrives first waits for it."""
         model = self.coordinator.model
         for shard in self.shards if model is not None else ():
-            if shard.up and shard.is_ready and shard.engine.live.state.model is None:
+            if shard.is_up and shard.is_ready and shard.engine.live.state.model is None:
                 shard.engine.set_model(model)
 
     def deliver(self, shard: SimShard, cursor: DeliveryCursor) -> None:
-        """Send a server what it has not received yet."""
+        """Send a server its catch-up action and the entries that it has not received."""
         coordinator, recorder, reshard = self.coordinator, self.recorder, self.coordinator.reshard
         delivery = self.directory.next_delivery(shard.server, cursor, coordinator)
         if delivery is None:
             return
-        action = self.action(shard, delivery.catch_up)
+        action = self.catch_up_action(shard, delivery.catch_up)
         log_id, entries = coordinator.log_id, delivery.entries
 
-        def hear() -> None:
-            """What comes over the line to a coordinator that has died comes before the next line,
-            or not at all.
+        def arrive() -> None:
+            """Carry out the delivery.
+
+            A delivery of a killed coordinator arrives before those of its successor, or is lost.
             """
             action()
             if self.recorder is recorder or self.coordinator.log_id == log_id:
-                shard.entries(log_id, entries)
+                shard.receive_entries(log_id, entries)
                 if (
                     reshard is not None
                     and reshard is self.coordinator.reshard
@@ -329,17 +358,21 @@ class World(Faults, ServerFailures):
                 ):
                     shard.build_partition(reshard, log_id)
 
-        self.send(hear, shard)
+        self.send(arrive, shard)
 
-    def action(self, shard: SimShard, catch_up: CatchUp) -> Callable[[], None]:
-        """What a server does before it follows the log, with what is sent for it."""
+    def catch_up_action(self, shard: SimShard, catch_up: CatchUp) -> Callable[[], None]:
+        """Return what a server does before it follows the log."""
         log_id, base = self.coordinator.log_id, self.coordinator.log.base
-        newest, first, reshard = self.saved, self.directory.snapshot, self.coordinator.reshard
+        newest, log_start, reshard = (
+            self.snapshot,
+            self.directory.snapshot,
+            self.coordinator.reshard,
+        )
         donor = self.shards[0]
         if catch_up is CatchUp.RECOVER:
             return lambda: shard.recover(newest, log_id)
-        if catch_up is CatchUp.RESTORE and first is not None:
-            return lambda: shard.load(first, log_id)
+        if catch_up is CatchUp.RESTORE and log_start is not None:
+            return lambda: shard.load(log_start, log_id)
         if catch_up is CatchUp.BEGIN:
             return lambda: shard.follow(log_id, base)
         if (
@@ -352,95 +385,93 @@ class World(Faults, ServerFailures):
         return lambda: None
 
     def on_part(self, shard: int, part: PartReport) -> None:
-        if 0 not in self.down:
+        if 0 not in self.down_servers:
             self.recorder.do(RecordPart(shard, part), self.now)
 
     def on_snapshot(self) -> None:
-        """All parts are written. The manifest is, too, unless the disk refuses it."""
+        """Write the manifest of a snapshot whose parts are written; sometimes the disk fails."""
         cutting = self.coordinator.cuts.finished
         assert cutting is not None
-        is_written = self.perfect or self.rng.random() < 0.9
+        is_written = self.is_network_perfect or self.rng.random() < 0.9
         if is_written:
             self.save(cutting)
-        finish_snapshot(self.recorder, self.now, is_written, self.scenario.durable)
+        finish_snapshot(self.recorder, self.now, is_written, self.scenario.has_log)
         self.flush()
 
     def save(self, cutting: SnapshotInProgress) -> None:
-        self.saved = Saved(
+        self.snapshot = SimManifest(
             cutting.version,
             cutting.index,
             json.loads(json.dumps(cutting.state)),
             self.model,
             self.coordinator.shards,
-            tuple(self.decided[: cutting.version]),
-            tuple(reject for reject in self.dropped if reject.index <= cutting.index),
+            tuple(self.updates[: cutting.version]),
+            tuple(reject for reject in self.rejections if reject.index <= cutting.index),
         )
         for number, disk in enumerate(self.disks):
-            # a shard that still reads its log learns of the snapshot later
+            # a shard that still reads its log receives the snapshot later
             if number >= len(self.shards) or self.shards[number].is_ready:
                 disk.shard_log.remove_before(cutting.version)
             disk.job_log.remove_before(cutting.version)
 
     def flush(self) -> None:
-        """Take note of new decisions and send them to all shards. Who is not needed any more,
-        ends.
-        """
-        coordinator, before = self.coordinator, self._flushed
+        """Record new entries, send them to all shards, and end removed servers."""
+        coordinator, before = self.coordinator, self._flushed_index
         if self.directory.release_leavers(coordinator):
-            self.end_servers()
+            self.end_removed_servers()
         self.set_model()
         if coordinator.log.index == before:
             return
         new = coordinator.entries_after(before)
-        self._flushed = new[-1].index
+        self._flushed_index = new[-1].index
         for entry in new:
-            self.note(entry)
+            self.record_entry(entry)
         for shard in list(self.shards):
             if shard.directory is self.directory and shard.server.ready:
                 self.deliver(
                     shard, DeliveryCursor(coordinator.log_id, before, shard.server.catch_up)
                 )
 
-    def note(self, entry: Entry) -> None:
-        if self.is_measuring:
-            self.amid_measures[type(entry).__name__.lower()] += 1
+    def record_entry(self, entry: Entry) -> None:
+        if self.is_measurement_pending:
+            self.measure_interruptions[type(entry).__name__.lower()] += 1
         if isinstance(entry, Apply | Measure):
-            self.is_measuring = isinstance(entry, Measure)
+            self.is_measurement_pending = isinstance(entry, Measure)
         if isinstance(entry, Apply):
             check(
-                entry.version == len(self.decided) + 1,
-                "version {} after {}",
+                entry.version == len(self.updates) + 1,
+                "version {} follows version {}",
                 entry.version,
-                len(self.decided),
+                len(self.updates),
             )
-            self.decided.append(entry)
+            self.updates.append(entry)
         elif isinstance(entry, Reject) and entry.reason == "NON_FINITE":
-            self.dropped.append(entry)
+            self.rejections.append(entry)
 
-    def acknowledged(self, push: Push, outcome: PushOutcome | None) -> None:
-        """A worker has been told how its push ended."""
+    def on_acknowledgement(self, push: Push, outcome: PushOutcome | None) -> None:
+        """Check the outcome that a worker has received; return the batches of a stale push."""
         assert outcome is not None
         verdict.check_outcome(self, push, outcome)
         if outcome.status == "stale":
             batches, worker = list(push.staged.batches), push.staged.key.worker
-            with suppress(FencedError):  # by now it may be out: it hears of that soon
+            with suppress(FencedError):  # the worker may be fenced and not know it yet
                 self.recorder.do(ReturnBatches(worker, batches), self.now)
 
     # ---- faults
 
     def reshard(self) -> None:
-        """Reshard the job; new servers are up already. A server may be killed meanwhile."""
-        if self.perfect or all(worker.done for worker in self.workers):
+        """Reshard the job; new servers run already. Sometimes kill a server during the reshard."""
+        if self.is_network_perfect or all(worker.has_finished for worker in self.workers):
             return None
         shards = self.rng.choice(
-            [number for number in range(1, UNITS + 1) if number != self.layout]
+            [number for number in range(1, WEIGHT_COUNT + 1) if number != self.shard_count]
         )
-        keeps = self.scenario.durable or self.rng.random() < 0.5
-        if 0 in self.down or not start_reshard(
-            self.recorder, self.directory, shards, keeps, self.store_count, self.now
+        writes_snapshot = self.scenario.has_log or self.rng.random() < 0.5
+        if 0 in self.down_servers or not start_reshard(
+            self.recorder, self.directory, shards, writes_snapshot, self.store_count, self.now
         ):
             return self.after(0.5, self.reshard)
-        self.moves += 1
+        self.reshards += 1
         self.shards += [self.new_shard(number) for number in range(len(self.shards), shards)]
         self.flush()
         if self.scenario.server_kills and self.rng.random() < 0.5:
@@ -450,12 +481,12 @@ class World(Faults, ServerFailures):
     # ---- the checks
 
     def verify(self) -> None:
-        """At the end."""
+        """Check the whole history."""
         verdict.verify(self)
 
 
 def run(seed: int, **classes: type) -> World:
-    """One seeded history. Replay a failure with: python -m tests.sim.replay SEED"""
+    """Run the job of a seed. Replay a failure with: python -m tests.sim.replay SEED"""
     world = World(Scenario.for_seed(seed), **classes)  # type: ignore[arg-type]
     world.run()
     return world
