@@ -149,10 +149,7 @@ class Supervisor:
             case SignalReceived(number):
                 return list(self._signalled(number, now))
             case ResultCollected(undone, idle):
-                self.pending_results -= 1
-                if self.pending_results or self.unbound:
-                    return []  # a server was restarted meanwhile: another result follows
-                return list(self._collected(now, undone, idle))
+                return list(self._result_arrived(now, undone, idle))
             case StopAnswered(problem):
                 return list(self._stop_answered(problem, now))
             case Tick():
@@ -266,6 +263,12 @@ class Supervisor:
             f"{reason}; ending {len(self.running)} processes (a second signal kills them)"
         )
         yield from self._end(now)
+
+    def _result_arrived(self, now: float, undone: str, idle: str) -> Iterator[Action]:
+        """Use a result, unless a server was restarted meanwhile: then another result follows."""
+        self.pending_results -= 1
+        if not (self.pending_results or self.unbound):
+            yield from self._collected(now, undone, idle)
 
     def _collected(self, now: float, undone: str = "", idle: str = "") -> Iterator[Action]:
         if self.phase is not RunPhase.COLLECTING:

@@ -54,16 +54,15 @@ def process_report(
     if not directory.is_current(server, connection, recorder.coordinator):
         return None
     decision = directory.record_report(server, report, recorder.coordinator, has_logs)
-    reshard = recorder.coordinator.reshard
-    if decision.catch_up is CatchUp.ADOPT and reshard and server.shard in reshard.loaded_shards:
-        # it and the coordinator were restarted: no connection showed that its partition is lost
-        recorder.do(RestartShard(server.shard), now)
     if decision.catch_up is CatchUp.FOLLOW:
         recorder.report(report, now)
         if is_full(recorder.coordinator, report.log_bytes):
             recorder.cut(now)
     elif decision.catch_up is CatchUp.BEGIN and decision.is_change:
         recorder.do(DropShardReports(report.shard), now)
+    elif decision.catch_up is CatchUp.ADOPT and decision.is_change:
+        # if the coordinator was restarted too, no lost connection has shown it the restart
+        recorder.do(RestartShard(report.shard), now)
     return decision.catch_up
 
 
