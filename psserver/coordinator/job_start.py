@@ -17,11 +17,7 @@ from psserver.coordinator.executor import CommandExecutor
 from psserver.core.commands.job_commands import UseRules
 from psserver.core.commands.recorder import Recorder
 from psserver.core.coordinator.machine import CoordinatorMachine
-from psserver.core.servers.catch_up import (
-    Rollback,
-    choose_rollback,
-    promotion_needs_rollback,
-)
+from psserver.core.servers.catch_up import promotion_needs_rollback
 from psserver.core.servers.shard_directory import ShardDirectory
 from psserver.core.workers.membership import WORKERS_PER_GENERATION
 from psserver.durability.coordinator_log import LOG_FOLDER, CoordinatorLog
@@ -316,13 +312,12 @@ class JobStart:
             if self._coordinator is None or log_id != self._coordinator.log_id:
                 return
             manifest = self._snapshots.find_newest()
-            rollback = choose_rollback(manifest is not None, self._is_recovered)
-            if rollback is Rollback.BEGINNING:
+            if manifest is None and self._is_recovered:
                 log.error("job_restarted_without_snapshot", reason=why, updates_lost=version)
                 self._metrics.count_lost_updates(version)
                 self._generations.count_in_running_job()
                 self.begin()
-            elif manifest is None:  # Rollback.IMPOSSIBLE
+            elif manifest is None:
                 self._fail(
                     SnapshotError(f"{why} and there is no snapshot to go back to", "NO_SNAPSHOT")
                 )

@@ -1,5 +1,5 @@
-"""How a connected shard reaches the state from which it can follow the log, and how all shards
-roll back if one cannot.
+"""How a connected shard reaches the state from which it can follow the log, and when a failover
+makes all shards roll back.
 """
 
 from enum import Enum, auto
@@ -25,32 +25,6 @@ class CatchUp(Enum):
     BEGIN = auto()
     ADOPT = auto()
     GO_BACK = auto()
-
-
-class Rollback(Enum):
-    """What all shards return to after one has lost its state.
-
-    SNAPSHOT: The newest snapshot.
-    BEGINNING: A job without weights: it begins again.
-    IMPOSSIBLE: Nothing; the job ends.
-    """
-
-    SNAPSHOT = auto()
-    BEGINNING = auto()
-    IMPOSSIBLE = auto()
-
-
-def choose_rollback(has_snapshot: bool, is_recovered: bool) -> Rollback:
-    """Return what the shards return to.
-
-    Args:
-        has_snapshot: There is a complete snapshot.
-        is_recovered: Another process began this log. Its workers run on, so the job can begin
-            again without a person.
-    """
-    if has_snapshot:
-        return Rollback.SNAPSHOT
-    return Rollback.BEGINNING if is_recovered else Rollback.IMPOSSIBLE
 
 
 def promotion_needs_rollback(

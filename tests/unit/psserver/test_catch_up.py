@@ -1,4 +1,4 @@
-"""What all shards return to after one has lost its state."""
+"""When a failover makes all shards roll back."""
 
 import pytest
 
@@ -6,22 +6,7 @@ from pscommon.core.log_entries import Cut, ShardReport
 from psserver.core.coordinator.machine import CoordinatorMachine
 from psserver.core.job.policy import policy
 from psserver.core.job.settings import JobRules
-from psserver.core.servers.catch_up import Rollback, choose_rollback, promotion_needs_rollback
-
-
-@pytest.mark.parametrize(
-    ("has_snapshot", "is_recovered", "expected"),
-    [
-        (True, False, Rollback.SNAPSHOT),
-        (True, True, Rollback.SNAPSHOT),
-        (False, True, Rollback.BEGINNING),
-        (False, False, Rollback.IMPOSSIBLE),
-    ],
-)
-def test_the_rollback_depends_on_snapshots_and_on_who_began_the_log(
-    has_snapshot: bool, is_recovered: bool, expected: Rollback
-) -> None:
-    assert choose_rollback(has_snapshot, is_recovered) is expected
+from psserver.core.servers.catch_up import promotion_needs_rollback
 
 
 @pytest.mark.parametrize(
