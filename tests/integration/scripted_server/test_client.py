@@ -1,7 +1,8 @@
 """The Client against servers in memory: values, results, arguments of pushes and pulls."""
 
+# ruff: noqa: F811 (fixtures are imported)
+
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -9,40 +10,10 @@ import pytest
 
 from pscommon.core.errors import InvalidRequestError
 from pscommon.core.log_entries import BatchKey
-from pscommon.core.model_spec import OptimizerSettings
 from psproto.v1 import parameter_server_pb2 as ps
 from psworker.client.client import Client
+from tests.support.fake_clients import SGD, client, cluster, gradient, pair, params  # noqa: F401
 from tests.support.fake_server import FakeCluster
-
-SGD = OptimizerSettings("sgd", ({"lr": 0.5},))
-
-
-def params(fill: float = 1.0) -> dict[str, Any]:
-    """Large enough for every shard to hold a slice of w."""
-    return {"w": np.full((100, 30), fill, np.float32), "b": np.full(7, fill, np.float32)}
-
-
-def gradient(fill: float = 2.0) -> dict[str, Any]:
-    return {name: np.full_like(array, fill) for name, array in params().items()}
-
-
-@pytest.fixture(params=[1, 2, 3], ids=lambda n: f"{n}-shards")
-def cluster(request: pytest.FixtureRequest) -> Iterator[FakeCluster]:
-    with FakeCluster(shards=request.param) as cluster:
-        yield cluster
-
-
-@pytest.fixture
-def pair() -> Iterator[FakeCluster]:
-    with FakeCluster(shards=2) as cluster:
-        yield cluster
-
-
-@pytest.fixture
-def client(cluster: FakeCluster) -> Iterator[Client]:
-    with Client(cluster.addresses[0]) as client:
-        client.register(params(), SGD)
-        yield client
 
 
 def test_one_address_is_sufficient_and_pull_returns_the_registered_values(
