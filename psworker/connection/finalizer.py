@@ -36,7 +36,7 @@ class ClientFinalizer:
         """Close the connection once its owner has been collected."""
         if self._thread is None:
             self._thread = threading.Thread(
-                target=self._close_dropped, name="forgotten-clients", daemon=True
+                target=self._close_dropped, name="abandoned-clients", daemon=True
             )
             self._thread.start()
         self._watched.add(connection)

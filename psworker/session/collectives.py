@@ -71,15 +71,14 @@ class ScriptCollectives:
 
 
 def _number(name: str, value: SupportsFloat) -> float:
-    size = math.prod(getattr(value, "shape", ()))
-    try:
-        if size == 1:
-            return float(value)
-    except (TypeError, ValueError):
-        pass
-    else:
+    if (size := math.prod(getattr(value, "shape", ()))) != 1:
         raise InvalidRequestError(
             f"job.all_reduce: {name!r} has {size} elements. Try: one number, such as "
             f"{name}.mean(); tensors travel with optimizer.step()"
         )
-    raise InvalidRequestError(f"job.all_reduce: {name!r} is {value!r}, not a number. Try: a float")
+    try:
+        return float(value)
+    except (TypeError, ValueError) as error:
+        raise InvalidRequestError(
+            f"job.all_reduce: {name!r} is {value!r}, not a number. Try: a float"
+        ) from error

@@ -257,11 +257,13 @@ def test_a_standby_is_ready_once_it_could_take_over(cluster: Make) -> None:
 
 
 def test_an_empty_standby_is_not_ready(cluster: Make) -> None:
-    nobody = f"127.0.0.1:{free_ports(1)[0]}"
-    with RunningStandby(cluster(metrics_bind=LOOPBACK).servers[0], standby_of=nobody) as following:
+    unused_address = f"127.0.0.1:{free_ports(1)[0]}"
+    with RunningStandby(
+        cluster(metrics_bind=LOOPBACK).servers[0], standby_of=unused_address
+    ) as following:
         found = get(following.standby.monitor.address, "/readyz")
         assert found.status == 503
-        assert nobody in found.text  # with the reason after the first failed attempt
+        assert unused_address in found.text  # with the reason after the first failed attempt
 
 
 def test_a_worker_counts_its_steps_and_their_phases(cluster: Make) -> None:

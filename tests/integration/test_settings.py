@@ -80,14 +80,14 @@ def test_advertise(serve: Serve) -> None:
 
 @server_setting("join_timeout")
 def test_join_timeout(serve: Serve) -> None:
-    nobody = f"127.0.0.1:{free_port()}"
+    unused_address = f"127.0.0.1:{free_port()}"
 
-    server = serve("--shard", "1/2", "--join", nobody, "--join-timeout", "300ms")
+    server = serve("--shard", "1/2", "--join", unused_address, "--join-timeout", "300ms")
 
     assert server.ended.wait(30)
     assert server.failure is not None
     assert server.failure.exit_code == 20
-    assert nobody in str(server.failure)
+    assert unused_address in str(server.failure)
 
 
 @server_setting("port_file")

@@ -96,11 +96,11 @@ def test_device(cluster: Make, use_settings: WorkerSettings) -> None:
 @worker_setting("connect_timeout")
 def test_connect_timeout(use_settings: WorkerSettings) -> None:
     with socket.create_server(("127.0.0.1", 0)) as probe:
-        nobody = f"127.0.0.1:{probe.getsockname()[1]}"
-    use_settings("--ps", nobody, "--connect-timeout", "200ms")
+        unused_address = f"127.0.0.1:{probe.getsockname()[1]}"
+    use_settings("--ps", unused_address, "--connect-timeout", "200ms")
 
     began = time.monotonic()
-    with pytest.raises(UnreachableError, match=nobody):
+    with pytest.raises(UnreachableError, match=unused_address):
         psworker.connect()
 
     assert time.monotonic() - began < 10

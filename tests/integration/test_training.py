@@ -72,7 +72,7 @@ def test_three_nodes_train_a_module_and_leave_nothing() -> None:
         assert torch.equal(tensor, result["state_dict"][name])
     assert child_pids() == before
     left = {thread.name for thread in set(threading.enumerate()) - threads}
-    assert left <= {"forgotten-clients"}, "another thread remains"
+    assert left <= {"abandoned-clients"}, "another thread remains"
 
 
 @pytest.mark.full

@@ -37,7 +37,7 @@ from psserver.core.commands.shard_commands import (
     AddFollower,
     FinishReshard,
     ProcessReport,
-    RecordMoved,
+    RecordLoadedShard,
     RefusePush,
 )
 from psserver.core.commands.worker_commands import (
@@ -128,8 +128,8 @@ class Recorder:
         coordinator = self.coordinator
         if report.log_id == coordinator.log_id and report.shard not in coordinator.job.followers:
             self.do(AddFollower(report.shard), now)
-        if coordinator.resharding.has_moved(report):
-            self.do(RecordMoved(report.shard), now)
+        if coordinator.resharding.has_loaded_partition(report):
+            self.do(RecordLoadedShard(report.shard), now)
             self._end_reshard(now)
         news = coordinator.reports.new_pushes(report) if report.staged else []
         unfit = unfit_pushes(coordinator, news) if news else {}

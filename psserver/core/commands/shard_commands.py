@@ -132,14 +132,14 @@ class StartReshard(Command[bool]):
 
 
 @dataclass(frozen=True, slots=True)
-class RecordMoved(Command[None]):
+class RecordLoadedShard(Command[None]):
     """Note that a shard has its new part in a reshard."""
 
     wire_name: ClassVar[str] = "moved"
     shard: int
 
     def perform(self, coordinator: CoordinatorMachine, now: float) -> None:
-        coordinator.resharding.record_moved(self.shard)
+        coordinator.resharding.record_loaded(self.shard)
 
     def as_json(self) -> Mapping[str, Any]:
         return {"shard": self.shard}

@@ -17,13 +17,13 @@ class CollectiveRequest:
         worker: The worker.
         number: Number of the call in its script, from 1 on.
         contribution: What it passes.
-        first_open: The first loop that the worker has not left; None: unknown.
+        first_open: The first loop that the worker has not left.
     """
 
     worker: int
     number: int
     contribution: CollectiveValues
-    first_open: int | None = None
+    first_open: int
 
 
 class CollectiveCalls:
@@ -37,9 +37,8 @@ class CollectiveCalls:
         job, collectives = self._job, self._job.collectives
         member = job.member(request.worker, now)
         collectives.contribute(member.worker, request.number, request.contribution)
-        if request.first_open is not None:
-            registered = [each.worker for each in job.membership.registered()]
-            job.ledger.leave_loops(member.worker, request.first_open, registered)
+        registered = [each.worker for each in job.membership.registered()]
+        job.ledger.leave_loops(member.worker, request.first_open, registered)
         if job.started or len(job.membership.current()) >= job.min_workers:
             collectives.has_begun = True
         self._participation.finish_collectives()

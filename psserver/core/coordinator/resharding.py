@@ -41,7 +41,7 @@ class Resharding:
             and shards != job.shards
         )
 
-    def has_moved(self, report: ShardReport) -> bool:
+    def has_loaded_partition(self, report: ShardReport) -> bool:
         """Return whether a shard reports for the first time that it has its new part."""
         reshard = self._job.reshard
         if (
@@ -53,7 +53,7 @@ class Resharding:
             return False
         return report.shard < reshard.shards and report.shard not in reshard.loaded_shards
 
-    def record_moved(self, shard: int) -> None:
+    def record_loaded(self, shard: int) -> None:
         """Note that a shard has its new part."""
         if self._job.reshard is not None:
             self._job.reshard.loaded_shards.add(shard)

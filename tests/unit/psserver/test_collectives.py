@@ -166,14 +166,14 @@ def test_before_training_calls_wait_for_min_workers() -> None:
     coordinator = CoordinatorMachine(1, JobRules(policy("sync"), 2))
     recorder = Recorder(coordinator)
     first = coordinator.membership.join(0.0, None, "host", 1, "cpu").worker
-    assert recorder.do(CallCollective(first, 1, BARRIER), 0.0) is None
+    assert recorder.do(CallCollective(first, 1, BARRIER, first_open=0), 0.0) is None
     assert waiting_for_call(coordinator, 1, 0.0) == "workers: 1 of --min-workers 2 are here"
 
     second = coordinator.membership.join(0.0, None, "host", 1, "cpu").worker
-    assert recorder.do(CallCollective(first, 1, BARRIER), 0.0) is None
+    assert recorder.do(CallCollective(first, 1, BARRIER, first_open=0), 0.0) is None
     assert "worker 2" in waiting_for_call(coordinator, 1, 0.0)
 
-    assert recorder.do(CallCollective(second, 1, BARRIER), 0.0) is not None
+    assert recorder.do(CallCollective(second, 1, BARRIER, first_open=0), 0.0) is not None
 
 
 def test_a_repetition_that_lets_calls_begin_is_recorded() -> None:
@@ -184,7 +184,7 @@ def test_a_repetition_that_lets_calls_begin_is_recorded() -> None:
     for _ in range(2):
         worker = recorder.do(Join(None, "host", 1, "cpu"), 0.0).worker
         for _ in range(2):
-            recorder.do(CallCollective(1, 1, BARRIER), 0.0)
+            recorder.do(CallCollective(1, 1, BARRIER, first_open=0), 0.0)
 
     replayed = CoordinatorMachine(1, coordinator.job.rules)
     for command in written:
@@ -245,17 +245,17 @@ def test_a_worker_that_left_a_pass_gets_no_more_of_its_batches() -> None:
     assert sorted(numbers) == [0, 1, 2, 3]
 
 
-@pytest.mark.parametrize("number", [0, -1])
-def test_requests_that_no_correct_worker_sends_are_refused(number: int) -> None:
+def test_requests_that_no_correct_worker_sends_are_refused() -> None:
     job = Job(workers=1)
     requests = [
-        CallCollective(1, number, BARRIER),
-        CallCollective(1, 1, CollectiveValues("gather")),
-        CallCollective(1, 1, CollectiveValues("all_reduce", ("loss",), ())),
-        CallCollective(1, 1, mean(**{f"x{index}": 0.0 for index in range(257)})),
-        CallCollective(1, 1, mean(-1, loss=0.0)),
-        CallCollective(1, 1, mean(**{"x" * 300: 0.0})),
-        CallCollective(1, 1, value("x" * 65536)),
+        CallCollective(1, 0, BARRIER, first_open=0),
+        CallCollective(1, -1, BARRIER, first_open=0),
+        CallCollective(1, 1, CollectiveValues("gather"), first_open=0),
+        CallCollective(1, 1, CollectiveValues("all_reduce", ("loss",), ()), first_open=0),
+        CallCollective(1, 1, mean(**{f"x{index}": 0.0 for index in range(257)}), first_open=0),
+        CallCollective(1, 1, mean(-1, loss=0.0), first_open=0),
+        CallCollective(1, 1, mean(**{"x" * 300: 0.0}), first_open=0),
+        CallCollective(1, 1, value("x" * 65536), first_open=0),
     ]
     before = job.coordinator.state()
     for request in requests:
