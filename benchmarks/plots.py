@@ -1,4 +1,4 @@
-"""The pictures: throughput by lane and size, growth by workers, time by phase of a step."""
+"""The pictures: time by transport and size, cost by workers, time by phase of a step."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -9,48 +9,70 @@ from matplotlib.axes import Axes
 
 from benchmarks.record import Result
 from benchmarks.scale import FULL
-from benchmarks.setup import BYTES_PER_MEGABYTE
-from benchmarks.works import phases
-from benchmarks.works.entrants import GLOO, STREAM, ours, team, with_workers
+from benchmarks.works import decisions, phases
+from benchmarks.works.entrants import GLOO, RPC_TCP, STREAM, TCP, ours, team, with_workers
+from benchmarks.works.sizes import HUGE, LARGE, SMALL
 from psworker.session.step_stats import PHASES
 
 mpl.use("Agg")  # a picture in a file; no display is needed
 
-LANES = ("grpc", "shm")
+LANES = ("grpc", "stream", "shm")
 
 Plot = Callable[[Mapping[str, Result], Path], str]
 
 
-def throughput(results: Mapping[str, Result], folder: Path) -> str:
-    """Megabytes a second, both ways together, against the size of the model. Empty where it was
-    not measured.
-    """
-    result = results.get("sizes")
-    if result is None:
+def times(results: Mapping[str, Result], folder: Path) -> str:
+    """Time of a push and pull against the size of the model. Empty where it was not measured."""
+    found = [results[work.name] for work in (SMALL, LARGE, HUGE) if work.name in results]
+    if not found:
         return ""
-    _, axes = plt.subplots(figsize=(7, 4), constrained_layout=True)
-    for name in (*map(ours, LANES), STREAM, GLOO):
-        points = _points(result, name)
+    _, axes = plt.subplots(figsize=(7, 5), constrained_layout=True)
+    for name in (*map(ours, LANES), STREAM, TCP, GLOO, RPC_TCP):
+        points = [point for result in found for point in _points(result, name)]
         if points:
             axes.plot(*zip(*points, strict=True), marker="o", label=name)
     axes.set(
         xscale="log",
+        yscale="log",
         xlabel="model, MB",
-        ylabel="GB/s, there and back",
-        title="push and pull by lane and size",
+        ylabel="ms, there and back",
+        title="push and pull by transport and size",
     )
-    return _saved(axes, folder / "throughput.png")
+    return _saved(axes, folder / "sizes.png")
 
 
 def _points(result: Result, name: str) -> list[tuple[float, float]]:
-    """(MB, GB/s): twice the model's bytes over the median time."""
+    """(MB, ms): the median time."""
     found = []
     for contender in result.records:
         base, _, size = contender.rpartition(", ")
         if base == name and (seconds := result.find(contender, "seconds")):
-            megabytes = float(size.removesuffix(" MB"))
-            found.append((megabytes, 2 * megabytes * BYTES_PER_MEGABYTE / seconds.median / 1e9))
+            found.append((float(size.removesuffix(" MB")), seconds.median * 1e3))
     return found
+
+
+def decided(results: Mapping[str, Result], folder: Path) -> str:
+    """The coordinator's CPU for a decided push against the number of workers."""
+    result = results.get("decisions")
+    if result is None:
+        return ""
+    counts = [workers for workers, shards in decisions.SIZES if shards == 1]
+    _, axes = plt.subplots(figsize=(7, 4), constrained_layout=True)
+    for policy in decisions.POLICIES:
+        names = [decisions.name(policy, count, 1) for count in counts]
+        costs = [result.find(name, "decision") for name in names]
+        known = [cost.median * 1e6 for cost in costs if cost]
+        if len(known) == len(counts):
+            label = names[0].partition(f", {counts[0]} ")[0]
+            axes.plot(counts, known, marker="o", label=label)
+    axes.set(
+        xscale="log",
+        xlabel="workers",
+        ylabel="coordinator CPU, µs a push",
+        title="one server, no network",
+        ylim=(0, None),
+    )
+    return _saved(axes, folder / "decisions.png")
 
 
 def workers(results: Mapping[str, Result], folder: Path) -> str:
@@ -103,4 +125,4 @@ def _saved(axes: Axes, path: Path) -> str:
     return path.name
 
 
-PLOTS: tuple[Plot, ...] = (throughput, workers, step)
+PLOTS: tuple[Plot, ...] = (times, workers, decided, step)

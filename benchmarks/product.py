@@ -17,7 +17,7 @@ from psproto.v1.coordinator_pb2_grpc import CoordinatorServiceStub
 from psworker.client.client import Client
 from psworker.local_servers import LocalServers
 
-LANES = ("grpc", "shm")
+LANES = ("grpc", "stream", "shm")
 POLL_INTERVAL_SECONDS = 0.05
 """Seconds between two looks whether a standby is in sync."""
 

@@ -27,6 +27,7 @@ COLUMNS = {
     "server_cpu": ("server CPU a push, ms", 1e3),
     "server_memory": ("server's peak, MB", 1e-6),
     "server_shared": ("shared with workers, MB", 1e-6),
+    "decision": ("CPU per decided push, us", 1e6),
     "pushes_per_second": ("pushes/s meanwhile", 1.0),
 }
 """Metrics that a table shows: heading and factor. Phases have a plot of their own."""
@@ -38,6 +39,7 @@ SHOWN = {
     "many_tensors": ("seconds", "cpu"),
     "tail": ("seconds", "p99", "pushes_per_second"),
     "growth": ("server_cpu", "seconds"),
+    "decisions": ("decision",),
     "memory": ("server_memory", "server_shared", "seconds"),
     "memory_crowd": ("server_memory", "seconds"),
 }

@@ -33,7 +33,7 @@ class Scale:
     logged: int = 9
     pushes: int = 192
     growth: tuple[int, ...] = (1, 2, 4, 8, 16)
-    sizes: tuple[int, ...] = tuple(size * BYTES_PER_MEGABYTE for size in (1, 4, 16, 64, 256))
+    sizes: tuple[tuple[int, ...], ...] = ((10**3, 10**4, 10**5, 10**6), (10**7, 10**8), (10**9,))
     link_megabits: int = 200
     linked: int = 5 * BYTES_PER_MEGABYTE
     linked_steps: int = 5
@@ -62,7 +62,7 @@ TINY = Scale(
     logged=2,
     pushes=4,
     growth=(1, 2),
-    sizes=(400_000, BYTES_PER_MEGABYTE),
+    sizes=((1_000,), (BYTES_PER_MEGABYTE,), (2 * BYTES_PER_MEGABYTE,)),
     linked=200_000,
     linked_steps=2,
     trained=200_000,

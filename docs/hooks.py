@@ -20,8 +20,9 @@ PAGES = {
     "benchmarks/results/README.md": "results/index.md",
 }
 PICTURES = (
-    "benchmarks/results/throughput.png",
+    "benchmarks/results/sizes.png",
     "benchmarks/results/growth.png",
+    "benchmarks/results/decisions.png",
     "benchmarks/results/phases.png",
 )
 IN_SITE = {**PAGES, **{path: path.replace("benchmarks/results", "results") for path in PICTURES}}

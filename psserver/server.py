@@ -15,7 +15,6 @@ from pscommon.core.errors import PSError
 from pscommon.core.exit_codes import ExitCode
 from pscommon.optim import digest_of_user_defined
 from pscommon.snapshot import DataDirLock
-from pscommon.system.local_jobs import JobAnnouncement
 from pscommon.system.thread_team import ThreadTeam
 from pscommon.telemetry.http import MetricsServer, new_registry
 from pscommon.telemetry.logs import get_logger
@@ -34,12 +33,15 @@ from psserver.durability.shard_log import ShardLog
 from psserver.durability.shard_recovery import ShardStateFactory
 from psserver.durability.snapshots import SnapshotManager
 from psserver.durability.state_records import StateRecord, StateRecordKind, about, job_state
-from psserver.process.config import ServerConfig
+from psserver.peers.coordinator_link import CoordinatorLink
+from psserver.peers.link_messages import ShardMessages
+from psserver.peers.peer_servicer import PeerServicer
+from psserver.process.config import MAX_CONCURRENT_CALLS, ServerConfig
 from psserver.process.grpc_server import listen
 from psserver.process.identity import ServerIdentity
 from psserver.process.job_id_file import JobIdFile, generate_job_name
 from psserver.process.metrics import ServerMetrics
-from psserver.process.port_file import PortFile
+from psserver.process.port_file import PortFile, announce
 from psserver.process.rpc_metrics import RpcTimer
 from psserver.process.shard_count_file import ShardCountFile
 from psserver.replication.hello import Hello, shared_settings
@@ -47,16 +49,10 @@ from psserver.replication.lease_directory import begin_primary, lease_of
 from psserver.replication.primary import PrimaryReplicator
 from psserver.replication.servicer import StandbyServicer, make_standby_check
 from psserver.replication.standby_state import Promotion
-from psserver.shard.coordinator_link import CoordinatorLink
 from psserver.shard.engine import ShardEngine
-from psserver.shard.peer_servicer import PeerServicer
 from psserver.shard.worker_traffic import WorkerTraffic
+from psserver.stream.listener import open_streams
 from psserver.transfer.servicer import DataPlaneServicer
-
-MAX_CONCURRENT_CALLS = 1024
-"""Concurrent calls of one server; more are refused with RESOURCE_EXHAUSTED. A call that waits for
-a round occupies a thread.
-"""
 
 LAST_SNAPSHOT_TIMEOUT_SECONDS = 8.0
 """Time that a stopping shard waits for the coordinator's last snapshot; containers grant ten
@@ -135,6 +131,15 @@ class Server:
         self.service = self._make_service(layout) if config.shard == 0 else None
         self.coordinator_link = None if self.service else self._make_coordinator_link()
         self._serve()
+        self._streams = open_streams(
+            config,
+            self.engine,
+            self.identity,
+            self.address,
+            self.metrics.record_call,
+            self.service,
+        )
+        self._resources.callback(self._streams.close)
         if config.metrics_bind is not None:
             self.monitor = self._make_monitor(config.metrics_bind)
             self._resources.callback(self.monitor.close)
@@ -281,10 +286,15 @@ class Server:
             self.engine,
             self._states,
             self.snapshots,
-            lambda: statistics(self.engine, self.replicator),
+            ShardMessages(
+                self.identity,
+                self.engine,
+                lambda: statistics(self.engine, self.replicator),
+                self.replicator,
+            ),
             self.config.join_timeout,
-            self.replicator,
             self.config.durability == "log",
+            self.config.lanes,
         )
 
     def _serve(self) -> None:
@@ -317,24 +327,15 @@ class Server:
             self.coordinator_link.start()
         self.replicator.start()
         self._grpc.start()
+        self._streams.start()
         for service in ("", *self._services):
             self._health.set(service, health_pb2.HealthCheckResponse.SERVING)
         self._port_file.write(self.address, inherited=self._promotion is not None)
-        self._announce()
+        if self.service is not None:
+            self._resources.callback(announce(self.identity.job, self.identity.address))
         # only shard 0 knows the current policy
         policy = {} if self.service is None else {"policy": self.service.policy}
         log.info("listening", address=self.address, shards=self.identity.shards, **policy)
-
-    def _announce(self) -> None:
-        """Let commands of this user on this machine find the job without an address."""
-        if self.service is None:
-            return
-        try:
-            announcement = JobAnnouncement(self.identity.job, self.identity.address)
-        except OSError as error:
-            log.warning("job_not_announced", problem=str(error), remedy="give commands --ps")
-        else:
-            self._resources.callback(announcement.remove)
 
     def ready(self) -> tuple[bool, str]:
         """Answer /readyz: whether workers can train."""

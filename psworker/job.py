@@ -17,14 +17,15 @@ from psworker.data.batches import BatchLoader
 from psworker.data.data_source import LoaderArguments, PassSettings
 from psworker.data.loader import make_loader
 from psworker.optim.optimizer import ServerOptimizer
+from psworker.optim.optimizer_set import DEFAULT_NAME, OptimizerSet
 from psworker.optim.schedulers import fast_forward
-from psworker.optim.step_strategies import StepStrategyName
 from psworker.session.collectives import ScriptCollectives
 from psworker.session.drain import DrainedError, Stopping
 from psworker.session.environment import is_on
 from psworker.session.job_facts import JobFacts
 from psworker.session.resume_notice import log_if_finished
 from psworker.session.session import Session
+from psworker.steps.step_strategies import StepStrategyName
 
 log = get_logger(__name__)
 
@@ -51,29 +52,41 @@ class Job(JobFacts):
         self._collectives = ScriptCollectives(self.session)
         self.rank = rank
         self.device = device or torch.device("cpu")
-        self.first_version = 0
-        self._optimizer: ServerOptimizer | None = None
+        self._optimizers = OptimizerSet(self.session)
 
     @property
     def last(self) -> PushResult | None:
         """The result of the last step; None before the first one."""
-        return self._optimizer.result if self._optimizer else None
+        return self._optimizers.model.result if self._optimizers.model is not None else None
+
+    @property
+    def first_version(self) -> int:
+        """The job's version when this worker registered its model; 0 before."""
+        return self._optimizers.model.first_version if self._optimizers.model is not None else 0
 
     def optimizer(
         self,
         optimizer: torch.optim.Optimizer,
         model: nn.Module,
         *,
+        name: str = DEFAULT_NAME,
         overlap: bool | None = None,
         pipeline: bool = False,
         clip_norm: float | None = None,
     ) -> ServerOptimizer:
-        """Hand the model to the servers, once a job; return the optimizer to use from now on.
+        """Hand the model to the servers; return the optimizer to use from now on.
 
         Afterwards the model has the job's weights: those of the first worker, or of a resumed
         job. They are in the same Parameter objects with other storage. Do not move or cast the
         model any more. Weights that the script loads or changes later are lost with the next
         step; a warning says so.
+
+        A script with several optimizers, as for a GAN, gives each a name:
+        `job.optimizer(opt_d, net_d, name="d")`, then `job.optimizer(opt_g, net_g, name="g")`. Then
+        the models get the job's weights together, at the first pass, `step`, `pull` or `save`.
+        Each step is an update of the job, which counts one version. The first push after a batch
+        commits the batch. The weight of a push is the number of samples since the last step of its
+        own optimizer. docs/scripts.md has more rules.
 
         Args:
             optimizer: Elementwise (docs/optimizers.md), unused so far, over parameters of
@@ -82,6 +95,8 @@ class Job(JobFacts):
                 the script changes a frozen parameter (an EMA teacher), the change stays in this
                 worker until it rejoins, and snapshots keep the initial value.
             model: On the device where it will compute.
+            name: Name of the optimizer, which precedes the names of its tensors ("d.0.weight").
+                All workers use the same names. "default": it is the only optimizer of the job.
             overlap: Send gradients during backward, and let forward wait for weights layer by
                 layer. The results are the same. None: PS_OVERLAP decides. Code that reads
                 parameters other than through the model's modules must call `job.wait()` after
@@ -101,11 +116,6 @@ class Job(JobFacts):
             InvalidRequestError: An argument does not fit.
             MismatchError: The job trains another model.
         """
-        if self._optimizer is not None:
-            raise InvalidRequestError(
-                "job.optimizer failed: the job has its model and optimizer already. Try: one "
-                "ModuleDict with all networks"
-            )
         if pipeline and (overlap or self.policy == "sync"):
             raise InvalidRequestError(
                 "pipeline=True excludes overlap=True. Try: leave out one of them"
@@ -113,15 +123,18 @@ class Job(JobFacts):
                 else "pipeline=True excludes policy sync: its gradients are of the newest weights. "
                 "Try: policy async or ssp"
             )
+        overlap = is_on("PS_OVERLAP") and not pipeline if overlap is None else overlap
+        if name != DEFAULT_NAME and (overlap or pipeline):
+            raise InvalidRequestError(
+                "several optimizers exclude overlap and pipeline. Try: leave out overlap, pipeline "
+                "and PS_OVERLAP"
+            )
         strategy: StepStrategyName = "plain"
         if pipeline and self.policy != "local":
             strategy = "pipelined"
-        elif not pipeline and (is_on("PS_OVERLAP") if overlap is None else overlap):
+        elif overlap:
             strategy = "overlapped"
-        self._optimizer = ServerOptimizer(optimizer, model, self.session, strategy, clip_norm)
-        self.session.model = self._optimizer
-        self.first_version = self.version
-        return self._optimizer
+        return self._optimizers.add(name, optimizer, model, clip_norm, strategy)
 
     def batches(
         self,
@@ -203,25 +216,22 @@ class Job(JobFacts):
         Needed only with overlap or pipeline, before the script reads or changes weights by hand.
         Raises the error of that step, if there was one.
         """
-        if self._optimizer is not None:
-            self._optimizer.wait()
+        if self._optimizers.model is not None:
+            self._optimizers.model.wait()
 
     def save(self, file: str | os.PathLike[str]) -> None:
         """Write the job's newest weights to a safetensors file, from any worker.
 
         The file is replaced only when it is complete. It has all names of the state_dict, tied
         weights and buffers included: `model.load_state_dict(safetensors.torch.load_file(file))`.
-        This worker's model does not change.
+        Of several optimizers, the names begin with that of the optimizer ("d.0.weight"). This
+        worker's model does not change.
 
         Raises:
             InvalidRequestError: No file can be written there.
             NotSavedError: The disk refuses the file.
         """
-        if self._optimizer is None:
-            raise InvalidRequestError(
-                "job.save failed: there is no model yet. Try: call job.optimizer first"
-            )
-        self._optimizer.save(file)
+        self.session.require_model("job.save failed").save(file)
 
     def barrier(self) -> None:
         """Wait until every worker has made this call.
@@ -286,12 +296,18 @@ class Job(JobFacts):
         Args:
             scheduler: Made with the optimizer, not stepped yet.
             steps: Number of steps. Default: the job's version at `job.optimizer`, 0 in a new
-                job. This is right under sync for a scheduler that is stepped with every update.
+                job; of several optimizers, the number of updates of the scheduler's own one, once
+                the model is registered. This is right under sync for a scheduler that is stepped
+                with every update.
                 Under async and ssp a version is one step of one worker: divide by the number of
-                workers. For a scheduler that is stepped once per epoch, give the number of
-                epochs.
+                workers (`optimizer.first_count // job.workers`, after job.pull() if there are
+                several optimizers). For a scheduler that is stepped once per epoch, give the
+                number of epochs.
         """
-        fast_forward(scheduler, self.first_version if steps is None else steps)
+        if steps is None:
+            self._optimizers.resume(scheduler)
+        else:
+            fast_forward(scheduler, steps)
 
     def enter(self, phase: str) -> None:
         """Begin a phase: count its time, and show it in `ps-ctl workers`."""
@@ -321,8 +337,7 @@ class Job(JobFacts):
 
     def _leave(self, reason: str) -> None:
         try:
-            if self._optimizer is not None:
-                self._optimizer.close()
+            self._optimizers.close()
             if not reason:
                 with suppress(PSError, Stopping):  # lost reports are no failure of the script
                     self.session.with_rejoin(self.client.send_reports)

@@ -16,7 +16,7 @@ from prometheus_client import CollectorRegistry
 
 from pscommon.core.errors import PSError
 from pscommon.system.thread_team import ALONE
-from pscommon.wire.frames import chunks, decode_response, encode_header
+from pscommon.wire.frames import Frame, chunks, decode_response, encode_header
 from psproto.v1 import coordinator_pb2 as co
 from psproto.v1 import parameter_server_pb2 as ps
 from psserver.coordinator.service import CoordinatorService
@@ -35,7 +35,12 @@ from psserver.shard.engine import ShardEngine
 from psserver.shard.worker_traffic import WorkerTraffic
 from psserver.transfer.servicer import DataPlaneServicer
 from psworker.core.clock import Clock
-from psworker.transport.streams import AnswerReceiver, Cancellation, ExchangeAnswer, receive_answer
+from psworker.transport.exchange_calls import (
+    AnswerReceiver,
+    Cancellation,
+    ExchangeAnswer,
+    receive_answer,
+)
 
 Request = TypeVar("Request")
 Response = TypeVar("Response")
@@ -266,7 +271,7 @@ class DirectTransport:
         receiver: AnswerReceiver,
         timeout: float,
         cancellation: Cancellation,
-        frames: Iterator[bytes] | None = None,
+        frames: Iterator[Frame[ps.PushPullHeader]] | None = None,
     ) -> ExchangeAnswer:
         may_wait, header.wait_ms = header.wait_ms > 0, 0
         sent = [encode_header(header), *(chunks(send) if header.has_data else ())]

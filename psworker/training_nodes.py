@@ -173,12 +173,11 @@ def _train_batches(
     for batch in job.batches(task.data, task.batch_size, task.epochs, task.shuffle, task.seed):
         inputs, target = _to_device(_check_pair(batch), job.device)
         loss = _check_scalar(loss_function(model(inputs), target))
-        samples = job.session.consumed.samples
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         optimizer.zero_grad()
         result.steps += 1
-        result.samples += samples
+        result.samples = job.stats.samples
         result.loss = loss.item()
         if time.monotonic() - logged_at >= LOG_INTERVAL_SECONDS:
             logged_at = time.monotonic()

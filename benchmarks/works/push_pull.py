@@ -11,6 +11,7 @@ from benchmarks.works.entrants import (
     RPC,
     RPC_TCP,
     STREAM,
+    TCP,
     job,
     no_tensorflow,
     ours,
@@ -28,6 +29,7 @@ def lineup(scale: Scale, resources: ExitStack) -> Lineup:
     ]
     entries += [
         peer(STREAM, "grpc_stream", setup),
+        peer(TCP, "plain_tcp", setup),
         peer(GLOO, "gloo", setup, "reduce"),
         peer(COPY, "shared_copy", setup),
         # threads of TensorPipe poll: a core for each of its processes
@@ -44,6 +46,7 @@ WORK = Work(
     "push_pull",
     "Gradients of a ResNet-50-like model (100 MB float32 in 160 tensors) to a server, SGD, new "
     "weights back; 1 worker, 1 server. The bare stream moves the same bytes and applies nothing; "
+    "plain TCP does the same work over one connection; "
     "gloo sums the same bytes and applies nothing. torch.distributed.rpc takes shared memory on "
     "one host, unless it is told to take TCP.",
     lineup,

@@ -1,21 +1,21 @@
 """Executes commands on the coordinator's machine, one at a time, and lets requests wait for
 results.
 
-Threads: each request has its own thread. `changed` guards the machine. A thread that changes the
-machine wakes the waiting threads, which then ask the machine again. New log entries are delivered
-to this process's own shard by the thread that created them, outside the lock. The streams to the
-other shards wait for new entries here.
+Threads: `changed` guards the machine. A thread that changes the machine wakes the waiting requests,
+which then ask the machine again. A worker that waits for data or in a collective call is woken only
+by what concerns it. New log entries are delivered to this process's own shard by the thread that
+created them, outside the lock. The streams to the other shards wait for new entries here.
 """
 
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import TypeVar
 
 from pscommon.core.errors import PSError
-from pscommon.core.log_entries import Entry
+from pscommon.core.log_entries import Entry, Evict
 from psserver.core.commands.command import Command
 from psserver.core.commands.recorder import Recorder
 from psserver.core.coordinator.machine import CoordinatorMachine
@@ -42,6 +42,9 @@ class CommandExecutor:
         ending: Returns whether the job or this server ends.
         failed: Called with the error that ends the job.
         broken: Called with the error that keeps this process's own shard from following the log.
+
+    Attributes:
+        revision: Increases with every change that waiting requests must see.
     """
 
     def __init__(
@@ -53,12 +56,15 @@ class CommandExecutor:
         failed: Callable[[PSError], None],
         broken: Callable[[Exception], None],
     ) -> None:
-        self.changed = threading.Condition()
+        self._lock = threading.RLock()
+        self.changed = threading.Condition(self._lock)
+        self._watches: dict[int | None, list[Callable[[], None]]] = {}
         self._recorder = recorder
         self._engine = engine
         self._missing, self._ending, self._failed, self._broken = missing, ending, failed, broken
         self._refusals = RefusalNotice()
-        self._revision = 0  # increases with every change that waiting requests must see
+        self._announcements: list[Callable[[], object]] = []
+        self.revision = 0
 
     @property
     def coordinator(self) -> CoordinatorMachine:
@@ -79,7 +85,7 @@ class CommandExecutor:
         """Execute one command and return its reply.
 
         Args:
-            quiet: Do not wake the waiting requests.
+            quiet: Wake the waiting requests only if there are new log entries.
         """
         return self.step(lambda recorder, now: recorder.do(command, now), quiet)
 
@@ -99,13 +105,19 @@ class CommandExecutor:
             finally:
                 entries = coordinator.entries_after(before)
                 afterwards.callback(self._carry_out, coordinator, coordinator.log_id, entries)
-                if entries or not quiet:
+                answered = coordinator.membership.index.answered
+                if not quiet or any(isinstance(entry, Evict) for entry in entries):
                     self.wake()
+                elif entries or answered:
+                    self._wake(answered & self._watches.keys())
+                answered.clear()
 
     def _carry_out(
         self, coordinator: CoordinatorMachine, log_id: int, entries: Sequence[Entry]
     ) -> None:
         if entries:
+            for announce in list(self._announcements):
+                announce()
             self._refusals.update(entries, time.monotonic())
             try:
                 self._engine.deliver(log_id, entries)
@@ -114,6 +126,20 @@ class CommandExecutor:
                 raise
         if coordinator.failure is not None:
             self._failed(coordinator.failure)
+
+    @contextmanager
+    def announcing(self, announce: Callable[[], object]) -> Iterator[None]:
+        """Call `announce` at new log entries, until the block ends.
+
+        Args:
+            announce: Sends entries to another shard before this process's own shard carries them
+                out. Must not wait.
+        """
+        self._announcements.append(announce)
+        try:
+            yield
+        finally:
+            self._announcements.remove(announce)
 
     def next_tick_seconds(self) -> float:
         """Return the time until the next tick: at most the check interval, and not past a lease's
@@ -128,33 +154,80 @@ class CommandExecutor:
     def wake(self) -> None:
         """Let the waiting requests ask the machine again."""
         with self.changed:
-            self._revision += 1
-            self.changed.notify_all()
+            self._wake(self._watches.keys() - {None})
+
+    def _wake(self, workers: Iterable[int | None]) -> None:
+        """Wake all requests, but of those that wait for data or in a collective call only those of
+        `workers`.
+        """
+        self.revision += 1
+        self.changed.notify_all()
+        for key in (None, *workers):
+            for wake in self._watches.get(key, ()):
+                wake()
 
     def until(
-        self, action: Callable[[Recorder, float], T | None], seconds: float, stopping: bool = False
+        self,
+        action: Callable[[Recorder, float], T | None],
+        seconds: float,
+        stopping: bool = False,
+        worker: int | None = None,
+        quiet: bool = False,
     ) -> T | None:
         """Repeat the action until it returns an answer.
 
         Args:
             stopping: Continue to wait while the job ends.
+            worker: The worker for which the action asks for data, or for the result of a collective
+                call.
+            quiet: The first try wakes only the requests that it answers, as all later tries:
+                waiting requests must not wake each other.
 
         Returns:
             The answer; None after `seconds`, or if the job ends and `stopping` is false.
         """
-        deadline, asked = time.monotonic() + seconds, False
+        deadline = time.monotonic() + seconds
         while True:
-            # only the first call may wake others: waiting requests must not wake each other
             with self.changed:
-                seen = self._revision
-            answer = self.step(action, quiet=asked) if not self._missing() else None
-            left, asked = deadline - time.monotonic(), True
+                seen = self.revision
+                quiet = quiet or self._waits_for_itself(worker)
+            answer = self.step(action, quiet) if not self._missing() else None
+            left, quiet = deadline - time.monotonic(), True
             if answer is not None or left <= 0 or (self._ending() and not stopping):
                 return answer
             with self.changed:
-                self.changed.wait_for(
-                    partial(self._has_changed, seen), min(left, CHECK_INTERVAL_SECONDS)
-                )
+                condition = threading.Condition(self._lock)
+                with self.watch(worker, condition.notify_all):
+                    condition.wait_for(
+                        partial(self._has_changed, seen), min(left, CHECK_INTERVAL_SECONDS)
+                    )
+
+    @contextmanager
+    def watch(self, worker: int | None, wake: Callable[[], None]) -> Iterator[None]:
+        """Call `wake` whenever a request should ask again, until the block ends.
+
+        Args:
+            worker: As in `until`.
+            wake: Must not wait; runs with the lock.
+        """
+        with self.changed:
+            key = worker if self._waits_for_itself(worker) else None
+            self._watches.setdefault(key, []).append(wake)
+        try:
+            yield
+        finally:
+            with self.changed:
+                self._watches[key].remove(wake)
+                if not self._watches[key]:
+                    del self._watches[key]
+
+    def _waits_for_itself(self, worker: int | None) -> bool:
+        """Return whether the machine knows what the worker waits for, and says when it is there."""
+        job = self.coordinator.job
+        member = job.membership.members.get(worker or 0)
+        return member is not None and (
+            member.waiting is not None or job.collectives.is_waiting(member.worker)
+        )
 
     def wait_for_workers_to_leave(self) -> None:
         """Wait until no worker is left, at most FAREWELL_SECONDS."""
@@ -164,4 +237,4 @@ class CommandExecutor:
             )
 
     def _has_changed(self, revision: int) -> bool:
-        return self._revision != revision
+        return self.revision != revision

@@ -12,8 +12,8 @@ from pscommon.telemetry.logs import get_logger
 from psserver.coordinator.snapshot_jobs import SnapshotScheduler
 from psserver.core.servers.shard_directory import ShardDirectory
 from psserver.durability.snapshots import SnapshotManager
+from psserver.peers.final_weights import write_final_weights
 from psserver.shard.engine import ShardEngine
-from psserver.shard.final_weights import write_final_weights
 
 NOT_SAVED_FILE = "PS_NOT_SAVED_FILE"
 """File in which shard 0 tells ps-run why the final weights are not saved; empty if they are.

@@ -24,11 +24,11 @@ from psserver.core.coordinator.admission import check_reshard
 from psserver.core.servers.shard_directory import ShardDirectory
 from psserver.core.servers.shard_protocol import start_reshard
 from psserver.durability.snapshots import SnapshotManager
+from psserver.peers.resharding import build_partition
 from psserver.process.config import ServerConfig
 from psserver.process.identity import ServerIdentity
 from psserver.process.shard_count_file import ShardCountFile
 from psserver.shard.engine import ShardEngine
-from psserver.shard.resharding import build_partition
 
 MAX_LISTED_COMMANDS = 8
 """Number of missing servers whose start commands an error message lists."""

@@ -2,6 +2,7 @@
 
 import threading
 import time
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -46,7 +47,8 @@ log = get_logger(__name__)
 class CoordinatorService:
     """The coordinator of a job. All methods may be called from any thread.
 
-    Every change of the machine goes through the executor.
+    Attributes:
+        executor: Every change of the machine goes through it.
     """
 
     def __init__(
@@ -82,7 +84,7 @@ class CoordinatorService:
             self._fail,
             standby_link,
         )
-        self._executor = CommandExecutor(
+        self.executor = CommandExecutor(
             self._history.new_recorder(),
             engine,
             lambda: self.registry.missing,
@@ -90,14 +92,14 @@ class CoordinatorService:
             self._fail,
             self._broken,
         )
-        self._history.replace_recorder = self._executor.replace_recorder
-        self.heartbeats = Heartbeats(self._executor, self._check_is_over)
+        self._history.replace_recorder = self.executor.replace_recorder
+        self.heartbeats = Heartbeats(self.executor, self._check_is_over)
         self.progress = PassProgress()
         self.snapshot_scheduler = SnapshotScheduler(
-            self._executor, self._history, snapshots, self.registry
+            self.executor, self._history, snapshots, self.registry
         )
         self.reshard_requests = ReshardRequests(
-            self._executor, self.registry, layout, engine, snapshots, identity, config
+            self.executor, self.registry, layout, engine, snapshots, identity, config
         )
         self.shard_connections = self._make_shard_connections()
         self._first_workers = FirstWorkers(config.join_timeout, lambda: self.waiting_for)
@@ -108,7 +110,7 @@ class CoordinatorService:
 
     def _make_shard_connections(self) -> ShardConnections:
         return ShardConnections(
-            self._executor,
+            self.executor,
             self.registry,
             self._history,
             self.snapshots,
@@ -119,9 +121,10 @@ class CoordinatorService:
 
     def _make_worker_requests(self) -> WorkerRequests:
         return WorkerRequests(
-            self._executor,
+            self.executor,
             self.engine,
             self.config.in_flight,
+            self.config.max_workers or 1,
             self._history,
             self.snapshots,
             self.metrics,
@@ -138,7 +141,7 @@ class CoordinatorService:
             promotion: The state that this process replicated as a standby.
         """
         self.engine.request_report = lambda: self.shard_connections.report(
-            self.engine.make_report()
+            self.engine.make_report(only_new=self.registry[0].ready)
         )
         self.engine.describe_wait = lambda: self.waiting_for
         self.engine.check_first_workers = self._first_workers.check
@@ -161,7 +164,7 @@ class CoordinatorService:
 
     @property
     def _coordinator(self) -> CoordinatorMachine:
-        return self._executor.coordinator
+        return self.executor.coordinator
 
     @property
     def job(self) -> str:
@@ -170,7 +173,7 @@ class CoordinatorService:
     @property
     def waiting_for(self) -> str:
         """What the job waits for now, in words; empty if it waits for nothing."""
-        with self._executor.changed:
+        with self.executor.changed:
             waiting = self.registry.missing or self.reshard_requests.waiting_for
             return waiting or waiting_for(self._coordinator, time.monotonic())
 
@@ -200,16 +203,16 @@ class CoordinatorService:
 
     def drain(self, worker: int) -> None:
         """Ask a worker to leave at its next step boundary."""
-        self._executor.do(DrainWorker(worker))
+        self.executor.do(DrainWorker(worker))
         log.info("worker_drain_requested", worker=worker)
 
     def set_policy(self, name: str, staleness: int | None, max_staleness: int | None) -> None:
         """Use another policy from the next update on."""
         row = self.config.row(name, staleness, max_staleness)
-        self._executor.step(
+        self.executor.step(
             lambda recorder, now: check_switch(recorder.coordinator, row, self.config.in_flight)
         )
-        self._executor.do(SetPolicy(PolicyRow(name, staleness, max_staleness, row.backup)))
+        self.executor.do(SetPolicy(PolicyRow(name, staleness, max_staleness, row.backup)))
         log.info("policy_changed", policy=name, staleness=staleness, max_staleness=max_staleness)
 
     @property
@@ -222,6 +225,11 @@ class CoordinatorService:
         return self._coordinator.version
 
     @property
+    def update_counts(self) -> Mapping[str, int]:
+        """Number of updates of each optimizer; empty if the job has one."""
+        return self._coordinator.job.updates
+
+    @property
     def plan(self) -> PartitionPlan:
         if self._coordinator.model is None:
             raise UnreachableError("no worker has registered a model yet", "NOT_READY")
@@ -229,7 +237,7 @@ class CoordinatorService:
 
     def paused(self) -> AbstractContextManager[tuple[CoordinatorFacts, dict[str, Any]]]:
         """Yield the state for a standby of shard 0; the coordinator does not change meanwhile."""
-        return self._history.paused(self._executor)
+        return self._history.paused(self.executor)
 
     def restore(self, version: int, seconds: float) -> None:
         """Roll all shards back to the snapshot of this version; workers rejoin by themselves."""
@@ -252,7 +260,7 @@ class CoordinatorService:
         try:
             # at once: the machine needs a first time to notice that this process was paused
             self.tick()
-            while not self.stopped.wait(self._executor.next_tick_seconds()):
+            while not self.stopped.wait(self.executor.next_tick_seconds()):
                 self.tick()
         except Exception as bug:
             self._broken(bug)
@@ -262,13 +270,13 @@ class CoordinatorService:
         if alive := self.engine.traffic.transfer.take_active_workers():
             self.worker_requests.renew_leases(alive)
         self._worker_monitor.log_lost(
-            self._executor.step(
+            self.executor.step(
                 lambda r, now: r.tick(
                     now, self.worker_exits.among(r.coordinator.membership.current_workers())
                 )
             )
         )
-        with self._executor.changed:
+        with self.executor.changed:
             now, coordinator = time.monotonic(), self._coordinator
             found = find_conditions(coordinator, now)
             self.progress.update(coordinator, now)
@@ -289,19 +297,19 @@ class CoordinatorService:
             ends_job: The job ends as well: first its workers leave, then all servers stop.
                 Otherwise the job waits for this server to return.
         """
-        with self._executor.changed:
+        with self.executor.changed:
             self.is_over = self.is_over or ends_job
             if self.stop_reason is not None:
                 return
             self.stop_reason = reason or "asked to"
-            self._executor.wake()
+            self.executor.wake()
         log.info("server_stopping", reason=self.stop_reason)
         threading.Thread(target=self._end_job, name="end-of-the-job", daemon=True).start()
 
     def _end_job(self) -> None:
         try:
             if self.is_over:
-                self._executor.wait_for_workers_to_leave()
+                self.executor.wait_for_workers_to_leave()
             self.not_saved = save_final_state(
                 self.job,
                 self.config.save,
@@ -313,15 +321,15 @@ class CoordinatorService:
             )
         finally:
             self.stopped.set()
-            with self._executor.changed:
-                self._executor.wake()
+            with self.executor.changed:
+                self.executor.wake()
 
     def close(self) -> None:
         """Stop the clock. If the job is over, the other shards get up to 2 s to learn it."""
         self.stopped.set()
-        with self._executor.changed:
-            self._executor.wake()
-            self._executor.changed.wait_for(
+        with self.executor.changed:
+            self.executor.wake()
+            self.executor.changed.wait_for(
                 lambda: not (self.is_over and any(s.connected for s in list(self.registry)[1:])),
                 2.0,
             )
@@ -335,7 +343,7 @@ class CoordinatorService:
     def status(self) -> dict[str, Any]:
         """Return the answer to GetStatus (see psserver/coordinator/status.py)."""
         listing = list(self.snapshots.listing())
-        with self._executor.changed:
+        with self.executor.changed:
             view = JobView(
                 self.job,
                 self.config,

@@ -4,15 +4,14 @@ It decides nothing (proto/psproto/v1/coordinator.proto).
 """
 
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import grpc
 
 from pscommon.core.formats import check_wire_format, spoken_format
 from pscommon.core.limits import MAX_NAME_CHARACTERS, MAX_REASON_CHARACTERS
-from pscommon.core.model_spec import ModelSpec
-from pscommon.optim import check_same_optimizers
-from pscommon.optim.specs import check_numbers, validate
+from pscommon.optim.specs import check_numbers, validated
 from pscommon.telemetry import strict_json
 from pscommon.wire.messages import (
     batches_from_proto,
@@ -26,12 +25,11 @@ from psproto.v1 import coordinator_pb2 as pb
 from psproto.v1.coordinator_pb2_grpc import CoordinatorServiceServicer
 from psserver.coordinator.heartbeats import ReceivedValue
 from psserver.coordinator.service import CoordinatorService
-from psserver.coordinator.shard_stream import follow_shard
+from psserver.coordinator.shard_stream import serve_shard
 from psserver.core.commands.data_commands import CallCollective, LeaseBatches, ReturnBatches
 from psserver.core.commands.request_checks import wait_seconds
 from psserver.core.commands.worker_commands import Join
 from psserver.core.reports.collectives import NULL, CollectiveValues
-from psserver.core.shard.state_machine import NO_LOG
 from psserver.core.workers.members import WorkerHeartbeat
 from psserver.durability.snapshots import groups_of
 from psserver.process.grpc_server import when_ended
@@ -77,9 +75,9 @@ class ControlPlaneServicer(CoordinatorServiceServicer):
             self._service.check_job(request.job)
             if request.observe:
                 return self._observed()
-            spec = model_from_proto(request.model)
-            spec = ModelSpec(spec.tensors, validate(spec.optimizer))
-            check_numbers(spec.optimizer, spec.tensors)
+            spec = validated(model_from_proto(request.model))
+            for settings, tensors in spec.parts().values():
+                check_numbers(settings, tensors)
             state = self._service.worker_requests.register(
                 request.worker, spec, wait_seconds(request.wait_ms)
             )
@@ -111,6 +109,7 @@ class ControlPlaneServicer(CoordinatorServiceServicer):
             plan_digest=plan.digest,
             version=self._service.version,
             groups_json=groups_of(self._service.engine.live.store),
+            updates=self._service.update_counts,
             **self._standing(worker),
         )
 
@@ -159,37 +158,39 @@ class ControlPlaneServicer(CoordinatorServiceServicer):
 
     def NextBatch(self, request: pb.NextBatchRequest, context: Context) -> pb.NextBatchResponse:
         with answering(context):
-            self._service.check_job(request.job)
-            spec = loop_from_proto(request.loop)
-            if request.share_only:
-                return pb.NextBatchResponse(
-                    share=self._service.worker_requests.share(request.worker, spec)
-                )
-            command = LeaseBatches(
-                request.worker,
-                spec,
-                request.received,
-                max(1, request.count),
-                request.idle,
-                request.first_open,
-            )
-            batches = self._service.worker_requests.lease_batches(
-                command, wait_seconds(request.wait_ms)
-            )
-            if batches is None:
-                return pb.NextBatchResponse(
-                    waiting_for=self._service.waiting_for, version=self._service.version
-                )
-            share = (
-                0 if request.received else self._service.worker_requests.share(request.worker, spec)
-            )
+            return self.next_batch(request, wait_seconds(request.wait_ms))
+
+    def next_batch(
+        self, request: pb.NextBatchRequest, seconds: float, is_repeated: bool = False
+    ) -> pb.NextBatchResponse:
+        """Answer a request within `seconds`. is_repeated: It was tried before."""
+        self._service.check_job(request.job)
+        spec = loop_from_proto(request.loop)
+        if request.share_only:
             return pb.NextBatchResponse(
-                numbers=batches.numbers,
-                end=batches.end,
-                version=self._service.version,
-                following=batches.following,
-                share=share,
+                share=self._service.worker_requests.share(request.worker, spec)
             )
+        command = LeaseBatches(
+            request.worker,
+            spec,
+            request.received,
+            max(1, request.count),
+            request.idle,
+            request.first_open,
+        )
+        batches = self._service.worker_requests.lease_batches(command, seconds, is_repeated)
+        if batches is None:
+            return pb.NextBatchResponse(
+                waiting_for=self._service.waiting_for, version=self._service.version
+            )
+        share = 0 if request.received else self._service.worker_requests.share(request.worker, spec)
+        return pb.NextBatchResponse(
+            numbers=batches.numbers,
+            end=batches.end,
+            version=self._service.version,
+            following=batches.following,
+            share=share,
+        )
 
     def ReturnBatches(
         self, request: pb.ReturnBatchesRequest, context: Context
@@ -204,28 +205,31 @@ class ControlPlaneServicer(CoordinatorServiceServicer):
 
     def Collective(self, request: pb.CollectiveRequest, context: Context) -> pb.CollectiveResponse:
         with answering(context):
-            self._service.check_job(request.job)
-            given = CollectiveValues(
-                request.kind,
-                tuple(request.names),
-                tuple(request.values),
-                request.samples,
-                request.json or NULL,
-            )
-            requests = self._service.worker_requests
-            result = requests.call_collective(
-                CallCollective(request.worker, request.number, given, request.first_open),
-                wait_seconds(request.wait_ms),
-            )
-            if result is None:
-                waiting = requests.waiting_for_call(request.number)
-                return pb.CollectiveResponse(waiting_for=waiting or self._service.waiting_for)
-            return pb.CollectiveResponse(
-                done=True,
-                values=result.values,
-                json=result.text,
-                version=self._service.version,
-            )
+            return self.collective(request, wait_seconds(request.wait_ms))
+
+    def collective(self, request: pb.CollectiveRequest, seconds: float) -> pb.CollectiveResponse:
+        """Answer a request within `seconds`."""
+        self._service.check_job(request.job)
+        given = CollectiveValues(
+            request.kind,
+            tuple(request.names),
+            tuple(request.values),
+            request.samples,
+            request.json or NULL,
+        )
+        requests = self._service.worker_requests
+        result = requests.call_collective(
+            CallCollective(request.worker, request.number, given, request.first_open), seconds
+        )
+        if result is None:
+            waiting = requests.waiting_for_call(request.number)
+            return pb.CollectiveResponse(waiting_for=waiting or self._service.waiting_for)
+        return pb.CollectiveResponse(
+            done=True,
+            values=result.values,
+            json=result.text,
+            version=self._service.version,
+        )
 
     def ReportMetrics(
         self, request: pb.ReportMetricsRequest, context: Context
@@ -296,24 +300,19 @@ class ControlPlaneServicer(CoordinatorServiceServicer):
         self, requests: Iterator[pb.LinkShardRequest], context: grpc.ServicerContext
     ) -> Iterator[pb.LinkShardResponse]:
         with answering(context):
-            first = next(requests, None)
-            if first is None:
-                return  # the stream ended without a message
-            check_wire_format(first.format, f"shard {first.shard}", "shard 0")
-            self._service.check_job(first.job)
-            check_same_optimizers(f"shard {first.shard}", first.optimizers, "shard 0")
-            followed, term = first.report.epoch != NO_LOG, max(1, first.term)
-            server, connection = self._service.shard_connections.connect(
-                first.shard, first.shards, first.address, first.instance, followed, term
-            )
-            # at once, not at the next check of follow_shard: the shard's next process may connect
-            when_ended(
-                context, lambda: self._service.shard_connections.disconnect(server, connection)
-            )
-            try:
-                yield from follow_shard(self._service, server, connection, first, requests, context)
-            finally:
-                self._service.shard_connections.disconnect(server, connection)
+            for make in serve_shard(
+                self._service,
+                _until_lost(requests),
+                context.is_active,
+                lambda action: when_ended(context, action),
+            ):
+                yield make()
+
+
+def _until_lost(requests: Iterator[pb.LinkShardRequest]) -> Iterator[pb.LinkShardRequest]:
+    """Yield the requests of a call until it ends in any way."""
+    with suppress(grpc.RpcError):  # the shard's process ended; its next call starts over
+        yield from requests
 
 
 def _received_values(values: Iterable[pb.ReportedValue]) -> list[ReceivedValue]:

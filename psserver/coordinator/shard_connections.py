@@ -128,12 +128,16 @@ class ShardConnections:
 
         def process(recorder: Recorder, now: float) -> tuple[CatchUp | None, CoordinatorMachine]:
             member = server or directory[report.shard]
+            before = _progress(member, recorder.coordinator)
             catch_up = process_report(
                 recorder, directory, member, connection, report, now, has_logs
             )
+            if _progress(member, recorder.coordinator) != before:
+                self._executor.wake()
             return catch_up, recorder.coordinator
 
-        catch_up, coordinator = self._executor.step(process)
+        # most reports bring no log entry, and concern no waiting request
+        catch_up, coordinator = self._executor.step(process, quiet=True)
         if catch_up is CatchUp.GO_BACK:
             self._history.go_back(
                 f"shard {report.shard} was restarted", coordinator.log_id, coordinator.version
@@ -164,6 +168,28 @@ class ShardConnections:
                 self._reshard_requests.describe(adopts),
             )
 
+    def next_entries(
+        self, server: ServerEntry, cursor: DeliveryCursor, model: ModelSpec | None
+    ) -> tuple[DeliveryCursor, list[Entry]] | None:
+        """Return the entries that a shard lacks, and the cursor after them; None if it needs a
+        complete update.
+
+        model: The model that the shard has.
+        """
+        with self._executor.changed:
+            coordinator = self._executor.coordinator
+            self._reshard_requests.dismiss()
+            delivery = self._directory.next_delivery(server, cursor, coordinator)
+            if (
+                delivery is None
+                or not delivery.entries
+                or delivery.catch_up is not CatchUp.FOLLOW
+                or coordinator.reshard is not None
+                or coordinator.model is not model
+            ):
+                return None
+            return delivery.cursor, delivery.entries
+
     def wait_for_update(self, server: ServerEntry, cursor: DeliveryCursor, seconds: float) -> None:
         """Wait until there may be something new for the shard, at most `seconds`."""
         with self._executor.changed:
@@ -186,3 +212,10 @@ class ShardConnections:
             log.error("shard_log_unusable", peer_shard=server.shard, problem=problem)
         elif catch_up is CatchUp.RESTORE:
             self._history.loaded(server.shard, version, problem)
+
+
+def _progress(server: ServerEntry, coordinator: CoordinatorMachine) -> tuple[object, ...]:
+    """Return what requests wait for and a report changes without a log entry."""
+    reshard = coordinator.reshard
+    loaded = len(reshard.loaded_shards) if reshard is not None else None
+    return server.ready, server.catch_up, loaded

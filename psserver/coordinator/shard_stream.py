@@ -3,114 +3,195 @@
 It translates messages and decides nothing (proto/psproto/v1/coordinator.proto: LinkShard).
 """
 
-import contextlib
 import json
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import partial
 
-import grpc
-
-from pscommon.core.formats import spoken_format
+from pscommon.core.formats import check_wire_format, spoken_format
+from pscommon.core.model_spec import ModelSpec
+from pscommon.optim import check_same_optimizers
 from pscommon.wire.messages import entry_to_proto, model_to_proto, report_from_proto
 from psproto.v1 import coordinator_pb2 as pb
 from psserver.coordinator.service import CoordinatorService
 from psserver.core.job.snapshot_schedule import PartReport
 from psserver.core.servers.catch_up import CatchUp
 from psserver.core.servers.server_entry import DeliveryCursor, ServerEntry
+from psserver.core.shard.state_machine import NO_LOG
+
+MakeResponse = Callable[[], pb.LinkShardResponse]
+MakeNews = Callable[[], pb.LinkShardResponse | None]
 
 UPDATE_INTERVAL_SECONDS = 1.0
 MAX_SILENCE_SECONDS = 2.5
 """A shard that sends nothing for this long has lost its connection."""
 
 
-def follow_shard(
+def serve_shard(
     service: CoordinatorService,
-    server: ServerEntry,
-    connection: int,
-    first: pb.LinkShardRequest,
     requests: Iterator[pb.LinkShardRequest],
-    context: grpc.ServicerContext,
-) -> Iterator[pb.LinkShardResponse]:
-    """Send a shard its updates, while another thread reads its messages."""
+    is_active: Callable[[], bool],
+    when_ended: Callable[[Callable[[], None]], None],
+    try_send: Callable[[MakeNews], object] | None = None,
+) -> Iterator[MakeResponse]:
+    """Connect a shard, and yield its updates, while another thread reads its messages.
+
+    Args:
+        requests: The messages of the shard; ends with the connection.
+        is_active: Returns whether the connection is open.
+        when_ended: Registers what to do as soon as the connection ends.
+        try_send: Makes and sends a response without waiting. If there is such a function, both
+            sides send only what has changed, and everything once a second. Otherwise they always
+            send everything, as earlier releases did.
+    """
+    first = next(requests, None)
+    if first is None:
+        return  # the connection ended without a message
+    check_wire_format(first.format, f"shard {first.shard}", "shard 0")
+    service.check_job(first.job)
+    check_same_optimizers(f"shard {first.shard}", first.optimizers, "shard 0")
+    followed, term = first.report.epoch != NO_LOG, max(1, first.term)
+    connections = service.shard_connections
+    server, connection = connections.connect(
+        first.shard, first.shards, first.address, first.instance, followed, term
+    )
+    # at once, not at the next check of `_follow`: the shard's next process may connect
+    when_ended(lambda: connections.disconnect(server, connection))
     listener = ShardListener(service, server, connection, requests)
-    listener.handle(first)
-    listener.start()
-    cursor, model = DeliveryCursor(first.report.epoch, first.report.index), ""
-    while (
-        context.is_active()
-        and listener.is_alive()
-        and listener.silent < MAX_SILENCE_SECONDS
-        and server.connection == connection
-    ):
-        response, cursor, model = _next_response(service, server, cursor, model)
+    updates = ShardUpdates(service, server, first, try_send is not None)
+    try:
+        listener.handle(first)
+        listener.start()
+        with ExitStack() as stack:
+            if try_send is not None:
+                send_news = partial(try_send, updates.next_news)
+                stack.enter_context(service.executor.announcing(send_news))
+            while (
+                is_active()
+                and listener.is_alive()
+                and listener.silent < MAX_SILENCE_SECONDS
+                and server.connection == connection
+                and not updates.has_stopped
+            ):
+                yield updates.next_response
+                updates.wait(UPDATE_INTERVAL_SECONDS)
+    finally:
+        connections.disconnect(server, connection)
+
+
+class ShardUpdates:
+    """What to send to one shard. One thread at a time makes and sends a response.
+
+    Attributes:
+        has_stopped: The last response tells the shard to stop.
+    """
+
+    def __init__(
+        self,
+        service: CoordinatorService,
+        server: ServerEntry,
+        first: pb.LinkShardRequest,
+        sends_news: bool,
+    ) -> None:
+        """first: The shard's first message."""
+        self.has_stopped = False
+        self._service, self._server, self._sends_news = service, server, sends_news
+        self._cursor = DeliveryCursor(first.report.epoch, first.report.index)
+        self._model: ModelSpec | None = None  # the model that the shard has
+        self._complete_at = -UPDATE_INTERVAL_SECONDS  # time of the last complete response
+
+    def wait(self, seconds: float) -> None:
+        """Wait until there may be something new for the shard."""
+        if not self.has_stopped:
+            self._service.shard_connections.wait_for_update(self._server, self._cursor, seconds)
+
+    def next_response(self) -> pb.LinkShardResponse:
+        """Return the news, or a complete response if there are none or it is due."""
+        return self.next_news() or self._complete_response()
+
+    def next_news(self) -> pb.LinkShardResponse | None:
+        """Return new log entries; None if there are none, or a complete response is due."""
+        service, is_over = self._service, self._service.is_over
+        age = time.monotonic() - self._complete_at
+        if not self._sends_news or is_over or age >= UPDATE_INTERVAL_SECONDS:
+            return None
+        news = service.shard_connections.next_entries(self._server, self._cursor, self._model)
+        if news is None:
+            return None
+        self._cursor, entries = news
+        return pb.LinkShardResponse(
+            only_entries=True,
+            epoch=self._cursor.log_id,
+            entries=[entry_to_proto(entry) for entry in entries],
+            term=service.registry[0].term,
+        )
+
+    def _complete_response(self) -> pb.LinkShardResponse:
+        self._complete_at = time.monotonic()
+        response = self._describe_update()
+        self.has_stopped = response.stop
         if (spoken := spoken_format()) is not None:
             response.format = spoken
-        yield response
-        if response.stop:
-            return
-        service.shard_connections.wait_for_update(server, cursor, UPDATE_INTERVAL_SECONDS)
+        return response
 
-
-def _next_response(
-    service: CoordinatorService, server: ServerEntry, cursor: DeliveryCursor, model: str
-) -> tuple[pb.LinkShardResponse, DeliveryCursor, str]:
-    """Return the next response, the cursor after it, and the fingerprint of the model that
-    the shard then has.
-    """
-    update = service.shard_connections.next_update(server, cursor)
-    is_over, durable = (
-        service.is_over and service.stopped.is_set(),
-        service.config.durability == "log",
-    )
-    if update is None:
-        stop = server.is_leaving or is_over
-        # a candidate needs them: a standby may be disconnected when the reshard starts
-        registry = service.registry
-        waits = pb.LinkShardResponse(
-            job=service.job, stop=stop, waiting_for="ps-ctl reshard", standbys=registry.standbys
+    def _describe_update(self) -> pb.LinkShardResponse:
+        service, server = self._service, self._server
+        update = service.shard_connections.next_update(server, self._cursor)
+        is_over, durable = (
+            service.is_over and service.stopped.is_set(),
+            service.config.durability == "log",
         )
-        waits.term, waits.durable = registry[0].term, durable
-        return waits, cursor, model
-    response = pb.LinkShardResponse(
-        job=service.job,
-        addresses=update.registry.addresses,
-        waiting_for=service.waiting_for,
-        stop=is_over,
-        epoch=update.cursor.log_id,
-        base=update.base,
-        entries=[entry_to_proto(entry) for entry in update.entries],
-        snapshots=update.snapshots,
-        term=service.registry[0].term,
-        standbys=update.registry.standbys,
-        shards=update.registry.shards,
-        layout=update.registry.layout,
-        move=update.reshard,
-        policy=service.policy,
-        mends=service.config.gradient_rules.mends,
-        norms=service.config.gradient_rules.norms,
-        durable=durable,
-        processes=service.worker_exits.at(server.place),
-    )
-    response.recover, response.begin = (
-        update.catch_up is CatchUp.RECOVER,
-        update.catch_up is CatchUp.BEGIN,
-    )
-    if update.snapshot is not None and update.catch_up in (
-        CatchUp.RECOVER,
-        CatchUp.RESTORE,
-    ):
-        response.restore.version, response.restore.index = (
-            update.snapshot.version,
-            update.snapshot.index,
+        if update is None:
+            stop = server.is_leaving or is_over
+            # a candidate needs them: a standby may be disconnected when the reshard starts
+            registry = service.registry
+            waits = pb.LinkShardResponse(
+                job=service.job, stop=stop, waiting_for="ps-ctl reshard", standbys=registry.standbys
+            )
+            waits.term, waits.durable = registry[0].term, durable
+            return waits
+        response = pb.LinkShardResponse(
+            job=service.job,
+            addresses=update.registry.addresses,
+            waiting_for=service.waiting_for,
+            stop=is_over,
+            epoch=update.cursor.log_id,
+            base=update.base,
+            entries=[entry_to_proto(entry) for entry in update.entries],
+            snapshots=update.snapshots,
+            term=service.registry[0].term,
+            standbys=update.registry.standbys,
+            shards=update.registry.shards,
+            layout=update.registry.layout,
+            move=update.reshard,
+            policy=service.policy,
+            mends=service.config.gradient_rules.mends,
+            norms=service.config.gradient_rules.norms,
+            durable=durable,
+            processes=service.worker_exits.at(server.place),
         )
-        response.restore.manifest_json = update.snapshot.as_json()
-    if update.catch_up in (CatchUp.BEGIN, CatchUp.ADOPT):
-        model = ""  # the shard discards its model
-    if update.model is not None and update.model.fingerprint() != model:
-        model = update.model.fingerprint()
-        response.model.CopyFrom(model_to_proto(update.model))
-    return response, update.cursor, model
+        response.recover, response.begin = (
+            update.catch_up is CatchUp.RECOVER,
+            update.catch_up is CatchUp.BEGIN,
+        )
+        if update.snapshot is not None and update.catch_up in (
+            CatchUp.RECOVER,
+            CatchUp.RESTORE,
+        ):
+            response.restore.version, response.restore.index = (
+                update.snapshot.version,
+                update.snapshot.index,
+            )
+            response.restore.manifest_json = update.snapshot.as_json()
+        if update.catch_up in (CatchUp.BEGIN, CatchUp.ADOPT):
+            self._model = None  # the shard discards its model
+        if update.model is not None and update.model is not self._model:
+            self._model = update.model
+            response.model.CopyFrom(model_to_proto(update.model))
+        self._cursor = update.cursor
+        return response
 
 
 class ShardListener(threading.Thread):
@@ -139,10 +220,8 @@ class ShardListener(threading.Thread):
         return time.monotonic() - since if since is not None else 0.0
 
     def run(self) -> None:
-        # RpcError: the shard's process ended; its next stream starts over
-        with contextlib.suppress(grpc.RpcError):
-            for request in self._requests:
-                self.handle(request)
+        for request in self._requests:
+            self.handle(request)
 
     def handle(self, request: pb.LinkShardRequest) -> None:
         """Handle one message of the shard."""
@@ -152,7 +231,8 @@ class ShardListener(threading.Thread):
 
     def _carry_out(self, request: pb.LinkShardRequest) -> None:
         service, shard = self._service, self._server.shard
-        self._server.place = request.place
+        if request.instance:
+            self._server.place, self._server.standby = request.place, request.standby
         if request.ended:
             service.worker_exits.found(request.ended)
         if request.alive:
@@ -172,7 +252,8 @@ class ShardListener(threading.Thread):
                 shard, request.moved.nbytes, request.moved.problem
             )
         if request.HasField("report"):
-            self._server.standby = request.standby
             service.shard_connections.report(
-                report_from_proto(shard, request.report), self._server, self._connection
+                report_from_proto(shard, request.report),
+                self._server,
+                self._connection,
             )

@@ -277,5 +277,8 @@ def model(coordinator: CoordinatorMachine) -> dict[str, Any] | None:
         "parameters": sum(t.size for t in spec.tensors),
         "bytes": sum(t.nbytes for t in spec.tensors),
         "plan_digest": PartitionPlan(spec, coordinator.shards).digest,
-        "optimizer": spec.optimizer.name,
+        "optimizer": ", ".join(
+            f"{name}: {settings.name}" if name else settings.name
+            for name, settings in spec.optimizers.items()
+        ),
     }

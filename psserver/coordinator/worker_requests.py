@@ -38,6 +38,7 @@ class WorkerRequests:
 
     Args:
         in_flight: Bytes of pushes that a server may hold.
+        max_workers: Workers at a time.
         first_workers: Checks the wait for --min-workers.
         check_goes_on: Raises UnreachableError if this server stops.
         is_over: Returns whether the job ends with this server.
@@ -48,6 +49,7 @@ class WorkerRequests:
         executor: CommandExecutor,
         engine: ShardEngine,
         in_flight: int,
+        max_workers: int,
         history: JobStart,
         snapshots: SnapshotManager,
         metrics: ServerMetrics,
@@ -56,18 +58,34 @@ class WorkerRequests:
         is_over: Callable[[], bool],
     ) -> None:
         self._executor, self._engine, self._in_flight = executor, engine, in_flight
+        self._max_workers = max_workers
         self._history, self._snapshots, self._metrics = history, snapshots, metrics
         self._first_workers, self._check_goes_on = first_workers, check_goes_on
         self._is_over = is_over
 
     def join(self, command: Join) -> Member:
-        """Add a worker to the job."""
+        """Add a worker to the job.
+
+        Raises InvalidRequestError if this server serves --max-workers already.
+        """
         self._check_goes_on()
-        member = self._executor.do(command)
+        member = self._executor.step(lambda recorder, now: self._admit(recorder, command, now))
         self._snapshots.generations.reserve((member.worker - 1) // WORKERS_PER_GENERATION)
         worker, rank = member.worker, member.rank
         log.info("worker_joined", worker=worker, rank=rank, host=member.host, pid=member.pid)
         return member
+
+    def _admit(self, recorder: Recorder, command: Join, now: float) -> Member:
+        """Join, unless there are too many others; one with this rank is replaced."""
+        current = recorder.coordinator.membership.current()
+        others = [m for m in current if command.rank is None or m.rank != command.rank]
+        if len(others) >= self._max_workers:
+            raise InvalidRequestError(
+                f"the job has {len(others)} workers, and shard 0 serves at most "
+                f"{self._max_workers}. Try: fewer workers, or a larger `--max-workers` and a "
+                "larger limit of open files (ulimit -n)"
+            )
+        return recorder.do(command, now)
 
     def register(self, worker: int, spec: ModelSpec, seconds: float) -> RegistrationReply:
         """Register a worker's model; wait up to `seconds` while the answer is pending.
@@ -115,13 +133,20 @@ class WorkerRequests:
             lambda r, now: r.coordinator.membership.leases.renew_by_transfers(ages, now), quiet=True
         )
 
-    def lease_batches(self, command: LeaseBatches, seconds: float) -> BatchesReply | None:
+    def lease_batches(
+        self, command: LeaseBatches, seconds: float, is_repeated: bool = False
+    ) -> BatchesReply | None:
         """Return batches, or the end of the data; None if there are none within `seconds`.
 
         A job that is over has no more batches. If only this server stops, batches follow after
         its restart.
         """
-        answer = self._executor.until(lambda recorder, now: recorder.do(command, now), seconds)
+        answer = self._executor.until(
+            lambda recorder, now: recorder.do(command, now),
+            seconds,
+            worker=command.worker,
+            quiet=is_repeated,
+        )
         if answer is None and self._is_over():
             return BatchesReply(end=True)
         if answer is None:
@@ -135,7 +160,12 @@ class WorkerRequests:
 
     def call_collective(self, command: CallCollective, seconds: float) -> CollectiveValues | None:
         """Return the result of a collective call; None if workers are missing after `seconds`."""
-        answer = self._executor.until(lambda recorder, now: recorder.do(command, now), seconds)
+        answer = self._executor.until(
+            lambda recorder, now: recorder.do(command, now),
+            seconds,
+            worker=command.worker,
+            quiet=True,  # else each of many workers would wake all that wait
+        )
         if answer is None:
             self._check_goes_on()
             self._first_workers.check()

@@ -115,6 +115,11 @@ class ShardLog:
         """Whether some record since the last snapshot could not be written."""
         return self._log.is_broken
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether records currently have no destination."""
+        return self._log.is_idle
+
     def begin_segment(
         self, base: SegmentBase, model: ModelSpec | None, staged: Iterable[tuple[Staged, Staging]]
     ) -> None:
@@ -131,17 +136,17 @@ class ShardLog:
             yield push_record(each, staging)
 
     def write_model(self, spec: ModelSpec) -> None:
-        if not self._log.is_idle:
+        if not self.is_idle:
             self._log.append(*model_record(spec), settled=False)
 
     def write_push(self, staged: Staged, staging: Staging) -> None:
         """Log a push, before it is reported."""
-        if not self._log.is_idle:
+        if not self.is_idle:
             self._log.append(*push_record(staged, staging), settled=self._waits_for_standby)
 
     def write_entry(self, entry: Entry) -> None:
         """Log an entry, before it is applied."""
-        if not self._log.is_idle:
+        if not self.is_idle:
             self._log.append(
                 ShardRecordKind.ENTRY, entry_to_proto(entry).SerializeToString(), settled=False
             )

@@ -156,7 +156,8 @@ class ShardState:
                 initial = self.staged[PushKey(entry.worker, 0)].staging
                 self.loaded_store.set_initial_weights(initial)
             case Apply():
-                self.loaded_store.apply(*self._weighted(entry.contributions))
+                optimizer = self.machine.staged[entry.contributions[0].key].optimizer
+                self.loaded_store.apply(*self._weighted(entry.contributions), optimizer)
         return 0.0
 
     def finish(self, entry: Entry, square_norm: float) -> list[Staging]:
@@ -195,11 +196,12 @@ class ShardState:
     def _replay_push(self, push: LoggedPush) -> None:
         if not self.machine.offer(push.staged):
             return
-        if self.store is None or self.model is None:
+        if self.store is None:
             raise LogUnfitError("it contains pushes before a model exists")
         staging = self.store.allocate_staging(push.absent, push.initial)
         if push.groups_json:
-            staging.groups = groups_from_json(push.groups_json, self.model.optimizer)
+            settings = self.store.settings(push.staged.optimizer)
+            staging.groups = groups_from_json(push.groups_json, settings)
         offset = 0
         for view in staging.views if push.payload else ():
             view[:] = push.payload[offset : offset + len(view)]

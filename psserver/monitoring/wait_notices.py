@@ -81,6 +81,9 @@ class RefusalNotice:
 
 def log_changed_hyper_parameters(before: ModelSpec | None, after: ModelSpec | None) -> None:
     """Log that the first worker of a resumed job has other hyper-parameters."""
-    changes = hyper_parameter_changes(before.optimizer, after.optimizer) if before and after else ""
-    if changes and after:
-        log.info("hyper_parameters_changed", optimizer=after.optimizer.name, changes=changes)
+    if before is None or after is None:
+        return
+    for name, settings in after.optimizers.items():
+        if changes := hyper_parameter_changes(before.optimizers[name], settings):
+            label = f"{name} ({settings.name})" if name else settings.name
+            log.info("hyper_parameters_changed", optimizer=label, changes=changes)

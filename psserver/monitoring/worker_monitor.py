@@ -12,8 +12,10 @@ from psserver.core.workers.members import Member
 from psserver.monitoring.wait_notices import WaitNotice
 from psserver.process.metrics import ServerMetrics
 
-CONFIRM_SECONDS = 1.0
-"""A worker must be slow, or fast again, for this long before it is logged."""
+CONFIRM_SECONDS = 3.0
+"""A worker must be slow, or fast again, for this long before it is logged: on a busy machine any
+worker is slow for a second.
+"""
 
 LATE = (WorkerHealth.SLOW, WorkerHealth.HANGING)
 

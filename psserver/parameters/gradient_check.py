@@ -28,6 +28,6 @@ def check_gradient(
     # in a round of several the norm of their average matters; where that was not so, the
     # coordinator has it measured
     needs_norm = (
-        rules.norms or (store.clips_gradients and not store.averaged_last)
+        rules.norms or (staged.optimizer in store.clipped and not store.averaged_last)
     ) and not staging.initial
     return replace(staged, square_norm=store.square_norm([staging])) if needs_norm else staged

@@ -15,15 +15,15 @@ CALLER_CHECK_INTERVAL_SECONDS = 1.0
 class MemoryClaim:
     """Bytes for one worker, waiting or granted.
 
-    granted: condition that wakes only the thread of this claim.
+    wake: called, without waiting, when the claim may be granted.
     """
 
-    __slots__ = ("granted", "nbytes", "worker")
+    __slots__ = ("nbytes", "wake", "worker")
 
-    def __init__(self, worker: int, nbytes: int, lock: threading.Lock) -> None:
+    def __init__(self, worker: int, nbytes: int, wake: Callable[[], None]) -> None:
         self.worker = worker
         self.nbytes = nbytes
-        self.granted = threading.Condition(lock)
+        self.wake = wake
 
 
 class MemoryBudget:
@@ -57,26 +57,60 @@ class MemoryBudget:
         Raises InFlightError if there is none within `seconds`, InvalidRequestError if the claim can
         never fit.
         """
+        granted, deadline = threading.Condition(self._lock), time.monotonic() + seconds
+        claim = self.request(worker, nbytes, granted.notify)
+        try:
+            while not self.try_grant(claim):
+                with self._lock:
+                    remaining = deadline - time.monotonic()
+                    if remaining <= 0 or not is_connected():
+                        raise self.full(claim)
+                    if not self._fits(claim):
+                        granted.wait(min(remaining, CALLER_CHECK_INTERVAL_SECONDS))
+        except BaseException:
+            self.withdraw(claim)
+            raise
+        return claim
+
+    def request(self, worker: int, nbytes: int, wake: Callable[[], None]) -> MemoryClaim:
+        """Return a new claim that waits for bytes; `try_grant` grants it, `withdraw` ends it.
+
+        wake: called, without waiting, when the claim may be granted.
+
+        Raises InvalidRequestError if the claim can never fit.
+        """
         if nbytes > self.limit:
             raise InvalidRequestError(
                 f"{nbytes} bytes do not fit the server's --in-flight of {self.limit}. "
                 f"Try: a larger `--in-flight`, or more shards"
             )
-        claim, deadline = MemoryClaim(worker, nbytes, self._lock), time.monotonic() + seconds
+        claim = MemoryClaim(worker, nbytes, wake)
         with self._lock:
             self._waiting.append(claim)
-            try:
-                while self._next() is not claim or self.used + nbytes > self.limit:
-                    remaining = deadline - time.monotonic()
-                    if remaining <= 0 or not is_connected():
-                        raise InFlightError(self._full(nbytes))
-                    claim.granted.wait(min(remaining, CALLER_CHECK_INTERVAL_SECONDS))
-                self.used += nbytes
-                self._used_by_worker[worker] += nbytes
-            finally:
+        return claim
+
+    def try_grant(self, claim: MemoryClaim) -> bool:
+        """Grant a waiting claim if it is the next one and fits. Return whether it did."""
+        with self._lock:
+            if not self._fits(claim):
+                return False
+            self._waiting.remove(claim)
+            self.used += claim.nbytes
+            self._used_by_worker[claim.worker] += claim.nbytes
+            self._wake_next()
+            return True
+
+    def withdraw(self, claim: MemoryClaim) -> None:
+        """End a claim that still waits."""
+        with self._lock:
+            if claim in self._waiting:
                 self._waiting.remove(claim)
                 self._wake_next()
-        return claim
+
+    def full(self, claim: MemoryClaim) -> InFlightError:
+        """Return the error for a claim that was not granted in time."""
+        used = f"{self.used} of {self.limit} bytes are in flight"
+        return InFlightError(f"{used}, no room for {claim.nbytes} more (--in-flight)")
 
     def release(self, claim: MemoryClaim) -> None:
         """Free a claim's bytes; to be called once for each claim."""
@@ -99,13 +133,12 @@ class MemoryBudget:
             self.release(claim)
 
     def _wake_next(self) -> None:
-        """Wake one thread; when it has its bytes it wakes the next."""
+        """Wake one claim; when it has its bytes it wakes the next."""
         if self._waiting:
-            self._next().granted.notify()
+            self._next().wake()
+
+    def _fits(self, claim: MemoryClaim) -> bool:
+        return self._next() is claim and self.used + claim.nbytes <= self.limit
 
     def _next(self) -> MemoryClaim:
         return min(self._waiting, key=lambda claim: self._used_by_worker[claim.worker])
-
-    def _full(self, nbytes: int) -> str:
-        used = f"{self.used} of {self.limit} bytes are in flight"
-        return f"{used}, no room for {nbytes} more (--in-flight)"

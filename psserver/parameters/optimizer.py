@@ -44,7 +44,7 @@ class OptimizerRun(NamedTuple):
 
     first, last: range of indices into the shard's trainable slices.
     start, stop: range of bytes in the flat buffer.
-    segment: index of the trainable segment.
+    segment: index into the optimizer's trainable segments.
     """
 
     first: int
@@ -58,6 +58,7 @@ class FlatOptimizer:
     """The optimizer of one shard's weights. Not thread-safe.
 
     spec: validated settings. Its groups are the hyper-parameters until `groups` is assigned.
+    first_group: index of its first group among the groups of all optimizers of the model.
 
     State is created when it is first needed, for a whole parameter group, on all shards at the same
     step.
@@ -69,13 +70,18 @@ class FlatOptimizer:
         weights: RoleBuffers,
         spec: OptimizerSettings,
         team: ThreadTeam = ALONE,
+        first_group: int = 0,
     ) -> None:
         self.groups: Groups = spec.groups
         self._kind = KINDS[spec.name]
         self._team = team
         self._partition = partition
         self._weights = weights
-        self._segments = partition.segments["trainable"]
+        self._segments = [
+            segment._replace(group=segment.group - first_group)
+            for segment in partition.segments["trainable"]
+            if 0 <= segment.group - first_group < len(spec.groups)
+        ]
         self._slices = [
             (tensor_slice, index)
             for index, segment in enumerate(self._segments)

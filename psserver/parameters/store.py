@@ -6,10 +6,16 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from pscommon.core.errors import SnapshotError
-from pscommon.core.model_spec import ITEMSIZE, ROLES, Role, Scalar
+from pscommon.core.errors import InvalidRequestError, SnapshotError
+from pscommon.core.model_spec import ITEMSIZE, ROLES, ModelSpec, OptimizerSettings, Role, Scalar
 from pscommon.core.partition import ByteRange, PartitionPlan, TrainableRange, cut
-from pscommon.optim.specs import Scalars, groups_from_json, validate
+from pscommon.optim.specs import (
+    Groups,
+    Scalars,
+    all_groups_from_json,
+    groups_of_push,
+    validated,
+)
 from pscommon.system.thread_team import ALONE, ThreadTeam
 from psserver.parameters.averaging import mean_of_values
 from psserver.parameters.finite_check import FiniteCheck
@@ -42,7 +48,7 @@ class ParameterStore:
     Memory: the weights, the optimizer state from the first step on, the stagings in use (means are
     computed in place), and one copy of the weights for each older version that is still being sent.
 
-    clips_gradients: whether updates have a clip norm.
+    clipped: the optimizers whose updates have a clip norm.
     averaged_last: whether the newest update averaged several pushes.
 
     Raises UnsupportedOptimizerError or InvalidRequestError for an optimizer that it cannot run.
@@ -61,9 +67,15 @@ class ParameterStore:
         self._applied = 0
         self._last_changed = dict.fromkeys(self._partition.trainable, 0)
         self._all_changed = 0
-        self._settings = validate(plan.spec.optimizer)
-        self.clips_gradients, self.averaged_last = self._settings.clip_norm is not None, False
-        self._optimizer = FlatOptimizer(self._partition, self._weights, self._settings, team)
+        self._model = validated(plan.spec)
+        self._parts, self._trainable = self._model.parts(), self._model.trainable_of()
+        self.clipped, self.averaged_last = clipped_optimizers(plan.spec), False
+        self._optimizers = {
+            name: FlatOptimizer(
+                self._partition, self._weights, self.settings(name), team, groups.start
+            )
+            for name, groups in plan.spec.group_ranges().items()
+        }
 
     @property
     def plan(self) -> PartitionPlan:
@@ -83,7 +95,7 @@ class ParameterStore:
     @property
     def state_nbytes(self) -> int:
         """Bytes of optimizer state."""
-        return self._optimizer.nbytes
+        return sum(optimizer.nbytes for optimizer in self._optimizers.values())
 
     def allocate_staging(self, absent: Collection[int] = (), initial: bool = False) -> Staging:
         """Return memory for a push without the tensors in `absent`, or for all weights if
@@ -105,6 +117,32 @@ class ParameterStore:
             initial,
             is_server_memory=False,
         )
+
+    def check_optimizer(self, staging: Staging, name: str) -> None:
+        """Raise InvalidRequestError if a push cannot be a step of this optimizer."""
+        if name not in self._parts:
+            names = (
+                ", ".join(map(repr, self._parts)) if "" not in self._parts else "one without name"
+            )
+            raise InvalidRequestError(f"the job has no optimizer {name!r}, but {names}")
+        for other, tensors in self._trainable.items():
+            if other != name and not tensors <= staging.absent:
+                tensor = self._partition.name(min(tensors - staging.absent))
+                raise InvalidRequestError(
+                    f"a step of optimizer {name} has a gradient of {tensor}, which belongs to "
+                    f"optimizer {other}"
+                )
+
+    def parse_groups(self, text: str, name: str) -> Groups:
+        """Return the hyper-parameters of a push of this optimizer.
+
+        Raises InvalidRequestError if they do not fit.
+        """
+        return groups_of_push(text, self.settings(name), self._parts[name].tensors)
+
+    def settings(self, name: str) -> OptimizerSettings:
+        """Return an optimizer with all hyper-parameters, as the job began."""
+        return self._parts[name].settings
 
     def release(self, staging: Staging) -> None:
         """Free a staging's memory; its views must no longer be written."""
@@ -143,12 +181,17 @@ class ParameterStore:
             self._weights[role].copy_(initial[role])
 
     def apply(
-        self, stagings: Sequence[Staging], samples: Sequence[int], scales: Sequence[float] = ()
+        self,
+        stagings: Sequence[Staging],
+        samples: Sequence[int],
+        scales: Sequence[float] = (),
+        optimizer: str = "",
     ) -> None:
         """Make one optimizer step with the mean of the pushes, summed in this order.
 
         samples: weight of each push in the mean, at least 1.
         scales: additional factor of each push's gradients; empty: 1.
+        optimizer: name of the optimizer that steps.
 
         A tensor without a gradient in some pushes counts as zero there; one without any gradient is
         not changed. Uses the groups of the first staging that has them. Overwrites the stagings'
@@ -159,12 +202,13 @@ class ParameterStore:
         shares = share_of_samples(samples)
         self.averaged_last = len(stagings) > 1
         untouched = frozenset.intersection(*(staging.absent_here for staging in stagings))
-        self._optimizer.groups = next(
-            (s.groups for s in stagings if s.groups is not None), self._optimizer.groups
+        stepping = self._optimizers[optimizer]
+        stepping.groups = next(
+            (s.groups for s in stagings if s.groups is not None), stepping.groups
         )
         self._reads.freeze()
         with self._mean.sum_gradients(stagings, scale_shares(shares, scales)) as gradients:
-            self._optimizer.step(gradients, untouched)
+            stepping.step(gradients, untouched)
         view = self._partition.view_segment
         for segment in self._partition.segments["buffer"]:
             values = [view(staging.require_memory(), segment) for staging in stagings]
@@ -231,8 +275,8 @@ class ParameterStore:
         return RoleBuffers({role: buffers[role].copy_(self._weights[role]) for role in STEP_ROLES})
 
     def groups(self) -> tuple[Mapping[str, Scalar], ...]:
-        """Return the current hyper-parameters of each parameter group."""
-        return self._optimizer.groups
+        """Return the current hyper-parameters of each parameter group of the model."""
+        return tuple(group for each in self._optimizers.values() for group in each.groups)
 
     def steps(self) -> dict[int, int]:
         """Return the optimizer steps of each trainable tensor on this shard, by index into the
@@ -241,11 +285,19 @@ class ParameterStore:
         A tensor without a gradient makes no step. SGD without momentum has no state and counts
         none.
         """
-        return self._optimizer.steps()
+        return {
+            tensor: count
+            for optimizer in self._optimizers.values()
+            for tensor, count in optimizer.steps().items()
+        }
 
     def scalars(self) -> Scalars:
         """Return the optimizer's values kept once per tensor (NAdam's mu_product)."""
-        return self._optimizer.scalars()
+        merged: dict[str, dict[int, float]] = {}
+        for optimizer in self._optimizers.values():
+            for name, values in optimizer.scalars().items():
+                merged.setdefault(name, {}).update(values)
+        return merged
 
     def export(self, into: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
         """Return copies of all arrays, flat and typed, by "<kind>@<start in the flat buffer>".
@@ -268,7 +320,8 @@ class ParameterStore:
 
         Raises SnapshotError if weights are missing.
         """
-        self._optimizer.groups = groups_from_json(reader.groups_json(), self._settings)
+        for name, groups in all_groups_from_json(reader.groups_json(), self._model).items():
+            self._optimizers[name].groups = groups
         view = self._partition.view_segment
         for segment in self._segments():
             start, stop = segment.start, segment.stop
@@ -276,7 +329,8 @@ class ParameterStore:
                 raise SnapshotError(
                     f"the snapshot lacks weights in bytes {start} to {stop} of the flat buffer"
                 )
-        self._optimizer.restore(reader)
+        for optimizer in self._optimizers.values():
+            optimizer.restore(reader)
 
     def _segments(self) -> Iterator[TrainableRange]:
         for role in ROLES:
@@ -287,8 +341,16 @@ class ParameterStore:
         for segment in self._segments():
             weights = self._partition.view_segment(self._weights, segment)
             yield f"weight@{segment.start}", weights
-        for kind, start, tensor in self._optimizer.state():
-            yield f"{kind}@{start}", tensor
+        for optimizer in self._optimizers.values():
+            for kind, start, tensor in optimizer.state():
+                yield f"{kind}@{start}", tensor
+
+
+def clipped_optimizers(model: ModelSpec) -> frozenset[str]:
+    """Return the names of the optimizers that have a clip norm."""
+    return frozenset(
+        name for name, settings in model.optimizers.items() if settings.clip_norm is not None
+    )
 
 
 def count_elements(plan: PartitionPlan, shard: int) -> int:

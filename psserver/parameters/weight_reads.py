@@ -1,8 +1,8 @@
 """Read weights for sending. A read shows one version from its first byte to its last.
 
-Frames are made from the weights themselves at the moment they are sent. Before an update changes
-the weights it calls `freeze`: unfinished reads get a copy, one for all of them. So an update never
-waits for a slow receiver, and usually, when all receivers are done, nothing is copied.
+The bytes are taken from the weights themselves at the moment they are sent. Before an update
+changes the weights it calls `freeze`: unfinished reads get a copy, one for all of them. So an
+update never waits for a slow receiver, and usually, when all receivers are done, nothing is copied.
 """
 
 import threading
@@ -30,7 +30,7 @@ class WeightReads:
 
     def open(self, weights: RoleBuffers, spans: Sequence[Span]) -> "WeightRead":
         """Open a read. Call it only while nothing changes the weights."""
-        read = WeightRead(self._encode, self._close, weights, spans)
+        read = WeightRead(self._close, weights, spans)
         with self._lock:
             self._open_reads.add(read)
         return read
@@ -45,16 +45,7 @@ class WeightReads:
             frozen_weights = self._copy()
             self._read_counts[id(frozen_weights)] = len(open_reads)
             for read in open_reads:
-                read.memory, read.frozen_copy = (
-                    RoleBuffers({**read.memory, **frozen_weights}),
-                    frozen_weights,
-                )
-
-    def _encode(self, read: "WeightRead", spans: Sequence[Span]) -> bytes:
-        with self._lock:
-            memory = read.memory
-            read.remaining_nbytes -= sum(stop - start for _, start, stop in spans)
-            return encode_data(*(raw(memory[role][start:stop]) for role, start, stop in spans))
+                read.use_copy(frozen_weights)
 
     def _close(self, read: "WeightRead") -> None:
         with self._lock:
@@ -71,27 +62,60 @@ class WeightReads:
 class WeightRead:
     """The bytes of one pull. It must be closed, even if not all was read.
 
-    remaining_nbytes: bytes that are in no frame yet.
+    remaining_nbytes: bytes that were not taken yet.
     """
 
     def __init__(
-        self,
-        encode: Callable[["WeightRead", Sequence[Span]], bytes],
-        close: Callable[["WeightRead"], None],
-        weights: RoleBuffers,
-        spans: Sequence[Span],
+        self, close: Callable[["WeightRead"], None], weights: RoleBuffers, spans: Sequence[Span]
     ) -> None:
         self.memory = weights
         self.frozen_copy: RoleBuffers | None = None
         self.nbytes = self.remaining_nbytes = sum(stop - start for _, start, stop in spans)
-        self._encode = encode
         self._close = close
         self._spans = spans
+        self._remaining = [*reversed(spans)]
+        self._lock = threading.Lock()
+
+    def use_copy(self, frozen_weights: RoleBuffers) -> None:
+        """Take the remaining bytes from a copy."""
+        with self._lock:
+            self.memory = RoleBuffers({**self.memory, **frozen_weights})
+            self.frozen_copy = frozen_weights
+
+    def take(self, nbytes: int, consume: Callable[[list[memoryview]], int]) -> None:
+        """Pass views of the next bytes to `consume`, which returns the number that it has used.
+
+        Updates of the weights wait for `consume`.
+        """
+        with self._lock:
+            views = []
+            for role, start, stop in reversed(self._remaining):
+                views.append(raw(self.memory[role][start : min(stop, start + nbytes)]))
+                nbytes -= stop - start
+                if nbytes <= 0:
+                    break
+            self._advance(consume(views))
+
+    def _advance(self, nbytes: int) -> None:
+        self.remaining_nbytes -= nbytes
+        while nbytes:
+            role, start, stop = self._remaining.pop()
+            if nbytes < stop - start:
+                self._remaining.append((role, start + nbytes, stop))
+                return
+            nbytes -= stop - start
 
     def frames(self, size: int = FRAME_BYTES) -> Iterator[bytes]:
         """Yield data frames of `size` bytes, in order; each is made when it is requested."""
-        for spans in _group_spans(self._spans, size):
-            yield self._encode(self, spans)
+        frames: list[bytes] = []
+
+        def encode(views: list[memoryview]) -> int:
+            frames.append(encode_data(*views))
+            return sum(view.nbytes for view in views)
+
+        while self.remaining_nbytes:
+            self.take(size, encode)
+            yield frames.pop()
 
     def views(self) -> list[memoryview]:
         """Return all bytes without copying; only while nothing changes the weights."""
@@ -100,19 +124,3 @@ class WeightRead:
     def close(self) -> None:
         """Close the read. Repeating it is harmless."""
         self._close(self)
-
-
-def _group_spans(spans: Sequence[Span], size: int) -> Iterator[list[Span]]:
-    """Cut the spans into groups of `size` bytes; the last may be smaller."""
-    group: list[Span] = []
-    remaining = size
-    for role, start, stop in spans:
-        while start < stop:
-            taken_nbytes = min(remaining, stop - start)
-            group.append((role, start, start + taken_nbytes))
-            start, remaining = start + taken_nbytes, remaining - taken_nbytes
-            if not remaining:
-                yield group
-                group, remaining = [], size
-    if group:
-        yield group

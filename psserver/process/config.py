@@ -20,6 +20,7 @@ from pscommon.settings.values import (
     check_policy,
     host_and_port,
 )
+from pscommon.system.file_limit import raise_file_limit
 from pscommon.system.memory_limit import usable_memory
 from pscommon.system.small_files import why_no_file
 from pscommon.system.thread_team import cores
@@ -31,6 +32,18 @@ from psserver.core.job.snapshot_schedule import SnapshotInterval
 FIRST_PORT = 50051
 LAST_PORT = 65535
 DROP_LOST_WORKERS = OnWorkerLoss()
+MAX_CONCURRENT_CALLS = 1024
+"""Concurrent gRPC calls of one server; more are refused with RESOURCE_EXHAUSTED. A call that waits
+occupies a thread.
+"""
+
+RESERVED_CALLS_COUNT = 64
+"""gRPC calls that are left for heartbeats, other servers and people."""
+
+RESERVED_FILES_COUNT = 256
+FILES_PER_WORKER_COUNT = 6
+"""Two gRPC channels, a stream for exchanges, two for requests, and a reserve."""
+
 ALL_INTERFACES = ("0.0.0.0", "[::]")
 
 
@@ -65,6 +78,8 @@ class ServerConfig:
     """Refuse gradients computed more than this number of versions ago; None: never."""
     min_workers: int = 1
     """Workers required before training starts."""
+    max_workers: int | None = None
+    """Workers that this server serves at a time; None becomes what its files and threads allow."""
     lease: float = 5.0
     """Seconds without a heartbeat after which a worker is dropped."""
     progress_timeout: float | None = None
@@ -113,7 +128,13 @@ class ServerConfig:
     port_file: Path | None = None
     """File for the bound port."""
     lanes: Lanes = "auto"
-    """grpc: no shared memory; shm: no push over the network (observers may pull)."""
+    """grpc: neither shared memory nor streams; stream: no shared memory; shm: no push over the
+    network (observers may pull), and streams only over the Unix socket.
+    """
+    stream_bind: str | None = None
+    """HOST:PORT of the stream port; None: the port of `bind` plus 1000, or any free port."""
+    advertise_stream: str | None = None
+    """HOST:PORT that workers open streams to; None: the host of `advertise` and the bound port."""
     in_flight: int = 0
     """Bytes of pushes and pulls held at a time; 0 becomes half of the memory."""
     malloc: Malloc = "tuned"
@@ -141,6 +162,8 @@ class ServerConfig:
             object.__setattr__(self, "in_flight", usable_memory() // 2)
         if self.threads is None:
             object.__setattr__(self, "threads", min(4, cores()))
+        if self.max_workers is None:
+            object.__setattr__(self, "max_workers", _capacity(self.lanes))
         if self.shard == 0:
             object.__setattr__(self, "join", None)
         self._check_numbers()
@@ -154,6 +177,7 @@ class ServerConfig:
             )
         least = {
             "min_workers": 1,
+            "max_workers": 1,
             "backup_workers": 0,
             "global_batch": 1,
             "quarantine_after": 1,
@@ -272,3 +296,13 @@ class ServerConfig:
         }
         chosen |= {"in_flight": settings["in_flight"] or 0}
         return cls(**chosen)
+
+
+def _capacity(lanes: Lanes) -> int:
+    """Return the number of workers for which there are enough open files, and gRPC threads if
+    exchanges use them.
+    """
+    files = (raise_file_limit() - RESERVED_FILES_COUNT) // FILES_PER_WORKER_COUNT
+    return max(
+        1, min(files, MAX_CONCURRENT_CALLS - RESERVED_CALLS_COUNT) if lanes == "grpc" else files
+    )

@@ -22,6 +22,8 @@ class ServerIdentity:
         coordinator: Address of shard 0; empty until it is known.
         term: This server's term as the shard's primary.
         standbys: Addresses of the standbys by shard; empty where there is none.
+        stream_address: HOST:PORT of this server's stream port; empty: it has none.
+        stream_path: This server's Unix socket; empty: it has none.
         coordinator_hint: A possible address of shard 0, from a worker of the job or from the
             former primary.
     """
@@ -48,6 +50,7 @@ class ServerIdentity:
         self.coordinator = address if shard == 0 else coordinator
         self.term = 1
         self.standbys: Sequence[str] = ()
+        self.stream_address = self.stream_path = ""
         self.coordinator_hint = ""
         self._addresses = [address if index == shard else "" for index in range(shards)]
         self._changed = threading.Condition()

@@ -1,10 +1,12 @@
-"""The file into which a server writes its port (--port-file)."""
+"""How others find a server on this machine: its port file (--port-file), its announcement."""
 
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
 from pscommon.core.errors import InvalidRequestError
+from pscommon.system.local_jobs import JobAnnouncement
 from pscommon.system.small_files import is_special, remove_file, replace_file
 from pscommon.telemetry.logs import get_logger
 
@@ -48,6 +50,18 @@ class PortFile:
         if self._path is not None:
             with suppress(OSError):
                 remove_file(self._path)
+
+
+def announce(job: str, address: str) -> Callable[[], object]:
+    """Let commands of this user on this machine find the job without an address.
+
+    Returns a function that ends the announcement.
+    """
+    try:
+        return JobAnnouncement(job, address).remove
+    except OSError as error:
+        log.warning("job_not_announced", problem=str(error), remedy="give commands --ps")
+        return lambda: None
 
 
 def _write_pipe(pipe: Path, text: str) -> None:

@@ -1,12 +1,3 @@
-"""One running shard: the engine that applies log entries, its link to the coordinator, resharding,
-and the workers' shared-memory buffers.
-"""
+"""One running shard: the engine that applies log entries, and the workers' traffic with it."""
 
-__all__ = [
-    "coordinator_link",
-    "engine",
-    "final_weights",
-    "peer_servicer",
-    "resharding",
-    "worker_traffic",
-]
+__all__ = ["engine", "live_state", "observers", "transfer_stats", "worker_traffic"]

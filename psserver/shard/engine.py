@@ -5,7 +5,7 @@ hand-over to another thread costs time. Receiving a push needs no lock. live_sta
 """
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import NamedTuple
@@ -30,12 +30,16 @@ from psserver.durability.shard_log import ShardLog
 from psserver.durability.shard_state import ShardState
 from psserver.parameters.gradient_check import check_gradient
 from psserver.parameters.staging import Staging
-from psserver.parameters.store import ParameterStore
+from psserver.parameters.store import ParameterStore, clipped_optimizers
 from psserver.shard.live_state import LiveShardState
 from psserver.shard.worker_traffic import WorkerTraffic
 
 CALLER_CHECK_INTERVAL_SECONDS = 0.4
 """Seconds between checks that the caller of a waiting request is still connected."""
+
+
+QUICK_BYTES = 256 << 10
+"""Size of a partition whose updates take well below a millisecond."""
 
 
 class PendingPartition(NamedTuple):
@@ -89,7 +93,7 @@ class ShardEngine:
         state = self.live.state
         if state.machine.begun and state.store is not None:
             # a resumed job may have another clip norm
-            state.store.clips_gradients = spec.optimizer.clip_norm is not None
+            state.store.clipped = clipped_optimizers(spec)
         if not state.needs_model(spec):
             return
         store = state.new_store(spec)
@@ -188,6 +192,17 @@ class ShardEngine:
         with self.live.changed:
             return self.live.state.stage(staged, staging)
 
+    def find_repeat(self, key: PushKey) -> bool | None:
+        """Return whether a push that was received before is decided; None: it was not received."""
+        with self.live.changed:
+            is_decided = self.live.machine.outcome(key) is not None
+            if not is_decided and key not in self.live.machine.staged:
+                return None
+        if is_decided:
+            for observer in self._observers:
+                observer.on_repeat()
+        return is_decided
+
     def release(self, staging: Staging) -> None:
         """Free the memory of a push that is no longer needed."""
         claim, staging.claim = staging.claim, None
@@ -206,34 +221,55 @@ class ShardEngine:
         shard stops.
         """
         live, deadline = self.live, time.monotonic() + seconds
-
-        def is_decided() -> bool:
-            return live.machine.can_answer(key, version)
-
-        def is_lost() -> bool:  # a rollback discarded the push
-            return key is not None and not live.machine.is_known(key)
-
         with live.changed:
             while (
-                not (live.stop_reason or is_lost() or is_decided())
+                self.must_wait(key, version)
                 and alive()
                 and (left := deadline - time.monotonic()) > 0
             ):
-                is_open = key is not None and live.machine.outcome(key) is None
-                live.changed.wait(
-                    min(left, CALLER_CHECK_INTERVAL_SECONDS), key if is_open else None
-                )
-            if key is not None and is_decided():  # even while stopping: the push may end the job
+                live.changed.wait(min(left, CALLER_CHECK_INTERVAL_SECONDS), self.awaited_push(key))
+            return self.find_outcome(key, version)
+
+    def must_wait(self, key: PushKey | None, version: int) -> bool:
+        """Return whether a push is undecided or `version` is not reached, while nothing prevents
+        it.
+        """
+        live = self.live
+        with live.changed:
+            return not (
+                live.stop_reason or self._is_lost(key) or live.machine.can_answer(key, version)
+            )
+
+    def awaited_push(self, key: PushKey | None) -> PushKey | None:
+        """Return the push whose decision the request waits for; None: it waits for a version."""
+        return key if key is not None and self.live.machine.outcome(key) is None else None
+
+    def find_outcome(self, key: PushKey | None, version: int) -> PushOutcome | None:
+        """Return what `wait_for_outcome` returns, without waiting. The same errors."""
+        live = self.live
+        with live.changed:
+            # even while stopping: the push may end the job
+            if key is not None and live.machine.can_answer(key, version):
                 return live.machine.outcome(key) or PushOutcome("applied", live.machine.version)
             if live.stop_reason:
                 raise UnreachableError(
                     f"shard {live.shard} is stopping: {live.stop_reason}", "STOPPING"
                 )
-            if key is not None and is_lost():
+            if key is not None and self._is_lost(key):
                 raise UnreachableError(
                     f"shard {live.shard} does not hold push {key.seq} of this worker", "NOT_READY"
                 )
             return None
+
+    def _is_lost(self, key: PushKey | None) -> bool:
+        """Return whether a rollback has discarded the push."""
+        return key is not None and not self.live.machine.is_known(key)
+
+    @property
+    def is_quick(self) -> bool:
+        """Whether a request takes well below a millisecond: the partition is small, not logged."""
+        store = self.live.store
+        return store is not None and store.step_nbytes <= QUICK_BYTES and self._log.is_idle
 
     # ---- the log ---------------------------------------------------------------------------------
 
@@ -245,24 +281,30 @@ class ShardEngine:
         with self.live.apply_lock:
             with self.live.changed:
                 ready = self.live.machine.accept(log_id, entries)
-            for entry in ready:
+            for group in _visible_together(ready):
+                entry = group[-1]
                 # no push may be logged between a Reshard record and its effect
                 with self.live.log_lock if isinstance(entry, Reshard) else nullcontext():
-                    self._process_entry(entry)
+                    self._process(group)
                 if isinstance(entry, Apply):
                     self._log.send_checksum(entry.version, self.live.state.loaded_store)
                 elif isinstance(entry, Cut):
                     with self.live.log_lock:
                         self._begin_segment()
-        if ready:
+        # nothing waits until a shard has carried out one of these: the next report is soon enough
+        if not all(isinstance(entry, Apply | Reject) for entry in ready):
             self.request_report()
 
-    def _process_entry(self, entry: Entry) -> None:
-        self._log.write_entry(entry)
-        square_norm = self._compute(entry)
+    def _process(self, group: Sequence[Entry]) -> None:
+        computed, ended = list[tuple[Entry, float]](), list[Staging]()
+        for entry in group:
+            self._log.write_entry(entry)
+            computed.append((entry, self._compute(entry)))
         with self.live.changed:
-            ended = self.live.state.finish(entry, square_norm)
-            self.live.changed.notify_entry(entry)
+            for entry, square_norm in computed:
+                ended += self.live.state.finish(entry, square_norm)
+            for entry in group:
+                self.live.changed.notify_entry(entry)
         for staging in ended:
             self.release(staging)
 
@@ -293,10 +335,13 @@ class ShardEngine:
         """Remove log segments from before this version: a complete snapshot of it exists."""
         self._log.remove_before(version)
 
-    def make_report(self) -> ShardReport:
-        """Return what the coordinator needs to know of this shard."""
+    def make_report(self, only_new: bool = False) -> ShardReport:
+        """Return what the coordinator needs to know of this shard.
+
+        only_new: Leave out pushes that an earlier report had.
+        """
         with self.live.changed:
-            report = self.live.machine.report()
+            report = self.live.machine.report(only_new)
         (log := self._log).wait_before_report()
         return (
             replace(report, log_bytes=log.nbytes, log_broken=log.is_broken)
@@ -309,3 +354,17 @@ class ShardEngine:
         with self.live.changed:
             self.live.stop_reason = reason or "the job ends"
             self.live.changed.notify_all()
+
+
+def _visible_together(entries: Iterable[Entry]) -> list[list[Entry]]:
+    """Return the entries in order, each by itself, but a rejection with the eviction after it.
+
+    Else a worker would sometimes learn only of the first one.
+    """
+    groups = list[list[Entry]]()
+    for entry in entries:
+        if groups and isinstance(entry, Evict) and isinstance(groups[-1][-1], Reject):
+            groups[-1].append(entry)
+        else:
+            groups.append([entry])
+    return groups

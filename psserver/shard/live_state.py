@@ -7,14 +7,12 @@ log_lock, changed.
 """
 
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from pscommon.core.errors import LayoutError, UnreachableError
 from pscommon.core.log_entries import Apply, Entry, Evict, Measure, PushKey, Reject
-from pscommon.core.model_spec import Scalar
-from pscommon.optim.specs import groups_of_push, validate
 from psserver.core.shard.state_machine import ShardMachine
 from psserver.durability.shard_state import ShardState
 from psserver.durability.state_records import StateRecord, shard_records
@@ -33,27 +31,39 @@ class PushWaiters(threading.Condition):
     def __init__(self) -> None:
         self._lock = threading.RLock()
         super().__init__(self._lock)
-        self._conditions: dict[PushKey, list[threading.Condition]] = {}
+        self._watches: dict[PushKey | None, list[Callable[[], None]]] = {}
 
     def wait(self, timeout: float | None = None, push: PushKey | None = None) -> bool:
         """Wait for any change, or until this push may be decided."""
         if push is None:
             return super().wait(timeout)
-        waiting, condition = self._conditions.setdefault(push, []), threading.Condition(self._lock)
-        waiting.append(condition)
-        try:
+        condition = threading.Condition(self._lock)
+        with self.watch(push, condition.notify_all):
             return condition.wait(timeout)
+
+    @contextmanager
+    def watch(self, push: PushKey | None, wake: Callable[[], None]) -> Iterator[None]:
+        """Call `wake` at any change, or when this push may be decided, until the block ends.
+
+        wake: must not wait, and runs with this condition's lock.
+        """
+        with self:
+            self._watches.setdefault(push, []).append(wake)
+        try:
+            yield
         finally:
-            waiting.remove(condition)
-            if not waiting:
-                self._conditions.pop(push, None)
+            with self:
+                self._watches[push].remove(wake)
+                if not self._watches[push]:
+                    del self._watches[push]
 
     def notify_all(self) -> None:
         super().notify_all()
-        self._notify(list(self._conditions))
+        self._notify(list(self._watches))
 
     def notify_entry(self, entry: Entry) -> None:
-        """Wake the threads that wait for the entry's pushes, and those that wait for any change."""
+        """Wake what waits for the entry's pushes, and what waits for any change."""
+        keys: list[PushKey | None]
         match entry:
             case Apply():
                 keys = [contribution.key for contribution in entry.contributions]
@@ -62,16 +72,16 @@ class PushWaiters(threading.Condition):
             case Reject():
                 keys = [entry.key]
             case Evict():
-                keys = [key for key in self._conditions if key.worker == entry.worker]
+                keys = [key for key in self._watches if key and key.worker == entry.worker]
             case _:
-                keys = list(self._conditions)
+                keys = [key for key in self._watches if key]
         super().notify_all()
-        self._notify(keys)
+        self._notify([None, *keys])
 
-    def _notify(self, keys: Iterable[PushKey]) -> None:
+    def _notify(self, keys: Iterable[PushKey | None]) -> None:
         for key in keys:
-            for condition in self._conditions.get(key, ()):
-                condition.notify_all()
+            for wake in self._watches.get(key, ()):
+                wake()
 
 
 class LiveShardState:
@@ -120,29 +130,39 @@ class LiveShardState:
 
     def check_layout(self, shards: int) -> None:
         """Raise LayoutError if a request is meant for another number of shards."""
-        if shards not in (0, self.shards):
-            raise LayoutError(f"shard {self.shard} belongs to {self.shards} shards, not {shards}")
+        self._check_layout(shards, self.shards)
 
-    def wait_for_store(self, seconds: float) -> ParameterStore:
+    def _check_layout(self, shards: int, found: int) -> None:
+        if shards not in (0, found):
+            raise LayoutError(f"shard {self.shard} belongs to {found} shards, not {shards}")
+
+    def wait_for_store(self, seconds: float, shards: int) -> ParameterStore:
         """Return the arrays, waiting until the model is known.
 
-        A worker may reach this shard before the coordinator has sent the model.
+        A worker may reach this shard before the coordinator has sent the model. Errors and
+        `shards` as in `require_store`.
         """
         with self.changed:
             self.changed.wait_for(lambda: self.state.store is not None or self.stop_reason, seconds)
-        if self.state.store is None:
+        return self.require_store(shards)
+
+    def require_store(self, shards: int = 0) -> ParameterStore:
+        """Return the arrays.
+
+        shards: as in `check_layout`; a reshard may have changed the arrays since the request came.
+
+        Raises UnreachableError (NOT_READY) if the model is not known, and LayoutError.
+        """
+        store = self.state.store
+        if store is None:
             what = (
                 "is waiting for its new partition of the model"
                 if self.is_resharding
                 else "does not know the job's model yet"
             )
             raise UnreachableError(f"shard {self.shard} {what}", "NOT_READY")
-        return self.state.store
-
-    def parse_groups(self, text: str) -> tuple[Mapping[str, Scalar], ...]:
-        """Parse a push's hyper-parameters and check them against the job's optimizer."""
-        assert self.state.model is not None
-        return groups_of_push(text, validate(self.state.model.optimizer), self.state.model.tensors)
+        self._check_layout(shards, store.plan.shards)
+        return store
 
     @contextmanager
     def lock_weights(self, shards: int) -> Iterator[tuple[int, ParameterStore]]:

@@ -39,8 +39,8 @@ class AttachedBuffers(ShardObserver):
 
     def attach(self, request: pb.AttachMemoryRequest) -> str:
         """Map the offered memory. Return why that is not possible; empty on success."""
-        if self._lanes == "grpc":
-            return "the server runs with --lanes grpc"
+        if self._lanes in ("grpc", "stream"):
+            return f"the server runs with --lanes {self._lanes}"
         try:
             mapping = attach(MemoryOffer(request.name, request.token, request.nbytes)).memory
         except NotSharedError as error:

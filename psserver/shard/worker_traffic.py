@@ -16,6 +16,7 @@ class WorkerTraffic:
     shared_buffers: memory that workers on this host offered.
     transfer: bytes received and sent.
     pushes: statistics of pushes and updates.
+    observers: learn what happens to the shard, in this order.
     """
 
     def __init__(self, metrics: ServerMetrics, in_flight: int, lanes: Lanes) -> None:
@@ -23,8 +24,4 @@ class WorkerTraffic:
         self.shared_buffers = AttachedBuffers(lanes)
         self.transfer = TransferStats(metrics)
         self.pushes = PushStatistics(metrics)
-
-    @property
-    def observers(self) -> tuple[ShardObserver, ...]:
-        """The observers of the shard, in the order in which they are called."""
-        return self.pushes, self.transfer, self.shared_buffers
+        self.observers: list[ShardObserver] = [self.pushes, self.transfer, self.shared_buffers]

@@ -24,17 +24,24 @@ class PullSender:
 
         Raises InFlightError if the byte budget has no room.
         """
-        nbytes = self._engine.live.wait_for_store(0.0).step_nbytes
+        nbytes = self._engine.live.require_store().step_nbytes
         with self._engine.traffic.budget.borrow(
             header.worker, nbytes, header.wait_ms / 1000, is_connected
         ):
-            with self._engine.live.lock_weights(header.shards) as (version, store):
-                read = _open_read(store, version, header, result)
+            read = self.read(header, result)
             try:
                 yield read
                 self._engine.traffic.transfer.count_sent(read.nbytes)
             finally:
                 read.close()
+
+    def read(self, header: pb.PushPullHeader, result: pb.ExchangeResult) -> WeightRead:
+        """Begin to read the weights for a pull, and describe them in `result`.
+
+        The caller has the memory for a copy in the byte budget, and closes the read.
+        """
+        with self._engine.live.lock_weights(header.shards) as (version, store):
+            return _open_read(store, version, header, result)
 
     def read_all(self, header: pb.PushPullHeader, result: pb.ExchangeResult) -> bytes:
         """Return all bytes of a small pull at once, and describe them in `result`."""

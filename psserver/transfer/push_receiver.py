@@ -1,6 +1,6 @@
 """Receive a push: copy the bytes of its frames straight into its staging."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from itertools import chain
 
 from pscommon.core.errors import InvalidRequestError
@@ -31,34 +31,51 @@ def receive_open(
     staging: Staging, first: Frame[pb.PushPullHeader], frames: Iterator[bytes]
 ) -> pb.PushPullHeader:
     """Receive an open push, whose frames name their positions. Return its closing header."""
-    if staging.absent or not staging.is_server_memory:
-        raise InvalidRequestError(
-            "an open push names absent tensors at its end, and uses no shared memory"
-        )
-    coverage = Coverage()
+    receiver = OpenPushReceiver(staging)
     for frame in chain([first._replace(header=None)], map(decode_request, frames)):
-        _write(staging, frame)
-        coverage.add(frame.offset, frame.offset + frame.data.nbytes)
+        Filler(receiver.views_at(frame.offset, frame.data.nbytes)).fill(frame.data)
+        receiver.received(frame.offset, frame.data.nbytes)
         if frame.header is not None:
-            staging.close(frame.header.absent)
-            if missing := coverage.missing(staging.required_ranges):
-                raise InvalidRequestError(
-                    f"the push was closed without bytes {missing[0]} to {missing[1]}"
-                )
+            receiver.close(frame.header.absent)
             return frame.header
     raise InvalidRequestError("the push ended without the header that closes it")
 
 
-def _write(staging: Staging, frame: Frame[pb.PushPullHeader]) -> None:
-    position, data = frame.offset, frame.data
-    for view in staging.views:
-        if position < view.nbytes and data.nbytes:
-            part = data[: view.nbytes - position]
-            view[position : position + part.nbytes] = part
-            data, position = data[part.nbytes :], position + part.nbytes
-        position = max(0, position - view.nbytes)
-    if data.nbytes:
-        raise InvalidRequestError(f"the push has {data.nbytes} bytes more than the model")
+class OpenPushReceiver:
+    """Where the pieces of a push belong that begins before it is complete, and what is missing."""
+
+    def __init__(self, staging: Staging) -> None:
+        """Raises InvalidRequestError if this push cannot be open."""
+        if staging.absent or not staging.is_server_memory:
+            raise InvalidRequestError(
+                "an open push names absent tensors at its end, and uses no shared memory"
+            )
+        self._staging, self._coverage = staging, Coverage()
+
+    def views_at(self, offset: int, nbytes: int) -> list[memoryview]:
+        """Return the memory for a piece of the push."""
+        found, missing = [], nbytes
+        for view in self._staging.views:
+            if offset < view.nbytes and missing:
+                part = view[offset : offset + missing]
+                found.append(part)
+                missing, offset = missing - part.nbytes, offset + part.nbytes
+            offset = max(0, offset - view.nbytes)
+        if missing:
+            raise InvalidRequestError(f"the push has {missing} bytes more than the model")
+        return found
+
+    def received(self, offset: int, nbytes: int) -> None:
+        """Record that a piece is complete."""
+        self._coverage.add(offset, offset + nbytes)
+
+    def close(self, absent: Collection[int]) -> None:
+        """Record the end of the push. Raises InvalidRequestError if bytes are missing."""
+        self._staging.close(absent)
+        if missing := self._coverage.missing(self._staging.required_ranges):
+            raise InvalidRequestError(
+                f"the push was closed without bytes {missing[0]} to {missing[1]}"
+            )
 
 
 class Coverage:

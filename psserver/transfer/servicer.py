@@ -4,30 +4,22 @@ from collections.abc import Callable, Iterator
 
 import grpc
 
-from pscommon.core.errors import InFlightError, InvalidRequestError, out_of_the_job
+from pscommon.core.errors import InFlightError, InvalidRequestError
 from pscommon.core.formats import spoken_format
-from pscommon.core.log_entries import PushKey, Staged
+from pscommon.core.log_entries import PushKey
 from pscommon.core.partition import piece_nbytes
 from pscommon.system.packages import installed
 from pscommon.wire.frames import Frame, decode_request, encode_header
-from pscommon.wire.messages import batches_from_proto
 from pscommon.wire.status import answering
 from psproto.v1 import parameter_server_pb2 as pb
-from psserver.core.commands.request_checks import wait_seconds
-from psserver.core.shard.state_machine import PushOutcome
 from psserver.process.identity import ServerIdentity
 from psserver.shard.engine import ShardEngine
+from psserver.transfer.exchange_steps import ExchangeSteps
 from psserver.transfer.pull_sender import PullSender
 from psserver.transfer.push_receiver import receive, receive_open
 from psserver.transfer.staging_allocator import StagingAllocator
 
 IsConnected = Callable[[], bool]
-
-OUTCOMES = {
-    "applied": pb.OUTCOME_APPLIED,
-    "stale": pb.OUTCOME_STALE,
-    "rejected": pb.OUTCOME_REJECTED,
-}
 
 
 class DataPlaneServicer:
@@ -38,6 +30,7 @@ class DataPlaneServicer:
         self._identity = identity
         self._allocator = StagingAllocator(engine)
         self._pulls = PullSender(engine)
+        self._steps = ExchangeSteps(engine, identity)
 
     def Describe(
         self, request: pb.DescribeRequest, context: grpc.ServicerContext
@@ -53,6 +46,8 @@ class DataPlaneServicer:
             term=identity.term,
             layout=identity.layout,
             format=spoken_format(),
+            stream_address=identity.stream_address,
+            stream_path=identity.stream_path,
         )
 
     def Introduce(
@@ -82,7 +77,7 @@ class DataPlaneServicer:
                 data = read.frames(piece_nbytes(read.nbytes)) if header.open else read.frames()
                 yield from self._engine.traffic.transfer.watch_frames(header.worker, data)
         except InFlightError as full:
-            yield encode_header(self._make_pending(str(full)))
+            yield encode_header(self._steps.make_pending(str(full)))
 
     def ExchangeOnce(self, request: bytes, context: grpc.ServicerContext | None) -> bytes:
         with answering(context):
@@ -103,28 +98,19 @@ class DataPlaneServicer:
     def _push_and_wait(
         self, first: bytes, frames: Iterator[bytes], is_connected: IsConnected
     ) -> tuple[pb.PushPullHeader, pb.ExchangeResult]:
-        """Receive the push and wait until it is decided.
-
-        Returns the header and the result. Copies weights to shared memory if the header names any.
-        """
+        """Receive the push and wait until it is decided. Return the header and the result."""
         first_frame = decode_request(first)
         header = first_frame.header
         if header is None:
             raise InvalidRequestError("an Exchange must start with its header")
-        self._identity.check_job(header.job)
-        self._identity.check_term(header.term)
-        self._engine.live.check_layout(header.shards)
-        seconds = wait_seconds(header.wait_ms)
-        self._engine.traffic.transfer.note_request(header.worker)
-        is_push = header.initial or header.seq > 0
-        key = PushKey(header.worker, header.seq) if is_push else None
+        key, seconds = self._steps.begin(header)
         is_duplicate = (
             key is not None
             and header.has_data
             and self._receive_push(key, header, first_frame, frames, is_connected)
         )
         outcome = self._engine.wait_for_outcome(key, header.min_version, seconds, is_connected)
-        return header, self._make_result(header, key, outcome, is_duplicate)
+        return header, self._steps.make_result(header, key, outcome, is_duplicate)
 
     def _receive_push(
         self,
@@ -142,55 +128,11 @@ class DataPlaneServicer:
                 header.MergeFrom(receive_open(staging, first, frames))
             elif not header.memory:
                 receive(staging, first.data, frames)
-            if header.groups_json:
-                staging.groups = self._engine.live.parse_groups(header.groups_json)
-            if header.samples < 1 and not header.initial:
-                raise InvalidRequestError("a push must have at least one sample")
+            self._steps.check_push(header, staging)
         except BaseException:
             self._engine.release(staging)
             raise
-        batches = batches_from_proto(header.batches)
-        return not self._engine.stage_push(
-            Staged(key, max(1, header.samples), header.base, batches), staging
-        )
-
-    def _make_result(
-        self,
-        header: pb.PushPullHeader,
-        key: PushKey | None,
-        outcome: PushOutcome | None,
-        is_duplicate: bool,
-    ) -> pb.ExchangeResult:
-        result = pb.ExchangeResult(
-            outcome=pb.OUTCOME_NONE, version=self._engine.live.version, term=self._identity.term
-        )
-        if outcome is not None:
-            if outcome.reason == "FENCED":
-                raise out_of_the_job(header.worker, outcome.detail)
-            result.outcome = pb.OUTCOME_DUPLICATE if is_duplicate else OUTCOMES[outcome.status]
-            result.version, result.staleness = outcome.version, max(0, outcome.staleness)
-            result.reason, result.detail = outcome.reason, outcome.detail
-            if key is not None:
-                _, result.wait_seconds, result.apply_seconds = self._engine.traffic.pushes.find(key)
-        elif (
-            key is not None
-            or not self._engine.live.has_begun
-            or self._engine.live.version < header.min_version
-        ):
-            self._engine.check_first_workers()
-            return self._make_pending(self._engine.describe_wait())
-        result.pulled = header.pull in (pb.PULL_STEP, pb.PULL_ALL)
-        if result.pulled and header.memory:
-            self._pulls.write_shared(header, result)
-        return result
-
-    def _make_pending(self, waiting_for: str) -> pb.ExchangeResult:
-        return pb.ExchangeResult(
-            outcome=pb.OUTCOME_PENDING,
-            version=self._engine.live.version,
-            waiting_for=waiting_for,
-            term=self._identity.term,
-        )
+        return self._steps.stage(key, header, staging)
 
 
 def _always_connected() -> bool:

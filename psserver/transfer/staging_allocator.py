@@ -22,7 +22,7 @@ class StagingAllocator:
         has no room in time.
         """
         engine, seconds = self._engine, header.wait_ms / 1000
-        store = engine.live.wait_for_store(seconds)
+        store = engine.live.wait_for_store(seconds, header.shards)
         if header.memory:
             return store.stage_worker_buffer(
                 engine.traffic.shared_buffers.find(header).gradients, header.absent, header.initial

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 
 from pscommon.core.errors import InvalidRequestError
 from pscommon.core.model_spec import OptimizerSettings
+from pscommon.system.thread_team import ThreadTeam, cores
 from psworker.client.arrays import Array, ArrayBuffer, Arrays, Gradients, spec_of
 from psworker.core.results import PushResult
 from psworker.exchange.model_exchange import ModelExchange
@@ -24,6 +25,7 @@ class ArrayModel:
         self._gradients: ArrayBuffer | None = None
         self._has_made_last_push = False
         self._stats = StepStats()
+        self._team = ThreadTeam(min(2, cores()), "copy-arrays")
 
     def register(
         self, params: Arrays, optimizer: OptimizerSettings, buffers: Arrays, frozen: Arrays
@@ -31,11 +33,11 @@ class ArrayModel:
         exchange = self._exchange
         with exchange.lock:
             plan = exchange.agree(spec_of(params, buffers, frozen, optimizer))
-            weights = ArrayBuffer(plan, exchange.buffers.weights)
+            weights = ArrayBuffer(plan, exchange.buffers.weights, self._team)
             weights.write({**params, **buffers, **frozen})
             exchange.start(weights.memory)
             self._weights = weights
-            self._gradients = ArrayBuffer(plan, exchange.buffers.gradients)
+            self._gradients = ArrayBuffer(plan, exchange.buffers.gradients, self._team)
             self._stats.enter("compute")
 
     def pull(self, out: Mapping[str, Array] | None) -> dict[str, Array]:
@@ -80,7 +82,7 @@ class ArrayModel:
         """The last pulled weights; an observer pulls them first."""
         if self._weights is None and self._observes:
             plan = self._exchange.agree(None)
-            weights = ArrayBuffer(plan, self._exchange.buffers.weights)
+            weights = ArrayBuffer(plan, self._exchange.buffers.weights, self._team)
             self._exchange.start(weights.memory)
             self._weights = weights
         if self._weights is None:

@@ -1,6 +1,6 @@
 """Conversion between named numpy arrays, a ModelSpec and a flat buffer."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,10 +14,14 @@ from pscommon.core.model_spec import (
     TensorSpec,
 )
 from pscommon.core.partition import PartitionPlan
+from pscommon.system.thread_team import ALONE, PART_BYTES, ThreadTeam
 
 Array = NDArray[np.generic]
 Arrays = Mapping[str, Array]
 Gradients = Mapping[str, Array | None]
+
+MIN_PARALLEL_BYTES = 8 << 20
+"""Bytes from which several threads copy arrays faster than one."""
 
 DTYPES: Mapping[str, np.dtype[np.generic]] = {
     "float64": np.dtype("<f8"),
@@ -84,16 +88,27 @@ def as_array(name: str, array: object) -> Array:
         ) from error
 
 
+def _split(target: Array, source: Array) -> list[tuple[Array, Array]]:
+    """Return parts of about PART_BYTES of two arrays of one shape."""
+    if target.nbytes <= PART_BYTES or not target.ndim:
+        return [(target, source)]
+    count = min(len(target), target.nbytes // PART_BYTES)
+    return list(zip(np.array_split(target, count), np.array_split(source, count), strict=True))
+
+
 class ArrayBuffer:
     """A flat buffer in host memory, and its tensors as numpy arrays that share the memory.
+
+    Args:
+        team: Threads that copy large arrays.
 
     Attributes:
         memory: Writable bytes, plan.nbytes of them.
         tensors: Arrays by name, with the shapes and dtypes of the plan's model.
     """
 
-    def __init__(self, plan: PartitionPlan, memory: memoryview) -> None:
-        self._plan = plan
+    def __init__(self, plan: PartitionPlan, memory: memoryview, team: ThreadTeam = ALONE) -> None:
+        self._plan, self._team = plan, team
         self._bytes = np.frombuffer(memory, np.uint8)
         self.memory = memory
         self.tensors = {
@@ -107,8 +122,7 @@ class ArrayBuffer:
             InvalidRequestError: An array does not fit the model; nothing is written.
         """
         checked = {name: self.fitting(name, array) for name, array in arrays.items()}
-        for name, array in checked.items():
-            self.tensors[name][...] = array
+        self._copy([(self.tensors[name], array) for name, array in checked.items()])
 
     def write_gradients(self, grads: Gradients, weights: "ArrayBuffer") -> list[int]:
         """Write the gradients and buffers of a push.
@@ -146,9 +160,17 @@ class ArrayBuffer:
         if out is None:
             return {name: tensor.copy() for name, tensor in self.tensors.items()}
         self.check_out(out)
-        for name, array in out.items():
-            array[...] = self.tensors[name]
+        self._copy([(array, self.tensors[name]) for name, array in out.items()])
         return dict(out)
+
+    def _copy(self, pairs: Sequence[tuple[Array, Array]]) -> None:
+        """Copy the second array of each pair to the first one."""
+        if sum(target.nbytes for target, _ in pairs) >= MIN_PARALLEL_BYTES:
+            pairs = [part for pair in pairs for part in _split(*pair)]
+            self._team.map(lambda pair: np.copyto(*pair), pairs)
+        else:
+            for target, source in pairs:
+                target[...] = source
 
     def check_out(self, out: Mapping[str, Array]) -> None:
         """Raise InvalidRequestError if an array of `out` cannot hold its tensor."""

@@ -4,7 +4,6 @@ The model is a set of numpy arrays (register, pull, push) or a flat buffer (agre
 exchange).
 """
 
-import json
 import os
 from collections.abc import Collection, Mapping, Sequence
 from types import TracebackType
@@ -53,7 +52,7 @@ class Client(ClientFacts):
         observe: Only read (status, pull), without a membership.
         connect_timeout: Seconds that a server may be silent. Default: 60.
         wait_timeout: Seconds to wait for other workers.
-        lanes: "grpc", "shm" or "auto". Default: PS_LANES, then auto.
+        lanes: "auto", "shm", "stream" or "grpc". Default: PS_LANES, then auto.
         lane: A transport to use instead of servers, for simulations.
 
     Raises:
@@ -85,11 +84,12 @@ class Client(ClientFacts):
             time_limit("wait_timeout", wait_timeout),
         )
         rank = rank_of(rank, environment)
-        super().__init__(connected(servers, lane, environment, limits))
+        lanes = lanes_of(lanes, os.environ)
+        super().__init__(connected(servers, lane, environment, limits, lanes))
         direct = self._connection.transport.direct
         if not direct:  # a direct transport has no threads to end
             finalizer.watch(self, self._connection)
-        lanes = "grpc" if direct else lanes_of(lanes, os.environ)
+        lanes = "grpc" if direct else lanes
         self._exchange = ModelExchange(self._connection, observe, lanes)
         self._arrays = ArrayModel(self._exchange, observe, self._connection.drain)
         self._data = BatchClient(self._connection, self._exchange)
@@ -218,6 +218,7 @@ class Client(ClientFacts):
         batches: Sequence[BatchKey] = (),
         groups_json: str = "",
         base: int | None = None,
+        optimizer: str = "",
     ) -> PushResult:
         """Push, pull, or both, with flat buffers of plan.nbytes bytes.
 
@@ -232,12 +233,14 @@ class Client(ClientFacts):
             batches: Batches that the push commits.
             groups_json: The optimizer's parameter groups, if they may have changed; else empty.
             base: Version that the gradient was computed from; None: the last pulled version.
+            optimizer: Name of the optimizer whose step this is. `absent` has the trainable
+                tensors of the others.
 
         Returns:
             The outcome of the push; "none" without a push.
         """
         return self._exchange.exchange(
-            gradients, weights, absent, samples, batches, groups_json, base
+            gradients, weights, absent, samples, batches, groups_json, base, optimizer
         )
 
     def begin(self) -> OpenPush | BufferedPush:
@@ -321,13 +324,6 @@ class Client(ClientFacts):
         """
         self._connection.reports.settle()
         self._connection.set_progress(StepProgress(steps, step_seconds, samples_per_second, phase))
-
-    def status(self) -> dict[str, Any]:
-        """Return the job as `ps-ctl status --output json` shows it."""
-        call, status = self._connection.call, self._connection.transport.status
-        answer = call("asking for the status", status, co.GetStatusRequest())
-        found: dict[str, Any] = json.loads(answer.status_json)
-        return found
 
     def newest(self) -> tuple[PartitionPlan, memoryview]:
         """Return the job's newest model: its partition and a new flat buffer.

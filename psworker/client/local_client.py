@@ -11,10 +11,10 @@ from torch import Tensor
 
 from pscommon.core.data_stream import Spec, StreamSpec
 from pscommon.core.log_entries import BatchKey
-from pscommon.core.model_spec import ModelSpec
+from pscommon.core.model_spec import ModelSpec, OptimizerSettings
 from pscommon.core.partition import PartitionPlan
 from pscommon.optim import KINDS
-from pscommon.optim.specs import groups_from_json, groups_to_json, validate
+from pscommon.optim.specs import groups_from_json, groups_to_json, validated
 from psworker.core.protocols import PushStream
 from psworker.core.results import CollectiveCall, CollectiveResult, Lease, PushResult, Status
 from psworker.exchange.buffered_push import BufferedPush
@@ -24,7 +24,7 @@ from psworker.session.reports import ReportBuffer
 class LocalClient:
     """A `JobClient` for one worker and no servers.
 
-    The torch optimizer that the model's spec names updates the weights, one tensor at a time.
+    The torch optimizers that the model's spec names update the weights, one tensor at a time.
     Batches come in the order of their numbers. No call waits, and no push is stale.
     """
 
@@ -46,8 +46,10 @@ class LocalClient:
         self._laps: dict[int, StreamPasses] = {}
 
     def agree(self, spec: ModelSpec) -> PartitionPlan:
-        self._optimizer_spec = validate(spec.optimizer)
-        self.groups_json = groups_to_json(self._optimizer_spec.groups)
+        spec = validated(spec)
+        self.groups_json = groups_to_json(spec.groups)
+        self._settings = spec.optimizers
+        self.update_counts = dict.fromkeys(spec.optimizers, 0)
         self.plan = PartitionPlan(spec, shards=1)
         return self.plan
 
@@ -63,22 +65,21 @@ class LocalClient:
         return BufferedPush(self.exchange, self._gradients, self._received)
 
     def start(self, weights: memoryview) -> None:
-        """Take the worker's weights as the job's, and create the optimizer."""
+        """Take the worker's weights as the job's, and create the optimizers."""
         self._buffer = _bytes_of(weights).clone()
         self._weights = [
             _view(self._buffer, self.plan, index) for index in range(len(self.plan.spec.tensors))
         ]
-        members: list[list[Tensor]] = [[] for _ in self._optimizer_spec.groups]
+        members: list[list[Tensor]] = [[] for _ in self.plan.spec.groups]
         for spec, weight in zip(self.plan.spec.tensors, self._weights, strict=True):
             if spec.role == "trainable":
                 members[spec.group].append(weight)
-        groups = self._optimizer_spec.groups
-        kind = KINDS[self._optimizer_spec.name]
-        parameters = [
-            {**group, "params": params} for params, group in zip(members, groups, strict=True)
-        ]
-        make: Any = kind.torch_class
-        self._optimizer = make(parameters, **{key: groups[0][key] for key in kind.constructor_only})
+        self._optimizers = {
+            name: _make_optimizer(settings, members[groups.start : groups.stop])
+            for (name, settings), groups in zip(
+                self._settings.items(), self.plan.spec.group_ranges().values(), strict=True
+            )
+        }
 
     def exchange(
         self,
@@ -90,47 +91,43 @@ class LocalClient:
         batches: Sequence[BatchKey] = (),
         groups_json: str = "",
         base: int | None = None,
+        optimizer: str = "",
     ) -> PushResult:
         began, problem = time.perf_counter(), ""
         if gradients is not None:
-            problem = self._step(_bytes_of(gradients), absent, groups_json)
+            problem = self._step(_bytes_of(gradients), absent, groups_json, optimizer)
         if weights is not None:
             moving = self.plan.section("buffer").stop  # frozen tensors never change
             _bytes_of(weights)[:moving].copy_(self._buffer[:moving])
         status: Status = "none" if gradients is None else "rejected" if problem else "applied"
         return PushResult(status, self.version, 0, problem, {"apply": time.perf_counter() - began})
 
-    def _step(self, gradients: Tensor, absent: Collection[int], groups_json: str) -> str:
-        """Make one optimizer step; return why it was rejected, or an empty text."""
+    def _step(self, gradients: Tensor, absent: Collection[int], groups_json: str, name: str) -> str:
+        """Make one step of an optimizer; return why it was rejected, or an empty text."""
+        settings, optimizer = self._settings[name], self._optimizers[name]
         for index, spec in enumerate(self.plan.spec.tensors):
             pushed = _view(gradients, self.plan, index)
             if spec.role == "trainable":
-                self._weights[index].grad = None if index in absent else self._own(pushed)
-                if index not in absent and not pushed.isfinite().all():
+                if index in absent:
+                    self._weights[index].grad = None
+                    continue
+                # clipping must not change the worker's flat buffer
+                self._weights[index].grad = pushed if settings.clip_norm is None else pushed.clone()
+                if not pushed.isfinite().all():
                     return f"NON_FINITE: NaN or Inf in the gradient of {spec.name}"
         self._take_buffers(gradients)
-        self._take_groups(groups_json)
-        if (clip_norm := self._optimizer_spec.clip_norm) is not None:
-            torch.nn.utils.clip_grad_norm_(self._weights, clip_norm)
-        self._optimizer.step()
+        if groups_json:
+            _set_groups(optimizer, groups_from_json(groups_json, settings))
+        if settings.clip_norm is not None:
+            torch.nn.utils.clip_grad_norm_(self._weights, settings.clip_norm)
+        optimizer.step()
         self.version += 1
+        self.update_counts[name] += 1
         return ""
-
-    def _own(self, pushed: Tensor) -> Tensor:
-        """Copy the gradient if clipping would change the worker's flat buffer."""
-        return pushed if self._optimizer_spec.clip_norm is None else pushed.clone()
 
     def _take_buffers(self, pushed: Tensor) -> None:
         start, stop = self.plan.section("buffer")
         self._buffer[start:stop] = pushed[start:stop]
-
-    def _take_groups(self, groups_json: str) -> None:
-        if groups_json:
-            groups: Sequence[Mapping[str, Any]] = groups_from_json(
-                groups_json, self._optimizer_spec
-            )
-            for mine, new in zip(self._optimizer.param_groups, groups, strict=True):
-                mine.update(new)
 
     def next_batches(
         self, loop: Spec, count: int = 1, idle: bool = False, first_open: int | None = None
@@ -246,6 +243,26 @@ class StreamPasses:
             self._lap, self._place = self._lap + 1, 0
         else:
             self._place -= 1
+
+
+def _make_optimizer(
+    settings: OptimizerSettings, members: Sequence[Sequence[Tensor]]
+) -> torch.optim.Optimizer:
+    """Return the torch optimizer of these settings. members: The parameters of each group."""
+    kind = KINDS[settings.name]
+    groups = [
+        {**group, "params": params} for params, group in zip(members, settings.groups, strict=True)
+    ]
+    make: Any = kind.torch_class
+    optimizer: torch.optim.Optimizer = make(
+        groups, **{key: settings.groups[0][key] for key in kind.constructor_only}
+    )
+    return optimizer
+
+
+def _set_groups(optimizer: torch.optim.Optimizer, groups: Sequence[Mapping[str, Any]]) -> None:
+    for mine, new in zip(optimizer.param_groups, groups, strict=True):
+        mine.update(new)
 
 
 def _bytes_of(memory: memoryview) -> Tensor:

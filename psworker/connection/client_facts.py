@@ -1,12 +1,15 @@
-"""What a client knows about the job without a request."""
+"""Facts about the job that a client knows, or can ask for."""
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
 
+from psproto.v1 import coordinator_pb2 as co
 from psworker.connection.connection import Connection
 
 
 class ClientFacts:
-    """Properties of the job, as of the last answer of the servers."""
+    """Facts about the job; the properties are as of the last answer of the servers."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -53,6 +56,21 @@ class ClientFacts:
     def open_loop(self) -> int:
         """Number of a loop: all earlier loops had ended when this worker joined."""
         return self._connection.membership.open_loop
+
+    @property
+    def update_counts(self) -> Mapping[str, int]:
+        """Number of updates of each optimizer when the model was registered.
+
+        Empty in a job with one optimizer.
+        """
+        return self._connection.membership.update_counts
+
+    def status(self) -> dict[str, Any]:
+        """Ask for the job as `ps-ctl status --output json` shows it."""
+        call, status = self._connection.call, self._connection.transport.status
+        answer = call("asking for the status", status, co.GetStatusRequest())
+        found: dict[str, Any] = json.loads(answer.status_json)
+        return found
 
     def has_ended(self, loop: int) -> bool:
         """Return whether this loop had ended when this worker joined."""

@@ -10,6 +10,7 @@ from typing import TypeVar
 
 from pscommon.core.errors import InvalidRequestError, PSError
 from pscommon.core.formats import check_wire_format, spoken_format
+from pscommon.settings.values import Lanes
 from pscommon.system.process_id import process_id
 from pscommon.telemetry.logs import get_logger
 from psproto.v1 import coordinator_pb2 as co
@@ -25,10 +26,10 @@ from psworker.connection.unanswered import end_unanswered
 from psworker.session import metrics
 from psworker.session.drain import Drain
 from psworker.session.reports import ReportBuffer, ValueReport
+from psworker.transport.exchange_calls import Cancellation
 from psworker.transport.executor import SequentialExecutor, ShardExecutor
 from psworker.transport.grpc import GrpcTransport
 from psworker.transport.interface import Transport
-from psworker.transport.streams import Cancellation
 
 CALL_SECONDS = 10.0
 """Longest deadline of a call that the coordinator answers at once."""
@@ -310,13 +311,16 @@ def connected(
     transport: Transport | None,
     environment: Mapping[str, str],
     limits: TimeLimits,
+    lanes: Lanes,
 ) -> Connection:
-    """Return a connection over `transport`, or over gRPC to the job of these servers."""
+    """Return a connection over `transport`, or over the network to the job of these servers."""
     job = environment.get("PS_JOB", "")
     if transport is not None:
         return Connection(transport, limits, WorkerMembership(job, 0))
     given = addresses_of(servers)
     cluster = discover(given, limits.connect)
     return Connection(
-        GrpcTransport(cluster.addresses, given), limits, WorkerMembership(job or cluster.job, 0)
+        GrpcTransport(cluster.addresses, given, lanes),
+        limits,
+        WorkerMembership(job or cluster.job, 0),
     )

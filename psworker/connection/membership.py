@@ -77,6 +77,7 @@ class WorkerMembership:
         pushes: Numbers of this worker's pushes.
         received_batches: Number of batches received so far, by loop.
         min_version: Smallest version that a pull may return.
+        update_counts: Number of updates of each optimizer at the registration; empty with one.
         progress: Progress for the next heartbeat.
         stopping: The job ends.
     """
@@ -100,6 +101,7 @@ class WorkerMembership:
         self.pushes = PushSequence()
         self.received_batches: dict[int, int] = {}
         self.min_version = 0
+        self.update_counts: dict[str, int] = {}
         self.progress = StepProgress()
         self.stopping = False
         self._lost: PSError | None = None

@@ -82,7 +82,10 @@ class JobClient(Protocol):
         batches: Sequence[BatchKey] = (),
         groups_json: str = "",
         base: int | None = None,
+        optimizer: str = "",
     ) -> PushResult: ...
+    @property
+    def update_counts(self) -> Mapping[str, int]: ...
     def next_batches(
         self, loop: Spec, count: int = 1, idle: bool = False, first_open: int | None = None
     ) -> Lease: ...

@@ -134,10 +134,10 @@ class DataPass:
     def batches(self) -> Generator[Any, None, None]:
         """Yield the batches that the script receives. Only one call is valid."""
         leases = self._leases
+        consumed = self._session.consumed
         if not self._session.loops.open:  # nothing of earlier loops belongs to the next step
-            self._void_samples(0)
-            self._session.consumed.begin()
-        steps, samples = self._session.stats.steps, self._session.consumed.samples
+            consumed.begin()
+        steps, samples = self._session.stats.steps, consumed.samples
         with self._session.running_loop(leases):
             fetched = self._reader.open(leases)
             more = True
@@ -151,7 +151,7 @@ class DataPass:
                 more = leases.wait()
             leases.drop_evaluated()
             self._session.enter("compute")
-        if self._session.stats.steps == steps and (unused := self._void_samples(samples)):
+        if self._session.stats.steps == steps and (unused := consumed.void(samples)):
             log.warning(
                 "batches_unused",
                 samples=unused,
@@ -159,17 +159,6 @@ class DataPass:
                 remedy="call step() of what job.optimizer returned, or, to evaluate, "
                 "iterate under torch.no_grad()",
             )
-
-    def _void_samples(self, samples: int) -> int:
-        """Take the weight from all but this many samples, if no parameter has a gradient.
-
-        Without gradients the samples were evaluated, or the script has dropped their gradients.
-        Returns the number of samples that lose their weight.
-        """
-        consumed = self._session.consumed
-        unused = 0 if self._session.has_gradients else max(0, consumed.samples - samples)
-        consumed.samples -= unused
-        return unused
 
     def _timed(self, fetched: Iterable[tuple[BatchFacts, Any]]) -> Iterator[tuple[BatchFacts, Any]]:
         self._session.enter("data")

@@ -30,7 +30,7 @@ from psworker.exchange.shard_exchange import SentBefore, ShardExchange, combined
 from psworker.exchange.shared_buffers import LANES, ClientBuffers
 from psworker.exchange.transfer import ShardTransfer, digest_of
 from psworker.session.arguments import check_integer
-from psworker.transport.streams import Cancellation
+from psworker.transport.exchange_calls import Cancellation
 
 MAX_LOST_MEMBERSHIPS = 5
 """Memberships in a row that a rejoining worker may lose before it has registered its model."""
@@ -187,6 +187,7 @@ class ModelExchange:
         batches: Sequence[BatchKey] = (),
         groups_json: str = "",
         base: int | None = None,
+        optimizer: str = "",
     ) -> PushResult:
         transfer = ShardTransfer(self.plan, gradients, weights, frozenset(absent))
         pull = ps.PULL_NONE if weights is None else ps.PULL_STEP
@@ -201,6 +202,7 @@ class ModelExchange:
                 batches=codec.batches_to_proto(batches),
                 absent=sorted(absent),
                 groups_json=groups_json,
+                optimizer=optimizer,
             )
             return self._push(transfer, header, pull, self.version if base is None else base)
 

@@ -28,8 +28,8 @@ from psworker.exchange.shard_exchange import OpenShardExchange, ShardExchange, c
 from psworker.exchange.shard_streams import ShardDownload, ShardUpload
 from psworker.exchange.shared_buffers import ClientBuffers
 from psworker.exchange.transfer import ShardTransfer
+from psworker.transport.exchange_calls import Cancellation
 from psworker.transport.interface import Transport
-from psworker.transport.streams import Cancellation
 
 WAKE_UP_SECONDS = 0.2
 

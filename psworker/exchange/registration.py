@@ -27,6 +27,7 @@ def register(connection: Connection, spec: ModelSpec | None) -> co.RegisterRespo
         timeout = request.wait_ms / 1000 + connection.call_seconds
         answer = retry.ask(partial(connection.transport.register, request, timeout))
         membership.learn_standing(answer)
+        membership.update_counts = dict(answer.updates)
         if answer.state in (co.RegisterResponse.STATE_READY, co.RegisterResponse.STATE_UPLOAD):
             if membership.worker:
                 # A shard that was just restarted may be behind the other shards.

@@ -31,8 +31,8 @@ from psworker.connection.retry import SLICE_SECONDS, RetryDeadline, TimeLimits
 from psworker.core.results import PushResult, Status
 from psworker.exchange.shard_streams import ShardUpload
 from psworker.exchange.transfer import STATUS
+from psworker.transport.exchange_calls import AnswerReceiver, Cancellation, ExchangeAnswer
 from psworker.transport.interface import Transport
-from psworker.transport.streams import AnswerReceiver, Cancellation, ExchangeAnswer
 
 REFUSALS = (FencedError, MismatchError, InvalidRequestError)
 """Errors that are raised for a rejected push instead of a result."""
@@ -70,7 +70,7 @@ class ShardExchange:
         result: The answer that decided the push, or answered the pull.
         version: Version of the received weights, else of the shard.
         lost_memory: The server did not know this worker's shared memory, so the bytes went over
-            gRPC.
+            the network.
     """
 
     def __init__(

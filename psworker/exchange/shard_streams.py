@@ -6,10 +6,10 @@ from collections.abc import Iterator, Sequence
 
 from pscommon.core.partition import ByteRange, PartitionPlan
 from pscommon.wire.channel import FRAME_BYTES
-from pscommon.wire.frames import encode_data, encode_header
+from pscommon.wire.frames import NOTHING, Frame
 from psproto.v1 import parameter_server_pb2 as ps
 from psworker.exchange.transfer import STATUS, ShardTransfer
-from psworker.transport.streams import AnswerReceiver
+from psworker.transport.exchange_calls import AnswerReceiver
 
 
 class ShardUpload:
@@ -59,16 +59,16 @@ class ShardUpload:
         self._queue.put(None)
         self.closed.set()
 
-    def frames(self, header: ps.PushPullHeader) -> Iterator[bytes]:
-        """Yield the encoded frames of the call, until the push is closed or given up."""
-        yield encode_header(header)
+    def frames(self, header: ps.PushPullHeader) -> Iterator[Frame[ps.PushPullHeader]]:
+        """Yield the frames of the call, until the push is closed or given up."""
+        yield Frame(header, NOTHING)
         while (item := self._queue.get()) is not None:
             if isinstance(item, ps.PushPullHeader):
-                yield encode_header(item)
+                yield Frame(item, NOTHING)
                 return
             for start in range(item.start, item.stop, FRAME_BYTES):
                 stop = min(start + FRAME_BYTES, item.stop)
-                yield encode_data(self._gradients[start:stop], offset=self._offset(start))
+                yield Frame(None, self._gradients[start:stop], self._offset(start))
 
     def _offset(self, position: int) -> int:
         trainable, buffers = self._ranges

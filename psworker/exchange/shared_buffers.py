@@ -66,8 +66,8 @@ class ClientBuffers:
     def offer(self, transport: Transport, membership: WorkerMembership, timeout: float) -> None:
         """Offer the memory to all servers, unless there is a current offer.
 
-        Shards that cannot attach it use gRPC. If a server does not answer, all shards use gRPC
-        until the next call.
+        For shards that cannot attach it bytes travel over the network. If a server does not answer,
+        they do so for all shards until the next call.
 
         timeout: Deadline of each request in seconds.
 
@@ -91,7 +91,7 @@ class ClientBuffers:
                 f"`--lanes shm` is not possible: {'; '.join(reasons)}. Try: `--lanes auto`"
             )
         if self.shards:
-            others = {"others_use_grpc": "; ".join(reasons)} if reasons else {}
+            others = {"not_shared": "; ".join(reasons)} if reasons else {}
             log.info("shared_memory_used", shards=sorted(self.shards), **others)
         if not self.shards:
             self._is_wanted = False
@@ -213,6 +213,7 @@ class ClientBuffers:
 
 LANES: Mapping[Lanes, Callable[[int], ClientBuffers]] = {
     "auto": ClientBuffers,
+    "stream": partial(ClientBuffers, is_shared=False),
     "grpc": partial(ClientBuffers, is_shared=False),
     "shm": partial(ClientBuffers, is_required=True),
 }

@@ -8,7 +8,7 @@ from pscommon.core.errors import InvalidRequestError
 from pscommon.core.partition import ByteRange, PartitionPlan
 from psproto.v1 import parameter_server_pb2 as ps
 from psworker.core.results import Status
-from psworker.transport.streams import AnswerReceiver
+from psworker.transport.exchange_calls import AnswerReceiver
 
 STATUS: Mapping[int, Status] = {
     ps.OUTCOME_NONE: "none",

@@ -8,7 +8,7 @@ Operations on thousands of tensors use lists built once and C loops (map, _forea
 Python loop would cost more than the copy itself; loops remain only on exceptional paths.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import chain, compress, repeat
 from operator import attrgetter, getitem, is_, is_not
@@ -23,6 +23,7 @@ from pscommon.system.thread_team import ThreadTeam, cores
 from psworker.model.change_detector import ChangeDetector
 from psworker.model.flat_buffer import CudaBuffer, DoubleBuffer, FlatBuffer
 from psworker.model.model_spec import (
+    OptimizerMembers,
     check_separate,
     describe_model,
     only_device,
@@ -42,9 +43,13 @@ class ModelAdapter:
     Construction takes two steps: `spec` is sent to the servers, and `attach` receives the partition
     plan that they return.
 
-    Roles: parameters of the optimizer are trainable, even with requires_grad False. The other
+    Roles: parameters of an optimizer are trainable, even with requires_grad False. The other
     parameters are frozen. Persistent buffers are buffers; non-persistent buffers stay local. A tied
     tensor counts once, under its first name.
+
+    Args:
+        model: The model.
+        optimizers: Its optimizers by name; the name of a single one is empty.
 
     Attributes:
         spec: Model spec for the servers.
@@ -60,13 +65,11 @@ class ModelAdapter:
         InvalidRequestError: The servers cannot train this model.
     """
 
-    def __init__(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, clip_norm: float | None = None
-    ) -> None:
+    def __init__(self, model: nn.Module, optimizers: Mapping[str, OptimizerMembers]) -> None:
         self._model = model
         self._tensors: dict[str, Tensor] = dict(model.named_parameters())
         self._tensors |= persistent_buffers(model)
-        self.spec = describe_model(model, self._tensors, optimizer, clip_norm)
+        self.spec = describe_model(model, self._tensors, optimizers)
         self.device = only_device(self._tensors)
         check_separate(model, self._tensors)
         # a GPU batches the copies, and they must be on the stream of the script's thread
@@ -101,7 +104,12 @@ class ModelAdapter:
         self._owners = [modules[name.rpartition(".")[0]] for name in buffers.names]
         self._keys = [name.rpartition(".")[2] for name in buffers.names]
         self.weights.to_host([self._all_bytes]).synchronize()
-        trainable = self.trainable
+        trainable, members = self.trainable, self.spec.trainable_of()
+        self._members = {
+            name: [index in indices for index in trainable.spec_indices]
+            for name, indices in members.items()
+            if name
+        }
         weights = self.weights.model_bytes[: plan.section("trainable").stop]
         self.changes = ChangeDetector(
             trainable.names, trainable.spec_indices, trainable.tensors, trainable.extents, weights
@@ -117,48 +125,51 @@ class ModelAdapter:
         weights = DoubleBuffer(memory[1]) if double_buffered else FlatBuffer(memory[1])
         return FlatBuffer(memory[0]), weights
 
-    def gather(self) -> frozenset[int]:
-        """Copy gradients and buffers into the gradient buffer.
+    def gather(self, optimizer: str = "") -> frozenset[int]:
+        """Copy gradients of an optimizer's tensors, and buffers, into the gradient buffer.
 
         Returns:
-            Spec indices of the trainable tensors without a gradient.
+            Spec indices of the trainable tensors of which no gradient is copied.
         """
+        own = self._members.get(optimizer)
         grads = (
-            self._gather_many()
+            self._gather_many(own)
             if len(self.trainable.tensors) >= THREADED_TENSOR_COUNT
-            else self._gather_few()
+            else self._gather_few(own)
         )
         self.write_buffers()
         self.gradients.to_host([self.moving]).synchronize()
         self.changes.step(absent := self.absent(grads))
         return absent
 
-    def _gather_few(self) -> list[Tensor | None]:
+    def _gather_few(self, own: Sequence[bool] | None) -> list[Tensor | None]:
         self.reattach()
-        return self._gather_between(0, None)
+        return self._gather_between(own, 0, None)
 
-    def _gather_many(self) -> list[Tensor | None]:
+    def _gather_many(self, own: Sequence[bool] | None) -> list[Tensor | None]:
         # torch's calls release the GIL half of the time, so a second thread pays off
         size = THREADED_TENSOR_COUNT // 2
         starts = range(0, len(self.trainable.tensors), size)
         work: list[Callable[[], Any]] = [self.reattach]
-        work += [partial(self._gather_between, first, first + size) for first in starts]
+        work += [partial(self._gather_between, own, first, first + size) for first in starts]
         _, *grads = self._team.map(_call, work)
         return list(chain.from_iterable(grads))
 
-    def _gather_between(self, first: int, last: int | None) -> list[Tensor | None]:
+    def _gather_between(
+        self, own: Sequence[bool] | None, first: int, last: int | None
+    ) -> list[Tensor | None]:
         grads = self.grads(first, last)
+        if own is not None:
+            grads = [
+                grad if is_own else None
+                for grad, is_own in zip(grads, own[first:last], strict=True)
+            ]
         self.write(first, grads)
         return grads
 
     def grads(self, first: int = 0, last: int | None = None) -> list[Tensor | None]:
         """Return the .grad of the trainable tensors [first, last) in flat buffer order."""
         return list(map(_GRAD, self.trainable.tensors[first:last]))
-
-    @property
-    def has_gradients(self) -> bool:
-        """Any trainable tensor has a gradient."""
-        return any(map(is_not, map(_GRAD, self.trainable.tensors), repeat(None)))
 
     def write(self, first: int, grads: Sequence[Tensor | None]) -> None:
         """Copy gradients of trainable tensors, from number `first` on, to the gradient buffer."""

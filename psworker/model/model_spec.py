@@ -1,8 +1,9 @@
 """The description of a torch model for the servers, and the models that they cannot train."""
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +13,7 @@ from pscommon.core.model_spec import (
     ITEMSIZE,
     InvalidModelError,
     ModelSpec,
+    Optimizers,
     OptimizerSettings,
     Role,
     TensorSpec,
@@ -54,29 +56,50 @@ def _aliases(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, tuple
     return found
 
 
+class OptimizerMembers(NamedTuple):
+    """An optimizer, and the parameters that it updates.
+
+    Attributes:
+        settings: Its class and hyper-parameters, as the job registers them.
+        groups: The parameters of each parameter group.
+    """
+
+    settings: OptimizerSettings
+    groups: Sequence[Sequence[Tensor]]
+
+    @staticmethod
+    def of(optimizer: torch.optim.Optimizer, clip_norm: float | None = None) -> "OptimizerMembers":
+        """Return a torch optimizer as it is now.
+
+        clip_norm: Largest L2 norm of an update's averaged gradient; None: no limit.
+        """
+        return OptimizerMembers(
+            replace(spec_of(optimizer), clip_norm=clip_norm),
+            [list(group["params"]) for group in optimizer.param_groups],
+        )
+
+
 def describe_model(
-    model: nn.Module,
-    tensors: Mapping[str, Tensor],
-    optimizer: torch.optim.Optimizer,
-    clip_norm: float | None,
+    model: nn.Module, tensors: Mapping[str, Tensor], optimizers: Mapping[str, OptimizerMembers]
 ) -> ModelSpec:
     """Return the spec of a model for the servers.
 
     Args:
         model: The model.
         tensors: Its parameters and persistent buffers by name.
-        optimizer: Decides which parameters are trainable, and in which group.
-        clip_norm: Largest L2 norm of an update's averaged gradient; None: no limit.
+        optimizers: Decide which parameters are trainable, and in which group. By name; the name
+            of a single one is empty.
 
     Raises:
         InvalidRequestError: The servers cannot train this model.
     """
-    groups = {
-        id(p): index for index, group in enumerate(optimizer.param_groups) for p in group["params"]
-    }
+    optimizers = dict(sorted(optimizers.items()))
+    all_groups = [group for each in optimizers.values() for group in each.groups]
+    groups = {id(p): index for index, group in enumerate(all_groups) for p in group}
     buffers = {id(buffer) for buffer in model.buffers()}
     aliases = _aliases(model, tensors)
-    _check_parameters(optimizer, {id(tensor) for tensor in tensors.values()})
+    for name, each in optimizers.items():
+        _check_parameters(name, each, {id(tensor) for tensor in tensors.values()})
     _refuse_embeddings(model, groups.keys())
     specs = []
     for name, tensor in tensors.items():
@@ -96,22 +119,24 @@ def describe_model(
             )
         group, shape = groups.get(id(tensor), 0), tuple(tensor.shape)
         specs.append(TensorSpec(name, shape, dtype, role, group, aliases.get(name, ())))
-    return _make_spec(tuple(specs), replace(spec_of(optimizer), clip_norm=clip_norm))
+    settings = {name: each.settings for name, each in optimizers.items()}
+    return _make_spec(tuple(specs), settings.get("", settings))
 
 
-def _make_spec(tensors: tuple[TensorSpec, ...], optimizer: OptimizerSettings) -> ModelSpec:
+def _make_spec(tensors: tuple[TensorSpec, ...], optimizer: Optimizers) -> ModelSpec:
     try:
         return ModelSpec(tensors, optimizer)
     except (InvalidModelError, KeyError) as error:
         raise InvalidRequestError(f"the servers cannot train this model: {error}") from error
 
 
-def _check_parameters(optimizer: torch.optim.Optimizer, known: set[int]) -> None:
-    for index, group in enumerate(optimizer.param_groups):
-        for number, parameter in enumerate(group["params"]):
+def _check_parameters(name: str, optimizer: OptimizerMembers, known: set[int]) -> None:
+    label = f"optimizer {name}" if name else "the optimizer"
+    for index, group in enumerate(optimizer.groups):
+        for number, parameter in enumerate(group):
             if id(parameter) not in known:
                 raise InvalidRequestError(
-                    f"parameter {number} of the optimizer's group {index}, shape "
+                    f"parameter {number} of {label}'s group {index}, shape "
                     f"{list(parameter.shape)}, is not in the model. Try: give job.optimizer the "
                     "model whose parameters the optimizer was made from"
                 )

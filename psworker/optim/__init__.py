@@ -1,3 +1,3 @@
-"""The torch optimizer of a job, and the strategies by which its steps reach the servers."""
+"""The torch optimizers of a job, whose steps run on the servers."""
 
-__all__ = ["optimizer", "schedulers", "step_strategies"]
+__all__ = ["optimizer", "optimizer_set", "schedulers"]

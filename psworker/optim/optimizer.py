@@ -1,30 +1,29 @@
 """The torch optimizer of a job: scripts use it like any other, and the servers run its steps."""
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from functools import wraps
-from os import PathLike
+from itertools import repeat
+from operator import attrgetter, is_not
 from typing import Any, ParamSpec
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from pscommon.core.errors import FencedError, InvalidRequestError, PSError, error_for
 from pscommon.telemetry.logs import get_logger
 from psworker.core.results import PushResult, lost
-from psworker.model.adapter import ModelAdapter
-from psworker.model.saving import save
 from psworker.optim.accumulation import GradientAccumulation
 from psworker.optim.checks import check_own_step, checked_weight, refuse_copy
 from psworker.optim.grad_scaling import unscale
 from psworker.optim.optimizer_state import StateOnServers, check_unused
 from psworker.optim.param_groups import GroupSettings
-from psworker.optim.step import Push, StepContext
-from psworker.optim.step_strategies import STEP_STRATEGIES, StepStrategyName
-from psworker.session.arguments import clip_norm_of
+from psworker.optim.served_model import ServedModel
 from psworker.session.drain import DrainedError
 from psworker.session.session import Session
+from psworker.steps.step import Push, StepStrategy
 
 P = ParamSpec("P")
 
@@ -65,6 +64,11 @@ class ServerOptimizer(torch.optim.Optimizer):
         pending: The last step only added its gradient to an update of several batches
             (`--global-batch`): it sent nothing, `result` belongs to the update before, and a
             scheduler that steps with every update must not step.
+        name: Name in the job; empty if it has none.
+        original: The script's optimizer.
+        model: The registered model; None before.
+        first_count: Number of its updates in the job when this worker registered the model; 0
+            before. Of an optimizer without a name, the job's version then.
     """
 
     _step_supports_amp_scaling = True
@@ -75,14 +79,12 @@ class ServerOptimizer(torch.optim.Optimizer):
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
-        model: nn.Module,
+        name: str,
         session: Session,
-        strategy: StepStrategyName = "plain",
-        clip_norm: float | None = None,
+        register: Callable[[], None],
     ) -> None:
         check_unused(optimizer.state)
         check_own_step(optimizer)
-        self._adapter = adapter = ModelAdapter(model, optimizer, clip_norm_of(clip_norm))
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self.param_groups, self.state = optimizer.param_groups, StateOnServers()
         vars(self).update(
@@ -90,29 +92,43 @@ class ServerOptimizer(torch.optim.Optimizer):
         )
         self.result: PushResult | None = None
         self.pending = False
+        self.name = name
+        self.original = optimizer
+        self.model: ServedModel | None = None
+        self.first_count = 0
+        self._register = register
+        self._counts_samples = True
         self._group_settings = GroupSettings(optimizer)
         self._session = session
+        self._parameters = [p for group in self.param_groups for p in group["params"]]
+        self._next = session.consumed.new_step(self._has_gradients)
         self._groups_on_servers = ""  # as JSON; empty: unknown
         self._must_leave = False
-        client, strategy_class = session.client, STEP_STRATEGIES[strategy]
-        plan = session.with_rejoin(lambda: client.agree(adapter.spec))
-        adapter.attach(plan, client.flat_buffers(), double_buffered=strategy_class.is_deferred)
-        session.with_rejoin(lambda: client.start(adapter.weights.memory))
-        adapter.scatter(everything=True)
-        self._accumulation = GradientAccumulation(adapter.trainable.tensors)
-        self._strategy = strategy_class(
-            StepContext(
-                adapter,
-                client,
-                model,
-                session.enter,
-                self._rejoin_in_forward,
-                self.wait,
-                self._record_outcome,
+        self._accumulation = GradientAccumulation(self._parameters)
+        self._original_hook: RemovableHandle | None = None
+
+    def attach(self, model: ServedModel, counts_samples: bool) -> None:
+        """Use the registered model from now on.
+
+        counts_samples: The samples of these steps are those of the script: each of several
+            optimizers goes through all of them.
+        """
+        self.model, self._counts_samples = model, counts_samples
+        counted = model.update_counts.get(self.name, 0)
+        self.first_count = counted if self.name else model.first_version
+
+    def refuse_original(self) -> None:
+        """Refuse steps of the script's optimizer from now on."""
+        self._original_hook = self.original.register_step_pre_hook(_refuse_original)
+
+    def void_gradients(self) -> None:
+        """Let the next step not count if there are gradients: they are of other weights."""
+        if self._has_gradients():
+            self._next.lost = PSError(
+                "the gradient was computed before this worker had the job's weights. Try: "
+                "job.pull() before the first forward pass",
+                "STALE",
             )
-        )
-        self._original = optimizer
-        self._original_hook = optimizer.register_step_pre_hook(_refuse_original)
 
     @property
     def grad_scale(self) -> Tensor:
@@ -122,8 +138,7 @@ class ServerOptimizer(torch.optim.Optimizer):
     @grad_scale.setter
     def grad_scale(self, scale: Tensor | None) -> None:
         if scale is not None:
-            parameters = [p for group in self.param_groups for p in group["params"]]
-            unscale([p.grad for p in parameters if p.grad is not None], scale)
+            unscale([p.grad for p in self._parameters if p.grad is not None], scale)
 
     @grad_scale.deleter
     def grad_scale(self) -> None:
@@ -153,12 +168,14 @@ class ServerOptimizer(torch.optim.Optimizer):
                 was the last one.
             PSError: Any error of the connection.
         """
+        if self.model is None:
+            self._register()
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         # where LR schedulers that were created with the original optimizer look
-        self._original._opt_called = True  # type: ignore[attr-defined]
+        self.original._opt_called = True  # type: ignore[attr-defined]
         self._push(samples)
         return loss
 
@@ -167,40 +184,52 @@ class ServerOptimizer(torch.optim.Optimizer):
 
         In a `--global-batch` they count as zero.
         """
+        if self.model is None:
+            self._register()
         if self._session.consumed.shared:
             self.zero_grad()
             self._push(None)
         else:
-            self._session.consumed.samples = 0
+            self._next.finish()
             self._strategy.skip()
+
+    @property
+    def _strategy(self) -> StepStrategy:
+        assert self.model is not None
+        return self.model.strategy
 
     @torch.no_grad()
     def _push(self, samples: int | None) -> None:
-        session, consumed = self._session, self._session.consumed
+        session, consumed, step = self._session, self._session.consumed, self._next
         groups = self._group_settings.groups_json(self.param_groups)
-        weight = max(1, consumed.samples) if samples is None else checked_weight(samples)
-        if consumed.nothing and not self.has_gradients:
+        weight = max(1, step.samples) if samples is None else checked_weight(samples)
+        if consumed.has_none_for(step) and not self._has_gradients():
             return self._strategy.skip()
         self._check_leaving()
-        self.pending = consumed.following > 0 and consumed.lost is None
+        self.pending = consumed.following > 0 and step.lost is None
         if self.pending:
             return self._accumulate(weight)
         session.enter("push")
         # A deferred step does not know yet whether the groups of the push before have counted.
         is_known = groups == self._groups_on_servers and not self._strategy.is_deferred
-        push = Push(self._accumulation.finish(weight), consumed.batches, "" if is_known else groups)
+        push = Push(
+            self._accumulation.finish(weight),
+            consumed.batches,
+            "" if is_known else groups,
+            self.name,
+        )
         result = self._send(push)
         push = replace(push, batches=consumed.batches)  # without those of a lost membership
-        self.result = result or self.result
-        consumed.clear()
-        session.finish_step(push.samples, self.result.seconds if self.result else {})
+        consumed.finish_push(step)
+        last = result or self.result
+        session.finish_step(push.samples * self._counts_samples, last.seconds if last else {})
         if result is not None:
-            self._record_outcome(push, result)
+            self.record_outcome(push, result)
         return None
 
     def _accumulate(self, samples: int) -> None:
         self._accumulation.add(samples)
-        self._session.consumed.samples = 0
+        self._next.samples, self._next.is_open = 0, True
         self._strategy.skip()
 
     def _check_leaving(self) -> None:
@@ -211,9 +240,9 @@ class ServerOptimizer(torch.optim.Optimizer):
 
     def _send(self, push: Push) -> PushResult | None:
         session = self._session
-        if session.consumed.lost is not None:
+        if self._next.lost is not None:
             self._strategy.skip()
-            return lost(session.consumed.lost, session.version)
+            return lost(self._next.lost, session.version)
         try:
             result = self._strategy.push(push)
         except DrainedError as error:
@@ -224,8 +253,10 @@ class ServerOptimizer(torch.optim.Optimizer):
         session.reset_rejoin_count()
         return result
 
-    def _record_outcome(self, push: Push, result: PushResult) -> None:
-        self.result = result
+    def record_outcome(self, push: Push, result: PushResult) -> None:
+        """Take the outcome of a push."""
+        assert self.model is not None
+        self.result = self.model.result = result
         if result.status == "rejected":
             self._reject(result.reason)
         if result.status == "stale":
@@ -234,7 +265,10 @@ class ServerOptimizer(torch.optim.Optimizer):
                 self._session.client.return_batches(push.batches)
             if not result.lost:
                 log.warning(
-                    "push_stale", staleness=result.staleness, returned_batches=len(push.batches)
+                    "push_stale",
+                    staleness=result.staleness,
+                    returned_batches=len(push.batches),
+                    reason=result.reason,
                 )
         else:
             self._groups_on_servers = push.groups_json or self._groups_on_servers
@@ -246,58 +280,25 @@ class ServerOptimizer(torch.optim.Optimizer):
         self._session.stats.rejected += 1
         log.warning("step_skipped", reason=why)
 
-    @property
-    def has_gradients(self) -> bool:
-        """Whether any parameter has a gradient."""
-        return self._adapter.has_gradients
-
-    @torch.no_grad()
-    def pull(self) -> None:
-        """Load the job's newest weights and buffers into the model, without a step."""
-        with self._session.rejoin_on_fence():
-            self._strategy.pull()
-
-    @torch.no_grad()
-    def wait(self) -> None:
-        """Wait as `Job.wait` does."""
-        with self._session.rejoin_on_fence():
-            self._strategy.settle()
-
-    @contextmanager
-    def _rejoin_in_forward(self) -> Iterator[None]:
-        """Leave the body when the worker is fenced inside a forward, and rejoin.
-
-        The first modules of that forward have used older weights than the rest will, so its
-        gradients are void.
-        """
-        try:
-            yield
-        except DrainedError as error:
-            self._session.stop(str(error), "drained")
-        except FencedError as error:
-            self._session.rejoin(error)
-            self._session.consumed.lose(error)
-
-    def save(self, file: str | PathLike[str]) -> None:
-        """Write the weights as `Job.save` does."""
-        self.wait()
-        save(self._session.client, self._adapter, file)
+    def _has_gradients(self) -> bool:
+        """Return whether any of its parameters has a gradient."""
+        return any(map(is_not, map(attrgetter("grad"), self._parameters), repeat(None)))
 
     def drop(self, error: PSError) -> None:
-        """End or drop a push under way: the worker has lost its membership with this error."""
+        """Drop gradients of a membership that was lost with this error."""
         self._accumulation.clear()
-        self._strategy.drop(error)
+        # ConsumedBatches knows which steps of a script with passes are void
+        if self.name and self._has_gradients() and not self._session.consumed.dealt:
+            self._next.lost = error
 
-    @torch.no_grad()
     def renew(self) -> None:
-        """Load all of the job's weights: the worker has a new membership."""
+        """Assume nothing of what the servers know: the worker has a new membership."""
         self._groups_on_servers = ""
-        self._strategy.renew()
 
     def close(self) -> None:
-        """Remove all hooks: the model belongs to the script, as it is now."""
-        self._original_hook.remove()
-        self._strategy.close()
+        """Remove the hook of the script's optimizer."""
+        if self._original_hook is not None:
+            self._original_hook.remove()
 
     @property
     def _is_copy(self) -> bool:
@@ -311,7 +312,7 @@ class ServerOptimizer(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group. Only torch's constructor may: the servers cannot add parameters later."""
-        if hasattr(self, "_strategy"):
+        if hasattr(self, "_session"):
             raise InvalidRequestError(
                 "the parameters of a job are fixed. Try: give the optimizer all of them before "
                 "job.optimizer, and switch requires_grad"
@@ -325,7 +326,8 @@ class ServerOptimizer(torch.optim.Optimizer):
         """
         if self._is_copy:
             return super().state_dict()
-        self.wait()
+        if self.model is not None:
+            self.model.wait()
         return super().state_dict() | {
             STATE_DICT_KEY: {"job": self._session.client.job, "version": self._session.version}
         }

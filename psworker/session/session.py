@@ -6,6 +6,7 @@ its membership up here.
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from os import PathLike
 from typing import Never, Protocol, TypeVar
 
 from pscommon.core.errors import FencedError, InvalidRequestError, PSError, QuarantinedError
@@ -30,23 +31,23 @@ log = get_logger(__name__)
 
 
 class TrainedModel(Protocol):
-    """What a session needs of the job's optimizer.
+    """What a session needs of the job's model.
 
     Attributes:
         result: Outcome of the last step that was decided; None before the first.
-        has_gradients: A step would push something.
     """
 
     @property
     def result(self) -> PushResult | None: ...
-    @property
-    def has_gradients(self) -> bool: ...
 
     def pull(self) -> None:
         """Load the job's newest weights into the model."""
 
     def wait(self) -> None:
         """Wait until no push is under way."""
+
+    def save(self, file: str | PathLike[str]) -> None:
+        """Write the job's newest weights to a safetensors file."""
 
     def drop(self, error: PSError) -> None:
         """End or drop a push under way: the worker has lost its membership."""
@@ -64,7 +65,8 @@ class Session(JobFacts):
         consumed: Batches that the script has received and not pushed yet.
         loops: Loops that the script is in.
         passes: Passes that the script's loaders have begun, by size of the data set and seed.
-        model: The job's optimizer; None before the script has handed over its model.
+        model: The job's model; None before it is registered.
+        register_model: Registers a model whose parts the script has handed over; None without one.
         is_closed: The job is closed.
     """
 
@@ -75,6 +77,7 @@ class Session(JobFacts):
         self.loops = OpenLoops()
         self.passes: dict[tuple[int, int], int] = {}
         self.model: TrainedModel | None = None
+        self.register_model: Callable[[], None] | None = None
         self.is_closed = False
         self._stop_reason = ""  # empty until the script is to end
         self._rejoins = 0
@@ -102,19 +105,25 @@ class Session(JobFacts):
         metrics.step({phase: self.stats.last[phase] for phase in metrics.PHASES}, samples)
         self.enter("compute")
 
-    @property
-    def has_gradients(self) -> bool:
-        """A step would push something."""
-        return self.model is not None and self.model.has_gradients
+    def require_model(self, refusal: str) -> TrainedModel:
+        """Return the job's model, registered now if necessary.
+
+        Raises:
+            InvalidRequestError: There is none. refusal: How the message begins.
+        """
+        if self.model is None and self.register_model is not None:
+            self.register_model()
+        if self.model is None:
+            raise InvalidRequestError(
+                f"{refusal}: there is no model yet. Try: call job.optimizer first"
+            )
+        return self.model
 
     def pull(self) -> None:
         """Load the job's newest weights into the model."""
-        if self.model is None:
-            raise InvalidRequestError(
-                "cannot load weights: there is no model yet. Try: call job.optimizer first"
-            )
+        model = self.require_model("cannot load weights")
         before = self.enter("pull")
-        self.model.pull()
+        model.pull()
         self.enter(before)
 
     @contextmanager
@@ -123,10 +132,7 @@ class Session(JobFacts):
 
         Raises Stopping before the loop, and at its end, once the script is to end.
         """
-        if self.model is None:
-            raise InvalidRequestError(
-                "cannot begin this pass: there is no model yet. Try: call job.optimizer first"
-            )
+        model = self.require_model("cannot begin this pass")
         self.check_stopping()
         self.loops.begin(batches)
         steps = self.stats.steps
@@ -140,7 +146,7 @@ class Session(JobFacts):
             # A worker that cannot reach the job, or is no member, holds no batches any more.
             with suppress(PSError):
                 batches.give_back()
-            result = self.model.result
+            result = model.result
             self.loops.end(batches, result.version if result and self.stats.steps > steps else 0)
         self.check_stopping()
 
@@ -247,8 +253,7 @@ class Session(JobFacts):
             self.model.drop(error)
         for batches in self.loops.open:
             batches.forget()
-        if self.consumed.batches:
-            self.consumed.lose(error)
+        self.consumed.lose(error)
 
     def _renew_model(self) -> None:
         if self.model is not None:

@@ -7,7 +7,7 @@ from concurrent.futures import Future
 from typing import Protocol
 
 from pscommon.system import signals as interruptible
-from psworker.transport.streams import Cancellation
+from psworker.transport.exchange_calls import Cancellation
 
 
 class ShardCall(Protocol):

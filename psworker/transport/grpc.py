@@ -1,71 +1,51 @@
-"""The gRPC transport of a worker's requests: channels to all servers, and calls on them."""
+"""A worker's requests over the network: gRPC channels to all servers, and calls on them.
 
-import itertools
+Exchanges use a stream instead where there is one (stream_lanes.py).
+"""
+
 import os
 import threading
 import time
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import grpc
 
 from pscommon.core.errors import InvalidRequestError, PSError, UnreachableError
 from pscommon.core.formats import check_wire_format
+from pscommon.settings.values import Lanes
 from pscommon.system import signals as interruptible
-from pscommon.wire.channel import FRAME_BYTES, open_channel
-from pscommon.wire.frames import ExchangeStub, chunks, decode_response, encode_header
+from pscommon.wire.frames import (
+    Frame,
+)
 from pscommon.wire.status import translated
+from pscommon.wire.stream_format import decode_message
 from psproto.v1 import coordinator_pb2 as co
 from psproto.v1 import parameter_server_pb2 as ps
+from psproto.v1 import stream_pb2
 from psproto.v1.coordinator_pb2_grpc import CoordinatorServiceStub
-from psproto.v1.parameter_server_pb2_grpc import ParameterServerServiceStub
 from psworker.core.clock import Clock
 from psworker.transport.endpoints import Endpoints
-from psworker.transport.streams import (
+from psworker.transport.exchange_calls import (
     AnswerReceiver,
     Cancellation,
     ExchangeAnswer,
-    TransferCalls,
-    receive_answer,
 )
+from psworker.transport.grpc_exchanges import GrpcExchanges, ServerChannel
+from psworker.transport.stream_lanes import StreamLanes
 
 INTRODUCTION_SECONDS = 5.0
 
-
-class ServerChannel:
-    """A channel and all its stubs.
-
-    The stubs are created at once: creating a stub on a closed channel crashes gRPC's C core.
-
-    Attributes:
-        address: HOST:PORT of the server.
-        is_closed: The channel is closed.
-        exchanges: Stub of the Exchange call.
-        shard: Stub of the parameter server service.
-        coordinator: Stub of the coordinator service.
-    """
-
-    def __init__(self, address: str, tensors: bool) -> None:
-        self.address = address
-        self.is_closed = False
-        self._channel = channel = open_channel(address, tensors)
-        self.exchanges = ExchangeStub(channel)
-        self.shard: ParameterServerServiceStub = ParameterServerServiceStub(channel)
-        self.coordinator: CoordinatorServiceStub = CoordinatorServiceStub(channel)
-
-    def close(self) -> None:
-        """Close the channel, which ends all its calls. May be called again."""
-        self.is_closed = True
-        self._channel.close()
-
-    def cancel(self, cause: object = None) -> None:
-        """End a call that blocks the thread which made it; only closing the channel does.
-
-        Calls of other threads on this channel are retried.
-        """
-        self.close()
+Response = TypeVar(
+    "Response",
+    co.HeartbeatResponse,
+    co.NextBatchResponse,
+    co.ReturnBatchesResponse,
+    co.CollectiveResponse,
+    co.ReportMetricsResponse,
+)
 
 
 class GrpcTransport:
@@ -77,16 +57,20 @@ class GrpcTransport:
     Args:
         addresses: Server addresses by shard.
         given: Addresses that the user listed, perhaps with those of standbys.
+        lanes: The transports of exchanges: streams where they are allowed and possible.
     """
 
     direct = False
 
-    def __init__(self, addresses: Sequence[str], given: Sequence[str] = ()) -> None:
+    def __init__(
+        self, addresses: Sequence[str], given: Sequence[str] = (), lanes: Lanes = "grpc"
+    ) -> None:
         self.clock = Clock(time.monotonic, time.sleep)
         self._endpoints = Endpoints(addresses, given)
         self._lock = threading.Lock()
         self._channels: dict[tuple[str, bool], ServerChannel] = {}
-        self._streams = TransferCalls()
+        self._calls = GrpcExchanges()
+        self._lanes = StreamLanes(lanes)
         self._introductions: list[object] = []  # keeps the futures alive, so their calls go on
         self._is_closed = False
         _transports.add(self)
@@ -129,6 +113,8 @@ class GrpcTransport:
             ]
         for channel in channels:
             channel.close()
+        for address in addresses:
+            self._lanes.drop(address)
 
     def find_primaries(self, job: str, timeout: float) -> bool:
         endpoints, calls, void = self._endpoints, [], set[str]()
@@ -169,6 +155,7 @@ class GrpcTransport:
             channels, self._channels = list(self._channels.values()), {}
         for channel in channels:
             channel.close()
+        self._lanes.drop_all()
 
     def join(self, request: co.JoinRequest, timeout: float) -> co.JoinResponse:
         with self._coordinator("Join") as stub:
@@ -179,30 +166,29 @@ class GrpcTransport:
             return stub.Register(request, timeout=timeout)
 
     def heartbeat(self, request: co.HeartbeatRequest, timeout: float) -> co.HeartbeatResponse:
-        with self._coordinator("Heartbeat") as stub:
-            return stub.Heartbeat(request, timeout=timeout)
+        return self._request(co.HeartbeatResponse, "Heartbeat", "heartbeat", request, timeout)
 
     def leave(self, request: co.LeaveRequest, timeout: float) -> co.LeaveResponse:
         with self._coordinator("Leave") as stub:
             return stub.Leave(request, timeout=timeout)
 
     def next_batch(self, request: co.NextBatchRequest, timeout: float) -> co.NextBatchResponse:
-        with self._coordinator("NextBatch") as stub:
-            return stub.NextBatch(request, timeout=timeout)
+        return self._request(co.NextBatchResponse, "NextBatch", "next_batch", request, timeout)
 
     def return_batches(
         self, request: co.ReturnBatchesRequest, timeout: float
     ) -> co.ReturnBatchesResponse:
-        with self._coordinator("ReturnBatches") as stub:
-            return stub.ReturnBatches(request, timeout=timeout)
+        return self._request(
+            co.ReturnBatchesResponse, "ReturnBatches", "return_batches", request, timeout
+        )
 
     def collective(self, request: co.CollectiveRequest, timeout: float) -> co.CollectiveResponse:
-        with self._coordinator("Collective") as stub:
-            return stub.Collective(request, timeout=timeout)
+        return self._request(co.CollectiveResponse, "Collective", "collective", request, timeout)
 
     def report(self, request: co.ReportMetricsRequest, timeout: float) -> co.ReportMetricsResponse:
-        with self._coordinator("ReportMetrics") as stub:
-            return stub.ReportMetrics(request, timeout=timeout)
+        return self._request(
+            co.ReportMetricsResponse, "ReportMetrics", "report_metrics", request, timeout
+        )
 
     def status(self, request: co.GetStatusRequest, timeout: float) -> co.GetStatusResponse:
         with self._coordinator("GetStatus") as stub:
@@ -237,33 +223,29 @@ class GrpcTransport:
         receiver: AnswerReceiver,
         timeout: float,
         cancellation: Cancellation,
-        frames: Iterator[bytes] | None = None,
+        frames: Iterator[Frame[ps.PushPullHeader]] | None = None,
     ) -> ExchangeAnswer:
         self._endpoints.check_layout()
         header.term = self._endpoints.term(shard)
         with self._at(shard, "Exchange", tensors=True) as channel:
-            if header.memory:
-                request = encode_header(header)
-                answer = _exchange_once(channel, request, receiver, timeout, cancellation, True)
-            elif frames is None and _fits_once(header, send, receiver):
-                request = encode_header(header, *(send if header.has_data else ()))
-                answer = _exchange_once(channel, request, receiver, timeout, cancellation)
+            stream = self._lanes.find(
+                shard, channel.address, header, channel.shard.Describe, timeout
+            )
+            if stream is None:
+                answer = self._calls.exchange(
+                    channel, header, send, receiver, timeout, cancellation, frames
+                )
             else:
-                if frames is None and header.has_data:
-                    frames = itertools.chain([encode_header(header)], chunks(send))
-                with self._streams.open(channel.address, timeout, receiver) as stream:
-                    stub = channel.exchanges
-                    call = (
-                        stub.ask(encode_header(header))
-                        if frames is None
-                        else stub.stream(stream.watch(frames))
-                    )
-                    answer = stream.answer(call, cancellation)
+                cancellation.attach(stream)
+                try:
+                    answer = stream.exchange(header, send, receiver, timeout, frames)
+                finally:
+                    cancellation.detach(stream)
             self._endpoints.check(shard, answer.result.term)
             return answer
 
     def end_stalled(self) -> None:
-        self._streams.end_stalled()
+        self._calls.end_stalled()
 
     def close(self) -> None:
         """Close all channels. May be called again, and in a forked child."""
@@ -296,6 +278,25 @@ class GrpcTransport:
         with self._at(0, method) as channel, interruptible.deferred(channel.cancel):
             yield channel.coordinator
 
+    def _request(
+        self, kind: type[Response], method: str, field: str, request: Any, timeout: float
+    ) -> Response:
+        """Make a request to the coordinator, over a stream where there is one.
+
+        kind: The response's type.
+        field: The request's field in a CoordinatorRequest.
+        """
+        with self._at(0, method) as channel:
+            with self._lanes.for_requests(channel.address) as stream:
+                if stream is not None:
+                    sent = stream_pb2.CoordinatorRequest(**{field: request})
+                    with interruptible.deferred(lambda _: stream.cancel()):
+                        return decode_message(kind, stream.request(sent, timeout))
+            with interruptible.deferred(channel.cancel):
+                return cast(
+                    Response, getattr(channel.coordinator, method)(request, timeout=timeout)
+                )
+
     def _channel(self, address: str, tensors: bool = False) -> "ServerChannel":
         with self._lock:
             if self._is_closed:
@@ -309,6 +310,7 @@ class GrpcTransport:
         """In a forked child: drop the parent's channels without closing them, which could hang."""
         _inherited.extend(self._channels.values())
         self._lock, self._channels = threading.Lock(), {}
+        self._lanes.drop_inherited()
 
 
 _transports: "weakref.WeakSet[GrpcTransport]" = weakref.WeakSet()
@@ -321,38 +323,3 @@ def _after_fork() -> None:
 
 
 os.register_at_fork(after_in_child=_after_fork)
-
-
-def _fits_once(
-    header: ps.PushPullHeader, send: Sequence[memoryview], receiver: AnswerReceiver
-) -> bool:
-    """Return whether one message in each direction suffices."""
-    answer = ps.ExchangeResult(pulled=header.pull != ps.PULL_NONE)
-    return (
-        sum(view.nbytes for view in send)
-        <= FRAME_BYTES
-        >= sum(view.nbytes for view in receiver.views(answer))
-    )
-
-
-def _exchange_once(
-    channel: ServerChannel,
-    request: bytes,
-    receiver: AnswerReceiver,
-    timeout: float,
-    cancellation: Cancellation,
-    in_memory: bool = False,
-) -> ExchangeAnswer:
-    """Exchange one message in each direction. in_memory: The bytes are in shared memory."""
-    once: Any = channel.exchanges.once
-    call: Any = channel
-    started = time.monotonic()
-    if not cancellation.is_alone:  # a blocking call spares one of gRPC's threads
-        call = once.future(request, timeout=timeout)
-    cancellation.attach(call)
-    try:
-        answer = once(request, timeout=timeout) if call is channel else call.result()
-    finally:
-        cancellation.detach(call)
-    result = receive_answer(iter([decode_response(answer)]), receiver, in_memory)
-    return ExchangeAnswer(result, time.monotonic() - started, 0.0)

@@ -7,10 +7,11 @@ in this process. The layers above are the same over both.
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
+from pscommon.wire.frames import Frame
 from psproto.v1 import coordinator_pb2 as co
 from psproto.v1 import parameter_server_pb2 as ps
 from psworker.core.clock import Clock
-from psworker.transport.streams import AnswerReceiver, Cancellation, ExchangeAnswer
+from psworker.transport.exchange_calls import AnswerReceiver, Cancellation, ExchangeAnswer
 
 
 class Transport(Protocol):
@@ -104,7 +105,7 @@ class Transport(Protocol):
         receiver: AnswerReceiver,
         timeout: float,
         cancellation: Cancellation,
-        frames: Iterator[bytes] | None = None,
+        frames: Iterator[Frame[ps.PushPullHeader]] | None = None,
     ) -> ExchangeAnswer:
         """Make one Exchange call. After an error the receiver's memory may be partly written.
 
@@ -115,7 +116,7 @@ class Transport(Protocol):
             receiver: Memory for the bytes of the answer.
             timeout: Deadline in seconds.
             cancellation: Ends the call from another thread.
-            frames: Encoded frames to send instead of `header` and `send`.
+            frames: Frames of an open push, to send instead of `header` and `send`.
         """
         ...
 

@@ -9,10 +9,11 @@ import numpy as np
 from pscommon.core.data_loop import LoopSpec
 from pscommon.core.log_entries import BatchKey
 from pscommon.core.partition import PartitionPlan
+from pscommon.wire.frames import Frame
 from psproto.v1 import parameter_server_pb2 as ps
 from psworker import Client
 from psworker.core.results import Lease, PushResult
-from psworker.transport.streams import AnswerReceiver, Cancellation, ExchangeAnswer
+from psworker.transport.exchange_calls import AnswerReceiver, Cancellation, ExchangeAnswer
 from tests.chaos.journal import Journal
 from tests.support.rpc_faults import FaultyLane
 
@@ -32,7 +33,7 @@ class SequenceLane(FaultyLane):
         receiver: AnswerReceiver,
         timeout: float,
         cancellation: Cancellation,
-        frames: Iterator[bytes] | None = None,
+        frames: Iterator[Frame[ps.PushPullHeader]] | None = None,
     ) -> ExchangeAnswer:
         self.seq = header.seq or self.seq
         return super().exchange(shard, header, send, receiver, timeout, cancellation, frames)
@@ -55,6 +56,7 @@ class JournaledClient(Client):
         batches: Sequence[BatchKey] = (),
         groups_json: str = "",
         base: int | None = None,
+        optimizer: str = "",
     ) -> PushResult:
         """Call Client.exchange and write the operation."""
         known = {
@@ -74,6 +76,7 @@ class JournaledClient(Client):
                     batches=batches,
                     groups_json=groups_json,
                     base=base,
+                    optimizer=optimizer,
                 )
             finally:
                 operation.seq = self._sequence_lane.seq

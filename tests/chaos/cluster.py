@@ -16,6 +16,7 @@ from tests.chaos.job import STOP
 from tests.chaos.schedule import Fault
 from tests.support.process_job import Servers, kill, resume, state_of, worker
 from tests.support.programs import Program, Programs, programs_in
+from tests.support.proxy import Proxy
 from tests.support.small_disk import SmallDisk, missing
 
 DISK = 256 << 20
@@ -100,7 +101,7 @@ class Cluster:
             "--min-workers",
             soak_job.workers,
             "--lanes",
-            "grpc",
+            "stream",
             *soak_job.flags,
         )
         self.servers = enter(
@@ -157,17 +158,20 @@ class Cluster:
             self._begin_network_fault(fault)
 
     def _begin_network_fault(self, fault: Fault) -> None:
-        proxy = self.servers.proxies[fault.target]
-        if fault.kind == "cut":
-            proxy.refuse()
-            proxy.cut()
-        elif fault.kind == "reset":
-            proxy.reset()
-        elif fault.kind == "half-open":
-            proxy.half_open()
-        else:
-            proxy.rate(SLOW)
-            proxy.latency(LATENCY, LATENCY)
+        for proxy in self._proxies(fault.target):
+            if fault.kind == "cut":
+                proxy.refuse()
+                proxy.cut()
+            elif fault.kind == "reset":
+                proxy.reset()
+            elif fault.kind == "half-open":
+                proxy.half_open()
+            else:
+                proxy.rate(SLOW)
+                proxy.latency(LATENCY, LATENCY)
+
+    def _proxies(self, shard: int) -> tuple[Proxy, Proxy]:
+        return self.servers.proxies[shard], self.servers.stream_proxies[shard]
 
     def end_fault(self, fault: Fault, began: float) -> None:
         """End a fault; `restart_crashed` finds killed processes."""
@@ -179,7 +183,8 @@ class Cluster:
         elif fault.kind == "full disk" and self.disk is not None:
             self.disk.free()
         elif not fault.kind.startswith("kill"):
-            self.servers.proxies[fault.target].heal()
+            for proxy in self._proxies(fault.target):
+                proxy.heal()
         self.ended_faults.append(EndedFault(fault.kind, began, time.monotonic()))
         if fault.kind == "kill server":
             self._restarted[fault.target] = self.ended_faults[-1]
@@ -191,7 +196,7 @@ class Cluster:
                 resume(program)
         if self.disk is not None:
             self.disk.free()
-        for proxy in self.servers.proxies:
+        for proxy in (*self.servers.proxies, *self.servers.stream_proxies):
             proxy.heal()
 
     def _target(self, fault: Fault) -> Program:

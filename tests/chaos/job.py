@@ -64,7 +64,8 @@ def connect(folder: Path, rules: str, seed: int) -> Job:
     journal = Journal(folder, f"w{rank}.{attempt}")
     cluster = discover(os.environ["PS_SERVERS"].split(","), connect_timeout)
     lane = SequenceLane(
-        GrpcTransport(cluster.addresses), Faults(rules, seed * 1000 + rank * 100 + attempt)
+        GrpcTransport(cluster.addresses, lanes="stream" if rank % 2 else "grpc"),
+        Faults(rules, seed * 1000 + rank * 100 + attempt),
     )
     client = JournaledClient(journal, lane, rank=rank, connect_timeout=connect_timeout)
     return Job(client, rank, torch.device("cpu"))

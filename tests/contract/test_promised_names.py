@@ -1,7 +1,7 @@
 """Names that never change (promised/names.txt, docs/formats.md)."""
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +34,16 @@ from psserver.durability.state_records import StateRecordKind
 from psserver.process.metrics import standby_metrics
 from psworker.session import metrics as worker_metrics
 from tests.contract.promised import found
-from tests.contract.promised.journal import COMMANDS, LOG_ID, RULES
+from tests.contract.promised.journal import (
+    COMMANDS,
+    LOG_ID,
+    RULES,
+    SEVERAL_OPTIMIZERS_COMMANDS,
+)
 from tests.contract.promised.running_job import JobNames, names_of_a_running_job
 
 TABLE = Path(__file__).with_name("promised") / "names.txt"
+JOURNALS = COMMANDS, SEVERAL_OPTIMIZERS_COMMANDS
 
 REMOVED = (
     "These names are promised: processes, data directories, scripts and dashboards of users rely "
@@ -137,11 +143,11 @@ def test_names_in_the_code_are_the_promised_names(section: str) -> None:
 # ---- commands of logs on disk --------------------------------------------------------------------
 
 
-def replayed_states() -> Iterator[dict[str, Any]]:
-    """Yield the coordinator's state after each command of the journal."""
+def replayed_states(commands: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Yield the coordinator's state after each command of a journal."""
     coordinator = CoordinatorMachine(2, JobRules.from_json(RULES), log_id=LOG_ID)
     failures: list[str] = []
-    for number, raw in enumerate(COMMANDS):
+    for number, raw in enumerate(commands):
         command = RecordedCommand.from_json(json.loads(json.dumps({**raw, "now": number})))
         replay(
             coordinator, [command], lambda failed, error: failures.append(f"{failed}: {error!r}")
@@ -150,9 +156,12 @@ def replayed_states() -> Iterator[dict[str, Any]]:
         yield json.loads(json.dumps(coordinator.complete_state()))
 
 
-def test_commands_of_recorded_logs_are_decoded_with_all_arguments() -> None:
+@pytest.mark.parametrize("commands", JOURNALS, ids=["one optimizer", "several optimizers"])
+def test_commands_of_recorded_logs_are_decoded_with_all_arguments(
+    commands: Sequence[dict[str, Any]],
+) -> None:
     """Other tests check what commands do."""
-    assert len(list(replayed_states())) == len(COMMANDS)
+    assert len(list(replayed_states(commands))) == len(commands)
 
 
 @pytest.mark.parametrize("raw", COMMANDS, ids=[str(raw["do"]) for raw in COMMANDS])
@@ -171,7 +180,11 @@ def running_job(tmp_path_factory: pytest.TempPathFactory) -> JobNames:
 
 
 def test_coordinator_state_has_the_promised_keys(running_job: JobNames) -> None:
-    states = (found.key_paths(state, found.STATE_MAPS) for state in replayed_states())
+    states = (
+        found.key_paths(state, found.STATE_MAPS)
+        for commands in JOURNALS
+        for state in replayed_states(commands)
+    )
     check("coordinator state", running_job.job_segment.union(*states))
 
 

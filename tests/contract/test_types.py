@@ -81,4 +81,4 @@ def test_numpy_numbers_are_accepted_as_numbers() -> None:
     )
     assert spec.groups == ({"lr": 0.5, "betas": (0.5, 0.25), "amsgrad": True},)
     assert [type(value) for value in spec.groups[0].values()] == [float, tuple, bool]
-    assert psworker.OptimizerSpec.from_json(spec.as_json()).groups == spec.groups
+    assert psworker.OptimizerSpec.from_dict(spec.as_dict()).groups == spec.groups

@@ -4,7 +4,6 @@ change.
 `python -m tests.faults.test_kills 50` runs 50 seeds.
 """
 
-import random
 import sys
 import tempfile
 import time
@@ -24,36 +23,12 @@ from tests.support.compared_runs import (
     digest_without_kills,
 )
 from tests.support.forked_job import ForkedJob
+from tests.support.killer import DONE, Killer
 from tests.support.worker_scripts import train
 from tests.support.workers import digest, status
 
-PAUSE_AT, DONE = 90, "done"
+PAUSE_AT = 90
 """Version at which workers wait for the last kill; a run has at least 100 versions."""
-
-
-class Killer:
-    """Kills processes of a job at random times. `kinds`: s for servers, w for workers.
-
-    The last steps of the workers follow the last kill (pause_at).
-    """
-
-    def __init__(
-        self, job: ForkedJob, seed: int, kills: int, gap: float = 0.8, kinds: str = "sw"
-    ) -> None:
-        self.left = kills
-        self._done = job.folder / DONE
-        self._job, self._gap, self._kinds = job, gap, kinds
-        self._random = random.Random(seed)
-        self._next = time.monotonic() + 0.5
-
-    def __call__(self) -> None:
-        names = [name for name in self._job.running_names if name[0] in self._kinds]
-        if self.left and names and time.monotonic() > self._next:
-            self._job.processes[self._random.choice(names)].kill()
-            self.left -= 1
-            self._next = time.monotonic() + self._random.random() * self._gap
-            if not self.left:
-                self._done.touch()
 
 
 def create_job(folder: Path, *flags: object, **options: object) -> ForkedJob:

@@ -10,7 +10,13 @@ from pathlib import Path
 import pytest
 
 from tests.support.machine_time import machine_seconds
-from tests.support.proxied_job import lines, longest_silence, wait_for_line, wait_for_more_lines
+from tests.support.proxied_job import (
+    ProxiedJob,
+    lines,
+    longest_silence,
+    wait_for_line,
+    wait_for_more_lines,
+)
 from tests.support.pushing_jobs import (
     DETECTION_SECONDS,
     LOG_INTERVAL_SECONDS,
@@ -58,9 +64,9 @@ def test_a_round_that_waits_for_a_stopped_worker_is_logged(jobs: JobStarter) -> 
 
 def test_the_call_of_an_unreachable_worker_is_cancelled(jobs: JobStarter) -> None:
     """The worker logs within 4 s that it is disconnected. The server's thread is free before the
-    deadline of the call.
+    deadline of the call. (Over a stream a waiting worker occupies no thread.)
     """
-    job = jobs("sync", "60s", shards=1)
+    job = jobs("sync", "60s", shards=1, lanes=("grpc", "grpc"))
     job.processes["w1"].send(signal.SIGSTOP)
     waiting = lines(job.processes["w0"], "pushed")
 
@@ -91,16 +97,30 @@ def test_the_call_of_an_unreachable_worker_is_cancelled(jobs: JobStarter) -> Non
     stop_and_check(job)
 
 
-def test_training_resumes_after_a_cut_between_two_servers(jobs: JobStarter) -> None:
+def between_servers(jobs: JobStarter, servers: str) -> ProxiedJob:
+    """Start a job whose servers are connected as --lanes says; its workers use gRPC."""
+    job = jobs("async", "60s", lanes=("grpc", "grpc"), server_lanes=servers)
+    assert bool(job.stream_proxies[0].accepted) is (servers == "stream")
+    return job
+
+
+def cut_between_servers(job: ProxiedJob) -> None:
+    """Let no byte pass between the servers any more."""
+    job.link.half_open()
+    job.stream_proxies[0].half_open()
+
+
+@pytest.mark.parametrize("servers", ["stream", "grpc"])
+def test_training_resumes_after_a_cut_between_two_servers(jobs: JobStarter, servers: str) -> None:
     """Both servers log the cut within 4 s; workers log that they wait for a shard.
 
     New connections to shard 0 are refused, because workers would otherwise tell shard 1 its
     address.
     """
-    job = jobs("async", "60s")
+    job = between_servers(jobs, servers)
     began, cut = time.time(), time.monotonic()
     job.proxies[0].refuse()
-    job.link.half_open()
+    cut_between_servers(job)
     wait_for_line(job.processes["s0"], "shard_connection_lost")
     wait_for_line(job.processes["s1"], "coordinator_connection_lost")
     noticed = machine_seconds(cut)
@@ -110,6 +130,7 @@ def test_training_resumes_after_a_cut_between_two_servers(jobs: JobStarter) -> N
     until(lambda: time.time() - began > LINK_CUT, "the end of the cut")
     version_at_cut = job.metrics(0)("ps_version")
     job.link.heal()
+    job.stream_proxies[0].heal()
     resumed = wait_for_more_lines(workers(job), "pushed", times=2)
     job.proxies[0].heal()
     print(
@@ -128,13 +149,16 @@ def test_training_resumes_after_a_cut_between_two_servers(jobs: JobStarter) -> N
     assert stop_and_check(job) > version_at_cut
 
 
-def test_a_disconnected_shard_reaches_shard_0_through_the_workers_address(jobs: JobStarter) -> None:
+@pytest.mark.parametrize("servers", ["stream", "grpc"])
+def test_a_disconnected_shard_reaches_shard_0_through_the_workers_address(
+    jobs: JobStarter, servers: str
+) -> None:
     """It may retry its old address once before a heartbeat makes the workers introduce the
     new one.
     """
-    job = jobs("async", "60s")
+    job = between_servers(jobs, servers)
     cut = time.monotonic()
-    job.link.half_open()
+    cut_between_servers(job)
     wait_for_line(job.processes["s1"], "coordinator_connection_lost")
     noticed = machine_seconds(cut)
     resumed = wait_for_more_lines(workers(job), "pushed", times=2)

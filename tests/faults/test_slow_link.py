@@ -16,15 +16,18 @@ MEGABITS, FLOATS = 3, 500_000
 ADDRESS = f"{SERVER_ADDRESS}:4000"
 
 SCRIPT = f"""
+import sys
+
 import numpy as np, psworker
 ones = {{"w": np.ones({FLOATS}, np.float32)}}
-with psworker.Client("{ADDRESS}", lanes="grpc", connect_timeout=5.0) as client:
+with psworker.Client("{ADDRESS}", lanes=sys.argv[1], connect_timeout=5.0) as client:
     client.register({{"w": np.zeros({FLOATS}, np.float32)}}, psworker.OptimizerSpec("sgd", lr=1.0))
     print(client.push_pull(ones).status, client.weights["w"].mean())
 """
 
 
-def test_a_large_push_completes_over_a_slow_link(tmp_path: Path) -> None:
+@pytest.mark.parametrize("lanes", ["stream", "grpc"])
+def test_a_large_push_completes_over_a_slow_link(tmp_path: Path, lanes: str) -> None:
     """Initial weights of 2 MB go up, the step goes up and down. Each takes over 5 s, the longest
     silence that a server may have.
     """
@@ -36,13 +39,13 @@ def test_a_large_push_completes_over_a_slow_link(tmp_path: Path) -> None:
             prefix, *rest = inside(name)
             return str(shutil.which(prefix)), *rest
 
-        flags = ("--bind", ADDRESS, "--lanes", "grpc")
+        flags = ("--bind", ADDRESS, "--lanes", lanes)
         server = programs.start(
             *within(cable.server), BIN / "ps-server", *flags, PYTHONPATH=MODULES
         )
         server.wait_for("listening")
         worker = programs.start(
-            *within(cable.worker), BIN / "python", "-c", SCRIPT, PYTHONPATH=MODULES
+            *within(cable.worker), BIN / "python", "-c", SCRIPT, lanes, PYTHONPATH=MODULES
         )
 
         assert worker.wait(seconds=90) == 0, worker.output

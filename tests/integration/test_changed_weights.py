@@ -19,7 +19,7 @@ SIZES = {"a": 256, "b": 64, "c": 4096, "d": 16}
 BUFFER, FROZEN = 32, 512
 ALL = 4 * sum(SIZES.values())
 
-LANES = pytest.mark.parametrize("lanes", ["grpc", "shm"])
+LANES = pytest.mark.parametrize("lanes", ["grpc", "stream", "shm"])
 
 
 def joined(address: str, **options: Any) -> Client:

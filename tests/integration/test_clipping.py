@@ -383,4 +383,4 @@ def registered(address: str) -> bool:
 
 
 def test_a_model_without_clip_norm_has_its_original_description() -> None:
-    assert "clip_norm" not in OptimizerSettings("sgd").as_json()
+    assert "clip_norm" not in OptimizerSettings("sgd").as_dict()

@@ -114,7 +114,7 @@ def assert_close(found: Values, expected: Values, **tolerance: float) -> None:
         )
 
 
-@pytest.mark.parametrize("lanes", ["grpc", "shm"])
+@pytest.mark.parametrize("lanes", ["grpc", "stream", "shm"])
 @pytest.mark.parametrize("overlap", [False, True], ids=["whole", "overlap"])
 @pytest.mark.parametrize("make", [ManyKindsModel, layers])
 def test_two_workers_on_a_gpu_train_the_same_as_two_on_the_cpu(
@@ -147,7 +147,7 @@ def test_half_precision_with_overlap_trains_the_same(cluster: Make) -> None:
     assert_close(runs[1][0], runs[0][0], rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("lanes", ["grpc", "shm"])
+@pytest.mark.parametrize("lanes", ["grpc", "stream", "shm"])
 def test_a_pipeline_on_a_gpu_trains_the_same_as_on_the_cpu(cluster: Make, lanes: str) -> None:
     on_cpu, on_gpu = (
         real(

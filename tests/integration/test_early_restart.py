@@ -12,8 +12,8 @@ from pscommon.core.errors import UnreachableError
 from psproto.v1 import parameter_server_pb2 as ps
 from psserver.process.config import ServerConfig
 from psserver.server import Server
+from psworker.transport.exchange_calls import AnswerReceiver, Cancellation
 from psworker.transport.grpc import GrpcTransport
-from psworker.transport.streams import AnswerReceiver, Cancellation
 from tests.support.cluster import Cluster
 from tests.support.ports import free_port
 from tests.support.workers import count, counted, counter, status, weights_of

@@ -28,7 +28,7 @@ PARAMS: dict[str, Any] = {
 }
 BUFFERS: dict[str, Any] = {"mean": np.zeros(130, np.float32)}
 STEPS = 12
-LANES = pytest.mark.parametrize("lanes", ["grpc", "shm"])
+LANES = pytest.mark.parametrize("lanes", ["grpc", "stream", "shm"])
 
 
 def registered(address: str, **options: Any) -> Client:

@@ -283,7 +283,7 @@ def test_no_reader_sees_a_half_applied_version(cluster: Make) -> None:
 def test_non_finite_initial_values_are_accepted_in_buffers_only(cluster: Make) -> None:
     """An attention mask of -inf is accepted over either lane."""
     mask = np.array([0, -np.inf, 1], np.float32)
-    for lanes in ("grpc", "shm"):
+    for lanes in ("grpc", "stream", "shm"):
         with connected(cluster().address, lanes=lanes) as client:
             client.register({"w": np.ones(9)}, OptimizerSpec("sgd", lr=1.0), buffers={"mask": mask})
 

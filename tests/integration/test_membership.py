@@ -21,8 +21,8 @@ from pscommon.core.log_entries import BatchKey
 from pscommon.core.model_spec import OptimizerSettings
 from pscommon.system.process_id import process_id
 from pscommon.wire import messages as codec
-from pscommon.wire.channel import open_channel
-from pscommon.wire.frames import chunks, encode_header
+from pscommon.wire.channel import FRAME_BYTES, open_channel
+from pscommon.wire.frames import NOTHING, Frame
 from psproto.v1 import coordinator_pb2 as co
 from psproto.v1 import parameter_server_pb2 as ps
 from psproto.v1.coordinator_pb2_grpc import CoordinatorServiceStub
@@ -33,8 +33,8 @@ from psserver.server import Server
 from psworker.client.client import Client
 from psworker.connection.membership import WorkerMembership
 from psworker.run.job_poller import GrpcJobObserver
+from psworker.transport.exchange_calls import ExchangeAnswer
 from psworker.transport.grpc import GrpcTransport
-from psworker.transport.streams import ExchangeAnswer
 from tests.support.cluster import Cluster
 from tests.support.events import records_of
 from tests.support.metrics_scrape import Metrics
@@ -175,7 +175,7 @@ class TricklingLane(GrpcTransport):
     def exchange(
         self, shard: int, header: ps.PushPullHeader, send: Sequence[memoryview], *args: Any
     ) -> ExchangeAnswer:
-        slowly = chain([encode_header(header)], map(trickle, chunks(send)))
+        slowly = chain([Frame(header, NOTHING)], map(trickle, pieces(send)))
         return super().exchange(
             shard,
             header,
@@ -185,7 +185,13 @@ class TricklingLane(GrpcTransport):
         )
 
 
-def trickle(frame: bytes) -> bytes:
+def pieces(send: Sequence[memoryview]) -> Iterator[Frame[ps.PushPullHeader]]:
+    for view in send:
+        for start in range(0, view.nbytes, FRAME_BYTES):
+            yield Frame(None, view[start : start + FRAME_BYTES])
+
+
+def trickle(frame: Frame[ps.PushPullHeader]) -> Frame[ps.PushPullHeader]:
     threading.Event().wait(0.2)
     return frame
 

@@ -10,14 +10,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from psworker import InvalidRequestError, Job, NonFiniteError
-from psworker.optim import overlapped_step as overlap
+from psworker.steps import overlapped_step as overlap
 from tests.support.cluster import Cluster
 from tests.support.training_threads import real
 
 Make = Callable[..., Cluster]
 Named = dict[str, Tensor]
 STEPS = 8
-LANES = ("grpc", "shm")
+LANES = ("grpc", "stream", "shm")
 
 
 def net() -> nn.Module:

@@ -19,8 +19,8 @@ from psserver.core.coordinator.machine import CoordinatorMachine
 from psserver.core.job.policy import policy
 from psserver.core.job.settings import JobRules
 from psworker import Client, OptimizerSpec
+from psworker.transport.exchange_calls import ExchangeAnswer
 from psworker.transport.grpc import GrpcTransport
-from psworker.transport.streams import ExchangeAnswer
 from tests.support.cluster import Cluster
 from tests.support.policies import POLICIES
 from tests.support.workers import (

@@ -39,7 +39,7 @@ HOOK = "BucketSender._counter.<locals>.count_gradient"
 
 
 @pytest.mark.parametrize("choice", CHOICES)
-@pytest.mark.parametrize("lanes", ["grpc", "shm"])
+@pytest.mark.parametrize("lanes", ["grpc", "stream", "shm"])
 @pytest.mark.parametrize(("shards", "width"), [(1, 3), (2, 3), (2, LARGE)])
 def test_few_modules_are_on_the_path_of_a_push(
     cluster: Make,
@@ -55,12 +55,13 @@ def test_few_modules_are_on_the_path_of_a_push(
     found = pushes(paths, (STEP, HOOK))
 
     assert len(found) >= 2 * shards
-    assert all(path[-1].module == "psworker.transport.grpc" for path in found)
+    last = "grpc_exchanges" if lanes == "grpc" else "stream_connection"
+    assert all(path[-1].module == f"psworker.transport.{last}" for path in found)
     for path in found:
         assert len(modules(path)) <= MAX_MODULES, "\n".join(map(str, path))
 
 
-@pytest.mark.parametrize("lanes", ["grpc", "shm"])
+@pytest.mark.parametrize("lanes", ["stream", "shm"])
 def test_the_path_of_a_push_is_documented(
     cluster: Make, monkeypatch: pytest.MonkeyPatch, lanes: str
 ) -> None:

@@ -16,15 +16,16 @@ from pscommon.wire.frames import ExchangeStub, encode_header
 from pscommon.wire.status import translated
 from psproto.v1 import parameter_server_pb2 as ps
 from psserver.coordinator.resharding import ReshardRequests
+from psserver.shard.live_state import LiveShardState
 from psworker import Client
 from psworker.ctl.cli import main
+from psworker.transport.exchange_calls import AnswerReceiver, Cancellation, ExchangeAnswer
 from psworker.transport.grpc import GrpcTransport
-from psworker.transport.streams import ExchangeAnswer
 from tests.support.cluster import Cluster
 from tests.support.metrics_scrape import Metrics
 from tests.support.ports import free_port
 from tests.support.reshards import EACH, ONES, ZEROS, pushing, reshard, weights
-from tests.support.workers import until
+from tests.support.workers import connected, until
 
 Make = Callable[..., Cluster]
 
@@ -41,7 +42,7 @@ class LosesShardLane(GrpcTransport):
 
 
 @pytest.mark.every(5)
-@pytest.mark.parametrize("lanes", ["grpc", "shm"])
+@pytest.mark.parametrize("lanes", ["grpc", "stream", "shm"])
 @pytest.mark.parametrize("policy", ["sync", "async"])
 @pytest.mark.parametrize("durability", ["", "snapshot", "log"])
 def test_each_push_counts_once_during_reshards(
@@ -131,7 +132,7 @@ def registered(servers: Cluster, lanes: str = "grpc") -> Iterator[Client]:
         yield client
 
 
-@pytest.mark.parametrize("lanes", ["grpc", "shm"])
+@pytest.mark.parametrize("lanes", ["grpc", "stream", "shm"])
 @pytest.mark.parametrize("when", ["before anything is sent", "half sent", "when all has gone"])
 def test_a_push_in_pieces_counts_once_when_servers_join_during_it(
     reshardable_job: Cluster, lanes: str, when: str
@@ -210,3 +211,28 @@ def test_a_push_answered_by_all_but_a_removed_server_has_counted(cluster: Make) 
 
         assert pushed.result(20).status == "applied"
         assert client.push_pull(ONES).version == 2
+
+
+@pytest.mark.parametrize("lanes", ["stream", "grpc"])
+def test_a_push_that_waits_while_the_partition_changes_is_sent_to_the_new_one(
+    cluster: Make, monkeypatch: pytest.MonkeyPatch, lanes: str
+) -> None:
+    """It fits the number of shards when it arrives, and no more when there is memory for it."""
+    with connected(cluster(1).address, lanes=lanes) as client:
+        client.register(ZEROS, EACH)
+        monkeypatch.setattr(LiveShardState, "check_layout", lambda live, shards: None)
+        connection = client._connection
+        header = ps.PushPullHeader(
+            job=connection.membership.job,
+            worker=connection.membership.worker,
+            seq=1,
+            has_data=True,
+            samples=1,
+            shards=2,
+        )
+        receiver = AnswerReceiver(lambda result: [])
+
+        with pytest.raises(LayoutError, match="1 shards, not 2"):
+            connection.transport.exchange(
+                0, header, [memoryview(bytes(400))], receiver, 10.0, Cancellation(is_alone=True)
+            )

@@ -33,9 +33,9 @@ def modules(path: Path) -> set[str]:
     [
         (
             ("Path of a push", "shard: staging"),
-            "DataPlaneServicer.ExchangeOnce",
+            "StreamExchange.run",
             (ShardState, "stage"),
-            4,
+            5,
         ),
         (
             ("Path of a push", "coordinator"),
@@ -45,13 +45,13 @@ def modules(path: Path) -> set[str]:
         ),
         (
             ("Path of a push", "shard: update"),
-            "CoordinatorLink._handle_response",
+            "CoordinatorLink._deliver",
             (ParameterStore, "apply"),
             4,
         ),
         (
             ("Path of a batch request", "coordinator"),
-            "ControlPlaneServicer.NextBatch",
+            "ControlPlaneServicer.next_batch",
             (LeaseBatches, "perform"),
             3,
         ),
@@ -67,7 +67,7 @@ def test_a_path_through_a_server_is_documented(
 ) -> None:
     servers = cluster(2, policy="async")
     with recorded_calls(monkeypatch, *last, SERVER) as paths:
-        train(servers.addresses, "grpc", 3, overlap=False)
+        train(servers.addresses, "stream", 3, overlap=False)
     found = {path for each in paths if (path := from_function(each, first)) is not None}
 
     assert found == {documented_path(*documented)}

@@ -3,16 +3,19 @@
 import json
 import os
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from pscommon.core.errors import InvalidRequestError
 from pscommon.snapshot import SnapshotDirectory
 from pscommon.wire.channel import open_channel
 from psproto.v1 import coordinator_pb2 as co
+from psproto.v1 import parameter_server_pb2 as ps
 from psproto.v1.coordinator_pb2_grpc import CoordinatorServiceStub
+from psproto.v1.parameter_server_pb2_grpc import ParameterServerServiceStub
 from psserver.server import Server
 from tests.support.ports import free_port
 from tests.support.settings_coverage import server_setting
@@ -76,6 +79,21 @@ def test_advertise(serve: Serve) -> None:
     serve("--bind", f"0.0.0.0:{port}", "--advertise", f"localhost:{port}")
 
     assert status(f"127.0.0.1:{port}")["servers"][0]["address"] == f"localhost:{port}"
+
+
+@server_setting("stream_bind", "advertise_stream")
+def test_the_stream_port(serve: Serve) -> None:
+    port = free_port()
+    server = serve("--stream-bind", f"127.0.0.1:{port}")
+    advertised = serve("--stream-bind", "0.0.0.0:0", "--advertise-stream", f"localhost:{port}")
+
+    assert describe(server.address).stream_address == f"127.0.0.1:{port}"
+    assert describe(advertised.address).stream_address == f"localhost:{port}"
+
+
+def describe(address: str) -> ps.DescribeResponse:
+    with open_channel(address) as channel:
+        return ParameterServerServiceStub(channel).Describe(ps.DescribeRequest(), timeout=10)
 
 
 @server_setting("join_timeout")
@@ -172,6 +190,21 @@ def test_min_workers(serve: Serve, flags: list[object], state: str) -> None:
     address = serve(*flags).address
     with counter(address):
         assert status(address)["state"] == state
+
+
+@server_setting("max_workers")
+@pytest.mark.parametrize(("flags", "admitted"), [([], 2), (["--max-workers", 1], 1)])
+def test_max_workers(serve: Serve, flags: list[object], admitted: int) -> None:
+    """A restarted worker takes the place of its rank."""
+    address = serve(*flags).address
+    with counter(address, rank=0):
+        with ExitStack() as stack:
+            if admitted == 1:
+                stack.enter_context(pytest.raises(InvalidRequestError, match="--max-workers"))
+            with counter(address, rank=1):
+                pass
+        with counter(address, rank=0, wait_timeout=5.0):
+            pass
 
 
 @server_setting("lease")

@@ -34,16 +34,18 @@ from tests.support.workers import (
 
 @server_setting("lanes")
 @pytest.mark.parametrize(
-    ("flags", "grpc", "shm"),
+    ("flags", "taken"),
     [
-        ([], "taken", "taken"),
-        (["--lanes", "grpc"], "taken", "refused"),
-        (["--lanes", "shm"], "refused", "taken"),
+        ([], {"grpc", "stream", "shm"}),
+        (["--lanes", "grpc"], {"grpc"}),
+        (["--lanes", "stream"], {"grpc", "stream"}),
+        (["--lanes", "shm"], {"shm"}),
     ],
 )
-def test_lanes(serve: Serve, flags: list[object], grpc: str, shm: str) -> None:
+def test_lanes(serve: Serve, flags: list[object], taken: set[str]) -> None:
     """Push over each lane alone."""
-    for lanes, expected in (("grpc", grpc), ("shm", shm)):
+    for lanes in ("grpc", "stream", "shm"):
+        expected = "taken" if lanes in taken else "refused"
         assert trained(serve(*flags).address, lanes=lanes) == expected
 
 

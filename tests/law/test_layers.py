@@ -60,6 +60,7 @@ NUMBERS = {  # the only modules with tensors; the client of psworker needs no fr
     "psworker.client.local_client",
     "psworker.integrations",
     "psworker.simulation",
+    "psworker.steps",
     "psworker.training",
     "psworker.training_arguments",
     "psworker.training_nodes",

@@ -27,8 +27,8 @@ from psserver.process.config import ServerConfig
 from psserver.process.metrics import ServerMetrics, standby_metrics
 from psworker import Job
 from psworker.data.sources import SOURCE_KINDS
-from psworker.optim.step_strategies import STEP_STRATEGIES
 from psworker.session.metrics import WorkerMetrics
+from psworker.steps.step_strategies import STEP_STRATEGIES
 from tests.contract.promised.journal import COMMANDS
 from tests.support.optimizer_cases import CASES
 from tests.support.policies import POLICIES as POLICY_CASES
@@ -291,7 +291,7 @@ def test_add_a_step_strategy() -> None:
     assert names == list(STEP_STRATEGIES), (
         "Add a step strategy: tests/integration/test_push_path.py"
     )
-    assert strategies <= registered, "Add a step strategy: psworker/optim/step_strategies.py"
+    assert strategies <= registered, "Add a step strategy: psworker/steps/step_strategies.py"
     assert arguments <= {*inspect.signature(Job.optimizer).parameters}, (
         "Add a step strategy: psworker/job.py"
     )

@@ -80,7 +80,7 @@ def two_servers(programs: Programs) -> tuple[list[Program], str]:
     return servers, ",".join(addresses)
 
 
-@pytest.mark.parametrize("lanes", ["grpc", "shm"])
+@pytest.mark.parametrize("lanes", ["grpc", "stream", "shm"])
 def test_ctrl_c_interrupts_every_call_to_stopped_servers(programs: Programs, lanes: str) -> None:
     servers, addresses = two_servers(programs)
     programs.script(SCRIPT)

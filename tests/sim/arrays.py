@@ -13,6 +13,7 @@ from pscommon.core.model_spec import ModelSpec, OptimizerSettings, TensorSpec
 from psserver.durability.shard_recovery import ShardStateFactory
 from psserver.durability.shard_state import ShardState
 from psserver.durability.state_records import ReceivedState
+from psserver.parameters.store import clipped_optimizers
 from psserver.replication.standby_state import StandbyState
 from tests.sim.disks import SimManifest, SimStandby
 from tests.sim.invariants import check
@@ -26,10 +27,22 @@ WEIGHT_BYTES = 8
 KIND = "weight"
 
 
-def model_of(clip_norm: float | None) -> ModelSpec:
+def model_of(optimizers: Sequence[str], clip_norm: float | None) -> ModelSpec:
+    settings = OptimizerSettings("sgd", clip_norm=clip_norm)
+    if len(optimizers) == 1:
+        return ModelSpec((TensorSpec("w", (1,), "float64"),), settings)
     return ModelSpec(
-        (TensorSpec("w", (1,), "float64"),), OptimizerSettings("sgd", clip_norm=clip_norm)
+        tuple(
+            TensorSpec(f"{name}.w", (1,), "float64", group=group)
+            for group, name in enumerate(optimizers)
+        ),
+        dict.fromkeys(optimizers, settings),
     )
+
+
+def weights_of(optimizer: str) -> range:
+    """Return the indices of the weights that an optimizer updates."""
+    return {"": range(WEIGHT_COUNT), "d": range(2), "g": range(2, WEIGHT_COUNT)}[optimizer]
 
 
 def partition_of(values: Sequence[float], shard: int, shards: int) -> list[float]:
@@ -60,7 +73,7 @@ class SimStore:
 
     def __init__(self, model: ModelSpec, shard: int, shards: int, rng: random.Random) -> None:
         self.plan = SimpleNamespace(spec=model, shards=shards)
-        self.clips_gradients = model.optimizer.clip_norm is not None
+        self.clipped = clipped_optimizers(model)
         self._start = WEIGHT_COUNT * shard // shards
         self._size = WEIGHT_COUNT * (shard + 1) // shards - self._start
         self.weights = [0.0] * self._size
@@ -108,10 +121,16 @@ class SimStore:
         return sum(mean * mean for mean in means)
 
     def apply(
-        self, stagings: Sequence[SimStaging], samples: Sequence[int], scales: Sequence[float]
+        self,
+        stagings: Sequence[SimStaging],
+        samples: Sequence[int],
+        scales: Sequence[float],
+        optimizer: str,
     ) -> None:
         means = self.average(stagings, samples, scales)
-        self.weights = [weight - mean for weight, mean in zip(self.weights, means, strict=True)]
+        for place, mean in enumerate(means):
+            if place + self._start in weights_of(optimizer):
+                self.weights[place] -= mean
 
     def restore(self, reader: Any) -> None:
         weights = array("d", [0.0] * self._size)

@@ -76,9 +76,9 @@ class ClipsEachPush(CoordinatorMachine):
         clip = self.rounds._clipped
 
         def clip_each(
-            contributions: tuple[Contribution, ...],
+            clip_norm: float | None, contributions: tuple[Contribution, ...]
         ) -> tuple[Contribution, ...] | None:
-            clipped = [clip((each,)) for each in contributions]
+            clipped = [clip(clip_norm, (each,)) for each in contributions]
             return (
                 None if None in clipped else tuple(each[0] for each in clipped if each is not None)
             )

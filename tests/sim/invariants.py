@@ -1,5 +1,7 @@
 """Checks of a simulated history, and of each update when the coordinator decides it."""
 
+from collections.abc import Iterable
+
 from pscommon.core.log_entries import Apply, Entry
 from psserver.core.coordinator.machine import CoordinatorMachine
 from psserver.core.workers.members import WorkerState
@@ -21,20 +23,35 @@ def check(holds: bool, message: str, *values: object) -> None:
 def check_each_update(coordinator: CoordinatorMachine) -> None:
     """Check each Apply when the coordinator appends it to the log."""
     append = coordinator.log.append
+    remaining: list[list[int]] = []  # workers of the other updates of the same round
 
     def check_and_append(entry: Entry) -> None:
-        if isinstance(entry, Apply):
-            check_update(entry, coordinator)
+        if remaining:
+            check(
+                isinstance(entry, Apply) and workers_of(entry) == remaining.pop(0),
+                "{} comes before the end of a round",
+                entry,
+            )
+        elif isinstance(entry, Apply):
+            remaining.extend(check_update(entry, coordinator))
         append(entry)
 
     coordinator.log.append = check_and_append  # type: ignore[method-assign]
 
 
-def check_update(apply: Apply, coordinator: CoordinatorMachine) -> None:
-    """Check that the policy allows an update."""
+def workers_of(apply: Apply) -> list[int]:
+    return [contribution.key.worker for contribution in apply.contributions]
+
+
+def check_update(apply: Apply, coordinator: CoordinatorMachine) -> list[list[int]]:
+    """Check that the policy allows the first update of a round.
+
+    Returns:
+        The workers of each further update that the round must make.
+    """
     row = coordinator.policy
     active = {m.worker: m.clock for m in coordinator.membership if m.state is WorkerState.ACTIVE}
-    counted = [c.key.worker for c in apply.contributions]
+    counted = workers_of(apply)
     check(
         set(counted) <= set(active),
         "version {} counts workers {}, active are {}",
@@ -44,17 +61,40 @@ def check_update(apply: Apply, coordinator: CoordinatorMachine) -> None:
     )
     if row.barrier:
         least = max(1, len(active) - row.backup)
+        first, *others = workers_of_round(coordinator, active)
+        ready = coordinator.pending.ready.workers & active.keys()
         check(
-            len(counted) >= least,
-            "round {} counts workers {}, active are {}",
+            counted == first and len(ready) >= least,
+            "round {} counts workers {}, ready are {}, active are {}",
             apply.version,
             counted,
+            ready,
             list(active),
         )
-    elif row.bound is not None:
+        return others
+    if row.bound is not None:
         for worker in counted:
             active[worker] += 1
         clocks = list(active.values())
         check(
             max(clocks) - min(clocks) <= row.bound, "clocks {} exceed bound {}", clocks, row.bound
         )
+    return []
+
+
+def workers_of_round(coordinator: CoordinatorMachine, active: Iterable[int]) -> list[list[int]]:
+    """Return the workers of a round, in a list for each optimizer of their pushes.
+
+    A worker that begins a batch waits while another one is within a batch.
+    """
+    ready, found = coordinator.pending.ready, dict[str, list[int]]()
+    keys = [
+        min(key for key in ready if key.worker == worker)
+        for worker in active
+        if worker in coordinator.pending.ready.workers
+    ]
+    within = [key for key in keys if ready[key].optimizer and not ready[key].batches]
+    may_wait = coordinator.policy.age_limit is None
+    for key in within if within and may_wait else keys:
+        found.setdefault(ready[key].optimizer, []).append(key.worker)
+    return list(found.values())

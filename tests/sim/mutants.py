@@ -11,7 +11,6 @@ from dataclasses import replace
 from typing import Any
 
 import psserver.core.commands.recorder as recorder_module
-import psserver.core.coordinator.update_rounds as updates_module
 import psserver.core.data.data_ledger as data_ledger_module
 import psserver.core.job.job_state as job_state_module
 import psserver.durability.coordinator_log as coordinator_log_module
@@ -25,9 +24,11 @@ from psserver.core.commands.recorder import NO_DEATHS, Recorder
 from psserver.core.commands.request_checks import UnfitPush
 from psserver.core.commands.worker_commands import Lose
 from psserver.core.coordinator.machine import CoordinatorMachine
+from psserver.core.coordinator.update_rounds import UpdateRounds
 from psserver.core.data.map_loop import MapLoop
 from psserver.core.job.pending_pushes import PendingPushes
-from psserver.core.job.policy import Policy, choose, policy
+from psserver.core.job.policy import policy
+from psserver.core.job.waiting_pushes import WaitingPush, WaitingPushes
 from psserver.core.shard.state_machine import PushOutcome, ShardMachine
 from psserver.core.workers.leases import WorkerLeases
 from psserver.core.workers.members import Member
@@ -79,9 +80,11 @@ class WithoutDuplicateCheck(CoordinatorMachine):
 class ReadyOnOneShard(PendingPushes):
     """Treats a push as staged on all shards when one shard has staged it."""
 
-    def staged(self, shard: int, staged: Staged) -> None:
+    def staged(self, shard: int, staged: Staged) -> bool:
         super().staged(shard, staged)
-        self._ready.setdefault(staged.key, staged)
+        if staged.key not in self.ready:
+            self.ready.add(staged.key, staged)
+        return True
 
 
 class WithoutBatchTransfer(CoordinatorMachine):
@@ -130,23 +133,26 @@ class StandbyWithoutCut(CoordinatorMachine):
         return super().complete_state() | {"cut": None}
 
 
-def choose_beyond_bound(
-    row: Policy, clocks: Mapping[int, int], ready: Mapping[int, PushKey]
-) -> Sequence[PushKey]:
+FIRST = WaitingPushes.first
+
+
+def first_beyond_bound(
+    waiting: WaitingPushes, limit: int, is_valid: Callable[[WaitingPush], bool]
+) -> WaitingPush | None:
     """Let the clock of a worker be S + 1 above the smallest clock."""
-    looser = (
-        row if row.bound is None or row.barrier else Policy(row.name, row.bound + 1, row.barrier)
-    )
-    return choose(looser, clocks, ready)
+    return FIRST(waiting, limit + 1, is_valid)
 
 
-def choose_incomplete_round(
-    row: Policy, clocks: Mapping[int, int], ready: Mapping[int, PushKey]
-) -> Sequence[PushKey]:
+CHOOSE = UpdateRounds._choose
+
+
+def choose_incomplete_round(rounds: UpdateRounds) -> Sequence[PushKey]:
     """Close a round with the workers that have pushed."""
-    return choose(
-        row, {w: c for w, c in clocks.items() if w in ready} if row.barrier else clocks, ready
-    )
+    job = rounds._job
+    if not job.policy.barrier:
+        return CHOOSE(rounds)
+    ready = job.pending.ready
+    return [ready.oldest(m.worker) for m in job.membership.active() if m.worker in ready.workers]
 
 
 class WithoutReturnedBatches(CoordinatorMachine):
@@ -352,8 +358,8 @@ PATCHES: dict[str, tuple[Any, str, Any]] = {
     ),
     "a log segment lacks the previous partition": (ShardState, "base", omit_frozen_partition),
     "a reshard does not reset standbys": (ShardLog, "reset_standby", keep_standby),
-    "the ssp bound is exceeded by one": (updates_module, "choose", choose_beyond_bound),
-    "a round closes without all workers": (updates_module, "choose", choose_incomplete_round),
+    "the ssp bound is exceeded by one": (WaitingPushes, "first", first_beyond_bound),
+    "a round closes without all workers": (UpdateRounds, "_choose", choose_incomplete_round),
     "a push counts when one shard has staged it": (
         job_state_module,
         "PendingPushes",

@@ -10,6 +10,7 @@ LEASE_SECONDS = 5.0
 SHRINK = WorkerLossMode()
 END_SECONDS = 3000.0
 PROGRESS_TIMEOUT_SECONDS = 7.0
+ONE_OPTIMIZER, TWO_OPTIMIZERS = ("",), ("d", "g")
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,7 @@ class Scenario:
         invalid_senders: Number of processes that send invalid requests.
         clip_norm: Clip norm of the job's optimizer.
         collectives: Scripts make collective calls after their loop.
+        optimizers: Names of the job's optimizers, which step in turn for each batch.
     """
 
     seed: int
@@ -70,6 +72,7 @@ class Scenario:
     invalid_senders: int = 0
     clip_norm: float | None = None
     collectives: bool = False
+    optimizers: tuple[str, ...] = ONE_OPTIMIZER
 
     @staticmethod
     def for_seed(seed: int) -> "Scenario":
@@ -115,6 +118,9 @@ class Scenario:
             invalid_senders=2 * (seed % 5 == 1),
             clip_norm=random.Random(seed * 131 + 3).choice([None, 1.0, 1e9]),
             collectives=random.Random(f"collectives of {seed}").random() < 0.5,
+            optimizers=random.Random(f"optimizers of {seed}").choice(
+                [ONE_OPTIMIZER, ONE_OPTIMIZER, TWO_OPTIMIZERS]
+            ),
         )
         if seed % 4 == 0:
             return scenario.as_reproducible(rng)
@@ -139,7 +145,8 @@ class Scenario:
             policy_switches=0,
             snapshot_interval=rng.choice([1, 2]),
             server_kills=rng.randint(1, 4),
-            worker_kills=rng.randint(0, 3),
+            # a worker that dies between two steps of a batch loses the second one
+            worker_kills=rng.randint(0, 3) * (self.optimizers == ONE_OPTIMIZER),
         )
 
     @property
@@ -152,6 +159,8 @@ class Scenario:
         if self.has_lagging_standbys:
             return False
         survives_pauses = replaces_workers or not self.pauses
+        if self.optimizers != ONE_OPTIMIZER and (self.worker_kills or self.pauses):
+            return False
         return (
             row.barrier
             and not row.backup
@@ -176,4 +185,5 @@ class Scenario:
             None,
             bad_batch_interval=self.bad_batch_interval,
             clip_norm=self.clip_norm,
+            optimizers=self.optimizers,
         )

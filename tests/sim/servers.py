@@ -78,7 +78,12 @@ class SimShard:
         self.states = SimStateFactory(shard, world.rng, SimSnapshots(world), log)  # type: ignore[arg-type]
         traffic: Any = SimpleNamespace(observers=())
         self.engine = ShardEngine(self.states.empty(shards), traffic, self.write_part, log)
-        self.engine.request_report = self.send_report
+        self.engine.request_report = lambda: self.send_report(only_new=self.is_connected)
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether the current coordinator has the complete report that begins a connection."""
+        return self.directory is self.world.directory and self.server.ready
 
     @property
     def machine(self) -> ShardMachine:
@@ -120,11 +125,11 @@ class SimShard:
 
     # ---- messages to the coordinator
 
-    def send_report(self) -> None:
+    def send_report(self, only_new: bool = False) -> None:
         if self.is_up:
             self.sent_reports += 1
             report, number, recovered = (
-                self.engine.make_report(),
+                self.engine.make_report(only_new),
                 self.sent_reports,
                 self.has_recovered,
             )

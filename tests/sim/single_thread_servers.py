@@ -21,7 +21,7 @@ from pscommon.core.errors import SnapshotError, UnreachableError
 from pscommon.core.log_entries import Cut, ShardReport
 from pscommon.snapshot import Manifest
 from pscommon.system.thread_team import ALONE
-from pscommon.wire.frames import chunks, decode_response, encode_header
+from pscommon.wire.frames import Frame, chunks, decode_response, encode_header
 from psproto.v1 import parameter_server_pb2 as ps
 from psserver.coordinator.service import CoordinatorService
 from psserver.coordinator.servicer import ControlPlaneServicer
@@ -43,7 +43,12 @@ from psserver.shard.worker_traffic import WorkerTraffic
 from psserver.transfer.servicer import DataPlaneServicer
 from psworker.core.clock import Clock
 from psworker.simulation import ENDLESS_LEASE_SECONDS, UNLIMITED_BYTES, DirectTransport
-from psworker.transport.streams import AnswerReceiver, Cancellation, ExchangeAnswer, receive_answer
+from psworker.transport.exchange_calls import (
+    AnswerReceiver,
+    Cancellation,
+    ExchangeAnswer,
+    receive_answer,
+)
 
 JOB = "direct"
 MAX_DELIVERY_ROUNDS = 100
@@ -366,7 +371,7 @@ class SingleThreadTransport(DirectTransport):
         receiver: AnswerReceiver,
         timeout: float,
         cancellation: Cancellation,
-        frames: Iterator[bytes] | None = None,
+        frames: Iterator[Frame[ps.PushPullHeader]] | None = None,
     ) -> ExchangeAnswer:
         header.wait_ms = 0
         sent = [encode_header(header), *(chunks(send) if header.has_data else ())]

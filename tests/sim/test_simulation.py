@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections import Counter
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,13 @@ from pscommon.core.log_entries import Apply, Cut, Entry
 from psserver.core.commands.ended_leases import HUNG
 from psserver.core.job.policy import policy
 from psserver.core.job.settings import WorkerLossMode
-from tests.sim import clipping_mutants, collective_mutants, directory_mutants, mutants
+from tests.sim import (
+    clipping_mutants,
+    collective_mutants,
+    directory_mutants,
+    mutants,
+    optimizer_mutants,
+)
 from tests.sim.arrays import WEIGHT_COUNT, partition_of
 from tests.sim.invariants import InvariantError
 from tests.sim.scenario import Scenario
@@ -101,6 +108,7 @@ def test_seeds_reach_each_fault() -> None:
         seen["collective call and restart"] += (
             len(world.collective_results) > 0 and world.restarts > 0
         )
+        seen["round of two optimizers"] += has_round_of_two_optimizers(world)
         seen["messages"] += world.messages
         seen.update({f"{name} during a measurement": 1 for name in world.measure_interruptions})
 
@@ -125,11 +133,22 @@ def test_seeds_reach_each_fault() -> None:
         "reproducible restart",
         "failover and reshard",
         "failover to a lagging standby",
+        "round of two optimizers",
     )
     assert min(seen[name] for name in rare) >= 5
     amid = ("evict", "reshard", "cut", "restart", "takeover", "measure", "reject")
     assert min(seen[f"{name} during a measurement"] for name in amid) >= 3
     assert seen["messages"] > 20_000
+
+
+def has_round_of_two_optimizers(world: World) -> bool:
+    """Return whether a sync round has updated both optimizers."""
+    names = [world.pushes[apply.contributions[0].key].staged.optimizer for apply in world.updates]
+    pairs = zip(pairwise(world.updates), pairwise(names), strict=True)
+    return world.scenario.policy.barrier and any(
+        one.index + 1 == other.index and name != other_name
+        for (one, other), (name, other_name) in pairs
+    )
 
 
 @pytest.mark.full
@@ -153,12 +172,14 @@ PATCHES = (
     | clipping_mutants.PATCHES
     | collective_mutants.PATCHES
     | directory_mutants.PATCHES
+    | optimizer_mutants.PATCHES
 )
 SCENARIOS = {
     **mutants.SCENARIOS,
     **clipping_mutants.SCENARIOS,
     **collective_mutants.SCENARIOS,
     **directory_mutants.SCENARIOS,
+    **optimizer_mutants.SCENARIOS,
 }
 
 

@@ -1,6 +1,7 @@
 """Checks of a whole simulated history, against the world's own record of pushes."""
 
 import math
+from collections import Counter
 from typing import TYPE_CHECKING
 
 from pscommon.core.log_entries import Apply
@@ -50,6 +51,7 @@ def verify(world: "World") -> None:
     if have_all_left and not world.coordinator.begun:
         return  # there are no weights
     verify_sums(world)
+    verify_counts(world)
     scenario = world.scenario
     if scenario.is_reproducible and scenario.without_faults != scenario:
         reference = type(world)(scenario.without_faults)
@@ -58,6 +60,17 @@ def verify(world: "World") -> None:
             world.can_bits_differ and are_close(world.weights, reference.weights)
         )
         check(same, "weights {} with faults, {} without", world.weights, reference.weights)
+
+
+def verify_counts(world: "World") -> None:
+    """Check the number of updates of each optimizer, and that an update has one optimizer."""
+    found: Counter[str] = Counter()
+    for apply in world.updates:
+        names = {world.pushes[c.key].staged.optimizer for c in apply.contributions}
+        check(len(names) == 1, "version {} is an update of optimizers {}", apply.version, names)
+        found.update(names - {""})
+    counts = world.coordinator.job.updates
+    check(counts == found, "the job counts {}, not {}", counts, dict(found))
 
 
 def verify_sums(world: "World") -> None:

@@ -8,6 +8,7 @@ and leaves.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from pscommon.core.errors import FencedError
@@ -19,7 +20,7 @@ from psserver.core.commands.worker_commands import Join, Leave, Register
 from psserver.core.reports.collectives import CollectiveValues
 from psserver.core.shard.state_machine import PushOutcome
 from psworker.core.push_sequence import PushSequence
-from tests.sim.arrays import WEIGHT_COUNT, partition_of
+from tests.sim.arrays import WEIGHT_COUNT, partition_of, weights_of
 from tests.sim.invariants import check
 
 if TYPE_CHECKING:
@@ -73,6 +74,7 @@ class SimWorker:
     min_version: lowest version that the worker may pull.
     received_count: number of batches that the worker has received.
     batches: numbers of the batches of the next push.
+    next_steps: steps of the other optimizers that follow for the batches of the last push.
     outcomes: outcome of the newest push, by shard.
     """
 
@@ -98,6 +100,7 @@ class SimWorker:
         self.worker = self.base = self.min_version = self.received_count = 0
         self.sequence = PushSequence()
         self.batches: list[int] = []
+        self.next_steps: list[Callable[[], None]] = []
         self.outcomes: dict[int, PushOutcome] = {}
         self.request(Join(self.rank, "h", 1, "cpu", self.attempt), self.on_joined)
 
@@ -248,19 +251,38 @@ class SimWorker:
             self.push()
 
     def push(self) -> None:
+        """Make a step of each optimizer; the first one commits the batches.
+
+        In every second job, workers with an odd rank step the optimizers in the opposite order.
+        """
+        batches, self.batches = tuple(BatchKey(0, number) for number in self.batches), []
+        number, samples = sum(batch.number for batch in batches), len(batches)
+        is_reversed = self.world.scenario.seed % 2 and self.rank % 2
+        first, *others = self.world.scenario.optimizers[:: -1 if is_reversed else 1]
+        self.next_steps = [partial(self.step, other, number, samples, ()) for other in others]
+        self.step(first, number, samples, batches)
+
+    def step(
+        self, optimizer: str, number: int, samples: int, batches: tuple[BatchKey, ...]
+    ) -> None:
         seq, _ = self.sequence.open()
-        key, number = PushKey(self.worker, seq), sum(self.batches)
+        key = PushKey(self.worker, seq)
         problem = "NON_FINITE: tensor w" if self.world.has_bad_gradient(number) else ""
-        staged = Staged(
-            key, len(self.batches), self.base, tuple(BatchKey(0, n) for n in self.batches), problem
+        staged = Staged(key, samples, self.base, batches, problem, optimizer=optimizer)
+        updated = weights_of(optimizer)
+        gradients = tuple(
+            gradient(number, self.base, weight) if weight in updated else 0.0
+            for weight in range(WEIGHT_COUNT)
         )
-        gradients = tuple(gradient(number, self.base, weight) for weight in range(WEIGHT_COUNT))
         push = Push(staged, self.rank, gradients)
         self.world.pushes[key] = push
-        self.batches = []
         self.outcomes.clear()
         self.send_push(push)
         self.await_outcome(push)
+
+    def continue_script(self) -> None:
+        """Make the next step for the same batches, or ask for a batch."""
+        self.next_steps.pop(0)() if self.next_steps else self.request_batch(idle=False)
 
     def send_push(self, push: Push) -> None:
         """Send a push to the shards that have not answered, partitioned for the number of shards
@@ -290,7 +312,7 @@ class SimWorker:
             self.sequence.close()
             self.min_version = max(self.min_version, *(outcome.version for outcome in outcomes))
             self.world.on_acknowledgement(push, outcomes[0])
-            self.pull(lambda: self.request_batch(idle=False))
+            self.pull(self.continue_script)
         else:
             if self.world.rng.random() < 0.3:
                 self.send_push(push)

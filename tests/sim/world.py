@@ -81,7 +81,7 @@ class World(WorkerFaults, ServerFailures):
 
     def __post_init__(self) -> None:
         self.rng = random.Random(self.scenario.seed * 7919 + 1)
-        self.model = model_of(self.scenario.clip_norm)
+        self.model = model_of(self.scenario.optimizers, self.scenario.clip_norm)
         self.loop = LoopSpec(0, self.scenario.batches, 1, self.scenario.epochs, False, True, 0)
         self._event_count = self.pending_starts = self.messages = self.restarts = self.rollbacks = (
             self.takeovers

@@ -13,7 +13,8 @@ import pytest
 
 from pscommon.wire.frames import ExchangeStub
 from psproto.v1.coordinator_pb2_grpc import CoordinatorServiceStub
-from psworker.transport import executor, grpc
+from psworker.transport import executor, grpc_exchanges
+from psworker.transport.stream_connection import StreamConnection
 from tests.support.sources import ROOT
 
 PACKAGES = ("psworker", "pscommon")
@@ -27,7 +28,7 @@ class Call(NamedTuple):
 
 
 Path = tuple[Call, ...]
-"""From the script's call to the stub."""
+"""From the script's call to the stub or the stream."""
 
 
 class RequestPaths:
@@ -83,11 +84,20 @@ def recorded_paths(monkeypatch: pytest.MonkeyPatch) -> Iterator[RequestPaths]:
         stub.NextBatch = Recorded(stub.NextBatch, paths, "NextBatch")
         return stub
 
+    def recorded(method: Any) -> Any:
+        def call(*args: Any) -> Any:
+            paths.add("Exchange")
+            return method(*args)
+
+        return call
+
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", start_with_path)
         patch.setattr(executor, "Future", SubmittedFuture)
-        patch.setattr(grpc, "ExchangeStub", exchange_stub)
-        patch.setattr(grpc, "CoordinatorServiceStub", coordinator_stub)
+        patch.setattr(grpc_exchanges, "ExchangeStub", exchange_stub)
+        patch.setattr(grpc_exchanges, "CoordinatorServiceStub", coordinator_stub)
+        patch.setattr(StreamConnection, "_push", recorded(StreamConnection._push))
+        patch.setattr(StreamConnection, "_push_open", recorded(StreamConnection._push_open))
         yield paths
 
 

@@ -28,7 +28,9 @@ class Job:
         every: SnapshotInterval | None = None,
         lease: float = 5.0,
         bad_gradients: str = "abort",
+        model: ModelSpec = MODEL,
     ) -> None:
+        self._model = model
         rules = JobRules(
             row or policy("sync"),
             workers,
@@ -48,9 +50,9 @@ class Job:
 
     def add(self) -> int:
         worker = self.coordinator.membership.join(self.now, None, "host", 1, "cpu").worker
-        if self.coordinator.registration.register(worker, MODEL, self.now) == "upload":
+        if self.coordinator.registration.register(worker, self._model, self.now) == "upload":
             self.push(worker, 0)
-            self.coordinator.registration.register(worker, MODEL, self.now)
+            self.coordinator.registration.register(worker, self._model, self.now)
         return worker
 
     def push(
@@ -61,10 +63,13 @@ class Job:
         batches: Sequence[int] = (),
         shards: Sequence[int] = (),
         problem: str = "",
+        optimizer: str = "",
     ) -> None:
         keys = tuple(BatchKey(0, number) for number in batches)
         for shard in shards or range(self.coordinator.shards):
-            self._staged[shard].append(Staged(PushKey(worker, seq), 8, base, keys, problem))
+            self._staged[shard].append(
+                Staged(PushKey(worker, seq), 8, base, keys, problem, optimizer=optimizer)
+            )
             self.report(shard)
 
     def report(self, shard: int, index: int = 0, log_id: int = 0) -> None:

@@ -32,8 +32,8 @@ FLAGS = (
     "200steps",
 )
 WORKERS = 2
-LANES = ("grpc", "auto")
-"""Lanes of worker 0 and worker 1."""
+LANES = {"sync": ("grpc", "auto"), "async": ("stream", "auto"), "ssp": ("stream", "grpc")}
+"""Lanes of worker 0 and worker 1, by policy."""
 
 RULES = "*.AttachMemory=0:0%:0%,*=-1:2%:2%:2%"
 """No faults for AttachMemory: a worker whose call is lost continues without shared memory."""
@@ -93,7 +93,7 @@ def run(folder: Path, policy: str, pushes: int, seed: int = 1) -> Tally:
         count,
         seed,
         pushes=pushes_per_worker,
-        lanes=LANES,
+        lanes=LANES[policy],
         faults=RULES,
     ) as job:
         job.start_all(WORKERS)

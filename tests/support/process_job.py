@@ -13,7 +13,7 @@ from psworker import Client
 from tests.support.metrics_scrape import get
 from tests.support.ports import free_ports
 from tests.support.programs import LIMIT, Program, Programs
-from tests.support.proxy import Proxy
+from tests.support.proxy import Proxy, advertised
 from tests.support.workers import until
 
 ROOT = Path(__file__).parents[2]
@@ -75,7 +75,8 @@ class Servers:
     """All shards of a job; they have the same ports and data directory after each restart.
 
     flags: arguments of every ps-server.
-    proxied: workers reach each shard through a Proxy (`proxies[shard]`), other shards directly.
+    proxied: workers reach each shard through a Proxy (`proxies[shard]`, and `stream_proxies[shard]`
+        for its stream port), other shards directly.
     fresh: start the command in a new interpreter instead of forking.
     programs: the current process of each shard.
     started: all processes so far.
@@ -97,18 +98,22 @@ class Servers:
         self._starter = programs.start if fresh else programs.fork
         self._flags = (*flags, *(("--data-dir", data_dir) if data_dir is not None else ()))
         self._shards = shards
-        ports = free_ports(2 * shards)
-        self._binds = [f"127.0.0.1:{port}" for port in ports[:shards]]
-        self._monitors = [f"127.0.0.1:{port}" for port in ports[shards:]]
+        self.stream_proxies: list[Proxy] = []
+        addresses = [f"127.0.0.1:{port}" for port in free_ports(3 * shards)]
+        self._binds = addresses[:shards]
+        self._monitors, self._stream_binds = addresses[shards : 2 * shards], addresses[2 * shards :]
         self._proxied, self._seed = proxied, seed
         self._resources = ExitStack()
 
     def __enter__(self) -> Self:
         if self._proxied:
-            for shard, bind in enumerate(self._binds):
-                self.proxies.append(
-                    self._resources.enter_context(Proxy(bind, seed=self._seed + shard))
-                )
+            for proxies, binds in (
+                (self.proxies, self._binds),
+                (self.stream_proxies, self._stream_binds),
+            ):
+                for shard, bind in enumerate(binds):
+                    proxy = Proxy(bind, seed=self._seed + shard)
+                    proxies.append(self._resources.enter_context(proxy))
         self._resources.callback(lambda: [kill(program) for program in self.programs])
         self.programs = [self._start(shard) for shard in range(self._shards)]
         for program in self.programs:
@@ -177,14 +182,18 @@ class Servers:
         return False
 
     def _start(self, shard: int) -> Program:
-        advertised = ("--advertise", self.proxies[shard].address) if self.proxies else ()
+        reached = (
+            advertised(self.proxies[shard], self._stream_binds[shard], self.stream_proxies[shard])
+            if self.proxies
+            else ()
+        )
         joined = ("--join", self._binds[0]) if shard else ()
         identity = (
             "--shard",
             f"{shard}/{self._shards}",
             "--bind",
             self._binds[shard],
-            *advertised,
+            *reached,
             *joined,
         )
         command = ("ps-server", *identity, "--metrics-bind", self._monitors[shard], *self._flags)

@@ -16,7 +16,7 @@ from tests.support.forked_job import ForkedJob, JobProcess, Script
 from tests.support.machine_time import machine_seconds
 from tests.support.metrics_scrape import Metrics
 from tests.support.ports import free_ports
-from tests.support.proxy import Proxy
+from tests.support.proxy import Proxy, advertised
 from tests.support.workers import until
 
 STAMP = re.compile(r"\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d\.\d+")
@@ -26,6 +26,7 @@ class ProxiedJob(ForkedJob):
     """A ForkedJob behind proxies.
 
     proxies: proxy of each shard for workers.
+    stream_proxies: proxy of each shard's stream port.
     link: proxy of shard 0 for the other shards.
     """
 
@@ -40,6 +41,10 @@ class ProxiedJob(ForkedJob):
     ) -> None:
         super().__init__(folder, shards, flags, script, **options)
         self.proxies = [Proxy(bind, seed=seed + shard) for shard, bind in enumerate(self._binds)]
+        self._stream_binds = [f"127.0.0.1:{port}" for port in free_ports(shards)]
+        self.stream_proxies = [
+            Proxy(bind, seed=seed + 100 + shard) for shard, bind in enumerate(self._stream_binds)
+        ]
         self.link = Proxy(self._binds[0], seed=seed + shards)
         self._monitors = [f"127.0.0.1:{port}" for port in free_ports(shards)]
         self._resources = ExitStack()
@@ -60,7 +65,7 @@ class ProxiedJob(ForkedJob):
 
     @property
     def all_proxies(self) -> list[Proxy]:
-        return [*self.proxies, self.link]
+        return [*self.proxies, *self.stream_proxies, self.link]
 
     @property
     def address(self) -> str:
@@ -76,8 +81,7 @@ class ProxiedJob(ForkedJob):
             arguments[arguments.index("--join") + 1] = self.link.address
         return [
             *arguments,
-            "--advertise",
-            self.proxies[shard].address,
+            *advertised(self.proxies[shard], self._stream_binds[shard], self.stream_proxies[shard]),
             "--metrics-bind",
             self._monitors[shard],
         ]

@@ -23,6 +23,14 @@ NO_LINGER = struct.pack("ii", 1, 0)
 """SO_LINGER that makes close() send RST."""
 
 
+def advertised(proxy: "Proxy", stream_bind: str, stream_proxy: "Proxy") -> list[str]:
+    """Return the flags of a server that workers reach through proxies."""
+    return [
+        *("--advertise", proxy.address, "--stream-bind", stream_bind),
+        *("--advertise-stream", stream_proxy.address),
+    ]
+
+
 class Proxy:
     """Forwards `address` to `target` ("HOST:PORT") in this context.
 

@@ -25,13 +25,25 @@ class JobStarter:
     def __init__(self, folder: Path, stack: ExitStack) -> None:
         self._folder, self._stack = folder, stack
 
-    def __call__(self, policy: str, lease: str, shards: int = 2) -> ProxiedJob:
-        """Start a job and return it when its workers train."""
+    def __call__(
+        self,
+        policy: str,
+        lease: str,
+        shards: int = 2,
+        lanes: tuple[str, str] = ("stream", "grpc"),
+        server_lanes: str = "auto",
+    ) -> ProxiedJob:
+        """Start a job and return it when its workers train.
+
+        lanes: --lanes of each worker.
+        server_lanes: --lanes of the servers.
+        """
         folder = self._folder / lease
         folder.mkdir()
         flags = ("--policy", policy, "--lease", lease, "--min-workers", 2, "--durability", "log")
+        flags = (*flags, "--lanes", server_lanes)
         job = self._stack.enter_context(
-            ProxiedJob(folder, shards, flags, count, pushes=PUSHES, pause=0.02)
+            ProxiedJob(folder, shards, flags, count, pushes=PUSHES, pause=0.02, lanes=lanes)
         )
         job.start_all(len(WORKERS))
         for process in workers(job):

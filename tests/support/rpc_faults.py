@@ -14,12 +14,14 @@ from functools import partial
 from typing import Literal, TypeVar
 
 from pscommon.core.errors import UnreachableError
+from pscommon.settings.values import Lanes
+from pscommon.wire.frames import Frame
 from psproto.v1 import coordinator_pb2 as co
 from psproto.v1 import parameter_server_pb2 as ps
 from psworker.connection.discovery import discover
+from psworker.transport.exchange_calls import AnswerReceiver, Cancellation, ExchangeAnswer
 from psworker.transport.grpc import GrpcTransport
 from psworker.transport.interface import Transport
-from psworker.transport.streams import AnswerReceiver, Cancellation, ExchangeAnswer
 
 T = TypeVar("T")
 Fault = Literal["", "request lost", "reply lost", "duplicate"]
@@ -183,7 +185,7 @@ class FaultyLane:
         receiver: AnswerReceiver,
         timeout: float,
         cancellation: Cancellation,
-        frames: Iterator[bytes] | None = None,
+        frames: Iterator[Frame[ps.PushPullHeader]] | None = None,
     ) -> ExchangeAnswer:
         def call(header: ps.PushPullHeader, receiver: AnswerReceiver) -> ExchangeAnswer:
             return self.lane.exchange(shard, header, send, receiver, timeout, cancellation, frames)
@@ -230,10 +232,10 @@ class FaultyLane:
         return answer
 
 
-def faulty_lane(servers: str, rules: str, seed: int = 0) -> FaultyLane:
-    """Connect to the job of these servers ("HOST:PORT,...") over gRPC with faults."""
+def faulty_lane(servers: str, rules: str, seed: int = 0, lanes: Lanes = "grpc") -> FaultyLane:
+    """Connect to the job of these servers ("HOST:PORT,...") over the network with faults."""
     addresses = discover(servers.split(","), CONNECT_SECONDS).addresses
-    return FaultyLane(GrpcTransport(addresses), Faults(rules, seed))
+    return FaultyLane(GrpcTransport(addresses, lanes=lanes), Faults(rules, seed))
 
 
 def _lost(method: str, shard: int, fault: Fault) -> UnreachableError:

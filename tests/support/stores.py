@@ -58,15 +58,27 @@ class Shards:
             fill(staging.views, self._wire(buffer, shard, absent, initial))
         return stagings
 
-    def apply(self, pushes: Sequence[list[Staging]], samples: Sequence[int]) -> None:
+    def apply(
+        self, pushes: Sequence[list[Staging]], samples: Sequence[int], optimizer: str = ""
+    ) -> None:
         for shard, store in enumerate(self.stores):
             parts = [push[shard] for push in pushes]
-            store.apply(parts, samples)
+            for part in parts:
+                store.check_optimizer(part, optimizer)
+            store.apply(parts, samples, optimizer=optimizer)
             for part in parts:
                 store.release(part)
 
-    def step(self, *pushes: Named, samples: Sequence[int] = (), groups: Any = None) -> None:
-        self.apply([self.stage(push, groups) for push in pushes], samples or [1] * len(pushes))
+    def step(
+        self,
+        *pushes: Named,
+        samples: Sequence[int] = (),
+        groups: Any = None,
+        optimizer: str = "",
+    ) -> None:
+        self.apply(
+            [self.stage(push, groups) for push in pushes], samples or [1] * len(pushes), optimizer
+        )
 
     def weights(self) -> dict[str, Tensor]:
         buffer = torch.zeros(self.plan.nbytes, dtype=torch.uint8)

@@ -1,5 +1,7 @@
 """Functions that worker processes run while servers and workers are killed."""
 
+import os
+import signal
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -13,10 +15,11 @@ from torch.nn import functional as F
 import psworker
 from pscommon.settings.values import Lanes
 from psworker import FencedError
+from tests.support import small_gan
 from tests.support.rpc_faults import faulty_lane
 from tests.support.workers import ONES, counter
 
-SOURCES = 4
+SOURCES, GAN_EPOCHS = 4, 20
 POLL_SECONDS = 0.02
 """Seconds between two checks for a file."""
 NO_RANKS: Mapping[int, float] = MappingProxyType({})
@@ -89,6 +92,40 @@ def train(
             print(f"step {time.monotonic():.3f} {job.version}", flush=True)
 
 
+def train_gan(
+    address: str,
+    rank: int | None,
+    pause: float = 0.0,
+    pause_at: int = 0,
+    until: Path | None = None,
+    death: Path | None = None,
+) -> None:
+    """Train two networks with an optimizer each; print each step.
+
+    pause, pause_at, until: as for `train`.
+    death: a worker with rank 0 that finds this file removes it, and dies between two steps of its
+        next batch.
+    """
+    torch.set_num_threads(1)
+    timer = threading.Event()
+    with psworker.connect(address, rank=rank, device="cpu", connect_timeout=60.0) as job:
+        nets = small_gan.networks()
+        made = small_gan.handed_over(job, nets)
+        loader = job.batches(
+            small_gan.data(), batch_size=small_gan.BATCH, epochs=GAN_EPOCHS, seed=3
+        )
+        for points, noise in loader:
+            small_gan.step_discriminator(nets, made, points, noise)
+            if death is not None and not rank and death.exists():
+                death.unlink()
+                os.kill(os.getpid(), signal.SIGKILL)
+            small_gan.step_generator(nets, made, points, noise)
+            timer.wait(pause)
+            while until is not None and job.version >= pause_at and not until.exists():
+                timer.wait(POLL_SECONDS)
+            print(f"step {time.monotonic():.3f} {job.version}", flush=True)
+
+
 def count(
     address: str,
     rank: int | None,
@@ -103,8 +140,9 @@ def count(
     lanes: by rank, repeated. faults: rules of tests.support.rpc_faults. A fenced worker rejoins as
     a new one; it never learns whether its last push counted.
     """
-    lane = faulty_lane(address, faults, seed=100 * seed + (rank or 0)) if faults else None
     chosen = lanes[(rank or 0) % len(lanes)]
+    lane_seed = 100 * seed + (rank or 0)
+    lane = faulty_lane(address, faults, lane_seed, chosen) if faults else None
     acknowledged = fenced = 0
     timer = threading.Event()
     with counter(

@@ -5,18 +5,19 @@ from pathlib import Path
 from benchmarks import record, report
 from benchmarks.bars import BARS
 from benchmarks.setup import BYTES_PER_MEGABYTE
-from benchmarks.works.entrants import RPC, STREAM, TENSORFLOW, ours, team
+from benchmarks.works import decisions
+from benchmarks.works.entrants import STREAM, TENSORFLOW, ours, team
 from benchmarks.works.sizes import sized
 from tests.support.benchmark_results import result
 
-GRPC = ours("grpc")
+GRPC, LANE = ours("grpc"), ours("stream")
 
 
 def push_pull() -> record.Result:
     records = {
         GRPC: {"seconds": [0.3, 0.2]},
         STREAM: {"seconds": [0.1, 0.1]},
-        RPC: {"seconds": [0.4, 0.6]},
+        LANE: {"seconds": [0.1, 0.15]},
     }
     return result("push_pull", records, skipped={TENSORFLOW: "no TensorFlow here"})
 
@@ -26,7 +27,7 @@ def test_missed_limits_are_shown() -> None:
     page = report.text({"push_pull": push_pull()}, [])
 
     assert f"| 1 | {GRPC} | {STREAM} | 1.25 | 2.50 (2.00 to 3.00) | **no** |" in page
-    assert f"| 1 | {GRPC} | {RPC} | 0.5 | 0.50 (0.33 to 0.75) | yes |" in page
+    assert f"| 16 | {LANE} | {GRPC} | 0.9 | 0.50 (0.33 to 0.75) | yes |" in page
     assert f"| {GRPC} | 250 (200 to 300) | – | – |" in page
 
 
@@ -54,12 +55,16 @@ def test_table_rows_have_as_many_cells_as_the_heading() -> None:
     assert set(counts[rows:]) == {5}
 
 
-def test_the_page_shows_all_three_plots(tmp_path: Path) -> None:
+def test_the_page_shows_all_plots(tmp_path: Path) -> None:
     shown = ("data", "pull", "compute", "push", "wait", "apply")
     results = {
-        "sizes": result(
-            "sizes",
+        "sizes_small": result(
+            "sizes_small",
             {sized(GRPC, size * BYTES_PER_MEGABYTE): {"seconds": [0.1 * size]} for size in (1, 4)},
+        ),
+        "decisions": result(
+            "decisions",
+            {decisions.name("async", *size): {"decision": [1e-5]} for size in decisions.SIZES},
         ),
         "growth": result(
             "growth", {team("grpc", count): {"server_cpu": [0.01]} for count in (1, 2)}
@@ -69,7 +74,7 @@ def test_the_page_shows_all_three_plots(tmp_path: Path) -> None:
 
     page = report.write(results, tmp_path).read_text()
 
-    for name in ("throughput.png", "growth.png", "phases.png"):
+    for name in ("sizes.png", "growth.png", "decisions.png", "phases.png"):
         assert f"({name})" in page
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
 

@@ -1,5 +1,6 @@
 """Each rule of the checker finds its own planted fault only; journals survive kills."""
 
+import inspect
 import os
 import signal
 from collections.abc import Iterator
@@ -9,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from psworker import Client
 from tests.chaos.checker import Evidence, Rollback, check, duplicates
+from tests.chaos.client import JournaledClient
 from tests.chaos.journal import Journal, Operation, parsed, read
 from tests.support.process_job import MODULES
 from tests.support.programs import Programs, programs_in
@@ -286,3 +289,8 @@ def test_a_torn_journal_line_is_ignored(tmp_path: Path) -> None:
     begun, ended = parsed(text[:-2].split("\n")), parsed(text.split("\n"))
 
     assert (begun[0].status, ended[0].status, ended[0].batches) == ("", "applied", ((1, 2),))
+
+
+def test_the_client_with_a_journal_takes_what_a_client_takes() -> None:
+    found = inspect.signature(JournaledClient.exchange).parameters
+    assert list(found) == list(inspect.signature(Client.exchange).parameters)

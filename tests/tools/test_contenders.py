@@ -38,17 +38,15 @@ def turn(entry: Entry) -> Measurements:
 
 @pytest.mark.parametrize(
     ("kind", "lane"),
-    [*(("exchange", lane) for lane in LANES), *zip(("arrays", "modules"), LANES, strict=True)],
+    [*(("exchange", lane) for lane in LANES), ("arrays", "stream"), ("modules", "shm")],
 )
 def test_workers_of_paramserver(kind: str, lane: str) -> None:
-    """The gRPC lane moves all bytes twice; over shared memory the server maps gradients and
-    weights.
-    """
+    """Over the network all bytes move twice; in shared memory the server maps them."""
     measured = turn(job("ours", Setup(NBYTES, pieces=2, lanes=lane), kind))
 
     assert measured["seconds"] > 0
     assert measured["server_memory"] > NBYTES
-    if lane == "grpc":
+    if lane != "shm":
         assert measured["loopback"] > 2 * NBYTES
         assert measured["server_shared"] == 0
     else:

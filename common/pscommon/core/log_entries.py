@@ -48,6 +48,7 @@ class Staged:
         problem the shard keeps no data.
     square_norm: sum of squares of this shard's part of the gradient; 0 if norms are not needed.
     mended: name of the tensor in which this shard replaced NaN or Inf by zeros, or empty.
+    optimizer: name of the optimizer whose step this is; empty if the job has one without a name.
     """
 
     key: PushKey
@@ -57,6 +58,7 @@ class Staged:
     problem: str = ""
     square_norm: float = 0.0
     mended: str = ""
+    optimizer: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +86,10 @@ class Contribution(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Apply:
-    """Average these pushes, in this order, and step the optimizer once; the result is `version`."""
+    """Average these pushes, in this order, and step their optimizer once; the result is `version`.
+
+    All pushes of one Apply belong to one optimizer.
+    """
 
     index: int
     version: int
@@ -158,12 +163,16 @@ class Measured(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ShardReport:
-    """Complete report of what a shard has, so that lost, repeated or late reports are harmless.
+    """Report of what a shard has.
+
+    A shard sends a complete one when it connects and once a second, so that lost, repeated or late
+    reports are harmless. The others have only new pushes: otherwise they would cost more with each
+    worker.
 
     shard: number of the shard.
     log_id: id of the log that the shard follows; every start and rollback begins a new log.
     index: last entry that the shard has applied.
-    staged: staged pushes.
+    staged: staged pushes; in a report that is not complete those that no report before it had.
     log_bytes: size of the shard's log since the last cut, in bytes.
     digest: digest of all entries up to `index`.
     log_broken: some of the log could not be written.

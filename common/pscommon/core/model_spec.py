@@ -1,11 +1,11 @@
-"""Model specification: the tensors of a model, and the optimizer that the servers run."""
+"""Model specification: the tensors of a model, and the optimizers that the servers run."""
 
 import hashlib
 import json
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal, cast
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, NamedTuple, cast
 
 Role = Literal["trainable", "buffer", "frozen"]
 Scalar = bool | int | float | str | tuple[float, ...] | None
@@ -40,7 +40,7 @@ class TensorSpec:
     dtype: a key of ITEMSIZE.
     role: "trainable": has gradients. "buffer" (BatchNorm statistics): every push sends its values,
         which are averaged. "frozen": set once by the first worker, never changed.
-    group: index of the optimizer's parameter group; 0 unless trainable.
+    group: index of the parameter group, see ModelSpec.groups; 0 unless trainable.
     aliases: further names in the model's state_dict (tied weights). They do not affect training, so
         tensors that differ only in aliases are equal.
     """
@@ -92,15 +92,39 @@ class OptimizerSettings:
         clip = {} if self.clip_norm is None else {"clip_norm": self.clip_norm}
         return {"name": self.name, "groups": [dict(group) for group in self.groups], **clip}
 
-    def as_json(self) -> str:
-        return json.dumps(self.as_dict(), sort_keys=True)
-
     @staticmethod
-    def from_json(text: str) -> "OptimizerSettings":
-        raw = json.loads(text)
-        return OptimizerSettings(
-            raw["name"], tuple(freeze(group) for group in raw["groups"]), raw.get("clip_norm")
-        )
+    def from_dict(raw: Mapping[str, Any]) -> "OptimizerSettings":
+        """Return the optimizer from the result of `as_dict`."""
+        groups = tuple(freeze(group) for group in typed(raw, "groups", list))
+        return OptimizerSettings(typed(raw, "name", str), groups, raw.get("clip_norm"))
+
+
+Optimizers = OptimizerSettings | Mapping[str, OptimizerSettings]
+"""One optimizer for all trainable tensors, or several by name for disjoint sets of them."""
+
+
+def optimizers_to_json(optimizer: Optimizers) -> Any:
+    """Return the optimizers as JSON values; `optimizers_from_json` is the inverse.
+
+    Releases that know one optimizer per job refuse several: these are a list.
+    """
+    if isinstance(optimizer, OptimizerSettings):
+        return optimizer.as_dict()
+    return [[name, settings.as_dict()] for name, settings in optimizer.items()]
+
+
+def optimizers_from_json(raw: Any) -> Optimizers:
+    """Return the optimizers from the result of `optimizers_to_json`.
+
+    Raises:
+        KeyError, TypeError, AttributeError, ValueError: The value is not such a result.
+    """
+    if isinstance(raw, list):
+        return {
+            typed({"name": name}, "name", str): OptimizerSettings.from_dict(settings)
+            for name, settings in raw
+        }
+    return OptimizerSettings.from_dict(raw)
 
 
 def is_clip_norm(value: object) -> bool:
@@ -113,32 +137,95 @@ def freeze(group: Mapping[str, object]) -> dict[str, Scalar]:
     return {k: tuple(v) if isinstance(v, list) else v for k, v in group.items()}  # type: ignore[misc]
 
 
+class OptimizerPart(NamedTuple):
+    """The part of a model that one optimizer updates.
+
+    settings: the optimizer.
+    tensors: its trainable tensors; their `group` is an index into the groups of `settings`.
+    """
+
+    settings: OptimizerSettings
+    tensors: Sequence[TensorSpec]
+
+
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
     """The model that a job trains.
 
     tensors: all tensors, in registration order.
-    optimizer: the optimizer.
+    optimizer: the optimizer, or several by name.
     """
 
     tensors: tuple[TensorSpec, ...]
-    optimizer: OptimizerSettings
+    optimizer: Optimizers
 
     def __post_init__(self) -> None:
-        seen: set[str] = set()
+        if isinstance(self.optimizer, Mapping):
+            if not self.optimizer or "" in self.optimizer:
+                raise InvalidModelError("each of several optimizers needs a name")
+            object.__setattr__(self, "optimizer", dict(sorted(self.optimizer.items())))
+        seen, groups = set[str](), len(self.groups)
         for tensor in self.tensors:
-            _check(tensor, seen, len(self.optimizer.groups))
+            _check(tensor, seen, groups)
             seen.update((tensor.name, *tensor.aliases))
         if not self.tensors:
             raise InvalidModelError("a model needs at least one tensor")
 
+    @property
+    def optimizers(self) -> Mapping[str, OptimizerSettings]:
+        """The optimizers by name, in the order of names; the name of a single one is empty."""
+        single = isinstance(self.optimizer, OptimizerSettings)
+        return {"": self.optimizer} if single else self.optimizer  # type: ignore[dict-item,return-value]
+
+    @property
+    def groups(self) -> tuple[Mapping[str, Scalar], ...]:
+        """The parameter groups of all optimizers, in the order of `optimizers`."""
+        return tuple(group for each in self.optimizers.values() for group in each.groups)
+
+    def group_ranges(self) -> dict[str, range]:
+        """Return the indices into `groups` that each optimizer has."""
+        found, start = {}, 0
+        for name, settings in self.optimizers.items():
+            found[name] = range(start, start + len(settings.groups))
+            start += len(settings.groups)
+        return found
+
+    def trainable_of(self) -> dict[str, frozenset[int]]:
+        """Return the indices of the trainable tensors that each optimizer updates."""
+        return {
+            name: frozenset(
+                index
+                for index, tensor in enumerate(self.tensors)
+                if tensor.role == "trainable" and tensor.group in groups
+            )
+            for name, groups in self.group_ranges().items()
+        }
+
+    def parts(self) -> dict[str, OptimizerPart]:
+        """Return each optimizer with its trainable tensors."""
+        ranges, members = self.group_ranges(), self.trainable_of()
+        return {
+            name: OptimizerPart(
+                settings,
+                [
+                    replace(tensor, group=tensor.group - ranges[name].start)
+                    for tensor in (self.tensors[index] for index in sorted(members[name]))
+                ],
+            )
+            for name, settings in self.optimizers.items()
+        }
+
     def fingerprint(self) -> str:
-        """Return a digest of tensors and optimizer, independent of the order of the tensors.
+        """Return a digest of tensors and optimizers, independent of the order of the tensors.
 
         It is equal for two workers exactly when they train the same model.
         """
         rows = sorted((t.name, list(t.shape), t.dtype, t.role, t.group) for t in self.tensors)
-        return hashlib.sha256(json.dumps([rows, self.optimizer.as_json()]).encode()).hexdigest()
+        return hashlib.sha256(json.dumps([rows, self.optimizer_json()]).encode()).hexdigest()
+
+    def optimizer_json(self) -> str:
+        """Return `optimizers_to_json` as text."""
+        return json.dumps(optimizers_to_json(self.optimizer), sort_keys=True)
 
     def differences(self, job: "ModelSpec") -> list[str]:
         """Return the differences from the job's model, one line for each tensor or setting."""
@@ -152,7 +239,7 @@ class ModelSpec:
         for name in mine.keys() & theirs.keys():
             if mine[name] != theirs[name]:
                 lines.append(_tensor_difference(mine[name], theirs[name]))
-        return sorted(lines) + _optimizer_differences(self.optimizer, job.optimizer)
+        return sorted(lines) + _optimizers_differences(self.optimizers, job.optimizers)
 
 
 def _check(tensor: TensorSpec, seen: set[str], groups: int) -> None:
@@ -184,15 +271,30 @@ def _tensor_difference(mine: TensorSpec, theirs: TensorSpec) -> str:
     )
 
 
-def _optimizer_differences(mine: OptimizerSettings, theirs: OptimizerSettings) -> list[str]:
+def _optimizers_differences(
+    mine: Mapping[str, OptimizerSettings], theirs: Mapping[str, OptimizerSettings]
+) -> list[str]:
+    if mine.keys() != theirs.keys():
+        names, job_names = (", ".join(filter(None, each)) or "no name" for each in (mine, theirs))
+        return [f"optimizers: {names}, the job has {job_names}"]
+    return [
+        line
+        for name in mine
+        for line in _optimizer_differences(f"optimizer {name}".rstrip(), mine[name], theirs[name])
+    ]
+
+
+def _optimizer_differences(
+    label: str, mine: OptimizerSettings, theirs: OptimizerSettings
+) -> list[str]:
     if mine.name != theirs.name:
-        return [f"optimizer: {mine.name}, the job has {theirs.name}"]
+        return [f"{label}: {mine.name}, the job has {theirs.name}"]
     if len(mine.groups) != len(theirs.groups):
-        return [f"optimizer: {len(mine.groups)} parameter groups, the job has {len(theirs.groups)}"]
+        return [f"{label}: {len(mine.groups)} parameter groups, the job has {len(theirs.groups)}"]
     clips = [mine.clip_norm, theirs.clip_norm]
     different = clips[0] != clips[1]
-    return [f"optimizer: clip_norm={clips[0]!r}, the job has {clips[1]!r}"] * different + [
-        f"optimizer group {index}: {key}={ours.get(key)!r}, the job has {job.get(key)!r}"
+    return [f"{label}: clip_norm={clips[0]!r}, the job has {clips[1]!r}"] * different + [
+        f"{label} group {index}: {key}={ours.get(key)!r}, the job has {job.get(key)!r}"
         for index, (ours, job) in enumerate(zip(mine.groups, theirs.groups, strict=True))
         for key in sorted(ours.keys() | job.keys())
         if ours.get(key) != job.get(key)
@@ -216,7 +318,7 @@ def model_to_json(model: ModelSpec) -> dict[str, Any]:
     """Return the model, JSON-ready; `model_from_json` is the inverse."""
     return {
         "tensors": [_tensor_to_json(tensor) for tensor in model.tensors],
-        "optimizer": model.optimizer.as_dict(),
+        "optimizer": optimizers_to_json(model.optimizer),
     }
 
 
@@ -226,11 +328,9 @@ def model_from_json(raw: Mapping[str, Any]) -> ModelSpec:
     Raises:
         KeyError, TypeError, AttributeError, ValueError: The value is not such a result.
     """
-    optimizer = typed(raw, "optimizer", dict)
-    groups = tuple(freeze(group) for group in typed(optimizer, "groups", list))
     return ModelSpec(
         tuple(_tensor_from_json(tensor) for tensor in typed(raw, "tensors", list)),
-        OptimizerSettings(typed(optimizer, "name", str), groups, optimizer.get("clip_norm")),
+        optimizers_from_json(raw["optimizer"]),
     )
 
 

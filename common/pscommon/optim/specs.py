@@ -6,7 +6,7 @@ Only `OptimizerSettings` cross the wire, never code.
 import inspect
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from numbers import Real
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from pscommon.core.errors import InvalidRequestError, UnsupportedOptimizerError
-from pscommon.core.model_spec import OptimizerSettings, Scalar, TensorSpec
+from pscommon.core.model_spec import ModelSpec, OptimizerSettings, Scalar, TensorSpec
 from pscommon.optim import (
     KINDS,
     REFUSED_CLASSES,
@@ -89,6 +89,14 @@ def groups_to_json(groups: Iterable[Mapping[str, Scalar]]) -> str:
     return json.dumps([dict(group) for group in groups], sort_keys=True, allow_nan=False)
 
 
+def validated(model: ModelSpec) -> ModelSpec:
+    """Return the model with `validate` applied to its optimizers."""
+    if isinstance(model.optimizer, OptimizerSettings):
+        return ModelSpec(model.tensors, validate(model.optimizer))
+    named = {name: validate(settings) for name, settings in model.optimizer.items()}
+    return ModelSpec(model.tensors, named)
+
+
 def groups_from_json(text: str, like: OptimizerSettings) -> Groups:
     """Return parameter groups from JSON.
 
@@ -103,12 +111,37 @@ def groups_from_json(text: str, like: OptimizerSettings) -> Groups:
     Raises:
         InvalidRequestError: The text does not fit.
     """
+    return _completed(_parsed(text), like)
+
+
+def all_groups_from_json(text: str, model: ModelSpec) -> dict[str, Groups]:
+    """Return the parameter groups of each optimizer of a validated model; the JSON is one list.
+
+    Raises:
+        InvalidRequestError: As `groups_from_json`.
+    """
+    raw = _parsed(text)
+    if len(raw) != len(model.groups):
+        raise InvalidRequestError(
+            f"there are {len(raw)} parameter groups, but {len(model.groups)} in the job"
+        )
+    return {
+        name: _completed(raw[groups.start : groups.stop], model.optimizers[name])
+        for name, groups in model.group_ranges().items()
+    }
+
+
+def _parsed(text: str) -> list[dict[str, Any]]:
     try:
         raw = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise InvalidRequestError(f"cannot read parameter groups: not JSON: {error}") from None
     if not isinstance(raw, list) or not all(isinstance(group, dict) for group in raw):
         raise InvalidRequestError("cannot read parameter groups: no JSON list of objects")
+    return raw
+
+
+def _completed(raw: Sequence[Mapping[str, Any]], like: OptimizerSettings) -> Groups:
     if len(raw) != len(like.groups):
         raise InvalidRequestError(
             f"{like.name} has {len(raw)} parameter groups, but {len(like.groups)} in the job"
@@ -121,6 +154,8 @@ def groups_from_json(text: str, like: OptimizerSettings) -> Groups:
 
 def groups_of_push(text: str, like: OptimizerSettings, tensors: Iterable[TensorSpec]) -> Groups:
     """Return a push's parameter groups: `groups_from_json` with further checks.
+
+    tensors: the tensors of this optimizer; their `group` is an index into its own groups.
 
     The checks are `check_rates` and `check_numbers`.
     """

@@ -69,7 +69,7 @@ LANES = Option(
     type=click.Choice(values.LANES),
     default="auto",
     show_default=True,
-    help="Tensor transport: shm (shared memory), grpc (network), auto (shm on the same host).",
+    help="Tensor transport: shm (shared memory), stream (TCP), grpc; auto: the first possible one.",
 )
 
 OVERLAP = Option(

@@ -13,6 +13,7 @@ from pscommon.settings.option_types import (
     FOLDER,
     JOB,
     LISTEN,
+    LOCAL,
     PLACE,
     POLICIES,
     SECONDS,
@@ -51,6 +52,18 @@ PLACEMENT = (
         help="Address announced to other processes [default: the bound address].",
     ),
     Option(
+        "--stream-bind",
+        section=PLACE,
+        type=LISTEN,
+        help="Listen address for streams [default: --bind with its port + 1000, or a free port].",
+    ),
+    Option(
+        "--advertise-stream",
+        section=PLACE,
+        type=ADDRESS,
+        help="Stream address announced to workers [default: host of --advertise, bound port].",
+    ),
+    Option(
         "--join",
         section=PLACE,
         type=ADDRESS,
@@ -63,6 +76,13 @@ PLACEMENT = (
         default="300",
         show_default=True,
         help="Maximum time to wait for the other servers.",
+    ),
+    Option(
+        "--max-workers",
+        section=LOCAL,
+        type=COUNT,
+        help="Workers at a time [default: as many as the limit of open files allows].",
+        metavar="WORKERS",
     ),
     Option("--port-file", section=PLACE, type=FILE, help="File for the bound port."),
 )

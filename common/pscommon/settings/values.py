@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 else:
     ParamType = click.ParamType
 
-Lanes = Literal["auto", "grpc", "shm"]
-LANES = ("auto", "grpc", "shm")
+Lanes = Literal["auto", "shm", "stream", "grpc"]
+LANES = ("auto", "shm", "stream", "grpc")
 
 Malloc = Literal["tuned", "system"]
 MALLOC = ("tuned", "system")

@@ -20,7 +20,8 @@ this order:
     shards       number of shards
     created      ISO 8601
     model        tensors (name, shape, dtype, role, group; aliases if there are any) and optimizer
-                 (name, groups; clip_norm if it is set)
+                 (name, groups; clip_norm if it is set); several optimizers are a list of
+                 [their name in the job, such an optimizer]
     parts        by shard: file, nbytes, sha256 of the whole file
     elsewhere    parts that were not in this folder when it was written
     coordinator  the coordinator's own JSON: data position, pushes already counted

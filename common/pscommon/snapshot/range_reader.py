@@ -119,7 +119,7 @@ class SnapshotReader:
         the hyper-parameters that were registered with the job.
         """
         if not self._needed:
-            return json.dumps([dict(group) for group in self.model.optimizer.groups])
+            return json.dumps([dict(group) for group in self.model.groups])
         return self._part(self._needed[0]).groups_json
 
     def _fill(self, kind: str, span: ByteRange, target: torch.Tensor) -> list[ByteRange]:

@@ -1,6 +1,7 @@
 """What the operating system offers: shared memory, threads, signals, processes and small files."""
 
 __all__ = [
+    "file_limit",
     "imports",
     "local_jobs",
     "malloc",

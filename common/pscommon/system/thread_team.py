@@ -25,12 +25,15 @@ def cores() -> int:
 
 
 class ThreadTeam:
-    """Team of the calling thread and `threads` - 1 others, which start at their first use."""
+    """Team of the calling thread and `threads` - 1 others, which start at their first use.
 
-    def __init__(self, threads: int) -> None:
+    name: Beginning of the names of these threads.
+    """
+
+    def __init__(self, threads: int, name: str = "team") -> None:
         self._threads = threads
         self._others = (
-            ThreadPoolExecutor(threads - 1, thread_name_prefix="team") if threads > 1 else None
+            ThreadPoolExecutor(threads - 1, thread_name_prefix=name) if threads > 1 else None
         )
 
     def parts(self, nbytes: int) -> int:

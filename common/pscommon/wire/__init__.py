@@ -1,5 +1,5 @@
-"""The gRPC transport on both sides: channel settings, frames of bytes, messages, errors in
-transit.
+"""The network on both sides: channel settings, frames of bytes, messages, errors in transit,
+and streams.
 """
 
-__all__ = ["channel", "frames", "messages", "status"]
+__all__ = ["blocking_stream", "channel", "frames", "messages", "status", "stream_format"]

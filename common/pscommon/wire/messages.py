@@ -2,6 +2,7 @@
 values are refused.
 """
 
+import json
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -29,9 +30,9 @@ from pscommon.core.metric_row import MetricRow
 from pscommon.core.model_spec import (
     InvalidModelError,
     ModelSpec,
-    OptimizerSettings,
     Role,
     TensorSpec,
+    optimizers_from_json,
 )
 from psproto.v1 import coordinator_pb2 as co
 from psproto.v1 import model_pb2 as mo
@@ -57,7 +58,7 @@ def model_to_proto(spec: ModelSpec) -> mo.ModelSpec:
         )
         for t in spec.tensors
     ]
-    return mo.ModelSpec(tensors=tensors, optimizer_json=spec.optimizer.as_json())
+    return mo.ModelSpec(tensors=tensors, optimizer_json=spec.optimizer_json())
 
 
 def model_from_proto(message: mo.ModelSpec) -> ModelSpec:
@@ -72,7 +73,7 @@ def model_from_proto(message: mo.ModelSpec) -> ModelSpec:
             f"the model refused: {why}. Try: join small tensors", "OUT_OF_RANGE"
         )
     try:
-        optimizer = OptimizerSettings.from_json(message.optimizer_json)
+        optimizer = optimizers_from_json(json.loads(message.optimizer_json))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise InvalidRequestError(f"optimizer_json is no optimizer: {error!r}") from error
     try:
@@ -150,6 +151,7 @@ def staged_to_proto(staged: Staged) -> co.Staged:
         problem=staged.problem,
         square_norm=staged.square_norm,
         mended=staged.mended,
+        optimizer=staged.optimizer,
     )
 
 
@@ -162,6 +164,7 @@ def staged_from_proto(message: co.Staged) -> Staged:
         message.problem,
         message.square_norm,
         message.mended,
+        message.optimizer,
     )
 
 

@@ -52,7 +52,7 @@ def error_from(failure: grpc.RpcError, who: str) -> PSError:
     text.
     """
     code, text = _code(failure), _text(failure)
-    reason = _reason(failure)
+    reason = _reason(_status(failure))
     if reason in REASONS and reason != "INTERNAL":
         return error_for(reason, text)
     match code:
@@ -68,6 +68,15 @@ def error_from(failure: grpc.RpcError, who: str) -> PSError:
             )
         case _:
             return PSError(f"{who} failed: {reason or code.name}: {text}")
+
+
+def error_of(raw: bytes, who: str) -> PSError:
+    """The error of a serialized google.rpc.Status. `who` names the server, for the text."""
+    status = status_pb2.Status.FromString(raw)
+    reason = _reason(status)
+    if reason in REASONS and reason != "INTERNAL":
+        return error_for(reason, status.message)
+    return PSError(f"{who} failed: {reason}: {status.message}")
 
 
 @contextlib.contextmanager
@@ -103,9 +112,9 @@ def answering(context: grpc.ServicerContext | None) -> Iterator[None]:
         abort(context, PSError(f"{type(bug).__name__}: {bug}"))
 
 
-def _reason(failure: grpc.RpcError) -> str:
+def _reason(status: status_pb2.Status) -> str:
     """The reason that our own server gave, or "" for failures that are not from it."""
-    for detail in _status(failure).details:
+    for detail in status.details:
         info = error_details_pb2.ErrorInfo()
         if detail.Is(info.DESCRIPTOR) and detail.Unpack(info) and info.domain == DOMAIN:
             return str(info.reason)

@@ -192,6 +192,22 @@ class RegisterResponse(google.protobuf.message.Message):
     STATE_PENDING: RegisterResponse.State.ValueType  # 3
     """another worker uploads; ask again"""
 
+    @typing.final
+    class UpdatesEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.str
+        value: builtins.int
+        def __init__(
+            self,
+            *,
+            key: builtins.str = ...,
+            value: builtins.int = ...,
+        ) -> None: ...
+        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
+
     STATE_FIELD_NUMBER: builtins.int
     MODEL_FIELD_NUMBER: builtins.int
     PLAN_DIGEST_FIELD_NUMBER: builtins.int
@@ -200,6 +216,7 @@ class RegisterResponse(google.protobuf.message.Message):
     GROUPS_JSON_FIELD_NUMBER: builtins.int
     WORKERS_FIELD_NUMBER: builtins.int
     FIRST_FIELD_NUMBER: builtins.int
+    UPDATES_FIELD_NUMBER: builtins.int
     state: global___RegisterResponse.State.ValueType
     plan_digest: builtins.str
     version: builtins.int
@@ -213,6 +230,10 @@ class RegisterResponse(google.protobuf.message.Message):
     def model(self) -> psproto.v1.model_pb2.ModelSpec:
         """the job's model; its order of tensors decides their placement"""
 
+    @property
+    def updates(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
+        """number of updates of each optimizer, if the job has several"""
+
     def __init__(
         self,
         *,
@@ -224,9 +245,10 @@ class RegisterResponse(google.protobuf.message.Message):
         groups_json: builtins.str = ...,
         workers: builtins.int = ...,
         first: builtins.bool = ...,
+        updates: collections.abc.Mapping[builtins.str, builtins.int] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["model", b"model"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["first", b"first", "groups_json", b"groups_json", "model", b"model", "plan_digest", b"plan_digest", "state", b"state", "version", b"version", "waiting_for", b"waiting_for", "workers", b"workers"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["first", b"first", "groups_json", b"groups_json", "model", b"model", "plan_digest", b"plan_digest", "state", b"state", "updates", b"updates", "version", b"version", "waiting_for", b"waiting_for", "workers", b"workers"]) -> None: ...
 
 global___RegisterResponse = RegisterResponse
 
@@ -1087,7 +1109,7 @@ class LinkShardRequest(google.protobuf.message.Message):
     job: builtins.str
     """the only job that the shard may follow; empty: any"""
     stats_json: builtins.str
-    """statistics of the shard for the status, as JSON"""
+    """statistics of the shard for the status, as JSON, once a second"""
     term: builtins.int
     """term of this primary; a server with a higher term replaces it"""
     standby: builtins.str
@@ -1165,7 +1187,11 @@ class Report(google.protobuf.message.Message):
     moving: builtins.bool
     """the shard has not built its partition of the last Reshard yet"""
     @property
-    def staged(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Staged]: ...
+    def staged(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Staged]:
+        """beside stats_json, as in the first report of a connection: all staged pushes; otherwise those
+        that no report before this one had
+        """
+
     @property
     def measured(self) -> global___Measured:
         """answer to the newest Measure; absent after its pushes were applied or voided"""
@@ -1218,6 +1244,7 @@ class Staged(google.protobuf.message.Message):
     PROBLEM_FIELD_NUMBER: builtins.int
     SQUARE_NORM_FIELD_NUMBER: builtins.int
     MENDED_FIELD_NUMBER: builtins.int
+    OPTIMIZER_FIELD_NUMBER: builtins.int
     samples: builtins.int
     base: builtins.int
     problem: builtins.str
@@ -1225,6 +1252,8 @@ class Staged(google.protobuf.message.Message):
     """sum of squares of this shard's part of the gradient; set only if the job uses norms"""
     mended: builtins.str
     """tensor in which this shard replaced NaN and Inf by zeros; empty: none"""
+    optimizer: builtins.str
+    """as in PushPullHeader"""
     @property
     def key(self) -> global___PushKey: ...
     @property
@@ -1239,9 +1268,10 @@ class Staged(google.protobuf.message.Message):
         problem: builtins.str = ...,
         square_norm: builtins.float = ...,
         mended: builtins.str = ...,
+        optimizer: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["key", b"key"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["base", b"base", "batches", b"batches", "key", b"key", "mended", b"mended", "problem", b"problem", "samples", b"samples", "square_norm", b"square_norm"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["base", b"base", "batches", b"batches", "key", b"key", "mended", b"mended", "optimizer", b"optimizer", "problem", b"problem", "samples", b"samples", "square_norm", b"square_norm"]) -> None: ...
 
 global___Staged = Staged
 
@@ -1365,6 +1395,7 @@ class LinkShardResponse(google.protobuf.message.Message):
     DURABLE_FIELD_NUMBER: builtins.int
     PROCESSES_FIELD_NUMBER: builtins.int
     FORMAT_FIELD_NUMBER: builtins.int
+    ONLY_ENTRIES_FIELD_NUMBER: builtins.int
     job: builtins.str
     stop: builtins.bool
     waiting_for: builtins.str
@@ -1391,6 +1422,10 @@ class LinkShardResponse(google.protobuf.message.Message):
     """shard 0 writes a log (--durability log), so every shard should write one"""
     format: builtins.int
     """format of the messages of shard 0; absent: 1"""
+    only_entries: builtins.bool
+    """only epoch, entries and term are set; everything else is as before. Over a stream only, as requests
+    without an instance: a complete message follows within a second
+    """
     @property
     def addresses(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]: ...
     @property
@@ -1443,9 +1478,10 @@ class LinkShardResponse(google.protobuf.message.Message):
         durable: builtins.bool = ...,
         processes: collections.abc.Mapping[builtins.int, builtins.str] | None = ...,
         format: builtins.int | None = ...,
+        only_entries: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_format", b"_format", "format", b"format", "model", b"model", "move", b"move", "restore", b"restore"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_format", b"_format", "addresses", b"addresses", "base", b"base", "begin", b"begin", "durable", b"durable", "entries", b"entries", "epoch", b"epoch", "format", b"format", "job", b"job", "layout", b"layout", "mends", b"mends", "model", b"model", "move", b"move", "norms", b"norms", "policy", b"policy", "processes", b"processes", "recover", b"recover", "restore", b"restore", "shards", b"shards", "snapshots", b"snapshots", "standbys", b"standbys", "stop", b"stop", "term", b"term", "waiting_for", b"waiting_for"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_format", b"_format", "addresses", b"addresses", "base", b"base", "begin", b"begin", "durable", b"durable", "entries", b"entries", "epoch", b"epoch", "format", b"format", "job", b"job", "layout", b"layout", "mends", b"mends", "model", b"model", "move", b"move", "norms", b"norms", "only_entries", b"only_entries", "policy", b"policy", "processes", b"processes", "recover", b"recover", "restore", b"restore", "shards", b"shards", "snapshots", b"snapshots", "standbys", b"standbys", "stop", b"stop", "term", b"term", "waiting_for", b"waiting_for"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_format", b"_format"]) -> typing.Literal["format"] | None: ...
 
 global___LinkShardResponse = LinkShardResponse

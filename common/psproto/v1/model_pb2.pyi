@@ -61,7 +61,7 @@ class TensorSpec(google.protobuf.message.Message):
     """numpy name of the dtype, or "bfloat16" """
     role: global___Role.ValueType
     group: builtins.int
-    """index of the optimizer's parameter group"""
+    """index of the parameter group"""
     @property
     def shape(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
     @property
@@ -92,7 +92,8 @@ class ModelSpec(google.protobuf.message.Message):
     OPTIMIZER_JSON_FIELD_NUMBER: builtins.int
     optimizer_json: builtins.str
     """{"name": ..., "groups": [{hyper-parameter: value}]} as JSON; validated against a table, never
-    executed
+    executed. Several optimizers: a list of [name, such an object], in the order of names;
+    TensorSpec.group counts the groups of all of them
     """
     @property
     def tensors(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___TensorSpec]: ...

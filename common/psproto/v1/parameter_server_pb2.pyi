@@ -96,6 +96,8 @@ class DescribeResponse(google.protobuf.message.Message):
     TERM_FIELD_NUMBER: builtins.int
     LAYOUT_FIELD_NUMBER: builtins.int
     FORMAT_FIELD_NUMBER: builtins.int
+    STREAM_ADDRESS_FIELD_NUMBER: builtins.int
+    STREAM_PATH_FIELD_NUMBER: builtins.int
     job: builtins.str
     shard: builtins.int
     shards: builtins.int
@@ -108,6 +110,9 @@ class DescribeResponse(google.protobuf.message.Message):
     """number of reshards of the job, as far as this server knows"""
     format: builtins.int
     """format of the messages that this server speaks; absent: 1"""
+    stream_address: builtins.str
+    """HOST:PORT of this server's stream port, and its Unix socket on its own host; empty: none"""
+    stream_path: builtins.str
     @property
     def addresses(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """addresses of all shards by index, empty where not known yet"""
@@ -124,9 +129,11 @@ class DescribeResponse(google.protobuf.message.Message):
         term: builtins.int = ...,
         layout: builtins.int = ...,
         format: builtins.int | None = ...,
+        stream_address: builtins.str = ...,
+        stream_path: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_format", b"_format", "format", b"format"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_format", b"_format", "addresses", b"addresses", "coordinator", b"coordinator", "format", b"format", "job", b"job", "layout", b"layout", "shard", b"shard", "shards", b"shards", "term", b"term", "version_text", b"version_text"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_format", b"_format", "addresses", b"addresses", "coordinator", b"coordinator", "format", b"format", "job", b"job", "layout", b"layout", "shard", b"shard", "shards", b"shards", "stream_address", b"stream_address", "stream_path", b"stream_path", "term", b"term", "version_text", b"version_text"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_format", b"_format"]) -> typing.Literal["format"] | None: ...
 
 global___DescribeResponse = DescribeResponse
@@ -257,6 +264,7 @@ class PushPullHeader(google.protobuf.message.Message):
     HAVE_FIELD_NUMBER: builtins.int
     TERM_FIELD_NUMBER: builtins.int
     SHARDS_FIELD_NUMBER: builtins.int
+    OPTIMIZER_FIELD_NUMBER: builtins.int
     job: builtins.str
     worker: builtins.int
     seq: builtins.int
@@ -292,6 +300,10 @@ class PushPullHeader(google.protobuf.message.Message):
     """
     shards: builtins.int
     """number of shards that the caller assumes; a different number gets LAYOUT. 0: unknown"""
+    optimizer: builtins.str
+    """name of the optimizer whose step the push is; empty in a job with one optimizer. Trainable
+    tensors of the other optimizers are in `absent`
+    """
     @property
     def batches(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Batch]:
         """batches of the data ledger that this push uses up"""
@@ -323,9 +335,10 @@ class PushPullHeader(google.protobuf.message.Message):
         have: builtins.int | None = ...,
         term: builtins.int = ...,
         shards: builtins.int = ...,
+        optimizer: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_have", b"_have", "have", b"have"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_have", b"_have", "absent", b"absent", "base", b"base", "batches", b"batches", "groups_json", b"groups_json", "has_data", b"has_data", "have", b"have", "initial", b"initial", "job", b"job", "memory", b"memory", "min_version", b"min_version", "open", b"open", "pull", b"pull", "samples", b"samples", "seq", b"seq", "shards", b"shards", "term", b"term", "wait_ms", b"wait_ms", "worker", b"worker"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_have", b"_have", "absent", b"absent", "base", b"base", "batches", b"batches", "groups_json", b"groups_json", "has_data", b"has_data", "have", b"have", "initial", b"initial", "job", b"job", "memory", b"memory", "min_version", b"min_version", "open", b"open", "optimizer", b"optimizer", "pull", b"pull", "samples", b"samples", "seq", b"seq", "shards", b"shards", "term", b"term", "wait_ms", b"wait_ms", "worker", b"worker"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_have", b"_have"]) -> typing.Literal["have"] | None: ...
 
 global___PushPullHeader = PushPullHeader

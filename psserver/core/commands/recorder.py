@@ -125,10 +125,10 @@ class Recorder:
 
     def report(self, report: ShardReport, now: float) -> None:
         """Process a shard's report. One without news is not written: it decides nothing."""
-        coordinator = self.coordinator
-        if report.log_id == coordinator.log_id and report.shard not in coordinator.job.followers:
+        coordinator, job = self.coordinator, self.coordinator.job
+        if report.shard not in job.followers and report.log_id == job.log_id:
             self.do(AddFollower(report.shard), now)
-        if coordinator.resharding.has_loaded_partition(report):
+        if job.reshard is not None and coordinator.resharding.has_loaded_partition(report):
             self.do(RecordLoadedShard(report.shard), now)
             self._end_reshard(now)
         news = coordinator.reports.new_pushes(report) if report.staged else []
@@ -138,7 +138,7 @@ class Recorder:
                 report, staged=tuple(each for each in report.staged if each.key not in unfit)
             )
         # else it is reported again
-        for key, why in unfit.items() if coordinator.reshard is None else ():
+        for key, why in unfit.items() if job.reshard is None else ():
             self.do(RefusePush(key.worker, key.seq, why.reason, why.detail), now)
         has_measured = report.measured is not None and coordinator.reports.has_measured(report)
         if len(news) > len(unfit) or has_measured:
@@ -203,12 +203,8 @@ class Recorder:
         self.do(Advance(), now)  # updates that waited for the Cut
 
     def _cut_if_due(self, now: float) -> None:
-        coordinator = self.coordinator
-        if (
-            coordinator.begun
-            and coordinator.reshard is None
-            and coordinator.cuts.due(coordinator.version, now)
-        ):
+        job = self.coordinator.job
+        if job.begun and job.reshard is None and job.cuts.due(job.version, now):
             self.cut(now)
 
     def recovered(

@@ -34,16 +34,13 @@ def unfit_pushes(
     coordinator: CoordinatorMachine, news: Iterable[Staged]
 ) -> dict[PushKey, UnfitPush]:
     """Return the refusals for newly staged pushes of members that must not be applied."""
-    unfit = {}
-    for staged in news:
-        problem = push_problem(coordinator, staged)
-        if (
-            problem is not None
-            and staged.key.seq > 0
-            and coordinator.reports.is_undecided(staged.key)
-        ):
-            unfit[staged.key] = problem
-    return unfit
+    return {
+        staged.key: problem
+        for staged in news
+        if (problem := push_problem(coordinator, staged)) is not None
+        and staged.key.seq > 0
+        and coordinator.reports.is_undecided(staged.key)
+    }
 
 
 def push_problem(coordinator: CoordinatorMachine, staged: Staged) -> UnfitPush | None:
@@ -52,11 +49,10 @@ def push_problem(coordinator: CoordinatorMachine, staged: Staged) -> UnfitPush |
     A base above the job's version is stale: the worker may have pulled from a shard before its
     rollback. The worker returns the batches and computes again from current weights.
     """
-    if staged.base > coordinator.version:
-        return UnfitPush(
-            "STALE",
-            f"computed from version {staged.base}, but the job is at version {coordinator.version}",
-        )
+    version = coordinator.job.version
+    if staged.base > version:
+        text = f"computed from version {staged.base}, but the job is at version {version}"
+        return UnfitPush("STALE", text)
     problem = _samples_problem(staged)
     if staged.batches and not problem:
         problem = batches_problem(coordinator, staged.batches)

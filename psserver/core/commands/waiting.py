@@ -48,7 +48,7 @@ def waiting_for_call(coordinator: CoordinatorMachine, number: int, now: float) -
 
 def late(coordinator: CoordinatorMachine) -> list[Member]:
     """Return the active workers whose push would unblock the others."""
-    active, ready = coordinator.membership.active(), coordinator.pending.ready_workers
+    active, ready = coordinator.membership.active(), coordinator.pending.ready.workers
     if not ready or not coordinator.started:
         return []
     if coordinator.policy.barrier:

@@ -44,7 +44,7 @@ class CollectiveCalls:
         self._participation.finish_collectives()
         result = collectives.results.get(request.number)
         if result is None and member.state is WorkerState.ACTIVE:
-            member.state = WorkerState.IDLE
+            job.membership.index.set_state(member, WorkerState.IDLE)
             member.step_timer.discard()
         self._participation.end_loops()
         self._rounds.advance(now)

@@ -89,9 +89,9 @@ class DataRequests:
         # the script keeps a rest that is too small to push, or pushes it after the loop
         if loop.leases.has_sent(worker):
             return _end(member)
-        member.waiting = spec.loop
+        job.membership.index.wait_for_data(member, spec.loop)
         if member.state is WorkerState.ACTIVE:
-            member.state = WorkerState.IDLE
+            job.membership.index.set_state(member, WorkerState.IDLE)
             member.step_timer.discard()
         self._participation.end_loops()
         self._rounds.advance(now)

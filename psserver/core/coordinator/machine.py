@@ -128,7 +128,7 @@ class CoordinatorMachine:
         self.job.policy = row
         highest = max((member.clock for member in self.membership.registered()), default=0)
         for member in self.membership.registered():
-            member.clock = highest
+            self.membership.index.set_clock(member, highest)
         self.rounds.advance(now)
 
     def use_rules(self, rules: JobRules, now: float) -> None:
@@ -138,6 +138,7 @@ class CoordinatorMachine:
         """
         job, leases = self.job, self.membership.leases
         before, job.rules, job.failure = job.rules, rules, None
+        job.pending.ready.look_again()
         leases.seconds, leases.progress_timeout = rules.lease, rules.progress_timeout
         self.cuts.every = rules.every
         if rules.min_workers != before.min_workers:

@@ -1,5 +1,7 @@
 """Which members take part in update rounds: idle ones return, departed ones are removed."""
 
+from operator import attrgetter
+
 from pscommon.core.log_entries import Evict
 from psserver.core.job.job_state import JobState
 from psserver.core.workers.members import Member, WorkerState
@@ -13,7 +15,7 @@ class Participation:
 
     def wake(self, member: Member) -> None:
         """Let an idle member take part again."""
-        member.waiting = None
+        self._job.membership.index.stop_waiting(member)
         if member.state is WorkerState.IDLE:
             self._job.membership.activate(member)
 
@@ -24,13 +26,15 @@ class Participation:
         again. A worker without a part in an update (--global-batch) is active for the next one.
         """
         membership = self._job.membership
-        for number in {m.waiting for m in membership.current() if m.waiting is not None}:
+        for number, members in sorted(membership.index.waiting.items()):
             loop = self._job.ledger.loops[number]
             if loop.done:
                 loop.end()
-            for member in membership.current():
-                if member.waiting == number and (loop.ended or loop.has_dealt(member.worker)):
-                    self.wake(member)
+            # only with --global-batch may a push let others have batches that were dealt before
+            if loop.ended or loop.units is not None:
+                for member in sorted(members.values(), key=attrgetter("rank", "worker")):
+                    if loop.ended or loop.has_dealt(member.worker):
+                        self.wake(member)
 
     def finish_collectives(self) -> None:
         """Give results to the collective calls that wait for no member, and activate the workers
@@ -38,6 +42,7 @@ class Participation:
         """
         job = self._job
         for worker in job.collectives.finish(job.membership.current()):
+            job.membership.index.answered.add(worker)
             if (member := job.membership.members[worker]).waiting is None:
                 self.wake(member)
 

@@ -17,13 +17,17 @@ class PushReports:
         job = self._job
         if report.log_id != job.log_id:
             return
-        self.record_index(report)
-        if job.is_of_layout(report):
-            for staged in report.staged:
-                self._record_staged(report, staged, now)
-            if job.pending.measurement is not None:
-                job.pending.measurement.take(report)
-        self._rounds.advance(now)
+        job.log.reached(report.shard, report.index)
+        if not job.is_of_layout(report):
+            return
+        is_change = False
+        for staged in report.staged:
+            is_change |= self._record_staged(report, staged, now)
+        if job.pending.measurement is not None and report.measured is not None:
+            job.pending.measurement.take(report)
+            is_change = True
+        if is_change:
+            self._rounds.advance(now)
 
     def record_index(self, report: ShardReport) -> None:
         """Note how far a shard is, and drop entries that every shard has carried out."""
@@ -32,19 +36,16 @@ class PushReports:
 
     def new_pushes(self, report: ShardReport) -> list[Staged]:
         """Return the pushes that a shard has not reported before."""
-        if report.log_id != self._job.log_id or not self._job.is_of_layout(report):
+        job, shard = self._job, report.shard
+        if report.log_id != job.log_id or not job.is_of_layout(report):
             return []
-        return [staged for staged in report.staged if self._is_new(report.shard, staged)]
+        return [staged for staged in report.staged if self._is_new(shard, staged)]
 
     def _is_new(self, shard: int, staged: Staged) -> bool:
-        member = self._job.membership.members.get(staged.key.worker)
-        decided = (
-            member is not None
-            and member.is_current
-            and staged.key.seq <= member.seq
-            and self._job.begun
-        )
-        return not decided and not self._job.pending.holds(shard, staged.key)
+        job, key = self._job, staged.key
+        member = job.membership.members.get(key.worker)
+        decided = member is not None and key.seq <= member.seq and member.is_current and job.begun
+        return not decided and not job.pending.holds(shard, key)
 
     def has_measured(self, report: ShardReport) -> bool:
         """Return whether a report has a new answer to the current Measure."""
@@ -70,19 +71,22 @@ class PushReports:
             self._rounds.reject(key, reason, f"push {seq} of worker {worker} refused: {detail}")
             self._rounds.advance(now)
 
-    def _record_staged(self, report: ShardReport, staged: Staged, now: float) -> None:
+    def _record_staged(self, report: ShardReport, staged: Staged, now: float) -> bool:
+        """Record a staged push. Return whether updates may follow."""
         job, key = self._job, staged.key
         member = job.membership.members.get(key.worker)
         if member is None or not member.is_current:
-            return self._participation.evict_unknown(key.worker, report.index)
+            self._participation.evict_unknown(key.worker, report.index)
+            return True
         if key.seq <= member.seq and not (key.seq == 0 and not job.begun):
-            return None
+            return False
         if staged.problem and job.reshard is not None:
-            return None  # the shard reports it again
+            return False  # the shard reports it again
         if staged.problem:
             reason, _, detail = staged.problem.partition(": ")
-            return self._rounds.reject_bad(staged, reason, f"{member}: {detail}", now)
-        job.pending.staged(report.shard, staged)
-        if key in job.pending.ready:
+            self._rounds.reject_bad(staged, reason, f"{member}: {detail}", now)
+            return True
+        is_ready = job.pending.staged(report.shard, staged)
+        if is_ready:
             member.step_timer.end(now)
-        return None
+        return is_ready or job.pending.has_several(key.worker)

@@ -13,23 +13,30 @@ Invariants:
 - Only ready pushes are applied. A worker's pushes are decided in their order; a push makes the
   undecided ones before it stale.
 - A push is forgotten in the step that decides it, so no later step can count it again.
-- A snapshot that is due at a version comes before the next update.
+- A snapshot that is due at a version comes before the next round.
+- A round makes one update for each optimizer that its pushes name, and counts all of them. If
+  some of its pushes begin a batch and others do not, it takes the others only.
 - No update is appended during a reshard, before --min-workers have registered, or after a failure.
 
 The rounds are bulk-synchronous (Valiant, 1990), stale-synchronous (Ho et al., 2013) or
 asynchronous: policy.py has the rules and the papers.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from operator import itemgetter
 
 from pscommon.core.errors import QUARANTINED, NonFiniteError
 from pscommon.core.log_entries import Apply, Begin, Contribution, Measure, PushKey, Reject, Staged
 from psserver.core.coordinator.participation import Participation
 from psserver.core.job.clipping import Measurement, clip_factor
 from psserver.core.job.job_state import JobState
-from psserver.core.job.policy import choose
+from psserver.core.job.policy import is_bounded
+from psserver.core.job.waiting_pushes import WaitingPush, WaitingPushes
 from psserver.core.shard.state_machine import GIVEN_UP
 from psserver.core.workers.members import Member, WorkerState
+
+MAX_DELAY_VERSIONS = 100
+"""Versions for which a push waits for workers that are within a batch."""
 
 
 class UpdateRounds:
@@ -38,6 +45,7 @@ class UpdateRounds:
     def __init__(self, job: JobState, participation: Participation) -> None:
         self._job = job
         self._participation = participation
+        self._waiting = WaitingPushes()
 
     def advance(self, now: float) -> None:
         """Append all updates that can be decided now.
@@ -49,8 +57,9 @@ class UpdateRounds:
         if not job.begun or job.reshard is not None or not job.has_started():
             return
         self._reject_unfit(now)
-        while job.failure is None and not job.cuts.due_at(job.version):
-            keys = choose(job.policy, job.membership.clocks(), self._oldest_ready())
+        while job.pending.ready and job.failure is None and not job.cuts.due_at(job.version):
+            self._wake_pushing_workers()
+            keys = self._of_begun_batches(self._choose())
             if not keys or not self._apply(keys, now):
                 return
 
@@ -64,30 +73,86 @@ class UpdateRounds:
             job.begun = True
             job.cuts.started(0, now)
 
-    def _oldest_ready(self) -> dict[int, PushKey]:
-        """Return each active worker's oldest ready push, in order of arrival.
-
-        An idle worker with a ready push becomes active.
-        """
-        oldest: dict[int, PushKey] = {}
-        for key in self._job.pending.ready:
-            member = self._job.membership.members[key.worker]
+    def _wake_pushing_workers(self) -> None:
+        """Let idle workers with a ready push take part, and note what may be chosen now."""
+        job, ready = self._job, self._job.pending.ready
+        members, changed = job.membership.members, job.membership.index.changed
+        found = [
+            (arrival, members[worker])
+            for worker in {*changed, *ready.changed}
+            if (arrival := ready.arrival(worker)) is not None
+        ]
+        changed.clear()
+        ready.changed.clear()
+        for arrival, member in sorted(found, key=itemgetter(0)):
             if member.state is WorkerState.IDLE:
                 self._participation.wake(member)
-            if member.state is WorkerState.ACTIVE and (
-                key.worker not in oldest or key.seq < oldest[key.worker].seq
-            ):
-                oldest[key.worker] = key
-        return oldest
+            if member.state is WorkerState.ACTIVE and is_bounded(job.policy):
+                self._waiting.add(WaitingPush(member.clock, arrival, member.worker))
+
+    def _choose(self) -> Sequence[PushKey]:
+        """Return the pushes that make the next update, in the order in which they are summed.
+
+        An empty result means that more pushes are needed.
+        """
+        job, ready, row = self._job, self._job.pending.ready, self._job.policy
+        if row.barrier:
+            enough = max(1, job.membership.index.active_count - row.backup)
+            if len(ready.workers) < enough:
+                return ()
+            active = [m.worker for m in job.membership.active()]
+            keys = [ready.oldest(worker) for worker in active if worker in ready.workers]
+            return keys if len(keys) >= enough else ()
+        if row.bound is None:
+            members = job.membership.members
+            for key in ready:
+                if members[key.worker].state is WorkerState.ACTIVE:
+                    return [ready.oldest(key.worker)]
+            return ()
+        smallest = job.membership.index.smallest_clock
+        if smallest is None:
+            return ()
+        first = self._waiting.first(smallest + row.bound - 1, self._is_waiting)
+        return [ready.oldest(first.worker)] if first is not None else ()
+
+    def _is_waiting(self, push: WaitingPush) -> bool:
+        member = self._job.membership.members.get(push.worker)
+        return (
+            member is not None
+            and member.state is WorkerState.ACTIVE
+            and member.clock == push.clock
+            and self._job.pending.ready.arrival(push.worker) == push.arrival
+        )
+
+    def _of_begun_batches(self, keys: Sequence[PushKey]) -> Sequence[PushKey]:
+        """Leave out pushes that begin a batch while other workers are within one.
+
+        Workers that step several optimizers in turn may be out of step, for example because one has
+        joined. Each update would then average the gradients of some workers only. A push that
+        commits batches begins one. The delay ends if a worker never commits any.
+        """
+        job = self._job
+        if not job.policy.barrier or job.has_one_optimizer or job.policy.age_limit is not None:
+            return keys
+        ready = job.pending.ready
+        within = [key for key in keys if not ready[key].batches]
+        oldest = min((ready[key].base for key in keys), default=job.version)
+        return within if within and job.version - oldest < MAX_DELAY_VERSIONS else keys
 
     def _reject_unfit(self, now: float) -> None:
         """Reject pushes that are too old, too large or superseded."""
         job = self._job
         for key in job.pending.given_up():
             self.reject(key, "STALE", GIVEN_UP)
-        limit = 0 if job.policy.backup else job.policy.max_staleness
-        for key, staged in list(job.pending.ready.items()):
-            if key not in job.pending.ready:
+        ready, limit = job.pending.ready, job.policy.age_limit
+        if not ready:
+            return
+        oldest, new = ready.oldest_base, [*ready.arrived]
+        ready.arrived.clear()
+        is_any_stale = limit is not None and oldest is not None and job.version - oldest > limit
+        # other pushes were checked when they arrived
+        for key in [*ready] if is_any_stale else new:
+            if (staged := ready.get(key)) is None:
                 continue  # its worker was evicted for an earlier push
             behind = job.version - staged.base
             if limit is not None and behind > limit:
@@ -102,29 +167,46 @@ class UpdateRounds:
                     )
 
     def _apply(self, keys: Iterable[PushKey], now: float) -> bool:
-        """Append the update of these pushes. Return False if the shards measure it first."""
-        job = self._job
-        pushes = [job.pending.ready[key] for key in keys]
-        contributions = tuple(
-            Contribution(p.key, p.samples, p.base, self._scale(p.key)) for p in pushes
-        )
-        clips = job.model is not None and job.model.optimizer.clip_norm is not None
-        clipped = self._clipped(contributions) if clips else contributions
-        if clipped is None:
-            return False
-        job.version += 1
-        job.pending.measurement = None
-        job.log.append(Apply(job.log.next, job.version, clipped))
-        for push in pushes:  # before the counting below, which may append further updates
+        """Append the update of these pushes, one for each optimizer.
+
+        Return False if the shards measure an update first.
+        """
+        job, updates = self._job, self._updates(keys)
+        clipped = {}
+        for optimizer, contributions in updates.items():
+            scaled = self._clipped(job.clip_norm(optimizer), contributions)
+            if scaled is None:
+                return False
+            clipped[optimizer] = scaled
+        pushes = [
+            (job.pending.ready[part.key], part.scale < 1.0)
+            for contributions in updates.values()
+            for part in contributions
+        ]
+        job.pending.forget_measurements()
+        for optimizer, contributions in clipped.items():
+            job.count_update(optimizer)
+            job.log.append(Apply(job.log.next, job.version, contributions))
+        for push, _ in pushes:  # before the counting below, which may append further updates
             self._forget(push.key)
-        for push, contribution in zip(pushes, contributions, strict=True):
-            self._count(push, bad=contribution.scale < 1.0 or bool(push.mended), now=now)
+        for push, is_scaled in pushes:
+            self._count(push, bad=is_scaled or bool(push.mended), now=now)
         self._reject_unfit(now)
         return True
 
-    def _clipped(self, contributions: tuple[Contribution, ...]) -> tuple[Contribution, ...] | None:
+    def _updates(self, keys: Iterable[PushKey]) -> dict[str, tuple[Contribution, ...]]:
+        """Return the contributions to each optimizer's update, by its name."""
+        updates: dict[str, tuple[Contribution, ...]] = {}
+        for key in keys:
+            push = self._job.pending.ready[key]
+            part = Contribution(key, push.samples, push.base, self._scale(key))
+            updates[push.optimizer] = (*updates.get(push.optimizer, ()), part)
+        return updates
+
+    def _clipped(
+        self, clip_norm: float | None, contributions: tuple[Contribution, ...]
+    ) -> tuple[Contribution, ...] | None:
         """Return the contributions scaled to the clip norm; None: the norm is not known yet."""
-        clip_norm = self._job.model.optimizer.clip_norm if self._job.model is not None else None
         if clip_norm is None:
             return contributions
         square_norm = self._square_norm(contributions)
@@ -139,13 +221,12 @@ class UpdateRounds:
         first = contributions[0]
         if len(contributions) == 1 and job.pending.is_measured(first.key):
             return job.pending.square_norm(first.key) * first.scale**2
-        if (
-            job.pending.measurement is None
-            or job.pending.measurement.contributions != contributions
-        ):
-            job.pending.measurement = Measurement(job.log.next, contributions)
+        measurement = job.pending.measurement_of(contributions)
+        if measurement is None:
+            measurement = Measurement(job.log.next, contributions)
+            job.pending.measure(measurement)
             job.log.append(Measure(job.log.next, contributions))
-        return job.pending.measurement.square_norm(job.shards)
+        return measurement.square_norm(job.shards)
 
     def _scale(self, key: PushKey) -> float:
         """Return the factor that limits a gradient's norm to max_norm, at most 1."""
@@ -157,10 +238,11 @@ class UpdateRounds:
     def _count(self, push: Staged, bad: bool, now: float) -> None:
         job = self._job
         member = job.membership.members[push.key.worker]
-        member.clock += 1
+        job.membership.index.set_clock(member, member.clock + 1)
         member.steps += 1
         member.step_timer.begin(now)
-        job.samples += push.samples
+        if job.counts_samples(push.optimizer):
+            job.samples += push.samples
         job.counts["applied"] += 1
         job.ledger.commit(push.key.worker, push.batches)
         self._judge(member, bad, "its gradients had to be clipped", now)

@@ -20,14 +20,18 @@ def adopted_model(mine: ModelSpec, job: ModelSpec) -> ModelSpec | None:
 
     Older releases did not store aliases. None: the models differ in more than hyper-parameters.
     """
-    same_class = mine.optimizer.name == job.optimizer.name
-    if not same_class or len(mine.optimizer.groups) != len(job.optimizer.groups):
+    if _classes(mine) != _classes(job):
         return None
     if replace(mine, optimizer=job.optimizer).differences(job):
         return None
     aliases = {tensor.name: tensor.aliases for tensor in mine.tensors}
     tensors = tuple(replace(tensor, aliases=aliases[tensor.name]) for tensor in job.tensors)
     return replace(job, tensors=tensors, optimizer=mine.optimizer)
+
+
+def _classes(model: ModelSpec) -> list[tuple[str, str, int]]:
+    """Return name, class and number of groups of each optimizer."""
+    return [(name, each.name, len(each.groups)) for name, each in model.optimizers.items()]
 
 
 def hyper_parameter_changes(before: OptimizerSettings, after: OptimizerSettings) -> str:

@@ -9,4 +9,5 @@ __all__ = [
     "reshard_phase",
     "settings",
     "snapshot_schedule",
+    "waiting_pushes",
 ]

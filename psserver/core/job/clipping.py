@@ -45,7 +45,7 @@ def clip_factor(clip_norm: float, square_norm: float) -> float:
 
 @dataclass(slots=True)
 class Measurement:
-    """The newest Measure and the answers to it.
+    """A Measure and the answers to it.
 
     Attributes:
         index: Index of the entry.

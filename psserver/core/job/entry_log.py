@@ -20,7 +20,14 @@ class EntryLog:
         self.digest = 0
         self._entries: dict[int, Entry] = {}
         self._digests = {0: 0}  # digest by index, from the base on
-        self._reached = dict.fromkeys(range(shards), 0)
+        self._set_reached(dict.fromkeys(range(shards), 0))
+
+    def _set_reached(self, reached: dict[int, int]) -> None:
+        """Set the last index of each shard."""
+        self._reached = reached
+        indices = list(reached.values())
+        self._slowest = min(indices, default=0)
+        self._slowest_count = indices.count(self._slowest)
 
     @property
     def base(self) -> int:
@@ -33,7 +40,8 @@ class EntryLog:
 
     def members(self, shards: int, index: int) -> None:
         """Set the number of shards that follow the log; new ones start after `index`."""
-        self._reached = {shard: self._reached.get(shard, index) for shard in range(shards)}
+        self._set_reached({shard: self._reached.get(shard, index) for shard in range(shards)})
+        self._drop_entries()
 
     def append(self, entry: Entry) -> None:
         self.index, self.digest = entry.index, chained(self.digest, entry)
@@ -47,17 +55,25 @@ class EntryLog:
 
     def reached(self, shard: int, index: int) -> None:
         """Record that a shard has applied all entries up to `index`."""
-        if shard not in self._reached:
-            return  # a reshard has removed it
-        self._reached[shard] = max(self._reached[shard], index)
-        for carried_out in range(self.base + 1, min(self._reached.values()) + 1):
+        before = self._reached.get(shard)
+        if before is None or index <= before:
+            return  # None: a reshard has removed it
+        self._reached[shard] = index
+        self._slowest_count -= before == self._slowest
+        if not self._slowest_count:
+            self._set_reached(self._reached)
+            self._drop_entries()
+
+    def _drop_entries(self) -> None:
+        """Drop the entries that every shard has applied."""
+        for carried_out in range(self.base + 1, self._slowest + 1):
             self._entries.pop(carried_out, None)
             self._digests.pop(carried_out - 1, None)
 
     def back(self, shard: int) -> None:
         """Assume that a restarted shard may need every kept entry, whatever it reported before."""
         if shard in self._reached:
-            self._reached[shard] = self.base
+            self._set_reached({**self._reached, shard: self.base})
 
     def reached_by(self, shard: int) -> int:
         """Return the last index that the shard reported."""
@@ -80,7 +96,7 @@ class EntryLog:
         self.index, self.digest = index, digest
         self._entries.clear()
         self._digests = {index: digest}
-        self._reached = dict.fromkeys(self._reached, index)
+        self._set_reached(dict.fromkeys(self._reached, index))
 
     def state(self) -> dict[str, Any]:
         """Return the state, JSON-ready; `recover` is the inverse."""
@@ -97,7 +113,7 @@ class EntryLog:
         self.start(state["base"], state["digest"])
         for entry in state["entries"]:
             self.append(entry_from_json(entry))
-        self._reached = dict(state["reached"])
+        self._set_reached(dict(state["reached"]))
 
 
 def counted(entries: Iterable[Entry]) -> set[PushKey]:

@@ -31,7 +31,9 @@ class JobState:
         shards: Number of shards; during a reshard: after it.
         log_id: Id of this log; reports on another log are ignored.
         version: Number of updates.
-        samples: Number of samples in all updates.
+        updates: Number of updates of each optimizer; empty if the job has one without a name.
+        samples: Number of samples in all updates. Of several optimizers the first one counts: each
+            of them goes through all samples.
         counts: Number of decided pushes by outcome.
         begun: Whether every shard has weights.
         started: Whether --min-workers workers have registered once.
@@ -74,6 +76,7 @@ class JobState:
         self.failure: PSError | None = None
         self.begun = self.started = self.is_resumed = False
         self.version = self.samples = 0
+        self.updates: dict[str, int] = {}
         self.counts = {"applied": 0, "stale": 0, "rejected": 0}
         self.evicted: set[int] = set()
         self.followers: set[int] = set()
@@ -111,6 +114,27 @@ class JobState:
     def expected_workers(self) -> int:
         """Number of workers that would join again after a rollback."""
         return len(self.membership.registered()) if self.started else self.min_workers
+
+    def count_update(self, optimizer: str) -> None:
+        """Count an update of an optimizer."""
+        self.version += 1
+        if optimizer:
+            self.updates[optimizer] = self.updates.get(optimizer, 0) + 1
+
+    @property
+    def has_one_optimizer(self) -> bool:
+        return self.model is None or not isinstance(self.model.optimizer, Mapping)
+
+    def counts_samples(self, optimizer: str) -> bool:
+        """Return whether `samples` counts the pushes of this optimizer."""
+        return not optimizer or self.model is None or optimizer == min(self.model.optimizers)
+
+    def clip_norm(self, optimizer: str) -> float | None:
+        """Return the clip norm of an optimizer's updates."""
+        settings = self.model.optimizer if self.model is not None else None
+        if isinstance(settings, Mapping):
+            settings = settings[optimizer]
+        return settings.clip_norm if settings is not None else None
 
     def units(self, spec: Spec) -> int | None:
         """Return the number of batches of an update; None: one of each worker."""
@@ -151,6 +175,7 @@ class JobState:
             "index": self.log.index,
             "digest": self.log.digest,
             "samples": self.samples,
+            **({"updates": dict(self.updates)} if self.updates else {}),
             "counts": dict(self.counts),
             "policy": [*self.policy_row()],
             "rules": self.rules.as_json(),
@@ -184,6 +209,7 @@ class JobState:
         """Load the numbers that a snapshot and a complete state both have."""
         self.model, self.begun = model, True
         self.version, self.samples = state["version"], state["samples"]
+        self.updates = dict(state.get("updates", {}))
         self.counts = dict(state["counts"])
         self.log.start(state["index"])
 

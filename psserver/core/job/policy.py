@@ -14,10 +14,7 @@ step and needs no second rule for reads. With bound 0 all workers step together,
 barrier: ssp 0 is sync.
 """
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-
-from pscommon.core.log_entries import PushKey
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +34,11 @@ class Policy:
     barrier: bool
     max_staleness: int | None = None
     backup: int = 0
+
+    @property
+    def age_limit(self) -> int | None:
+        """Largest age of a push in versions; None: any age."""
+        return 0 if self.backup else self.max_staleness
 
 
 def policy(
@@ -71,35 +73,10 @@ def policy(
     return Policy(name, bound, barrier=bound == 0, max_staleness=max_staleness, backup=backup)
 
 
-def choose(
-    row: Policy, clocks: Mapping[int, int], ready: Mapping[int, PushKey]
-) -> Sequence[PushKey]:
-    """Return the pushes that make the next update, in the order in which they are summed.
+def is_bounded(row: Policy) -> bool:
+    """Return whether a push may have to wait because its worker is too far ahead.
 
-    An empty result means that the coordinator waits for more pushes.
-
-    Args:
-        row: The policy.
-        clocks: Clock of every active worker, in worker order.
-        ready: Oldest ready push of each active worker that has one, in order of arrival.
+    A worker may make a step if its clock is at most the smallest clock of an active worker plus
+    the bound, minus one.
     """
-    if row.barrier:
-        enough = max(1, len(clocks) - row.backup)
-        return (
-            [ready[worker] for worker in clocks if worker in ready] if len(ready) >= enough else []
-        )
-    for worker, key in ready.items():
-        if within_bound(row, clocks, worker):
-            return [key]
-    return []
-
-
-def within_bound(row: Policy, clocks: Mapping[int, int], worker: int) -> bool:
-    """Return whether this worker may finish one more step now."""
-    if row.bound is None:
-        return True
-    after = clocks[worker] + 1
-    return (
-        after - min([after, *(clock for other, clock in clocks.items() if other != worker)])
-        <= row.bound
-    )
+    return row.bound is not None and not row.barrier

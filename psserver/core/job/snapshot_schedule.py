@@ -97,15 +97,16 @@ class SnapshotSchedule:
         """Return whether a snapshot of exactly this version is due, before any further update."""
         steps = self.every.steps
         return (
-            not self.busy and steps is not None and version // steps > self._last_version // steps
+            steps is not None and version // steps > self._last_version // steps and not self.busy
         )
 
     def due(self, version: int, now: float) -> bool:
         """Return whether a snapshot should be cut at this version now."""
-        if self.busy or version <= self._last_version:
+        if version <= self._last_version:
             return False
         seconds = self.every.seconds
-        return self.due_at(version) or (seconds is not None and now - self._last_time >= seconds)
+        is_late = seconds is not None and now - self._last_time >= seconds
+        return self.due_at(version) or (is_late and not self.busy)
 
     def age(self, now: float) -> float:
         """Return the seconds since the newest cut, or since training started."""

@@ -110,6 +110,10 @@ class Collectives:
         """Return the members that have made neither this call nor a later one."""
         return [member for member in members if self.newest.get(member.worker, 0) < number]
 
+    def is_waiting(self, worker: int) -> bool:
+        """Return whether a call of this worker has no result yet."""
+        return any(worker in contributions for contributions in self.open.values())
+
     def finish(self, members: Sequence[Member]) -> list[int]:
         """Give a result to each open call of which no member is missing.
 

@@ -99,6 +99,8 @@ class ShardMachine:
         self.is_resharding = False
         self.staged: dict[PushKey, Staged] = {}
         self.measured: Measured | None = None
+        self._unreported: dict[PushKey, Staged] = {}
+        self._staged_of: dict[int, set[int]] = {}  # numbers of staged pushes by worker
         self._last_returned = 0  # last entry that accept() returned
         self._early: dict[int, Entry] = {}
         self._outcomes: dict[int, OrderedDict[int, PushOutcome]] = {}
@@ -180,8 +182,23 @@ class ShardMachine:
             or self.outcome(key) is not None
         ):
             return False
-        self.staged[key] = push
+        self.staged[key] = self._unreported[key] = push
+        self._staged_of.setdefault(key.worker, set()).add(key.seq)
         return True
+
+    def _unstage(self, key: PushKey) -> Staged | None:
+        """Remove a push, if it is staged."""
+        push = self.staged.pop(key, None)
+        if push is not None:
+            self._unreported.pop(key, None)
+            numbers = self._staged_of[key.worker]
+            numbers.remove(key.seq)
+            if not numbers:
+                del self._staged_of[key.worker]
+        return push
+
+    def _staged_by(self, worker: int) -> list[PushKey]:
+        return [PushKey(worker, seq) for seq in self._staged_of.get(worker, ())]
 
     def outcome(self, key: PushKey) -> PushOutcome | None:
         """Return how a push ended; None while it is undecided."""
@@ -228,7 +245,12 @@ class ShardMachine:
         return ready
 
     def done(self, entry: Entry, square_norm: float = 0.0) -> None:
-        """Note that an entry was carried out. square_norm: the result of a Measure."""
+        """Note that an entry was carried out.
+
+        Args:
+            entry: The entry.
+            square_norm: The result of a Measure.
+        """
         if entry.index != self.index + 1:
             raise LogInvariantError(
                 f"shard {self.shard}: entry {entry.index} done after {self.index}"
@@ -237,7 +259,7 @@ class ShardMachine:
         match entry:
             case Begin():
                 self.begun = True
-                self.staged.pop(PushKey(entry.worker, 0), None)
+                self._unstage(PushKey(entry.worker, 0))
             case Apply():
                 self._apply(entry)
             case Measure():
@@ -248,10 +270,11 @@ class ShardMachine:
                 self._reject(entry)
             case Evict():
                 self._evict(entry)
-                for key in [key for key in self.staged if key.worker == entry.worker]:
-                    del self.staged[key]
+                for key in self._staged_by(entry.worker):
+                    self._unstage(key)
             case Reshard():
-                self.staged.clear()
+                for key in [*self.staged]:
+                    self._unstage(key)
                 self.is_resharding, self.measured = True, None
             case Cut():
                 pass
@@ -275,10 +298,10 @@ class ShardMachine:
             raise self._invariant_error(entry)
         self.version, self.measured = entry.version, None
         for contribution in entry.contributions:
-            del self.staged[contribution.key]
+            self._unstage(contribution.key)
             staleness = entry.version - 1 - contribution.base
             self._record_outcome(contribution.key, PushOutcome("applied", entry.version, staleness))
-        self._drop_given_up()
+            self._drop_given_up(contribution.key.worker)
 
     def _invariant_error(self, entry: Apply | Measure) -> LogInvariantError:
         return LogInvariantError(
@@ -286,18 +309,19 @@ class ShardMachine:
         )
 
     def _reject(self, entry: Reject) -> None:
-        push = self.staged.pop(entry.key, None)
+        push = self._unstage(entry.key)
         status = "stale" if entry.reason == "STALE" else "rejected"
         staleness = self.version - push.base if push else 0
         self._record_outcome(
             entry.key, PushOutcome(status, self.version, staleness, entry.reason, entry.detail)
         )
-        self._drop_given_up()
+        self._drop_given_up(entry.key.worker)
 
-    def _drop_given_up(self) -> None:
-        """Drop staged pushes that are older than a decided push of their worker."""
-        for key in [key for key in self.staged if self.outcome(key) is not None]:
-            del self.staged[key]
+    def _drop_given_up(self, worker: int) -> None:
+        """Drop staged pushes of a worker that are older than a decided one."""
+        for key in self._staged_by(worker):
+            if self.outcome(key) is not None:
+                self._unstage(key)
 
     def _record_outcome(self, key: PushKey, outcome: PushOutcome) -> None:
         known = self._outcomes.setdefault(key.worker, OrderedDict())
@@ -305,14 +329,20 @@ class ShardMachine:
         if len(known) > OUTCOMES_PER_WORKER:
             known.popitem(last=False)
 
-    def report(self) -> ShardReport:
-        """Return the complete report to the coordinator."""
-        return ShardReport(
+    def report(self, only_new: bool = False) -> ShardReport:
+        """Return the report to the coordinator.
+
+        only_new: Leave out pushes that an earlier report had.
+        """
+        pushes = self._unreported if only_new else self.staged
+        report = ShardReport(
             self.shard,
             self.log_id,
             self.index,
-            tuple(self.staged.values()),
+            tuple(pushes.values()),
             digest=self.digest,
             is_resharding=self.is_resharding,
             measured=self.measured,
         )
+        self._unreported.clear()
+        return report

@@ -94,7 +94,10 @@ class Member:
     @property
     def is_current(self) -> bool:
         """Whether it is a member now."""
-        return self.state not in DEPARTED_STATES
+        state = self.state  # identity is faster than a search, and every report asks
+        return (
+            state is WorkerState.ACTIVE or state is WorkerState.IDLE or state is WorkerState.JOINED
+        )
 
     @property
     def is_registered(self) -> bool:

@@ -10,6 +10,7 @@ from typing import Any
 
 from psserver.core.workers.departed import DepartedTotals, WorkerRun
 from psserver.core.workers.leases import WorkerLeases
+from psserver.core.workers.member_index import MemberIndex
 from psserver.core.workers.members import (
     Member,
     WorkerState,
@@ -28,6 +29,7 @@ class Membership:
         members: Current and departed members by number.
         leases: Leases of the current members.
         run: Which workers of the current run are done.
+        index: Changes state, clock and awaited loop of members; nothing else does.
 
     Args:
         lease_seconds: Duration of a lease.
@@ -39,6 +41,7 @@ class Membership:
         self.members: dict[int, Member] = {}
         self._current: list[Member] = []  # in worker order
         self._departed_counts: Counter[str] = Counter()
+        self.index = MemberIndex()
         self.leases = WorkerLeases(lease_seconds, self._current)
         self.run = WorkerRun(self.members, self._current)
 
@@ -75,6 +78,7 @@ class Membership:
 
     def _sort(self) -> None:
         self._current.sort(key=lambda m: (m.rank, m.worker))
+        self.index.registered = None
 
     def restore(self, pushes: dict[int, int]) -> None:
         """Add the workers of a snapshot as past members; they may join again as new.
@@ -114,6 +118,9 @@ class Membership:
             member = member_from_json(values, now)
             self.members[member.worker] = member
         self._current[:] = [self.members[worker] for worker in state["here"]]
+        self.index.registered = None
+        for member in self._current:
+            self.index.add(member)
         self.run.dropped = DepartedTotals.recovered(state.get("forgotten", {}))
         self._departed_counts = Counter[str](
             member.state for member in self.members.values() if not member.is_current
@@ -138,7 +145,9 @@ class Membership:
 
     def registered(self) -> list[Member]:
         """Return the active and idle members, in worker order."""
-        return [m for m in self._current if m.is_registered]
+        if self.index.registered is None:
+            self.index.registered = [m for m in self._current if m.is_registered]
+        return self.index.registered
 
     def count_and_is_first(self, worker: int, started: bool) -> tuple[int, bool]:
         """Return the number of registered workers, and whether this one is the first of them.
@@ -151,10 +160,6 @@ class Membership:
         member = self.members.get(worker)
         return len(registered), member is not None and member.rank == 0
 
-    def clocks(self) -> dict[int, int]:
-        """Return the clock of every active worker, in worker order."""
-        return {m.worker: m.clock for m in self._current if m.state is WorkerState.ACTIVE}
-
     def activate(self, member: Member) -> None:
         """Let rounds wait for a member, with at least the smallest active clock.
 
@@ -162,26 +167,27 @@ class Membership:
         """
         if member.state is WorkerState.ACTIVE:
             return
-        member.clock = max(
-            member.clock, min(self.clocks().values(), default=self._highest_idle_clock())
-        )
-        member.state = WorkerState.ACTIVE
+        smallest = self.index.smallest_clock
+        least = self._highest_idle_clock() if smallest is None else smallest
+        self.index.set_clock(member, max(member.clock, least))
+        self.index.set_state(member, WorkerState.ACTIVE)
 
     def _highest_idle_clock(self) -> int:
         return max((m.clock for m in self._current if m.state is WorkerState.IDLE), default=0)
 
     def replace(self, old: Member, new: Member) -> None:
         """Give a new member the rank, clock and steps of the one that it replaces."""
-        new.rank, new.clock, new.steps = old.rank, old.clock, old.steps
-        new.state = WorkerState.ACTIVE
+        new.rank, new.steps = old.rank, old.steps
+        self.index.set_clock(new, old.clock)
+        self.index.set_state(new, WorkerState.ACTIVE)
         self._sort()
 
     # ---- departed members ------------------------------------------------------------------------
 
     def remove(self, member: Member, state: WorkerState, reason: str) -> None:
         """Let a current member depart as LOST or LEFT."""
-        member.state, member.reason = state, reason
-        member.waiting = member.missing_since = None
+        self.index.remove(member, state)
+        member.reason, member.missing_since = reason, None
         self._current.remove(member)
         self._departed_counts[state] += 1
 

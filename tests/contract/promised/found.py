@@ -28,6 +28,7 @@ STATE_MAPS = {
     "pushes": "WORKER",
     "metrics": "NAME",
     "counts": "OUTCOME",
+    "updates": "OPTIMIZER",
     "roster.forgotten.states": "STATE",
 }
 """Objects in the coordinator's state whose keys are data."""

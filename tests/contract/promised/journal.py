@@ -52,13 +52,14 @@ def next_batches(worker: int, spec: dict[str, Any]) -> dict[str, Any]:
     return {"do": "next_batches", "spec": spec, **asked}
 
 
-def staged(worker: int, seq: int, number: int | None = None) -> list[Any]:
+def staged(worker: int, seq: int, number: int | None = None, *optimizer: str) -> list[Any]:
     """Return a staged push.
 
-    Parts: worker, seq, samples, base, batches, problem, squared norm, repaired tensor.
+    Parts: worker, seq, samples, base, batches, problem, squared norm, repaired tensor, and the name
+    of the optimizer in a job of several.
     """
     batches = [] if number is None else [[0, number, 0, False]]
-    return [worker, seq, 4, 0, batches, "", 2.0 * (seq > 0), ""]
+    return [worker, seq, 4, 0, batches, "", 2.0 * (seq > 0), "", *optimizer]
 
 
 def report(shard: int, index: int, *rest: Any) -> dict[str, Any]:
@@ -111,3 +112,26 @@ COMMANDS: list[dict[str, Any]] = [
     {"do": "forget_departed", "keep": 0},
     {"do": "recovered", "generation": 1, "resumes": True},
 ]
+
+SEVERAL_OPTIMIZERS = {
+    "tensors": [
+        {"name": f"{name}.w", "shape": [2], "dtype": "float32", "role": "trainable", "group": group}
+        for group, name in enumerate("dg")
+    ],
+    "optimizer": [[name, MODEL["optimizer"]] for name in "dg"],
+}
+SEVERAL_OPTIMIZERS_COMMANDS: list[dict[str, Any]] = [
+    {"do": "go_by", "rules": RULES | {"min_workers": 4}},
+    *[join(rank) for rank in range(4)],
+    *[{"do": "follows", "shard": shard} for shard in (0, 1)],
+    *[{"do": "register", "worker": worker, "spec": SEVERAL_OPTIMIZERS} for worker in (1, 2, 3, 4)],
+    *[report(shard, 0, [staged(1, 0)]) for shard in (0, 1)],
+    *[{"do": "register", "worker": worker, "spec": SEVERAL_OPTIMIZERS} for worker in (1, 2, 3, 4)],
+    *[
+        report(shard, 1, [staged(worker, 1, None, "dg"[worker % 2]) for worker in (1, 2, 3, 4)])
+        for shard in (0, 1)
+    ],
+    *[report(shard, 2, [], [2, 2.0]) for shard in (0, 1)],
+    *[report(shard, 3, [], [3, 2.0]) for shard in (0, 1)],
+]
+"""A round with pushes of two optimizers; both updates are measured."""

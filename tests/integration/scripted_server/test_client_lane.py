@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 
 from pscommon.core.model_spec import OptimizerSettings
+from pscommon.wire.frames import Frame
 from psproto.v1 import parameter_server_pb2 as ps
 from psworker.client.client import Client
 from psworker.core.clock import Clock
-from psworker.transport.streams import AnswerReceiver, Cancellation, ExchangeAnswer
+from psworker.transport.exchange_calls import AnswerReceiver, Cancellation, ExchangeAnswer
 from tests.support.fake_server import FakeCluster
 
 
@@ -55,7 +56,7 @@ class DirectLane:
         receiver: AnswerReceiver,
         timeout: float,
         cancellation: Cancellation,
-        frames: Iterator[bytes] | None = None,
+        frames: Iterator[Frame[ps.PushPullHeader]] | None = None,
     ) -> ExchangeAnswer:
         self.waits.append((shard, header.wait_ms))
         sent = ps.PushPullHeader()

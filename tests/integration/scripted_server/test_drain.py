@@ -17,6 +17,7 @@ from psworker.client.client import Client
 from psworker.core.clock import Clock
 from psworker.job import Job
 from psworker.model.adapter import ModelAdapter
+from psworker.model.model_spec import OptimizerMembers
 from psworker.optim.optimizer import ServerOptimizer
 from psworker.session import drain
 from psworker.session.drain import Drain, DrainedError, Stopping
@@ -351,7 +352,8 @@ def test_a_worker_that_waits_for_the_first_weights_stops_too(cluster: FakeCluste
     net = nn.Linear(1, 1)
     with Client(cluster.addresses) as uploader:
         # registers the model without an upload
-        uploader.agree(ModelAdapter(net, torch.optim.SGD(net.parameters(), lr=0.5)).spec)
+        sgd = OptimizerMembers.of(torch.optim.SGD(net.parameters(), lr=0.5))
+        uploader.agree(ModelAdapter(net, {"": sgd}).spec)
         cluster.control["Register"].extend([lambda: None, drain.ask_all])
 
         with pytest.raises(Stopping, match="asked to leave"), started(cluster):

@@ -160,7 +160,7 @@ def test_a_connection_is_not_closed_before_all_its_stubs_exist(
         early.extend(wait([leaving], 0.1).done)
         return make(channel)
 
-    monkeypatch.setattr("psworker.transport.grpc.ParameterServerServiceStub", making)
+    monkeypatch.setattr("psworker.transport.grpc_exchanges.ParameterServerServiceStub", making)
     with (
         closing(GrpcTransport([f"127.0.0.1:{free_port()}"])) as lane,
         ThreadPoolExecutor(1) as pool,

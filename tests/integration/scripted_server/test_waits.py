@@ -1,6 +1,7 @@
 """Each wait is logged with its peer, and every call waits for servers that are away for a while."""
 
 import logging
+import re
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -34,7 +35,7 @@ def connect(cluster: FakeCluster, connect_timeout: float = 20.0) -> Client:
 
 
 class ShardLogLines(logging.Handler):
-    """Log lines about shard 1; `has_text` is set by the first one."""
+    """Log lines about requests to shard 1; `has_text` is set by the first one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,7 +43,7 @@ class ShardLogLines(logging.Handler):
         self.has_text = threading.Event()
 
     def emit(self, record: logging.LogRecord) -> None:
-        if " shard 1 at " in record.getMessage():
+        if re.match(r"request_.* shard 1 at ", record.getMessage()):
             self.texts.append(record.getMessage())
             self.has_text.set()
 

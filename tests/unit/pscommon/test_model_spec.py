@@ -19,6 +19,8 @@ from pscommon.core.model_spec import (
 SGD = OptimizerSettings("sgd", ({"lr": 0.1}, {"lr": 0.2}))
 TENSORS = (TensorSpec("w", (4, 3), "float32"), TensorSpec("b", (4,), "float32", group=1))
 MODEL = ModelSpec((*TENSORS, TensorSpec("mean", (4,), "float32", "buffer")), SGD)
+ADAM = OptimizerSettings("adam", ({"lr": 0.3},), 0.5)
+SEVERAL = ModelSpec((*TENSORS, TensorSpec("d.w", (2,), "float32", group=2)), {"g": ADAM, "a": SGD})
 
 
 @pytest.mark.parametrize(
@@ -116,7 +118,7 @@ def test_optimizers_are_compared_too(line: str) -> None:
 def test_an_optimizer_survives_json_bit_by_bit() -> None:
     spec = OptimizerSettings("adam", ({"lr": 0.1 + 0.2, "betas": (0.9, 0.999), "amsgrad": False},))
 
-    assert OptimizerSettings.from_json(spec.as_json()) == spec
+    assert OptimizerSettings.from_dict(spec.as_dict()) == spec
     assert freeze({"betas": [0.9, 0.99]}) == {"betas": (0.9, 0.99)}
 
 
@@ -133,6 +135,50 @@ def test_a_model_without_a_clip_norm_has_its_original_json() -> None:
         "name": "sgd",
         "groups": [{"lr": 0.1}, {"lr": 0.2}],
     }
-    assert SGD.as_json() == '{"groups": [{"lr": 0.1}, {"lr": 0.2}], "name": "sgd"}'
+    assert MODEL.optimizer_json() == '{"groups": [{"lr": 0.1}, {"lr": 0.2}], "name": "sgd"}'
     assert model_from_json(json.loads(json.dumps(model_to_json(clipped)))) == clipped
     assert clipped.fingerprint() != MODEL.fingerprint()
+
+
+# ---- several optimizers
+
+
+def test_several_optimizers_survive_json_in_the_order_of_their_names() -> None:
+    raw = json.loads(json.dumps(model_to_json(SEVERAL)))
+
+    assert raw["optimizer"] == [
+        ["a", {"name": "sgd", "groups": [{"lr": 0.1}, {"lr": 0.2}]}],
+        ["g", {"name": "adam", "groups": [{"lr": 0.3}], "clip_norm": 0.5}],
+    ]
+    assert model_from_json(raw) == SEVERAL
+    assert list(SEVERAL.optimizers) == ["a", "g"]
+    assert SEVERAL.fingerprint() == replace(SEVERAL, optimizer={"a": SGD, "g": ADAM}).fingerprint()
+    assert SEVERAL.fingerprint() != replace(SEVERAL, optimizer={"a": SGD, "h": ADAM}).fingerprint()
+
+
+@pytest.mark.parametrize(
+    "optimizer", [[], [["", {"name": "sgd", "groups": [{}] * 3}]], [[3, {}]], [["a", 3]], 3, [3]]
+)
+def test_a_list_that_names_no_optimizers_is_refused(optimizer: Any) -> None:
+    with pytest.raises((TypeError, ValueError, KeyError)):
+        model_from_json(model_to_json(SEVERAL) | {"optimizer": optimizer})
+
+
+def test_each_optimizer_has_its_own_groups_and_tensors() -> None:
+    assert SEVERAL.groups == ({"lr": 0.1}, {"lr": 0.2}, {"lr": 0.3})
+    assert SEVERAL.group_ranges() == {"a": range(2), "g": range(2, 3)}
+    assert SEVERAL.trainable_of() == {"a": {0, 1}, "g": {2}}
+    assert SEVERAL.parts() == {
+        "a": (SGD, list(TENSORS)),
+        "g": (ADAM, [TensorSpec("d.w", (2,), "float32")]),
+    }
+    assert MODEL.parts() == {"": (SGD, list(TENSORS))}
+
+
+def test_differences_name_the_optimizer() -> None:
+    changed = replace(SEVERAL, optimizer={"a": SGD, "g": replace(ADAM, groups=({"lr": 1.0},))})
+    renamed = replace(SEVERAL, optimizer={"a": SGD, "h": ADAM})
+
+    assert changed.differences(SEVERAL) == ["optimizer g group 0: lr=1.0, the job has 0.3"]
+    assert renamed.differences(SEVERAL) == ["optimizers: a, h, the job has a, g"]
+    assert "optimizers: no name, the job has a, g" in MODEL.differences(SEVERAL)

@@ -35,7 +35,15 @@ keys = st.builds(PushKey, complete, complete)
 small = st.integers(0, 2**32 - 1)
 signed = st.integers(-(2**63), 2**63 - 1)
 batches = st.builds(BatchKey, small, complete, small, st.booleans())
-staged = st.builds(Staged, keys, complete, complete, st.lists(batches).map(tuple), st.text())
+staged = st.builds(
+    Staged,
+    keys,
+    complete,
+    complete,
+    st.lists(batches).map(tuple),
+    st.text(),
+    optimizer=st.text(),
+)
 scales = st.floats(0.0, 1.0)
 contributions = st.lists(st.builds(Contribution, keys, complete, complete, scales)).map(tuple)
 entries = st.one_of(

@@ -1,6 +1,7 @@
 """Messages of a shard to the coordinator use the current connection and not an ended one."""
 
 import logging
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -10,13 +11,14 @@ from pscommon.core.errors import MismatchError, UnreachableError
 from psproto.v1 import coordinator_pb2 as pb
 from psserver.core.job.snapshot_schedule import PartReport
 from psserver.core.shard.state_machine import ShardMachine
+from psserver.peers.coordinator_link import CoordinatorLink
+from psserver.peers.link_messages import ShardMessages
 from psserver.process.identity import ServerIdentity
-from psserver.shard.coordinator_link import CoordinatorLink
 from psserver.shard.transfer_stats import TransferStats
 
 
-def make_link(standby: Any = None, search_seconds: float = 1.0) -> CoordinatorLink:
-    """Return a link that has only parts of snapshots and the state of its standby to report."""
+def make_messages(standby: Any = None, identity: ServerIdentity | None = None) -> ShardMessages:
+    """Return messages that have only parts of snapshots and the state of the standby to report."""
     engine = cast(
         Any,
         SimpleNamespace(
@@ -25,15 +27,20 @@ def make_link(standby: Any = None, search_seconds: float = 1.0) -> CoordinatorLi
         ),
     )
     line = standby or SimpleNamespace(term=1, address="", state="none")
-    return CoordinatorLink(
-        ServerIdentity(1, 2, "here:1", "there:1"),
-        engine,
-        cast(Any, None),
-        cast(Any, None),
-        lambda: {"is": line.state},
-        search_seconds,
-        line,
-    )
+    identity = identity or ServerIdentity(1, 2, "here:1", "there:1")
+    return ShardMessages(identity, engine, lambda: {"is": line.state}, line)
+
+
+def make_link(search_seconds: float = 1.0) -> CoordinatorLink:
+    identity = ServerIdentity(1, 2, "here:1", "there:1")
+    messages = make_messages(identity=identity)
+    nothing = cast(Any, None)
+    return CoordinatorLink(identity, messages._engine, nothing, nothing, messages, search_seconds)
+
+
+def begin(messages: ShardMessages) -> Iterator[pb.LinkShardRequest]:
+    """Begin a connection; yield its requests."""
+    return (make() for make in messages.begin(lambda: True))
 
 
 def parts(requests: list[pb.LinkShardRequest]) -> list[int]:
@@ -45,35 +52,34 @@ def parts(requests: list[pb.LinkShardRequest]) -> list[int]:
 
 def test_an_ended_connection_takes_no_messages() -> None:
     """gRPC asks for its next request once more, after the next connection has begun."""
-    link = make_link()
-    ended = link._requests(link._outbox)
+    messages = make_messages()
+    ended = begin(messages)
     next(ended)
-    link._reset_outbox()
-    link._send_part(PartReport(7, 9, "part", 1, "sum"))
+    current = begin(messages)
+    messages.send_part(PartReport(7, 9, "part", 1, "sum"))
 
     assert parts(list(ended)) == []
-    assert parts([next(link._requests(link._outbox))]) == [7]
+    assert parts([next(current)]) == [7]
 
 
 def test_the_last_part_is_sent_once_more_on_a_new_connection() -> None:
-    link = make_link()
-    link._send_part(PartReport(7, 9, "part", 1, "sum"))
-    first = link._requests(link._outbox)
+    messages = make_messages()
+    first = begin(messages)
+    messages.send_part(PartReport(7, 9, "part", 1, "sum"))
     assert parts([next(first)]) == [7]
 
-    link._reset_outbox()
-    requests = link._requests(link._outbox)
+    requests = begin(messages)
 
     assert parts([next(requests), next(requests)]) == [7]
 
 
 def test_the_standby_state_is_sent_at_once_and_other_statistics_once_a_second() -> None:
     standby = SimpleNamespace(term=1, address="b1:1", state="in sync")
-    link = make_link(standby)
-    requests = link._requests(link._outbox)
+    messages = make_messages(standby)
+    requests = begin(messages)
 
     def reports() -> str:
-        link._wakeup.set()
+        messages.wakeup.set()
         return next(requests).stats_json
 
     found = [reports(), reports()]
@@ -83,20 +89,39 @@ def test_the_standby_state_is_sent_at_once_and_other_statistics_once_a_second() 
     assert found == ['{"is": "in sync"}', "", '{"is": "loading"}', ""]
 
 
+@pytest.mark.parametrize("sends_news", [False, True])
+def test_a_shard_identifies_itself_in_each_message_or_with_its_statistics(
+    sends_news: bool,
+) -> None:
+    standby = SimpleNamespace(term=1, address="b1:1", state="in sync")
+    messages = make_messages(standby)
+    requests = messages.begin(lambda: True, sends_news)
+
+    def is_identified() -> bool:
+        messages.wakeup.set()
+        return bool(next(requests)().instance)
+
+    found = [is_identified(), is_identified()]
+    standby.state = "loading"
+    found += [is_identified(), is_identified()]
+
+    assert found == [True, not sends_news, True, not sends_news]
+
+
 def test_moved_bytes_are_reported_once() -> None:
     """They are part of the statistics of each second; reports of steps do not contain them."""
     standby = SimpleNamespace(term=1, address="b1:1", state="0")
-    link = make_link(standby)
-    requests = link._requests(link._outbox)
+    messages = make_messages(standby)
+    requests, transfer = begin(messages), messages._engine.traffic.transfer
 
     def reports(due: bool = True) -> list[int]:
         standby.state += "." if due else ""
-        link._wakeup.set()
+        messages.wakeup.set()
         return list(next(requests).alive)
 
     assert reports() == []
-    assert list(link._engine.traffic.transfer.watch_frames(7, iter([b"a", b"b"]))) == [b"a", b"b"]
-    link._engine.traffic.transfer.note_request(8)
+    assert list(transfer.watch_frames(7, iter([b"a", b"b"]))) == [b"a", b"b"]
+    transfer.note_request(8)
     assert reports(due=False) == []
     assert sorted(reports()) == [7, 8]
     assert reports() == []
@@ -108,12 +133,11 @@ def test_moved_bytes_are_reported_with_their_age(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(
         "psserver.shard.transfer_stats.time", SimpleNamespace(monotonic=lambda: clock.now)
     )
-    link = make_link()
-    requests = link._requests(link._outbox)
-    link._engine.traffic.transfer.note_request(7)
+    messages = make_messages()
+    messages._engine.traffic.transfer.note_request(7)
     clock.now = 10.75
 
-    assert dict(next(requests).alive) == {7: 0.75}
+    assert dict(next(begin(messages)).alive) == {7: 0.75}
 
 
 def test_a_shard_also_tries_the_address_of_shard_0_that_a_worker_names() -> None:
@@ -152,7 +176,7 @@ def test_a_shard_without_the_address_of_shard_0_reports_it_and_gives_up(
     caplog.set_level(logging.INFO, "psserver")
     clock = SimpleNamespace(now=10.0)
     monkeypatch.setattr(
-        "psserver.shard.coordinator_link.time", SimpleNamespace(monotonic=lambda: clock.now)
+        "psserver.peers.coordinator_link.time", SimpleNamespace(monotonic=lambda: clock.now)
     )
     link = make_link(search_seconds=20.0)
 

@@ -64,7 +64,7 @@ def test_a_report_of_the_former_primary_during_the_change_is_void(
     service: CoordinatorService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It was received and valid a moment before, for example about entries that it has applied."""
-    old, before, step = service.registry[1], service.registry[1].connection, service._executor.step
+    old, before, step = service.registry[1], service.registry[1].connection, service.executor.step
     received: list[int] = []
     monkeypatch.setattr(
         Recorder, "report", lambda recorder, report, now: received.append(report.shard)
@@ -81,11 +81,11 @@ def test_a_report_of_the_former_primary_during_the_change_is_void(
     assert received == [1]
 
     def late(action: Callable[[Recorder, float], Any], quiet: bool = False) -> Any:
-        monkeypatch.setattr(service._executor, "step", step)
+        monkeypatch.setattr(service.executor, "step", step)
         service.shard_connections.connect(1, 2, "new:1", "new", term=2)
         return step(action, quiet)
 
-    monkeypatch.setattr(service._executor, "step", late)
+    monkeypatch.setattr(service.executor, "step", late)
     say()
 
     assert service.registry[1].connection == before + 1

@@ -4,7 +4,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from pscommon.core.errors import UnreachableError
-from pscommon.core.log_entries import Begin, PushKey, Reject, Staged
+from pscommon.core.log_entries import Begin, Evict, PushKey, Reject, Staged
 from pscommon.core.model_spec import ModelSpec, OptimizerSettings, TensorSpec
 from pscommon.system.shared_memory import SharedRegion
 from pscommon.system.thread_team import ALONE
@@ -39,7 +39,7 @@ def engine() -> ShardEngine:
 def stage(engine: ShardEngine, seq: int) -> PushKey:
     key = PushKey(1, seq)
     engine.stage_push(
-        Staged(key, 1, 0), engine.live.wait_for_store(0.0).allocate_staging(initial=seq == 0)
+        Staged(key, 1, 0), engine.live.require_store().allocate_staging(initial=seq == 0)
     )
     return key
 
@@ -73,3 +73,17 @@ def test_shared_memory_of_workers_is_dropped_with_the_log_they_joined(engine: Sh
 
     with pytest.raises(UnreachableError, match="not attached"):
         engine.traffic.shared_buffers.find(pb.PushPullHeader(worker=1, memory=1))
+
+
+def test_a_rejection_and_the_eviction_with_it_become_visible_together(engine: ShardEngine) -> None:
+    """Else the worker would sometimes learn only that its push was rejected."""
+    bad, seen = stage(engine, 1), list[str]()
+
+    def find_reason() -> None:
+        outcome = engine.live.machine.outcome(bad)
+        seen.append(outcome.reason if outcome is not None else "")
+
+    with engine.live.changed.watch(bad, find_reason):
+        engine.deliver(1, [Reject(2, bad, "NON_FINITE", "tensor w"), Evict(3, 1, "QUARANTINED")])
+
+    assert set(seen) == {"FENCED"}

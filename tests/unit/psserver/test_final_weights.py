@@ -10,7 +10,7 @@ from pscommon.core.errors import UnreachableError
 from pscommon.core.model_spec import ModelSpec, OptimizerSettings, TensorSpec
 from pscommon.core.partition import ByteRange, PartitionPlan
 from psserver.parameters.frozen_shard import FrozenBytes
-from psserver.shard import final_weights
+from psserver.peers import final_weights
 
 MODEL = ModelSpec(
     (

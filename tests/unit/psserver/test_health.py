@@ -34,7 +34,7 @@ def member(
 ) -> Member:
     """Return a member with this step duration that was last seen at `now`."""
     found = membership.join(now, None, "host", 1, "cpu")
-    found.state = state
+    membership.index.set_state(found, state)
     found.step_timer = paced(*[step] * MIN_STEPS) if step is not None else StepTimer()
     return found
 

@@ -9,13 +9,13 @@ import pytest
 from pscommon.core.errors import MismatchError, SnapshotError, UnreachableError
 from psproto.v1 import coordinator_pb2 as co
 from psproto.v1 import standby_pb2 as pb
+from psserver.peers.link_messages import ShardMessages
 from psserver.process.config import ServerConfig
 from psserver.process.identity import ServerIdentity
 from psserver.process.job_id_file import JobIdFile
 from psserver.replication.servicer import make_standby_check
 from psserver.replication.standby import Standby
 from psserver.server import Server
-from psserver.shard.coordinator_link import CoordinatorLink
 from tests.support.events import events
 
 
@@ -86,13 +86,7 @@ def test_shard_0_refuses_the_data_of_another_job(tmp_path: Path) -> None:
 def requested_job(identity: ServerIdentity) -> str:
     """Return the job that a shard names in its request to shard 0."""
     line = cast(Any, SimpleNamespace(term=1, address="", state="none"))
-    return (
-        CoordinatorLink(
-            identity, cast(Any, None), cast(Any, None), cast(Any, None), dict, 1.0, line
-        )
-        ._request(co.LinkShardRequest())
-        .job
-    )
+    return ShardMessages(identity, cast(Any, None), dict, line)._identify(co.LinkShardRequest()).job
 
 
 def test_a_shard_is_bound_to_a_job_by_its_flags_its_data_or_its_log(

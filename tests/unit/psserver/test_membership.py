@@ -14,7 +14,7 @@ def joined(membership: Membership, rank: int | None = None, now: float = 0.0) ->
 def active(membership: Membership, rank: int | None = None, clock: int = 0) -> Member:
     member = joined(membership, rank)
     membership.activate(member)
-    member.clock = clock
+    membership.index.set_clock(member, clock)
     return member
 
 
@@ -41,7 +41,7 @@ def test_rounds_wait_for_active_workers_only() -> None:
     membership = Membership(5.0)
     members = [active(membership) for _ in WorkerState]
     for member, state in zip(members, WorkerState, strict=True):
-        member.state = state
+        membership.index.set_state(member, state)
 
     assert [m.state for m in membership.active()] == [WorkerState.ACTIVE]
     assert [m.state for m in membership.registered()] == [WorkerState.ACTIVE, WorkerState.IDLE]
@@ -50,7 +50,7 @@ def test_rounds_wait_for_active_workers_only() -> None:
         WorkerState.ACTIVE,
         WorkerState.IDLE,
     ]
-    assert list(membership.clocks()) == [members[1].worker]
+    assert membership.index.active_count == 1
 
 
 def test_a_new_worker_starts_at_the_smallest_clock() -> None:
@@ -64,7 +64,8 @@ def test_a_new_worker_starts_at_the_smallest_clock() -> None:
 def test_a_returning_worker_keeps_a_higher_clock() -> None:
     membership = Membership(5.0)
     slow, fast = active(membership, clock=4), active(membership, clock=7)
-    fast.state = slow.state = WorkerState.IDLE
+    for member in (fast, slow):
+        membership.index.set_state(member, WorkerState.IDLE)
 
     membership.activate(fast)
     assert fast.clock == 7
@@ -75,7 +76,7 @@ def test_a_returning_worker_keeps_a_higher_clock() -> None:
 def test_a_new_worker_starts_at_the_largest_clock_when_all_wait_for_data() -> None:
     membership = Membership(5.0)
     for clock in (3, 9):
-        active(membership, clock=clock).state = WorkerState.IDLE
+        membership.index.set_state(active(membership, clock=clock), WorkerState.IDLE)
 
     assert active_clock(membership) == 9
 

@@ -1,7 +1,10 @@
 """Pushes are ready exactly while every counting shard holds them."""
 
+import json
+from dataclasses import replace
+
 from pscommon.core.log_entries import PushKey, Staged
-from psserver.core.job.pending_pushes import PendingPushes
+from psserver.core.job.pending_pushes import PendingPushes, staged_to_json
 
 PUSH = Staged(PushKey(1, 1), 8, 0)
 
@@ -70,3 +73,14 @@ def test_after_a_lost_shard_a_standby_lists_pushes_in_the_same_order() -> None:
 
     assert pending.given_up() == standby.given_up()
     assert pending.state() == standby.state()
+
+
+def test_the_optimizer_of_a_push_survives_json() -> None:
+    """A job with one optimizer writes what older releases read."""
+    named, pending = replace(PUSH, optimizer="d"), PendingPushes(1)
+    pending.staged(0, named)
+    recovered = PendingPushes(1)
+    recovered.recover(json.loads(json.dumps(pending.state())))
+
+    assert recovered.ready == {PUSH.key: named}
+    assert staged_to_json([named]) == [[*staged_to_json([PUSH])[0], "d"]]

@@ -1,11 +1,15 @@
-"""The three policies, decision by decision."""
+"""The three policies, decision by decision, in the form that searches.
+
+test_rounds_reference.py compares the coordinator with it.
+"""
 
 import itertools
 
 import pytest
 
 from pscommon.core.log_entries import PushKey
-from psserver.core.job.policy import Policy, choose, policy, within_bound
+from psserver.core.job.policy import Policy, policy
+from tests.support.searching_machine import choose, within_bound
 
 SYNC, ASYNC, SSP = policy("sync"), policy("async"), policy("ssp", 2)
 

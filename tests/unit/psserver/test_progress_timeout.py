@@ -108,7 +108,7 @@ def test_a_worker_that_has_not_registered_is_not_removed() -> None:
 def test_a_worker_is_reported_before_it_is_removed() -> None:
     membership = Membership(5.0)
     member = membership.join(0.0, None, "host", 1, "cpu")
-    member.state = WorkerState.ACTIVE
+    membership.index.set_state(member, WorkerState.ACTIVE)
     for timeout, hanging in ((None, False), (4.0, True), (600.0, False)):
         membership.leases.progress_timeout = timeout
         member.no_call_seconds = 5.0

@@ -27,7 +27,7 @@ from psserver.durability.state_records import (
 )
 from psserver.parameters.frozen_shard import FrozenShard
 from psserver.parameters.store import ParameterStore
-from psserver.shard.reshard_reader import ReshardReader, needed_by
+from psserver.peers.reshard_reader import ReshardReader, needed_by
 from tests.support.optimizer_cases import CASES, WITH_SCALARS
 from tests.support.stores import Shards, begun, model, noise, one_thread, plain_of  # noqa: F401
 
@@ -207,7 +207,7 @@ def joined(record: StateRecord) -> StateRecord:
 def test_the_checksum_covers_scalars() -> None:
     one, two = trained(*NADAM, shards=1), trained(*NADAM, shards=1)
     store = two.stores[0]
-    store._optimizer._scalars["mu_product"] *= 0.5
+    store._optimizers[""]._scalars["mu_product"] *= 0.5
 
     assert checksum(one.stores[0]) != checksum(store)
 

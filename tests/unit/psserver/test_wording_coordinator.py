@@ -32,7 +32,7 @@ def service() -> CoordinatorService:
 def begun() -> CoordinatorService:
     """Return a coordinator service whose job has weights."""
     made = service()
-    made._executor.coordinator.job.begun = True
+    made.executor.coordinator.job.begun = True
     return made
 
 
@@ -108,7 +108,7 @@ def no_snapshot_left(made: CoordinatorService) -> None:
 
 
 def unknown_start(made: CoordinatorService) -> None:
-    made._history.go_back("shard 1 was restarted", made._executor.coordinator.log_id, 3)
+    made._history.go_back("shard 1 was restarted", made.executor.coordinator.log_id, 3)
     fail(made.failure)
 
 
@@ -131,13 +131,13 @@ def blocked_reshard(begins: bool) -> None:
     requests._check = Mock()  # type: ignore[method-assign]
     requests._begin = Mock(return_value=1.0 if begins else None)  # type: ignore[method-assign]
     if begins:
-        made._executor.coordinator.job.reshard = ReshardPhase(1, 1, 2, writes_snapshot=True)
+        made.executor.coordinator.job.reshard = ReshardPhase(1, 1, 2, writes_snapshot=True)
     requests.reshard(2, 0.0)
 
 
 def another_reshard() -> None:
     made = begun()
-    made._executor.coordinator.job.reshard = ReshardPhase(1, 1, 2, writes_snapshot=True)
+    made.executor.coordinator.job.reshard = ReshardPhase(1, 1, 2, writes_snapshot=True)
     reshard(made, 2)
 
 

@@ -215,7 +215,7 @@ def test_changes_of_frozen_parameters_by_the_script_are_retained() -> None:
 
     for model, optimizer in (plain, mine):
         train(model, optimizer)
-    mine[1].pull()
+    mine[1].model.pull()
 
     assert_equal(plain[0], mine[0])
 
@@ -306,7 +306,7 @@ def test_a_buffer_that_the_model_replaces_is_still_pushed() -> None:
 
     assert_equal(plain[0], mine[0])
     mine[0](data(1)[0][0])
-    mine[1].pull()
+    mine[1].model.pull()
     assert_equal(plain[0], mine[0])
 
 

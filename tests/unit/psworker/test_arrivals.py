@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from pscommon.core.errors import InvalidRequestError
 from psworker.job import Job
-from psworker.optim import overlapped_step as overlap
+from psworker.steps import overlapped_step as overlap
 from tests.support.late_client import LateClient
 from tests.support.overlap_cases import (
     Flattening,
@@ -82,7 +82,7 @@ def test_after_an_explicit_wait_weights_may_be_used_without_their_module() -> No
             optimizer.step()
             optimizer.zero_grad()
             if model is mine[0]:
-                optimizer.wait()
+                optimizer.model.wait()
 
     assert_equal(plain[0], mine[0])
 
@@ -97,7 +97,7 @@ def test_recurrent_layers_may_be_flattened_between_step_and_forward() -> None:
 
     assert_equal(plain[0], model)
     assert type(copy.deepcopy(model).lstm._flat_weights) is list
-    optimizer.close()
+    optimizer.model.strategy.close()
     assert type(model.lstm._flat_weights) is list
 
 

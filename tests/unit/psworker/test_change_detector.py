@@ -72,7 +72,7 @@ def test_an_overwritten_change_is_logged_once_with_the_tensor(
     model = net()
     optimizer = made(model, overlap)
     train(model, optimizer, steps)
-    optimizer.wait()
+    optimizer.model.wait()
     assert WARNING_TEXT not in caplog.text
 
     change(model)
@@ -93,7 +93,7 @@ def test_a_pull_logs_the_changes_that_it_overwrites(caplog: pytest.LogCaptureFix
     optimizer = made(model)
 
     clamp_data(model)
-    optimizer.pull()
+    optimizer.model.pull()
 
     assert "tensors=2.weight problem" in caplog.text
 
@@ -144,7 +144,7 @@ def test_weights_written_by_a_failed_pull_are_not_reported_as_changes(
 
     for _ in range(2):
         with pytest.raises(ConnectionError):
-            optimizer.pull()
+            optimizer.model.pull()
 
     assert WARNING_TEXT not in caplog.text
 

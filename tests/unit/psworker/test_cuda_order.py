@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from pscommon.core.partition import ByteRange
 from psworker.job import Job
 from psworker.model.flat_buffer import CopyEvent, CudaBuffer
-from psworker.optim import overlapped_step as overlap
+from psworker.steps import overlapped_step as overlap
 from tests.support.cuda_order import Disorder, OrderedClient, fake_gpu
 from tests.support.late_client import values
 from tests.support.overlap_cases import (
@@ -91,7 +91,7 @@ def test_steps_of_a_pipeline_are_ordered(make: Make, step: Step) -> None:
         optimizer = Job(client).optimizer(adam(model), model, pipeline=True)
         for number in range(4):
             step(model, optimizer, number)
-        optimizer.wait()
+        optimizer.model.wait()
 
     assert client.version == 4
 

@@ -5,8 +5,8 @@ from collections.abc import Callable
 
 import pytest
 
+from psworker.transport.exchange_calls import Cancellation
 from psworker.transport.executor import SequentialExecutor, ShardExecutor
-from psworker.transport.streams import Cancellation
 
 
 class Call:

@@ -25,7 +25,7 @@ from psworker.model.flat_buffer import (
     HostCopy,
     are_equal_on_device,
 )
-from psworker.optim import overlapped_step as overlap
+from psworker.steps import overlapped_step as overlap
 from tests.support.late_client import LateClient, values
 from tests.support.overlap_cases import (
     MODELS,

@@ -230,7 +230,7 @@ def test_a_job_has_one_model_with_fixed_parameters() -> None:
     job, net, optimizer = start_job()
 
     with pytest.raises(
-        psworker.InvalidRequestError, match="job has its model and optimizer already"
+        psworker.InvalidRequestError, match="without a name is the only one of its job"
     ):
         job.optimizer(torch.optim.SGD(net.parameters(), lr=0.1), net)
     with pytest.raises(psworker.InvalidRequestError, match="switch requires_grad"):
@@ -264,3 +264,20 @@ def test_resume_advances_a_scheduler_to_the_version_of_the_job() -> None:
 
     assert scheduler.last_epoch == 5
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1 * 0.5**5)
+
+
+def test_a_scheduler_of_another_class_is_resumed_by_its_step() -> None:
+    """Scripts bring schedulers that know no optimizer."""
+
+    class Warmup:
+        steps = 0
+
+        def step(self) -> None:
+            self.steps += 1
+
+    job, *_ = start_job()
+    warmup = Warmup()
+    job.resume(warmup)  # type: ignore[arg-type]
+    job.resume(warmup, steps=3)  # type: ignore[arg-type]
+
+    assert warmup.steps == 3

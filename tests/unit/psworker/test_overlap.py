@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from pscommon.core.errors import NonFiniteError, UnreachableError
 from psworker.core.results import PushResult
 from psworker.job import Job
-from psworker.optim import overlapped_step as overlap
+from psworker.steps import overlapped_step as overlap
 from tests.support.late_client import LateClient, values
 from tests.support.overlap_cases import (
     MODELS,
@@ -216,7 +216,7 @@ def test_an_explicit_wait_returns_when_all_weights_have_arrived() -> None:
     usual(model, optimizer, 0)
     assert stored.isnan().any(), "the test's client is not late"
 
-    optimizer.wait()
+    optimizer.model.wait()
 
     assert torch.equal(stored, plain[0][0].weight)
     assert client.open is None
@@ -225,7 +225,7 @@ def test_an_explicit_wait_returns_when_all_weights_have_arrived() -> None:
 def test_a_copy_of_the_model_neither_waits_nor_sends(tmp_path: Any) -> None:
     _, (model, optimizer), client = both(normed)
     usual(model, optimizer, 0)
-    optimizer.wait()
+    optimizer.model.wait()
 
     twin = copy.deepcopy(model)
     torch.save(model, tmp_path / "model")
@@ -243,7 +243,7 @@ def test_a_pull_between_backward_and_step_loses_no_gradient() -> None:
         usual(model, optimizer, 0)
         backward(model, 1)
         if model is mine[0]:
-            optimizer.pull()
+            optimizer.model.pull()
         optimizer.step()
         optimizer.zero_grad()
         usual(model, optimizer, 2)

@@ -99,7 +99,7 @@ def test_each_gradient_is_one_step_late_and_none_is_lost() -> None:
 
     for number in range(6):
         step(model, optimizer, number)
-    optimizer.wait()
+    optimizer.model.wait()
 
     expected = train_with_delay(6)
     assert all(torch.equal(value, expected[name]) for name, value in values(model).items())
@@ -129,7 +129,7 @@ def test_a_buffer_changed_by_another_worker_is_adopted() -> None:
 
     assert (model[1].running_mean == 7).all()
     assert model[1].num_batches_tracked == plain[1].num_batches_tracked == 3
-    optimizer.wait()
+    optimizer.model.wait()
     assert (model[1].running_mean == 7).all()
     assert model[1].num_batches_tracked == 3
 
@@ -201,7 +201,7 @@ def test_every_push_has_its_hyper_parameters() -> None:
     for number, lr in enumerate((0.1, 0.3, 0.1)):
         optimizer.param_groups[0]["lr"] = lr
         step(model, optimizer, number)
-    optimizer.wait()
+    optimizer.model.wait()
 
     assert len(client.pushes) == 3
     for push, lr in zip(client.pushes, (0.1, 0.3, 0.1), strict=True):
@@ -252,7 +252,7 @@ def test_a_failed_push_is_repeated_and_counts_once() -> None:
     with pytest.raises(UnreachableError, match="no answer"):
         optimizer.step()
     optimizer.step()
-    optimizer.wait()
+    optimizer.model.wait()
 
     expected = train_with_delay(2)
     assert client.pushes[0] == client.pushes[1]

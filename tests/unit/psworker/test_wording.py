@@ -263,8 +263,8 @@ TEXTS = {
         "cannot begin this pass: there is no model yet. Try: call job.optimizer first"
     ),
     "second optimizer": (
-        "job.optimizer failed: the job has its model and optimizer already. Try: one ModuleDict "
-        "with all networks"
+        "job.optimizer failed: an optimizer without a name is the only one of its job. Try: a "
+        'name for each, such as job.optimizer(..., name="generator")'
     ),
     "pipeline": "pipeline=True excludes overlap=True. Try: leave out one of them",
     "clip norm": (
@@ -340,7 +340,7 @@ TEXTS = {
     "device": "device 'tpu' is not valid. Try: auto, cpu, cuda or cuda:K",
     "integer": "rank=-1 is not valid. Try: a whole number from 0 to 3",
     "seconds": "wait_timeout=0 is not valid. Try: a positive number of seconds",
-    "lanes": "lanes 'tcp' is not valid. Try: one of auto, grpc, shm",
+    "lanes": "lanes 'tcp' is not valid. Try: one of auto, shm, stream, grpc",
     "environment": "PS_WORKER_ATTEMPT='x' is not valid. Try: a whole number from 0",
     "module": ('model cannot be a NoneType. Try: a torch.nn.Module, or "package.module:function"'),
     "factory": (

@@ -21,7 +21,7 @@ from torch import nn
 from pscommon.core.errors import InvalidRequestError
 from pscommon.core.partition import ALIGNMENT_BYTES, ByteRange
 from psworker.core.protocols import PushStream
-from psworker.optim.step import StepContext
+from psworker.steps.step import StepContext
 
 Owners = tuple[int, ...]
 """The numbers of the modules that have a tensor, ascending; several if it is tied."""

@@ -25,11 +25,13 @@ class Push:
         samples: Weight in a round's average.
         batches: Batches that the push commits.
         groups_json: The parameter groups, if they may have changed; else empty.
+        optimizer: Name of the optimizer, in a job of several.
     """
 
     samples: int
     batches: Sequence[BatchKey]
     groups_json: str
+    optimizer: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +59,7 @@ class StepContext:
 
 
 class StepStrategy(Protocol):
-    """How one optimizer's steps reach the servers.
+    """How the steps of a job's optimizers reach the servers.
 
     Attributes:
         is_deferred: `push` returns before the push is decided.
@@ -100,7 +102,7 @@ class PlainStep:
         self._client = context.client
 
     def push(self, push: Push) -> PushResult | None:
-        absent = self._adapter.gather()
+        absent = self._adapter.gather(push.optimizer)
         result = self._client.exchange(
             gradients=self._adapter.gradients.memory,
             weights=self._adapter.weights.memory,
@@ -108,6 +110,7 @@ class PlainStep:
             samples=push.samples,
             batches=push.batches,
             groups_json=push.groups_json,
+            optimizer=push.optimizer,
         )
         self._adapter.scatter()
         return result

@@ -12,8 +12,8 @@ from pscommon.core.model_spec import ROLES, ModelSpec
 from pscommon.core.partition import ByteRange, PartitionPlan
 from pscommon.snapshot import tensors_in_buffer, write_model
 from psserver.parameters.frozen_shard import FrozenBytes, FrozenDescription, FrozenShard
+from psserver.peers.reshard_reader import PeerShard
 from psserver.shard.live_state import LiveShardState
-from psserver.shard.reshard_reader import PeerShard
 
 SAME_VERSION_TIMEOUT_SECONDS = 10.0
 """Seconds that shards may take to reach one version: entries, or pushes of running workers, may

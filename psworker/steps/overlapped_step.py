@@ -27,8 +27,8 @@ from psworker.core.protocols import PushStream
 from psworker.core.results import PushResult
 from psworker.model.adapter import ModelAdapter
 from psworker.model.flat_buffer import CopyEvent
-from psworker.optim.step import PlainStep, Push, StepContext
-from psworker.optim.weight_gates import WeightGates
+from psworker.steps.step import PlainStep, Push, StepContext
+from psworker.steps.weight_gates import WeightGates
 
 RETENTION_STEP_COUNT = 100
 """Steps for which a bucket leaves only in step(), after the script has changed gradients that had

@@ -10,10 +10,10 @@ from pscommon.wire.channel import FRAME_BYTES
 from pscommon.wire.status import answering
 from psproto.v1 import shard_pb2 as pb
 from psproto.v1.shard_pb2_grpc import ShardServiceServicer
+from psserver.peers.final_weights import LocalShard
+from psserver.peers.reshard_reader import PreviousShard
 from psserver.process.identity import ServerIdentity
-from psserver.shard.final_weights import LocalShard
 from psserver.shard.live_state import LiveShardState
-from psserver.shard.reshard_reader import PreviousShard
 
 FREEZE_TIMEOUT_SECONDS = 2.0
 """Seconds that a request of another shard waits until this one has applied the Reshard entry."""

@@ -7,8 +7,8 @@ from contextlib import ExitStack
 
 from pscommon.core.errors import SnapshotError, UnreachableError
 from pscommon.core.partition import PartitionPlan
+from psserver.peers.reshard_reader import PeerShard, PreviousShard, ReshardReader, needed_by
 from psserver.shard.engine import ShardEngine
-from psserver.shard.reshard_reader import PeerShard, PreviousShard, ReshardReader, needed_by
 
 
 def build_partition(

@@ -21,9 +21,9 @@ from pscommon.core.errors import FencedError, PSError, UnreachableError
 from pscommon.core.partition import ByteRange
 from pscommon.system import signals as interruptible
 from psworker.core.results import PushResult, lost
-from psworker.optim.step import PlainStep, Push, StepContext
-from psworker.optim.weight_gates import add_state_gates
 from psworker.session.drain import DrainedError
+from psworker.steps.step import PlainStep, Push, StepContext
+from psworker.steps.weight_gates import add_state_gates
 
 
 @dataclass(slots=True)

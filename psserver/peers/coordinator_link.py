@@ -4,10 +4,6 @@ import contextlib
 import json
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterator
-
-import grpc
 
 from pscommon.core.errors import (
     MismatchError,
@@ -16,31 +12,24 @@ from pscommon.core.errors import (
     TakenError,
     UnreachableError,
 )
-from pscommon.core.formats import check_wire_format, spoken_format
-from pscommon.optim import digest_of_user_defined
+from pscommon.core.formats import check_wire_format
+from pscommon.settings.values import Lanes
 from pscommon.snapshot import Manifest
-from pscommon.system.process_id import pid_namespace
 from pscommon.telemetry.logs import get_logger
-from pscommon.wire.channel import open_channel
-from pscommon.wire.messages import entry_from_proto, model_from_proto, report_to_proto
-from pscommon.wire.status import error_from
+from pscommon.wire.messages import entry_from_proto, model_from_proto
 from psproto.v1 import coordinator_pb2 as pb
-from psproto.v1.coordinator_pb2_grpc import CoordinatorServiceStub
 from psserver.core.job.settings import GradientRules
-from psserver.core.job.snapshot_schedule import PartReport
-from psserver.durability.record_sink import StandbyLink
 from psserver.durability.shard_recovery import ShardStateFactory
 from psserver.durability.shard_state import LogUnfitError
 from psserver.durability.snapshots import SnapshotManager
+from psserver.peers.link_calls import GrpcLink, LinkEndedError, StreamLink, open_link
+from psserver.peers.link_messages import ShardMessages
+from psserver.peers.resharding import build_partition
 from psserver.process.identity import ServerIdentity
-from psserver.process.worker_exits import WorkerExits
 from psserver.shard.engine import ShardEngine
-from psserver.shard.resharding import build_partition
 
-REPORT_INTERVAL_SECONDS = 1.0
-"""Seconds between reports when nothing happens."""
-PROCESS_CHECK_INTERVAL_SECONDS = 0.2
-"""Seconds between checks of worker processes on this host that shard 0 cannot see."""
+SEARCH_INTERVAL_SECONDS = 1.0
+"""Seconds between looks for the address of shard 0."""
 RETRY_INTERVAL_SECONDS = 0.2
 """Seconds before the next attempt after a lost connection."""
 WAIT_LOG_INTERVAL_SECONDS = 8.0
@@ -52,10 +41,10 @@ log = get_logger(__name__)
 class CoordinatorLink:
     """Keeps a shard connected to the coordinator, in its own thread.
 
-    statistics: returns this shard's part of the status.
+    messages: makes what the shard sends.
     timeout_seconds: time without contact after which the shard gives up.
-    standby: the link to this shard's standby.
     has_log: whether this shard writes a log.
+    lanes: the transports that may carry the connection.
     stopped: set when the coordinator ends the job or refuses this shard, or the link gives up.
     failure: why the link ended, if the job did not end.
     is_over: whether the coordinator has ended the job.
@@ -69,38 +58,29 @@ class CoordinatorLink:
         engine: ShardEngine,
         states: ShardStateFactory,
         snapshots: SnapshotManager,
-        statistics: Callable[[], dict[str, object]],
+        messages: ShardMessages,
         timeout_seconds: float,
-        standby: StandbyLink,
         has_log: bool = False,
+        lanes: Lanes = "grpc",
     ) -> None:
         self.stopped = threading.Event()
         self.failure: PSError | None = None
         self._identity, self._engine = identity, engine
-        self._states, self._snapshots = states, snapshots
-        self._statistics = statistics
+        self._states, self._snapshots, self._messages = states, snapshots, messages
         self._timeout_seconds = timeout_seconds
-        self._standby = standby
-        self._has_log = has_log
-        self._optimizer_digest = digest_of_user_defined()
+        self._has_log, self._lanes = has_log, lanes
         self._addresses: dict[str, None] = {}  # possible addresses of shard 0, in order
         self._term = 0  # the highest term of a coordinator so far
         self.is_over = self._is_leaving = self._is_connected = False
         self._waiting_for = "shard 0"
         self._last_contact = self._last_logged = 0.0
-        self._wakeup = threading.Event()
-        self._outbox: deque[pb.LinkShardRequest] = deque()  # of the current stream
-        self._outbox_lock = threading.Lock()
-        self._exits = WorkerExits()
-        self._worker_processes: dict[int, str] = {}
-        self._last_part: pb.LinkShardRequest | None = None
-        self._call: object = None
+        self._link: GrpcLink | StreamLink | None = None
         self._thread = threading.Thread(target=self._run, name="link", daemon=True)
 
     def start(self) -> None:
-        self._engine.request_report = self._wakeup.set
+        self._engine.request_report = self._report_soon
         self._engine.describe_wait = lambda: self._waiting_for
-        self._snapshots.on_part = self._send_part
+        self._snapshots.on_part = self._messages.send_part
         self._thread.start()
 
     def leave(self, seconds: float) -> None:
@@ -117,9 +97,9 @@ class CoordinatorLink:
 
     def close(self) -> None:
         self.stopped.set()
-        self._wakeup.set()
-        if isinstance(self._call, grpc.Call):
-            self._call.cancel()
+        self._messages.wakeup.set()
+        if self._link is not None:
+            self._link.cancel()
         self._thread.join()
 
     def _run(self) -> None:
@@ -132,7 +112,7 @@ class CoordinatorLink:
     def _stay_connected(self) -> None:
         self._last_contact = self._last_logged = time.monotonic()
         while (
-            not (address := self._identity.wait_for_coordinator(REPORT_INTERVAL_SECONDS))
+            not (address := self._identity.wait_for_coordinator(SEARCH_INTERVAL_SECONDS))
             and not self.stopped.is_set()
         ):
             self._handle_silence(
@@ -190,12 +170,10 @@ class CoordinatorLink:
     def _run_stream(self, address: str) -> bool:
         """Run one stream, from connecting to its end. Return whether it connected."""
         connected = False
-        self._reset_outbox()
-        with contextlib.closing(open_channel(address)) as channel:
-            call = CoordinatorServiceStub(channel).LinkShard(self._requests(self._outbox))
-            self._call = call
+        with contextlib.closing(open_link(address, self._lanes)) as link:
+            self._link = link
             try:
-                for response in call:
+                for response in link.follow(self._messages.begin(self._is_open, link.sends_news)):
                     check_wire_format(response.format, f"shard 0 at {address}", "this shard")
                     if not connected:
                         log.info("coordinator_connected", coordinator=address, job=response.job)
@@ -206,13 +184,17 @@ class CoordinatorLink:
                         )
                     connected = self._is_connected = True
                     self._term = response.term
-                    self._identity.find(address)  # told to workers and to this shard's standby
-                    self._handle_response(response)
-            except grpc.RpcError as failure:
-                self._handle_disconnect(
-                    error_from(failure, f"shard 0 at {address}"), address, connected
-                )
+                    if response.only_entries:
+                        self._deliver(response)
+                    else:
+                        self._identity.find(address)  # told to workers and this shard's standby
+                        self._handle_response(response)
+            except LinkEndedError as ended:
+                self._handle_disconnect(ended.error, address, connected)
         return connected
+
+    def _is_open(self) -> bool:
+        return not self.stopped.is_set()
 
     def _check_durable(self, response: pb.LinkShardResponse) -> None:
         """Log an error if only shard 0 writes a log: a crash of this shard would lose updates."""
@@ -223,21 +205,19 @@ class CoordinatorLink:
                 remedy="start it with --durability log and a --data-dir",
             )
 
-    def _reset_outbox(self) -> None:
-        """Start another stream's outbox with the messages that are still to be sent.
-
-        gRPC may read on for a moment after a stream ends; it must not take the next one's messages.
-        """
-        with self._outbox_lock:
-            # the last part may have been lost on its way: it is sent again
-            last = [self._last_part] if self._last_part is not None else []
-            others = (message for message in self._outbox if message is not self._last_part)
-            self._outbox = deque([*others, *last])
-
-    def _send(self, request: pb.LinkShardRequest) -> None:
-        with self._outbox_lock:
-            self._outbox.append(request)
-        self._wakeup.set()
+    def _report_soon(self) -> None:
+        """Send a report, from this thread if that needs no waiting."""
+        link = self._link
+        try:
+            if (
+                link is not None
+                and self._is_connected
+                and link.try_send_message(self._messages.make_news)
+            ):
+                return
+        except OSError as error:
+            log.debug("report_unsent", problem=str(error))  # the connection is lost
+        self._messages.wakeup.set()
 
     def _handle_disconnect(self, error: PSError, address: str, connected: bool) -> None:
         """Raise the error if there was no connection; a connection that worked is opened again."""
@@ -252,75 +232,23 @@ class CoordinatorLink:
             version=self._engine.live.version,
         )
 
-    def _requests(self, outbox: deque[pb.LinkShardRequest]) -> Iterator[pb.LinkShardRequest]:
-        """Yield a report now, at every change and every interval, until this stream is replaced."""
-        last_statistics, standby = 0.0, ""
-        while not self.stopped.is_set() and outbox is self._outbox:
-            self._wakeup.clear()
-            while outbox:
-                yield self._request(outbox.popleft())
-            request = pb.LinkShardRequest()
-            # a change of the standby's state is reported at once
-            if (
-                time.monotonic() - last_statistics >= REPORT_INTERVAL_SECONDS
-                or standby != self._standby.state
-            ):
-                last_statistics, standby = time.monotonic(), self._standby.state
-                request.stats_json = json.dumps(self._statistics())
-                request.alive.update(self._engine.traffic.transfer.take_active_workers())
-            request.report.CopyFrom(report_to_proto(self._engine.make_report()))
-            request.ended.extend(self._exits.among(self._worker_processes))
-            yield self._request(request)
-            self._wakeup.wait(
-                PROCESS_CHECK_INTERVAL_SECONDS
-                if self._worker_processes
-                else REPORT_INTERVAL_SECONDS
-            )
-
-    def _request(self, request: pb.LinkShardRequest) -> pb.LinkShardRequest:
-        identity = self._identity
-        request.shard, request.shards, request.address = (
-            identity.shard,
-            identity.shards,
-            identity.address,
-        )
-        request.instance, request.job = identity.instance, identity.only_job
-        request.optimizers = self._optimizer_digest
-        if (spoken := spoken_format()) is not None:
-            request.format = spoken
-        request.term, request.standby, request.place = (
-            self._standby.term,
-            self._standby.address,
-            pid_namespace(),
-        )
-        return request
-
-    def _send_part(self, part: PartReport) -> None:
-        message = pb.SnapshotPart(
-            version=part.version,
-            index=part.cut,
-            file=part.file,
-            nbytes=part.nbytes,
-            sha256=part.sha256,
-            problem=part.problem,
-        )
-        self._last_part = pb.LinkShardRequest(snapshot_part=message)
-        self._send(self._last_part)
-
     def _handle_response(self, response: pb.LinkShardResponse) -> None:
         self._identity.standbys = response.standbys
         # also one that is lost now: it may be back when it is needed
         self._remember_addresses(*response.standbys[:1])
         self._waiting_for = response.waiting_for
-        self._worker_processes = dict(response.processes)
-        for worker, process in self._worker_processes.items():
-            self._exits.learn(worker, process)
+        self._messages.watch_workers(response.processes)
         if response.addresses:  # else the job does not use this shard, yet or any longer
             self._apply_response(response)
         if response.stop:
             self.is_over = True
             self.stopped.set()
-            self._wakeup.set()
+            self._messages.wakeup.set()
+
+    def _deliver(self, response: pb.LinkShardResponse) -> None:
+        self._engine.deliver(
+            response.epoch, [entry_from_proto(entry) for entry in response.entries]
+        )
 
     def _apply_response(self, response: pb.LinkShardResponse) -> None:
         self._identity.learn(response.job, response.addresses, response.layout)
@@ -329,21 +257,19 @@ class CoordinatorLink:
         if response.recover or response.HasField("restore"):
             self._restore(response)
         elif response.begin:
-            self._last_part = None  # it belongs to the log that ended
+            self._messages.forget_part()
             self._engine.install(self._states.fresh(response.epoch, response.base, response.shards))
-            self._wakeup.set()
+            self._messages.wakeup.set()
         elif response.move.state_json:
             state, model = json.loads(response.move.state_json), model_from_proto(response.model)
             self._engine.install(
                 self._states.joining(response.epoch, state, model, response.shards)
             )
-            self._wakeup.set()
+            self._messages.wakeup.set()
         if response.HasField("model"):
             self._engine.set_model(model_from_proto(response.model))
         if response.entries:
-            self._engine.deliver(
-                response.epoch, [entry_from_proto(entry) for entry in response.entries]
-            )
+            self._deliver(response)
         if (
             response.HasField("move")
             and self._engine.live.is_resharding
@@ -363,7 +289,7 @@ class CoordinatorLink:
             self._engine, reshard.sources, identity.job, log_id, reshard.index
         )
         result = pb.MoveResult(index=reshard.index, nbytes=nbytes, problem=problem)
-        self._send(pb.LinkShardRequest(moved=result))
+        self._messages.send(pb.LinkShardRequest(moved=result))
 
     def _restore(self, response: pb.LinkShardResponse) -> None:
         """Load a snapshot, or recover this shard's state from before a crash."""
@@ -376,10 +302,10 @@ class CoordinatorLink:
                 state = self._states.from_log(response.epoch, manifest, possible_shards)
             else:
                 assert manifest is not None
-                self._last_part = None  # it belongs to the log that ended
+                self._messages.forget_part()
                 state = self._states.from_snapshot(response.epoch, manifest, response.shards)
             self._engine.install(state, continues_log=response.recover)
         except (LogUnfitError, SnapshotError) as error:
             problem = str(error)
         result = pb.RestoreResult(version=manifest.version if manifest else 0, problem=problem)
-        self._send(pb.LinkShardRequest(restored=result))
+        self._messages.send(pb.LinkShardRequest(restored=result))

@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 from typing import Literal
 
-from psworker.optim.overlapped_step import OverlappedStep
-from psworker.optim.pipelined_step import PipelinedStep
-from psworker.optim.step import PlainStep, StepStrategy
+from psworker.steps.overlapped_step import OverlappedStep
+from psworker.steps.pipelined_step import PipelinedStep
+from psworker.steps.step import PlainStep, StepStrategy
 
 StepStrategyName = Literal["plain", "overlapped", "pipelined"]
 

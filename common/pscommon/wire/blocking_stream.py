@@ -1,0 +1,290 @@
+"""A stream on a blocking socket, as workers and shards use it (protocol: stream_format.py)."""
+
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Self, TypeVar
+
+from google.protobuf.message import Message
+
+from pscommon.core.errors import InvalidRequestError, MismatchError, UnreachableError
+from pscommon.core.formats import check_wire_format
+from pscommon.wire.channel import MAX_MESSAGE_BYTES
+from pscommon.wire.status import error_of
+from pscommon.wire.stream_format import (
+    HEAD_BYTES,
+    MAGIC,
+    SILENCE_SECONDS,
+    BufferQueue,
+    FrameKind,
+    FramePrefix,
+    decode_message,
+    decode_prefix,
+    encode_frame,
+    set_tcp_options,
+)
+from psproto.v1 import parameter_server_pb2 as ps
+from psproto.v1 import stream_pb2
+
+CONNECT_SECONDS = 2.0
+"""Time for a server to accept a stream and to answer its greeting."""
+
+ALL_INTERFACES = ("0.0.0.0", "[::]")
+
+M = TypeVar("M", bound=Message)
+
+
+class BlockingStream:
+    """An open stream. One thread sends at a time, and one receives.
+
+    Attributes:
+        address: Where it leads: HOST:PORT, or the path of a Unix socket.
+        is_broken: It cannot be used any more.
+        hello: The greeting with which `open` opened it.
+    """
+
+    hello = stream_pb2.StreamHello()
+
+    def __init__(self, sock: socket.socket, address: str, peer: str) -> None:
+        """peer: Names the peer in errors."""
+        self.address, self.is_broken = address, False
+        self._socket, self._who = sock, f"{peer} (stream {address})"
+        self._head = bytearray(HEAD_BYTES)
+        self._sending, self._unsent = threading.Lock(), bytearray()
+        self._silence_seconds = 0.0
+        self.limit_silence(SILENCE_SECONDS)
+
+    @classmethod
+    def open(
+        cls,
+        address: str,
+        hello: stream_pb2.StreamHello,
+        server: str,
+        seconds: float = CONNECT_SECONDS,
+    ) -> Self:
+        """Connect and greet the server.
+
+        server: Names the server in errors.
+        seconds: Time for the server to accept the connection, and to answer.
+
+        Raises:
+            UnreachableError: It does not answer in time, or does not take this peer now.
+            MismatchError: It serves another job or shard, or does not speak this protocol.
+        """
+        sock = _connect(address, server, seconds)
+        stream = cls(sock, address, server)
+        try:
+            stream.limit_silence(seconds)
+            stream._greet(hello)
+            stream.limit_silence(SILENCE_SECONDS)
+        except BaseException:
+            stream.close()
+            raise
+        stream.hello = hello
+        return stream
+
+    def limit_silence(self, seconds: float) -> None:
+        """Let reads and writes fail after this time, at most SILENCE_SECONDS, without a byte.
+
+        The kernel measures it: no call before each read.
+        """
+        seconds = min(seconds, SILENCE_SECONDS)
+        if seconds != self._silence_seconds:
+            self._silence_seconds = seconds
+            timeout = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeout)
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeout)
+
+    def cancel(self) -> None:
+        """End what other threads do with this stream."""
+        self.is_broken = True
+        with suppress(OSError):  # it has ended already
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def end_sending(self) -> None:
+        """Tell the peer that nothing more comes; what it sends can still be received."""
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_WR)
+
+    def close(self) -> None:
+        """Close the socket without a farewell: a fork of this process may use the connection."""
+        self.is_broken = True
+        self._socket.close()
+
+    def send(
+        self,
+        buffers: Sequence[memoryview | bytes | bytearray],
+        moved: Callable[[], None] | None = None,
+    ) -> None:
+        """Send the buffers. Raises OSError.
+
+        moved: Called after each piece.
+        """
+        queue = BufferQueue(buffers)
+        while queue.remaining_nbytes:
+            queue.advance(self._socket.sendmsg(queue.next()))
+            if moved is not None:
+                moved()
+
+    def receive(
+        self,
+        buffers: Sequence[memoryview | bytearray],
+        filled: Callable[[int], None] | None = None,
+    ) -> None:
+        """Fill the buffers. Raises OSError.
+
+        filled: Called with the number of bytes so far, after each piece.
+        """
+        queue, sock = BufferQueue(buffers), self._socket
+        total = queue.remaining_nbytes
+        while queue.remaining_nbytes:
+            views = queue.next()
+            nbytes = (
+                sock.recv_into(views[0], 0, socket.MSG_WAITALL)
+                if len(views) == 1
+                else sock.recvmsg_into(views, 0, socket.MSG_WAITALL)[0]
+            )
+            if not nbytes:
+                raise ConnectionResetError("the peer closed the connection")
+            queue.advance(nbytes)
+            if filled is not None:
+                filled(total - queue.remaining_nbytes)
+
+    def next_frame(self, deadline: float | None) -> tuple[FramePrefix, bytes]:
+        """Return the next frame that says more than that the peer is alive.
+
+        deadline: Time until which the frame must come; None: as long as the peer is alive.
+
+        Raises OSError, or InvalidRequestError if it is no frame.
+        """
+        while True:
+            self.receive([self._head])
+            prefix = decode_prefix(self._head)
+            if prefix.kind is not FrameKind.ALIVE:
+                rest = bytearray(prefix.rest_nbytes)
+                self.receive([rest])
+                return prefix, prefix.message(self._head, rest)
+            if deadline is not None and time.monotonic() > deadline:
+                raise TimeoutError("no answer in time")
+
+    def send_message(self, make: Callable[[], Message | None]) -> None:
+        """Make a message and send it in a LINK frame. Raises OSError.
+
+        make: Returns the message; None: there is none. No other thread sends meanwhile, so messages
+            are sent in the order in which they are made.
+        """
+        with self._sending:
+            self._add_unsent(make())
+            if self._unsent:
+                unsent, self._unsent = self._unsent, bytearray()
+                self.send([unsent])
+
+    def try_send_message(self, make: Callable[[], Message | None]) -> bool:
+        """Make a message and send it without waiting. Raises OSError.
+
+        Returns False if another thread sends, or the connection is full: then `send_message` goes
+        on.
+        """
+        if not self._sending.acquire(blocking=False):
+            return False
+        try:
+            self._add_unsent(make())
+            if self._unsent:
+                with suppress(BlockingIOError):
+                    del self._unsent[: self._socket.send(self._unsent, socket.MSG_DONTWAIT)]
+            return not self._unsent
+        finally:
+            self._sending.release()
+
+    def _add_unsent(self, message: Message | None) -> None:
+        if message is not None:
+            raw = message.SerializeToString()
+            self._unsent += encode_frame(FrameKind.LINK, data_nbytes=len(raw)) + raw
+
+    def messages(self, kind: type[M]) -> Iterator[M]:
+        """Yield the messages of the LINK frames that come.
+
+        Raises OSError when the connection ends, and the PSError that the peer sends.
+        """
+        while True:
+            prefix, message = self.next_frame(None)
+            if prefix.kind is FrameKind.ERROR:
+                raise error_of(message, self._who)
+            if prefix.kind is not FrameKind.LINK or prefix.data_nbytes > MAX_MESSAGE_BYTES:
+                raise InvalidRequestError(f"{self._who} sent {prefix}")
+            raw = bytearray(prefix.data_nbytes)
+            self.receive([raw])
+            yield decode_message(kind, raw)
+
+    def lost(self, error: OSError) -> UnreachableError:
+        """Return the error for a connection that has failed."""
+        self.is_broken = True
+        text = (
+            f"no bytes for {self._silence_seconds:.3g} s"
+            if isinstance(error, BlockingIOError)
+            else error.strerror or str(error)
+        )
+        return UnreachableError(f"{self._who} does not answer: {text}", "UNREACHABLE")
+
+    def _greet(self, hello: stream_pb2.StreamHello) -> None:
+        try:
+            self.send([MAGIC, encode_frame(FrameKind.HELLO, hello.SerializeToString())])
+            magic = bytearray(len(MAGIC))
+            self.receive([magic])
+            if magic != MAGIC:
+                raise MismatchError(
+                    f"{self._who} is no stream port of this software: it answered {bytes(magic)!r}",
+                    "SHARD_MISMATCH",
+                )
+            prefix, message = self.next_frame(time.monotonic() + self._silence_seconds)
+            if prefix.kind is FrameKind.ERROR:
+                raise error_of(message, self._who)
+            welcome = decode_message(stream_pb2.StreamWelcome, message)
+            check_wire_format(welcome.format, self._who, "this process")
+        except OSError as error:
+            raise self.lost(error) from error
+
+
+def stream_addresses(description: ps.DescribeResponse, address: str, lanes: str) -> list[str]:
+    """Return where a server's streams can be reached, the best way first.
+
+    Args:
+        description: The server's description.
+        address: Its gRPC address. Its host replaces one that names all interfaces.
+        lanes: What the caller may use: `stream` is TCP only, and `shm` the Unix socket only.
+    """
+    path = description.stream_path if lanes != "stream" else ""
+    tcp = description.stream_address if lanes != "shm" else ""
+    host, _, port = tcp.rpartition(":")
+    if host in ALL_INTERFACES:
+        tcp = f"{address.rpartition(':')[0]}:{port}"
+    return [*([path] if path and Path(path).exists() else []), *([tcp] if tcp else [])]
+
+
+def _connect(address: str, server: str, seconds: float) -> socket.socket:
+    """Return a connected socket, to a path or to HOST:PORT."""
+    try:
+        if address.startswith("/"):
+            return _connect_path(address)
+        host, _, port = address.rpartition(":")
+        sock = socket.create_connection((host.strip("[]"), int(port)), seconds)
+        sock.settimeout(None)
+        set_tcp_options(sock)
+        return sock
+    except OSError as error:
+        text = error.strerror or str(error)
+        raise UnreachableError(f"cannot open a stream to {server} at {address}: {text}") from error
+
+
+def _connect_path(path: str) -> socket.socket:
+    sock = socket.socket(socket.AF_UNIX)
+    try:
+        sock.connect(path)
+    except OSError:
+        sock.close()
+        raise
+    return sock

@@ -1,0 +1,107 @@
+"""Connections of other shards to the coordinator over streams."""
+
+import socket
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import partial
+
+from pscommon.core.errors import PSError
+from pscommon.telemetry.logs import get_logger
+from pscommon.wire.blocking_stream import BlockingStream
+from pscommon.wire.status import status_of
+from pscommon.wire.stream_format import FrameKind, encode_frame
+from psproto.v1 import coordinator_pb2 as pb
+from psserver.coordinator.service import CoordinatorService
+from psserver.coordinator.shard_stream import MakeNews, serve_shard
+
+LINGER_SECONDS = 1.0
+"""Time for a shard to read the last message and to close its side. The kernel drops what is sent if
+a socket is closed with unread bytes.
+"""
+
+log = get_logger(__name__)
+
+
+class ShardLinks:
+    """Serves them. Each has two threads of its own: there are few, and a report may take long."""
+
+    def __init__(self, coordinator: CoordinatorService) -> None:
+        self._coordinator = coordinator
+        self._lock = threading.Lock()
+        self._open: dict[BlockingStream, threading.Thread] = {}
+
+    def serve(self, sock: socket.socket) -> None:
+        """Serve a connection whose greeting is done. Never waits."""
+        link = BlockingStream(sock, "", "the shard")
+        thread = threading.Thread(target=self._serve, args=(link,), name="shard-link", daemon=True)
+        with self._lock:
+            self._open[link] = thread
+        thread.start()
+
+    def close(self) -> None:
+        """End all connections and their threads."""
+        with self._lock:
+            links = dict(self._open)
+        for link, thread in links.items():
+            link.cancel()
+            thread.join()
+
+    def _serve(self, link: BlockingStream) -> None:
+        ended = ConnectionEnd()
+        requests = _until_lost(link, ended)
+        try:
+            for make in serve_shard(
+                self._coordinator,
+                requests,
+                lambda: not link.is_broken,
+                ended.actions.append,
+                partial(_try_send, link),
+            ):
+                link.send_message(make)
+        except OSError as error:
+            log.debug("shard_link_lost", problem=str(error))
+        except PSError as error:
+            with suppress(OSError):
+                link.send([encode_frame(FrameKind.ERROR, status_of(error).SerializeToString())])
+        finally:
+            link.end_sending()
+            if not ended.actions:  # no other thread reads
+                deque(requests, 0)
+            ended.has_come.wait(LINGER_SECONDS)
+            link.close()
+            with self._lock:
+                del self._open[link]
+
+
+def _try_send(link: BlockingStream, make: MakeNews) -> None:
+    """Make and send a response without waiting. A lost connection ends elsewhere."""
+    with suppress(OSError):
+        link.try_send_message(make)
+
+
+class ConnectionEnd:
+    """The end of a connection.
+
+    Attributes:
+        has_come: Set when it has ended.
+        actions: What to do then.
+    """
+
+    def __init__(self) -> None:
+        self.has_come = threading.Event()
+        self.actions: list[Callable[[], None]] = []
+
+
+def _until_lost(link: BlockingStream, ended: ConnectionEnd) -> Iterator[pb.LinkShardRequest]:
+    """Yield the messages of a shard until its connection ends in any way."""
+    try:
+        yield from link.messages(pb.LinkShardRequest)
+    except (OSError, PSError) as error:
+        log.debug("shard_link_ended", problem=str(error))
+    finally:
+        link.is_broken = True
+        for action in ended.actions:
+            action()
+        ended.has_come.set()

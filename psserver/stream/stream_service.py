@@ -1,0 +1,60 @@
+"""What the streams of one server share."""
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import NamedTuple, TypeVar
+
+from pscommon.core.errors import REASONS, PSError
+from psserver.shard.engine import ShardEngine
+from psserver.transfer.exchange_steps import ExchangeSteps
+from psserver.transfer.pull_sender import PullSender
+
+T = TypeVar("T")
+
+
+class StreamService(NamedTuple):
+    """The shard, and how its streams do their work.
+
+    Attributes:
+        engine: The shard.
+        steps: The steps of an exchange.
+        pulls: Answers pulls.
+        pool: Threads for work that may wait.
+        record: Called with the method, the status code and the seconds of each exchange or
+            request.
+    """
+
+    engine: ShardEngine
+    steps: ExchangeSteps
+    pulls: PullSender
+    pool: ThreadPoolExecutor
+    record: Callable[[str, str, float], None]
+
+    async def do(self, action: Callable[[], T]) -> T:
+        """Carry out an action, in the pool if it may take long. It always runs to its end."""
+        if self.engine.is_quick:
+            return action()
+        future = asyncio.get_running_loop().run_in_executor(self.pool, action)
+        try:
+            return await asyncio.shield(future)
+        except asyncio.CancelledError:
+            await asyncio.wait([future])
+            raise
+
+    @contextmanager
+    def timing(self, method: str) -> Iterator[None]:
+        """Record an exchange or a request that the block answers."""
+        began, code = time.perf_counter(), "OK"
+        try:
+            yield
+        except PSError as error:
+            code = REASONS.get(error.reason, REASONS["INTERNAL"]).status
+            raise
+        except asyncio.CancelledError:
+            code = "CANCELLED"
+            raise
+        finally:
+            self.record(method, code, time.perf_counter() - began)

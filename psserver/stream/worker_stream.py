@@ -1,0 +1,176 @@
+"""One worker's stream: its greeting, then one exchange after another."""
+
+import asyncio
+import socket
+from collections.abc import Callable
+
+from pscommon.core.errors import InvalidRequestError, MismatchError, PSError
+from pscommon.core.formats import check_wire_format, spoken_format
+from pscommon.telemetry.logs import get_logger
+from pscommon.wire.stream_format import (
+    ALIVE_INTERVAL_SECONDS,
+    HELLO_SECONDS,
+    MAGIC,
+    FrameKind,
+    decode_message,
+    encode_frame,
+)
+from psproto.v1 import parameter_server_pb2 as ps
+from psproto.v1 import stream_pb2 as pb
+from psserver.process.identity import ServerIdentity
+from psserver.stream.coordinator_requests import StreamRequests
+from psserver.stream.exchange import StreamExchange
+from psserver.stream.frame_socket import FrameSocket
+from psserver.stream.open_streams import OpenStreams
+from psserver.stream.shard_links import ShardLinks
+from psserver.stream.stream_service import StreamService
+from psserver.stream.stream_socket import ConnectionLostError
+from psserver.stream.wakeup import Wakeup
+
+ALIVE = encode_frame(FrameKind.ALIVE)
+
+log = get_logger(__name__)
+
+
+class WorkerStream:
+    """Serves one connection in an event loop until either side closes it.
+
+    refused: called with the reason when a peer is refused.
+    requests: answers requests to the coordinator; None on other shards.
+    links: serves connections of other shards; None on other shards.
+    """
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        identity: ServerIdentity,
+        service: StreamService,
+        streams: OpenStreams,
+        refused: Callable[[str], None],
+        requests: StreamRequests | None,
+        links: ShardLinks | None,
+    ) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._identity, self._service = identity, service
+        self._streams, self._refused = streams, refused
+        self._requests, self._links = requests, links
+        self._worker = 0
+        self._answers_since: float | None = None
+        self._socket = FrameSocket(sock, self._loop, self._cancel)
+        self.task = self._loop.create_task(self._run())
+        self.task.add_done_callback(self._clean_up)  # also if the task has never started
+
+    def keep_alive(self) -> None:
+        """Tell a worker that waits for an answer that this server works on it."""
+        since = self._answers_since
+        if (
+            since is not None
+            and not self._socket.is_moving
+            and self._loop.time() - since >= ALIVE_INTERVAL_SECONDS
+        ):
+            self._socket.send_now(ALIVE)
+
+    def close(self, always: bool) -> None:
+        """Close the stream, or only if it is receiving or sending. From any thread."""
+
+        def cancel() -> None:
+            if always or (self._socket.is_moving and self._answers_since is not None):
+                self._cancel()
+
+        self._loop.call_soon_threadsafe(cancel)
+
+    def _cancel(self) -> None:
+        self.task.cancel()
+
+    async def _run(self) -> None:
+        try:
+            hello = await self._greet()
+            if hello.purpose == pb.StreamHello.PURPOSE_SHARD:
+                self._hand_over()
+                return
+            while True:
+                await self._serve_frame()
+        except (ConnectionLostError, OSError):
+            log.debug("stream_closed", worker=self._worker)
+        except PSError as error:
+            self._refused(str(error))
+
+    def _clean_up(self, task: "asyncio.Task[None]") -> None:
+        self._streams.closed(self._worker, self.close)
+        self._socket.close()
+
+    def _hand_over(self) -> None:
+        """Let other threads serve this connection of another shard."""
+        assert self._links is not None
+        self._links.serve(self._socket.detach())
+
+    async def _greet(self) -> pb.StreamHello:
+        try:
+            async with asyncio.timeout(HELLO_SECONDS):
+                hello = await self._receive_hello()
+        except TimeoutError:
+            raise InvalidRequestError(f"no greeting within {HELLO_SECONDS:.0f} s") from None
+        self._worker = hello.worker
+        try:
+            self._check(hello)
+        except PSError as error:
+            await self._socket.send([MAGIC])
+            await self._socket.send_error(error)
+            raise
+        welcome = pb.StreamWelcome(format=spoken_format(), term=self._identity.term)
+        if hello.purpose == pb.StreamHello.PURPOSE_UNSPECIFIED:
+            self._streams.opened(self._worker, self.close)
+        await self._socket.send(
+            [MAGIC, encode_frame(FrameKind.WELCOME, welcome.SerializeToString())]
+        )
+        return hello
+
+    async def _receive_hello(self) -> pb.StreamHello:
+        magic = bytearray(len(MAGIC))
+        await self._socket.receive([magic])
+        if magic != MAGIC:
+            raise InvalidRequestError(f"the peer does not speak this protocol: {bytes(magic)!r}")
+        prefix, message = await self._socket.receive_frame()
+        if prefix.kind is not FrameKind.HELLO:
+            raise InvalidRequestError(f"the peer began with {prefix.kind.name}")
+        return decode_message(pb.StreamHello, message)
+
+    def _check(self, hello: pb.StreamHello) -> None:
+        if hello.purpose == pb.StreamHello.PURPOSE_SHARD:
+            if self._links is None:
+                raise MismatchError("only shard 0 serves other shards", "SHARD_MISMATCH")
+            return  # its first message is checked as over gRPC
+        check_wire_format(hello.format, f"worker {hello.worker}", "this server")
+        self._identity.check_job(hello.job)
+        if hello.shard != self._identity.shard:
+            raise MismatchError(
+                f"this is shard {self._identity.shard}, not shard {hello.shard}", "SHARD_MISMATCH"
+            )
+        self._identity.check_term(hello.term)
+
+    async def _serve_frame(self) -> None:
+        prefix, message = await self._socket.receive_frame()
+        if prefix.kind in (FrameKind.DATA, FrameKind.CLOSE):  # of a push that was refused
+            await self._socket.discard(prefix.data_nbytes)
+            return
+        self._answers_since = self._loop.time()
+        try:
+            if prefix.kind is FrameKind.EXCHANGE:
+                header = decode_message(ps.PushPullHeader, message)
+                await StreamExchange(self._service, self._socket, header, prefix.data_nbytes).run()
+            elif prefix.kind is FrameKind.REQUEST and self._requests is not None:
+                await self._answer(message)
+            else:
+                raise InvalidRequestError(f"a worker sent {prefix.kind.name}")
+        finally:
+            self._answers_since = None
+
+    async def _answer(self, message: bytes) -> None:
+        """Answer a request to the coordinator."""
+        assert self._requests is not None
+        try:
+            answer = await self._requests.answer(message, Wakeup(self._loop))
+        except PSError as error:
+            await self._socket.send_error(error)
+            return
+        await self._socket.send_frame(FrameKind.RESULT, answer)

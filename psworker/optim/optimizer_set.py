@@ -1,0 +1,174 @@
+"""The optimizers of a script, and the registration of its model."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
+
+from pscommon.core.errors import InvalidRequestError
+from psworker.model.adapter import ModelAdapter
+from psworker.model.model_spec import OptimizerMembers
+from psworker.optim.optimizer import ServerOptimizer
+from psworker.optim.schedulers import fast_forward
+from psworker.optim.served_model import ServedModel
+from psworker.session.arguments import clip_norm_of
+from psworker.session.session import Session
+from psworker.steps.step_strategies import StepStrategyName
+
+DEFAULT_NAME = "default"
+"""Name of an optimizer that must be the only one of its job."""
+
+
+class OptimizerSet:
+    """The optimizers that a script gives to its job.
+
+    An optimizer without a name of its own registers its model at once. Several optimizers are for
+    disjoint parameters; their models are registered together, as one, when the script first needs
+    the job's weights.
+
+    Attributes:
+        model: The registered model; None before.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self.model: ServedModel | None = None
+        self._session = session
+        self._optimizers: dict[str, ServerOptimizer] = {}
+        self._networks: dict[str, nn.Module] = {}
+        self._members: dict[str, OptimizerMembers] = {}
+        self._resumed: list[LRScheduler] = []
+
+    def add(
+        self,
+        name: str,
+        optimizer: torch.optim.Optimizer,
+        network: nn.Module,
+        clip_norm: float | None,
+        strategy: StepStrategyName,
+    ) -> ServerOptimizer:
+        """Add an optimizer and the network whose parameters it updates; see `Job.optimizer`."""
+        is_single = name == DEFAULT_NAME
+        self._check_name(name)
+        key = "" if is_single else name
+        networks = {**self._networks, key: network}
+        members = {
+            **self._members,
+            key: OptimizerMembers.of(optimizer, clip_norm_of(clip_norm)),
+        }
+        _check_disjoint(members)
+        adapter = ModelAdapter(_joined(networks), members)
+        added = ServerOptimizer(optimizer, key, self._session, self._register_for_step)
+        if is_single:
+            self._register(network, adapter, {key: added}, strategy)
+        self._networks, self._members = networks, members
+        self._optimizers[key] = added
+        added.refuse_original()
+        if not is_single:
+            self._session.register_model = self.register
+        return added
+
+    def register(self) -> None:
+        """Register the model of several optimizers."""
+        # the script may have changed the networks since the calls of job.optimizer
+        module = _joined(self._networks)
+        self._register(module, ModelAdapter(module, self._members), self._optimizers, "plain")
+
+    def _register_for_step(self) -> None:
+        """Register the model. Gradients of weights that this changes do not count."""
+        parameters = [p for network in self._networks.values() for p in network.parameters()]
+        before = [parameter.detach().clone() for parameter in parameters]
+        self.register()
+        if not all(map(torch.equal, parameters, before)):
+            for optimizer in self._optimizers.values():
+                optimizer.void_gradients()
+
+    def _register(
+        self,
+        module: nn.Module,
+        adapter: ModelAdapter,
+        optimizers: Mapping[str, ServerOptimizer],
+        strategy: StepStrategyName,
+    ) -> None:
+        model = ServedModel(self._session, module, adapter, optimizers, strategy)
+        for name, optimizer in optimizers.items():
+            optimizer.attach(model, counts_samples=name == min(optimizers))
+        self.model = self._session.model = model
+        for scheduler in self._resumed:
+            self.resume(scheduler)
+
+    def resume(self, scheduler: LRScheduler) -> None:
+        """Step a new scheduler as often as its optimizer has, now or at the registration."""
+        fast_forward(scheduler, 0)  # refuses some classes
+        optimizer = self._optimizer_of(scheduler)
+        if optimizer.model is None:
+            self._resumed.append(scheduler)
+        else:
+            fast_forward(scheduler, optimizer.first_count)
+
+    def _optimizer_of(self, scheduler: LRScheduler) -> ServerOptimizer:
+        for name, optimizer in self._optimizers.items():
+            if not name or scheduler.optimizer in (optimizer, optimizer.original):
+                return optimizer
+        raise InvalidRequestError(
+            "job.resume failed: the scheduler's optimizer was not given to the job. Try: call "
+            "job.optimizer first"
+        )
+
+    def close(self) -> None:
+        """Remove all hooks: the model belongs to the script, as it is now."""
+        for optimizer in self._optimizers.values():
+            optimizer.close()
+        if self.model is not None:
+            self.model.strategy.close()
+
+    def _check_name(self, name: Any) -> None:
+        if "" in self._optimizers or (name == DEFAULT_NAME and self._optimizers):
+            raise InvalidRequestError(
+                "job.optimizer failed: an optimizer without a name is the only one of its job. "
+                'Try: a name for each, such as job.optimizer(..., name="generator")'
+            )
+        if name == DEFAULT_NAME:
+            return
+        if not isinstance(name, str) or not name or "." in name:
+            raise InvalidRequestError(
+                f"job.optimizer failed: {name!r} is no valid name. Try: a text without dots"
+            )
+        if name in self._optimizers:
+            raise InvalidRequestError(
+                f"job.optimizer failed: the job has an optimizer {name!r} already. Try: another "
+                "name"
+            )
+        if self.model is not None:
+            raise InvalidRequestError(
+                f"job.optimizer failed: {name!r} comes too late: the first pass, step, pull or "
+                "save has registered the model. Try: all calls of job.optimizer before it"
+            )
+
+
+def _joined(networks: Mapping[str, nn.Module]) -> nn.Module:
+    """Return one module: the parameters of network "d" are named "d....".
+
+    The network of a single optimizer keeps its names.
+    """
+    if "" in networks:
+        return networks[""]
+    joined = nn.Module()
+    joined._modules.update(sorted(networks.items()))  # ModuleDict refuses some names
+    return joined
+
+
+def _check_disjoint(optimizers: Mapping[str, OptimizerMembers]) -> None:
+    """Raise InvalidRequestError if two optimizers have a parameter in common."""
+    owners: dict[int, str] = {}
+    for name, each in optimizers.items():
+        for index, group in enumerate(each.groups):
+            for parameter in group:
+                owner = owners.setdefault(id(parameter), name)
+                if owner != name:
+                    raise InvalidRequestError(
+                        f"job.optimizer failed: a parameter of shape {list(parameter.shape)} in "
+                        f"group {index} of optimizer {name!r} belongs to optimizer {owner!r}, "
+                        "too. Try: each parameter in one optimizer"
+                    )

@@ -1,0 +1,126 @@
+"""The job's model after its registration: its weights, and the steps of its optimizers."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from os import PathLike
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from pscommon.core.errors import FencedError, PSError
+from psworker.core.results import PushResult
+from psworker.model.adapter import ModelAdapter
+from psworker.model.saving import save
+from psworker.session.drain import DrainedError
+from psworker.session.session import Session
+from psworker.steps.step import Push, StepContext, StepStrategy
+from psworker.steps.step_strategies import STEP_STRATEGIES, StepStrategyName
+
+
+class SteppingOptimizer(Protocol):
+    """What a model needs of each of its optimizers."""
+
+    def record_outcome(self, push: Push, result: PushResult) -> None:
+        """Take the outcome of a push that was decided after `StepStrategy.push` returned."""
+
+    def drop(self, error: PSError) -> None:
+        """Drop gradients of a membership that was lost with this error."""
+
+    def renew(self) -> None:
+        """Assume nothing of what the servers know: the worker has a new membership."""
+
+
+class ServedModel:
+    """A model whose weights are those of the job, with its optimizers (implements TrainedModel).
+
+    Creating it registers the model; the first worker of a job uploads its weights.
+
+    Args:
+        session: The script's run.
+        module: The module with all tensors.
+        adapter: Its description.
+        optimizers: Its optimizers by name; the name of a single one is empty.
+        strategy: How steps reach the servers.
+
+    Attributes:
+        adapter: The model's flat buffers.
+        strategy: How steps reach the servers.
+        result: Outcome of the last step that was decided; None before the first.
+        first_version: The job's version at the registration.
+        update_counts: Number of updates of each optimizer then; empty with one optimizer.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        module: nn.Module,
+        adapter: ModelAdapter,
+        optimizers: Mapping[str, SteppingOptimizer],
+        strategy: StepStrategyName,
+    ) -> None:
+        self.adapter = adapter
+        self.result: PushResult | None = None
+        self._session, self._optimizers = session, optimizers
+        client, strategy_class = session.client, STEP_STRATEGIES[strategy]
+        plan = session.with_rejoin(lambda: client.agree(adapter.spec))
+        adapter.attach(plan, client.flat_buffers(), double_buffered=strategy_class.is_deferred)
+        session.with_rejoin(lambda: client.start(adapter.weights.memory))
+        adapter.scatter(everything=True)
+        self.first_version, self.update_counts = client.version, dict(client.update_counts)
+        self.strategy: StepStrategy = strategy_class(
+            StepContext(
+                adapter,
+                client,
+                module,
+                session.enter,
+                self._rejoin_in_forward,
+                self.wait,
+                lambda push, result: optimizers[push.optimizer].record_outcome(push, result),
+            )
+        )
+
+    @torch.no_grad()
+    def pull(self) -> None:
+        """Load the job's newest weights and buffers into the model, without a step."""
+        with self._session.rejoin_on_fence():
+            self.strategy.pull()
+
+    @torch.no_grad()
+    def wait(self) -> None:
+        """Wait as `Job.wait` does."""
+        with self._session.rejoin_on_fence():
+            self.strategy.settle()
+
+    @contextmanager
+    def _rejoin_in_forward(self) -> Iterator[None]:
+        """Leave the body when the worker is fenced inside a forward, and rejoin.
+
+        The first modules of that forward have used older weights than the rest will, so its
+        gradients are void.
+        """
+        try:
+            yield
+        except DrainedError as error:
+            self._session.stop(str(error), "drained")
+        except FencedError as error:
+            self._session.rejoin(error)
+            self._session.consumed.lose(error, every_step=True)
+
+    def save(self, file: str | PathLike[str]) -> None:
+        """Write the weights as `Job.save` does."""
+        self.wait()
+        save(self._session.client, self.adapter, file)
+
+    def drop(self, error: PSError) -> None:
+        """End or drop a push under way: the worker has lost its membership with this error."""
+        for optimizer in self._optimizers.values():
+            optimizer.drop(error)
+        self.strategy.drop(error)
+
+    @torch.no_grad()
+    def renew(self) -> None:
+        """Load all of the job's weights: the worker has a new membership."""
+        for optimizer in self._optimizers.values():
+            optimizer.renew()
+        self.strategy.renew()

@@ -1,0 +1,128 @@
+"""A worker's stream to one server: exchanges, or requests to the coordinator."""
+
+import time
+from collections.abc import Iterator, Sequence
+
+from pscommon.core.errors import PSError
+from pscommon.wire.blocking_stream import BlockingStream
+from pscommon.wire.frames import Frame
+from pscommon.wire.status import error_of
+from pscommon.wire.stream_format import (
+    EAGER_BYTES,
+    FrameKind,
+    FramePrefix,
+    decode_message,
+    encode_frame,
+)
+from psproto.v1 import parameter_server_pb2 as ps
+from psproto.v1 import stream_pb2
+from psworker.transport.exchange_calls import AnswerReceiver, ExchangeAnswer
+
+
+class StreamConnection(BlockingStream):
+    """An open stream; one exchange or request at a time."""
+
+    def exchange(
+        self,
+        header: ps.PushPullHeader,
+        send: Sequence[memoryview],
+        receiver: AnswerReceiver,
+        timeout: float,
+        frames: Iterator[Frame[ps.PushPullHeader]] | None = None,
+    ) -> ExchangeAnswer:
+        """Make one exchange; see `Transport.exchange`. Any failure but an answer breaks the stream.
+
+        timeout: Longest time in seconds from the last byte of the push to the answer.
+        """
+        self.is_broken = True  # until the answer is complete
+        try:
+            self.limit_silence(timeout)
+            started = time.monotonic()
+            prefix, message = (
+                self._push(header, send if header.has_data and not header.memory else (), receiver)
+                if frames is None
+                else self._push_open(frames, receiver)
+            ) or self.next_frame(time.monotonic() + timeout)
+            answered = time.monotonic()
+            if prefix.kind is FrameKind.ERROR:
+                self.is_broken = False
+                raise error_of(message, self._who)
+            result = decode_message(ps.ExchangeResult, message)
+            self._receive_data(prefix, result, receiver, in_memory=header.memory > 0)
+            self.is_broken = False
+            return ExchangeAnswer(result, answered - started, time.monotonic() - answered)
+        except OSError as error:
+            raise self.lost(error) from error
+
+    def request(self, request: stream_pb2.CoordinatorRequest, timeout: float) -> bytes:
+        """Return the message that the coordinator answers.
+
+        timeout: Longest time in seconds to the answer.
+        """
+        self.is_broken = True  # until the answer is complete
+        try:
+            self.limit_silence(timeout)
+            self.send([encode_frame(FrameKind.REQUEST, request.SerializeToString())])
+            prefix, message = self.next_frame(time.monotonic() + timeout)
+        except OSError as error:
+            raise self.lost(error) from error
+        self.is_broken = False
+        if prefix.kind is FrameKind.ERROR:
+            raise error_of(message, self._who)
+        return message
+
+    def _push(
+        self, header: ps.PushPullHeader, send: Sequence[memoryview], receiver: AnswerReceiver
+    ) -> tuple[FramePrefix, bytes] | None:
+        """Send a request. Return the answer if the server refuses the data."""
+        nbytes = sum(view.nbytes for view in send)
+        frame = encode_frame(FrameKind.EXCHANGE, header.SerializeToString(), nbytes)
+        if nbytes <= EAGER_BYTES:
+            self.send([frame, *send])
+            return None
+        self.send([frame])
+        answer = self.next_frame(None)
+        if answer[0].kind is not FrameKind.GO:
+            return answer
+        self.send(send, receiver.on_frame)
+        return None
+
+    def _push_open(
+        self, frames: Iterator[Frame[ps.PushPullHeader]], receiver: AnswerReceiver
+    ) -> tuple[FramePrefix, bytes] | None:
+        """Send the pieces of an open push as they come. Return the answer if it is refused."""
+        first = next(frames)
+        assert first.header is not None
+        self.send([encode_frame(FrameKind.EXCHANGE, first.header.SerializeToString())])
+        answer = self.next_frame(None)
+        if answer[0].kind is not FrameKind.GO:
+            return answer
+        for frame in frames:
+            if frame.header is not None:
+                self.send([encode_frame(FrameKind.CLOSE, frame.header.SerializeToString())])
+                return None
+            prefix = encode_frame(FrameKind.DATA, b"", frame.data.nbytes, frame.offset)
+            self.send([prefix, frame.data], receiver.on_frame)
+        raise PSError("the push was given up")
+
+    def _receive_data(
+        self,
+        prefix: FramePrefix,
+        result: ps.ExchangeResult,
+        receiver: AnswerReceiver,
+        in_memory: bool,
+    ) -> None:
+        views = receiver.begin(result)
+        if in_memory:
+            receiver.record_bytes(result.nbytes)
+            return
+        expected = sum(view.nbytes for view in views) if prefix.data_nbytes else 0
+        if prefix.data_nbytes != expected:
+            raise PSError(f"the server sent {prefix.data_nbytes} bytes instead of {expected}")
+        if expected:
+
+            def record(nbytes: int) -> None:
+                receiver.on_frame()
+                receiver.record_bytes(nbytes)
+
+            self.receive(views, record)

@@ -1,0 +1,24 @@
+"""One training step over streams."""
+
+from typing import Any
+
+import numpy as np
+
+from psworker import OptimizerSpec
+from psworker.transport.grpc import GrpcTransport
+from tests.support.workers import connected
+
+START: dict[str, Any] = {"w": np.zeros(200_000, np.float32), "bias": np.zeros(3, np.float32)}
+ONES: dict[str, Any] = {name: np.ones_like(array) for name, array in START.items()}
+
+
+def train(address: str, lanes: Any, **options: Any) -> str:
+    """Make one step; return how the shards were reached."""
+    with connected(address, lanes=lanes, **options) as client:
+        client.register(START, OptimizerSpec("sgd", lr=1.0))
+        assert client.push_pull(ONES).status == "applied"
+        assert float(client.weights["w"][-1]) == -1.0
+        transport = client._connection.transport
+        assert isinstance(transport, GrpcTransport)
+        streams = transport._lanes._streams.values()
+        return " ".join("unix" if each.address.startswith("/") else "tcp" for each in streams)
