@@ -191,6 +191,12 @@ class CoordinatorService:
         if self.stop_reason is not None:
             raise UnreachableError(f"shard 0 is stopping: {self.stop_reason}", "STOPPING")
 
+    def check_running(self) -> None:
+        """Raise UnreachableError once this server ends while its job continues."""
+        if self.stopped.is_set() and not self.is_over:
+            reason = self.stop_reason or "its process ends"
+            raise UnreachableError(f"shard 0 is stopping: {reason}", "STOPPING")
+
     def check_job(self, job: str) -> None:
         if job and job != self.job:
             raise MismatchError(f"these servers run job {self.job}, not {job}", "JOB_MISMATCH")

@@ -45,6 +45,9 @@ def serve_shard(
         try_send: Makes and sends a response without waiting. If there is such a function, both
             sides send only what has changed, and everything once a second. Otherwise they always
             send everything, as earlier releases did.
+
+    Raises:
+        UnreachableError: STOPPING once this server ends on its own and needs no report any more.
     """
     first = next(requests, None)
     if first is None:
@@ -77,6 +80,8 @@ def serve_shard(
             ):
                 yield updates.next_response
                 updates.wait(UPDATE_INTERVAL_SECONDS)
+                if not updates.has_stopped:
+                    service.check_running()  # the shard learns that this end was intended
     finally:
         connections.disconnect(server, connection)
 
@@ -104,8 +109,10 @@ class ShardUpdates:
 
     def wait(self, seconds: float) -> None:
         """Wait until there may be something new for the shard."""
-        if not self.has_stopped:
-            self._service.shard_connections.wait_for_update(self._server, self._cursor, seconds)
+        service = self._service
+        with service.executor.changed:
+            if not (self.has_stopped or service.stopped.is_set()):
+                service.shard_connections.wait_for_update(self._server, self._cursor, seconds)
 
     def next_response(self) -> pb.LinkShardResponse:
         """Return the news, or a complete response if there are none or it is due."""

@@ -225,12 +225,16 @@ class CoordinatorLink:
             return
         if not connected:
             raise error
-        log.warning(
-            "coordinator_connection_lost",
-            coordinator=address,
-            problem=str(error),
-            version=self._engine.live.version,
-        )
+        version = self._engine.live.version
+        if error.reason == "STOPPING":
+            log.info("coordinator_stops", coordinator=address, reason=str(error), version=version)
+        else:
+            log.warning(
+                "coordinator_connection_lost",
+                coordinator=address,
+                problem=str(error),
+                version=version,
+            )
 
     def _handle_response(self, response: pb.LinkShardResponse) -> None:
         self._identity.standbys = response.standbys

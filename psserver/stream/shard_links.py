@@ -2,6 +2,7 @@
 
 import socket
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -41,10 +42,12 @@ class ShardLinks:
         thread.start()
 
     def close(self) -> None:
-        """End all connections and their threads."""
+        """End all connections and their threads. The coordinator is closed."""
         with self._lock:
             links = dict(self._open)
+        deadline = time.monotonic() + LINGER_SECONDS
         for link, thread in links.items():
+            thread.join(max(0.0, deadline - time.monotonic()))  # it tells the shard why
             link.cancel()
             thread.join()
 

@@ -191,10 +191,10 @@ class ServerOptimizer(torch.optim.Optimizer):
             self._push(None)
         else:
             self._next.finish()
-            self._strategy.skip()
+            self._step_strategy.skip()
 
     @property
-    def _strategy(self) -> StepStrategy:
+    def _step_strategy(self) -> StepStrategy:  # Lightning sets `_strategy` on its subclass
         assert self.model is not None
         return self.model.strategy
 
@@ -204,14 +204,14 @@ class ServerOptimizer(torch.optim.Optimizer):
         groups = self._group_settings.groups_json(self.param_groups)
         weight = max(1, step.samples) if samples is None else checked_weight(samples)
         if consumed.has_none_for(step) and not self._has_gradients():
-            return self._strategy.skip()
+            return self._step_strategy.skip()
         self._check_leaving()
         self.pending = consumed.following > 0 and step.lost is None
         if self.pending:
             return self._accumulate(weight)
         session.enter("push")
         # A deferred step does not know yet whether the groups of the push before have counted.
-        is_known = groups == self._groups_on_servers and not self._strategy.is_deferred
+        is_known = groups == self._groups_on_servers and not self._step_strategy.is_deferred
         push = Push(
             self._accumulation.finish(weight),
             consumed.batches,
@@ -230,7 +230,7 @@ class ServerOptimizer(torch.optim.Optimizer):
     def _accumulate(self, samples: int) -> None:
         self._accumulation.add(samples)
         self._next.samples, self._next.is_open = 0, True
-        self._strategy.skip()
+        self._step_strategy.skip()
 
     def _check_leaving(self) -> None:
         """Raise Stopping in the second step after the request to leave: the first was begun."""
@@ -241,10 +241,10 @@ class ServerOptimizer(torch.optim.Optimizer):
     def _send(self, push: Push) -> PushResult | None:
         session = self._session
         if self._next.lost is not None:
-            self._strategy.skip()
+            self._step_strategy.skip()
             return lost(self._next.lost, session.version)
         try:
-            result = self._strategy.push(push)
+            result = self._step_strategy.push(push)
         except DrainedError as error:
             session.stop(str(error), "drained")
         except FencedError as error:

@@ -1,5 +1,6 @@
 """Requests to the coordinator, and connections between servers, over streams."""
 
+import logging
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -18,6 +19,7 @@ from psserver.peers.link_calls import GrpcLink, StreamLink
 from psserver.stream.coordinator_requests import StreamRequests
 from psworker import OptimizerSpec
 from tests.support.cluster import Cluster
+from tests.support.events import events
 from tests.support.stream_training import ONES, START
 from tests.support.workers import DEADLINE, connected, data, network, status, together, until
 
@@ -168,6 +170,23 @@ def test_a_lost_connection_between_servers_loses_no_update(cluster: Make, lanes:
         stop.set()
         cancelling.join()
     assert status(servers.address)["version"] == number_of_steps()
+
+
+@pytest.mark.parametrize("lanes", ["stream", "grpc"])
+def test_a_shard_knows_an_intended_end_of_shard_0(
+    cluster: Make, lanes: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    servers = cluster(2, lanes=lanes)
+    assert len(train(servers.address, 0)) == PASSES
+    first = servers.servers[0]
+
+    first.stop("a signal")
+    assert first.ended.wait(DEADLINE)
+    first.close()
+
+    until(lambda: "coordinator_stops" in events(caplog), "the shard's log line")
+    assert events(caplog, logging.WARNING) == []
 
 
 def test_only_shard_0_serves_other_shards(cluster: Make) -> None:
