@@ -1,14 +1,15 @@
 """The job's model as named numpy arrays."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from pscommon.core.errors import InvalidRequestError
 from pscommon.core.model_spec import OptimizerSettings
 from pscommon.system.thread_team import ThreadTeam, cores
-from psworker.client.arrays import Array, ArrayBuffer, Arrays, Gradients, spec_of
+from psworker.client.arrays import Array, ArrayBuffer, Arrays, Gradients, overlap, spec_of
 from psworker.core.results import PushResult
 from psworker.exchange.model_exchange import ModelExchange
+from psworker.exchange.scattered_buffer import FlatBuffer
 from psworker.session import metrics
 from psworker.session.drain import Drain, DrainedError
 from psworker.session.step_stats import StepStats
@@ -23,6 +24,7 @@ class ArrayModel:
         self._drain = drain
         self._weights: ArrayBuffer | None = None
         self._gradients: ArrayBuffer | None = None
+        self._is_elsewhere = False  # the weights pulled last are in arrays of the caller
         self._has_made_last_push = False
         self._stats = StepStats()
         self._team = ThreadTeam(min(2, cores()), "copy-arrays")
@@ -42,44 +44,80 @@ class ArrayModel:
 
     def pull(self, out: Mapping[str, Array] | None) -> dict[str, Array]:
         with self._exchange.lock:
-            weights = self.weights
+            weights = self.buffer()
             weights.check_out(out or {})
+            direct = self._usable(weights.direct(out or {}))
             with self._timed("pull"):
-                self._exchange.exchange(None, weights.memory)
-            return weights.read(out)
+                self._exchange.exchange(None, weights.around(direct))
+            self._is_elsewhere = out is not None
+            return weights.read(out, direct)
 
     def push_pull(
         self, grads: Gradients, out: Mapping[str, Array] | None, samples: int
     ) -> PushResult:
         with self._exchange.lock:
-            self.weights.check_out(out or {})
-            result = self.push(grads, samples, pulls=True)
+            weights = self.buffer()
+            weights.check_out(out or {})
+            given, absent = self._check_push(grads)
+            # a push without some gradients pulls what has changed: the buffer has the rest
+            into = self._usable(weights.direct(out or {})) if not absent else {}
+            result = self._push(given, absent, into, weights.around(into), samples)
+            self._is_elsewhere = out is not None
             if out is not None:
-                self.weights.read(out)
+                weights.read(out, into)
             return result
 
-    def push(self, grads: Gradients, samples: int, pulls: bool = False) -> PushResult:
+    def push(self, grads: Gradients, samples: int) -> PushResult:
         with self._exchange.lock:
-            weights = self.weights
-            if self._gradients is None:
-                raise InvalidRequestError("an observer cannot push")
-            if self._has_made_last_push:
-                raise DrainedError(
-                    "this worker was asked to leave (client.stopping), and has made its last push"
-                )
-            self._has_made_last_push = self._drain.asked
-            absent = self._gradients.write_gradients(grads, weights)
-            with self._timed("push"):
-                result = self._exchange.exchange(
-                    self._gradients.memory, weights.memory if pulls else None, absent, samples
-                )
-            self._stats.finish_step(samples, result.seconds)
-            metrics.step({phase: self._stats.last[phase] for phase in metrics.PHASES}, samples)
-            return result
+            given, absent = self._check_push(grads)
+            return self._push(given, absent, {}, None, samples)
+
+    def _check_push(self, grads: Gradients) -> tuple[dict[str, Array], list[int]]:
+        """Return the arrays of a push, and the indices of tensors without a gradient."""
+        self.buffer()
+        if self._gradients is None:
+            raise InvalidRequestError("an observer cannot push")
+        if self._has_made_last_push:
+            raise DrainedError(
+                "this worker was asked to leave (client.stopping), and has made its last push"
+            )
+        self._has_made_last_push = self._drain.asked
+        given = self._gradients.check_gradients(grads)
+        return given, self._gradients.absent(given)
+
+    def _push(
+        self,
+        given: Arrays,
+        absent: Sequence[int],
+        into: Arrays,
+        weights: FlatBuffer | None,
+        samples: int,
+    ) -> PushResult:
+        """Push. `into`: the arrays of the caller in `weights`, into which weights are pulled."""
+        assert self._gradients is not None
+        source = self._usable(self._gradients.direct(given))
+        if overlap(source, into):  # after a lost connection both are needed
+            source = {}
+        gradients = self._gradients.write_gradients(given, self.buffer(), source)
+        with self._timed("push"):
+            result = self._exchange.exchange(gradients, weights, absent, samples)
+        self._stats.finish_step(samples, result.seconds)
+        metrics.step({phase: self._stats.last[phase] for phase in metrics.PHASES}, samples)
+        return result
+
+    def _usable(self, arrays: dict[str, Array]) -> dict[str, Array]:
+        """Return the arrays, or none while servers use this worker's shared memory."""
+        return {} if self._exchange.buffers.shards else arrays
 
     @property
-    def weights(self) -> ArrayBuffer:
-        """The last pulled weights; an observer pulls them first."""
+    def weights(self) -> dict[str, Array]:
+        weights = self.buffer()
+        if self._is_elsewhere:
+            raise InvalidRequestError("the last pull went into `out`: the weights are there")
+        return dict(weights.tensors)
+
+    def buffer(self) -> ArrayBuffer:
+        """Return the flat buffer of weights; an observer pulls them first."""
         if self._weights is None and self._observes:
             plan = self._exchange.agree(None)
             weights = ArrayBuffer(plan, self._exchange.buffers.weights, self._team)

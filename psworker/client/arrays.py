@@ -15,6 +15,7 @@ from pscommon.core.model_spec import (
 )
 from pscommon.core.partition import PartitionPlan
 from pscommon.system.thread_team import ALONE, PART_BYTES, ThreadTeam
+from psworker.exchange.scattered_buffer import FlatBuffer, ScatteredBuffer
 
 Array = NDArray[np.generic]
 Arrays = Mapping[str, Array]
@@ -22,6 +23,9 @@ Gradients = Mapping[str, Array | None]
 
 MIN_PARALLEL_BYTES = 8 << 20
 """Bytes from which several threads copy arrays faster than one."""
+
+MIN_DIRECT_BYTES = 64 << 10
+"""Bytes from which an array costs less as a buffer of its own than as a copy."""
 
 DTYPES: Mapping[str, np.dtype[np.generic]] = {
     "float64": np.dtype("<f8"),
@@ -88,6 +92,27 @@ def as_array(name: str, array: object) -> Array:
         ) from error
 
 
+def overlap(first: Arrays, second: Arrays) -> bool:
+    """Return whether contiguous arrays of the first mapping share memory with the second's."""
+    spans = sorted(
+        (address, address + array.nbytes, which)
+        for which, arrays in enumerate((first, second))
+        for array in arrays.values()
+        for address in [array.ctypes.data]
+    )
+    ends = [0, 0]
+    for start, stop, which in spans:
+        if start < ends[1 - which]:
+            return True
+        ends[which] = max(ends[which], stop)
+    return False
+
+
+def _bytes_of(array: Array) -> memoryview:
+    """Return the memory of a contiguous array."""
+    return array.reshape(-1).view(np.uint8).data
+
+
 def _split(target: Array, source: Array) -> list[tuple[Array, Array]]:
     """Return parts of about PART_BYTES of two arrays of one shape."""
     if target.nbytes <= PART_BYTES or not target.ndim:
@@ -124,43 +149,88 @@ class ArrayBuffer:
         checked = {name: self.fitting(name, array) for name, array in arrays.items()}
         self._copy([(self.tensors[name], array) for name, array in checked.items()])
 
-    def write_gradients(self, grads: Gradients, weights: "ArrayBuffer") -> list[int]:
-        """Write the gradients and buffers of a push.
+    def check_gradients(self, grads: Gradients) -> dict[str, Array]:
+        """Return the arrays that are given, checked.
 
-        Args:
-            grads: Gradients and buffers by name.
-            weights: Source of the buffers that `grads` does not contain.
-
-        Returns:
-            Indices of trainable tensors without a gradient.
+        grads: Gradients and buffers by name.
 
         Raises:
-            InvalidRequestError: As for `write`; also for a gradient of a frozen tensor.
+            InvalidRequestError: An array does not fit the model, or its tensor is frozen.
         """
-        given = {name: array for name, array in grads.items() if array is not None}
-        tensors = self._plan.spec.tensors
-        for name in [
-            tensor.name for tensor in tensors if tensor.role == "frozen" and tensor.name in given
-        ]:
-            raise InvalidRequestError(
-                f"tensor {name!r} is frozen: it takes no gradient", "UNKNOWN_TENSOR"
-            )
-        self.write(given)
-        for tensor in tensors:
+        given = {
+            name: self.fitting(name, array) for name, array in grads.items() if array is not None
+        }
+        for tensor in self._plan.spec.tensors:
+            if tensor.role == "frozen" and tensor.name in given:
+                raise InvalidRequestError(
+                    f"tensor {tensor.name!r} is frozen: it takes no gradient", "UNKNOWN_TENSOR"
+                )
+        return given
+
+    def write_gradients(self, given: Arrays, weights: "ArrayBuffer", direct: Arrays) -> FlatBuffer:
+        """Return the bytes of a push.
+
+        Args:
+            given: Gradients and buffers by name, checked.
+            weights: Source of the buffers that are not given.
+            direct: Those among the given arrays that are not copied.
+        """
+        self._copy(
+            [(self.tensors[name], array) for name, array in given.items() if name not in direct]
+        )
+        for tensor in self._plan.spec.tensors:
             if tensor.role == "buffer" and tensor.name not in given:
                 self.tensors[tensor.name][...] = weights.tensors[tensor.name]
+        return self.around(direct)
+
+    def absent(self, given: Arrays) -> list[int]:
+        """Return the indices of trainable tensors without a gradient."""
         return [
-            i
-            for i, tensor in enumerate(tensors)
+            index
+            for index, tensor in enumerate(self._plan.spec.tensors)
             if tensor.role == "trainable" and tensor.name not in given
         ]
 
-    def read(self, out: Mapping[str, Array] | None) -> dict[str, Array]:
-        """Copy the tensors named in `out` into its arrays; None: all tensors into new arrays."""
+    def direct(self, arrays: Arrays) -> dict[str, Array]:
+        """Return the arrays that an exchange can use where they are: large and contiguous.
+
+        Only trainable tensors, because the flat buffer always has the buffers pulled last.
+        """
+        trainable = {
+            tensor.name for tensor in self._plan.spec.tensors if tensor.role == "trainable"
+        }
+        return {
+            name: array
+            for name, array in arrays.items()
+            if name in trainable
+            and array.nbytes >= MIN_DIRECT_BYTES
+            and array.flags.c_contiguous
+            and array.dtype == self.tensors[name].dtype
+        }
+
+    def around(self, arrays: Arrays) -> FlatBuffer:
+        """Return the flat buffer with these arrays in place of their tensors."""
+        if not arrays:
+            return self.memory
+        parts = {
+            self._plan.extent(index).start: _bytes_of(arrays[tensor.name])
+            for index, tensor in enumerate(self._plan.spec.tensors)
+            if tensor.name in arrays
+        }
+        return ScatteredBuffer(self.memory, parts)
+
+    def read(self, out: Mapping[str, Array] | None, direct: Arrays) -> dict[str, Array]:
+        """Copy the tensors named in `out` into its arrays, but for those that need no copy.
+
+        Args:
+            out: None: all tensors into new arrays.
+            direct: Arrays of `out` that have their values already.
+        """
         if out is None:
             return {name: tensor.copy() for name, tensor in self.tensors.items()}
-        self.check_out(out)
-        self._copy([(array, self.tensors[name]) for name, array in out.items()])
+        self._copy(
+            [(array, self.tensors[name]) for name, array in out.items() if name not in direct]
+        )
         return dict(out)
 
     def _copy(self, pairs: Sequence[tuple[Array, Array]]) -> None:

@@ -175,8 +175,11 @@ class Client(ClientFacts):
 
     @property
     def weights(self) -> dict[str, Array]:
-        """Last pulled weights by name, without a copy: the next pull changes them."""
-        return dict(self._arrays.weights.tensors)
+        """Last pulled weights by name, without a copy: the next pull changes them.
+
+        Raises InvalidRequestError if they went into `out`.
+        """
+        return self._arrays.weights
 
     # ---- flat buffers ----------------------------------------------------------------------------
 
@@ -336,7 +339,7 @@ class Client(ClientFacts):
         )
         with Client(observe=True, **servers) as observer:
             observer._connection.membership.job = self.job
-            memory = observer._arrays.weights.memory
+            memory = observer._arrays.buffer().memory
             return observer.plan, memory
 
     def rejoin(self) -> None:

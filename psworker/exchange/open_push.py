@@ -77,7 +77,7 @@ class OpenPush:
         self._downloads = [
             ShardDownload(self.changed, transfer, shard) for shard in range(transfer.plan.shards)
         ]
-        assert transfer.gradients is not None
+        assert isinstance(transfer.gradients, memoryview)
         self._uploads = [
             ShardUpload(transfer.plan, shard, transfer.gradients)
             for shard in range(transfer.plan.shards)

@@ -16,8 +16,10 @@ from pscommon.core.errors import (
 from pscommon.settings.values import Lanes
 from pscommon.system.shared_memory import NoSharedMemoryError, SharedRegion, sweep
 from pscommon.telemetry.logs import get_logger
+from pscommon.wire.frames import Filler
 from psproto.v1 import parameter_server_pb2 as ps
 from psworker.connection.membership import WorkerMembership
+from psworker.exchange.scattered_buffer import FlatBuffer
 from psworker.exchange.shard_exchange import ShardExchange
 from psworker.exchange.transfer import ShardTransfer
 from psworker.transport.interface import Transport
@@ -54,7 +56,7 @@ class ClientBuffers:
         self._offers = 0
         self._is_pinned = self._detach_on_unpin = False
         # A weights buffer, and the version by shard that it holds.
-        self._pulled: tuple[memoryview, list[int]] | None = None
+        self._pulled: tuple[FlatBuffer, list[int]] | None = None
         self._region = SharedRegion(2 * nbytes)
         self.gradients, self.weights = self._region.memory[:nbytes], self._region.memory[nbytes:]
 
@@ -221,8 +223,9 @@ LANES: Mapping[Lanes, Callable[[int], ClientBuffers]] = {
 
 
 def _copy(sources: Sequence[memoryview], targets: Sequence[memoryview]) -> None:
-    for source, target in zip(sources, targets, strict=True):
-        target[:] = source
+    filler = Filler(targets)
+    for source in sources:
+        filler.fill(source)
 
 
 def _attach(

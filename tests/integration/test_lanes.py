@@ -13,6 +13,7 @@ import pytest
 from pscommon.core.errors import InvalidRequestError
 from pscommon.snapshot.weights_digest import weights_sha256
 from psworker import Client, OptimizerSpec
+from psworker.exchange.scattered_buffer import ScatteredBuffer
 from tests.support.cluster import Cluster
 from tests.support.events import records_of
 from tests.support.workers import (
@@ -79,6 +80,27 @@ def in_two_calls(client: Client, grads: dict[str, Any]) -> None:
     client.pull()
 
 
+class OwnArrays:
+    """Steps into arrays of the caller."""
+
+    def __init__(self) -> None:
+        self.out = {name: np.empty_like(array) for name, array in {**PARAMS, **BUFFERS}.items()}
+
+    def __call__(self, client: Client, grads: dict[str, Any]) -> None:
+        copies = {name: array.copy() for name, array in grads.items()}
+        client.push_pull(grads, self.out)
+        assert all(np.array_equal(grads[name], array) for name, array in copies.items())
+
+    def check(self, client: Client) -> None:
+        """Check the arrays, which are pulled again into new ones and into others' memory."""
+        with pytest.raises(InvalidRequestError, match="went into `out`"):
+            _ = client.weights
+        newest, others = client.pull(), {name: array.view() for name, array in self.out.items()}
+        assert client.pull(others) == others
+        for name, array in self.out.items():
+            assert np.array_equal(array, newest[name])
+
+
 class ForeignBuffers:
     """Steps on memory that is not client.tapes()."""
 
@@ -112,6 +134,8 @@ def trained(address: str, step: Callable[[], Step], **options: Any) -> str:
             made = step()
             for number in range(STEPS):
                 made(client, gradients(rank, number))
+            if isinstance(made, OwnArrays):
+                made.check(client)
             if isinstance(made, ForeignBuffers):
                 assert not (np.frombuffer(made.weights, np.uint8) == 0).all()
             client.pull()
@@ -135,8 +159,8 @@ def trained_over_grpc() -> str:
 @pytest.mark.every(3)
 @pytest.mark.parametrize(
     "step",
-    [lambda: by_name, lambda: in_two_calls, ForeignBuffers],
-    ids=["push_pull", "push, pull", "foreign memory"],
+    [lambda: by_name, lambda: in_two_calls, OwnArrays, ForeignBuffers],
+    ids=["push_pull", "push, pull", "own arrays", "foreign memory"],
 )
 def test_shared_memory_gives_the_same_weights(
     step: Callable[[], Step],
@@ -152,7 +176,9 @@ def test_shared_memory_gives_the_same_weights(
 
 
 @pytest.mark.parametrize(
-    "step", [lambda: by_name, ForeignBuffers], ids=["push_pull", "foreign memory"]
+    "step",
+    [lambda: by_name, OwnArrays, ForeignBuffers],
+    ids=["push_pull", "own arrays", "foreign memory"],
 )
 def test_half_of_the_shards_may_use_shared_memory(
     step: Callable[[], Step],
@@ -165,6 +191,51 @@ def test_half_of_the_shards_may_use_shared_memory(
     assert trained(made.address, step) == trained_over_grpc
     assert [line.startswith(f"{SHARED}[0]") for line in lane_logs()] == [True, True]
     assert all("shard 1: the server runs with --lanes grpc" in line for line in lane_logs())
+
+
+@pytest.mark.parametrize("lanes", ["stream", "grpc"])
+def test_arrays_of_the_caller_give_the_same_weights(
+    lanes: str, trained_over_grpc: str, cluster: Make
+) -> None:
+    made = cluster(2, min_workers=2)
+
+    assert trained(made.address, OwnArrays, lanes=lanes) == trained_over_grpc
+
+
+@pytest.mark.parametrize("lanes", ["shm", "stream", "grpc"])
+def test_weights_may_replace_the_gradients(lanes: str, cluster: Make) -> None:
+    start = {"w": np.zeros(50_000, np.float32)}
+    with connected(cluster(2).address, lanes=lanes) as client:
+        client.register(start, OptimizerSpec("sgd", lr=1.0))
+        both = {"w": np.ones(50_000, np.float32)}
+        for expected in (-1.0, 0.0, 0.0):  # the weights of a step are the next one's gradients
+            client.push_pull(both, both)
+            assert both["w"].tolist() == [expected] * 50_000
+
+
+@pytest.mark.parametrize("lanes", ["stream", "grpc"])
+def test_only_large_contiguous_arrays_are_used_in_place(
+    lanes: str, cluster: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others are copied."""
+    places, made = [], ScatteredBuffer.__init__
+
+    def recorded(self: ScatteredBuffer, flat: memoryview, parts: dict[int, memoryview]) -> None:
+        places.append(len(parts))
+        made(self, flat, parts)
+
+    monkeypatch.setattr(ScatteredBuffer, "__init__", recorded)
+    shapes = {"a": (300, 200), "b": (200, 300), "c": (5,)}
+    ones = {name: np.ones(shape, np.float32) for name, shape in shapes.items()}
+    out = {name: np.empty(shape, np.float32) for name, shape in shapes.items()}
+    ones["b"], out["b"] = np.ones((300, 200), np.float32).T, np.empty((300, 200), np.float32).T
+    with connected(cluster(2).address, lanes=lanes) as client:
+        client.register({n: array * 0 for n, array in ones.items()}, OptimizerSpec("sgd", lr=1.0))
+        client.push_pull(ones, out)
+        client.pull(out)
+
+    assert places == [1, 1, 1]
+    assert all((array == -1).all() for array in out.values())
 
 
 # ---- choice of the lane --------------------------------------------------------------------------

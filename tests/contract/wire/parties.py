@@ -61,9 +61,10 @@ def _step_through_data(client: Client, wait_for: Callable[[str, int], object]) -
     """Push two batches with their data positions and return one; the push is sent in pieces."""
     lease = client.next_batches(LOOP, 3, idle=True)
     memory, weights = client.flat_buffers()
-    absent = ArrayBuffer(client.plan, memory).write_gradients(
-        gradients(3), ArrayBuffer(client.plan, weights)
-    )
+    buffer = ArrayBuffer(client.plan, memory)
+    given = buffer.check_gradients(gradients(3))
+    buffer.write_gradients(given, ArrayBuffer(client.plan, weights), {})
+    absent = buffer.absent(given)
     pushed, returned = lease.numbers[:2], lease.numbers[2:]
     with closing(client.begin()) as flow:
         flow.send(0, 8)
