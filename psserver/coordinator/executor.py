@@ -65,6 +65,8 @@ class CommandExecutor:
         self._refusals = RefusalNotice()
         self._announcements: list[Callable[[], object]] = []
         self.revision = 0
+        self._all_woken_at = 0  # revision
+        self._woken_at: dict[int, int] = {}  # revision by worker
 
     @property
     def coordinator(self) -> CoordinatorMachine:
@@ -109,7 +111,7 @@ class CommandExecutor:
                 if not quiet or any(isinstance(entry, Evict) for entry in entries):
                     self.wake()
                 elif entries or answered:
-                    self._wake(answered & self._watches.keys())
+                    self._wake(answered)
                 answered.clear()
 
     def _carry_out(
@@ -154,13 +156,15 @@ class CommandExecutor:
     def wake(self) -> None:
         """Let the waiting requests ask the machine again."""
         with self.changed:
-            self._wake(self._watches.keys() - {None})
+            self._all_woken_at = self.revision + 1
+            self._wake([worker for worker in self._watches if worker is not None])
 
-    def _wake(self, workers: Iterable[int | None]) -> None:
+    def _wake(self, workers: Iterable[int]) -> None:
         """Wake all requests, but of those that wait for data or in a collective call only those of
         `workers`.
         """
         self.revision += 1
+        self._woken_at.update(dict.fromkeys(workers, self.revision))
         self.changed.notify_all()
         for key in (None, *workers):
             for wake in self._watches.get(key, ()):
@@ -199,7 +203,7 @@ class CommandExecutor:
                 condition = threading.Condition(self._lock)
                 with self.watch(worker, condition.notify_all):
                     condition.wait_for(
-                        partial(self._has_changed, seen), min(left, CHECK_INTERVAL_SECONDS)
+                        partial(self.has_news, worker, seen), min(left, CHECK_INTERVAL_SECONDS)
                     )
 
     @contextmanager
@@ -236,5 +240,9 @@ class CommandExecutor:
                 lambda: not self.coordinator.membership.current(), FAREWELL_SECONDS
             )
 
-    def _has_changed(self, revision: int) -> bool:
-        return self.revision != revision
+    def has_news(self, worker: int | None, revision: int) -> bool:
+        """Return whether a request of this worker should ask again: it did so at `revision`."""
+        with self.changed:
+            if worker is None or not self._waits_for_itself(worker):
+                return self.revision != revision
+            return max(self._all_woken_at, self._woken_at.get(worker, 0)) > revision

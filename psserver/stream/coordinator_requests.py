@@ -64,7 +64,7 @@ class StreamRequests:
                 return answer
             is_repeated = True
             with self._executor.watch(request.worker, wakeup.wake):
-                await wakeup.until(partial(self._has_changed, seen), left)
+                await wakeup.until(partial(self._executor.has_news, request.worker, seen), left)
 
     def _try(
         self, request: co.NextBatchRequest | co.CollectiveRequest, is_repeated: bool
@@ -72,9 +72,6 @@ class StreamRequests:
         if isinstance(request, co.NextBatchRequest):
             return self._servicer.next_batch(request, 0.0, is_repeated)
         return self._servicer.collective(request, 0.0)
-
-    def _has_changed(self, revision: int) -> bool:
-        return self._executor.revision != revision
 
 
 def _is_complete(answer: co.NextBatchResponse | co.CollectiveResponse) -> bool:
