@@ -157,6 +157,7 @@ class CommandExecutor:
         """Let the waiting requests ask the machine again."""
         with self.changed:
             self._all_woken_at = self.revision + 1
+            self._woken_at.clear()
             self._wake([worker for worker in self._watches if worker is not None])
 
     def _wake(self, workers: Iterable[int]) -> None:

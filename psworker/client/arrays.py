@@ -7,6 +7,7 @@ from numpy.typing import NDArray
 
 from pscommon.core.errors import InvalidRequestError
 from pscommon.core.model_spec import (
+    ROLES,
     InvalidModelError,
     ModelSpec,
     OptimizerSettings,
@@ -136,8 +137,11 @@ class ArrayBuffer:
         self._plan, self._team = plan, team
         self._bytes = np.frombuffer(memory, np.uint8)
         self.memory = memory
-        self.tensors = {
-            tensor.name: self._tensor(index) for index, tensor in enumerate(plan.spec.tensors)
+        tensors = plan.spec.tensors
+        self.tensors = {tensor.name: self._tensor(index) for index, tensor in enumerate(tensors)}
+        self._index = {tensor.name: index for index, tensor in enumerate(tensors)}
+        self._names: dict[Role, list[str]] = {
+            role: [tensor.name for tensor in tensors if tensor.role == role] for role in ROLES
         }
 
     def write(self, arrays: Arrays) -> None:
@@ -160,10 +164,10 @@ class ArrayBuffer:
         given = {
             name: self.fitting(name, array) for name, array in grads.items() if array is not None
         }
-        for tensor in self._plan.spec.tensors:
-            if tensor.role == "frozen" and tensor.name in given:
+        for name in self._names["frozen"]:
+            if name in given:
                 raise InvalidRequestError(
-                    f"tensor {tensor.name!r} is frozen: it takes no gradient", "UNKNOWN_TENSOR"
+                    f"tensor {name!r} is frozen: it takes no gradient", "UNKNOWN_TENSOR"
                 )
         return given
 
@@ -178,32 +182,25 @@ class ArrayBuffer:
         self._copy(
             [(self.tensors[name], array) for name, array in given.items() if name not in direct]
         )
-        for tensor in self._plan.spec.tensors:
-            if tensor.role == "buffer" and tensor.name not in given:
-                self.tensors[tensor.name][...] = weights.tensors[tensor.name]
+        for name in self._names["buffer"]:
+            if name not in given:
+                self.tensors[name][...] = weights.tensors[name]
         return self.around(direct)
 
     def absent(self, given: Arrays) -> list[int]:
         """Return the indices of trainable tensors without a gradient."""
-        return [
-            index
-            for index, tensor in enumerate(self._plan.spec.tensors)
-            if tensor.role == "trainable" and tensor.name not in given
-        ]
+        return [self._index[name] for name in self._names["trainable"] if name not in given]
 
     def direct(self, arrays: Arrays) -> dict[str, Array]:
         """Return the arrays that an exchange can use where they are: large and contiguous.
 
         Only trainable tensors, because the flat buffer always has the buffers pulled last.
         """
-        trainable = {
-            tensor.name for tensor in self._plan.spec.tensors if tensor.role == "trainable"
-        }
         return {
             name: array
             for name, array in arrays.items()
-            if name in trainable
-            and array.nbytes >= MIN_DIRECT_BYTES
+            if array.nbytes >= MIN_DIRECT_BYTES
+            and self._plan.spec.tensors[self._index[name]].role == "trainable"
             and array.flags.c_contiguous
             and array.dtype == self.tensors[name].dtype
         }
@@ -212,12 +209,11 @@ class ArrayBuffer:
         """Return the flat buffer with these arrays in place of their tensors."""
         if not arrays:
             return self.memory
-        parts = {
-            self._plan.extent(index).start: _bytes_of(arrays[tensor.name])
-            for index, tensor in enumerate(self._plan.spec.tensors)
-            if tensor.name in arrays
-        }
-        return ScatteredBuffer(self.memory, parts)
+        starts = self._plan.starts
+        return ScatteredBuffer(
+            self.memory,
+            {starts[self._index[name]]: _bytes_of(array) for name, array in arrays.items()},
+        )
 
     def read(self, out: Mapping[str, Array] | None, direct: Arrays) -> dict[str, Array]:
         """Copy the tensors named in `out` into its arrays, but for those that need no copy.

@@ -1,6 +1,6 @@
 """Planted bugs in collective calls; see mutants.py."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -8,13 +8,15 @@ from psserver.core.commands.data_commands import CallCollective
 from psserver.core.commands.recorded import RecordedCommand
 from psserver.core.coordinator.collective_calls import CollectiveCalls, CollectiveRequest
 from psserver.core.job.policy import policy
+from psserver.core.reports import collectives as collectives_module
 from psserver.core.reports.collectives import Collectives, CollectiveValues
-from psserver.core.workers.members import WorkerState
+from psserver.core.workers.members import Member, WorkerState
 from psserver.durability.coordinator_log import CoordinatorLog
 from tests.sim.scenario import Scenario
 
 CALL = CollectiveCalls.call
 CONTRIBUTE = Collectives.contribute
+COMBINED = collectives_module._combined
 WRITE = CoordinatorLog.write
 
 
@@ -49,6 +51,21 @@ def omit_calls(log: CoordinatorLog, command: RecordedCommand) -> None:
         WRITE(log, command)
 
 
+def wait_for_none(collectives: Collectives, number: int, members: Sequence[Member]) -> list[Member]:
+    """Give each call a result at once."""
+    return []
+
+
+def combine_in_reverse(given: Sequence[CollectiveValues]) -> CollectiveValues:
+    """Sum values, and take the first value of a broadcast, from the last worker on."""
+    return COMBINED(given[::-1])
+
+
+def ignore_samples(given: Sequence[CollectiveValues]) -> CollectiveValues:
+    """Give all workers the same weight."""
+    return COMBINED([each._replace(samples=1) for each in given])
+
+
 def with_restarted_workers(scenario: Scenario) -> Scenario:
     return replace(
         scenario,
@@ -70,6 +87,9 @@ SCENARIOS: Mapping[str, Callable[[Scenario], Scenario]] = dict.fromkeys(
         "results of collective calls are not saved",
         "a repeated collective call changes its result",
         "collective calls are not written",
+        "a collective call waits for no worker",
+        "values are combined in reverse order",
+        "samples of values are ignored",
     ),
     with_restarted_workers,
 )
@@ -78,4 +98,7 @@ PATCHES: dict[str, tuple[Any, str, Any]] = {
     "results of collective calls are not saved": (Collectives, "state", omit_results),
     "a repeated collective call changes its result": (Collectives, "contribute", replace_result),
     "collective calls are not written": (CoordinatorLog, "write", omit_calls),
+    "a collective call waits for no worker": (Collectives, "missing", wait_for_none),
+    "values are combined in reverse order": (collectives_module, "_combined", combine_in_reverse),
+    "samples of values are ignored": (collectives_module, "_combined", ignore_samples),
 }

@@ -1,10 +1,12 @@
-"""Checks of a simulated history, and of each update when the coordinator decides it."""
+"""Checks of a simulated history, and of each decision of the coordinator when it is made."""
 
-from collections.abc import Iterable
+import json
+from collections.abc import Iterable, Mapping, Sequence
 
 from pscommon.core.log_entries import Apply, Entry
 from psserver.core.coordinator.machine import CoordinatorMachine
-from psserver.core.workers.members import WorkerState
+from psserver.core.reports.collectives import CollectiveValues
+from psserver.core.workers.members import Member, WorkerState
 
 
 class InvariantError(AssertionError):
@@ -98,3 +100,57 @@ def workers_of_round(coordinator: CoordinatorMachine, active: Iterable[int]) -> 
     for key in within if within and may_wait else keys:
         found.setdefault(ready[key].optimizer, []).append(key.worker)
     return list(found.values())
+
+
+def check_each_collective(
+    coordinator: CoordinatorMachine, calls: Mapping[tuple[int, int], CollectiveValues]
+) -> None:
+    """Check each result of a collective call when the coordinator has it.
+
+    calls: What each worker has passed to each call, by worker and number.
+    """
+    collectives = coordinator.job.collectives
+    finish = collectives.finish
+
+    def finish_and_check(members: Sequence[Member]) -> list[int]:
+        before, contributors = (
+            set(collectives.results),
+            {number: set(contributions) for number, contributions in collectives.open.items()},
+        )
+        served = finish(members)
+        for number in collectives.results.keys() - before:
+            found = collectives.results[number]
+            check_collective(number, found, members, contributors[number], calls)
+        return served
+
+    collectives.finish = finish_and_check  # type: ignore[method-assign]
+
+
+def check_collective(
+    number: int,
+    found: CollectiveValues,
+    members: Sequence[Member],
+    contributors: set[int],
+    calls: Mapping[tuple[int, int], CollectiveValues],
+) -> None:
+    """Check the value of a call, and that it has waited for all members that count."""
+    newest = {worker: max(n for w, n in calls if w == worker) for worker, _ in calls}
+    ordered = sorted(members, key=lambda member: (member.rank, member.worker))
+    given = [calls[member.worker, number] for member in ordered if member.worker in contributors]
+    texts = [json.loads(each.text) for each in given]
+    text = next((each for each in texts if each is not None), None)
+    for member in ordered:
+        own = calls.get((member.worker, number)) if member.worker in contributors else None
+        if text is not None and own is not None and json.loads(own.text) == text:
+            break  # a broadcast needs no workers after this one
+        check(
+            newest.get(member.worker, 0) >= number,
+            "collective call {} has a result without worker {}",
+            number,
+            member.worker,
+        )
+    total = sum(each.samples for each in given)
+    means = [sum(each.values[0] * (each.samples / total) for each in given if each.values)]
+    expected = (tuple(means if found.names else ()), text)
+    result = (found.values, json.loads(found.text))
+    check(result == expected, "collective call {} gives {}, not {}", number, result, expected)

@@ -24,7 +24,7 @@ from psserver.durability.shard_state import LogUnfitError
 from psserver.durability.state_records import job_state
 from psserver.replication import standby_state
 from tests.sim.disks import Disk, SimLink, SimManifest, SimStandby
-from tests.sim.invariants import check, check_each_update
+from tests.sim.invariants import check, check_each_collective, check_each_update
 from tests.sim.scenario import Scenario
 from tests.sim.servers import SimShard
 
@@ -150,6 +150,7 @@ class ServerFailures:
         """Begin a log with this state; replaces JobStart.install."""
         coordinator, log = initial.coordinator, self.new_coordinator_log()
         check_each_update(coordinator)
+        check_each_collective(coordinator, self.collective_calls)
         if initial.origin is not Origin.LOG:
             log.clear()
         record = initial.first_record(coordinator.shards, self.generation, "simulated")

@@ -5,6 +5,7 @@ them. Then it leases batches and pushes gradients until its loop ends, makes its
 and leaves.
 """
 
+import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -340,7 +341,12 @@ class SimWorker:
         if not self.world.scenario.collectives or self.collective_count == COLLECTIVE_CALL_COUNT:
             return self.finish()
         number, value = self.collective_count + 1, 0.1 * self.rank + self.world.rng.random()
-        values = CollectiveValues("all_reduce", ("loss",), (value,), self.rank + 1)
+        values = (
+            CollectiveValues("all_reduce", ("loss",), (value,), self.rank + 1),
+            CollectiveValues("broadcast", text=json.dumps(value if self.rank % 2 else None)),
+            CollectiveValues("barrier"),
+        )[number % 3]
+        values = self.world.collective_calls.setdefault((self.worker, number), values)
         command = CallCollective(self.worker, number, values, 1)
         return self.request(command, self.on_collective_result)
 

@@ -59,6 +59,7 @@ class World(WorkerFaults, ServerFailures):
         now: Simulated time in seconds.
         queue: Time, number and action of each scheduled event.
         pushes: Every push of a worker.
+        collective_calls: What workers have passed to their calls, by worker and number.
         collective_results: Results by generation and number of the call.
         pending_starts: Number of workers that will start.
         messages, restarts, rollbacks, takeovers, reshards, death_proofs: Counts of events.
@@ -77,6 +78,7 @@ class World(WorkerFaults, ServerFailures):
     now: float = 0.0
     queue: list[tuple[float, int, Callable[[], None]]] = field(default_factory=list)
     pushes: dict[PushKey, Push] = field(default_factory=dict)
+    collective_calls: dict[tuple[int, int], CollectiveValues] = field(default_factory=dict)
     collective_results: dict[tuple[int, int], CollectiveValues] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

@@ -99,13 +99,20 @@ def train_gan(
     pause_at: int = 0,
     until: Path | None = None,
     death: Path | None = None,
+    dies_within_batch: bool = True,
 ) -> None:
     """Train two networks with an optimizer each; print each step.
 
     pause, pause_at, until: as for `train`.
-    death: a worker with rank 0 that finds this file removes it, and dies between two steps of its
-        next batch.
+    death: a worker with rank 0 that finds this file removes it, and dies.
+    dies_within_batch: it dies between the two steps of a batch; otherwise after them.
     """
+
+    def die_if_asked() -> None:
+        if death is not None and not rank and death.exists():
+            death.unlink()
+            os.kill(os.getpid(), signal.SIGKILL)
+
     torch.set_num_threads(1)
     timer = threading.Event()
     with psworker.connect(address, rank=rank, device="cpu", connect_timeout=60.0) as job:
@@ -116,10 +123,11 @@ def train_gan(
         )
         for points, noise in loader:
             small_gan.step_discriminator(nets, made, points, noise)
-            if death is not None and not rank and death.exists():
-                death.unlink()
-                os.kill(os.getpid(), signal.SIGKILL)
+            if dies_within_batch:
+                die_if_asked()
             small_gan.step_generator(nets, made, points, noise)
+            if not dies_within_batch:
+                die_if_asked()
             timer.wait(pause)
             while until is not None and job.version >= pause_at and not until.exists():
                 timer.wait(POLL_SECONDS)
