@@ -39,7 +39,7 @@ from psserver.process.shard_count_file import ShardCountFile
 from psserver.process.worker_exits import WorkerExits
 from psserver.replication.hello import CoordinatorFacts
 from psserver.replication.standby_state import Promotion
-from psserver.shard.engine import ShardEngine
+from psserver.shard.engine import REPORT_INTERVAL_SECONDS, ShardEngine
 
 log = get_logger(__name__)
 
@@ -65,7 +65,7 @@ class CoordinatorService:
         self.config, self.engine, self.snapshots, self.metrics = config, engine, snapshots, metrics
         self.registry = ShardDirectory[Manifest](layout, identity.address, standby_link)
         self._identity, self._standby_link = identity, standby_link
-        self._began_at = time.monotonic()
+        self._began_at = self._reported_at = time.monotonic()
         self.stop_reason: str | None = None  # why this server stops
         self.is_over = False  # the job ends with this server
         self.failure: PSError | None = None  # the error that ended the job
@@ -158,9 +158,14 @@ class CoordinatorService:
                 }
         coordinator = self._coordinator
         self.engine.deliver(coordinator.log_id, coordinator.entries_after(0))
-        self.shard_connections.report(self.engine.make_report())
+        self._report_all()
         if ticking:
             self._ticker.start()
+
+    def _report_all(self) -> None:
+        """Make a complete report of this process's own shard."""
+        self._reported_at = time.monotonic()
+        self.shard_connections.report(self.engine.make_report())
 
     @property
     def _coordinator(self) -> CoordinatorMachine:
@@ -273,6 +278,8 @@ class CoordinatorService:
 
     def tick(self) -> None:
         self._first_workers.update(self._coordinator)
+        if time.monotonic() - self._reported_at >= REPORT_INTERVAL_SECONDS:
+            self._report_all()
         if alive := self.engine.traffic.transfer.take_active_workers():
             self.worker_requests.renew_leases(alive)
         self._worker_monitor.log_lost(

@@ -17,10 +17,8 @@ from psserver.durability.record_sink import StandbyLink
 from psserver.peers.link_calls import MakeRequest
 from psserver.process.identity import ServerIdentity
 from psserver.process.worker_exits import WorkerExits
-from psserver.shard.engine import ShardEngine
+from psserver.shard.engine import REPORT_INTERVAL_SECONDS, ShardEngine
 
-REPORT_INTERVAL_SECONDS = 1.0
-"""Seconds between reports when nothing happens."""
 PROCESS_CHECK_INTERVAL_SECONDS = 0.2
 """Seconds between checks of worker processes on this host that shard 0 cannot see."""
 

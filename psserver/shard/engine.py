@@ -37,6 +37,8 @@ from psserver.shard.worker_traffic import WorkerTraffic
 CALLER_CHECK_INTERVAL_SECONDS = 0.4
 """Seconds between checks that the caller of a waiting request is still connected."""
 
+REPORT_INTERVAL_SECONDS = 1.0
+"""Time between complete reports of a shard to the coordinator."""
 
 QUICK_BYTES = 256 << 10
 """Size of a partition whose updates take well below a millisecond."""

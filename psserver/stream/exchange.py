@@ -9,14 +9,16 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
 
-from pscommon.core.errors import InFlightError, InvalidRequestError, PSError
+from pscommon.core.errors import InFlightError, InvalidRequestError
 from pscommon.core.log_entries import PushKey
+from pscommon.wire.status import error_for_peer
 from pscommon.wire.stream_format import EAGER_BYTES, FrameKind, decode_message
 from psproto.v1 import parameter_server_pb2 as pb
 from psserver.parameters.memory_budget import MemoryClaim
 from psserver.parameters.staging import Staging
 from psserver.stream.frame_socket import FrameSocket
 from psserver.stream.stream_service import StreamService
+from psserver.stream.stream_socket import ConnectionLostError
 from psserver.stream.wakeup import Wakeup
 from psserver.transfer.push_receiver import OpenPushReceiver
 
@@ -50,9 +52,11 @@ class StreamExchange:
         try:
             with self._service.timing("Exchange"):
                 await self._run()
-        except PSError as error:
+        except (ConnectionLostError, OSError):
+            raise
+        except Exception as failure:
             await self._socket.discard(self._unread_nbytes)
-            await self._socket.send_error(error)
+            await self._socket.send_error(error_for_peer(failure))
 
     async def _run(self) -> None:
         header, engine, steps = self._header, self._engine, self._service.steps
@@ -119,8 +123,9 @@ class StreamExchange:
     async def _fill(self, staging: Staging) -> None:
         """Receive the data of a push."""
         if self._header.open:
+            receiver = OpenPushReceiver(staging)
             await self._socket.send_frame(FrameKind.GO)
-            await self._receive_open(OpenPushReceiver(staging))
+            await self._receive_open(receiver)
         elif not self._header.memory:
             if self._data_nbytes != staging.nbytes:
                 raise InvalidRequestError(
@@ -141,7 +146,9 @@ class StreamExchange:
             prefix, message = await self._socket.receive_frame()
             self._engine.traffic.transfer.note_request(self._header.worker)
             if prefix.kind is FrameKind.DATA:
+                self._unread_nbytes = prefix.data_nbytes
                 await self._socket.receive(receiver.views_at(prefix.offset, prefix.data_nbytes))
+                self._unread_nbytes = 0
                 receiver.received(prefix.offset, prefix.data_nbytes)
             elif prefix.kind is FrameKind.CLOSE:
                 closing = decode_message(pb.PushPullHeader, message)
@@ -163,7 +170,9 @@ class StreamExchange:
             return
         try:
             async with self._borrowed(nbytes, seconds):
-                read = await self._service.do(partial(pulls.read, header, result))
+                read = await self._service.do(
+                    partial(pulls.read, header, result), abandoned=lambda read: read.close()
+                )
                 self._engine.traffic.transfer.count_sent(read.nbytes)
                 try:
                     await self._socket.send_prefix(

@@ -31,6 +31,8 @@ from psserver.transfer.pull_sender import PullSender
 
 LAST_PORT = 65535
 BACKLOG_COUNT = 1024
+STARTING_SECONDS = 5.0
+"""Age from which a Unix socket that refuses connections belongs to a server that was killed."""
 POOL_THREADS_COUNT = 32
 """Threads for exchanges that wait for a disk, a standby or a long update."""
 
@@ -233,10 +235,14 @@ def default_bind(address: str) -> str:
 
 
 def remove_dead_paths() -> None:
-    """Remove this user's Unix sockets whose servers were killed."""
+    """Remove this user's Unix sockets whose servers were killed.
+
+    A socket also refuses connections before its server listens.
+    """
     for path in FOLDER.glob("paramserver-*.sock"):
         with socket.socket(socket.AF_UNIX) as probe, suppress(OSError):
-            if path.stat().st_uid != os.geteuid():
+            facts = path.stat()
+            if facts.st_uid != os.geteuid() or time.time() - facts.st_ctime < STARTING_SECONDS:
                 continue
             try:
                 probe.connect(str(path))

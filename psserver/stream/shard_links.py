@@ -11,8 +11,6 @@ from functools import partial
 from pscommon.core.errors import PSError
 from pscommon.telemetry.logs import get_logger
 from pscommon.wire.blocking_stream import BlockingStream
-from pscommon.wire.status import status_of
-from pscommon.wire.stream_format import FrameKind, encode_frame
 from psproto.v1 import coordinator_pb2 as pb
 from psserver.coordinator.service import CoordinatorService
 from psserver.coordinator.shard_stream import MakeNews, serve_shard
@@ -26,7 +24,7 @@ log = get_logger(__name__)
 
 
 class ShardLinks:
-    """Serves them. Each has two threads of its own: there are few, and a report may take long."""
+    """Serves these connections with two threads each: there are few, and a report may take long."""
 
     def __init__(self, coordinator: CoordinatorService) -> None:
         self._coordinator = coordinator
@@ -67,7 +65,7 @@ class ShardLinks:
             log.debug("shard_link_lost", problem=str(error))
         except PSError as error:
             with suppress(OSError):
-                link.send([encode_frame(FrameKind.ERROR, status_of(error).SerializeToString())])
+                link.send_error(error)
         finally:
             link.end_sending()
             if not ended.actions:  # no other thread reads

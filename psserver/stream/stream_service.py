@@ -33,8 +33,13 @@ class StreamService(NamedTuple):
     pool: ThreadPoolExecutor
     record: Callable[[str, str, float], None]
 
-    async def do(self, action: Callable[[], T]) -> T:
-        """Carry out an action, in the pool if it may take long. It always runs to its end."""
+    async def do(
+        self, action: Callable[[], T], abandoned: Callable[[T], object] | None = None
+    ) -> T:
+        """Carry out an action, in the pool if it may take long. It always runs to its end.
+
+        abandoned: called with the result if the stream is closed meanwhile.
+        """
         if self.engine.is_quick:
             return action()
         future = asyncio.get_running_loop().run_in_executor(self.pool, action)
@@ -42,14 +47,17 @@ class StreamService(NamedTuple):
             return await asyncio.shield(future)
         except asyncio.CancelledError:
             await asyncio.wait([future])
+            if abandoned is not None and future.exception() is None:
+                abandoned(future.result())
             raise
 
     @contextmanager
     def timing(self, method: str) -> Iterator[None]:
         """Record an exchange or a request that the block answers."""
-        began, code = time.perf_counter(), "OK"
+        began, code = time.perf_counter(), "UNKNOWN"
         try:
             yield
+            code = "OK"
         except PSError as error:
             code = REASONS.get(error.reason, REASONS["INTERNAL"]).status
             raise

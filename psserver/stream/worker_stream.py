@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pscommon.core.errors import InvalidRequestError, MismatchError, PSError
 from pscommon.core.formats import check_wire_format, spoken_format
 from pscommon.telemetry.logs import get_logger
+from pscommon.wire.status import error_for_peer
 from pscommon.wire.stream_format import (
     ALIVE_INTERVAL_SECONDS,
     HELLO_SECONDS,
@@ -170,7 +171,9 @@ class WorkerStream:
         assert self._requests is not None
         try:
             answer = await self._requests.answer(message, Wakeup(self._loop))
-        except PSError as error:
-            await self._socket.send_error(error)
+        except (ConnectionLostError, OSError):
+            raise
+        except Exception as failure:
+            await self._socket.send_error(error_for_peer(failure))
             return
         await self._socket.send_frame(FrameKind.RESULT, answer)

@@ -81,7 +81,6 @@ class ArrayModel:
             raise DrainedError(
                 "this worker was asked to leave (client.stopping), and has made its last push"
             )
-        self._has_made_last_push = self._drain.asked
         given = self._gradients.check_gradients(grads)
         return given, self._gradients.absent(given)
 
@@ -99,8 +98,10 @@ class ArrayModel:
         if overlap(source, into):  # after a lost connection both are needed
             source = {}
         gradients = self._gradients.write_gradients(given, self.buffer(), source)
+        is_last = self._drain.asked
         with self._timed("push"):
             result = self._exchange.exchange(gradients, weights, absent, samples)
+        self._has_made_last_push = is_last
         self._stats.finish_step(samples, result.seconds)
         metrics.step({phase: self._stats.last[phase] for phase in metrics.PHASES}, samples)
         return result

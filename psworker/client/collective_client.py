@@ -1,5 +1,6 @@
 """Collective calls of one worker."""
 
+from pscommon.core.errors import WaitTimeoutError
 from psproto.v1 import coordinator_pb2 as co
 from psworker.connection.connection import Connection
 from psworker.core.results import CollectiveCall, CollectiveResult
@@ -35,4 +36,10 @@ class CollectiveClient:
                 membership.require_version(answer.version)
                 values = dict(zip(call.values, answer.values, strict=True))
                 return CollectiveResult(values, answer.json, answer.version)
-            retry.handle_wait(answer.waiting_for)
+            try:
+                retry.handle_wait(answer.waiting_for)
+            except WaitTimeoutError as error:
+                raise WaitTimeoutError(
+                    f"{error}. Try: the same calls on all workers, or a larger wait_timeout",
+                    error.reason,
+                ) from error

@@ -14,7 +14,7 @@ from pscommon.core.log_entries import BatchKey
 from pscommon.core.model_spec import ModelSpec, OptimizerSettings
 from pscommon.core.partition import PartitionPlan
 from pscommon.optim import KINDS
-from pscommon.optim.specs import groups_from_json, groups_to_json, validated
+from pscommon.optim.specs import groups_from_json, validated
 from psworker.core.protocols import PushStream
 from psworker.core.results import CollectiveCall, CollectiveResult, Lease, PushResult, Status
 from psworker.exchange.buffered_push import BufferedPush
@@ -40,14 +40,12 @@ class LocalClient:
     def __init__(self) -> None:
         self.version = 0
         self._reports = ReportBuffer(time.monotonic)
-        self.groups_json = ""
         self.metrics: dict[str, float] = {}
         self._free: dict[int, FreeBatches] = {}
         self._laps: dict[int, StreamPasses] = {}
 
     def agree(self, spec: ModelSpec) -> PartitionPlan:
         spec = validated(spec)
-        self.groups_json = groups_to_json(spec.groups)
         self._settings = spec.optimizers
         self.update_counts = dict.fromkeys(spec.optimizers, 0)
         self.plan = PartitionPlan(spec, shards=1)

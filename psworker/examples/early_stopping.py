@@ -9,7 +9,7 @@ PS_LOCAL=1 python -m psworker.examples.early_stopping         # the same trainin
 import argparse
 import logging
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -37,16 +37,22 @@ def load(samples: int = 1200) -> tuple[Pair, Pair]:
     return (points[split:], labels[split:]), (points[:split], labels[:split])
 
 
-def validate(job: psworker.Job, model: nn.Module, loader: Iterable[list[Tensor]]) -> float:
-    """Return the loss on the validation set: each worker computes its share of the batches."""
+def make_model() -> nn.Sequential:
+    return nn.Sequential(
+        nn.Linear(2, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 3)
+    )
+
+
+def evaluate(model: nn.Module, batches: Iterable[Sequence[Tensor]]) -> tuple[float, int]:
+    """Return the mean loss over these batches, and the number of their samples."""
     total, samples = 0.0, 0
     model.eval()
     with torch.no_grad():
-        for x, y in loader:
+        for x, y in batches:
             total += F.cross_entropy(model(x), y, reduction="sum").item()
             samples += len(x)
     model.train()
-    return job.all_reduce({"loss": total / max(1, samples)}, samples=samples)["loss"]
+    return total / max(1, samples), samples
 
 
 def main() -> None:
@@ -56,6 +62,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=60, help="at most")
     parser.add_argument("--patience", type=int, default=3, help="passes without a better loss")
     parser.add_argument("--batch-size", type=int, default=32, help="per worker")
+    parser.add_argument("--one-evaluates", action="store_true", help="instead of all workers")
     parser.add_argument("--save", type=Path, help="file for the best weights")
     args = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
@@ -63,8 +70,7 @@ def main() -> None:
     torch.manual_seed(0)
     with psworker.connect() as job:
         training_set, validation_set = load()
-        model = nn.Sequential(nn.Linear(2, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU())
-        model.append(nn.Linear(32, 3))
+        model = make_model()
         optimizer = job.optimizer(torch.optim.Adam(model.parameters(), lr=0.01), model)
         train_loader = job.batches(training_set, args.batch_size)
         validation_loader = job.batches(validation_set, args.batch_size, shuffle=False)
@@ -76,7 +82,11 @@ def main() -> None:
                 optimizer.step()
                 optimizer.zero_grad()
             # All workers get the same loss, so they stop after the same pass.
-            loss = validate(job, model, validation_loader)
+            if args.one_evaluates:
+                loss = job.broadcast(evaluate(model, [validation_set])[0] if job.is_first else None)
+            else:
+                loss, samples = evaluate(model, validation_loader)  # this worker's share
+                loss = job.all_reduce({"loss": loss}, samples=samples)["loss"]
             job.report(validation_loss=loss)
             bad_passes = 0 if loss < best else bad_passes + 1
             if loss < best:

@@ -19,7 +19,7 @@ from pscommon.telemetry.logs import get_logger
 from pscommon.wire.frames import Filler
 from psproto.v1 import parameter_server_pb2 as ps
 from psworker.connection.membership import WorkerMembership
-from psworker.exchange.scattered_buffer import FlatBuffer
+from psworker.exchange.scattered_buffer import ScatteredBuffer
 from psworker.exchange.shard_exchange import ShardExchange
 from psworker.exchange.transfer import ShardTransfer
 from psworker.transport.interface import Transport
@@ -56,7 +56,7 @@ class ClientBuffers:
         self._offers = 0
         self._is_pinned = self._detach_on_unpin = False
         # A weights buffer, and the version by shard that it holds.
-        self._pulled: tuple[FlatBuffer, list[int]] | None = None
+        self._pulled: tuple[memoryview, list[int]] | None = None
         self._region = SharedRegion(2 * nbytes)
         self.gradients, self.weights = self._region.memory[:nbytes], self._region.memory[nbytes:]
 
@@ -149,7 +149,9 @@ class ClientBuffers:
             )
             for shard in self.shards.difference(lost):
                 _copy(inner.received(shard), transfer.received(shard))
-        if transfer.weights is not None:
+        if isinstance(transfer.weights, ScatteredBuffer):
+            self._pulled = None  # the caller's arrays are not kept
+        elif transfer.weights is not None:
             self._pulled = transfer.weights, [exchange.version for exchange in exchanges]
         if lost:
             self.detach()

@@ -23,7 +23,7 @@ class RequestStreams:
         self._lock = threading.Lock()
         self._open: list[StreamConnection] = []
         self._idle: list[StreamConnection] = []  # those of them that are not in use
-        self._retry_at = 0.0
+        self._retry_at: dict[str, float] = {}  # by address
 
     @contextmanager
     def borrowed(
@@ -35,9 +35,7 @@ class RequestStreams:
             exchanges: The worker's stream for exchanges with the same server.
             server: Names the server in errors.
         """
-        with self._lock:
-            stream = self._idle.pop() if self._idle else None
-        stream = stream or self._try_open(exchanges, server)
+        stream = self._take_idle(exchanges.address) or self._try_open(exchanges, server)
         try:
             yield stream
         finally:
@@ -61,6 +59,13 @@ class RequestStreams:
             stream.close()
         self._open, self._idle = [], []
 
+    def _take_idle(self, address: str) -> StreamConnection | None:
+        with self._lock:
+            found = next((each for each in self._idle if each.address == address), None)
+            if found is not None:
+                self._idle.remove(found)
+            return found
+
     def _put_back(self, stream: StreamConnection) -> None:
         with self._lock:
             if not stream.is_broken:
@@ -70,7 +75,7 @@ class RequestStreams:
         stream.close()
 
     def _try_open(self, exchanges: StreamConnection, server: str) -> StreamConnection | None:
-        if time.monotonic() < self._retry_at:
+        if time.monotonic() < self._retry_at.get(exchanges.address, 0.0):
             return None
         hello = stream_pb2.StreamHello()
         hello.CopyFrom(exchanges.hello)
@@ -79,7 +84,7 @@ class RequestStreams:
             stream = StreamConnection.open(exchanges.address, hello, server)
         except PSError as error:
             log.info("requests_without_stream", problem=str(error))
-            self._retry_at = time.monotonic() + RETRY_SECONDS
+            self._retry_at[exchanges.address] = time.monotonic() + RETRY_SECONDS
             return None
         with self._lock:
             self._open.append(stream)

@@ -34,7 +34,6 @@ class StreamConnection(BlockingStream):
 
         timeout: Longest time in seconds from the last byte of the push to the answer.
         """
-        self.is_broken = True  # until the answer is complete
         try:
             self.limit_silence(timeout)
             started = time.monotonic()
@@ -44,29 +43,31 @@ class StreamConnection(BlockingStream):
                 else self._push_open(frames, receiver)
             ) or self.next_frame(time.monotonic() + timeout)
             answered = time.monotonic()
-            if prefix.kind is FrameKind.ERROR:
-                self.is_broken = False
-                raise error_of(message, self._who)
-            result = decode_message(ps.ExchangeResult, message)
-            self._receive_data(prefix, result, receiver, in_memory=header.memory > 0)
-            self.is_broken = False
-            return ExchangeAnswer(result, answered - started, time.monotonic() - answered)
+            if prefix.kind is not FrameKind.ERROR:
+                result = decode_message(ps.ExchangeResult, message)
+                self._receive_data(prefix, result, receiver, in_memory=header.memory > 0)
+                return ExchangeAnswer(result, answered - started, time.monotonic() - answered)
         except OSError as error:
             raise self.lost(error) from error
+        except BaseException:  # the rest of the answer may still come
+            self.is_broken = True
+            raise
+        raise error_of(message, self._who)
 
     def request(self, request: stream_pb2.CoordinatorRequest, timeout: float) -> bytes:
         """Return the message that the coordinator answers.
 
         timeout: Longest time in seconds to the answer.
         """
-        self.is_broken = True  # until the answer is complete
         try:
             self.limit_silence(timeout)
             self.send([encode_frame(FrameKind.REQUEST, request.SerializeToString())])
             prefix, message = self.next_frame(time.monotonic() + timeout)
         except OSError as error:
             raise self.lost(error) from error
-        self.is_broken = False
+        except BaseException:  # the answer may still come
+            self.is_broken = True
+            raise
         if prefix.kind is FrameKind.ERROR:
             raise error_of(message, self._who)
         return message

@@ -69,12 +69,14 @@ class StreamLanes:
             return None
         if time.monotonic() < self._retry_at.get(address, 0.0):
             return None
-        self.drop(address)
+        before = self._close_exchanges(address)
         seconds = min(CONNECT_SECONDS, timeout)
         description = describe(ps.DescribeRequest(), seconds)
         try:
             stream = self._open(shard, address, header, description, seconds)
         except PSError as error:
+            if before is not None:
+                self._requests.drop(before.address)
             if self._lanes == "stream":
                 raise
             self._retry_at[address] = time.monotonic() + RETRY_SECONDS
@@ -139,13 +141,18 @@ class StreamLanes:
             ) from error
 
     def drop(self, address: str) -> None:
-        """Close the stream to a server; its exchange ends as if the server did not answer."""
+        """Close all streams to a server; what they do ends as if the server did not answer."""
+        if (stream := self._close_exchanges(address)) is not None:
+            self._requests.drop(stream.address)
+
+    def _close_exchanges(self, address: str) -> StreamConnection | None:
+        """Close the stream for exchanges with a server, and return it."""
         with self._lock:
             stream = self._streams.pop(address, None)
         if stream is not None:
-            self._requests.drop(stream.address)
             stream.cancel()
             stream.close()
+        return stream
 
     def drop_all(self) -> None:
         """Close all streams."""

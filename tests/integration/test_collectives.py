@@ -87,6 +87,9 @@ def test_a_call_that_one_worker_never_makes_ends_with_its_name(cluster: Make) ->
     assert caught.value.reason == "WAIT_TIMEOUT"
     assert "barrier (collective call 1)" in str(caught.value)
     assert "worker 2 (rank 7" in str(caught.value)
+    assert str(caught.value).endswith(
+        ". Try: the same calls on all workers, or a larger wait_timeout"
+    )
 
 
 def test_other_names_are_refused_and_the_first_worker_continues(cluster: Make) -> None:
@@ -102,10 +105,11 @@ def test_other_names_are_refused_and_the_first_worker_continues(cluster: Make) -
             until(lambda: coordinator_of(servers).job.collectives.open, "the first call")
             with pytest.raises(MismatchError) as caught:
                 job.all_reduce({"loss": 1.0})
-            return caught.value.reason
+            assert caught.value.reason == "COLLECTIVE_MISMATCH"
+            return str(caught.value)
 
     results = together(first, second)
-    assert results[1] == "COLLECTIVE_MISMATCH"
+    assert "Try: the same calls in the same order on all workers" in results[1]
     assert results[0] == {"accuracy": 0.5, "loss": 1.0}
 
 
@@ -140,6 +144,14 @@ def test_without_servers_a_worker_gets_its_own_values() -> None:
 def test_values_that_are_no_small_values_are_refused(invalid: Callable[[Job], object]) -> None:
     with pytest.raises(InvalidRequestError, match="Try: "):
         invalid(Job(LocalClient()))
+
+
+def test_a_text_of_64_kib_is_broadcast(cluster: Make) -> None:
+    text = "x" * (65536 - len('""'))
+    with Job(connected(cluster().address, rank=0)) as job:
+        assert job.broadcast(text) == text
+        with pytest.raises(InvalidRequestError):
+            job.broadcast(text + "x")
 
 
 def test_a_drained_worker_leaves_a_barrier_and_releases_the_others(cluster: Make) -> None:

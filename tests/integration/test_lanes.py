@@ -2,7 +2,9 @@
 versions.
 """
 
+import gc
 import logging
+import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -236,6 +238,19 @@ def test_only_large_contiguous_arrays_are_used_in_place(
 
     assert places == [1, 1, 1]
     assert all((array == -1).all() for array in out.values())
+
+
+@pytest.mark.parametrize("lanes", ["shm", "stream", "grpc"])
+def test_arrays_of_the_caller_are_not_references(lanes: str, cluster: Make) -> None:
+    with connected(cluster(1).address, lanes=lanes) as client:
+        client.register({"w": np.zeros(50_000, np.float32)}, OptimizerSpec("sgd", lr=1.0))
+        grads, out = (np.ones(50_000, np.float32) for _ in range(2))
+        client.push_pull({"w": grads}, {"w": out})
+        references = [weakref.ref(grads), weakref.ref(out)]
+        del grads, out
+        gc.collect()
+
+        assert [each() for each in references] == [None, None]
 
 
 # ---- choice of the lane --------------------------------------------------------------------------

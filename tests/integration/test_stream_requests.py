@@ -91,6 +91,25 @@ def test_heartbeats_and_reports_use_a_stream(cluster: Make, seen: set[str | None
     assert "report_metrics" in seen
 
 
+def test_requests_use_a_stream_while_an_exchange_waits(
+    cluster: Make, seen: set[str | None]
+) -> None:
+    servers = cluster(1, min_workers=2)
+    address, machine = servers.address, servers.servers[0].engine.live.machine
+    with connected(address, lanes="stream") as first, connected(address, lanes="stream") as other:
+        sgd = OptimizerSpec("sgd", lr=1.0)
+        together(lambda: first.register(START, sgd), lambda: other.register(START, sgd))
+        push = threading.Thread(target=first.push, args=(ONES,))
+        push.start()
+        until(lambda: machine.staged, "a push that waits for the other worker")
+        seen.clear()
+        until(lambda: "heartbeat" in seen, "a heartbeat")
+        other.push(ONES)
+        push.join(DEADLINE)
+
+    assert not push.is_alive()
+
+
 def test_lost_streams_lose_no_request(cluster: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """The servers close all streams again and again; each batch counts once."""
     monkeypatch.setenv("PS_LANES", "stream")

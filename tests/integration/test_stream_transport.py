@@ -23,6 +23,8 @@ from psproto.v1 import stream_pb2
 from psproto.v1.coordinator_pb2_grpc import CoordinatorServiceStub
 from psproto.v1.parameter_server_pb2_grpc import ParameterServerServiceStub
 from psserver.server import Server
+from psserver.stream import listener
+from psserver.transfer.exchange_steps import ExchangeSteps
 from psworker import OptimizerSpec
 from psworker.transport.grpc import GrpcTransport
 from tests.support.cluster import Cluster
@@ -145,6 +147,41 @@ def test_the_unix_socket_belongs_to_its_user_and_is_removed(cluster: Make) -> No
     made.close()
 
     assert not path.exists()
+
+
+def test_only_sockets_of_killed_servers_are_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server that starts has its socket before it accepts connections."""
+    monkeypatch.setattr(listener, "FOLDER", tmp_path)
+    path = tmp_path / "paramserver-1.sock"
+    with socket.socket(socket.AF_UNIX) as sock:
+        sock.bind(str(path))
+        listener.remove_dead_paths()
+        assert path.exists()
+
+        monkeypatch.setattr(listener, "STARTING_SECONDS", 0.0)
+        sock.listen()
+        listener.remove_dead_paths()
+        assert path.exists()
+    listener.remove_dead_paths()
+    assert not path.exists()
+
+
+def test_a_bug_in_an_exchange_is_answered(
+    cluster: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*arguments: object) -> None:
+        monkeypatch.undo()
+        raise ZeroDivisionError("planted")
+
+    with connected(cluster(1).address, lanes="stream") as client:
+        client.register(START, OptimizerSpec("sgd", lr=1.0))
+        monkeypatch.setattr(ExchangeSteps, "check_push", fail)
+        with pytest.raises(PSError, match="ZeroDivisionError: planted"):
+            client.push(ONES)
+        assert client.push_pull(ONES).status == "applied"
+    assert len(records_of(caplog, "rpc_failed")) == 1
 
 
 def test_connections_that_come_while_the_server_ends_are_closed(cluster: Make) -> None:

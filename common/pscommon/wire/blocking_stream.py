@@ -11,10 +11,10 @@ from typing import Self, TypeVar
 
 from google.protobuf.message import Message
 
-from pscommon.core.errors import InvalidRequestError, MismatchError, UnreachableError
+from pscommon.core.errors import InvalidRequestError, MismatchError, PSError, UnreachableError
 from pscommon.core.formats import check_wire_format
 from pscommon.wire.channel import MAX_MESSAGE_BYTES
-from pscommon.wire.status import error_of
+from pscommon.wire.status import error_of, status_of
 from pscommon.wire.stream_format import (
     HEAD_BYTES,
     MAGIC,
@@ -182,6 +182,13 @@ class BlockingStream:
             if self._unsent:
                 unsent, self._unsent = self._unsent, bytearray()
                 self.send([unsent])
+
+    def send_error(self, error: PSError) -> None:
+        """Send an error after all messages. Raises OSError."""
+        with self._sending:
+            unsent, self._unsent = self._unsent, bytearray()
+            frame = encode_frame(FrameKind.ERROR, status_of(error).SerializeToString())
+            self.send([unsent, frame])
 
     def try_send_message(self, make: Callable[[], Message | None]) -> bool:
         """Make a message and send it without waiting. Raises OSError.

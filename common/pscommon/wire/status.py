@@ -108,8 +108,15 @@ def answering(context: grpc.ServicerContext | None) -> Iterator[None]:
     except Exception as bug:
         if context.code() is not None:  # type: ignore[attr-defined]  # raised by an abort inside
             raise
-        log.exception("rpc_failed")
-        abort(context, PSError(f"{type(bug).__name__}: {bug}"))
+        abort(context, error_for_peer(bug))
+
+
+def error_for_peer(failure: Exception) -> PSError:
+    """The error to answer a request with. Anything but a PSError is logged as a bug."""
+    if isinstance(failure, PSError):
+        return failure
+    log.error("rpc_failed", exc_info=failure)
+    return PSError(f"{type(failure).__name__}: {failure}")
 
 
 def _reason(status: status_pb2.Status) -> str:

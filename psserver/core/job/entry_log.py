@@ -75,10 +75,6 @@ class EntryLog:
         if shard in self._reached:
             self._set_reached({**self._reached, shard: self.base})
 
-    def reached_by(self, shard: int) -> int:
-        """Return the last index that the shard reported."""
-        return self._reached[shard]
-
     def can_go_on(self, report: ShardReport) -> bool:
         """Return whether the shard can follow from the state in its first report.
 

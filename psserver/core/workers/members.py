@@ -27,9 +27,6 @@ class WorkerState(StrEnum):
     PAST = "past"
 
 
-DEPARTED_STATES = (WorkerState.LOST, WorkerState.LEFT, WorkerState.PAST)
-
-
 class WorkerHeartbeat(NamedTuple):
     """What a worker reports of itself, see Member."""
 

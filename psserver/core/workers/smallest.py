@@ -2,11 +2,14 @@
 
 import heapq
 
+SPARE_COUNT = 16
+"""Removed numbers that the heap of a small collection may have."""
+
 
 class Smallest:
     """Numbers that are added and removed one at a time, and the smallest of them.
 
-    Each operation costs O(log n) of the number of different numbers.
+    Each operation costs O(log n) of the number of different numbers, on average.
     """
 
     def __init__(self) -> None:
@@ -21,6 +24,8 @@ class Smallest:
         count = self._counts.get(number, 0)
         if not count:
             heapq.heappush(self._heap, number)
+            if len(self._heap) > 2 * len(self._counts) + SPARE_COUNT:
+                self._heap = sorted({*self._counts, number})
         self._counts[number] = count + 1
         self._length += 1
 

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from pscommon.core.data_loop import LoopSpec
+from pscommon.core.errors import InvalidRequestError
 from pscommon.core.model_spec import OptimizerSettings
 from psproto.v1 import coordinator_pb2 as co
 from psworker.client.client import Client
@@ -135,6 +136,18 @@ def test_a_script_that_ignores_the_drain_ends_at_its_second_push(cluster: FakeCl
 
     assert cluster.counted == [(1, 1)]
     assert cluster.left == {1: ""}
+
+
+def test_a_last_push_that_was_refused_can_be_corrected(cluster: FakeCluster) -> None:
+    with connect(cluster) as client:
+        drain.ask_all()
+        with pytest.raises(InvalidRequestError):
+            client.push({"unknown": ONES["w"]})
+        client.push(ONES)
+        with pytest.raises(DrainedError):
+            client.push(ONES)
+
+    assert cluster.counted == [(1, 1)]
 
 
 @pytest.mark.usefixtures("quick")

@@ -106,6 +106,18 @@ def test_a_departed_worker_releases_the_others(command: Any) -> None:
     assert call(job, 1, 1, mean(loss=1.0)) == CollectiveValues("all_reduce", ("loss",), (1.0,), 0)
 
 
+@pytest.mark.parametrize("command", [Leave(3, ""), Lose(3, "its lease ended")])
+def test_the_departure_of_the_last_missing_worker_is_the_result(command: Any) -> None:
+    job = Job(workers=3)
+    for worker in (1, 2):
+        call(job, worker, 1, mean(loss=float(worker)))
+
+    job.recorder.do(command, job.now)
+
+    found = job.coordinator.job.collectives.results[1]
+    assert found == CollectiveValues("all_reduce", ("loss",), (1.5,), 0)
+
+
 def test_a_worker_lost_before_the_first_call_is_not_waited_for() -> None:
     """--min-workers counts only until training has started."""
     job = Job(workers=3)
@@ -210,6 +222,7 @@ def test_another_call_of_the_same_number_is_a_mismatch(
 
     assert caught.value.reason == "COLLECTIVE_MISMATCH"
     assert "all_reduce of loss" in str(caught.value)
+    assert "Try: the same calls in the same order on all workers" in str(caught.value)
 
 
 def test_restarted_workers_get_the_results_of_earlier_calls(
@@ -227,6 +240,19 @@ def test_restarted_workers_get_the_results_of_earlier_calls(
         assert result.values == (number,)
     with pytest.raises(InvalidRequestError, match="only the newest 3 results"):
         call(job, again, 2, mean(loss=0.0))
+
+
+def test_there_are_the_newest_1024_results() -> None:
+    job = Job(workers=1)
+    for number in range(1, 1026):
+        call(job, 1, number, mean(loss=float(number)))
+    again = job.add()
+
+    result = call(job, again, 2, mean(loss=0.0))
+    assert result is not None
+    assert result.values == (2.0,)
+    with pytest.raises(InvalidRequestError, match="Try: "):
+        call(job, again, 1, mean(loss=0.0))
 
 
 def test_a_worker_that_left_a_pass_gets_no_more_of_its_batches() -> None:

@@ -45,6 +45,15 @@ def test_a_round_makes_one_update_for_each_optimizer() -> None:
     assert [member.clock for member in job.coordinator.membership] == [1, 1, 1]
 
 
+def test_a_clock_counts_each_update_of_a_worker() -> None:
+    job = Job(workers=1, model=replace(SEVERAL, optimizer={"d": SGD, "g": SGD}))
+    for seq, name in enumerate("dg", 1):
+        job.push(1, seq, optimizer=name)
+
+    assert job.coordinator.state()["version"] == 2
+    assert [member.clock for member in job.coordinator.membership] == [2]
+
+
 def test_a_push_that_begins_a_batch_waits_for_workers_within_one() -> None:
     """So workers that have fallen out of step update the same optimizer together again."""
     job = Job(workers=2, model=replace(SEVERAL, optimizer={"d": SGD, "g": SGD}))

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import psworker
 from psworker.client.local_client import LocalClient
@@ -53,6 +54,14 @@ def test_digits_reaches_its_accuracy(run: Run) -> None:
     assert client.metrics["accuracy"] >= 0.95
 
 
+def check_saved_loss(file: Path, best: float) -> None:
+    """Check that the weights in the file have this loss on the validation set."""
+    model = early_stopping.make_model()
+    model.load_state_dict(load_file(file))
+    loss, _ = early_stopping.evaluate(model, [early_stopping.load()[1]])
+    assert loss == pytest.approx(best, rel=1e-5)
+
+
 def test_early_stopping_ends_with_the_best_weights_saved(run: Run, tmp_path: Path) -> None:
     file = tmp_path / "best.safetensors"
 
@@ -61,7 +70,7 @@ def test_early_stopping_ends_with_the_best_weights_saved(run: Run, tmp_path: Pat
     assert client.version < 40 * 29
     assert client.metrics["best_validation_loss"] < 0.3
     assert client.metrics["best_validation_loss"] < client.metrics["validation_loss"]
-    assert file.exists()
+    check_saved_loss(file, client.metrics["best_validation_loss"])
 
 
 def test_digits_has_a_separate_fixed_test_set() -> None:

@@ -1,6 +1,6 @@
 """Calls of job.optimizer that are refused when a job has several optimizers."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -61,9 +61,22 @@ def test_a_second_optimizer_of_a_name_is_refused(job: Job) -> None:
     )
 
 
-def test_a_name_after_the_first_use_is_refused(job: Job) -> None:
-    two(job)
-    job.pull()
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda job, optimizer: optimizer.step(),
+        lambda job, optimizer: next(iter(job.batches(torch.zeros(4, 1), 2))),
+        lambda job, optimizer: job.pull(),
+    ],
+    ids=["step", "pass", "pull"],
+)
+def test_a_name_after_the_first_use_is_refused(
+    job: Job, use: Callable[[Job, torch.optim.Optimizer], object]
+) -> None:
+    first = nn.Linear(1, 1)
+    optimizer = job.optimizer(SGD(first.parameters(), lr=0.1), first, name="a")
+    first(torch.ones(1, 1)).sum().backward()
+    use(job, optimizer)
     net = nn.Linear(1, 1)
 
     assert refusal(job, SGD(net.parameters(), lr=0.1), net, name="c") == (

@@ -130,6 +130,19 @@ def test_a_push_weighs_the_samples_since_the_last_step_of_its_optimizer(
     assert (job.stats.steps, job.stats.samples) == (8, 6 * BATCH)
 
 
+def test_either_optimizer_may_make_the_first_push_after_a_batch(
+    job: Job, client: PushRecorder
+) -> None:
+    nets = networks()
+    made = handed_over(job, nets)
+    for points, noise in job.batches(data(), BATCH):
+        step_generator(nets, made, points, noise)
+        step_discriminator(nets, made, points, noise)
+
+    assert client.pushed == [("g", BATCH, 1), ("d", BATCH, 0)] * 6
+    assert job.stats.samples == 6 * BATCH
+
+
 def test_each_optimizer_sends_its_own_hyper_parameters(job: Job, client: PushRecorder) -> None:
     nets = networks()
     made = handed_over(job, nets)

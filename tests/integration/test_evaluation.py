@@ -1,0 +1,57 @@
+"""The example of docs/evaluation.md, with two workers."""
+
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+import psworker
+from psworker import Job
+from psworker.examples import early_stopping
+from tests.support.cluster import Cluster
+from tests.support.workers import connected, status, together
+
+Make = Callable[..., Cluster]
+
+
+@pytest.mark.parametrize("options", [[], ["--one-evaluates"]], ids=["all", "one"])
+def test_two_workers_stop_after_the_same_pass_and_keep_the_best_weights(
+    cluster: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, options: list[str]
+) -> None:
+    address = cluster(2, min_workers=2).address
+    file, thread = tmp_path / "best.safetensors", threading.local()
+    reported: list[list[float]] = [[], []]
+
+    def connect() -> Job:
+        job = Job(connected(address, rank=thread.rank))
+        report, losses = job.report, reported[thread.rank]
+
+        def record(**values: float) -> None:
+            losses.extend(values.values())
+            report(**values)
+
+        job.report = record  # type: ignore[method-assign]
+        return job
+
+    def run(rank: int) -> None:
+        thread.rank = rank
+        early_stopping.main()
+
+    arguments = ["example", "--epochs", "20", "--patience", "2", "--save", str(file), *options]
+    monkeypatch.setattr(sys, "argv", arguments)
+    monkeypatch.setattr(psworker, "connect", connect)
+    together(lambda: run(0), lambda: run(1))
+
+    assert reported[0] == reported[1]
+    *losses, best = reported[0]
+    assert best == min(losses)
+    assert len(losses) < 20
+    assert losses[-3:].index(best) == 0
+    assert status(address)["version"] == len(losses) * 15  # 29 batches a pass
+    model = early_stopping.make_model()
+    model.load_state_dict(load_file(file))
+    loss, _ = early_stopping.evaluate(model, [early_stopping.load()[1]])
+    assert loss == pytest.approx(best, rel=1e-5)

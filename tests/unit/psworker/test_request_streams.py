@@ -1,0 +1,49 @@
+"""Streams for requests to the coordinator, with fake connections."""
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from pscommon.core.errors import UnreachableError
+from psproto.v1 import stream_pb2
+from psworker.transport.request_streams import RequestStreams
+from psworker.transport.stream_connection import StreamConnection
+
+
+def exchanges_of(address: str) -> StreamConnection:
+    return cast(Any, SimpleNamespace(address=address, hello=stream_pb2.StreamHello()))
+
+
+@pytest.fixture
+def opened(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return the addresses of the streams that were opened; b refuses."""
+    addresses: list[str] = []
+
+    def open_stream(address: str, *arguments: object) -> Any:
+        addresses.append(address)
+        if address == "b":
+            raise UnreachableError("refused")
+        return SimpleNamespace(address=address, is_broken=False, close=lambda: None)
+
+    monkeypatch.setattr(StreamConnection, "open", open_stream)
+    return addresses
+
+
+def test_a_stream_is_used_again_for_its_own_server_only(opened: list[str]) -> None:
+    streams = RequestStreams()
+    for address in ("a", "a", "c", "a", "c"):
+        with streams.borrowed(exchanges_of(address), address) as stream:
+            assert stream is not None
+            assert stream.address == address
+
+    assert opened == ["a", "c"]
+
+
+def test_a_server_that_refuses_does_not_delay_another_one(opened: list[str]) -> None:
+    streams = RequestStreams()
+    for address, is_open in (("b", False), ("a", True), ("b", False)):
+        with streams.borrowed(exchanges_of(address), address) as stream:
+            assert (stream is not None) == is_open
+
+    assert opened == ["b", "a"]
