@@ -241,7 +241,7 @@ def test_only_large_contiguous_arrays_are_used_in_place(
 
 
 @pytest.mark.parametrize("lanes", ["shm", "stream", "grpc"])
-def test_arrays_of_the_caller_are_not_references(lanes: str, cluster: Make) -> None:
+def test_arrays_of_the_caller_are_released(lanes: str, cluster: Make) -> None:
     with connected(cluster(1).address, lanes=lanes) as client:
         client.register({"w": np.zeros(50_000, np.float32)}, OptimizerSpec("sgd", lr=1.0))
         grads, out = (np.ones(50_000, np.float32) for _ in range(2))
