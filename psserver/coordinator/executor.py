@@ -10,7 +10,7 @@ created them, outside the lock. The streams to the other shards wait for new ent
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import TypeVar
 
@@ -21,6 +21,7 @@ from psserver.core.commands.recorder import Recorder
 from psserver.core.coordinator.machine import CoordinatorMachine
 from psserver.monitoring.wait_notices import RefusalNotice
 from psserver.shard.engine import ShardEngine
+from psserver.shard.wakeups import Wakeups
 
 T = TypeVar("T")
 
@@ -58,7 +59,7 @@ class CommandExecutor:
     ) -> None:
         self._lock = threading.RLock()
         self.changed = threading.Condition(self._lock)
-        self._watches: dict[int | None, list[Callable[[], None]]] = {}
+        self._wakeups = Wakeups[int | None](self._lock)
         self._recorder = recorder
         self._engine = engine
         self._missing, self._ending, self._failed, self._broken = missing, ending, failed, broken
@@ -87,7 +88,8 @@ class CommandExecutor:
         """Execute one command and return its reply.
 
         Args:
-            quiet: Wake the waiting requests only if there are new log entries.
+            quiet: Wake only workers that this command answers, and other requests if there are new
+                log entries.
         """
         return self.step(lambda recorder, now: recorder.do(command, now), quiet)
 
@@ -158,7 +160,7 @@ class CommandExecutor:
         with self.changed:
             self._all_woken_at = self.revision + 1
             self._woken_at.clear()
-            self._wake([worker for worker in self._watches if worker is not None])
+            self._wake([worker for worker in self._wakeups.keys if worker is not None])
 
     def _wake(self, workers: Iterable[int]) -> None:
         """Wake all requests, but of those that wait for data or in a collective call only those of
@@ -167,9 +169,7 @@ class CommandExecutor:
         self.revision += 1
         self._woken_at.update(dict.fromkeys(workers, self.revision))
         self.changed.notify_all()
-        for key in (None, *workers):
-            for wake in self._watches.get(key, ()):
-                wake()
+        self._wakeups.wake([None, *workers])
 
     def until(
         self,
@@ -185,8 +185,8 @@ class CommandExecutor:
             stopping: Continue to wait while the job ends.
             worker: The worker for which the action asks for data, or for the result of a collective
                 call.
-            quiet: The first try wakes only the requests that it answers, as all later tries:
-                waiting requests must not wake each other.
+            quiet: As in `do`, for the first try. Later tries are always quiet: waiting requests
+                must not wake each other.
 
         Returns:
             The answer; None after `seconds`, or if the job ends and `stopping` is false.
@@ -207,8 +207,7 @@ class CommandExecutor:
                         partial(self.has_news, worker, seen), min(left, CHECK_INTERVAL_SECONDS)
                     )
 
-    @contextmanager
-    def watch(self, worker: int | None, wake: Callable[[], None]) -> Iterator[None]:
+    def watch(self, worker: int | None, wake: Callable[[], None]) -> AbstractContextManager[None]:
         """Call `wake` whenever a request should ask again, until the block ends.
 
         Args:
@@ -217,14 +216,7 @@ class CommandExecutor:
         """
         with self.changed:
             key = worker if self._waits_for_itself(worker) else None
-            self._watches.setdefault(key, []).append(wake)
-        try:
-            yield
-        finally:
-            with self.changed:
-                self._watches[key].remove(wake)
-                if not self._watches[key]:
-                    del self._watches[key]
+        return self._wakeups.calling(wake, key)
 
     def _waits_for_itself(self, worker: int | None) -> bool:
         """Return whether the machine knows what the worker waits for, and says when it is there."""

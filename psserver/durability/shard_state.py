@@ -167,8 +167,7 @@ class ShardState:
                 self.frozen = None  # updates begin only when all shards have their partition
             case Reshard():
                 self.freeze(entry.index, entry.shards)
-        self.machine.done(entry, square_norm)
-        ended = [key for key in self.staged if key not in self.machine.staged]
+        ended = self.machine.done(entry, square_norm)
         return [self.staged.pop(key).staging for key in ended]
 
     def freeze(self, index: int, shards: int) -> None:

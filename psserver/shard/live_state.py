@@ -7,8 +7,8 @@ log_lock, changed.
 """
 
 import threading
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from pscommon.core.errors import LayoutError, UnreachableError
@@ -18,6 +18,7 @@ from psserver.durability.shard_state import ShardState
 from psserver.durability.state_records import StateRecord, shard_records
 from psserver.parameters.frozen_shard import FrozenShard
 from psserver.parameters.store import ParameterStore
+from psserver.shard.wakeups import Wakeups
 
 
 class PushWaiters(threading.Condition):
@@ -31,7 +32,7 @@ class PushWaiters(threading.Condition):
     def __init__(self) -> None:
         self._lock = threading.RLock()
         super().__init__(self._lock)
-        self._watches: dict[PushKey | None, list[Callable[[], None]]] = {}
+        self._wakeups = Wakeups[PushKey | None](self._lock)
 
     def wait(self, timeout: float | None = None, push: PushKey | None = None) -> bool:
         """Wait for any change, or until this push may be decided."""
@@ -41,25 +42,16 @@ class PushWaiters(threading.Condition):
         with self.watch(push, condition.notify_all):
             return condition.wait(timeout)
 
-    @contextmanager
-    def watch(self, push: PushKey | None, wake: Callable[[], None]) -> Iterator[None]:
+    def watch(self, push: PushKey | None, wake: Callable[[], None]) -> AbstractContextManager[None]:
         """Call `wake` at any change, or when this push may be decided, until the block ends.
 
         wake: must not wait, and runs with this condition's lock.
         """
-        with self:
-            self._watches.setdefault(push, []).append(wake)
-        try:
-            yield
-        finally:
-            with self:
-                self._watches[push].remove(wake)
-                if not self._watches[push]:
-                    del self._watches[push]
+        return self._wakeups.calling(wake, push)
 
     def notify_all(self) -> None:
         super().notify_all()
-        self._notify(list(self._watches))
+        self._wakeups.wake(self._wakeups.keys)
 
     def notify_entry(self, entry: Entry) -> None:
         """Wake what waits for the entry's pushes, and what waits for any change."""
@@ -72,16 +64,11 @@ class PushWaiters(threading.Condition):
             case Reject():
                 keys = [entry.key]
             case Evict():
-                keys = [key for key in self._watches if key and key.worker == entry.worker]
+                keys = [key for key in self._wakeups.keys if key and key.worker == entry.worker]
             case _:
-                keys = [key for key in self._watches if key]
+                keys = [key for key in self._wakeups.keys if key]
         super().notify_all()
-        self._notify([None, *keys])
-
-    def _notify(self, keys: Iterable[PushKey | None]) -> None:
-        for key in keys:
-            for wake in self._watches.get(key, ()):
-                wake()
+        self._wakeups.wake([None, *keys])
 
 
 class LiveShardState:

@@ -101,24 +101,17 @@ class StreamExchange:
 
     async def _allocate(self, seconds: float) -> Staging:
         """Return memory for the push, once the model is known and the budget has room."""
-        header, live, traffic = self._header, self._engine.live, self._engine.traffic
+        header, live, budget = self._header, self._engine.live, self._engine.traffic.budget
+        allocator = self._service.steps.allocator
         await self._wait(lambda: live.store is not None or bool(live.stop_reason), seconds, None)
         store = live.require_store(header.shards)
         if header.memory:
-            buffers = traffic.shared_buffers.find(header)
-            return store.stage_worker_buffer(buffers.gradients, header.absent, header.initial)
-        traffic.shared_buffers.check_network_allowed()
-        nbytes = store.nbytes if header.initial else store.step_nbytes
-        claim = traffic.budget.request(header.worker, nbytes, self._wakeup.wake)
+            return allocator.in_memory(header, store)
+        nbytes = allocator.network_nbytes(header, store)
+        claim = budget.request(header.worker, nbytes, self._wakeup.wake)
         if not await self._granted(claim, seconds):
-            raise traffic.budget.full(claim)
-        try:
-            staging = store.allocate_staging(header.absent, header.initial)
-        except BaseException:
-            traffic.budget.release(claim)
-            raise
-        staging.claim = claim
-        return staging
+            raise budget.full(claim)
+        return allocator.allocate(header, store, claim)
 
     async def _fill(self, staging: Staging) -> None:
         """Receive the data of a push."""
@@ -161,7 +154,7 @@ class StreamExchange:
     # ---- the weights -----------------------------------------------------------------------------
 
     async def _send_weights(self, result: pb.ExchangeResult, seconds: float) -> None:
-        header, pulls = self._header, self._service.pulls
+        header, pulls = self._header, self._service.steps.pulls
         nbytes = self._engine.live.require_store().step_nbytes
         if nbytes <= EAGER_BYTES and header.pull != pb.PULL_ALL:
             weights = await self._service.do(partial(pulls.read_all, header, result))

@@ -27,7 +27,6 @@ from psserver.stream.shard_links import ShardLinks
 from psserver.stream.stream_service import StreamService
 from psserver.stream.worker_stream import WorkerStream
 from psserver.transfer.exchange_steps import ExchangeSteps
-from psserver.transfer.pull_sender import PullSender
 
 LAST_PORT = 65535
 BACKLOG_COUNT = 1024
@@ -62,9 +61,7 @@ class StreamListener:
         self._identity, self._streams = identity, OpenStreams()
         engine.traffic.observers.append(self._streams)
         self._pool = ThreadPoolExecutor(POOL_THREADS_COUNT, thread_name_prefix="stream-work")
-        self._service = StreamService(
-            engine, ExchangeSteps(engine, identity), PullSender(engine), self._pool, record
-        )
+        self._service = StreamService(engine, ExchangeSteps(engine, identity), self._pool, record)
         self._requests, self._links = None, None
         if coordinator is not None:
             self._requests = StreamRequests(coordinator, self._service)

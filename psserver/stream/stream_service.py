@@ -10,7 +10,6 @@ from typing import NamedTuple, TypeVar
 from pscommon.core.errors import REASONS, PSError
 from psserver.shard.engine import ShardEngine
 from psserver.transfer.exchange_steps import ExchangeSteps
-from psserver.transfer.pull_sender import PullSender
 
 T = TypeVar("T")
 
@@ -21,7 +20,6 @@ class StreamService(NamedTuple):
     Attributes:
         engine: The shard.
         steps: The steps of an exchange.
-        pulls: Answers pulls.
         pool: Threads for work that may wait.
         record: Called with the method, the status code and the seconds of each exchange or
             request.
@@ -29,7 +27,6 @@ class StreamService(NamedTuple):
 
     engine: ShardEngine
     steps: ExchangeSteps
-    pulls: PullSender
     pool: ThreadPoolExecutor
     record: Callable[[str, str, float], None]
 

@@ -16,6 +16,7 @@ from psserver.parameters.staging import Staging
 from psserver.process.identity import ServerIdentity
 from psserver.shard.engine import ShardEngine
 from psserver.transfer.pull_sender import PullSender
+from psserver.transfer.staging_allocator import StagingAllocator
 
 OUTCOMES = {
     "applied": pb.OUTCOME_APPLIED,
@@ -37,11 +38,17 @@ class ExchangeRequest(NamedTuple):
 
 
 class ExchangeSteps:
-    """The steps of one shard's exchanges."""
+    """The steps of one shard's exchanges.
+
+    Attributes:
+        allocator: Allocates memory for pushes.
+        pulls: Answers pulls.
+    """
 
     def __init__(self, engine: ShardEngine, identity: ServerIdentity) -> None:
         self._engine, self._identity = engine, identity
-        self._pulls = PullSender(engine)
+        self.pulls = PullSender(engine)
+        self.allocator = StagingAllocator(engine)
 
     def begin(self, header: pb.PushPullHeader) -> ExchangeRequest:
         """Check a header.
@@ -112,7 +119,7 @@ class ExchangeSteps:
             return self.make_pending(self._engine.describe_wait())
         result.pulled = header.pull in (pb.PULL_STEP, pb.PULL_ALL)
         if result.pulled and header.memory:
-            self._pulls.write_shared(header, result)
+            self.pulls.write_shared(header, result)
         return result
 
     def make_pending(self, waiting_for: str) -> pb.ExchangeResult:

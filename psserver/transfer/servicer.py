@@ -15,9 +15,7 @@ from psproto.v1 import parameter_server_pb2 as pb
 from psserver.process.identity import ServerIdentity
 from psserver.shard.engine import ShardEngine
 from psserver.transfer.exchange_steps import ExchangeSteps
-from psserver.transfer.pull_sender import PullSender
 from psserver.transfer.push_receiver import receive, receive_open
-from psserver.transfer.staging_allocator import StagingAllocator
 
 IsConnected = Callable[[], bool]
 
@@ -28,8 +26,6 @@ class DataPlaneServicer:
     def __init__(self, engine: ShardEngine, identity: ServerIdentity) -> None:
         self._engine = engine
         self._identity = identity
-        self._allocator = StagingAllocator(engine)
-        self._pulls = PullSender(engine)
         self._steps = ExchangeSteps(engine, identity)
 
     def Describe(
@@ -71,7 +67,7 @@ class DataPlaneServicer:
             yield encode_header(result)
             return
         try:
-            with self._pulls.open(header, result, is_connected) as read:
+            with self._steps.pulls.open(header, result, is_connected) as read:
                 yield encode_header(result)
                 # the worker of an open push computes with the first bytes while the rest arrives
                 data = read.frames(piece_nbytes(read.nbytes)) if header.open else read.frames()
@@ -85,7 +81,7 @@ class DataPlaneServicer:
             header, result = self._push_and_wait(request, iter(()), is_connected)
             if not result.pulled or header.memory:
                 return encode_header(result)
-            return encode_header(result, memoryview(self._pulls.read_all(header, result)))
+            return encode_header(result, memoryview(self._steps.pulls.read_all(header, result)))
 
     def AttachMemory(
         self, request: pb.AttachMemoryRequest, context: grpc.ServicerContext
@@ -121,7 +117,7 @@ class DataPlaneServicer:
         is_connected: IsConnected,
     ) -> bool:
         """Receive and stage a push. Return whether it was decided before."""
-        staging = self._allocator.take(header, is_connected)
+        staging = self._steps.allocator.take(header, is_connected)
         frames = self._engine.traffic.transfer.watch_frames(header.worker, frames)
         try:
             if header.open:

@@ -196,12 +196,12 @@ class UpdateRounds:
 
     def _updates(self, keys: Iterable[PushKey]) -> dict[str, tuple[Contribution, ...]]:
         """Return the contributions to each optimizer's update, by its name."""
-        updates: dict[str, tuple[Contribution, ...]] = {}
+        updates: dict[str, list[Contribution]] = {}
         for key in keys:
             push = self._job.pending.ready[key]
             part = Contribution(key, push.samples, push.base, self._scale(key))
-            updates[push.optimizer] = (*updates.get(push.optimizer, ()), part)
-        return updates
+            updates.setdefault(push.optimizer, []).append(part)
+        return {optimizer: tuple(parts) for optimizer, parts in updates.items()}
 
     def _clipped(
         self, clip_norm: float | None, contributions: tuple[Contribution, ...]

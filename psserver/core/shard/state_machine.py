@@ -100,6 +100,7 @@ class ShardMachine:
         self.staged: dict[PushKey, Staged] = {}
         self.measured: Measured | None = None
         self._unreported: dict[PushKey, Staged] = {}
+        self._ended: list[PushKey] = []  # pushes that the current entry ends
         self._staged_of: dict[int, set[int]] = {}  # numbers of staged pushes by worker
         self._last_returned = 0  # last entry that accept() returned
         self._early: dict[int, Entry] = {}
@@ -190,6 +191,7 @@ class ShardMachine:
         """Remove a push, if it is staged."""
         push = self.staged.pop(key, None)
         if push is not None:
+            self._ended.append(key)
             self._unreported.pop(key, None)
             numbers = self._staged_of[key.worker]
             numbers.remove(key.seq)
@@ -244,8 +246,8 @@ class ShardMachine:
             ready.append(self._early.pop(self._last_returned))
         return ready
 
-    def done(self, entry: Entry, square_norm: float = 0.0) -> None:
-        """Note that an entry was carried out.
+    def done(self, entry: Entry, square_norm: float = 0.0) -> list[PushKey]:
+        """Note that an entry was carried out. Return the pushes that are no longer staged.
 
         Args:
             entry: The entry.
@@ -256,6 +258,11 @@ class ShardMachine:
                 f"shard {self.shard}: entry {entry.index} done after {self.index}"
             )
         self.index, self.digest = entry.index, chained(self.digest, entry)
+        self._carry_out(entry, square_norm)
+        ended, self._ended = self._ended, []
+        return ended
+
+    def _carry_out(self, entry: Entry, square_norm: float) -> None:
         match entry:
             case Begin():
                 self.begun = True

@@ -164,7 +164,7 @@ def test_a_push_wakes_no_worker_that_waits_for_data(broken: list[Exception]) -> 
     ]
     for thread in threads:
         thread.start()
-    until(lambda: len(executor._watches) == 3, "three waiting requests")
+    until(lambda: len(executor._wakeups.keys) == 3, "three waiting requests")
     began, before = time.monotonic(), asked[0]
     for seq in range(1, 101):
         push(executor, job, 1, seq)
@@ -175,7 +175,7 @@ def test_a_push_wakes_no_worker_that_waits_for_data(broken: list[Exception]) -> 
     for thread in threads:
         thread.join(10.0)
     assert [reply.end for reply in replies] == [True] * 3
-    assert not executor._watches
+    assert not executor._wakeups.keys
     assert broken == []
 
 

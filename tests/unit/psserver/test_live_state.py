@@ -105,4 +105,4 @@ def test_a_timed_out_wait_leaves_no_waiter() -> None:
     with changes:
         changes.wait(0.01, MINE)
         changes.notify_entry(applied(MINE))
-    assert not vars(changes)["_watches"]
+    assert not changes._wakeups.keys

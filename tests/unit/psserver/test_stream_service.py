@@ -31,6 +31,6 @@ def test_the_result_of_work_whose_stream_was_closed_is_given_back() -> None:
     with ThreadPoolExecutor() as pool:
         engine = cast(Any, SimpleNamespace(is_quick=False))
         nothing = cast(Any, None)
-        asyncio.run(run(StreamService(engine, nothing, nothing, pool, nothing)))
+        asyncio.run(run(StreamService(engine, nothing, pool, nothing)))
 
     assert found == ["a read"]
