@@ -11,7 +11,7 @@ import grpc
 
 from pscommon.core.formats import check_wire_format, spoken_format
 from pscommon.core.limits import MAX_NAME_CHARACTERS, MAX_REASON_CHARACTERS
-from pscommon.optim.specs import check_numbers, validated
+from pscommon.optim.specs import check_numbers, validate_model
 from pscommon.telemetry import strict_json
 from pscommon.wire.messages import (
     batches_from_proto,
@@ -75,7 +75,7 @@ class ControlPlaneServicer(CoordinatorServiceServicer):
             self._service.check_job(request.job)
             if request.observe:
                 return self._observed()
-            spec = validated(model_from_proto(request.model))
+            spec = validate_model(model_from_proto(request.model))
             for settings, tensors in spec.parts().values():
                 check_numbers(settings, tensors)
             state = self._service.worker_requests.register(

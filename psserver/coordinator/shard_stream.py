@@ -60,7 +60,7 @@ def serve_shard(
     server, connection = connections.connect(
         first.shard, first.shards, first.address, first.instance, followed, term
     )
-    # at once, not at the next check of `_follow`: the shard's next process may connect
+    # at once, not at the next check of the loop below: the shard's next process may connect
     when_ended(lambda: connections.disconnect(server, connection))
     listener = ShardListener(service, server, connection, requests)
     updates = ShardUpdates(service, server, first, try_send is not None)

@@ -14,7 +14,7 @@ from pscommon.optim.specs import (
     Scalars,
     all_groups_from_json,
     groups_of_push,
-    validated,
+    validate_model,
 )
 from pscommon.system.thread_team import ALONE, ThreadTeam
 from psserver.parameters.averaging import mean_of_values
@@ -67,7 +67,7 @@ class ParameterStore:
         self._applied = 0
         self._last_changed = dict.fromkeys(self._partition.trainable, 0)
         self._all_changed = 0
-        self._model = validated(plan.spec)
+        self._model = validate_model(plan.spec)
         self._parts, self._trainable = self._model.parts(), self._model.trainable_of()
         self.clipped, self.averaged_last = clipped_optimizers(plan.spec), False
         self._optimizers = {

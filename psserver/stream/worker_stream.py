@@ -118,7 +118,7 @@ class WorkerStream:
             await self._socket.send([MAGIC])
             await self._socket.send_error(error)
             raise
-        welcome = pb.StreamWelcome(format=spoken_format(), term=self._identity.term)
+        welcome = pb.StreamWelcome(format=spoken_format())
         if hello.purpose == pb.StreamHello.PURPOSE_UNSPECIFIED:
             self._streams.opened(self._worker, self.close)
         await self._socket.send(

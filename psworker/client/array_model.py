@@ -9,7 +9,7 @@ from pscommon.system.thread_team import ThreadTeam, cores
 from psworker.client.arrays import Array, ArrayBuffer, Arrays, Gradients, overlap, spec_of
 from psworker.core.results import PushResult
 from psworker.exchange.model_exchange import ModelExchange
-from psworker.exchange.scattered_buffer import FlatBuffer
+from psworker.exchange.scattered_buffer import ExchangeBuffer
 from psworker.session import metrics
 from psworker.session.drain import Drain, DrainedError
 from psworker.session.step_stats import StepStats
@@ -24,7 +24,7 @@ class ArrayModel:
         self._drain = drain
         self._weights: ArrayBuffer | None = None
         self._gradients: ArrayBuffer | None = None
-        self._is_elsewhere = False  # the weights pulled last are in arrays of the caller
+        self._are_weights_in_out = False  # the weights pulled last are in arrays of the caller
         self._has_made_last_push = False
         self._stats = StepStats()
         self._team = ThreadTeam(min(2, cores()), "copy-arrays")
@@ -46,10 +46,10 @@ class ArrayModel:
         with self._exchange.lock:
             weights = self.buffer()
             weights.check_out(out or {})
-            direct = self._usable(weights.direct(out or {}))
+            direct = self._usable(weights.usable_in_place(out or {}))
             with self._timed("pull"):
-                self._exchange.exchange(None, weights.around(direct))
-            self._is_elsewhere = out is not None
+                self._exchange.exchange(None, weights.with_arrays(direct))
+            self._are_weights_in_out = out is not None
             return weights.read(out, direct)
 
     def push_pull(
@@ -60,9 +60,9 @@ class ArrayModel:
             weights.check_out(out or {})
             given, absent = self._check_push(grads)
             # a push without some gradients pulls what has changed: the buffer has the rest
-            into = self._usable(weights.direct(out or {})) if not absent else {}
-            result = self._push(given, absent, into, weights.around(into), samples)
-            self._is_elsewhere = out is not None
+            into = self._usable(weights.usable_in_place(out or {})) if not absent else {}
+            result = self._push(given, absent, into, weights.with_arrays(into), samples)
+            self._are_weights_in_out = out is not None
             if out is not None:
                 weights.read(out, into)
             return result
@@ -89,12 +89,12 @@ class ArrayModel:
         given: Arrays,
         absent: Sequence[int],
         into: Arrays,
-        weights: FlatBuffer | None,
+        weights: ExchangeBuffer | None,
         samples: int,
     ) -> PushResult:
         """Push. `into`: the arrays of the caller in `weights`, into which weights are pulled."""
         assert self._gradients is not None
-        source = self._usable(self._gradients.direct(given))
+        source = self._usable(self._gradients.usable_in_place(given))
         if overlap(source, into):  # after a lost connection both are needed
             source = {}
         gradients = self._gradients.write_gradients(given, self.buffer(), source)
@@ -113,7 +113,7 @@ class ArrayModel:
     @property
     def weights(self) -> dict[str, Array]:
         weights = self.buffer()
-        if self._is_elsewhere:
+        if self._are_weights_in_out:
             raise InvalidRequestError("the last pull went into `out`: the weights are there")
         return dict(weights.tensors)
 

@@ -16,7 +16,7 @@ from pscommon.core.model_spec import (
 )
 from pscommon.core.partition import PartitionPlan
 from pscommon.system.thread_team import ALONE, PART_BYTES, ThreadTeam
-from psworker.exchange.scattered_buffer import FlatBuffer, ScatteredBuffer
+from psworker.exchange.scattered_buffer import ExchangeBuffer, ScatteredBuffer
 
 Array = NDArray[np.generic]
 Arrays = Mapping[str, Array]
@@ -171,7 +171,9 @@ class ArrayBuffer:
                 )
         return given
 
-    def write_gradients(self, given: Arrays, weights: "ArrayBuffer", direct: Arrays) -> FlatBuffer:
+    def write_gradients(
+        self, given: Arrays, weights: "ArrayBuffer", direct: Arrays
+    ) -> ExchangeBuffer:
         """Return the bytes of a push.
 
         Args:
@@ -185,13 +187,13 @@ class ArrayBuffer:
         for name in self._names["buffer"]:
             if name not in given:
                 self.tensors[name][...] = weights.tensors[name]
-        return self.around(direct)
+        return self.with_arrays(direct)
 
     def absent(self, given: Arrays) -> list[int]:
         """Return the indices of trainable tensors without a gradient."""
         return [self._index[name] for name in self._names["trainable"] if name not in given]
 
-    def direct(self, arrays: Arrays) -> dict[str, Array]:
+    def usable_in_place(self, arrays: Arrays) -> dict[str, Array]:
         """Return the arrays that an exchange can use where they are: large and contiguous.
 
         Only trainable tensors, because the flat buffer always has the buffers pulled last.
@@ -205,7 +207,7 @@ class ArrayBuffer:
             and array.dtype == self.tensors[name].dtype
         }
 
-    def around(self, arrays: Arrays) -> FlatBuffer:
+    def with_arrays(self, arrays: Arrays) -> ExchangeBuffer:
         """Return the flat buffer with these arrays in place of their tensors."""
         if not arrays:
             return self.memory

@@ -14,7 +14,7 @@ from pscommon.core.log_entries import BatchKey
 from pscommon.core.model_spec import ModelSpec, OptimizerSettings
 from pscommon.core.partition import PartitionPlan
 from pscommon.optim import KINDS
-from pscommon.optim.specs import groups_from_json, validated
+from pscommon.optim.specs import groups_from_json, validate_model
 from psworker.core.protocols import PushStream
 from psworker.core.results import CollectiveCall, CollectiveResult, Lease, PushResult, Status
 from psworker.exchange.buffered_push import BufferedPush
@@ -45,7 +45,7 @@ class LocalClient:
         self._laps: dict[int, StreamPasses] = {}
 
     def agree(self, spec: ModelSpec) -> PartitionPlan:
-        spec = validated(spec)
+        spec = validate_model(spec)
         self._settings = spec.optimizers
         self.update_counts = dict.fromkeys(spec.optimizers, 0)
         self.plan = PartitionPlan(spec, shards=1)

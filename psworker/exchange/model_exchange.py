@@ -26,7 +26,7 @@ from psworker.core.results import PushResult
 from psworker.exchange.buffered_push import BufferedPush
 from psworker.exchange.open_push import OpenPush, PushSteps
 from psworker.exchange.registration import plan_of, register
-from psworker.exchange.scattered_buffer import FlatBuffer
+from psworker.exchange.scattered_buffer import ExchangeBuffer
 from psworker.exchange.shard_exchange import SentBefore, ShardExchange, combined
 from psworker.exchange.shared_buffers import LANES, ClientBuffers
 from psworker.exchange.transfer import ShardTransfer, digest_of
@@ -181,8 +181,8 @@ class ModelExchange:
 
     def exchange(
         self,
-        gradients: FlatBuffer | None,
-        weights: FlatBuffer | None,
+        gradients: ExchangeBuffer | None,
+        weights: ExchangeBuffer | None,
         absent: Collection[int] = (),
         samples: int = 1,
         batches: Sequence[BatchKey] = (),

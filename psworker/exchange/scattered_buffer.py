@@ -47,4 +47,4 @@ class ScatteredBuffer:
             yield self._flat[position : span.stop]
 
 
-FlatBuffer = memoryview | ScatteredBuffer
+ExchangeBuffer = memoryview | ScatteredBuffer

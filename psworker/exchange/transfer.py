@@ -8,7 +8,7 @@ from pscommon.core.errors import InvalidRequestError
 from pscommon.core.partition import ByteRange, PartitionPlan
 from psproto.v1 import parameter_server_pb2 as ps
 from psworker.core.results import Status
-from psworker.exchange.scattered_buffer import FlatBuffer, ScatteredBuffer
+from psworker.exchange.scattered_buffer import ExchangeBuffer, ScatteredBuffer
 from psworker.transport.exchange_calls import AnswerReceiver
 
 STATUS: Mapping[int, Status] = {
@@ -37,8 +37,8 @@ class ShardTransfer:
     """
 
     plan: PartitionPlan
-    gradients: FlatBuffer | None = None
-    weights: FlatBuffer | None = None
+    gradients: ExchangeBuffer | None = None
+    weights: ExchangeBuffer | None = None
     absent: frozenset[int] = frozenset()
     everything: bool = False
 
@@ -115,7 +115,7 @@ def digest_of(transfer: ShardTransfer, content: bytes) -> bytes:
     return digest.digest()
 
 
-def _cut(buffer: FlatBuffer, ranges: Sequence[ByteRange]) -> list[memoryview]:
+def _cut(buffer: ExchangeBuffer, ranges: Sequence[ByteRange]) -> list[memoryview]:
     if isinstance(buffer, ScatteredBuffer):
         return [view for span in ranges for view in buffer.cut(span)]
     return [buffer[start:stop] for start, stop in ranges if start < stop]

@@ -110,8 +110,8 @@ class ServerOptimizer(torch.optim.Optimizer):
     def attach(self, model: ServedModel, counts_samples: bool) -> None:
         """Use the registered model from now on.
 
-        counts_samples: The samples of these steps are those of the script: each of several
-            optimizers goes through all of them.
+        counts_samples: The samples of these steps count for the worker's throughput. Those of one
+            optimizer do: each of several optimizers goes through all samples.
         """
         self.model, self._counts_samples = model, counts_samples
         counted = model.update_counts.get(self.name, 0)
@@ -222,7 +222,9 @@ class ServerOptimizer(torch.optim.Optimizer):
         push = replace(push, batches=consumed.batches)  # without those of a lost membership
         consumed.finish_push(step)
         last = result or self.result
-        session.finish_step(push.samples * self._counts_samples, last.seconds if last else {})
+        session.finish_step(
+            push.samples if self._counts_samples else 0, last.seconds if last else {}
+        )
         if result is not None:
             self.record_outcome(push, result)
         return None
@@ -292,7 +294,7 @@ class ServerOptimizer(torch.optim.Optimizer):
             self._next.lost = error
 
     def renew(self) -> None:
-        """Assume nothing of what the servers know: the worker has a new membership."""
+        """Send the parameter groups with the next push: the worker has a new membership."""
         self._groups_on_servers = ""
 
     def close(self) -> None:

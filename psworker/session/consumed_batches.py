@@ -1,4 +1,4 @@
-"""Batches that the script has received, and how much of them each optimizer's next step weighs."""
+"""Batches that the script has received, and the weight of each optimizer's next step."""
 
 from collections.abc import Callable
 
@@ -16,7 +16,8 @@ class NextStep:
         lost: Why the step must not count: its gradients are of another membership, or of weights
             that are not the job's.
         is_open: The step has the gradients of some batches of an update (--global-batch).
-        misses_batches: It lacks those of the update's last batch.
+        misses_batches: Another optimizer pushed while this step still lacked gradients of the
+            update.
     """
 
     def __init__(self, has_gradients: Callable[[], bool]) -> None:

@@ -89,7 +89,7 @@ def groups_to_json(groups: Iterable[Mapping[str, Scalar]]) -> str:
     return json.dumps([dict(group) for group in groups], sort_keys=True, allow_nan=False)
 
 
-def validated(model: ModelSpec) -> ModelSpec:
+def validate_model(model: ModelSpec) -> ModelSpec:
     """Return the model with `validate` applied to its optimizers."""
     if isinstance(model.optimizer, OptimizerSettings):
         return ModelSpec(model.tensors, validate(model.optimizer))

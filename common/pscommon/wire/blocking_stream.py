@@ -155,7 +155,7 @@ class BlockingStream:
                 filled(total - queue.remaining_nbytes)
 
     def next_frame(self, deadline: float | None) -> tuple[FramePrefix, bytes]:
-        """Return the next frame that says more than that the peer is alive.
+        """Return the next frame that is not ALIVE.
 
         deadline: Time until which the frame must come; None: as long as the peer is alive.
 

@@ -124,18 +124,15 @@ class StreamWelcome(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     FORMAT_FIELD_NUMBER: builtins.int
-    TERM_FIELD_NUMBER: builtins.int
     format: builtins.int
     """format of the messages that the server speaks; absent: 1"""
-    term: builtins.int
     def __init__(
         self,
         *,
         format: builtins.int | None = ...,
-        term: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_format", b"_format", "format", b"format"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_format", b"_format", "format", b"format", "term", b"term"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_format", b"_format", "format", b"format"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_format", b"_format"]) -> typing.Literal["format"] | None: ...
 
 global___StreamWelcome = StreamWelcome

@@ -12,8 +12,8 @@ class ReadyPushes(Mapping[PushKey, Staged]):
     A lookup costs the same for any number of pushes. A worker has one or few.
 
     Attributes:
-        arrived: Pushes that have become ready; who looks at them empties it.
-        changed: Workers whose ready pushes have changed; who looks at them empties it.
+        arrived: Pushes that have become ready; the reader clears it.
+        changed: Workers whose ready pushes have changed; the reader clears it.
     """
 
     def __init__(self) -> None:

@@ -14,9 +14,9 @@ class MemberIndex:
     Attributes:
         registered: The active and idle members in worker order; None: not known.
         waiting: The members that wait for data, by loop and number.
-        changed: Members whose state or clock has changed, by number; who uses it empties it.
-        answered: Workers that do not wait for data or in a collective call any more; who uses it
-            empties it.
+        changed: Members whose state or clock has changed, by number; the reader clears it.
+        answered: Workers whose wait for data or in a collective call has ended; the reader clears
+            it.
     """
 
     def __init__(self) -> None:
