@@ -17,13 +17,16 @@ log = get_logger(__name__)
 
 
 class RequestStreams:
-    """Opens as many as there are requests at a time, and uses them again. Thread-safe."""
+    """Opens as many as there are requests at a time, and uses them again. Thread-safe.
+
+    Servers are named by their gRPC addresses.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._open: list[StreamConnection] = []
+        self._open: dict[StreamConnection, str] = {}  # the server of each
         self._idle: list[StreamConnection] = []  # those of them that are not in use
-        self._retry_at: dict[str, float] = {}  # by address
+        self._retry_at: dict[str, float] = {}  # by server
 
     @contextmanager
     def borrowed(
@@ -33,21 +36,22 @@ class RequestStreams:
 
         Args:
             exchanges: The worker's stream for exchanges with the same server.
-            server: Names the server in errors.
+            server: The server.
         """
-        stream = self._take_idle(exchanges.address) or self._try_open(exchanges, server)
+        stream = self._take_idle(exchanges.address, server) or self._try_open(exchanges, server)
         try:
             yield stream
         finally:
             if stream is not None:
                 self._put_back(stream)
 
-    def drop(self, address: str) -> None:
-        """Close the streams to this address; their requests end as if the server did not answer."""
+    def drop(self, server: str | None = None) -> None:
+        """Close the streams to a server; their requests end as if it did not answer. None: all."""
         with self._lock:
-            dropped = [each for each in self._open if each.address == address]
-            self._open = [each for each in self._open if each not in dropped]
-            self._idle = [each for each in self._idle if each not in dropped]
+            dropped = [each for each, its in self._open.items() if server in (None, its)]
+            for stream in dropped:
+                del self._open[stream]
+            self._idle = [each for each in self._idle if each in self._open]
         for stream in dropped:
             stream.cancel()
             stream.close()
@@ -57,35 +61,41 @@ class RequestStreams:
         self._lock = threading.Lock()
         for stream in self._open:
             stream.close()
-        self._open, self._idle = [], []
+        self._open, self._idle = {}, []
 
-    def _take_idle(self, address: str) -> StreamConnection | None:
+    def _take_idle(self, address: str, server: str) -> StreamConnection | None:
+        """Return an idle stream to this address; close those to earlier ones of the server."""
         with self._lock:
-            found = next((each for each in self._idle if each.address == address), None)
-            if found is not None:
-                self._idle.remove(found)
-            return found
+            own = [each for each in self._idle if self._open[each] == server]
+            found = next((each for each in own if each.address == address), None)
+            old = [each for each in own if each.address != address]
+            for stream in old:
+                del self._open[stream]
+            self._idle = [each for each in self._idle if each is not found and each not in old]
+        for stream in old:
+            stream.close()
+        return found
 
     def _put_back(self, stream: StreamConnection) -> None:
         with self._lock:
-            if not stream.is_broken:
+            if not stream.is_broken and stream in self._open:
                 self._idle.append(stream)
                 return
-            self._open = [each for each in self._open if each is not stream]
+            self._open.pop(stream, None)
         stream.close()
 
     def _try_open(self, exchanges: StreamConnection, server: str) -> StreamConnection | None:
-        if time.monotonic() < self._retry_at.get(exchanges.address, 0.0):
+        if time.monotonic() < self._retry_at.get(server, 0.0):
             return None
         hello = stream_pb2.StreamHello()
         hello.CopyFrom(exchanges.hello)
         hello.purpose = stream_pb2.StreamHello.PURPOSE_REQUESTS
         try:
-            stream = StreamConnection.open(exchanges.address, hello, server)
+            stream = StreamConnection.open(exchanges.address, hello, f"shard 0 at {server}")
         except PSError as error:
             log.info("requests_without_stream", problem=str(error))
-            self._retry_at[exchanges.address] = time.monotonic() + RETRY_SECONDS
+            self._retry_at[server] = time.monotonic() + RETRY_SECONDS
             return None
         with self._lock:
-            self._open.append(stream)
+            self._open[stream] = server
         return stream

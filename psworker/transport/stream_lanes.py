@@ -69,14 +69,13 @@ class StreamLanes:
             return None
         if time.monotonic() < self._retry_at.get(address, 0.0):
             return None
-        before = self._close_exchanges(address)
+        self._close_exchanges(address)
         seconds = min(CONNECT_SECONDS, timeout)
         description = describe(ps.DescribeRequest(), seconds)
         try:
             stream = self._open(shard, address, header, description, seconds)
         except PSError as error:
-            if before is not None:
-                self._requests.drop(before.address)
+            self._requests.drop(address)
             if self._lanes == "stream":
                 raise
             self._retry_at[address] = time.monotonic() + RETRY_SECONDS
@@ -99,7 +98,7 @@ class StreamLanes:
         if exchanges is None or exchanges.is_broken:
             yield None
             return
-        with self._requests.borrowed(exchanges, f"shard 0 at {address}") as stream:
+        with self._requests.borrowed(exchanges, address) as stream:
             yield stream
 
     def _open(
@@ -142,22 +141,21 @@ class StreamLanes:
 
     def drop(self, address: str) -> None:
         """Close all streams to a server; what they do ends as if the server did not answer."""
-        if (stream := self._close_exchanges(address)) is not None:
-            self._requests.drop(stream.address)
+        self._close_exchanges(address)
+        self._requests.drop(address)
 
-    def _close_exchanges(self, address: str) -> StreamConnection | None:
-        """Close the stream for exchanges with a server, and return it."""
+    def _close_exchanges(self, address: str) -> None:
         with self._lock:
             stream = self._streams.pop(address, None)
         if stream is not None:
             stream.cancel()
             stream.close()
-        return stream
 
     def drop_all(self) -> None:
         """Close all streams."""
         for address in list(self._streams):
-            self.drop(address)
+            self._close_exchanges(address)
+        self._requests.drop()
 
     def drop_inherited(self) -> None:
         """In a forked child: close the parent's sockets here; the parent keeps using them."""

@@ -11,6 +11,21 @@ from psworker.transport.request_streams import RequestStreams
 from psworker.transport.stream_connection import StreamConnection
 
 
+class FakeStream:
+    """A connection of which only the address matters."""
+
+    is_broken = is_closed = False
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+
+    def cancel(self) -> None:
+        self.is_broken = True
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
 def exchanges_of(address: str) -> StreamConnection:
     return cast(Any, SimpleNamespace(address=address, hello=stream_pb2.StreamHello()))
 
@@ -24,7 +39,7 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         addresses.append(address)
         if address == "b":
             raise UnreachableError("refused")
-        return SimpleNamespace(address=address, is_broken=False, close=lambda: None)
+        return FakeStream(address)
 
     monkeypatch.setattr(StreamConnection, "open", open_stream)
     return addresses
@@ -47,3 +62,21 @@ def test_a_server_that_refuses_does_not_delay_another_one(opened: list[str]) -> 
             assert (stream is not None) == is_open
 
     assert opened == ["b", "a"]
+
+
+def test_all_streams_of_a_server_are_closed_also_to_its_earlier_address(opened: list[str]) -> None:
+    """A server that was restarted has another Unix socket."""
+    streams, found = RequestStreams(), []
+    with (
+        streams.borrowed(exchanges_of("a"), "server") as used,
+        streams.borrowed(exchanges_of("a"), "server") as idle,
+    ):
+        found += [used, idle]
+    with streams.borrowed(exchanges_of("c"), "server") as used:
+        assert [each.is_closed for each in cast(Any, found)] == [True, True]
+        streams.drop("server")
+        assert cast(Any, used).is_broken
+        found.append(used)
+
+    assert [each.is_closed for each in cast(Any, found)] == [True] * 3
+    assert opened == ["a", "a", "c"]
