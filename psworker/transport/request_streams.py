@@ -48,7 +48,7 @@ class RequestStreams:
     def drop(self, server: str | None = None) -> None:
         """Close the streams to a server; their requests end as if it did not answer. None: all."""
         with self._lock:
-            dropped = [each for each, its in self._open.items() if server in (None, its)]
+            dropped = [each for each, owner in self._open.items() if server in (None, owner)]
             for stream in dropped:
                 del self._open[stream]
             self._idle = [each for each in self._idle if each in self._open]

@@ -80,7 +80,7 @@ def test_ten_thousand_histories_keep_every_invariant(part: int) -> None:
 
 
 def test_a_history_takes_few_calls() -> None:
-    """The ten thousand histories take minutes only if one takes some 20 ms."""
+    """A history of twice the calls would double the minutes that all histories take."""
     profile = cProfile.Profile(builtins=False)
     profile.runcall(run_range, 0, 100)
 
