@@ -78,11 +78,12 @@ class CommandExecutor:
         """Whether the job or this server ends."""
         return self._ending()
 
-    def replace_recorder(self, recorder: Recorder) -> None:
-        """Use another machine from now on."""
+    def replace_recorder(self, begin: Callable[[], Recorder]) -> Recorder:
+        """Use another machine from now on. No command is executed while `begin` creates it."""
         with self.changed:
-            self._recorder = recorder
+            self._recorder = begin()
             self.wake()
+            return self._recorder
 
     def do(self, command: Command[T], quiet: bool = False) -> T:
         """Execute one command and return its reply.

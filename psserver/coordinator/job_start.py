@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from pscommon.core.errors import PSError, SnapshotError, UnreachableError
@@ -46,8 +47,9 @@ class JobStart:
         fail: Called with the error that ends the job.
 
     Attributes:
-        replace_recorder: Called with the recorder of a new log; the caller guarantees exclusive
-            access.
+        replace_recorder: Called with a function that begins a new log and returns its recorder.
+            No command and no report of a shard may be processed meanwhile: a shard would count as
+            following the new log because of a report on the old one.
         newest: The newest snapshot of the current log; None without one.
         durable: The coordinator writes a write-ahead log.
     """
@@ -76,7 +78,7 @@ class JobStart:
         # losses up to this version are counted; None: none is lost
         self._accounted_version: int | None = None
         self._rules = config.rules()
-        self.replace_recorder: Callable[[Recorder], None] = lambda recorder: None
+        self.replace_recorder: Callable[[Callable[[], Recorder]], Recorder] = lambda begin: begin()
         self.newest: Manifest | None = None
         disk = disk_log(config, LOG_FOLDER, metrics.count_log_failure)
         self.durable = disk is not None
@@ -131,13 +133,19 @@ class JobStart:
 
     def install(self, initial: InitialState) -> Recorder:
         """Begin a log with this state. Return the recorder of its machine."""
-        coordinator, is_log = initial.coordinator, initial.origin is Origin.LOG
+        recorder = self.replace_recorder(partial(self._begin_log, initial))
+        if initial.shard is not None:
+            self._engine.install(initial.shard, continues_log=initial.origin is Origin.LOG)
+        return recorder
+
+    def _begin_log(self, initial: InitialState) -> Recorder:
+        coordinator = initial.coordinator
         self._registry.form(coordinator.job.following_shards)
         self._registry.new_log(initial.snapshot)
         if initial.job:
             self._learn(initial.job)
         self.newest, self._is_recovered = initial.newest, initial.is_recovered
-        if not is_log:
+        if initial.origin is not Origin.LOG:
             self.journal.clear()
         self.journal.begin_segment(
             coordinator.version,
@@ -145,11 +153,8 @@ class JobStart:
                 self._registry.shards, self._generations.number, self._identity.job
             ),
         )
-        self._coordinator, recorder = coordinator, Recorder(coordinator, self.journal)
-        self.replace_recorder(recorder)
-        if initial.shard is not None:
-            self._engine.install(initial.shard, continues_log=is_log)
-        return recorder
+        self._coordinator = coordinator
+        return Recorder(coordinator, self.journal)
 
     def _continue(self, initial: InitialState) -> None:
         """Continue from the state before a crash."""

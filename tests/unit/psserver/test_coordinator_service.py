@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -118,3 +119,28 @@ def test_a_snapshot_that_waits_for_the_former_primary_is_abandoned(
     service.shard_connections.connect(1, 2, "new:1", "new", term=2)
 
     assert not coordinator.cuts.busy
+
+
+def test_a_report_on_the_old_log_does_not_count_for_a_log_that_begins_meanwhile(
+    service: CoordinatorService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise the shard would miss entries: they would be sent before it follows the new log."""
+    history, server = service._history, service.registry[1]
+    server.ready, server.catch_up = True, CatchUp.FOLLOW
+    report = replace(service.engine.make_report(), shard=1)
+    begin_segment = history.journal.begin_segment
+    reporting = Thread(
+        target=service.shard_connections.report, args=(report, server, server.connection)
+    )
+
+    def begin_and_report(*record: Any) -> None:
+        reporting.start()
+        reporting.join(0.3)
+        begin_segment(*record)
+
+    monkeypatch.setattr(history.journal, "begin_segment", begin_and_report)
+    history.begin()
+    reporting.join()
+
+    assert report.log_id != service._coordinator.log_id
+    assert (server.ready, server.catch_up) == (False, CatchUp.BEGIN)
