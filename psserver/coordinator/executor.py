@@ -203,10 +203,10 @@ class CommandExecutor:
                 return answer
             with self.changed:
                 condition = threading.Condition(self._lock)
+                if not self._waits_for_itself(worker):
+                    left = min(left, CHECK_INTERVAL_SECONDS)
                 with self.watch(worker, condition.notify_all):
-                    condition.wait_for(
-                        partial(self.has_news, worker, seen), min(left, CHECK_INTERVAL_SECONDS)
-                    )
+                    condition.wait_for(partial(self.has_news, worker, seen), left)
 
     def watch(self, worker: int | None, wake: Callable[[], None]) -> AbstractContextManager[None]:
         """Call `wake` whenever a request should ask again, until the block ends.

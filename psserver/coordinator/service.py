@@ -286,7 +286,8 @@ class CoordinatorService:
             self.executor.step(
                 lambda r, now: r.tick(
                     now, self.worker_exits.among(r.coordinator.membership.current_workers())
-                )
+                ),
+                quiet=True,
             )
         )
         with self.executor.changed:

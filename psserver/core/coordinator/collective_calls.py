@@ -37,7 +37,7 @@ class CollectiveCalls:
         job, collectives = self._job, self._job.collectives
         member = job.member(request.worker, now)
         collectives.contribute(member.worker, request.number, request.contribution)
-        registered = [each.worker for each in job.membership.registered()]
+        registered = (each.worker for each in job.membership.registered())
         job.ledger.leave_loops(member.worker, request.first_open, registered)
         if job.started or len(job.membership.current()) >= job.min_workers:
             collectives.has_begun = True
@@ -56,7 +56,7 @@ class CollectiveCalls:
         member = job.membership.members.get(worker)
         if member is None or worker not in job.collectives.open.get(number, ()):
             return None
-        here = [(each.worker, each.state) for each in job.membership.current()]
+        here = job.membership.index.revision
         begun = job.started, job.collectives.has_begun
         return *begun, job.log.index, here, job.ledger.place(worker, 0)
 

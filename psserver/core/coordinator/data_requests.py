@@ -1,6 +1,6 @@
 """Requests of workers for batches, and batches that they return."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from pscommon.core.data_stream import Spec
@@ -63,26 +63,14 @@ class DataRequests:
             return None
         job.is_resumed = False  # this worker was a member before the restart of the servers
         units = job.units(spec)
-        registered = job.membership.registered()
-        loop = job.ledger.open(
-            worker, spec, request.first_open, [member.worker for member in registered]
-        )
+        registered = (member.worker for member in job.membership.registered())
+        loop = job.ledger.open(worker, spec, request.first_open, registered)
         if loop.ended:
             return _end(member)
         if loop.leases.is_late(worker, request.received):
             return BatchesReply()
         loop.units = units
-        # backup workers must not collect batches
-        at_once = job.policy.barrier and not job.policy.backup
-        # workers that wait in an earlier loop come to this one only after its end
-        there = [m.worker for m in registered if m.waiting is None or m.waiting >= spec.loop]
-        together = there if at_once else [worker]
-        numbers = loop.take(
-            worker,
-            request.received,
-            request.count,
-            together if worker in together else [*together, worker],
-        )
+        numbers = loop.take(worker, request.received, request.count, self._sharers(worker, spec))
         self._wake_receivers(loop, worker if numbers else None)
         if numbers or not request.idle:
             return BatchesReply(tuple(numbers), following=tuple(loop.following(worker, numbers)))
@@ -97,12 +85,27 @@ class DataRequests:
         self._rounds.advance(now)
         return _end(member) if loop.ended else None
 
+    def _sharers(self, worker: int, spec: Spec) -> Iterator[int]:
+        """Yield the workers that a draw for this worker deals to, in order."""
+        is_included, policy = False, self._job.policy
+        # backup workers must not collect batches
+        if policy.barrier and not policy.backup:
+            for member in self._job.membership.registered():
+                # workers that wait in an earlier loop come to this one only after its end
+                if member.waiting is None or member.waiting >= spec.loop:
+                    is_included = is_included or member.worker == worker
+                    yield member.worker
+        if not is_included:
+            yield worker
+
     def _wake_receivers(self, loop: LoopLedger, served: int | None) -> None:
         """Wake the worker that got batches now, and those for which batches wait in the loop."""
-        for other in self._job.membership.registered():
-            waits_for_it = other.waiting == loop.spec.loop and loop.has_dealt(other.worker)
-            if other.worker == served or waits_for_it:
-                self._participation.wake(other)
+        membership = self._job.membership
+        waiting = membership.index.waiting.get(loop.spec.loop, {})
+        receivers = [w for w in waiting.keys() & loop.leases.with_ready() if loop.has_dealt(w)]
+        for worker in sorted({*receivers, *([] if served is None else [served])}):
+            if (member := membership.members[worker]).is_registered:
+                self._participation.wake(member)
 
     def repetition_state(self, worker: int, spec: Spec) -> tuple[object, ...] | None:
         """Return all state that a repeated request for data can change; None for a first one."""
@@ -110,11 +113,10 @@ class DataRequests:
         member = job.membership.members.get(worker)
         if member is None or (job.started and member.waiting != spec.loop):
             return None
-        here = [(m.worker, m.state, m.waiting, m.clock) for m in job.membership.current()]
         return (
             job.started,
             job.log.index,
-            here,
+            job.membership.index.revision,
             job.ledger.place(worker, spec.loop),
             job.is_resumed,
         )

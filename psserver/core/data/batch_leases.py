@@ -4,7 +4,7 @@
 """
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any
 
 
@@ -13,10 +13,15 @@ class BatchLeases:
 
     A dealt number stays ready until its worker asks for it. A sent number is kept until the worker
     acknowledges it, because the response may be lost.
+
+    Attributes:
+        revision: Changes with every deal, send, acknowledgement and end of a lease.
     """
 
     def __init__(self) -> None:
+        self.revision = 0
         self._holders: dict[int, int] = {}
+        self._leased: dict[int, dict[int, None]] = {}  # the same by worker, in the same order
         self._dealt: dict[int, deque[int]] = {}
         self._sent: dict[int, deque[tuple[int, int]]] = {}
         self._received: dict[int, int] = {}
@@ -30,12 +35,12 @@ class BatchLeases:
         Without `numbers` return all that it leases, in the order in which they were dealt.
         """
         if numbers is None:
-            return [number for number, holder in self._holders.items() if holder == worker]
+            return list(self._leased.get(worker, ()))
         return sorted({number for number in numbers if self.holds(worker, number)})
 
     def has_sent(self, worker: int) -> bool:
         """Return whether a worker has received batches that have not counted yet."""
-        return len(self.leased_by(worker)) > len(self.ready(worker))
+        return len(self._leased.get(worker, ())) > len(self.ready(worker))
 
     def holds(self, worker: int, number: int) -> bool:
         """Return whether this worker leases this number."""
@@ -49,9 +54,15 @@ class BatchLeases:
         """Return the numbers that are dealt to a worker and not yet sent, in order."""
         return self._dealt.get(worker, ())
 
+    def with_ready(self) -> Set[int]:
+        """Return the workers that have ready numbers."""
+        return self._dealt.keys()
+
     def deal(self, worker: int, number: int) -> None:
         """Lease the number to this worker."""
+        self.revision += 1
         self._holders[number] = worker
+        self._leased.setdefault(worker, {})[number] = None
         self._dealt.setdefault(worker, deque()).append(number)
 
     def is_late(self, worker: int, received: int) -> bool:
@@ -64,6 +75,7 @@ class BatchLeases:
         The first `received` numbers are acknowledged, so they are no longer kept for a retry.
         """
         sent = self._sent.setdefault(worker, deque())
+        self.revision += self._received.get(worker) != received
         self._received[worker] = received
         while sent and sent[0][0] <= received:
             sent.popleft()
@@ -71,7 +83,9 @@ class BatchLeases:
 
     def send(self, worker: int, received: int) -> int:
         """Return the worker's first ready number; mark it as sent, at position `received` + 1."""
-        number = self._dealt[worker].popleft()
+        self.revision += 1
+        number = self._dealt[worker][0]
+        self._remove_ready(worker, number)
         self._sent[worker].append((received + 1, number))
         return number
 
@@ -79,13 +93,22 @@ class BatchLeases:
         """End the lease of a number. Return False if this worker does not lease it."""
         if not self.holds(worker, number):
             return False
-        del self._holders[number]
+        self.revision += 1
+        del self._holders[number], self._leased[worker][number]
+        if not self._leased[worker]:
+            del self._leased[worker]
         if number in self.ready(worker):
-            self._dealt[worker].remove(number)
+            self._remove_ready(worker, number)
         return True
+
+    def _remove_ready(self, worker: int, number: int) -> None:
+        self._dealt[worker].remove(number)
+        if not self._dealt[worker]:
+            del self._dealt[worker]
 
     def forget(self, worker: int) -> None:
         """Discard what is ready for, sent to and acknowledged by a worker that has left."""
+        self.revision += 1
         self._dealt.pop(worker, None)
         self._sent.pop(worker, None)
         self._received.pop(worker, None)
@@ -98,7 +121,14 @@ class BatchLeases:
         mine = self.leased_by(old)
         self.forget(old)
         self._holders.update(dict.fromkeys(mine, new))
-        self._dealt[new] = deque([*mine, *self.ready(new)])
+        self._index_holders()
+        if ready := deque([*mine, *self.ready(new)]):
+            self._dealt[new] = ready
+
+    def _index_holders(self) -> None:
+        self._leased = {}
+        for number, worker in self._holders.items():
+            self._leased.setdefault(worker, {})[number] = None
 
     def state(self) -> dict[str, Any]:
         """Return the state, JSON-ready; `recovered` is the inverse.
@@ -107,11 +137,7 @@ class BatchLeases:
         """
         return {
             "leases": [list(pair) for pair in self._holders.items()],
-            "dealt": [
-                [worker, list(numbers)]
-                for worker, numbers in sorted(self._dealt.items())
-                if numbers
-            ],
+            "dealt": [[worker, list(numbers)] for worker, numbers in sorted(self._dealt.items())],
             "sent": [
                 [worker, [list(pair) for pair in sent]]
                 for worker, sent in sorted(self._sent.items())
@@ -124,6 +150,7 @@ class BatchLeases:
     def recovered(state: Mapping[str, Any]) -> "BatchLeases":
         leases = BatchLeases()
         leases._holders = dict(state["leases"])
+        leases._index_holders()
         leases._dealt = {worker: deque(numbers) for worker, numbers in state["dealt"]}
         leases._sent = {
             worker: deque((place, number) for place, number in sent)

@@ -94,7 +94,7 @@ class DataLedger:
         here = spec.loop if first_open is None else min(first_open, spec.loop)
         if self._first_open_loops.get(worker) != here:
             self._come(worker, here)
-            self._end_left(workers)
+            self._end_left(here, workers)
         return loop
 
     def leave_loops(self, worker: int, first_open: int, workers: Iterable[int]) -> None:
@@ -107,7 +107,7 @@ class DataLedger:
         """
         if first_open > self._first_open_loops.get(worker, first_open):
             self._come(worker, first_open)
-            self._end_left(workers)
+            self._end_left(first_open, workers)
 
     def _extend(self, loop: MapLoop | StreamLoop, spec: Spec, is_last: bool) -> None:
         """Raise the epochs of a resumed loop. MismatchError if anything else differs or a later
@@ -142,8 +142,13 @@ class DataLedger:
             if number < loop:
                 earlier.leave(worker)
 
-    def _end_left(self, workers: Iterable[int]) -> None:
-        """End loops that all workers have left. A later worker does not train on them alone."""
+    def _end_left(self, before: int, workers: Iterable[int]) -> None:
+        """End loops before this one that all workers have left.
+
+        A later worker does not train on them alone.
+        """
+        if all(number >= before for number in self._live):
+            return  # without a search in the workers: each of them comes here once for each loop
         first = min((self._first_open_loops.get(worker, 0) for worker in workers), default=0)
         for number, loop in self._live.items():
             if number < first:

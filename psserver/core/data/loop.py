@@ -75,13 +75,13 @@ class LoopLedger(ABC):
 
     def dealt(self) -> tuple[Any, ...]:
         """Return a value that changes with every deal, send, acknowledgement and commit."""
-        return self.ended, self.committed, self.leases.state()
+        return self.ended, self.committed, self.leases.revision
 
     def has_dealt(self, worker: int) -> bool:
         """Return whether a dealt batch is ready and this worker may fetch it now."""
         return bool(self.leases.ready(worker))
 
-    def take(self, worker: int, received: int, count: int, together: Sequence[int]) -> list[int]:
+    def take(self, worker: int, received: int, count: int, together: Iterable[int]) -> list[int]:
         """Return up to `count` batches for a worker.
 
         Batches that were sent after the first `received` are sent again first.
@@ -90,14 +90,18 @@ class LoopLedger(ABC):
             worker: The worker that asks.
             received: Number of batches of this loop that it has received so far.
             count: Maximum number of batches.
-            together: The workers that a draw deals to, in order.
+            together: The workers that a draw deals to, in order. Read only for a draw, because its
+                cost grows with the workers.
         """
         if again := self.leases.again(worker, received):
             return again
-        here = [
-            other for other in together if self._first_open_loops.get(other, 0) <= self.spec.loop
-        ]
+        here: list[int] = []
         while len(self.leases.ready(worker)) < count and self._may_draw(worker):
+            here = here or [
+                other
+                for other in together
+                if self._first_open_loops.get(other, 0) <= self.spec.loop
+            ]
             if not self._draw(here):
                 break
         numbers: list[int] = []
@@ -114,7 +118,7 @@ class LoopLedger(ABC):
 
     @abstractmethod
     def _may_draw(self, worker: int) -> bool:
-        """Return whether a worker with no ready batch may trigger a draw."""
+        """Return whether a worker with no ready batch may trigger a draw of a free batch."""
 
     @abstractmethod
     def _draw(self, workers: Sequence[int]) -> bool:

@@ -50,7 +50,7 @@ class MapLoop(LoopLedger):
         return [self._draws.following(self.leases, worker, number) for number in numbers]
 
     def _may_draw(self, worker: int) -> bool:
-        return self._draws.may_have(self.leases, worker)
+        return self._pool.peek() is not None and self._draws.may_have(self.leases, worker)
 
     def _draw(self, workers: Sequence[int]) -> bool:
         if self.units is None:

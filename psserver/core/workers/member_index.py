@@ -14,6 +14,7 @@ class MemberIndex:
     Attributes:
         registered: The active and idle members in worker order; None: not known.
         waiting: The members that wait for data, by loop and number.
+        revision: Changes with the state, clock or awaited loop of any member.
         changed: Members whose state or clock has changed, by number; the reader clears it.
         answered: Workers whose wait for data or in a collective call has ended; the reader clears
             it.
@@ -22,6 +23,7 @@ class MemberIndex:
     def __init__(self) -> None:
         self.registered: list[Member] | None = None
         self.waiting: dict[int, dict[int, Member]] = {}
+        self.revision = 0
         self.changed: dict[int, Member] = {}
         self.answered: set[int] = set()
         self._active_clocks = Smallest()
@@ -45,6 +47,7 @@ class MemberIndex:
 
     def set_state(self, member: Member, state: WorkerState) -> None:
         """Change the state of a current member."""
+        self.revision += 1
         if (member.state in REGISTERED) is not (state in REGISTERED):
             self.registered = None
         if member.state is WorkerState.ACTIVE:
@@ -56,6 +59,7 @@ class MemberIndex:
 
     def set_clock(self, member: Member, clock: int) -> None:
         """Change the clock of a current member."""
+        self.revision += 1
         if member.state is WorkerState.ACTIVE:
             self._active_clocks.remove(member.clock)
             self._active_clocks.add(clock)
@@ -64,15 +68,18 @@ class MemberIndex:
 
     def wait_for_data(self, member: Member, loop: int) -> None:
         """Record that a member waits for data of a loop."""
-        self.stop_waiting(member)
-        member.waiting = loop
-        self.waiting.setdefault(loop, {})[member.worker] = member
+        if member.worker not in self.waiting.get(loop, ()):
+            self.stop_waiting(member)
+            self.revision += 1
+            member.waiting = loop
+            self.waiting.setdefault(loop, {})[member.worker] = member
         self.answered.discard(member.worker)
 
     def stop_waiting(self, member: Member) -> None:
         """Record that a member does not wait for data any more."""
         loop, member.waiting = member.waiting, None
         if loop is not None and loop in self.waiting:
+            self.revision += 1
             self.answered.add(member.worker)
             self.waiting[loop].pop(member.worker, None)
             if not self.waiting[loop]:

@@ -7,6 +7,7 @@ import pytest
 
 from pscommon.core.data_loop import LoopSpec
 from pscommon.core.log_entries import BatchKey
+from psserver.core.data.batch_leases import BatchLeases
 from psserver.core.data.data_ledger import DataLedger
 from tests.support.ledger_histories import LOOPS, History, Worker
 
@@ -30,6 +31,28 @@ def test_a_recovered_ledger_continues_exactly_as_the_lost_one() -> None:
         for _ in range(40):
             history.step()
         history.same([ledger.state() for ledger in history.ledgers])
+
+
+def test_what_is_stored_about_leases_equals_a_search() -> None:
+    """Batches by worker, and the number of changes; 500 random histories, recovered once."""
+    for seed in range(500):
+        history, before = History(seed), dict[int, tuple[BatchLeases, int, object]]()
+        for number in range(60):
+            if number == seed % 60:
+                history.recover()
+            history.step()
+            for loop in history.ledgers[-1].loops.values():
+                leases = loop.leases
+                workers = [*range(history.last_number + 1)]
+                for worker in workers:
+                    found = [number for number, holder in leases.items() if holder == worker]
+                    assert leases.leased_by(worker) == found
+                    assert leases.has_sent(worker) is (len(found) > len(leases.ready(worker)))
+                assert leases.with_ready() == {w for w in workers if leases.ready(w)}
+                now = leases, leases.revision, leases.state()
+                was = before.get(loop.spec.loop, now)
+                assert was[:2] != now[:2] or was == now
+                before[loop.spec.loop] = now
 
 
 def test_every_batch_counts_once_or_was_discarded_after_any_loss() -> None:

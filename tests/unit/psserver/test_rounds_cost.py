@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
+from pscommon.core.data_loop import LoopSpec
 from pscommon.core.log_entries import PushKey, ShardReport, Staged
+from psserver.core.commands.data_commands import LeaseBatches
 from psserver.core.commands.recorder import Recorder
 from psserver.core.commands.worker_commands import Join, Register
 from psserver.core.coordinator.machine import CoordinatorMachine
@@ -123,6 +125,40 @@ def test_a_search_costs_more_with_each_worker() -> None:
     )
 
     assert many > 1.5 * few
+
+
+def cost_of_request(row: Policy, workers: int, batches: int, tries: int = 1) -> float:
+    """Return the instructions for each request for a batch.
+
+    batches: of the loop; a worker that gets none waits. tries: how often each worker asks.
+    """
+    job = PushingJob(row, workers, 1, CoordinatorMachine)
+    requests = [
+        LeaseBatches(worker, LoopSpec(0, size=batches, batch_size=1), 0, 1, idle=True)
+        for worker in job.workers
+    ]
+
+    def ask() -> None:
+        for request in requests:
+            job.recorder.do(request, 1.0)
+
+    for _ in range(tries - 1):
+        ask()
+    return instructions_of(ask) / workers
+
+
+@pytest.mark.parametrize("row", [policy("sync"), policy("async")], ids=["sync", "async"])
+@pytest.mark.parametrize(
+    ("batches", "tries"),
+    [(3 * MANY, 1), (3 * MANY, 2), (1, 1), (1, 2)],
+    ids=["first", "repeated", "waiting", "repeated while waiting"],
+)
+def test_a_request_for_a_batch_costs_the_same_for_any_number_of_workers(
+    row: Policy, batches: int, tries: int
+) -> None:
+    few, many = (cost_of_request(row, workers, batches, tries) for workers in (FEW, MANY))
+
+    assert many < 1.2 * few
 
 
 def test_a_shard_reports_a_push_once_until_it_reports_everything() -> None:
