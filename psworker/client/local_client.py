@@ -15,6 +15,7 @@ from pscommon.core.model_spec import ModelSpec, OptimizerSettings
 from pscommon.core.partition import PartitionPlan
 from pscommon.optim import KINDS
 from pscommon.optim.specs import groups_from_json, validate_model
+from psworker.core.clock import Clock
 from psworker.core.protocols import PushStream
 from psworker.core.results import CollectiveCall, CollectiveResult, Lease, PushResult, Status
 from psworker.exchange.buffered_push import BufferedPush
@@ -39,7 +40,8 @@ class LocalClient:
 
     def __init__(self) -> None:
         self.version = 0
-        self._reports = ReportBuffer(time.monotonic)
+        self.clock = Clock(time.monotonic, time.sleep)
+        self._reports = ReportBuffer(self.clock.now)
         self.metrics: dict[str, float] = {}
         self._free: dict[int, FreeBatches] = {}
         self._laps: dict[int, StreamPasses] = {}

@@ -6,6 +6,7 @@ from typing import Any
 
 from psproto.v1 import coordinator_pb2 as co
 from psworker.connection.connection import Connection
+from psworker.core.clock import Clock
 
 
 class ClientFacts:
@@ -46,6 +47,11 @@ class ClientFacts:
     def bad_gradients(self) -> str:
         """Handling of gradients with NaN or Inf: abort, skip or clip; empty for an observer."""
         return self._connection.bad_gradients
+
+    @property
+    def clock(self) -> Clock:
+        """The source of all times of this client."""
+        return self._connection.transport.clock
 
     @property
     def addresses(self) -> Sequence[str]:

@@ -7,6 +7,7 @@ from pscommon.core.data_stream import Spec
 from pscommon.core.log_entries import BatchKey
 from pscommon.core.model_spec import ModelSpec
 from pscommon.core.partition import PartitionPlan
+from psworker.core.clock import Clock
 from psworker.core.results import CollectiveCall, CollectiveResult, Lease, PushResult
 
 
@@ -60,6 +61,8 @@ class JobClient(Protocol):
     def policy(self) -> str: ...
     @property
     def bad_gradients(self) -> str: ...
+    @property
+    def clock(self) -> Clock: ...
     @property
     def version(self) -> int: ...
     @property

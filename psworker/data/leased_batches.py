@@ -6,11 +6,18 @@ from itertools import repeat
 
 import torch
 
+from pscommon.core.data_loop import LoopSpec
 from pscommon.core.data_stream import Spec
 from pscommon.core.log_entries import BatchKey
+from psworker.data.script_pace import ScriptPace
 from psworker.session.session import Session
 
 MAX_DROPS_PER_REQUEST = 10_000
+
+LEASED_WORK_SECONDS, MAX_LEASED_COUNT = 0.05, 16
+"""Work that a worker leases with one request, and the most batches of it. A request then costs
+little beside the work, and at the end of a loop no worker waits long for another one's batches.
+"""
 
 
 class LeasedBatches:
@@ -33,13 +40,15 @@ class LeasedBatches:
         # unused batches by number, with how many batches of the same push follow each
         self._unused: dict[int, int | None] = {}
         self._evaluated: list[BatchKey] = []
-        self._has_ended = self._got_any = False
+        self._pace = ScriptPace(session.client.clock.now)
+        self._has_ended = False
+        self._leased_count = 0
         self.share: int | None = None
 
     @property
     def is_empty(self) -> bool:
         """The loop ended before this worker got a batch of it."""
-        return self._has_ended and not self._got_any
+        return self._has_ended and not self._leased_count
 
     @property
     def is_finished(self) -> bool:
@@ -60,6 +69,7 @@ class LeasedBatches:
 
         Afterwards the model has the newest weights.
         """
+        self._pace.pause()
         while not self._ready and not self.is_finished:
             self._request(idle=True)
         if not self._session.client.stopping:
@@ -70,11 +80,11 @@ class LeasedBatches:
         """Request more batches. A worker that had to rejoin for this has got none."""
         with self._session.rejoin_on_fence():
             lease = self._session.client.next_batches(
-                self._spec, idle=idle, first_open=self._session.loops.first
+                self._spec, self._count_to_lease(), idle, self._session.loops.first
             )
             self._session.reset_rejoin_count()
             self._ready.extend(lease.numbers)
-            self._got_any = self._got_any or bool(lease.numbers)
+            self._leased_count += len(lease.numbers)
             if self.share is None and (lease.numbers or lease.end):
                 self.share = lease.share
             self._unused.update(zip(lease.numbers, lease.following or repeat(None), strict=False))
@@ -85,6 +95,18 @@ class LeasedBatches:
             if lease.sat_out and not idle:
                 self._session.pull()
 
+    def _count_to_lease(self) -> int:
+        """Return how many batches to ask for.
+
+        More than one only where each worker takes batches at its own pace, and less than half of
+        what this worker can still expect: the last ones are for the worker that is free first.
+        """
+        is_free = self._session.client.policy in ("async", "ssp")
+        if not is_free or self.share is None or not isinstance(self._spec, LoopSpec):
+            return 1
+        rest = (self.share - self._leased_count) // 2
+        return self._pace.count_in(LEASED_WORK_SECONDS, max(1, min(rest, MAX_LEASED_COUNT)))
+
     def use(self, key: BatchKey, samples: int) -> bool:
         """Record that the script receives this batch; return False if its lease has ended.
 
@@ -92,6 +114,7 @@ class LeasedBatches:
         """
         if key.number not in self._unused:
             return False
+        self._pace.take()
         following = self._unused.pop(key.number)
         evaluates = not torch.is_grad_enabled()
         if evaluates:
