@@ -90,7 +90,7 @@ class CommandExecutor:
 
         Args:
             quiet: Wake only workers that this command answers, and other requests if there are new
-                log entries.
+                log entries. Wake all if there is news about data.
         """
         return self.step(lambda recorder, now: recorder.do(command, now), quiet)
 
@@ -100,7 +100,7 @@ class CommandExecutor:
         """
         with ExitStack() as afterwards, self.changed:
             coordinator = self.coordinator
-            before = coordinator.log.index
+            before, data_news = coordinator.log.index, coordinator.ledger.news
             try:
                 return action(self._recorder, time.monotonic())
             except MemoryError as error:  # not recorded, so its effect must not be visible
@@ -111,7 +111,8 @@ class CommandExecutor:
                 entries = coordinator.entries_after(before)
                 afterwards.callback(self._carry_out, coordinator, coordinator.log_id, entries)
                 answered = coordinator.membership.index.answered
-                if not quiet or any(isinstance(entry, Evict) for entry in entries):
+                has_news = coordinator.ledger.news != data_news
+                if not quiet or has_news or any(isinstance(entry, Evict) for entry in entries):
                     self.wake()
                 elif entries or answered:
                     self._wake(answered)
@@ -178,25 +179,20 @@ class CommandExecutor:
         seconds: float,
         stopping: bool = False,
         worker: int | None = None,
-        quiet: bool = False,
     ) -> T | None:
         """Repeat the action until it returns an answer.
 
         Args:
             stopping: Continue to wait while the job ends.
             worker: The worker for which the action asks for data, or for the result of a collective
-                call.
-            quiet: As in `do`, for the first try. Later tries are always quiet: waiting requests
-                must not wake each other.
+                call. Such requests, and later tries of others, must not wake each other.
 
         Returns:
             The answer; None after `seconds`, or if the job ends and `stopping` is false.
         """
-        deadline = time.monotonic() + seconds
+        deadline, quiet = time.monotonic() + seconds, worker is not None
         while True:
-            with self.changed:
-                seen = self.revision
-                quiet = quiet or self._waits_for_itself(worker)
+            seen = self.revision
             answer = self.step(action, quiet) if not self._missing() else None
             left, quiet = deadline - time.monotonic(), True
             if answer is not None or left <= 0 or (self._ending() and not stopping):

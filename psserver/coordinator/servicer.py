@@ -160,10 +160,8 @@ class ControlPlaneServicer(CoordinatorServiceServicer):
         with answering(context):
             return self.next_batch(request, wait_seconds(request.wait_ms))
 
-    def next_batch(
-        self, request: pb.NextBatchRequest, seconds: float, is_repeated: bool = False
-    ) -> pb.NextBatchResponse:
-        """Answer a request within `seconds`. is_repeated: It was tried before."""
+    def next_batch(self, request: pb.NextBatchRequest, seconds: float) -> pb.NextBatchResponse:
+        """Answer a request within `seconds`."""
         self._service.check_job(request.job)
         spec = loop_from_proto(request.loop)
         if request.share_only:
@@ -178,7 +176,7 @@ class ControlPlaneServicer(CoordinatorServiceServicer):
             request.idle,
             request.first_open,
         )
-        batches = self._service.worker_requests.lease_batches(command, seconds, is_repeated)
+        batches = self._service.worker_requests.lease_batches(command, seconds)
         if batches is None:
             return pb.NextBatchResponse(
                 waiting_for=self._service.waiting_for, version=self._service.version

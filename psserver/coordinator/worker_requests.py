@@ -133,9 +133,7 @@ class WorkerRequests:
             lambda r, now: r.coordinator.membership.leases.renew_by_transfers(ages, now), quiet=True
         )
 
-    def lease_batches(
-        self, command: LeaseBatches, seconds: float, is_repeated: bool = False
-    ) -> BatchesReply | None:
+    def lease_batches(self, command: LeaseBatches, seconds: float) -> BatchesReply | None:
         """Return batches, or the end of the data; None if there are none within `seconds`.
 
         A job that is over has no more batches. If only this server stops, batches follow after
@@ -145,7 +143,6 @@ class WorkerRequests:
             lambda recorder, now: recorder.do(command, now),
             seconds,
             worker=command.worker,
-            quiet=is_repeated,
         )
         if answer is None and self._is_over():
             return BatchesReply(end=True)
@@ -164,7 +161,6 @@ class WorkerRequests:
             lambda recorder, now: recorder.do(command, now),
             seconds,
             worker=command.worker,
-            quiet=True,  # else each of many workers would wake all that wait
         )
         if answer is None:
             self._check_goes_on()

@@ -55,22 +55,20 @@ class StreamRequests:
     ) -> Any:
         """Repeat a request until there is an answer, or its time is over."""
         deadline = time.monotonic() + wait_seconds(request.wait_ms)
-        is_repeated = False
         while True:
             seen = self._executor.revision
-            answer = await self._service.do(partial(self._try, request, is_repeated))
+            answer = await self._service.do(partial(self._try, request))
             left = deadline - time.monotonic()
             if left <= 0 or _is_complete(answer):
                 return answer
-            is_repeated = True
             with self._executor.watch(request.worker, wakeup.wake):
                 await wakeup.until(partial(self._executor.has_news, request.worker, seen), left)
 
     def _try(
-        self, request: co.NextBatchRequest | co.CollectiveRequest, is_repeated: bool
+        self, request: co.NextBatchRequest | co.CollectiveRequest
     ) -> co.NextBatchResponse | co.CollectiveResponse:
         if isinstance(request, co.NextBatchRequest):
-            return self._servicer.next_batch(request, 0.0, is_repeated)
+            return self._servicer.next_batch(request, 0.0)
         return self._servicer.collective(request, 0.0)
 
 

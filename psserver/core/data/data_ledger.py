@@ -33,6 +33,8 @@ class DataLedger:
 
     Attributes:
         loops: Loops by number.
+        news: Grows when batches may have become free, or a loop has ended or got more epochs:
+            workers that wait for data then ask again.
         extendable: Whether the first worker to reach the last loop may raise its epochs: the job
             was resumed, and no worker has reached that loop since.
         origin: What the job was resumed from, for messages.
@@ -41,6 +43,7 @@ class DataLedger:
     def __init__(self) -> None:
         self.extendable = False
         self.origin = ""
+        self.news = 0
         self.loops: dict[int, MapLoop | StreamLoop] = {}
         self._resumed: frozenset[int] = frozenset()  # the loops that were there then
         self._last = -1  # the highest number of a loop
@@ -121,6 +124,7 @@ class DataLedger:
         if reason or not possible:  # must not depend on `origin`, which a replay lacks
             raise loop_mismatch(spec, loop.spec, self.origin if resumed else "", reason)
         loop.extend(spec)
+        self.news += 1
         self._live[spec.loop] = loop
 
     def place(self, worker: int, loop: int) -> tuple[Any, ...]:
@@ -141,6 +145,7 @@ class DataLedger:
         for number, earlier in self._live.items():
             if number < loop:
                 earlier.leave(worker)
+                self.news += 1
 
     def _end_left(self, before: int, workers: Iterable[int]) -> None:
         """End loops before this one that all workers have left.
@@ -153,6 +158,7 @@ class DataLedger:
         for number, loop in self._live.items():
             if number < first:
                 loop.end()
+                self.news += 1
         self._live = {
             number: loop for number, loop in self._live.items() if not (loop.ended and loop.is_idle)
         }
@@ -175,9 +181,11 @@ class DataLedger:
             loop.drop(worker, [batch.number])
             if loop.done:
                 loop.end()
+                self.news += 1
 
     def put_back(self, worker: int, batches: Iterable[BatchKey]) -> None:
         """Free batches that a worker will not push."""
+        self.news += 1
         for loop, batch in self._known(batches):
             loop.give_back(worker, [batch.number])
 
@@ -191,6 +199,7 @@ class DataLedger:
 
     def give_back(self, worker: int) -> None:
         """Free all batches of a departed worker."""
+        self.news += 1
         self._first_open_loops.pop(worker, None)
         for loop in self._live.values():
             loop.lose(worker)

@@ -1,8 +1,7 @@
 """The executor carries out the consequences of a request, however the request ends."""
 
-import threading
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from threading import Thread
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -10,9 +9,10 @@ import pytest
 
 from pscommon.core.errors import FencedError, PSError
 from pscommon.core.log_entries import BatchKey, PushKey, ShardReport, Staged
-from psserver.coordinator.executor import CHECK_INTERVAL_SECONDS, CommandExecutor
-from psserver.core.commands.data_commands import LeaseBatches
+from psserver.coordinator.executor import CommandExecutor
+from psserver.core.commands.data_commands import LeaseBatches, ReturnBatches
 from psserver.core.commands.recorder import Recorder
+from psserver.core.commands.worker_commands import Leave
 from psserver.core.job.policy import policy
 from tests.support.coordinator_job import LOOP, Job
 from tests.support.workers import until
@@ -36,8 +36,10 @@ class EntryLog(SimpleNamespace):
 
     def __init__(self) -> None:
         membership = SimpleNamespace(index=SimpleNamespace(answered=set()), members={})
-        log = SimpleNamespace(index=0)
-        super().__init__(log=log, entries=[], log_id=7, failure=None, membership=membership)
+        log, ledger = SimpleNamespace(index=0), SimpleNamespace(news=0)
+        super().__init__(
+            log=log, entries=[], log_id=7, failure=None, membership=membership, ledger=ledger
+        )
 
     def append(self, entry: object) -> None:
         self.entries.append(entry)
@@ -137,51 +139,100 @@ def test_an_unexpected_error_is_reported_and_its_decisions_are_carried_out(
     assert broken == []
 
 
+class WaitingJob:
+    """An asynchronous job of four batches and four workers, of which the last three wait for data.
+
+    asked: how often they have asked.
+    replies: what they got, by worker.
+    """
+
+    def __init__(self, broken: list[Exception]) -> None:
+        self.job = Job(workers=4, row=policy("async"))
+        engine = SimpleNamespace(deliver=lambda log_id, entries: None)
+        self.executor = CommandExecutor(
+            self.job.recorder, cast(Any, engine), lambda: "", lambda: False, print, broken.append
+        )
+        for worker in range(1, 5):
+            self.job.ask(worker)
+        self.asked, self.replies = 0, dict[int, Any]()
+        self._threads = [Thread(target=self._wait, args=(worker,)) for worker in (2, 3, 4)]
+        for worker in (2, 3, 4):
+            self.push(worker, 1, batches=[worker - 1])
+        for thread in self._threads:
+            thread.start()
+        until(lambda: len(self.executor._wakeups.keys) == 3, "three waiting requests")
+        self.asked = 0
+
+    def _wait(self, worker: int) -> None:
+        def ask(recorder: Recorder, now: float) -> Any:
+            self.asked += 1
+            return recorder.do(LeaseBatches(worker, LOOP, 1, 1, True), now)
+
+        self.replies[worker] = self.executor.until(ask, 20.0, worker=worker)
+
+    def push(self, worker: int, seq: int, batches: Sequence[int] = ()) -> None:
+        keys = tuple(BatchKey(0, number) for number in batches)
+        version = self.executor.coordinator.version
+        report = ShardReport(0, 0, 0, (Staged(PushKey(worker, seq), 8, version, keys),))
+        self.executor.step(lambda recorder, now: recorder.report(report, now), quiet=True)
+        assert self.executor.coordinator.version == version + 1
+
+    def end(self) -> None:
+        """Count the last batch: the data have ended for all."""
+        self.push(1, 1000, batches=[0])
+        self.join()
+
+    def join(self) -> None:
+        for thread in self._threads:
+            thread.join(10.0)
+        assert not self.executor._wakeups.keys
+
+
 def test_a_push_wakes_no_worker_that_waits_for_data(broken: list[Exception]) -> None:
     """The end of the data wakes all of them."""
-    job = Job(workers=4, row=policy("async"))
-    engine = SimpleNamespace(deliver=lambda log_id, entries: None)
-    executor = CommandExecutor(
-        job.recorder, cast(Any, engine), lambda: "", lambda: False, print, broken.append
-    )
-    for worker in range(1, 5):
-        job.ask(worker)
-    asked, replies = [0], list[Any]()
-
-    def ask(recorder: Recorder, now: float) -> Any:
-        worker = waiting[threading.current_thread().name]
-        asked[0] += 1
-        return recorder.do(LeaseBatches(worker, LOOP, 1, 1, True), now)
-
-    def wait(worker: int) -> None:
-        replies.append(executor.until(ask, 20.0, worker=worker))
-
-    waiting = {f"waits-{worker}": worker for worker in (2, 3, 4)}
-    for worker in (2, 3, 4):
-        push(executor, job, worker, 1, batches=[worker - 1])
-    threads = [
-        threading.Thread(target=wait, args=(worker,), name=name) for name, worker in waiting.items()
-    ]
-    for thread in threads:
-        thread.start()
-    until(lambda: len(executor._wakeups.keys) == 3, "three waiting requests")
-    began, before = time.monotonic(), asked[0]
+    waiting = WaitingJob(broken)
     for seq in range(1, 101):
-        push(executor, job, 1, seq)
-    rechecks = 3 * ((time.monotonic() - began) / CHECK_INTERVAL_SECONDS + 1)
+        waiting.push(1, seq)
 
-    assert asked[0] - before <= rechecks
-    push(executor, job, 1, 101, batches=[0])
-    for thread in threads:
-        thread.join(10.0)
-    assert [reply.end for reply in replies] == [True] * 3
-    assert not executor._wakeups.keys
+    assert waiting.asked == 0
+    waiting.end()
+    assert [reply.end for reply in waiting.replies.values()] == [True] * 3
     assert broken == []
 
 
-def push(executor: CommandExecutor, job: Job, worker: int, seq: int, batches: Any = ()) -> None:
-    keys = tuple(BatchKey(0, number) for number in batches)
-    version = executor.coordinator.version
-    report = ShardReport(0, 0, 0, (Staged(PushKey(worker, seq), 8, version, keys),))
-    executor.step(lambda recorder, now: recorder.report(report, now), quiet=True)
-    assert executor.coordinator.version == version + 1
+def test_neither_time_nor_requests_of_others_wake_a_worker_that_waits_for_data(
+    broken: list[Exception],
+) -> None:
+    waiting = WaitingJob(broken)
+    executor, new = waiting.executor, waiting.job.add()
+    ask = LeaseBatches(new, LOOP, 0, 1, idle=False)
+    for _ in range(100):
+        executor.step(lambda recorder, now: recorder.tick(0.1), quiet=True)
+        assert executor.until(lambda recorder, now: recorder.do(ask, now), 0.0, worker=new)
+
+    assert waiting.asked == 0
+    waiting.end()
+
+
+def give_back(job: WaitingJob) -> None:
+    job.executor.do(ReturnBatches(1, [BatchKey(0, 0)]), quiet=True)
+
+
+def leave(job: WaitingJob) -> None:
+    job.executor.do(Leave(1, ""), quiet=True)
+
+
+@pytest.mark.parametrize("free", [give_back, leave])
+def test_a_free_batch_wakes_the_workers_that_wait_for_data(
+    broken: list[Exception], free: Callable[[WaitingJob], None]
+) -> None:
+    waiting = WaitingJob(broken)
+
+    free(waiting)
+
+    until(lambda: waiting.replies, "an answer")
+    ((worker, reply),) = waiting.replies.items()
+    assert reply.numbers == (0,)
+    waiting.push(worker, 1000, batches=[0])
+    waiting.join()
+    assert broken == []
