@@ -28,6 +28,9 @@ T = TypeVar("T")
 CHECK_INTERVAL_SECONDS = 0.2
 """Longest time between two checks by a waiting request."""
 
+NO_WORKER = 0
+"""Number that no worker has."""
+
 FAREWELL_SECONDS = 2.0
 """Time for workers to learn that the job is over, to end their steps and to leave.
 
@@ -214,6 +217,14 @@ class CommandExecutor:
         with self.changed:
             key = worker if self._waits_for_itself(worker) else None
         return self._wakeups.calling(wake, key)
+
+    def watch_all(self, wake: Callable[[], None]) -> AbstractContextManager[None]:
+        """Call `wake` at each call of `CommandExecutor.wake`: anything may have changed.
+
+        Args:
+            wake: As in `watch`.
+        """
+        return self._wakeups.calling(wake, NO_WORKER)
 
     def _waits_for_itself(self, worker: int | None) -> bool:
         """Return whether the machine knows what the worker waits for, and says when it is there."""

@@ -304,7 +304,8 @@ class ControlPlaneServicer(CoordinatorServiceServicer):
                 context.is_active,
                 lambda action: when_ended(context, action),
             ):
-                yield make()
+                if (response := make()) is not None:
+                    yield response
 
 
 def _until_lost(requests: Iterator[pb.LinkShardRequest]) -> Iterator[pb.LinkShardRequest]:

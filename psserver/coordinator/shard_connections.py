@@ -172,7 +172,7 @@ class ShardConnections:
         self, server: ServerEntry, cursor: DeliveryCursor, model: ModelSpec | None
     ) -> tuple[DeliveryCursor, list[Entry]] | None:
         """Return the entries that a shard lacks, and the cursor after them; None if it needs a
-        complete update.
+        complete update instead.
 
         model: The model that the shard has.
         """
@@ -182,19 +182,12 @@ class ShardConnections:
             delivery = self._directory.next_delivery(server, cursor, coordinator)
             if (
                 delivery is None
-                or not delivery.entries
                 or delivery.catch_up is not CatchUp.FOLLOW
                 or coordinator.reshard is not None
                 or coordinator.model is not model
             ):
                 return None
             return delivery.cursor, delivery.entries
-
-    def wait_for_update(self, server: ServerEntry, cursor: DeliveryCursor, seconds: float) -> None:
-        """Wait until there may be something new for the shard, at most `seconds`."""
-        with self._executor.changed:
-            if not self._directory.has_delivery(server, cursor, self._executor.coordinator):
-                self._executor.changed.wait(seconds)
 
     def record_part(self, shard: int, part: PartReport) -> None:
         """Record that a shard has written its part of a snapshot, or why it could not."""

@@ -7,8 +7,6 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
-from functools import partial
 
 from pscommon.core.formats import check_wire_format, spoken_format
 from pscommon.core.model_spec import ModelSpec
@@ -21,8 +19,7 @@ from psserver.core.servers.catch_up import CatchUp
 from psserver.core.servers.server_entry import DeliveryCursor, ServerEntry
 from psserver.core.shard.state_machine import NO_LOG
 
-MakeResponse = Callable[[], pb.LinkShardResponse]
-MakeNews = Callable[[], pb.LinkShardResponse | None]
+MakeResponse = Callable[[], pb.LinkShardResponse | None]
 
 UPDATE_INTERVAL_SECONDS = 1.0
 MAX_SILENCE_SECONDS = 2.5
@@ -34,17 +31,19 @@ def serve_shard(
     requests: Iterator[pb.LinkShardRequest],
     is_active: Callable[[], bool],
     when_ended: Callable[[Callable[[], None]], None],
-    try_send: Callable[[MakeNews], object] | None = None,
+    try_send: Callable[[MakeResponse], bool] | None = None,
 ) -> Iterator[MakeResponse]:
     """Connect a shard, and yield its updates, while another thread reads its messages.
+
+    An update can be None: there is nothing to send.
 
     Args:
         requests: The messages of the shard; ends with the connection.
         is_active: Returns whether the connection is open.
         when_ended: Registers what to do as soon as the connection ends.
-        try_send: Makes and sends a response without waiting. If there is such a function, both
-            sides send only what has changed, and everything once a second. Otherwise they always
-            send everything, as earlier releases did.
+        try_send: Makes and sends a response without waiting; returns whether that was possible. If
+            there is such a function, both sides send only what has changed, and everything once a
+            second. Otherwise they always send everything, as earlier releases did.
 
     Raises:
         UnreachableError: STOPPING once this server ends on its own and needs no report any more.
@@ -63,14 +62,14 @@ def serve_shard(
     # at once, not at the next check of the loop below: the shard's next process may connect
     when_ended(lambda: connections.disconnect(server, connection))
     listener = ShardListener(service, server, connection, requests)
-    updates = ShardUpdates(service, server, first, try_send is not None)
+    updates = ShardUpdates(service, server, first, try_send)
     try:
         listener.handle(first)
         listener.start()
-        with ExitStack() as stack:
-            if try_send is not None:
-                send_news = partial(try_send, updates.next_news)
-                stack.enter_context(service.executor.announcing(send_news))
+        with (
+            service.executor.announcing(updates.send_news),
+            service.executor.watch_all(updates.request_complete),
+        ):
             while (
                 is_active()
                 and listener.is_alive()
@@ -79,7 +78,7 @@ def serve_shard(
                 and not updates.has_stopped
             ):
                 yield updates.next_response
-                updates.wait(UPDATE_INTERVAL_SECONDS)
+                updates.wait()
                 if not updates.has_stopped:
                     service.check_running()  # the shard learns that this end was intended
     finally:
@@ -98,36 +97,52 @@ class ShardUpdates:
         service: CoordinatorService,
         server: ServerEntry,
         first: pb.LinkShardRequest,
-        sends_news: bool,
+        try_send: Callable[[MakeResponse], bool] | None,
     ) -> None:
-        """first: The shard's first message."""
+        """first: The shard's first message. try_send: As in `serve_shard`."""
         self.has_stopped = False
-        self._service, self._server, self._sends_news = service, server, sends_news
+        self._service, self._server, self._try_send = service, server, try_send
+        self._has_work = threading.Event()
+        self._is_complete_due = True
         self._cursor = DeliveryCursor(first.report.epoch, first.report.index)
         self._model: ModelSpec | None = None  # the model that the shard has
-        self._complete_at = -UPDATE_INTERVAL_SECONDS  # time of the last complete response
+        self._complete_at = 0.0  # time of the last complete response
 
-    def wait(self, seconds: float) -> None:
+    def wait(self) -> None:
         """Wait until there may be something new for the shard."""
-        service = self._service
-        with service.executor.changed:
-            if not (self.has_stopped or service.stopped.is_set()):
-                service.shard_connections.wait_for_update(self._server, self._cursor, seconds)
+        if not (self.has_stopped or self._service.stopped.is_set()):
+            age = time.monotonic() - self._complete_at
+            self._has_work.wait(max(0.0, UPDATE_INTERVAL_SECONDS - age))
 
-    def next_response(self) -> pb.LinkShardResponse:
-        """Return the news, or a complete response if there are none or it is due."""
-        return self.next_news() or self._complete_response()
+    def request_complete(self) -> None:
+        """Ask for a complete response. Never waits."""
+        self._is_complete_due = True
+        self._has_work.set()
 
-    def next_news(self) -> pb.LinkShardResponse | None:
-        """Return new log entries; None if there are none, or a complete response is due."""
-        service, is_over = self._service, self._service.is_over
+    def send_news(self) -> None:
+        """Send new log entries, or leave it to the thread that serves the shard. Never waits."""
+        if self._try_send is None or not self._try_send(self._next_news):
+            self._has_work.set()
+
+    def next_response(self) -> pb.LinkShardResponse | None:
+        """Return a complete response if it is due, else the news; None if there is none."""
+        self._has_work.clear()
         age = time.monotonic() - self._complete_at
-        if not self._sends_news or is_over or age >= UPDATE_INTERVAL_SECONDS:
-            return None
+        if self._try_send is None or self._is_complete_due or age >= UPDATE_INTERVAL_SECONDS:
+            return self._complete_response()
+        return self._next_news()
+
+    def _next_news(self) -> pb.LinkShardResponse | None:
+        """Return new log entries; None if there are none, or the shard needs more than them."""
+        service = self._service
         news = service.shard_connections.next_entries(self._server, self._cursor, self._model)
         if news is None:
+            self.request_complete()
             return None
-        self._cursor, entries = news
+        cursor, entries = news
+        if not entries:
+            return None
+        self._cursor = cursor
         return pb.LinkShardResponse(
             only_entries=True,
             epoch=self._cursor.log_id,
@@ -136,7 +151,7 @@ class ShardUpdates:
         )
 
     def _complete_response(self) -> pb.LinkShardResponse:
-        self._complete_at = time.monotonic()
+        self._is_complete_due, self._complete_at = False, time.monotonic()
         response = self._describe_update()
         self.has_stopped = response.stop
         if (spoken := spoken_format()) is not None:

@@ -13,7 +13,7 @@ from pscommon.telemetry.logs import get_logger
 from pscommon.wire.blocking_stream import BlockingStream
 from psproto.v1 import coordinator_pb2 as pb
 from psserver.coordinator.service import CoordinatorService
-from psserver.coordinator.shard_stream import MakeNews, serve_shard
+from psserver.coordinator.shard_stream import MakeResponse, serve_shard
 
 LINGER_SECONDS = 1.0
 """Time for a shard to read the last message and to close its side. The kernel drops what is sent if
@@ -76,10 +76,11 @@ class ShardLinks:
                 del self._open[link]
 
 
-def _try_send(link: BlockingStream, make: MakeNews) -> None:
+def _try_send(link: BlockingStream, make: MakeResponse) -> bool:
     """Make and send a response without waiting. A lost connection ends elsewhere."""
     with suppress(OSError):
-        link.try_send_message(make)
+        return link.try_send_message(make)
+    return True
 
 
 class ConnectionEnd:

@@ -296,15 +296,6 @@ class ShardDirectory(Generic[SnapshotT]):
             DeliveryCursor(coordinator.log_id, reached, server.catch_up), catch_up, entries
         )
 
-    def has_delivery(
-        self, server: ServerEntry, cursor: DeliveryCursor, coordinator: CoordinatorMachine
-    ) -> bool:
-        """Return whether a member may lack entries or the current log."""
-        if not self.is_member(server):
-            return False
-        lacks_entries = coordinator.log.index > cursor.reached and server.ready
-        return coordinator.log_id != cursor.log_id or lacks_entries
-
     def _choose_catch_up(
         self, report: ShardReport, coordinator: CoordinatorMachine, has_logs: bool
     ) -> CatchUp:

@@ -32,7 +32,7 @@ class ReshardingService:
         self.registry: Any = [ServerEntry(0, term=3)]
         self.stopped, self.worker_exits = threading.Event(), WorkerExits()
         self.reshard_requests = self.report = self.disconnect = self.check_job = Mock()
-        self.shard_connections = self
+        self.shard_connections, self.executor = self, MagicMock()
 
     def connect(self, *args: object) -> tuple[ServerEntry, int]:
         return self.server, self.server.connection
