@@ -278,6 +278,10 @@ BARS: tuple[Bar, ...] = tuple(
             versus(16, "push_pull", LANE, GRPC, 0.6, "cpu"),
             versus(16, "push_pull", LANE, TENSORFLOW, 0.78),
             versus(16, "push_pull", LANE, RPC_TCP, 0.95),
+            *(
+                versus(18, "push_pull", ours(lane, "arrays"), ours(lane), limit)
+                for lane, limit in (("grpc", 1.15), ("stream", 1.15), ("shm", 1.5))
+            ),
             *_small_step("stream"),
             *_small_step("shm"),
             memory_bar("memory_crowd", memory.MANY),

@@ -28,9 +28,6 @@ T = TypeVar("T")
 CHECK_INTERVAL_SECONDS = 0.2
 """Longest time between two checks by a waiting request."""
 
-NO_WORKER = 0
-"""Number that no worker has."""
-
 FAREWELL_SECONDS = 2.0
 """Time for workers to learn that the job is over, to end their steps and to leave.
 
@@ -224,7 +221,7 @@ class CommandExecutor:
         Args:
             wake: As in `watch`.
         """
-        return self._wakeups.calling(wake, NO_WORKER)
+        return self._wakeups.calling(wake, 0)  # the number of no worker
 
     def _waits_for_itself(self, worker: int | None) -> bool:
         """Return whether the machine knows what the worker waits for, and says when it is there."""
