@@ -4,6 +4,7 @@ SETUP ADDRESS RANK.
 
 import sys
 import time
+from itertools import islice, repeat
 
 import numpy as np
 import torch
@@ -17,6 +18,7 @@ from benchmarks.shapes import shapes
 from benchmarks.speaker import Measurements, serve
 from pscommon.system.malloc import tune_malloc
 
+SAMPLE_COUNT, EPOCH_COUNT = 1000, 1 << 20
 OPTIMIZERS = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam}
 
 
@@ -30,7 +32,8 @@ def module(setup: Setup) -> nn.Module:
     return made
 
 
-def main(setup: Setup, address: str, rank: int) -> None:
+def main(setup: Setup, address: str, rank: int, with_data: bool = False) -> None:
+    """with_data: Each step takes a batch of the job's data, of one sample."""
     tune_malloc()
     product.configure(setup)
     torch.set_num_threads(1)
@@ -40,9 +43,15 @@ def main(setup: Setup, address: str, rank: int) -> None:
             OPTIMIZERS[setup.optimizer](model.parameters(), lr=setup.rate), model
         )
 
+        batches = (
+            iter(job.batches(torch.zeros(SAMPLE_COUNT, 1), 1, epochs=EPOCH_COUNT))
+            if with_data
+            else repeat(None)
+        )
+
         def turn() -> Measurements:
             began = time.perf_counter()
-            for _ in range(setup.pieces):
+            for _ in islice(batches, setup.pieces):
                 optimizer.step()
             seconds = (time.perf_counter() - began) / setup.pieces
             last = [parameter.detach().flatten()[-1].item() for parameter in model.parameters()]

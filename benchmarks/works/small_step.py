@@ -9,6 +9,8 @@ from benchmarks.works.entrants import CALL, TCP, job, no_tensorflow, ours, peer,
 from benchmarks.works.work import Lineup, Work
 
 TENSORS = "26"
+LEVELS = {"modules": "optimizer.step", "loader": "optimizer.step with a loader"}
+"""Kinds of workers, and what they are called in the results."""
 
 
 def name(lane: str, servers: int) -> str:
@@ -29,6 +31,11 @@ def lineup(scale: Scale, resources: ExitStack) -> Lineup:
 
     entries = [job(name(lane, n), setup(lane, n)) for lane in LANES for n in (1, 2)]
     entries += [
+        job(ours(lane, level), setup(lane), kind)
+        for lane in LANES
+        for kind, level in LEVELS.items()
+    ]
+    entries += [
         peer(CALL, "grpc_unary", setup("grpc")),
         peer(TCP, "plain_tcp", setup("grpc")),
         *tensorflow(scale, setup("grpc"), "coordinator"),
@@ -39,7 +46,8 @@ def lineup(scale: Scale, resources: ExitStack) -> Lineup:
 WORK = Work(
     "small_step",
     "A step of a 50 kB model in 26 arrays (async, SGD, 1 worker), with one and with two servers. "
-    "The bare call moves 50 kB each way; plain TCP also applies SGD.",
+    "optimizer.step() of a torch model is measured with one server, alone and with a batch of "
+    "`job.batches` for each step. The bare call moves 50 kB each way; plain TCP also applies SGD.",
     lineup,
     quick=True,
 )
