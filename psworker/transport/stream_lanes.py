@@ -1,8 +1,8 @@
 """Which server a worker reaches over a stream, and the open streams.
 
 A stream is opened at the first exchange with a server: over its Unix socket if the worker finds the
-path on its own host, else over TCP. While it is not possible, gRPC carries the exchanges, and the
-next attempt follows after RETRY_SECONDS.
+path on its own host, else over TCP. The server has CONNECT_SECONDS for it. While it is not
+possible, gRPC carries the exchanges, and the next attempt follows after RETRY_SECONDS.
 """
 
 import threading
@@ -71,9 +71,10 @@ class StreamLanes:
             return None
         self._close_exchanges(address)
         seconds = min(CONNECT_SECONDS, timeout)
+        deadline = time.monotonic() + seconds
         description = describe(ps.DescribeRequest(), seconds)
         try:
-            stream = self._open(shard, address, header, description, seconds)
+            stream = self._open(shard, address, header, description, deadline)
         except PSError as error:
             self._requests.drop(address)
             if self._lanes == "stream":
@@ -107,7 +108,7 @@ class StreamLanes:
         address: str,
         header: ps.PushPullHeader,
         description: ps.DescribeResponse,
-        seconds: float,
+        deadline: float,
     ) -> StreamConnection:
         hello = stream_pb2.StreamHello(
             format=spoken_format(),
@@ -125,19 +126,20 @@ class StreamLanes:
                 f"{server} has no stream port: it runs with --lanes grpc or shm, or an old release"
                 + (". Try: `--lanes auto`" if self._lanes == "stream" else "")
             )
-        for other in found[:-1]:
+        *others, last = found
+        for other in others:
             with suppress(UnreachableError):
-                return StreamConnection.open(other, hello, server, seconds)
+                share = (deadline - time.monotonic()) / len(found)
+                return StreamConnection.open(other, hello, server, share)
         try:
-            return StreamConnection.open(found[-1], hello, server, seconds)
+            return StreamConnection.open(last, hello, server, deadline - time.monotonic())
         except UnreachableError as error:
-            if found[-1].startswith("/"):
+            if last.startswith("/") or error.reason != "UNREACHABLE":
                 raise
-            raise UnreachableError(
-                f"{error}. Try: let workers reach this port (--stream-bind, --advertise-stream, "
-                "firewalls), or `--lanes auto`",
-                error.reason,
-            ) from error
+            remedy = "let workers reach this port (--stream-bind, --advertise-stream, firewalls)"
+            if self._lanes == "stream":
+                remedy += ", or `--lanes auto`"
+            raise UnreachableError(f"{error}. Try: {remedy}", error.reason) from error
 
     def drop(self, address: str) -> None:
         """Close all streams to a server; what they do ends as if the server did not answer."""

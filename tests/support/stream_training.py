@@ -4,8 +4,9 @@ from typing import Any
 
 import numpy as np
 
-from psworker import OptimizerSpec
+from psworker import Client, OptimizerSpec
 from psworker.transport.grpc import GrpcTransport
+from psworker.transport.stream_connection import StreamConnection
 from tests.support.workers import connected
 
 START: dict[str, Any] = {"w": np.zeros(200_000, np.float32), "bias": np.zeros(3, np.float32)}
@@ -18,7 +19,13 @@ def train(address: str, lanes: Any, **options: Any) -> str:
         client.register(START, OptimizerSpec("sgd", lr=1.0))
         assert client.push_pull(ONES).status == "applied"
         assert float(client.weights["w"][-1]) == -1.0
-        transport = client._connection.transport
-        assert isinstance(transport, GrpcTransport)
-        streams = transport._lanes._streams.values()
-        return " ".join("unix" if each.address.startswith("/") else "tcp" for each in streams)
+        return " ".join(
+            "unix" if each.address.startswith("/") else "tcp" for each in streams_of(client)
+        )
+
+
+def streams_of(client: Client) -> list[StreamConnection]:
+    """Return the client's streams for exchanges."""
+    transport = client._connection.transport
+    assert isinstance(transport, GrpcTransport)
+    return list(transport._lanes._streams.values())

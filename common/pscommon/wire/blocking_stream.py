@@ -11,7 +11,13 @@ from typing import Self, TypeVar
 
 from google.protobuf.message import Message
 
-from pscommon.core.errors import InvalidRequestError, MismatchError, PSError, UnreachableError
+from pscommon.core.errors import (
+    FormatError,
+    InvalidRequestError,
+    MismatchError,
+    PSError,
+    UnreachableError,
+)
 from pscommon.core.formats import check_wire_format
 from pscommon.wire.channel import MAX_MESSAGE_BYTES
 from pscommon.wire.status import error_of, status_of
@@ -31,9 +37,15 @@ from psproto.v1 import parameter_server_pb2 as ps
 from psproto.v1 import stream_pb2
 
 CONNECT_SECONDS = 2.0
-"""Time for a server to accept a stream and to answer its greeting."""
+"""Time for a server to accept a stream and to answer its greeting, in all."""
 
 ALL_INTERFACES = ("0.0.0.0", "[::]")
+
+OTHER_PORT = (
+    "Try: give this server an `--advertise-stream HOST:PORT` that leads to its own stream port "
+    "(`--stream-bind`)"
+)
+OTHER_RELEASE = "Try: the same release of paramserver on every machine of the job"
 
 M = TypeVar("M", bound=Message)
 
@@ -69,17 +81,17 @@ class BlockingStream:
         """Connect and greet the server.
 
         server: Names the server in errors.
-        seconds: Time for the server to accept the connection, and to answer.
+        seconds: Time for the server to accept the connection and to answer, in all.
 
         Raises:
             UnreachableError: It does not answer in time, or does not take this peer now.
             MismatchError: It serves another job or shard, or does not speak this protocol.
         """
-        sock = _connect(address, server, seconds)
+        deadline = time.monotonic() + seconds
+        sock = _connect(address, server, deadline)
         stream = cls(sock, address, server)
         try:
-            stream.limit_silence(seconds)
-            stream._greet(hello)
+            stream._greet(hello, deadline)
             stream.limit_silence(SILENCE_SECONDS)
         except BaseException:
             stream.close()
@@ -95,7 +107,7 @@ class BlockingStream:
         seconds = min(seconds, SILENCE_SECONDS)
         if seconds != self._silence_seconds:
             self._silence_seconds = seconds
-            timeout = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
+            timeout = _timeout_option(seconds)
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeout)
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeout)
 
@@ -154,19 +166,23 @@ class BlockingStream:
             if filled is not None:
                 filled(total - queue.remaining_nbytes)
 
-    def next_frame(self, deadline: float | None) -> tuple[FramePrefix, bytes]:
+    def next_frame(
+        self, deadline: float | None, filled: Callable[[int], None] | None = None
+    ) -> tuple[FramePrefix, bytes]:
         """Return the next frame that is not ALIVE.
 
-        deadline: Time until which the frame must come; None: as long as the peer is alive.
+        Args:
+            deadline: Time until which the frame must come; None: as long as the peer is alive.
+            filled: See `receive`.
 
         Raises OSError, or InvalidRequestError if it is no frame.
         """
         while True:
-            self.receive([self._head])
+            self.receive([self._head], filled)
             prefix = decode_prefix(self._head)
             if prefix.kind is not FrameKind.ALIVE:
                 rest = bytearray(prefix.rest_nbytes)
-                self.receive([rest])
+                self.receive([rest], filled)
                 return prefix, prefix.message(self._head, rest)
             if deadline is not None and time.monotonic() > deadline:
                 raise TimeoutError("no answer in time")
@@ -237,23 +253,49 @@ class BlockingStream:
         )
         return UnreachableError(f"{self._who} does not answer: {text}", "UNREACHABLE")
 
-    def _greet(self, hello: stream_pb2.StreamHello) -> None:
+    def _greet(self, hello: stream_pb2.StreamHello, deadline: float) -> None:
+        """Exchange greetings until the deadline, also with a peer that sends byte by byte."""
+
+        def limit(_: int = 0) -> None:
+            self.limit_silence(_remaining(deadline))
+
         try:
+            limit()
             self.send([MAGIC, encode_frame(FrameKind.HELLO, hello.SerializeToString())])
             magic = bytearray(len(MAGIC))
-            self.receive([magic])
-            if magic != MAGIC:
-                raise MismatchError(
-                    f"{self._who} is no stream port of this software: it answered {bytes(magic)!r}",
-                    "SHARD_MISMATCH",
-                )
-            prefix, message = self.next_frame(time.monotonic() + self._silence_seconds)
-            if prefix.kind is FrameKind.ERROR:
-                raise error_of(message, self._who)
-            welcome = decode_message(stream_pb2.StreamWelcome, message)
-            check_wire_format(welcome.format, self._who, "this process")
+            self.receive([magic], limit)
+            self._check_magic(bytes(magic))
+            prefix, message = self.next_frame(deadline, limit)
+            if prefix.kind is FrameKind.WELCOME:
+                welcome = decode_message(stream_pb2.StreamWelcome, message)
+                check_wire_format(welcome.format, self._who, "this process")
+                return
+            if prefix.kind is not FrameKind.ERROR:
+                raise InvalidRequestError(f"it answered {prefix.kind.name}")
         except OSError as error:
             raise self.lost(error) from error
+        except InvalidRequestError as error:
+            raise MismatchError(
+                f"{self._who} speaks another release of this protocol: {error}. {OTHER_RELEASE}",
+                "SHARD_MISMATCH",
+            ) from error
+        raise self._refusal(error_of(message, self._who))
+
+    def _check_magic(self, magic: bytes) -> None:
+        if magic == MAGIC:
+            return
+        problem, remedy = "is no stream port of this software", OTHER_PORT
+        if magic.startswith(MAGIC.rstrip(b"0123456789")):
+            problem, remedy = f"speaks another release of the protocol {MAGIC!r}", OTHER_RELEASE
+        raise MismatchError(
+            f"{self._who} {problem}: it answered {magic!r}. {remedy}", "SHARD_MISMATCH"
+        )
+
+    def _refusal(self, error: PSError) -> PSError:
+        """Return the error with which a peer answered the greeting, with the address."""
+        if not isinstance(error, MismatchError) or isinstance(error, FormatError):
+            return error
+        return MismatchError(f"{self._who} is another server: {error}. {OTHER_PORT}", error.reason)
 
 
 def stream_addresses(description: ps.DescribeResponse, address: str, lanes: str) -> list[str]:
@@ -272,26 +314,57 @@ def stream_addresses(description: ps.DescribeResponse, address: str, lanes: str)
     return [*([path] if path and Path(path).exists() else []), *([tcp] if tcp else [])]
 
 
-def _connect(address: str, server: str, seconds: float) -> socket.socket:
+def _connect(address: str, server: str, deadline: float) -> socket.socket:
     """Return a connected socket, to a path or to HOST:PORT."""
     try:
         if address.startswith("/"):
-            return _connect_path(address)
+            return _connect_path(address, deadline)
         host, _, port = address.rpartition(":")
-        sock = socket.create_connection((host.strip("[]"), int(port)), seconds)
-        sock.settimeout(None)
+        sock = _connect_tcp(host.strip("[]"), int(port), deadline)
         set_tcp_options(sock)
         return sock
     except OSError as error:
-        text = error.strerror or str(error)
+        text = "no answer" if isinstance(error, BlockingIOError) else error.strerror or str(error)
         raise UnreachableError(f"cannot open a stream to {server} at {address}: {text}") from error
 
 
-def _connect_path(path: str) -> socket.socket:
+def _connect_path(path: str, deadline: float) -> socket.socket:
+    """A server that accepts no connection lets `connect` wait, as long as a send may."""
     sock = socket.socket(socket.AF_UNIX)
     try:
+        sock.setsockopt(
+            socket.SOL_SOCKET, socket.SO_SNDTIMEO, _timeout_option(_remaining(deadline))
+        )
         sock.connect(path)
     except OSError:
         sock.close()
         raise
     return sock
+
+
+def _connect_tcp(host: str, port: int, deadline: float) -> socket.socket:
+    """Try the addresses of a host in turn; each one has its share of the time."""
+    names = [str(found[4][0]) for found in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
+    while True:
+        name = names.pop(0)
+        try:
+            share = _remaining(deadline) / (len(names) + 1)
+            sock = socket.create_connection((name, port), share)
+            sock.settimeout(None)
+            return sock
+        except OSError:
+            if not names:
+                raise
+
+
+def _remaining(deadline: float) -> float:
+    """Return the seconds until then. Raises TimeoutError if it has passed."""
+    seconds = deadline - time.monotonic()
+    if seconds <= 0:
+        raise TimeoutError("no answer in time")
+    return seconds
+
+
+def _timeout_option(seconds: float) -> bytes:
+    """Return the value of a socket option. The kernel takes zero for no limit."""
+    return struct.pack("ll", *divmod(max(1, round(seconds * 1e6)), 1_000_000))

@@ -7,7 +7,7 @@ import pytest
 
 from pscommon.core.errors import UnreachableError
 from psproto.v1 import stream_pb2
-from psworker.transport.request_streams import RequestStreams
+from psworker.transport.request_streams import RETRY_SECONDS, RequestStreams
 from psworker.transport.stream_connection import StreamConnection
 
 
@@ -62,6 +62,23 @@ def test_a_server_that_refuses_does_not_delay_another_one(opened: list[str]) -> 
             assert (stream is not None) == is_open
 
     assert opened == ["b", "a"]
+
+
+def test_a_server_that_refused_is_asked_again_after_a_while(
+    opened: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = SimpleNamespace(now=100.0, monotonic=lambda: clock.now)
+    monkeypatch.setattr("psworker.transport.request_streams.time", clock)
+    streams = RequestStreams()
+    for seconds, attempts in ((0.0, 1), (RETRY_SECONDS - 0.1, 1), (RETRY_SECONDS, 2)):
+        clock.now = 100.0 + seconds
+        with streams.borrowed(exchanges_of("b"), "server") as stream:
+            assert stream is None
+        assert opened == ["b"] * attempts
+
+    clock.now += RETRY_SECONDS
+    with streams.borrowed(exchanges_of("a"), "server") as stream:
+        assert stream is not None
 
 
 def test_all_streams_of_a_server_are_closed_also_to_its_earlier_address(opened: list[str]) -> None:

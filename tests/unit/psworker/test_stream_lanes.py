@@ -1,0 +1,44 @@
+"""The time in which a stream is found, with a fake clock and fake connections."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from pscommon.core.errors import UnreachableError
+from pscommon.wire.blocking_stream import CONNECT_SECONDS
+from psproto.v1 import parameter_server_pb2 as ps
+from psworker.transport.stream_connection import StreamConnection
+from psworker.transport.stream_lanes import StreamLanes
+
+TIMEOUT = 60.0
+
+
+def test_the_description_and_all_ways_to_a_server_share_one_limit(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The description takes 0.5 s, and no way answers in its time."""
+    clock = SimpleNamespace(now=100.0, monotonic=lambda: clock.now)
+    monkeypatch.setattr("psworker.transport.stream_lanes.time", clock)
+    (tmp_path / "socket").touch()
+    limits: list[float] = []
+
+    def describe(request: ps.DescribeRequest, timeout: float) -> ps.DescribeResponse:
+        assert timeout == CONNECT_SECONDS
+        clock.now += 0.5
+        return ps.DescribeResponse(
+            addresses=["a:1"], stream_path=str(tmp_path / "socket"), stream_address="a:2"
+        )
+
+    def open_stream(address: str, hello: object, server: str, seconds: float) -> Any:
+        limits.append(seconds)
+        clock.now += seconds
+        raise UnreachableError("refused")
+
+    monkeypatch.setattr(StreamConnection, "open", open_stream)
+    header = ps.PushPullHeader(worker=1)
+
+    assert StreamLanes("auto").find(0, "a:1", header, describe, TIMEOUT) is None
+    assert limits == [0.75, 0.75]
+    assert clock.now == 100.0 + CONNECT_SECONDS
