@@ -124,6 +124,10 @@ def offered_name(program: Program) -> str:
     return program.wait_for("offered").split()[1]
 
 
+def lanes_of(worker: Program) -> list[str]:
+    return [line for line in worker.err.splitlines() if line.startswith("lanes_chosen")]
+
+
 def kill(program: Program) -> None:
     program.send(signal.SIGKILL)
     program.wait()
@@ -237,6 +241,22 @@ def test_a_too_small_shm_falls_back_with_one_log_line(
         "shared_memory_unavailable reason=/dev/shm is too small: 3.8 MiB are needed and "
         "1.0 MiB are free"
     )
+    assert lanes_of(client) == ["lanes_chosen lanes=auto tcp=[0, 1]"]  # sockets are in /dev/shm
+
+
+def test_a_too_small_shm_of_both_sides_leaves_the_unix_socket(
+    small_shm: tuple[str, ...], programs: Programs
+) -> None:
+    """The worker has the /dev/shm of shard 0; shard 1 has its own."""
+    shards, address = start_servers(programs, *small_shm)
+    enter = ("--preserve-credentials", "--user", "--mount", f"--target={shards[0].pid}")
+    within = (str(shutil.which("nsenter")), *enter)  # it comes with unshare
+    client = start_worker(programs, address, "none", 20, *within)
+
+    assert client.wait() == 0, client.output
+    assert "ends with -20.0" in client.out
+    assert "shared_memory_unavailable reason=/dev/shm is too small" in client.err
+    assert lanes_of(client) == ["lanes_chosen lanes=auto unix=[0] tcp=[1]"]
 
 
 def test_servers_with_another_shm_are_reached_over_grpc(
