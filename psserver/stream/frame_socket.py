@@ -6,6 +6,7 @@ from pscommon.core.errors import PSError
 from pscommon.wire.status import status_of
 from pscommon.wire.stream_format import (
     HEAD_BYTES,
+    MAX_FRAME_MESSAGE_BYTES,
     PIECE_BYTES,
     FrameKind,
     FramePrefix,
@@ -18,14 +19,18 @@ from psserver.stream.stream_socket import StreamSocket
 class FrameSocket(StreamSocket):
     """A stream socket that receives and sends frames."""
 
-    async def receive_frame(self) -> tuple[FramePrefix, bytes]:
+    async def receive_frame(
+        self, most_nbytes: int = MAX_FRAME_MESSAGE_BYTES
+    ) -> tuple[FramePrefix, bytes]:
         """Return the next frame's prefix and message; its data are not received yet.
+
+        most_nbytes: The longest message that is taken.
 
         Raises InvalidRequestError if it is no frame, ConnectionLostError or OSError.
         """
         head = bytearray(HEAD_BYTES)
         await self.receive([head])
-        prefix = decode_prefix(head)
+        prefix = decode_prefix(head, most_nbytes)
         rest = bytearray(prefix.rest_nbytes)
         await self.receive([rest])
         return prefix, prefix.message(head, rest)

@@ -12,6 +12,7 @@ from pscommon.wire.stream_format import (
     ALIVE_INTERVAL_SECONDS,
     HELLO_SECONDS,
     MAGIC,
+    MAX_HELLO_BYTES,
     FrameKind,
     decode_message,
     encode_frame,
@@ -131,7 +132,7 @@ class WorkerStream:
         await self._socket.receive([magic])
         if magic != MAGIC:
             raise InvalidRequestError(f"the peer does not speak this protocol: {bytes(magic)!r}")
-        prefix, message = await self._socket.receive_frame()
+        prefix, message = await self._socket.receive_frame(MAX_HELLO_BYTES)
         if prefix.kind is not FrameKind.HELLO:
             raise InvalidRequestError(f"the peer began with {prefix.kind.name}")
         return decode_message(pb.StreamHello, message)

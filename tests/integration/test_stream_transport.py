@@ -101,6 +101,24 @@ def test_garbage_is_refused_in_one_line(
     assert len(records_of(caplog, "stream_refused")) == 1
 
 
+def test_a_greeting_that_claims_a_large_message_is_refused_at_once(
+    cluster: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The server neither allocates memory for the message nor waits for it."""
+    monkeypatch.setattr("psserver.stream.worker_stream.HELLO_SECONDS", 600.0)
+    servers = cluster(1)
+    head = encode_frame(FrameKind.HELLO, bytes(1 << 20))[:HEAD_BYTES]
+    with ExitStack() as stack:
+        peers = [stack.enter_context(closing(Raw(servers.servers[0]))) for _ in range(50)]
+        for raw in peers:
+            raw.sock.sendall(MAGIC + head)
+
+        assert train(servers.address, "stream") == "tcp"
+        assert all(raw.is_closed() for raw in peers)
+    (line,) = records_of(caplog, "stream_refused")
+    assert f"message of {1 << 20} bytes" in line.getMessage()
+
+
 def test_a_worker_of_a_newer_format_is_refused(cluster: Make) -> None:
     with closing(Raw(cluster(1).servers[0])) as raw:
         assert raw.greet(format=2)[0] is FrameKind.ERROR

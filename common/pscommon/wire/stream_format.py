@@ -43,6 +43,9 @@ PIECE_BYTES = 1 << 20
 MAX_FRAME_MESSAGE_BYTES = 8 << 20
 """Longest message of a frame; larger ones are refused before memory is allocated."""
 
+MAX_HELLO_BYTES = 64 << 10
+"""Longest message of a greeting: its sender is not known yet."""
+
 MAX_BUFFERS_COUNT = 1024
 """Buffers of one system call (IOV_MAX of Linux)."""
 
@@ -108,14 +111,18 @@ def encode_frame(
     return head.ljust(HEAD_BYTES, b"\0")
 
 
-def decode_prefix(raw: bytearray | memoryview) -> FramePrefix:
+def decode_prefix(
+    raw: bytearray | memoryview, most_nbytes: int = MAX_FRAME_MESSAGE_BYTES
+) -> FramePrefix:
     """Return the prefix of a head.
 
+    most_nbytes: The longest message that is taken.
+
     Raises:
-        InvalidRequestError: These bytes are no head of a frame.
+        InvalidRequestError: These bytes are no head of a frame, or its message is longer.
     """
     kind, message_nbytes, data_nbytes, offset = _PREFIX.unpack_from(raw)
-    if kind not in _KINDS or message_nbytes > MAX_FRAME_MESSAGE_BYTES:
+    if kind not in _KINDS or message_nbytes > most_nbytes:
         raise InvalidRequestError(f"not a frame: kind {kind}, message of {message_nbytes} bytes")
     return FramePrefix(_KINDS[kind], message_nbytes, data_nbytes, offset)
 

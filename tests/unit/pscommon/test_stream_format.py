@@ -42,6 +42,14 @@ def test_other_bytes_are_refused(raw: bytes) -> None:
         decode_prefix(bytearray(raw))
 
 
+def test_a_message_above_the_limit_of_the_reader_is_refused() -> None:
+    frame = bytearray(encode_frame(FrameKind.HELLO, bytes(1001)))
+
+    assert decode_prefix(frame, 1001).message_nbytes == 1001
+    with pytest.raises(InvalidRequestError, match="message of 1001 bytes"):
+        decode_prefix(frame, 1000)
+
+
 def test_bytes_that_are_no_message_are_refused() -> None:
     with pytest.raises(InvalidRequestError, match="not a StreamHello"):
         decode_message(stream_pb2.StreamHello, b"\xff\xff")
