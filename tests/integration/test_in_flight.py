@@ -26,6 +26,8 @@ Make = Callable[..., Cluster]
 PUSH = 4_000_000
 ONE = {"w": np.ones(PUSH // 4, np.float32)}
 
+LANES = pytest.mark.parametrize("lanes", ["grpc", "stream"])
+
 
 def joined(address: str, lanes: Any = "grpc", **options: Any) -> Client:
     """Return a worker of a model of 4 MB that starts at zero and loses what is pushed."""
@@ -80,9 +82,10 @@ class CompetingClients:
 
 
 @pytest.mark.full
-def test_64_clients_share_16_mb_and_none_starves(tmp_path: Path) -> None:
+@LANES
+def test_64_clients_share_16_mb_and_none_starves(tmp_path: Path, lanes: str) -> None:
     """Each gets at least half of the mean, and the server holds a fraction of the 256 MB requested.
-    Besides the bytes in flight, a server of 64 streams has gRPC's windows and frames, threads'
+    Besides the bytes in flight, a server of 64 gRPC streams has gRPC's windows and frames, threads'
     stacks, and malloc's reserves.
     """
     with programs_in(tmp_path) as programs, ExitStack() as stack:
@@ -94,11 +97,13 @@ def test_64_clients_share_16_mb_and_none_starves(tmp_path: Path) -> None:
             "--in-flight",
             "16MB",
             "--lanes",
-            "grpc",
+            lanes,
             "--lease",
             "60s",
         )
-        clients = [stack.enter_context(joined(address, wait_timeout=100.0)) for _ in range(CLIENTS)]
+        clients = [
+            stack.enter_context(joined(address, lanes, wait_timeout=100.0)) for _ in range(CLIENTS)
+        ]
         before, race = resident(server.pid), CompetingClients(server.pid)
         together(*[lambda n=n, c=c: race.run(c, n) for n, c in enumerate(clients)])
 
@@ -118,11 +123,12 @@ def full(cluster: Make) -> Cluster:
     return cluster(1, policy="async", in_flight=8_000_000)
 
 
+@LANES
 @pytest.mark.parametrize("request_of", ["push", "push_pull", "pull"])
 def test_a_push_that_waits_too_long_fails_for_lack_of_memory(
-    full: Cluster, request_of: str
+    full: Cluster, request_of: str, lanes: str
 ) -> None:
-    with joined(full.address), joined(full.address, wait_timeout=0.5) as client:
+    with joined(full.address, lanes), joined(full.address, lanes, wait_timeout=0.5) as client:
         calls: dict[str, Callable[[], object]] = {
             "push": lambda: client.push(ONE),
             "push_pull": lambda: client.push_pull(ONE),
@@ -142,8 +148,9 @@ def test_a_push_that_waits_too_long_fails_for_lack_of_memory(
     until(lambda: budget_of(full).used == 0, "everything given back")
 
 
-def test_a_push_proceeds_when_memory_is_released(full: Cluster) -> None:
-    with joined(full.address) as client:
+@LANES
+def test_a_push_proceeds_when_memory_is_released(full: Cluster, lanes: str) -> None:
+    with joined(full.address, lanes) as client:
         claim = budget_of(full).take(99, 8_000_000, 0.0)
         push = threading.Thread(target=client.push, args=(ONE,))
         push.start()
@@ -236,10 +243,11 @@ def test_an_unread_pull_releases_its_bytes_when_it_is_cancelled(full: Cluster) -
         until(lambda: budget.used == 0, "room")
 
 
-def test_a_leaving_worker_releases_the_bytes_of_its_staged_push(cluster: Make) -> None:
+@LANES
+def test_a_leaving_worker_releases_the_bytes_of_its_staged_push(cluster: Make, lanes: str) -> None:
     servers = cluster(1)
-    with joined(servers.address):
-        with joined(servers.address, wait_timeout=0.3) as client:
+    with joined(servers.address, lanes):
+        with joined(servers.address, lanes, wait_timeout=0.3) as client:
             with pytest.raises(WaitTimeoutError):
                 client.push(ONE)
             assert budget_of(servers).used == PUSH
@@ -252,30 +260,32 @@ def test_a_leaving_worker_releases_the_bytes_of_its_staged_push(cluster: Make) -
 ROUNDS = pytest.mark.parametrize(("policy", "staleness"), [("sync", None), ("ssp", 0), ("ssp", 2)])
 
 
+@LANES
 @ROUNDS
 def test_a_worker_beyond_the_capacity_of_a_round_is_refused(
-    cluster: Make, policy: str, staleness: int | None
+    cluster: Make, policy: str, staleness: int | None, lanes: str
 ) -> None:
     servers = cluster(1, policy=policy, staleness=staleness, in_flight=3 * PUSH - 1)
-    with joined(servers.address) as one, joined(servers.address) as two:
+    with joined(servers.address, lanes) as one, joined(servers.address, lanes) as two:
         with pytest.raises(InvalidRequestError, match=f"`--in-flight {3 * PUSH}`") as caught:
-            joined(servers.address)
+            joined(servers.address, lanes)
         assert caught.value.exit_code == 2
         results = together(lambda: one.push(ONE), lambda: two.push(ONE))
         assert [result.status for result in results] == ["applied"] * 2
         two.close()
-        with joined(servers.address) as three:
+        with joined(servers.address, lanes) as three:
             assert {r.status for r in together(lambda: one.push(ONE), lambda: three.push(ONE))} == {
                 "applied"
             }
 
 
+@LANES
 @ROUNDS
 def test_rounds_need_no_more_than_the_computed_bytes(
-    cluster: Make, policy: str, staleness: int | None
+    cluster: Make, policy: str, staleness: int | None, lanes: str
 ) -> None:
     servers = cluster(2, policy=policy, staleness=staleness, in_flight=3 * PUSH // 2, min_workers=3)
-    clients = together(*[lambda: joined(servers.address) for _ in range(3)])
+    clients = together(*[lambda: joined(servers.address, lanes) for _ in range(3)])
 
     def train(client: Client) -> None:
         with client:
