@@ -290,6 +290,8 @@ def test_a_push_whose_stream_is_lost_counts_once(cluster: Make) -> None:
             thread.join()
         assert float(client.weights["w"][0]) == -30.0
         assert client.version == 30
+        budgets = [server.engine.traffic.budget for server in servers.servers]
+        until(lambda: not any(budget.used for budget in budgets), "no bytes in flight")
 
 
 def test_a_closed_client_ends_a_call_that_waits(cluster: Make) -> None:

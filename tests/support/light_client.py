@@ -1,6 +1,7 @@
 """Workers that consist of a socket: a test can have thousands of them."""
 
 import socket
+from typing import Any
 
 import numpy as np
 
@@ -31,16 +32,11 @@ class LightClient:
         self.begin_push(seq, len(data))
         self.sock.sendall(data)
 
-    def begin_push(self, seq: int, nbytes: int) -> None:
-        """Send the header of a push without its data."""
+    def begin_push(self, seq: int, nbytes: int, **fields: Any) -> None:
+        """Send the header of a push without its data. fields: other values of the header."""
+        usual = {"has_data": True, "samples": 1, "pull": ps.PULL_STEP, "wait_ms": 600_000}
         header = ps.PushPullHeader(
-            job=self._job,
-            worker=self._worker,
-            seq=seq,
-            has_data=True,
-            samples=1,
-            pull=ps.PULL_STEP,
-            wait_ms=600_000,
+            job=self._job, worker=self._worker, seq=seq, **{**usual, **fields}
         )
         self.sock.sendall(encode_frame(FrameKind.EXCHANGE, header.SerializeToString(), nbytes))
 
