@@ -162,8 +162,9 @@ class ServerConfig:
             object.__setattr__(self, "in_flight", usable_memory() // 2)
         if self.threads is None:
             object.__setattr__(self, "threads", min(4, cores()))
+        files = raise_file_limit()  # also if the user has set the number of workers
         if self.max_workers is None:
-            object.__setattr__(self, "max_workers", _capacity(self.lanes))
+            object.__setattr__(self, "max_workers", _capacity(self.lanes, files))
         if self.shard == 0:
             object.__setattr__(self, "join", None)
         self._check_numbers()
@@ -298,11 +299,13 @@ class ServerConfig:
         return cls(**chosen)
 
 
-def _capacity(lanes: Lanes) -> int:
+def _capacity(lanes: Lanes, files: int) -> int:
     """Return the number of workers for which there are enough open files, and gRPC threads if
     exchanges use them.
+
+    files: Limit of open files.
     """
-    files = (raise_file_limit() - RESERVED_FILES_COUNT) // FILES_PER_WORKER_COUNT
+    workers = (files - RESERVED_FILES_COUNT) // FILES_PER_WORKER_COUNT
     return max(
-        1, min(files, MAX_CONCURRENT_CALLS - RESERVED_CALLS_COUNT) if lanes == "grpc" else files
+        1, min(workers, MAX_CONCURRENT_CALLS - RESERVED_CALLS_COUNT) if lanes == "grpc" else workers
     )

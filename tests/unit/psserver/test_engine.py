@@ -1,4 +1,4 @@
-"""The engine of one shard: answers to waiting requests when it stops."""
+"""The engine of one shard: answers to waiting requests, and whether work is quick."""
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -87,3 +87,14 @@ def test_a_rejection_and_the_eviction_with_it_become_visible_together(engine: Sh
         engine.deliver(1, [Reject(2, bad, "NON_FINITE", "tensor w"), Evict(3, 1, "QUARANTINED")])
 
     assert set(seen) == {"FENCED"}
+
+
+@pytest.mark.parametrize(("floats", "is_quick"), [(4, True), (64 << 10, True), (65 << 10, False)])
+def test_requests_for_a_small_part_of_a_model_are_quick(floats: int, is_quick: bool) -> None:
+    """Streams then answer them without another thread."""
+    traffic = WorkerTraffic(ServerMetrics(CollectorRegistry(), shard=0), 1 << 20, "auto")
+    engine = ShardEngine(following(1), traffic, lambda cut, store: None)
+    assert not engine.is_quick  # there is no model
+    engine.set_model(ModelSpec((TensorSpec("w", (floats,), "float32"),), SPEC.optimizer))
+
+    assert engine.is_quick is is_quick

@@ -1,13 +1,16 @@
-"""Work of streams that is done in threads."""
+"""Which threads do the work of streams."""
 
 import asyncio
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
+from psserver.stream import listener
+from psserver.stream.listener import StreamListener
 from psserver.stream.stream_service import StreamService
 
 
@@ -34,3 +37,34 @@ def test_the_result_of_work_whose_stream_was_closed_is_given_back() -> None:
         asyncio.run(run(StreamService(engine, nothing, pool, nothing)))
 
     assert found == ["a read"]
+
+
+@pytest.mark.parametrize("is_quick", [True, False])
+def test_only_quick_work_is_done_in_the_thread_of_the_event_loop(is_quick: bool) -> None:
+    async def run(service: StreamService) -> tuple[str, str]:
+        return threading.current_thread().name, await service.do(
+            lambda: threading.current_thread().name
+        )
+
+    with ThreadPoolExecutor(thread_name_prefix="pool") as pool:
+        engine = cast(Any, SimpleNamespace(is_quick=is_quick))
+        nothing = cast(Any, None)
+        loop, found = asyncio.run(run(StreamService(engine, nothing, pool, nothing)))
+
+    assert (found == loop, found.startswith("pool")) == (is_quick, not is_quick)
+
+
+@pytest.mark.parametrize(("cores", "threads"), [(1, 1), (3, 3), (4, 4), (64, 4)])
+def test_a_server_has_an_event_loop_for_each_core_and_at_most_four(
+    monkeypatch: pytest.MonkeyPatch, cores: int, threads: int
+) -> None:
+    monkeypatch.setattr(listener, "cores", lambda: cores)
+    engine = cast(Any, SimpleNamespace(traffic=SimpleNamespace(observers=[], budget=None)))
+    nothing = cast(Any, None)
+    with closing(StreamListener(engine, nothing, nothing)) as listening:
+        listening.bind("127.0.0.1:0", is_requested=True)
+        listening.start()
+
+        running = [thread for thread in threading.enumerate() if thread in listening._threads]
+        assert len(running) == threads
+    assert not any(thread.is_alive() for thread in running)
