@@ -7,8 +7,10 @@ import pytest
 
 from pscommon.core.data_loop import LoopSpec
 from pscommon.core.log_entries import BatchKey
+from pscommon.settings.values import Lanes
 from psworker import Client
 from psworker.core.results import CollectiveCall
+from psworker.transport.grpc import GrpcTransport
 from tests.support.exactly_once import POLICIES
 from tests.support.forked_job import ForkedJob
 from tests.support.rpc_faults import Fault, FaultyLane, faulty_lane
@@ -42,6 +44,15 @@ METHODS = (
     "ParameterServerService.AttachMemory",
     "ParameterServerService.Exchange",
 )
+
+ON_STREAMS = (
+    *(
+        f"CoordinatorService.{method}"
+        for method in ("Heartbeat", "NextBatch", "ReturnBatches", "Collective", "ReportMetrics")
+    ),
+    "ParameterServerService.Exchange",
+)
+"""Calls that workers make over streams."""
 
 
 @pytest.fixture(scope="module", params=POLICIES)
@@ -82,22 +93,33 @@ def push(client: Client, loop: LoopSpec, number: int) -> None:
     )
 
 
-def run_worker_with_faults(job: ForkedJob, method: str, fault: Fault) -> FaultyLane:
-    """Run one worker whose first calls of this method meet this fault."""
+def run_worker_with_faults(job: ForkedJob, method: str, fault: Fault, lanes: Lanes) -> FaultyLane:
+    """Run one worker whose first calls of this method meet this fault.
+
+    lanes: `grpc` beside shared memory, or `stream`.
+    """
     times = TIMES.get(method, 2)
-    lane = faulty_lane(job.address, f"{method}={times}:{FAULTS[fault]}")
-    with counter("", lane=lane, connect_timeout=30.0) as client:
+    lane = faulty_lane(job.address, f"{method}={times}:{FAULTS[fault]}", lanes=lanes)
+    memory: Lanes = "auto" if lanes == "grpc" else lanes
+    with counter("", lane=lane, lanes=memory, connect_timeout=30.0) as client:
         make_every_call(client)
+        assert isinstance(lane.lane, GrpcTransport)
+        assert len(lane.lane._lanes._streams) == (2 if lanes == "stream" else 0)
         if method == "CoordinatorService.Heartbeat":
             until(lambda: lane.faults.counts[method, fault], f"{method}: {fault}")
     return lane
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_faulty_calls_count_each_push_and_batch_once(job: ForkedJob, method: str) -> None:
+@pytest.mark.parametrize(
+    ("lanes", "method"),
+    [*(("grpc", method) for method in METHODS), *(("stream", method) for method in ON_STREAMS)],
+)
+def test_faulty_calls_count_each_push_and_batch_once(
+    job: ForkedJob, lanes: Lanes, method: str
+) -> None:
     for fault in FAULTS:
         before = counted(weights_of(job.address))
-        lane = run_worker_with_faults(job, method, fault)
+        lane = run_worker_with_faults(job, method, fault, lanes)
 
         assert lane.faults.counts[method, fault]
         assert counted(weights_of(job.address)) == before + BATCHES

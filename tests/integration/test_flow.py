@@ -4,6 +4,7 @@ import threading
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from psserver.parameters import weight_reads as reading
 from psworker import Client, OptimizerSpec
 from psworker.core.results import PushResult
 from psworker.exchange.open_push import OpenPush
+from psworker.exchange.shard_streams import ShardDownload
 from tests.support.cluster import Cluster
 from tests.support.workers import connected, count, counted, counter, until, weights_of
 
@@ -134,6 +136,33 @@ def test_only_weights_used_on_arrival_come_in_small_pieces(
             flow.wait(0, client.plan.nbytes)
 
     assert (frame_count, len(frames)) == (4, PIECE_COUNT)
+
+
+def test_weights_over_a_stream_are_reported_in_pieces_of_at_most_1_mib(
+    cluster: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The script can use each piece while the next ones arrive."""
+    reported: list[int] = []
+    record = ShardDownload.record_bytes
+
+    def record_bytes(download: ShardDownload, nbytes: int) -> None:
+        reported.append(nbytes)
+        record(download, nbytes)
+
+    monkeypatch.setattr(ShardDownload, "record_bytes", record_bytes)
+    model = {name: np.zeros(1_300_001, np.float32) for name in ("w", "x")}
+    with connected(cluster().address, lanes="stream") as client:
+        client.register(model, OptimizerSpec("sgd", lr=1.0))
+        total = client.plan.nbytes
+        with closing(client.begin()) as flow:
+            flow.send(0, 64)
+            flow.finish()
+            flow.wait(0, total)
+
+    assert reported[-1] == total
+    pieces = [after - before for before, after in pairwise([0, *reported])]
+    assert all(0 < nbytes <= 1 << 20 for nbytes in pieces)
+    assert len(pieces) <= total / (1 << 20) + 1  # each report has a cost
 
 
 def test_half_of_the_shards_may_use_shared_memory(cluster: Make) -> None:

@@ -1,4 +1,4 @@
-"""Steps sent while the model computes, over gRPC and shared memory: same weights, nothing lost."""
+"""Steps sent while the model computes, over each lane: same weights, nothing lost."""
 
 import time
 from collections.abc import Callable
@@ -163,9 +163,10 @@ def test_a_loop_with_overlap_equals_the_loop_without(
     assert [samples for samples, _ in results] == [76, 74] * 2
 
 
+@pytest.mark.parametrize("lanes", LANES)
 @pytest.mark.parametrize("policy", [{"policy": "async"}, {"policy": "ssp", "staleness": 2}])
 def test_a_pipeline_counts_every_batch_and_its_staleness(
-    cluster: Make, policy: dict[str, object]
+    cluster: Make, policy: dict[str, object], lanes: str
 ) -> None:
     data = torch.randn(120, 6, generator=torch.Generator().manual_seed(0))
 
@@ -179,7 +180,7 @@ def test_a_pipeline_counts_every_batch_and_its_staleness(
             seen += [job.last.staleness] if job.last else []
         return job.stats.samples, seen, job.version
 
-    results = real(cluster(2, min_workers=2, **policy).address, 2, script)
+    results = real(cluster(2, min_workers=2, lanes=lanes, **policy).address, 2, script)
 
     assert sum(samples for samples, _, _ in results) == 240
     assert {version for _, _, version in results} == {60}
@@ -189,7 +190,8 @@ def test_a_pipeline_counts_every_batch_and_its_staleness(
         )
 
 
-def test_a_pipeline_of_one_worker_is_one_update_late(cluster: Make) -> None:
+@pytest.mark.parametrize("lanes", LANES)
+def test_a_pipeline_of_one_worker_is_one_update_late(cluster: Make, lanes: str) -> None:
     def script(job: Job) -> list[int]:
         model, seen = net(), []
         optimizer = job.optimizer(adam(model), model, pipeline=True)
@@ -202,12 +204,13 @@ def test_a_pipeline_of_one_worker_is_one_update_late(cluster: Make) -> None:
         assert job.last
         return [*seen, job.last.staleness]
 
-    (seen,) = real(cluster(1, policy="async").address, 1, script)
+    (seen,) = real(cluster(1, policy="async", lanes=lanes).address, 1, script)
 
     assert seen == [0] + [1] * (STEPS - 1)
 
 
-def test_a_pipeline_reports_a_nan_at_the_next_step(cluster: Make) -> None:
+@pytest.mark.parametrize("lanes", LANES)
+def test_a_pipeline_reports_a_nan_at_the_next_step(cluster: Make, lanes: str) -> None:
     def script(job: Job) -> None:
         model = net()
         optimizer = job.optimizer(adam(model), model, pipeline=True)
@@ -217,7 +220,7 @@ def test_a_pipeline_reports_a_nan_at_the_next_step(cluster: Make) -> None:
         with pytest.raises(NonFiniteError):
             optimizer.step()
 
-    real(cluster(1, policy="async").address, 1, script)
+    real(cluster(1, policy="async", lanes=lanes).address, 1, script)
 
 
 def test_a_pipeline_under_sync_is_refused(cluster: Make) -> None:
