@@ -17,6 +17,7 @@ import pytest
 from pscommon.telemetry.http import MetricsServer, new_registry
 from psserver.cli import COMMAND as SERVER
 from psserver.process.config import ServerConfig
+from psserver.stream.listener import default_bind
 from psworker.cli import COMMAND as WORKER
 from tests.support.prometheus_queries import DEPLOY
 
@@ -46,6 +47,15 @@ def test_both_servers_form_one_job() -> None:
     assert servers[0].data_dir == servers[1].data_dir
     assert all(each.exit_when_done for each in servers)
     assert servers[0].min_workers == 2
+
+
+def test_the_image_names_both_ports_of_a_server() -> None:
+    """The one of --bind, and the stream port."""
+    bind = server(0).bind
+    ports = re.search(r"^FROM runtime AS server\n(?:#.*\n)?EXPOSE (.*)$", DOCKERFILE, re.M)
+
+    assert ports
+    assert ports[1].split() == [each.rpartition(":")[2] for each in (bind, default_bind(bind))]
 
 
 def test_workers_run_an_existing_example_against_both_servers() -> None:
