@@ -2,7 +2,8 @@
 
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from types import FrameType
 
@@ -17,9 +18,11 @@ from pscommon.telemetry.logs import get_logger
 from psserver.coordinator.final_state import conclude
 from psserver.process.config import ServerConfig
 from psserver.replication.lease_directory import lease_of
+from psserver.replication.servicer import not_primary
 from psserver.replication.standby import Standby
 from psserver.replication.standby_state import Promotion
 from psserver.server import Server
+from psserver.stream.stream_port import StreamPort, open_stream_port
 
 log = get_logger(__name__)
 
@@ -35,23 +38,41 @@ def run(config: ServerConfig) -> int:
         return serve(Server(config))
     standby = Standby(config, lease_of(config))
     signals = _StopSignals(standby.stop)
-    promotion = standby.run()
-    if standby.failure is not None:
-        raise standby.failure
-    if promotion is None:
-        return signals.exit_code(is_over=False)
-    return serve(successor(config, standby.address, promotion), signals)
+    with open_streams(config, standby) as stream_port:
+        promotion = standby.run()
+        if standby.failure is not None:
+            raise standby.failure
+        if promotion is None:
+            return signals.exit_code(is_over=False)
+        stream_port.stop()
+        return serve(successor(config, standby.address, promotion, stream_port), signals)
 
 
-def successor(config: ServerConfig, address: str, promotion: Promotion) -> Server:
-    """Return the primary that a standby becomes, at the standby's address.
+@contextmanager
+def open_streams(config: ServerConfig, standby: Standby) -> Iterator[StreamPort]:
+    """Yield a standby's stream port, which answers that it is no primary. Close it at the end.
+
+    Raises TakenError if a requested port is not available.
+    """
+    with closing(open_stream_port(config, standby.address)) as port:
+        port.refuse_all(lambda: not_primary(standby.primary))
+        yield port
+
+
+def successor(
+    config: ServerConfig,
+    address: str,
+    promotion: Promotion,
+    stream_port: StreamPort | None = None,
+) -> Server:
+    """Return the primary that a standby becomes, at the standby's addresses.
 
     If its data directory is still locked or cannot be used, it continues without: no other
     process has its state.
     """
     config = replace(config, bind=address, standby_of=None)
     try:
-        return Server(config, promotion)
+        return Server(config, promotion, stream_port)
     except (TakenError, InvalidRequestError, SnapshotError) as error:
         if config.data_dir is None:
             raise
@@ -67,7 +88,9 @@ def successor(config: ServerConfig, address: str, promotion: Promotion) -> Serve
             remedy="start a standby of this server with that directory, and promote it",
         )
     server = Server(
-        replace(config, data_dir=None, snapshot_every=None, durability="snapshot"), promotion
+        replace(config, data_dir=None, snapshot_every=None, durability="snapshot"),
+        promotion,
+        stream_port,
     )
     if server.service is not None:
         server.service.lost_data_dir = f"this server continued without {config.data_dir}, {why}"

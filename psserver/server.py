@@ -51,7 +51,8 @@ from psserver.replication.servicer import StandbyServicer, make_standby_check
 from psserver.replication.standby_state import Promotion
 from psserver.shard.engine import ShardEngine
 from psserver.shard.worker_traffic import WorkerTraffic
-from psserver.stream.listener import open_streams
+from psserver.stream.listener import StreamListener
+from psserver.stream.stream_port import StreamPort, open_stream_port
 from psserver.transfer.servicer import DataPlaneServicer
 
 LAST_SNAPSHOT_TIMEOUT_SECONDS = 8.0
@@ -80,15 +81,20 @@ class Server:
 
     Args:
         promotion: The state of a standby that is primary now; None otherwise.
+        stream_port: The open port of that standby; None: the server opens one.
 
     Raises:
         TakenError, SnapshotError, PSError: The server cannot start.
     """
 
-    def __init__(self, config: ServerConfig, promotion: Promotion | None = None) -> None:
-        self.config = config
-        self._promotion, self._port_file = promotion, PortFile(config.port_file)
-        self._resources = ExitStack()
+    def __init__(
+        self,
+        config: ServerConfig,
+        promotion: Promotion | None = None,
+        stream_port: StreamPort | None = None,
+    ) -> None:
+        self.config, self._promotion, self._stream_port = config, promotion, stream_port
+        self._port_file, self._resources = PortFile(config.port_file), ExitStack()
         self.service: CoordinatorService | None = None
         try:
             self._build()
@@ -131,13 +137,9 @@ class Server:
         self.service = self._make_service(layout) if config.shard == 0 else None
         self.coordinator_link = None if self.service else self._make_coordinator_link()
         self._serve()
-        self._streams = open_streams(
-            config,
-            self.engine,
-            self.identity,
-            self.address,
-            self.metrics.record_call,
-            self.service,
+        port = self._stream_port or open_stream_port(config, self.address)
+        self._streams = StreamListener(
+            port, self.engine, self.identity, self.metrics.record_call, self.service
         )
         self._resources.callback(self._streams.close)
         if config.metrics_bind is not None:

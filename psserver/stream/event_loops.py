@@ -4,11 +4,24 @@ import asyncio
 import socket
 import threading
 from collections.abc import Callable
+from typing import Protocol
 
 from pscommon.wire.stream_format import ALIVE_INTERVAL_SECONDS
-from psserver.stream.worker_stream import WorkerStream
 
 MAX_LOOPS_COUNT = 4
+
+
+class ServedStream(Protocol):
+    """A connection that is served in an event loop.
+
+    Attributes:
+        task: Serves it; closes it at its end.
+    """
+
+    task: "asyncio.Task[None]"
+
+    def keep_alive(self) -> None:
+        """Send a sign of life if the peer waits for an answer; called every second."""
 
 
 class EventLoopThread(threading.Thread):
@@ -22,7 +35,7 @@ class EventLoopThread(threading.Thread):
     def __init__(self, number: int) -> None:
         super().__init__(name=f"stream-{number}", daemon=True)
         self.loop = asyncio.new_event_loop()
-        self.streams: set[WorkerStream] = set()
+        self.streams: set[ServedStream] = set()
 
     def run(self) -> None:
         asyncio.set_event_loop(self.loop)
@@ -32,7 +45,7 @@ class EventLoopThread(threading.Thread):
         finally:
             self.loop.close()
 
-    def add(self, sock: socket.socket, serve: Callable[[socket.socket], WorkerStream]) -> None:
+    def add(self, sock: socket.socket, serve: Callable[[socket.socket], ServedStream]) -> None:
         """Serve a connection. From any thread."""
         self.loop.call_soon_threadsafe(self._add, sock, serve)
 
@@ -41,12 +54,12 @@ class EventLoopThread(threading.Thread):
         self.loop.call_soon_threadsafe(self.loop.create_task, self._end())
         self.join()
 
-    def _add(self, sock: socket.socket, serve: Callable[[socket.socket], WorkerStream]) -> None:
+    def _add(self, sock: socket.socket, serve: Callable[[socket.socket], ServedStream]) -> None:
         stream = serve(sock)
         self.streams.add(stream)
         stream.task.add_done_callback(lambda task: self._remove(stream, task))
 
-    def _remove(self, stream: WorkerStream, task: "asyncio.Task[None]") -> None:
+    def _remove(self, stream: ServedStream, task: "asyncio.Task[None]") -> None:
         self.streams.discard(stream)
         if not task.cancelled() and (bug := task.exception()) is not None:
             self.loop.call_exception_handler({"message": "a stream failed", "exception": bug})

@@ -107,17 +107,12 @@ class WorkerStream:
         self._links.serve(self._socket.detach())
 
     async def _greet(self) -> pb.StreamHello:
-        try:
-            async with asyncio.timeout(HELLO_SECONDS):
-                hello = await self._receive_hello()
-        except TimeoutError:
-            raise InvalidRequestError(f"no greeting within {HELLO_SECONDS:.0f} s") from None
+        hello = await _receive_hello(self._socket)
         self._worker = hello.worker
         try:
             self._check(hello)
         except PSError as error:
-            await self._socket.send([MAGIC])
-            await self._socket.send_error(error)
+            await _refuse(self._socket, error)
             raise
         welcome = pb.StreamWelcome(format=spoken_format())
         if hello.purpose == pb.StreamHello.PURPOSE_UNSPECIFIED:
@@ -126,16 +121,6 @@ class WorkerStream:
             [MAGIC, encode_frame(FrameKind.WELCOME, welcome.SerializeToString())]
         )
         return hello
-
-    async def _receive_hello(self) -> pb.StreamHello:
-        magic = bytearray(len(MAGIC))
-        await self._socket.receive([magic])
-        if magic != MAGIC:
-            raise InvalidRequestError(f"the peer does not speak this protocol: {bytes(magic)!r}")
-        prefix, message = await self._socket.receive_frame(MAX_HELLO_BYTES)
-        if prefix.kind is not FrameKind.HELLO:
-            raise InvalidRequestError(f"the peer began with {prefix.kind.name}")
-        return decode_message(pb.StreamHello, message)
 
     def _check(self, hello: pb.StreamHello) -> None:
         if hello.purpose == pb.StreamHello.PURPOSE_SHARD:
@@ -178,3 +163,54 @@ class WorkerStream:
             await self._socket.send_error(error_for_peer(failure))
             return
         await self._socket.send_frame(FrameKind.RESULT, answer)
+
+
+class RefusedStream:
+    """Answers the greeting on one connection with an error, as a standby does.
+
+    error: the answer.
+    refused: called with the reason when the peer sends no greeting.
+    """
+
+    def __init__(self, sock: socket.socket, error: PSError, refused: Callable[[str], None]) -> None:
+        loop = asyncio.get_running_loop()
+        self._error, self._refused = error, refused
+        self._socket = FrameSocket(sock, loop, lambda: None)
+        self.task = loop.create_task(self._run())
+        self.task.add_done_callback(lambda task: self._socket.close())
+
+    def keep_alive(self) -> None:
+        """Do nothing: the answer takes no time."""
+
+    async def _run(self) -> None:
+        try:
+            await _receive_hello(self._socket)
+            await _refuse(self._socket, self._error)
+        except (ConnectionLostError, OSError) as error:
+            log.debug("stream_closed", problem=str(error))
+        except PSError as error:
+            self._refused(str(error))
+
+
+async def _receive_hello(sock: FrameSocket) -> pb.StreamHello:
+    """Return the greeting of a peer. Raises InvalidRequestError if it sends none in time."""
+    try:
+        async with asyncio.timeout(HELLO_SECONDS):
+            magic = bytearray(len(MAGIC))
+            await sock.receive([magic])
+            if magic != MAGIC:
+                raise InvalidRequestError(
+                    f"the peer does not speak this protocol: {bytes(magic)!r}"
+                )
+            prefix, message = await sock.receive_frame(MAX_HELLO_BYTES)
+    except TimeoutError:
+        raise InvalidRequestError(f"no greeting within {HELLO_SECONDS:.0f} s") from None
+    if prefix.kind is not FrameKind.HELLO:
+        raise InvalidRequestError(f"the peer began with {prefix.kind.name}")
+    return decode_message(pb.StreamHello, message)
+
+
+async def _refuse(sock: FrameSocket, error: PSError) -> None:
+    """Answer a greeting with an error."""
+    await sock.send([MAGIC])
+    await sock.send_error(error)

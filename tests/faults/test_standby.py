@@ -42,7 +42,8 @@ pytestmark = pytest.mark.timing
 def test_a_standby_replaces_a_killed_primary_at_once(
     tmp_path: Path, policy: str, shard: int
 ) -> None:
-    with StandbyJob(tmp_path, 2, (*POLICIES[policy], *FLAGS), count, pushes=10**6) as job:
+    options: dict[str, Any] = {"pushes": 10**6, "lanes": ("stream", "grpc")}  # by rank
+    with StandbyJob(tmp_path, 2, (*POLICIES[policy], *FLAGS), count, **options) as job:
         start_in_sync(job, shard)
         job.processes[f"s{shard}"].kill()
         took = wait_for_pushes(job, time.monotonic())

@@ -120,7 +120,7 @@ def test_lost_streams_lose_no_request(cluster: Make, monkeypatch: pytest.MonkeyP
     def close_streams() -> None:
         while not stop.wait(0.02):
             for server in servers.servers:
-                for thread in server._streams._threads:
+                for thread in server._streams._port._threads:
                     for stream in list(thread.streams):
                         stream.close(True)
 

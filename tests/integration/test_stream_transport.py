@@ -23,7 +23,7 @@ from psproto.v1 import stream_pb2
 from psproto.v1.coordinator_pb2_grpc import CoordinatorServiceStub
 from psproto.v1.parameter_server_pb2_grpc import ParameterServerServiceStub
 from psserver.server import Server
-from psserver.stream import listener
+from psserver.stream import stream_port
 from psserver.transfer.exchange_steps import ExchangeSteps
 from psworker import OptimizerSpec
 from psworker.transport.grpc import GrpcTransport
@@ -171,18 +171,18 @@ def test_only_sockets_of_killed_servers_are_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A server that starts has its socket before it accepts connections."""
-    monkeypatch.setattr(listener, "FOLDER", tmp_path)
+    monkeypatch.setattr(stream_port, "FOLDER", tmp_path)
     path = tmp_path / "paramserver-1.sock"
     with socket.socket(socket.AF_UNIX) as sock:
         sock.bind(str(path))
-        listener.remove_dead_paths()
+        stream_port.remove_dead_paths()
         assert path.exists()
 
-        monkeypatch.setattr(listener, "STARTING_SECONDS", 0.0)
+        monkeypatch.setattr(stream_port, "STARTING_SECONDS", 0.0)
         sock.listen()
-        listener.remove_dead_paths()
+        stream_port.remove_dead_paths()
         assert path.exists()
-    listener.remove_dead_paths()
+    stream_port.remove_dead_paths()
     assert not path.exists()
 
 

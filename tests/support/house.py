@@ -358,6 +358,7 @@ ALLOWED: dict[str, set[str]] = {
         "psserver.process",
         "psserver.replication",
         "psserver.server",
+        "psserver.stream",
     },
     "psserver.cli": {
         "pscommon.entry",

@@ -9,8 +9,8 @@ from typing import Any, cast
 
 import pytest
 
-from psserver.stream import listener
-from psserver.stream.listener import StreamListener
+from psserver.stream import stream_port
+from psserver.stream.stream_port import StreamPort
 from psserver.stream.stream_service import StreamService
 
 
@@ -58,13 +58,11 @@ def test_only_quick_work_is_done_in_the_thread_of_the_event_loop(is_quick: bool)
 def test_a_server_has_an_event_loop_for_each_core_and_at_most_four(
     monkeypatch: pytest.MonkeyPatch, cores: int, threads: int
 ) -> None:
-    monkeypatch.setattr(listener, "cores", lambda: cores)
-    engine = cast(Any, SimpleNamespace(traffic=SimpleNamespace(observers=[], budget=None)))
-    nothing = cast(Any, None)
-    with closing(StreamListener(engine, nothing, nothing)) as listening:
-        listening.bind("127.0.0.1:0", is_requested=True)
-        listening.start()
+    monkeypatch.setattr(stream_port, "cores", lambda: cores)
+    with closing(StreamPort()) as port:
+        port.bind("127.0.0.1:0", is_requested=True)
+        port.start(cast(Any, None))
 
-        running = [thread for thread in threading.enumerate() if thread in listening._threads]
+        running = [thread for thread in threading.enumerate() if thread in port._threads]
         assert len(running) == threads
     assert not any(thread.is_alive() for thread in running)

@@ -1,0 +1,230 @@
+"""The stream port and the Unix socket of one server process, and the threads that serve them."""
+
+import errno
+import os
+import secrets
+import socket
+import struct
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from pscommon.core.errors import PSError, TakenError
+from pscommon.system.shared_memory import FOLDER
+from pscommon.system.thread_team import cores
+from pscommon.telemetry.logs import get_logger
+from pscommon.wire.stream_format import set_tcp_options
+from psserver.process.config import ServerConfig
+from psserver.stream.event_loops import MAX_LOOPS_COUNT, EventLoopThread, ServedStream
+from psserver.stream.worker_stream import RefusedStream
+
+LAST_PORT = 65535
+BACKLOG_COUNT = 1024
+STARTING_SECONDS = 5.0
+"""Age from which a Unix socket that refuses connections belongs to a server that was killed."""
+
+ACCEPT_PAUSE_SECONDS = 1.0
+"""Time without new connections after the limit of open files was reached."""
+
+REFUSAL_NOTICE_SECONDS = 10.0
+"""Time between log lines about refused peers."""
+
+log = get_logger(__name__)
+
+
+class StreamPort:
+    """Listens from `bind` to `close`, and serves connections between `start` and `stop`.
+
+    Attributes:
+        address: HOST:PORT of the port; empty without one.
+        advertised: Its address for workers.
+        path: Path of the Unix socket; empty without one.
+    """
+
+    def __init__(self) -> None:
+        self.address = self.advertised = self.path = ""
+        self._serve: Callable[[socket.socket], ServedStream] | None = None
+        self._listening: list[socket.socket] = []
+        self._threads: list[EventLoopThread] = []
+        self._accepted = 0
+        self._refused, self._noticed_at = 0, -REFUSAL_NOTICE_SECONDS
+
+    def bind(self, bind: str, is_requested: bool) -> None:
+        """Open the port.
+
+        is_requested: the user has named the port, so no other one will do.
+
+        Raises TakenError if the port is not available.
+        """
+        try:
+            sock = _listen(bind)
+        except OSError as error:
+            if is_requested:
+                raise TakenError(
+                    f"cannot listen on {bind} for streams: {error.strerror or error}. Try: another "
+                    "`--stream-bind` (port 0 picks a free port)"
+                ) from error
+            sock = _listen(f"{bind.rpartition(':')[0]}:0")
+        self._listening.append(sock)
+        self.address = f"{bind.rpartition(':')[0]}:{sock.getsockname()[1]}"
+
+    def bind_path(self) -> None:
+        """Open a Unix socket beside the files of shared memory, if the host has such a folder."""
+        remove_dead_paths()
+        path = FOLDER / f"paramserver-{secrets.token_hex(8)}.sock"
+        sock = socket.socket(socket.AF_UNIX)
+        try:
+            sock.bind(str(path))
+            path.chmod(0o600)
+            sock.listen(BACKLOG_COUNT)
+        except OSError as error:
+            sock.close()
+            log.info("unix_socket_unavailable", problem=str(error))
+            return
+        self._listening.append(sock)
+        self.path = str(path)
+
+    def start(self, serve: Callable[[socket.socket], ServedStream]) -> None:
+        """Begin to serve connections.
+
+        serve: Called in an event loop's thread; serves a connection there.
+        """
+        self._serve = serve
+        if self._listening:
+            self._threads = [EventLoopThread(n) for n in range(min(cores(), MAX_LOOPS_COUNT))]
+        for thread in self._threads:
+            thread.start()
+        for sock in self._listening:
+            sock.setblocking(False)
+            self._watch(sock)
+
+    def refuse_all(self, make_error: Callable[[], PSError]) -> None:
+        """Begin to answer each greeting with an error."""
+        self.start(lambda sock: RefusedStream(sock, make_error(), self.note_refusal))
+
+    def stop(self) -> None:
+        """End all streams and threads. The port stays open: new connections wait for `start`."""
+        if self._threads:
+            self._threads[0].loop.call_soon_threadsafe(self._stop_accepting)
+        for thread in self._threads:
+            thread.end()
+        self._threads = []
+
+    def close(self) -> None:
+        """Close the port and all streams. Repeating it is harmless."""
+        if self.path:
+            Path(self.path).unlink(missing_ok=True)
+        self.stop()
+        for sock in self._listening:
+            sock.close()
+
+    def note_refusal(self, problem: str) -> None:
+        """Log a refused peer, at most one in REFUSAL_NOTICE_SECONDS."""
+        self._refused += 1
+        now = time.monotonic()
+        if now - self._noticed_at >= REFUSAL_NOTICE_SECONDS:
+            log.warning("stream_refused", problem=problem, refused=self._refused)
+            self._refused, self._noticed_at = 0, now
+
+    def _watch(self, sock: socket.socket) -> None:
+        loop = self._threads[0].loop
+        loop.call_soon_threadsafe(loop.add_reader, sock.fileno(), self._accept, sock)
+
+    def _stop_accepting(self) -> None:
+        for sock in self._listening:
+            self._threads[0].loop.remove_reader(sock.fileno())
+
+    def _accept(self, listening: socket.socket) -> None:
+        """Accept one connection; runs in the first event loop."""
+        try:
+            sock, _ = listening.accept()
+        except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
+                log.warning(
+                    "connections_refused",
+                    problem=error.strerror,
+                    remedy="raise the limit of open files (ulimit -n)",
+                )
+                loop = self._threads[0].loop
+                loop.remove_reader(listening.fileno())
+                loop.call_later(ACCEPT_PAUSE_SECONDS, self._watch, listening)
+            return
+        sock.setblocking(False)
+        if sock.family == socket.AF_UNIX:
+            if _uid_of(sock) != os.geteuid():
+                self.note_refusal("the peer runs as another user")
+                sock.close()
+                return
+        else:
+            set_tcp_options(sock)
+        self._accepted += 1
+        assert self._serve is not None
+        self._threads[self._accepted % len(self._threads)].add(sock, self._serve)
+
+
+def open_stream_port(config: ServerConfig, address: str) -> StreamPort:
+    """Open the port and the Unix socket as far as --lanes allows.
+
+    Args:
+        address: HOST:PORT of the server's gRPC port.
+
+    Raises TakenError if a requested port is not available.
+    """
+    port = StreamPort()
+    if config.lanes in ("auto", "stream"):
+        port.bind(config.stream_bind or default_bind(address), config.stream_bind is not None)
+        host, _, number = port.address.rpartition(":")
+        if config.advertise is not None:
+            host = config.advertise.rpartition(":")[0]
+        port.advertised = config.advertise_stream or f"{host}:{number}"
+    if config.lanes in ("auto", "shm"):
+        port.bind_path()
+    return port
+
+
+def default_bind(address: str) -> str:
+    """Return the address of the stream port: 1000 above the gRPC port, or any free port."""
+    host, _, port = address.rpartition(":")
+    number = int(port) + 1000
+    return f"{host}:{number if number <= LAST_PORT else 0}"
+
+
+def remove_dead_paths() -> None:
+    """Remove this user's Unix sockets whose servers were killed.
+
+    A socket also refuses connections before its server listens.
+    """
+    for path in FOLDER.glob("paramserver-*.sock"):
+        with socket.socket(socket.AF_UNIX) as probe, suppress(OSError):
+            facts = path.stat()
+            if facts.st_uid != os.geteuid() or time.time() - facts.st_ctime < STARTING_SECONDS:
+                continue
+            try:
+                probe.connect(str(path))
+            except ConnectionRefusedError:
+                path.unlink(missing_ok=True)
+
+
+def _listen(bind: str) -> socket.socket:
+    host, _, port = bind.rpartition(":")
+    family, kind, protocol, _, address = socket.getaddrinfo(
+        host.strip("[]"), int(port), type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+    )[0]
+    sock = socket.socket(family, kind, protocol)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        sock.bind(address)
+        sock.listen(BACKLOG_COUNT)
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+def _uid_of(sock: socket.socket) -> int:
+    """Return the user id of a Unix socket's peer."""
+    size = struct.calcsize("3i")
+    return int(struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))[1])
