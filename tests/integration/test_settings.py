@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -17,7 +18,7 @@ from psproto.v1 import parameter_server_pb2 as ps
 from psproto.v1.coordinator_pb2_grpc import CoordinatorServiceStub
 from psproto.v1.parameter_server_pb2_grpc import ParameterServerServiceStub
 from psserver.server import Server
-from tests.support.ports import free_port
+from tests.support.ports import free_port, free_port_below
 from tests.support.settings_coverage import server_setting
 from tests.support.settings_server import Serve
 from tests.support.workers import (
@@ -89,6 +90,19 @@ def test_the_stream_port(serve: Serve) -> None:
 
     assert describe(server.address).stream_address == f"127.0.0.1:{port}"
     assert describe(advertised.address).stream_address == f"localhost:{port}"
+
+
+@server_setting("bind", "advertise", "stream_bind")
+def test_the_stream_port_by_default(serve: Serve) -> None:
+    """1000 above the port of --bind, on the host of --advertise."""
+    port, bound = free_port_below(1000), free_port()
+    server = serve("--bind", f"0.0.0.0:{port}", "--advertise", f"localhost:{port}")
+    other = serve("--stream-bind", f"0.0.0.0:{bound}", "--advertise", "localhost:1")
+
+    assert describe(server.address).stream_address == f"localhost:{port + 1000}"
+    assert describe(other.address).stream_address == f"localhost:{bound}"
+    socket.create_connection(("127.0.0.1", port + 1000), 10.0).close()
+    socket.create_connection(("127.0.0.1", bound), 10.0).close()
 
 
 def describe(address: str) -> ps.DescribeResponse:

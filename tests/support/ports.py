@@ -66,3 +66,12 @@ def free_ports(count: int) -> list[int]:
 
 def free_port() -> int:
     return free_ports(1)[0]
+
+
+def free_port_below(distance: int) -> int:
+    """Return a port for which the port `distance` above is unused, too."""
+    while True:
+        port = free_port()
+        with suppress(OSError):
+            _listen(port + distance).close()
+            return port
