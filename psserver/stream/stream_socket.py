@@ -116,15 +116,16 @@ class StreamSocket:
         """Repeat a step whenever the socket allows it, until it returns True."""
         self.is_moving = True
         try:
-            if self._repeat(step):
+            have_all_moved = self._repeat(step)
+            if not is_writing and not self._is_reading:  # also to notice that the peer hangs up
+                self._loop.add_reader(self._socket.fileno(), self._on_readable)
+                self._is_reading = True
+            if have_all_moved:
                 return
             self._step, self._is_writing = step, is_writing
             self._moved = self._loop.create_future()
             if is_writing:
                 self._loop.add_writer(self._socket.fileno(), self._continue)
-            elif not self._is_reading:
-                self._loop.add_reader(self._socket.fileno(), self._on_readable)
-                self._is_reading = True
             await self._moved
         finally:
             self.is_moving, self._step = False, None
@@ -153,16 +154,15 @@ class StreamSocket:
     def _on_readable(self) -> None:
         if self._step is not None and not self._is_writing:
             self._continue()
-        elif self._has_hung_up():
+            return
+        try:
+            has_hung_up = not self._socket.recv(1, socket.MSG_PEEK)
+        except BlockingIOError:  # the bytes were received since the loop saw them
+            return
+        except OSError:
+            has_hung_up = True
+        if has_hung_up:
             self._lost()
         else:  # data that no coroutine wants yet
             self._loop.remove_reader(self._socket.fileno())
             self._is_reading = False
-
-    def _has_hung_up(self) -> bool:
-        try:
-            return not self._socket.recv(1, socket.MSG_PEEK)
-        except BlockingIOError:
-            return False
-        except OSError:
-            return True

@@ -27,7 +27,7 @@ from tests.support.workers import connected, until
 
 Make = Callable[..., Cluster]
 
-FLOATS = 200_000
+FLOATS = 2_000_000
 ONES = np.ones(FLOATS, np.float32)
 DATA = ONES.tobytes()
 PUSH = len(DATA)
@@ -222,6 +222,18 @@ def test_a_push_that_ends_while_it_waits_for_memory_waits_no_more(job: PushJob, 
     until(lambda: not job.budget.waiting, "no push that waits")
     job.budget.release(claim)
     assert job.budget.used == 0
+    job.push(newer or job.open(worker), 1)
+
+
+@pytest.mark.parametrize("end", ["lost", "replaced"])
+def test_a_pull_that_is_not_read_and_ends_leaves_no_bytes_in_flight(job: PushJob, end: str) -> None:
+    client = job.open(worker := job.join())
+    client.begin_push(0, 0, has_data=False, samples=0)
+    until(lambda: job.budget.used == PUSH, "a pull that is being sent")
+
+    newer = job.end(client, worker, end)
+
+    until(lambda: job.budget.used == 0, "memory given back")
     job.push(newer or job.open(worker), 1)
 
 
