@@ -175,12 +175,15 @@ class RefusedStream:
     def __init__(self, sock: socket.socket, error: PSError, refused: Callable[[str], None]) -> None:
         loop = asyncio.get_running_loop()
         self._error, self._refused = error, refused
-        self._socket = FrameSocket(sock, loop, lambda: None)
+        self._socket = FrameSocket(sock, loop, self._cancel)
         self.task = loop.create_task(self._run())
         self.task.add_done_callback(lambda task: self._socket.close())
 
     def keep_alive(self) -> None:
         """Do nothing: the answer takes no time."""
+
+    def _cancel(self) -> None:
+        self.task.cancel()
 
     async def _run(self) -> None:
         try:
