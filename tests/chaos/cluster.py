@@ -100,8 +100,6 @@ class Cluster:
             soak_job.policy,
             "--min-workers",
             soak_job.workers,
-            "--lanes",
-            "stream",
             *soak_job.flags,
         )
         self.servers = enter(

@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import psworker
-from pscommon.settings.values import seconds
+from pscommon.settings.values import Lanes, seconds
 from psworker import Job
 from psworker.connection.discovery import discover
 from psworker.transport.grpc import GrpcTransport
@@ -27,6 +27,8 @@ from tests.support.rpc_faults import Faults
 SAMPLES, BATCH = 512, 8
 STOP = "stop"
 NO_FAULTS = "*=0:0%:0%"
+LANES: tuple[Lanes, ...] = ("grpc", "stream", "shm")
+"""Lanes of the workers, one after another; the seed decides which is first."""
 
 
 class CountingModel(nn.Module):
@@ -63,11 +65,12 @@ def connect(folder: Path, rules: str, seed: int) -> Job:
     connect_timeout = seconds(os.environ.get("PS_CONNECT_TIMEOUT", "60"))
     journal = Journal(folder, f"w{rank}.{attempt}")
     cluster = discover(os.environ["PS_SERVERS"].split(","), connect_timeout)
+    lanes = LANES[(rank + seed) % len(LANES)]
     lane = SequenceLane(
-        GrpcTransport(cluster.addresses, lanes="stream" if rank % 2 else "grpc"),
+        GrpcTransport(cluster.addresses, lanes=lanes),
         Faults(rules, seed * 1000 + rank * 100 + attempt),
     )
-    client = JournaledClient(journal, lane, rank=rank, connect_timeout=connect_timeout)
+    client = JournaledClient(journal, lane, rank=rank, connect_timeout=connect_timeout, lanes=lanes)
     return Job(client, rank, torch.device("cpu"))
 
 
