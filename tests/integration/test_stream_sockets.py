@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from psserver.stream import listener
+from psserver.stream import stream_port
 from psworker import OptimizerSpec
 from psworker.transport.grpc import GrpcTransport
 from tests.support.cluster import Cluster
@@ -21,7 +21,7 @@ def test_another_user_is_refused_at_the_unix_socket(
     cluster: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Several attempts give one line; TCP stays open to the worker."""
-    monkeypatch.setattr(listener, "_uid_of", lambda sock: os.geteuid() + 1)
+    monkeypatch.setattr(stream_port, "_uid_of", lambda sock: os.geteuid() + 1)
     servers = cluster(1)
     for _ in range(3):
         with socket.socket(socket.AF_UNIX) as sock:
@@ -37,7 +37,7 @@ def test_another_user_is_refused_at_the_unix_socket(
 def test_the_user_of_a_peer_comes_from_the_kernel() -> None:
     one, other = socket.socketpair()
     with one, other:
-        assert listener._uid_of(one) == os.geteuid()
+        assert stream_port._uid_of(one) == os.geteuid()
 
 
 OPTIONS = {
@@ -57,7 +57,7 @@ def test_both_ends_of_a_stream_notice_a_lost_peer(cluster: Make) -> None:
         transport = client._connection.transport
         assert isinstance(transport, GrpcTransport)
         (stream,) = transport._lanes._streams.values()
-        threads = servers.servers[0]._streams._threads
+        threads = servers.servers[0]._streams._port._threads
         ends = [each._socket._socket for thread in threads for each in list(thread.streams)]
         found = [sock for sock in ends if sock.getpeername() == stream._socket.getsockname()]
         assert len(found) == 1
