@@ -253,13 +253,15 @@ class ShardListener(threading.Thread):
 
     def _carry_out(self, request: pb.LinkShardRequest) -> None:
         service, shard = self._service, self._server.shard
-        if request.instance:
+        # a former primary may send on its connection what no longer describes the shard
+        is_current = self._server.connection == self._connection
+        if request.instance and is_current:
             self._server.place, self._server.standby = request.place, request.standby
         if request.ended:
             service.worker_exits.found(request.ended)
         if request.alive:
             service.worker_requests.renew_leases(request.alive)
-        if request.stats_json:
+        if request.stats_json and is_current:
             self._server.stats = json.loads(request.stats_json)
         if request.HasField("restored"):
             service.shard_connections.finish_catch_up(

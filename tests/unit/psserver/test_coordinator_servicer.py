@@ -140,3 +140,15 @@ def test_silence_counts_only_while_the_coordinator_listens(monkeypatch: pytest.M
 
     assert found == [0, 0, 0, 0]
     assert listener.silent == MAX_SILENCE_SECONDS
+
+
+@pytest.mark.parametrize("connection", [2, 1])
+def test_only_the_current_process_of_a_shard_describes_it(connection: int) -> None:
+    """Else the status would show the standby of a former primary as that of the present one."""
+    server = ServerEntry(1, connection=2, standby="b1:1")
+    sent = pb.LinkShardRequest(instance="i", standby="old:1", stats_json='{"version": 7}')
+
+    ShardListener(Mock(), server, connection, iter([])).handle(sent)
+
+    found = server.standby, server.stats
+    assert found == (("old:1", {"version": 7}) if connection == 2 else ("b1:1", {}))
