@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import signal
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
@@ -22,6 +23,10 @@ SMOKE_TESTS = "smoke"
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # needed for reproducible recurrent layers on a GPU
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:2")
+
+# a shell can start its background jobs such that they ignore Ctrl-C, which many tests send
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # no example fails because the machine was paused
 settings.register_profile(
