@@ -98,7 +98,7 @@ class LeasedBatches:
     def _count_to_lease(self) -> int:
         """Return how many batches to ask for.
 
-        More than one only where each worker takes batches at its own pace, and less than half of
+        More than one only where each worker takes batches at its own pace, and at most half of
         what this worker can still expect: the last ones are for the worker that is free first.
         """
         is_free = self._session.client.policy in ("async", "ssp")

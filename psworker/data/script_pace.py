@@ -35,5 +35,6 @@ class ScriptPace:
         """Return how many batches the script takes in this time: 1 to `limit`, 1 if unknown."""
         if self._interval is None:
             return 1
-        # not divided by the interval, which a coarse clock measures as 0
-        return next((n for n in range(1, limit) if (n + 1) * self._interval > seconds), limit)
+        if limit * self._interval <= seconds:  # also if a coarse clock has measured 0
+            return limit
+        return max(1, int(seconds / self._interval))

@@ -13,13 +13,13 @@ from pscommon.wire.stream_format import SILENCE_SECONDS
 from psworker import Client
 from psworker.exchange import shard_exchange
 from psworker.transport import stream_lanes
-from psworker.transport.grpc import GrpcTransport
 from psworker.transport.stream_connection import StreamConnection
 from tests.support.cluster import Cluster
 from tests.support.events import records_of
 from tests.support.machine_time import machine_seconds
 from tests.support.ports import free_port
 from tests.support.proxy import Proxy
+from tests.support.stream_training import streams_of
 from tests.support.workers import count, counted, counter, until
 
 Make = Callable[..., Cluster]
@@ -55,9 +55,7 @@ def proxied(cluster: Make, caplog: pytest.LogCaptureFixture) -> Iterator[Proxied
 
 def stream_of(client: Client) -> StreamConnection | None:
     """Return the open stream of the client's exchanges."""
-    transport = client._connection.transport
-    assert isinstance(transport, GrpcTransport)
-    return next(iter(transport._lanes._streams.values()), None)
+    return next(iter(streams_of(client)), None)
 
 
 @contextmanager

@@ -7,11 +7,9 @@ from collections.abc import Callable
 import pytest
 
 from psserver.stream import stream_port
-from psworker import OptimizerSpec
-from psworker.transport.grpc import GrpcTransport
 from tests.support.cluster import Cluster
 from tests.support.events import records_of
-from tests.support.stream_training import ONES, START, train
+from tests.support.stream_training import make_step, streams_of, train
 from tests.support.workers import connected
 
 Make = Callable[..., Cluster]
@@ -52,11 +50,8 @@ OPTIONS = {
 def test_both_ends_of_a_stream_notice_a_lost_peer(cluster: Make) -> None:
     servers = cluster(1)
     with connected(servers.address, lanes="stream") as client:
-        client.register(START, OptimizerSpec("sgd", lr=1.0))
-        assert client.push_pull(ONES).status == "applied"
-        transport = client._connection.transport
-        assert isinstance(transport, GrpcTransport)
-        (stream,) = transport._lanes._streams.values()
+        make_step(client)
+        (stream,) = streams_of(client)
         threads = servers.servers[0]._streams._port._threads
         ends = [each._socket._socket for thread in threads for each in list(thread.streams)]
         found = [sock for sock in ends if sock.getpeername() == stream._socket.getsockname()]

@@ -26,11 +26,10 @@ from psserver.server import Server
 from psserver.stream import stream_port
 from psserver.transfer.exchange_steps import ExchangeSteps
 from psworker import OptimizerSpec
-from psworker.transport.grpc import GrpcTransport
 from tests.support.cluster import Cluster
 from tests.support.events import records_of
 from tests.support.light_client import LightClient, join
-from tests.support.stream_training import ONES, START, train
+from tests.support.stream_training import ONES, START, make_step, streams_of, train
 from tests.support.workers import connected, until
 
 Make = Callable[..., Cluster]
@@ -330,15 +329,12 @@ def _register(client: Any) -> None:
 def test_a_fork_of_a_worker_leaves_its_streams_open(cluster: Make) -> None:
     servers = cluster(1)
     with connected(servers.address, lanes="stream") as client:
-        client.register(START, OptimizerSpec("sgd", lr=1.0))
-        assert client.push_pull(ONES).status == "applied"
-        transport = client._connection.transport
-        assert isinstance(transport, GrpcTransport)
-        (stream,) = transport._lanes._streams.values()
+        make_step(client)
+        (stream,) = streams_of(client)
         child = os.fork()
         if not child:
             os._exit(0 if stream._socket.fileno() == -1 else 1)
 
         assert os.waitpid(child, 0)[1] == 0
         assert client.push_pull(ONES).status == "applied"
-        assert transport._lanes._streams[servers.address] is stream
+        assert streams_of(client) == [stream]

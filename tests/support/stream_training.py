@@ -16,12 +16,17 @@ ONES: dict[str, Any] = {name: np.ones_like(array) for name, array in START.items
 def train(address: str, lanes: Any, **options: Any) -> str:
     """Make one step; return how the shards were reached."""
     with connected(address, lanes=lanes, **options) as client:
-        client.register(START, OptimizerSpec("sgd", lr=1.0))
-        assert client.push_pull(ONES).status == "applied"
+        make_step(client)
         assert float(client.weights["w"][-1]) == -1.0
         return " ".join(
             "unix" if each.address.startswith("/") else "tcp" for each in streams_of(client)
         )
+
+
+def make_step(client: Client) -> None:
+    """Register a model and make one step."""
+    client.register(START, OptimizerSpec("sgd", lr=1.0))
+    assert client.push_pull(ONES).status == "applied"
 
 
 def streams_of(client: Client) -> list[StreamConnection]:
