@@ -23,7 +23,7 @@ from psserver.server import Server
 from psworker import OptimizerSpec
 from tests.support.cluster import Cluster
 from tests.support.light_client import LightClient, join
-from tests.support.workers import connected, until
+from tests.support.workers import DEADLINE, connected, until
 
 Make = Callable[..., Cluster]
 
@@ -162,7 +162,7 @@ def test_a_push_without_free_memory_is_refused_before_it_is_sent(
     job: PushJob, opened: bool
 ) -> None:
     client = job.open(job.join())
-    claim = job.budget.take(99, 2 * PUSH, 0.0)
+    claim = job.budget.take(99, 2 * PUSH, DEADLINE)
 
     client.begin_push(1, 0 if opened else PUSH, wait_ms=100, open=opened)
 
@@ -174,7 +174,7 @@ def test_a_push_without_free_memory_is_refused_before_it_is_sent(
 
 def test_a_push_is_sent_as_soon_as_memory_is_free(job: PushJob) -> None:
     client = job.open(job.join())
-    claim = job.budget.take(99, 2 * PUSH, 0.0)
+    claim = job.budget.take(99, 2 * PUSH, DEADLINE)
 
     client.begin_push(1, PUSH)
 
@@ -213,7 +213,7 @@ def test_a_push_that_ends_midway_leaves_no_bytes_in_flight(
 @pytest.mark.parametrize("end", ["lost", "replaced"])
 def test_a_push_that_ends_while_it_waits_for_memory_waits_no_more(job: PushJob, end: str) -> None:
     client = job.open(worker := job.join())
-    claim = job.budget.take(99, 2 * PUSH, 0.0)
+    claim = job.budget.take(99, 2 * PUSH, DEADLINE)
     client.begin_push(1, PUSH)
     until(lambda: job.budget.waiting, "a push that waits")
 
