@@ -6,6 +6,7 @@ from enum import IntEnum
 from typing import Any
 
 from pscommon.telemetry.logs import get_logger
+from psserver.core.commands.command import Command
 from psserver.core.commands.recorded import RecordedCommand
 from psserver.core.commands.recorder import replay
 from psserver.core.coordinator.machine import CoordinatorMachine
@@ -40,9 +41,10 @@ class CoordinatorLog:
         """Whether some record since the last snapshot could not be written."""
         return self._log.is_broken
 
-    def write(self, command: RecordedCommand) -> None:
+    def write(self, command: Command[object], now: float) -> None:
         if not self._log.is_idle:
-            self._log.append(CoordinatorRecordKind.COMMAND, json.dumps(command.as_json()).encode())
+            recorded = json.dumps(RecordedCommand(command, now).as_json()).encode()
+            self._log.append(CoordinatorRecordKind.COMMAND, recorded)
 
     def rotate(self, coordinator: CoordinatorMachine) -> None:
         self.begin_segment(coordinator.version, coordinator.complete_state())

@@ -1,5 +1,7 @@
 """Everything about the traffic between workers and one shard."""
 
+from collections.abc import Mapping, Sequence
+
 from pscommon.settings.values import Lanes
 from psserver.parameters.memory_budget import MemoryBudget
 from psserver.process.metrics import ServerMetrics
@@ -8,10 +10,19 @@ from psserver.shard.push_statistics import PushStatistics
 from psserver.shard.shared_buffers import AttachedBuffers
 from psserver.shard.transfer_stats import TransferStats
 
+FEATURES: Mapping[Lanes, Sequence[str]] = {
+    "auto": ("grpc", "shm", "stream"),
+    "stream": ("grpc", "stream"),
+    "shm": ("shm",),
+    "grpc": ("grpc",),
+}
+"""What a server with this setting offers workers for tensors."""
+
 
 class WorkerTraffic:
     """Memory, shared buffers and statistics of one shard's traffic with workers.
 
+    features: transports that workers may use for tensors.
     budget: bytes in flight.
     shared_buffers: memory that workers on this host offered.
     transfer: bytes received and sent.
@@ -20,6 +31,7 @@ class WorkerTraffic:
     """
 
     def __init__(self, metrics: ServerMetrics, in_flight: int, lanes: Lanes) -> None:
+        self.features = FEATURES[lanes]
         self.budget = MemoryBudget(in_flight)
         self.shared_buffers = AttachedBuffers(lanes)
         self.transfer = TransferStats(metrics)

@@ -81,7 +81,7 @@ class StreamExchange:
     async def _receive_push(self, key: PushKey, seconds: float) -> bool:
         """Receive and stage a push. Return whether it was decided before."""
         is_decided = self._engine.find_repeat(key)
-        if is_decided is not None and not self._header.open:
+        if is_decided is not None:
             await self._discard_data()
             return is_decided
         staging = await self._allocate(seconds)

@@ -44,6 +44,7 @@ class DataPlaneServicer:
             format=spoken_format(),
             stream_address=identity.stream_address,
             stream_path=identity.stream_path,
+            features=self._engine.traffic.features,
         )
 
     def Introduce(

@@ -122,8 +122,9 @@ class StreamLanes:
         if not found and self._lanes == "shm":
             raise UnreachableError(f"{server} is on another host")
         if not found:
+            offered = ", ".join(description.features) or "an old release"
             raise InvalidRequestError(
-                f"{server} has no stream port: it runs with --lanes grpc or shm, or an old release"
+                f"{server} has no stream port (it offers {offered})"
                 + (". Try: `--lanes auto`" if self._lanes == "stream" else "")
             )
         *others, last = found

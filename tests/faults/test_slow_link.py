@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.link import SERVER_ADDRESS, inside, missing
+from tests.support.lanes import each_network_lane
 from tests.support.namespaces import Cable
 from tests.support.process_job import MODULES
 from tests.support.programs import BIN, programs_in
@@ -26,7 +27,7 @@ with psworker.Client("{ADDRESS}", lanes=sys.argv[1], connect_timeout=5.0) as cli
 """
 
 
-@pytest.mark.parametrize("lanes", ["stream", "grpc"])
+@each_network_lane
 def test_a_large_push_completes_over_a_slow_link(tmp_path: Path, lanes: str) -> None:
     """Initial weights of 2 MB go up, the step goes up and down. Each takes over 5 s, the longest
     silence that a server may have.

@@ -10,6 +10,7 @@ import pytest
 from pscommon.core.errors import WaitTimeoutError
 from psworker import Client, OptimizerSpec
 from tests.support.cluster import Cluster
+from tests.support.lanes import each_lane
 from tests.support.workers import connected, together, weights_of
 
 Make = Callable[..., Cluster]
@@ -18,8 +19,6 @@ SIZES = {"a": 256, "b": 64, "c": 4096, "d": 16}
 """float32 numbers, whole blocks of 64 bytes."""
 BUFFER, FROZEN = 32, 512
 ALL = 4 * sum(SIZES.values())
-
-LANES = pytest.mark.parametrize("lanes", ["grpc", "stream", "shm"])
 
 
 def joined(address: str, **options: Any) -> Client:
@@ -57,7 +56,7 @@ def same(client: Client, address: str) -> bool:
 # ---- bytes ---------------------------------------------------------------------------------------
 
 
-@LANES
+@each_lane
 @pytest.mark.parametrize("shards", [1, 2, 3])
 def test_a_push_returns_only_what_it_has_changed(cluster: Make, lanes: Any, shards: int) -> None:
     servers = cluster(shards)
@@ -70,7 +69,7 @@ def test_a_push_returns_only_what_it_has_changed(cluster: Make, lanes: Any, shar
         assert same(client, servers.address)
 
 
-@LANES
+@each_lane
 def test_changes_of_other_workers_are_returned_too(cluster: Make, lanes: Any) -> None:
     servers = cluster(2, policy="async")
     with joined(servers.address, lanes=lanes) as one, joined(servers.address, lanes=lanes) as other:
@@ -84,7 +83,7 @@ def test_changes_of_other_workers_are_returned_too(cluster: Make, lanes: Any) ->
         assert same(one, servers.address)
 
 
-@LANES
+@each_lane
 def test_a_version_that_the_worker_has_is_not_sent_again(cluster: Make, lanes: Any) -> None:
     servers = cluster(2, bad_gradients="skip")
     with joined(servers.address, lanes=lanes) as client:
@@ -97,7 +96,7 @@ def test_a_version_that_the_worker_has_is_not_sent_again(cluster: Make, lanes: A
         assert same(client, servers.address)
 
 
-@LANES
+@each_lane
 def test_a_stale_push_returns_the_missed_changes(cluster: Make, lanes: Any) -> None:
     servers = cluster(2, policy="async", max_staleness=0)
     with joined(servers.address, lanes=lanes) as one, joined(servers.address, lanes=lanes) as other:
@@ -148,7 +147,7 @@ def test_frozen_tensors_are_sent_once_and_buffers_with_each_version(cluster: Mak
 # ---- values --------------------------------------------------------------------------------------
 
 
-@LANES
+@each_lane
 def test_local_changes_of_weights_are_replaced_where_the_job_changes(
     cluster: Make, lanes: Any
 ) -> None:
@@ -167,7 +166,7 @@ def test_local_changes_of_weights_are_replaced_where_the_job_changes(
         assert all(np.array_equal(client.weights[name], job[name]) for name in SIZES)
 
 
-@LANES
+@each_lane
 def test_after_an_error_all_weights_are_sent(cluster: Make, lanes: Any) -> None:
     """It is unknown then what the worker has."""
     servers = cluster(2, min_workers=2)
@@ -187,7 +186,7 @@ def test_after_an_error_all_weights_are_sent(cluster: Make, lanes: Any) -> None:
 
 
 @pytest.mark.every(2)
-@LANES
+@each_lane
 @pytest.mark.parametrize("shards", [1, 2, 3])
 def test_after_every_push_the_workers_weights_equal_the_jobs(
     cluster: Make, lanes: Any, shards: int
@@ -213,7 +212,7 @@ def test_after_every_push_the_workers_weights_equal_the_jobs(
 
 
 @pytest.mark.every(2)
-@LANES
+@each_lane
 @pytest.mark.parametrize("shards", [1, 3])
 def test_concurrent_pushes_end_with_the_same_weights(
     cluster: Make, lanes: Any, shards: int

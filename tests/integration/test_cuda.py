@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from psworker import DistributedTraining, Job
 from psworker.client.local_client import LocalClient
 from tests.support.cluster import Cluster
+from tests.support.lanes import each_lane
 from tests.support.programs import Programs, programs_in
 from tests.support.training_threads import real
 
@@ -114,7 +115,7 @@ def assert_close(found: Values, expected: Values, **tolerance: float) -> None:
         )
 
 
-@pytest.mark.parametrize("lanes", ["grpc", "stream", "shm"])
+@each_lane
 @pytest.mark.parametrize("overlap", [False, True], ids=["whole", "overlap"])
 @pytest.mark.parametrize("make", [ManyKindsModel, layers])
 def test_two_workers_on_a_gpu_train_the_same_as_two_on_the_cpu(
@@ -147,7 +148,7 @@ def test_half_precision_with_overlap_trains_the_same(cluster: Make) -> None:
     assert_close(runs[1][0], runs[0][0], rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("lanes", ["grpc", "stream", "shm"])
+@each_lane
 def test_a_pipeline_on_a_gpu_trains_the_same_as_on_the_cpu(cluster: Make, lanes: str) -> None:
     on_cpu, on_gpu = (
         real(

@@ -12,6 +12,7 @@ from psworker.core.results import CollectiveCall
 from psworker.session import drain
 from psworker.session.drain import DrainedError
 from tests.support.cluster import Cluster
+from tests.support.lanes import each_lane
 from tests.support.machine_time import machine_seconds
 from tests.support.workers import DEADLINE, count, counted, counter, until
 
@@ -40,7 +41,7 @@ CALLS: dict[str, tuple[Callable[[Client], object], Waits]] = {
 
 
 @pytest.mark.every(2)
-@pytest.mark.parametrize("lanes", ["grpc", "stream", "shm"])
+@each_lane
 @pytest.mark.parametrize("call", CALLS)
 def test_a_call_of_a_drained_worker_ends_and_the_job_goes_on(
     cluster: Make, monkeypatch: pytest.MonkeyPatch, lanes: Any, call: str

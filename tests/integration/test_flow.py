@@ -19,6 +19,7 @@ from psworker.core.results import PushResult
 from psworker.exchange.open_push import OpenPush
 from psworker.exchange.shard_streams import ShardDownload
 from tests.support.cluster import Cluster
+from tests.support.lanes import each_lane
 from tests.support.workers import connected, count, counted, counter, until, weights_of
 
 Make = Callable[..., Cluster]
@@ -30,7 +31,6 @@ PARAMS: dict[str, Any] = {
 }
 BUFFERS: dict[str, Any] = {"mean": np.zeros(130, np.float32)}
 STEPS = 12
-LANES = pytest.mark.parametrize("lanes", ["grpc", "stream", "shm"])
 
 
 def registered(address: str, **options: Any) -> Client:
@@ -89,7 +89,7 @@ def outcome(result: PushResult) -> tuple[Any, ...]:
 
 
 @pytest.mark.every(3)
-@LANES
+@each_lane
 @pytest.mark.parametrize("shards", [1, 2, 3])
 def test_pieces_in_any_order_form_the_same_push(shards: int, lanes: Any, cluster: Make) -> None:
     """After every step on the worker, and at the end on the servers, bit for bit."""
@@ -185,7 +185,7 @@ def test_half_of_the_shards_may_use_shared_memory(cluster: Make) -> None:
             )
 
 
-@LANES
+@each_lane
 def test_an_abandoned_push_leaves_nothing(lanes: Any, cluster: Make) -> None:
     """Its number is not reused; the next one is sent in pieces again over the same lane, and
     counts.
@@ -212,7 +212,7 @@ def test_an_abandoned_push_leaves_nothing(lanes: Any, cluster: Make) -> None:
         )
 
 
-@LANES
+@each_lane
 def test_a_second_push_is_refused_while_one_is_open(lanes: Any, cluster: Make) -> None:
     with counter(cluster(2).address, lanes=lanes) as client:
         flow = client.begin()
@@ -233,7 +233,7 @@ def test_a_second_push_is_refused_while_one_is_open(lanes: Any, cluster: Make) -
         count(client)
 
 
-@LANES
+@each_lane
 def test_a_gradient_with_nan_is_rejected(lanes: Any, cluster: Make) -> None:
     with counter(cluster(2, bad_gradients="skip").address, lanes=lanes) as client:
         numbers = np.frombuffer(client.flat_buffers()[0], np.float32)
@@ -250,7 +250,7 @@ def test_a_gradient_with_nan_is_rejected(lanes: Any, cluster: Make) -> None:
         assert counted(client.pull()) == 1
 
 
-@LANES
+@each_lane
 def test_finish_raises_for_a_fenced_worker(lanes: Any, cluster: Make) -> None:
     made = cluster(2, policy="async")
     with counter(made.address, lanes=lanes) as client, counter(made.address) as other:
@@ -266,7 +266,7 @@ def test_finish_raises_for_a_fenced_worker(lanes: Any, cluster: Make) -> None:
         assert counted(other.pull()) == 1
 
 
-@LANES
+@each_lane
 def test_close_leaves_no_thread(lanes: Any, cluster: Make) -> None:
     made = cluster(2)
     before = {thread.name for thread in threading.enumerate()}

@@ -17,6 +17,7 @@ from psproto.v1 import parameter_server_pb2 as ps
 from psserver.parameters.memory_budget import MemoryBudget
 from psworker import Client, OptimizerSpec
 from tests.support.cluster import Cluster
+from tests.support.lanes import each_network_lane
 from tests.support.programs import programs_in
 from tests.support.wire_calls import Open, exchange, reason_of, serve
 from tests.support.workers import DEADLINE, connected, counted, together, until, weights_of
@@ -25,8 +26,6 @@ Make = Callable[..., Cluster]
 
 PUSH = 4_000_000
 ONE = {"w": np.ones(PUSH // 4, np.float32)}
-
-LANES = pytest.mark.parametrize("lanes", ["grpc", "stream"])
 
 
 def joined(address: str, lanes: Any = "grpc", **options: Any) -> Client:
@@ -82,7 +81,7 @@ class CompetingClients:
 
 
 @pytest.mark.full
-@LANES
+@each_network_lane
 def test_64_clients_share_16_mb_and_none_starves(tmp_path: Path, lanes: str) -> None:
     """Each gets at least half of the mean, and the server holds a fraction of the 256 MB requested.
     Besides the bytes in flight, a server of 64 gRPC streams has gRPC's windows and frames, threads'
@@ -123,7 +122,7 @@ def full(cluster: Make) -> Cluster:
     return cluster(1, policy="async", in_flight=8_000_000)
 
 
-@LANES
+@each_network_lane
 @pytest.mark.parametrize("request_of", ["push", "push_pull", "pull"])
 def test_a_push_that_waits_too_long_fails_for_lack_of_memory(
     full: Cluster, request_of: str, lanes: str
@@ -148,7 +147,7 @@ def test_a_push_that_waits_too_long_fails_for_lack_of_memory(
     until(lambda: budget_of(full).used == 0, "everything given back")
 
 
-@LANES
+@each_network_lane
 def test_a_push_proceeds_when_memory_is_released(full: Cluster, lanes: str) -> None:
     with joined(full.address, lanes) as client:
         claim = budget_of(full).take(99, 8_000_000, DEADLINE)
@@ -243,7 +242,7 @@ def test_an_unread_pull_releases_its_bytes_when_it_is_cancelled(full: Cluster) -
         until(lambda: budget.used == 0, "room")
 
 
-@LANES
+@each_network_lane
 def test_a_leaving_worker_releases_the_bytes_of_its_staged_push(cluster: Make, lanes: str) -> None:
     servers = cluster(1)
     with joined(servers.address, lanes):
@@ -260,7 +259,7 @@ def test_a_leaving_worker_releases_the_bytes_of_its_staged_push(cluster: Make, l
 ROUNDS = pytest.mark.parametrize(("policy", "staleness"), [("sync", None), ("ssp", 0), ("ssp", 2)])
 
 
-@LANES
+@each_network_lane
 @ROUNDS
 def test_a_worker_beyond_the_capacity_of_a_round_is_refused(
     cluster: Make, policy: str, staleness: int | None, lanes: str
@@ -279,7 +278,7 @@ def test_a_worker_beyond_the_capacity_of_a_round_is_refused(
             }
 
 
-@LANES
+@each_network_lane
 @ROUNDS
 def test_rounds_need_no_more_than_the_computed_bytes(
     cluster: Make, policy: str, staleness: int | None, lanes: str

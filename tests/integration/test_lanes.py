@@ -18,6 +18,7 @@ from psworker import Client, OptimizerSpec
 from psworker.exchange.scattered_buffer import ScatteredBuffer
 from tests.support.cluster import Cluster
 from tests.support.events import records_of
+from tests.support.lanes import each_lane, each_network_lane
 from tests.support.workers import (
     connected,
     count,
@@ -195,7 +196,7 @@ def test_half_of_the_shards_may_use_shared_memory(
     assert all("shard 1: the server runs with --lanes grpc" in line for line in lane_logs())
 
 
-@pytest.mark.parametrize("lanes", ["stream", "grpc"])
+@each_network_lane
 def test_arrays_of_the_caller_give_the_same_weights(
     lanes: str, trained_over_grpc: str, cluster: Make
 ) -> None:
@@ -204,7 +205,7 @@ def test_arrays_of_the_caller_give_the_same_weights(
     assert trained(made.address, OwnArrays, lanes=lanes) == trained_over_grpc
 
 
-@pytest.mark.parametrize("lanes", ["shm", "stream", "grpc"])
+@each_lane
 def test_weights_may_replace_the_gradients(lanes: str, cluster: Make) -> None:
     start = {"w": np.zeros(50_000, np.float32)}
     with connected(cluster(2).address, lanes=lanes) as client:
@@ -215,7 +216,7 @@ def test_weights_may_replace_the_gradients(lanes: str, cluster: Make) -> None:
             assert both["w"].tolist() == [expected] * 50_000
 
 
-@pytest.mark.parametrize("lanes", ["stream", "grpc"])
+@each_network_lane
 def test_only_large_contiguous_arrays_are_used_in_place(
     lanes: str, cluster: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -240,7 +241,7 @@ def test_only_large_contiguous_arrays_are_used_in_place(
     assert all((array == -1).all() for array in out.values())
 
 
-@pytest.mark.parametrize("lanes", ["shm", "stream", "grpc"])
+@each_lane
 def test_arrays_of_the_caller_are_released(lanes: str, cluster: Make) -> None:
     with connected(cluster(1).address, lanes=lanes) as client:
         client.register({"w": np.zeros(50_000, np.float32)}, OptimizerSpec("sgd", lr=1.0))

@@ -12,12 +12,12 @@ from torch.nn import functional as F
 from psworker import InvalidRequestError, Job, NonFiniteError
 from psworker.steps import overlapped_step as overlap
 from tests.support.cluster import Cluster
+from tests.support.lanes import each_lane
 from tests.support.training_threads import real
 
 Make = Callable[..., Cluster]
 Named = dict[str, Tensor]
 STEPS = 8
-LANES = ("grpc", "stream", "shm")
 
 
 def net() -> nn.Module:
@@ -69,7 +69,7 @@ def assert_alike(states: list[Named]) -> None:
 
 
 @pytest.mark.every(2)
-@pytest.mark.parametrize("lanes", LANES)
+@each_lane
 @pytest.mark.parametrize("clip", [False, True])
 def test_with_and_without_overlap_the_bytes_are_the_same(
     cluster: Make, lanes: str, clip: bool
@@ -113,7 +113,7 @@ def test_phases_add_up_to_the_time_of_the_steps(cluster: Make, mode: str) -> Non
 
 
 @pytest.mark.every(4)
-@pytest.mark.parametrize("lanes", LANES)
+@each_lane
 @pytest.mark.parametrize("shards", [1, 2])
 def test_the_seconds_of_a_push_are_those_of_the_exchange(
     cluster: Make, shards: int, lanes: str
@@ -163,7 +163,7 @@ def test_a_loop_with_overlap_equals_the_loop_without(
     assert [samples for samples, _ in results] == [76, 74] * 2
 
 
-@pytest.mark.parametrize("lanes", LANES)
+@each_lane
 @pytest.mark.parametrize("policy", [{"policy": "async"}, {"policy": "ssp", "staleness": 2}])
 def test_a_pipeline_counts_every_batch_and_its_staleness(
     cluster: Make, policy: dict[str, object], lanes: str
@@ -190,7 +190,7 @@ def test_a_pipeline_counts_every_batch_and_its_staleness(
         )
 
 
-@pytest.mark.parametrize("lanes", LANES)
+@each_lane
 def test_a_pipeline_of_one_worker_is_one_update_late(cluster: Make, lanes: str) -> None:
     def script(job: Job) -> list[int]:
         model, seen = net(), []
@@ -209,7 +209,7 @@ def test_a_pipeline_of_one_worker_is_one_update_late(cluster: Make, lanes: str) 
     assert seen == [0] + [1] * (STEPS - 1)
 
 
-@pytest.mark.parametrize("lanes", LANES)
+@each_lane
 def test_a_pipeline_reports_a_nan_at_the_next_step(cluster: Make, lanes: str) -> None:
     def script(job: Job) -> None:
         model = net()
@@ -232,7 +232,7 @@ def test_a_pipeline_under_sync_is_refused(cluster: Make) -> None:
     real(cluster(1).address, 1, script)
 
 
-@pytest.mark.parametrize("lanes", LANES)
+@each_lane
 @pytest.mark.parametrize("where", ["in forward", "after backward", "after step"])
 def test_other_workers_continue_when_one_fails_during_a_step(
     cluster: Make, monkeypatch: pytest.MonkeyPatch, lanes: str, where: str

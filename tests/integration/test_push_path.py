@@ -7,6 +7,7 @@ import pytest
 
 from tests.support.call_paths import Path, RequestPaths, documented_path, recorded_paths
 from tests.support.cluster import Cluster
+from tests.support.lanes import each_lane
 from tests.support.loader_script import train
 
 Make = Callable[..., Cluster]
@@ -39,7 +40,7 @@ HOOK = "BucketSender._counter.<locals>.count_gradient"
 
 
 @pytest.mark.parametrize("choice", CHOICES)
-@pytest.mark.parametrize("lanes", ["grpc", "stream", "shm"])
+@each_lane
 @pytest.mark.parametrize(("shards", "width"), [(1, 3), (2, 3), (2, LARGE)])
 def test_few_modules_are_on_the_path_of_a_push(
     cluster: Make,

@@ -22,6 +22,7 @@ from psworker.ctl.cli import main
 from psworker.transport.exchange_calls import AnswerReceiver, Cancellation, ExchangeAnswer
 from psworker.transport.grpc import GrpcTransport
 from tests.support.cluster import Cluster
+from tests.support.lanes import each_lane, each_network_lane
 from tests.support.metrics_scrape import Metrics
 from tests.support.ports import free_port
 from tests.support.reshards import EACH, ONES, ZEROS, pushing, reshard, weights
@@ -42,7 +43,7 @@ class LosesShardLane(GrpcTransport):
 
 
 @pytest.mark.every(5)
-@pytest.mark.parametrize("lanes", ["grpc", "stream", "shm"])
+@each_lane
 @pytest.mark.parametrize("policy", ["sync", "async"])
 @pytest.mark.parametrize("durability", ["", "snapshot", "log"])
 def test_each_push_counts_once_during_reshards(
@@ -132,7 +133,7 @@ def registered(servers: Cluster, lanes: str = "grpc") -> Iterator[Client]:
         yield client
 
 
-@pytest.mark.parametrize("lanes", ["grpc", "stream", "shm"])
+@each_lane
 @pytest.mark.parametrize("when", ["before anything is sent", "half sent", "when all has gone"])
 def test_a_push_in_pieces_counts_once_when_servers_join_during_it(
     reshardable_job: Cluster, lanes: str, when: str
@@ -213,7 +214,7 @@ def test_a_push_answered_by_all_but_a_removed_server_has_counted(cluster: Make) 
         assert client.push_pull(ONES).version == 2
 
 
-@pytest.mark.parametrize("lanes", ["stream", "grpc"])
+@each_network_lane
 def test_a_push_that_waits_while_the_partition_changes_is_sent_to_the_new_one(
     cluster: Make, monkeypatch: pytest.MonkeyPatch, lanes: str
 ) -> None:

@@ -16,7 +16,9 @@ from pscommon.system.memory_limit import usable_memory
 from pscommon.system.thread_team import cores
 from pscommon.wire.channel import open_channel
 from psproto.v1 import coordinator_pb2 as co
+from psproto.v1 import parameter_server_pb2 as ps
 from psproto.v1.coordinator_pb2_grpc import CoordinatorServiceStub
+from psproto.v1.parameter_server_pb2_grpc import ParameterServerServiceStub
 from psworker import OptimizerSpec
 from tests.support.malloc_probe import MAPPED
 from tests.support.metrics_scrape import get
@@ -43,10 +45,13 @@ from tests.support.workers import (
     ],
 )
 def test_lanes(serve: Serve, flags: list[object], taken: set[str]) -> None:
-    """Push over each lane alone."""
+    """Push over each lane alone; the server's description lists those that it takes."""
     for lanes in ("grpc", "stream", "shm"):
-        expected = "taken" if lanes in taken else "refused"
-        assert trained(serve(*flags).address, lanes=lanes) == expected
+        server = serve(*flags)
+        assert trained(server.address, lanes=lanes) == ("taken" if lanes in taken else "refused")
+    with open_channel(server.address) as channel:
+        described = ParameterServerServiceStub(channel).Describe(ps.DescribeRequest(), timeout=10)
+    assert set(described.features) == taken
 
 
 def trained(address: str, **options: Any) -> str:

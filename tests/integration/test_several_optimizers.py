@@ -15,6 +15,7 @@ import psworker
 from psworker import InvalidRequestError, Job, MismatchError
 from psworker.client.local_client import LocalClient
 from tests.support.cluster import Cluster
+from tests.support.lanes import each_lane
 from tests.support.policies import POLICIES
 from tests.support.reshards import reshard
 from tests.support.small_gan import (
@@ -120,7 +121,7 @@ def test_training_without_servers_computes_what_torch_computes() -> None:
         assert_close(gan(has_buffers=True)(job), plain_gan(True))
 
 
-@pytest.mark.parametrize("lanes", ["shm", "stream", "grpc"])
+@each_lane
 def test_two_workers_compute_the_mean_of_two_half_batches(
     cluster: Make, lanes: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

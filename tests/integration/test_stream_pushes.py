@@ -113,14 +113,15 @@ def job(cluster: Make) -> Iterator[PushJob]:
 # ---- before the data are sent --------------------------------------------------------------------
 
 
-def test_a_fenced_worker_is_refused_before_it_sends_a_push(job: PushJob) -> None:
+@pytest.mark.parametrize("opened", [False, True])
+def test_a_fenced_worker_is_refused_before_it_sends_a_push(job: PushJob, opened: bool) -> None:
     client = job.open(worker := job.join())
     job.push(client, 1)
     job.stub.Leave(co.LeaveRequest(job=job.job, worker=worker), timeout=10)
     machine = job.server.engine.live.machine
     until(lambda: machine.outcome(PushKey(worker, 2)) is not None, "the end of the membership")
 
-    client.begin_push(2, PUSH)
+    client.begin_push(2, 0 if opened else PUSH, open=opened)
 
     assert refusal(client).reason == "FENCED"
     assert job.weight() == -1.0

@@ -20,6 +20,7 @@ from psserver.stream.coordinator_requests import StreamRequests
 from psworker import OptimizerSpec
 from tests.support.cluster import Cluster
 from tests.support.events import events
+from tests.support.lanes import each_network_lane
 from tests.support.stream_training import ONES, START
 from tests.support.workers import DEADLINE, connected, data, network, status, together, until
 
@@ -172,7 +173,7 @@ def test_servers_are_connected_over_a_stream_where_both_allow_it(
         assert isinstance(link, GrpcLink)
 
 
-@pytest.mark.parametrize("lanes", ["stream", "grpc"])
+@each_network_lane
 def test_a_lost_connection_between_servers_loses_no_update(cluster: Make, lanes: str) -> None:
     servers = cluster(2, policy="async", lanes=lanes)
     stop = threading.Event()
@@ -192,7 +193,7 @@ def test_a_lost_connection_between_servers_loses_no_update(cluster: Make, lanes:
     assert status(servers.address)["version"] == number_of_steps()
 
 
-@pytest.mark.parametrize("lanes", ["stream", "grpc"])
+@each_network_lane
 def test_a_shard_knows_an_intended_end_of_shard_0(
     cluster: Make, lanes: str, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.lanes import each_lane
 from tests.support.machine_time import machine_seconds
 from tests.support.process_job import stop
 from tests.support.programs import Program, Programs, descendants, programs_in
@@ -80,7 +81,7 @@ def two_servers(programs: Programs) -> tuple[list[Program], str]:
     return servers, ",".join(addresses)
 
 
-@pytest.mark.parametrize("lanes", ["grpc", "stream", "shm"])
+@each_lane
 def test_ctrl_c_interrupts_every_call_to_stopped_servers(programs: Programs, lanes: str) -> None:
     servers, addresses = two_servers(programs)
     programs.script(SCRIPT)

@@ -1,7 +1,5 @@
 """A coordinator of a job with a clip norm, driven request by request."""
 
-import json
-
 from pscommon.core.log_entries import (
     Apply,
     Contribution,
@@ -12,28 +10,16 @@ from pscommon.core.log_entries import (
     Staged,
 )
 from pscommon.core.model_spec import ModelSpec, OptimizerSettings, TensorSpec
-from psserver.core.commands.recorded import RecordedCommand
 from psserver.core.commands.recorder import Recorder, replay
 from psserver.core.commands.worker_commands import Join, Register
 from psserver.core.coordinator.machine import CoordinatorMachine
 from psserver.core.job.policy import Policy, policy
 from psserver.core.job.settings import JobRules
+from tests.support.memory_journal import MemoryJournal
 
 MODEL = ModelSpec(
     (TensorSpec("w", (2,), "float32"),), OptimizerSettings("sgd", ({"lr": 0.1},), clip_norm=1.0)
 )
-
-
-class MemoryLog:
-    """Coordinator log in memory, as JSON."""
-
-    def __init__(self) -> None:
-        self.commands: list[str] = []
-
-    def write(self, command: RecordedCommand) -> None:
-        self.commands.append(json.dumps(command.as_json()))
-
-    def rotate(self, coordinator: CoordinatorMachine) -> None: ...
 
 
 class ClippedJob:
@@ -43,7 +29,7 @@ class ClippedJob:
         self, row: Policy | None = None, workers: int = 2, model: ModelSpec = MODEL, **rules: object
     ) -> None:
         self.rules = JobRules(row or policy("sync"), workers, **rules)  # type: ignore[arg-type]
-        self.journal = MemoryLog()
+        self.journal = MemoryJournal()
         self.recorder = Recorder(CoordinatorMachine(2, self.rules), self.journal)
         self.machine = self.recorder.coordinator
         self.staged: dict[int, dict[PushKey, Staged]] = {0: {}, 1: {}, 2: {}}
@@ -94,10 +80,7 @@ class ClippedJob:
     def again(self) -> CoordinatorMachine:
         """Return the coordinator recovered from its log."""
         coordinator = CoordinatorMachine(2, self.rules)
-        replay(
-            coordinator,
-            (RecordedCommand.from_json(json.loads(text)) for text in self.journal.commands),
-        )
+        replay(coordinator, self.journal.commands)
         return coordinator
 
 

@@ -8,31 +8,14 @@ from pscommon.core.data_stream import StreamSpec
 from pscommon.core.log_entries import BatchKey, PushKey, ShardReport, Staged
 from pscommon.core.model_spec import ModelSpec, OptimizerSettings, TensorSpec
 from psserver.core.commands.data_commands import LeaseBatches
-from psserver.core.commands.recorded import RecordedCommand
 from psserver.core.commands.recorder import Recorder, replay
 from psserver.core.commands.worker_commands import Join, Register
 from psserver.core.coordinator.machine import CoordinatorMachine
 from psserver.core.job.policy import Policy
 from psserver.core.job.settings import JobRules
+from tests.support.memory_journal import MemoryJournal
 
 MODEL = ModelSpec((TensorSpec("w", (1,), "float32"),), OptimizerSettings("sgd", ({"lr": 0.1},)))
-
-
-class MemoryJournal:
-    """A journal in memory that a restart and a standby read."""
-
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-
-    def write(self, command: RecordedCommand) -> None:
-        self.lines.append(json.dumps(command.as_json()))
-
-    def rotate(self, coordinator: CoordinatorMachine) -> None:
-        """Do nothing: one segment is enough."""
-
-    @property
-    def commands(self) -> list[RecordedCommand]:
-        return [RecordedCommand.from_json(json.loads(line)) for line in self.lines]
 
 
 class Job:

@@ -24,39 +24,39 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!psproto/v1/parameter_server.proto\x12\npsproto.v1\"\x11\n\x0f\x44\x65scribeRequest\"\xe7\x01\n\x10\x44\x65scribeResponse\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\r\n\x05shard\x18\x02 \x01(\r\x12\x0e\n\x06shards\x18\x03 \x01(\r\x12\x11\n\taddresses\x18\x04 \x03(\t\x12\x13\n\x0b\x63oordinator\x18\x05 \x01(\t\x12\x14\n\x0cversion_text\x18\x06 \x01(\t\x12\x0c\n\x04term\x18\x07 \x01(\x04\x12\x0e\n\x06layout\x18\x08 \x01(\r\x12\x13\n\x06\x66ormat\x18\t \x01(\rH\x00\x88\x01\x01\x12\x16\n\x0estream_address\x18\n \x01(\t\x12\x13\n\x0bstream_path\x18\x0b \x01(\tB\t\n\x07_format\"4\n\x10IntroduceRequest\x12\x13\n\x0b\x63oordinator\x18\x01 \x01(\t\x12\x0b\n\x03job\x18\x02 \x01(\t\"\x13\n\x11IntroduceResponse\"o\n\x13\x41ttachMemoryRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0e\n\x06worker\x18\x02 \x01(\x04\x12\x0e\n\x06memory\x18\x03 \x01(\r\x12\x0c\n\x04name\x18\x04 \x01(\t\x12\x0e\n\x06nbytes\x18\x05 \x01(\x04\x12\r\n\x05token\x18\x06 \x01(\x0c\"8\n\x14\x41ttachMemoryResponse\x12\x10\n\x08\x61ttached\x18\x01 \x01(\x08\x12\x0e\n\x06reason\x18\x02 \x01(\t\"[\n\x0f\x45xchangeRequest\x12*\n\x06header\x18\x01 \x01(\x0b\x32\x1a.psproto.v1.PushPullHeader\x12\x0e\n\x06offset\x18\x03 \x01(\x04\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\"\xf6\x02\n\x0ePushPullHeader\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0e\n\x06worker\x18\x02 \x01(\x04\x12\x0b\n\x03seq\x18\x03 \x01(\x04\x12\x0f\n\x07initial\x18\x04 \x01(\x08\x12\x10\n\x08has_data\x18\x05 \x01(\x08\x12\x0c\n\x04\x62\x61se\x18\x06 \x01(\x04\x12\x0f\n\x07samples\x18\x07 \x01(\x04\x12\"\n\x07\x62\x61tches\x18\x08 \x03(\x0b\x32\x11.psproto.v1.Batch\x12\x0e\n\x06\x61\x62sent\x18\t \x03(\r\x12\x13\n\x0bgroups_json\x18\n \x01(\t\x12\x1e\n\x04pull\x18\x0b \x01(\x0e\x32\x10.psproto.v1.Pull\x12\x13\n\x0bmin_version\x18\x0c \x01(\x04\x12\x0f\n\x07wait_ms\x18\r \x01(\r\x12\x0e\n\x06memory\x18\x0e \x01(\r\x12\x0c\n\x04open\x18\x0f \x01(\x08\x12\x11\n\x04have\x18\x10 \x01(\x04H\x00\x88\x01\x01\x12\x0c\n\x04term\x18\x11 \x01(\x04\x12\x0e\n\x06shards\x18\x12 \x01(\r\x12\x11\n\toptimizer\x18\x13 \x01(\tB\x07\n\x05_have\"A\n\x05\x42\x61tch\x12\x0c\n\x04loop\x18\x01 \x01(\r\x12\x0e\n\x06number\x18\x02 \x01(\x04\x12\r\n\x05\x63ount\x18\x03 \x01(\r\x12\x0b\n\x03\x65nd\x18\x04 \x01(\x08\"L\n\x10\x45xchangeResponse\x12*\n\x06header\x18\x01 \x01(\x0b\x32\x1a.psproto.v1.ExchangeResult\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\"\x93\x02\n\x0e\x45xchangeResult\x12$\n\x07outcome\x18\x01 \x01(\x0e\x32\x13.psproto.v1.Outcome\x12\x0f\n\x07version\x18\x02 \x01(\x04\x12\x11\n\tstaleness\x18\x03 \x01(\x04\x12\x0e\n\x06reason\x18\x04 \x01(\t\x12\x0e\n\x06\x64\x65tail\x18\x05 \x01(\t\x12\x13\n\x0bwaiting_for\x18\x06 \x01(\t\x12\x0e\n\x06nbytes\x18\x07 \x01(\x04\x12\x15\n\rapply_seconds\x18\x08 \x01(\x01\x12\x14\n\x0cwait_seconds\x18\t \x01(\x01\x12\x0e\n\x06pulled\x18\n \x01(\x08\x12\x11\n\tunchanged\x18\x0b \x03(\r\x12\x14\n\x0cpull_seconds\x18\x0c \x01(\x01\x12\x0c\n\x04term\x18\r \x01(\x04*H\n\x04Pull\x12\x14\n\x10PULL_UNSPECIFIED\x10\x00\x12\r\n\tPULL_NONE\x10\x01\x12\r\n\tPULL_STEP\x10\x02\x12\x0c\n\x08PULL_ALL\x10\x03*\x9e\x01\n\x07Outcome\x12\x17\n\x13OUTCOME_UNSPECIFIED\x10\x00\x12\x10\n\x0cOUTCOME_NONE\x10\x01\x12\x13\n\x0fOUTCOME_APPLIED\x10\x02\x12\x15\n\x11OUTCOME_DUPLICATE\x10\x03\x12\x11\n\rOUTCOME_STALE\x10\x04\x12\x14\n\x10OUTCOME_REJECTED\x10\x05\x12\x13\n\x0fOUTCOME_PENDING\x10\x06\x32\x92\x03\n\x16ParameterServerService\x12\x45\n\x08\x44\x65scribe\x12\x1b.psproto.v1.DescribeRequest\x1a\x1c.psproto.v1.DescribeResponse\x12H\n\tIntroduce\x12\x1c.psproto.v1.IntroduceRequest\x1a\x1d.psproto.v1.IntroduceResponse\x12I\n\x08\x45xchange\x12\x1b.psproto.v1.ExchangeRequest\x1a\x1c.psproto.v1.ExchangeResponse(\x01\x30\x01\x12I\n\x0c\x45xchangeOnce\x12\x1b.psproto.v1.ExchangeRequest\x1a\x1c.psproto.v1.ExchangeResponse\x12Q\n\x0c\x41ttachMemory\x12\x1f.psproto.v1.AttachMemoryRequest\x1a .psproto.v1.AttachMemoryResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!psproto/v1/parameter_server.proto\x12\npsproto.v1\"\x11\n\x0f\x44\x65scribeRequest\"\xf9\x01\n\x10\x44\x65scribeResponse\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\r\n\x05shard\x18\x02 \x01(\r\x12\x0e\n\x06shards\x18\x03 \x01(\r\x12\x11\n\taddresses\x18\x04 \x03(\t\x12\x13\n\x0b\x63oordinator\x18\x05 \x01(\t\x12\x14\n\x0cversion_text\x18\x06 \x01(\t\x12\x0c\n\x04term\x18\x07 \x01(\x04\x12\x0e\n\x06layout\x18\x08 \x01(\r\x12\x13\n\x06\x66ormat\x18\t \x01(\rH\x00\x88\x01\x01\x12\x16\n\x0estream_address\x18\n \x01(\t\x12\x13\n\x0bstream_path\x18\x0b \x01(\t\x12\x10\n\x08\x66\x65\x61tures\x18\x0c \x03(\tB\t\n\x07_format\"4\n\x10IntroduceRequest\x12\x13\n\x0b\x63oordinator\x18\x01 \x01(\t\x12\x0b\n\x03job\x18\x02 \x01(\t\"\x13\n\x11IntroduceResponse\"o\n\x13\x41ttachMemoryRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0e\n\x06worker\x18\x02 \x01(\x04\x12\x0e\n\x06memory\x18\x03 \x01(\r\x12\x0c\n\x04name\x18\x04 \x01(\t\x12\x0e\n\x06nbytes\x18\x05 \x01(\x04\x12\r\n\x05token\x18\x06 \x01(\x0c\"8\n\x14\x41ttachMemoryResponse\x12\x10\n\x08\x61ttached\x18\x01 \x01(\x08\x12\x0e\n\x06reason\x18\x02 \x01(\t\"[\n\x0f\x45xchangeRequest\x12*\n\x06header\x18\x01 \x01(\x0b\x32\x1a.psproto.v1.PushPullHeader\x12\x0e\n\x06offset\x18\x03 \x01(\x04\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\"\xf6\x02\n\x0ePushPullHeader\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0e\n\x06worker\x18\x02 \x01(\x04\x12\x0b\n\x03seq\x18\x03 \x01(\x04\x12\x0f\n\x07initial\x18\x04 \x01(\x08\x12\x10\n\x08has_data\x18\x05 \x01(\x08\x12\x0c\n\x04\x62\x61se\x18\x06 \x01(\x04\x12\x0f\n\x07samples\x18\x07 \x01(\x04\x12\"\n\x07\x62\x61tches\x18\x08 \x03(\x0b\x32\x11.psproto.v1.Batch\x12\x0e\n\x06\x61\x62sent\x18\t \x03(\r\x12\x13\n\x0bgroups_json\x18\n \x01(\t\x12\x1e\n\x04pull\x18\x0b \x01(\x0e\x32\x10.psproto.v1.Pull\x12\x13\n\x0bmin_version\x18\x0c \x01(\x04\x12\x0f\n\x07wait_ms\x18\r \x01(\r\x12\x0e\n\x06memory\x18\x0e \x01(\r\x12\x0c\n\x04open\x18\x0f \x01(\x08\x12\x11\n\x04have\x18\x10 \x01(\x04H\x00\x88\x01\x01\x12\x0c\n\x04term\x18\x11 \x01(\x04\x12\x0e\n\x06shards\x18\x12 \x01(\r\x12\x11\n\toptimizer\x18\x13 \x01(\tB\x07\n\x05_have\"A\n\x05\x42\x61tch\x12\x0c\n\x04loop\x18\x01 \x01(\r\x12\x0e\n\x06number\x18\x02 \x01(\x04\x12\r\n\x05\x63ount\x18\x03 \x01(\r\x12\x0b\n\x03\x65nd\x18\x04 \x01(\x08\"L\n\x10\x45xchangeResponse\x12*\n\x06header\x18\x01 \x01(\x0b\x32\x1a.psproto.v1.ExchangeResult\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\"\x93\x02\n\x0e\x45xchangeResult\x12$\n\x07outcome\x18\x01 \x01(\x0e\x32\x13.psproto.v1.Outcome\x12\x0f\n\x07version\x18\x02 \x01(\x04\x12\x11\n\tstaleness\x18\x03 \x01(\x04\x12\x0e\n\x06reason\x18\x04 \x01(\t\x12\x0e\n\x06\x64\x65tail\x18\x05 \x01(\t\x12\x13\n\x0bwaiting_for\x18\x06 \x01(\t\x12\x0e\n\x06nbytes\x18\x07 \x01(\x04\x12\x15\n\rapply_seconds\x18\x08 \x01(\x01\x12\x14\n\x0cwait_seconds\x18\t \x01(\x01\x12\x0e\n\x06pulled\x18\n \x01(\x08\x12\x11\n\tunchanged\x18\x0b \x03(\r\x12\x14\n\x0cpull_seconds\x18\x0c \x01(\x01\x12\x0c\n\x04term\x18\r \x01(\x04*H\n\x04Pull\x12\x14\n\x10PULL_UNSPECIFIED\x10\x00\x12\r\n\tPULL_NONE\x10\x01\x12\r\n\tPULL_STEP\x10\x02\x12\x0c\n\x08PULL_ALL\x10\x03*\x9e\x01\n\x07Outcome\x12\x17\n\x13OUTCOME_UNSPECIFIED\x10\x00\x12\x10\n\x0cOUTCOME_NONE\x10\x01\x12\x13\n\x0fOUTCOME_APPLIED\x10\x02\x12\x15\n\x11OUTCOME_DUPLICATE\x10\x03\x12\x11\n\rOUTCOME_STALE\x10\x04\x12\x14\n\x10OUTCOME_REJECTED\x10\x05\x12\x13\n\x0fOUTCOME_PENDING\x10\x06\x32\x92\x03\n\x16ParameterServerService\x12\x45\n\x08\x44\x65scribe\x12\x1b.psproto.v1.DescribeRequest\x1a\x1c.psproto.v1.DescribeResponse\x12H\n\tIntroduce\x12\x1c.psproto.v1.IntroduceRequest\x1a\x1d.psproto.v1.IntroduceResponse\x12I\n\x08\x45xchange\x12\x1b.psproto.v1.ExchangeRequest\x1a\x1c.psproto.v1.ExchangeResponse(\x01\x30\x01\x12I\n\x0c\x45xchangeOnce\x12\x1b.psproto.v1.ExchangeRequest\x1a\x1c.psproto.v1.ExchangeResponse\x12Q\n\x0c\x41ttachMemory\x12\x1f.psproto.v1.AttachMemoryRequest\x1a .psproto.v1.AttachMemoryResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'psproto.v1.parameter_server_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_PULL']._serialized_start=1441
-  _globals['_PULL']._serialized_end=1513
-  _globals['_OUTCOME']._serialized_start=1516
-  _globals['_OUTCOME']._serialized_end=1674
+  _globals['_PULL']._serialized_start=1459
+  _globals['_PULL']._serialized_end=1531
+  _globals['_OUTCOME']._serialized_start=1534
+  _globals['_OUTCOME']._serialized_end=1692
   _globals['_DESCRIBEREQUEST']._serialized_start=49
   _globals['_DESCRIBEREQUEST']._serialized_end=66
   _globals['_DESCRIBERESPONSE']._serialized_start=69
-  _globals['_DESCRIBERESPONSE']._serialized_end=300
-  _globals['_INTRODUCEREQUEST']._serialized_start=302
-  _globals['_INTRODUCEREQUEST']._serialized_end=354
-  _globals['_INTRODUCERESPONSE']._serialized_start=356
-  _globals['_INTRODUCERESPONSE']._serialized_end=375
-  _globals['_ATTACHMEMORYREQUEST']._serialized_start=377
-  _globals['_ATTACHMEMORYREQUEST']._serialized_end=488
-  _globals['_ATTACHMEMORYRESPONSE']._serialized_start=490
-  _globals['_ATTACHMEMORYRESPONSE']._serialized_end=546
-  _globals['_EXCHANGEREQUEST']._serialized_start=548
-  _globals['_EXCHANGEREQUEST']._serialized_end=639
-  _globals['_PUSHPULLHEADER']._serialized_start=642
-  _globals['_PUSHPULLHEADER']._serialized_end=1016
-  _globals['_BATCH']._serialized_start=1018
-  _globals['_BATCH']._serialized_end=1083
-  _globals['_EXCHANGERESPONSE']._serialized_start=1085
-  _globals['_EXCHANGERESPONSE']._serialized_end=1161
-  _globals['_EXCHANGERESULT']._serialized_start=1164
-  _globals['_EXCHANGERESULT']._serialized_end=1439
-  _globals['_PARAMETERSERVERSERVICE']._serialized_start=1677
-  _globals['_PARAMETERSERVERSERVICE']._serialized_end=2079
+  _globals['_DESCRIBERESPONSE']._serialized_end=318
+  _globals['_INTRODUCEREQUEST']._serialized_start=320
+  _globals['_INTRODUCEREQUEST']._serialized_end=372
+  _globals['_INTRODUCERESPONSE']._serialized_start=374
+  _globals['_INTRODUCERESPONSE']._serialized_end=393
+  _globals['_ATTACHMEMORYREQUEST']._serialized_start=395
+  _globals['_ATTACHMEMORYREQUEST']._serialized_end=506
+  _globals['_ATTACHMEMORYRESPONSE']._serialized_start=508
+  _globals['_ATTACHMEMORYRESPONSE']._serialized_end=564
+  _globals['_EXCHANGEREQUEST']._serialized_start=566
+  _globals['_EXCHANGEREQUEST']._serialized_end=657
+  _globals['_PUSHPULLHEADER']._serialized_start=660
+  _globals['_PUSHPULLHEADER']._serialized_end=1034
+  _globals['_BATCH']._serialized_start=1036
+  _globals['_BATCH']._serialized_end=1101
+  _globals['_EXCHANGERESPONSE']._serialized_start=1103
+  _globals['_EXCHANGERESPONSE']._serialized_end=1179
+  _globals['_EXCHANGERESULT']._serialized_start=1182
+  _globals['_EXCHANGERESULT']._serialized_end=1457
+  _globals['_PARAMETERSERVERSERVICE']._serialized_start=1695
+  _globals['_PARAMETERSERVERSERVICE']._serialized_end=2097
 # @@protoc_insertion_point(module_scope)

@@ -98,6 +98,7 @@ class DescribeResponse(google.protobuf.message.Message):
     FORMAT_FIELD_NUMBER: builtins.int
     STREAM_ADDRESS_FIELD_NUMBER: builtins.int
     STREAM_PATH_FIELD_NUMBER: builtins.int
+    FEATURES_FIELD_NUMBER: builtins.int
     job: builtins.str
     shard: builtins.int
     shards: builtins.int
@@ -117,6 +118,10 @@ class DescribeResponse(google.protobuf.message.Message):
     def addresses(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """addresses of all shards by index, empty where not known yet"""
 
+    @property
+    def features(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """transports for tensors that this server may use: grpc, shm, stream; empty: an old release"""
+
     def __init__(
         self,
         *,
@@ -131,9 +136,10 @@ class DescribeResponse(google.protobuf.message.Message):
         format: builtins.int | None = ...,
         stream_address: builtins.str = ...,
         stream_path: builtins.str = ...,
+        features: collections.abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_format", b"_format", "format", b"format"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_format", b"_format", "addresses", b"addresses", "coordinator", b"coordinator", "format", b"format", "job", b"job", "layout", b"layout", "shard", b"shard", "shards", b"shards", "stream_address", b"stream_address", "stream_path", b"stream_path", "term", b"term", "version_text", b"version_text"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_format", b"_format", "addresses", b"addresses", "coordinator", b"coordinator", "features", b"features", "format", b"format", "job", b"job", "layout", b"layout", "shard", b"shard", "shards", b"shards", "stream_address", b"stream_address", "stream_path", b"stream_path", "term", b"term", "version_text", b"version_text"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_format", b"_format"]) -> typing.Literal["format"] | None: ...
 
 global___DescribeResponse = DescribeResponse

@@ -73,8 +73,8 @@ NOT_WHOLE = "another server took over, and may lack the newest of what the worke
 class CommandJournal(Protocol):
     """The log that commands are written to."""
 
-    def write(self, command: RecordedCommand) -> None:
-        """Write a command; its reply leaves after this."""
+    def write(self, command: Command[object], now: float) -> None:
+        """Write a command and its time; its reply leaves after this."""
 
     def rotate(self, coordinator: CoordinatorMachine) -> None:
         """Begin a segment with the state at a Cut."""
@@ -83,7 +83,7 @@ class CommandJournal(Protocol):
 class NoCommandJournal:
     """A journal for jobs without a log."""
 
-    def write(self, command: RecordedCommand) -> None: ...
+    def write(self, command: Command[object], now: float) -> None: ...
     def rotate(self, coordinator: CoordinatorMachine) -> None: ...
 
 
@@ -120,7 +120,7 @@ class Recorder:
             raise
         finally:
             if not is_idle:
-                self.journal.write(RecordedCommand(command, now))
+                self.journal.write(command, now)
             self._cut_if_due(now)
 
     def report(self, report: ShardReport, now: float) -> None:

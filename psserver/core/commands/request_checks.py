@@ -34,13 +34,12 @@ def unfit_pushes(
     coordinator: CoordinatorMachine, news: Iterable[Staged]
 ) -> dict[PushKey, UnfitPush]:
     """Return the refusals for newly staged pushes of members that must not be applied."""
-    return {
-        staged.key: problem
-        for staged in news
-        if (problem := push_problem(coordinator, staged)) is not None
-        and staged.key.seq > 0
-        and coordinator.reports.is_undecided(staged.key)
-    }
+    unfit = {}
+    for staged in news:
+        problem, key = push_problem(coordinator, staged), staged.key
+        if problem is not None and key.seq > 0 and coordinator.reports.is_undecided(key):
+            unfit[key] = problem
+    return unfit
 
 
 def push_problem(coordinator: CoordinatorMachine, staged: Staged) -> UnfitPush | None:
@@ -53,18 +52,14 @@ def push_problem(coordinator: CoordinatorMachine, staged: Staged) -> UnfitPush |
     if staged.base > version:
         text = f"computed from version {staged.base}, but the job is at version {version}"
         return UnfitPush("STALE", text)
-    problem = _samples_problem(staged)
-    if staged.batches and not problem:
+    problem = ""
+    if not 0 <= staged.samples <= limits.MAX_SAMPLES_PER_PUSH:
+        problem = f"samples={staged.samples} is not between 0 and {limits.MAX_SAMPLES_PER_PUSH}"
+    elif not staged.square_norm >= 0:
+        problem = f"the square of its norm is {staged.square_norm}"
+    elif staged.batches:
         problem = batches_problem(coordinator, staged.batches)
     return UnfitPush("INVALID_REQUEST", problem) if problem else None
-
-
-def _samples_problem(staged: Staged) -> str:
-    if not 0 <= staged.samples <= limits.MAX_SAMPLES_PER_PUSH:
-        return f"samples={staged.samples} is not between 0 and {limits.MAX_SAMPLES_PER_PUSH}"
-    if not staged.square_norm >= 0:
-        return f"the square of its norm is {staged.square_norm}"
-    return ""
 
 
 def batches_problem(coordinator: CoordinatorMachine, batches: Sequence[BatchKey]) -> str:

@@ -36,16 +36,17 @@ class PushReports:
 
     def new_pushes(self, report: ShardReport) -> list[Staged]:
         """Return the pushes that a shard has not reported before."""
-        job, shard = self._job, report.shard
+        job, found = self._job, list[Staged]()
         if report.log_id != job.log_id or not job.is_of_layout(report):
-            return []
-        return [staged for staged in report.staged if self._is_new(shard, staged)]
-
-    def _is_new(self, shard: int, staged: Staged) -> bool:
-        job, key = self._job, staged.key
-        member = job.membership.members.get(key.worker)
-        decided = member is not None and key.seq <= member.seq and member.is_current and job.begun
-        return not decided and not job.pending.holds(shard, key)
+            return found
+        for staged in report.staged:
+            key = staged.key
+            if job.pending.holds(report.shard, key):
+                continue
+            member = job.membership.members.get(key.worker)
+            if member is None or key.seq > member.seq or not member.is_current or not job.begun:
+                found.append(staged)
+        return found
 
     def has_measured(self, report: ShardReport) -> bool:
         """Return whether a report has a new answer to the current Measure."""

@@ -54,7 +54,8 @@ class PendingPushes:
 
     def holds(self, shard: int, key: PushKey) -> bool:
         """Return whether this shard has reported the push."""
-        return shard in self._reports.get(key.worker, {}).get(key.seq, ())
+        pushes = self._reports.get(key.worker)
+        return pushes is not None and shard in pushes.get(key.seq, ())
 
     def staged(self, shard: int, staged: Staged) -> bool:
         """Record that a shard has staged a push. Return whether the push is ready."""

@@ -238,12 +238,12 @@ def test_a_repeated_answer_has_no_effect() -> None:
     job = ClippedJob()
     job.push(1, 1)
     job.push(2, 1)
-    before = len(job.journal.commands)
+    before = len(job.journal.lines)
     for _ in range(3):
         job.measure(4.0)
     job.measure(1.0, 1.0, index=1)
 
-    assert len(job.journal.commands) == before + 1
+    assert len(job.journal.lines) == before + 1
 
 
 @pytest.mark.parametrize("square", [math.nan, -1.0])

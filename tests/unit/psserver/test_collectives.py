@@ -12,8 +12,7 @@ import pytest
 from pscommon.core.errors import InvalidRequestError, MismatchError
 from pscommon.core.log_entries import BatchKey
 from psserver.core.commands.data_commands import CallCollective, ReturnBatches
-from psserver.core.commands.recorded import RecordedCommand
-from psserver.core.commands.recorder import Recorder
+from psserver.core.commands.recorder import Recorder, replay
 from psserver.core.commands.waiting import waiting_for_call
 from psserver.core.commands.worker_commands import Join, Leave, Lose
 from psserver.core.coordinator.machine import CoordinatorMachine
@@ -22,6 +21,7 @@ from psserver.core.job.settings import JobRules
 from psserver.core.reports import collectives
 from psserver.core.reports.collectives import CollectiveValues
 from tests.support.coordinator_job import MODEL, Job
+from tests.support.memory_journal import MemoryJournal
 
 BARRIER = CollectiveValues("barrier")
 
@@ -165,13 +165,12 @@ def test_a_waiting_worker_does_not_block_rounds_and_returns_to_them() -> None:
 
 def test_a_repeated_call_is_recorded_once() -> None:
     job = Job(workers=2)
-    written: list[RecordedCommand] = []
-    job.recorder.journal.write = written.append  # type: ignore[method-assign]
+    job.recorder.journal = written = MemoryJournal()
 
     for _ in range(5):
         call(job, 1, 1)
 
-    assert len(written) == 1
+    assert len(written.lines) == 1
 
 
 def test_before_training_calls_wait_for_min_workers() -> None:
@@ -191,16 +190,14 @@ def test_before_training_calls_wait_for_min_workers() -> None:
 def test_a_repetition_that_lets_calls_begin_is_recorded() -> None:
     """The second worker joined between two requests of the first one."""
     coordinator = CoordinatorMachine(1, JobRules(policy("sync"), 2))
-    recorder, written = Recorder(coordinator), list[RecordedCommand]()
-    recorder.journal.write = written.append  # type: ignore[method-assign]
+    recorder = Recorder(coordinator, written := MemoryJournal())
     for _ in range(2):
         worker = recorder.do(Join(None, "host", 1, "cpu"), 0.0).worker
         for _ in range(2):
             recorder.do(CallCollective(1, 1, BARRIER, first_open=0), 0.0)
 
     replayed = CoordinatorMachine(1, coordinator.job.rules)
-    for command in written:
-        command.command.perform(replayed, command.now)
+    replay(replayed, written.commands)
 
     assert worker == 2
     assert coordinator.job.collectives.has_begun
@@ -296,8 +293,8 @@ def test_a_replay_and_a_standby_have_the_same_calls() -> None:
     """Random calls, departures and joins; the state is copied and the commands are replayed."""
     for seed in range(200):
         rng = random.Random(seed)
-        job, written = Job(workers=3), list[RecordedCommand]()
-        job.recorder.journal.write = written.append  # type: ignore[method-assign]
+        job = Job(workers=3)
+        job.recorder.journal = written = MemoryJournal()
         copied: CoordinatorMachine | None = None
         numbers = {1: 0, 2: 0, 3: 0}
         for step in range(30):
@@ -305,7 +302,7 @@ def test_a_replay_and_a_standby_have_the_same_calls() -> None:
                 copied = CoordinatorMachine(1, job.coordinator.job.rules)
                 state = json.loads(json.dumps(job.coordinator.complete_state()))
                 copied.load_state(state, MODEL, job.now)
-                written.clear()
+                written.lines.clear()
             worker = rng.choice(list(numbers))
             if rng.random() < 0.1 and len(numbers) > 1:
                 job.recorder.do(Lose(worker, "its lease ended"), job.now)
@@ -316,10 +313,7 @@ def test_a_replay_and_a_standby_have_the_same_calls() -> None:
             )
 
         assert copied is not None
-        for command in written:
-            RecordedCommand.from_json(json.loads(json.dumps(command.as_json()))).command.perform(
-                copied, command.now
-            )
+        replay(copied, written.commands)
         assert json.dumps(copied.state()) == json.dumps(job.coordinator.state())
 
 

@@ -69,9 +69,8 @@ def test_commands_that_bypassed_the_checks_replay_to_the_same_state(
         if isinstance(command, StartReshard):
             # earlier releases refused more shards than servers
             command = replace(command, shards=min(command.shards, 5))
-        recorded = RecordedCommand(command, job.now)
-        job.book.write(recorded)
-        replay(job.coordinator, [recorded])
+        job.book.write(command, job.now)
+        replay(job.coordinator, [RecordedCommand(command, job.now)])
 
     assert full_state(job.replayed()) == full_state(job.coordinator)
 

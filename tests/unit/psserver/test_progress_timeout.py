@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 
 from pscommon.core.errors import FencedError, InvalidRequestError, TooFewWorkersError
-from psserver.core.commands.recorded import RecordedCommand
 from psserver.core.commands.recorder import Recorder
 from psserver.core.commands.waiting import waiting_for
+from psserver.core.commands.worker_commands import Lose
 from psserver.core.job.policy import policy
 from psserver.core.job.settings import JobRules, WorkerLossMode
 from psserver.core.workers.leases import HANGING_SECONDS
@@ -16,26 +16,14 @@ from psserver.core.workers.membership import Membership
 from psserver.monitoring.worker_monitor import find_conditions
 from psserver.process.config import ServerConfig
 from tests.support.coordinator_job import Job
+from tests.support.memory_journal import MemoryJournal
 
 TIMEOUT = 7.0
 
 
-class RecordedNames:
-    """The names and reasons of the commands that a recorder writes."""
-
-    def __init__(self) -> None:
-        self.lines: list[tuple[str, str]] = []
-
-    def write(self, command: RecordedCommand) -> None:
-        line = command.as_json()
-        self.lines.append((line["do"], line.get("reason", "")))
-
-    def rotate(self, coordinator: object) -> None: ...
-
-
 def job_of_two(
     timeout: float | None = TIMEOUT, on_loss: WorkerLossMode | None = None
-) -> tuple[Job, RecordedNames]:
+) -> tuple[Job, MemoryJournal]:
     job = Job(workers=2)
     job.coordinator.use_rules(
         replace(
@@ -43,7 +31,7 @@ def job_of_two(
         ),
         job.now,
     )
-    written = RecordedNames()
+    written = MemoryJournal()
     job.recorder = Recorder(job.coordinator, written)
     return job, written
 
@@ -67,7 +55,9 @@ def test_a_hanging_worker_is_lost_and_its_round_closes(mode: str) -> None:
 
     assert job.applied() == [[1]]
     assert job.coordinator.membership.members[2].state is WorkerState.LOST
-    assert written.lines[-1] == ("lose", "--progress-timeout: its script made no call for 7.5 s")
+    assert written.commands[-1].command == Lose(
+        2, "--progress-timeout: its script made no call for 7.5 s"
+    )
     with pytest.raises(FencedError, match="its script made no call"):
         job.coordinator.job.member(2, job.now)
 
@@ -91,7 +81,7 @@ def test_without_a_timeout_a_hanging_worker_is_reported_and_stays() -> None:
     assert str(find_conditions(job.coordinator, job.now)[2].health) == "hanging"
     assert str(find_conditions(job.coordinator, job.now)[1].health) == "live"
     assert "whose script has made no call for 40 s" in waiting_for(job.coordinator, job.now)
-    assert [name for name, _ in written.lines if name == "lose"] == []
+    assert not any(isinstance(recorded.command, Lose) for recorded in written.commands)
 
 
 def test_a_worker_that_has_not_registered_is_not_removed() -> None:
@@ -102,7 +92,7 @@ def test_a_worker_that_has_not_registered_is_not_removed() -> None:
     job.coordinator.job.member(worker, job.now).update(WorkerHeartbeat(no_call_seconds=600.0))
     job.recorder.tick(job.now)
 
-    assert [name for name, _ in written.lines if name == "lose"] == []
+    assert not any(isinstance(recorded.command, Lose) for recorded in written.commands)
 
 
 def test_a_worker_is_reported_before_it_is_removed() -> None:

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from pscommon.core.limits import MAX_METRICS, MAX_NAME_CHARACTERS
 from pscommon.core.metric_row import MetricRow
+from psserver.core.commands.command import Command
 from psserver.core.commands.data_commands import ReportValues
 from psserver.core.commands.recorded import RecordedCommand
 from psserver.core.commands.recorder import Recorder, replay
@@ -167,8 +168,9 @@ class ReplicatedLog:
     def __init__(self, standby: CoordinatorMachine) -> None:
         self.standby = standby
 
-    def write(self, command: RecordedCommand) -> None:
-        replay(self.standby, [RecordedCommand.from_json(json.loads(json.dumps(command.as_json())))])
+    def write(self, command: Command[object], now: float) -> None:
+        line = json.dumps(RecordedCommand(command, now).as_json())
+        replay(self.standby, [RecordedCommand.from_json(json.loads(line))])
 
     def rotate(self, coordinator: CoordinatorMachine) -> None: ...
 

@@ -15,7 +15,6 @@ from pscommon.core.errors import MismatchError
 from pscommon.core.log_entries import BatchKey, PushKey, ShardReport, Staged
 from pscommon.core.model_spec import ModelSpec, OptimizerSettings, TensorSpec
 from psserver.core.commands.data_commands import LeaseBatches, ReturnBatches
-from psserver.core.commands.recorded import RecordedCommand
 from psserver.core.commands.recorder import Recorder, replay
 from psserver.core.commands.worker_commands import Join, Leave, Lose, Register
 from psserver.core.coordinator.data_requests import BatchesReply
@@ -23,6 +22,7 @@ from psserver.core.coordinator.machine import CoordinatorMachine
 from psserver.core.data.resume_rules import hyper_parameter_changes
 from psserver.core.job.policy import policy
 from psserver.core.job.settings import JobRules
+from tests.support.memory_journal import MemoryJournal
 
 MODEL = ModelSpec((TensorSpec("w", (1,), "float32"),), OptimizerSettings("sgd", ({"lr": 0.1},)))
 SLOWER = replace(MODEL, optimizer=OptimizerSettings("sgd", ({"lr": 0.05},)))
@@ -32,23 +32,11 @@ ORIGIN = "the snapshot of version 2 in /data"
 RULES = JobRules(policy("async"), 1)
 
 
-class MemoryLog:
-    """Log that encodes commands as the disk would."""
-
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-
-    def write(self, command: RecordedCommand) -> None:
-        self.lines.append(json.dumps(command.as_json()))
-
-    def rotate(self, coordinator: CoordinatorMachine) -> None: ...
-
-
 class JobRun:
     """Workers of one run of a job; every request is a recorded command."""
 
     def __init__(self, coordinator: CoordinatorMachine) -> None:
-        self.coordinator, self.journal = coordinator, MemoryLog()
+        self.coordinator, self.journal = coordinator, MemoryJournal()
         self.recorder = Recorder(coordinator, self.journal)
         self._staged: list[Staged] = []
 
@@ -265,15 +253,13 @@ def test_the_raised_number_of_epochs_is_replayed_and_stored_in_snapshots(
 ) -> None:
     run = resumed()
     before = json.loads(json.dumps(run.coordinator.complete_state()))
-    done = len(run.journal.lines)
+    done = len(run.journal.commands)
     run.ask(run.worker(), replace(LOOP, epochs=3))
 
     assert run.coordinator.model is not None
     again = CoordinatorMachine(1, RULES, 1, before["epoch"])
     again.load_state(before, run.coordinator.model, 0.0)
-    replay(
-        again, [RecordedCommand.from_json(json.loads(line)) for line in run.journal.lines[done:]]
-    )
+    replay(again, run.journal.commands[done:])
     assert again.complete_state() == run.coordinator.complete_state()
     assert from_snapshot(run).coordinator.ledger.loops[0].spec.epochs == 3
 
