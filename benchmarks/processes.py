@@ -38,8 +38,8 @@ def cpu_seconds(pids: Iterable[int]) -> float:
 
 
 def _own_seconds(pid: int) -> float:
-    """In nanoseconds' resolution; 0 for a process that has ended. Source: Linux' posix-timers.h,
-    CPUCLOCK_SCHED of a process, which clock_getcpuclockid(3) also returns.
+    """By the process's CPU clock, in nanoseconds; 0 for a process that has ended. The number of the
+    clock is what clock_getcpuclockid(3) returns on Linux.
     """
     try:
         return time.clock_gettime(~pid << 3 | 2)

@@ -16,13 +16,13 @@ FEATURES: Mapping[Lanes, Sequence[str]] = {
     "shm": ("shm",),
     "grpc": ("grpc",),
 }
-"""What a server with this setting offers workers for tensors."""
+"""Transports over which a server with this setting of --lanes takes tensors."""
 
 
 class WorkerTraffic:
     """Memory, shared buffers and statistics of one shard's traffic with workers.
 
-    features: transports that workers may use for tensors.
+    features: transports over which this shard takes tensors.
     budget: bytes in flight.
     shared_buffers: memory that workers on this host offered.
     transfer: bytes received and sent.

@@ -122,9 +122,10 @@ class StreamLanes:
         if not found and self._lanes == "shm":
             raise UnreachableError(f"{server} is on another host")
         if not found:
-            offered = ", ".join(description.features) or "an old release"
+            features = ", ".join(description.features)
+            why = f"it offers {features}" if features else "it is of an old release"
             raise InvalidRequestError(
-                f"{server} has no stream port (it offers {offered})"
+                f"{server} has no stream port: {why}"
                 + (". Try: `--lanes auto`" if self._lanes == "stream" else "")
             )
         *others, last = found

@@ -69,7 +69,7 @@ def test_one_line_names_the_lanes_of_all_shards(
 
     (line,) = records_of(caplog, "lanes_chosen")
     assert "unix=[0] tcp=[1] grpc=[2]" in line.getMessage()
-    assert "no stream port (it offers grpc)" in line.getMessage()
+    assert "no stream port: it offers grpc" in line.getMessage()
 
 
 def refused_address() -> str:

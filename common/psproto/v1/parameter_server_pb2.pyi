@@ -120,7 +120,7 @@ class DescribeResponse(google.protobuf.message.Message):
 
     @property
     def features(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """transports for tensors that this server may use: grpc, shm, stream; empty: an old release"""
+        """transports over which this server takes tensors: grpc, shm, stream; empty: an old release"""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""The time in which a stream is found, with a fake clock and fake connections."""
+"""The time in which a stream is found, and the reason for none, with fake connections."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from pscommon.core.errors import UnreachableError
+from pscommon.core.errors import InvalidRequestError, UnreachableError
 from pscommon.wire.blocking_stream import CONNECT_SECONDS
 from psproto.v1 import parameter_server_pb2 as ps
 from psworker.transport.stream_connection import StreamConnection
@@ -42,3 +42,16 @@ def test_the_description_and_all_ways_to_a_server_share_one_limit(
     assert StreamLanes("auto").find(0, "a:1", header, describe, TIMEOUT) is None
     assert limits == [0.75, 0.75]
     assert clock.now == 100.0 + CONNECT_SECONDS
+
+
+@pytest.mark.parametrize(
+    ("features", "why"), [(["shm"], "it offers shm"), ([], "it is of an old release")]
+)
+def test_the_reason_for_no_stream_names_what_the_server_offers(
+    features: list[str], why: str
+) -> None:
+    def describe(request: ps.DescribeRequest, timeout: float) -> ps.DescribeResponse:
+        return ps.DescribeResponse(addresses=["a:1"], features=features)
+
+    with pytest.raises(InvalidRequestError, match=f"{why}. Try: `--lanes auto`"):
+        StreamLanes("stream").find(0, "a:1", ps.PushPullHeader(worker=1), describe, TIMEOUT)
