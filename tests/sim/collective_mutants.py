@@ -4,8 +4,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from psserver.core.commands.command import Command
 from psserver.core.commands.data_commands import CallCollective
-from psserver.core.commands.recorded import RecordedCommand
 from psserver.core.coordinator.collective_calls import CollectiveCalls, CollectiveRequest
 from psserver.core.job.policy import policy
 from psserver.core.reports import collectives as collectives_module
@@ -45,10 +45,10 @@ def replace_result(
     CONTRIBUTE(collectives, worker, number, values)
 
 
-def omit_calls(log: CoordinatorLog, command: RecordedCommand) -> None:
+def omit_calls(log: CoordinatorLog, command: Command[object], now: float) -> None:
     """Do not write collective calls to the log."""
-    if not isinstance(command.command, CallCollective):
-        WRITE(log, command)
+    if not isinstance(command, CallCollective):
+        WRITE(log, command, now)
 
 
 def wait_for_none(collectives: Collectives, number: int, members: Sequence[Member]) -> list[Member]:

@@ -18,6 +18,7 @@ import psserver.durability.shard_state as shard_state_module
 from pscommon.core.errors import PSError
 from pscommon.core.log_entries import Entry, PushKey, Reshard, Staged
 from pscommon.core.model_spec import ModelSpec
+from psserver.core.commands.command import Command
 from psserver.core.commands.data_commands import LeaseBatches, ReportMetrics
 from psserver.core.commands.recorded import RecordedCommand
 from psserver.core.commands.recorder import NO_DEATHS, Recorder
@@ -110,10 +111,10 @@ def load_without_outcomes(state: ShardState, base: SegmentBase) -> None:
 WRITE = CoordinatorLog.write
 
 
-def omit_leases(log: CoordinatorLog, command: RecordedCommand) -> None:
+def omit_leases(log: CoordinatorLog, command: Command[object], now: float) -> None:
     """Do not write batch leases to the log."""
-    if not isinstance(command.command, LeaseBatches):
-        WRITE(log, command)
+    if not isinstance(command, LeaseBatches):
+        WRITE(log, command, now)
 
 
 class StandbyWithoutEntries(CoordinatorMachine):
@@ -283,10 +284,10 @@ def replay_until_error(
     return -1
 
 
-def omit_failed_commands(log: CoordinatorLog, command: RecordedCommand) -> None:
+def omit_failed_commands(log: CoordinatorLog, command: Command[object], now: float) -> None:
     """Do not write the command that raises an unexpected error."""
-    if not isinstance(command.command, ReportMetrics) or FAULT not in command.command.metrics:
-        WRITE(log, command)
+    if not isinstance(command, ReportMetrics) or FAULT not in command.metrics:
+        WRITE(log, command, now)
 
 
 def accept_unfit_pushes(
