@@ -150,13 +150,16 @@ class Job(JobFacts):
         sources: int | None = None,
         reseed: bool = True,
         collate_fn: Callable[[list[Any]], Any] | None = None,
+        name: str | None = None,
         **loader: Any,
     ) -> BatchLoader:
         """Return a loader of this worker's share of the data: each `iter()` is the next pass.
 
-        All workers together see each sample once a pass. All workers start the same passes in the
-        same order, also in a resumed job: passes that it has completed end at once, and `skipped`
-        of the loader is True for them. The k-th pass has the order of epoch k. Epochs go on
+        All workers together see each sample once a pass. The k-th pass of a loader is the same
+        pass on all workers, also in a resumed job: passes that it has completed end at once, and
+        `skipped` of the loader is True for them. Workers may begin the passes of different loaders
+        in different orders, as with a validation every 100 steps. The k-th pass has the order of
+        epoch k. Epochs go on
         counting over the calls of a script with a data set of one size. `len()` is the number of
         batches that this worker can expect of a pass; a stream has none.
 
@@ -193,6 +196,9 @@ class Job(JobFacts):
                 in the epoch), before each batch is fetched and before it is given out. So
                 augmentation and dropout are the same on any worker.
             collate_fn: As of torch.utils.data.DataLoader.
+            name: Name of the loader, the same on all workers. None: its place among the calls
+                without a name. Needed only where workers make these calls in different orders. A
+                later call with this name continues its passes.
             loader: More keywords of torch.utils.data.DataLoader (num_workers, pin_memory,
                 worker_init_fn).
 
@@ -204,7 +210,9 @@ class Job(JobFacts):
         arguments = LoaderArguments(
             dataset, batch_size, shuffle, drop_last, sampler, batch_sampler, collate_fn, loader
         )
-        return make_loader(self.session, arguments, PassSettings(epochs, seed, sources, reseed))
+        return make_loader(
+            self.session, arguments, PassSettings(epochs, seed, sources, reseed, name)
+        )
 
     def pull(self) -> None:
         """Bring the job's newest weights into the model, without a step."""

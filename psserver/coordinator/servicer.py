@@ -19,6 +19,7 @@ from pscommon.wire.messages import (
     loop_from_proto,
     model_from_proto,
     model_to_proto,
+    place_from_proto,
 )
 from pscommon.wire.status import answering
 from psproto.v1 import coordinator_pb2 as pb
@@ -64,6 +65,10 @@ class ControlPlaneServicer(CoordinatorServiceServicer):
                 open_loop=self._service.ledger.open_loop,
                 known_loops=self._service.ledger.known_loops,
                 open_loops=self._service.ledger.open_loops,
+                loaders=[
+                    pb.LoaderPasses(loader=loader, begun=begun, open=still_open)
+                    for loader, (begun, still_open) in self._service.ledger.passes.items()
+                ],
                 bad_gradients=self._service.config.bad_gradients,
                 standbys=self._service.registry.standbys,
                 format=spoken_format(),
@@ -168,13 +173,15 @@ class ControlPlaneServicer(CoordinatorServiceServicer):
             return pb.NextBatchResponse(
                 share=self._service.worker_requests.share(request.worker, spec)
             )
+        place = place_from_proto(request.place) if request.HasField("place") else None
         command = LeaseBatches(
             request.worker,
             spec,
             request.received,
             max(1, request.count),
             request.idle,
-            request.first_open,
+            request.first_open if place is None else None,
+            place,
         )
         batches = self._service.worker_requests.lease_batches(command, seconds)
         if batches is None:
@@ -182,13 +189,17 @@ class ControlPlaneServicer(CoordinatorServiceServicer):
                 waiting_for=self._service.waiting_for, version=self._service.version
             )
         share = 0 if request.received else self._service.worker_requests.share(request.worker, spec)
-        return pb.NextBatchResponse(
+        answer = pb.NextBatchResponse(
             numbers=batches.numbers,
             end=batches.end,
             version=self._service.version,
             following=batches.following,
             share=share,
         )
+        if place is not None and batches.spec is not None:
+            answer.loop = batches.spec.loop
+            answer.first_epoch = getattr(batches.spec, "first_epoch", 0)
+        return answer
 
     def ReturnBatches(
         self, request: pb.ReturnBatchesRequest, context: Context
@@ -216,11 +227,11 @@ class ControlPlaneServicer(CoordinatorServiceServicer):
             request.json or NULL,
         )
         requests = self._service.worker_requests
-        result = requests.call_collective(
-            CallCollective(request.worker, request.number, given, request.first_open), seconds
-        )
+        place = place_from_proto(request.place) if request.HasField("place") else None
+        command = CallCollective(request.worker, request.number, given, request.first_open, place)
+        result = requests.call_collective(command, seconds)
         if result is None:
-            waiting = requests.waiting_for_call(request.number)
+            waiting = requests.waiting_for_call(command.key)
             return pb.CollectiveResponse(waiting_for=waiting or self._service.waiting_for)
         return pb.CollectiveResponse(
             done=True,

@@ -154,8 +154,7 @@ class ShardUpdates:
         self._is_complete_due, self._complete_at = False, time.monotonic()
         response = self._describe_update()
         self.has_stopped = response.stop
-        if (spoken := spoken_format()) is not None:
-            response.format = spoken
+        response.format = spoken_format()
         return response
 
     def _describe_update(self) -> pb.LinkShardResponse:

@@ -247,6 +247,8 @@ def data(coordinator: CoordinatorMachine) -> list[dict[str, Any]]:
     return [
         {
             "loop": loop.spec.loop,
+            "loader": loop.name.loader if loop.name is not None else None,
+            "pass": loop.name.number if loop.name is not None else None,
             "batch_size": loop.spec.batch_size,
             "epochs": loop.spec.epochs,
             "committed": loop.committed,

@@ -21,7 +21,7 @@ from psserver.core.commands.worker_share import worker_share
 from psserver.core.coordinator.admission import check_registration, push_nbytes
 from psserver.core.coordinator.data_requests import BatchesReply
 from psserver.core.coordinator.registration import RegistrationReply
-from psserver.core.reports.collectives import CollectiveValues
+from psserver.core.reports.collectives import CallKey, CollectiveValues
 from psserver.core.workers.members import Member
 from psserver.core.workers.membership import WORKERS_PER_GENERATION
 from psserver.durability.snapshots import SnapshotManager
@@ -122,7 +122,19 @@ class WorkerRequests:
         Args:
             version: The newest version that the worker knows.
         """
+        missed = self._executor.coordinator.ledger.never_begun(worker) if not reason else {}
         self._executor.do(Leave(worker, reason[:MAX_REASON_CHARACTERS]))
+        for name, batches in missed.items():
+            log.warning(
+                "pass_not_begun",
+                worker=worker,
+                loader=name.loader,
+                pass_number=name.number,
+                batches=batches,
+                reason="the worker is done and never began this pass; its share was not read",
+                remedy="begin the pass on all workers; for a pass of one worker use torch's "
+                "DataLoader",
+            )
         self._history.count_lost_updates(worker, version)
         self._metrics.remove_worker(worker)
         log.info("worker_left", worker=worker, reason=reason or "done")
@@ -167,10 +179,10 @@ class WorkerRequests:
             self._first_workers.check()
         return answer
 
-    def waiting_for_call(self, number: int) -> str:
+    def waiting_for_call(self, key: CallKey) -> str:
         """Return a phrase for people about the workers that a collective call waits for."""
         return self._executor.step(
-            lambda recorder, now: waiting_for_call(recorder.coordinator, number, now), quiet=True
+            lambda recorder, now: waiting_for_call(recorder.coordinator, key, now), quiet=True
         )
 
     def share(self, worker: int, spec: Spec) -> int:

@@ -174,8 +174,8 @@ class CoordinatorLink:
             self._link = link
             try:
                 for response in link.follow(self._messages.begin(self._is_open, link.sends_news)):
-                    check_wire_format(response.format, f"shard 0 at {address}", "this shard")
                     if not connected:
+                        check_wire_format(response.format, f"shard 0 at {address}", "this shard")
                         log.info("coordinator_connected", coordinator=address, job=response.job)
                         self._check_durable(response)
                     if response.term < self._term:

@@ -141,8 +141,7 @@ class ShardMessages:
         )
         request.instance, request.job = identity.instance, identity.only_job
         request.optimizers = self._optimizer_digest
-        if (spoken := spoken_format()) is not None:
-            request.format = spoken
+        request.format = spoken_format()
         request.term, request.standby, request.place = (
             self._standby.term,
             self._standby.address,

@@ -198,8 +198,9 @@ class Standby:
         self.ended.wait(TICK_SECONDS)
 
     def _observed(self, call: Iterator[pb.ReplicateResponse]) -> Iterator[pb.ReplicateResponse]:
-        for message in call:
-            check_wire_format(message.format, f"the primary at {self.primary}", "this standby")
+        for count, message in enumerate(call):
+            if not count:
+                check_wire_format(message.format, f"the primary at {self.primary}", "this standby")
             self._failover.note_contact(time.monotonic())
             yield message
 

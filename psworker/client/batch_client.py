@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 from pscommon.core.data_stream import Spec
 from pscommon.core.log_entries import BatchKey
+from pscommon.core.script_place import PassName, ScriptPlace
 from pscommon.wire import messages as codec
 from psproto.v1 import coordinator_pb2 as co
 from psworker.connection.connection import Connection
@@ -19,16 +20,16 @@ class BatchClient:
         self._connection = connection
         self._exchange = exchange
         self._lock = threading.Lock()
-        self._first_open = 0
+        self._place: ScriptPlace | int = 0
 
-    def lease(self, loop: Spec, count: int, idle: bool, first_open: int) -> Lease:
+    def lease(self, loop: Spec, count: int, idle: bool, place: ScriptPlace | int) -> Lease:
         """Lease batches of a loop.
 
         The first request does not sit out of rounds, so a worker that gets batches at once
         misses no round.
         """
         with self._lock:
-            self._first_open = first_open
+            self._place = place
             answer = self._request_batches(loop, count)
             if answer.numbers or answer.end or not idle:
                 return _lease(answer)
@@ -78,7 +79,10 @@ class BatchClient:
         self, loop: Spec, count: int, wait_seconds: float = 0.0, idle: bool = False
     ) -> co.NextBatchResponse:
         connection, membership = self._connection, self._connection.membership
-        received = membership.received_batches.get(loop.loop, 0)
+        name: PassName | int = loop.loop
+        if isinstance(self._place, ScriptPlace) and self._place.current is not None:
+            name = self._place.current
+        received = membership.received_batches.get(name, 0)
         request = co.NextBatchRequest(
             job=membership.job,
             worker=membership.worker,
@@ -87,13 +91,22 @@ class BatchClient:
             idle=idle,
             wait_ms=round(wait_seconds * 1000),
             received=received,
-            first_open=self._first_open,
+            **codec.place_fields(self._place),
         )
         next_batch = connection.transport.next_batch
         answer = connection.call("asking for data", next_batch, request, wait_seconds)
-        membership.received_batches[loop.loop] = received + len(answer.numbers)
+        membership.received_batches[name] = received + len(answer.numbers)
         return answer
 
 
 def _lease(answer: co.NextBatchResponse, sat_out: bool = False) -> Lease:
-    return Lease(tuple(answer.numbers), answer.end, sat_out, tuple(answer.following), answer.share)
+    has_loop = answer.HasField("loop")
+    return Lease(
+        tuple(answer.numbers),
+        answer.end,
+        sat_out,
+        tuple(answer.following),
+        answer.share,
+        answer.loop if has_loop else None,
+        answer.first_epoch if has_loop else None,
+    )

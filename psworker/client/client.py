@@ -14,6 +14,7 @@ from pscommon.core.errors import InvalidRequestError
 from pscommon.core.log_entries import BatchKey
 from pscommon.core.model_spec import ModelSpec, OptimizerSettings
 from pscommon.core.partition import PartitionPlan
+from pscommon.core.script_place import ScriptPlace
 from pscommon.settings.values import Lanes
 from psproto.v1 import coordinator_pb2 as co
 from psworker.client.array_model import ArrayModel
@@ -256,7 +257,11 @@ class Client(ClientFacts):
     # ---- data and membership ---------------------------------------------------------------------
 
     def next_batches(
-        self, loop: Spec, count: int = 1, idle: bool = False, first_open: int | None = None
+        self,
+        loop: Spec,
+        count: int = 1,
+        idle: bool = False,
+        first_open: ScriptPlace | int | None = None,
     ) -> Lease:
         """Lease up to `count` batches of a loop.
 
@@ -267,7 +272,8 @@ class Client(ClientFacts):
                 rounds meanwhile. False: return at once, perhaps without batches.
             first_open: Number of the first loop that the script is in or may still begin; None:
                 this loop. Batches left in earlier loops go to other workers, and are dropped
-                once all workers have passed those loops.
+                once all workers have passed those loops. Or the place of a script, which names the
+                pass: then the job decides its number.
         """
         return self._data.lease(loop, count, idle, loop.loop if first_open is None else first_open)
 
@@ -286,7 +292,9 @@ class Client(ClientFacts):
         """Mark batches as used without a push, so that no other worker leases them."""
         self._data.give_back(batches, used=True)
 
-    def collective(self, number: int, call: CollectiveCall, first_open: int) -> CollectiveResult:
+    def collective(
+        self, number: int, call: CollectiveCall, first_open: ScriptPlace | int
+    ) -> CollectiveResult:
         """Make this script's collective call of this number, from 1 on; see `Job.barrier`.
 
         first_open: As in `next_batches`.

@@ -1,6 +1,8 @@
 """Collective calls of one worker."""
 
 from pscommon.core.errors import WaitTimeoutError
+from pscommon.core.script_place import ScriptPlace
+from pscommon.wire.messages import place_fields
 from psproto.v1 import coordinator_pb2 as co
 from psworker.connection.connection import Connection
 from psworker.core.results import CollectiveCall, CollectiveResult
@@ -12,7 +14,7 @@ class CollectiveClient:
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
 
-    def call(self, number: int, call: CollectiveCall, first_open: int) -> CollectiveResult:
+    def call(self, number: int, call: CollectiveCall, place: ScriptPlace | int) -> CollectiveResult:
         connection, membership = self._connection, self._connection.membership
         what = f"{call.kind} (collective call {number})"
         retry = connection.new_retry(what)
@@ -28,7 +30,7 @@ class CollectiveClient:
                 samples=call.samples,
                 json=call.text,
                 wait_ms=round(wait_seconds * 1000),
-                first_open=first_open,
+                **place_fields(place),
             )
             collective = connection.transport.collective
             answer = connection.call(what, collective, request, wait_seconds)

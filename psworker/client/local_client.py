@@ -13,6 +13,7 @@ from pscommon.core.data_stream import Spec, StreamSpec
 from pscommon.core.log_entries import BatchKey
 from pscommon.core.model_spec import ModelSpec, OptimizerSettings
 from pscommon.core.partition import PartitionPlan
+from pscommon.core.script_place import PassName, ScriptPlace
 from pscommon.optim import KINDS
 from pscommon.optim.specs import groups_from_json, validate_model
 from psworker.core.clock import Clock
@@ -130,7 +131,11 @@ class LocalClient:
         self._buffer[start:stop] = pushed[start:stop]
 
     def next_batches(
-        self, loop: Spec, count: int = 1, idle: bool = False, first_open: int | None = None
+        self,
+        loop: Spec,
+        count: int = 1,
+        idle: bool = False,
+        first_open: ScriptPlace | int | None = None,
     ) -> Lease:
         if isinstance(loop, StreamSpec):
             numbers = self._laps.setdefault(loop.loop, StreamPasses(loop)).take()
@@ -141,7 +146,7 @@ class LocalClient:
     def share(self, loop: Spec) -> int:
         return 0 if isinstance(loop, StreamSpec) else loop.total
 
-    def has_ended(self, loop: int) -> bool:
+    def has_ended(self, loop: PassName) -> bool:
         """Return False: each run is a new job."""
         return False
 
@@ -172,7 +177,9 @@ class LocalClient:
         """Return the partition and the weights' flat buffer, without a copy."""
         return self.plan, self._buffer.numpy().data
 
-    def collective(self, number: int, call: CollectiveCall, first_open: int) -> CollectiveResult:
+    def collective(
+        self, number: int, call: CollectiveCall, first_open: ScriptPlace | int
+    ) -> CollectiveResult:
         """Return this worker's values: there are no other workers."""
         return CollectiveResult(call.values, call.text, self.version)
 

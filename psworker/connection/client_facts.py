@@ -4,6 +4,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from pscommon.core.script_place import PassName
 from psproto.v1 import coordinator_pb2 as co
 from psworker.connection.connection import Connection
 from psworker.core.clock import Clock
@@ -78,8 +79,8 @@ class ClientFacts:
         found: dict[str, Any] = json.loads(answer.status_json)
         return found
 
-    def has_ended(self, loop: int) -> bool:
-        """Return whether this loop had ended when this worker joined."""
+    def has_ended(self, loop: PassName) -> bool:
+        """Return whether this pass had ended when this worker joined."""
         return self._connection.membership.has_ended(loop)
 
     @property

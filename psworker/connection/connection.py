@@ -136,8 +136,8 @@ class Connection:
             answer.worker,
             answer.open_loop,
             answer.policy,
+            answer.loaders,
             answer.known_loops,
-            answer.open_loops,
         )
         self._has_left = False
         self.membership.reports = self.reports

@@ -18,6 +18,7 @@ from pscommon.core.errors import (
     SnapshotError,
     TooFewWorkersError,
 )
+from pscommon.core.script_place import PassName
 from pscommon.system.process_id import process_id
 from pscommon.telemetry.logs import get_logger
 from psproto.v1 import coordinator_pb2 as co
@@ -63,8 +64,8 @@ class WorkerMembership:
     """State that is discarded when the worker is fenced; the client and its heartbeat share it.
 
     Args:
-        known_loops: Number of loops that had begun when the worker joined.
-        open_loops: Those of them that had not ended.
+        passes: The passes that had begun when the worker joined, by loader.
+        known_loops: Number of loops that had begun then, with and without a name.
 
     Attributes:
         job: The job's identifier.
@@ -75,7 +76,7 @@ class WorkerMembership:
         workers: Number of registered workers, as of the last answer.
         is_first: This worker is the first of them, as of the last answer.
         pushes: Numbers of this worker's pushes.
-        received_batches: Number of batches received so far, by loop.
+        received_batches: Number of batches received so far, by pass or numbered loop.
         min_version: Smallest version that a pull may return.
         update_counts: Number of updates of each optimizer at the registration; empty with one.
         progress: Progress for the next heartbeat.
@@ -88,27 +89,32 @@ class WorkerMembership:
         worker: int,
         open_loop: int = 0,
         policy: str = "",
+        passes: Iterable[co.LoaderPasses] = (),
         known_loops: int = 0,
-        open_loops: Iterable[int] = (),
     ) -> None:
         self.job = job
         self.worker = worker
         self.open_loop = open_loop
-        self._known_loops, self._open_loops = known_loops, frozenset(open_loops)
+        self._passes = {each.loader: (each.begun, frozenset(each.open)) for each in passes}
+        # an earlier release wrote the job: its loops get their names one after another
+        self._has_unnamed_loops = known_loops > sum(begun for begun, _ in self._passes.values())
         self.policy = policy
         self.reports = ReportBuffer(time.monotonic)
         self.workers, self.is_first = 0, False
         self.pushes = PushSequence()
-        self.received_batches: dict[int, int] = {}
+        self.received_batches: dict[PassName | int, int] = {}
         self.min_version = 0
         self.update_counts: dict[str, int] = {}
         self.progress = StepProgress()
         self.stopping = False
         self._lost: PSError | None = None
 
-    def has_ended(self, loop: int) -> bool:
-        """Return whether this loop had ended when the worker joined."""
-        return loop < self._known_loops and loop not in self._open_loops
+    def has_ended(self, name: PassName) -> bool:
+        """Return whether this pass had ended when the worker joined."""
+        begun, still_open = self._passes.get(name.loader, (0, frozenset()))
+        if name.number >= begun:
+            return self._has_unnamed_loops
+        return name.number not in still_open
 
     def require_version(self, version: int) -> None:
         """Require at least this version from later pulls."""

@@ -93,6 +93,8 @@ class Lease:
             batch is a push by itself.
         share: Number of the loop's batches that this worker can expect; set in the answer to the
             first request of a loop.
+        loop, first_epoch: The job's number of the pass, and the first epoch of its shuffle. None:
+            as in the request.
     """
 
     numbers: tuple[int, ...] = ()
@@ -100,3 +102,5 @@ class Lease:
     sat_out: bool = False
     following: tuple[int, ...] = ()
     share: int = 0
+    loop: int | None = None
+    first_epoch: int | None = None

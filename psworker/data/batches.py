@@ -1,7 +1,8 @@
 """The loader of a script: passes over this worker's share of the data.
 
-Each `iter()` of a loader begins the next pass, which is a loop of the job's ledger. A batch is a
-number; the loop's spec says which samples it denotes. A pass leases numbers while the ledger has
+Each `iter()` of a loader begins the next pass, which is a loop of the job's ledger; the pass is
+named by its loader and its count. A batch is a number; the loop's spec says which samples it
+denotes. A pass leases numbers while the ledger has
 some. When it has none, the script first uses all fetched batches. Then the worker waits outside of
 rounds until a lost worker's batches return or the loop ends. The ledger ends a pass, not `len()`.
 """
@@ -11,8 +12,11 @@ import weakref
 from collections.abc import Generator, Iterable, Iterator
 from typing import Any, Self
 
+import torch
+
 from pscommon.core.data_stream import Spec
 from pscommon.core.errors import InvalidRequestError
+from pscommon.core.script_place import PassName
 from pscommon.telemetry.logs import get_logger
 from psworker.data.data_source import COMPUTE, BatchFacts, DataSource, PassReader
 from psworker.data.leased_batches import LeasedBatches
@@ -25,8 +29,11 @@ log = get_logger(__name__)
 class BatchLoader:
     """A loader, made by `Job.batches`: each `iter()` is the next pass over the data."""
 
-    def __init__(self, session: Session, source: DataSource, reseed: bool) -> None:
+    def __init__(
+        self, session: Session, source: DataSource, reseed: bool, name: str | None = None
+    ) -> None:
         self._session = session
+        self._name = session.loops.name_loader(self, name)
         self._source = source
         self._reseed = reseed
         self._pass: DataPass | None = None
@@ -70,10 +77,11 @@ class BatchLoader:
             and (before := self._iterator()) is not None
         ):
             before.replace()
-            loops.discard(self._pass.loop)
-        self._pass = DataPass(self._session, spec, reader, self._reseed)
-        iterator = BatchIterator(self._pass.batches())
-        loops.make(spec.loop, iterator)
+            loops.discard(self._pass.name)
+        iterator = BatchIterator()
+        name = loops.make(self._name, iterator)
+        self._pass = DataPass(self._session, spec, name, reader, self._reseed)
+        iterator.begin(self._pass.batches())
         self._iterator = weakref.ref(iterator)
         return iterator
 
@@ -81,9 +89,14 @@ class BatchLoader:
 class BatchIterator:
     """One pass of a loader. A loader has one iterator at a time."""
 
-    def __init__(self, batches: Generator[Any, None, None]) -> None:
-        self._batches = batches
+    _batches: Generator[Any, None, None]
+
+    def __init__(self) -> None:
         self._is_replaced = False
+
+    def begin(self, batches: Generator[Any, None, None]) -> None:
+        """Use these batches; call it once."""
+        self._batches = batches
 
     def __iter__(self) -> Self:
         return self
@@ -110,16 +123,18 @@ class DataPass:
     """One loop of the ledger, from its first batch to its end.
 
     Attributes:
-        loop: Number of the loop.
+        name: Name of the pass.
     """
 
-    def __init__(self, session: Session, spec: Spec, reader: PassReader, reseed: bool) -> None:
-        self.loop = spec.loop
+    def __init__(
+        self, session: Session, spec: Spec, name: PassName, reader: PassReader, reseed: bool
+    ) -> None:
+        self.name = name
         self._session = session
-        self._leases = LeasedBatches(session, spec)
+        self._leases = LeasedBatches(session, spec, name)
         self._reader = reader
         self._reseed = reseed
-        self._was_finished = session.client.has_ended(spec.loop)
+        self._was_finished = session.client.has_ended(name)
 
     @property
     def is_skipped(self) -> bool:
@@ -138,7 +153,7 @@ class DataPass:
         if not self._session.loops.open:  # nothing of earlier loops belongs to the next step
             consumed.begin()
         steps, samples = self._session.stats.steps, consumed.samples
-        with self._session.running_loop(leases):
+        with self._session.running_loop(leases, torch.is_grad_enabled()):
             fetched = self._reader.open(leases)
             more = True
             while more:

@@ -43,12 +43,14 @@ class PassSettings(NamedTuple):
         seed: Signed 64-bit integer.
         sources: Number of sources of a stream; None: not given.
         reseed: Seed the global random generators for each batch.
+        name: Name of the loader; None: its place among the loaders without a name.
     """
 
     epochs: int = 1
     seed: int = 0
     sources: int | None = None
     reseed: bool = True
+    name: str | None = None
 
 
 class BatchFacts(Protocol):
@@ -69,8 +71,14 @@ class BatchFacts(Protocol):
 
 
 class LeasedNumbers(Protocol):
-    """The batch numbers that this worker may fetch, in order."""
+    """The batch numbers that this worker may fetch, in order.
 
+    Attributes:
+        spec: The loop; with the job's number and first epoch once there is a number.
+    """
+
+    @property
+    def spec(self) -> Spec: ...
     def __iter__(self) -> Iterator[int]: ...
 
     def find_end(self, key: BatchKey) -> None:

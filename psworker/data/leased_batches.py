@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import repeat
 
 import torch
@@ -9,6 +10,8 @@ import torch
 from pscommon.core.data_loop import LoopSpec
 from pscommon.core.data_stream import Spec
 from pscommon.core.log_entries import BatchKey
+from pscommon.core.script_place import PassName
+from psworker.core.results import Lease
 from psworker.data.script_pace import ScriptPace
 from psworker.session.session import Session
 
@@ -27,15 +30,16 @@ class LeasedBatches:
     are more.
 
     Attributes:
-        loop: Number of the loop.
+        name: Name of the pass.
+        spec: The loop; with the job's number and first epoch once a number is leased.
         share: Number of the loop's batches that this worker can expect, as of the first answer of
             the ledger; None before.
     """
 
-    def __init__(self, session: Session, spec: Spec) -> None:
+    def __init__(self, session: Session, spec: Spec, name: PassName) -> None:
         self._session = session
-        self._spec = spec
-        self.loop = spec.loop
+        self.spec = spec
+        self.name = name
         self._ready: deque[int] = deque()
         # unused batches by number, with how many batches of the same push follow each
         self._unused: dict[int, int | None] = {}
@@ -80,9 +84,10 @@ class LeasedBatches:
         """Request more batches. A worker that had to rejoin for this has got none."""
         with self._session.rejoin_on_fence():
             lease = self._session.client.next_batches(
-                self._spec, self._count_to_lease(), idle, self._session.loops.first
+                self.spec, self._count_to_lease(), idle, self._session.loops.place(self.name)
             )
             self._session.reset_rejoin_count()
+            self._learn(lease)
             self._ready.extend(lease.numbers)
             self._leased_count += len(lease.numbers)
             if self.share is None and (lease.numbers or lease.end):
@@ -91,9 +96,16 @@ class LeasedBatches:
             self._has_ended = lease.end and not lease.numbers
             # otherwise the loop ends only for this worker, once its batches are used
             if self._has_ended and not self._session.consumed.batches:
-                self._session.loops.passed(self._spec.loop)
+                self._session.loops.passed(self.name)
             if lease.sat_out and not idle:
                 self._session.pull()
+
+    def _learn(self, lease: Lease) -> None:
+        """Take the job's number of the pass, and its first epoch."""
+        if lease.loop is not None:
+            self.spec = replace(self.spec, loop=lease.loop)
+        if lease.first_epoch is not None and isinstance(self.spec, LoopSpec):
+            self.spec = replace(self.spec, first_epoch=lease.first_epoch)
 
     def _count_to_lease(self) -> int:
         """Return how many batches to ask for.
@@ -102,7 +114,7 @@ class LeasedBatches:
         what this worker can still expect: the last ones are for the worker that is free first.
         """
         is_free = self._session.client.policy in ("async", "ssp")
-        if not is_free or self.share is None or not isinstance(self._spec, LoopSpec):
+        if not is_free or self.share is None or not isinstance(self.spec, LoopSpec):
             return 1
         rest = (self.share - self._leased_count) // 2
         return self._pace.count_in(LEASED_WORK_SECONDS, max(1, min(rest, MAX_LEASED_COUNT)))
@@ -154,5 +166,5 @@ class LeasedBatches:
         self._ready.clear()
         if unused:
             self._session.client.return_batches(
-                [BatchKey(self._spec.loop, number) for number in unused]
+                [BatchKey(self.spec.loop, number) for number in unused]
             )

@@ -26,7 +26,7 @@ def make_loader(
         raise InvalidRequestError("batch_size is missing. Try: job.batches(dataset, batch_size=32)")
     settings = settings._replace(seed=seed_of(settings.seed))
     source = make_source(arguments, settings, session.passes)
-    return BatchLoader(session, source, settings.reseed)
+    return BatchLoader(session, source, settings.reseed, settings.name)
 
 
 def _check_exclusive(arguments: LoaderArguments) -> None:

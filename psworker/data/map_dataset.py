@@ -175,12 +175,15 @@ class MapDataset:
         spec, indices = self._ordered(replace(self._loop, loop=loop, first_epoch=first))
         self._next_epoch = first + spec.epochs
         self._passes[key] = max(self._passes.get(key, 0), self._next_epoch)
-        return spec, MapPass(self.load, spec, indices)
+        return spec, MapPass(self.load, indices)
 
-    def _ordered(self, spec: LoopSpec) -> tuple[LoopSpec, Callable[[int], list[int]]]:
-        """Return the spec with the digest of its order, and a function: batch number to samples."""
+    def _ordered(self, spec: LoopSpec) -> tuple[LoopSpec, Callable[[int], list[int]] | None]:
+        """Return the spec with the digest of its order, and a function: batch number to samples.
+
+        Without a sampler the spec knows the samples, and there is no function.
+        """
         if self._sampler is None:
-            return spec, lambda number: spec.indices(number).tolist()
+            return spec, None
         order = order_of(
             self._sampler, self.batch_size, spec.drop_last, spec.seed, spec.first_epoch
         )
@@ -219,26 +222,26 @@ class MapPass:
     """One pass over a map-style data set.
 
     load: returns the batches of requests.
-    indices: returns the numbers of the samples of a batch.
+    indices: returns the numbers of the samples of a batch; None: the loop's spec knows them.
     """
 
     def __init__(
         self,
         load: Callable[[Requests], LoaderDataset],
-        spec: LoopSpec,
-        indices: Callable[[int], list[int]],
+        indices: Callable[[int], list[int]] | None,
     ) -> None:
         self._load = load
-        self._spec = spec
         self._indices = indices
 
     def open(self, leases: LeasedNumbers) -> LoaderDataset:
-        return self._load(lambda: map(self._request, leases))
+        return self._load(lambda: (self._request(leases, number) for number in leases))
 
-    def _request(self, number: int) -> RequestedBatch:
-        spec = self._spec
+    def _request(self, leases: LeasedNumbers, number: int) -> RequestedBatch:
+        spec = leases.spec
+        assert isinstance(spec, LoopSpec)
         seeds = spec.seed % 2**64, spec.epoch(number), spec.position(number)
-        return RequestedBatch(BatchKey(spec.loop, number), self._indices(number), seeds)
+        indices = spec.indices(number).tolist() if self._indices is None else self._indices(number)
+        return RequestedBatch(BatchKey(spec.loop, number), indices, seeds)
 
 
 class LookaheadSampler:

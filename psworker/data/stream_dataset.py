@@ -149,7 +149,7 @@ class StreamSource:
 
     def next_pass(self, loop: int) -> tuple[StreamSpec, "StreamReader"]:
         spec = replace(self._spec, loop=loop)
-        return spec, StreamReader(spec, self._stream, self._collate, self._seed)
+        return spec, StreamReader(self._stream, self._collate, self._seed)
 
 
 class StreamReader:
@@ -161,12 +161,10 @@ class StreamReader:
 
     def __init__(
         self,
-        spec: StreamSpec,
         dataset: StreamDataset,
         collate: Callable[[list[Any]], Any],
         seed: int | None,
     ) -> None:
-        self._spec = spec
         self._dataset = dataset
         self._collate = collate
         self._seed = seed
@@ -177,28 +175,28 @@ class StreamReader:
     def open(self, leases: LeasedNumbers) -> "StreamPass":
         return StreamPass(self.read, self._collate, leases)
 
-    def read(self, number: int) -> tuple[StreamBatch, list[Any]]:
+    def read(self, spec: StreamSpec, number: int) -> tuple[StreamBatch, list[Any]]:
         """Return the samples of a batch: fewer than batch_size, or none, where the source ends."""
-        start = lap, offset = self._spec.lap(number), self._spec.offset(number)
+        start = lap, offset = spec.lap(number), spec.offset(number)
         if self._position != start:
             self._position = start
-            self._iterator = self._dataset.read(self._spec.source(number), offset)
-            self._read_ahead()
+            self._iterator = self._dataset.read(spec.source(number), offset)
+            self._read_ahead(spec)
         samples: list[Any] = []
-        while self._next_sample is not END and len(samples) < self._spec.batch_size:
+        while self._next_sample is not END and len(samples) < spec.batch_size:
             samples.append(self._next_sample)
             self._position = lap, self._position[1] + 1
-            self._read_ahead()
-        key = BatchKey(self._spec.loop, number, len(samples), end=self._next_sample is END)
-        return StreamBatch(key, len(samples), self._seeds(lap, offset)), samples
+            self._read_ahead(spec)
+        key = BatchKey(spec.loop, number, len(samples), end=self._next_sample is END)
+        return StreamBatch(key, len(samples), self._seeds(spec, lap, offset)), samples
 
-    def _read_ahead(self) -> None:
+    def _read_ahead(self, spec: StreamSpec) -> None:
         if self._seed is not None:
-            reseed(*self._seeds(*self._position), FETCH)
+            reseed(*self._seeds(spec, *self._position), FETCH)
         self._next_sample = next(self._iterator, END)
 
-    def _seeds(self, lap: int, offset: int) -> tuple[int, ...]:
-        return (self._seed or 0) % 2**64, self._spec.loop, lap, offset
+    def _seeds(self, spec: StreamSpec, lap: int, offset: int) -> tuple[int, ...]:
+        return (self._seed or 0) % 2**64, spec.loop, lap, offset
 
 
 class StreamPass:
@@ -206,7 +204,7 @@ class StreamPass:
 
     def __init__(
         self,
-        read: Callable[[int], tuple[StreamBatch, list[Any]]],
+        read: Callable[[StreamSpec, int], tuple[StreamBatch, list[Any]]],
         collate: Callable[[list[Any]], Any],
         leases: LeasedNumbers,
     ) -> None:
@@ -216,7 +214,8 @@ class StreamPass:
 
     def __iter__(self) -> Iterator[tuple[StreamBatch, Any]]:
         for number in self._leases:
-            facts, samples = self._read(number)
+            assert isinstance(self._leases.spec, StreamSpec)
+            facts, samples = self._read(self._leases.spec, number)
             if samples:
                 yield facts, self._collate(samples)
             else:

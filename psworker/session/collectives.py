@@ -17,11 +17,15 @@ from psworker.session.session import Session
 
 
 class ScriptCollectives:
-    """Numbers the collective calls of a script, and makes them."""
+    """Numbers the collective calls of a script, and makes them.
+
+    The numbers begin again with each outermost training pass, so a script that skips a finished
+    pass meets the later calls of the others.
+    """
 
     def __init__(self, session: Session) -> None:
         self._session = session
-        self._count = 0
+        self._count = self._passes = 0
 
     def barrier(self) -> None:
         """See Job.barrier."""
@@ -57,11 +61,13 @@ class ScriptCollectives:
     def _make(self, call: CollectiveCall) -> CollectiveResult:
         session = self._session
         session.check_stopping()
+        if self._passes != session.loops.training_passes:
+            self._count, self._passes = 0, session.loops.training_passes
         self._count += 1
         number, before = self._count, session.enter("wait")
         try:
             result = session.with_rejoin(
-                lambda: session.client.collective(number, call, session.loops.first)
+                lambda: session.client.collective(number, call, session.loops.place())
             )
         finally:
             session.enter(before)

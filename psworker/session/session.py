@@ -127,14 +127,16 @@ class Session(JobFacts):
         self.enter(before)
 
     @contextmanager
-    def running_loop(self, batches: LoopBatches) -> Iterator[None]:
+    def running_loop(self, batches: LoopBatches, trains: bool) -> Iterator[None]:
         """Count a loop as open; at its end return to the job what the script did not use.
 
         Raises Stopping before the loop, and at its end, once the script is to end.
+
+        trains: Gradients are on.
         """
         model = self.require_model("cannot begin this pass")
         self.check_stopping()
-        self.loops.begin(batches)
+        self.loops.begin(batches, trains)
         steps = self.stats.steps
         try:
             yield

@@ -118,7 +118,7 @@ def test_reflection_lists_and_describes_services(cluster: Make, channel: Open) -
 ANOTHER = "another-job"
 CALLS: dict[str, tuple[Callable[[CoordinatorServiceStub, str], object], str, str]] = {
     "another job": (
-        lambda stub, job: stub.Join(co.JoinRequest(job=ANOTHER), timeout=WAIT),
+        lambda stub, job: stub.Join(co.JoinRequest(format=2, job=ANOTHER), timeout=WAIT),
         "FAILED_PRECONDITION",
         "JOB_MISMATCH",
     ),

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 import psworker
 from pscommon.core.errors import InvalidRequestError, MismatchError, WaitTimeoutError
 from psserver.core.coordinator.machine import CoordinatorMachine
+from psserver.core.reports.collectives import CallKey
 from psworker import Job
 from psworker.client.local_client import LocalClient
 from tests.support.cluster import Cluster
@@ -171,7 +172,7 @@ def test_a_drained_worker_leaves_a_barrier_and_releases_the_others(cluster: Make
             until(lambda: len(status(address)["workers"]) == 3, "three workers")
             coordinator = coordinator_of(servers)
             until(
-                lambda: [m.rank for m in coordinator.collectives.missing(1)] == [2],
+                lambda: [m.rank for m in coordinator.collectives.missing(CallKey(0, 1))] == [2],
                 "two workers at the barrier",
             )
             drained = coordinator.membership.current()[1]

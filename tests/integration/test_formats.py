@@ -42,7 +42,7 @@ from tests.contract.wire.player import WAIT_SECONDS, Player
 from tests.support.snapshot_files import unpack
 
 RECORDED = Conversation.load(FIXTURE)
-NEWER = 2
+NEWER = 3
 
 
 def marked(method: str, kind: str = "") -> Conversation:
@@ -72,7 +72,7 @@ def refusal(error: BaseException | None) -> str:
     assert isinstance(error, FormatError), repr(error)
     assert (error.reason, error.exit_code) == ("FORMAT", 11)
     assert re.search(
-        r"format 2\b.* 1\. Try: install the newer release of paramserver for ", str(error)
+        r"format 3\b.* 2\. Try: install the newer release of paramserver for ", str(error)
     ), str(error)
     return str(error)
 
@@ -113,7 +113,7 @@ def test_a_shard_refuses_a_newer_shard_0(cluster: Make) -> None:
         player.play()
 
         assert server.ended.wait(WAIT_SECONDS)
-        assert "this shard knows formats up to 1" in refusal(server.failure)
+        assert "this shard uses format 2" in refusal(server.failure)
 
 
 def test_a_standby_refuses_a_newer_primary() -> None:
@@ -121,7 +121,7 @@ def test_a_standby_refuses_a_newer_primary() -> None:
         player.play()
 
         assert standby.ended.wait(WAIT_SECONDS)
-        assert "this standby knows formats up to 1" in refusal(standby.failure)
+        assert "this standby uses format 2" in refusal(standby.failure)
 
 
 # ---- newer requests ------------------------------------------------------------------------------
@@ -192,7 +192,7 @@ def test_a_newer_standby_follows_an_older_primary(monkeypatch: pytest.MonkeyPatc
 
 def with_newer_manifest(data_dir: Path) -> Path:
     *_, path = sorted(data_dir.glob("snapshots/*/MANIFEST.json"))
-    path.write_text(path.read_text().replace('"format": 1', '"format": 2', 1))
+    path.write_text(path.read_text().replace('"format": 1', '"format": 3', 1))
     return path
 
 
@@ -224,7 +224,7 @@ def test_a_server_refuses_a_newer_data_directory_and_changes_nothing(
         cluster(1, data_dir=data_dir, durability=durability)
 
     assert caught.value.exit_code == 11
-    assert f"{path} has format 2, but this release reads formats up to 1. Try: the release" in str(
+    assert f"{path} has format 3, but this release reads formats up to 1. Try: the release" in str(
         caught.value
     )
     assert contents(data_dir) == before

@@ -85,7 +85,7 @@ def test_values_beyond_the_bounds_are_dropped_and_heartbeats_continue(cluster: M
     address = cluster().address
     with open_channel(address) as channel:
         stub = CoordinatorServiceStub(channel)
-        worker = stub.Join(co.JoinRequest(rank=0), timeout=10).worker
+        worker = stub.Join(co.JoinRequest(format=2, rank=0), timeout=10).worker
         for values in (
             [co.ReportedValue(name="x" * 300, value=1.0)],
             [co.ReportedValue(name=f"{number}", value=1.0) for number in range(1001)],
@@ -158,7 +158,7 @@ def test_the_reporting_worker_is_replaced_when_it_is_lost(cluster: Make) -> None
     with connected(made.address, rank=1) as second:
         with open_channel(made.address) as channel:
             stub = CoordinatorServiceStub(channel)
-            worker = stub.Join(co.JoinRequest(rank=0), timeout=10).worker
+            worker = stub.Join(co.JoinRequest(format=2, rank=0), timeout=10).worker
             stub.ReportMetrics(
                 co.ReportMetricsRequest(worker=worker, metrics={"loss": 1.0}), timeout=10
             )

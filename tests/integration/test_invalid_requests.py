@@ -41,8 +41,8 @@ def requests(worker: int) -> Iterator[tuple[str, Any, str]]:
     """Return method, request and reason of the refusal."""
     huge, loop = model_to_proto(HUGE), loop_to_proto(LOOP)
     endless = loop_to_proto(StreamSpec(2, 2**20, 1, 2**31))
-    yield "Join", co.JoinRequest(rank=LARGEST), "OUT_OF_RANGE"
-    yield "Join", co.JoinRequest(host="h" * 100_000), "OUT_OF_RANGE"
+    yield "Join", co.JoinRequest(format=2, rank=LARGEST), "OUT_OF_RANGE"
+    yield "Join", co.JoinRequest(format=2, host="h" * 100_000), "OUT_OF_RANGE"
     yield "Register", co.RegisterRequest(worker=worker, model=huge), "OUT_OF_RANGE"
     yield "Register", co.RegisterRequest(worker=worker, model=huge, wait_ms=LARGEST), "OUT_OF_RANGE"
     tensors = [mo.TensorSpec(name="w")] * (MAX_TENSORS + 1)

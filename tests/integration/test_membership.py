@@ -258,7 +258,7 @@ def silent_worker(address: str, job: str, model: Any, loop: LoopSpec) -> list[in
     """Join as a worker that takes batches and stays silent; return the batches."""
     with closing(open_channel(address)) as channel:
         stub = CoordinatorServiceStub(channel)
-        worker = stub.Join(co.JoinRequest(job=job), timeout=10).worker
+        worker = stub.Join(co.JoinRequest(format=2, job=job), timeout=10).worker
         stub.Register(co.RegisterRequest(job=job, worker=worker, model=model), timeout=10)
         request = co.NextBatchRequest(
             job=job, worker=worker, loop=codec.loop_to_proto(loop), count=4
@@ -356,7 +356,12 @@ def test_a_late_end_of_an_old_connection_does_not_disconnect_the_shard() -> None
         with closing(Server(config)) as follower, closing(open_channel(leader.address)) as channel:
             blank, instance = co.Report(epoch=-1), follower.identity.instance
             me = co.LinkShardRequest(
-                shard=1, shards=2, address=follower.address, instance=instance, report=blank
+                format=2,
+                shard=1,
+                shards=2,
+                address=follower.address,
+                instance=instance,
+                report=blank,
             )
             hold = threading.Event()
             old = CoordinatorServiceStub(channel).LinkShard(_then_silent(me, hold))

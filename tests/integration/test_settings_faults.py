@@ -69,7 +69,7 @@ def falls_silent(client: Client) -> Iterator[None]:
     """Register a second worker, of rank 1, that stays silent."""
     with closing(open_channel(client.addresses[0])) as channel:
         stub = CoordinatorServiceStub(channel)
-        worker = stub.Join(co.JoinRequest(rank=1), timeout=20).worker
+        worker = stub.Join(co.JoinRequest(format=2, rank=1), timeout=20).worker
         model = codec.model_to_proto(client.plan.spec)
         stub.Register(co.RegisterRequest(worker=worker, model=model), timeout=20)
         yield

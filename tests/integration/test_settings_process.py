@@ -112,7 +112,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Program, Pro
             path = programs.folder / name
             until(path.exists, "a port", seconds=60)
             with closing(open_channel(f"127.0.0.1:{path.read_text().strip()}")) as channel:
-                CoordinatorServiceStub(channel).Join(co.JoinRequest(), timeout=20)
+                CoordinatorServiceStub(channel).Join(co.JoinRequest(format=2), timeout=20)
             server.wait_for("worker_lost")
             server.send(signal.SIGTERM)
             assert server.wait() == 143, server.output

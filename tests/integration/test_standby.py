@@ -364,7 +364,9 @@ def test_the_end_of_a_connection_blocks_no_other_while_shard_0_waits(
     server, ended = cluster(policy="async").servers[0], threading.Event()
 
     def words() -> Iterator[co.LinkShardRequest]:
-        yield co.LinkShardRequest(shard=1, shards=2, address="nowhere:1", instance="candidate")
+        yield co.LinkShardRequest(
+            format=2, shard=1, shards=2, address="nowhere:1", instance="candidate"
+        )
         ended.wait()
 
     with (

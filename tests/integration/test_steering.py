@@ -251,7 +251,7 @@ def test_a_silent_worker_is_shown_as_silent_before_it_is_lost(cluster: Make) -> 
     address = cluster(1, lease=OUTLIVED).address
     with counter(address, 0) as client, closing(open_channel(address)) as channel:
         stub = CoordinatorServiceStub(channel)
-        worker = stub.Join(co.JoinRequest(), timeout=10).worker
+        worker = stub.Join(co.JoinRequest(format=2), timeout=10).worker
         model = codec.model_to_proto(client.plan.spec)
         stub.Register(co.RegisterRequest(worker=worker, model=model), timeout=10)
         assert row_of(address, worker)["health"] == "live"

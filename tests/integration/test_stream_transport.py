@@ -49,7 +49,7 @@ class Raw:
     def greet(self, **fields: Any) -> tuple[FrameKind, bytes]:
         """Send a hello; return the answer."""
         identity = self._server.identity
-        hello = stream_pb2.StreamHello(**{"job": identity.job, "worker": 1, **fields})
+        hello = stream_pb2.StreamHello(**{"format": 2, "job": identity.job, "worker": 1, **fields})
         self.sock.sendall(MAGIC + encode_frame(FrameKind.HELLO, hello.SerializeToString()))
         assert self.receive(len(MAGIC)) == MAGIC
         return self.frame()

@@ -9,7 +9,7 @@ from psserver.core.commands.data_commands import CallCollective
 from psserver.core.coordinator.collective_calls import CollectiveCalls, CollectiveRequest
 from psserver.core.job.policy import policy
 from psserver.core.reports import collectives as collectives_module
-from psserver.core.reports.collectives import Collectives, CollectiveValues
+from psserver.core.reports.collectives import CallKey, Collectives, CollectiveValues
 from psserver.core.workers.members import Member, WorkerState
 from psserver.durability.coordinator_log import CoordinatorLog
 from tests.sim.scenario import Scenario
@@ -37,12 +37,12 @@ def omit_results(collectives: Collectives) -> dict[str, Any]:
 
 
 def replace_result(
-    collectives: Collectives, worker: int, number: int, values: CollectiveValues
+    collectives: Collectives, worker: int, key: CallKey, values: CollectiveValues
 ) -> None:
     """Replace the result of a call when a restarted worker repeats the call."""
     if worker not in collectives.newest:
-        collectives.results.pop(number, None)
-    CONTRIBUTE(collectives, worker, number, values)
+        collectives.results.pop(key, None)
+    CONTRIBUTE(collectives, worker, key, values)
 
 
 def omit_calls(log: CoordinatorLog, command: Command[object], now: float) -> None:
@@ -51,7 +51,9 @@ def omit_calls(log: CoordinatorLog, command: Command[object], now: float) -> Non
         WRITE(log, command, now)
 
 
-def wait_for_none(collectives: Collectives, number: int, members: Sequence[Member]) -> list[Member]:
+def wait_for_none(
+    collectives: Collectives, key: CallKey, members: Sequence[Member]
+) -> list[Member]:
     """Give each call a result at once."""
     return []
 

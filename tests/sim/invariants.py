@@ -115,12 +115,12 @@ def check_each_collective(
     def finish_and_check(members: Sequence[Member]) -> list[int]:
         before, contributors = (
             set(collectives.results),
-            {number: set(contributions) for number, contributions in collectives.open.items()},
+            {key: set(contributions) for key, contributions in collectives.open.items()},
         )
         served = finish(members)
-        for number in collectives.results.keys() - before:
-            found = collectives.results[number]
-            check_collective(number, found, members, contributors[number], calls)
+        for key in collectives.results.keys() - before:
+            found = collectives.results[key]
+            check_collective(key.number, found, members, contributors[key], calls)
         return served
 
     collectives.finish = finish_and_check  # type: ignore[method-assign]

@@ -43,6 +43,8 @@ class Scenario:
         clip_norm: Clip norm of the job's optimizer.
         collectives: Scripts make collective calls after their loop.
         optimizers: Names of the job's optimizers, which step in turn for each batch.
+        test_interval: Pushes between two passes over the test data; those of each rank have
+            another interval, so workers begin the passes in different orders. 0: none.
     """
 
     seed: int
@@ -73,6 +75,7 @@ class Scenario:
     clip_norm: float | None = None
     collectives: bool = False
     optimizers: tuple[str, ...] = ONE_OPTIMIZER
+    test_interval: int = 0
 
     @staticmethod
     def for_seed(seed: int) -> "Scenario":
@@ -131,6 +134,7 @@ class Scenario:
             has_lagging_standbys=standbys > 0 and rng.random() < 0.5,
             hangs=hangs,
             progress_timeout=timeout,
+            test_interval=random.Random(f"tests of {seed}").choice([0, 0, 1, 2]),
         )
 
     def as_reproducible(self, rng: random.Random) -> "Scenario":

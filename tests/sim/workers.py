@@ -8,14 +8,15 @@ and leaves.
 import json
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from pscommon.core.errors import FencedError
 from pscommon.core.log_entries import BatchKey, PushKey, Staged
+from pscommon.core.script_place import PassName, ScriptPlace
 from psserver.core.commands.command import Command
-from psserver.core.commands.data_commands import CallCollective, LeaseBatches
+from psserver.core.commands.data_commands import CallCollective, LeaseBatches, ReturnBatches
 from psserver.core.commands.recorder import Recorder
 from psserver.core.commands.worker_commands import Join, Leave, Register
 from psserver.core.reports.collectives import CollectiveValues
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
 RETRY_SECONDS = 0.7
 COLLECTIVE_CALL_COUNT = 3
+TEST_BATCHES = 3
 
 
 @dataclass
@@ -75,6 +77,9 @@ class SimWorker:
     min_version: lowest version that the worker may pull.
     received_count: number of batches that the worker has received.
     batches: numbers of the batches of the next push.
+    push_count: number of pushes since the worker has joined.
+    test_count, tested, received_test_count: passes over the test data, and of the current one the
+        batches and the number of received batches.
     next_steps: steps of the other optimizers that follow for the batches of the last push.
     outcomes: outcome of the newest push, by shard.
     """
@@ -101,6 +106,8 @@ class SimWorker:
         self.worker = self.base = self.min_version = self.received_count = 0
         self.sequence = PushSequence()
         self.batches: list[int] = []
+        self.push_count = self.test_count = self.received_test_count = 0
+        self.tested: list[BatchKey] = []
         self.next_steps: list[Callable[[], None]] = []
         self.outcomes: dict[int, PushOutcome] = {}
         self.request(Join(self.rank, "h", 1, "cpu", self.attempt), self.on_joined)
@@ -227,8 +234,41 @@ class SimWorker:
     def request_batch(self, idle: bool) -> None:
         if self.is_draining and not self.batches:
             return self.finish()
-        command = LeaseBatches(self.worker, self.world.loop, self.received_count, 1, idle)
+        command = LeaseBatches(
+            self.worker, self.world.loop, self.received_count, 1, idle, place=self.place("train", 0)
+        )
         return self.request(command, lambda lease: self.on_batch(lease, idle))
+
+    def place(self, loader: str, number: int) -> ScriptPlace:
+        return ScriptPlace(PassName(loader, number), {"test": self.test_count}, 0, 1)
+
+    def test(self, idle: bool = False) -> None:
+        """Make a pass over the test data, inside the pass over the training data."""
+        spec = replace(self.world.loop, size=TEST_BATCHES, epochs=1)
+        received, place = self.received_test_count, self.place("test", self.test_count)
+        command = LeaseBatches(self.worker, spec, received, 1, idle, place=place)
+        self.request(command, self.on_test_batch)
+
+    def on_test_batch(self, lease: Any) -> None:
+        if lease.numbers:
+            self.tested += [BatchKey(lease.spec.loop, number) for number in lease.numbers]
+            self.received_test_count += len(lease.numbers)
+            return self.schedule(0.1 * self.world.rng.random(), self.test)
+        if not lease.end:
+            return self.test(idle=True)
+        tested, self.tested, self.received_test_count = tuple(self.tested), [], 0
+        self.test_count += 1
+
+        def perform(recorder: Recorder, now: float) -> bool:
+            recorder.do(ReturnBatches(self.worker, tested, used=True), now)
+            return True
+
+        self.request_number += 1
+        return self.send_request(
+            self.request_number,
+            perform,
+            lambda _: self.pull(lambda: self.request_batch(idle=False)),
+        )
 
     def on_batch(self, lease: Any, idle: bool) -> None:
         if lease.numbers:
@@ -283,7 +323,15 @@ class SimWorker:
 
     def continue_script(self) -> None:
         """Make the next step for the same batches, or ask for a batch."""
-        self.next_steps.pop(0)() if self.next_steps else self.request_batch(idle=False)
+        if self.next_steps:
+            return self.next_steps.pop(0)()
+        self.push_count += 1
+        interval = (
+            self.world.scenario.test_interval and self.world.scenario.test_interval + self.rank
+        )
+        if interval and self.push_count % interval == 0 and not self.is_draining:
+            return self.test()
+        return self.request_batch(idle=False)
 
     def send_push(self, push: Push) -> None:
         """Send a push to the shards that have not answered, partitioned for the number of shards
@@ -347,7 +395,8 @@ class SimWorker:
             CollectiveValues("barrier"),
         )[number % 3]
         values = self.world.collective_calls.setdefault((self.worker, number), values)
-        command = CallCollective(self.worker, number, values, 1)
+        place = replace(self.place("train", 0), current=None, first_open={"train": 1})
+        command = CallCollective(self.worker, number, values, 0, place)
         return self.request(command, self.on_collective_result)
 
     def on_collective_result(self, answer: tuple[CollectiveValues, int]) -> None:

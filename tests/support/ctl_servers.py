@@ -153,7 +153,11 @@ class Cluster(CoordinatorServiceServicer, ParameterServerServiceServicer):
     ) -> ps.DescribeResponse:
         self.hang.wait(30)
         return ps.DescribeResponse(
-            job="job-7", shard=self.shard, shards=self.shards, coordinator=self.coordinator
+            format=2,
+            job="job-7",
+            shard=self.shard,
+            shards=self.shards,
+            coordinator=self.coordinator,
         )
 
     def GetStatus(

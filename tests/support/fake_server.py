@@ -93,6 +93,7 @@ class FakeServer(CoordinatorServiceServicer):
     ) -> ps.DescribeResponse:
         self.cluster.calls["Describe"] += 1
         return ps.DescribeResponse(
+            format=2,
             job=self.job,
             shard=self.shard,
             shards=self.shards,
@@ -243,6 +244,8 @@ class FakeServer(CoordinatorServiceServicer):
                 policy=self.cluster.policy,
                 open_loop=self.cluster.open_loop,
                 known_loops=self.cluster.open_loop,
+                loaders=[co.LoaderPasses(loader="0", begun=self.cluster.open_loop)],
+                format=2,
             )
 
     def Register(

@@ -21,7 +21,7 @@ class LightClient:
         self._job, self._worker = job, worker
         host, _, port = address.rpartition(":")
         self.sock = socket.create_connection((host, int(port)), 60.0)
-        hello = stream_pb2.StreamHello(job=job, worker=worker)
+        hello = stream_pb2.StreamHello(format=2, job=job, worker=worker)
         self.sock.sendall(MAGIC + encode_frame(FrameKind.HELLO, hello.SerializeToString()))
         assert self._receive(len(MAGIC)) == MAGIC
         assert self.answer()[0] is FrameKind.WELCOME
@@ -69,7 +69,7 @@ class LightClient:
 
 def join(stub: CoordinatorServiceStub, job: str, model: ModelSpec) -> int:
     """Join and register; return the worker's number."""
-    worker = stub.Join(co.JoinRequest(job=job), timeout=60).worker
+    worker = stub.Join(co.JoinRequest(format=2, job=job), timeout=60).worker
     request = co.RegisterRequest(job=job, worker=worker, model=model_to_proto(model))
     answer = stub.Register(request, timeout=60)
     assert answer.state == co.RegisterResponse.STATE_READY

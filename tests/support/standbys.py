@@ -58,7 +58,9 @@ def silent_standby(server: Server) -> Iterator[threading.Event]:
     newest_number, done, is_acknowledging = [0], threading.Event(), threading.Event()
 
     def requests() -> Iterator[pb.ReplicateRequest]:
-        yield pb.ReplicateRequest(shard=0, shards=1, instance="silent", address="nowhere:1")
+        yield pb.ReplicateRequest(
+            format=2, shard=0, shards=1, instance="silent", address="nowhere:1"
+        )
         while not done.wait(0.05):
             if server.replicator.state == "loading" or is_acknowledging.is_set():
                 yield pb.ReplicateRequest(received=newest_number[0])

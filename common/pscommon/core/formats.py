@@ -1,18 +1,18 @@
-"""Formats that this release sends and writes, and the refusal of newer ones (docs/formats.md)."""
+"""Formats that this release sends and writes, and the refusal of others (docs/formats.md)."""
 
 from pscommon.core.errors import FormatError
 
-WIRE_FORMAT = 1
+WIRE_FORMAT = 2
 """Format of messages between workers and servers, and of records for a standby."""
 
 
-def spoken_format() -> int | None:
-    """Return the format number for outgoing messages; None (no field) means format 1."""
-    return WIRE_FORMAT if WIRE_FORMAT > 1 else None
+def spoken_format() -> int:
+    """Return the format number for outgoing messages."""
+    return WIRE_FORMAT
 
 
 def check_wire_format(theirs: int, who: str, here: str) -> None:
-    """Refuse a peer whose format is newer than that of this process.
+    """Refuse a peer whose format is not that of this process.
 
     Args:
         theirs: The peer's format; 0: the message has no format field, which means format 1.
@@ -20,12 +20,14 @@ def check_wire_format(theirs: int, who: str, here: str) -> None:
         here: This process, for the message.
 
     Raises:
-        FormatError: The peer sends a newer format.
+        FormatError: The peer sends another format.
     """
-    if theirs > WIRE_FORMAT:
+    theirs = theirs or 1
+    if theirs != WIRE_FORMAT:
+        older = here if theirs > WIRE_FORMAT else who
         raise FormatError(
-            f"{who} uses message format {theirs}, but {here} knows formats up to {WIRE_FORMAT}. "
-            f"Try: install the newer release of paramserver for {here} too"
+            f"{who} uses message format {theirs}, but {here} uses format {WIRE_FORMAT}. "
+            f"Try: install the newer release of paramserver for {older} too"
         )
 
 

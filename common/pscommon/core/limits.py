@@ -15,6 +15,12 @@ MAX_BATCHES_PER_PUSH = 65_536
 MAX_BATCH_NUMBER = 2**63 - 1
 """Largest batch number; the wire format has 64 bits."""
 
+MAX_LOADERS = 10_000
+"""Loaders of a script that have begun a pass and can begin another one."""
+
+MAX_PASSES = 2**31 - 1
+"""Passes of a loader, and loaders without a name."""
+
 MAX_LAPS = 2**44
 """Sources x epochs of a stream.
 

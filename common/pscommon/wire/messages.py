@@ -34,6 +34,7 @@ from pscommon.core.model_spec import (
     TensorSpec,
     optimizers_from_json,
 )
+from pscommon.core.script_place import PassName, ScriptPlace
 from psproto.v1 import coordinator_pb2 as co
 from psproto.v1 import model_pb2 as mo
 from psproto.v1 import parameter_server_pb2 as ps
@@ -131,6 +132,34 @@ def _spec_from_proto(message: co.LoopSpec) -> Spec:
         message.order,
         message.sampler,
         message.batches,
+    )
+
+
+def place_to_proto(place: ScriptPlace) -> co.ScriptPlace:
+    loader, number = place.current or ("", 0)
+    return co.ScriptPlace(
+        loader=loader,
+        pass_number=number,
+        first_open=place.first_open,
+        gone_loaders=place.gone_loaders,
+        training_passes=place.training_passes,
+    )
+
+
+def place_fields(place: ScriptPlace | int) -> dict[str, Any]:
+    """Return the fields of a request that say where a script is.
+
+    place: The place, or the first numbered loop that the worker has not left.
+    """
+    return {"first_open": place} if isinstance(place, int) else {"place": place_to_proto(place)}
+
+
+def place_from_proto(message: co.ScriptPlace) -> ScriptPlace:
+    return ScriptPlace(
+        PassName(message.loader, message.pass_number) if message.loader else None,
+        dict(message.first_open),
+        message.gone_loaders,
+        message.training_passes,
     )
 
 

@@ -33,6 +33,8 @@ class JoinRequest(google.protobuf.message.Message):
     ATTEMPT_FIELD_NUMBER: builtins.int
     PROCESS_FIELD_NUMBER: builtins.int
     FORMAT_FIELD_NUMBER: builtins.int
+    TRAINING_FIELD_NUMBER: builtins.int
+    WAIT_MS_FIELD_NUMBER: builtins.int
     job: builtins.str
     """empty: any job"""
     rank: builtins.int
@@ -52,6 +54,10 @@ class JoinRequest(google.protobuf.message.Message):
     """format of the worker's messages; absent: 1. A server that supports only older formats answers
     FORMAT
     """
+    training: builtins.str
+    """name of the worker's training; empty: the current one"""
+    wait_ms: builtins.int
+    """longest wait for the members of another training"""
     def __init__(
         self,
         *,
@@ -63,9 +69,11 @@ class JoinRequest(google.protobuf.message.Message):
         attempt: builtins.int = ...,
         process: builtins.str = ...,
         format: builtins.int | None = ...,
+        training: builtins.str = ...,
+        wait_ms: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_format", b"_format", "_rank", b"_rank", "format", b"format", "rank", b"rank"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_format", b"_format", "_rank", b"_rank", "attempt", b"attempt", "device", b"device", "format", b"format", "host", b"host", "job", b"job", "pid", b"pid", "process", b"process", "rank", b"rank"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_format", b"_format", "_rank", b"_rank", "attempt", b"attempt", "device", b"device", "format", b"format", "host", b"host", "job", b"job", "pid", b"pid", "process", b"process", "rank", b"rank", "training", b"training", "wait_ms", b"wait_ms"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_format", b"_format"]) -> typing.Literal["format"] | None: ...
     @typing.overload
@@ -90,6 +98,8 @@ class JoinResponse(google.protobuf.message.Message):
     WORKERS_FIELD_NUMBER: builtins.int
     FIRST_FIELD_NUMBER: builtins.int
     FORMAT_FIELD_NUMBER: builtins.int
+    LOADERS_FIELD_NUMBER: builtins.int
+    WAITING_FOR_FIELD_NUMBER: builtins.int
     job: builtins.str
     worker: builtins.int
     lease_ms: builtins.int
@@ -104,6 +114,8 @@ class JoinResponse(google.protobuf.message.Message):
     first: builtins.bool
     format: builtins.int
     """format of the server's messages; absent: 1"""
+    waiting_for: builtins.str
+    """the job is in another training: ask again; as text for people. No other field is set"""
     @property
     def addresses(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]: ...
     @property
@@ -112,6 +124,10 @@ class JoinResponse(google.protobuf.message.Message):
 
     @property
     def open_loops(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
+    @property
+    def loaders(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___LoaderPasses]:
+        """passes that have begun"""
+
     def __init__(
         self,
         *,
@@ -128,12 +144,40 @@ class JoinResponse(google.protobuf.message.Message):
         workers: builtins.int = ...,
         first: builtins.bool = ...,
         format: builtins.int | None = ...,
+        loaders: collections.abc.Iterable[global___LoaderPasses] | None = ...,
+        waiting_for: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_format", b"_format", "format", b"format"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_format", b"_format", "addresses", b"addresses", "bad_gradients", b"bad_gradients", "first", b"first", "format", b"format", "job", b"job", "known_loops", b"known_loops", "lease_ms", b"lease_ms", "open_loop", b"open_loop", "open_loops", b"open_loops", "policy", b"policy", "standbys", b"standbys", "worker", b"worker", "workers", b"workers"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_format", b"_format", "addresses", b"addresses", "bad_gradients", b"bad_gradients", "first", b"first", "format", b"format", "job", b"job", "known_loops", b"known_loops", "lease_ms", b"lease_ms", "loaders", b"loaders", "open_loop", b"open_loop", "open_loops", b"open_loops", "policy", b"policy", "standbys", b"standbys", "waiting_for", b"waiting_for", "worker", b"worker", "workers", b"workers"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_format", b"_format"]) -> typing.Literal["format"] | None: ...
 
 global___JoinResponse = JoinResponse
+
+@typing.final
+class LoaderPasses(google.protobuf.message.Message):
+    """The passes of one loader: those before `begun` have begun. They have ended for a joining worker,
+    except `open`.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    LOADER_FIELD_NUMBER: builtins.int
+    BEGUN_FIELD_NUMBER: builtins.int
+    OPEN_FIELD_NUMBER: builtins.int
+    loader: builtins.str
+    begun: builtins.int
+    @property
+    def open(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        loader: builtins.str = ...,
+        begun: builtins.int = ...,
+        open: collections.abc.Iterable[builtins.int] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["begun", b"begun", "loader", b"loader", "open", b"open"]) -> None: ...
+
+global___LoaderPasses = LoaderPasses
 
 @typing.final
 class RegisterRequest(google.protobuf.message.Message):
@@ -524,6 +568,7 @@ class NextBatchRequest(google.protobuf.message.Message):
     RECEIVED_FIELD_NUMBER: builtins.int
     FIRST_OPEN_FIELD_NUMBER: builtins.int
     SHARE_ONLY_FIELD_NUMBER: builtins.int
+    PLACE_FIELD_NUMBER: builtins.int
     job: builtins.str
     worker: builtins.int
     count: builtins.int
@@ -543,6 +588,10 @@ class NextBatchRequest(google.protobuf.message.Message):
     """return only the share: lease nothing, and do not begin the loop"""
     @property
     def loop(self) -> global___LoopSpec: ...
+    @property
+    def place(self) -> global___ScriptPlace:
+        """names the pass; `loop.loop` and `first_open` then have no meaning"""
+
     def __init__(
         self,
         *,
@@ -555,11 +604,65 @@ class NextBatchRequest(google.protobuf.message.Message):
         received: builtins.int = ...,
         first_open: builtins.int = ...,
         share_only: builtins.bool = ...,
+        place: global___ScriptPlace | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["loop", b"loop"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["count", b"count", "first_open", b"first_open", "idle", b"idle", "job", b"job", "loop", b"loop", "received", b"received", "share_only", b"share_only", "wait_ms", b"wait_ms", "worker", b"worker"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["loop", b"loop", "place", b"place"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["count", b"count", "first_open", b"first_open", "idle", b"idle", "job", b"job", "loop", b"loop", "place", b"place", "received", b"received", "share_only", b"share_only", "wait_ms", b"wait_ms", "worker", b"worker"]) -> None: ...
 
 global___NextBatchRequest = NextBatchRequest
+
+@typing.final
+class ScriptPlace(google.protobuf.message.Message):
+    """Where a script is."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    @typing.final
+    class FirstOpenEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.str
+        value: builtins.int
+        def __init__(
+            self,
+            *,
+            key: builtins.str = ...,
+            value: builtins.int = ...,
+        ) -> None: ...
+        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
+
+    LOADER_FIELD_NUMBER: builtins.int
+    PASS_NUMBER_FIELD_NUMBER: builtins.int
+    FIRST_OPEN_FIELD_NUMBER: builtins.int
+    GONE_LOADERS_FIELD_NUMBER: builtins.int
+    TRAINING_PASSES_FIELD_NUMBER: builtins.int
+    loader: builtins.str
+    """the pass that the request is about: its loader, and the number of the loader's passes before
+    it. Empty: the request is not about a pass
+    """
+    pass_number: builtins.int
+    gone_loaders: builtins.int
+    """number of the first unnamed loader of which the script can begin a pass"""
+    training_passes: builtins.int
+    """outermost passes with gradients that the script has begun"""
+    @property
+    def first_open(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
+        """by loader, the first pass that the script is in or may still begin; it has left earlier ones"""
+
+    def __init__(
+        self,
+        *,
+        loader: builtins.str = ...,
+        pass_number: builtins.int = ...,
+        first_open: collections.abc.Mapping[builtins.str, builtins.int] | None = ...,
+        gone_loaders: builtins.int = ...,
+        training_passes: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["first_open", b"first_open", "gone_loaders", b"gone_loaders", "loader", b"loader", "pass_number", b"pass_number", "training_passes", b"training_passes"]) -> None: ...
+
+global___ScriptPlace = ScriptPlace
 
 @typing.final
 class NextBatchResponse(google.protobuf.message.Message):
@@ -571,6 +674,8 @@ class NextBatchResponse(google.protobuf.message.Message):
     VERSION_FIELD_NUMBER: builtins.int
     FOLLOWING_FIELD_NUMBER: builtins.int
     SHARE_FIELD_NUMBER: builtins.int
+    LOOP_FIELD_NUMBER: builtins.int
+    FIRST_EPOCH_FIELD_NUMBER: builtins.int
     end: builtins.bool
     """the loop has no more batches"""
     waiting_for: builtins.str
@@ -581,6 +686,9 @@ class NextBatchResponse(google.protobuf.message.Message):
     """number of batches of this loop that the worker can expect, with the workers that are registered
     now; set in the answer to the first request of a loop (received 0) and to share_only
     """
+    loop: builtins.int
+    """number of the pass in batches, and the first epoch of its shuffle; set with `place`"""
+    first_epoch: builtins.int
     @property
     def numbers(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
     @property
@@ -596,8 +704,12 @@ class NextBatchResponse(google.protobuf.message.Message):
         version: builtins.int = ...,
         following: collections.abc.Iterable[builtins.int] | None = ...,
         share: builtins.int = ...,
+        loop: builtins.int | None = ...,
+        first_epoch: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["end", b"end", "following", b"following", "numbers", b"numbers", "share", b"share", "version", b"version", "waiting_for", b"waiting_for"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_loop", b"_loop", "loop", b"loop"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_loop", b"_loop", "end", b"end", "first_epoch", b"first_epoch", "following", b"following", "loop", b"loop", "numbers", b"numbers", "share", b"share", "version", b"version", "waiting_for", b"waiting_for"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_loop", b"_loop"]) -> typing.Literal["loop"] | None: ...
 
 global___NextBatchResponse = NextBatchResponse
 
@@ -651,10 +763,13 @@ class CollectiveRequest(google.protobuf.message.Message):
     JSON_FIELD_NUMBER: builtins.int
     WAIT_MS_FIELD_NUMBER: builtins.int
     FIRST_OPEN_FIELD_NUMBER: builtins.int
+    PLACE_FIELD_NUMBER: builtins.int
     job: builtins.str
     worker: builtins.int
     number: builtins.int
-    """number of this call in the script, from 1 on"""
+    """number of this call since the script's last outermost training pass began, from 1 on; without
+    a place: in the script
+    """
     kind: builtins.str
     """barrier, all_reduce or broadcast"""
     samples: builtins.int
@@ -670,6 +785,8 @@ class CollectiveRequest(google.protobuf.message.Message):
 
     @property
     def values(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]: ...
+    @property
+    def place(self) -> global___ScriptPlace: ...
     def __init__(
         self,
         *,
@@ -683,8 +800,10 @@ class CollectiveRequest(google.protobuf.message.Message):
         json: builtins.str = ...,
         wait_ms: builtins.int = ...,
         first_open: builtins.int = ...,
+        place: global___ScriptPlace | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["first_open", b"first_open", "job", b"job", "json", b"json", "kind", b"kind", "names", b"names", "number", b"number", "samples", b"samples", "values", b"values", "wait_ms", b"wait_ms", "worker", b"worker"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["place", b"place"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["first_open", b"first_open", "job", b"job", "json", b"json", "kind", b"kind", "names", b"names", "number", b"number", "place", b"place", "samples", b"samples", "values", b"values", "wait_ms", b"wait_ms", "worker", b"worker"]) -> None: ...
 
 global___CollectiveRequest = CollectiveRequest
 

@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 
 from pscommon.core.data_stream import spec_from_dict
 from pscommon.core.log_entries import BatchKey
+from pscommon.core.script_place import ScriptPlace, place_from_json
 from psserver.core.commands.command import Command
 from psserver.core.commands.request_checks import (
     check_batch_request,
@@ -37,17 +38,20 @@ class LeaseBatches(BatchRequest, Command[BatchesReply | None]):
             "count": self.count,
             "idle": self.idle,
             "first_open": self.first_open,
+            **_place_to_json(self.place),
         }
 
     @staticmethod
-    def from_json(spec: dict[str, Any], **others: Any) -> "LeaseBatches":
-        return LeaseBatches(spec=spec_from_dict(spec), **others)
+    def from_json(
+        spec: dict[str, Any], place: list[Any] | None = None, **others: Any
+    ) -> "LeaseBatches":
+        return LeaseBatches(spec=spec_from_dict(spec), place=_place_from_json(place), **others)
 
     def check(self, coordinator: CoordinatorMachine) -> None:
         check_batch_request(coordinator, self)
 
     def repetition_state(self, coordinator: CoordinatorMachine) -> tuple[object, ...] | None:
-        return coordinator.data.repetition_state(self.worker, self.spec)
+        return coordinator.data.repetition_state(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,14 +143,26 @@ class CallCollective(CollectiveRequest, Command[CollectiveValues | None]):
             "number": self.number,
             "contribution": self.contribution.as_json(),
             "first_open": self.first_open,
+            **_place_to_json(self.place),
         }
 
     @staticmethod
-    def from_json(contribution: list[Any], **others: Any) -> "CallCollective":
-        return CallCollective(contribution=CollectiveValues.from_json(contribution), **others)
+    def from_json(
+        contribution: list[Any], place: list[Any] | None = None, **others: Any
+    ) -> "CallCollective":
+        values = CollectiveValues.from_json(contribution)
+        return CallCollective(contribution=values, place=_place_from_json(place), **others)
 
     def check(self, coordinator: CoordinatorMachine) -> None:
         check_collective(self)
 
     def repetition_state(self, coordinator: CoordinatorMachine) -> tuple[object, ...] | None:
-        return coordinator.collectives.repetition_state(self.worker, self.number)
+        return coordinator.collectives.repetition_state(self.worker, self.key)
+
+
+def _place_to_json(place: ScriptPlace | None) -> Mapping[str, Any]:
+    return {"place": place.as_json()} if place is not None else {}
+
+
+def _place_from_json(place: list[Any] | None) -> ScriptPlace | None:
+    return place_from_json(place) if place is not None else None

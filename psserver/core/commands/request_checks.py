@@ -13,6 +13,7 @@ from pscommon.core.data_stream import Spec
 from pscommon.core.errors import InvalidRequestError
 from pscommon.core.log_entries import BatchKey, PushKey, Staged
 from pscommon.core.model_spec import ModelSpec
+from pscommon.core.script_place import PassName, ScriptPlace
 from psserver.core.coordinator.collective_calls import CollectiveRequest
 from psserver.core.coordinator.data_requests import BatchRequest
 from psserver.core.coordinator.machine import CoordinatorMachine
@@ -138,6 +139,8 @@ def check_batch_request(coordinator: CoordinatorMachine, request: BatchRequest) 
         refuse("data", f"count {count} {least}", "ask for fewer batches at a time")
     if request.received < 0:
         refuse("data", f"{request.received} batches cannot have been received", "send 0 or more")
+    if request.place is not None:
+        check_place(request.place)
     if problem := limits.loop_problem(spec):
         refuse(f"data of loop {spec.loop}", problem, "a smaller number of epochs")
     if global_batch is not None and global_batch // spec.batch_size > limits.MAX_BATCHES_PER_PUSH:
@@ -148,6 +151,19 @@ def check_batch_request(coordinator: CoordinatorMachine, request: BatchRequest) 
             f"{units}, above {limits.MAX_BATCHES_PER_PUSH}",
             "a larger batch_size",
         )
+
+
+def check_place(place: ScriptPlace) -> None:
+    """Raise InvalidRequestError if no script can be there."""
+    if len(place.first_open) > limits.MAX_LOADERS:
+        refuse("data", f"{len(place.first_open)} loaders are above {limits.MAX_LOADERS}", "fewer")
+    current = place.current or PassName("", 0)
+    check_names("data", (current.loader, *place.first_open))
+    numbers = [current.number, place.training_passes, *place.first_open.values()]
+    if not 0 <= min(numbers) <= max(numbers) <= limits.MAX_PASSES:
+        refuse("data", f"a pass has no number above {limits.MAX_PASSES}", "fewer passes")
+    if not 0 <= place.gone_loaders <= limits.MAX_PASSES:
+        refuse("data", f"loader {place.gone_loaders} is not possible", "fewer loaders")
 
 
 def check_returned_batches(coordinator: CoordinatorMachine, batches: Sequence[BatchKey]) -> None:
@@ -177,6 +193,8 @@ KINDS = ("barrier", "all_reduce", "broadcast")
 def check_collective(request: CollectiveRequest) -> None:
     """Raise InvalidRequestError if no worker makes this collective call."""
     given, what = request.contribution, f"collective {request.number}"
+    if request.place is not None:
+        check_place(request.place)
     if given.kind not in KINDS or request.number < 1 or len(given.names) != len(given.values):
         refuse(what, f"it is no {', '.join(KINDS)}", "the methods of psworker's Job")
     if len(given.names) > limits.MAX_COLLECTIVE_VALUES:

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from psserver.core.coordinator.machine import CoordinatorMachine
+from psserver.core.reports.collectives import CallKey
 from psserver.core.workers.members import Member
 
 MAX_NAMED_COUNT = 3
@@ -35,15 +36,15 @@ def _silence(coordinator: CoordinatorMachine, member: Member, now: float) -> str
     return f"silent for {now - member.last_contact_at:.1f} s"
 
 
-def waiting_for_call(coordinator: CoordinatorMachine, number: int, now: float) -> str:
+def waiting_for_call(coordinator: CoordinatorMachine, key: CallKey, now: float) -> str:
     """Return a phrase for people about the workers that a collective call waits for."""
     job = coordinator.job
     here = len(coordinator.membership.current())
     if not job.collectives.has_begun and here < job.min_workers:
         return f"workers: {here} of --min-workers {job.min_workers} are here"
-    missing = coordinator.collectives.missing(number)
+    missing = coordinator.collectives.missing(key)
     named = [f"{member}, {_silence(coordinator, member, now)}" for member in missing]
-    return f"collective call {number} of {_listed(named)}" if missing else ""
+    return f"{key} of {_listed(named)}" if missing else ""
 
 
 def late(coordinator: CoordinatorMachine) -> list[Member]:

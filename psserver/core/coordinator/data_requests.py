@@ -1,10 +1,11 @@
 """Requests of workers for batches, and batches that they return."""
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from pscommon.core.data_stream import Spec
 from pscommon.core.log_entries import BatchKey
+from pscommon.core.script_place import ScriptPlace
 from psserver.core.coordinator.participation import Participation
 from psserver.core.coordinator.update_rounds import UpdateRounds
 from psserver.core.data.loop import LoopLedger
@@ -23,6 +24,8 @@ class BatchRequest:
         count: Most batches of an answer.
         idle: The worker has no batch. It leaves the rounds until there is one or the end.
         first_open: The first loop that the worker has not left; None: this one.
+        place: Where its script is: it names the pass, whose number the job decides. None: the
+            numbers of `spec` and `first_open` count.
     """
 
     worker: int
@@ -31,6 +34,7 @@ class BatchRequest:
     count: int
     idle: bool
     first_open: int | None = None
+    place: ScriptPlace | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +46,13 @@ class BatchesReply:
         end: Whether the loop has no more data.
         following: For each number, how many later batches belong to the same push
             (--global-batch). Empty: each batch may be a push of its own.
+        spec: The job's spec of the loop; None: not known. It is not compared.
     """
 
     numbers: tuple[int, ...] = ()
     end: bool = False
     following: tuple[int, ...] = ()
+    spec: Spec | None = field(default=None, compare=False)
 
 
 class DataRequests:
@@ -57,46 +63,71 @@ class DataRequests:
 
     def lease(self, request: BatchRequest, now: float) -> BatchesReply | None:
         """Lease batches to a worker; None: there are none yet."""
-        job, worker, spec = self._job, request.worker, request.spec
+        job, worker = self._job, request.worker
         member = job.member(worker, now)
         if not job.has_started():
             return None
         job.is_resumed = False  # this worker was a member before the restart of the servers
+        spec = job.ledger.find(request.spec, request.place)
         units = job.units(spec)
-        registered = (member.worker for member in job.membership.registered())
-        loop = job.ledger.open(worker, spec, request.first_open, registered)
+        loop = self._open(request, spec)
         if loop.ended:
-            return _end(member)
+            return _end(member, spec)
         if loop.leases.is_late(worker, request.received):
-            return BatchesReply()
+            return BatchesReply(spec=spec)
         loop.units = units
-        numbers = loop.take(worker, request.received, request.count, self._sharers(worker, spec))
+        sharers = self._sharers(worker, loop)
+        numbers = loop.take(worker, request.received, request.count, sharers)
         self._wake_receivers(loop, worker if numbers else None)
         if numbers or not request.idle:
-            return BatchesReply(tuple(numbers), following=tuple(loop.following(worker, numbers)))
+            following = tuple(loop.following(worker, numbers))
+            return BatchesReply(tuple(numbers), following=following, spec=spec)
         # the script keeps a rest that is too small to push, or pushes it after the loop
         if loop.leases.has_sent(worker):
-            return _end(member)
+            return _end(member, spec)
         job.membership.index.wait_for_data(member, spec.loop)
         if member.state is WorkerState.ACTIVE:
             job.membership.index.set_state(member, WorkerState.IDLE)
             member.step_timer.discard()
         self._participation.end_loops()
         self._rounds.advance(now)
-        return _end(member) if loop.ended else None
+        return _end(member, spec) if loop.ended else None
 
-    def _sharers(self, worker: int, spec: Spec) -> Iterator[int]:
+    def _open(self, request: BatchRequest, spec: Spec) -> LoopLedger:
+        """Open the loop for a worker. If it gets more epochs, drop the collective results after
+        it.
+        """
+        job, place = self._job, request.place
+        registered = (member.worker for member in job.membership.registered())
+        before = job.ledger.extensions
+        loop = job.ledger.open(request.worker, spec, place or request.first_open, registered)
+        if place is not None and job.ledger.extensions > before:
+            job.collectives.drop_results(place.training_passes)
+        return loop
+
+    def _sharers(self, worker: int, loop: LoopLedger) -> Iterator[int]:
         """Yield the workers that a draw for this worker deals to, in order."""
         is_included, policy = False, self._job.policy
         # backup workers must not collect batches
         if policy.barrier and not policy.backup:
             for member in self._job.membership.registered():
-                # workers that wait in an earlier loop come to this one only after its end
-                if member.waiting is None or member.waiting >= spec.loop:
+                if self._may_come(member, loop):
                     is_included = is_included or member.worker == worker
                     yield member.worker
         if not is_included:
             yield worker
+
+    def _may_come(self, member: Member, loop: LoopLedger) -> bool:
+        """Return whether a worker can ask for batches of a loop before others need them.
+
+        A worker that waits in a loop inside this one comes back to this one.
+        """
+        is_elsewhere = member.waiting not in (None, loop.spec.loop)
+        if loop.name is None:  # numbered loops have the order of the script
+            return not is_elsewhere or (member.waiting or 0) > loop.spec.loop
+        if self._job.is_stalled:
+            return member.waiting == loop.spec.loop
+        return not is_elsewhere or loop.leases.has_asked(member.worker)
 
     def _wake_receivers(self, loop: LoopLedger, served: int | None) -> None:
         """Wake the worker that got batches now, and those for which batches wait in the loop."""
@@ -107,9 +138,10 @@ class DataRequests:
             if (member := membership.members[worker]).is_registered:
                 self._participation.wake(member)
 
-    def repetition_state(self, worker: int, spec: Spec) -> tuple[object, ...] | None:
+    def repetition_state(self, request: BatchRequest) -> tuple[object, ...] | None:
         """Return all state that a repeated request for data can change; None for a first one."""
-        job = self._job
+        job, worker = self._job, request.worker
+        spec = job.ledger.find(request.spec, request.place)
         member = job.membership.members.get(worker)
         if member is None or (job.started and member.waiting != spec.loop):
             return None
@@ -134,7 +166,7 @@ class DataRequests:
         self._rounds.advance(now)
 
 
-def _end(member: Member) -> BatchesReply:
+def _end(member: Member, spec: Spec) -> BatchesReply:
     """Return the end of the loop and note that the worker was told."""
     member.ended = True
-    return BatchesReply(end=True)
+    return BatchesReply(end=True, spec=spec)

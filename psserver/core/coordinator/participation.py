@@ -35,6 +35,23 @@ class Participation:
                 for member in sorted(members.values(), key=attrgetter("rank", "worker")):
                     if loop.ended or loop.has_dealt(member.worker):
                         self.wake(member)
+        if self._job.is_stalled:
+            self._free_unreachable_batches()
+
+    def _free_unreachable_batches(self) -> None:
+        """Free batches that were dealt to workers which wait elsewhere, for those that wait here.
+
+        Without this, workers in different passes would wait for each other for ever: a worker
+        validates alone, or the others are in a collective call.
+        """
+        ledger, index = self._job.ledger, self._job.membership.index
+        for number in sorted(index.waiting):
+            loop = ledger.loops[number]
+            if loop.name is None:
+                continue
+            for worker in sorted(loop.leases.with_ready() - index.waiting[number].keys()):
+                loop.give_back(worker, list(loop.leases.ready(worker)))
+                ledger.news += 1
 
     def finish_collectives(self) -> None:
         """Give results to the collective calls that wait for no member, and activate the workers

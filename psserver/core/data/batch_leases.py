@@ -65,6 +65,10 @@ class BatchLeases:
         self._leased.setdefault(worker, {})[number] = None
         self._dealt.setdefault(worker, deque()).append(number)
 
+    def has_asked(self, worker: int) -> bool:
+        """Return whether this worker has asked for numbers."""
+        return worker in self._received
+
     def is_late(self, worker: int, received: int) -> bool:
         """Return whether the request is outdated: the worker acknowledged more numbers before."""
         return received < self._received.get(worker, 0)

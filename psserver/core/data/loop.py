@@ -12,11 +12,11 @@ are free and which worker gets the next one.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from pscommon.core.data_stream import Spec
+from pscommon.core.script_place import PassName
 from psserver.core.data.batch_leases import BatchLeases
 
 
@@ -24,6 +24,7 @@ class LoopLedger(ABC):
     """The data ledger of one loop.
 
     spec: the loop.
+    name: the pass that it is; None: it has a number only.
     ended: no worker gets more batches of it.
     dropped: batches that scripts discarded; they are committed.
     duplicates: batches in counted pushes whose worker no longer leased them. Their samples also
@@ -33,18 +34,21 @@ class LoopLedger(ABC):
 
     Args:
         spec: The loop.
-        first_open_loops: The first loop that each worker has not left, by worker.
+        has_left: Returns whether a worker has left the loop.
     """
 
     def __init__(
-        self, spec: Spec, first_open_loops: Mapping[int, int] = MappingProxyType({})
+        self,
+        spec: Spec,
+        has_left: Callable[[int, "LoopLedger"], bool] = lambda worker, loop: False,
     ) -> None:
         self.spec = spec
+        self.name: PassName | None = None
         self.ended = False
         self.dropped = 0
         self.duplicates = 0
         self.units: int | None = None
-        self._first_open_loops = first_open_loops
+        self._has_left = has_left
         self.leases = BatchLeases()
         self._left_behind: dict[int, int] = {}
 
@@ -97,11 +101,7 @@ class LoopLedger(ABC):
             return again
         here: list[int] = []
         while len(self.leases.ready(worker)) < count and self._may_draw(worker):
-            here = here or [
-                other
-                for other in together
-                if self._first_open_loops.get(other, 0) <= self.spec.loop
-            ]
+            here = here or [other for other in together if not self._has_left(other, self)]
             if not self._draw(here):
                 break
         numbers: list[int] = []
@@ -194,12 +194,11 @@ class LoopLedger(ABC):
         """Return the state, JSON-ready; `restore` and `recover` are the inverses."""
         return {
             "spec": self.spec.as_dict(),
+            **({"name": list(self.name)} if self.name is not None else {}),
             "ended": self.ended,
             "dropped": self.dropped,
             "duplicates": self.duplicates,
-            "here": sorted(
-                worker for worker, loop in self._first_open_loops.items() if loop == self.spec.loop
-            ),
+            "here": [],  # DataLedger sets it, here for the order of the keys on disk
             "left_behind": [list(pair) for pair in self._left_behind.items()],
             **self.leases.state(),
         }

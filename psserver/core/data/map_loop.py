@@ -1,7 +1,6 @@
 """The data ledger of a loop over a map-style data set: batches are dealt in ascending order."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from pscommon.core.data_loop import LoopSpec
@@ -17,9 +16,11 @@ class MapLoop(LoopLedger):
     spec: LoopSpec
 
     def __init__(
-        self, spec: LoopSpec, first_open_loops: Mapping[int, int] = MappingProxyType({})
+        self,
+        spec: LoopSpec,
+        has_left: Callable[[int, LoopLedger], bool] = lambda worker, loop: False,
     ) -> None:
-        super().__init__(spec, first_open_loops)
+        super().__init__(spec, has_left)
         self._pool = BatchPool(spec.total)
         self._draws = DrawGroups()
 

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pscommon.core.data_stream import Spec
 from pscommon.core.errors import MismatchError
 from pscommon.core.model_spec import ModelSpec, OptimizerSettings
+from pscommon.core.script_place import PassName
 
 START_OVER = (
     "start over with `--resume never` (snapshots are moved aside), or choose another `--data-dir`"
@@ -71,19 +72,22 @@ def model_mismatch(mine: ModelSpec, job: ModelSpec, origin: str) -> MismatchErro
     )
 
 
-def loop_mismatch(mine: Spec, job: Spec, origin: str, reason: str) -> MismatchError:
+def loop_mismatch(
+    mine: Spec, job: Spec, name: PassName | None, origin: str, reason: str
+) -> MismatchError:
     """Return the error for a worker whose loop differs from the job's.
 
     Args:
         mine: The worker's loop.
         job: The job's loop.
+        name: The pass that the loop is; None: it has a number only.
         origin: What the loop was resumed from, for the message; empty if this run has begun it.
         reason: Why the epochs cannot be raised; empty if that is not the problem.
     """
-    number = job.loop + 1
+    what = f"loop {job.loop + 1}" if name is None else str(name)
     if another_order(mine, job):
         return MismatchError(
-            f"the sampler {mine.as_dict()['sampler']} gave another order in loop {number} than in "
+            f"the sampler {mine.as_dict()['sampler']} gave another order in {what} than in "
             f"{origin or 'the job'}: {_differences(mine, job)}. Try: a sampler whose order depends "
             "only on data that all workers share and on the global generators of torch, numpy and "
             "random, which are seeded by (seed, pass)",
@@ -93,11 +97,11 @@ def loop_mismatch(mine: Spec, job: Spec, origin: str, reason: str) -> MismatchEr
         remedy = f"run the unchanged script, {START_OVER}"
     else:
         remedy = (
-            "start all workers with the same arguments; each must make the same job.batches calls "
-            "in the same order"
+            "the same job.batches calls on all workers, or name= each; for a pass of one worker "
+            "torch's DataLoader"
         )
     return MismatchError(
-        f"loop {number} of this script is not that of {origin or 'the job'}: "
+        f"{what} of this script is not that of {origin or 'the job'}: "
         f"{_differences(mine, job)}{'; ' if reason else ''}{reason}. Try: {remedy}",
         "LOOP_MISMATCH",
     )

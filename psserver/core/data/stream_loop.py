@@ -14,8 +14,7 @@ Invariant: under every policy a sample counts once. Batches of a lap are leased 
 time, and a lap changes its reader only together with its batches.
 """
 
-from collections.abc import Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from pscommon.core.data_stream import Spec, StreamSpec
@@ -29,9 +28,11 @@ class StreamLoop(LoopLedger):
     spec: StreamSpec
 
     def __init__(
-        self, spec: StreamSpec, first_open_loops: Mapping[int, int] = MappingProxyType({})
+        self,
+        spec: StreamSpec,
+        has_left: Callable[[int, LoopLedger], bool] = lambda worker, loop: False,
     ) -> None:
-        super().__init__(spec, first_open_loops)
+        super().__init__(spec, has_left)
         self._laps = BatchPool(spec.laps)
         self._begun: dict[int, BatchPool] = {}
         self._readers: dict[int, int] = {}

@@ -106,6 +106,11 @@ class JobState:
         return self.started
 
     @property
+    def is_stalled(self) -> bool:
+        """Whether every registered worker waits for data or in a collective call."""
+        return self.membership.index.active_count == 0
+
+    @property
     def uploader(self) -> Member | None:
         """The worker that uploads the initial weights."""
         return self.membership.members.get(self.uploading_worker or 0)
@@ -194,6 +199,7 @@ class JobState:
             "roster": self.membership.state(),
             "pending": self.pending.state(),
             "loops": self.ledger.state(),
+            **self.ledger.places(),
         }
 
     def with_entries(self) -> dict[str, Any]:
@@ -230,7 +236,7 @@ class JobState:
         self.collectives.recover(state)
         self.membership.recover(state["roster"], now)
         self.pending.recover(state["pending"])
-        self.ledger.recover(state["loops"])
+        self.ledger.recover(state["loops"], state.get("places", ()))
         if state.get("extendable"):
             self.ledger.resumes()
         self.evicted, self.followers = set(state["evicted"]), set(state["followers"])

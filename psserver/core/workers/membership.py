@@ -199,8 +199,10 @@ class Membership:
     def have_all_left(self) -> bool:
         """Whether the newest worker of every rank has left, so that none will join again.
 
-        A fenced worker joins again as new.
+        A fenced worker joins again as new. Workers without a rank may have the rank of others.
         """
+        if self._current:
+            return False
         last = {member.rank: member.state for member in self.members.values()}
         return (
             bool(last)

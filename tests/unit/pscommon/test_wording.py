@@ -114,7 +114,7 @@ FAILURES: dict[str, Callable[[], object]] = {
 }
 TEXTS = {
     "wire format": (
-        "shard 1 at h:1 uses message format 9, but this worker knows formats up to 1. Try: "
+        "shard 1 at h:1 uses message format 9, but this worker uses format 2. Try: "
         "install the newer release of paramserver for this worker too"
     ),
     "file format": (

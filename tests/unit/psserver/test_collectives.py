@@ -19,7 +19,7 @@ from psserver.core.coordinator.machine import CoordinatorMachine
 from psserver.core.job.policy import policy
 from psserver.core.job.settings import JobRules
 from psserver.core.reports import collectives
-from psserver.core.reports.collectives import CollectiveValues
+from psserver.core.reports.collectives import NUMBERED, CallKey, CollectiveValues
 from tests.support.coordinator_job import MODEL, Job
 from tests.support.memory_journal import MemoryJournal
 
@@ -114,7 +114,7 @@ def test_the_departure_of_the_last_missing_worker_is_the_result(command: Any) ->
 
     job.recorder.do(command, job.now)
 
-    found = job.coordinator.job.collectives.results[1]
+    found = job.coordinator.job.collectives.results[CallKey(NUMBERED, 1)]
     assert found == CollectiveValues("all_reduce", ("loss",), (1.5,), 0)
 
 
@@ -178,11 +178,14 @@ def test_before_training_calls_wait_for_min_workers() -> None:
     recorder = Recorder(coordinator)
     first = coordinator.membership.join(0.0, None, "host", 1, "cpu").worker
     assert recorder.do(CallCollective(first, 1, BARRIER, first_open=0), 0.0) is None
-    assert waiting_for_call(coordinator, 1, 0.0) == "workers: 1 of --min-workers 2 are here"
+    assert (
+        waiting_for_call(coordinator, CallKey(NUMBERED, 1), 0.0)
+        == "workers: 1 of --min-workers 2 are here"
+    )
 
     second = coordinator.membership.join(0.0, None, "host", 1, "cpu").worker
     assert recorder.do(CallCollective(first, 1, BARRIER, first_open=0), 0.0) is None
-    assert "worker 2" in waiting_for_call(coordinator, 1, 0.0)
+    assert "worker 2" in waiting_for_call(coordinator, CallKey(NUMBERED, 1), 0.0)
 
     assert recorder.do(CallCollective(second, 1, BARRIER, first_open=0), 0.0) is not None
 
@@ -327,5 +330,5 @@ def test_a_snapshot_keeps_results_and_drops_open_calls() -> None:
     restored = CoordinatorMachine(1, job.coordinator.job.rules, 1)
     restored.restore(state, MODEL, 0.0)
 
-    assert list(restored.job.collectives.results) == [1]
+    assert list(restored.job.collectives.results) == [CallKey(NUMBERED, 1)]
     assert restored.job.collectives.open == {}

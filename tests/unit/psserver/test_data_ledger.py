@@ -159,7 +159,7 @@ def test_a_nested_loop_does_not_change_the_outer_one() -> None:
     ledger = DataLedger()
     outer = ledger.open(1, LoopSpec(0, size=6, batch_size=1))
     assert outer.take(1, 0, 2, [1, 2]) == [0, 2]
-    inner = ledger.open(1, LoopSpec(1, size=3, batch_size=1), first_open=0)
+    inner = ledger.open(1, LoopSpec(1, size=3, batch_size=1), place=0)
     inner.take(1, 0, 1, [1, 2])
 
     assert (len(outer.leases), outer.dropped) == (4, 0)

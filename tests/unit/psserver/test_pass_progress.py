@@ -81,7 +81,7 @@ def test_one_loop_per_pass_has_its_percentage(training: Training) -> None:
 def test_an_evaluation_loop_is_not_the_current_pass(training: Training) -> None:
     train, test = LoopSpec(0, size=40, batch_size=10), LoopSpec(1, size=20, batch_size=10)
     training.count(train, 2)
-    loop = training.coordinator.ledger.open(1, test, first_open=0)
+    loop = training.coordinator.ledger.open(1, test, place=0)
     assert loop.take(1, 0, 1, [1])
     loop.drop(1)
     training.update()

@@ -14,6 +14,7 @@ from pscommon.core.data_stream import StreamSpec
 from pscommon.core.errors import PSError
 from pscommon.core.log_entries import BatchKey, PushKey, Staged
 from pscommon.core.model_spec import ModelSpec, TensorSpec
+from pscommon.core.script_place import PassName
 from psserver.coordinator.worker_requests import check_tensor_names
 from psserver.core.commands.data_commands import ReturnBatches
 from psserver.core.commands.request_checks import (
@@ -107,10 +108,10 @@ FAILURES: dict[str, Callable[[], object]] = {
     ),
     "model": lambda: fail(model_mismatch(WIDE, MODEL, "")),
     "model of a snapshot": lambda: fail(model_mismatch(WIDE, MODEL, "the snapshot of version 3")),
-    "sampler": lambda: fail(loop_mismatch(SAMPLER, replace(SAMPLER, order="1" * 32), "", "")),
-    "loop": lambda: fail(loop_mismatch(LOOP, replace(LOOP, size=5), "", "")),
+    "sampler": lambda: fail(loop_mismatch(SAMPLER, replace(SAMPLER, order="1" * 32), None, "", "")),
+    "loop": lambda: fail(loop_mismatch(LOOP, replace(LOOP, size=5), PassName("test", 2), "", "")),
     "loop of a snapshot": lambda: fail(
-        loop_mismatch(LOOP, SAMPLER, "the snapshot of version 3", "it ended")
+        loop_mismatch(LOOP, SAMPLER, None, "the snapshot of version 3", "it ended")
     ),
     "fewer epochs": lambda: not_extended(epochs=1),
     "inner loop": lambda: not_extended(last=False),
@@ -186,9 +187,9 @@ TEXTS: dict[str, str] = {
         "global generators of torch, numpy and random, which are seeded by (seed, pass)"
     ),
     "loop": (
-        "loop 1 of this script is not that of the job: size is 4 here and 5 there. Try: start "
-        "all workers with the same arguments; each must make the same job.batches calls in the "
-        "same order"
+        "pass 3 of loader 'test' of this script is not that of the job: size is 4 here and 5 "
+        "there. Try: the same job.batches calls on all workers, or name= each; for a pass of one "
+        "worker torch's DataLoader"
     ),
     "loop of a snapshot": (
         "loop 1 of this script is not that of the snapshot of version 3: order is missing here "

@@ -9,6 +9,7 @@ from torch.utils.data import TensorDataset
 
 from pscommon.core.errors import InvalidRequestError
 from pscommon.core.log_entries import BatchKey
+from pscommon.core.script_place import PassName
 from psworker.job import Job
 from psworker.optim.optimizer import ServerOptimizer
 from tests.support.loader_ledger import Count, Ledger
@@ -232,11 +233,11 @@ def test_unused_iterators_delay_nothing() -> None:
 
     first_open = []
     for _ in loader:
-        first_open.append(job.session.loops.first)
+        first_open.append(dict(job.session.loops.place().first_open))
         optimizer.step()
 
     assert [spec.loop for spec in client.loops] == [3]
-    assert first_open == [3, 3]
+    assert first_open == [{"0": 2, "1": 1}] * 2
     for replaced in (iterator, second):
         with pytest.raises(InvalidRequestError, match="cannot continue this pass"):
             next(replaced)
@@ -247,7 +248,7 @@ def test_an_earlier_iterator_may_begin_inside_a_later_pass() -> None:
     iterator = iter(job.batches(NUMBERS, 5))
 
     for _ in job.batches(NUMBERS, 10):
-        assert job.session.loops.first == 0
+        assert not job.session.loops.place().has_left(PassName("0", 0))
         assert len(next(iterator)) == 5
         optimizer.step()
 

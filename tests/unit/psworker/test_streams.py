@@ -101,9 +101,9 @@ def test_a_push_has_the_number_of_samples_and_the_end_of_the_source() -> None:
 def test_a_reader_continues_at_the_position_of_the_ledger() -> None:
     """In a source begun by another worker, at a returned batch, and behind the end."""
     spec, data = StreamSpec(0, sources=2, batch_size=3), Sources(10, 7)
-    stream = StreamReader(spec, data, list, seed=None)
+    stream = StreamReader(data, list, seed=None)
     read = {
-        where: stream.read(spec.number(*where))
+        where: stream.read(spec, spec.number(*where))
         for where in [(1, 1), (1, 2), (0, 2), (0, 1), (1, 5)]
     }
 
@@ -120,11 +120,9 @@ def test_a_reader_continues_at_the_position_of_the_ledger() -> None:
 
 def test_an_iterable_dataset_skips_counted_samples() -> None:
     spec = StreamSpec(0, sources=1, batch_size=4)
-    stream = StreamReader(
-        spec, psworker.data.stream_dataset.stream_of(Count(10), 1), list, seed=None
-    )
+    stream = StreamReader(psworker.data.stream_dataset.stream_of(Count(10), 1), list, seed=None)
 
-    assert stream.read(spec.number(0, 2))[1] == [8, 9]
+    assert stream.read(spec, spec.number(0, 2))[1] == [8, 9]
 
 
 class Noisy:
@@ -134,13 +132,13 @@ class Noisy:
 
 def test_random_numbers_of_a_sample_do_not_depend_on_the_start_of_reading() -> None:
     spec = StreamSpec(0, sources=1, batch_size=3)
-    complete, later = (StreamReader(spec, Noisy(), list, seed=5) for _ in range(2))
-    together = [complete.read(spec.number(0, place))[1] for place in range(3)]
+    complete, later = (StreamReader(Noisy(), list, seed=5) for _ in range(2))
+    together = [complete.read(spec, spec.number(0, place))[1] for place in range(3)]
 
-    assert later.read(spec.number(0, 2))[1] == together[2]
-    assert later.read(spec.number(0, 1))[1] == together[1]
+    assert later.read(spec, spec.number(0, 2))[1] == together[2]
+    assert later.read(spec, spec.number(0, 1))[1] == together[1]
     assert len({noise for batch in together for _, noise in batch}) == 9
-    assert StreamReader(spec, Noisy(), list, seed=6).read(0)[1] != together[0]
+    assert StreamReader(Noisy(), list, seed=6).read(spec, 0)[1] != together[0]
 
 
 def test_random_numbers_of_the_script_depend_on_the_batch() -> None:
