@@ -1,10 +1,11 @@
 """`connect`: join the job that arguments or the environment name."""
 
 import os
+import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from pscommon.core.errors import InvalidRequestError
+from pscommon.core.errors import InvalidRequestError, TrainingOver
 from psworker.session.arguments import rank_of
 from psworker.session.environment import is_on
 
@@ -21,8 +22,14 @@ def connect(
     device: str | None = None,
     connect_timeout: float | None = None,
     wait_timeout: float = 600.0,
+    training: str | None = None,
 ) -> "Job":
     """Join the job that the servers run: the script's first call.
+
+    A script that trains several models one after another, as in k-fold cross-validation, connects
+    and closes the job for each. A job is a sequence of trainings, each with its own model,
+    optimizer, passes and collective results. The first worker that names a new training begins
+    it, once the current one has no member left. Its snapshots are then set aside.
 
     With PS_LOCAL=1 in the environment there are no servers: the script trains alone, in this
     process, for debugging.
@@ -36,15 +43,22 @@ def connect(
             GPU. auto is cuda, or cpu on a machine without a GPU. If `tensor.cuda()` and pinned
             memory shall use the worker's GPU, call `torch.cuda.set_device(job.device)`.
         connect_timeout: Seconds that servers may be silent. Default: PS_CONNECT_TIMEOUT, then 60.
-        wait_timeout: Seconds that a step or a request for data may wait for other workers.
+        wait_timeout: Seconds that a step, a request for data or a new training may wait for other
+            workers.
+        training: Name of the training, the same on all workers. None: the number of connects in
+            this process before this one, "0", "1" and so on.
 
     Returns:
         The job; use it in a `with` block, or call its `close` at the end.
 
     Raises:
-        InvalidRequestError: No servers are named, or an argument is out of range.
+        InvalidRequestError: No servers are named, an argument is out of range, or this process
+            has not closed its last job.
         UnreachableError: The servers do not answer.
         MismatchError: The servers run another job, or are not one complete set.
+        TrainingOver: The training is over. A script that was started again goes on with its next
+            one.
+        WaitTimeoutError: Workers are still in another training; the message names them.
     """
     rank = rank_of(rank, os.environ)
     chosen = choose_device(device or os.environ.get("PS_DEVICE") or "auto", rank or 0)
@@ -53,23 +67,89 @@ def connect(
     if is_on("PS_LOCAL"):
         from psworker.client.local_client import LocalClient
 
-        return Job(LocalClient(), rank or 0, chosen)
+        name = connects.begin(training, local=True)
+        return connects.opened(Job(LocalClient(name), rank or 0, chosen))
     if not servers and not os.environ.get("PS_SERVERS"):
         raise InvalidRequestError(
             "cannot connect: no servers are named. Try: start the script with `ps-run ... SCRIPT` "
             "(a job on this machine) or `ps-worker --ps HOST:PORT SCRIPT`, or set PS_SERVERS or "
             "PS_LOCAL=1"
         )
+    from pscommon.core.limits import WORKERS_PER_GENERATION
     from psworker.client.client import Client
 
-    client = Client(
-        servers or None,
-        rank=rank,
-        device=str(chosen),
-        connect_timeout=connect_timeout,
-        wait_timeout=wait_timeout,
-    )
-    return Job(client, client.worker - 1 if rank is None else rank, chosen)
+    name = connects.begin(training)
+    try:
+        client = Client(
+            servers or None,
+            rank=rank,
+            device=str(chosen),
+            connect_timeout=connect_timeout,
+            wait_timeout=wait_timeout,
+            training=name,
+        )
+    except TrainingOver:
+        connects.count += 1
+        raise
+    rank = (client.worker - 1) % WORKERS_PER_GENERATION if rank is None else rank
+    return connects.opened(Job(client, rank, chosen))
+
+
+class Connects:
+    """The connects of this process, which name its trainings.
+
+    Attributes:
+        count: Connects to a training that exists or existed.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._job: weakref.ref[Job] | None = None
+        self._pid = 0
+        self._local: set[str] = set()
+
+    def begin(self, training: str | None, local: bool = False) -> str:
+        """Return the name of the training to connect to.
+
+        Args:
+            training: The name that the script gives; None: the count.
+            local: There are no servers, so a name can be used once.
+
+        Raises:
+            InvalidRequestError: The last job is open, or the name is not valid.
+            TrainingOver: The local training is over.
+        """
+        job = self._job() if self._job is not None else None
+        if job is not None and not job.session.is_closed and self._pid == os.getpid():
+            raise InvalidRequestError(
+                "cannot connect: this process has not closed its last job. Try: `job.close()`, or "
+                "`with psworker.connect() as job`; several models in one training: job.optimizer "
+                "with name="
+            )
+        from pscommon.core.limits import MAX_NAME_CHARACTERS
+
+        name = str(self.count) if training is None else training
+        if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME_CHARACTERS:
+            raise InvalidRequestError(
+                f"training={name!r} is not valid. Try: 1 to {MAX_NAME_CHARACTERS} characters"
+            )
+        if local and name in self._local:
+            self.count += 1
+            raise TrainingOver(
+                f"training {name!r} is over: with PS_LOCAL=1 each name begins a new one. Try: "
+                "another name"
+            )
+        self._local |= {name} if local else set()
+        return name
+
+    def opened(self, job: "Job") -> "Job":
+        """Record the job of a successful connect, and return it."""
+        self.count += 1
+        self._job, self._pid = weakref.ref(job), os.getpid()
+        return job
+
+
+connects = Connects()
 
 
 def choose_device(wanted: str, rank: int) -> "torch.device":

@@ -3,6 +3,7 @@
 import os
 import shutil
 import signal
+import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+from psworker.connect import Connects
 from tests.support.process_slots import ProcessSlots, slots_of
 
 TESTS = Path(__file__).parent
@@ -33,6 +35,13 @@ settings.register_profile(
     "any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("any machine")
+
+
+@pytest.fixture(autouse=True)
+def first_connect(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a test's connects begin at training "0", as those of a process do."""
+    monkeypatch.setattr(sys.modules["psworker.connect"], "connects", Connects())
+
 
 slots_key = pytest.StashKey[ProcessSlots]()
 

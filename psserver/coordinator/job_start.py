@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 from pscommon.core.errors import PSError, SnapshotError, UnreachableError
+from pscommon.core.limits import WORKERS_PER_GENERATION
 from pscommon.core.model_spec import model_to_json
 from pscommon.snapshot import Manifest
 from pscommon.telemetry.logs import get_logger
@@ -18,9 +19,9 @@ from psserver.coordinator.executor import CommandExecutor
 from psserver.core.commands.job_commands import UseRules
 from psserver.core.commands.recorder import Recorder
 from psserver.core.coordinator.machine import CoordinatorMachine
+from psserver.core.job.trainings import Trainings
 from psserver.core.servers.catch_up import promotion_needs_rollback
 from psserver.core.servers.shard_directory import ShardDirectory
-from psserver.core.workers.membership import WORKERS_PER_GENERATION
 from psserver.durability.coordinator_log import LOG_FOLDER, CoordinatorLog
 from psserver.durability.initial_state import InitialState, Origin
 from psserver.durability.job_recovery import JobRecovery
@@ -31,6 +32,7 @@ from psserver.process.config import ServerConfig
 from psserver.process.identity import ServerIdentity
 from psserver.process.metrics import ServerMetrics
 from psserver.process.shard_count_file import ShardCountFile
+from psserver.process.trainings_file import TrainingsFile
 from psserver.replication.hello import CoordinatorFacts
 from psserver.replication.standby_state import Promotion
 from psserver.shard.engine import ShardEngine
@@ -78,6 +80,7 @@ class JobStart:
         # losses up to this version are counted; None: none is lost
         self._accounted_version: int | None = None
         self._rules = config.rules()
+        self._trainings = TrainingsFile(config.data_dir)
         self.replace_recorder: Callable[[Callable[[], Recorder]], Recorder] = lambda begin: begin()
         self.newest: Manifest | None = None
         disk = disk_log(config, LOG_FOLDER, metrics.count_log_failure)
@@ -107,8 +110,10 @@ class JobStart:
             recovery.remove_logs(manifest, generation, checks=is_auto)
         if manifest is None:
             self._layout.forget()
+            if self._config.resume == "never":
+                self._trainings.forget()
             self._learn("")
-            self.begin()
+            self.begin(self._trainings.read())
         else:
             self._learn(manifest.job)
             unusable = recovery.unusable_version if recovery is not None else 0
@@ -202,14 +207,33 @@ class JobStart:
                 coordinator.version,
             )
 
-    def begin(self) -> None:
-        """Begin a job without earlier state."""
+    def begin(self, trainings: Trainings) -> None:
+        """Begin a training without earlier state.
+
+        The policy and the values that scripts have reported stay.
+        """
         coordinator, shards = self._new_machine(), self._registry.shards
+        coordinator.job.trainings = trainings
         if self._coordinator is not None:
             coordinator.job.policy = self._coordinator.policy
+            coordinator.reported.recover(self._coordinator.reported.state())
         shard = self._states.fresh(coordinator.log_id, 0, shards)
         self.install(InitialState(Origin.FRESH, coordinator, shard))
         self._engine.request_report()
+
+    def begin_training(self, name: str) -> None:
+        """Begin the next training, unless the job has gone on since the caller looked at it."""
+        with self._rollback_lock:
+            before = self._coordinator
+            if before is None or before.membership.current() or before.job.trainings.admits(name):
+                return
+            trainings = before.job.trainings.followed_by(name)
+            self._trainings.store(trainings)
+            self._snapshots.begin_training()
+            self._generations.count_in_running_job()
+            self._accounted_version = None
+            self.begin(trainings)
+        log.info("training_began", training=name, after=before.job.trainings.current)
 
     def resume(self, manifest: Manifest, count: Callable[[], None] | None = None) -> None:
         """Use a snapshot as the state of the job; workers join later, shards are asked to load
@@ -321,7 +345,7 @@ class JobStart:
                 log.error("job_restarted_without_snapshot", reason=why, updates_lost=version)
                 self._metrics.count_lost_updates(version)
                 self._generations.count_in_running_job()
-                self.begin()
+                self.begin(self._coordinator.job.trainings)
             elif manifest is None:
                 self._fail(
                     SnapshotError(f"{why} and there is no snapshot to go back to", "NO_SNAPSHOT")

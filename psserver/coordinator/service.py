@@ -131,6 +131,7 @@ class CoordinatorService:
             self._first_workers,
             self._check_goes_on,
             lambda: self.is_over,
+            self.config.exit_when_done,
         )
 
     def start(self, ticking: bool = True, promotion: Promotion | None = None) -> None:
@@ -181,6 +182,11 @@ class CoordinatorService:
         with self.executor.changed:
             waiting = self.registry.missing or self.reshard_requests.waiting_for
             return waiting or waiting_for(self._coordinator, time.monotonic())
+
+    @property
+    def training(self) -> str:
+        """Name of the current training; empty: no worker has named it."""
+        return self._coordinator.job.trainings.current
 
     # ---- the job ---------------------------------------------------------------------------------
 
@@ -302,7 +308,7 @@ class CoordinatorService:
         if self.config.exit_when_done and self._coordinator.membership.run.is_done(
             self.config.min_workers
         ):
-            self.stop("all workers are done")
+            self.stop("all workers are done; --exit-when-done ends the job after one training")
 
     def stop(self, reason: str, ends_job: bool = True) -> None:
         """Begin to stop this server, with a last snapshot if one is possible. Returns at once.

@@ -52,9 +52,14 @@ class ControlPlaneServicer(CoordinatorServiceServicer):
             check_wire_format(request.format, "the worker", "the server")
             rank = request.rank if request.HasField("rank") else None
             self._service.check_job(request.job)
-            member = self._service.worker_requests.join(
-                Join(rank, request.host, request.pid, request.device, request.attempt)
+            requests, training = self._service.worker_requests, request.training
+            member = requests.join(
+                Join(rank, request.host, request.pid, request.device, request.attempt, training),
+                wait_seconds(request.wait_ms),
             )
+            if member is None:
+                waiting = requests.waiting_to_join(training)
+                return pb.JoinResponse(waiting_for=waiting, format=spoken_format())
             self._service.worker_exits.learn(member.worker, request.process[:MAX_NAME_CHARACTERS])
             return pb.JoinResponse(
                 job=self._service.job,
@@ -72,6 +77,7 @@ class ControlPlaneServicer(CoordinatorServiceServicer):
                 bad_gradients=self._service.config.bad_gradients,
                 standbys=self._service.registry.standbys,
                 format=spoken_format(),
+                training=self._service.training,
                 **self._standing(member.worker),
             )
 

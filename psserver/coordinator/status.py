@@ -58,6 +58,8 @@ def describe(
     policy, snapshots = coordinator.policy, view.snapshots
     return {
         "job": view.job,
+        "training": coordinator.job.trainings.current,
+        "trainings_over": list(coordinator.job.trainings.over),
         "policy": policy.name,
         "staleness": policy.bound if policy.name == "ssp" else None,
         "max_staleness": policy.max_staleness,

@@ -2,10 +2,11 @@
 
 import time
 from collections.abc import Callable, Mapping
+from typing import Literal
 
 from pscommon.core.data_stream import Spec
 from pscommon.core.errors import InvalidRequestError
-from pscommon.core.limits import MAX_REASON_CHARACTERS
+from pscommon.core.limits import MAX_REASON_CHARACTERS, WORKERS_PER_GENERATION
 from pscommon.core.model_spec import ModelSpec
 from pscommon.snapshot.tensor_file import RESERVED
 from pscommon.system.memory_limit import usable_memory
@@ -15,7 +16,7 @@ from psserver.coordinator.job_start import JobStart
 from psserver.core.commands.data_commands import CallCollective, LeaseBatches, ReturnBatches
 from psserver.core.commands.recorder import Recorder
 from psserver.core.commands.request_checks import check_memory
-from psserver.core.commands.waiting import waiting_for_call
+from psserver.core.commands.waiting import MAX_NAMED_COUNT, waiting_for_call
 from psserver.core.commands.worker_commands import Join, Leave, Register
 from psserver.core.commands.worker_share import worker_share
 from psserver.core.coordinator.admission import check_registration, push_nbytes
@@ -23,7 +24,6 @@ from psserver.core.coordinator.data_requests import BatchesReply
 from psserver.core.coordinator.registration import RegistrationReply
 from psserver.core.reports.collectives import CallKey, CollectiveValues
 from psserver.core.workers.members import Member
-from psserver.core.workers.membership import WORKERS_PER_GENERATION
 from psserver.durability.snapshots import SnapshotManager
 from psserver.monitoring.first_workers import FirstWorkers
 from psserver.monitoring.wait_notices import log_changed_hyper_parameters
@@ -31,6 +31,9 @@ from psserver.process.metrics import ServerMetrics
 from psserver.shard.engine import ShardEngine
 
 log = get_logger(__name__)
+
+BEGIN: Literal["begin"] = "begin"
+"""In place of a member: the worker's training begins first."""
 
 
 class WorkerRequests:
@@ -42,6 +45,7 @@ class WorkerRequests:
         first_workers: Checks the wait for --min-workers.
         check_goes_on: Raises UnreachableError if this server stops.
         is_over: Returns whether the job ends with this server.
+        exit_when_done: The servers end after the first training.
     """
 
     def __init__(
@@ -56,28 +60,58 @@ class WorkerRequests:
         first_workers: FirstWorkers,
         check_goes_on: Callable[[], None],
         is_over: Callable[[], bool],
+        exit_when_done: bool,
     ) -> None:
         self._executor, self._engine, self._in_flight = executor, engine, in_flight
         self._max_workers = max_workers
         self._history, self._snapshots, self._metrics = history, snapshots, metrics
         self._first_workers, self._check_goes_on = first_workers, check_goes_on
-        self._is_over = is_over
+        self._is_over, self._exit_when_done = is_over, exit_when_done
 
-    def join(self, command: Join) -> Member:
-        """Add a worker to the job.
+    def join(self, command: Join, seconds: float) -> Member | None:
+        """Add a worker to the job, and begin its training once the current one has no member.
 
-        Raises InvalidRequestError if this server serves --max-workers already.
+        Returns:
+            The member; None: after `seconds` the current training still has members.
+
+        Raises:
+            InvalidRequestError: This server serves --max-workers already, or no other training.
+            TrainingOver: The worker's training is over.
         """
+        admitted = self._executor.coordinator.job.trainings.admits(command.training)
+        if not admitted and self._exit_when_done:
+            raise InvalidRequestError(
+                f"training {command.training!r} refused: with `--exit-when-done` the servers end "
+                "after the job's first training. Try: start them without it, and `ps-ctl stop` at "
+                "the end"
+            )
         self._check_goes_on()
         member = self._executor.step(lambda recorder, now: self._admit(recorder, command, now))
+        if member is None:
+            member = self._executor.until(
+                lambda recorder, now: self._admit(recorder, command, now), seconds
+            )
+        if member is BEGIN:
+            self._history.begin_training(command.training)
+            return self.join(command, seconds)
+        if not isinstance(member, Member):
+            return None
         self._snapshots.generations.reserve((member.worker - 1) // WORKERS_PER_GENERATION)
         worker, rank = member.worker, member.rank
         log.info("worker_joined", worker=worker, rank=rank, host=member.host, pid=member.pid)
         return member
 
-    def _admit(self, recorder: Recorder, command: Join, now: float) -> Member:
-        """Join, unless there are too many others; one with this rank is replaced."""
-        current = recorder.coordinator.membership.current()
+    def _admit(
+        self, recorder: Recorder, command: Join, now: float
+    ) -> Member | Literal["begin"] | None:
+        """Join, unless there are too many others; one with this rank is replaced.
+
+        Return BEGIN to a worker whose training may begin, and None to one that has to wait.
+        """
+        coordinator = recorder.coordinator
+        current = coordinator.membership.current()
+        if not coordinator.job.trainings.admits(command.training):
+            return None if current or coordinator.reshard is not None else BEGIN
         others = [m for m in current if command.rank is None or m.rank != command.rank]
         if len(others) >= self._max_workers:
             raise InvalidRequestError(
@@ -86,6 +120,13 @@ class WorkerRequests:
                 "larger limit of open files (ulimit -n)"
             )
         return recorder.do(command, now)
+
+    def waiting_to_join(self, training: str) -> str:
+        """Return a phrase for people about the workers that the next training waits for."""
+        members = self._executor.coordinator.membership.current()
+        current = self._executor.coordinator.job.trainings.current
+        named = ", ".join(map(str, members[:MAX_NAMED_COUNT])) or "a reshard"
+        return f"the end of training {current!r} before {training!r} can begin: {named}"
 
     def register(self, worker: int, spec: ModelSpec, seconds: float) -> RegistrationReply:
         """Register a worker's model; wait up to `seconds` while the answer is pending.

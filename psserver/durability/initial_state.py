@@ -67,6 +67,8 @@ class InitialState:
                 "generation": generation,
                 "policy": [*coordinator.job.policy_row()],
                 "rules": coordinator.job.rules.as_json(),
+                **coordinator.job.trainings.as_json(),
+                **coordinator.reported.state(),
             }
         )
         return {"shards": shards, **state, "job": job}

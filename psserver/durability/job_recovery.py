@@ -14,6 +14,7 @@ from psserver.core.commands.recorded import RecordedCommand
 from psserver.core.coordinator.machine import CoordinatorMachine
 from psserver.core.job.policy import policy
 from psserver.core.job.settings import JobRules
+from psserver.core.job.trainings import Trainings
 from psserver.durability.best_effort_log import BestEffortLog
 from psserver.durability.coordinator_log import LOG_FOLDER, CoordinatorLog
 from psserver.durability.initial_state import InitialState, Origin
@@ -204,6 +205,8 @@ def _begin(
         record["shards"], JobRules.from_json(record["rules"]), generation, record["epoch"]
     )
     coordinator.job.policy = policy(*record["policy"])
+    coordinator.job.trainings = Trainings.from_json(record)
+    coordinator.reported.recover(record)
     if "log" in record:
         assert manifest is not None
         coordinator.load_state(record, manifest.model, time.monotonic(), manifest.index)

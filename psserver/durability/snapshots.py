@@ -146,6 +146,14 @@ class SnapshotManager:
         self.newest_version = manifest.version
         self.newest_time = _written_at(manifest)
 
+    def begin_training(self) -> None:
+        """Set all snapshots aside: they are of a training that is over."""
+        if self._snapshots is not None:
+            self.close()  # a part of the last training may still be written
+            self._set_aside(-1)
+        self.retained, self.newest_version, self.newest_time = [], None, None
+        self.resumed, self.problem = None, ""
+
     def _set_aside(self, version: int) -> None:
         assert self._snapshots is not None
         for path in self._snapshots.set_aside(version):

@@ -55,6 +55,7 @@ class Client(ClientFacts):
         wait_timeout: Seconds to wait for other workers.
         lanes: "auto", "shm", "stream" or "grpc". Default: PS_LANES, then auto.
         lane: A transport to use instead of servers, for simulations.
+        training: Name of the script's training, see `psworker.connect`; empty: that of the job.
 
     Raises:
         UnreachableError: A server does not answer. Any call may raise this and the following
@@ -78,6 +79,7 @@ class Client(ClientFacts):
         wait_timeout: float = 600.0,
         lanes: Lanes | None = None,
         lane: Transport | None = None,
+        training: str = "",
     ) -> None:
         environment = os.environ if servers is None and lane is None else {}
         limits = TimeLimits(
@@ -96,7 +98,7 @@ class Client(ClientFacts):
         self._data = BatchClient(self._connection, self._exchange)
         self._collectives = CollectiveClient(self._connection)
         if not observe:
-            self._connection.join(rank, attempt_of(os.environ), device)
+            self._connection.join(rank, attempt_of(os.environ), device, training)
 
     @property
     def plan(self) -> PartitionPlan:

@@ -39,7 +39,8 @@ class LocalClient:
     workers = 1
     is_first = True
 
-    def __init__(self) -> None:
+    def __init__(self, training: str = "0") -> None:
+        self.training = training
         self.version = 0
         self.clock = Clock(time.monotonic, time.sleep)
         self._reports = ReportBuffer(self.clock.now)

@@ -22,6 +22,11 @@ class ClientFacts:
         return self._connection.membership.job
 
     @property
+    def training(self) -> str:
+        """The name of the training when this worker joined; empty: it has none."""
+        return self._connection.membership.training
+
+    @property
     def worker(self) -> int:
         """This worker's number, new with every connection and `rejoin`; 0 for an observer."""
         return self._connection.membership.worker

@@ -83,22 +83,30 @@ class Connection:
         """
         return min(CALL_SECONDS, self._limits.connect)
 
-    def join(self, rank: int | None, attempt: int, device: str) -> None:
+    def join(self, rank: int | None, attempt: int, device: str, training: str = "") -> None:
         """Join the job and keep the membership with heartbeats.
 
         Args:
             rank: Place in a round's sum; None: not set.
             attempt: Number of earlier starts of this rank by a launcher.
             device: The worker's device, for the status.
+            training: Name of the script's training; empty: that of the job.
 
         Closes the connection on failure.
 
         Raises:
             MismatchError: The servers run another job.
+            TrainingOver: The training is over.
+            WaitTimeoutError: Workers are still in another training.
         """
         host, process = socket.gethostname(), "" if self.transport.direct else process_id()
         self._join_request = co.JoinRequest(
-            host=host, pid=os.getpid(), device=device, process=process, format=spoken_format()
+            host=host,
+            pid=os.getpid(),
+            device=device,
+            process=process,
+            format=spoken_format(),
+            training=training,
         )
         if rank is not None:
             self._join_request.rank, self._join_request.attempt = rank, attempt
@@ -126,10 +134,16 @@ class Connection:
     def _join(self) -> None:
         transport, self._join_request.job = self.transport, self.membership.job
         limits = self._watched(lambda: None, self.drain.check)
-        answer = RetryDeadline("joining the job", transport.clock, limits).ask(
-            partial(transport.join, self._join_request, self.call_seconds)
-        )
-        check_wire_format(answer.format, f"shard 0 at {transport.addresses[0]}", "this worker")
+        retry = RetryDeadline("joining the job", transport.clock, limits)
+        answer = co.JoinResponse()
+        while not answer.worker:
+            wait_seconds = retry.next_wait_seconds() if self._join_request.training else 0.0
+            self._join_request.wait_ms = round(wait_seconds * 1000)
+            timeout = wait_seconds + self.call_seconds
+            answer = retry.ask(partial(transport.join, self._join_request, timeout))
+            check_wire_format(answer.format, f"shard 0 at {transport.addresses[0]}", "this worker")
+            if not answer.worker:
+                retry.handle_wait(answer.waiting_for)
         transport.learn(answer.job, answer.addresses, [0] * len(answer.addresses), answer.standbys)
         self.membership = WorkerMembership(
             answer.job,
@@ -138,6 +152,7 @@ class Connection:
             answer.policy,
             answer.loaders,
             answer.known_loops,
+            answer.training,
         )
         self._has_left = False
         self.membership.reports = self.reports

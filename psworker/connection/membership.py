@@ -69,6 +69,7 @@ class WorkerMembership:
 
     Attributes:
         job: The job's identifier.
+        training: Name of the training.
         worker: The worker's number; 0 for an observer.
         open_loop: Number of a loop: all earlier loops had ended when the worker joined.
         policy: The job's policy, as of the last heartbeat.
@@ -91,8 +92,10 @@ class WorkerMembership:
         policy: str = "",
         passes: Iterable[co.LoaderPasses] = (),
         known_loops: int = 0,
+        training: str = "",
     ) -> None:
         self.job = job
+        self.training = training
         self.worker = worker
         self.open_loop = open_loop
         self._passes = {each.loader: (each.begun, frozenset(each.open)) for each in passes}

@@ -224,6 +224,8 @@ class JobPoller:
         status = self._observer.status()
         if not self.status:
             self.resumed = status.get("resumed")
+        if status.get("training") != self.status.get("training") and self.status.get("training"):
+            self._highest_version, self.resumed = 0, None  # the counts begin again
         self.status = status
         self._highest_version = max(self._highest_version, self.status.get("version", 0))
         steps = self.status.get("steps", 0)

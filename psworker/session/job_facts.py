@@ -10,6 +10,11 @@ class JobFacts:
         self.client = client
 
     @property
+    def training(self) -> str:
+        """The name of the training, see `psworker.connect`."""
+        return self.client.training
+
+    @property
     def version(self) -> int:
         """Number of updates in the job's weights, as far as this worker knows."""
         return self.client.version

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from pscommon.core.limits import WORKERS_PER_GENERATION
 from psserver.coordinator.service import CoordinatorService
 from psserver.core.commands.recorder import MAX_DEPARTED_COUNT
 from psserver.core.commands.worker_commands import Join
-from psserver.core.workers.membership import WORKERS_PER_GENERATION
 from psworker.ctl.job_client import CoordinatorClient
 from tests.support.cluster import Cluster
 from tests.support.metrics_scrape import Metrics

@@ -4,9 +4,9 @@ import math
 from collections import Counter
 from typing import TYPE_CHECKING
 
+from pscommon.core.limits import WORKERS_PER_GENERATION
 from pscommon.core.log_entries import Apply
 from psserver.core.shard.state_machine import PushOutcome
-from psserver.core.workers.membership import WORKERS_PER_GENERATION
 from tests.sim.arrays import WEIGHT_COUNT
 from tests.sim.invariants import check
 from tests.sim.workers import Push

@@ -43,6 +43,13 @@ class MismatchError(PSError):
     exit_code = 11
 
 
+class TrainingOver(MismatchError):
+    """The training that a script named is over: the job has gone on to a later one.
+
+    A script that is started again catches this, and goes on with its next training.
+    """
+
+
 class FencedError(PSError):
     """The worker is no longer a member of the job: its lease expired, or the servers rolled back.
 
@@ -68,9 +75,9 @@ class SnapshotError(PSError):
 
 
 class FormatError(MismatchError, SnapshotError):
-    """A peer or a file has a newer format than this release knows.
+    """A peer has another format than this release, or a file a newer one.
 
-    Install the newer release of paramserver here.
+    Install the newer release of paramserver on both sides.
     """
 
     exit_code = 11
@@ -217,6 +224,12 @@ REASONS: dict[str, ReasonRow] = {
         False,
         "the workers make different collective calls; all scripts must make the same calls in the "
         "same order",
+    ),
+    "TRAINING_OVER": ReasonRow(
+        TrainingOver,
+        "FAILED_PRECONDITION",
+        False,
+        "the script's training is over; catch psworker.TrainingOver and go on with the next one",
     ),
     "FORMAT": ReasonRow(
         FormatError,

@@ -30,6 +30,9 @@ A batch number is place x laps + lap, so a lap may have 2**19 batches.
 MAX_SAMPLES_PER_PUSH = 2**48
 """Weight of one gradient in the average of a round."""
 
+WORKERS_PER_GENERATION = 10_000
+"""Worker numbers of the n-th start of a job's servers begin after n times this many."""
+
 MAX_RANK = 1_000_000
 MAX_ATTEMPT = 1_000_000
 

@@ -100,6 +100,7 @@ class JoinResponse(google.protobuf.message.Message):
     FORMAT_FIELD_NUMBER: builtins.int
     LOADERS_FIELD_NUMBER: builtins.int
     WAITING_FOR_FIELD_NUMBER: builtins.int
+    TRAINING_FIELD_NUMBER: builtins.int
     job: builtins.str
     worker: builtins.int
     lease_ms: builtins.int
@@ -115,7 +116,9 @@ class JoinResponse(google.protobuf.message.Message):
     format: builtins.int
     """format of the server's messages; absent: 1"""
     waiting_for: builtins.str
-    """the job is in another training: ask again; as text for people. No other field is set"""
+    """the job is in another training: ask again; as text for people. Only format is set, too"""
+    training: builtins.str
+    """name of the training"""
     @property
     def addresses(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]: ...
     @property
@@ -146,9 +149,10 @@ class JoinResponse(google.protobuf.message.Message):
         format: builtins.int | None = ...,
         loaders: collections.abc.Iterable[global___LoaderPasses] | None = ...,
         waiting_for: builtins.str = ...,
+        training: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_format", b"_format", "format", b"format"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_format", b"_format", "addresses", b"addresses", "bad_gradients", b"bad_gradients", "first", b"first", "format", b"format", "job", b"job", "known_loops", b"known_loops", "lease_ms", b"lease_ms", "loaders", b"loaders", "open_loop", b"open_loop", "open_loops", b"open_loops", "policy", b"policy", "standbys", b"standbys", "waiting_for", b"waiting_for", "worker", b"worker", "workers", b"workers"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_format", b"_format", "addresses", b"addresses", "bad_gradients", b"bad_gradients", "first", b"first", "format", b"format", "job", b"job", "known_loops", b"known_loops", "lease_ms", b"lease_ms", "loaders", b"loaders", "open_loop", b"open_loop", "open_loops", b"open_loops", "policy", b"policy", "standbys", b"standbys", "training", b"training", "waiting_for", b"waiting_for", "worker", b"worker", "workers", b"workers"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_format", b"_format"]) -> typing.Literal["format"] | None: ...
 
 global___JoinResponse = JoinResponse

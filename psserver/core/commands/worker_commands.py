@@ -20,6 +20,7 @@ class Join(Command[Member]):
     Attributes:
         rank: The rank that its launcher gave it; None: by its number.
         attempt: How often its launcher had started it before.
+        training: Name of its training; empty: the current one.
     """
 
     wire_name: ClassVar[str] = "join"
@@ -28,8 +29,10 @@ class Join(Command[Member]):
     pid: int
     device: str
     attempt: int = 0
+    training: str = ""
 
     def perform(self, coordinator: CoordinatorMachine, now: float) -> Member:
+        coordinator.job.trainings = coordinator.job.trainings.named(self.training)
         return coordinator.membership.join(
             now, self.rank, self.host, self.pid, self.device, self.attempt
         )
@@ -41,6 +44,7 @@ class Join(Command[Member]):
             "pid": self.pid,
             "device": self.device,
             "attempt": self.attempt,
+            **({"training": self.training} if self.training else {}),
         }
 
     def check(self, coordinator: CoordinatorMachine) -> None:
@@ -56,7 +60,7 @@ class Join(Command[Member]):
                 f"attempt {self.attempt} is not between 0 and {limits.MAX_ATTEMPT}",
                 "unset PS_WORKER_ATTEMPT",
             )
-        check_names("join", (self.host, self.device))
+        check_names("join", (self.host, self.device, self.training))
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ from psserver.core.job.policy import policy
 from psserver.core.job.reshard_phase import ReshardPhase
 from psserver.core.job.settings import JobRules
 from psserver.core.job.snapshot_schedule import SnapshotSchedule
+from psserver.core.job.trainings import Trainings
 from psserver.core.reports.collectives import Collectives
 from psserver.core.reports.reported_values import ReportedValues
 from psserver.core.workers.members import Member
@@ -46,6 +47,7 @@ class JobState:
         followers: Shards that follow this log.
         evicted: Workers with an Evict entry.
         is_resumed: The servers were restarted, and no worker has asked since.
+        trainings: The names of its trainings.
 
     Args:
         generation: Number of starts of the job's servers: no worker number is given twice.
@@ -80,6 +82,7 @@ class JobState:
         self.counts = {"applied": 0, "stale": 0, "rejected": 0}
         self.evicted: set[int] = set()
         self.followers: set[int] = set()
+        self.trainings = Trainings()
 
     def fail(self, error: PSError) -> None:
         self.failure = self.failure or error
@@ -189,6 +192,7 @@ class JobState:
             "cutting": self.cuts.busy,
             "last_cut": self.cuts.last_version,
             "resumed": self.is_resumed,
+            **self.trainings.as_json(),
             **({"extendable": True} if self.ledger.extendable else {}),
             **self.reported.state(),
             **self.collectives.state(),
@@ -217,6 +221,7 @@ class JobState:
         self.version, self.samples = state["version"], state["samples"]
         self.updates = dict(state.get("updates", {}))
         self.counts = dict(state["counts"])
+        self.trainings = Trainings.from_json(state)
         self.log.start(state["index"])
 
     def load(

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from pscommon.core.limits import WORKERS_PER_GENERATION
 from psserver.core.workers.departed import DepartedTotals, WorkerRun
 from psserver.core.workers.leases import WorkerLeases
 from psserver.core.workers.member_index import MemberIndex
@@ -17,9 +18,6 @@ from psserver.core.workers.members import (
     member_from_json,
     member_to_json,
 )
-
-WORKERS_PER_GENERATION = 10_000
-"""Worker numbers of the n-th start of a job's servers begin after n times this many."""
 
 
 class Membership:

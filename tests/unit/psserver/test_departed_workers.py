@@ -5,6 +5,7 @@ import json
 import pytest
 
 from pscommon.core.errors import FencedError
+from pscommon.core.limits import WORKERS_PER_GENERATION
 from pscommon.core.log_entries import Apply, Contribution, Evict, PushKey, ShardReport, Staged
 from psserver.core.commands.recorder import MAX_DEPARTED_COUNT, MAX_EVICTED_COUNT
 from psserver.core.commands.worker_commands import Join, Leave, Register
@@ -12,7 +13,7 @@ from psserver.core.job.policy import policy
 from psserver.core.job.settings import WorkerLossMode
 from psserver.core.shard.state_machine import MAX_EVICTED_WORKERS, ShardMachine
 from psserver.core.workers.members import WorkerState
-from psserver.core.workers.membership import WORKERS_PER_GENERATION, Membership
+from psserver.core.workers.membership import Membership
 from tests.support.replayed_job import MODEL, Job, full_state
 
 JOINS = 2000

@@ -2,8 +2,9 @@
 
 import math
 
+from pscommon.core.limits import WORKERS_PER_GENERATION
 from psserver.core.workers.members import Member, WorkerState
-from psserver.core.workers.membership import WORKERS_PER_GENERATION, Membership
+from psserver.core.workers.membership import Membership
 from psserver.core.workers.replacement import MAX_HEARTBEAT_DELAY_SECONDS, unresolved_peer
 
 

@@ -57,6 +57,7 @@ def test_rank_and_device_come_from_the_environment(monkeypatch: pytest.MonkeyPat
     job = psworker.connect()
 
     assert (job.rank, job.device) == (3, torch.device("cpu"))
+    job.close()
     assert psworker.connect(rank=1).rank == 1
 
 
@@ -139,7 +140,6 @@ def test_connect_passes_its_arguments_to_the_client(
 
     job = psworker.connect(given, device="cpu", connect_timeout=3.0, wait_timeout=4.0)
 
-    assert calls == [
-        (seen, {"rank": None, "device": "cpu", "connect_timeout": 3.0, "wait_timeout": 4.0})
-    ]
+    limits = {"connect_timeout": 3.0, "wait_timeout": 4.0}
+    assert calls == [(seen, {"rank": None, "device": "cpu", **limits, "training": "0"})]
     assert job.rank == 4
