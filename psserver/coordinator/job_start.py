@@ -110,10 +110,8 @@ class JobStart:
             recovery.remove_logs(manifest, generation, checks=is_auto)
         if manifest is None:
             self._layout.forget()
-            if self._config.resume == "never":
-                self._trainings.forget()
             self._learn("")
-            self.begin(self._trainings.read())
+            self.begin(self._trainings.read(forget=self._config.resume == "never"))
         else:
             self._learn(manifest.job)
             unusable = recovery.unusable_version if recovery is not None else 0
@@ -123,18 +121,10 @@ class JobStart:
 
     def _make_recovery(self) -> JobRecovery | None:
         """Return what recovers the job from its logs; None without a data directory."""
-        data_dir, metrics = self._config.data_dir, self._metrics
-        return (
-            JobRecovery(
-                data_dir,
-                self._states,
-                self._layout,
-                metrics.count_lost_updates,
-                metrics.count_log_failure,
-            )
-            if data_dir is not None
-            else None
-        )
+        if (data_dir := self._config.data_dir) is None:
+            return None
+        lost, failed = self._metrics.count_lost_updates, self._metrics.count_log_failure
+        return JobRecovery(data_dir, self._states, self._layout, lost, failed)
 
     def install(self, initial: InitialState) -> Recorder:
         """Begin a log with this state. Return the recorder of its machine."""
@@ -152,11 +142,13 @@ class JobStart:
         self.newest, self._is_recovered = initial.newest, initial.is_recovered
         if initial.origin is not Origin.LOG:
             self.journal.clear()
+        shards, generation, job = (
+            self._registry.shards,
+            self._generations.number,
+            self._identity.job,
+        )
         self.journal.begin_segment(
-            coordinator.version,
-            initial.first_record(
-                self._registry.shards, self._generations.number, self._identity.job
-            ),
+            coordinator.version, initial.first_record(shards, generation, job)
         )
         self._coordinator = coordinator
         return Recorder(coordinator, self.journal)
@@ -174,9 +166,7 @@ class JobStart:
         log.info("resumed_from_log", version=coordinator.version)
 
     def install_promotion(self, promotion: Promotion) -> None:
-        """Continue as the coordinator that this process replicated as a standby; the shards
-        reconnect.
-        """
+        """Continue as the coordinator that this process replicated; the shards reconnect."""
         standby_state, coordinator = promotion.standby_state, promotion.standby_state.coordinator
         assert coordinator is not None
         facts = standby_state.hello.facts
@@ -193,11 +183,8 @@ class JobStart:
             )
         )
         recorder.recovered(time.monotonic(), self._generations.number, promotion.is_complete)
-        written = (
-            []
-            if promotion.is_complete
-            else [snapshot["version"] for snapshot in self._snapshots.listing()]
-        )
+        listing = [] if promotion.is_complete else self._snapshots.listing()
+        written = [snapshot["version"] for snapshot in listing]
         if promotion_needs_rollback(
             coordinator, self._engine.make_report(), max(written, default=0)
         ):
@@ -236,8 +223,7 @@ class JobStart:
         log.info("training_began", training=name, after=before.job.trainings.current)
 
     def resume(self, manifest: Manifest, count: Callable[[], None] | None = None) -> None:
-        """Use a snapshot as the state of the job; workers join later, shards are asked to load
-        it.
+        """Use a snapshot as the state of the job; workers join later, shards load it.
 
         Args:
             count: Counts this start of the log before anything changes; None: count even if the
@@ -299,9 +285,7 @@ class JobStart:
     # ---- rollback --------------------------------------------------------------------------------
 
     def loaded(self, shard: int, version: int, problem: str) -> None:
-        """Record that a shard has loaded the snapshot; if it could not, roll back to the previous
-        one.
-        """
+        """Record that a shard has loaded the snapshot, or roll back to the previous one."""
         with self._rollback_lock:
             wanted = self._registry.snapshot
             if not problem or wanted is None or version != wanted.version:

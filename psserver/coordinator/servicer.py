@@ -9,6 +9,7 @@ from typing import Any
 
 import grpc
 
+from pscommon.core.data_loop import LoopSpec
 from pscommon.core.formats import check_wire_format, spoken_format
 from pscommon.core.limits import MAX_NAME_CHARACTERS, MAX_REASON_CHARACTERS
 from pscommon.optim.specs import check_numbers, validate_model
@@ -72,7 +73,7 @@ class ControlPlaneServicer(CoordinatorServiceServicer):
                 open_loops=self._service.ledger.open_loops,
                 loaders=[
                     pb.LoaderPasses(loader=loader, begun=begun, open=still_open)
-                    for loader, (begun, still_open) in self._service.ledger.passes.items()
+                    for loader, (begun, still_open) in self._service.ledger.passes.begun().items()
                 ],
                 bad_gradients=self._service.config.bad_gradients,
                 standbys=self._service.registry.standbys,
@@ -204,7 +205,8 @@ class ControlPlaneServicer(CoordinatorServiceServicer):
         )
         if place is not None and batches.spec is not None:
             answer.loop = batches.spec.loop
-            answer.first_epoch = getattr(batches.spec, "first_epoch", 0)
+            if isinstance(batches.spec, LoopSpec):
+                answer.first_epoch = batches.spec.first_epoch
         return answer
 
     def ReturnBatches(

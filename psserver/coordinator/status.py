@@ -59,7 +59,7 @@ def describe(
     return {
         "job": view.job,
         "training": coordinator.job.trainings.current,
-        "trainings_over": list(coordinator.job.trainings.over),
+        "trainings_finished": list(coordinator.job.trainings.finished),
         "policy": policy.name,
         "staleness": policy.bound if policy.name == "ssp" else None,
         "max_staleness": policy.max_staleness,

@@ -8,6 +8,7 @@ from pscommon.core.data_stream import Spec
 from pscommon.core.errors import InvalidRequestError
 from pscommon.core.limits import MAX_REASON_CHARACTERS, WORKERS_PER_GENERATION
 from pscommon.core.model_spec import ModelSpec
+from pscommon.core.script_place import PassName
 from pscommon.snapshot.tensor_file import RESERVED
 from pscommon.system.memory_limit import usable_memory
 from pscommon.telemetry.logs import get_logger
@@ -22,6 +23,7 @@ from psserver.core.commands.worker_share import worker_share
 from psserver.core.coordinator.admission import check_registration, push_nbytes
 from psserver.core.coordinator.data_requests import BatchesReply
 from psserver.core.coordinator.registration import RegistrationReply
+from psserver.core.data.data_ledger import DataLedger
 from psserver.core.reports.collectives import CallKey, CollectiveValues
 from psserver.core.workers.members import Member
 from psserver.durability.snapshots import SnapshotManager
@@ -163,7 +165,7 @@ class WorkerRequests:
         Args:
             version: The newest version that the worker knows.
         """
-        missed = self._executor.coordinator.ledger.never_begun(worker) if not reason else {}
+        missed = never_begun(self._executor.coordinator.ledger, worker) if not reason else {}
         self._executor.do(Leave(worker, reason[:MAX_REASON_CHARACTERS]))
         for name, batches in missed.items():
             log.warning(
@@ -231,6 +233,15 @@ class WorkerRequests:
         return self._executor.step(
             lambda recorder, now: worker_share(recorder.coordinator, worker, spec), quiet=True
         )
+
+
+def never_begun(ledger: DataLedger, worker: int) -> dict[PassName, int]:
+    """Return passes that others have begun and this worker has not, with its batches there."""
+    return {
+        loop.name: len(loop.leases.ready(worker))
+        for loop in ledger.live()
+        if loop.name and loop.leases.ready(worker) and not loop.leases.has_asked(worker)
+    }
 
 
 def check_tensor_names(spec: ModelSpec) -> None:

@@ -12,5 +12,6 @@ __all__ = [
     "port_file",
     "rpc_metrics",
     "shard_count_file",
+    "trainings_file",
     "worker_exits",
 ]

@@ -19,12 +19,16 @@ class TrainingsFile:
     def __init__(self, data_dir: Path | None) -> None:
         self._path = data_dir / "trainings" if data_dir is not None else None
 
-    def read(self) -> Trainings:
+    def read(self, forget: bool) -> Trainings:
         """Return the stored names.
+
+        forget: Remove them first: a job begins without earlier state.
 
         Raises:
             SnapshotError: The file is damaged.
         """
+        if self._path is not None and forget:
+            self._path.unlink(missing_ok=True)
         if self._path is None or not self._path.exists():
             return Trainings()
         try:
@@ -44,8 +48,3 @@ class TrainingsFile:
                 publish(files, temporary, self._path)
             except OSError as error:
                 log.error("trainings_not_stored", problem=str(error))
-
-    def forget(self) -> None:
-        """Remove the file: a job begins without earlier state."""
-        if self._path is not None:
-            self._path.unlink(missing_ok=True)

@@ -200,8 +200,7 @@ class Client(ClientFacts):
     def flat_buffers(self) -> tuple[memoryview, memoryview]:
         """Return flat buffers for gradients and for weights, plan.nbytes each.
 
-        They are the fastest memory for start and exchange: servers on this host access it
-        directly. Between calls the caller may use it.
+        They are the fastest memory for start and exchange: servers on this host access it.
         """
         buffers = self._exchange.buffers
         return buffers.gradients, buffers.weights
@@ -273,17 +272,13 @@ class Client(ClientFacts):
             idle: The worker has no batch: wait for one or for the loop's end, and sit out of
                 rounds meanwhile. False: return at once, perhaps without batches.
             first_open: Number of the first loop that the script is in or may still begin; None:
-                this loop. Batches left in earlier loops go to other workers, and are dropped
-                once all workers have passed those loops. Or the place of a script, which names the
-                pass: then the job decides its number.
+                this loop. Other workers get batches left in earlier loops, until all have passed
+                them. Or the place of a script, which names the pass; the job gives its number.
         """
         return self._data.lease(loop, count, idle, loop.loop if first_open is None else first_open)
 
     def share(self, loop: Spec) -> int:
-        """Return how many of a loop's batches this worker can expect.
-
-        The number assumes the workers that are registered now.
-        """
+        """Return how many batches of a loop this worker can expect, with the current workers."""
         return self._data.share(loop)
 
     def return_batches(self, batches: Sequence[BatchKey]) -> None:
@@ -297,17 +292,16 @@ class Client(ClientFacts):
     def collective(
         self, number: int, call: CollectiveCall, first_open: ScriptPlace | int
     ) -> CollectiveResult:
-        """Make this script's collective call of this number, from 1 on; see `Job.barrier`.
-
-        first_open: As in `next_batches`.
-        """
+        """Make the call of this number, from 1 on; see `Job.barrier` and `next_batches`."""
         return self._collectives.call(number, call, first_open)
 
     def report(self, **values: SupportsFloat) -> None:
         """Report values for the job's summary, metrics and logs."""
-        numbers = {name: float(value) for name, value in values.items()}
+        numbers, connection = (
+            {name: float(value) for name, value in values.items()},
+            self._connection,
+        )
         request = co.ReportMetricsRequest(job=self.job, worker=self.worker, metrics=numbers)
-        connection = self._connection
         connection.call("reporting", connection.transport.report, request)
         for name, value in numbers.items():
             metrics.reported(name, value)
@@ -331,8 +325,7 @@ class Client(ClientFacts):
 
         Args:
             steps: Number of finished steps.
-            step_seconds: Duration of the last step.
-            samples_per_second: Throughput of the last step.
+            step_seconds, samples_per_second: Duration and throughput of the last step.
             phase: "compute", "push", "data" or "idle".
         """
         self._connection.reports.settle()
@@ -371,8 +364,7 @@ class Client(ClientFacts):
     def retire(self, reason: str = "") -> None:
         """Leave the rounds as `leave` does; pulls, reports and status work until `close`.
 
-        Args:
-            reason: Why the worker leaves; empty if it is done.
+        reason: Why the worker leaves; empty if it is done.
         """
         with self._exchange.lock:
             self._exchange.check_idle()

@@ -28,7 +28,7 @@ def summary(
     """Return the content of --summary.
 
     Keys whose meaning is not obvious (unknown values are 0 or null):
-        training, trainings_over: the training that the job is in, and those before it.
+        training, trainings_finished: the training that the job is in, and those before it.
         steps, samples: totals of the training.
         this_run: steps and samples added by this run, and the resumed version (null for a new
             job).
@@ -44,7 +44,7 @@ def summary(
         "status": outcome.status,
         "seconds": round(seconds, 3),
         "training": result.status.get("training", ""),
-        "trainings_over": result.status.get("trainings_over", []),
+        "trainings_finished": result.status.get("trainings_finished", []),
         "steps": result.status.get("steps", 0),
         "samples": result.status.get("samples", 0),
         "this_run": this_run(result),
@@ -101,8 +101,8 @@ def table(content: Mapping[str, Any], coloured: bool = False) -> str:
         coloured: show in red that the final weights are not saved.
     """
     rows = {label(name): _metric(content, name) for name in sorted(content["metrics"])}
-    if content.get("trainings_over"):
-        rows["training"] = f"{content['training']}  (after {len(content['trainings_over'])} others)"
+    if earlier := len(content.get("trainings_finished", ())):
+        rows["training"] = f"{content['training']}  (after {earlier} others)"
     rows["steps"] = f"{content['steps']}  ({content['samples']} samples)"
     if (run := content["this_run"])["resumed_version"] is not None:
         rows["this run"] = f"{run['steps']}  ({run['samples']} samples)"

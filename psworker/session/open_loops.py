@@ -76,15 +76,15 @@ class OpenLoops:
         for name in reachable:
             first_open[name.loader] = min(first_open[name.loader], name.number)
         unnamed = [int(name.loader) for name in reachable if name.loader.isdecimal()]
-        gone = min([*self._unnamed, *unnamed], default=self._unnamed_count)
+        first_loader = min([*self._unnamed, *unnamed], default=self._unnamed_count)
         return ScriptPlace(
             current,
             {
                 loader: number
                 for loader, number in first_open.items()
-                if number and not (loader.isdecimal() and int(loader) < gone)
+                if number and not (loader.isdecimal() and int(loader) < first_loader)
             },
-            gone,
+            first_loader,
             self.training_passes,
         )
 

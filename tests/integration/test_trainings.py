@@ -111,7 +111,10 @@ def test_each_fold_trains_a_fresh_model(cluster: Make, lanes: Any, caplog: Any) 
             assert torch.equal(mine, other)
             torch.testing.assert_close(mine, expected)
     described = status(servers.address)
-    assert (described["training"], described["trainings_over"]) == ("fold-2", ["fold-0", "fold-1"])
+    assert (described["training"], described["trainings_finished"]) == (
+        "fold-2",
+        ["fold-0", "fold-1"],
+    )
     assert (described["version"], described["steps"]) == (4, 8)
     began = [record.__dict__["training"] for record in records_of(caplog, "training_began")]
     assert began == ["fold-1", "fold-2"]
@@ -177,7 +180,7 @@ def test_a_restarted_job_is_in_the_training_of_its_data(
     assert found[0] == "over"
     assert found[1]["skipped"], "its passes were finished"
     assert found[2]["weights"][0].shape == (1, 3)
-    assert status(servers.address)["trainings_over"] == ["fold-0", "fold-1"]
+    assert status(servers.address)["trainings_finished"] == ["fold-0", "fold-1"]
 
 
 @pytest.mark.parametrize("durability", ["snapshot", "log"])
@@ -192,11 +195,11 @@ def test_a_training_without_a_snapshot_yet_is_known_after_a_crash(
 
     servers = cluster(2, **settings)
     found = status(servers.address)
-    assert (found["training"], found["trainings_over"]) == ("fold-1", ["fold-0"])
+    assert (found["training"], found["trainings_finished"]) == ("fold-1", ["fold-0"])
     servers.close()
     servers = cluster(2, **settings, resume="never")
     found = status(servers.address)
-    assert (found["training"], found["trainings_over"]) == ("", [])
+    assert (found["training"], found["trainings_finished"]) == ("", [])
 
 
 def test_snapshots_of_an_earlier_training_are_set_aside(cluster: Make, tmp_path: Path) -> None:

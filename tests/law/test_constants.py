@@ -22,7 +22,16 @@ UNITS = frozenset(
 DIMENSIONLESS = frozenset(
     {
         # numbers that identify something
-        *("FETCH", "COMPUTE", "ORDER", "FORMAT", "WIRE_FORMAT", "NO_LOG", "SAFE_START_NUMBER"),
+        *(
+            "FETCH",
+            "COMPUTE",
+            "ORDER",
+            "FORMAT",
+            "WIRE_FORMAT",
+            "NUMBERED",
+            "NO_LOG",
+            "SAFE_START_NUMBER",
+        ),
         *(
             "HEADER_TAG",
             "DATA_TAG",

@@ -18,7 +18,6 @@ import psserver.durability.shard_state as shard_state_module
 from pscommon.core.errors import PSError
 from pscommon.core.log_entries import Entry, PushKey, Reshard, Staged
 from pscommon.core.model_spec import ModelSpec
-from pscommon.core.script_place import PassName
 from psserver.core.commands.command import Command
 from psserver.core.commands.data_commands import LeaseBatches, ReportMetrics
 from psserver.core.commands.recorded import RecordedCommand
@@ -26,10 +25,7 @@ from psserver.core.commands.recorder import NO_DEATHS, Recorder
 from psserver.core.commands.request_checks import UnfitPush
 from psserver.core.commands.worker_commands import Lose
 from psserver.core.coordinator.machine import CoordinatorMachine
-from psserver.core.coordinator.participation import Participation
 from psserver.core.coordinator.update_rounds import UpdateRounds
-from psserver.core.data.data_ledger import DataLedger
-from psserver.core.data.loop import LoopLedger
 from psserver.core.data.map_loop import MapLoop
 from psserver.core.job.pending_pushes import PendingPushes
 from psserver.core.job.policy import policy
@@ -306,29 +302,6 @@ def with_three_workers(scenario: Scenario) -> Scenario:
     return replace(scenario, policy=policy("sync"), workers=3, clip_norm=None)
 
 
-def keep_unreachable_batches(participation: Participation) -> None:
-    """Leave batches with workers that wait in another pass or in a collective call."""
-
-
-def omit_pass_names(ledger: DataLedger, loop: LoopLedger, name: PassName) -> None:
-    """Do not save which pass a loop is."""
-    ledger._numbers[name] = loop.spec.loop
-
-
-def with_test_passes(scenario: Scenario) -> Scenario:
-    """Let three workers make passes inside their loops, at different moments."""
-    return replace(
-        scenario,
-        policy=policy("sync"),
-        workers=3,
-        batches=5,
-        test_interval=1,
-        collectives=True,
-        server_kills=2,
-        has_log=True,
-    )
-
-
 def resharded_with_kills(scenario: Scenario) -> Scenario:
     return replace(scenario, has_log=True, has_lagging_standbys=False, reshards=3, server_kills=4)
 
@@ -350,8 +323,6 @@ def one_lagging_shard(scenario: Scenario) -> Scenario:
 SCENARIOS: dict[str, Callable[[Scenario], Scenario]] = {
     "gradients are added in the order of arrival": with_three_workers,
     "a log segment lacks the previous partition": resharded_with_kills,
-    "workers in different passes wait for each other": with_test_passes,
-    "names of passes are not saved": with_test_passes,
     "workers are kept although records are missing": one_lagging_shard,
     "a recovery ends a reshard too early": resharded_with_kills,
 }
@@ -404,11 +375,5 @@ PATCHES: dict[str, tuple[Any, str, Any]] = {
     ),
     "an unfit push is not refused": (recorder_module, "unfit_pushes", accept_unfit_pushes),
     "workers are kept although records are missing": (Recorder, "recovered", keep_workers),
-    "workers in different passes wait for each other": (
-        Participation,
-        "_free_unreachable_batches",
-        keep_unreachable_batches,
-    ),
-    "names of passes are not saved": (DataLedger, "_give_name", omit_pass_names),
     "a batch counts when it is leased": (data_ledger_module, "MapLoop", CountsLeasedBatches),
 }

@@ -45,6 +45,7 @@ class Scenario:
         optimizers: Names of the job's optimizers, which step in turn for each batch.
         test_interval: Pushes between two passes over the test data; those of each rank have
             another interval, so workers begin the passes in different orders. 0: none.
+        trainings: Number of trainings that each script makes, one after another.
     """
 
     seed: int
@@ -76,6 +77,7 @@ class Scenario:
     collectives: bool = False
     optimizers: tuple[str, ...] = ONE_OPTIMIZER
     test_interval: int = 0
+    trainings: int = 1
 
     @staticmethod
     def for_seed(seed: int) -> "Scenario":
@@ -134,6 +136,7 @@ class Scenario:
             has_lagging_standbys=standbys > 0 and rng.random() < 0.5,
             hangs=hangs,
             progress_timeout=timeout,
+            trainings=random.Random(f"trainings of {seed}").choice([1, 1, 2, 3]),
             test_interval=random.Random(f"tests of {seed}").choice([0, 0, 1, 2]),
         )
 
@@ -160,7 +163,7 @@ class Scenario:
         same_workers = not (self.drains or self.policy_switches) and (
             replaces_workers or not self.worker_kills
         )
-        if self.has_lagging_standbys:
+        if self.has_lagging_standbys or self.test_interval or self.trainings > 1:
             return False
         survives_pauses = replaces_workers or not self.pauses
         if self.optimizers != ONE_OPTIMIZER and (self.worker_kills or self.pauses):

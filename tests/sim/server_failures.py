@@ -97,7 +97,13 @@ class ServerFailures:
             self.recover_coordinator(standby)
         elif number == 0:
             self.roll_back()
-        if standby is not None and not standby.lacks_records and 0 not in self.down_servers:
+        was_following = old.machine.log_id == self.coordinator.log_id
+        if (
+            was_following
+            and standby is not None
+            and not standby.lacks_records
+            and 0 not in self.down_servers
+        ):
             check(
                 self.coordinator.log.can_go_on(new.machine.report()),
                 "shard {} cannot follow the log after the failover",
@@ -222,6 +228,8 @@ class ServerFailures:
         coordinator = self.new_coordinator(self.generation, self.shard_count)
         if snapshot is not None:
             coordinator.restore(snapshot.coordinator, self.model, self.now)
+        else:  # as stored in the data directory
+            coordinator.job.trainings = self.coordinator.job.trainings
         self.end_removed_servers()
         origin = Origin.FRESH if snapshot is None else Origin.SNAPSHOT
         self.install(InitialState(origin, coordinator))

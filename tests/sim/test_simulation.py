@@ -23,6 +23,7 @@ from tests.sim import (
     directory_mutants,
     mutants,
     optimizer_mutants,
+    pass_mutants,
 )
 from tests.sim.arrays import WEIGHT_COUNT, partition_of
 from tests.sim.invariants import InvariantError
@@ -177,6 +178,7 @@ PATCHES = (
     | collective_mutants.PATCHES
     | directory_mutants.PATCHES
     | optimizer_mutants.PATCHES
+    | pass_mutants.PATCHES
 )
 SCENARIOS = {
     **mutants.SCENARIOS,
@@ -184,6 +186,7 @@ SCENARIOS = {
     **collective_mutants.SCENARIOS,
     **directory_mutants.SCENARIOS,
     **optimizer_mutants.SCENARIOS,
+    **pass_mutants.SCENARIOS,
 }
 
 

@@ -31,11 +31,11 @@ def check_outcome(world: "World", push: Push, outcome: PushOutcome) -> None:
         )
 
 
-def verify(world: "World") -> None:
-    """Check that each push and batch counts once and that the weights are the sums of the pushes.
+def verify_batches(world: "World") -> bool:
+    """Check that each push and batch of a training counts once.
 
     Updates that a rollback discarded are not repeated if all workers of the newest generation
-    were asked to leave.
+    were asked to leave. Return whether that is so.
     """
     history = [tuple(c.key for c in apply.contributions) for apply in world.updates]
     counted = [key for keys in history for key in keys]
@@ -48,6 +48,12 @@ def verify(world: "World") -> None:
     )
     expected = sorted(set(batches)) if have_all_left else list(range(world.loop.total))
     check(batches == expected, "counted batches: {} of {}", batches, world.loop.total)
+    return bool(have_all_left)
+
+
+def verify(world: "World") -> None:
+    """Check that pushes and batches count once, and that the weights are sums of the pushes."""
+    have_all_left = verify_batches(world)
     if have_all_left and not world.coordinator.begun:
         return  # there are no weights
     verify_sums(world)

@@ -5,25 +5,23 @@ them. Then it leases batches and pushes gradients until its loop ends, makes its
 and leaves.
 """
 
-import json
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from pscommon.core.errors import FencedError
+from pscommon.core.errors import FencedError, TrainingOver
 from pscommon.core.log_entries import BatchKey, PushKey, Staged
-from pscommon.core.script_place import PassName, ScriptPlace
 from psserver.core.commands.command import Command
-from psserver.core.commands.data_commands import CallCollective, LeaseBatches, ReturnBatches
+from psserver.core.commands.data_commands import CallCollective, LeaseBatches
 from psserver.core.commands.recorder import Recorder
 from psserver.core.commands.worker_commands import Join, Leave, Register
-from psserver.core.reports.collectives import CollectiveValues
 from psserver.core.shard.state_machine import PushOutcome
 from psworker.core.push_sequence import PushSequence
 from tests.sim.arrays import WEIGHT_COUNT, partition_of, weights_of
 from tests.sim.invariants import check
+from tests.sim.script_parts import ScriptParts
 
 if TYPE_CHECKING:
     from tests.sim.world import World
@@ -58,7 +56,7 @@ def gradient(number: int, base: int, weight: int) -> float:
     )
 
 
-class SimWorker:
+class SimWorker(ScriptParts):
     """The process of a worker.
 
     attempt: number of earlier starts of this rank that `ps-run` made.
@@ -77,6 +75,7 @@ class SimWorker:
     min_version: lowest version that the worker may pull.
     received_count: number of batches that the worker has received.
     batches: numbers of the batches of the next push.
+    training: number of the training that the script is in.
     push_count: number of pushes since the worker has joined.
     test_count, tested, received_test_count: passes over the test data, and of the current one the
         batches and the number of received batches.
@@ -94,7 +93,7 @@ class SimWorker:
         self.stopped_until = 0.0
         self.hangs_from = self.hangs_until = 0.0
         self.collective_count = 0
-        self.worker = 0
+        self.worker = self.training = 0
         self.shards = world.shard_count
         self.request_number = self.start_count = 0
         self.max_batch_seconds = world.rng.choice([0.1, 0.1, 0.3, 3.0])
@@ -110,7 +109,16 @@ class SimWorker:
         self.tested: list[BatchKey] = []
         self.next_steps: list[Callable[[], None]] = []
         self.outcomes: dict[int, PushOutcome] = {}
-        self.request(Join(self.rank, "h", 1, "cpu", self.attempt), self.on_joined)
+        join = Join(self.rank, "h", 1, "cpu", self.attempt, str(self.training))
+        self.request(join, self.on_joined)
+
+    def begin_next_training(self) -> None:
+        """Go on to the script's next training, or end the script after the last one."""
+        if self.training + 1 == self.world.scenario.trainings or self.is_draining:
+            self.has_finished = True
+            return self.world.update_is_finished()
+        self.training, self.collective_count = self.training + 1, 0
+        return self.restart()
 
     # ---- time and messages
 
@@ -143,6 +151,8 @@ class SimWorker:
                 if registration.unresolved_peer(command.worker, now):
                     return None
                 return recorder.do(command, now), recorder.coordinator.version
+            if isinstance(command, Join):
+                return self.world.admit(command)
             if isinstance(command, CallCollective):
                 result = recorder.do(command, now)
                 return result and (result, self.world.generation)
@@ -161,7 +171,7 @@ class SimWorker:
         def serve() -> None:
             try:
                 answer = perform(world.recorder, world.now)
-            except FencedError as error:
+            except (FencedError, TrainingOver) as error:
                 answer = error
             world.flush()
             if answer is not None:
@@ -179,6 +189,8 @@ class SimWorker:
         self.request_number += 1
         if isinstance(answer, FencedError):
             self.restart()
+        elif isinstance(answer, TrainingOver):
+            self.begin_next_training()
         else:
             then(answer)
 
@@ -190,7 +202,7 @@ class SimWorker:
         self.register()
 
     def send_heartbeat(self) -> None:
-        if not self.has_finished:
+        if self.worker and not self.has_finished:
             worker, now = self.worker, self.world.now
             no_call = now - self.hangs_from if now < self.hangs_until else 0.0
             self.world.send(
@@ -238,37 +250,6 @@ class SimWorker:
             self.worker, self.world.loop, self.received_count, 1, idle, place=self.place("train", 0)
         )
         return self.request(command, lambda lease: self.on_batch(lease, idle))
-
-    def place(self, loader: str, number: int) -> ScriptPlace:
-        return ScriptPlace(PassName(loader, number), {"test": self.test_count}, 0, 1)
-
-    def test(self, idle: bool = False) -> None:
-        """Make a pass over the test data, inside the pass over the training data."""
-        spec = replace(self.world.loop, size=TEST_BATCHES, epochs=1)
-        received, place = self.received_test_count, self.place("test", self.test_count)
-        command = LeaseBatches(self.worker, spec, received, 1, idle, place=place)
-        self.request(command, self.on_test_batch)
-
-    def on_test_batch(self, lease: Any) -> None:
-        if lease.numbers:
-            self.tested += [BatchKey(lease.spec.loop, number) for number in lease.numbers]
-            self.received_test_count += len(lease.numbers)
-            return self.schedule(0.1 * self.world.rng.random(), self.test)
-        if not lease.end:
-            return self.test(idle=True)
-        tested, self.tested, self.received_test_count = tuple(self.tested), [], 0
-        self.test_count += 1
-
-        def perform(recorder: Recorder, now: float) -> bool:
-            recorder.do(ReturnBatches(self.worker, tested, used=True), now)
-            return True
-
-        self.request_number += 1
-        return self.send_request(
-            self.request_number,
-            perform,
-            lambda _: self.pull(lambda: self.request_batch(idle=False)),
-        )
 
     def on_batch(self, lease: Any, idle: bool) -> None:
         if lease.numbers:
@@ -384,43 +365,19 @@ class SimWorker:
             if outcome is not None and self.world.rng.random() < 0.7:
                 self.outcomes.setdefault(number, outcome)
 
-    def call_collectives(self) -> None:
-        """Make the remaining collective calls, then leave."""
-        if not self.world.scenario.collectives or self.collective_count == COLLECTIVE_CALL_COUNT:
-            return self.finish()
-        number, value = self.collective_count + 1, 0.1 * self.rank + self.world.rng.random()
-        values = (
-            CollectiveValues("all_reduce", ("loss",), (value,), self.rank + 1),
-            CollectiveValues("broadcast", text=json.dumps(value if self.rank % 2 else None)),
-            CollectiveValues("barrier"),
-        )[number % 3]
-        values = self.world.collective_calls.setdefault((self.worker, number), values)
-        place = replace(self.place("train", 0), current=None, first_open={"train": 1})
-        command = CallCollective(self.worker, number, values, 0, place)
-        return self.request(command, self.on_collective_result)
-
-    def on_collective_result(self, answer: tuple[CollectiveValues, int]) -> None:
-        result, generation = answer
-        self.collective_count += 1
-        number = self.collective_count
-        first = self.world.collective_results.setdefault((generation, number), result)
-        check(
-            first == result, "collective call {} has the results {} and {}", number, first, result
-        )
-        self.call_collectives()
-
     def finish(self) -> None:
-        self.has_finished = True
+        is_last = self.training + 1 == self.world.scenario.trainings or self.is_draining
+        self.has_finished = is_last
         # the script hung while the ranks without a worker were started again
         if self.world.takeovers and not self.world.coordinator.started:
             self.world.restart_worker(self.rank)
         self.world.update_is_finished()
-        worker = self.worker
+        worker, self.worker = self.worker, self.worker if is_last else 0
         self.request_number += 1
         self.send_request(
             self.request_number,
             lambda recorder, now: recorder.do(Leave(worker, ""), now) or True,
-            _ignore,
+            _ignore if is_last else lambda _: self.begin_next_training(),
         )
 
 

@@ -23,6 +23,7 @@ from psserver.core.commands.data_commands import ReturnBatches
 from psserver.core.commands.job_commands import RecordPart
 from psserver.core.commands.recorder import RESHARD_SNAPSHOT_RETRY_SECONDS
 from psserver.core.commands.waiting import waiting_for
+from psserver.core.commands.worker_commands import Join
 from psserver.core.coordinator.machine import CoordinatorMachine
 from psserver.core.job.settings import JobRules
 from psserver.core.job.snapshot_schedule import PartReport, SnapshotInProgress, SnapshotInterval
@@ -37,7 +38,7 @@ from psserver.core.servers.shard_protocol import (
     start_reshard,
 )
 from psserver.core.shard.state_machine import NO_LOG, PushOutcome
-from psserver.core.workers.members import WorkerHeartbeat
+from psserver.core.workers.members import Member, WorkerHeartbeat
 from psserver.durability.initial_state import InitialState, Origin
 from tests.sim import verdict
 from tests.sim.arrays import WEIGHT_COUNT, model_of
@@ -70,6 +71,7 @@ class World(WorkerFaults, ServerFailures):
         is_measurement_pending: The newest Measure has no Apply yet.
         measure_interruptions: Number of events between a Measure and its Apply, by kind.
         down_servers: Shards whose server was killed and has not restarted.
+        trainings_finished: Number of trainings before the current one.
     """
 
     scenario: Scenario
@@ -88,7 +90,7 @@ class World(WorkerFaults, ServerFailures):
         self._event_count = self.pending_starts = self.messages = self.restarts = self.rollbacks = (
             self.takeovers
         ) = 0
-        self.death_proofs = 0
+        self.death_proofs = self.trainings_finished = 0
         self.generation = self._flushed_index = 0
         self.updates: list[Apply] = []
         self.rejections: list[Reject] = []
@@ -134,8 +136,9 @@ class World(WorkerFaults, ServerFailures):
 
     def rules(self) -> JobRules:
         scenario = self.scenario
-        # workers that left before a rollback do not come back
-        min_workers = 1 if self.rollbacks else scenario.workers
+        # workers that left before a rollback, or died in an earlier training, do not come back
+        is_first = not self.rollbacks and not self.trainings_finished
+        min_workers = scenario.workers if is_first else 1
         return JobRules(
             scenario.policy,
             min_workers,
@@ -278,6 +281,31 @@ class World(WorkerFaults, ServerFailures):
             shard.send_report()
             if self.coordinator.cuts.cutting is not None:
                 shard.send_part()
+
+    def admit(self, command: Join) -> Member | None:
+        """Let a worker join its training, as WorkerRequests.join does; None: it has to wait."""
+        job = self.coordinator.job
+        if not job.trainings.admits(command.training):
+            if job.membership.current() or job.reshard is not None:
+                return None
+            self.begin_training(command.training)
+        return self.recorder.do(command, self.now)
+
+    def begin_training(self, name: str) -> None:
+        """Begin the next training; replaces JobStart.begin_training."""
+        verdict.verify_batches(self)
+        self.trainings_finished += 1
+        is_new = self.trainings_finished < self.scenario.trainings
+        check(is_new, "a training that is over begins again")
+        self.generation += 1
+        before, self.snapshot, self.disks[0].standby = self.coordinator.job, None, None
+        coordinator = self.new_coordinator(self.generation, self.shard_count)
+        coordinator.job.trainings = before.trainings.followed_by(name)
+        coordinator.job.policy = before.policy
+        self.install(InitialState(Origin.FRESH, coordinator))
+        self.updates, self.rejections, self._flushed_index = [], [], 0
+        self.is_measurement_pending = False
+        self.flush()
 
     def on_heartbeat(self, sender: SimWorker, worker: int, no_call_seconds: float) -> None:
         try:

@@ -12,7 +12,7 @@ ALLOWED: dict[str, set[str]] = {
     "pscommon.wire": {"pscommon.core", "pscommon.telemetry"},
     "psserver.core.data": {"pscommon.core"},
     "psserver.core.shard": {"pscommon.core"},
-    "psserver.core.workers": set(),
+    "psserver.core.workers": {"pscommon.core"},
     "psserver.core.reports": {"pscommon.core", "psserver.core.workers"},
     "psserver.core.job": {
         "pscommon.core",
@@ -52,7 +52,7 @@ ALLOWED: dict[str, set[str]] = {
         "pscommon.telemetry",
         "psworker.core",
     },
-    "psworker.data": {"pscommon.core", "pscommon.telemetry", "psworker.session"},
+    "psworker.data": {"pscommon.core", "pscommon.telemetry", "psworker.core", "psworker.session"},
     "psworker.launch": {
         "pscommon.core",
         "pscommon.settings",

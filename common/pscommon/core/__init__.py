@@ -15,4 +15,5 @@ __all__ = [
     "metric_row",
     "model_spec",
     "partition",
+    "script_place",
 ]

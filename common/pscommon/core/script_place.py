@@ -33,32 +33,32 @@ class ScriptPlace:
         current: The pass that it asks about; None: the request is not about a pass.
         first_open: By loader, the first pass that the script is in or may still begin; it has left
             the earlier ones. A loader that is not here has no pass that was left.
-        gone_loaders: Number of the first unnamed loader of which the script can begin a pass.
+        first_loader: Number of the first unnamed loader of which the script can begin a pass.
         training_passes: Outermost passes with gradients that the script has begun.
     """
 
     current: PassName | None = None
     first_open: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
-    gone_loaders: int = 0
+    first_loader: int = 0
     training_passes: int = 0
 
     def has_left(self, name: PassName) -> bool:
         """Return whether the script has left this pass, or can never begin it."""
-        is_gone = name.loader.isdecimal() and int(name.loader) < self.gone_loaders
-        return is_gone or name.number < self.first_open.get(name.loader, 0)
+        is_before = name.loader.isdecimal() and int(name.loader) < self.first_loader
+        return is_before or name.number < self.first_open.get(name.loader, 0)
 
     def as_json(self) -> list[Any]:
         """Return JSON values for `place_from_json`."""
         current = list(self.current) if self.current is not None else None
-        return [current, dict(self.first_open), self.gone_loaders, self.training_passes]
+        return [current, dict(self.first_open), self.first_loader, self.training_passes]
 
 
 def place_from_json(raw: Sequence[Any]) -> ScriptPlace:
     """Return the place of a log or snapshot."""
-    current, first_open, gone_loaders, training_passes = raw
+    current, first_open, first_loader, training_passes = raw
     return ScriptPlace(
         PassName(*current) if current is not None else None,
         first_open,
-        gone_loaders,
+        first_loader,
         training_passes,
     )

@@ -141,7 +141,7 @@ def place_to_proto(place: ScriptPlace) -> co.ScriptPlace:
         loader=loader,
         pass_number=number,
         first_open=place.first_open,
-        gone_loaders=place.gone_loaders,
+        first_loader=place.first_loader,
         training_passes=place.training_passes,
     )
 
@@ -158,7 +158,7 @@ def place_from_proto(message: co.ScriptPlace) -> ScriptPlace:
     return ScriptPlace(
         PassName(message.loader, message.pass_number) if message.loader else None,
         dict(message.first_open),
-        message.gone_loaders,
+        message.first_loader,
         message.training_passes,
     )
 

@@ -640,14 +640,14 @@ class ScriptPlace(google.protobuf.message.Message):
     LOADER_FIELD_NUMBER: builtins.int
     PASS_NUMBER_FIELD_NUMBER: builtins.int
     FIRST_OPEN_FIELD_NUMBER: builtins.int
-    GONE_LOADERS_FIELD_NUMBER: builtins.int
+    FIRST_LOADER_FIELD_NUMBER: builtins.int
     TRAINING_PASSES_FIELD_NUMBER: builtins.int
     loader: builtins.str
     """the pass that the request is about: its loader, and the number of the loader's passes before
     it. Empty: the request is not about a pass
     """
     pass_number: builtins.int
-    gone_loaders: builtins.int
+    first_loader: builtins.int
     """number of the first unnamed loader of which the script can begin a pass"""
     training_passes: builtins.int
     """outermost passes with gradients that the script has begun"""
@@ -661,10 +661,10 @@ class ScriptPlace(google.protobuf.message.Message):
         loader: builtins.str = ...,
         pass_number: builtins.int = ...,
         first_open: collections.abc.Mapping[builtins.str, builtins.int] | None = ...,
-        gone_loaders: builtins.int = ...,
+        first_loader: builtins.int = ...,
         training_passes: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["first_open", b"first_open", "gone_loaders", b"gone_loaders", "loader", b"loader", "pass_number", b"pass_number", "training_passes", b"training_passes"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["first_loader", b"first_loader", "first_open", b"first_open", "loader", b"loader", "pass_number", b"pass_number", "training_passes", b"training_passes"]) -> None: ...
 
 global___ScriptPlace = ScriptPlace
 

@@ -162,8 +162,8 @@ def check_place(place: ScriptPlace) -> None:
     numbers = [current.number, place.training_passes, *place.first_open.values()]
     if not 0 <= min(numbers) <= max(numbers) <= limits.MAX_PASSES:
         refuse("data", f"a pass has no number above {limits.MAX_PASSES}", "fewer passes")
-    if not 0 <= place.gone_loaders <= limits.MAX_PASSES:
-        refuse("data", f"loader {place.gone_loaders} is not possible", "fewer loaders")
+    if not 0 <= place.first_loader <= limits.MAX_PASSES:
+        refuse("data", f"loader {place.first_loader} is not possible", "fewer loaders")
 
 
 def check_returned_batches(coordinator: CoordinatorMachine, batches: Sequence[BatchKey]) -> None:

@@ -68,7 +68,7 @@ class DataRequests:
         if not job.has_started():
             return None
         job.is_resumed = False  # this worker was a member before the restart of the servers
-        spec = job.ledger.find(request.spec, request.place)
+        spec = self._find(request)
         units = job.units(spec)
         loop = self._open(request, spec)
         if loop.ended:
@@ -92,6 +92,11 @@ class DataRequests:
         self._participation.end_loops()
         self._rounds.advance(now)
         return _end(member, spec) if loop.ended else None
+
+    def _find(self, request: BatchRequest) -> Spec:
+        """Return the spec of the request with the job's number of the pass."""
+        ledger = self._job.ledger
+        return ledger.passes.find(request.spec, request.place, ledger.known_loops)
 
     def _open(self, request: BatchRequest, spec: Spec) -> LoopLedger:
         """Open the loop for a worker. If it gets more epochs, drop the collective results after
@@ -141,7 +146,7 @@ class DataRequests:
     def repetition_state(self, request: BatchRequest) -> tuple[object, ...] | None:
         """Return all state that a repeated request for data can change; None for a first one."""
         job, worker = self._job, request.worker
-        spec = job.ledger.find(request.spec, request.place)
+        spec = self._find(request)
         member = job.membership.members.get(worker)
         if member is None or (job.started and member.waiting != spec.loop):
             return None

@@ -20,16 +20,15 @@ Invariants:
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
-from pscommon.core.data_loop import LoopSpec
 from pscommon.core.data_stream import Spec, StreamSpec, spec_from_dict
 from pscommon.core.log_entries import BatchKey
-from pscommon.core.script_place import PassName, ScriptPlace, place_from_json
-from psserver.core.data.loop import LoopLedger
+from pscommon.core.script_place import PassName, ScriptPlace
 from psserver.core.data.map_loop import MapLoop
+from psserver.core.data.pass_numbers import PassNumbers
 from psserver.core.data.resume_rules import loop_mismatch, only_epochs_differ, why_not_extended
+from psserver.core.data.script_places import ScriptPlaces
 from psserver.core.data.stream_loop import StreamLoop
 
 
@@ -46,6 +45,8 @@ class DataLedger:
             was resumed, and no worker has reached that loop since.
         origin: What the job was resumed from, for messages.
         extensions: Number of times that a loop got more epochs.
+        passes: Which loop is which pass.
+        places: Where the workers' scripts are.
     """
 
     def __init__(self) -> None:
@@ -57,10 +58,8 @@ class DataLedger:
         self._last = -1  # the highest number of a loop
         # without the ended and idle loops of the time when a worker last reached a loop
         self._live: dict[int, MapLoop | StreamLoop] = {}
-        # of each worker its place, or the first numbered loop that it has not left
-        self._places: dict[int, ScriptPlace | int] = {}
-        self._numbers: dict[PassName, int] = {}
-        self._unnamed: list[int] = []  # loops of an earlier release that no pass has taken yet
+        self.places = ScriptPlaces()
+        self.passes = PassNumbers(self.loops)
 
     @property
     def open_loop(self) -> int:
@@ -84,45 +83,6 @@ class DataLedger:
         """Return the loops in which a batch may still be committed."""
         return self._live.values()
 
-    @property
-    def passes(self) -> dict[str, tuple[int, list[int]]]:
-        """By loader, the number of passes that have begun, and those with uncommitted batches."""
-        found: dict[str, tuple[int, list[int]]] = {}
-        for name, number in self._numbers.items():
-            begun, still_open = found.get(name.loader, (0, []))
-            loop = self.loops[number]
-            if not (loop.ended or loop.done):
-                still_open.append(name.number)
-            found[name.loader] = max(begun, name.number + 1), still_open
-        return found
-
-    def find(self, spec: Spec, place: ScriptPlace | None = None) -> Spec:
-        """Return the spec with the job's number, and the job's first epoch if the loop is known."""
-        if place is None or place.current is None:
-            return spec
-        number = self._numbers.get(place.current)
-        if number is None:
-            number = self._find_unnamed(spec)
-        loop = self.loops.get(number)
-        if isinstance(spec, LoopSpec) and loop is not None and isinstance(loop.spec, LoopSpec):
-            # loaders of equal data count their epochs together, so a first epoch depends on
-            # when a script began the loader
-            return replace(spec, loop=number, first_epoch=loop.spec.first_epoch)
-        return replace(spec, loop=number)
-
-    def _find_unnamed(self, spec: Spec) -> int:
-        """Return the number of a new pass: that of an equal loop of an earlier release, if any.
-
-        If the job has only other loops without a name, the script is another one: `open` refuses
-        the first of them.
-        """
-        specs = {number: self.loops[number].spec for number in self._unnamed}
-        mine = {number: replace(spec, loop=number) for number in specs}
-        equal = [number for number in specs if mine[number] == specs[number]]
-        longer = [number for number in specs if only_epochs_differ(mine[number], specs[number])]
-        other = [] if self._numbers else self._unnamed
-        return next(iter([*equal, *longer, *other]), self._last + 1)
-
     def open(
         self,
         worker: int,
@@ -134,7 +94,7 @@ class DataLedger:
 
         Args:
             worker: The worker.
-            spec: Its description of the loop, as `find` returns it.
+            spec: Its description of the loop, as `passes.find` returns it.
             place: Where its script is, or the first numbered loop that it has not left; None: this
                 one.
             workers: All registered workers.
@@ -151,17 +111,11 @@ class DataLedger:
             self._extend(loop, spec, name, is_last)
         self.extendable = self.extendable and not is_last
         if name is not None and loop.name is None:
-            self._give_name(loop, name)
+            self.passes.give(loop, name)
         if not isinstance(place, ScriptPlace):
             place = spec.loop if place is None else min(place, spec.loop)
         self._move(worker, place, workers)
         return loop
-
-    def _give_name(self, loop: LoopLedger, name: PassName) -> None:
-        loop.name = name
-        self._numbers[name] = loop.spec.loop
-        if loop.spec.loop in self._unnamed:
-            self._unnamed.remove(loop.spec.loop)
 
     def leave_loops(self, worker: int, place: ScriptPlace | int, workers: Iterable[int]) -> None:
         """Record that a worker has left loops, without opening one.
@@ -171,27 +125,17 @@ class DataLedger:
             place: Where its script is, or the first numbered loop that it has not left.
             workers: All registered workers.
         """
-        before = self._places.get(worker, place)
+        before = self.places.get(worker)
         if isinstance(place, ScriptPlace) or (isinstance(before, int) and place > before):
             self._move(worker, place, workers)
 
     def _move(self, worker: int, place: ScriptPlace | int, workers: Iterable[int]) -> None:
-        if isinstance(place, ScriptPlace):
-            place = replace(place, current=None, training_passes=0)
-        if self._places.get(worker) != place:
-            self._places[worker] = place
+        if self.places.move(worker, place):
             for loop in self._live.values():
-                if self.has_left(worker, loop):
+                if self.places.has_left(worker, loop):
                     loop.leave(worker)
                     self.news += 1
             self._end_left(worker, workers)
-
-    def has_left(self, worker: int, loop: LoopLedger) -> bool:
-        """Return whether a worker will not ask for batches of this loop any more."""
-        place = self._places.get(worker)
-        if isinstance(place, ScriptPlace):
-            return loop.name is not None and place.has_left(loop.name)
-        return place is not None and loop.spec.loop < place
 
     def _extend(
         self, loop: MapLoop | StreamLoop, spec: Spec, name: PassName | None, is_last: bool
@@ -215,18 +159,18 @@ class DataLedger:
     def place(self, worker: int, loop: int) -> tuple[Any, ...]:
         """Return which loops the worker has left, and what is dealt of this one."""
         dealt = self.loops[loop].dealt() if loop in self.loops else None
-        return self._places.get(worker), dealt
+        return self.places.get(worker), dealt
 
     def _add(self, spec: Spec, name: PassName | None) -> MapLoop | StreamLoop:
         loop = (
-            StreamLoop(spec, self.has_left)
+            StreamLoop(spec, self.places.has_left)
             if isinstance(spec, StreamSpec)
-            else MapLoop(spec, self.has_left)
+            else MapLoop(spec, self.places.has_left)
         )
         self.loops[spec.loop] = self._live[spec.loop] = loop
         self._last = max(self._last, spec.loop)
         if name is not None:
-            self._give_name(loop, name)
+            self.passes.give(loop, name)
         return loop
 
     def _end_left(self, worker: int, workers: Iterable[int]) -> None:
@@ -234,12 +178,12 @@ class DataLedger:
 
         A later worker does not train on them alone.
         """
-        left = [loop for loop in self._live.values() if self.has_left(worker, loop)]
+        left = [loop for loop in self._live.values() if self.places.has_left(worker, loop)]
         if not left:
             return  # without a search in the workers: each of them comes here once for each loop
         others = list(workers)
         for loop in left:
-            if others and all(self.has_left(other, loop) for other in others):
+            if others and all(self.places.has_left(other, loop) for other in others):
                 loop.end()
                 self.news += 1
         self._live = {
@@ -283,19 +227,9 @@ class DataLedger:
     def give_back(self, worker: int) -> None:
         """Free all batches of a departed worker."""
         self.news += 1
-        self._places.pop(worker, None)
+        self.places.drop(worker)
         for loop in self._live.values():
             loop.lose(worker)
-
-    def never_begun(self, worker: int) -> dict[PassName, int]:
-        """Return passes that others have begun and this worker has not, with its batches there."""
-        return {
-            loop.name: len(loop.leases.ready(worker))
-            for loop in self._live.values()
-            if loop.name is not None
-            and loop.leases.ready(worker)
-            and not loop.leases.has_asked(worker)
-        }
 
     def transfer(self, old: int, new: int) -> None:
         """Give the leases of a dead worker to the one that replaces it."""
@@ -304,51 +238,36 @@ class DataLedger:
 
     def state(self) -> list[dict[str, Any]]:
         """Return all loops as JSON values for `restore` and `recover`."""
-        here: dict[int, list[int]] = {}
-        for worker, place in self._places.items():
-            if isinstance(place, int):
-                here.setdefault(place, []).append(worker)
+        here = self.places.first_open_workers()
         return [
-            loop.state() | {"here": sorted(here.get(number, ()))}
-            for number, loop in self.loops.items()
+            loop.state() | {"here": here.get(number, [])} for number, loop in self.loops.items()
         ]
 
-    def places(self) -> dict[str, Any]:
-        """Return the places of scripts as JSON values for `recover`; empty without any."""
-        places = [
-            [worker, place.as_json()]
-            for worker, place in self._places.items()
-            if isinstance(place, ScriptPlace)
-        ]
-        return {"places": places} if places else {}
-
-    def restore(self, states: Iterable[Mapping[str, Any]]) -> None:
+    def restore(self, states: Sequence[Mapping[str, Any]]) -> None:
         """Load the committed batches of a snapshot; leases are void."""
-        self._clear()
+        self._load(states)
         for state in states:
-            self._again(state).restore(state)
+            self.loops[state["spec"]["loop"]].restore(state)
         self.resumes()
 
     def recover(
         self, states: Sequence[Mapping[str, Any]], places: Iterable[tuple[int, Any]] = ()
     ) -> None:
         """Load a complete state, leases included."""
-        self._clear()
+        self._load(states)
         for state in states:
-            self._again(state).recover(state)
-            self._places |= dict.fromkeys(state["here"], state["spec"]["loop"])
-        self._places |= {worker: place_from_json(place) for worker, place in places}
-
-    def _clear(self) -> None:
-        self._places, self._numbers, self._unnamed = {}, {}, []
-        self.loops, self._live, self._last = {}, {}, -1
+            self.loops[state["spec"]["loop"]].recover(state)
+        self.places.recover(states, places)
 
     def resumes(self) -> None:
         """Note that the job is resumed: its last loop may get more epochs."""
         self._resumed, self.extendable = frozenset(self.loops), bool(self.loops)
 
-    def _again(self, state: Mapping[str, Any]) -> MapLoop | StreamLoop:
-        spec, name = spec_from_dict(state["spec"]), state.get("name")
-        if name is None:
-            self._unnamed.append(spec.loop)
-        return self._add(spec, PassName(*name) if name is not None else None)
+    def _load(self, states: Iterable[Mapping[str, Any]]) -> None:
+        """Replace all loops by those of the states, without their batches."""
+        self.places, self.loops, self._live, self._last = ScriptPlaces(), {}, {}, -1
+        self.passes = PassNumbers(self.loops)
+        for state in states:
+            name = state.get("name")
+            loop = self._add(spec_from_dict(state["spec"]), None)
+            self.passes.add(loop, PassName(*name) if name is not None else None)

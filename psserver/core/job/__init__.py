@@ -9,5 +9,6 @@ __all__ = [
     "reshard_phase",
     "settings",
     "snapshot_schedule",
+    "trainings",
     "waiting_pushes",
 ]

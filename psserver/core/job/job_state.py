@@ -203,7 +203,7 @@ class JobState:
             "roster": self.membership.state(),
             "pending": self.pending.state(),
             "loops": self.ledger.state(),
-            **self.ledger.places(),
+            **self.ledger.places.as_json(),
         }
 
     def with_entries(self) -> dict[str, Any]:

@@ -19,11 +19,11 @@ class Trainings:
 
     Attributes:
         current: The one that the job is in; empty: no worker has named it yet.
-        over: Those before it, in their order.
+        finished: Those before it, in their order.
     """
 
     current: str = ""
-    over: tuple[str, ...] = ()
+    finished: tuple[str, ...] = ()
 
     def admits(self, name: str) -> bool:
         """Return whether a worker of this training may join now.
@@ -33,7 +33,7 @@ class Trainings:
         Raises:
             TrainingOver: The training is over.
         """
-        if name in self.over:
+        if name in self.finished:
             raise TrainingOver(
                 f"training {name!r} of this job is over; it is in training {self.current!r}. Try: "
                 "`except psworker.TrainingOver`, and go on with the script's next training"
@@ -42,18 +42,18 @@ class Trainings:
 
     def named(self, name: str) -> "Trainings":
         """Return the trainings once a worker with this name has joined the current one."""
-        return self if self.current or not name else Trainings(name, self.over)
+        return self if self.current or not name else Trainings(name, self.finished)
 
     def followed_by(self, name: str) -> "Trainings":
         """Return the trainings once the current one is over and the next one begins."""
-        return Trainings(name, (*self.over, self.current))
+        return Trainings(name, (*self.finished, self.current))
 
     def as_json(self) -> dict[str, Any]:
         """Return JSON values for `from_json`; a job of one unnamed training has none."""
-        if not self.current and not self.over:
+        if not self.current and not self.finished:
             return {}
-        return {"training": self.current, "trainings_over": list(self.over)}
+        return {"training": self.current, "trainings_finished": list(self.finished)}
 
     @staticmethod
     def from_json(raw: Mapping[str, Any]) -> "Trainings":
-        return Trainings(raw.get("training", ""), tuple(raw.get("trainings_over", ())))
+        return Trainings(raw.get("training", ""), tuple(raw.get("trainings_finished", ())))

@@ -43,6 +43,10 @@ SAMPLED = {
 STREAM = {"loop": 2, "sources": 3, "batch_size": 4, "epochs": 1}
 
 
+PLACE = [["test", 0], {"train": 1}, 2, 1]
+"""The place of a script: the pass, first passes by loader, first loader, training passes."""
+
+
 def join(rank: int | None) -> dict[str, Any]:
     return {"do": "join", "rank": rank, "host": "machine", "pid": 1, "device": "cpu", "attempt": 0}
 
@@ -71,7 +75,7 @@ COMMANDS: list[dict[str, Any]] = [
     {"do": "go_by", "rules": RULES},
     join(0),
     join(1),
-    join(None),
+    {**join(None), "training": "fold-1"},
     *[{"do": "follows", "shard": shard} for shard in (0, 1)],
     *[{"do": "register", "worker": worker, "spec": MODEL} for worker in (1, 2)],
     *[report(shard, 0, [staged(1, 0)]) for shard in (0, 1)],
@@ -86,6 +90,7 @@ COMMANDS: list[dict[str, Any]] = [
     {"do": "return_batches", "worker": 1, "batches": [[0, 9, 0, False]], "used": True},
     next_batches(1, SAMPLED),
     next_batches(1, STREAM),
+    {**next_batches(1, {**LOOP, "size": 6}), "first_open": None, "place": PLACE},
     {"do": "set_policy", "row": ["sync", None, None, 0]},
     {"do": "drain", "worker": 2},
     {"do": "missing", "worker": 2},
@@ -105,6 +110,14 @@ COMMANDS: list[dict[str, Any]] = [
         "number": 1,
         "contribution": ["all_reduce", ["loss"], [0.5], 4, "null"],
         "first_open": 0,
+    },
+    {
+        "do": "collective",
+        "worker": 1,
+        "number": 1,
+        "contribution": ["barrier", [], [], 1, "null"],
+        "first_open": 0,
+        "place": [None, *PLACE[1:]],
     },
     {"do": "settle"},
     {"do": "lose", "worker": 2, "reason": "its lease ended"},

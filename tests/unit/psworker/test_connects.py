@@ -35,7 +35,7 @@ def test_a_second_connect_while_the_first_is_open_is_refused() -> None:
     assert psworker.connect().training == "1"
 
 
-def test_a_job_that_is_gone_is_not_open() -> None:
+def test_a_deleted_job_is_not_open() -> None:
     job: Job | None = psworker.connect()
     assert job is not None
     del job

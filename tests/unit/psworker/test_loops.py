@@ -81,7 +81,7 @@ def test_a_stored_pass_is_left_once_two_outermost_passes_have_begun() -> None:
     assert loops.place().has_left(name)
 
 
-def test_unnamed_loaders_that_are_gone_are_one_number() -> None:
+def test_deleted_unnamed_loaders_are_one_number() -> None:
     loops, first, second = OpenLoops(), Iterator(), Iterator()
     assert [loops.name_loader(each, None) for each in (first, second)] == ["0", "1"]
     assert loops.name_loader(first, "test") == "test"
