@@ -206,7 +206,8 @@ def _begin(
     )
     coordinator.job.policy = policy(*record["policy"])
     coordinator.job.trainings = Trainings.from_json(record)
-    coordinator.reported.recover(record)
+    if "metrics" in record:  # values of earlier trainings
+        coordinator.reported.recover(record)
     if "log" in record:
         assert manifest is not None
         coordinator.load_state(record, manifest.model, time.monotonic(), manifest.index)
