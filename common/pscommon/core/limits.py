@@ -15,6 +15,9 @@ MAX_BATCHES_PER_PUSH = 65_536
 MAX_BATCH_NUMBER = 2**63 - 1
 """Largest batch number; the wire format has 64 bits."""
 
+MAX_LOOPS = 10_000_000
+"""Loops of a job: passes of all loaders of a script. Each takes a place in the ledger."""
+
 MAX_LAPS = 2**44
 """Sources x epochs of a stream.
 
@@ -41,6 +44,9 @@ MAX_REASON_CHARACTERS = 2000
 
 MAX_METRICS = 1000
 """Names of reported values in a job."""
+
+MAX_COLLECTIVE_NUMBER = 2**63 - 1
+"""Largest number of a collective call."""
 
 MAX_COLLECTIVE_VALUES = 256
 """Values of one all_reduce."""

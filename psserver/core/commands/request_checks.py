@@ -136,8 +136,9 @@ def check_batch_request(coordinator: CoordinatorMachine, request: BatchRequest) 
     if not 1 <= count <= limits.MAX_BATCHES_PER_REQUEST:
         least = f"is not between 1 and {limits.MAX_BATCHES_PER_REQUEST}"
         refuse("data", f"count {count} {least}", "ask for fewer batches at a time")
-    if request.received < 0:
-        refuse("data", f"{request.received} batches cannot have been received", "send 0 or more")
+    if not 0 <= request.received <= limits.MAX_BATCH_NUMBER:
+        refuse("data", f"{request.received} batches cannot have been received", "send their number")
+    check_loop_numbers(f"data of loop {spec.loop}", spec.loop, request.first_open or 0)
     if problem := limits.loop_problem(spec):
         refuse(f"data of loop {spec.loop}", problem, "a smaller number of epochs")
     if global_batch is not None and global_batch // spec.batch_size > limits.MAX_BATCHES_PER_PUSH:
@@ -148,6 +149,13 @@ def check_batch_request(coordinator: CoordinatorMachine, request: BatchRequest) 
             f"{units}, above {limits.MAX_BATCHES_PER_PUSH}",
             "a larger batch_size",
         )
+
+
+def check_loop_numbers(what: str, *numbers: int) -> None:
+    """Raise InvalidRequestError if a job cannot have loops of these numbers."""
+    if not 0 <= min(numbers) <= max(numbers) <= limits.MAX_LOOPS:
+        bounds = f"loop {max(numbers)} is not between 0 and {limits.MAX_LOOPS}"
+        refuse(what, bounds, "one loop for many passes: job.batches(epochs=N)")
 
 
 def check_returned_batches(coordinator: CoordinatorMachine, batches: Sequence[BatchKey]) -> None:
@@ -177,8 +185,10 @@ KINDS = ("barrier", "all_reduce", "broadcast")
 def check_collective(request: CollectiveRequest) -> None:
     """Raise InvalidRequestError if no worker makes this collective call."""
     given, what = request.contribution, f"collective {request.number}"
-    if given.kind not in KINDS or request.number < 1 or len(given.names) != len(given.values):
+    is_numbered = 1 <= request.number <= limits.MAX_COLLECTIVE_NUMBER
+    if given.kind not in KINDS or not is_numbered or len(given.names) != len(given.values):
         refuse(what, f"it is no {', '.join(KINDS)}", "the methods of psworker's Job")
+    check_loop_numbers(what, request.first_open)
     if len(given.names) > limits.MAX_COLLECTIVE_VALUES:
         count = f"{len(given.names)} values are above {limits.MAX_COLLECTIVE_VALUES}"
         refuse(what, count, "fewer values; tensors travel with optimizer.step()")
