@@ -13,7 +13,6 @@ import torch
 
 from pscommon.core.errors import InvalidRequestError, SnapshotError, TakenError
 from pscommon.core.exit_codes import ExitCode
-from pscommon.settings.values import host_and_port
 from pscommon.system import shared_memory
 from pscommon.system import signals as interruptible
 from pscommon.system.malloc import tune_malloc
@@ -57,7 +56,8 @@ def warn_of_loopback(bind: str) -> None:
 
     bind: HOST:PORT to listen on. An address, or localhost, is taken as meant.
     """
-    host = host_and_port(bind)[0].strip("[]")
+    host, _, port = bind.rpartition(":")
+    host = host.strip("[]")
     try:
         found = {str(address[0]) for *_, address in socket.getaddrinfo(host, None)}
     except OSError:  # the server's start tells
@@ -69,7 +69,7 @@ def warn_of_loopback(bind: str) -> None:
             bind=bind,
             address=min(found),
             effect="processes on other machines cannot reach this server",
-            remedy=f"--bind 0.0.0.0:{bind.rpartition(':')[2]} --advertise HOST:PORT, with the "
+            remedy=f"--bind 0.0.0.0:{port} --advertise HOST:PORT, with the "
             "address that other machines use",
         )
 

@@ -155,7 +155,7 @@ def test_a_worker_without_a_source_warns_once_what_helps(
     def warnings() -> list[logging.LogRecord]:
         return records_of(caplog, "stream_sources_too_few")
 
-    def twice(job: Job) -> list[int]:
+    def two_passes(job: Job) -> list[int]:
         model = nn.Linear(1, 1)
         optimizer = job.optimizer(torch.optim.SGD(model.parameters(), lr=1e-4), model)
         used: list[int] = []
@@ -167,7 +167,7 @@ def test_a_worker_without_a_source_warns_once_what_helps(
                 used += batch.tolist()
         return used
 
-    shares = real(servers.address, 2, twice)
+    shares = real(servers.address, 2, two_passes)
 
     assert sorted(shares[0] + shares[1]) == sorted([*range(10)] * 2)
     (record,) = warnings()

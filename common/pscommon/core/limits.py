@@ -45,8 +45,8 @@ MAX_REASON_CHARACTERS = 2000
 MAX_METRICS = 1000
 """Names of reported values in a job."""
 
-MAX_COLLECTIVE_NUMBER = 2**63 - 1
-"""Largest number of a collective call."""
+MAX_COLLECTIVE_CALLS = 2**63 - 1
+"""Collective calls of a job, by the largest number."""
 
 MAX_COLLECTIVE_VALUES = 256
 """Values of one all_reduce."""

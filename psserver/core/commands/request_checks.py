@@ -185,7 +185,7 @@ KINDS = ("barrier", "all_reduce", "broadcast")
 def check_collective(request: CollectiveRequest) -> None:
     """Raise InvalidRequestError if no worker makes this collective call."""
     given, what = request.contribution, f"collective {request.number}"
-    is_numbered = 1 <= request.number <= limits.MAX_COLLECTIVE_NUMBER
+    is_numbered = 1 <= request.number <= limits.MAX_COLLECTIVE_CALLS
     if given.kind not in KINDS or not is_numbered or len(given.names) != len(given.values):
         refuse(what, f"it is no {', '.join(KINDS)}", "the methods of psworker's Job")
     check_loop_numbers(what, request.first_open)
