@@ -1,10 +1,12 @@
 """Run ps-server: start a server or a standby, serve until the job ends, and handle signals."""
 
 import signal
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
+from ipaddress import ip_address
 from types import FrameType
 
 import torch
@@ -30,6 +32,7 @@ log = get_logger(__name__)
 def run(config: ServerConfig) -> int:
     """Run ps-server and return its exit code. Errors before the start are raised as PSError."""
     shared_memory.sweep()
+    warn_of_loopback(config.bind)
     if config.malloc == "tuned":
         tune_malloc()
     # the engine has its own threads; torch would start some for every calling thread
@@ -46,6 +49,29 @@ def run(config: ServerConfig) -> int:
             return signals.exit_code(is_over=False)
         stream_port.stop()
         return serve(successor(config, standby.address, promotion, stream_port), signals)
+
+
+def warn_of_loopback(bind: str) -> None:
+    """Warn that a host name is this machine's loopback address, as Debian makes it in /etc/hosts.
+
+    bind: HOST:PORT to listen on. An address, or localhost, is taken as meant.
+    """
+    host, _, port = bind.rpartition(":")
+    host = host.strip("[]")
+    try:
+        found = {str(address[0]) for *_, address in socket.getaddrinfo(host, None)}
+    except OSError:  # the server's start tells
+        return
+    is_meant = host in found or host == "localhost"
+    if not is_meant and all(ip_address(address).is_loopback for address in found):
+        log.warning(
+            "bind_on_loopback",
+            bind=bind,
+            address=min(found),
+            effect="processes on other machines cannot reach this server",
+            remedy=f"--bind 0.0.0.0:{port} --advertise HOST:PORT, with the "
+            "address that other machines use",
+        )
 
 
 @contextmanager

@@ -92,7 +92,7 @@ def start(ctx: click.Context) -> int:
         )
     script = Script(settings["script"], settings["module"], tuple(settings["args"]))
     # not worker=: in logs and metrics of the servers that is the worker number
-    logs.set_up(
+    logs.set_up_worker(
         settings["log_level"],
         settings["log_format"],
         rank=settings["worker_rank"],

@@ -3,14 +3,17 @@
 import threading
 from collections.abc import Sequence
 
-from pscommon.core.data_stream import Spec
+from pscommon.core.data_stream import Spec, StreamSpec
 from pscommon.core.log_entries import BatchKey
 from pscommon.core.script_place import PassName, ScriptPlace
+from pscommon.telemetry.logs import get_logger
 from pscommon.wire import messages as codec
 from psproto.v1 import coordinator_pb2 as co
 from psworker.connection.connection import Connection
 from psworker.core.results import Lease
 from psworker.exchange.model_exchange import ModelExchange
+
+log = get_logger(__name__)
 
 
 class BatchClient:
@@ -21,6 +24,7 @@ class BatchClient:
         self._exchange = exchange
         self._lock = threading.Lock()
         self._place: ScriptPlace | int = 0
+        self._has_warned = False
 
     def lease(self, loop: Spec, count: int, idle: bool, place: ScriptPlace | int) -> Lease:
         """Lease batches of a loop.
@@ -73,7 +77,28 @@ class BatchClient:
             if answer.version > version:
                 version = answer.version
                 retry.restart()
-            retry.handle_wait(answer.waiting_for)
+            retry.handle_wait(self._missing_source(loop) or answer.waiting_for)
+
+    def _missing_source(self, loop: Spec) -> str:
+        """Return what a worker waits for that got no source of a stream; warn of it once."""
+        membership = self._connection.membership
+        if not isinstance(loop, StreamSpec) or membership.received_batches.get(loop.loop, 0):
+            return ""
+        workers = membership.workers
+        if not loop.laps < workers:
+            return ""
+        if not self._has_warned:
+            self._has_warned = True
+            log.warning(
+                "stream_sources_too_few",
+                sources=loop.sources,
+                epochs=loop.epochs,
+                workers=workers,
+                effect="one worker reads a source, so this worker has no data of this pass",
+                remedy=f"data that can be read as {workers} sources, and sources={workers} in "
+                "job.batches; or fewer workers",
+            )
+        return f"the pass's end: each of its {loop.laps} sources has another worker"
 
     def _request_batches(
         self, loop: Spec, count: int, wait_seconds: float = 0.0, idle: bool = False

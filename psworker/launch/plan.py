@@ -34,6 +34,7 @@ class RunPlan:
         worker: command of a worker.
         spare: command of a preloaded server, which reads its arguments later.
         environ: environment of ps-run.
+        has_terminal: whether ps-run reads from a terminal and writes to one.
     """
 
     script: Script
@@ -45,6 +46,7 @@ class RunPlan:
     worker: Sequence[str] = WORKER
     spare: Sequence[str] = SPARE
     environ: Mapping[str, str] = field(default_factory=dict)
+    has_terminal: bool = False
 
     @property
     def servers(self) -> int:
@@ -55,6 +57,10 @@ class RunPlan:
     def workers(self) -> int:
         """Return the number of workers."""
         return int(self.settings["workers"])
+
+    def is_interactive(self, name: str) -> bool:
+        """Return whether the process may read from the terminal: the only worker."""
+        return self.has_terminal and not is_server(name) and self.workers == 1
 
     def port_file(self, name: str) -> Path:
         """Return the file for the port of server `name`."""

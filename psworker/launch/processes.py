@@ -19,6 +19,7 @@ from psworker.launch.log_file import LogFile
 
 Stream = Literal["stdout", "stderr"]
 OnLine = Callable[[str, Stream, str], None]
+OnPrompt = Callable[[str, str], None]
 OnExit = Callable[["ManagedProcess", int], None]
 
 TAIL_LINES = 20
@@ -46,17 +47,21 @@ class LineSplitter:
         line, self._incomplete = self._incomplete, b""
         return [_text(line)] if line else []
 
+    def take_prompt(self) -> str:
+        """Return the incomplete last line, and drop it; "" for a line that overwrites itself."""
+        return "" if b"\r" in self._incomplete else "".join(self.flush())
+
 
 def _text(line: bytes) -> str:
     return line.rstrip(b"\r").rsplit(b"\r", 1)[-1].decode("utf-8", "replace")
 
 
 def spawn(
-    command: Sequence[str], environment: Mapping[str, str], stdin: int
+    command: Sequence[str], environment: Mapping[str, str], stdin: int | None
 ) -> "subprocess.Popen[bytes]":
     """Start a process in its own session; on Linux it ends with the calling thread.
 
-    Call this from the main thread.
+    Call this from the main thread. stdin: None is that of this process.
     """
     return subprocess.Popen(
         [sys.executable, "-I", "-S", orphan_guard.__file__, str(os.getpid()), *command],
@@ -71,7 +76,9 @@ def spawn(
 class ManagedProcess:
     """A process and the thread that reads its output.
 
-    The thread writes the output to `log`, calls `on_line` for each line, and `on_exit` last.
+    The thread writes the output to `log`, calls `on_line` for each line, and `on_exit` last. A
+    process with `on_prompt` reads stdin of this process. It belongs to another session, so reading
+    the terminal does not stop it, and Ctrl-C does not reach it.
 
     Attributes:
         name: name of the process in the run.
@@ -91,9 +98,13 @@ class ManagedProcess:
         traceback_file: Path,
         on_line: OnLine,
         on_exit: OnExit,
+        on_prompt: OnPrompt | None = None,
         spawned: "subprocess.Popen[bytes] | None" = None,
     ) -> None:
-        """Start the process, or adopt a preloaded one (`spawned`); call from the main thread."""
+        """Start the process, or adopt a preloaded one (`spawned`); call from the main thread.
+
+        on_prompt: Called with the incomplete last line of stdout, such as a debugger's prompt.
+        """
         self.name = name
         self.log = log
         self.tail: deque[str] = deque(maxlen=TAIL_LINES)
@@ -101,9 +112,11 @@ class ManagedProcess:
         self._traceback_file = traceback_file
         self._on_line = on_line
         self._on_exit = on_exit
+        self._on_prompt = on_prompt
         self._lock = threading.Lock()
         self._is_group_killed = False
-        self._process = spawned or spawn(command, environment, subprocess.DEVNULL)
+        stdin = subprocess.DEVNULL if on_prompt is None else None
+        self._process = spawned or spawn(command, environment, stdin)
         # before any wait(): until then the pid cannot be reused
         self.identity = process_id(self._process.pid)
         self._thread = threading.Thread(target=self._follow, name=f"follow-{name}", daemon=True)
@@ -172,7 +185,10 @@ class ManagedProcess:
         """
         deadline = float("inf")
         while selector.get_map() and time.monotonic() < deadline:
-            for key, _ in selector.select(POLL_SECONDS):
+            events = selector.select(POLL_SECONDS)
+            if not events:
+                self._show_prompt(selector)
+            for key, _ in events:
                 stream, lines = key.data
                 data = os.read(key.fd, 1 << 16)
                 log.write(data)
@@ -183,6 +199,16 @@ class ManagedProcess:
                 deadline = time.monotonic() + DRAIN_SECONDS
         for key in list(selector.get_map().values()):
             self._emit(key.data[0], key.data[1].flush())
+
+    def _show_prompt(self, selector: selectors.BaseSelector) -> None:
+        """Show what stdout holds of an incomplete line: no more has come for POLL_SECONDS."""
+        if self._on_prompt is None:
+            return
+        for key in selector.get_map().values():
+            stream, lines = key.data
+            if stream == "stdout" and (text := lines.take_prompt()):
+                self.tail.append(text)
+                self._on_prompt(self.name, text)
 
     def _has_ended(self) -> bool:
         """Return whether the process has ended; kill its children then."""

@@ -1,5 +1,6 @@
 """Run a training script as __main__ inside a worker, and map its end to an exit code."""
 
+import _thread
 import builtins
 import importlib.util
 import os
@@ -200,14 +201,20 @@ def _leave_on_signals() -> Callable[[], bool]:
     """Install the signal handlers; return a function that tells whether Ctrl-C was pressed."""
     interrupts: list[int] = []
 
+    def ask_all(signum: int) -> bool:
+        asked = drain.ask_all()
+        if asked:  # not logged here: the interrupted code may hold a lock of the log
+            _thread.start_new_thread(_log_request, (signum,))
+        return asked
+
     def terminate(signum: int, _: FrameType | None) -> None:
-        if drain.ask_all():
+        if ask_all(signum):
             return
         signal.signal(signum, signal.SIG_DFL)
         raise SystemExit(ExitCode.TERMINATED)
 
     def interrupt(signum: int, frame: FrameType | None) -> None:
-        if not drain.ask_all():
+        if not ask_all(signum):
             signal.default_int_handler(signum, frame)
         interrupts.append(signum)
         if os.isatty(2):
@@ -218,6 +225,15 @@ def _leave_on_signals() -> Callable[[], bool]:
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, interrupt)
     return lambda: bool(interrupts)
+
+
+def _log_request(signum: int) -> None:
+    log.info(
+        "leave_requested",
+        signal=signal.Signals(signum).name,
+        effect="psworker.Stopping ends the script after this step; except KeyboardInterrupt does "
+        "not catch it",
+    )
 
 
 def _status(end: SystemExit) -> int:

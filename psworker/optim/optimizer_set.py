@@ -124,6 +124,12 @@ class OptimizerSet:
             self.model.strategy.close()
 
     def _check_name(self, name: Any) -> None:
+        if self.model is not None and self._session.has_begun:
+            raise InvalidRequestError(
+                "job.optimizer failed: training has begun with other optimizers. Try: at the "
+                "start, list all parameters and switch requires_grad and lr later; or begin a "
+                "training: job.close(), then psworker.connect()"
+            )
         if "" in self._optimizers or (name == DEFAULT_NAME and self._optimizers):
             raise InvalidRequestError(
                 "job.optimizer failed: an optimizer without a name is the only one of its job. "
@@ -142,8 +148,8 @@ class OptimizerSet:
             )
         if self.model is not None:
             raise InvalidRequestError(
-                f"job.optimizer failed: {name!r} comes too late: the first pass, step, pull or "
-                "save has registered the model. Try: all calls of job.optimizer before it"
+                f"job.optimizer failed: {name!r} comes too late: the first pull or save has "
+                "registered the model. Try: all calls of job.optimizer before it"
             )
 
 

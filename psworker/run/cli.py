@@ -95,6 +95,7 @@ def start(
                 worker,
                 spare,
                 dict(os.environ),
+                has_terminal(),
             )
             with open_display(out, err) as display:
                 end = launch(cluster, log_folder(settings, folder), connect, display)
@@ -102,6 +103,16 @@ def start(
         finally:
             remove_folder(folder, keep_logs)
         return conclude(end, settings, out, err)
+
+
+def has_terminal() -> bool:
+    """Return whether stdout is a terminal, and stdin one whose input goes to this command."""
+    if not (sys.stdin and sys.stdin.isatty() and sys.stdout and sys.stdout.isatty()):
+        return False
+    try:
+        return os.tcgetpgrp(sys.stdin.fileno()) == os.getpgrp()
+    except OSError:  # the terminal of another session
+        return False
 
 
 def check(settings: dict[str, Any], script: Script) -> None:

@@ -1,6 +1,7 @@
 """Display of ps-run: prefixed output lines of all processes, and the progress of the job."""
 
 import io
+import threading
 import time
 from collections.abc import Mapping
 from types import TracebackType
@@ -31,6 +32,12 @@ class Display(Protocol):
     def line(self, name: str, stream: Stream, text: str) -> None:
         """Show a line of output of process `name`."""
 
+    def prompt(self, name: str, text: str) -> None:
+        """Show a line of stdout of process `name` that is not complete: it may wait for input.
+
+        The next output of that process continues the line.
+        """
+
     def show_message(self, text: str) -> None:
         """Show a line of ps-run itself."""
 
@@ -50,6 +57,21 @@ class Display(Protocol):
     ) -> None: ...
 
 
+class OpenLine:
+    """The line on the terminal that a prompt has begun and that nothing has ended yet."""
+
+    def __init__(self) -> None:
+        self._name = ""
+
+    def __bool__(self) -> bool:
+        return bool(self._name)
+
+    def prefix(self, name: str, is_prompt: bool = False) -> tuple[str, str]:
+        """Return what ends another process's line, and the name before the next text."""
+        before, self._name = self._name, name if is_prompt else ""
+        return "\n" * (before not in ("", name)), "" if before == name else f"[{name}] "
+
+
 class PlainDisplay:
     """Display for logs and pipes: lines, with a progress line every LINE_SECONDS."""
 
@@ -57,22 +79,31 @@ class PlainDisplay:
         self._streams: dict[Stream, Output] = {"stdout": out, "stderr": err}
         self._next = time.monotonic() + LINE_SECONDS
         self._last = ""
+        self._open = OpenLine()
 
     def line(self, name: str, stream: Stream, text: str) -> None:
         """See Display."""
         if self._streams[stream].wait_for_space():
-            self._streams[stream].write(f"[{name}] {text}\n")
+            self._write(stream, name, text + "\n")
+
+    def prompt(self, name: str, text: str) -> None:
+        """See Display."""
+        self._write("stdout", name, text, is_prompt=True)
 
     def show_message(self, text: str) -> None:
         """See Display."""
-        self._streams["stderr"].write(f"[run] {text}\n")
+        self._write("stderr", "run", text + "\n")
+
+    def _write(self, stream: Stream, name: str, text: str, is_prompt: bool = False) -> None:
+        self._streams[stream].write("".join([*self._open.prefix(name, is_prompt), text]))
 
     def tick(self, status: Status, now: float) -> None:
         """See Display."""
         if now >= self._next:
             self._next = now + LINE_SECONDS
             text = progress(status)
-            if text and text != self._last and not self._streams["stderr"].is_behind:
+            is_free = not self._open and not self._streams["stderr"].is_behind
+            if text and text != self._last and is_free:
                 self._last = text
                 self.show_message(text)
 
@@ -103,9 +134,13 @@ class LiveDisplay:
         self._err = err
         self._status: Status = {}
         self._next = 0.0
-        self._live = Live(
+        self._open, self._lock = OpenLine(), threading.Lock()
+        self._live = self._make_live()
+
+    def _make_live(self) -> Live:
+        return Live(
             get_renderable=self._panel,
-            console=console,
+            console=self._console,
             auto_refresh=False,
             transient=True,
             redirect_stdout=False,
@@ -118,18 +153,28 @@ class LiveDisplay:
             if self._out.wait_for_space():
                 self._out.write(f"[{name}] {text}\n")
         elif self._err.wait_for_space():
-            self._print(name, {"s": "cyan", "w": "green"}.get(name[0], "bold"), text)
+            self._print(name, text)
+
+    def prompt(self, name: str, text: str) -> None:
+        """See Display. The panel goes until the line is complete."""
+        self._print(name, text, is_prompt=True)
 
     def show_message(self, text: str) -> None:
         """See Display."""
-        self._print("run", "bold", text)
+        self._print("run", text)
 
     def tick(self, status: Status, now: float) -> None:
         """See Display."""
         self._status = status
-        if now >= self._next and not self._err.is_behind:
-            self._next = now + PANEL_SECONDS
-            self._live.refresh()
+        with self._lock:
+            if self._open:  # the panel returns a moment after the line, not between two prompts
+                self._next = now + PANEL_SECONDS
+            elif now >= self._next and not self._err.is_behind:
+                self._next = now + PANEL_SECONDS
+                if not self._live.is_started:
+                    self._live = self._make_live()  # a Live that is used again erases lines above
+                    self._live.start()
+                self._live.refresh()
 
     def stop_blocking(self) -> None:
         """See Display."""
@@ -150,10 +195,14 @@ class LiveDisplay:
         """Remove the panel; printed lines stay."""
         self._live.stop()
 
-    def _print(self, name: str, colour: str, text: str) -> None:
-        self._console.print(
-            Text.assemble((f"[{name}] ", colour), Text.from_ansi(text)), soft_wrap=True
-        )
+    def _print(self, name: str, text: str, is_prompt: bool = False) -> None:
+        colour = {"s": "cyan", "w": "green"}.get(name[0], "bold")
+        with self._lock:
+            if is_prompt:
+                self._live.stop()
+            end, prefix = self._open.prefix(name, is_prompt)
+            line = Text.assemble(end, (prefix, colour), Text.from_ansi(text))
+            self._console.print(line, soft_wrap=True, end="" if is_prompt else "\n")
 
     def _panel(self) -> RenderableType:
         return panel(self._status)

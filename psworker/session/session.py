@@ -82,6 +82,11 @@ class Session(JobFacts):
         self._stop_reason = ""  # empty until the script is to end
         self._rejoins = 0
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether the script has made a pass or a step."""
+        return bool(self.loops.count or self.stats.steps)
+
     # ---- phases and steps ------------------------------------------------------------------------
 
     def enter(self, phase: str) -> str:

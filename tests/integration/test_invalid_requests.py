@@ -11,7 +11,7 @@ import pytest
 from pscommon.core.data_loop import LoopSpec
 from pscommon.core.data_stream import StreamSpec
 from pscommon.core.errors import InvalidRequestError, PSError
-from pscommon.core.limits import MAX_TENSORS
+from pscommon.core.limits import MAX_LOOPS, MAX_TENSORS
 from pscommon.core.log_entries import BatchKey
 from pscommon.core.model_spec import ModelSpec, OptimizerSettings, TensorSpec
 from pscommon.wire.channel import open_channel
@@ -37,8 +37,26 @@ HUGE = ModelSpec((TensorSpec("w", (2**40,), "float64", "frozen"),), OptimizerSet
 LARGEST = 2**32 - 1
 
 
+def largest_numbers(worker: int) -> Iterator[tuple[str, Any]]:
+    """Return method and request: each number of a loop or call at its largest, the others valid."""
+    data = {"worker": worker, "count": 1}
+    for number in (MAX_LOOPS + 1, LARGEST):
+        loop = loop_to_proto(LoopSpec(number, size=1000, batch_size=1))
+        stream = loop_to_proto(StreamSpec(number, sources=2, batch_size=3))
+        yield "NextBatch", co.NextBatchRequest(loop=loop, **data)
+        yield "NextBatch", co.NextBatchRequest(loop=loop, idle=True, first_open=1, **data)
+        yield "NextBatch", co.NextBatchRequest(loop=stream, **data)
+    here, call = loop_to_proto(LOOP), {"worker": worker, "kind": "barrier"}
+    yield "NextBatch", co.NextBatchRequest(loop=here, first_open=2**64 - 1, **data)
+    yield "NextBatch", co.NextBatchRequest(loop=here, received=2**64 - 1, **data)
+    yield "Collective", co.CollectiveRequest(number=2**64 - 1, **call)
+    yield "Collective", co.CollectiveRequest(number=1, first_open=2**64 - 1, **call)
+
+
 def requests(worker: int) -> Iterator[tuple[str, Any, str]]:
     """Return method, request and reason of the refusal."""
+    for method, request in largest_numbers(worker):
+        yield method, request, "OUT_OF_RANGE"
     huge, loop = model_to_proto(HUGE), loop_to_proto(LOOP)
     endless = loop_to_proto(StreamSpec(2, 2**20, 1, 2**31))
     yield "Join", co.JoinRequest(format=2, rank=LARGEST), "OUT_OF_RANGE"
@@ -150,6 +168,26 @@ def test_every_invalid_request_is_refused_and_the_job_restarts(
     assert [after[key] for key in ("version", "samples", "data")] == [
         before[k] for k in ("version", "samples", "data")
     ]
+
+
+def test_workers_join_after_each_refused_number_and_after_a_restart(
+    cluster: Make, tmp_path: Path
+) -> None:
+    with job(cluster, tmp_path) as (servers, client, settings):
+        with open_channel(servers.address) as channel:
+            stub = CoordinatorServiceStub(channel)
+            for method, request in largest_numbers(client.worker):
+                with pytest.raises(PSError) as caught, translated(method):
+                    getattr(stub, method)(request, timeout=10.0)
+                assert caught.value.reason == "OUT_OF_RANGE", request
+                with counter(servers.address) as another:
+                    count(another)
+        version = client.version
+        servers.close()
+    again = cluster(2, **settings)
+    with counter(again.address) as another:
+        count(another)
+        assert another.version > version
 
 
 def test_a_standby_follows_a_job_through_invalid_requests(cluster: Make) -> None:

@@ -162,7 +162,7 @@ SCRIPT = (
     MAPPED
     + """
 import json, logging, sys, urllib.request, torch
-log = logging.getLogger("script")
+log = logging.getLogger("psworker.script")
 log.debug("a detail")
 log.warning("a warning")
 found = {"threads": torch.get_num_threads(), "alive": None, "mapped": mapped()}

@@ -2,6 +2,7 @@
 join late.
 """
 
+import logging
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,9 +17,10 @@ from psworker import Client, Job
 from psworker.transport.grpc import GrpcTransport
 from tests.support.breakable_lane import BreakableLane
 from tests.support.cluster import Cluster
+from tests.support.events import records_of
 from tests.support.policies import POLICIES
 from tests.support.training_threads import real, simulated
-from tests.support.workers import OUTLIVED, status, together
+from tests.support.workers import OUTLIVED, status, together, until
 
 Make = Callable[..., Cluster]
 
@@ -142,3 +144,41 @@ def test_a_stream_resumes_at_its_position_in_the_snapshot(cluster: Make, tmp_pat
     (late,) = real(cluster(1, data_dir=tmp_path).address, 1, train)
 
     assert sorted(early + late) == ALL
+
+
+def test_a_worker_without_a_source_warns_once_what_helps(
+    cluster: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The worker that reads the only source makes its second step when the other one has warned."""
+    servers = cluster(1, min_workers=2)
+
+    def warnings() -> list[logging.LogRecord]:
+        return records_of(caplog, "stream_sources_too_few")
+
+    def two_passes(job: Job) -> list[int]:
+        model = nn.Linear(1, 1)
+        optimizer = job.optimizer(torch.optim.SGD(model.parameters(), lr=1e-4), model)
+        used: list[int] = []
+        for _ in range(2):
+            for batch in job.batches(Lines(), 4):
+                until(warnings, "a warning")
+                model(batch[:, None].float()).mean().backward()
+                optimizer.step()
+                used += batch.tolist()
+        return used
+
+    shares = real(servers.address, 2, two_passes)
+
+    assert sorted(shares[0] + shares[1]) == sorted([*range(10)] * 2)
+    (record,) = warnings()
+    fields = vars(record)
+    assert (fields["sources"], fields["epochs"], fields["workers"]) == (1, 1, 2)
+    assert "sources=2" in fields["remedy"]
+
+
+def test_a_stream_with_a_source_for_each_worker_warns_of_nothing(
+    cluster: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    real(cluster(1, min_workers=2).address, 2, lambda job: train(job, sources=2))
+
+    assert not records_of(caplog, "stream_sources_too_few")

@@ -1,11 +1,13 @@
 """Signals to worker processes; the servers run in the process of the test."""
 
+import json
 import os
 import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -39,16 +41,25 @@ print("end", flush=True)
 """
 
 
+WITH_LOGS = f"from pscommon.telemetry import logs; logs.set_up_worker('info', 'json'); {RUN}"
+
+
 @pytest.fixture
 def script(cluster: FakeCluster, tmp_path: Path) -> Iterator["subprocess.Popen[str]"]:
     """Yield a worker process that trains against the cluster."""
-    (tmp_path / "train.py").write_text(SCRIPT)
+    with started(cluster, tmp_path, RUN) as process:
+        yield process
+
+
+@contextmanager
+def started(cluster: FakeCluster, folder: Path, run: str) -> Iterator["subprocess.Popen[str]"]:
+    (folder / "train.py").write_text(SCRIPT)
     environment = {
         "PYTHONPATH": f"{ROOT}:{ROOT / 'common'}",
         "PS_SERVERS": ",".join(cluster.addresses),
     }
     with subprocess.Popen(
-        [sys.executable, "-P", "-c", RUN, str(tmp_path / "train.py")],
+        [sys.executable, "-P", "-c", run, str(folder / "train.py")],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -81,6 +92,32 @@ def test_sigterm_lets_a_worker_finish_its_step(
     assert cluster.counted == [(1, 1)]
     assert cluster.left == {1: "", 2: ""}
     assert cluster.metrics == {}
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_first_signal_logs_at_once_what_ends_the_script(
+    cluster: FakeCluster, tmp_path: Path, number: signal.Signals
+) -> None:
+    """While the worker is within a step."""
+    cluster.deal(*range(9))
+    release, is_waiting = threading.Event(), threading.Event()
+    cluster.before[0].extend([lambda: None] * 2 + [lambda: (is_waiting.set(), release.wait(30))[0]])
+    with started(cluster, tmp_path, WITH_LOGS) as process:
+        try:
+            assert is_waiting.wait(60)
+            process.send_signal(number)
+            assert process.stderr is not None
+            events = (json.loads(line) for line in process.stderr)
+            found = next(each for each in events if each["event"] == "leave_requested")
+        finally:
+            release.set()
+
+        assert (found["signal"], found["level"]) == (number.name, "info")
+        assert "psworker.Stopping" in found["effect"]
+        assert "KeyboardInterrupt" in found["effect"]
+        code, _, rest = finish(process)
+        assert code == (130 if number == signal.SIGINT else 0)
+        assert "leave_requested" not in rest
 
 
 def test_a_second_sigterm_ends_a_worker_at_once(

@@ -245,6 +245,16 @@ class TestLineSplitter:
     def test_a_progress_bar_is_reduced_to_its_last_state(self) -> None:
         assert LineSplitter().feed(b"\r 10%\r 55%\r100%\ndone\r\n") == ["100%", "done"]
 
+    def test_a_prompt_is_taken_once_and_a_progress_bar_is_none(self) -> None:
+        lines = LineSplitter()
+
+        lines.feed(b"one\n(Pdb) ")
+        assert (lines.take_prompt(), lines.take_prompt()) == ("(Pdb) ", "")
+        assert lines.feed(b"42\n") == ["42"]
+        lines.feed(b"\r 10%")
+        assert lines.take_prompt() == ""
+        assert lines.feed(b"\r 20%\n") == [" 20%"]
+
     def test_invalid_utf8_is_replaced(self) -> None:
         assert LineSplitter().feed(b"\xff\n") == ["\N{REPLACEMENT CHARACTER}"]
 

@@ -136,6 +136,7 @@ ALLOWED: dict[str, set[str]] = {
         "pscommon.optim",
         "pscommon.settings",
         "pscommon.system",
+        "pscommon.telemetry",
         "pscommon.wire",
         "psworker.connection",
         "psworker.core",

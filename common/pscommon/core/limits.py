@@ -18,8 +18,8 @@ MAX_BATCH_NUMBER = 2**63 - 1
 MAX_LOADERS = 10_000
 """Loaders of a script that have begun a pass and can begin another one."""
 
-MAX_PASSES = 2**31 - 1
-"""Passes of a loader, and loaders without a name."""
+MAX_LOOPS = 10_000_000
+"""Loops of a job: passes of all loaders of a script. Each takes a place in the ledger."""
 
 MAX_LAPS = 2**44
 """Sources x epochs of a stream.
@@ -50,6 +50,9 @@ MAX_REASON_CHARACTERS = 2000
 
 MAX_METRICS = 1000
 """Names of reported values in a job."""
+
+MAX_COLLECTIVE_CALLS = 2**63 - 1
+"""Collective calls of a job, by the largest number."""
 
 MAX_COLLECTIVE_VALUES = 256
 """Values of one all_reduce."""

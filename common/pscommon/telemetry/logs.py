@@ -1,7 +1,7 @@
 """Logs of structlog and the standard library through one handler, one event a line.
 
-Text on a terminal, JSON otherwise; times are UTC, RFC 3339. The user's own logging and Python's
-warnings use the same handler.
+Text on a terminal, JSON otherwise; times are UTC, RFC 3339. In the processes of this package,
+other loggers and Python's warnings use the same handler. In a worker they belong to the script.
 """
 
 import io
@@ -25,6 +25,9 @@ Format = Literal["auto", "text", "json"]
 _fields: dict[str, Any] = {}
 
 _EXTRA = structlog.stdlib.ExtraAdder()
+
+WORKER_LOGGERS = ("psworker", "pscommon")
+"""Loggers that have a handler and a level in a worker."""
 
 # frames of structlog between a statement and the standard library's logger
 _STRUCTLOG_FRAME_COUNT = 3
@@ -69,7 +72,7 @@ def set_up(
     stream: TextIO | io.TextIOBase | None = None,
     **fields: Any,
 ) -> None:
-    """Configure logging; a later call replaces the configuration.
+    """Configure the logging of a process of this package; a later call replaces it.
 
     Args:
         level: lowest level to log.
@@ -78,15 +81,8 @@ def set_up(
         stream: output; default stderr.
         fields: fields of every event (shard=, rank=).
     """
-    stream = stream or sys.stderr
-    as_json = log_format == "json" or (log_format == "auto" and not stream.isatty())
-    _fields.clear()
-    bind(**fields)
-    handler = logging.StreamHandler(stream)
-    handler.setFormatter(_formatter(as_json, colors=not as_json and _coloured(stream)))
-    root = logging.getLogger()
-    root.handlers[:] = [handler]
-    root.setLevel(level.upper())
+    _set_process_fields(fields)
+    _equip(logging.getLogger(), level, _handler(log_format, stream or sys.stderr))
     logging.captureWarnings(True)
     structlog.configure(
         processors=[
@@ -99,6 +95,41 @@ def set_up(
         wrapper_class=structlog.stdlib.BoundLogger,
         cache_logger_on_first_use=False,  # reconfigures loggers made before set_up
     )
+
+
+def set_up_worker(
+    level: str = "info",
+    log_format: Format = "auto",
+    stream: TextIO | io.TextIOBase | None = None,
+    **fields: Any,
+) -> None:
+    """Configure only the WORKER_LOGGERS, with the arguments of `set_up`.
+
+    The root logger, `warnings` and the defaults of structlog belong to the script.
+    """
+    _set_process_fields(fields)
+    handler = _handler(log_format, stream or sys.stderr)
+    for name in WORKER_LOGGERS:
+        logger = logging.getLogger(name)
+        _equip(logger, level, handler)
+        logger.propagate = False
+
+
+def _set_process_fields(fields: dict[str, Any]) -> None:
+    _fields.clear()
+    bind(**fields)
+
+
+def _handler(log_format: Format, stream: TextIO | io.TextIOBase) -> logging.Handler:
+    as_json = log_format == "json" or (log_format == "auto" and not stream.isatty())
+    handler = logging.StreamHandler(stream)
+    handler.setFormatter(_formatter(as_json, colors=not as_json and _coloured(stream)))
+    return handler
+
+
+def _equip(logger: logging.Logger, level: str, handler: logging.Handler) -> None:
+    logger.handlers[:] = [handler]
+    logger.setLevel(level.upper())
 
 
 def bind(**fields: Any) -> None:

@@ -137,10 +137,9 @@ def check_batch_request(coordinator: CoordinatorMachine, request: BatchRequest) 
     if not 1 <= count <= limits.MAX_BATCHES_PER_REQUEST:
         least = f"is not between 1 and {limits.MAX_BATCHES_PER_REQUEST}"
         refuse("data", f"count {count} {least}", "ask for fewer batches at a time")
-    if request.received < 0:
-        refuse("data", f"{request.received} batches cannot have been received", "send 0 or more")
-    if request.place is not None:
-        check_place(request.place)
+    if not 0 <= request.received <= limits.MAX_BATCH_NUMBER:
+        refuse("data", f"{request.received} batches cannot have been received", "send their number")
+    check_place(f"data of loop {spec.loop}", request.place, spec.loop, request.first_open or 0)
     if problem := limits.loop_problem(spec):
         refuse(f"data of loop {spec.loop}", problem, "a smaller number of epochs")
     if global_batch is not None and global_batch // spec.batch_size > limits.MAX_BATCHES_PER_PUSH:
@@ -153,17 +152,22 @@ def check_batch_request(coordinator: CoordinatorMachine, request: BatchRequest) 
         )
 
 
-def check_place(place: ScriptPlace) -> None:
-    """Raise InvalidRequestError if no script can be there."""
-    if len(place.first_open) > limits.MAX_LOADERS:
-        refuse("data", f"{len(place.first_open)} loaders are above {limits.MAX_LOADERS}", "fewer")
-    current = place.current or PassName("", 0)
-    check_names("data", (current.loader, *place.first_open))
-    numbers = [current.number, place.training_passes, *place.first_open.values()]
-    if not 0 <= min(numbers) <= max(numbers) <= limits.MAX_PASSES:
-        refuse("data", f"a pass has no number above {limits.MAX_PASSES}", "fewer passes")
-    if not 0 <= place.first_loader <= limits.MAX_PASSES:
-        refuse("data", f"loader {place.first_loader} is not possible", "fewer loaders")
+def check_place(what: str, place: ScriptPlace | None, *numbers: int) -> None:
+    """Raise InvalidRequestError if no script can be there.
+
+    numbers: Numbers of loops beside those of the place.
+    """
+    if place is not None:
+        name = place.current or PassName("", 0)
+        if len(place.first_open) > limits.MAX_LOADERS:
+            count = f"{len(place.first_open)} loaders are above {limits.MAX_LOADERS}"
+            refuse(what, count, "one loader for many passes")
+        check_names(what, (name.loader, *place.first_open))
+        counts = name.number, place.training_passes, place.first_loader
+        numbers = (*numbers, *counts, *place.first_open.values())
+    if not 0 <= min(numbers) <= max(numbers) <= limits.MAX_LOOPS:
+        bounds = f"loop {max(numbers)} is not between 0 and {limits.MAX_LOOPS}"
+        refuse(what, bounds, "one loop for many passes: job.batches(epochs=N)")
 
 
 def check_returned_batches(coordinator: CoordinatorMachine, batches: Sequence[BatchKey]) -> None:
@@ -193,10 +197,10 @@ KINDS = ("barrier", "all_reduce", "broadcast")
 def check_collective(request: CollectiveRequest) -> None:
     """Raise InvalidRequestError if no worker makes this collective call."""
     given, what = request.contribution, f"collective {request.number}"
-    if request.place is not None:
-        check_place(request.place)
-    if given.kind not in KINDS or request.number < 1 or len(given.names) != len(given.values):
+    is_numbered = 1 <= request.number <= limits.MAX_COLLECTIVE_CALLS
+    if given.kind not in KINDS or not is_numbered or len(given.names) != len(given.values):
         refuse(what, f"it is no {', '.join(KINDS)}", "the methods of psworker's Job")
+    check_place(what, request.place, request.first_open)
     if len(given.names) > limits.MAX_COLLECTIVE_VALUES:
         count = f"{len(given.names)} values are above {limits.MAX_COLLECTIVE_VALUES}"
         refuse(what, count, "fewer values; tensors travel with optimizer.step()")

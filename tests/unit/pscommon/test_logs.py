@@ -24,15 +24,19 @@ class Terminal(io.StringIO):
 def restored_logging(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name in ("NO_COLOR", "FORCE_COLOR"):
         monkeypatch.delenv(name, raising=False)
-    root = logging.getLogger()
-    before = root.level, list(root.handlers)
+    loggers = [logging.getLogger(name) for name in (None, *logs.WORKER_LOGGERS)]
+    before = [(each, each.level, list(each.handlers), each.propagate) for each in loggers]
+    kind = logging.getLoggerClass()
     with warnings.catch_warnings():
         warnings.simplefilter("default")
         logging.captureWarnings(False)  # an earlier test may have enabled it
         yield
         logging.captureWarnings(False)
-    root.setLevel(before[0])
-    root.handlers[:] = before[1]
+    for logger, level, handlers, propagate in before:
+        logger.setLevel(level)
+        logger.handlers[:] = handlers
+        logger.propagate = propagate
+    logging.setLoggerClass(kind)
     logs.bind(job=None, shard=None, worker=None)
     structlog.reset_defaults()
 
@@ -241,6 +245,68 @@ def test_the_last_set_up_applies() -> None:
 
     assert first.getvalue() == ""
     assert "shard" not in json_lines(second)[0]
+
+
+# ---- a worker: all but two loggers belong to the script ------------------------------------------
+
+
+def test_a_worker_leaves_the_root_logger_warnings_and_structlog_to_the_script() -> None:
+    root = logging.getLogger()
+    before = (
+        root.level,
+        list(root.handlers),
+        warnings.showwarning,
+        logging.getLoggerClass(),
+        structlog.is_configured(),
+    )
+
+    logs.set_up_worker("debug", stream=io.StringIO(), rank=0)
+
+    after = (
+        root.level,
+        root.handlers,
+        warnings.showwarning,
+        logging.getLoggerClass(),
+        structlog.is_configured(),
+    )
+    assert after == before
+
+
+def test_events_of_a_worker_have_the_same_format_and_come_once() -> None:
+    """They do not reach the handlers of the script, whose levels do not hide them."""
+    stream, scripts = io.StringIO(), io.StringIO()
+    root = logging.getLogger()
+    root.handlers[:] = [logging.StreamHandler(scripts)]
+    root.setLevel("ERROR")
+
+    logs.set_up_worker(stream=stream, rank=1)
+    logs.get_logger("psworker.job").info("rejoined", worker=3)
+    logs.get_logger("pscommon.telemetry.http").debug("hidden")
+    logging.getLogger("user").warning("not ours")
+
+    (event,) = json_lines(stream)
+    assert re.fullmatch(r"\d{4}-.*Z", event.pop("time"))
+    assert event == {
+        "event": "rejoined",
+        "level": "info",
+        "logger": "psworker.job",
+        "worker": 3,
+        "rank": 1,
+    }
+    assert scripts.getvalue() == ""
+
+
+def test_the_level_of_a_worker_does_not_hide_lines_of_the_script() -> None:
+    stream, scripts = io.StringIO(), io.StringIO()
+    root = logging.getLogger()
+    root.handlers[:] = []
+
+    logs.set_up_worker("warning", stream=stream)
+    logging.basicConfig(stream=scripts, level="INFO", format="%(message)s")
+    logging.getLogger("user").info("step %d", 1)
+    logs.get_logger("psworker.job").info("rejoined", worker=3)
+
+    assert (scripts.getvalue(), stream.getvalue()) == ("step 1\n", "")
 
 
 # ---- our own loggers -----------------------------------------------------------------------------

@@ -110,7 +110,7 @@ def started_scripts(monkeypatch: pytest.MonkeyPatch) -> list[Script]:
     """Replace the execution of scripts: collect the scripts that would run."""
     scripts: list[Script] = []
     monkeypatch.setattr("psworker.cli.run", lambda script, debug: scripts.append(script) or 0)
-    monkeypatch.setattr("pscommon.telemetry.logs.set_up", lambda *_, **__: None)
+    monkeypatch.setattr("pscommon.telemetry.logs.set_up_worker", lambda *_, **__: None)
     monkeypatch.setattr("os.environ", dict(os.environ))
     return scripts
 
@@ -130,7 +130,7 @@ def test_log_lines_have_the_rank_and_no_worker_number(
     """Servers assign worker numbers later."""
     fields: dict[str, object] = {}
     monkeypatch.setattr(
-        "pscommon.telemetry.logs.set_up", lambda *_, **passed: fields.update(passed)
+        "pscommon.telemetry.logs.set_up_worker", lambda *_, **passed: fields.update(passed)
     )
 
     assert cli.main(["--ps", "a:1", "--worker-rank", "3", "train.py"]) == 0
@@ -235,7 +235,7 @@ def test_modules_beside_the_script_do_not_shadow_those_of_the_worker(tmp_path: P
     (tmp_path / "common.py").write_text("WORD = 'neighbour'")
     (tmp_path / "train.py").write_text(
         "import os, sys, logging, torch, common\n"
-        "logging.getLogger('mine').info('hello')\n"
+        "logging.getLogger('psworker.mine').info('hello')\n"
         "print(__name__, sys.argv[1:], common.WORD, os.environ['PS_DEVICE'], "
         "torch.get_num_threads())\n"
         "sys.exit(5)\n"

@@ -61,27 +61,39 @@ def test_a_second_optimizer_of_a_name_is_refused(job: Job) -> None:
     )
 
 
+def test_a_name_after_the_first_pull_is_refused(job: Job) -> None:
+    first, net = nn.Linear(1, 1), nn.Linear(1, 1)
+    job.optimizer(SGD(first.parameters(), lr=0.1), first, name="a")
+    job.pull()
+
+    assert refusal(job, SGD(net.parameters(), lr=0.1), net, name="c") == (
+        "job.optimizer failed: 'c' comes too late: the first pull or save has registered the "
+        "model. Try: all calls of job.optimizer before it"
+    )
+
+
 @pytest.mark.parametrize(
     "use",
     [
         lambda job, optimizer: optimizer.step(),
         lambda job, optimizer: next(iter(job.batches(torch.zeros(4, 1), 2))),
-        lambda job, optimizer: job.pull(),
     ],
-    ids=["step", "pass", "pull"],
+    ids=["step", "pass"],
 )
-def test_a_name_after_the_first_use_is_refused(
-    job: Job, use: Callable[[Job, torch.optim.Optimizer], object]
+@pytest.mark.parametrize("names", [("a", "c"), ("a", "a"), ("default", "default")])
+def test_an_optimizer_for_a_later_stage_is_refused(
+    job: Job, use: Callable[[Job, torch.optim.Optimizer], object], names: tuple[str, str]
 ) -> None:
+    """A name for each would not help: it comes too late."""
     first = nn.Linear(1, 1)
-    optimizer = job.optimizer(SGD(first.parameters(), lr=0.1), first, name="a")
+    optimizer = job.optimizer(SGD(first.parameters(), lr=0.1), first, name=names[0])
     first(torch.ones(1, 1)).sum().backward()
     use(job, optimizer)
-    net = nn.Linear(1, 1)
 
-    assert refusal(job, SGD(net.parameters(), lr=0.1), net, name="c") == (
-        "job.optimizer failed: 'c' comes too late: the first pass, step, pull or save has "
-        "registered the model. Try: all calls of job.optimizer before it"
+    assert refusal(job, SGD(first.parameters(), lr=0.1), first, name=names[1]) == (
+        "job.optimizer failed: training has begun with other optimizers. Try: at the start, list "
+        "all parameters and switch requires_grad and lr later; or begin a training: job.close(), "
+        "then psworker.connect()"
     )
 
 

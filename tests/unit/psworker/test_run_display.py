@@ -137,6 +137,45 @@ def test_lines_are_prefixed_with_their_process_on_their_stream(
     assert err.text() == "[s0] event\n[run] hello\n"
 
 
+def test_a_prompt_is_shown_at_once_and_continued_by_its_process(
+    out: FileOutput, terminal: FileOutput
+) -> None:
+    """As a debugger shows it; without progress meanwhile. Another line ends it."""
+    display = PlainDisplay(terminal, terminal)
+
+    display.prompt("w0", "(Pdb) ")
+    assert terminal.text() == "[w0] (Pdb) "
+    display.tick(STATUS, 1e9)
+    display.line("w0", "stdout", "42")
+    display.prompt("w0", "..")
+    display.prompt("w0", "..")
+    display.line("s0", "stderr", "event")
+    display.line("w0", "stdout", "done")
+
+    assert terminal.text() == "[w0] (Pdb) 42\n[w0] ....\n[s0] event\n[w0] done\n"
+
+
+def test_the_panel_goes_for_a_prompt_and_returns_below_the_next_lines(
+    terminal: FileOutput, out: FileOutput
+) -> None:
+    console = Console(file=cast(TextIO, terminal), force_terminal=True, color_system=None)
+    with LiveDisplay(console, terminal, terminal) as display:
+        display.tick(STATUS, 1.0)
+        display.prompt("w0", "(Pdb) ")
+        before = terminal.text()
+        assert before.endswith("[w0] (Pdb) ")
+        display.tick(STATUS, 2.0)
+        assert terminal.text() == before
+        display.line("w0", "stdout", "42")
+        display.tick(STATUS, 2.1)
+        assert terminal.text() == before + "42\n"
+        display.tick(STATUS, 3.0)
+        shown = terminal.text()[len(before) :]
+
+    assert "running: version 120" in shown
+    assert "\x1b[1A" not in shown  # it moves up over no line of the script
+
+
 def test_log_lines_of_ps_run_are_prefixed(out: FileOutput, err: FileOutput) -> None:
     LogStream(PlainDisplay(out, err)).write("one\ntwo\n")
 

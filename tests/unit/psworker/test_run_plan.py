@@ -1,6 +1,10 @@
 """The command lines and environments that ps-run gives its processes."""
 
+import errno
+import os
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import click
@@ -10,7 +14,7 @@ from pscommon.settings import options
 from pscommon.settings.command import given
 from psworker.launch.plan import RunPlan
 from psworker.launch.script import Script
-from psworker.run.cli import COMMAND
+from psworker.run.cli import COMMAND, has_terminal
 
 FOLDER = Path("/tmp/x")
 BOUND = {"s0": "127.0.0.1:4000"}
@@ -223,3 +227,31 @@ def test_forwarded_values_parse_to_the_same_values() -> None:
     assert settings["lease"] == 0.25
     assert str(settings["snapshot_every"]) == "600s"
     assert settings["resume"] == "never"
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("terminal", [False, True])
+def test_only_a_single_worker_reads_the_terminal(workers: int, terminal: bool) -> None:
+    cluster = replace(plan("--workers", str(workers)), has_terminal=terminal)
+
+    assert cluster.is_interactive("w0") is (terminal and workers == 1)
+    assert not cluster.is_interactive("s0")
+
+
+@pytest.mark.parametrize(
+    ("is_terminal", "foreground", "expected"),
+    [(True, "own", True), (True, "other", False), (True, "none", False), (False, "own", False)],
+)
+def test_a_run_in_the_background_leaves_the_terminal_to_the_shell(
+    monkeypatch: pytest.MonkeyPatch, is_terminal: bool, foreground: str, expected: bool
+) -> None:
+    def group(descriptor: int) -> int:
+        if foreground == "none":
+            raise OSError(errno.ENOTTY, "not the controlling terminal")
+        return os.getpgrp() + (foreground == "other")
+
+    stream = SimpleNamespace(isatty=lambda: is_terminal, fileno=lambda: 0)
+    monkeypatch.setattr("psworker.run.cli.sys", SimpleNamespace(stdin=stream, stdout=stream))
+    monkeypatch.setattr("psworker.run.cli.os.tcgetpgrp", group)
+
+    assert has_terminal() is expected
