@@ -102,7 +102,6 @@ class ServerOptimizer(torch.optim.Optimizer):
         self._session = session
         self._parameters = [p for group in self.param_groups for p in group["params"]]
         self._next = session.consumed.new_step(self._has_gradients)
-        self._groups_on_servers = ""  # as JSON; empty: unknown
         self._must_leave = False
         self._accumulation = GradientAccumulation(self._parameters)
         self._original_hook: RemovableHandle | None = None
@@ -210,14 +209,7 @@ class ServerOptimizer(torch.optim.Optimizer):
         if self.pending:
             return self._accumulate(weight)
         session.enter("push")
-        # A deferred step does not know yet whether the groups of the push before have counted.
-        is_known = groups == self._groups_on_servers and not self._step_strategy.is_deferred
-        push = Push(
-            self._accumulation.finish(weight),
-            consumed.batches,
-            "" if is_known else groups,
-            self.name,
-        )
+        push = Push(self._accumulation.finish(weight), consumed.batches, groups, self.name)
         result = self._send(push)
         push = replace(push, batches=consumed.batches)  # without those of a lost membership
         consumed.finish_push(step)
@@ -272,8 +264,6 @@ class ServerOptimizer(torch.optim.Optimizer):
                     returned_batches=len(push.batches),
                     reason=result.reason,
                 )
-        else:
-            self._groups_on_servers = push.groups_json or self._groups_on_servers
 
     def _reject(self, why: str) -> None:
         if self._session.client.bad_gradients != "skip":
@@ -292,10 +282,6 @@ class ServerOptimizer(torch.optim.Optimizer):
         # ConsumedBatches knows which steps of a script with passes are void
         if self.name and self._has_gradients() and not self._session.consumed.dealt:
             self._next.lost = error
-
-    def renew(self) -> None:
-        """Send the parameter groups with the next push: the worker has a new membership."""
-        self._groups_on_servers = ""
 
     def close(self) -> None:
         """Remove the hook of the script's optimizer."""
