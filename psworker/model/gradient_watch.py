@@ -51,7 +51,7 @@ class GradientWatch:
         return any(map(is_not, map(_GRADIENT, self._all), repeat(None)))
 
     def mark(self) -> None:
-        """Compare with the gradients of now from now on."""
+        """Compare later gradients with the current ones."""
         self._known_fired = self._fired[0]
         self._marks = [
             (weakref.ref(grad), grad._version) if grad is not None else None

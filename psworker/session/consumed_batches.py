@@ -19,7 +19,7 @@ class Gradients(Protocol):
         """Return whether any parameter has a gradient."""
 
     def mark(self) -> None:
-        """Compare with the gradients of now from now on."""
+        """Compare later gradients with the current ones."""
 
     def has_changed(self) -> bool:
         """Return whether a gradient was added since `mark`."""
