@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 from pscommon.core.log_entries import Apply, Entry, Staged
 from pscommon.core.model_spec import ModelSpec
-from pscommon.optim.specs import groups_to_json
 from pscommon.wal.log import LogDamagedError, Record, WriteAheadLog
 from pscommon.wire.messages import (
     entry_from_proto,
@@ -80,6 +79,7 @@ class LoggedPush(NamedTuple):
     groups_json: hyper-parameters that came with the push, as JSON; empty if none did.
     initial: whether it contains the initial weights.
     payload: valid until the next record is read; empty if the push had a problem.
+    has_own_groups: whether its hyper-parameters count for it alone, see PushGroups.
     """
 
     staged: Staged
@@ -87,6 +87,7 @@ class LoggedPush(NamedTuple):
     groups_json: str
     initial: bool
     payload: memoryview
+    has_own_groups: bool = False
 
 
 Logged = SegmentBase | ModelSpec | LoggedPush | Entry
@@ -220,9 +221,10 @@ def push_record(staged: Staged, staging: Staging) -> Raw:
     header = log_pb2.LoggedPush(
         staged=staged_to_proto(staged),
         absent=sorted(staging.absent),
-        groups_json=groups_to_json(staging.groups) if staging.groups is not None else "",
         initial=staging.initial,
     )
+    if (groups := staging.groups) is not None:
+        header.groups_json, header.own_groups = groups.text, groups.is_own
     return (
         ShardRecordKind.PUSH,
         header.SerializeToString(),
@@ -246,5 +248,10 @@ def logged(record: Record) -> Logged:
             message = log_pb2.LoggedPush.FromString(record.header)
             staged = staged_from_proto(message.staged)
             return LoggedPush(
-                staged, list(message.absent), message.groups_json, message.initial, record.payload
+                staged,
+                list(message.absent),
+                message.groups_json,
+                message.initial,
+                record.payload,
+                message.own_groups,
             )

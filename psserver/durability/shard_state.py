@@ -21,13 +21,13 @@ from pscommon.core.log_entries import (
 )
 from pscommon.core.model_spec import ModelSpec
 from pscommon.core.partition import PartitionPlan
-from pscommon.optim.specs import groups_from_json
 from pscommon.snapshot import Manifest
 from pscommon.system.thread_team import ThreadTeam
 from psserver.core.job.entry_log import counted
 from psserver.core.shard.state_machine import ShardMachine
 from psserver.durability.shard_log import FrozenNumbers, LoggedPush, SegmentBase
 from psserver.parameters.frozen_shard import FrozenShard
+from psserver.parameters.push_groups import PushGroups, groups_of_update
 from psserver.parameters.staging import Staging
 from psserver.parameters.store import ParameterStore, PartReader
 
@@ -157,8 +157,18 @@ class ShardState:
                 self.loaded_store.set_initial_weights(initial)
             case Apply():
                 optimizer = self.machine.staged[entry.contributions[0].key].optimizer
-                self.loaded_store.apply(*self._weighted(entry.contributions), optimizer)
+                groups = self.groups_of(entry)
+                self.loaded_store.apply(
+                    *self._weighted(entry.contributions),
+                    optimizer,
+                    groups.values if groups is not None else None,
+                )
         return 0.0
+
+    def groups_of(self, entry: Apply) -> PushGroups | None:
+        """Return the hyper-parameters that an update uses; None: those of the update before."""
+        keys = (each.key for each in entry.contributions)
+        return groups_of_update((key.worker, self.staged[key].staging.groups) for key in keys)
 
     def finish(self, entry: Entry, square_norm: float) -> list[Staging]:
         """Note that an entry was computed. Return the arrays of ended pushes, to be released."""
@@ -199,8 +209,9 @@ class ShardState:
             raise LogUnfitError("it contains pushes before a model exists")
         staging = self.store.allocate_staging(push.absent, push.initial)
         if push.groups_json:
-            settings = self.store.settings(push.staged.optimizer)
-            staging.groups = groups_from_json(push.groups_json, settings)
+            staging.groups = self.store.read_groups(
+                push.groups_json, push.staged.optimizer, push.has_own_groups
+            )
         offset = 0
         for view in staging.views if push.payload else ():
             view[:] = push.payload[offset : offset + len(view)]

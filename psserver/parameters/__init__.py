@@ -2,9 +2,9 @@
 
 __all__ = [
     "frozen_shard",
-    "gradient_check",
     "memory_budget",
     "partition",
+    "push_groups",
     "staging",
     "store",
     "weight_reads",

@@ -2,14 +2,14 @@
 
 import math
 import threading
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 
 import torch
 
 from pscommon.core.errors import InvalidRequestError
-from pscommon.core.model_spec import Scalar
 from psserver.parameters.memory_budget import MemoryClaim
 from psserver.parameters.partition import RoleBuffers, ShardPartition
+from psserver.parameters.push_groups import PushGroups
 
 
 class Staging:
@@ -22,7 +22,7 @@ class Staging:
     views: writable bytes to fill one after another with received data; empty in a worker's memory.
     absent: trainable tensors (indices into the model) without a gradient in this push.
     initial: whether these are initial weights.
-    groups: hyper-parameters of each group sent with the push; None if unchanged.
+    groups: hyper-parameters sent with the push; None if there are none.
     claim: claim on the memory budget.
     partition: the partition of the model that the push is for.
     nbytes: bytes of the push.
@@ -40,7 +40,7 @@ class Staging:
         self.is_server_memory = is_server_memory
         self.absent = absent
         self.initial = initial
-        self.groups: tuple[Mapping[str, Scalar], ...] | None = None
+        self.groups: PushGroups | None = None
         self.claim: MemoryClaim | None = None
         self.partition = partition
         spans = partition.push(absent, initial)

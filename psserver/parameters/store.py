@@ -13,7 +13,6 @@ from pscommon.optim.specs import (
     Groups,
     Scalars,
     all_groups_from_json,
-    groups_of_push,
     validate_model,
 )
 from pscommon.system.thread_team import ALONE, ThreadTeam
@@ -27,6 +26,7 @@ from psserver.parameters.partition import (
     WorkerBuffer,
     raw,
 )
+from psserver.parameters.push_groups import GroupsParser, PushGroups
 from psserver.parameters.round_mean import RoundMean, scale_shares, share_of_samples
 from psserver.parameters.staging import Staging, StagingPool
 from psserver.parameters.weight_reads import WeightRead, WeightReads
@@ -69,6 +69,7 @@ class ParameterStore:
         self._all_changed = 0
         self._model = validate_model(plan.spec)
         self._parts, self._trainable = self._model.parts(), self._model.trainable_of()
+        self._parsers = {name: GroupsParser(part) for name, part in self._parts.items()}
         self.clipped, self.averaged_last = clipped_optimizers(plan.spec), False
         self._optimizers = {
             name: FlatOptimizer(
@@ -133,12 +134,16 @@ class ParameterStore:
                     f"optimizer {other}"
                 )
 
-    def parse_groups(self, text: str, name: str) -> Groups:
+    def parse_groups(self, text: str, name: str) -> PushGroups:
         """Return the hyper-parameters of a push of this optimizer.
 
         Raises InvalidRequestError if they do not fit.
         """
-        return groups_of_push(text, self.settings(name), self._parts[name].tensors)
+        return self._parsers[name].parse(text)
+
+    def read_groups(self, text: str, name: str, is_own: bool) -> PushGroups:
+        """Return the hyper-parameters of a logged push; see PushGroups."""
+        return self._parsers[name].read(text, is_own)
 
     def settings(self, name: str) -> OptimizerSettings:
         """Return an optimizer with all hyper-parameters, as the job began."""
@@ -186,16 +191,17 @@ class ParameterStore:
         samples: Sequence[int],
         scales: Sequence[float] = (),
         optimizer: str = "",
+        groups: Groups | None = None,
     ) -> None:
         """Make one optimizer step with the mean of the pushes, summed in this order.
 
         samples: weight of each push in the mean, at least 1.
         scales: additional factor of each push's gradients; empty: 1.
         optimizer: name of the optimizer that steps.
+        groups: its hyper-parameters; None: those of its update before.
 
         A tensor without a gradient in some pushes counts as zero there; one without any gradient is
-        not changed. Uses the groups of the first staging that has them. Overwrites the stagings'
-        contents.
+        not changed. Overwrites the stagings' contents.
         """
         if not stagings or min(samples) < 1:
             raise ValueError(f"cannot average {len(stagings)} pushes with samples {list(samples)}")
@@ -203,9 +209,8 @@ class ParameterStore:
         self.averaged_last = len(stagings) > 1
         untouched = frozenset.intersection(*(staging.absent_here for staging in stagings))
         stepping = self._optimizers[optimizer]
-        stepping.groups = next(
-            (s.groups for s in stagings if s.groups is not None), stepping.groups
-        )
+        if groups is not None:
+            stepping.groups = groups
         self._reads.freeze()
         with self._mean.sum_gradients(stagings, scale_shares(shares, scales)) as gradients:
             stepping.step(gradients, untouched)

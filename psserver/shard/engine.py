@@ -28,9 +28,9 @@ from psserver.core.shard.state_machine import PushOutcome
 from psserver.durability.record_sink import RecordSink, RecordSource
 from psserver.durability.shard_log import ShardLog
 from psserver.durability.shard_state import ShardState
-from psserver.parameters.gradient_check import check_gradient
 from psserver.parameters.staging import Staging
 from psserver.parameters.store import ParameterStore, clipped_optimizers
+from psserver.shard.gradient_check import check_gradient
 from psserver.shard.live_state import LiveShardState
 from psserver.shard.worker_traffic import WorkerTraffic
 

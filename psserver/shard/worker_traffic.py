@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from pscommon.settings.values import Lanes
 from psserver.parameters.memory_budget import MemoryBudget
 from psserver.process.metrics import ServerMetrics
+from psserver.shard.differing_groups import DifferingGroups
 from psserver.shard.observers import ShardObserver
 from psserver.shard.push_statistics import PushStatistics
 from psserver.shard.shared_buffers import AttachedBuffers
@@ -36,4 +37,9 @@ class WorkerTraffic:
         self.shared_buffers = AttachedBuffers(lanes)
         self.transfer = TransferStats(metrics)
         self.pushes = PushStatistics(metrics)
-        self.observers: list[ShardObserver] = [self.pushes, self.transfer, self.shared_buffers]
+        self.observers: list[ShardObserver] = [
+            self.pushes,
+            self.transfer,
+            self.shared_buffers,
+            DifferingGroups(),
+        ]

@@ -236,7 +236,8 @@ class Client(ClientFacts):
             absent: Trainable tensors without a gradient, by index into plan.spec.tensors.
             samples: Weight in a round's average, at least 1.
             batches: Batches that the push commits.
-            groups_json: The optimizer's parameter groups, if they may have changed; else empty.
+            groups_json: Hyper-parameters of the optimizer's groups, for this push alone; empty:
+                those of the update before.
             base: Version that the gradient was computed from; None: the last pulled version.
             optimizer: Name of the optimizer whose step this is. `absent` has the trainable
                 tensors of the others.

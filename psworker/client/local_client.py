@@ -76,6 +76,7 @@ class LocalClient:
         for spec, weight in zip(self.plan.spec.tensors, self._weights, strict=True):
             if spec.role == "trainable":
                 members[spec.group].append(weight)
+        self._groups_json = dict.fromkeys(self._settings, "")
         self._optimizers = {
             name: _make_optimizer(settings, members[groups.start : groups.stop])
             for (name, settings), groups in zip(
@@ -118,7 +119,8 @@ class LocalClient:
                 if not pushed.isfinite().all():
                     return f"NON_FINITE: NaN or Inf in the gradient of {spec.name}"
         self._take_buffers(gradients)
-        if groups_json:
+        if groups_json and groups_json != self._groups_json[name]:
+            self._groups_json[name] = groups_json
             _set_groups(optimizer, groups_from_json(groups_json, settings))
         if settings.clip_norm is not None:
             torch.nn.utils.clip_grad_norm_(self._weights, settings.clip_norm)

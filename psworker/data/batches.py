@@ -71,6 +71,8 @@ class BatchLoader:
     def __iter__(self) -> "BatchIterator":
         loops = self._session.loops
         spec, reader = self._source.next_pass(loops.count)
+        if self._pass is not None:
+            self._session.consumed.decide(self._pass.loop)
         if (
             self._pass is not None
             and self._iterator is not None
@@ -164,6 +166,7 @@ class DataPass:
                         yield batch
                 self._session.enter("wait")
                 more = leases.wait()
+            consumed.decide(self.loop)
             leases.drop_evaluated()
             self._session.enter("compute")
         if self._session.stats.steps == steps and (unused := consumed.void(samples)):

@@ -4,8 +4,6 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import wraps
-from itertools import repeat
-from operator import attrgetter, is_not
 from typing import Any, ParamSpec
 
 import torch
@@ -15,6 +13,7 @@ from torch.utils.hooks import RemovableHandle
 from pscommon.core.errors import FencedError, InvalidRequestError, PSError, error_for
 from pscommon.telemetry.logs import get_logger
 from psworker.core.results import PushResult, lost
+from psworker.model.gradient_watch import GradientWatch
 from psworker.optim.accumulation import GradientAccumulation
 from psworker.optim.checks import check_own_step, checked_weight, refuse_copy
 from psworker.optim.grad_scaling import unscale
@@ -101,8 +100,8 @@ class ServerOptimizer(torch.optim.Optimizer):
         self._group_settings = GroupSettings(optimizer)
         self._session = session
         self._parameters = [p for group in self.param_groups for p in group["params"]]
-        self._next = session.consumed.new_step(self._has_gradients)
-        self._groups_on_servers = ""  # as JSON; empty: unknown
+        self._gradients = GradientWatch(self._parameters)
+        self._next = session.consumed.new_step(self._gradients)
         self._must_leave = False
         self._accumulation = GradientAccumulation(self._parameters)
         self._original_hook: RemovableHandle | None = None
@@ -123,7 +122,7 @@ class ServerOptimizer(torch.optim.Optimizer):
 
     def void_gradients(self) -> None:
         """Let the next step not count if there are gradients: they are of other weights."""
-        if self._has_gradients():
+        if self._gradients.has_gradients():
             self._next.lost = PSError(
                 "the gradient was computed before this worker had the job's weights. Try: "
                 "job.pull() before the first forward pass",
@@ -154,8 +153,9 @@ class ServerOptimizer(torch.optim.Optimizer):
 
         Args:
             closure: Evaluates the model and returns the loss, as in torch.
-            samples: Weight of this gradient in the average of a round. Default: the samples in
-                the batches since the last step; 1 without `job.batches`.
+            samples: Weight of this gradient in the average of a round. Default: the samples of
+                the batches since the last step that have added a gradient; 1 without
+                `job.batches`. Give it if `collate_fn` leaves samples out.
 
         Returns:
             The loss that `closure` returned, else None.
@@ -187,8 +187,9 @@ class ServerOptimizer(torch.optim.Optimizer):
         if self.model is None:
             self._register()
         if self._session.consumed.shared:
+            weight = max(1, self._session.consumed.weigh(self._next))
             self.zero_grad()
-            self._push(None)
+            self._push(weight)
         else:
             self._next.finish()
             self._step_strategy.skip()
@@ -202,22 +203,15 @@ class ServerOptimizer(torch.optim.Optimizer):
     def _push(self, samples: int | None) -> None:
         session, consumed, step = self._session, self._session.consumed, self._next
         groups = self._group_settings.groups_json(self.param_groups)
-        weight = max(1, step.samples) if samples is None else checked_weight(samples)
-        if consumed.has_none_for(step) and not self._has_gradients():
+        weight = max(1, consumed.weigh(step)) if samples is None else checked_weight(samples)
+        if consumed.has_none_for(step) and not self._gradients.has_gradients():
             return self._step_strategy.skip()
         self._check_leaving()
         self.pending = consumed.following > 0 and step.lost is None
         if self.pending:
             return self._accumulate(weight)
         session.enter("push")
-        # A deferred step does not know yet whether the groups of the push before have counted.
-        is_known = groups == self._groups_on_servers and not self._step_strategy.is_deferred
-        push = Push(
-            self._accumulation.finish(weight),
-            consumed.batches,
-            "" if is_known else groups,
-            self.name,
-        )
+        push = Push(self._accumulation.finish(weight), consumed.batches, groups, self.name)
         result = self._send(push)
         push = replace(push, batches=consumed.batches)  # without those of a lost membership
         consumed.finish_push(step)
@@ -231,7 +225,8 @@ class ServerOptimizer(torch.optim.Optimizer):
 
     def _accumulate(self, samples: int) -> None:
         self._accumulation.add(samples)
-        self._next.samples, self._next.is_open = 0, True
+        self._next.forget_samples()
+        self._next.is_open = True
         self._step_strategy.skip()
 
     def _check_leaving(self) -> None:
@@ -272,8 +267,6 @@ class ServerOptimizer(torch.optim.Optimizer):
                     returned_batches=len(push.batches),
                     reason=result.reason,
                 )
-        else:
-            self._groups_on_servers = push.groups_json or self._groups_on_servers
 
     def _reject(self, why: str) -> None:
         if self._session.client.bad_gradients != "skip":
@@ -282,23 +275,22 @@ class ServerOptimizer(torch.optim.Optimizer):
         self._session.stats.rejected += 1
         log.warning("step_skipped", reason=why)
 
-    def _has_gradients(self) -> bool:
-        """Return whether any of its parameters has a gradient."""
-        return any(map(is_not, map(attrgetter("grad"), self._parameters), repeat(None)))
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients, as in torch. Batches that they came from weigh nothing later."""
+        super().zero_grad(set_to_none)
+        if not self._is_copy:
+            self._session.consumed.drop_gradients(self._next)
 
     def drop(self, error: PSError) -> None:
         """Drop gradients of a membership that was lost with this error."""
         self._accumulation.clear()
         # ConsumedBatches knows which steps of a script with passes are void
-        if self.name and self._has_gradients() and not self._session.consumed.dealt:
+        if self.name and self._gradients.has_gradients() and not self._session.consumed.dealt:
             self._next.lost = error
 
-    def renew(self) -> None:
-        """Send the parameter groups with the next push: the worker has a new membership."""
-        self._groups_on_servers = ""
-
     def close(self) -> None:
-        """Remove the hook of the script's optimizer."""
+        """Remove the hooks of the parameters and of the script's optimizer."""
+        self._gradients.close()
         if self._original_hook is not None:
             self._original_hook.remove()
 

@@ -27,9 +27,6 @@ class SteppingOptimizer(Protocol):
     def drop(self, error: PSError) -> None:
         """Drop gradients of a membership that was lost with this error."""
 
-    def renew(self) -> None:
-        """Assume nothing of what the servers know: the worker has a new membership."""
-
 
 class ServedModel:
     """A model whose weights are those of the job, with its optimizers (implements TrainedModel).
@@ -121,6 +118,4 @@ class ServedModel:
     @torch.no_grad()
     def renew(self) -> None:
         """Load all of the job's weights: the worker has a new membership."""
-        for optimizer in self._optimizers.values():
-            optimizer.renew()
         self.strategy.renew()

@@ -1,18 +1,40 @@
-"""Batches that the script has received, and the weight of each optimizer's next step."""
+"""Batches that the script has received, and the weight of each optimizer's next step.
 
-from collections.abc import Callable
+A step weighs the samples whose gradient it pushes. A batch counts if a gradient was added between
+its delivery and the next request for a batch of its loop, or the step. So a batch that the script
+leaves out has no weight, and several batches, also of several loaders, may make one step.
+"""
+
+from collections.abc import Iterable
+from typing import Protocol
 
 from pscommon.core.errors import InvalidRequestError, PSError
 from pscommon.core.log_entries import BatchKey
 
 
+class Gradients(Protocol):
+    """The gradients of one optimizer's parameters."""
+
+    def has_gradients(self) -> bool:
+        """Return whether any parameter has a gradient."""
+
+    def mark(self) -> None:
+        """Compare later gradients with the current ones."""
+
+    def has_changed(self) -> bool:
+        """Return whether a gradient was added since `mark`."""
+
+
 class NextStep:
     """The next step of one optimizer.
 
-    has_gradients: Returns whether the step would push something.
+    gradients: What the step pushes.
 
     Attributes:
-        samples: Samples since the last step.
+        samples: Samples received since the last step.
+        weight: Those of them that count.
+        undecided: By loop, the newest batch: its samples, and how many changes of gradients were
+            known at its delivery.
         lost: Why the step must not count: its gradients are of another membership, or of weights
             that are not the job's.
         is_open: The step has the gradients of some batches of an update (--global-batch).
@@ -20,16 +42,40 @@ class NextStep:
             update.
     """
 
-    def __init__(self, has_gradients: Callable[[], bool]) -> None:
-        self.has_gradients = has_gradients
+    def __init__(self, gradients: Gradients) -> None:
+        self.gradients = gradients
+        self.undecided: dict[int, tuple[int, int]] = {}
         self.finish()
 
     def finish(self) -> None:
         """End the step, and begin the following one."""
-        self.samples, self.lost = 0, None
+        self.forget_samples()
+        self.lost = None
         self.is_open = self.misses_batches = False
 
+    def forget_samples(self) -> None:
+        """Forget the batches so far: their gradients are added up, pushed or dropped."""
+        self.samples = self.weight = 0
+        self.undecided.clear()
+
+    def decide(self, loops: Iterable[int], changes: int) -> None:
+        """Decide whether the newest batches of these loops count. changes: Known up to now."""
+        for loop in loops:
+            samples, known = self.undecided.pop(loop, (0, changes))
+            if changes > known:
+                self.weight += samples
+
+    def void(self, samples: int) -> int:
+        """Forget up to `samples` received samples if there is no gradient; return how many."""
+        if self.gradients.has_gradients():
+            return 0
+        unused = min(self.samples, samples)
+        self.samples -= unused
+        self.weight = 0
+        return unused
+
     samples: int
+    weight: int
     lost: PSError | None
     is_open: bool
     misses_batches: bool
@@ -52,7 +98,7 @@ class ConsumedBatches:
 
     def __init__(self) -> None:
         self.dealt = self.shared = False
-        self.samples = 0
+        self.samples = self._changes = 0
         self.steps: list[NextStep] = []
         self._clear()
 
@@ -63,8 +109,11 @@ class ConsumedBatches:
         """
         self.batches = (*self.batches, key)
         self.samples += samples
-        for step in self.steps:
+        self.decide(key.loop)
+        for step in self.steps if samples else ():
             step.samples += samples
+            step.undecided[key.loop] = samples, self._changes
+            step.gradients.mark()
         self.shared = following is not None
         if samples and following is not None:
             self._check_update_is_open()
@@ -82,8 +131,46 @@ class ConsumedBatches:
         self._ended, self.dealt = False, True
         for step in self.steps:
             step.misses_batches = False
-            if not step.has_gradients():
-                step.samples = 0
+            if not step.gradients.has_gradients():
+                step.forget_samples()
+
+    def decide(self, loop: int) -> None:
+        """Decide whether the newest batch of a loop counts: the script asks for another one."""
+        self._find_changes()
+        for step in self.steps:
+            step.decide([loop], self._changes)
+
+    def _find_changes(self) -> None:
+        """Count a change if any optimizer has got a gradient."""
+        if any(step.undecided for step in self.steps) and any(
+            step.gradients.has_changed() for step in self.steps
+        ):
+            self._changes += 1
+
+    def weigh(self, step: NextStep) -> int:
+        """Return the samples of the gradients that a step is about to push.
+
+        If no batch counts, those that were just used do: their gradients came in a way that nothing
+        shows. Without any gradient the batches count as zeros.
+        """
+        if not step.gradients.has_gradients():
+            return step.samples
+        self._find_changes()
+        used = sum(samples for samples, _ in step.undecided.values())
+        step.decide([*step.undecided], self._changes)
+        return step.weight or used
+
+    def drop_gradients(self, step: NextStep) -> None:
+        """Record that the script has dropped a step's gradients, so the batches do not count.
+
+        With several optimizers a batch counts for all of them or for none.
+        """
+        if step.undecided:
+            step.gradients.mark()
+        if len(self.steps) == 1:
+            step.weight = 0
+            for loop, (samples, _) in step.undecided.items():
+                step.undecided[loop] = samples, self._changes
 
     def void(self, samples: int) -> int:
         """Take the weight from all samples after the first `samples`, in steps without gradients.
@@ -93,13 +180,8 @@ class ConsumedBatches:
         Returns:
             Number of samples that lose their weight.
         """
-        since, largest = self.samples - samples, 0
-        for step in self.steps:
-            if not step.has_gradients():
-                unused = min(step.samples, since)
-                step.samples -= unused
-                largest = max(largest, unused)
-        return largest
+        since = self.samples - samples
+        return max((step.void(since) for step in self.steps), default=0)
 
     def finish_push(self, step: NextStep) -> None:
         """Record a push of a step, which commits the batches."""
@@ -120,9 +202,9 @@ class ConsumedBatches:
                 step.lost = error
         self._clear()
 
-    def new_step(self, has_gradients: Callable[[], bool]) -> NextStep:
+    def new_step(self, gradients: Gradients) -> NextStep:
         """Return the first step of an optimizer; see NextStep."""
-        self.steps.append(NextStep(has_gradients))
+        self.steps.append(NextStep(gradients))
         return self.steps[-1]
 
     def has_none_for(self, step: NextStep) -> bool:

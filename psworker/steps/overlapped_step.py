@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import compress, groupby, repeat
 from operator import is_not
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -27,6 +27,7 @@ from psworker.core.protocols import PushStream
 from psworker.core.results import PushResult
 from psworker.model.adapter import ModelAdapter
 from psworker.model.flat_buffer import CopyEvent
+from psworker.model.gradient_watch import add_gradient_hook
 from psworker.steps.step import PlainStep, Push, StepContext
 from psworker.steps.weight_gates import WeightGates
 
@@ -83,7 +84,8 @@ class BucketSender:
         self._copies: deque[tuple[CopyEvent, list[ByteRange]]] = deque()
         self._start_step(self._expected)
         self._hooks = [
-            _hook(tensor, self._counter(i)) for i, tensor in enumerate(adapter.trainable.tensors)
+            add_gradient_hook(tensor, self._counter(i))
+            for i, tensor in enumerate(adapter.trainable.tensors)
         ]
 
     def _counter(self, place: int) -> Callable[[Tensor], None]:
@@ -244,14 +246,6 @@ def _send(stream: PushStream, spans: Sequence[ByteRange]) -> None:
 
 def _padded(position: int) -> int:
     return -(-position // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-
-
-def _hook(tensor: Tensor, function: Callable[[Tensor], None]) -> Any:
-    """Register a hook. torch accepts it only while the parameter requires grad."""
-    trains = tensor.requires_grad
-    handle = tensor.requires_grad_(True).register_post_accumulate_grad_hook(function)  # type: ignore[no-untyped-call]
-    tensor.requires_grad_(trains)
-    return handle
 
 
 class OverlappedStep(PlainStep):

@@ -24,7 +24,7 @@ class Push:
     Attributes:
         samples: Weight in a round's average.
         batches: Batches that the push commits.
-        groups_json: The parameter groups, if they may have changed; else empty.
+        groups_json: The hyper-parameters of the parameter groups.
         optimizer: Name of the optimizer, in a job of several.
     """
 

@@ -126,6 +126,7 @@ class SimStore:
         samples: Sequence[int],
         scales: Sequence[float],
         optimizer: str,
+        groups: None,
     ) -> None:
         means = self.average(stagings, samples, scales)
         for place, mean in enumerate(means):

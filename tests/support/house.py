@@ -25,7 +25,6 @@ ALLOWED: dict[str, set[str]] = {
         "pscommon.optim",
         "pscommon.system",
         "pscommon.wire",
-        "psserver.core.job",
     },
     "psserver.process": {
         "pscommon.core",

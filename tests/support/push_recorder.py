@@ -28,7 +28,7 @@ class PushRecorder(LocalClient):
 
     def exchange(self, **call: Any) -> PushResult:
         if call["gradients"] is not None:
-            self.pushed.append((call["optimizer"], call["samples"], len(call["batches"])))
+            self.pushed.append((call.get("optimizer", ""), call["samples"], len(call["batches"])))
             self.absent.append({self.plan.spec.tensors[i].name for i in call["absent"]})
             self.groups.append(call["groups_json"])
             if len(self.pushed) == self.fenced_push:

@@ -11,6 +11,7 @@ from pscommon.core.model_spec import ModelSpec, OptimizerSettings, TensorSpec
 from pscommon.core.partition import PartitionPlan
 from pscommon.optim import KINDS
 from pscommon.system.thread_team import ALONE, ThreadTeam
+from psserver.parameters.push_groups import PushGroups
 from psserver.parameters.staging import Staging
 from psserver.parameters.store import ParameterStore
 
@@ -54,7 +55,7 @@ class Shards:
         ]
         stagings = [store.allocate_staging(absent, initial) for store in self.stores]
         for shard, staging in enumerate(stagings):
-            staging.groups = groups
+            staging.groups = PushGroups(groups, "") if groups is not None else None
             fill(staging.views, self._wire(buffer, shard, absent, initial))
         return stagings
 
@@ -65,7 +66,8 @@ class Shards:
             parts = [push[shard] for push in pushes]
             for part in parts:
                 store.check_optimizer(part, optimizer)
-            store.apply(parts, samples, optimizer=optimizer)
+            groups = next((part.groups.values for part in parts if part.groups is not None), None)
+            store.apply(parts, samples, optimizer=optimizer, groups=groups)
             for part in parts:
                 store.release(part)
 

@@ -27,10 +27,15 @@ class LoggedPush(google.protobuf.message.Message):
     ABSENT_FIELD_NUMBER: builtins.int
     GROUPS_JSON_FIELD_NUMBER: builtins.int
     INITIAL_FIELD_NUMBER: builtins.int
+    OWN_GROUPS_FIELD_NUMBER: builtins.int
     groups_json: builtins.str
-    """hyper-parameters of the push; empty: unchanged"""
+    """hyper-parameters of the push; empty: it has none"""
     initial: builtins.bool
     """upload of initial weights: the bytes of all tensors follow"""
+    own_groups: builtins.bool
+    """the hyper-parameters count for this push alone. False in logs of earlier releases, whose workers
+    sent only what had changed
+    """
     @property
     def staged(self) -> psproto.v1.coordinator_pb2.Staged: ...
     @property
@@ -42,8 +47,9 @@ class LoggedPush(google.protobuf.message.Message):
         absent: collections.abc.Iterable[builtins.int] | None = ...,
         groups_json: builtins.str = ...,
         initial: builtins.bool = ...,
+        own_groups: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["staged", b"staged"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["absent", b"absent", "groups_json", b"groups_json", "initial", b"initial", "staged", b"staged"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["absent", b"absent", "groups_json", b"groups_json", "initial", b"initial", "own_groups", b"own_groups", "staged", b"staged"]) -> None: ...
 
 global___LoggedPush = LoggedPush

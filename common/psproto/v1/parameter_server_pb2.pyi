@@ -283,9 +283,7 @@ class PushPullHeader(google.protobuf.message.Message):
     samples: builtins.int
     """weight of this gradient in a round's average"""
     groups_json: builtins.str
-    """hyper-parameters of each group as JSON, when they may have changed since the last push; empty:
-    unchanged
-    """
+    """hyper-parameters of each group as JSON, for this push alone; empty: those of the update before"""
     pull: global___Pull.ValueType
     """what to send back"""
     min_version: builtins.int

@@ -59,7 +59,7 @@ def make_step(job: Shards, spec: ModelSpec, step: int, name: str, optimizer: str
         del push[f"{name}.w"]
     groups = [{**group, "lr": 0.1 / (step + 1)} for group in spec.optimizer.groups]
     parsed = job.stores[0].parse_groups(groups_to_json(groups), optimizer)
-    job.step(push, groups=parsed, optimizer=optimizer)
+    job.step(push, groups=parsed.values, optimizer=optimizer)
 
 
 def train(job: Shards, parts: Mapping[str, ModelSpec], start: int, stop: int) -> None:
@@ -125,7 +125,7 @@ def test_a_push_must_be_a_step_of_one_optimizer() -> None:
         job.step(push, optimizer="b")
     with pytest.raises(InvalidRequestError, match="adam has 1 parameter groups, but 2 in the job"):
         job.stores[0].parse_groups('[{"lr": 0.1}]', "a")
-    assert job.stores[0].parse_groups('[{"lr": 0.25}]', "b")[0]["lr"] == 0.25
+    assert job.stores[0].parse_groups('[{"lr": 0.25}]', "b").values[0]["lr"] == 0.25
 
 
 def test_tensors_of_the_other_optimizer_count_as_unchanged() -> None:

@@ -184,6 +184,7 @@ def test_batches_without_a_step_are_committed_by_the_first_step_of_the_next_loop
     for _ in job.batches(NUMBERS, 5):
         optimizer.param_groups[0]["params"][0].sum().backward()
     for _ in job.batches(NUMBERS, 5):
+        optimizer.param_groups[0]["params"][0].sum().backward()
         optimizer.step()
         break
 
