@@ -80,8 +80,8 @@ class Job(JobFacts):
 
         Afterwards the model has the job's weights: those of the first worker, or of a resumed
         job. They are in the same Parameter objects with other storage. Do not move or cast the
-        model any more. Weights that the script loads or changes later are lost with the next
-        step; a warning says so.
+        model any more. Weights that the script loads or changes later stay while it evaluates, and
+        are lost with the next step; a warning says so.
 
         A script with several optimizers, as for a GAN, gives each a name:
         `job.optimizer(opt_d, net_d, name="d")`, then `job.optimizer(opt_g, net_g, name="g")`. Then
@@ -170,8 +170,9 @@ class Job(JobFacts):
 
         A batch counts as done with the next `optimizer.step()`. Leaving a pass early gives unused
         batches back, also to a resumed run. A pass that all workers have left for a later one is
-        over. When a pass ends, the model holds the job's newest weights. Under torch.no_grad() a
-        batch weighs nothing, and is done when its pass has ended. A pass inside another one, such
+        over. When a pass ends, the model holds the job's newest weights; after a pass without a
+        step those that the script has set, if it has. Under torch.no_grad() a batch weighs
+        nothing, and is done when its pass has ended. A pass inside another one, such
         as a test every 100 steps, gives nothing to a worker that comes when it has ended: a
         successor, or a resumed run.
 

@@ -32,8 +32,8 @@ def warn_of_overwritten(tensors: str) -> None:
         "weights_changed_by_script",
         tensors=tensors,
         problem="the job's weights live on the servers and overwrite this worker's copy",
-        remedy="load or set weights before job.optimizer; bound them in the forward pass "
-        "(torch.nn.utils.parametrize)",
+        remedy="load or set weights before job.optimizer, or begin a training; bound them in the "
+        "forward pass (torch.nn.utils.parametrize)",
     )
 
 
