@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from pscommon.core.errors import InvalidRequestError, PSError
+from pscommon.core.model_spec import Treatment
 from pscommon.telemetry.logs import get_logger
 from psworker.core.protocols import JobClient
 from psworker.core.results import PushResult
@@ -73,13 +74,14 @@ class Job(JobFacts):
         overlap: bool | None = None,
         pipeline: bool = False,
         clip_norm: float | None = None,
+        buffers: Mapping[str, Treatment] | None = None,
     ) -> ServerOptimizer:
         """Hand the model to the servers; return the optimizer to use from now on.
 
         Afterwards the model has the job's weights: those of the first worker, or of a resumed
         job. They are in the same Parameter objects with other storage. Do not move or cast the
-        model any more. Weights that the script loads or changes later are lost with the next
-        step; a warning says so.
+        model any more. Weights that the script loads or changes later stay while it evaluates, and
+        are lost with the next step; a warning says so.
 
         A script with several optimizers, as for a GAN, gives each a name:
         `job.optimizer(opt_d, net_d, name="d")`, then `job.optimizer(opt_g, net_g, name="g")`. Then
@@ -91,9 +93,9 @@ class Job(JobFacts):
         Args:
             optimizer: Elementwise (docs/optimizers.md), unused so far, over parameters of
                 `model`. List all parameters that will ever train, and switch `requires_grad`.
-                Parameter groups keep their members. Parameters that are not listed are frozen. If
-                the script changes a frozen parameter (an EMA teacher), the change stays in this
-                worker until it rejoins, and snapshots keep the initial value.
+                Parameter groups keep their members. Parameters that are not listed are frozen: a
+                change by the script stays in this worker, and a warning says so, unless `buffers`
+                names them.
             model: On the device where it will compute.
             name: Name of the optimizer, which precedes the names of its tensors ("d.0.weight").
                 All workers use the same names. "default": it is the only optimizer of the job.
@@ -110,6 +112,12 @@ class Job(JobFacts):
                 that is set to sync later, each step ends at once.
             clip_norm: Clip the averaged gradient of each update to this L2 norm, as
                 clip_grad_norm_ does under DistributedDataParallel.
+            buffers: What an update makes of buffers, by pattern (fnmatch) of their names in
+                `model.state_dict()`; the first pattern that matches counts. "average": the mean
+                over the pushes, weighted by samples. "first": the values of the first worker's
+                push. Default: "average" for floating buffers of batch-norm and instance-norm
+                modules, else "first". Frozen parameters that a pattern matches travel like
+                buffers: `buffers={"teacher.*": "first"}`.
 
         Raises:
             UnsupportedOptimizerError: The servers cannot run this optimizer.
@@ -134,7 +142,7 @@ class Job(JobFacts):
             strategy = "pipelined"
         elif overlap:
             strategy = "overlapped"
-        return self._optimizers.add(name, optimizer, model, clip_norm, strategy)
+        return self._optimizers.add(name, optimizer, model, clip_norm, buffers, strategy)
 
     def batches(
         self,
@@ -165,8 +173,9 @@ class Job(JobFacts):
 
         A batch counts as done with the next `optimizer.step()`. Leaving a pass early gives unused
         batches back, also to a resumed run. A pass that all workers have left for a later one is
-        over. When a pass ends, the model holds the job's newest weights. Under torch.no_grad() a
-        batch weighs nothing, and is done when its pass has ended. A pass inside another one, such
+        over. When a pass ends, the model holds the job's newest weights; after a pass without a
+        step those that the script has set, if it has. Under torch.no_grad() a batch weighs
+        nothing, and is done when its pass has ended. A pass inside another one, such
         as a test every 100 steps, gives nothing to a worker that comes when it has ended: a
         successor, or a resumed run.
 

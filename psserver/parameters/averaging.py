@@ -35,10 +35,9 @@ def mean_of_values(target: Tensor, parts: Sequence[Tensor], factors: Sequence[fl
     """Compute the weighted mean of buffer values: flat parts of one length and one dtype.
 
     The mean is first + sum of factor * (part - first). So a value that is equal in all parts (a
-    constant, an infinity in an attention mask) stays exact. Integers and booleans have no mean:
-    the first part's values are taken.
+    constant, an infinity in an attention mask) stays exact.
     """
-    if len(parts) == 1 or not target.dtype.is_floating_point:
+    if len(parts) == 1:
         target.copy_(parts[0])
         return
     wide = torch.promote_types(target.dtype, torch.float32)

@@ -216,7 +216,8 @@ class ParameterStore:
             stepping.step(gradients, untouched)
         view = self._partition.view_segment
         for segment in self._partition.segments["buffer"]:
-            values = [view(staging.require_memory(), segment) for staging in stagings]
+            sources = stagings[:1] if segment.is_first else stagings
+            values = [view(staging.require_memory(), segment) for staging in sources]
             mean_of_values(view(self._weights, segment), values, shares)
         self._count_changes(untouched)
 

@@ -332,8 +332,8 @@ class Client(ClientFacts):
         self._connection.reports.settle()
         self._connection.set_progress(StepProgress(steps, step_seconds, samples_per_second, phase))
 
-    def newest(self) -> tuple[PartitionPlan, memoryview]:
-        """Return the job's newest model: its partition and a new flat buffer.
+    def newest(self) -> tuple[PartitionPlan, memoryview, int]:
+        """Return the job's newest model: its partition, a new flat buffer, and the version.
 
         The weights and the version of this client do not change.
         """
@@ -344,7 +344,7 @@ class Client(ClientFacts):
         with Client(observe=True, **servers) as observer:
             observer._connection.membership.job = self.job
             memory = observer._arrays.buffer().memory
-            return observer.plan, memory
+            return observer.plan, memory, observer.version
 
     def rejoin(self) -> None:
         """Join again as a new worker after a FencedError, with the registered model.

@@ -176,9 +176,9 @@ class LocalClient:
         self.metrics.update({report.name: report.value for report in reports})
         self._reports.confirm(reports)
 
-    def newest(self) -> tuple[PartitionPlan, memoryview]:
-        """Return the partition and the weights' flat buffer, without a copy."""
-        return self.plan, self._buffer.numpy().data
+    def newest(self) -> tuple[PartitionPlan, memoryview, int]:
+        """Return the partition, the weights' flat buffer, without a copy, and the version."""
+        return self.plan, self._buffer.numpy().data, self.version
 
     def collective(
         self, number: int, call: CollectiveCall, first_open: ScriptPlace | int

@@ -139,6 +139,11 @@ class DataPass:
         self._was_finished = session.client.has_ended(name)
 
     @property
+    def loop(self) -> int:
+        """The job's number of the pass, once it has given a batch."""
+        return self._leases.spec.loop
+
+    @property
     def is_skipped(self) -> bool:
         """The loop had ended before this worker began it."""
         return self._was_finished and self._leases.is_empty

@@ -47,6 +47,7 @@ class LeasedBatches:
         self._pace = ScriptPace(session.client.clock.now)
         self._has_ended = False
         self._leased_count = 0
+        self._steps = session.stats.steps
         self.share: int | None = None
 
     @property
@@ -71,13 +72,14 @@ class LeasedBatches:
     def wait(self) -> bool:
         """Wait, outside of rounds, until there are more batches; return False at the loop's end.
 
-        Afterwards the model has the newest weights.
+        Afterwards the model has the newest weights, or those that the script has set to evaluate
+        them.
         """
         self._pace.pause()
         while not self._ready and not self.is_finished:
             self._request(idle=True)
         if not self._session.client.stopping:
-            self._session.pull()
+            self._refresh()
         return not self.is_finished
 
     def _request(self, idle: bool) -> None:
@@ -98,7 +100,11 @@ class LeasedBatches:
             if self._has_ended and not self._session.consumed.batches:
                 self._session.loops.passed(self.name)
             if lease.sat_out and not idle:
-                self._session.pull()
+                self._refresh()
+
+    def _refresh(self) -> None:
+        """Load the newest weights. A pass without a step evaluates: weights of the script stay."""
+        self._session.refresh(keeps_weights=self._session.stats.steps == self._steps)
 
     def _learn(self, lease: Lease) -> None:
         """Take the job's number of the pass, and its first epoch."""

@@ -14,13 +14,18 @@ from itertools import chain, compress, repeat
 from operator import attrgetter, getitem, is_, is_not
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from pscommon.core.errors import InvalidRequestError
 from pscommon.core.partition import ByteRange, PartitionPlan
 from pscommon.system.thread_team import ThreadTeam, cores
-from psworker.model.change_detector import ChangeDetector
+from psworker.model.change_detector import (
+    ChangeDetector,
+    warn_of_overwritten,
+    warn_of_unstored,
+)
 from psworker.model.flat_buffer import CudaBuffer, DoubleBuffer, FlatBuffer
 from psworker.model.model_spec import (
     OptimizerMembers,
@@ -34,7 +39,7 @@ from psworker.model.tensor_group import TensorGroup
 THREADED_TENSOR_COUNT = 2048
 """From this many tensors on, calls for single tensors cost more than copying their bytes."""
 
-_GRAD, _BUFFERS = attrgetter("grad"), attrgetter("_buffers")
+_GRAD = attrgetter("grad")
 
 
 class ModelAdapter:
@@ -44,8 +49,8 @@ class ModelAdapter:
     plan that they return.
 
     Roles: parameters of an optimizer are trainable, even with requires_grad False. The other
-    parameters are frozen. Persistent buffers are buffers; non-persistent buffers stay local. A tied
-    tensor counts once, under its first name.
+    parameters are frozen, or travel as buffers if the script asks for it. Persistent buffers are
+    buffers; non-persistent buffers stay local. A tied tensor counts once, under its first name.
 
     Args:
         model: The model.
@@ -99,10 +104,19 @@ class ModelAdapter:
         )
         for group in (self.trainable, buffers, frozen):
             group.attach()
-        self._buffers = buffers
+        self._buffers, self._frozen = buffers, frozen
+        self._first_ranges = [
+            ByteRange(each.start, each.stop)
+            for each in plan.segments(self.buffer_range)
+            if each.is_first
+        ]
         modules = dict(self._model.named_modules())
         self._owners = [modules[name.rpartition(".")[0]] for name in buffers.names]
         self._keys = [name.rpartition(".")[2] for name in buffers.names]
+        self._kinds = [
+            "_parameters" if key in owner._parameters else "_buffers"
+            for owner, key in zip(self._owners, self._keys, strict=True)
+        ]
         self.weights.to_host([self._all_bytes]).synchronize()
         trainable, members = self.trainable, self.spec.trainable_of()
         self._members = {
@@ -110,9 +124,20 @@ class ModelAdapter:
             for name, indices in members.items()
             if name
         }
-        weights = self.weights.model_bytes[: plan.section("trainable").stop]
-        self.changes = ChangeDetector(
-            trainable.names, trainable.spec_indices, trainable.tensors, trainable.extents, weights
+        watched = (
+            (trainable, plan.section("trainable"), warn_of_overwritten),
+            (frozen, plan.section("frozen"), warn_of_unstored),
+        )
+        self.changes, self._frozen_changes = (
+            ChangeDetector(
+                group.names,
+                group.spec_indices,
+                group.tensors,
+                group.extents,
+                self.weights.model_bytes[slice(*section)],
+                warn,
+            )
+            for group, section, warn in watched
         )
 
     def _make_buffers(
@@ -214,6 +239,35 @@ class ModelAdapter:
         """Copy received weights to the model; frozen tensors only with `everything`."""
         self.weights.from_host([self._all_bytes if everything else self.moving])
         self.changes.record_arrival()
+        if everything:
+            self._frozen_changes.record_arrival()
+
+    def keep_buffers(self) -> None:
+        """Return the values of the last `write_buffers` to the buffers without an average.
+
+        Received values replace the model's only where the job has a newer version.
+        """
+        for start, stop in self._first_ranges:
+            self.weights.model_bytes[start:stop].copy_(self.gradients.model_bytes[start:stop])
+
+    def own_buffers(self) -> dict[str, Tensor]:
+        """Return the model's buffers without an average, as the script has left them, by name."""
+        own = {}
+        for place, tensor in enumerate(self._current_buffers()):
+            start, _ = self._buffers.extents[place]
+            if any(first <= start < stop for first, stop in self._first_ranges):
+                self._buffers.check_unchanged(place, tensor)
+                assert tensor is not None
+                own[self._buffers.names[place]] = tensor.detach().cpu()
+        return own
+
+    def keeps_changes(self) -> bool:
+        """Return whether the script has set trained weights, which then stay for now."""
+        return self.changes.keep(self._replaced(self.trainable.find_moved()))
+
+    def _replaced(self, moved: Sequence[int]) -> list[int]:
+        tensors, weights = self.trainable.tensors, self.trainable.weights
+        return [index for index in moved if not torch.equal(tensors[index], weights[index])]
 
     def received_ranges(self) -> list[ByteRange]:
         """Return the received byte ranges to copy while the model computes.
@@ -241,8 +295,9 @@ class ModelAdapter:
         self.weights.wait_until_read()
         moved = self.trainable.find_moved()
         tensors, weights = self.trainable.tensors, self.trainable.weights
-        changed = [index for index in moved if not torch.equal(tensors[index], weights[index])]
+        changed = self._replaced(moved)
         self.changes.check(changed)
+        self._check_frozen()
         # as with changes in place: keep the script's values until the servers overwrite them
         for index in changed:
             weights[index].copy_(tensors[index].detach())
@@ -256,8 +311,23 @@ class ModelAdapter:
         for index in buffers.find_moved():
             self._restore_buffer(index, buffers.tensors[index])
 
+    def _check_frozen(self) -> None:
+        if not self._frozen.tensors or self._frozen_changes.has_warned:
+            return
+        pointers = list(map(Tensor.data_ptr, self._frozen.tensors))
+        moved = np.flatnonzero(np.not_equal(pointers, self._frozen.pointers)).tolist()
+        self._frozen.pointers = pointers
+        pairs = [(self._frozen.tensors[index], self._frozen.weights[index]) for index in moved]
+        self._frozen_changes.check(
+            index
+            for index, (tensor, weight) in zip(moved, pairs, strict=True)
+            if (tensor.dtype, tensor.device) != (weight.dtype, weight.device)
+            or not torch.equal(tensor, weight)
+        )
+        self._frozen_changes.record_arrival()
+
     def _current_buffers(self) -> list[Tensor | None]:
-        owners = list(map(_BUFFERS, self._owners))
+        owners = list(map(getattr, self._owners, self._kinds))
         try:
             return list(map(getitem, owners, self._keys))
         except KeyError:  # the script has deleted one
@@ -266,9 +336,12 @@ class ModelAdapter:
     def _restore_buffer(self, index: int, current: Tensor | None) -> None:
         assert current is not None
         tensor, weight = self._buffers.tensors[index], self._buffers.weights[index]
+        if not weight.numel():  # it keeps its storage
+            self._buffers.tensors[index] = current
+            return
         weight.copy_(current.detach())
         tensor.data = weight
-        self._owners[index]._buffers[self._keys[index]] = tensor
+        getattr(self._owners[index], self._kinds[index])[self._keys[index]] = tensor
 
 
 @torch.no_grad()  # torch.no_grad applies to one thread only

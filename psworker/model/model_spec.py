@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
+from fnmatch import fnmatchcase
 from itertools import chain
 from typing import NamedTuple
 
@@ -10,18 +11,24 @@ from torch import Tensor, nn
 
 from pscommon.core.errors import InvalidRequestError
 from pscommon.core.model_spec import (
+    FLOATING,
     ITEMSIZE,
+    TREATMENTS,
     InvalidModelError,
     ModelSpec,
     Optimizers,
     OptimizerSettings,
     Role,
     TensorSpec,
+    Treatment,
 )
 from pscommon.optim.specs import spec_of
 
 LOCAL_BUFFER = "with register_buffer(..., persistent=False) a buffer stays on its worker"
 """Remedy for a buffer that the servers cannot store."""
+
+NORMS = nn.modules.batchnorm._NormBase
+"""The base of all batch-norm and instance-norm modules of torch."""
 
 
 def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
@@ -62,21 +69,50 @@ class OptimizerMembers(NamedTuple):
     Attributes:
         settings: Its class and hyper-parameters, as the job registers them.
         groups: The parameters of each parameter group.
+        treatments: Treatment of buffers and frozen parameters, by pattern of their names in the
+            optimizer's model.
     """
 
     settings: OptimizerSettings
     groups: Sequence[Sequence[Tensor]]
+    treatments: Mapping[str, Treatment] = {}
 
     @staticmethod
-    def of(optimizer: torch.optim.Optimizer, clip_norm: float | None = None) -> "OptimizerMembers":
+    def of(
+        optimizer: torch.optim.Optimizer,
+        clip_norm: float | None = None,
+        buffers: Mapping[str, Treatment] | None = None,
+    ) -> "OptimizerMembers":
         """Return a torch optimizer as it is now.
 
-        clip_norm: Largest L2 norm of an update's averaged gradient; None: no limit.
+        Args:
+            optimizer: The optimizer.
+            clip_norm: Largest L2 norm of an update's averaged gradient; None: no limit.
+            buffers: Treatments by pattern.
+
+        Raises:
+            InvalidRequestError: `buffers` is no such mapping.
         """
         return OptimizerMembers(
             replace(spec_of(optimizer), clip_norm=clip_norm),
             [list(group["params"]) for group in optimizer.param_groups],
+            _checked_treatments({} if buffers is None else buffers),
         )
+
+
+def _checked_treatments(buffers: object) -> Mapping[str, Treatment]:
+    if not isinstance(buffers, Mapping) or not all(isinstance(key, str) for key in buffers):
+        raise InvalidRequestError(
+            f"job.optimizer failed: buffers={buffers!r} is no mapping of patterns to treatments. "
+            'Try: buffers={"teacher.*": "first"}'
+        )
+    for pattern, treatment in buffers.items():
+        if treatment not in TREATMENTS:
+            raise InvalidRequestError(
+                f"job.optimizer failed: buffers={{{pattern!r}: {treatment!r}}} is no treatment. "
+                'Try: "average" or "first"'
+            )
+    return dict(buffers)
 
 
 def describe_model(
@@ -101,26 +137,97 @@ def describe_model(
     for name, each in optimizers.items():
         _check_parameters(name, each, {id(tensor) for tensor in tensors.values()})
     _refuse_embeddings(model, groups.keys())
+    treatments = _Treatments(model, optimizers)
     specs = []
     for name, tensor in tensors.items():
-        if nn.parameter.is_lazy(tensor):
-            raise InvalidRequestError(
-                f"{name} has no shape yet: its module is lazy. Try: run a batch through the model "
-                "before job.optimizer"
-            )
-        role: Role = (
-            "trainable" if id(tensor) in groups else "buffer" if id(tensor) in buffers else "frozen"
-        )
+        _check_tensor(name, tensor, id(tensor) in buffers)
+        role: Role = "trainable" if id(tensor) in groups else "frozen"
+        names = (name, *aliases.get(name, ()))
+        chosen = treatments.chosen(names) if role == "frozen" else None
+        if chosen is not None or id(tensor) in buffers:
+            role = "buffer"
         dtype = str(tensor.dtype).removeprefix("torch.")
-        if role == "buffer" and dtype not in ITEMSIZE:
-            raise InvalidRequestError(
-                f"buffer {name} has dtype {dtype}, which servers cannot store. Try: another dtype; "
-                f"{LOCAL_BUFFER}"
-            )
+        treatment = None
+        if role == "buffer":
+            treatment = treatments.of_buffer(names, dtype, chosen)
         group, shape = groups.get(id(tensor), 0), tuple(tensor.shape)
-        specs.append(TensorSpec(name, shape, dtype, role, group, aliases.get(name, ())))
+        specs.append(TensorSpec(name, shape, dtype, role, group, names[1:], treatment))
+    treatments.check_used()
     settings = {name: each.settings for name, each in optimizers.items()}
     return _make_spec(tuple(specs), settings.get("", settings))
+
+
+class _Treatments:
+    """The treatments of a model's buffers: those that the script chose, and the default."""
+
+    def __init__(self, model: nn.Module, optimizers: Mapping[str, OptimizerMembers]) -> None:
+        self._modules = dict(model.named_modules(remove_duplicate=False))
+        self._chosen = {
+            (f"{name}." if name else "", pattern): treatment
+            for name, each in optimizers.items()
+            for pattern, treatment in each.treatments.items()
+        }
+        self._unused = set(self._chosen)
+
+    def chosen(self, names: Sequence[str]) -> Treatment | None:
+        """Return the treatment of the first pattern that matches; None without one."""
+        found = [
+            (key, treatment)
+            for key, treatment in self._chosen.items()
+            for prefix, pattern in [key]
+            if any(
+                name.startswith(prefix) and fnmatchcase(name.removeprefix(prefix), pattern)
+                for name in names
+            )
+        ]
+        self._unused -= {key for key, _ in found}
+        return found[0][1] if found else None
+
+    def of_buffer(
+        self, names: Sequence[str], dtype: str, chosen: Treatment | None
+    ) -> Treatment | None:
+        """Return the treatment of a tensor that travels as a buffer; None if it is no float."""
+        if dtype not in FLOATING:
+            if chosen == "average":
+                raise InvalidRequestError(
+                    f"job.optimizer failed: {names[0]} has dtype {dtype}, which has no average. "
+                    'Try: "first"'
+                )
+            return None
+        is_norm = any(
+            isinstance(self._modules.get(name.rpartition(".")[0]), NORMS) for name in names
+        )
+        return chosen or ("average" if is_norm else "first")
+
+    def check_used(self) -> None:
+        """Raise InvalidRequestError for a pattern that has matched nothing."""
+        for _, pattern in sorted(self._unused):
+            raise InvalidRequestError(
+                f"job.optimizer failed: buffers={{{pattern!r}: ...}} matches neither a persistent "
+                "buffer nor a frozen parameter. Try: a name in model.state_dict() that the "
+                "optimizer does not train"
+            )
+
+
+def _check_tensor(name: str, tensor: Tensor, is_buffer: bool) -> None:
+    """Raise InvalidRequestError for a tensor that the servers cannot store."""
+    if nn.parameter.is_lazy(tensor):
+        raise InvalidRequestError(
+            f"{name} has no shape yet: its module is lazy. Try: run a batch through the model "
+            "before job.optimizer"
+        )
+    what, local = ("buffer", f"; {LOCAL_BUFFER}") if is_buffer else ("parameter", "")
+    if tensor.layout is not torch.strided:
+        raise InvalidRequestError(
+            f"{what} {name} is sparse ({tensor.layout}), which servers cannot store. Try: a dense "
+            f"tensor{local}"
+        )
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    if is_buffer and dtype not in ITEMSIZE:
+        raise InvalidRequestError(
+            f"buffer {name} has dtype {dtype}, which servers cannot store. Try: another dtype"
+            f"{local}"
+        )
 
 
 def _make_spec(tensors: tuple[TensorSpec, ...], optimizer: Optimizers) -> ModelSpec:
@@ -169,7 +276,11 @@ def check_separate(model: nn.Module, moved: Mapping[str, Tensor]) -> None:
     Each tensor gets its own byte range of the flat buffer, which would separate them.
     """
     tensors = dict(model.named_parameters()) | dict(model.named_buffers())
-    spans = sorted((*_span(tensor), name) for name, tensor in tensors.items() if tensor.numel())
+    spans = sorted(
+        (*_span(tensor), name)
+        for name, tensor in tensors.items()
+        if tensor.layout is torch.strided and tensor.numel()
+    )
     reached, last = 0, ""
     for start, stop, name in spans:
         if start < reached and (name in moved or last in moved):

@@ -2,7 +2,8 @@
 
 from collections.abc import Mapping
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from pscommon.core.errors import InvalidRequestError
 from pscommon.core.model_spec import Role
@@ -21,7 +22,7 @@ class TensorGroup:
         tensors: The model's tensors.
         weights: Views of the weight buffer.
         gradients: Views of the gradient buffer; empty unless the role is "trainable".
-        pointers: Data addresses of `weights`.
+        pointers: Data addresses of `tensors`; set by `attach`.
     """
 
     def __init__(
@@ -44,16 +45,21 @@ class TensorGroup:
         self.gradients = (
             list(map(gradients.view, self.extents, self._specs)) if role == "trainable" else []
         )
-        self.pointers = [weight.data_ptr() for weight in self.weights]
+        self.pointers: list[int] = []
 
     def attach(self) -> None:
-        """Copy the values into the weight buffer and make the tensors views of it."""
+        """Copy the values into the weight buffer and make the tensors views of it.
+
+        An empty buffer keeps its storage, which its module may resize.
+        """
         for tensor, weight in zip(self.tensors, self.weights, strict=True):
-            weight.copy_(tensor.detach())
-            tensor.data = weight
+            if weight.numel() or self._role == "trainable":
+                weight.copy_(tensor.detach())
+                tensor.data = weight
+        self.pointers = list(map(Tensor.data_ptr, self.tensors))
 
     def find_moved(self) -> list[int]:
-        """Return the positions of tensors whose storage is no longer in the weight buffer.
+        """Return the positions of tensors whose storage is not that of `attach` any more.
 
         Raises:
             InvalidRequestError: The dtype, device or shape of such a tensor has changed.
@@ -64,6 +70,8 @@ class TensorGroup:
         moved = [index for index, pointer in enumerate(pointers) if pointer != self.pointers[index]]
         for index in moved:
             self.check_unchanged(index, self.tensors[index])
+        moved = [index for index in moved if self.weights[index].numel()]
+        for index in moved:
             if self.weights[index].data_ptr() != self.pointers[index]:
                 # share_memory and torch's queues move the storage itself, and the view with it
                 view = self._weight_buffer.view(self.extents[index], self._specs[index])
@@ -73,12 +81,19 @@ class TensorGroup:
     def check_unchanged(self, index: int, current: object) -> None:
         """Raise InvalidRequestError unless `current` has the same dtype, device and shape."""
         after, before = (
-            (t.dtype, t.device, t.shape) if isinstance(t, Tensor) else t
+            (t.dtype, t.device, t.shape, *([] if t.layout is torch.strided else [t.layout]))
+            if isinstance(t, Tensor)
+            else t
             for t in (current, self.weights[index])
         )
         if after != before:
+            remedy = (
+                "move, cast and reshape the model before job.optimizer"
+                if self.weights[index].numel()
+                else "run a batch through the model before job.optimizer"
+            )
+            is_buffer = self._role == "buffer" and not isinstance(self.tensors[index], nn.Parameter)
             raise InvalidRequestError(
                 f"{self.names[index]} has changed from {before} to {after} since job.optimizer. "
-                "Try: move, cast and reshape the model before job.optimizer"
-                + (f"; {LOCAL_BUFFER}" if self._role == "buffer" else "")
+                f"Try: {remedy}" + (f"; {LOCAL_BUFFER}" if is_buffer else "")
             )

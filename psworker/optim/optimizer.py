@@ -17,7 +17,12 @@ from psworker.model.gradient_watch import GradientWatch
 from psworker.optim.accumulation import GradientAccumulation
 from psworker.optim.checks import check_own_step, checked_weight, refuse_copy
 from psworker.optim.grad_scaling import unscale
-from psworker.optim.optimizer_state import StateOnServers, check_unused
+from psworker.optim.optimizer_state import (
+    STATE_DICT_KEY,
+    StateOnServers,
+    check_same_job,
+    check_unused,
+)
 from psworker.optim.param_groups import GroupSettings
 from psworker.optim.served_model import ServedModel
 from psworker.session.drain import DrainedError
@@ -27,8 +32,6 @@ from psworker.steps.step import Push, StepStrategy
 P = ParamSpec("P")
 
 log = get_logger(__name__)
-
-STATE_DICT_KEY = "paramserver"
 
 
 def _step_of_torch(function: Callable[P, Any]) -> Callable[P, Any]:
@@ -316,7 +319,7 @@ class ServerOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return the hyper-parameters, with the job and the version that they belong to.
 
-        Moments are in the servers' snapshots.
+        Moments are in the servers' snapshots, not here.
         """
         if self._is_copy:
             return super().state_dict()
@@ -329,14 +332,21 @@ class ServerOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load the hyper-parameters; they travel with the next step.
 
-        To continue a job, resume the servers' snapshot. To drop the moments of a plain torch
-        optimizer on purpose, load `{**state_dict, "state": {}}`.
+        To continue a job, resume the servers' snapshot. To drop the moments on purpose, load the
+        state_dict without its key "paramserver"; of a plain torch optimizer, load
+        `{**state_dict, "state": {}}`.
 
         Raises:
-            InvalidRequestError: The state_dict belongs to a plain torch optimizer that has made
-                steps. The servers cannot load its moments.
+            InvalidRequestError: The state_dict belongs to an optimizer that has made steps
+                elsewhere: a plain torch optimizer, or one of another job. The servers do not have
+                its moments.
         """
         check_unused(state_dict["state"])
+        if not self._is_copy:
+            session = self._session
+            knows_version = self.model is not None or session.policy == "local"
+            is_new = knows_version and not session.version
+            check_same_job(state_dict, session.client.job, is_new, self.original)
         shared = self.param_groups
         super().load_state_dict({**state_dict, "state": {}})
         for mine, loaded in zip(shared, self.param_groups, strict=True):

@@ -8,6 +8,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from pscommon.core.errors import InvalidRequestError
+from pscommon.core.model_spec import Treatment
 from psworker.model.adapter import ModelAdapter
 from psworker.model.model_spec import OptimizerMembers
 from psworker.optim.optimizer import ServerOptimizer
@@ -46,6 +47,7 @@ class OptimizerSet:
         optimizer: torch.optim.Optimizer,
         network: nn.Module,
         clip_norm: float | None,
+        buffers: Mapping[str, Treatment] | None,
         strategy: StepStrategyName,
     ) -> ServerOptimizer:
         """Add an optimizer and the network whose parameters it updates; see `Job.optimizer`."""
@@ -55,7 +57,7 @@ class OptimizerSet:
         networks = {**self._networks, key: network}
         members = {
             **self._members,
-            key: OptimizerMembers.of(optimizer, clip_norm_of(clip_norm)),
+            key: OptimizerMembers.of(optimizer, clip_norm_of(clip_norm), buffers),
         }
         _check_disjoint(members)
         adapter = ModelAdapter(_joined(networks), members)

@@ -4,7 +4,14 @@ from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
 from pscommon.core.errors import InvalidRequestError
+from pscommon.optim import KINDS
+from pscommon.optim.specs import spec_of
+
+STATE_DICT_KEY = "paramserver"
+"""Key of a job's entry in the state_dict of its optimizer."""
 
 
 class StateOnServers(defaultdict[Any, Any]):
@@ -36,3 +43,33 @@ def check_unused(state: Mapping[Any, Any]) -> None:
                 "this optimizer has made steps, and its state cannot be brought to the servers. "
                 "Try: a fresh torch optimizer; the servers resume their own snapshot (`--resume`)"
             )
+
+
+def check_same_job(
+    state_dict: Mapping[str, Any], job: str, is_new: bool, optimizer: torch.optim.Optimizer
+) -> None:
+    """Raise InvalidRequestError if a state_dict of a job's optimizer belongs to another job.
+
+    Its moments are on that job's servers, and would be lost. An optimizer without state has none.
+
+    Args:
+        state_dict: The state_dict.
+        job: This job.
+        is_new: This job has made no update.
+        optimizer: The torch optimizer that loads it.
+    """
+    origin = state_dict.get(STATE_DICT_KEY, {})
+    if not origin.get("version") or (origin.get("job") == job and not is_new):
+        return
+    settings = spec_of(optimizer)
+    kind = KINDS[settings.name]
+    groups = [
+        {**mine, **loaded}
+        for mine, loaded in zip(settings.groups, state_dict["param_groups"], strict=False)
+    ]
+    if kind.counts_steps or any(kind.states_of(group) for group in groups):
+        raise InvalidRequestError(
+            f"this state_dict has no moments: they are on the servers of job {origin.get('job')} "
+            f"at version {origin['version']}. Try: resume that job (`--data-dir`); or, to drop "
+            f"them, remove the key {STATE_DICT_KEY!r}"
+        )

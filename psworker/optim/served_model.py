@@ -84,6 +84,12 @@ class ServedModel:
             self.strategy.pull()
 
     @torch.no_grad()
+    def refresh(self, keeps_weights: bool) -> None:
+        """Load what the job has newer; nothing if weights that the script has set are to stay."""
+        with self._session.rejoin_on_fence():
+            self.strategy.refresh(keeps_weights)
+
+    @torch.no_grad()
     def wait(self) -> None:
         """Wait as `Job.wait` does."""
         with self._session.rejoin_on_fence():
@@ -107,7 +113,7 @@ class ServedModel:
     def save(self, file: str | PathLike[str]) -> None:
         """Write the weights as `Job.save` does."""
         self.wait()
-        save(self._session.client, self.adapter, file)
+        save(self._session.client, self.adapter, self.strategy.version, file)
 
     def drop(self, error: PSError) -> None:
         """End or drop a push under way: the worker has lost its membership with this error."""

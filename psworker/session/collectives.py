@@ -72,7 +72,7 @@ class ScriptCollectives:
         finally:
             session.enter(before)
         if session.model is not None and result.version > session.version:
-            session.pull()  # rounds went on while this worker waited
+            session.refresh(keeps_weights=True)  # rounds went on while this worker waited
         return result
 
 

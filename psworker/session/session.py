@@ -43,6 +43,9 @@ class TrainedModel(Protocol):
     def pull(self) -> None:
         """Load the job's newest weights into the model."""
 
+    def refresh(self, keeps_weights: bool) -> None:
+        """Load what the job has newer; nothing if weights that the script has set are to stay."""
+
     def wait(self) -> None:
         """Wait until no push is under way."""
 
@@ -129,6 +132,16 @@ class Session(JobFacts):
         model = self.require_model("cannot load weights")
         before = self.enter("pull")
         model.pull()
+        self.enter(before)
+
+    def refresh(self, keeps_weights: bool) -> None:
+        """Load what the job has newer than the model.
+
+        keeps_weights: Weights that the script has set stay until its next step or pull.
+        """
+        model = self.require_model("cannot load weights")
+        before = self.enter("pull")
+        model.refresh(keeps_weights)
         self.enter(before)
 
     @contextmanager

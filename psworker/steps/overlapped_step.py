@@ -271,6 +271,7 @@ class OverlappedStep(PlainStep):
             self._sender.drop()
             raise
         self._gates.expect(stream, stepped)
+        self.version = result.version
         return result
 
     def pull(self) -> None:

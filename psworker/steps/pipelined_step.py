@@ -52,11 +52,10 @@ class PipelinedStep(PlainStep):
         super().__init__(context)
         self._record_outcome = context.record_outcome
         self._in_flight: PushInFlight | None = None
-        self._version = self._client.version
         self._hooks = add_state_gates(context.model, context.wait)
 
     def push(self, push: Push) -> None:
-        base, result = self._version, self._receive()
+        base, result = self.version, self._receive()
         ranges = self._adapter.received_ranges()
         absent = self._adapter.gather()  # before the weights are loaded, and buffers with them
         if result is not None:
@@ -68,7 +67,6 @@ class PipelinedStep(PlainStep):
     def pull(self) -> None:
         self.settle()
         super().pull()
-        self._version = self._client.version
 
     def settle(self) -> None:
         if (result := self._receive()) is not None:
@@ -86,11 +84,7 @@ class PipelinedStep(PlainStep):
     def _lose(self, error: PSError) -> None:
         flight, self._in_flight = self._in_flight, None
         if flight is not None:
-            self._record_outcome(replace(flight.push, batches=()), lost(error, self._version))
-
-    def renew(self) -> None:
-        super().renew()
-        self._version = self._client.version
+            self._record_outcome(replace(flight.push, batches=()), lost(error, self.version))
 
     def close(self) -> None:
         """Remove the hooks. The servers decide on a push that is still in flight."""
@@ -111,7 +105,7 @@ class PipelinedStep(PlainStep):
         flight, self._in_flight = self._in_flight, None
         assert flight is not None
         self._adapter.weights.from_host(ranges)
-        self._version = result.version
+        self.version = result.version
         self._record_outcome(flight.push, result)
 
     def _start(self, flight: PushInFlight) -> "Future[PushResult]":

@@ -63,9 +63,11 @@ class StepStrategy(Protocol):
 
     Attributes:
         is_deferred: `push` returns before the push is decided.
+        version: Version of the job whose buffers the model has.
     """
 
     is_deferred: ClassVar[bool]
+    version: int
 
     def __init__(self, context: StepContext) -> None: ...
 
@@ -75,6 +77,15 @@ class StepStrategy(Protocol):
 
     def pull(self) -> None:
         """Load the job's newest weights and buffers into the model."""
+
+    def refresh(self, keeps_weights: bool) -> None:
+        """Load what the job has newer than the model.
+
+        Buffers without an average stay as the script has left them while the job has no newer ones.
+
+        Args:
+            keeps_weights: Load nothing if the script has set trained weights.
+        """
 
     def settle(self) -> None:
         """Wait until no push is under way and its weights are in the model; raise its error."""
@@ -100,6 +111,7 @@ class PlainStep:
     def __init__(self, context: StepContext) -> None:
         self._adapter = context.adapter
         self._client = context.client
+        self.version = self._client.version
 
     def push(self, push: Push) -> PushResult | None:
         absent = self._adapter.gather(push.optimizer)
@@ -113,12 +125,25 @@ class PlainStep:
             optimizer=push.optimizer,
         )
         self._adapter.scatter()
+        self.version = result.version
         return result
 
     def pull(self) -> None:
         self._adapter.reattach()
-        self._client.exchange(gradients=None, weights=self._adapter.weights.memory)
+        result = self._client.exchange(gradients=None, weights=self._adapter.weights.memory)
         self._adapter.scatter()
+        self.version = result.version
+
+    def refresh(self, keeps_weights: bool) -> None:
+        self.settle()
+        if keeps_weights and self._adapter.keeps_changes():
+            return
+        before = self.version
+        self._adapter.reattach()
+        self._adapter.write_buffers()
+        self.pull()
+        if self.version == before:
+            self._adapter.keep_buffers()
 
     def settle(self) -> None:
         """Do nothing: `push` waits."""
@@ -133,6 +158,7 @@ class PlainStep:
         self._adapter.reattach()
         self._client.start(self._adapter.weights.memory)
         self._adapter.scatter(everything=True)
+        self.version = self._client.version
 
     def close(self) -> None:
         """Do nothing: the model has no hooks."""

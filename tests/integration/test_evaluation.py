@@ -6,7 +6,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file
+from torch import nn
 
 import psworker
 from psworker import Job
@@ -55,3 +57,30 @@ def test_two_workers_stop_after_the_same_pass_and_keep_the_best_weights(
     model.load_state_dict(load_file(file))
     loss, _ = early_stopping.evaluate(model, [early_stopping.load()[1]])
     assert loss == pytest.approx(best, rel=1e-5)
+
+
+def test_an_evaluation_brings_newer_weights_unless_the_script_has_loaded_some(
+    cluster: Make,
+) -> None:
+    address = cluster(2, policy="async", min_workers=2).address
+
+    def worker(rank: int) -> list[float]:
+        with Job(connected(address, rank), rank) as job:
+            model = nn.Linear(1, 1, bias=False)
+            nn.init.constant_(model.weight, 4.0)
+            optimizer = job.optimizer(torch.optim.SGD(model.parameters(), lr=1.0), model)
+            seen = []
+            for loads in (False, True):
+                job.barrier()
+                if rank == 0 and loads:
+                    model.load_state_dict({"weight": torch.full((1, 1), 9.0)})
+                if rank == 1:
+                    model.weight.sum().backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                job.barrier()
+                seen.append(float(model.weight.detach()))
+            job.pull()
+            return [*seen, float(model.weight.detach())]
+
+    assert together(lambda: worker(0), lambda: worker(1)) == [[3.0, 9.0, 2.0], [3.0, 2.0, 2.0]]

@@ -8,9 +8,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple, cast
 
 Role = Literal["trainable", "buffer", "frozen"]
+Treatment = Literal["average", "first"]
 Scalar = bool | int | float | str | tuple[float, ...] | None
 
 ROLES: tuple[Role, ...] = ("trainable", "buffer", "frozen")
+TREATMENTS: tuple[Treatment, ...] = ("average", "first")
 
 ITEMSIZE: Mapping[str, int] = {
     "float64": 8,
@@ -38,11 +40,14 @@ class TensorSpec:
     name: name in the model.
     shape: shape; () for a scalar.
     dtype: a key of ITEMSIZE.
-    role: "trainable": has gradients. "buffer" (BatchNorm statistics): every push sends its values,
-        which are averaged. "frozen": set once by the first worker, never changed.
+    role: "trainable": has gradients. "buffer" (BatchNorm statistics): every push sends its values.
+        "frozen": set once by the first worker, never changed.
     group: index of the parameter group, see ModelSpec.groups; 0 unless trainable.
     aliases: further names in the model's state_dict (tied weights). They do not affect training, so
         tensors that differ only in aliases are equal.
+    treatment: what an update makes of the values of a floating buffer: their average over the
+        pushes, or those of the first push. None: not said, so averaged; it fits either one. Other
+        buffers have no treatment: they come from the first push.
     """
 
     name: str
@@ -51,6 +56,7 @@ class TensorSpec:
     role: Role = "trainable"
     group: int = 0
     aliases: tuple[str, ...] = field(default=(), compare=False)
+    treatment: Treatment | None = None
 
     @property
     def size(self) -> int:
@@ -61,7 +67,8 @@ class TensorSpec:
         return self.size * ITEMSIZE[self.dtype]
 
     def describe(self) -> str:
-        return f"{self.dtype}[{', '.join(map(str, self.shape))}] {self.role}"
+        treatment = f" ({self.treatment})" if self.treatment else ""
+        return f"{self.dtype}[{', '.join(map(str, self.shape))}] {self.role}{treatment}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,7 +227,10 @@ class ModelSpec:
 
         It is equal for two workers exactly when they train the same model.
         """
-        rows = sorted((t.name, list(t.shape), t.dtype, t.role, t.group) for t in self.tensors)
+        rows = sorted(
+            (t.name, list(t.shape), t.dtype, t.role, t.group, t.treatment or "")
+            for t in self.tensors
+        )
         return hashlib.sha256(json.dumps([rows, self.optimizer_json()]).encode()).hexdigest()
 
     def optimizer_json(self) -> str:
@@ -228,7 +238,10 @@ class ModelSpec:
         return json.dumps(optimizers_to_json(self.optimizer), sort_keys=True)
 
     def differences(self, job: "ModelSpec") -> list[str]:
-        """Return the differences from the job's model, one line for each tensor or setting."""
+        """Return the differences from the job's model, one line for each tensor or setting.
+
+        A treatment that one of the two leaves open is no difference: the job's counts.
+        """
         mine, theirs = ({t.name: t for t in spec.tensors} for spec in (self, job))
         lines = [f"{name}: not in the job's model" for name in mine if name not in theirs]
         lines += [
@@ -237,7 +250,7 @@ class ModelSpec:
             if name not in mine
         ]
         for name in mine.keys() & theirs.keys():
-            if mine[name] != theirs[name]:
+            if not _fit(mine[name], theirs[name]):
                 lines.append(_tensor_difference(mine[name], theirs[name]))
         return sorted(lines) + _optimizers_differences(self.optimizers, job.optimizers)
 
@@ -258,8 +271,23 @@ def _check(tensor: TensorSpec, seen: set[str], groups: int) -> None:
         raise InvalidModelError(
             f"tensor {tensor.name!r}: role {tensor.role!r}, group {tensor.group} of {groups}"
         )
+    if tensor.treatment is not None and (
+        tensor.treatment not in TREATMENTS
+        or tensor.role != "buffer"
+        or tensor.dtype not in FLOATING
+    ):
+        raise InvalidModelError(
+            f"tensor {tensor.name!r}: treatment {tensor.treatment!r} of {tensor.dtype} "
+            f"{tensor.role}. Try: average or first, for a floating buffer"
+        )
     if any(side < 0 for side in tensor.shape):
         raise InvalidModelError(f"tensor {tensor.name!r}: negative shape {tensor.shape}")
+
+
+def _fit(mine: TensorSpec, theirs: TensorSpec) -> bool:
+    if mine.treatment and theirs.treatment:
+        return mine == theirs
+    return replace(mine, treatment=None) == replace(theirs, treatment=None)
 
 
 def _tensor_difference(mine: TensorSpec, theirs: TensorSpec) -> str:
@@ -335,7 +363,7 @@ def model_from_json(raw: Mapping[str, Any]) -> ModelSpec:
 
 
 def _tensor_to_json(t: TensorSpec) -> dict[str, Any]:
-    """Return the tensor, JSON-ready; no aliases field without aliases, as in older releases."""
+    """Return the tensor, JSON-ready; fields of newer releases are present only if they are set."""
     fields = {
         "name": t.name,
         "shape": list(t.shape),
@@ -343,7 +371,8 @@ def _tensor_to_json(t: TensorSpec) -> dict[str, Any]:
         "role": t.role,
         "group": t.group,
     }
-    return fields | ({"aliases": list(t.aliases)} if t.aliases else {})
+    treatment = {"treatment": t.treatment} if t.treatment else {}
+    return fields | ({"aliases": list(t.aliases)} if t.aliases else {}) | treatment
 
 
 def _tensor_from_json(raw: Mapping[str, Any]) -> TensorSpec:
@@ -355,4 +384,5 @@ def _tensor_from_json(raw: Mapping[str, Any]) -> TensorSpec:
         cast(Role, typed(raw, "role", str)),
         typed(raw, "group", int),
         tuple(typed({"alias": alias}, "alias", str) for alias in raw.get("aliases", ())),
+        raw.get("treatment"),
     )

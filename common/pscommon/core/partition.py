@@ -1,11 +1,11 @@
 """Partition of the model's bytes among shards.
 
 All tensors form one flat buffer: trainable tensors first, then buffers, then frozen ones. Within
-a role they are sorted by dtype, then by parameter group, then by registration order. Each tensor
-starts on a multiple of 64 bytes. The section of each role is cut into equal byte ranges, one for
-each shard. So a large tensor is sliced, small ones are packed, and shards are balanced to within
-64 bytes a role. Shards, workers and messages handle a few long byte ranges instead of thousands
-of tensors.
+a role they are sorted by dtype, then by parameter group or treatment, then by registration order.
+Each tensor starts on a multiple of 64 bytes. The section of each role is cut into equal byte
+ranges, one for each shard. So a large tensor is sliced, small ones are packed, and shards are
+balanced to within 64 bytes a role. Shards, workers and messages handle a few long byte ranges
+instead of thousands of tensors.
 
 Cuts are also multiples of 64 bytes, a whole number of SIMD registers. So an element is processed
 by the same vector instruction for any number of shards, and gets the same bits.
@@ -20,7 +20,7 @@ from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
 
-from pscommon.core.model_spec import ROLES, ModelSpec, Role, TensorSpec
+from pscommon.core.model_spec import FLOATING, ROLES, ModelSpec, Role, TensorSpec
 
 ALIGNMENT_BYTES = 64
 
@@ -52,12 +52,16 @@ class TensorSlice(NamedTuple):
 
 
 class TrainableRange(NamedTuple):
-    """A trainable byte range with one dtype and one parameter group; padding included."""
+    """A byte range of one role with one dtype and one parameter group; padding included.
+
+    is_first: An update takes the values of buffers from its first push.
+    """
 
     dtype: str
     group: int
     start: int
     stop: int
+    is_first: bool = False
 
 
 def cut(span: ByteRange, parts: int) -> list[ByteRange]:
@@ -167,7 +171,7 @@ class PartitionPlan:
         )
 
     def segments(self, span: ByteRange) -> list[TrainableRange]:
-        """Split the trainable range `span` where dtype or parameter group changes."""
+        """Split the range `span` where dtype, parameter group or treatment changes."""
         found: list[TrainableRange] = []
         for index in self.order[self._first_after(span.start) :]:
             tensor, start = self.spec.tensors[index], self.starts[index]
@@ -176,10 +180,12 @@ class PartitionPlan:
             start, stop = max(start, span.start), min(start + _padded(tensor.nbytes), span.stop)
             if start >= stop:
                 continue
-            if found and (found[-1].dtype, found[-1].group) == (tensor.dtype, tensor.group):
+            is_first = tensor.treatment == "first" or tensor.dtype not in FLOATING
+            piece = TrainableRange(tensor.dtype, tensor.group, start, stop, is_first)
+            if found and found[-1] == piece._replace(start=found[-1].start, stop=start):
                 found[-1] = found[-1]._replace(stop=stop)
             else:
-                found.append(TrainableRange(tensor.dtype, tensor.group, start, stop))
+                found.append(piece)
         return found
 
     def without(self, span: ByteRange, absent: Collection[int]) -> list[ByteRange]:
@@ -224,5 +230,5 @@ class PartitionPlan:
         return [self.starts[index] for index in self.order]
 
 
-def _buffer_order_key(tensor: TensorSpec) -> tuple[int, str, int]:
-    return ROLES.index(tensor.role), tensor.dtype, tensor.group
+def _buffer_order_key(tensor: TensorSpec) -> tuple[int, str, int, bool]:
+    return ROLES.index(tensor.role), tensor.dtype, tensor.group, tensor.treatment == "first"

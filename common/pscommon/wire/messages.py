@@ -32,6 +32,7 @@ from pscommon.core.model_spec import (
     ModelSpec,
     Role,
     TensorSpec,
+    Treatment,
     optimizers_from_json,
 )
 from pscommon.core.script_place import PassName, ScriptPlace
@@ -46,6 +47,15 @@ ROLE_TO_PROTO: "Mapping[Role, mo.Role.ValueType]" = {
 }
 ROLE_FROM_PROTO: Mapping[int, Role] = {number: role for role, number in ROLE_TO_PROTO.items()}
 
+TREATMENT_TO_PROTO: "Mapping[Treatment | None, mo.Treatment.ValueType]" = {
+    None: mo.TREATMENT_UNSPECIFIED,
+    "average": mo.TREATMENT_AVERAGE,
+    "first": mo.TREATMENT_FIRST,
+}
+TREATMENT_FROM_PROTO: Mapping[int, Treatment | None] = {
+    number: treatment for treatment, number in TREATMENT_TO_PROTO.items()
+}
+
 
 def model_to_proto(spec: ModelSpec) -> mo.ModelSpec:
     tensors = [
@@ -56,6 +66,7 @@ def model_to_proto(spec: ModelSpec) -> mo.ModelSpec:
             role=ROLE_TO_PROTO[t.role],
             group=t.group,
             aliases=t.aliases,
+            treatment=TREATMENT_TO_PROTO[t.treatment],
         )
         for t in spec.tensors
     ]
@@ -87,8 +98,16 @@ def _tensor_from_proto(tensor: mo.TensorSpec) -> TensorSpec:
     role = ROLE_FROM_PROTO.get(tensor.role)
     if role is None:
         raise InvalidRequestError(f"tensor {tensor.name!r}: unknown role {tensor.role}")
+    if tensor.treatment not in TREATMENT_FROM_PROTO:
+        raise InvalidRequestError(f"tensor {tensor.name!r}: unknown treatment {tensor.treatment}")
     return TensorSpec(
-        tensor.name, tuple(tensor.shape), tensor.dtype, role, tensor.group, tuple(tensor.aliases)
+        tensor.name,
+        tuple(tensor.shape),
+        tensor.dtype,
+        role,
+        tensor.group,
+        tuple(tensor.aliases),
+        TREATMENT_FROM_PROTO[tensor.treatment],
     )
 
 

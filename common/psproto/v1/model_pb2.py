@@ -24,17 +24,19 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16psproto/v1/model.proto\x12\npsproto.v1\"x\n\nTensorSpec\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05shape\x18\x02 \x03(\x03\x12\r\n\x05\x64type\x18\x03 \x01(\t\x12\x1e\n\x04role\x18\x04 \x01(\x0e\x32\x10.psproto.v1.Role\x12\r\n\x05group\x18\x05 \x01(\r\x12\x0f\n\x07\x61liases\x18\x06 \x03(\t\"L\n\tModelSpec\x12\'\n\x07tensors\x18\x01 \x03(\x0b\x32\x16.psproto.v1.TensorSpec\x12\x16\n\x0eoptimizer_json\x18\x02 \x01(\t*R\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x12\n\x0eROLE_TRAINABLE\x10\x01\x12\x0f\n\x0bROLE_BUFFER\x10\x02\x12\x0f\n\x0bROLE_FROZEN\x10\x03\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16psproto/v1/model.proto\x12\npsproto.v1\"\xa2\x01\n\nTensorSpec\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05shape\x18\x02 \x03(\x03\x12\r\n\x05\x64type\x18\x03 \x01(\t\x12\x1e\n\x04role\x18\x04 \x01(\x0e\x32\x10.psproto.v1.Role\x12\r\n\x05group\x18\x05 \x01(\r\x12\x0f\n\x07\x61liases\x18\x06 \x03(\t\x12(\n\ttreatment\x18\x07 \x01(\x0e\x32\x15.psproto.v1.Treatment\"L\n\tModelSpec\x12\'\n\x07tensors\x18\x01 \x03(\x0b\x32\x16.psproto.v1.TensorSpec\x12\x16\n\x0eoptimizer_json\x18\x02 \x01(\t*R\n\tTreatment\x12\x19\n\x15TREATMENT_UNSPECIFIED\x10\x00\x12\x15\n\x11TREATMENT_AVERAGE\x10\x01\x12\x13\n\x0fTREATMENT_FIRST\x10\x02*R\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x12\n\x0eROLE_TRAINABLE\x10\x01\x12\x0f\n\x0bROLE_BUFFER\x10\x02\x12\x0f\n\x0bROLE_FROZEN\x10\x03\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'psproto.v1.model_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_ROLE']._serialized_start=238
-  _globals['_ROLE']._serialized_end=320
-  _globals['_TENSORSPEC']._serialized_start=38
-  _globals['_TENSORSPEC']._serialized_end=158
-  _globals['_MODELSPEC']._serialized_start=160
-  _globals['_MODELSPEC']._serialized_end=236
+  _globals['_TREATMENT']._serialized_start=281
+  _globals['_TREATMENT']._serialized_end=363
+  _globals['_ROLE']._serialized_start=365
+  _globals['_ROLE']._serialized_end=447
+  _globals['_TENSORSPEC']._serialized_start=39
+  _globals['_TENSORSPEC']._serialized_end=201
+  _globals['_MODELSPEC']._serialized_start=203
+  _globals['_MODELSPEC']._serialized_end=279
 # @@protoc_insertion_point(module_scope)

@@ -19,6 +19,29 @@ else:
 
 DESCRIPTOR: google.protobuf.descriptor.FileDescriptor
 
+class _Treatment:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _TreatmentEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_Treatment.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    TREATMENT_UNSPECIFIED: _Treatment.ValueType  # 0
+    """averaged, if the worker that created the job did not say more"""
+    TREATMENT_AVERAGE: _Treatment.ValueType  # 1
+    """mean over the pushes of the update, weighted by samples"""
+    TREATMENT_FIRST: _Treatment.ValueType  # 2
+    """that of the update's first push"""
+
+class Treatment(_Treatment, metaclass=_TreatmentEnumTypeWrapper): ...
+
+TREATMENT_UNSPECIFIED: Treatment.ValueType  # 0
+"""averaged, if the worker that created the job did not say more"""
+TREATMENT_AVERAGE: Treatment.ValueType  # 1
+"""mean over the pushes of the update, weighted by samples"""
+TREATMENT_FIRST: Treatment.ValueType  # 2
+"""that of the update's first push"""
+global___Treatment = Treatment
+
 class _Role:
     ValueType = typing.NewType("ValueType", builtins.int)
     V: typing_extensions.TypeAlias = ValueType
@@ -29,7 +52,7 @@ class _RoleEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeW
     ROLE_TRAINABLE: _Role.ValueType  # 1
     """gets gradients; the optimizer updates it"""
     ROLE_BUFFER: _Role.ValueType  # 2
-    """sent by value with each push, and averaged over the workers of a round"""
+    """sent by value with each push; Treatment says what an update makes of the values"""
     ROLE_FROZEN: _Role.ValueType  # 3
     """set once by the first worker"""
 
@@ -39,7 +62,7 @@ ROLE_UNSPECIFIED: Role.ValueType  # 0
 ROLE_TRAINABLE: Role.ValueType  # 1
 """gets gradients; the optimizer updates it"""
 ROLE_BUFFER: Role.ValueType  # 2
-"""sent by value with each push, and averaged over the workers of a round"""
+"""sent by value with each push; Treatment says what an update makes of the values"""
 ROLE_FROZEN: Role.ValueType  # 3
 """set once by the first worker"""
 global___Role = Role
@@ -56,12 +79,15 @@ class TensorSpec(google.protobuf.message.Message):
     ROLE_FIELD_NUMBER: builtins.int
     GROUP_FIELD_NUMBER: builtins.int
     ALIASES_FIELD_NUMBER: builtins.int
+    TREATMENT_FIELD_NUMBER: builtins.int
     name: builtins.str
     dtype: builtins.str
     """numpy name of the dtype, or "bfloat16" """
     role: global___Role.ValueType
     group: builtins.int
     """index of the parameter group"""
+    treatment: global___Treatment.ValueType
+    """value that an update takes for a floating-point buffer"""
     @property
     def shape(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
     @property
@@ -77,8 +103,9 @@ class TensorSpec(google.protobuf.message.Message):
         role: global___Role.ValueType = ...,
         group: builtins.int = ...,
         aliases: collections.abc.Iterable[builtins.str] | None = ...,
+        treatment: global___Treatment.ValueType = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["aliases", b"aliases", "dtype", b"dtype", "group", b"group", "name", b"name", "role", b"role", "shape", b"shape"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["aliases", b"aliases", "dtype", b"dtype", "group", b"group", "name", b"name", "role", b"role", "shape", b"shape", "treatment", b"treatment"]) -> None: ...
 
 global___TensorSpec = TensorSpec
 

@@ -182,3 +182,43 @@ def test_differences_name_the_optimizer() -> None:
     assert changed.differences(SEVERAL) == ["optimizer g group 0: lr=1.0, the job has 0.3"]
     assert renamed.differences(SEVERAL) == ["optimizers: a, h, the job has a, g"]
     assert "optimizers: no name, the job has a, g" in MODEL.differences(SEVERAL)
+
+
+def with_treatment(treatment: Any) -> ModelSpec:
+    return replace(
+        MODEL, tensors=(*TENSORS, TensorSpec("mean", (4,), "float32", "buffer", 0, (), treatment))
+    )
+
+
+def test_treatments_are_written_only_if_they_are_set() -> None:
+    for treatment in ("average", "first"):
+        spec = with_treatment(treatment)
+        assert model_to_json(spec)["tensors"][-1]["treatment"] == treatment
+        assert model_from_json(model_to_json(spec)) == spec
+    assert "treatment" not in model_to_json(MODEL)["tensors"][-1]
+
+
+def test_a_treatment_that_one_side_leaves_open_is_no_difference() -> None:
+    average, first = with_treatment("average"), with_treatment("first")
+
+    assert not average.differences(MODEL)
+    assert not MODEL.differences(first)
+    assert first.differences(average) == [
+        "mean: float32[4] buffer (first), the job has float32[4] buffer (average)"
+    ]
+    assert len({spec.fingerprint() for spec in (MODEL, average, first)}) == 3
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        TensorSpec("n", (), "int64", "buffer", treatment="first"),
+        TensorSpec("w", (2,), "float32", treatment="first"),
+        TensorSpec("f", (2,), "float32", "frozen", treatment="average"),
+        TensorSpec("m", (2,), "float32", "buffer", treatment="last"),  # type: ignore[arg-type]
+    ],
+    ids=["integer", "trainable", "frozen", "unknown"],
+)
+def test_only_floating_buffers_have_a_treatment(tensor: TensorSpec) -> None:
+    with pytest.raises(InvalidModelError, match="average or first, for a floating buffer"):
+        ModelSpec((tensor,), SGD)

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pscommon.core.model_spec import ROLES, ModelSpec, OptimizerSettings, TensorSpec
+from pscommon.core.model_spec import ROLES, ModelSpec, OptimizerSettings, TensorSpec, Treatment
 from pscommon.core.partition import (
     ALIGNMENT_BYTES,
     PIECE_COUNT,
@@ -219,3 +219,23 @@ def test_pieces_are_a_small_part_of_the_buffer_within_size_bounds() -> None:
     sizes = [piece_nbytes(nbytes) for nbytes in (0, 1 << 20, 4 << 20, 1 << 30)]
 
     assert sizes == [64 << 10, 64 << 10, (4 << 20) // PIECE_COUNT, 1 << 20]
+
+
+def test_buffers_of_one_treatment_are_adjacent() -> None:
+    """Treatments that are not set place the tensors as those of earlier releases."""
+    treatments: tuple[Treatment | None, ...] = ("first", "average", "first", None)
+    tensors = tuple(
+        TensorSpec(f"t{number}", (16,), "float32", "buffer", treatment=treatment)
+        for number, treatment in enumerate(treatments)
+    )
+    plan = PartitionPlan(ModelSpec(tensors, OptimizerSettings("sgd")), 1)
+
+    assert plan.order == (1, 3, 0, 2)
+    assert [
+        (each.start, each.stop, each.is_first) for each in plan.segments(plan.section("buffer"))
+    ] == [
+        (0, 128, False),
+        (128, 256, True),
+    ]
+    unset = tuple(replace(tensor, treatment=None) for tensor in tensors)
+    assert PartitionPlan(ModelSpec(unset, OptimizerSettings("sgd")), 1).order == (0, 1, 2, 3)

@@ -60,6 +60,8 @@ SPEC = ModelSpec(
         TensorSpec("w", (3, 4), "float32", aliases=("head.w",)),
         TensorSpec("scale", (), "bfloat16", group=1),
         TensorSpec("mean", (0,), "float64", "buffer"),
+        TensorSpec("variance", (1,), "float64", "buffer", treatment="average"),
+        TensorSpec("queue", (1,), "float64", "buffer", treatment="first"),
         TensorSpec("mask", (2,), "bool", "frozen"),
     ),
     OptimizerSettings(
@@ -159,6 +161,7 @@ def test_the_clip_norm_is_sent_with_the_optimizer() -> None:
         (lambda m: m.tensors.add().CopyFrom(m.tensors[0]), "'w' is listed twice"),
         (lambda m: setattr(m.tensors[0], "dtype", "object"), "dtype object"),
         (lambda m: setattr(m.tensors[0], "role", mo.ROLE_UNSPECIFIED), "'w': unknown role"),
+        (lambda m: setattr(m.tensors[0], "treatment", 9), "'w': unknown treatment 9"),
         (lambda m: m.tensors[0].shape.append(-1), "negative shape"),
         (lambda m: setattr(m.tensors[0], "group", 5), "group 5 of 2"),
         (lambda m: setattr(m, "optimizer_json", ""), "no optimizer"),

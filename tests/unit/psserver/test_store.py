@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pscommon.core.model_spec import ModelSpec, OptimizerSettings
+from pscommon.core.model_spec import ModelSpec, OptimizerSettings, TensorSpec, Treatment
 from pscommon.core.partition import PartitionPlan
 from psserver.parameters.store import ParameterStore
 from tests.support.stores import SGD, Shards, begun, model, noise, one_thread  # noqa: F401
@@ -101,6 +101,29 @@ def test_buffers_are_averaged_and_integers_come_from_the_first_contributor(shard
     assert after["t2"] == 5
     assert torch.equal(after["t3"], one["t3"].bool())
     assert torch.equal(after["t5"], frozen)
+
+
+@pytest.mark.parametrize("shards", [1, 2, 3, 5])
+def test_each_buffer_gets_its_treatment(shards: int) -> None:
+    """Treatments alternate, and a shard has parts of several tensors."""
+    treatments: tuple[Treatment | None, ...] = ("first", "average", None) * 4
+    tensors = [
+        TensorSpec(f"t{number}", (37,), dtype, "buffer", treatment=treatment)
+        for number, treatment in enumerate(treatments)
+        for dtype in [("float32", "bfloat16")[number % 2]]
+    ]
+    job = begun(ModelSpec((TensorSpec("w", (5,), "float32"), *tensors), SGD), shards)
+    pushes = [noise(job.plan.spec, seed, roles=("trainable", "buffer")) for seed in (2, 3, 4)]
+    job.step(*pushes, samples=[3, 2, 3])
+    after = job.weights()
+
+    for tensor in tensors:
+        one, two, three = (push[tensor.name] for push in pushes)
+        if tensor.treatment == "first":
+            assert torch.equal(after[tensor.name], one)
+        else:
+            mean = (3 * one.double() + 2 * two.double() + 3 * three.double()) / 8
+            torch.testing.assert_close(after[tensor.name], mean.to(one.dtype))
 
 
 def test_equal_buffers_never_drift() -> None:

@@ -168,6 +168,7 @@ def test_a_state_dict_can_be_saved_and_loaded_and_names_its_job() -> None:
 
     client = RecordingClient()
     _, other_net, other = start_job(client, lr=0.1)
+    assert saved.pop("paramserver") == {"job": "local", "version": 1}
     other.load_state_dict(saved)
     set_gradients(other_net)
     other.step()
@@ -175,7 +176,6 @@ def test_a_state_dict_can_be_saved_and_loaded_and_names_its_job() -> None:
     other.step()
 
     assert '"lr": 0.7' in client.sent[1]["groups_json"]
-    assert saved["paramserver"] == {"job": "local", "version": 1}
     assert '"lr": 0.3' in client.sent[0]["groups_json"]
 
 
@@ -188,6 +188,7 @@ def test_a_scheduler_continues_from_its_state_dict() -> None:
 
     _, other_net, other = start_job()
     other_scheduler = lr_scheduler.StepLR(other, step_size=2, gamma=0.5)
+    del saved[0]["paramserver"]  # momentum of the other job is dropped
     other.load_state_dict(saved[0])
     other_scheduler.load_state_dict(saved[1])
 
@@ -215,6 +216,39 @@ def test_loading_the_state_of_a_plain_optimizer_is_refused() -> None:
     optimizer.load_state_dict({**state, "state": {}})
 
     assert optimizer.param_groups[0]["lr"] == 0.5
+
+
+def test_the_state_dict_of_another_job_is_refused_if_it_lacks_moments() -> None:
+    """Each run without servers is a job of its own."""
+    _, net, optimizer = start_job()
+    unused = optimizer.state_dict()
+    set_gradients(net)
+    optimizer.step()
+    state = optimizer.state_dict()
+
+    for job in ("local", "job-1"):
+        _, _, other = start_job(lr=0.5)
+        with pytest.raises(
+            psworker.InvalidRequestError, match=rf"no moments.*job {job} at version 1.*--data-dir"
+        ):
+            other.load_state_dict({**state, "paramserver": {"job": job, "version": 1}})
+        assert other.param_groups[0]["lr"] == 0.5
+        other.load_state_dict({key: state[key] for key in state if key != "paramserver"})
+        assert other.param_groups[0]["lr"] == 0.1
+        other.load_state_dict(unused)
+
+    optimizer.load_state_dict(state)
+
+
+def test_the_state_dict_of_an_optimizer_without_state_can_go_to_another_job() -> None:
+    _, net, optimizer = start_job(momentum=0.0, lr=0.3)
+    set_gradients(net)
+    optimizer.step()
+    _, _, other = start_job(momentum=0.0)
+
+    other.load_state_dict(optimizer.state_dict())
+
+    assert other.param_groups[0]["lr"] == 0.3
 
 
 def test_an_optimizer_that_has_made_steps_is_refused() -> None:
