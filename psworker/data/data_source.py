@@ -1,7 +1,7 @@
 """What a loader needs of a data source, and the arguments that a source is made from."""
 
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -23,6 +23,8 @@ class LoaderArguments(NamedTuple):
 
     Attributes:
         options: Further keywords of DataLoader.
+        length: Its `len()` is the number of samples in a pass; None: that of the sampler, or of
+            the data set.
     """
 
     dataset: Any
@@ -33,6 +35,7 @@ class LoaderArguments(NamedTuple):
     batch_sampler: Any = None
     collate_fn: Any = None
     options: Mapping[str, Any] = MappingProxyType({})
+    length: Sized | None = None
 
 
 class PassSettings(NamedTuple):
@@ -110,6 +113,10 @@ class DataSource(Protocol):
         Raises:
             TypeError: The length is not known.
         """
+        ...
+
+    def has_changed(self) -> bool:
+        """Return whether the length is another one than at the beginning of the last pass."""
         ...
 
     def next_pass(self, loop: int) -> tuple[Spec, PassReader]:

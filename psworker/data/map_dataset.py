@@ -7,7 +7,13 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    TensorDataset,
+    default_collate,
+    get_worker_info,
+)
 
 from pscommon.core.data_loop import LoopSpec
 from pscommon.core.errors import InvalidRequestError
@@ -62,7 +68,9 @@ def make_map_source(
         settings.seed,
     )
     fetcher = BatchFetcher(dataset, arguments.collate_fn or default_collate, settings.reseed)
-    return MapDataset(dataset, loop, fetcher, arguments.options, passes, sampler, by_batch)
+    given = dataset if arguments.length is None else arguments.length
+    length = given if sampler is None else sampler
+    return MapDataset(dataset, loop, fetcher, arguments.options, passes, sampler, by_batch, length)
 
 
 class RequestedBatch(NamedTuple):
@@ -81,19 +89,22 @@ class BatchFetcher(Dataset[Any]):
     """The data set as torch's DataLoader sees it: an item is a complete batch.
 
     It runs in the processes of the DataLoader.
+
+    Attributes:
+        dataset: The script's data set.
     """
 
     def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any], reseed: bool) -> None:
-        self._dataset, self._collate, self._reseed = dataset, collate, reseed
+        self.dataset, self._collate, self._reseed = dataset, collate, reseed
 
     def __getitem__(self, request: RequestedBatch) -> tuple[RequestedBatch, Any]:
         if self._reseed:
             reseed(*request.seeds, FETCH)
-        fetch_all = getattr(self._dataset, "__getitems__", None)
+        fetch_all = getattr(self.dataset, "__getitems__", None)
         samples = (
             fetch_all(request.indices)
             if fetch_all
-            else [self._dataset[index] for index in request.indices]
+            else [self.dataset[index] for index in request.indices]
         )
         return request, self._collate(samples)
 
@@ -102,7 +113,7 @@ class LoaderProcess:
     """Initializes a process of the DataLoader.
 
     A terminal sends Ctrl-C to all processes. These ignore it: the worker handles it, completes
-    its step, and ends them.
+    its step, and ends them. torch's get_worker_info shows the script's data set there.
 
     init: the script's worker_init_fn.
     """
@@ -112,6 +123,8 @@ class LoaderProcess:
 
     def __call__(self, number: int) -> None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
+        info: Any = get_worker_info()
+        object.__setattr__(info, "dataset", info.dataset.dataset)  # it refuses assignments
         if self._init is not None:
             self._init(number)
 
@@ -140,6 +153,8 @@ class MapDataset:
     passes: passes begun by all loaders of the script, by size and seed.
     sampler: gives the order; None: the loop's spec says it.
     by_batch: the sampler gives complete batches.
+    length: its len(), if it has one, is the number of samples in the next pass (with by_batch: of
+        batches).
     """
 
     def __init__(
@@ -151,6 +166,7 @@ class MapDataset:
         passes: PassCounts,
         sampler: Any,
         by_batch: bool,
+        length: Any,
     ) -> None:
         self.dataset = dataset
         self.batch_size = None if by_batch else loop.batch_size
@@ -158,21 +174,33 @@ class MapDataset:
         self._passes = passes
         self._next_epoch: int | None = None
         self._sampler = sampler
+        self._length = length
+        self._begun_length: int | None = None
         self._fetcher = fetcher
         self._options = options
         self._generator = options.get("generator") or torch.Generator().manual_seed(self._loop.seed)
         self._persistent: tuple[LookaheadSampler, LoaderDataset] | None = None
 
     def spec(self) -> LoopSpec:
-        return self._loop if self._sampler is None else replace(self._loop, size=len(self._sampler))
+        return replace(self._loop, size=len(self._length))
+
+    def has_changed(self) -> bool:
+        return self._known_length() != self._begun_length
+
+    def _known_length(self) -> int | None:
+        try:
+            return len(self._length)
+        except (TypeError, NotImplementedError):  # of a sampler
+            return None
 
     def next_pass(self, loop: int) -> tuple[LoopSpec, "MapPass"]:
         """Begin a pass. Its epochs follow those of the loader's passes before, or for its first
         pass those of all earlier loaders.
         """
-        key = self._loop.size, self._loop.seed
+        key = len(self.dataset), self._loop.seed
         first = self._passes.get(key, 0) if self._next_epoch is None else self._next_epoch
         spec, indices = self._ordered(replace(self._loop, loop=loop, first_epoch=first))
+        self._begun_length = self._known_length()
         self._next_epoch = first + spec.epochs
         self._passes[key] = max(self._passes.get(key, 0), self._next_epoch)
         return spec, MapPass(self.load, indices)
@@ -183,7 +211,7 @@ class MapDataset:
         Without a sampler the spec knows the samples, and there is no function.
         """
         if self._sampler is None:
-            return spec, None
+            return replace(spec, size=len(self._length)), None
         order = order_of(
             self._sampler, self.batch_size, spec.drop_last, spec.seed, spec.first_epoch
         )

@@ -147,6 +147,9 @@ class StreamSource:
             "not known"
         )
 
+    def has_changed(self) -> bool:
+        return False
+
     def next_pass(self, loop: int) -> tuple[StreamSpec, "StreamReader"]:
         spec = replace(self._spec, loop=loop)
         return spec, StreamReader(self._stream, self._collate, self._seed)

@@ -249,7 +249,7 @@ TEXTS = {
     ),
     "loader class": (
         "Custom cannot be divided among workers: it defines its own __iter__. Try: "
-        "job.batches(loader.dataset, batch_size=...)"
+        "job.batches(loader.dataset, batch_size=...), with its transform as collate_fn"
     ),
     "loader without batches": (
         "a DataLoader with batch_size=None cannot be used: it makes no batches. Try: a data set "
