@@ -77,6 +77,19 @@ class ClientFacts:
         """
         return self._connection.membership.update_counts
 
+    @property
+    def seed(self) -> int:
+        """The job's seed once the model is registered, unsigned 64 bits.
+
+        Before, it is what this worker proposes: the proposal of the first worker that registers
+        becomes the job's seed.
+        """
+        return self._connection.seed
+
+    @seed.setter
+    def seed(self, seed: int) -> None:
+        self._connection.seed = seed
+
     def status(self) -> dict[str, Any]:
         """Ask for the job as `ps-ctl status --output json` shows it."""
         call, status = self._connection.call, self._connection.transport.status

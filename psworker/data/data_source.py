@@ -43,14 +43,14 @@ class PassSettings(NamedTuple):
 
     Attributes:
         epochs: Passes over the data in one loop.
-        seed: Signed 64-bit integer.
+        seed: Returns a signed 64-bit integer, from the first pass on.
         sources: Number of sources of a stream; None: not given.
         reseed: Seed the global random generators for each batch.
         name: Name of the loader; None: its place among the loaders without a name.
     """
 
     epochs: int = 1
-    seed: int = 0
+    seed: Callable[[], int] = lambda: 0
     sources: int | None = None
     reseed: bool = True
     name: str | None = None

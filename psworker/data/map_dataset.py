@@ -65,12 +65,21 @@ def make_map_source(
         settings.epochs,
         arguments.drop_last,
         sampler is None and (arguments.shuffle is None or arguments.shuffle),
-        settings.seed,
     )
     fetcher = BatchFetcher(dataset, arguments.collate_fn or default_collate, settings.reseed)
     given = dataset if arguments.length is None else arguments.length
     length = given if sampler is None else sampler
-    return MapDataset(dataset, loop, fetcher, arguments.options, passes, sampler, by_batch, length)
+    return MapDataset(
+        dataset,
+        loop,
+        settings.seed,
+        fetcher,
+        arguments.options,
+        passes,
+        sampler,
+        by_batch,
+        length,
+    )
 
 
 class RequestedBatch(NamedTuple):
@@ -147,7 +156,8 @@ class LoaderDataset:
 class MapDataset:
     """The data source of a map-style data set (psworker.data.data_source.DataSource).
 
-    loop: spec of the first pass, with number 0.
+    loop: spec of the first pass, with number 0 and without a seed.
+    seed: returns the seed of all passes.
     fetcher: the data set as the DataLoader sees it.
     options: keywords of the DataLoader.
     passes: passes begun by all loaders of the script, by size and seed.
@@ -161,6 +171,7 @@ class MapDataset:
         self,
         dataset: Any,
         loop: LoopSpec,
+        seed: Callable[[], int],
         fetcher: BatchFetcher,
         options: Mapping[str, Any],
         passes: PassCounts,
@@ -170,7 +181,7 @@ class MapDataset:
     ) -> None:
         self.dataset = dataset
         self.batch_size = None if by_batch else loop.batch_size
-        self._loop = loop
+        self._loop, self._seed = loop, seed
         self._passes = passes
         self._next_epoch: int | None = None
         self._sampler = sampler
@@ -178,7 +189,7 @@ class MapDataset:
         self._begun_length: int | None = None
         self._fetcher = fetcher
         self._options = options
-        self._generator = options.get("generator") or torch.Generator().manual_seed(self._loop.seed)
+        self._generator: torch.Generator | None = options.get("generator")
         self._persistent: tuple[LookaheadSampler, LoaderDataset] | None = None
 
     def spec(self) -> LoopSpec:
@@ -197,9 +208,12 @@ class MapDataset:
         """Begin a pass. Its epochs follow those of the loader's passes before, or for its first
         pass those of all earlier loaders.
         """
-        key = len(self.dataset), self._loop.seed
+        seed = self._seed()
+        if self._generator is None:
+            self._generator = torch.Generator().manual_seed(seed)
+        key = len(self.dataset), seed
         first = self._passes.get(key, 0) if self._next_epoch is None else self._next_epoch
-        spec, indices = self._ordered(replace(self._loop, loop=loop, first_epoch=first))
+        spec, indices = self._ordered(replace(self._loop, loop=loop, seed=seed, first_epoch=first))
         self._begun_length = self._known_length()
         self._next_epoch = first + spec.epochs
         self._passes[key] = max(self._passes.get(key, 0), self._next_epoch)

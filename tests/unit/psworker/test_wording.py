@@ -126,9 +126,9 @@ FAILURES: dict[str, Any] = {
     "distributed sampler": batches(batch_size=2, sampler=SAMPLER),
     "sampler": batches(batch_size=2, sampler=3),
     "iterator": batches(batch_size=2, sampler=iter([1])),
-    "indices": lambda: iter(batches(batch_size=2, sampler=["a"])()),  # type: ignore[call-overload]
-    "batch of indices": lambda: iter(batches(batch_sampler=[1])()),  # type: ignore[call-overload]
-    "empty batch": lambda: iter(batches(batch_sampler=[[]])()),  # type: ignore[call-overload]
+    "indices": lambda: iter(batches(batch_size=2, sampler=["a"], seed=0)()),  # type: ignore[call-overload]
+    "batch of indices": lambda: iter(batches(batch_sampler=[1], seed=0)()),  # type: ignore[call-overload]
+    "empty batch": lambda: iter(batches(batch_sampler=[[]], seed=0)()),  # type: ignore[call-overload]
     "stream option": batches(Endless(), batch_size=2, drop_last=True),
     "sources": batches(Endless(), batch_size=2, sources=2),
     "loader": batches(DataLoader(NUMBERS, 2), batch_size=2),
