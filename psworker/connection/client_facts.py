@@ -38,7 +38,10 @@ class ClientFacts:
 
     @property
     def workers(self) -> int:
-        """Number of workers that train now, as of the last heartbeat."""
+        """Number of workers that train now, as of the last heartbeat.
+
+        While the job waits for its workers: the larger of its members and `--min-workers`.
+        """
         return self._connection.membership.workers
 
     @property

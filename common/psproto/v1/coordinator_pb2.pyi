@@ -438,7 +438,9 @@ class HeartbeatResponse(google.protobuf.message.Message):
     policy: builtins.str
     """current policy"""
     workers: builtins.int
-    """number of workers that have registered the model and take part in rounds"""
+    """number of workers that have registered the model and take part in rounds; while the job waits
+    for its workers: the larger of its members and of --min-workers
+    """
     first: builtins.bool
     """this worker is the first of them; while the job waits for its workers: its rank is 0"""
     @property

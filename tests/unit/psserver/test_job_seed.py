@@ -1,4 +1,4 @@
-"""The job's seed: that of the first worker that registers, in every state that a job continues from."""
+"""The job's seed: that of the first worker that registers, also after a restart."""
 
 import json
 from typing import Any
