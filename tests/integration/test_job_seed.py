@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from psworker import Job
+from psworker import Client, Job
 from tests.support.cluster import Cluster
-from tests.support.training_threads import real, simulated
+from tests.support.training_threads import simulated
+from tests.support.workers import DEADLINE
 
 Make = Callable[..., Cluster]
 
@@ -36,6 +37,12 @@ def script(own: int, stop_at: int = 99, **given: Any) -> Callable[[Job], tuple[i
     return run
 
 
+def worker(address: str, run: Callable[[Job], Any]) -> Any:
+    """Run a script as a worker of the job's current training."""
+    with Job(Client(address, connect_timeout=10.0, wait_timeout=DEADLINE)) as job:
+        return run(job)
+
+
 def test_all_workers_have_the_seed_of_the_first_one() -> None:
     runs = simulated(2, script(5))
 
@@ -50,10 +57,10 @@ def test_all_workers_have_the_seed_of_the_first_one() -> None:
 def test_a_resumed_job_keeps_its_seed(cluster: Make, tmp_path: Path, durability: str) -> None:
     settings = {"min_workers": 1, "data_dir": tmp_path, "durability": durability}
     servers = cluster(1, **settings)
-    ((_, first),) = real(servers.address, 1, script(5, stop_at=3))
+    _, first = worker(servers.address, script(5, stop_at=3))
     servers.stop()
 
-    ((seed, rest),) = real(cluster(1, **settings).address, 1, script(6))
+    seed, rest = worker(cluster(1, **settings).address, script(6))
 
     assert seed == 5
     ((_, complete),) = simulated(1, script(5))
@@ -65,8 +72,8 @@ def test_a_late_worker_gets_the_seed_and_a_new_membership_keeps_it(cluster: Make
 
     def first(job: Job) -> list[int]:
         seeds = [script(5, stop_at=1)(job)[0]]
-        seeds += [seed for seed, _ in real(address, 1, script(6, stop_at=1))]
+        seeds.append(worker(address, script(6, stop_at=1))[0])
         job.client.rejoin()
         return [*seeds, job.client.seed]
 
-    assert real(address, 1, first) == [[5, 5, 5]]
+    assert worker(address, first) == [5, 5, 5]

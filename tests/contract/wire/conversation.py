@@ -56,7 +56,6 @@ MASKED: Mapping[str, Mapping[str, object]] = {
         "samples_per_second": 0.0,
         "no_call_seconds": 0.0,
     },
-    "JoinResponse": {"workers": 0},  # before training: the recording release counted otherwise
     "RegisterRequest": {"wait_ms": 20_000},
     "NextBatchRequest": {"wait_ms": 20_000},
     "PushPullHeader": {"wait_ms": 20_000},
