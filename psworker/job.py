@@ -17,6 +17,7 @@ from psworker.core.results import PushResult
 from psworker.data.batches import BatchLoader
 from psworker.data.data_source import LoaderArguments, PassSettings
 from psworker.data.loader import make_loader
+from psworker.data.random_state import script_seed
 from psworker.optim.optimizer import ServerOptimizer
 from psworker.optim.optimizer_set import DEFAULT_NAME, OptimizerSet
 from psworker.optim.schedulers import fast_forward
@@ -142,6 +143,8 @@ class Job(JobFacts):
             strategy = "pipelined"
         elif overlap:
             strategy = "overlapped"
+        if self.session.model is None:
+            self.client.seed = script_seed.read()
         return self._optimizers.add(name, optimizer, model, clip_norm, buffers, strategy)
 
     def batches(
@@ -150,7 +153,7 @@ class Job(JobFacts):
         batch_size: int | None = None,
         epochs: int = 1,
         shuffle: bool | None = None,
-        seed: int = 0,
+        seed: int | None = None,
         drop_last: bool = False,
         *,
         sampler: Iterable[Any] | None = None,
@@ -192,7 +195,9 @@ class Job(JobFacts):
                 pass.
             shuffle: A new order in each pass, from (seed, epoch). None: True, unless there is a
                 sampler.
-            seed: Any 64-bit integer.
+            seed: Any 64-bit integer. None: the job's seed, which is the seed of torch's generator
+                (torch.manual_seed) when the first worker called job.optimizer. A pass then needs a
+                model, and so does its iter().
             drop_last: Leave out the last batch of an epoch if it is smaller.
             sampler: Gives the indices of a pass, in its order: each batch is the next batch_size
                 of them. It runs on every worker, with the global generators of torch, numpy and
@@ -219,9 +224,8 @@ class Job(JobFacts):
         arguments = LoaderArguments(
             dataset, batch_size, shuffle, drop_last, sampler, batch_sampler, collate_fn, loader
         )
-        return make_loader(
-            self.session, arguments, PassSettings(epochs, seed, sources, reseed, name)
-        )
+        settings = PassSettings(epochs, sources=sources, reseed=reseed, name=name)
+        return make_loader(self.session, arguments, settings, seed)
 
     def pull(self) -> None:
         """Bring the job's newest weights into the model, without a step."""

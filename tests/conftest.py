@@ -57,6 +57,13 @@ def pytest_configure(config: pytest.Config) -> None:
     config.add_cleanup(slots.close)
 
 
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    """Begin each test with the same seed, which loaders use by default."""
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(0)
+
+
 def folder_of(item: pytest.Item) -> str:
     """Return the test's folder below tests/."""
     return item.path.relative_to(TESTS).parts[0]

@@ -36,7 +36,8 @@ class HeartbeatAnswer(NamedTuple):
     Attributes:
         is_over: The job ends.
         is_draining: The worker was asked to leave.
-        workers: Number of registered workers.
+        workers: Number of registered workers; before training starts: of current workers, at least
+            --min-workers.
         is_first: The worker is the first registered worker; before training starts: its rank is
             0.
     """
@@ -75,12 +76,12 @@ class Heartbeats:
         return HeartbeatAnswer(self._check_is_over(), draining, *self.standing(worker))
 
     def standing(self, worker: int) -> tuple[int, bool]:
-        """Return how many workers are registered, and whether this one is the first."""
+        """Return how many workers train or will begin to, and whether this one is the first."""
 
         def action(recorder: Recorder, now: float) -> tuple[int, bool]:
-            return recorder.coordinator.membership.count_and_is_first(
-                worker, recorder.coordinator.started
-            )
+            job = recorder.coordinator.job
+            awaited = 0 if job.started else job.min_workers
+            return job.membership.count_and_is_first(worker, awaited)
 
         return self._executor.step(action, quiet=True)
 

@@ -242,6 +242,11 @@ class CoordinatorService:
         return self._coordinator.version
 
     @property
+    def seed(self) -> int:
+        """The seed that the first worker gave which registered."""
+        return self._coordinator.job.seed
+
+    @property
     def update_counts(self) -> Mapping[str, int]:
         """Number of updates of each optimizer; empty if the job has one."""
         return self._coordinator.job.updates

@@ -30,7 +30,7 @@ from psserver.coordinator.service import CoordinatorService
 from psserver.coordinator.shard_stream import serve_shard
 from psserver.core.commands.data_commands import CallCollective, LeaseBatches, ReturnBatches
 from psserver.core.commands.request_checks import wait_seconds
-from psserver.core.commands.worker_commands import Join
+from psserver.core.commands.worker_commands import Join, Register
 from psserver.core.reports.collectives import NULL, CollectiveValues
 from psserver.core.workers.members import WorkerHeartbeat
 from psserver.durability.snapshots import groups_of
@@ -91,7 +91,7 @@ class ControlPlaneServicer(CoordinatorServiceServicer):
             for settings, tensors in spec.parts().values():
                 check_numbers(settings, tensors)
             state = self._service.worker_requests.register(
-                request.worker, spec, wait_seconds(request.wait_ms)
+                Register(request.worker, spec, request.seed), wait_seconds(request.wait_ms)
             )
             if state not in STATES:
                 waiting = self._service.waiting_for
@@ -122,6 +122,7 @@ class ControlPlaneServicer(CoordinatorServiceServicer):
             version=self._service.version,
             groups_json=groups_of(self._service.engine.live.store),
             updates=self._service.update_counts,
+            seed=self._service.seed,
             **self._standing(worker),
         )
 

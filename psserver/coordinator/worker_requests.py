@@ -130,13 +130,14 @@ class WorkerRequests:
         named = ", ".join(map(str, members[:MAX_NAMED_COUNT])) or "a reshard"
         return f"the end of training {current!r} before {training!r} can begin: {named}"
 
-    def register(self, worker: int, spec: ModelSpec, seconds: float) -> RegistrationReply:
+    def register(self, command: Register, seconds: float) -> RegistrationReply:
         """Register a worker's model; wait up to `seconds` while the answer is pending.
 
         Raises:
             MismatchError: The job trains another model.
             InvalidRequestError: No file or server can hold the model.
         """
+        worker, spec = command.worker, command.spec
         shards, asked = self._executor.coordinator.shards, time.monotonic()
         check_memory(spec, shards, usable_memory())
         nbytes = push_nbytes(spec, shards)
@@ -150,7 +151,7 @@ class WorkerRequests:
             if coordinator.model is None:
                 check_tensor_names(spec)
             before = coordinator.model
-            state = recorder.do(Register(worker, spec), now)
+            state = recorder.do(command, now)
             log_changed_hyper_parameters(before, coordinator.model)
             return None if state == "pending" else state
 

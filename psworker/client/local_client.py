@@ -38,6 +38,7 @@ class LocalClient:
     draining = stopping = False
     workers = 1
     is_first = True
+    seed = 0
 
     def __init__(self, training: str = "0") -> None:
         self.training = training

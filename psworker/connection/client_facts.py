@@ -38,7 +38,10 @@ class ClientFacts:
 
     @property
     def workers(self) -> int:
-        """Number of workers that train now, as of the last heartbeat."""
+        """Number of workers that train now, as of the last heartbeat.
+
+        While the job waits for its workers: the larger of its members and `--min-workers`.
+        """
         return self._connection.membership.workers
 
     @property
@@ -76,6 +79,19 @@ class ClientFacts:
         Empty in a job with one optimizer.
         """
         return self._connection.membership.update_counts
+
+    @property
+    def seed(self) -> int:
+        """The job's seed once the model is registered, unsigned 64 bits.
+
+        Before, it is what this worker proposes: the proposal of the first worker that registers
+        becomes the job's seed.
+        """
+        return self._connection.seed
+
+    @seed.setter
+    def seed(self, seed: int) -> None:
+        self._connection.seed = seed
 
     def status(self) -> dict[str, Any]:
         """Ask for the job as `ps-ctl status --output json` shows it."""

@@ -62,6 +62,7 @@ class Connection:
         self.transport = transport
         self.membership = membership
         self.bad_gradients = ""
+        self.seed = 0
         self.drain = Drain(transport.clock, None if transport.direct else self._end_unanswered)
         self.reports = ReportBuffer(transport.clock.now)
         self.executor = (

@@ -74,7 +74,7 @@ class WorkerMembership:
         open_loop: Number of a loop: all earlier loops had ended when the worker joined.
         policy: The job's policy, as of the last heartbeat.
         reports: Values that the script has reported.
-        workers: Number of registered workers, as of the last answer.
+        workers: Number of workers that train or will begin to, as of the last answer.
         is_first: This worker is the first of them, as of the last answer.
         pushes: Numbers of this worker's pushes.
         received_batches: Number of batches received so far, by pass or numbered loop.

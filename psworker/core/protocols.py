@@ -54,6 +54,8 @@ class JobClient(Protocol):
     `psworker.Client` documents the methods.
     """
 
+    seed: int
+
     @property
     def job(self) -> str: ...
     @property

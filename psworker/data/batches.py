@@ -59,12 +59,14 @@ class BatchLoader:
 
         With epochs=N a pass has N epochs. Under sync the number is exact for the registered
         workers; under async and ssp it is an even share. It is fixed from the beginning of a pass
-        to the next `iter()`. The job's ledger ends a pass, not this number.
+        to the next `iter()`, unless the length of the data set or sampler changes. The job's
+        ledger ends a pass, not this number.
 
         Raises:
             TypeError: The data is a stream, or its sampler has no length.
         """
-        if self._pass is not None and (share := self._pass.share) is not None:
+        share = self._pass.share if self._pass is not None else None
+        if share is not None and not self._source.has_changed():
             return share
         return self._session.client.share(self._source.spec())
 

@@ -1,7 +1,7 @@
 """What a loader needs of a data source, and the arguments that a source is made from."""
 
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -23,6 +23,8 @@ class LoaderArguments(NamedTuple):
 
     Attributes:
         options: Further keywords of DataLoader.
+        length: Its `len()` is the number of samples in a pass; None: that of the sampler, or of
+            the data set.
     """
 
     dataset: Any
@@ -33,6 +35,7 @@ class LoaderArguments(NamedTuple):
     batch_sampler: Any = None
     collate_fn: Any = None
     options: Mapping[str, Any] = MappingProxyType({})
+    length: Sized | None = None
 
 
 class PassSettings(NamedTuple):
@@ -40,14 +43,14 @@ class PassSettings(NamedTuple):
 
     Attributes:
         epochs: Passes over the data in one loop.
-        seed: Signed 64-bit integer.
+        seed: Returns a signed 64-bit integer, from the first pass on.
         sources: Number of sources of a stream; None: not given.
         reseed: Seed the global random generators for each batch.
         name: Name of the loader; None: its place among the loaders without a name.
     """
 
     epochs: int = 1
-    seed: int = 0
+    seed: Callable[[], int] = lambda: 0
     sources: int | None = None
     reseed: bool = True
     name: str | None = None
@@ -110,6 +113,10 @@ class DataSource(Protocol):
         Raises:
             TypeError: The length is not known.
         """
+        ...
+
+    def has_changed(self) -> bool:
+        """Return whether the length is another one than at the beginning of the last pass."""
         ...
 
     def next_pass(self, loop: int) -> tuple[Spec, PassReader]:

@@ -12,9 +12,11 @@ from psworker.session.session import Session
 
 
 def make_loader(
-    session: Session, arguments: LoaderArguments, settings: PassSettings
+    session: Session, arguments: LoaderArguments, settings: PassSettings, seed: int | None
 ) -> BatchLoader:
     """Return the loader of these arguments, which `Job.batches` describes.
+
+    seed: None: the job's, which is known once the model is registered.
 
     Raises:
         InvalidRequestError: The arguments make no loader.
@@ -24,7 +26,10 @@ def make_loader(
     _check_exclusive(arguments)
     if arguments.batch_size is None and arguments.batch_sampler is None:
         raise InvalidRequestError("batch_size is missing. Try: job.batches(dataset, batch_size=32)")
-    settings = settings._replace(seed=seed_of(settings.seed))
+    given = None if seed is None else seed_of(seed)
+    settings = settings._replace(
+        seed=lambda: seed_of(session.read_seed()) if given is None else given
+    )
     source = make_source(arguments, settings, session.passes)
     return BatchLoader(session, source, settings.reseed, settings.name)
 

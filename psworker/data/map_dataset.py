@@ -7,7 +7,13 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    TensorDataset,
+    default_collate,
+    get_worker_info,
+)
 
 from pscommon.core.data_loop import LoopSpec
 from pscommon.core.errors import InvalidRequestError
@@ -59,10 +65,21 @@ def make_map_source(
         settings.epochs,
         arguments.drop_last,
         sampler is None and (arguments.shuffle is None or arguments.shuffle),
-        settings.seed,
     )
     fetcher = BatchFetcher(dataset, arguments.collate_fn or default_collate, settings.reseed)
-    return MapDataset(dataset, loop, fetcher, arguments.options, passes, sampler, by_batch)
+    given = dataset if arguments.length is None else arguments.length
+    length = given if sampler is None else sampler
+    return MapDataset(
+        dataset,
+        loop,
+        settings.seed,
+        fetcher,
+        arguments.options,
+        passes,
+        sampler,
+        by_batch,
+        length,
+    )
 
 
 class RequestedBatch(NamedTuple):
@@ -81,19 +98,22 @@ class BatchFetcher(Dataset[Any]):
     """The data set as torch's DataLoader sees it: an item is a complete batch.
 
     It runs in the processes of the DataLoader.
+
+    Attributes:
+        dataset: The script's data set.
     """
 
     def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any], reseed: bool) -> None:
-        self._dataset, self._collate, self._reseed = dataset, collate, reseed
+        self.dataset, self._collate, self._reseed = dataset, collate, reseed
 
     def __getitem__(self, request: RequestedBatch) -> tuple[RequestedBatch, Any]:
         if self._reseed:
             reseed(*request.seeds, FETCH)
-        fetch_all = getattr(self._dataset, "__getitems__", None)
+        fetch_all = getattr(self.dataset, "__getitems__", None)
         samples = (
             fetch_all(request.indices)
             if fetch_all
-            else [self._dataset[index] for index in request.indices]
+            else [self.dataset[index] for index in request.indices]
         )
         return request, self._collate(samples)
 
@@ -102,7 +122,7 @@ class LoaderProcess:
     """Initializes a process of the DataLoader.
 
     A terminal sends Ctrl-C to all processes. These ignore it: the worker handles it, completes
-    its step, and ends them.
+    its step, and ends them. torch's get_worker_info shows the script's data set there.
 
     init: the script's worker_init_fn.
     """
@@ -112,6 +132,8 @@ class LoaderProcess:
 
     def __call__(self, number: int) -> None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
+        info: Any = get_worker_info()
+        object.__setattr__(info, "dataset", info.dataset.dataset)  # it refuses assignments
         if self._init is not None:
             self._init(number)
 
@@ -134,45 +156,65 @@ class LoaderDataset:
 class MapDataset:
     """The data source of a map-style data set (psworker.data.data_source.DataSource).
 
-    loop: spec of the first pass, with number 0.
+    loop: spec of the first pass, with number 0 and without a seed.
+    seed: returns the seed of all passes.
     fetcher: the data set as the DataLoader sees it.
     options: keywords of the DataLoader.
     passes: passes begun by all loaders of the script, by size and seed.
     sampler: gives the order; None: the loop's spec says it.
     by_batch: the sampler gives complete batches.
+    length: its len(), if it has one, is the number of samples in the next pass (with by_batch: of
+        batches).
     """
 
     def __init__(
         self,
         dataset: Any,
         loop: LoopSpec,
+        seed: Callable[[], int],
         fetcher: BatchFetcher,
         options: Mapping[str, Any],
         passes: PassCounts,
         sampler: Any,
         by_batch: bool,
+        length: Any,
     ) -> None:
         self.dataset = dataset
         self.batch_size = None if by_batch else loop.batch_size
-        self._loop = loop
+        self._loop, self._seed = loop, seed
         self._passes = passes
         self._next_epoch: int | None = None
         self._sampler = sampler
+        self._length = length
+        self._begun_length: int | None = None
         self._fetcher = fetcher
         self._options = options
-        self._generator = options.get("generator") or torch.Generator().manual_seed(self._loop.seed)
+        self._generator: torch.Generator | None = options.get("generator")
         self._persistent: tuple[LookaheadSampler, LoaderDataset] | None = None
 
     def spec(self) -> LoopSpec:
-        return self._loop if self._sampler is None else replace(self._loop, size=len(self._sampler))
+        return replace(self._loop, size=len(self._length))
+
+    def has_changed(self) -> bool:
+        return self._known_length() != self._begun_length
+
+    def _known_length(self) -> int | None:
+        try:
+            return len(self._length)
+        except (TypeError, NotImplementedError):  # of a sampler
+            return None
 
     def next_pass(self, loop: int) -> tuple[LoopSpec, "MapPass"]:
         """Begin a pass. Its epochs follow those of the loader's passes before, or for its first
         pass those of all earlier loaders.
         """
-        key = self._loop.size, self._loop.seed
+        seed = self._seed()
+        if self._generator is None:
+            self._generator = torch.Generator().manual_seed(seed)
+        key = len(self.dataset), seed
         first = self._passes.get(key, 0) if self._next_epoch is None else self._next_epoch
-        spec, indices = self._ordered(replace(self._loop, loop=loop, first_epoch=first))
+        spec, indices = self._ordered(replace(self._loop, loop=loop, seed=seed, first_epoch=first))
+        self._begun_length = self._known_length()
         self._next_epoch = first + spec.epochs
         self._passes[key] = max(self._passes.get(key, 0), self._next_epoch)
         return spec, MapPass(self.load, indices)
@@ -183,7 +225,7 @@ class MapDataset:
         Without a sampler the spec knows the samples, and there is no function.
         """
         if self._sampler is None:
-            return spec, None
+            return replace(spec, size=len(self._length)), None
         order = order_of(
             self._sampler, self.batch_size, spec.drop_last, spec.seed, spec.first_epoch
         )

@@ -9,6 +9,34 @@ import numpy as np
 import torch
 
 
+class ScriptSeed:
+    """The seed that the script has given torch's generator, also after `reseed` gave it another."""
+
+    def __init__(self) -> None:
+        self._own: int | None = None  # that of the last `reseed`
+        self._before = 0
+
+    def read(self) -> int:
+        newest = torch.default_generator.initial_seed()
+        return self._before if newest == self._own else newest
+
+    def keep(self, own: int) -> None:
+        """Record that `reseed` is about to give this seed."""
+        self._before, self._own = self.read(), own
+
+    @contextmanager
+    def preserved(self) -> Iterator[None]:
+        """Go back at the end of the `with` block, where the generator goes back, too."""
+        before = self._own, self._before
+        try:
+            yield
+        finally:
+            self._own, self._before = before
+
+
+script_seed = ScriptSeed()
+
+
 def reseed(*entropy: int) -> None:
     """Seed the global generators of torch, numpy and random.
 
@@ -16,7 +44,9 @@ def reseed(*entropy: int) -> None:
         entropy: Non-negative integers. The same integers give the same random numbers.
     """
     words = np.random.SeedSequence(entropy).generate_state(4)
-    _seed_torch(int(words[0]) << 32 | int(words[1]))
+    seed = int(words[0]) << 32 | int(words[1])
+    script_seed.keep(seed)
+    _seed_torch(seed)
     np.random.seed(words)
     random.seed(int(words[2]) << 32 | int(words[3]))
 
@@ -45,7 +75,8 @@ def preserved_generators() -> Iterator[None]:
     numpy_state, random_state = np.random.get_state(), random.getstate()
     # reading the state of CUDA generators would initialize CUDA
     has_cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    with torch.random.fork_rng(range(torch.cuda.device_count()) if has_cuda else ()):
+    devices = range(torch.cuda.device_count()) if has_cuda else ()
+    with script_seed.preserved(), torch.random.fork_rng(devices):
         try:
             yield
         finally:

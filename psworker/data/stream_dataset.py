@@ -124,7 +124,8 @@ class StreamSource:
 
     spec: of the first pass, with number 0.
     collate: makes a batch of a list of samples.
-    seed: seeds the global random generators for each sample; None: they stay as they are.
+    seed: returns what seeds the global random generators for each sample; None: they stay as they
+        are.
     """
 
     def __init__(
@@ -132,7 +133,7 @@ class StreamSource:
         dataset: Any,
         spec: StreamSpec,
         collate: Callable[[list[Any]], Any],
-        seed: int | None,
+        seed: Callable[[], int] | None,
     ) -> None:
         self.dataset = dataset
         self.batch_size: int | None = spec.batch_size
@@ -147,9 +148,13 @@ class StreamSource:
             "not known"
         )
 
+    def has_changed(self) -> bool:
+        return False
+
     def next_pass(self, loop: int) -> tuple[StreamSpec, "StreamReader"]:
         spec = replace(self._spec, loop=loop)
-        return spec, StreamReader(self._stream, self._collate, self._seed)
+        seed = None if self._seed is None else self._seed()
+        return spec, StreamReader(self._stream, self._collate, seed)
 
 
 class StreamReader:

@@ -1,6 +1,7 @@
 """The arguments of torch's DataLoader as arguments of `Job.batches`."""
 
-from typing import Any
+from collections.abc import Sized
+from typing import Any, cast
 
 from torch.utils.data import (
     BatchSampler,
@@ -12,6 +13,9 @@ from torch.utils.data import (
 
 from pscommon.core.errors import InvalidRequestError
 from psworker.data.data_source import LoaderArguments
+
+MEMBERS_OF_ITERATION = ("__iter__", "_get_iterator", "_index_sampler", "_auto_collation")
+"""Members of DataLoader that decide what its batches are, beside those that `unpack` reads."""
 
 
 def unpack(loader: DataLoader[Any], arguments: LoaderArguments) -> LoaderArguments:
@@ -34,22 +38,23 @@ def unpack(loader: DataLoader[Any], arguments: LoaderArguments) -> LoaderArgumen
             f"the DataLoader excludes {', '.join(repeated)}: it has its own. Try: "
             "job.batches(loader), or job.batches(loader.dataset, batch_size=...) with all options"
         )
-    kind = type(loader)
-    if kind.__iter__ is not DataLoader.__iter__:
+    if own := _own_members(loader):
         raise InvalidRequestError(
-            f"{kind.__name__} cannot be divided among workers: it defines its own __iter__. "
-            "Try: job.batches(loader.dataset, batch_size=...)"
+            f"{type(loader).__name__} cannot be divided among workers: it defines its own "
+            f"{', '.join(own)}. Try: job.batches(loader.dataset, batch_size=...), with its "
+            "transform as collate_fn"
         )
     if loader.batch_sampler is None:
         raise InvalidRequestError(
             "a DataLoader with batch_size=None cannot be used: it makes no batches. Try: a data "
             "set of samples, with a batch_size"
         )
-    batch_sampler, sampler, shuffle = None, None, None
+    batch_sampler, sampler, shuffle, length = None, None, None, None
     if loader.batch_size is None or type(loader.batch_sampler) is not BatchSampler:
         batch_sampler = loader.batch_sampler
     elif not isinstance(loader.dataset, IterableDataset):
         sampler, shuffle = _sampler_or_shuffle(loader)
+        length = cast(Sized, loader.sampler) if sampler is None else None
     return LoaderArguments(
         loader.dataset,
         None if batch_sampler else loader.batch_size,
@@ -59,7 +64,17 @@ def unpack(loader: DataLoader[Any], arguments: LoaderArguments) -> LoaderArgumen
         batch_sampler,
         loader.collate_fn,
         _options(loader),
+        length,
     )
+
+
+def _own_members(loader: DataLoader[Any]) -> list[str]:
+    """Return the members of iteration that are not those of DataLoader."""
+    return [
+        name
+        for name in MEMBERS_OF_ITERATION
+        if name in vars(loader) or getattr(type(loader), name) is not getattr(DataLoader, name)
+    ]
 
 
 def _sampler_or_shuffle(loader: DataLoader[Any]) -> tuple[Any, bool | None]:
@@ -70,8 +85,8 @@ def _sampler_or_shuffle(loader: DataLoader[Any]) -> tuple[Any, bool | None]:
         return None, False
     if type(sampler) is not RandomSampler:
         return sampler, None
-    is_default = not sampler.replacement and sampler.generator is None
-    if is_default and sampler.num_samples == len(dataset):
+    has_all = sampler.num_samples == len(dataset) and sampler._num_samples is None
+    if has_all and not sampler.replacement and sampler.generator is None:
         return None, True
     return sampler, None
 

@@ -21,6 +21,7 @@ def register(connection: Connection, spec: ModelSpec | None) -> co.RegisterRespo
         worker=membership.worker,
         model=codec.model_to_proto(spec) if spec else None,
         observe=spec is None,
+        seed=connection.seed,
     )
     while True:
         request.wait_ms = round(retry.next_wait_seconds() * 1000)
@@ -29,6 +30,7 @@ def register(connection: Connection, spec: ModelSpec | None) -> co.RegisterRespo
         membership.learn_standing(answer)
         membership.update_counts = dict(answer.updates)
         if answer.state in (co.RegisterResponse.STATE_READY, co.RegisterResponse.STATE_UPLOAD):
+            connection.seed = answer.seed
             if membership.worker:
                 # A shard that was just restarted may be behind the other shards.
                 membership.require_version(answer.version)

@@ -34,7 +34,7 @@ class Accelerator(accelerate.Accelerator):
     Args:
         job: Result of `psworker.connect`.
         clip_norm: Largest norm of the averaged gradient, clipped by the servers.
-        seed: Seed of the order of training batches.
+        seed: Seed of the order of training batches. None: the job's, as of Job.batches.
         args: Arguments of accelerate.Accelerator.
         kwargs: Keywords of accelerate.Accelerator.
 
@@ -44,7 +44,12 @@ class Accelerator(accelerate.Accelerator):
     """
 
     def __init__(
-        self, *args: Any, job: Job, clip_norm: float | None = None, seed: int = 0, **kwargs: Any
+        self,
+        *args: Any,
+        job: Job,
+        clip_norm: float | None = None,
+        seed: int | None = None,
+        **kwargs: Any,
     ) -> None:
         self.job = job
         self._clip_norm, self._seed = clip_norm, seed

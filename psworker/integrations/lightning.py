@@ -26,7 +26,7 @@ class ParameterServerStrategy(SingleDeviceStrategy):
 
     Args:
         job: Result of `psworker.connect`.
-        seed: Seed of the order of training batches.
+        seed: Seed of the order of training batches. None: the job's, as of Job.batches.
         kwargs: Keywords of lightning's SingleDeviceStrategy (precision_plugin, checkpoint_io ...).
 
     Raises:
@@ -36,7 +36,7 @@ class ParameterServerStrategy(SingleDeviceStrategy):
     strategy_name = "parameter_server"
     optimizers: list[Any]
 
-    def __init__(self, job: Job, seed: int = 0, **kwargs: Any) -> None:
+    def __init__(self, job: Job, seed: int | None = None, **kwargs: Any) -> None:
         super().__init__(device=job.device, **kwargs)
         self.job = job
         self._seed = seed

@@ -26,7 +26,10 @@ class JobFacts:
 
     @property
     def workers(self) -> int:
-        """Number of workers that train now, as of the last heartbeat (at most 1 s old)."""
+        """Number of workers that train now, as of the last heartbeat (at most 1 s old).
+
+        Before training starts: the larger of the workers that have joined and `--min-workers`.
+        """
         return self.client.workers
 
     @property

@@ -127,6 +127,15 @@ class Session(JobFacts):
             )
         return self.model
 
+    def read_seed(self) -> int:
+        """Return the job's seed, which the first worker has given that registered its model.
+
+        Raises:
+            InvalidRequestError: There is no model yet.
+        """
+        self.require_model("cannot begin this pass")
+        return self.client.seed
+
     def pull(self) -> None:
         """Load the job's newest weights into the model."""
         model = self.require_model("cannot load weights")

@@ -195,4 +195,28 @@ def test_before_the_start_only_rank_0_is_first(cluster: Make) -> None:
     address = cluster(min_workers=2).address
     with connected(address, rank=1) as second, connected(address, rank=0) as first:
         assert (second.is_first, first.is_first) == (False, True)
-        assert (second.workers, first.workers) == (0, 0)
+        assert (second.workers, first.workers) == (2, 2)
+
+
+def test_before_the_start_all_workers_have_the_awaited_world_size(cluster: Make) -> None:
+    """A script reads it right after connect: before the others join, and before they register."""
+    address = cluster(min_workers=2).address
+    with ExitStack() as stack:
+        clients = [stack.enter_context(connected(address, rank=rank)) for rank in range(3)]
+        # the third one makes the job larger than awaited: the others learn it by a heartbeat
+        assert [client.workers for client in clients[1:]] == [2, 3]
+        until(lambda: [client.workers for client in clients] == [3, 3, 3], "three workers known")
+
+
+def test_the_first_worker_of_a_new_run_has_the_awaited_world_size(
+    cluster: Make, tmp_path: Path
+) -> None:
+    settings = {"min_workers": 2, "data_dir": tmp_path}
+    servers = cluster(1, **settings)
+    for client in together(*[lambda rank=rank: counter(servers.address, rank) for rank in (0, 1)]):  # type: ignore[misc]
+        assert client.workers == 2
+        client.close()
+    servers.stop()
+
+    with connected(cluster(1, **settings).address, rank=0) as client:
+        assert client.workers == 2

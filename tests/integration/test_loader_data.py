@@ -145,6 +145,39 @@ def test_workers_with_different_samplers_get_an_error() -> None:
     with pytest.raises(MismatchError, match=r"ByRank .*loop 1 ") as caught:
         simulated(2, script)
     assert caught.value.reason == "LOOP_MISMATCH"
+
+
+def growing(sizes: Callable[[Job], list[int]]) -> Callable[[Job], list[list[int]]]:
+    """Train for a pass over a list at each of these sizes; return the samples of each pass."""
+
+    def script(job: Job) -> list[list[int]]:
+        model, data, seen = nn.Linear(1, 1), [0], []
+        optimizer = job.optimizer(torch.optim.SGD(model.parameters(), lr=1e-4), model)
+        loader = job.batches(data, 2)
+        for size in sizes(job):
+            data[:] = range(size)
+            seen.append([])
+            for batch in loader:
+                model(batch[:, None].float()).mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                seen[-1] += batch.tolist()
+        return seen
+
+    return script
+
+
+def test_workers_share_a_data_set_that_grows_alike_on_all_of_them() -> None:
+    runs = simulated(2, growing(lambda job: [8, 16, 6]))
+
+    for number, size in enumerate([8, 16, 6]):
+        assert sorted(x for seen in runs for x in seen[number]) == list(range(size))
+
+
+def test_workers_whose_data_sets_grow_differently_get_an_error() -> None:
+    with pytest.raises(MismatchError) as caught:
+        simulated(2, growing(lambda job: [8, 16 + job.rank]))
+    assert caught.value.reason == "LOOP_MISMATCH"
     assert caught.value.exit_code == 11
 
 

@@ -141,7 +141,7 @@ _COMMANDS: Sequence[Callable[[random.Random, int], Command[Any]]] = (
         rng.choice(TEXTS),
         _number(rng),
     ),
-    lambda rng, worker: Register(worker, MODEL),
+    lambda rng, worker: Register(worker, MODEL, rng.choice([0, 2**64 - 1])),
     lambda rng, worker: Leave(worker, rng.choice(TEXTS)),
     lambda rng, worker: DrainWorker(worker),
     lambda rng, worker: LeaseBatches(

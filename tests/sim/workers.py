@@ -217,7 +217,8 @@ class SimWorker(ScriptParts):
             self.restart()
 
     def register(self) -> None:
-        self.request(Register(self.worker, self.world.model), self.on_registered)
+        seed = self.worker * 2**40  # another one for each worker
+        self.request(Register(self.worker, self.world.model, seed), self.on_registered)
 
     def on_registered(self, answer: tuple[str, int]) -> None:
         state, self.min_version = answer

@@ -192,11 +192,14 @@ class RegisterRequest(google.protobuf.message.Message):
     MODEL_FIELD_NUMBER: builtins.int
     WAIT_MS_FIELD_NUMBER: builtins.int
     OBSERVE_FIELD_NUMBER: builtins.int
+    SEED_FIELD_NUMBER: builtins.int
     job: builtins.str
     worker: builtins.int
     wait_ms: builtins.int
     observe: builtins.bool
     """return the job's model and take no part in rounds"""
+    seed: builtins.int
+    """seed of the job, if this worker is the first that registers"""
     @property
     def model(self) -> psproto.v1.model_pb2.ModelSpec: ...
     def __init__(
@@ -207,9 +210,10 @@ class RegisterRequest(google.protobuf.message.Message):
         model: psproto.v1.model_pb2.ModelSpec | None = ...,
         wait_ms: builtins.int = ...,
         observe: builtins.bool = ...,
+        seed: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["model", b"model"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["job", b"job", "model", b"model", "observe", b"observe", "wait_ms", b"wait_ms", "worker", b"worker"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["job", b"job", "model", b"model", "observe", b"observe", "seed", b"seed", "wait_ms", b"wait_ms", "worker", b"worker"]) -> None: ...
 
 global___RegisterRequest = RegisterRequest
 
@@ -265,6 +269,7 @@ class RegisterResponse(google.protobuf.message.Message):
     WORKERS_FIELD_NUMBER: builtins.int
     FIRST_FIELD_NUMBER: builtins.int
     UPDATES_FIELD_NUMBER: builtins.int
+    SEED_FIELD_NUMBER: builtins.int
     state: global___RegisterResponse.State.ValueType
     plan_digest: builtins.str
     version: builtins.int
@@ -274,6 +279,8 @@ class RegisterResponse(google.protobuf.message.Message):
     workers: builtins.int
     """as in HeartbeatResponse"""
     first: builtins.bool
+    seed: builtins.int
+    """the seed that the first worker gave which registered"""
     @property
     def model(self) -> psproto.v1.model_pb2.ModelSpec:
         """the job's model; its order of tensors decides their placement"""
@@ -294,9 +301,10 @@ class RegisterResponse(google.protobuf.message.Message):
         workers: builtins.int = ...,
         first: builtins.bool = ...,
         updates: collections.abc.Mapping[builtins.str, builtins.int] | None = ...,
+        seed: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["model", b"model"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["first", b"first", "groups_json", b"groups_json", "model", b"model", "plan_digest", b"plan_digest", "state", b"state", "updates", b"updates", "version", b"version", "waiting_for", b"waiting_for", "workers", b"workers"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["first", b"first", "groups_json", b"groups_json", "model", b"model", "plan_digest", b"plan_digest", "seed", b"seed", "state", b"state", "updates", b"updates", "version", b"version", "waiting_for", b"waiting_for", "workers", b"workers"]) -> None: ...
 
 global___RegisterResponse = RegisterResponse
 
@@ -430,7 +438,9 @@ class HeartbeatResponse(google.protobuf.message.Message):
     policy: builtins.str
     """current policy"""
     workers: builtins.int
-    """number of workers that have registered the model and take part in rounds"""
+    """number of workers that have registered the model and take part in rounds; while the job waits
+    for its workers: the larger of its members and of --min-workers
+    """
     first: builtins.bool
     """this worker is the first of them; while the job waits for its workers: its rank is 0"""
     @property

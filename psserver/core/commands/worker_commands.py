@@ -65,21 +65,27 @@ class Join(Command[Member]):
 
 @dataclass(frozen=True, slots=True)
 class Register(Command[RegistrationReply]):
-    """Register a worker with its model."""
+    """Register a worker with its model.
+
+    Attributes:
+        seed: The job's seed, if this worker is the first.
+    """
 
     wire_name: ClassVar[str] = "register"
     worker: int
     spec: ModelSpec
+    seed: int = 0
 
     def perform(self, coordinator: CoordinatorMachine, now: float) -> RegistrationReply:
-        return coordinator.registration.register(self.worker, self.spec, now)
+        return coordinator.registration.register(self.worker, self.spec, now, self.seed)
 
     def as_json(self) -> Mapping[str, Any]:
-        return {"worker": self.worker, "spec": model_to_json(self.spec)}
+        seed = {"seed": self.seed} if self.seed else {}
+        return {"worker": self.worker, "spec": model_to_json(self.spec), **seed}
 
     @staticmethod
-    def from_json(worker: int, spec: dict[str, Any]) -> "Register":
-        return Register(worker, model_from_json(spec))
+    def from_json(worker: int, spec: dict[str, Any], seed: int = 0) -> "Register":
+        return Register(worker, model_from_json(spec), seed)
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,8 +19,10 @@ class Registration:
     def __init__(self, job: JobState, rounds: UpdateRounds) -> None:
         self._job, self._rounds = job, rounds
 
-    def register(self, worker: int, spec: ModelSpec, now: float) -> RegistrationReply:
-        """Register a worker with its model.
+    def register(
+        self, worker: int, spec: ModelSpec, now: float, seed: int = 0
+    ) -> RegistrationReply:
+        """Register a worker with its model. The first one's model and seed become the job's.
 
         Raises:
             MismatchError: The model is not the job's; the message lists the differences.
@@ -28,7 +30,7 @@ class Registration:
         job = self._job
         member = job.member(worker, now)
         if job.model is None:
-            job.model, job.uploading_worker = spec, worker
+            job.model, job.uploading_worker, job.seed = spec, worker, seed
         if job.is_resumed:
             job.model = adopted_model(spec, job.model) or job.model
         if spec.differences(job.model):

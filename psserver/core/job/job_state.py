@@ -40,6 +40,7 @@ class JobState:
         started: Whether --min-workers workers have registered once.
         failure: Why the job has to end.
         model: The model; None before a worker registers one.
+        seed: The seed that the first worker gave which registered, unsigned 64 bits.
         uploading_worker: Number of the worker that uploads the initial weights.
         reshard: The reshard in progress.
         layout_index: Index of the newest Reshard.
@@ -77,7 +78,7 @@ class JobState:
         self.uploading_worker: int | None = None
         self.failure: PSError | None = None
         self.begun = self.started = self.is_resumed = False
-        self.version = self.samples = 0
+        self.version = self.samples = self.seed = 0
         self.updates: dict[str, int] = {}
         self.counts = {"applied": 0, "stale": 0, "rejected": 0}
         self.evicted: set[int] = set()
@@ -183,6 +184,7 @@ class JobState:
             "index": self.log.index,
             "digest": self.log.digest,
             "samples": self.samples,
+            **({"seed": self.seed} if self.seed else {}),
             **({"updates": dict(self.updates)} if self.updates else {}),
             "counts": dict(self.counts),
             "policy": [*self.policy_row()],
@@ -219,6 +221,7 @@ class JobState:
         """Load the numbers that a snapshot and a complete state both have."""
         self.model, self.begun = model, True
         self.version, self.samples = state["version"], state["samples"]
+        self.seed = state.get("seed", 0)
         self.updates = dict(state.get("updates", {}))
         self.counts = dict(state["counts"])
         self.trainings = Trainings.from_json(state)

@@ -147,16 +147,20 @@ class Membership:
             self.index.registered = [m for m in self._current if m.is_registered]
         return self.index.registered
 
-    def count_and_is_first(self, worker: int, started: bool) -> tuple[int, bool]:
+    def count_and_is_first(self, worker: int, awaited: int) -> tuple[int, bool]:
         """Return the number of registered workers, and whether this one is the first of them.
 
-        Before training has started the first one is that of rank 0.
+        Before training has started, all current workers count, and the first one is that of rank 0.
+
+        Args:
+            worker: The worker.
+            awaited: Number of workers that training waits for; 0: it has started.
         """
         registered = self.registered()
-        if started and registered:
+        if not awaited and registered:
             return len(registered), registered[0].worker == worker
         member = self.members.get(worker)
-        return len(registered), member is not None and member.rank == 0
+        return max(len(self._current), awaited), member is not None and member.rank == 0
 
     def activate(self, member: Member) -> None:
         """Let rounds wait for a member, with at least the smallest active clock.

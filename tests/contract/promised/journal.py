@@ -79,7 +79,7 @@ COMMANDS: list[dict[str, Any]] = [
     *[{"do": "follows", "shard": shard} for shard in (0, 1)],
     *[{"do": "register", "worker": worker, "spec": MODEL} for worker in (1, 2)],
     *[report(shard, 0, [staged(1, 0)]) for shard in (0, 1)],
-    *[{"do": "register", "worker": worker, "spec": MODEL} for worker in (1, 2)],
+    *[{"do": "register", "worker": worker, "spec": MODEL, "seed": 7} for worker in (1, 2)],
     *[next_batches(worker, LOOP) for worker in (1, 2)],
     {"do": "report_values", "worker": 1, "values": [["loss", 0.5, 0, 1000.0]]},
     {"do": "report_metrics", "worker": 1, "metrics": {"accuracy": 0.25}},
@@ -137,9 +137,15 @@ SEVERAL_OPTIMIZERS_COMMANDS: list[dict[str, Any]] = [
     {"do": "go_by", "rules": RULES | {"min_workers": 4}},
     *[join(rank) for rank in range(4)],
     *[{"do": "follows", "shard": shard} for shard in (0, 1)],
-    *[{"do": "register", "worker": worker, "spec": SEVERAL_OPTIMIZERS} for worker in (1, 2, 3, 4)],
+    *[
+        {"do": "register", "worker": worker, "spec": SEVERAL_OPTIMIZERS, "seed": 2**64 - worker}
+        for worker in (1, 2, 3, 4)
+    ],
     *[report(shard, 0, [staged(1, 0)]) for shard in (0, 1)],
-    *[{"do": "register", "worker": worker, "spec": SEVERAL_OPTIMIZERS} for worker in (1, 2, 3, 4)],
+    *[
+        {"do": "register", "worker": worker, "spec": SEVERAL_OPTIMIZERS, "seed": 2**64 - worker}
+        for worker in (1, 2, 3, 4)
+    ],
     *[
         report(shard, 1, [staged(worker, 1, None, "dg"[worker % 2]) for worker in (1, 2, 3, 4)])
         for shard in (0, 1)

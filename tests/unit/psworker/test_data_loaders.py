@@ -105,6 +105,39 @@ class OverriddenLoader(DataLoader[Any]):
         return iter(())
 
 
+class NodeLoader(DataLoader[Any]):
+    """Transforms the batches, as the NeighborLoader of PyG does."""
+
+    def _get_iterator(self) -> Any:
+        return map(doubled, super()._get_iterator())
+
+
+class ReversedLoader(DataLoader[Any]):
+    @property
+    def _index_sampler(self) -> Any:
+        return [[1, 0]]
+
+
+class PlainLoader(DataLoader[Any]):
+    """Changes only what job.batches reads."""
+
+    def __init__(self, dataset: Any, **options: Any) -> None:
+        super().__init__(dataset, collate_fn=doubled, **options)
+
+
+def patched() -> DataLoader[Any]:
+    loader = DataLoader(NUMBERS, 2)  # type: ignore[arg-type]
+    loader._get_iterator = lambda: iter(())  # type: ignore[method-assign,assignment,return-value]
+    return loader
+
+
+def test_a_subclass_that_only_sets_options_is_read() -> None:
+    job, optimizer, _ = started()
+    loader = PlainLoader(NUMBERS, batch_size=5)
+
+    assert train_pass(job.batches(loader), optimizer) == [batch.tolist() for batch in loader]
+
+
 @pytest.mark.parametrize(
     ("loader", "call", "message"),
     [
@@ -119,6 +152,9 @@ class OverriddenLoader(DataLoader[Any]):
             "the DataLoader excludes shuffle, sampler, num_workers:",
         ),
         (OverriddenLoader(NUMBERS, 2), {}, "OverriddenLoader.*__iter__"),
+        (NodeLoader(NUMBERS, 2), {}, "NodeLoader.*_get_iterator"),
+        (ReversedLoader(NUMBERS, 2), {}, "ReversedLoader.*_index_sampler"),
+        (patched(), {}, "DataLoader.*_get_iterator"),
         (DataLoader(NUMBERS, batch_size=None), {}, "batch_size=None"),  # type: ignore[arg-type]
         (
             DataLoader(Count(), 2, num_workers=1),

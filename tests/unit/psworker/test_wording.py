@@ -126,9 +126,9 @@ FAILURES: dict[str, Any] = {
     "distributed sampler": batches(batch_size=2, sampler=SAMPLER),
     "sampler": batches(batch_size=2, sampler=3),
     "iterator": batches(batch_size=2, sampler=iter([1])),
-    "indices": lambda: iter(batches(batch_size=2, sampler=["a"])()),  # type: ignore[call-overload]
-    "batch of indices": lambda: iter(batches(batch_sampler=[1])()),  # type: ignore[call-overload]
-    "empty batch": lambda: iter(batches(batch_sampler=[[]])()),  # type: ignore[call-overload]
+    "indices": lambda: iter(batches(batch_size=2, sampler=["a"], seed=0)()),  # type: ignore[call-overload]
+    "batch of indices": lambda: iter(batches(batch_sampler=[1], seed=0)()),  # type: ignore[call-overload]
+    "empty batch": lambda: iter(batches(batch_sampler=[[]], seed=0)()),  # type: ignore[call-overload]
     "stream option": batches(Endless(), batch_size=2, drop_last=True),
     "sources": batches(Endless(), batch_size=2, sources=2),
     "loader": batches(DataLoader(NUMBERS, 2), batch_size=2),
@@ -249,7 +249,7 @@ TEXTS = {
     ),
     "loader class": (
         "Custom cannot be divided among workers: it defines its own __iter__. Try: "
-        "job.batches(loader.dataset, batch_size=...)"
+        "job.batches(loader.dataset, batch_size=...), with its transform as collate_fn"
     ),
     "loader without batches": (
         "a DataLoader with batch_size=None cannot be used: it makes no batches. Try: a data set "
