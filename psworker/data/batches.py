@@ -9,7 +9,7 @@ rounds until a lost worker's batches return or the loop ends. The ledger ends a 
 import inspect
 import weakref
 from collections.abc import Generator, Iterable, Iterator
-from typing import Any, Self
+from typing import Any, Final, Self
 
 from pscommon.core.data_stream import Spec
 from pscommon.core.errors import InvalidRequestError
@@ -21,14 +21,25 @@ from psworker.session.session import Session
 
 log = get_logger(__name__)
 
+UPDATES: Final = object()
+"""Item of a pass that marks updates: see `BatchLoader.marks_updates`."""
+
 
 class BatchLoader:
-    """A loader, made by `Job.batches`: each `iter()` is the next pass over the data."""
+    """A loader, made by `Job.batches`: each `iter()` is the next pass over the data.
+
+    Attributes:
+        marks_updates: Passes yield `UPDATES`, too, for adapters of frameworks: at the beginning,
+            and where this worker had no batch, so that the job may have made updates without it.
+            The model then has the newest weights, and no batch waits to be used. A pass that is
+            skipped yields nothing.
+    """
 
     def __init__(self, session: Session, source: DataSource, reseed: bool) -> None:
         self._session = session
         self._source = source
         self._reseed = reseed
+        self.marks_updates = False
         self._pass: DataPass | None = None
         self._iterator: weakref.ref[BatchIterator] | None = None
 
@@ -71,11 +82,20 @@ class BatchLoader:
         ):
             before.replace()
             loops.discard(self._pass.loop)
-        self._pass = DataPass(self._session, spec, reader, self._reseed)
+        self._pass = DataPass(self._session, spec, reader, self._reseed, self.marks_updates)
         iterator = BatchIterator(self._pass.batches())
         loops.make(spec.loop, iterator)
         self._iterator = weakref.ref(iterator)
         return iterator
+
+    def release(self) -> None:
+        """Return the batches that the script has not received yet; the pass leases others later.
+
+        A script that waits for other workers inside a pass calls it, so that a worker without a
+        batch does not wait for these.
+        """
+        if self._pass is not None and self._iterator is not None and self._iterator() is not None:
+            self._pass.release()
 
 
 class BatchIterator:
@@ -113,12 +133,15 @@ class DataPass:
         loop: Number of the loop.
     """
 
-    def __init__(self, session: Session, spec: Spec, reader: PassReader, reseed: bool) -> None:
+    def __init__(
+        self, session: Session, spec: Spec, reader: PassReader, reseed: bool, marks_updates: bool
+    ) -> None:
         self.loop = spec.loop
         self._session = session
         self._leases = LeasedBatches(session, spec)
         self._reader = reader
         self._reseed = reseed
+        self._marks_updates = marks_updates
         self._was_finished = session.client.has_ended(spec.loop)
 
     @property
@@ -142,6 +165,8 @@ class DataPass:
             fetched = self._reader.open(leases)
             more = True
             while more:
+                if self._marks_updates and not self._was_finished:
+                    yield UPDATES
                 for facts, batch in self._timed(fetched):
                     if leases.use(facts.key, facts.samples):
                         if self._reseed:
@@ -149,8 +174,13 @@ class DataPass:
                         yield batch
                 self._session.enter("wait")
                 more = leases.wait()
+                if self._marks_updates and leases.waits_for_rest:
+                    yield UPDATES  # the script pushes the rest, and then waits like the others
+                    more = leases.continue_after_rest()
             leases.drop_evaluated()
             self._session.enter("compute")
+            if self._marks_updates and not self.is_skipped:
+                yield UPDATES
         if self._session.stats.steps == steps and (unused := consumed.void(samples)):
             log.warning(
                 "batches_unused",
@@ -159,6 +189,10 @@ class DataPass:
                 remedy="call step() of what job.optimizer returned, or, to evaluate, "
                 "iterate under torch.no_grad()",
             )
+
+    def release(self) -> None:
+        """Return the leased batches that the script has not received."""
+        self._leases.release()
 
     def _timed(self, fetched: Iterable[tuple[BatchFacts, Any]]) -> Iterator[tuple[BatchFacts, Any]]:
         self._session.enter("data")

@@ -76,6 +76,16 @@ class LeasedBatches:
             self._session.pull()
         return not self.is_finished
 
+    @property
+    def waits_for_rest(self) -> bool:
+        """The loop has ended for this worker only: the script has batches that it did not push."""
+        return self._has_ended and bool(self._session.consumed.batches)
+
+    def continue_after_rest(self) -> bool:
+        """Return whether the script has pushed its rest, so that `wait` finds the loop's end."""
+        self._has_ended = self.waits_for_rest
+        return not self._has_ended
+
     def _request(self, idle: bool) -> None:
         """Request more batches. A worker that had to rejoin for this has got none."""
         with self._session.rejoin_on_fence():
@@ -147,6 +157,11 @@ class LeasedBatches:
         self._ready.clear()
         self._unused.clear()
         self._evaluated.clear()
+
+    def release(self) -> None:
+        """Return all unused batches to the job; the pass goes on, and leases others."""
+        with self._session.rejoin_on_fence():
+            self.give_back()
 
     def give_back(self) -> None:
         """Return all unused batches to the job."""

@@ -46,6 +46,7 @@ class CollectiveCalls:
         if result is None and member.state is WorkerState.ACTIVE:
             job.membership.index.set_state(member, WorkerState.IDLE)
             member.step_timer.discard()
+            job.ledger.rest(member.worker)
         self._participation.end_loops()
         self._rounds.advance(now)
         return result

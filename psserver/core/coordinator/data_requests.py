@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from pscommon.core.data_stream import Spec
+from pscommon.core.data_stream import Spec, StreamSpec
 from pscommon.core.log_entries import BatchKey
 from psserver.core.coordinator.participation import Participation
 from psserver.core.coordinator.update_rounds import UpdateRounds
@@ -87,12 +87,15 @@ class DataRequests:
 
     def _sharers(self, worker: int, spec: Spec) -> Iterator[int]:
         """Yield the workers that a draw for this worker deals to, in order."""
-        is_included, policy = False, self._job.policy
+        job, is_included, is_stream = self._job, False, isinstance(spec, StreamSpec)
+        policy = job.policy
         # backup workers must not collect batches
         if policy.barrier and not policy.backup:
-            for member in self._job.membership.registered():
-                # workers that wait in an earlier loop come to this one only after its end
-                if member.waiting is None or member.waiting >= spec.loop:
+            for member in job.membership.registered():
+                # workers that wait in an earlier loop come to this one only after its end, and
+                # those in a collective call perhaps wait for one that reads the source
+                is_late = member.waiting is not None and member.waiting < spec.loop
+                if not is_late and not (is_stream and job.collectives.is_waiting(member.worker)):
                     is_included = is_included or member.worker == worker
                     yield member.worker
         if not is_included:
