@@ -58,8 +58,9 @@ class TrainingPasses:
 
         All workers must make the first call. TypeError for a stream.
         """
+        share = self.share
         if self._rounds is None:
-            self._agree(self.share)
+            self._agree(share)
         assert self._rounds is not None
         return self._rounds
 
@@ -74,9 +75,10 @@ class TrainingPasses:
     def agree_on_pass(self) -> None:
         """Take length and first version of the current pass from all workers."""
         try:
-            self._agree(self.share)
+            share = self.share
         except TypeError:
-            self._agree(0)
+            share = 0
+        self._agree(share)
 
     def _agree(self, share: int) -> None:
         values = self.job.all_reduce({"share": share, "version": self.job.version})

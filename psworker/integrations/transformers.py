@@ -129,6 +129,7 @@ class Trainer(transformers.Trainer):
             epoch, state, scheduler = self._epoch, self.state, self.lr_scheduler
             state.global_step += 1
             if not isinstance(scheduler, (ReduceLROnPlateau, GreedyLR)):
+                scheduler.optimizer._opt_called = True  # the servers have made this step
                 while scheduler.last_epoch < state.global_step:
                     scheduler.step()
             batches = (self.job.version - self.passes.start) * self.args.gradient_accumulation_steps
