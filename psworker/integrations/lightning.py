@@ -14,6 +14,7 @@ or joins during a pass, goes through None instead, which Lightning does not trai
 """
 
 from collections.abc import Iterator
+from itertools import islice
 from os import PathLike, fspath
 from typing import Any, cast
 
@@ -25,8 +26,8 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.trainer.connectors.logger_connector.logger_connector import _LoggerConnector
 from lightning.pytorch.trainer.states import TrainerFn
 
-from psworker.data.batches import UPDATES
 from pscommon.core.errors import InvalidRequestError
+from psworker.data.batches import UPDATES
 from psworker.integrations import refuse_checkpoint, steps_before
 from psworker.integrations.training_passes import END, TrainingPasses
 from psworker.job import Job
@@ -79,7 +80,7 @@ class ParameterServerStrategy(SingleDeviceStrategy):
         super().setup_environment()
         rank_zero_only.rank = self.global_rank
 
-    # ---- model and data ---------------------------------------------------------------------------
+    # ---- model and data --------------------------------------------------------------------------
 
     def setup_optimizers(self, trainer: Trainer) -> None:
         """Hand the module's optimizers to the servers."""
@@ -138,7 +139,7 @@ class ParameterServerStrategy(SingleDeviceStrategy):
         trainer = None if module is None else module._trainer
         return trainer if trainer is not None and trainer.state.fn == TrainerFn.FITTING else None
 
-    # ---- meetings ---------------------------------------------------------------------------------
+    # ---- meetings --------------------------------------------------------------------------------
 
     def setup(self, trainer: Trainer) -> None:
         super().setup(trainer)
@@ -168,13 +169,18 @@ class ParameterServerStrategy(SingleDeviceStrategy):
         """Return the newest weights: all workers make a checkpoint, and the first one writes it."""
         if self._fitting is not None and self._passes is not None:
             self._passes.meet()
-        return super().lightning_module_state_dict()
+        state: dict[str, Any] = super().lightning_module_state_dict()
+        return state
+
+    def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        if self._passes is None or not self._passes.is_behind:
+            super().save_checkpoint(*args, **kwargs)
 
     def on_train_end(self) -> None:
-        """Leave the pass, and tell all workers the first one's checkpoints."""
+        """Take the newest weights, and the paths of the first worker's checkpoints."""
         super().on_train_end()
         if self._passes is not None:
-            self._passes.meet()
+            self._passes.end()
         for callback in _callbacks(cast(Trainer, self._fitting)):
             if isinstance(callback, ModelCheckpoint):
                 paths = callback.best_model_path, callback.last_model_path
@@ -248,6 +254,7 @@ class LightningPasses(TrainingPasses):
         self._trainer = trainer
         self._pending: Iterator[Any] | None = None
         self._is_new = True
+        self._share = 0
         loop = trainer.fit_loop.epoch_loop
         loop._warning_cache.add(NONE_WARNING)
         is_automatic = trainer.lightning_module.automatic_optimization
@@ -284,12 +291,18 @@ class LightningPasses(TrainingPasses):
             if config.interval == "epoch" and not config.reduce_on_plateau and completed:
                 self.job.resume(config.scheduler, completed // config.frequency)
 
-    def meet(self) -> None:
-        super().meet()
-        if self.counts_updates:
-            self._count_steps(self.job.version)
+    @property
+    def is_behind(self) -> bool:
+        """Whether Lightning repeats steps that the job made before this worker came."""
+        return self.counts_updates and self._steps.completed < self.job.version
 
-    def _count_steps(self, steps: int) -> None:
+    def end(self) -> None:
+        """End the training with the job's count of updates."""
+        self.meet()
+        if self.counts_updates:
+            self._count(self.job.version)
+
+    def _count(self, steps: int) -> None:
         self._steps.ready = self._steps.completed = steps
 
     def _items(self) -> Iterator[Any]:
@@ -300,7 +313,7 @@ class LightningPasses(TrainingPasses):
         last_step = (length - 1) // self._batches_per_step * self._batches_per_step
         item: Any = UPDATES
         while given < length and item is not END:
-            for _ in range(min(self._count_missed(), length - given)):
+            for _ in islice(self._missed_steps(), length - given):
                 given += 1
                 yield None
             # a step needs a batch of this worker at its end
@@ -322,7 +335,8 @@ class LightningPasses(TrainingPasses):
 
     def _begin(self) -> int:
         """Tell Lightning the length of the pass; return it."""
-        trainer, length = self._trainer, len(self)
+        trainer: Any = self._trainer
+        length: int = len(self)
         self._share = self.share if length < NO_LENGTH else 0
         is_stream = length == NO_LENGTH
         limit, interval = trainer.limit_train_batches, trainer.val_check_interval
@@ -342,17 +356,19 @@ class LightningPasses(TrainingPasses):
                 float("inf") if length == NO_LENGTH else max(1, int(length * interval))
             )
         if self.counts_updates:
-            self._count_steps(self.start)  # also if this worker comes later
+            self._count(self.start)  # also if this worker comes later
         self._share_callbacks()
         return length
 
-    def _count_missed(self) -> int:
-        """Return the number of batches that this worker has missed, and count their steps."""
+    def _missed_steps(self) -> Iterator[int]:
+        """Count the steps that the job has made without this worker, batch by batch."""
         if not self.counts_updates:
-            return 0
-        steps = self.job.version - self._steps.completed
-        self._count_steps(self.job.version)
-        return max(0, steps) * self._batches_per_step // self._steps_per_batch
+            return
+        before, steps = self._steps.completed, self.job.version - self._steps.completed
+        for batch in range(1, 1 + steps * self._batches_per_step // self._steps_per_batch):
+            self._count(before + batch * self._steps_per_batch // self._batches_per_step)
+            yield self._steps.completed
+        self._count(before + steps)
 
     def _share_callbacks(self) -> None:
         """Give a worker that joins the best metric and the patience of the others."""
@@ -371,8 +387,7 @@ class LightningPasses(TrainingPasses):
 
 
 def _callbacks(trainer: Trainer) -> list[Callback]:
-    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-    return callbacks
+    return cast(list[Callback], trainer.callbacks)
 
 
 def _as_json(value: Any) -> Any:

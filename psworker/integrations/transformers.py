@@ -17,7 +17,7 @@ differ under async and ssp.
 
 import sys
 from collections.abc import Iterator
-from itertools import chain
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -43,6 +43,8 @@ class Trainer(transformers.Trainer):
     Raises:
         InvalidRequestError: Resume from a checkpoint folder, or a device that is not the job's.
     """
+
+    control: TrainerControl
 
     def __init__(self, *args: Any, job: Job, **kwargs: Any) -> None:
         self.job = job
@@ -83,16 +85,16 @@ class Trainer(transformers.Trainer):
             return
         if passes.counts_updates:  # a worker that joins makes up for the updates of this pass
             self.state.global_step = min(self.state.global_step, passes.start - self._first_version)
-        try:
+        with suppress(TypeError):  # a stream keeps the Trainer's number
             epoch["steps_in_epoch"] = passes.share
-        except TypeError:
-            pass  # a stream
         epoch["train_dataloader"] = items
         epoch["num_update_steps_per_epoch"] = sys.maxsize
         self._epoch = epoch
         super()._run_epoch(**epoch)
 
-    def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: Any) -> Any:
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[Any], num_batches: int, device: Any
+    ) -> Any:
         """Return the batches of a step; if there are none, the pass ends."""
         samples: list[Any] = []
         while len(samples) < num_batches and not self.control.should_training_stop:
@@ -120,7 +122,7 @@ class Trainer(transformers.Trainer):
     def job_steps(self) -> int:
         """Number of the newest step: of the job's update under sync, else of this worker's own."""
         if not self.passes.counts_updates:
-            return self.state.global_step
+            return int(self.state.global_step)
         return self.job.version - self._first_version
 
     def make_up_steps(self, steps: int) -> None:
@@ -161,7 +163,7 @@ class Trainer(transformers.Trainer):
         A worker that has joined later does not know: it takes no part in its first decision.
         """
         state, control = self.state, self.control
-        is_best = super()._determine_best_metric(*args, **kwargs)
+        is_best: bool = super()._determine_best_metric(*args, **kwargs)
         decision = [
             is_best,
             control.should_training_stop,
