@@ -29,7 +29,7 @@ class LeasedBatches:
     Attributes:
         loop: Number of the loop.
         share: Number of the loop's batches that this worker can expect, as of the first answer of
-            the ledger; None before.
+            the ledger; None before, and of a stream.
     """
 
     def __init__(self, session: Session, spec: Spec) -> None:
@@ -95,7 +95,8 @@ class LeasedBatches:
             self._session.reset_rejoin_count()
             self._ready.extend(lease.numbers)
             self._leased_count += len(lease.numbers)
-            if self.share is None and (lease.numbers or lease.end):
+            is_counted = isinstance(self._spec, LoopSpec)  # a stream has no length
+            if self.share is None and is_counted and (lease.numbers or lease.end):
                 self.share = lease.share
             self._unused.update(zip(lease.numbers, lease.following or repeat(None), strict=False))
             self._has_ended = lease.end and not lease.numbers

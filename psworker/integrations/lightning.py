@@ -180,7 +180,7 @@ class ParameterServerStrategy(SingleDeviceStrategy):
         """Take the newest weights, and the paths of the first worker's checkpoints."""
         super().on_train_end()
         if self._passes is not None:
-            self._passes.end()
+            self._passes.meet()
         for callback in _callbacks(cast(Trainer, self._fitting)):
             if isinstance(callback, ModelCheckpoint):
                 paths = callback.best_model_path, callback.last_model_path
@@ -254,7 +254,7 @@ class LightningPasses(TrainingPasses):
         self._trainer = trainer
         self._pending: Iterator[Any] | None = None
         self._is_new = True
-        self._share = 0
+        self._share = self._goal = 0
         loop = trainer.fit_loop.epoch_loop
         loop._warning_cache.add(NONE_WARNING)
         is_automatic = trainer.lightning_module.automatic_optimization
@@ -293,13 +293,13 @@ class LightningPasses(TrainingPasses):
 
     @property
     def is_behind(self) -> bool:
-        """Whether Lightning repeats steps that the job made before this worker came."""
-        return self.counts_updates and self._steps.completed < self.job.version
+        """Whether Lightning repeats steps that the job has made without this worker."""
+        return self.counts_updates and self._steps.completed < self._goal
 
-    def end(self) -> None:
-        """End the training with the job's count of updates."""
-        self.meet()
-        if self.counts_updates:
+    def meet(self) -> None:
+        """Meet, and count the updates until then."""
+        super().meet()
+        if self.counts_updates and not self.is_behind:
             self._count(self.job.version)
 
     def _count(self, steps: int) -> None:
@@ -364,11 +364,12 @@ class LightningPasses(TrainingPasses):
         """Count the steps that the job has made without this worker, batch by batch."""
         if not self.counts_updates:
             return
-        before, steps = self._steps.completed, self.job.version - self._steps.completed
+        before, self._goal = self._steps.completed, self.job.version
+        steps = self._goal - before
         for batch in range(1, 1 + steps * self._batches_per_step // self._steps_per_batch):
             self._count(before + batch * self._steps_per_batch // self._batches_per_step)
             yield self._steps.completed
-        self._count(before + steps)
+        self._count(self._goal)
 
     def _share_callbacks(self) -> None:
         """Give a worker that joins the best metric and the patience of the others."""
