@@ -373,3 +373,38 @@ class TestTransformers:
             return trainer.state.global_step, trainer.state.epoch, trainer.lr_scheduler.last_epoch
 
         assert real(cluster(min_workers=2).address, 2, script) == [(16, 2.0, 16)] * 2
+
+
+class TestAccelerate:
+    @pytest.fixture(autouse=True)
+    def installed(self) -> None:
+        pytest.importorskip("accelerate", reason=EXTRA)
+
+    def test_ranks_stop_together_and_wait_for_a_checkpoint(
+        self, cluster: Make, tmp_path: Path
+    ) -> None:
+        file = tmp_path / "model.pt"
+
+        def script(job: Job) -> tuple[Any, ...]:
+            from psworker.integrations.accelerate import Accelerator
+
+            accelerator = Accelerator(cpu=True, job=job)
+            model = nn.Linear(6, 1)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            model, optimizer, training = accelerator.prepare(model, optimizer, rows(0, 20))
+            for epoch in range(10):
+                for x, y in training:
+                    accelerator.backward(nn.functional.mse_loss(model(x), y))
+                    optimizer.step()
+                    optimizer.zero_grad()
+                if epoch == 1 and job.rank == 1:
+                    accelerator.set_trigger()
+                if accelerator.check_trigger():
+                    break
+            if accelerator.is_main_process:
+                torch.save(model.state_dict(), file)
+            accelerator.wait_for_everyone()
+            saved = torch.load(file, weights_only=True)
+            return epoch, job.version, saved["weight"].tolist() == model.weight.tolist()
+
+        assert real(cluster(min_workers=2).address, 2, script) == [(1, 6, True)] * 2

@@ -46,10 +46,17 @@ class CollectiveCalls:
         if result is None and member.state is WorkerState.ACTIVE:
             job.membership.index.set_state(member, WorkerState.IDLE)
             member.step_timer.discard()
-            job.ledger.rest(member.worker)
+            self._let_others_read(member.worker)
         self._participation.end_loops()
         self._rounds.advance(now)
         return result
+
+    def _let_others_read(self, worker: int) -> None:
+        """Free the sources that a worker reads: the others may have no data without them."""
+        ledger = self._job.ledger
+        for loop in ledger.live():
+            loop.rest(worker)
+        ledger.news += 1
 
     def repetition_state(self, worker: int, number: int) -> tuple[object, ...] | None:
         """Return all state that a repeated call can change; None for a first one."""

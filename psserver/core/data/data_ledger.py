@@ -189,13 +189,6 @@ class DataLedger:
         for loop, batch in self._known(batches):
             loop.give_back(worker, [batch.number])
 
-    def rest(self, worker: int) -> None:
-        """Let others read the sources of a worker that waits for them in a collective call."""
-        self.news += 1
-        for loop in self.live():
-            if isinstance(loop, StreamLoop):
-                loop.rest(worker)
-
     def _known(self, batches: Iterable[BatchKey]) -> list[tuple[MapLoop | StreamLoop, BatchKey]]:
         """Return the batches with their loops, and note ends of streams."""
         known = [(self.loops[batch.loop], batch) for batch in batches if batch.loop in self.loops]
