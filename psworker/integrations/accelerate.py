@@ -43,6 +43,8 @@ class Accelerator(accelerate.Accelerator):
             `clip_grad_norm_`.
     """
 
+    flag_tensor: torch.Tensor | None
+
     def __init__(
         self, *args: Any, job: Job, clip_norm: float | None = None, seed: int = 0, **kwargs: Any
     ) -> None:

@@ -55,7 +55,8 @@ class Trainer(transformers.Trainer):
         self._has_decided = self.is_stopping = False
         super().__init__(*args, **kwargs)
         check_device(job, self.args.device, "transformers")
-        steps = _JobSteps(self)
+        steps = _JobSteps()
+        steps.trainer = self
         self.callback_handler.callbacks.insert(0, steps)
         self.add_callback(_DataEndsTraining(steps))
 
@@ -258,11 +259,13 @@ class _JobSteps(TrainerCallback):
     """Gives each step the number of the job's update, before other callbacks see it.
 
     Attributes:
+        trainer: The Trainer.
         is_repeated: The job has not counted this worker's last step.
     """
 
-    def __init__(self, trainer: Trainer) -> None:
-        self._trainer = trainer
+    trainer: Trainer
+
+    def __init__(self) -> None:
         self._has_batches = self.is_repeated = False
 
     def on_epoch_begin(self, *_: Any, **__: Any) -> None:
@@ -273,17 +276,17 @@ class _JobSteps(TrainerCallback):
     ) -> None:
         """Make up for updates without this worker; the Trainer then adds 1 for its own."""
         self._has_batches, self.is_repeated = True, False
-        if self._trainer.passes.counts_updates:
-            before = self._trainer.job_steps - 1
+        if self.trainer.passes.counts_updates:
+            before = self.trainer.job_steps - 1
             self.is_repeated = before < state.global_step
-            self._trainer.make_up_steps(before)
+            self.trainer.make_up_steps(before)
             state.global_step = before
 
     def on_epoch_end(
         self, args: Any, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
         """Let the Trainer go on after a pass in which only other workers had batches."""
-        trainer = self._trainer
+        trainer = self.trainer
         if not self._has_batches and trainer.job.version > trainer.passes.start:
             control.should_training_stop = trainer.is_stopping
 

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from psserver.core.coordinator.participation import Participation
 from psserver.core.coordinator.update_rounds import UpdateRounds
+from psserver.core.data.stream_loop import StreamLoop
 from psserver.core.job.job_state import JobState
 from psserver.core.reports.collectives import CollectiveValues
 from psserver.core.workers.members import Member, WorkerState
@@ -55,7 +56,8 @@ class CollectiveCalls:
         """Free the sources that a worker reads: the others may have no data without them."""
         ledger = self._job.ledger
         for loop in ledger.live():
-            loop.rest(worker)
+            if isinstance(loop, StreamLoop):
+                loop.rest(worker)
         ledger.news += 1
 
     def repetition_state(self, worker: int, number: int) -> tuple[object, ...] | None:

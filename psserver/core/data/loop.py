@@ -164,9 +164,6 @@ class LoopLedger(ABC):
         self.drop(worker)
         self._left_behind.update(dict.fromkeys(leased, worker))
 
-    def rest(self, worker: int) -> None:
-        """Let other workers read the sources of one that waits in a collective call."""
-
     def settle(self, worker: int) -> None:
         """Keep what this worker left behind dropped for good, because a push of it has counted."""
         if self._left_behind:
