@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.data import IterableDataset
 
 from psworker import Client, Job
+from psworker.data.batches import UPDATES
 from psworker.transport.grpc import GrpcTransport
 from tests.support.breakable_lane import BreakableLane
 from tests.support.cluster import Cluster
@@ -142,3 +143,31 @@ def test_a_stream_resumes_at_its_position_in_the_snapshot(cluster: Make, tmp_pat
     (late,) = real(cluster(1, data_dir=tmp_path).address, 1, train)
 
     assert sorted(early + late) == ALL
+
+
+def test_a_worker_in_a_barrier_lets_another_one_read_its_source(cluster: Make) -> None:
+    """Otherwise the other one would wait for data, and never come to the barrier."""
+
+    def script(job: Job) -> tuple[list[int], int]:
+        model = nn.Linear(1, 1)
+        optimizer = job.optimizer(torch.optim.SGD(model.parameters(), lr=1e-4), model)
+        loader = job.batches(Lines(), 2)
+        loader.marks_updates = True
+        used: list[int] = []
+        has_met = False
+        for item in loader:
+            if item is not UPDATES:
+                model(item[:, None].float()).mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                used += item.tolist()
+            if job.version >= 2 and not has_met:
+                loader.release()
+                job.barrier()
+                has_met = True
+        return used, job.version
+
+    first, second = real(cluster(min_workers=2).address, 2, script)
+
+    assert sorted(first[0] + second[0]) == list(range(10))
+    assert first[1] == second[1] == 5
