@@ -19,14 +19,14 @@ from typing import Any, cast
 import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import BackboneFinetuning, ModelCheckpoint
+from lightning.pytorch.callbacks import BackboneFinetuning, Callback, EarlyStopping, ModelCheckpoint
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.trainer.connectors.logger_connector.logger_connector import _LoggerConnector
 from lightning.pytorch.trainer.states import TrainerFn
 
 from pscommon.core.errors import InvalidRequestError
 from psworker.integrations import refuse_checkpoint, steps_before
-from psworker.integrations.lightning_passes import LightningPasses, callbacks_of
+from psworker.integrations.lightning_passes import LightningPasses
 from psworker.job import Job
 
 
@@ -82,7 +82,7 @@ class ParameterServerStrategy(SingleDeviceStrategy):
                 "cannot clip by value: servers clip by norm. Try: gradient_clip_algorithm='norm', "
                 "or clip in the module's on_before_optimizer_step"
             )
-        if any(isinstance(callback, BackboneFinetuning) for callback in callbacks_of(trainer)):
+        if any(isinstance(callback, BackboneFinetuning) for callback in _callbacks(trainer)):
             raise InvalidRequestError(
                 "BackboneFinetuning adds parameters to the optimizer later, but those of a job are "
                 "fixed. Try: all parameters in configure_optimizers, and switch requires_grad in a "
@@ -114,7 +114,12 @@ class ParameterServerStrategy(SingleDeviceStrategy):
                 "cannot train on several data loaders: a job's pass goes over one. Try: one "
                 "DataLoader over torch.utils.data.StackDataset or ConcatDataset"
             )
-        self._passes = LightningPasses(self.job, dataloader, self._seed, trainer)
+        stateful = [
+            callback
+            for callback in _callbacks(trainer)
+            if isinstance(callback, EarlyStopping | ModelCheckpoint)
+        ]
+        self._passes = LightningPasses(self.job, dataloader, self._seed, trainer, stateful)
         return self._passes
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -173,7 +178,7 @@ class ParameterServerStrategy(SingleDeviceStrategy):
         super().on_train_end()
         if self._passes is not None:
             self._passes.meet()
-        for callback in callbacks_of(cast(Trainer, self._fitting)):
+        for callback in _callbacks(cast(Trainer, self._fitting)):
             if isinstance(callback, ModelCheckpoint):
                 paths = callback.best_model_path, callback.last_model_path
                 callback.best_model_path, callback.last_model_path = self.broadcast(paths)
@@ -233,3 +238,7 @@ class _OneResult(_LoggerConnector):
         if self.trainer.state.fn == TrainerFn.FITTING:
             metrics.update(self.agreed or {})
         return metrics
+
+
+def _callbacks(trainer: Trainer) -> list[Callback]:
+    return cast(list[Callback], trainer.callbacks)

@@ -1,12 +1,10 @@
 """The training loader of Lightning's loops: equally many batches on all workers."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import islice
-from typing import Any, cast
+from typing import Any
 
 import torch
-from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
 
 from pscommon.core.errors import InvalidRequestError
 from psworker.data.batches import UPDATES
@@ -23,11 +21,21 @@ class LightningPasses(TrainingPasses):
     """The training loader of Lightning's loops.
 
     Under sync `trainer.global_step` has the job's count of updates before each batch.
+
+    Args:
+        job: The job.
+        data: The script's loader.
+        seed: As in `Job.batches`.
+        trainer: Lightning's Trainer.
+        callbacks: Callbacks whose state a worker that joins takes from the others.
     """
 
-    def __init__(self, job: Job, data: Any, seed: Any, trainer: Trainer) -> None:
+    def __init__(
+        self, job: Job, data: Any, seed: Any, trainer: Any, callbacks: Sequence[Any]
+    ) -> None:
         super().__init__(job, data, seed)
         self._trainer = trainer
+        self._callbacks = callbacks
         self._pending: Iterator[Any] | None = None
         self._is_new = True
         self._share = self._goal = 0
@@ -111,7 +119,7 @@ class LightningPasses(TrainingPasses):
 
     def _begin(self) -> int:
         """Tell Lightning the length of the pass; return it."""
-        trainer: Any = self._trainer
+        trainer = self._trainer
         length: int = len(self)
         self._share = self.share if length < MAX_STREAM_BATCHES else 0
         is_stream = length == MAX_STREAM_BATCHES
@@ -149,23 +157,13 @@ class LightningPasses(TrainingPasses):
 
     def _share_callbacks(self) -> None:
         """Give a worker that joins the best metric and the patience of the others."""
-        callbacks = [
-            callback
-            for callback in callbacks_of(self._trainer)
-            if isinstance(callback, EarlyStopping | ModelCheckpoint)
-        ]
         is_asked = not (self._is_new and self.job.first_version)
-        states = [_as_json(callback.state_dict()) for callback in callbacks]
+        states = [_as_json(callback.state_dict()) for callback in self._callbacks]
         shared = self.job.broadcast(states if is_asked else None)
         if not is_asked and shared is not None:
-            for callback, state in zip(callbacks, shared, strict=True):
+            for callback, state in zip(self._callbacks, shared, strict=True):
                 callback.load_state_dict(_from_json(state))
         self._is_new = False
-
-
-def callbacks_of(trainer: Trainer) -> list[Callback]:
-    """Return the callbacks of a trainer."""
-    return cast(list[Callback], trainer.callbacks)
 
 
 def _as_json(value: Any) -> Any:
