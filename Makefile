@@ -16,7 +16,8 @@ CHAOS_MINUTES ?= 5
 TENSORFLOW ?= tensorflow-cpu==2.21.0
 # skipped by make test where the extras are missing
 FRAMEWORK_TESTS := tests/unit/psworker/test_integrations.py tests/unit/psworker/test_examples.py \
-	tests/integration/test_clipping.py
+	tests/integration/test_clipping.py tests/integration/test_frameworks.py \
+	tests/integration/test_framework_trainers.py
 
 .PHONY: setup demo test test-all test-scripts check lint house docs proto bench bench-quick bench-tf chaos test-compose clean
 

@@ -10,7 +10,7 @@ rounds until a lost worker's batches return or the loop ends. The ledger ends a 
 import inspect
 import weakref
 from collections.abc import Generator, Iterable, Iterator
-from typing import Any, Self
+from typing import Any, Final, Self
 
 import torch
 
@@ -25,9 +25,19 @@ from psworker.session.session import Session
 
 log = get_logger(__name__)
 
+UPDATES: Final = object()
+"""Item of a pass that marks updates: see `BatchLoader.marks_updates`."""
+
 
 class BatchLoader:
-    """A loader, made by `Job.batches`: each `iter()` is the next pass over the data."""
+    """A loader, made by `Job.batches`: each `iter()` is the next pass over the data.
+
+    Attributes:
+        marks_updates: Passes yield `UPDATES`, too, for adapters of frameworks: at the beginning,
+            and where this worker had no batch, so that the job may have made updates without it.
+            The model then has the newest weights, and no batch waits to be used. A pass that is
+            skipped yields nothing.
+    """
 
     def __init__(
         self, session: Session, source: DataSource, reseed: bool, name: str | None = None
@@ -36,6 +46,7 @@ class BatchLoader:
         self._name = session.loops.name_loader(self, name)
         self._source = source
         self._reseed = reseed
+        self.marks_updates = False
         self._pass: DataPass | None = None
         self._iterator: weakref.ref[BatchIterator] | None = None
 
@@ -84,10 +95,19 @@ class BatchLoader:
             loops.discard(self._pass.name)
         iterator = BatchIterator()
         name = loops.make(self._name, iterator)
-        self._pass = DataPass(self._session, spec, name, reader, self._reseed)
+        self._pass = DataPass(self._session, spec, name, reader, self._reseed, self.marks_updates)
         iterator.begin(self._pass.batches())
         self._iterator = weakref.ref(iterator)
         return iterator
+
+    def release(self) -> None:
+        """Return the batches that the script has not received yet; the pass leases others later.
+
+        A script that waits for other workers inside a pass calls it, so that a worker without a
+        batch does not wait for these.
+        """
+        if self._pass is not None and self._iterator is not None and self._iterator() is not None:
+            self._pass.release()
 
 
 class BatchIterator:
@@ -131,13 +151,20 @@ class DataPass:
     """
 
     def __init__(
-        self, session: Session, spec: Spec, name: PassName, reader: PassReader, reseed: bool
+        self,
+        session: Session,
+        spec: Spec,
+        name: PassName,
+        reader: PassReader,
+        reseed: bool,
+        marks_updates: bool,
     ) -> None:
         self.name = name
         self._session = session
         self._leases = LeasedBatches(session, spec, name)
         self._reader = reader
         self._reseed = reseed
+        self._marks_updates = marks_updates
         self._was_finished = session.client.has_ended(name)
 
     @property
@@ -166,6 +193,8 @@ class DataPass:
             fetched = self._reader.open(leases)
             more = True
             while more:
+                if self._marks_updates and not self._was_finished:
+                    yield UPDATES
                 for facts, batch in self._timed(fetched):
                     if leases.use(facts.key, facts.samples):
                         if self._reseed:
@@ -173,9 +202,14 @@ class DataPass:
                         yield batch
                 self._session.enter("wait")
                 more = leases.wait()
+                if self._marks_updates and leases.waits_for_rest:
+                    yield UPDATES  # the script pushes the rest, and then waits like the others
+                    more = leases.continue_after_rest()
             consumed.decide(self.loop)
             leases.drop_evaluated()
             self._session.enter("compute")
+            if self._marks_updates and not self.is_skipped:
+                yield UPDATES
         if self._session.stats.steps == steps and (unused := consumed.void(samples)):
             log.warning(
                 "batches_unused",
@@ -184,6 +218,10 @@ class DataPass:
                 remedy="call step() of what job.optimizer returned, or, to evaluate, "
                 "iterate under torch.no_grad()",
             )
+
+    def release(self) -> None:
+        """Return the leased batches that the script has not received."""
+        self._leases.release()
 
     def _timed(self, fetched: Iterable[tuple[BatchFacts, Any]]) -> Iterator[tuple[BatchFacts, Any]]:
         self._session.enter("data")

@@ -33,7 +33,7 @@ class LeasedBatches:
         name: Name of the pass.
         spec: The loop; with the job's number and first epoch once a number is leased.
         share: Number of the loop's batches that this worker can expect, as of the first answer of
-            the ledger; None before.
+            the ledger; None before, and of a stream.
     """
 
     def __init__(self, session: Session, spec: Spec, name: PassName) -> None:
@@ -82,6 +82,16 @@ class LeasedBatches:
             self._refresh()
         return not self.is_finished
 
+    @property
+    def waits_for_rest(self) -> bool:
+        """The loop has ended for this worker only: the script has batches that it did not push."""
+        return self._has_ended and bool(self._session.consumed.batches)
+
+    def continue_after_rest(self) -> bool:
+        """Return whether the script has pushed its rest, so that `wait` finds the loop's end."""
+        self._has_ended = self.waits_for_rest
+        return not self._has_ended
+
     def _request(self, idle: bool) -> None:
         """Request more batches. A worker that had to rejoin for this has got none."""
         with self._session.rejoin_on_fence():
@@ -92,7 +102,8 @@ class LeasedBatches:
             self._learn(lease)
             self._ready.extend(lease.numbers)
             self._leased_count += len(lease.numbers)
-            if self.share is None and (lease.numbers or lease.end):
+            is_counted = isinstance(self.spec, LoopSpec)  # a stream has no length
+            if self.share is None and is_counted and (lease.numbers or lease.end):
                 self.share = lease.share
             self._unused.update(zip(lease.numbers, lease.following or repeat(None), strict=False))
             self._has_ended = lease.end and not lease.numbers
@@ -165,6 +176,11 @@ class LeasedBatches:
         self._ready.clear()
         self._unused.clear()
         self._evaluated.clear()
+
+    def release(self) -> None:
+        """Return all unused batches to the job; the pass goes on, and leases others."""
+        with self._session.rejoin_on_fence():
+            self.give_back()
 
     def give_back(self) -> None:
         """Return all unused batches to the job."""

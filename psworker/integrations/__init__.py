@@ -16,13 +16,18 @@ if TYPE_CHECKING:
     from psworker.job import Job
 
 
-def steps_before(job: "Job") -> int:
+def steps_before(job: "Job", since: int = 0) -> int:
     """Return the number of optimizer steps of a worker before this one joined: 0 in a new job.
 
     Under sync every update is one step of each worker. Under async and ssp an update is a step
     of one worker, so the job's updates are divided by its workers.
+
+    Args:
+        job: The job.
+        since: The job's version before the first step that counts.
     """
-    return job.first_version // (1 if job.policy in ("sync", "local") else max(1, job.workers))
+    updates = max(0, job.first_version - since)
+    return updates // (1 if job.policy in ("sync", "local") else max(1, job.workers))
 
 
 def check_device(job: "Job", device: "torch.device", framework: str) -> None:

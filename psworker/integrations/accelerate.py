@@ -8,7 +8,7 @@
 
 The first data loader that `prepare` receives together with the optimizer is the training data,
 of which this worker gets its share. Every worker iterates over all batches of other loaders.
-The first worker is the main process.
+The first worker is the main process. `wait_for_everyone` and `check_trigger` are collective calls.
 """
 
 from collections.abc import Iterator
@@ -42,6 +42,8 @@ class Accelerator(accelerate.Accelerator):
         InvalidRequestError: Several models or optimizers, `load_state`, or another clip norm in
             `clip_grad_norm_`.
     """
+
+    flag_tensor: torch.Tensor | None
 
     def __init__(
         self,
@@ -102,6 +104,20 @@ class Accelerator(accelerate.Accelerator):
                 f"Try: Accelerator(job=job, clip_norm={max_norm}) and the 2-norm"
             )
         return super().clip_grad_norm_(parameters, float("inf"))
+
+    def wait_for_everyone(self) -> None:
+        """Wait for all workers, and bring the job's newest weights into the model."""
+        self.job.barrier()
+        if self._optimizers:
+            self.job.pull()
+
+    def check_trigger(self) -> bool:
+        """Return whether any worker has called `set_trigger` since; all workers must call this."""
+        own = 0.0 if self.flag_tensor is None else float(self.flag_tensor)
+        if self.job.all_reduce({"trigger": own})["trigger"] == 0:
+            return False
+        self.flag_tensor = torch.tensor(0, device=self.device)
+        return True
 
     def load_state(self, input_dir: Any = None, **_: Any) -> None:
         """Raise InvalidRequestError: the servers resume from their own snapshot."""

@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.data import IterableDataset
 
 from psworker import Client, Job
+from psworker.data.batches import UPDATES
 from psworker.transport.grpc import GrpcTransport
 from tests.support.breakable_lane import BreakableLane
 from tests.support.cluster import Cluster
@@ -182,3 +183,31 @@ def test_a_stream_with_a_source_for_each_worker_warns_of_nothing(
     real(cluster(1, min_workers=2).address, 2, lambda job: train(job, sources=2))
 
     assert not records_of(caplog, "stream_sources_too_few")
+
+
+def test_a_worker_in_a_barrier_lets_another_one_read_its_source(cluster: Make) -> None:
+    """Otherwise the other one would wait for data, and never come to the barrier."""
+
+    def script(job: Job) -> tuple[list[int], int]:
+        model = nn.Linear(1, 1)
+        optimizer = job.optimizer(torch.optim.SGD(model.parameters(), lr=1e-4), model)
+        loader = job.batches(Lines(), 2)
+        loader.marks_updates = True
+        used: list[int] = []
+        has_met = False
+        for item in loader:
+            if item is not UPDATES:
+                model(item[:, None].float()).mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                used += item.tolist()
+            if job.version >= 2 and not has_met:
+                loader.release()
+                job.barrier()
+                has_met = True
+        return used, job.version
+
+    first, second = real(cluster(min_workers=2).address, 2, script)
+
+    assert sorted(first[0] + second[0]) == list(range(10))
+    assert first[1] == second[1] == 5

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pscommon.core.script_place import ScriptPlace
 from psserver.core.coordinator.participation import Participation
 from psserver.core.coordinator.update_rounds import UpdateRounds
+from psserver.core.data.stream_loop import StreamLoop
 from psserver.core.job.job_state import JobState
 from psserver.core.reports.collectives import NUMBERED, CallKey, CollectiveValues
 from psserver.core.workers.members import Member, WorkerState
@@ -56,9 +57,19 @@ class CollectiveCalls:
         if result is None and member.state is WorkerState.ACTIVE:
             job.membership.index.set_state(member, WorkerState.IDLE)
             member.step_timer.discard()
+            if request.place is not None:  # a log of an earlier release replays without this
+                self._let_others_read(member.worker)
         self._participation.end_loops()
         self._rounds.advance(now)
         return result
+
+    def _let_others_read(self, worker: int) -> None:
+        """Free the sources that a worker reads: the others may have no data without them."""
+        ledger = self._job.ledger
+        for loop in ledger.live():
+            if isinstance(loop, StreamLoop):
+                loop.rest(worker)
+        ledger.news += 1
 
     def repetition_state(self, worker: int, key: CallKey) -> tuple[object, ...] | None:
         """Return all state that a repeated call can change; None for a first one."""

@@ -9,6 +9,7 @@ from pscommon.core.script_place import ScriptPlace
 from psserver.core.coordinator.participation import Participation
 from psserver.core.coordinator.update_rounds import UpdateRounds
 from psserver.core.data.loop import LoopLedger
+from psserver.core.data.stream_loop import StreamLoop
 from psserver.core.job.job_state import JobState
 from psserver.core.workers.members import Member, WorkerState
 
@@ -112,10 +113,10 @@ class DataRequests:
 
     def _sharers(self, worker: int, loop: LoopLedger) -> Iterator[int]:
         """Yield the workers that a draw for this worker deals to, in order."""
-        is_included, policy = False, self._job.policy
+        job, policy, is_included = self._job, self._job.policy, False
         # backup workers must not collect batches
         if policy.barrier and not policy.backup:
-            for member in self._job.membership.registered():
+            for member in job.membership.registered():
                 if self._may_come(member, loop):
                     is_included = is_included or member.worker == worker
                     yield member.worker
@@ -132,6 +133,8 @@ class DataRequests:
             return not is_elsewhere or (member.waiting or 0) > loop.spec.loop
         if self._job.is_stalled:
             return member.waiting == loop.spec.loop
+        if isinstance(loop, StreamLoop) and self._job.collectives.is_waiting(member.worker):
+            return False  # it perhaps waits for a worker that reads the source
         return not is_elsewhere or loop.leases.has_asked(member.worker)
 
     def _wake_receivers(self, loop: LoopLedger, served: int | None) -> None:

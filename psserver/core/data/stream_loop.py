@@ -4,7 +4,8 @@ Theory of operation. A lap is one pass over one source. One worker at a time rea
 ledger deals it the lap's batches in order. A lap is:
 
     free -> read        a draw assigns it to a worker
-    read -> free        its worker leaves or is lost, or gives back the last leased batch
+    read -> free        its worker leaves or is lost, waits in a collective call, or gives back
+                        the last leased batch
     read -> committed   its end is known, and every batch before the end is committed
 
 The reader reports where the lap ends. This is a fact about the data, so it stays valid even if
@@ -119,6 +120,14 @@ class StreamLoop(LoopLedger):
     def _release(self, lap: int) -> None:
         if self._readers.pop(lap, None) is not None:
             self._laps.put_back(lap)
+
+    def rest(self, worker: int) -> None:
+        """Let others read the laps of a worker that waits for them, except where it has batches."""
+        self.give_back(worker, list(self.leases.ready(worker)))
+        leased = {self.spec.lap(number) for number in self.leases.leased_by(worker)}
+        for lap in [lap for lap, reader in self._readers.items() if reader == worker]:
+            if lap not in leased:
+                self._release(lap)
 
     def _release_all(self, worker: int) -> None:
         for lap in [lap for lap, reader in self._readers.items() if reader == worker]:

@@ -16,6 +16,7 @@ from pscommon.core.errors import QuarantinedError
 from pscommon.core.log_entries import BatchKey
 from psworker.client.local_client import LocalClient
 from psworker.core.results import Lease, PushResult
+from psworker.data.batches import UPDATES
 from psworker.job import Job
 from psworker.optim.optimizer import ServerOptimizer
 from psworker.session.drain import Stopping
@@ -282,6 +283,20 @@ def test_a_worker_does_not_wait_while_it_holds_a_batch(workers: int) -> None:
 
     assert len(client.pushed) == 5
     assert client.pulls == 1
+
+
+def test_a_pass_marks_its_beginning_its_end_and_waits() -> None:
+    job, optimizer = started()
+    loader = job.batches(NUMBERS, 5, shuffle=False)
+    loader.marks_updates = True
+    seen = []
+
+    for item in loader:
+        seen.append("updates" if item is UPDATES else item.tolist()[0])
+        if item is not UPDATES:
+            optimizer.step()
+
+    assert seen == ["updates", 0.0, 5.0, "updates"]
 
 
 def test_stopping_the_job_ends_the_pass_and_returns_batches() -> None:
