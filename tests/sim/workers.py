@@ -74,6 +74,7 @@ class SimWorker(ScriptParts):
     base: version of the weights that the worker computes with.
     min_version: lowest version that the worker may pull.
     received_count: number of batches that the worker has received.
+    loop: number of the pass over the training data.
     batches: numbers of the batches of the next push.
     training: number of the training that the script is in.
     push_count: number of pushes since the worker has joined.
@@ -105,6 +106,7 @@ class SimWorker(ScriptParts):
         self.worker = self.base = self.min_version = self.received_count = 0
         self.sequence = PushSequence()
         self.batches: list[int] = []
+        self.loop = 0
         self.push_count = self.test_count = self.received_test_count = 0
         self.tested: list[BatchKey] = []
         self.next_steps: list[Callable[[], None]] = []
@@ -254,6 +256,7 @@ class SimWorker(ScriptParts):
 
     def on_batch(self, lease: Any, idle: bool) -> None:
         if lease.numbers:
+            self.loop = lease.spec.loop
             self.batches += lease.numbers
             self.received_count += len(lease.numbers)
             self.pull(self.compute) if idle else self.compute()
@@ -278,7 +281,7 @@ class SimWorker(ScriptParts):
 
         In every second job, workers with an odd rank step the optimizers in the opposite order.
         """
-        batches, self.batches = tuple(BatchKey(0, number) for number in self.batches), []
+        batches, self.batches = tuple(BatchKey(self.loop, number) for number in self.batches), []
         number, samples = sum(batch.number for batch in batches), len(batches)
         is_reversed = self.world.scenario.seed % 2 and self.rank % 2
         first, *others = self.world.scenario.optimizers[:: -1 if is_reversed else 1]
