@@ -176,8 +176,9 @@ class ParameterServerStrategy(SingleDeviceStrategy):
     def on_train_end(self) -> None:
         """Take the newest weights, and the paths of the first worker's checkpoints."""
         super().on_train_end()
-        if self._passes is not None:
-            self._passes.meet()
+        if self._passes is None or self._passes.skipped:
+            return  # its calls would not be those of the others
+        self._passes.meet()
         for callback in _callbacks(cast(Trainer, self._fitting)):
             if isinstance(callback, ModelCheckpoint):
                 paths = callback.best_model_path, callback.last_model_path

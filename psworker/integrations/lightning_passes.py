@@ -68,6 +68,8 @@ class LightningPasses(TrainingPasses):
             if not self.skipped:
                 break
             self._pending, completed = None, completed + 1
+        if self.counts_updates:
+            self._count(self.job.version)
         progress = self._trainer.fit_loop.epoch_progress
         for each in (progress.total, progress.current):
             each.ready = each.started = each.processed = each.completed = completed

@@ -237,7 +237,12 @@ class Trainer(transformers.Trainer):
         self.state.best_model_checkpoint = self._agree("saved", path, is_asked=is_first)
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
-        """End with the newest weights or the best ones. The first worker deletes checkpoints."""
+        """End with the newest weights or the best ones. The first worker deletes checkpoints.
+
+        After a pass that this worker has skipped, its calls would not be those of the others.
+        """
+        if self.passes.skipped:
+            return super()._finalize_training(*args, **kwargs)
         self.passes.meet()
         is_first = self.job.is_first
         if not is_first:

@@ -83,7 +83,7 @@ class TestLightning:
             module = self.module(job.rank, noise=0.5)
             stop = EarlyStopping("val_loss", patience=1)
             trainer = self.trainer(job, stop, max_epochs=30)
-            trainer.fit(module, rows(0, 20, shuffle=True), rows(64, 100))
+            trainer.fit(module, rows(0, 20), rows(64, 100))
             weights = module.linear.weight.tolist()
             return trainer.current_epoch, module.losses, weights, stop.best_score.item()
 
@@ -226,6 +226,7 @@ class TestLightning:
         servers.stop()
         address = cluster(min_workers=2, data_dir=tmp_path).address
 
+        assert real(address, 2, script(2)) == [(2, 6, [])] * 2
         assert real(address, 2, script(3)) == [(3, 9, [9])] * 2
 
     def test_several_training_loaders_and_later_parameters_are_refused(self, cluster: Make) -> None:

@@ -10,9 +10,9 @@ NOISE = torch.randn(100, 1, generator=torch.Generator().manual_seed(1))
 ROWS = TensorDataset(VALUES, VALUES.sum(1, keepdim=True) + NOISE)
 
 
-def rows(start: int, stop: int, shuffle: bool = False) -> DataLoader[Any]:
+def rows(start: int, stop: int) -> DataLoader[Any]:
     chosen = Subset(ROWS, range(start, stop))
-    return DataLoader(chosen, batch_size=4, shuffle=shuffle)
+    return DataLoader(chosen, batch_size=4)
 
 
 class Stream(IterableDataset[Any]):
