@@ -325,9 +325,9 @@ class ServerOptimizer(torch.optim.Optimizer):
             return super().state_dict()
         if self.model is not None:
             self.model.wait()
-        return super().state_dict() | {
-            STATE_DICT_KEY: {"job": self._session.client.job, "version": self._session.version}
-        }
+        job, version = self._session.client.job, self._session.version
+        origin = {"job": job, "training": self._session.training, "version": version}
+        return super().state_dict() | {STATE_DICT_KEY: origin}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load the hyper-parameters; they travel with the next step.
@@ -346,7 +346,8 @@ class ServerOptimizer(torch.optim.Optimizer):
             session = self._session
             knows_version = self.model is not None or session.policy == "local"
             is_new = knows_version and not session.version
-            check_same_job(state_dict, session.client.job, is_new, self.original)
+            here = {"job": session.client.job, "training": session.training}
+            check_same_job(state_dict, here, is_new, self.original)
         shared = self.param_groups
         super().load_state_dict({**state_dict, "state": {}})
         for mine, loaded in zip(shared, self.param_groups, strict=True):

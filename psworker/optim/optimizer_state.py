@@ -46,20 +46,25 @@ def check_unused(state: Mapping[Any, Any]) -> None:
 
 
 def check_same_job(
-    state_dict: Mapping[str, Any], job: str, is_new: bool, optimizer: torch.optim.Optimizer
+    state_dict: Mapping[str, Any],
+    here: Mapping[str, str],
+    is_new: bool,
+    optimizer: torch.optim.Optimizer,
 ) -> None:
-    """Raise InvalidRequestError if a state_dict of a job's optimizer belongs to another job.
+    """Raise InvalidRequestError if a state_dict is of another job or training.
 
     Its moments are on that job's servers, and would be lost. An optimizer without state has none.
 
     Args:
         state_dict: The state_dict.
-        job: This job.
-        is_new: This job has made no update.
+        here: Names of this job and training, by key of the state_dict's entry.
+        is_new: This training has made no update.
         optimizer: The torch optimizer that loads it.
     """
     origin = state_dict.get(STATE_DICT_KEY, {})
-    if not origin.get("version") or (origin.get("job") == job and not is_new):
+    # an entry of an earlier release names no training
+    is_same = all(origin.get(key, name) == name for key, name in here.items())
+    if not origin.get("version") or (is_same and not is_new):
         return
     settings = spec_of(optimizer)
     kind = KINDS[settings.name]

@@ -143,7 +143,6 @@ class TestTransformers:
 
         assert real(cluster(min_workers=2).address, 2, script) == [(16, 2.0, 16)] * 2
 
-    @pytest.mark.xfail(strict=True, reason="collective calls are numbered over the whole script")
     def test_a_resumed_job_skips_its_completed_passes(self, cluster: Make, tmp_path: Path) -> None:
         def script(epochs: int) -> Callable[[Job], tuple[Any, ...]]:
             def run(job: Job) -> tuple[Any, ...]:

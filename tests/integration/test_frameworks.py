@@ -206,7 +206,6 @@ class TestLightning:
         assert first[0] == first[4] == 2 * 2 * 3
         assert first[1] == [6, 12]
 
-    @pytest.mark.xfail(strict=True, reason="collective calls are numbered over the whole script")
     def test_a_resumed_job_begins_after_its_completed_passes(
         self, cluster: Make, tmp_path: Path
     ) -> None:

@@ -9,9 +9,9 @@ from typing import Any, TypeVar
 import torch
 
 from psserver.process.config import ServerConfig
-from psworker import Client, Job, connect
+from psworker import Client, Job
 from psworker.simulation import DirectTransport, SimulatedCluster
-from tests.support.workers import DEADLINE, together
+from tests.support.workers import connected, together
 
 T = TypeVar("T")
 
@@ -44,9 +44,7 @@ def real(address: str, workers: int, script: Script[T]) -> list[T]:
     """Run the script on concurrent workers over gRPC; return their results."""
 
     def run(rank: int) -> T:
-        with connect(
-            address, rank=rank, device="cpu", connect_timeout=10.0, wait_timeout=DEADLINE
-        ) as job:
+        with Job(connected(address, rank), rank, torch.device("cpu")) as job:
             return script(job)
 
     return together(*[partial(run, rank) for rank in range(workers)])

@@ -247,7 +247,7 @@ EXIT_WHEN_DONE = Option(
     "--exit-when-done",
     section=JOB,
     is_flag=True,
-    help="Stop after all workers have finished.",
+    help="Stop after all workers have finished the job's first training.",
 )
 
 STANDBY = (

@@ -168,7 +168,7 @@ def test_a_state_dict_can_be_saved_and_loaded_and_names_its_job() -> None:
 
     client = RecordingClient()
     _, other_net, other = start_job(client, lr=0.1)
-    assert saved.pop("paramserver") == {"job": "local", "version": 1}
+    assert saved.pop("paramserver") == {"job": "local", "training": "0", "version": 1}
     other.load_state_dict(saved)
     set_gradients(other_net)
     other.step()
