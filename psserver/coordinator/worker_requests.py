@@ -70,7 +70,7 @@ class WorkerRequests:
         self._first_workers, self._check_goes_on = first_workers, check_goes_on
         self._is_over, self._exit_when_done = is_over, exit_when_done
 
-    def join(self, command: Join, seconds: float) -> Member | None:
+    def join(self, command: Join, seconds: float = 0.0) -> Member | None:
         """Add a worker to the job, and begin its training once the current one has no member.
 
         Returns:

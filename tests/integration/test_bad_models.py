@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 
-import psworker
 from pscommon.core.errors import (
     InvalidRequestError,
     MismatchError,
@@ -23,6 +22,7 @@ from tests.support.workers import (
     count,
     counted,
     counter,
+    joined,
     network,
     status,
     together,
@@ -103,7 +103,7 @@ def test_an_unknown_optimizer_is_refused(cluster: Make) -> None:
                 type(unsupported).__name__,
                 "Adagrad",
             ),
-            psworker.connect(address, device="cpu") as job,
+            joined(address) as job,
         ):
             job.optimizer(unsupported, model)
 

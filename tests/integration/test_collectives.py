@@ -18,7 +18,15 @@ from psworker.client.local_client import LocalClient
 from tests.support.cluster import Cluster
 from tests.support.policies import POLICIES
 from tests.support.training_threads import simulated
-from tests.support.workers import DEADLINE, connected, data, network, status, together, until
+from tests.support.workers import (
+    connected,
+    data,
+    joined,
+    network,
+    status,
+    together,
+    until,
+)
 
 Make = Callable[..., Cluster]
 
@@ -32,9 +40,7 @@ def coordinator_of(servers: Cluster) -> CoordinatorMachine:
 def evaluating(address: str, rank: int, passes: int = 3) -> list[Any]:
     """Train; after each pass combine the loss of both workers and broadcast a decision."""
     results: list[Any] = []
-    with psworker.connect(
-        address, rank=rank, device="cpu", connect_timeout=10.0, wait_timeout=DEADLINE
-    ) as job:
+    with joined(address, rank) as job:
         model = network()
         optimizer = job.optimizer(torch.optim.Adam(model.parameters(), lr=0.05), model)
         batches = job.batches(data(), batch_size=8, seed=3, reseed=False)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from psserver.core.reports.collectives import NUMBERED, CallKey
 from psworker import Client
 from psworker.core.results import CollectiveCall
 from psworker.session import drain
@@ -30,7 +31,7 @@ def barrier_waits(made: Cluster, other: Client) -> bool:
     """Return whether a barrier waits for the other worker only."""
     service = made.servers[0].service
     assert service is not None
-    missing = service.executor.coordinator.collectives.missing(1)
+    missing = service.executor.coordinator.collectives.missing(CallKey(NUMBERED, 1))
     return [member.worker for member in missing] == [other.worker]
 
 

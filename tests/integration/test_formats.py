@@ -127,17 +127,18 @@ def test_a_standby_refuses_a_newer_primary() -> None:
 # ---- newer requests ------------------------------------------------------------------------------
 
 
-def join(channel: grpc.Channel) -> object:
-    return CoordinatorServiceStub(channel).Join(co.JoinRequest(format=NEWER), timeout=WAIT_SECONDS)
+def join(channel: grpc.Channel, spoken: int | None = NEWER) -> object:
+    request = co.JoinRequest(format=spoken)
+    return CoordinatorServiceStub(channel).Join(request, timeout=WAIT_SECONDS)
 
 
-def link_shard(channel: grpc.Channel) -> object:
-    request = co.LinkShardRequest(shard=1, shards=2, instance="newer", format=NEWER)
+def link_shard(channel: grpc.Channel, spoken: int | None = NEWER) -> object:
+    request = co.LinkShardRequest(shard=1, shards=2, instance="newer", format=spoken)
     return next(CoordinatorServiceStub(channel).LinkShard(iter([request]), timeout=WAIT_SECONDS))
 
 
-def replicate(channel: grpc.Channel) -> object:
-    request = sb.ReplicateRequest(shard=0, shards=2, instance="newer", format=NEWER)
+def replicate(channel: grpc.Channel, spoken: int | None = NEWER) -> object:
+    request = sb.ReplicateRequest(shard=0, shards=2, instance="newer", format=spoken)
     return next(StandbyServiceStub(channel).Replicate(iter([request]), timeout=WAIT_SECONDS))
 
 
@@ -181,10 +182,16 @@ def test_a_newer_release_states_its_format_in_every_handshake(
     play_to_worker(newer)
 
 
-def test_a_newer_standby_follows_an_older_primary(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The older release ignores what it does not know; the newer one may."""
-    monkeypatch.setattr(formats, "WIRE_FORMAT", NEWER)
-    play_to_standby(marked("Replicate", "request"))
+def test_peers_of_the_first_format_are_refused(cluster: Make) -> None:
+    """They send no number."""
+    server = cluster(0).add(0, 2, **SETTINGS)
+    for ask in (join, link_shard, replicate):
+        with (
+            open_channel(server.address) as channel,
+            pytest.raises(FormatError, match=r"message format 1\b.* format 2\. Try: .* for "),
+            translated("shard 0"),
+        ):
+            ask(channel, None)
 
 
 # ---- disk ----------------------------------------------------------------------------------------

@@ -12,12 +12,12 @@ import pytest
 import torch
 from torch import nn
 
-from psworker import Job, connect
+from psworker import Job
 from tests.support.cluster import Cluster
 from tests.support.policies import POLICIES
 from tests.support.programs import Programs, programs_in
 from tests.support.training_threads import real, simulated
-from tests.support.workers import DEADLINE, status, until
+from tests.support.workers import joined, status, until
 
 Make = Callable[..., Cluster]
 
@@ -118,10 +118,10 @@ def test_a_length_before_the_first_pass_counts_the_awaited_workers(cluster: Make
     """
     address = cluster(1, min_workers=2).address
 
-    with connect(address, rank=0, device="cpu", connect_timeout=10.0, wait_timeout=DEADLINE) as job:
+    with joined(address, 0) as job:
         assert len(job.batches(torch.arange(TRAIN), batch_size=4)) == 3
         assert len(job.batches(torch.arange(TRAIN), batch_size=4, epochs=2)) == 5
-    with connect(address, rank=1, device="cpu", connect_timeout=10.0, wait_timeout=DEADLINE) as job:
+    with joined(address, 1) as job:
         assert len(job.batches(torch.arange(TRAIN), batch_size=4)) == 2
 
 

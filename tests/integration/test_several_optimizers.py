@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-import psworker
 from psworker import InvalidRequestError, Job, MismatchError
 from psworker.client.local_client import LocalClient
 from tests.support.cluster import Cluster
@@ -33,7 +32,7 @@ from tests.support.small_gan import (
     train_step,
 )
 from tests.support.training_threads import real, simulated
-from tests.support.workers import status, weights_of
+from tests.support.workers import joined, status, weights_of
 
 Make = Callable[..., Cluster]
 
@@ -277,7 +276,7 @@ def test_workers_with_other_names_are_refused(cluster: Make) -> None:
 
 
 def connected_job(address: str) -> Job:
-    return psworker.connect(address, device="cpu", connect_timeout=10.0)
+    return joined(address)
 
 
 def test_servers_refuse_a_push_that_is_no_step_of_its_optimizer(cluster: Make) -> None:

@@ -16,7 +16,7 @@ from pscommon.wire import messages as codec
 from pscommon.wire.channel import open_channel
 from psproto.v1 import coordinator_pb2 as co
 from psproto.v1.coordinator_pb2_grpc import CoordinatorServiceStub
-from psworker import Client, connect
+from psworker import Client
 from psworker.ctl.cli import main as ps_ctl
 from psworker.ctl.job_client import CoordinatorClient
 from tests.support.cluster import Cluster
@@ -31,6 +31,7 @@ from tests.support.workers import (
     count,
     counted,
     counter,
+    joined,
     status,
     together,
     until,
@@ -89,7 +90,7 @@ def test_a_drained_worker_ends_after_its_step_and_each_sample_counts_once(
     drained = programs.fork("ps-worker", "--ps", address, programs.script(DRAINED), PYTHONPATH=path)
 
     def other() -> list[tuple[int, ...]]:
-        with connect(address, device="cpu", wait_timeout=DEADLINE) as job:
+        with joined(address, 1) as job:
             return train(job)
 
     with ThreadPoolExecutor(1) as pool:

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-import psworker
 from pscommon.core.errors import MismatchError
 from pscommon.wire.blocking_stream import BlockingStream
 from pscommon.wire.channel import MAX_MESSAGE_BYTES
@@ -22,7 +21,16 @@ from tests.support.cluster import Cluster
 from tests.support.events import events
 from tests.support.lanes import each_network_lane
 from tests.support.stream_training import ONES, START
-from tests.support.workers import DEADLINE, connected, data, network, status, together, until
+from tests.support.workers import (
+    DEADLINE,
+    connected,
+    data,
+    joined,
+    network,
+    status,
+    together,
+    until,
+)
 
 Make = Callable[..., Cluster]
 
@@ -32,9 +40,7 @@ PASSES = 3
 def train(address: str, rank: int) -> list[float]:
     """Train with a loader; return the mean loss of all workers after each pass."""
     means: list[float] = []
-    with psworker.connect(
-        address, rank=rank, device="cpu", connect_timeout=10.0, wait_timeout=DEADLINE
-    ) as job:
+    with joined(address, rank) as job:
         model = network()
         optimizer = job.optimizer(torch.optim.SGD(model.parameters(), lr=0.05), model)
         batches = job.batches(data(), batch_size=8, seed=3)

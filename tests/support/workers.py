@@ -12,7 +12,6 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
-import psworker
 from pscommon.snapshot.weights_digest import weights_sha256
 from psserver.core.commands.recorder import MIN_PAUSE_SECONDS
 from psworker import Client, Job, OptimizerSpec
@@ -34,6 +33,11 @@ def connected(address: str, rank: int | None = None, **options: Any) -> Client:
     return Client(
         address, rank=rank, **{"connect_timeout": 10.0, "wait_timeout": DEADLINE, **options}
     )
+
+
+def joined(address: str, rank: int = 0) -> Job:
+    """Return the job of one of several workers in this process; psworker.connect allows one."""
+    return Job(connected(address, rank), rank, torch.device("cpu"))
 
 
 def together(*parts: Callable[[], T]) -> list[T]:
@@ -113,9 +117,7 @@ def training(
 
     Adam with a learning rate that changes at each step. each: called after each step.
     """
-    with psworker.connect(
-        address, rank=rank, device="cpu", connect_timeout=10.0, wait_timeout=DEADLINE
-    ) as job:
+    with joined(address, rank) as job:
         model = network()
         optimizer = job.optimizer(torch.optim.Adam(model.parameters(), lr=0.05), model)
         scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
