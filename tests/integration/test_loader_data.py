@@ -142,7 +142,7 @@ def test_workers_with_different_samplers_get_an_error() -> None:
             model(batch[:, None].float()).mean().backward()
             optimizer.step()
 
-    with pytest.raises(MismatchError, match=r"ByRank .*loop 1 ") as caught:
+    with pytest.raises(MismatchError, match=r"ByRank .*pass 1 of loader '0' ") as caught:
         simulated(2, script)
     assert caught.value.reason == "LOOP_MISMATCH"
 

@@ -12,10 +12,12 @@ from torch import nn
 
 from pscommon.core.errors import InvalidRequestError, TrainingOver, WaitTimeoutError
 from psserver.core.job.snapshot_schedule import SnapshotInterval
+from psserver.core.job.trainings import Trainings
 from psworker import Job
 from tests.support.cluster import Cluster
 from tests.support.events import records_of
 from tests.support.lanes import each_lane
+from tests.support.standbys import RunningStandby, has_same_state, standby_state
 from tests.support.workers import connected, status, together, until
 
 Make = Callable[..., Cluster]
@@ -228,3 +230,16 @@ def test_clients_without_a_name_join_the_current_training(cluster: Make) -> None
     with connected(servers.address) as client:
         assert client.training == "fold-0"
     assert json.loads(json.dumps(status(servers.address)))["training"] == "fold-0"
+
+
+def test_a_standby_follows_into_the_next_training(cluster: Make) -> None:
+    servers = cluster(1)
+    with RunningStandby(servers.servers[0]) as following:
+        following.in_sync()
+        script(servers.address, 0, range(2))
+        following.in_sync()
+        until(lambda: has_same_state(following), "the same state")
+        coordinator = standby_state(following).coordinator
+        assert coordinator is not None
+        assert coordinator.job.trainings == Trainings("fold-1", ("fold-0",))
+        assert standby_state(following).version == status(servers.address)["version"]
