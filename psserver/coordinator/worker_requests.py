@@ -100,7 +100,9 @@ class WorkerRequests:
             return None
         self._snapshots.generations.reserve((member.worker - 1) // WORKERS_PER_GENERATION)
         worker, rank = member.worker, member.rank
-        log.info("worker_joined", worker=worker, rank=rank, host=member.host, pid=member.pid)
+        training = self._executor.coordinator.job.trainings.current
+        where = {"host": member.host, "pid": member.pid}
+        log.info("worker_joined", worker=worker, rank=rank, training=training, **where)
         return member
 
     def _admit(

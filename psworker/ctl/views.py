@@ -45,6 +45,7 @@ def _list(*texts: str) -> str:
 def _summary(document: Json) -> list[tuple[str, object]]:
     return [
         ("job", document.get("job")),
+        ("training", _training(document)),
         ("state", document.get("state")),
         ("waits for", document.get("waiting_for")),
         ("policy", _policy(document)),
@@ -66,6 +67,12 @@ def _summary(document: Json) -> list[tuple[str, object]]:
         ("snapshots", _snapshots(document)),
         ("snapshot problem", document.get("snapshot_problem")),
     ]
+
+
+def _training(document: Json) -> str:
+    """Return the name of the training and the number of those before it; empty for the only one."""
+    earlier = document.get("trainings_finished") or ()
+    return _text("{}, after {} others", document.get("training"), len(earlier)) if earlier else ""
 
 
 def _loss(document: Json) -> str:
