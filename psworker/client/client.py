@@ -58,8 +58,7 @@ class Client(ClientFacts):
         training: Name of the script's training, see `psworker.connect`; empty: that of the job.
 
     Raises:
-        UnreachableError: A server does not answer. Any call may raise this and the following
-            errors.
+        UnreachableError: A server does not answer. Any call may raise this and what follows.
         WaitTimeoutError: Another worker is late; the message names it.
         FencedError: The job went on without this worker; `rejoin` brings it back.
         QuarantinedError: Too many gradients of this worker were bad; it cannot rejoin.

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from pscommon.core.errors import PSError
+from pscommon.core.formats import WIRE_FORMAT
 from pscommon.core.model_spec import ModelSpec, OptimizerSettings, TensorSpec
 from pscommon.wire.channel import open_channel
 from pscommon.wire.stream_format import HEAD_BYTES, MAGIC, FrameKind, decode_prefix, encode_frame
@@ -118,9 +119,10 @@ def test_a_greeting_that_claims_a_large_message_is_refused_at_once(
     assert f"message of {1 << 20} bytes" in line.getMessage()
 
 
-def test_a_worker_of_a_newer_format_is_refused(cluster: Make) -> None:
+@pytest.mark.parametrize("spoken", [None, 1, WIRE_FORMAT + 1])
+def test_a_worker_of_another_format_is_refused(cluster: Make, spoken: int | None) -> None:
     with closing(Raw(cluster(1).servers[0])) as raw:
-        assert raw.greet(format=2)[0] is FrameKind.ERROR
+        assert raw.greet(format=spoken)[0] is FrameKind.ERROR
 
 
 @pytest.mark.parametrize("nbytes", [0, 3, len(MAGIC), len(MAGIC) + 10])
