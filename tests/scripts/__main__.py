@@ -33,7 +33,7 @@ class Script:
     batch_size: samples of a plain run's batch.
     limit: largest final loss under any policy; an untrained model is above it.
     is_exact: sync on two workers gives the plain loss to a relative 1e-5.
-    is_adapter: one worker gives the plain loss to 1e-6, and a resumed job that of an uninterrupted
+    is_resumed: one worker gives the plain loss to 1e-6, and a resumed job that of an uninterrupted
         one.
     first_run: arguments of the run that is resumed, where it trains less than the whole.
     """
@@ -42,7 +42,7 @@ class Script:
     batch_size: int
     limit: float
     is_exact: bool = False
-    is_adapter: bool = False
+    is_resumed: bool = False
     first_run: tuple[str, ...] = ()
 
     @property
@@ -61,9 +61,14 @@ SCRIPTS = (
     Script("nanogpt.py", 16, 3.3),
     Script("resnet.py", 64, 1.3),
     Script("gpt2.py", 32, 4.5, is_exact=True),
-    Script("hf_trainer.py", 32, 4.5, is_exact=True, is_adapter=True),
-    Script("hf_accelerate.py", 32, 2.2, is_exact=True, is_adapter=True),
-    Script("pl_lightning.py", 32, 2.2, is_exact=True, is_adapter=True, first_run=("--epochs", "1")),
+    Script("kfold.py", 32, 2.0, is_exact=True),
+    Script("mean_teacher.py", 32, 1.5, is_exact=True, is_resumed=True, first_run=("--epochs", "1")),
+    Script("validate_steps.py", 32, 1.3, is_exact=True),
+    Script("skip_broken.py", 32, 1.5, is_exact=True),
+    Script("replay.py", 32, 2.0, is_exact=True, is_resumed=True, first_run=("--tasks", "3")),
+    Script("hf_trainer.py", 32, 4.5, is_exact=True, is_resumed=True),
+    Script("hf_accelerate.py", 32, 2.2, is_exact=True, is_resumed=True),
+    Script("pl_lightning.py", 32, 2.2, is_exact=True, is_resumed=True, first_run=("--epochs", "1")),
 )
 
 
@@ -156,7 +161,7 @@ def measure(script: Script) -> Row:
         row.losses["plain"] = plain_loss(script)
         for policy in POLICIES:
             row.losses[policy[0]] = job_loss(script, 2, "--policy", *policy)
-        if script.is_adapter:
+        if script.is_resumed:
             row.losses["one worker"] = job_loss(script, 1)
             row.losses["resumed"] = resumed_loss(script)
             row.expect("one worker", 1e-6)
