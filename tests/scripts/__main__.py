@@ -65,7 +65,7 @@ SCRIPTS = (
     Script("mean_teacher.py", 32, 1.5, is_exact=True, is_resumed=True, first_run=("--epochs", "1")),
     Script("validate_steps.py", 32, 1.3, is_exact=True),
     Script("skip_broken.py", 32, 1.5, is_exact=True),
-    Script("replay.py", 32, 2.0, is_exact=True, is_resumed=True, first_run=("--tasks", "3")),
+    Script("replay.py", 32, 2.0, is_exact=True),
     Script("hf_trainer.py", 32, 4.5, is_exact=True, is_resumed=True),
     Script("hf_accelerate.py", 32, 2.2, is_exact=True, is_resumed=True),
     Script("pl_lightning.py", 32, 2.2, is_exact=True, is_resumed=True, first_run=("--epochs", "1")),
