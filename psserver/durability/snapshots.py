@@ -150,7 +150,8 @@ class SnapshotManager:
         """Set all snapshots aside: they are of a training that is over."""
         if self._snapshots is not None:
             self.close()  # a part of the last training may still be written
-            self._set_aside(-1)
+            count = len(self._snapshots.set_aside(-1))
+            log.info("snapshots_of_training_set_aside", count=count)
         self.retained, self.newest_version, self.newest_time = [], None, None
         self.resumed, self.problem = None, ""
 

@@ -70,9 +70,9 @@ def _summary(document: Json) -> list[tuple[str, object]]:
 
 
 def _training(document: Json) -> str:
-    """Return the name of the training and the number of those before it; empty for the only one."""
-    earlier = document.get("trainings_finished") or ()
-    return _text("{}, after {} others", document.get("training"), len(earlier)) if earlier else ""
+    """Return the name and number of the training; empty for the first one."""
+    number = len(document.get("trainings_finished") or ()) + 1
+    return _text("{}, number {}", document.get("training"), number) if number > 1 else ""
 
 
 def _loss(document: Json) -> str:

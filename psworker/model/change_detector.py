@@ -39,12 +39,15 @@ def warn_of_overwritten(tensors: str) -> None:
 
 def warn_of_unstored(tensors: str) -> None:
     """Log that the servers do not store changed frozen parameters. tensors: Their names."""
+    first = tensors.partition(",")[0]
+    module = first.rpartition(".")[0]
+    pattern = f"{module}.*" if module else first
     log.warning(
         "frozen_changed_by_script",
         tensors=tensors,
         problem="the job does not store changes of frozen parameters: they are missing in saved "
         "files, in a resumed run, and in a worker that rejoins",
-        remedy='name them in job.optimizer(..., buffers={"teacher.*": "first"})',
+        remedy=f'name them in job.optimizer(..., buffers={{"{pattern}": "first"}})',
     )
 
 

@@ -102,7 +102,7 @@ def table(content: Mapping[str, Any], coloured: bool = False) -> str:
     """
     rows = {label(name): _metric(content, name) for name in sorted(content["metrics"])}
     if earlier := len(content.get("trainings_finished", ())):
-        rows["training"] = f"{content['training']}  (after {earlier} others)"
+        rows["training"] = f"{content['training']}  (training {earlier + 1} of this job)"
     rows["steps"] = f"{content['steps']}  ({content['samples']} samples)"
     if (run := content["this_run"])["resumed_version"] is not None:
         rows["this run"] = f"{run['steps']}  ({run['samples']} samples)"

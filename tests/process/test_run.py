@@ -106,6 +106,8 @@ def test_the_summary_describes_the_run(programs: Programs, undisturbed: Program)
     }
     assert content == {
         "status": "done",
+        "training": "0",
+        "trainings_finished": [],
         "steps": 2 * VERSIONS,
         "samples": 320,
         "policy": "sync",

@@ -57,6 +57,8 @@ def test_a_successful_run_writes_summary_and_output(bench: Bench) -> None:
     assert 0 < seconds < LIMIT
     assert content == {
         "status": "done",
+        "training": "",
+        "trainings_finished": [],
         "steps": 14,
         "samples": 448,
         "this_run": {"steps": 14, "samples": 448, "resumed_version": None},
