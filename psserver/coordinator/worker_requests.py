@@ -239,11 +239,16 @@ class WorkerRequests:
 
 
 def never_begun(ledger: DataLedger, worker: int) -> dict[PassName, int]:
-    """Return passes that others have begun and this worker has not, with its batches there."""
+    """Return passes that another worker has completed and this one has not begun, each with the
+    number of batches that were for this one.
+    """
     return {
-        loop.name: len(loop.leases.ready(worker))
+        loop.name: len(ready)
         for loop in ledger.live()
-        if loop.name and loop.leases.ready(worker) and not loop.leases.has_asked(worker)
+        if (ready := loop.leases.ready(worker))
+        and loop.name
+        and loop.was_left
+        and not loop.leases.has_asked(worker)
     }
 
 

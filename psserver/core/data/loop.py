@@ -26,6 +26,7 @@ class LoopLedger(ABC):
     spec: the loop.
     name: the pass that it is; None: it has a number only.
     ended: no worker gets more batches of it.
+    was_left: a worker of this process's time has gone on to a later pass.
     dropped: batches that scripts discarded; they are committed.
     duplicates: batches in counted pushes whose worker no longer leased them. Their samples also
         count in another push.
@@ -44,7 +45,7 @@ class LoopLedger(ABC):
     ) -> None:
         self.spec = spec
         self.name: PassName | None = None
-        self.ended = False
+        self.ended = self.was_left = False
         self.dropped = 0
         self.duplicates = 0
         self.units: int | None = None
@@ -159,6 +160,7 @@ class LoopLedger(ABC):
         Batches that it received are dropped, unless its next push uses them. Batches that were not
         sent become free.
         """
+        self.was_left = True
         self.give_back(worker, list(self.leases.ready(worker)))
         leased = self.leases.leased_by(worker)
         self.drop(worker)
