@@ -136,8 +136,8 @@ class Scenario:
             has_lagging_standbys=standbys > 0 and rng.random() < 0.5,
             hangs=hangs,
             progress_timeout=timeout,
-            trainings=random.Random(f"trainings of {seed}").choice([1, 1, 2, 3]),
-            test_interval=random.Random(f"tests of {seed}").choice([0, 0, 1, 2]),
+            trainings=random.Random(f"trainings of {seed}").choice([1] * 14 + [2, 3]),
+            test_interval=random.Random(f"tests of {seed}").choice([0] * 8 + [1, 2]),
         )
 
     def as_reproducible(self, rng: random.Random) -> "Scenario":

@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 
 from pscommon.core.errors import UnreachableError
+from pscommon.core.formats import WIRE_FORMAT
 from pscommon.wire.blocking_stream import BlockingStream
 from pscommon.wire.stream_format import MAGIC, FrameKind, encode_frame
 from psproto.v1 import stream_pb2
 
+WELCOME = stream_pb2.StreamWelcome(format=WIRE_FORMAT).SerializeToString()
 HELLO = stream_pb2.StreamHello(job="otter", worker=1)
 
 
@@ -40,7 +42,7 @@ def test_all_addresses_of_a_host_are_tried(monkeypatch: pytest.MonkeyPatch) -> N
 
         def welcome() -> None:
             with listening.accept()[0] as sock:
-                sock.sendall(MAGIC + encode_frame(FrameKind.WELCOME))
+                sock.sendall(MAGIC + encode_frame(FrameKind.WELCOME, WELCOME))
                 sock.recv(1 << 16)
 
         server = threading.Thread(target=welcome, daemon=True)

@@ -10,6 +10,7 @@ import pytest
 from pscommon.core.errors import MismatchError, TakenError
 from psserver.coordinator.service import CoordinatorService
 from psserver.core.commands.recorder import Recorder
+from psserver.core.job.trainings import Trainings
 from psserver.core.servers.catch_up import CatchUp
 from psserver.core.shard.state_machine import NO_LOG
 from psworker.simulation import simulated
@@ -139,7 +140,7 @@ def test_a_report_on_the_old_log_does_not_count_for_a_log_that_begins_meanwhile(
         begin_segment(*record)
 
     monkeypatch.setattr(history.journal, "begin_segment", begin_and_report)
-    history.begin()
+    history.begin(Trainings())
     reporting.join()
 
     assert report.log_id != service._coordinator.log_id

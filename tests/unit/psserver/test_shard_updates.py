@@ -6,6 +6,7 @@ from threading import Event
 
 import pytest
 
+from pscommon.core.formats import WIRE_FORMAT
 from pscommon.core.log_entries import PushKey, Reject
 from pscommon.wire.messages import report_to_proto
 from psproto.v1 import coordinator_pb2 as pb
@@ -33,9 +34,8 @@ class ConnectedShard:
 
     def _requests(self) -> Iterator[pb.LinkShardRequest]:
         report = report_to_proto(replace(self._service.engine.make_report(), shard=1))
-        yield pb.LinkShardRequest(
-            shard=1, shards=2, address="s1:1", instance="i", term=2, report=report
-        )
+        me = {"shard": 1, "shards": 2, "address": "s1:1", "instance": "i"}
+        yield pb.LinkShardRequest(**me, term=2, report=report, format=WIRE_FORMAT)
         self._ended.wait()
 
     def _try_send(self, make: MakeResponse) -> bool:

@@ -216,7 +216,7 @@ TEXTS: dict[str, str] = {
     "batches at a time": (
         "data refused: count 0 is not between 1 and 1024. Try: ask for fewer batches at a time"
     ),
-    "received": ("data refused: -1 batches cannot have been received. Try: send 0 or more"),
+    "received": ("data refused: -1 batches cannot have been received. Try: send their number"),
     "epochs": (
         "data of loop 0 refused: 4611686018427387904 epochs of 4 batches are above "
         "9223372036854775807. Try: a smaller number of epochs"

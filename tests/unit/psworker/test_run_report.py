@@ -21,6 +21,8 @@ def test_the_summary_of_a_successful_run() -> None:
     assert report.summary(RunOutcome("done"), RESULT, SETTINGS, 1.23456, 2) == {
         "status": "done",
         "seconds": 1.235,
+        "training": "",
+        "trainings_finished": [],
         "steps": 10,
         "samples": 320,
         "this_run": {"steps": 10, "samples": 320, "resumed_version": None},
