@@ -1,7 +1,5 @@
 """The names of the trainings that a process connects to."""
 
-import gc
-
 import pytest
 import torch
 from torch import nn
@@ -39,7 +37,6 @@ def test_a_deleted_job_is_not_open() -> None:
     job: Job | None = psworker.connect()
     assert job is not None
     del job
-    gc.collect()
     psworker.connect().close()
 
 

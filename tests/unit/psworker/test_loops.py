@@ -1,6 +1,5 @@
 """The place of a script: the passes that it is in, may still begin, or has left."""
 
-import gc
 from types import SimpleNamespace
 from typing import Any
 
@@ -62,7 +61,6 @@ def test_a_pass_without_an_iterator_is_left() -> None:
     assert not loops.place().has_left(first)
 
     del dropped
-    gc.collect()
     assert loops.place().has_left(first)
     assert not loops.place().has_left(second)
     loops.discard(second)
@@ -90,7 +88,6 @@ def test_deleted_unnamed_loaders_are_one_number() -> None:
     assert loops.place() == ScriptPlace(None, {"0": 1, "1": 1}, 0, 0)
 
     del first
-    gc.collect()
     assert loops.place() == ScriptPlace(None, {"1": 1}, 1, 0)
     assert loops.place().has_left(PassName("0", 7))
 
