@@ -198,6 +198,11 @@ class CoordinatorService:
     def ledger(self) -> DataLedger:
         return self._coordinator.ledger
 
+    def passes_begun(self) -> Mapping[str, tuple[int, list[int]]]:
+        """Return the passes that have begun, see PassNumbers.begun."""
+        with self.executor.changed:
+            return self.ledger.passes.begun()
+
     def _check_goes_on(self) -> None:
         if self.stop_reason is not None:
             raise UnreachableError(f"shard 0 is stopping: {self.stop_reason}", "STOPPING")

@@ -73,7 +73,7 @@ class ControlPlaneServicer(CoordinatorServiceServicer):
                 open_loops=self._service.ledger.open_loops,
                 loaders=[
                     pb.LoaderPasses(loader=loader, begun=begun, open=still_open)
-                    for loader, (begun, still_open) in self._service.ledger.passes.begun().items()
+                    for loader, (begun, still_open) in self._service.passes_begun().items()
                 ],
                 bad_gradients=self._service.config.bad_gradients,
                 standbys=self._service.registry.standbys,

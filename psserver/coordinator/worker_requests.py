@@ -168,7 +168,8 @@ class WorkerRequests:
         Args:
             version: The newest version that the worker knows.
         """
-        missed = never_begun(self._executor.coordinator.ledger, worker) if not reason else {}
+        with self._executor.changed:
+            missed = never_begun(self._executor.coordinator.ledger, worker) if not reason else {}
         self._executor.do(Leave(worker, reason[:MAX_REASON_CHARACTERS]))
         for name, batches in missed.items():
             log.warning(
