@@ -349,6 +349,7 @@ class Job(JobFacts):
         try:
             if not reason:
                 self.wait()
+                self.session.store_buffers()
                 log_if_finished(self.session, self.rank, self.first_version)
         except BaseException as error:
             reason = f"{type(error).__name__}: {error}"

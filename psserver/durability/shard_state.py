@@ -17,6 +17,7 @@ from pscommon.core.log_entries import (
     Measure,
     PushKey,
     Reshard,
+    SetBuffers,
     Staged,
 )
 from pscommon.core.model_spec import ModelSpec
@@ -155,6 +156,8 @@ class ShardState:
             case Begin():
                 initial = self.staged[PushKey(entry.worker, 0)].staging
                 self.loaded_store.set_initial_weights(initial)
+            case SetBuffers():
+                self.loaded_store.set_buffers(self.staged[entry.key].staging)
             case Apply():
                 optimizer = self.machine.staged[entry.contributions[0].key].optimizer
                 groups = self.groups_of(entry)

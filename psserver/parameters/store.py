@@ -134,6 +134,10 @@ class ParameterStore:
                     f"optimizer {other}"
                 )
 
+    def has_gradients(self, staging: Staging) -> bool:
+        """Return whether a push has gradients on this shard."""
+        return staging.absent_here != self._partition.trainable
+
     def parse_groups(self, text: str, name: str) -> PushGroups:
         """Return the hyper-parameters of a push of this optimizer.
 
@@ -184,6 +188,14 @@ class ParameterStore:
         initial = staging.require_memory()
         for role in ROLES:
             self._weights[role].copy_(initial[role])
+
+    def set_buffers(self, staging: Staging) -> None:
+        """Copy the buffers without an average from a staging."""
+        self._reads.freeze()
+        view = self._partition.view_segment
+        for segment in self._partition.segments["buffer"]:
+            if segment.is_first:
+                view(self._weights, segment).copy_(view(staging.require_memory(), segment))
 
     def apply(
         self,

@@ -19,6 +19,7 @@ from pscommon.core.log_entries import (
     PushKey,
     Reject,
     Reshard,
+    SetBuffers,
     ShardReport,
     Staged,
 )
@@ -294,7 +295,7 @@ class ShardEngine:
                     with self.live.log_lock:
                         self._begin_segment()
         # nothing waits until a shard has carried out one of these: the next report is soon enough
-        if not all(isinstance(entry, Apply | Reject) for entry in ready):
+        if not all(isinstance(entry, Apply | Reject | SetBuffers) for entry in ready):
             self.request_report()
 
     def _process(self, group: Sequence[Entry]) -> None:

@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from pscommon.core.errors import LayoutError, UnreachableError
-from pscommon.core.log_entries import Apply, Entry, Evict, Measure, PushKey, Reject
+from pscommon.core.log_entries import Apply, Entry, Evict, Measure, PushKey, Reject, SetBuffers
 from psserver.core.shard.state_machine import ShardMachine
 from psserver.durability.shard_state import ShardState
 from psserver.durability.state_records import StateRecord, shard_records
@@ -61,7 +61,7 @@ class PushWaiters(threading.Condition):
                 keys = [contribution.key for contribution in entry.contributions]
             case Measure():
                 return  # nothing has become of its pushes yet
-            case Reject():
+            case Reject() | SetBuffers():
                 keys = [entry.key]
             case Evict():
                 keys = [key for key in self._wakeups.keys if key and key.worker == entry.worker]

@@ -72,7 +72,7 @@ class ExchangeSteps:
         return not self._engine.stage_push(
             Staged(
                 key,
-                max(1, header.samples),
+                max(1, header.samples) if header.initial else header.samples,
                 header.base,
                 batches,
                 optimizer="" if header.initial else header.optimizer,
@@ -85,11 +85,13 @@ class ExchangeSteps:
         if header.initial:
             return
         store = self._engine.live.require_store()
+        if not header.samples:
+            if header.batches or store.has_gradients(staging):
+                raise InvalidRequestError("a push of no samples must have buffers only")
+            return
         store.check_optimizer(staging, header.optimizer)
         if header.groups_json:
             staging.groups = store.parse_groups(header.groups_json, header.optimizer)
-        if header.samples < 1:
-            raise InvalidRequestError("a push must have at least one sample")
 
     def make_result(
         self,

@@ -11,6 +11,7 @@ from psworker.core.results import PushResult
 from psworker.exchange.model_exchange import ModelExchange
 from psworker.exchange.scattered_buffer import ExchangeBuffer
 from psworker.session import metrics
+from psworker.session.arguments import check_integer
 from psworker.session.drain import Drain, DrainedError
 from psworker.session.step_stats import StepStats
 
@@ -100,6 +101,7 @@ class ArrayModel:
         gradients = self._gradients.write_gradients(given, self.buffer(), source)
         is_last = self._drain.asked
         with self._timed("push"):
+            samples = check_integer("samples", samples, 1)
             result = self._exchange.exchange(gradients, weights, absent, samples)
         self._has_made_last_push = is_last
         self._stats.finish_step(samples, result.seconds)

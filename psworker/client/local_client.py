@@ -99,7 +99,11 @@ class LocalClient:
     ) -> PushResult:
         began, problem = time.perf_counter(), ""
         if gradients is not None:
-            problem = self._step(_bytes_of(gradients), absent, groups_json, optimizer)
+            pushed = _bytes_of(gradients)
+            if samples:
+                problem = self._step(pushed, absent, groups_json, optimizer)
+            else:
+                self._take_buffers(pushed)
         if weights is not None:
             moving = self.plan.section("buffer").stop  # frozen tensors never change
             _bytes_of(weights)[:moving].copy_(self._buffer[:moving])

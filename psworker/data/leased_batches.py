@@ -75,6 +75,8 @@ class LeasedBatches:
         Afterwards the model has the newest weights, or those that the script has set to evaluate
         them.
         """
+        if self._session.stats.steps > self._steps:
+            self._session.store_buffers()
         self._pace.pause()
         while not self._ready and not self.is_finished:
             self._request(idle=True)

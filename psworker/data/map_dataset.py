@@ -4,6 +4,7 @@ import inspect
 import signal
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -276,14 +277,20 @@ class MapPass:
         self._indices = indices
 
     def open(self, leases: LeasedNumbers) -> LoaderDataset:
-        return self._load(lambda: (self._request(leases, number) for number in leases))
+        # Without a reference to this object. Otherwise a DataLoader with persistent_workers would
+        # be part of a reference cycle, and torch waits 5 s for each process of such a loader.
+        return self._load(partial(_requests, leases, self._indices))
 
-    def _request(self, leases: LeasedNumbers, number: int) -> RequestedBatch:
+
+def _requests(
+    leases: LeasedNumbers, indices_of: Callable[[int], list[int]] | None
+) -> Iterator[RequestedBatch]:
+    for number in leases:
         spec = leases.spec
         assert isinstance(spec, LoopSpec)
         seeds = spec.seed % 2**64, spec.epoch(number), spec.position(number)
-        indices = spec.indices(number).tolist() if self._indices is None else self._indices(number)
-        return RequestedBatch(BatchKey(spec.loop, number), indices, seeds)
+        indices = spec.indices(number).tolist() if indices_of is None else indices_of(number)
+        yield RequestedBatch(BatchKey(spec.loop, number), indices, seeds)
 
 
 class LookaheadSampler:

@@ -199,7 +199,7 @@ class ModelExchange:
             if self._observes:
                 raise InvalidRequestError("an observer cannot push")
             header = ps.PushPullHeader(
-                samples=check_integer("samples", samples, 1),
+                samples=check_integer("samples", samples, 0),
                 batches=codec.batches_to_proto(batches),
                 absent=sorted(absent),
                 groups_json=groups_json,

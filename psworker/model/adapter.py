@@ -222,6 +222,20 @@ class ModelAdapter:
         if start < stop:
             self.gradients.model_bytes[start:stop].copy_(self.weights.model_bytes[start:stop])
 
+    def gather_changed_buffers(self) -> bool:
+        """Copy the buffers into the gradient buffer. Return whether one without an average changed.
+
+        The gradient buffer has the values that were sent last.
+        """
+        now, sent = self.weights.model_bytes, self.gradients.model_bytes
+        is_changed = any(
+            not torch.equal(now[start:stop], sent[start:stop]) for start, stop in self._first_ranges
+        )
+        if is_changed:
+            self.write_buffers()
+            self.gradients.to_host([self.buffer_range]).synchronize()
+        return is_changed
+
     def absent(self, grads: Sequence[Tensor | None]) -> frozenset[int]:
         """Return the spec indices of the trainable tensors without a gradient."""
         return frozenset(compress(self.trainable.spec_indices, map(is_, grads, repeat(None))))

@@ -90,6 +90,12 @@ class ServedModel:
             self.strategy.refresh(keeps_weights)
 
     @torch.no_grad()
+    def store_buffers(self) -> None:
+        """Send buffers without an average that the script has changed since its last step."""
+        with self._session.rejoin_on_fence():
+            self.strategy.store_buffers()
+
+    @torch.no_grad()
     def wait(self) -> None:
         """Wait as `Job.wait` does."""
         with self._session.rejoin_on_fence():

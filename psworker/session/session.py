@@ -46,6 +46,9 @@ class TrainedModel(Protocol):
     def refresh(self, keeps_weights: bool) -> None:
         """Load what the job has newer; nothing if weights that the script has set are to stay."""
 
+    def store_buffers(self) -> None:
+        """Send buffers without an average that the script has changed since its last step."""
+
     def wait(self) -> None:
         """Wait until no push is under way."""
 
@@ -153,6 +156,19 @@ class Session(JobFacts):
         model.refresh(keeps_weights)
         self.enter(before)
 
+    def store_buffers(self) -> None:
+        """Send what the script has changed after its last step, like the weights of an averaged
+        teacher: a resumed job has it, too.
+        """
+        if not self._stop_reason:
+            before = self.enter("push")
+            self._store_buffers()
+            self.enter(before)
+
+    def _store_buffers(self) -> None:
+        if self.model is not None and self.stats.steps:
+            self.model.store_buffers()
+
     @contextmanager
     def running_loop(self, batches: LoopBatches, trains: bool) -> Iterator[None]:
         """Count a loop as open; at its end return to the job what the script did not use.
@@ -231,6 +247,8 @@ class Session(JobFacts):
         if self._stop_reason:
             return
         self._stop_reason = reason
+        with suppress(PSError, Stopping):
+            self._store_buffers()
         log.info("training_stopped", worker=self.client.worker, reason=reason)
         self._drop_membership(DrainedError(reason))
         if self.client.draining and not self.is_closed:

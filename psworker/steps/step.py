@@ -87,6 +87,12 @@ class StepStrategy(Protocol):
             keeps_weights: Load nothing if the script has set trained weights.
         """
 
+    def store_buffers(self) -> None:
+        """Send buffers without an average that the script has changed since its last step.
+
+        They make no update. Gradients that have left are dropped, and leave again.
+        """
+
     def settle(self) -> None:
         """Wait until no push is under way and its weights are in the model; raise its error."""
 
@@ -144,6 +150,21 @@ class PlainStep:
         self.pull()
         if self.version == before:
             self._adapter.keep_buffers()
+
+    def store_buffers(self) -> None:
+        self.settle()
+        self.skip()
+        if self._adapter.keeps_changes():
+            return  # buffers of other weights than the job's
+        self._adapter.reattach()
+        if self._adapter.gather_changed_buffers():
+            self._client.exchange(
+                gradients=self._adapter.gradients.memory,
+                weights=None,
+                absent=frozenset(self._adapter.trainable.spec_indices),
+                samples=0,
+                base=self.version,
+            )
 
     def settle(self) -> None:
         """Do nothing: `push` waits."""

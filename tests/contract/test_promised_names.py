@@ -20,6 +20,7 @@ from pscommon.core.log_entries import (
     PushKey,
     Reject,
     Reshard,
+    SetBuffers,
 )
 from psserver.core.commands.recorded import DECODERS, RecordedCommand
 from psserver.core.commands.recorder import replay
@@ -97,6 +98,7 @@ def entries() -> set[str]:
         Evict(1, 2, "it left"),
         Cut(1, 2),
         Reshard(1, 2, 3),
+        SetBuffers(1, PushKey(1, 2)),
     )
     return {encoded(entry) for entry in samples}
 

@@ -140,29 +140,77 @@ def test_pipelined_steps_keep_a_teacher(cluster: Make, tmp_path: Path) -> None:
     assert not torch.equal(model.teacher.weight, Byol().teacher.weight)
 
 
+@pytest.mark.parametrize("kind", [Moco, Byol])
 @pytest.mark.parametrize("durability", ["snapshot", "log"])
 def test_a_resumed_run_continues_with_the_momentum_encoder(
-    cluster: Make, tmp_path: Path, durability: str
+    cluster: Make, tmp_path: Path, durability: str, kind: type[Any]
 ) -> None:
     settings = {"data_dir": tmp_path, "durability": durability}
     first = cluster(2, **settings)
     with Job(connected(first.address)) as job:
-        passes(job, Moco, 1)
+        passes(job, kind, 1)
     first.stop()
 
     with Job(connected(cluster(3, **settings).address)) as job:
-        model = passes(job, Moco, 2)
+        model = passes(job, kind, 2)
 
-    assert_same(copy_state(model), plain(Moco, 2))
+    assert_same(copy_state(model), plain(kind, 2))
 
 
-def test_a_rejoined_worker_has_the_momentum_encoder(cluster: Make) -> None:
+@pytest.mark.parametrize("how", [{}, {"overlap": True}, {"pipeline": True}])
+def test_servers_have_a_teacher_that_was_moved_after_the_last_step(
+    cluster: Make, how: dict[str, bool]
+) -> None:
+    """Also without a loader, whose passes end before the script closes the job."""
+    servers = cluster(2, policy="async")
+    with Job(connected(servers.address)) as job:
+        model = Byol()
+        optimizer = job.optimizer(make_sgd(model), model, buffers=Byol.treatments, **how)
+        train(model, model, optimizer, rank=0)
+
+    found = weights_of(servers.address)
+    for name, value in model.state_dict().items():
+        if name.startswith("teacher."):
+            np.testing.assert_array_equal(found[name], value.numpy())
+
+
+def test_a_worker_that_is_asked_to_leave_stores_its_teacher(cluster: Make) -> None:
+    servers, model = cluster(2), Byol()
+
+    def train_until_drained() -> None:
+        with Job(connected(servers.address)) as job:
+            optimizer = job.optimizer(make_sgd(model), model, buffers=Byol.treatments)
+            for number, x in enumerate(job.batches(DATA, batch_size=4, shuffle=False)):
+                model(x).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                model.end_step()
+                if number == 3:
+                    job.client.drain()
+
+    with pytest.raises(psworker.Stopping):
+        train_until_drained()
+
+    found = weights_of(servers.address)
+    np.testing.assert_array_equal(found["teacher.weight"], model.teacher.weight.numpy())
+
+
+def test_loaded_weights_that_the_job_does_not_have_bring_no_teacher(cluster: Make) -> None:
+    servers = cluster(2)
+    with Job(connected(servers.address)) as job:
+        model = passes(job, Byol, 1)
+        model.load_state_dict(Byol().state_dict())
+    found, expected = weights_of(servers.address), plain(Byol, 1)
+    np.testing.assert_allclose(found["teacher.weight"], expected.teacher.weight.numpy())
+
+
+@pytest.mark.parametrize("kind", [Moco, Byol])
+def test_a_rejoined_worker_has_the_momentum_encoder(cluster: Make, kind: type[Any]) -> None:
     with Job(connected(cluster(2).address)) as job:
-        model = passes(job, Moco, 1)
-        follow(model.k, model.q)
+        model = passes(job, kind, 1)
         job.session.rejoin(FencedError("the lease ended"))
 
-        assert_same(copy_state(model), plain(Moco, 1))
+        assert_same(copy_state(model), plain(kind, 1))
 
 
 def test_each_of_several_optimizers_has_its_own_treatments(cluster: Make) -> None:

@@ -1,11 +1,15 @@
-"""Planted bugs in passes inside other passes, and in trainings; see mutants.py."""
+"""Planted bugs in passes inside other passes, in trainings, and in pushes of buffers only; see
+mutants.py.
+"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
+from pscommon.core.log_entries import SetBuffers, Staged
 from pscommon.core.script_place import PassName
 from psserver.core.coordinator.participation import Participation
+from psserver.core.coordinator.update_rounds import UpdateRounds
 from psserver.core.data.loop import LoopLedger
 from psserver.core.data.pass_numbers import PassNumbers
 from psserver.core.job.policy import policy
@@ -46,10 +50,22 @@ def with_trainings(scenario: Scenario) -> Scenario:
     return replace(scenario, trainings=3, worker_kills=3, restarts_workers=True)
 
 
+def take_old_buffers(rounds: UpdateRounds, push: Staged) -> None:
+    """Take buffers of any version."""
+    rounds._job.log.append(SetBuffers(rounds._job.log.next, push.key))
+    rounds._forget(push.key)
+
+
+def with_buffers(scenario: Scenario) -> Scenario:
+    """Let workers send buffers while others make updates."""
+    return replace(scenario, policy=policy("async"), workers=3, sends_buffers=True)
+
+
 SCENARIOS: Mapping[str, Callable[[Scenario], Scenario]] = {
     "workers in different passes wait for each other": with_test_passes,
     "names of passes are not saved": with_test_passes,
     "a training that is over begins again": with_trainings,
+    "buffers of an older version are taken": with_buffers,
 }
 PATCHES: dict[str, tuple[Any, str, Any]] = {
     "workers in different passes wait for each other": (
@@ -59,4 +75,5 @@ PATCHES: dict[str, tuple[Any, str, Any]] = {
     ),
     "names of passes are not saved": (PassNumbers, "give", omit_pass_names),
     "a training that is over begins again": (Trainings, "followed_by", forget_finished),
+    "buffers of an older version are taken": (UpdateRounds, "_set_buffers", take_old_buffers),
 }

@@ -46,6 +46,7 @@ class Scenario:
         test_interval: Pushes between two passes over the test data; those of each rank have
             another interval, so workers begin the passes in different orders. 0: none.
         trainings: Number of trainings that each script makes, one after another.
+        sends_buffers: Scripts send a push of buffers only after every third one of gradients.
     """
 
     seed: int
@@ -78,6 +79,7 @@ class Scenario:
     optimizers: tuple[str, ...] = ONE_OPTIMIZER
     test_interval: int = 0
     trainings: int = 1
+    sends_buffers: bool = False
 
     @staticmethod
     def for_seed(seed: int) -> "Scenario":
@@ -138,6 +140,7 @@ class Scenario:
             progress_timeout=timeout,
             trainings=random.Random(f"trainings of {seed}").choice([1] * 14 + [2, 3]),
             test_interval=random.Random(f"tests of {seed}").choice([0] * 8 + [1, 2]),
+            sends_buffers=random.Random(f"buffers of {seed}").random() < 0.05,
         )
 
     def as_reproducible(self, rng: random.Random) -> "Scenario":

@@ -22,7 +22,10 @@ def check_outcome(world: "World", push: Push, outcome: PushOutcome) -> None:
     """
     if push.staged.key.worker < WORKERS_PER_GENERATION * world.generation:
         return
-    if outcome.status == "applied" and outcome.detail != "long ago":
+    staged = push.staged
+    if outcome.status == "applied" and not staged.samples:
+        check(outcome.version == staged.base, "version {} has buffers of {}", outcome, staged.base)
+    elif outcome.status == "applied" and outcome.detail != "long ago":
         counted = [c.key for c in world.updates[outcome.version - 1].contributions]
         check(
             push.staged.key in counted,

@@ -306,11 +306,23 @@ class SimWorker(ScriptParts):
         self.send_push(push)
         self.await_outcome(push)
 
+    def send_buffers(self) -> None:
+        """Send the buffers of the newest weights that this worker has pulled."""
+        seq, _ = self.sequence.open()
+        key = PushKey(self.worker, seq)
+        push = Push(Staged(key, 0, self.base), self.rank, (0.0,) * WEIGHT_COUNT)
+        self.world.pushes[key] = push
+        self.outcomes.clear()
+        self.send_push(push)
+        self.await_outcome(push)
+
     def continue_script(self) -> None:
         """Make the next step for the same batches, or ask for a batch."""
         if self.next_steps:
             return self.next_steps.pop(0)()
         self.push_count += 1
+        if self.world.scenario.sends_buffers and self.push_count % 4 == 3:
+            return self.send_buffers()
         interval = (
             self.world.scenario.test_interval and self.world.scenario.test_interval + self.rank
         )

@@ -19,6 +19,7 @@ from pscommon.core.log_entries import (
     PushKey,
     Reject,
     Reshard,
+    SetBuffers,
 )
 
 
@@ -45,6 +46,8 @@ def encoded(entry: Entry) -> str:
         case Measure():
             contributions = _contributions(entry.contributions)
             return f"Measure(index={entry.index:d}, contributions={contributions})"
+        case SetBuffers():
+            return f"SetBuffers(index={entry.index:d}, key={_key(entry.key)})"
         case Reject():
             cause = f"reason={entry.reason!a}, detail={entry.detail!a}"
             return f"Reject(index={entry.index:d}, key={_key(entry.key)}, {cause})"
@@ -79,6 +82,8 @@ def entry_to_json(entry: Entry) -> list[Any]:
             return ["Apply", entry.index, entry.version, contributions_to_json(entry.contributions)]
         case Measure():
             return ["Measure", entry.index, contributions_to_json(entry.contributions)]
+        case SetBuffers():
+            return ["SetBuffers", entry.index, [entry.key.worker, entry.key.seq]]
         case Reject():
             return [
                 "Reject",
@@ -108,6 +113,8 @@ def entry_from_json(raw: Sequence[Any]) -> Entry:
             return Apply(index, version, contributions_from_json(contributions))
         case ["Measure", index, contributions]:
             return Measure(index, contributions_from_json(contributions))
+        case ["SetBuffers", index, [worker, seq]]:
+            return SetBuffers(index, PushKey(worker, seq))
         case ["Reject", index, [worker, seq], reason, detail]:
             return Reject(index, PushKey(worker, seq), reason, detail)
         case ["Evict", index, worker, reason]:

@@ -41,7 +41,7 @@ class Staged:
     """Report that a shard has a complete, checked push and waits for the decision on it.
 
     key: the push.
-    samples: weight of the gradient in a round's average.
+    samples: weight of the gradient in a round's average; 0: the push has buffers only.
     base: version that the gradient was computed from.
     batches: batches that the push commits.
     problem: why the push must not be applied ("NON_FINITE: tensor conv1.weight"), or empty. With a
@@ -109,6 +109,18 @@ class Measure:
 
 
 @dataclass(frozen=True, slots=True)
+class SetBuffers:
+    """Take the buffers without an average from a push of buffers only; the version stays.
+
+    Such a buffer that a script changes after a step, like the weights of an averaged teacher,
+    belongs to the version that the step has made.
+    """
+
+    index: int
+    key: PushKey
+
+
+@dataclass(frozen=True, slots=True)
 class Reject:
     """Drop this push and report the reason to its worker."""
 
@@ -147,7 +159,7 @@ class Reshard:
     shards: int
 
 
-Entry = Begin | Apply | Reject | Evict | Cut | Reshard | Measure
+Entry = Begin | Apply | Reject | Evict | Cut | Reshard | Measure | SetBuffers
 
 
 class Measured(NamedTuple):

@@ -23,6 +23,7 @@ from pscommon.core.log_entries import (
     PushKey,
     Reject,
     Reshard,
+    SetBuffers,
     ShardReport,
     Staged,
 )
@@ -278,6 +279,10 @@ def entry_to_proto(entry: Entry) -> co.Entry:
         case Measure():
             contributions = _contributions_to_proto(entry.contributions)
             return co.Entry(index=entry.index, measure=co.Measure(contributions=contributions))
+        case SetBuffers():
+            return co.Entry(
+                index=entry.index, set_buffers=co.SetBuffers(key=key_to_proto(entry.key))
+            )
         case Reject():
             reject = co.Reject(
                 key=key_to_proto(entry.key), reason=entry.reason, detail=entry.detail
@@ -333,6 +338,7 @@ _ENTRIES: Mapping[str, Callable[[int, Any], Entry]] = {
         index, body.version, _contributions_from_proto(body.contributions)
     ),
     "measure": lambda index, body: Measure(index, _contributions_from_proto(body.contributions)),
+    "set_buffers": lambda index, body: SetBuffers(index, key_from_proto(body.key)),
     "reject": lambda index, body: Reject(index, key_from_proto(body.key), body.reason, body.detail),
     "evict": lambda index, body: Evict(index, body.worker, body.reason),
     "cut": lambda index, body: Cut(index, body.version),

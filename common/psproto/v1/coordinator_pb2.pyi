@@ -1678,6 +1678,7 @@ class Entry(google.protobuf.message.Message):
     CUT_FIELD_NUMBER: builtins.int
     RESHARD_FIELD_NUMBER: builtins.int
     MEASURE_FIELD_NUMBER: builtins.int
+    SET_BUFFERS_FIELD_NUMBER: builtins.int
     index: builtins.int
     @property
     def begin(self) -> global___Begin: ...
@@ -1693,6 +1694,8 @@ class Entry(google.protobuf.message.Message):
     def reshard(self) -> global___Reshard: ...
     @property
     def measure(self) -> global___Measure: ...
+    @property
+    def set_buffers(self) -> global___SetBuffers: ...
     def __init__(
         self,
         *,
@@ -1704,10 +1707,11 @@ class Entry(google.protobuf.message.Message):
         cut: global___Cut | None = ...,
         reshard: global___Reshard | None = ...,
         measure: global___Measure | None = ...,
+        set_buffers: global___SetBuffers | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["apply", b"apply", "begin", b"begin", "cut", b"cut", "evict", b"evict", "kind", b"kind", "measure", b"measure", "reject", b"reject", "reshard", b"reshard"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["apply", b"apply", "begin", b"begin", "cut", b"cut", "evict", b"evict", "index", b"index", "kind", b"kind", "measure", b"measure", "reject", b"reject", "reshard", b"reshard"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["kind", b"kind"]) -> typing.Literal["begin", "apply", "reject", "evict", "cut", "reshard", "measure"] | None: ...
+    def HasField(self, field_name: typing.Literal["apply", b"apply", "begin", b"begin", "cut", b"cut", "evict", b"evict", "kind", b"kind", "measure", b"measure", "reject", b"reject", "reshard", b"reshard", "set_buffers", b"set_buffers"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["apply", b"apply", "begin", b"begin", "cut", b"cut", "evict", b"evict", "index", b"index", "kind", b"kind", "measure", b"measure", "reject", b"reject", "reshard", b"reshard", "set_buffers", b"set_buffers"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["kind", b"kind"]) -> typing.Literal["begin", "apply", "reject", "evict", "cut", "reshard", "measure", "set_buffers"] | None: ...
 
 global___Entry = Entry
 
@@ -1792,6 +1796,27 @@ class Measure(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["contributions", b"contributions"]) -> None: ...
 
 global___Measure = Measure
+
+@typing.final
+class SetBuffers(google.protobuf.message.Message):
+    """Shards take the buffers without an average from this push of buffers only (samples 0). The
+    version stays.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    KEY_FIELD_NUMBER: builtins.int
+    @property
+    def key(self) -> global___PushKey: ...
+    def __init__(
+        self,
+        *,
+        key: global___PushKey | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["key", b"key"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["key", b"key"]) -> None: ...
+
+global___SetBuffers = SetBuffers
 
 @typing.final
 class Reject(google.protobuf.message.Message):

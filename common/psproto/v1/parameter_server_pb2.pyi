@@ -281,7 +281,9 @@ class PushPullHeader(google.protobuf.message.Message):
     base: builtins.int
     """the version that the gradient was computed from"""
     samples: builtins.int
-    """weight of this gradient in a round's average"""
+    """weight of this gradient in a round's average; 0: no gradients but buffers of version `base`,
+    which make no update
+    """
     groups_json: builtins.str
     """hyper-parameters of each group as JSON, for this push alone; empty: those of the update before"""
     pull: global___Pull.ValueType

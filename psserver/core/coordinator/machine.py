@@ -12,7 +12,7 @@ Events: workers join, register, push, ask for data, and leave. Shards report wha
 staged. Leases end. An operator changes the policy or the number of shards, or asks for a
 snapshot.
 
-Decisions are log entries: Begin, Apply, Reject, Evict, Measure, Cut, Reshard.
+Decisions are log entries: Begin, Apply, SetBuffers, Reject, Evict, Measure, Cut, Reshard.
 
 Parts. Each part decides on one kind of event and works on the shared JobState:
 

@@ -88,6 +88,6 @@ class PushReports:
             self._rounds.reject_bad(staged, reason, f"{member}: {detail}", now)
             return True
         is_ready = job.pending.staged(report.shard, staged)
-        if is_ready:
+        if is_ready and staged.samples:
             member.step_timer.end(now)
         return is_ready or job.pending.has_several(key.worker)

@@ -3,13 +3,14 @@
 Theory of operation. This part of the coordinator (machine.py) appends the entries of pushes.
 
 States of a push: reported by some shards, ready (reported by all), decided. A decision is an
-Apply, a Reject, or the Evict of its worker.
+Apply, a Reject, the Evict of its worker, or for a push of buffers only a SetBuffers.
 
 Events: a report of a shard, a departure of a worker, a change of policy, a finished snapshot.
 After each event `advance` appends every update that the policy allows.
 
 Invariants:
 
+- A push of buffers only never enters a round: it is decided as soon as it is ready.
 - Only ready pushes are applied. A worker's pushes are decided in their order; a push makes the
   undecided ones before it stale.
 - A push is forgotten in the step that decides it, so no later step can count it again.
@@ -26,7 +27,16 @@ from collections.abc import Iterable, Sequence
 from operator import itemgetter
 
 from pscommon.core.errors import QUARANTINED, NonFiniteError
-from pscommon.core.log_entries import Apply, Begin, Contribution, Measure, PushKey, Reject, Staged
+from pscommon.core.log_entries import (
+    Apply,
+    Begin,
+    Contribution,
+    Measure,
+    PushKey,
+    Reject,
+    SetBuffers,
+    Staged,
+)
 from psserver.core.coordinator.participation import Participation
 from psserver.core.job.clipping import Measurement, clip_factor
 from psserver.core.job.job_state import JobState
@@ -155,7 +165,9 @@ class UpdateRounds:
             if (staged := ready.get(key)) is None:
                 continue  # its worker was evicted for an earlier push
             behind = job.version - staged.base
-            if limit is not None and behind > limit:
+            if not staged.samples:
+                self._set_buffers(staged)
+            elif limit is not None and behind > limit:
                 self.reject(key, "STALE", f"computed from version {staged.base}, {behind} ago")
                 self._drop(staged if job.policy.backup and job.rules.late == "drop" else None)
             elif job.rules.max_norm and job.rules.bad_gradients != "clip":
@@ -165,6 +177,14 @@ class UpdateRounds:
                     self.reject_bad(
                         staged, "OUTLIER", f"{member}: its gradient's norm is {norm:.6g}", now
                     )
+
+    def _set_buffers(self, push: Staged) -> None:
+        """Take buffers of the current version; those of an older one have been replaced."""
+        if push.base != self._job.version:
+            self.reject(push.key, "STALE", f"its buffers are of version {push.base}")
+        else:
+            self._job.log.append(SetBuffers(self._job.log.next, push.key))
+            self._forget(push.key)
 
     def _apply(self, keys: Iterable[PushKey], now: float) -> bool:
         """Append the update of these pushes, one for each optimizer.

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from pscommon.core.entry_encoding import chained, entry_from_json, entry_to_json
-from pscommon.core.log_entries import Apply, Begin, Entry, Measure, PushKey, ShardReport
+from pscommon.core.log_entries import Apply, Begin, Entry, Measure, PushKey, SetBuffers, ShardReport
 
 
 class EntryLog:
@@ -121,4 +121,6 @@ def counted(entries: Iterable[Entry]) -> set[PushKey]:
                 keys.add(PushKey(entry.worker, 0))
             case Apply() | Measure():
                 keys.update(contribution.key for contribution in entry.contributions)
+            case SetBuffers():
+                keys.add(entry.key)
     return keys

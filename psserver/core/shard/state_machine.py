@@ -15,7 +15,8 @@ Invariants:
 
 - Entries may arrive twice, late or out of order. Each is carried out once, in the order of their
   numbers.
-- An Apply counts only pushes that this shard has staged; anything else is a LogInvariantError.
+- An Apply or SetBuffers uses only pushes that this shard has staged; anything else is a
+  LogInvariantError.
 - `outcome` answers for a push as often as it is asked: while it is among the newest
   OUTCOMES_PER_WORKER pushes of its worker with its own result, later as applied.
 """
@@ -37,6 +38,7 @@ from pscommon.core.log_entries import (
     PushKey,
     Reject,
     Reshard,
+    SetBuffers,
     ShardReport,
     Staged,
 )
@@ -273,6 +275,8 @@ class ShardMachine:
                 if self.is_resharding or self.missing(entry):
                     raise self._invariant_error(entry)
                 self.measured = Measured(entry.index, square_norm)
+            case SetBuffers():
+                self._set_buffers(entry)
             case Reject():
                 self._reject(entry)
             case Evict():
@@ -296,9 +300,12 @@ class ShardMachine:
 
     def missing(self, entry: Entry) -> list[PushKey]:
         """Return the pushes that an entry counts and this shard lacks; there must be none."""
-        if not isinstance(entry, Apply | Measure):
-            return []
-        return [c.key for c in entry.contributions if c.key not in self.staged]
+        match entry:
+            case Apply() | Measure():
+                return [c.key for c in entry.contributions if c.key not in self.staged]
+            case SetBuffers():
+                return [] if entry.key in self.staged else [entry.key]
+        return []
 
     def _apply(self, entry: Apply) -> None:
         if self.is_resharding or entry.version != self.version + 1 or self.missing(entry):
@@ -310,7 +317,14 @@ class ShardMachine:
             self._record_outcome(contribution.key, PushOutcome("applied", entry.version, staleness))
             self._drop_given_up(contribution.key.worker)
 
-    def _invariant_error(self, entry: Apply | Measure) -> LogInvariantError:
+    def _set_buffers(self, entry: SetBuffers) -> None:
+        if self.is_resharding or self.missing(entry):
+            raise self._invariant_error(entry)
+        self._unstage(entry.key)
+        self._record_outcome(entry.key, PushOutcome("applied", self.version))
+        self._drop_given_up(entry.key.worker)
+
+    def _invariant_error(self, entry: Apply | Measure | SetBuffers) -> LogInvariantError:
         return LogInvariantError(
             f"shard {self.shard} at version {self.version} cannot apply {entry}"
         )

@@ -16,6 +16,7 @@ from pscommon.core.log_entries import (
     PushKey,
     Reject,
     Reshard,
+    SetBuffers,
 )
 
 LOG: tuple[tuple[Entry, int], ...] = (
@@ -42,6 +43,7 @@ LOG: tuple[tuple[Entry, int], ...] = (
         0x5328924C1164BDC9,
     ),
     (Reject(14, PushKey(2, 5), "OUTLIER", "'\"\\\n😀\u2028"), 0xE8CD4D7E42035677),
+    (SetBuffers(15, PushKey(1, 5)), 0x6E84F8BB2D9D7E85),
 )
 """Entries of every type, each with the digest of the log up to it."""
 
@@ -56,7 +58,8 @@ def test_the_log_digest_has_the_bytes_of_release_9f5f539() -> None:
 
 
 def test_the_table_has_every_type_of_entry() -> None:
-    assert {type(entry) for entry, _ in LOG} == {Begin, Apply, Reject, Evict, Cut, Reshard, Measure}
+    kinds = {Begin, Apply, Reject, Evict, Cut, Reshard, Measure, SetBuffers}
+    assert {type(entry) for entry, _ in LOG} == kinds
 
 
 IN_STATE = (
@@ -67,6 +70,7 @@ IN_STATE = (
     ["Evict", 5, 2, "it left the job"],
     ["Cut", 6, 4],
     ["Reshard", 7, 4, 3],
+    ["SetBuffers", 8, [1, 5]],
 )
 """Entries as they stand in the coordinator's state on disk."""
 

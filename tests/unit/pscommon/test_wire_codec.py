@@ -22,6 +22,7 @@ from pscommon.core.log_entries import (
     Measured,
     PushKey,
     Reject,
+    SetBuffers,
     ShardReport,
     Staged,
 )
@@ -53,6 +54,7 @@ entries = st.one_of(
     st.builds(Evict, complete, complete, st.text()),
     st.builds(Cut, complete, complete),
     st.builds(Measure, complete, contributions),
+    st.builds(SetBuffers, complete, keys),
 )
 
 SPEC = ModelSpec(
@@ -129,7 +131,9 @@ def test_a_batch_of_a_map_style_loop_has_the_size_of_its_two_numbers() -> None:
 def test_every_kind_of_entry_has_a_message() -> None:
     kinds = {field.name for field in co.Entry.DESCRIPTOR.oneofs_by_name["kind"].fields}
 
-    assert kinds == {kind.__name__.lower() for kind in get_args(Entry)}
+    assert {kind.replace("_", "") for kind in kinds} == {
+        kind.__name__.lower() for kind in get_args(Entry)
+    }
 
 
 def test_an_unknown_entry_is_refused() -> None:

@@ -17,6 +17,7 @@ from pscommon.core.log_entries import (
     PushKey,
     Reject,
     Reshard,
+    SetBuffers,
     ShardReport,
     Staged,
 )
@@ -125,6 +126,7 @@ def test_a_log_with_entries_of_every_kind_is_decoded() -> None:
         Cut(5, 1),
         Reshard(6, 1, 3),
         Measure(7, (Contribution(FIRST, 3, 0, 0.5), Contribution(SECOND, 4, 0))),
+        SetBuffers(8, FIRST),
     ]
     assert {type(entry) for entry in kinds} == set(get_args(Entry))
     log, again = EntryLog(2), EntryLog(2)

@@ -1,5 +1,7 @@
 """Loaders of a script: one pass for each `iter()`; length, data set and batch size."""
 
+import gc
+import multiprocessing
 from typing import Any
 
 import pytest
@@ -170,6 +172,24 @@ def test_a_finished_iterator_stays_exhausted() -> None:
     list(loader)
 
     assert next(first, None) is None
+
+
+def test_persistent_processes_end_with_the_loader() -> None:
+    """A DataLoader in a reference cycle waits 5 s for each of its processes."""
+    job, optimizer, _ = started()
+    loader = job.batches(NUMBERS, 5, num_workers=1, persistent_workers=True)
+    train_passes(loader, optimizer, 1)
+    for _ in loader:
+        break
+    (process,) = multiprocessing.active_children()
+
+    gc.disable()
+    try:
+        del loader
+    finally:
+        gc.enable()
+
+    assert not process.is_alive()
 
 
 @pytest.mark.parametrize("persistent", [False, True])
