@@ -233,8 +233,7 @@ class Client(ClientFacts):
             gradients: Bytes to push; None: no push.
             weights: Writable bytes for the pull; None: no pull.
             absent: Trainable tensors without a gradient, by index into plan.spec.tensors.
-            samples: Weight in a round's average; 0: a push of buffers only, which belong to the
-                version `base` and make no update.
+            samples: Weight in a round's average; 0: buffers of version `base`, without an update.
             batches: Batches that the push commits.
             groups_json: Hyper-parameters of the optimizer's groups, for this push alone; empty:
                 those of the update before.

@@ -312,17 +312,13 @@ class ShardMachine:
             raise self._invariant_error(entry)
         self.version, self.measured = entry.version, None
         for contribution in entry.contributions:
-            self._unstage(contribution.key)
             staleness = entry.version - 1 - contribution.base
-            self._record_outcome(contribution.key, PushOutcome("applied", entry.version, staleness))
-            self._drop_given_up(contribution.key.worker)
+            self._decide(contribution.key, PushOutcome("applied", entry.version, staleness))
 
     def _set_buffers(self, entry: SetBuffers) -> None:
         if self.is_resharding or self.missing(entry):
             raise self._invariant_error(entry)
-        self._unstage(entry.key)
-        self._record_outcome(entry.key, PushOutcome("applied", self.version))
-        self._drop_given_up(entry.key.worker)
+        self._decide(entry.key, PushOutcome("applied", self.version))
 
     def _invariant_error(self, entry: Apply | Measure | SetBuffers) -> LogInvariantError:
         return LogInvariantError(
@@ -330,25 +326,23 @@ class ShardMachine:
         )
 
     def _reject(self, entry: Reject) -> None:
-        push = self._unstage(entry.key)
+        push = self.staged.get(entry.key)
         status = "stale" if entry.reason == "STALE" else "rejected"
         staleness = self.version - push.base if push else 0
-        self._record_outcome(
+        self._decide(
             entry.key, PushOutcome(status, self.version, staleness, entry.reason, entry.detail)
         )
-        self._drop_given_up(entry.key.worker)
 
-    def _drop_given_up(self, worker: int) -> None:
-        """Drop staged pushes of a worker that are older than a decided one."""
-        for key in self._staged_by(worker):
-            if self.outcome(key) is not None:
-                self._unstage(key)
-
-    def _record_outcome(self, key: PushKey, outcome: PushOutcome) -> None:
+    def _decide(self, key: PushKey, outcome: PushOutcome) -> None:
+        """Record how a push ended, and drop it and the staged ones that its worker gave up."""
+        self._unstage(key)
         known = self._outcomes.setdefault(key.worker, OrderedDict())
         known[key.seq] = outcome
         if len(known) > OUTCOMES_PER_WORKER:
             known.popitem(last=False)
+        for other in self._staged_by(key.worker):
+            if self.outcome(other) is not None:
+                self._unstage(other)
 
     def report(self, only_new: bool = False) -> ShardReport:
         """Return the report to the coordinator.
