@@ -33,6 +33,7 @@ from psserver.durability.shard_log import ShardLog
 from psserver.durability.shard_recovery import ShardStateFactory
 from psserver.durability.snapshots import SnapshotManager
 from psserver.durability.state_records import StateRecord, StateRecordKind, about, job_state
+from psserver.exchange.servicer import DataPlaneServicer
 from psserver.peers.coordinator_link import CoordinatorLink
 from psserver.peers.link_messages import ShardMessages
 from psserver.peers.peer_servicer import PeerServicer
@@ -53,7 +54,6 @@ from psserver.shard.engine import ShardEngine
 from psserver.shard.worker_traffic import WorkerTraffic
 from psserver.stream.listener import StreamListener
 from psserver.stream.stream_port import StreamPort, open_stream_port
-from psserver.transfer.servicer import DataPlaneServicer
 
 LAST_SNAPSHOT_TIMEOUT_SECONDS = 8.0
 """Time that a stopping shard waits for the coordinator's last snapshot; containers grant ten

@@ -27,13 +27,13 @@ from psserver.durability.record_sink import RecordSink, RecordSource
 from psserver.durability.shard_log import ShardLog
 from psserver.durability.shard_recovery import ShardStateFactory
 from psserver.durability.snapshots import SnapshotManager
+from psserver.exchange.servicer import DataPlaneServicer
 from psserver.process.config import ServerConfig
 from psserver.process.identity import ServerIdentity
 from psserver.process.metrics import ServerMetrics
 from psserver.process.shard_count_file import ShardCountFile
 from psserver.shard.engine import ShardEngine
 from psserver.shard.worker_traffic import WorkerTraffic
-from psserver.transfer.servicer import DataPlaneServicer
 from psworker.core.clock import Clock
 from psworker.transport.exchange_calls import (
     AnswerReceiver,
@@ -275,9 +275,7 @@ class DirectTransport:
     ) -> ExchangeAnswer:
         may_wait, header.wait_ms = header.wait_ms > 0, 0
         sent = [encode_header(header), *(chunks(send) if header.has_data else ())]
-        answer = map(
-            decode_response, self._cluster.servers[shard].exchange(iter(sent), lambda: True)
-        )
+        answer = map(decode_response, self._cluster.servers[shard].Exchange(iter(sent), None))
         result = receive_answer(answer, receiver)
         self._cluster.deliver()
         pushed_last = header.seq > 0 and shard == len(self._cluster.servers) - 1

@@ -21,7 +21,7 @@ from psserver.core.commands.recorder import Recorder
 from psserver.core.coordinator.machine import CoordinatorMachine
 from psserver.monitoring.wait_notices import RefusalNotice
 from psserver.shard.engine import ShardEngine
-from psserver.shard.wakeups import Wakeups
+from psserver.waiting import Registrations, ThreadWaiter, Waiter, run, until
 
 T = TypeVar("T")
 
@@ -57,9 +57,8 @@ class CommandExecutor:
         failed: Callable[[PSError], None],
         broken: Callable[[Exception], None],
     ) -> None:
-        self._lock = threading.RLock()
-        self.changed = threading.Condition(self._lock)
-        self._wakeups = Wakeups[int | None](self._lock)
+        self.changed = threading.RLock()
+        self._registrations = Registrations[int | None](self.changed)
         self._recorder = recorder
         self._engine = engine
         self._missing, self._ending, self._failed, self._broken = missing, ending, failed, broken
@@ -162,7 +161,7 @@ class CommandExecutor:
         with self.changed:
             self._all_woken_at = self.revision + 1
             self._woken_at.clear()
-            self._wake([worker for worker in self._wakeups.keys if worker is not None])
+            self._wake([worker for worker in self._registrations.keys if worker is not None])
 
     def _wake(self, workers: Iterable[int]) -> None:
         """Wake all requests, but of those that wait for data or in a collective call only those of
@@ -170,17 +169,17 @@ class CommandExecutor:
         """
         self.revision += 1
         self._woken_at.update(dict.fromkeys(workers, self.revision))
-        self.changed.notify_all()
-        self._wakeups.wake([None, *workers])
+        self._registrations.wake([None, *workers])
 
-    def until(
+    async def until(
         self,
         action: Callable[[Recorder, float], T | None],
         seconds: float,
+        waiter: Waiter,
         stopping: bool = False,
         worker: int | None = None,
     ) -> T | None:
-        """Repeat the action until it returns an answer.
+        """Carry out the action, again after each change, until it returns an answer.
 
         Args:
             stopping: Continue to wait while the job ends.
@@ -188,21 +187,35 @@ class CommandExecutor:
                 call. Such requests, and later tries of others, must not wake each other.
 
         Returns:
-            The answer; None after `seconds`, or if the job ends and `stopping` is false.
+            The answer; None after `seconds`, if the waiter is over, or if the job ends and
+            `stopping` is false.
         """
         deadline, quiet = time.monotonic() + seconds, worker is not None
         while True:
             seen = self.revision
-            answer = self.step(action, quiet) if not self._missing() else None
+            is_ready = not self._missing()
+            answer = await waiter.do(partial(self.step, action, quiet)) if is_ready else None
             left, quiet = deadline - time.monotonic(), True
-            if answer is not None or left <= 0 or (self._ending() and not stopping):
+            is_over = waiter.is_over or (self._ending() and not stopping)
+            if answer is not None or left <= 0 or is_over:
                 return answer
-            with self.changed:
-                condition = threading.Condition(self._lock)
-                if not self._waits_for_itself(worker):
-                    left = min(left, CHECK_INTERVAL_SECONDS)
-                with self.watch(worker, condition.notify_all):
-                    condition.wait_for(partial(self.has_news, worker, seen), left)
+            if not self._waits_for_itself(worker):
+                left = min(left, CHECK_INTERVAL_SECONDS)
+            await until(
+                partial(self._has_news, worker, seen),
+                partial(self.watch, worker),
+                left,
+                waiter,
+            )
+
+    def wait(
+        self,
+        action: Callable[[Recorder, float], T | None],
+        seconds: float,
+        stopping: bool = False,
+    ) -> T | None:
+        """Do in this thread what `until` does."""
+        return run(self.until(action, seconds, ThreadWaiter(), stopping))
 
     def watch(self, worker: int | None, wake: Callable[[], None]) -> AbstractContextManager[None]:
         """Call `wake` whenever a request should ask again, until the block ends.
@@ -213,7 +226,7 @@ class CommandExecutor:
         """
         with self.changed:
             key = worker if self._waits_for_itself(worker) else None
-        return self._wakeups.calling(wake, key)
+        return self._registrations.calling(wake, key)
 
     def watch_all(self, wake: Callable[[], None]) -> AbstractContextManager[None]:
         """Call `wake` at each call of `CommandExecutor.wake`: anything may have changed.
@@ -221,7 +234,7 @@ class CommandExecutor:
         Args:
             wake: As in `watch`.
         """
-        return self._wakeups.calling(wake, 0)  # the number of no worker
+        return self._registrations.calling(wake, 0)  # the number of no worker
 
     def _waits_for_itself(self, worker: int | None) -> bool:
         """Return whether the machine knows what the worker waits for, and says when it is there."""
@@ -233,14 +246,15 @@ class CommandExecutor:
 
     def wait_for_workers_to_leave(self) -> None:
         """Wait until no worker is left, at most FAREWELL_SECONDS."""
-        with self.changed:
-            self.changed.wait_for(
-                lambda: not self.coordinator.membership.current(), FAREWELL_SECONDS
-            )
+        self.wait_until(lambda: not self.coordinator.membership.current(), FAREWELL_SECONDS)
 
-    def has_news(self, worker: int | None, revision: int) -> bool:
-        """Return whether a request of this worker should ask again: it did so at `revision`."""
+    def wait_until(self, done: Callable[[], bool], seconds: float) -> None:
+        """Wait in this thread until `done` returns True, at most this time."""
+        run(until(lambda: done() or None, partial(self.watch, None), seconds, ThreadWaiter()))
+
+    def _has_news(self, worker: int | None, revision: int) -> bool | None:
+        """Return True if a request of this worker should ask again: it did so at `revision`."""
         with self.changed:
             if worker is None or not self._waits_for_itself(worker):
-                return self.revision != revision
-            return max(self._all_woken_at, self._woken_at.get(worker, 0)) > revision
+                return self.revision != revision or None
+            return max(self._all_woken_at, self._woken_at.get(worker, 0)) > revision or None

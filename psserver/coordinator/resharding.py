@@ -72,7 +72,7 @@ class ReshardRequests:
         """
         self._check(shards)
         deadline = time.monotonic() + seconds
-        began = self._executor.until(
+        began = self._executor.wait(
             lambda recorder, now: self._begin(recorder, now, shards), seconds
         )
         if began is None:
@@ -85,7 +85,7 @@ class ReshardRequests:
         # this process's own shard has reached the entry: new shards can now receive its state
         self._executor.wake()
         left = max(0.0, deadline - time.monotonic())
-        ended = self._executor.until(
+        ended = self._executor.wait(
             lambda recorder, now: now if recorder.coordinator.reshard is None else None, left
         )
         self.advance()

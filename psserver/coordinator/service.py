@@ -41,6 +41,9 @@ from psserver.replication.hello import CoordinatorFacts
 from psserver.replication.standby_state import Promotion
 from psserver.shard.engine import REPORT_INTERVAL_SECONDS, ShardEngine
 
+END_SECONDS = 2.0
+"""Time for the other shards to learn that the job is over."""
+
 log = get_logger(__name__)
 
 
@@ -355,14 +358,14 @@ class CoordinatorService:
                 self.executor.wake()
 
     def close(self) -> None:
-        """Stop the clock. If the job is over, the other shards get up to 2 s to learn it."""
+        """Stop the clock. If the job is over, the other shards get END_SECONDS to learn it."""
         self.stopped.set()
         with self.executor.changed:
             self.executor.wake()
-            self.executor.changed.wait_for(
-                lambda: not (self.is_over and any(s.connected for s in list(self.registry)[1:])),
-                2.0,
-            )
+        self.executor.wait_until(
+            lambda: not (self.is_over and any(s.connected for s in list(self.registry)[1:])),
+            END_SECONDS,
+        )
         if self._ticker.is_alive():
             self._ticker.join()
 

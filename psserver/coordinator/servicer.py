@@ -35,6 +35,7 @@ from psserver.core.reports.collectives import NULL, CollectiveValues
 from psserver.core.workers.members import WorkerHeartbeat
 from psserver.durability.snapshots import groups_of
 from psserver.process.grpc_server import when_ended
+from psserver.waiting import ThreadWaiter, Waiter, run
 
 STATES = {"ready": pb.RegisterResponse.STATE_READY, "upload": pb.RegisterResponse.STATE_UPLOAD}
 
@@ -54,9 +55,11 @@ class ControlPlaneServicer(CoordinatorServiceServicer):
             rank = request.rank if request.HasField("rank") else None
             self._service.check_job(request.job)
             requests, training = self._service.worker_requests, request.training
-            member = requests.join(
-                Join(rank, request.host, request.pid, request.device, request.attempt, training),
-                wait_seconds(request.wait_ms),
+            command = Join(
+                rank, request.host, request.pid, request.device, request.attempt, training
+            )
+            member = run(
+                requests.join(command, wait_seconds(request.wait_ms), ThreadWaiter(context))
             )
             if member is None:
                 waiting = requests.waiting_to_join(training)
@@ -90,8 +93,12 @@ class ControlPlaneServicer(CoordinatorServiceServicer):
             spec = validate_model(model_from_proto(request.model))
             for settings, tensors in spec.parts().values():
                 check_numbers(settings, tensors)
-            state = self._service.worker_requests.register(
-                Register(request.worker, spec, request.seed), wait_seconds(request.wait_ms)
+            state = run(
+                self._service.worker_requests.register(
+                    Register(request.worker, spec, request.seed),
+                    wait_seconds(request.wait_ms),
+                    ThreadWaiter(context),
+                )
             )
             if state not in STATES:
                 waiting = self._service.waiting_for
@@ -171,10 +178,12 @@ class ControlPlaneServicer(CoordinatorServiceServicer):
 
     def NextBatch(self, request: pb.NextBatchRequest, context: Context) -> pb.NextBatchResponse:
         with answering(context):
-            return self.next_batch(request, wait_seconds(request.wait_ms))
+            return run(self.next_batch(request, ThreadWaiter(context)))
 
-    def next_batch(self, request: pb.NextBatchRequest, seconds: float) -> pb.NextBatchResponse:
-        """Answer a request within `seconds`."""
+    async def next_batch(
+        self, request: pb.NextBatchRequest, waiter: Waiter
+    ) -> pb.NextBatchResponse:
+        """Answer a request within its time."""
         self._service.check_job(request.job)
         spec = loop_from_proto(request.loop)
         if request.share_only:
@@ -191,7 +200,9 @@ class ControlPlaneServicer(CoordinatorServiceServicer):
             request.first_open if place is None else None,
             place,
         )
-        batches = self._service.worker_requests.lease_batches(command, seconds)
+        batches = await self._service.worker_requests.lease_batches(
+            command, wait_seconds(request.wait_ms), waiter
+        )
         if batches is None:
             return pb.NextBatchResponse(
                 waiting_for=self._service.waiting_for, version=self._service.version
@@ -223,10 +234,12 @@ class ControlPlaneServicer(CoordinatorServiceServicer):
 
     def Collective(self, request: pb.CollectiveRequest, context: Context) -> pb.CollectiveResponse:
         with answering(context):
-            return self.collective(request, wait_seconds(request.wait_ms))
+            return run(self.collective(request, ThreadWaiter(context)))
 
-    def collective(self, request: pb.CollectiveRequest, seconds: float) -> pb.CollectiveResponse:
-        """Answer a request within `seconds`."""
+    async def collective(
+        self, request: pb.CollectiveRequest, waiter: Waiter
+    ) -> pb.CollectiveResponse:
+        """Answer a request within its time."""
         self._service.check_job(request.job)
         given = CollectiveValues(
             request.kind,
@@ -238,7 +251,7 @@ class ControlPlaneServicer(CoordinatorServiceServicer):
         requests = self._service.worker_requests
         place = place_from_proto(request.place) if request.HasField("place") else None
         command = CallCollective(request.worker, request.number, given, request.first_open, place)
-        result = requests.call_collective(command, seconds)
+        result = await requests.call_collective(command, wait_seconds(request.wait_ms), waiter)
         if result is None:
             waiting = requests.waiting_for_call(command.key)
             return pb.CollectiveResponse(waiting_for=waiting or self._service.waiting_for)

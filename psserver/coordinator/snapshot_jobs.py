@@ -54,7 +54,7 @@ class SnapshotScheduler:
         """
         if not self._snapshots.enabled:
             raise SnapshotError("these servers have no --data-dir", "NO_SNAPSHOT")
-        wanted = self._executor.until(
+        wanted = self._executor.wait(
             lambda r, now: r.coordinator.version if r.coordinator.begun else None, seconds
         )
         if wanted is None:
@@ -78,7 +78,7 @@ class SnapshotScheduler:
     def restore(self, version: int, seconds: float) -> None:
         """Roll all shards back to the snapshot of this version; workers rejoin by themselves."""
         self._history.restore(version)
-        done = self._executor.until(lambda recorder, now: True, seconds)
+        done = self._executor.wait(lambda recorder, now: True, seconds)
         taken = self._registry.snapshot
         if taken is None or taken.version != version:
             raise SnapshotError(
@@ -178,4 +178,4 @@ class SnapshotScheduler:
                 recorder.cut(now)
             return None
 
-        return self._executor.until(written, seconds, stopping=tries > 1)
+        return self._executor.wait(written, seconds, stopping=tries > 1)

@@ -31,6 +31,7 @@ from psserver.monitoring.first_workers import FirstWorkers
 from psserver.monitoring.wait_notices import log_changed_hyper_parameters
 from psserver.process.metrics import ServerMetrics
 from psserver.shard.engine import ShardEngine
+from psserver.waiting import Waiter
 
 log = get_logger(__name__)
 
@@ -70,7 +71,7 @@ class WorkerRequests:
         self._first_workers, self._check_goes_on = first_workers, check_goes_on
         self._is_over, self._exit_when_done = is_over, exit_when_done
 
-    def join(self, command: Join, seconds: float = 0.0) -> Member | None:
+    async def join(self, command: Join, seconds: float, waiter: Waiter) -> Member | None:
         """Add a worker to the job, and begin its training once the current one has no member.
 
         Returns:
@@ -90,12 +91,12 @@ class WorkerRequests:
         self._check_goes_on()
         member = self._executor.step(lambda recorder, now: self._admit(recorder, command, now))
         if member is None:
-            member = self._executor.until(
-                lambda recorder, now: self._admit(recorder, command, now), seconds
+            member = await self._executor.until(
+                lambda recorder, now: self._admit(recorder, command, now), seconds, waiter
             )
         if member is BEGIN:
             self._history.begin_training(command.training)
-            return self.join(command, seconds)
+            return await self.join(command, seconds, waiter)
         if not isinstance(member, Member):
             return None
         self._snapshots.generations.reserve((member.worker - 1) // WORKERS_PER_GENERATION)
@@ -132,7 +133,9 @@ class WorkerRequests:
         named = ", ".join(map(str, members[:MAX_NAMED_COUNT])) or "a reshard"
         return f"the end of training {current!r} before {training!r} can begin: {named}"
 
-    def register(self, command: Register, seconds: float) -> RegistrationReply:
+    async def register(
+        self, command: Register, seconds: float, waiter: Waiter
+    ) -> RegistrationReply:
         """Register a worker's model; wait up to `seconds` while the answer is pending.
 
         Raises:
@@ -157,7 +160,7 @@ class WorkerRequests:
             log_changed_hyper_parameters(before, coordinator.model)
             return None if state == "pending" else state
 
-        answer: RegistrationReply | None = self._executor.until(ask, seconds)
+        answer: RegistrationReply | None = await self._executor.until(ask, seconds, waiter)
         if (model := self._executor.coordinator.model) is not None:
             self._engine.set_model(model)
         return answer or "pending"
@@ -192,15 +195,18 @@ class WorkerRequests:
             lambda r, now: r.coordinator.membership.leases.renew_by_transfers(ages, now), quiet=True
         )
 
-    def lease_batches(self, command: LeaseBatches, seconds: float) -> BatchesReply | None:
+    async def lease_batches(
+        self, command: LeaseBatches, seconds: float, waiter: Waiter
+    ) -> BatchesReply | None:
         """Return batches, or the end of the data; None if there are none within `seconds`.
 
         A job that is over has no more batches. If only this server stops, batches follow after
         its restart.
         """
-        answer = self._executor.until(
+        answer = await self._executor.until(
             lambda recorder, now: recorder.do(command, now),
             seconds,
+            waiter,
             worker=command.worker,
         )
         if answer is None and self._is_over():
@@ -214,11 +220,14 @@ class WorkerRequests:
         """Take batches back that a worker will not push."""
         self._executor.do(command)
 
-    def call_collective(self, command: CallCollective, seconds: float) -> CollectiveValues | None:
+    async def call_collective(
+        self, command: CallCollective, seconds: float, waiter: Waiter
+    ) -> CollectiveValues | None:
         """Return the result of a collective call; None if workers are missing after `seconds`."""
-        answer = self._executor.until(
+        answer = await self._executor.until(
             lambda recorder, now: recorder.do(command, now),
             seconds,
+            waiter,
             worker=command.worker,
         )
         if answer is None:

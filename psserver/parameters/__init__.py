@@ -2,7 +2,6 @@
 
 __all__ = [
     "frozen_shard",
-    "memory_budget",
     "partition",
     "push_groups",
     "staging",

@@ -2,14 +2,27 @@
 
 import math
 import threading
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 import torch
 
 from pscommon.core.errors import InvalidRequestError
-from psserver.parameters.memory_budget import MemoryClaim
 from psserver.parameters.partition import RoleBuffers, ShardPartition
 from psserver.parameters.push_groups import PushGroups
+
+
+class MemoryClaim:
+    """Bytes for one worker, waiting or granted.
+
+    wake: called, without waiting, when the claim may be granted.
+    """
+
+    __slots__ = ("nbytes", "wake", "worker")
+
+    def __init__(self, worker: int, nbytes: int, wake: Callable[[], None]) -> None:
+        self.worker = worker
+        self.nbytes = nbytes
+        self.wake = wake
 
 
 class Staging:

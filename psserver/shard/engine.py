@@ -35,9 +35,6 @@ from psserver.shard.gradient_check import check_gradient
 from psserver.shard.live_state import LiveShardState
 from psserver.shard.worker_traffic import WorkerTraffic
 
-CALLER_CHECK_INTERVAL_SECONDS = 0.4
-"""Seconds between checks that the caller of a waiting request is still connected."""
-
 REPORT_INTERVAL_SECONDS = 1.0
 """Time between complete reports of a shard to the coordinator."""
 
@@ -171,7 +168,15 @@ class ShardEngine:
             )
         staged = check_gradient(staged, staging, store, self.gradient_rules)
         with self.live.log_lock:
-            is_new = self._log_and_stage(staged, staging)
+            with self.live.changed:
+                store = self.live.state.store
+                is_known = self.live.machine.outcome(staged.key) is not None
+                must_log = staged.key not in self.live.state.staged
+            is_new = not is_known and store is not None and store.owns(staging)
+            if is_new and must_log:
+                self._log.write_push(staged, staging)
+            with self.live.changed:
+                is_new = is_new and self.live.state.stage(staged, staging)
         for observer in self._observers:
             observer.on_receive(staging.nbytes)
         if is_new:
@@ -183,17 +188,6 @@ class ShardEngine:
         for observer in self._observers:
             observer.on_repeat()
         return False
-
-    def _log_and_stage(self, staged: Staged, staging: Staging) -> bool:
-        with self.live.changed:
-            store = self.live.state.store
-            is_known = self.live.machine.outcome(staged.key) is not None
-            if is_known or store is None or not store.owns(staging):
-                return False
-        if staged.key not in self.live.state.staged:
-            self._log.write_push(staged, staging)
-        with self.live.changed:
-            return self.live.state.stage(staged, staging)
 
     def find_repeat(self, key: PushKey) -> bool | None:
         """Return whether a push that was received before is decided; None: it was not received."""
@@ -213,60 +207,33 @@ class ShardEngine:
         if claim is not None:
             self.traffic.budget.release(claim)
 
-    def wait_for_outcome(
-        self, key: PushKey | None, version: int, seconds: float, alive: Callable[[], bool]
-    ) -> PushOutcome | None:
-        """Return a push's outcome once it is decided and `version` is reached; None on timeout.
+    def awaited_push(self, key: PushKey | None) -> PushKey | None:
+        """Return the push whose decision a request waits for; None: it waits for a version."""
+        return key if key is not None and self.live.machine.outcome(key) is None else None
 
-        key: the push; None to wait for the version alone.
+    def find_outcome(self, key: PushKey | None, version: int) -> PushOutcome | None:
+        """Return a push's outcome once it is decided and `version` is reached; None before.
+
+        key: The push. None: the outcome is "none", with the newest version.
 
         Raises UnreachableError: NOT_READY if the worker must send the push again, STOPPING if the
         shard stops.
         """
-        live, deadline = self.live, time.monotonic() + seconds
-        with live.changed:
-            while (
-                self.must_wait(key, version)
-                and alive()
-                and (left := deadline - time.monotonic()) > 0
-            ):
-                live.changed.wait(min(left, CALLER_CHECK_INTERVAL_SECONDS), self.awaited_push(key))
-            return self.find_outcome(key, version)
-
-    def must_wait(self, key: PushKey | None, version: int) -> bool:
-        """Return whether a push is undecided or `version` is not reached, while nothing prevents
-        it.
-        """
         live = self.live
         with live.changed:
-            return not (
-                live.stop_reason or self._is_lost(key) or live.machine.can_answer(key, version)
-            )
-
-    def awaited_push(self, key: PushKey | None) -> PushKey | None:
-        """Return the push whose decision the request waits for; None: it waits for a version."""
-        return key if key is not None and self.live.machine.outcome(key) is None else None
-
-    def find_outcome(self, key: PushKey | None, version: int) -> PushOutcome | None:
-        """Return what `wait_for_outcome` returns, without waiting. The same errors."""
-        live = self.live
-        with live.changed:
-            # even while stopping: the push may end the job
-            if key is not None and live.machine.can_answer(key, version):
-                return live.machine.outcome(key) or PushOutcome("applied", live.machine.version)
+            machine = live.machine
+            can_answer = machine.can_answer(key, version)
+            if can_answer and key is not None:  # even while stopping: the push may end the job
+                return machine.outcome(key) or PushOutcome("applied", machine.version)
             if live.stop_reason:
                 raise UnreachableError(
                     f"shard {live.shard} is stopping: {live.stop_reason}", "STOPPING"
                 )
-            if key is not None and self._is_lost(key):
+            if key is not None and not machine.is_known(key):  # a rollback has discarded it
                 raise UnreachableError(
                     f"shard {live.shard} does not hold push {key.seq} of this worker", "NOT_READY"
                 )
-            return None
-
-    def _is_lost(self, key: PushKey | None) -> bool:
-        """Return whether a rollback has discarded the push."""
-        return key is not None and not self.live.machine.is_known(key)
+            return PushOutcome("none", machine.version) if can_answer else None
 
     @property
     def is_quick(self) -> bool:

@@ -9,6 +9,7 @@ log_lock, changed.
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 
 from pscommon.core.errors import LayoutError, UnreachableError
@@ -18,40 +19,36 @@ from psserver.durability.shard_state import ShardState
 from psserver.durability.state_records import StateRecord, shard_records
 from psserver.parameters.frozen_shard import FrozenShard
 from psserver.parameters.store import ParameterStore
-from psserver.shard.wakeups import Wakeups
+from psserver.waiting import Registrations, ThreadWaiter, run, until
 
 
-class PushWaiters(threading.Condition):
-    """A condition on which a thread can also wait for one push alone.
+class Changes(AbstractContextManager[None]):
+    """The lock of a shard's state, and what waits for a change of it.
 
-    With many workers in async, waking all threads at every update would cost too much.
-
-    notify_all: any part of the state may have changed.
+    With many workers in async, waking all of them at every update would cost too much. So a wait
+    may be for one push alone.
     """
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
-        super().__init__(self._lock)
-        self._wakeups = Wakeups[PushKey | None](self._lock)
+        self._registrations = Registrations[PushKey | None](self._lock)
 
-    def wait(self, timeout: float | None = None, push: PushKey | None = None) -> bool:
-        """Wait for any change, or until this push may be decided."""
-        if push is None:
-            return super().wait(timeout)
-        condition = threading.Condition(self._lock)
-        with self.watch(push, condition.notify_all):
-            return condition.wait(timeout)
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(self, *error: object) -> None:
+        self._lock.release()
 
     def watch(self, push: PushKey | None, wake: Callable[[], None]) -> AbstractContextManager[None]:
         """Call `wake` at any change, or when this push may be decided, until the block ends.
 
-        wake: must not wait, and runs with this condition's lock.
+        wake: Never waits, and runs with this lock.
         """
-        return self._wakeups.calling(wake, push)
+        return self._registrations.calling(wake, push)
 
     def notify_all(self) -> None:
-        super().notify_all()
-        self._wakeups.wake(self._wakeups.keys)
+        """Wake everything: any part of the state may have changed."""
+        self._registrations.wake(self._registrations.keys)
 
     def notify_entry(self, entry: Entry) -> None:
         """Wake what waits for the entry's pushes, and what waits for any change."""
@@ -64,11 +61,12 @@ class PushWaiters(threading.Condition):
             case Reject() | SetBuffers():
                 keys = [entry.key]
             case Evict():
-                keys = [key for key in self._wakeups.keys if key and key.worker == entry.worker]
+                keys = [
+                    key for key in self._registrations.keys if key and key.worker == entry.worker
+                ]
             case _:
-                keys = [key for key in self._wakeups.keys if key]
-        super().notify_all()
-        self._wakeups.wake([None, *keys])
+                keys = [key for key in self._registrations.keys if key]
+        self._registrations.wake([None, *keys])
 
 
 class LiveShardState:
@@ -81,7 +79,7 @@ class LiveShardState:
     def __init__(self, state: ShardState) -> None:
         self.state = state
         self.stop_reason = ""
-        self.changed = PushWaiters()
+        self.changed = Changes()
         self.apply_lock = threading.RLock()
         self.log_lock = threading.Lock()
 
@@ -122,16 +120,6 @@ class LiveShardState:
     def _check_layout(self, shards: int, found: int) -> None:
         if shards not in (0, found):
             raise LayoutError(f"shard {self.shard} belongs to {found} shards, not {shards}")
-
-    def wait_for_store(self, seconds: float, shards: int) -> ParameterStore:
-        """Return the arrays, waiting until the model is known.
-
-        A worker may reach this shard before the coordinator has sent the model. Errors and
-        `shards` as in `require_store`.
-        """
-        with self.changed:
-            self.changed.wait_for(lambda: self.state.store is not None or self.stop_reason, seconds)
-        return self.require_store(shards)
 
     def require_store(self, shards: int = 0) -> ParameterStore:
         """Return the arrays.
@@ -174,16 +162,15 @@ class LiveShardState:
         Raises UnreachableError (NOT_READY) if it is not frozen within `seconds`, or is discarded.
         """
 
-        def is_frozen() -> bool:
+        def find() -> FrozenShard | None:
             frozen = self.state.frozen
-            return frozen is not None and (frozen.log_id, frozen.index) == (log_id, index)
+            return frozen if frozen and (frozen.log_id, frozen.index) == (log_id, index) else None
 
-        with self.changed:
-            self.changed.wait_for(is_frozen, seconds)
-            if self.state.frozen is None or not is_frozen():
-                text = f"shard {self.shard} has no partition frozen at entry {index}"
-                raise UnreachableError(text, "NOT_READY")
-            return self.state.frozen
+        found = run(until(find, partial(self.changed.watch, None), seconds, ThreadWaiter()))
+        if found is None:
+            text = f"shard {self.shard} has no partition frozen at entry {index}"
+            raise UnreachableError(text, "NOT_READY")
+        return found
 
     def discard_frozen(self) -> None:
         """Drop the partition from before a reshard: no other shard needs it."""

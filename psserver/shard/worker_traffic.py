@@ -3,9 +3,9 @@
 from collections.abc import Mapping, Sequence
 
 from pscommon.settings.values import Lanes
-from psserver.parameters.memory_budget import MemoryBudget
 from psserver.process.metrics import ServerMetrics
 from psserver.shard.differing_groups import DifferingGroups
+from psserver.shard.memory_budget import MemoryBudget
 from psserver.shard.observers import ShardObserver
 from psserver.shard.push_statistics import PushStatistics
 from psserver.shard.shared_buffers import AttachedBuffers

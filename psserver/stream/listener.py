@@ -13,7 +13,6 @@ from psserver.stream.shard_links import ShardLinks
 from psserver.stream.stream_port import StreamPort
 from psserver.stream.stream_service import StreamService
 from psserver.stream.worker_stream import WorkerStream
-from psserver.transfer.exchange_steps import ExchangeSteps
 
 POOL_THREADS_COUNT = 32
 """Threads for exchanges that wait for a disk, a standby or a long update."""
@@ -39,7 +38,7 @@ class StreamListener:
         identity.stream_address, identity.stream_path = port.advertised, port.path
         engine.traffic.observers.append(self._streams)
         self._pool = ThreadPoolExecutor(POOL_THREADS_COUNT, thread_name_prefix="stream-work")
-        self._service = StreamService(engine, ExchangeSteps(engine, identity), self._pool, record)
+        self._service = StreamService(engine, identity, self._pool, record)
         self._requests, self._links = None, None
         if coordinator is not None:
             self._requests = StreamRequests(coordinator, self._service)

@@ -8,8 +8,9 @@ from contextlib import contextmanager
 from typing import NamedTuple, TypeVar
 
 from pscommon.core.errors import REASONS, PSError
+from psserver.process.identity import ServerIdentity
 from psserver.shard.engine import ShardEngine
-from psserver.transfer.exchange_steps import ExchangeSteps
+from psserver.waiting import TaskWaiter
 
 T = TypeVar("T")
 
@@ -19,34 +20,16 @@ class StreamService(NamedTuple):
 
     Attributes:
         engine: The shard.
-        steps: The steps of an exchange.
+        identity: Who this server is.
         pool: Threads for work that may wait.
         record: Called with the method, the status code and the seconds of each exchange or
             request.
     """
 
     engine: ShardEngine
-    steps: ExchangeSteps
+    identity: ServerIdentity
     pool: ThreadPoolExecutor
     record: Callable[[str, str, float], None]
-
-    async def do(
-        self, action: Callable[[], T], abandoned: Callable[[T], object] | None = None
-    ) -> T:
-        """Carry out an action, in the pool if it may take long. It always runs to its end.
-
-        abandoned: called with the result if the stream is closed meanwhile.
-        """
-        if self.engine.is_quick:
-            return action()
-        future = asyncio.get_running_loop().run_in_executor(self.pool, action)
-        try:
-            return await asyncio.shield(future)
-        except asyncio.CancelledError:
-            await asyncio.wait([future])
-            if abandoned is not None and future.exception() is None:
-                abandoned(future.result())
-            raise
 
     @contextmanager
     def timing(self, method: str) -> Iterator[None]:
@@ -63,3 +46,25 @@ class StreamService(NamedTuple):
             raise
         finally:
             self.record(method, code, time.perf_counter() - began)
+
+
+class StreamWaiter(TaskWaiter):
+    """Waits in an event loop. What may block runs in the pool, unless the shard is quick."""
+
+    def __init__(self, service: StreamService) -> None:
+        super().__init__(asyncio.get_running_loop())
+        self._service = service
+
+    async def do(
+        self, action: Callable[[], T], abandoned: Callable[[T], object] | None = None
+    ) -> T:
+        if self._service.engine.is_quick:
+            return action()
+        future = self._loop.run_in_executor(self._service.pool, action)
+        try:
+            return await asyncio.shield(future)
+        except asyncio.CancelledError:
+            await asyncio.wait([future])
+            if abandoned is not None and future.exception() is None:
+                abandoned(future.result())
+            raise

@@ -78,11 +78,15 @@ class StreamSocket:
 
         await self._move(put, is_writing=True)
 
-    async def send_from(self, read: WeightRead) -> None:
-        """Send the bytes of a read from where they are. Raises OSError."""
+    async def send_from(self, read: WeightRead, moved: Callable[[], None]) -> None:
+        """Send the bytes of a read from where they are. Raises OSError.
+
+        moved: Called after each piece.
+        """
 
         def put() -> bool:
             read.take(PIECE_BYTES, lambda views: self._socket.sendmsg(views[:MAX_BUFFERS_COUNT]))
+            moved()
             return not read.remaining_nbytes
 
         if read.remaining_nbytes:

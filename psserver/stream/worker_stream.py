@@ -21,13 +21,12 @@ from psproto.v1 import parameter_server_pb2 as ps
 from psproto.v1 import stream_pb2 as pb
 from psserver.process.identity import ServerIdentity
 from psserver.stream.coordinator_requests import StreamRequests
-from psserver.stream.exchange import StreamExchange
 from psserver.stream.frame_socket import FrameSocket
 from psserver.stream.open_streams import OpenStreams
 from psserver.stream.shard_links import ShardLinks
+from psserver.stream.socket_exchange import serve_exchange
 from psserver.stream.stream_service import StreamService
 from psserver.stream.stream_socket import ConnectionLostError
-from psserver.stream.wakeup import Wakeup
 
 ALIVE = encode_frame(FrameKind.ALIVE)
 
@@ -144,7 +143,7 @@ class WorkerStream:
         try:
             if prefix.kind is FrameKind.EXCHANGE:
                 header = decode_message(ps.PushPullHeader, message)
-                await StreamExchange(self._service, self._socket, header, prefix.data_nbytes).run()
+                await serve_exchange(self._service, self._socket, header, prefix.data_nbytes)
             elif prefix.kind is FrameKind.REQUEST and self._requests is not None:
                 await self._answer(message)
             else:
@@ -156,7 +155,7 @@ class WorkerStream:
         """Answer a request to the coordinator."""
         assert self._requests is not None
         try:
-            answer = await self._requests.answer(message, Wakeup(self._loop))
+            answer = await self._requests.answer(message)
         except (ConnectionLostError, OSError):
             raise
         except Exception as failure:

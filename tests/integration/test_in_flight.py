@@ -14,7 +14,8 @@ from pscommon.core.errors import InvalidRequestError, WaitTimeoutError
 from pscommon.wire.channel import open_channel
 from pscommon.wire.frames import EXCHANGE_ONCE, encode_data, encode_header
 from psproto.v1 import parameter_server_pb2 as ps
-from psserver.parameters.memory_budget import MemoryBudget
+from psserver.shard.memory_budget import MemoryBudget
+from psserver.waiting import ThreadWaiter, run
 from psworker import Client, OptimizerSpec
 from tests.support.cluster import Cluster
 from tests.support.lanes import each_network_lane
@@ -133,7 +134,7 @@ def test_a_push_that_waits_too_long_fails_for_lack_of_memory(
             "push_pull": lambda: client.push_pull(ONE),
             "pull": client.pull,
         }
-        claim = budget_of(full).take(99, 5_000_000, DEADLINE)
+        claim = run(budget_of(full).take(99, 5_000_000, DEADLINE, ThreadWaiter()))
         message = (
             r"5000000 of 8000000 bytes are in flight, no room for 4000000 more \(--in-flight\)"
         )
@@ -150,7 +151,7 @@ def test_a_push_that_waits_too_long_fails_for_lack_of_memory(
 @each_network_lane
 def test_a_push_proceeds_when_memory_is_released(full: Cluster, lanes: str) -> None:
     with joined(full.address, lanes) as client:
-        claim = budget_of(full).take(99, 8_000_000, DEADLINE)
+        claim = run(budget_of(full).take(99, 8_000_000, DEADLINE, ThreadWaiter()))
         push = threading.Thread(target=client.push, args=(ONE,))
         push.start()
         until(lambda: budget_of(full).waiting, "a push that waits")
@@ -163,7 +164,7 @@ def test_a_push_proceeds_when_memory_is_released(full: Cluster, lanes: str) -> N
 
 def test_shared_memory_uses_no_bytes_in_flight(full: Cluster) -> None:
     with joined(full.address, lanes="shm", wait_timeout=5.0) as client:
-        claim = budget_of(full).take(99, 8_000_000, DEADLINE)
+        claim = run(budget_of(full).take(99, 8_000_000, DEADLINE, ThreadWaiter()))
         assert client.push_pull(ONE).status == "applied"
         budget_of(full).release(claim)
 
@@ -186,7 +187,7 @@ def test_on_the_wire_a_full_budget_is_resource_exhausted_with_a_retry_time(
 ) -> None:
     expected = ("RESOURCE_EXHAUSTED", "IN_FLIGHT", {"ErrorInfo", "RetryInfo"})
     with joined(full.address) as client:
-        claim = budget_of(full).take(99, 8_000_000, DEADLINE)
+        claim = run(budget_of(full).take(99, 8_000_000, DEADLINE, ThreadWaiter()))
         push = header(client, seq=1, has_data=True, samples=1, open=opened)
         with pytest.raises(grpc.RpcError) as streamed:
             list(exchange(channel(full.address), [push]))

@@ -122,8 +122,7 @@ def test_a_late_push_does_not_touch_later_work_of_its_worker(
         numbers[:], weights[:] = 77.0, bytes([7]) * weights.nbytes
         count(late)
         outcomes = [
-            server.engine.wait_for_outcome(PushKey(client.worker, 1), 0, 0.0, lambda: True)
-            for server in made.servers
+            server.engine.find_outcome(PushKey(client.worker, 1), 0) for server in made.servers
         ]
 
         assert [outcome and outcome.status for outcome in outcomes] == ["applied", "applied"]

@@ -33,9 +33,9 @@ def modules(path: Path) -> set[str]:
     [
         (
             ("Path of a push", "shard: staging"),
-            "StreamExchange.run",
+            "Exchange.run",
             (ShardState, "stage"),
-            5,
+            4,
         ),
         (
             ("Path of a push", "coordinator"),
@@ -53,7 +53,7 @@ def modules(path: Path) -> set[str]:
             ("Path of a batch request", "coordinator"),
             "ControlPlaneServicer.next_batch",
             (LeaseBatches, "perform"),
-            3,
+            4,
         ),
     ],
 )

@@ -18,8 +18,9 @@ from pscommon.wire.stream_format import EAGER_BYTES, MAX_BUFFERS_COUNT, FrameKin
 from psproto.v1 import coordinator_pb2 as co
 from psproto.v1 import parameter_server_pb2 as ps
 from psproto.v1.coordinator_pb2_grpc import CoordinatorServiceStub
-from psserver.parameters.memory_budget import MemoryBudget
 from psserver.server import Server
+from psserver.shard.memory_budget import MemoryBudget
+from psserver.waiting import ThreadWaiter, run
 from psworker import OptimizerSpec
 from tests.support.cluster import Cluster
 from tests.support.light_client import LightClient, join
@@ -163,7 +164,7 @@ def test_a_push_without_free_memory_is_refused_before_it_is_sent(
     job: PushJob, opened: bool
 ) -> None:
     client = job.open(job.join())
-    claim = job.budget.take(99, 2 * PUSH, DEADLINE)
+    claim = run(job.budget.take(99, 2 * PUSH, DEADLINE, ThreadWaiter()))
 
     client.begin_push(1, 0 if opened else PUSH, wait_ms=100, open=opened)
 
@@ -175,7 +176,7 @@ def test_a_push_without_free_memory_is_refused_before_it_is_sent(
 
 def test_a_push_is_sent_as_soon_as_memory_is_free(job: PushJob) -> None:
     client = job.open(job.join())
-    claim = job.budget.take(99, 2 * PUSH, DEADLINE)
+    claim = run(job.budget.take(99, 2 * PUSH, DEADLINE, ThreadWaiter()))
 
     client.begin_push(1, PUSH)
 
@@ -214,7 +215,7 @@ def test_a_push_that_ends_midway_leaves_no_bytes_in_flight(
 @pytest.mark.parametrize("end", ["lost", "replaced"])
 def test_a_push_that_ends_while_it_waits_for_memory_waits_no_more(job: PushJob, end: str) -> None:
     client = job.open(worker := job.join())
-    claim = job.budget.take(99, 2 * PUSH, DEADLINE)
+    claim = run(job.budget.take(99, 2 * PUSH, DEADLINE, ThreadWaiter()))
     client.begin_push(1, PUSH)
     until(lambda: job.budget.waiting, "a push that waits")
 

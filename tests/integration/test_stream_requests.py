@@ -3,7 +3,6 @@
 import logging
 import threading
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -64,9 +63,9 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> set[str | None]:
     """Return the kinds of requests that come over streams, while they come."""
     found, answer = set(), StreamRequests.answer
 
-    async def recorded(self: StreamRequests, message: bytes, wakeup: Any) -> bytes:
+    async def recorded(self: StreamRequests, message: bytes) -> bytes:
         found.add(stream_pb2.CoordinatorRequest.FromString(message).WhichOneof("request"))
-        return await answer(self, message, wakeup)
+        return await answer(self, message)
 
     monkeypatch.setattr(StreamRequests, "answer", recorded)
     return found

@@ -23,9 +23,9 @@ from psproto.v1 import parameter_server_pb2 as ps
 from psproto.v1 import stream_pb2
 from psproto.v1.coordinator_pb2_grpc import CoordinatorServiceStub
 from psproto.v1.parameter_server_pb2_grpc import ParameterServerServiceStub
+from psserver.exchange.exchange import Exchange
 from psserver.server import Server
 from psserver.stream import stream_port
-from psserver.transfer.exchange_steps import ExchangeSteps
 from psworker import OptimizerSpec
 from tests.support.cluster import Cluster
 from tests.support.events import records_of
@@ -196,7 +196,7 @@ def test_a_bug_in_an_exchange_is_answered(
 
     with connected(cluster(1).address, lanes="stream") as client:
         client.register(START, OptimizerSpec("sgd", lr=1.0))
-        monkeypatch.setattr(ExchangeSteps, "check_push", fail)
+        monkeypatch.setattr(Exchange, "_check_push", fail)
         with pytest.raises(PSError, match="ZeroDivisionError: planted"):
             client.push(ONES)
         assert client.push_pull(ONES).status == "applied"

@@ -77,7 +77,7 @@ ALLOWED = {
     "psserver/parameters": 0,
     "psserver/process": 0,
     "psserver/replication": 0,
-    "psserver/transfer": 0,
+    "psserver/exchange": 0,
     "psworker": 0,
     "psworker/ctl": 0,
     "psworker/examples": 0,

@@ -33,6 +33,7 @@ from psserver.durability.shard_log import ShardLog
 from psserver.durability.shard_recovery import ShardStateFactory
 from psserver.durability.shard_state import LogUnfitError, ShardState
 from psserver.durability.snapshots import SnapshotManager
+from psserver.exchange.servicer import DataPlaneServicer
 from psserver.parameters.store import ParameterStore
 from psserver.process.config import ServerConfig
 from psserver.process.identity import ServerIdentity
@@ -40,7 +41,6 @@ from psserver.process.metrics import ServerMetrics
 from psserver.process.shard_count_file import ShardCountFile
 from psserver.shard.engine import ShardEngine
 from psserver.shard.worker_traffic import WorkerTraffic
-from psserver.transfer.servicer import DataPlaneServicer
 from psworker.core.clock import Clock
 from psworker.simulation import ENDLESS_LEASE_SECONDS, UNLIMITED_BYTES, DirectTransport
 from psworker.transport.exchange_calls import (
@@ -376,7 +376,7 @@ class SingleThreadTransport(DirectTransport):
         header.wait_ms = 0
         sent = [encode_header(header), *(chunks(send) if header.has_data else ())]
         with self._cluster.acting_as(shard) as process:
-            answer = map(decode_response, process.server.exchange(iter(sent), lambda: True))
+            answer = map(decode_response, process.server.Exchange(iter(sent), None))
             result = receive_answer(answer, receiver)
         self._cluster.deliver()
         return ExchangeAnswer(result, 0.0, 0.0)

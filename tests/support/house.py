@@ -26,6 +26,7 @@ ALLOWED: dict[str, set[str]] = {
         "pscommon.system",
         "pscommon.wire",
     },
+    "psserver.waiting": set(),
     "psserver.process": {
         "pscommon.core",
         "pscommon.settings",
@@ -249,6 +250,7 @@ ALLOWED: dict[str, set[str]] = {
         "psserver.durability",
         "psserver.parameters",
         "psserver.process",
+        "psserver.waiting",
     },
     "psserver.peers": {
         "pscommon.core",
@@ -285,8 +287,9 @@ ALLOWED: dict[str, set[str]] = {
         "psserver.process",
         "psserver.replication",
         "psserver.shard",
+        "psserver.waiting",
     },
-    "psserver.transfer": {
+    "psserver.exchange": {
         "pscommon.core",
         "pscommon.system",
         "pscommon.wire",
@@ -295,6 +298,7 @@ ALLOWED: dict[str, set[str]] = {
         "psserver.parameters",
         "psserver.process",
         "psserver.shard",
+        "psserver.waiting",
     },
     "psserver.stream": {
         "pscommon.core",
@@ -302,11 +306,11 @@ ALLOWED: dict[str, set[str]] = {
         "pscommon.telemetry",
         "pscommon.wire",
         "psserver.coordinator",
-        "psserver.core.commands",
         "psserver.parameters",
         "psserver.process",
         "psserver.shard",
-        "psserver.transfer",
+        "psserver.exchange",
+        "psserver.waiting",
     },
     "psworker.simulation": {
         "pscommon.core",
@@ -317,7 +321,7 @@ ALLOWED: dict[str, set[str]] = {
         "psserver.durability",
         "psserver.process",
         "psserver.shard",
-        "psserver.transfer",
+        "psserver.exchange",
         "psworker.core",
         "psworker.transport",
     },
@@ -348,7 +352,7 @@ ALLOWED: dict[str, set[str]] = {
         "psserver.replication",
         "psserver.shard",
         "psserver.stream",
-        "psserver.transfer",
+        "psserver.exchange",
     },
     "psserver.app": {
         "pscommon.core",

@@ -82,7 +82,9 @@ def reject_unfit(rounds: UpdateRounds, now: float) -> None:
         if key not in job.pending.ready:
             continue
         behind = job.version - staged.base
-        if limit is not None and behind > limit:
+        if not staged.samples:
+            rounds._set_buffers(staged)
+        elif limit is not None and behind > limit:
             rounds.reject(key, "STALE", f"computed from version {staged.base}, {behind} ago")
             rounds._drop(staged if job.policy.backup and job.rules.late == "drop" else None)
         elif job.rules.max_norm and job.rules.bad_gradients != "clip":

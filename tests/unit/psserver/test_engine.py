@@ -51,12 +51,12 @@ def test_the_push_that_ends_the_job_is_answered(engine: ShardEngine) -> None:
 
     engine.stop("the job is over")
 
-    outcome = engine.wait_for_outcome(bad, 0, 0.0, lambda: True)
+    outcome = engine.find_outcome(bad, 0)
     assert outcome is not None
     assert (outcome.status, outcome.detail) == ("rejected", "tensor w")
     for key in (open_one, None):
         with pytest.raises(UnreachableError, match="stopping: the job is over"):
-            engine.wait_for_outcome(key, 0, 0.0, lambda: True)
+            engine.find_outcome(key, 0)
 
 
 def test_shared_memory_of_workers_is_dropped_with_the_log_they_joined(engine: ShardEngine) -> None:

@@ -14,6 +14,7 @@ from psserver.core.commands.data_commands import LeaseBatches, ReturnBatches
 from psserver.core.commands.recorder import Recorder
 from psserver.core.commands.worker_commands import Leave
 from psserver.core.job.policy import policy
+from psserver.waiting import ThreadWaiter, run
 from tests.support.coordinator_job import LOOP, Job
 from tests.support.workers import until
 
@@ -160,7 +161,7 @@ class WaitingJob:
             self.push(worker, 1, batches=[worker - 1])
         for thread in self._threads:
             thread.start()
-        until(lambda: len(self.executor._wakeups.keys) == 3, "three waiting requests")
+        until(lambda: len(self.executor._registrations.keys) == 3, "three waiting requests")
         self.asked = 0
 
     def _wait(self, worker: int) -> None:
@@ -168,7 +169,7 @@ class WaitingJob:
             self.asked += 1
             return recorder.do(LeaseBatches(worker, LOOP, 1, 1, True), now)
 
-        self.replies[worker] = self.executor.until(ask, 20.0, worker=worker)
+        self.replies[worker] = run(self.executor.until(ask, 20.0, ThreadWaiter(), worker=worker))
 
     def push(self, worker: int, seq: int, batches: Sequence[int] = ()) -> None:
         keys = tuple(BatchKey(0, number) for number in batches)
@@ -185,7 +186,7 @@ class WaitingJob:
     def join(self) -> None:
         for thread in self._threads:
             thread.join(10.0)
-        assert not self.executor._wakeups.keys
+        assert not self.executor._registrations.keys
 
 
 def test_a_push_wakes_no_worker_that_waits_for_data(broken: list[Exception]) -> None:
@@ -208,7 +209,11 @@ def test_neither_time_nor_requests_of_others_wake_a_worker_that_waits_for_data(
     ask = LeaseBatches(new, LOOP, 0, 1, idle=False)
     for _ in range(100):
         executor.step(lambda recorder, now: recorder.tick(0.1), quiet=True)
-        assert executor.until(lambda recorder, now: recorder.do(ask, now), 0.0, worker=new)
+        assert run(
+            executor.until(
+                lambda recorder, now: recorder.do(ask, now), 0.0, ThreadWaiter(), worker=new
+            )
+        )
 
     assert waiting.asked == 0
     waiting.end()

@@ -1,49 +1,30 @@
-"""A waiting request wakes only when its push changes."""
-
-import threading
-from collections.abc import Callable
+"""A waiting request is woken only when its push changes."""
 
 import pytest
 
 from pscommon.core.log_entries import Apply, Begin, Contribution, Cut, Entry, Evict, PushKey, Reject
-from psserver.shard.live_state import PushWaiters
+from psserver.shard.live_state import Changes
 
 MINE, OTHERS = PushKey(1, 5), PushKey(2, 5)
-LONG = 30.0
-A_WHILE = 0.2
-"""Seconds in which what must not happen could."""
 
 
 def applied(*keys: PushKey) -> Apply:
     return Apply(1, 1, tuple(Contribution(key, 1, 0, 1.0) for key in keys))
 
 
-def wakes_waiter(
-    wait: Callable[[PushWaiters], object],
-    tell: Callable[[PushWaiters], object],
-    seconds: float = LONG,
-) -> bool:
-    """Return whether a waiting thread returns because of this action within some seconds."""
-    changes, out = PushWaiters(), threading.Event()
-    waits = threading.Event()
-
-    def waiter() -> None:
-        with changes:
-            waits.set()  # the wait releases the lock of this thread
-            wait(changes)
-            out.set()
-
-    thread = threading.Thread(target=waiter, daemon=True)
-    thread.start()
-    waits.wait()
+def count_wakes(push: PushKey | None, entry: Entry) -> int:
+    """Return how often an entry wakes two requests that wait for a push."""
+    changes, woken = Changes(), list[int]()
+    with (
+        changes.watch(push, lambda: woken.append(1)),
+        changes.watch(push, lambda: woken.append(2)),
+        changes,
+    ):
+        changes.notify_entry(entry)
     with changes:
-        tell(changes)
-    found = out.wait(seconds)
-    with changes:
-        changes.notify_all()
-    thread.join(LONG)
-    assert out.is_set()
-    return found
+        changes.notify_entry(entry)  # wakes nothing any more
+    assert sorted(woken) in ([], [1, 2])
+    return len(woken)
 
 
 @pytest.mark.parametrize(
@@ -62,47 +43,20 @@ def wakes_waiter(
     ids=str,
 )
 def test_an_entry_wakes_the_requests_of_its_pushes(entry: Entry, is_woken: bool) -> None:
-    seconds = LONG if is_woken else A_WHILE
-    assert (
-        wakes_waiter(
-            lambda changes: changes.wait(2 * LONG, MINE),
-            lambda changes: changes.notify_entry(entry),
-            seconds,
-        )
-        is is_woken
-    )
+    assert count_wakes(MINE, entry) == 2 * is_woken
 
 
 def test_any_entry_wakes_requests_that_wait_for_any_change() -> None:
-    assert wakes_waiter(
-        lambda changes: changes.wait(2 * LONG),
-        lambda changes: changes.notify_entry(applied(OTHERS)),
-    )
+    assert count_wakes(None, applied(OTHERS)) == 2
 
 
-def test_both_requests_of_a_repeated_push_are_woken() -> None:
-    changes, out = PushWaiters(), threading.Barrier(3)
+def test_any_change_wakes_all_requests() -> None:
+    changes, woken = Changes(), list[PushKey | None]()
+    with (
+        changes.watch(MINE, lambda: woken.append(MINE)),
+        changes.watch(None, lambda: woken.append(None)),
+        changes,
+    ):
+        changes.notify_all()
 
-    def waiter() -> None:
-        with changes:
-            inside.release()
-            changes.wait(LONG, MINE)
-        out.wait(LONG)
-
-    inside = threading.Semaphore(0)
-    for _ in range(2):
-        threading.Thread(target=waiter, daemon=True).start()
-    inside.acquire()
-    inside.acquire()
-    with changes:
-        changes.notify_entry(applied(MINE))
-    out.wait(LONG)
-    assert not out.broken
-
-
-def test_a_timed_out_wait_leaves_no_waiter() -> None:
-    changes = PushWaiters()
-    with changes:
-        changes.wait(0.01, MINE)
-        changes.notify_entry(applied(MINE))
-    assert not changes._wakeups.keys
+    assert woken == [MINE, None]

@@ -4,21 +4,38 @@ import hashlib
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 
 from pscommon.core.errors import InFlightError, InvalidRequestError
-from psserver.parameters.memory_budget import (
-    CALLER_CHECK_INTERVAL_SECONDS,
-    MemoryBudget,
-    MemoryClaim,
-)
+from psserver.shard.memory_budget import MemoryBudget, MemoryClaim
+from psserver.waiting import ThreadWaiter, run
 from tests.support.workers import together, until
 
 LONG = 100.0
 """Seconds: more than `until` waits."""
 WORK = bytes(1 << 16)
+
+
+class Caller(ThreadWaiter):
+    """A caller that may hang up."""
+
+    is_over = False
+
+    def hang_up(self) -> None:
+        self.is_over = True
+        self.wake()
+
+
+def take(
+    budget: MemoryBudget,
+    worker: int,
+    nbytes: int,
+    seconds: float = LONG,
+    caller: ThreadWaiter | None = None,
+) -> MemoryClaim:
+    return run(budget.take(worker, nbytes, seconds, caller or ThreadWaiter()))
 
 
 class Waiters:
@@ -36,20 +53,18 @@ class Waiters:
         worker: int,
         nbytes: int,
         seconds: float = LONG,
-        is_connected: Callable[[], bool] = lambda: True,
+        caller: ThreadWaiter | None = None,
     ) -> None:
         """Start waiting; return once the worker is in the queue."""
         before = self._budget.waiting
-        thread = threading.Thread(target=self._take, args=(worker, nbytes, seconds, is_connected))
+        thread = threading.Thread(target=self._take, args=(worker, nbytes, seconds, caller))
         self._threads.append(thread)
         thread.start()
         until(lambda: self._budget.waiting > before, f"worker {worker} in the queue")
 
-    def _take(
-        self, worker: int, nbytes: int, seconds: float, is_connected: Callable[[], bool]
-    ) -> None:
+    def _take(self, worker: int, nbytes: int, seconds: float, caller: ThreadWaiter | None) -> None:
         try:
-            self.claims[worker] = self._budget.take(worker, nbytes, seconds, is_connected)
+            self.claims[worker] = take(self._budget, worker, nbytes, seconds, caller)
         except InFlightError:
             self.refused.append(worker)
         else:
@@ -81,9 +96,7 @@ def budget_of_ten() -> MemoryBudget:
 
 
 @pytest.fixture
-def waiters(budget_of_ten: MemoryBudget, monkeypatch: pytest.MonkeyPatch) -> Iterator[Waiters]:
-    """Return waiters that do not poll: each must be notified."""
-    monkeypatch.setattr("psserver.parameters.memory_budget.CALLER_CHECK_INTERVAL_SECONDS", LONG)
+def waiters(budget_of_ten: MemoryBudget) -> Iterator[Waiters]:
     waiters = Waiters(budget_of_ten)
     yield waiters
     waiters.go()
@@ -98,7 +111,7 @@ def test_64_threads_never_exceed_the_limit() -> None:
         nonlocal in_flight, highest
         sizes = random.Random(worker)
         for _ in range(40):
-            claim = budget.take(worker, sizes.randint(1, 400), LONG)
+            claim = take(budget, worker, sizes.randint(1, 400))
             with guard:
                 in_flight += claim.nbytes
                 highest = max(highest, in_flight)
@@ -118,7 +131,7 @@ def test_64_threads_never_exceed_the_limit() -> None:
 def test_the_worker_with_the_fewest_bytes_comes_first(
     budget_of_ten: MemoryBudget, waiters: Waiters
 ) -> None:
-    mine, other = budget_of_ten.take(1, 4, LONG), budget_of_ten.take(2, 6, LONG)
+    mine, other = take(budget_of_ten, 1, 4), take(budget_of_ten, 2, 6)
     waiters.wait(1, 4)
     waiters.wait(3, 4)
     budget_of_ten.release(other)
@@ -130,7 +143,7 @@ def test_the_worker_with_the_fewest_bytes_comes_first(
 def test_equal_holders_are_served_in_order_of_arrival(
     budget_of_ten: MemoryBudget, waiters: Waiters
 ) -> None:
-    full = budget_of_ten.take(1, 10, LONG)
+    full = take(budget_of_ten, 1, 10)
     workers = [7, 3, 9, 2, 5]
     for worker in workers:
         waiters.wait(worker, 10)
@@ -143,7 +156,7 @@ def test_equal_holders_are_served_in_order_of_arrival(
 def test_small_requests_do_not_overtake_a_large_one(
     budget_of_ten: MemoryBudget, waiters: Waiters
 ) -> None:
-    small = [budget_of_ten.take(worker, 2, LONG) for worker in range(5)]
+    small = [take(budget_of_ten, worker, 2) for worker in range(5)]
     waiters.wait(90, 10)
     for worker in (11, 12, 13):
         waiters.wait(worker, 2)
@@ -161,7 +174,7 @@ def test_small_requests_do_not_overtake_a_large_one(
 def test_all_requests_that_fit_are_granted_at_once(
     budget_of_ten: MemoryBudget, waiters: Waiters
 ) -> None:
-    full = budget_of_ten.take(1, 10, LONG)
+    full = take(budget_of_ten, 1, 10)
     for worker in range(2, 9):
         waiters.wait(worker, 2)
     budget_of_ten.release(full)
@@ -174,12 +187,12 @@ def test_all_requests_that_fit_are_granted_at_once(
 def test_a_timeout_names_the_full_budget_and_lets_the_next_request_proceed(
     budget_of_ten: MemoryBudget, waiters: Waiters
 ) -> None:
-    in_flight = budget_of_ten.take(1, 6, LONG)
+    in_flight = take(budget_of_ten, 1, 6)
     began = time.monotonic()
     waiters.wait(8, 10, seconds=0.5)
     waiters.wait(9, 4)
     with pytest.raises(InFlightError, match=r"6 of 10 bytes.* 5") as caught:
-        budget_of_ten.take(2, 5, 0.2)
+        take(budget_of_ten, 2, 5, 0.2)
 
     assert caught.value.reason == "IN_FLIGHT"
     waiters.expect(9)
@@ -189,45 +202,24 @@ def test_a_timeout_names_the_full_budget_and_lets_the_next_request_proceed(
 
 
 def test_a_request_above_the_limit_is_refused_at_once(budget_of_ten: MemoryBudget) -> None:
-    full = budget_of_ten.take(1, 10, LONG)
+    full = take(budget_of_ten, 1, 10)
     began = time.monotonic()
     with pytest.raises(InvalidRequestError, match=r"11 bytes.*--in-flight") as caught:
-        budget_of_ten.take(2, 11, LONG)
+        take(budget_of_ten, 2, 11)
 
     assert time.monotonic() - began < 5
     assert caught.value.exit_code == 2
     assert budget_of_ten.waiting == 0
     budget_of_ten.release(full)
-    assert budget_of_ten.take(2, 10, 0.0).nbytes == 10
+    assert take(budget_of_ten, 2, 10, 0.0).nbytes == 10
 
 
-def test_a_cancelled_caller_leaves_the_queue(
-    budget_of_ten: MemoryBudget, waiters: Waiters, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(
-        "psserver.parameters.memory_budget.CALLER_CHECK_INTERVAL_SECONDS",
-        CALLER_CHECK_INTERVAL_SECONDS,
-    )
-    full, here = budget_of_ten.take(1, 5, LONG), threading.Event()
-    here.set()
-    waiters.wait(2, 10, is_connected=here.is_set)
+def test_a_cancelled_caller_leaves_the_queue(budget_of_ten: MemoryBudget, waiters: Waiters) -> None:
+    full, caller = take(budget_of_ten, 1, 5), Caller()
+    waiters.wait(2, 10, caller=caller)
     waiters.wait(3, 5)
-    here.clear()
+    caller.hang_up()
     waiters.expect(3)
 
     assert waiters.refused == [2]
     budget_of_ten.release(full)
-
-
-def test_granted_bytes_are_released_after_an_error(budget_of_ten: MemoryBudget) -> None:
-    seen = []
-
-    def work() -> None:
-        with budget_of_ten.borrow(1, 7, LONG, lambda: True):
-            seen.append(budget_of_ten.used)
-            raise KeyError
-
-    with pytest.raises(KeyError):
-        work()
-
-    assert (seen, budget_of_ten.used) == ([7], 0)

@@ -3,18 +3,20 @@
 import itertools
 import math
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import pytest
 import torch
 
 from pscommon.core.errors import InvalidRequestError
-from pscommon.wire.frames import NOTHING, Frame, encode_data, encode_header
+from pscommon.wire.frames import encode_data, encode_header
 from psproto.v1 import parameter_server_pb2 as pb
+from psserver.exchange.push_receiver import Coverage, OpenPushReceiver
+from psserver.exchange.servicer import UnaryIO
 from psserver.parameters.partition import WorkerBuffer
 from psserver.parameters.staging import Staging
 from psserver.parameters.store import ParameterStore
-from psserver.transfer.push_receiver import Coverage, receive, receive_open
+from psserver.waiting import run
 from tests.support.stores import SGD, begun, model, one_thread  # noqa: F401
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -69,7 +71,22 @@ def opened(staging: Staging, *frames: bytes) -> pb.PushPullHeader:
 
 
 def received(staging: Staging, *frames: bytes) -> pb.PushPullHeader:
-    return receive_open(staging, Frame(pb.PushPullHeader(open=True), NOTHING), iter(frames))
+    return receive_open(staging, encode_header(pb.PushPullHeader(open=True)), *frames)
+
+
+def receive_open(staging: Staging, *frames: bytes) -> pb.PushPullHeader:
+    """Receive an open push of which these are all frames; return its closing header."""
+    io, receiver, closing = UnaryIO(iter(frames), None), OpenPushReceiver(staging), None
+    while closing is None:
+        closing = run(io.receive_piece(receiver))
+    receiver.close(closing.absent)
+    return closing
+
+
+def receive(staging: Staging, *frames: bytes) -> None:
+    """Receive a push in order: its header, and these frames."""
+    header = encode_header(pb.PushPullHeader())
+    run(UnaryIO(iter((header, *frames)), None).receive(staging.views, staging.mark_filled))
 
 
 # ---- in any order --------------------------------------------------------------------------------
@@ -101,8 +118,10 @@ def test_the_last_copy_of_repeated_bytes_counts(staging: Staging, seed: int) -> 
 
 
 def test_the_opening_header_may_carry_bytes(staging: Staging) -> None:
-    first = Frame(pb.PushPullHeader(open=True), memoryview(WIRE)[40:200], 40)
-    receive_open(staging, first, iter([piece(200, LENGTH), piece(0, 40), close()]))
+    first = pb.ExchangeRequest(
+        header=pb.PushPullHeader(open=True), offset=40, data=WIRE[40:200]
+    ).SerializeToString()
+    receive_open(staging, first, piece(200, LENGTH), piece(0, 40), close())
 
     assert content(staging) == WIRE
 
@@ -226,10 +245,11 @@ def test_an_opening_header_cannot_declare_absent_tensors(store: ParameterStore) 
 # ---- in order ------------------------------------------------------------------------------------
 
 
-def in_frames(wire: bytes, size: int) -> tuple[memoryview, Iterator[bytes]]:
-    """Return what came with the header, and the frames after it."""
-    cut = [memoryview(wire)[start : start + size] for start in range(0, len(wire), size)]
-    return cut[0], iter([encode_data(part) for part in cut[1:]])
+def in_frames(wire: bytes, size: int) -> list[bytes]:
+    """Return frames of this size."""
+    return [
+        encode_data(memoryview(wire)[start : start + size]) for start in range(0, len(wire), size)
+    ]
 
 
 @pytest.mark.parametrize("size", [1, 3, 64, 257, 639, 640])
@@ -250,4 +270,4 @@ def test_the_length_must_match(staging: Staging, wire: bytes, message: str) -> N
 
 def test_a_second_header_is_refused(staging: Staging) -> None:
     with pytest.raises(InvalidRequestError, match="a second header"):
-        receive(staging, NOTHING, iter([close()]))
+        receive(staging, close())

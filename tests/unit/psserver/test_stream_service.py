@@ -11,7 +11,7 @@ import pytest
 
 from psserver.stream import stream_port
 from psserver.stream.stream_port import StreamPort
-from psserver.stream.stream_service import StreamService
+from psserver.stream.stream_service import StreamService, StreamWaiter
 
 
 def test_the_result_of_work_whose_stream_was_closed_is_given_back() -> None:
@@ -24,7 +24,7 @@ def test_the_result_of_work_whose_stream_was_closed_is_given_back() -> None:
         return "a read"
 
     async def run(service: StreamService) -> None:
-        task = asyncio.create_task(service.do(read, abandoned=found.append))
+        task = asyncio.create_task(StreamWaiter(service).do(read, abandoned=found.append))
         await asyncio.to_thread(began.wait, 10.0)
         task.cancel()
         goes_on.set()
@@ -42,7 +42,7 @@ def test_the_result_of_work_whose_stream_was_closed_is_given_back() -> None:
 @pytest.mark.parametrize("is_quick", [True, False])
 def test_only_quick_work_is_done_in_the_thread_of_the_event_loop(is_quick: bool) -> None:
     async def run(service: StreamService) -> tuple[str, str]:
-        return threading.current_thread().name, await service.do(
+        return threading.current_thread().name, await StreamWaiter(service).do(
             lambda: threading.current_thread().name
         )
 

@@ -13,13 +13,14 @@ from pscommon.core.errors import PSError
 from pscommon.settings.values import SnapshotEvery
 from psproto.v1 import standby_pb2
 from psserver.core.shard.primary_lease import PrimaryRecord
-from psserver.parameters.memory_budget import MemoryBudget
 from psserver.process.config import ServerConfig
 from psserver.process.identity import ServerIdentity
 from psserver.process.job_id_file import JobIdFile
 from psserver.process.shard_count_file import ShardCountFile
 from psserver.replication.lease_directory import LeaseDirectory, begin_primary, lease_of
 from psserver.replication.servicer import make_standby_check, not_primary
+from psserver.shard.memory_budget import MemoryBudget
+from psserver.waiting import ThreadWaiter, run
 
 MAX_CHARACTERS = 200
 DETAIL_CHARACTERS = {"standby in sync": 150, "other job": 20}
@@ -32,8 +33,8 @@ def config(**settings: Any) -> Callable[[Path], object]:
 
 def full_budget(folder: Path) -> None:
     budget = MemoryBudget(10)
-    budget.take(1, 6, 0.0)
-    budget.take(1, 5, 0.0)
+    run(budget.take(1, 6, 0.0, ThreadWaiter()))
+    run(budget.take(1, 5, 0.0, ThreadWaiter()))
 
 
 def standby_in_sync(folder: Path) -> None:
@@ -77,7 +78,7 @@ FAILURES: dict[str, Callable[[Path], object]] = {
     "global batch": config(policy="async", global_batch=8),
     "round": config(global_batch=8, backup_workers=1),
     # memory
-    "in flight": lambda folder: MemoryBudget(10).take(1, 11, 0.0),
+    "in flight": lambda folder: run(MemoryBudget(10).take(1, 11, 0.0, ThreadWaiter())),
     "in flight now": full_budget,
     # job and shards
     "other job": other_job,

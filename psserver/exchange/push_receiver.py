@@ -1,44 +1,9 @@
-"""Receive a push: copy the bytes of its frames straight into its staging."""
+"""Where the pieces of an open push belong, and what is missing."""
 
-from collections.abc import Collection, Iterable, Iterator
-from itertools import chain
+from collections.abc import Collection, Iterable
 
 from pscommon.core.errors import InvalidRequestError
-from pscommon.wire.frames import Filler, Frame, decode_request
-from psproto.v1 import parameter_server_pb2 as pb
 from psserver.parameters.staging import Staging
-
-
-def receive(staging: Staging, first: memoryview, frames: Iterator[bytes]) -> None:
-    """Receive a push in order: the data with the header, then the data of the other frames."""
-    filler = Filler(staging.views)
-    for data in _data_in_order(first, frames):
-        filler.fill(data)
-        staging.mark_filled(staging.nbytes - filler.missing)
-    if not filler.complete:
-        raise InvalidRequestError(f"the push ended {filler.missing} bytes early")
-
-
-def _data_in_order(first: memoryview, frames: Iterator[bytes]) -> Iterator[memoryview]:
-    yield first
-    for frame in map(decode_request, frames):
-        if frame.header is not None:
-            raise InvalidRequestError("a second header in one Exchange")
-        yield frame.data
-
-
-def receive_open(
-    staging: Staging, first: Frame[pb.PushPullHeader], frames: Iterator[bytes]
-) -> pb.PushPullHeader:
-    """Receive an open push, whose frames name their positions. Return its closing header."""
-    receiver = OpenPushReceiver(staging)
-    for frame in chain([first._replace(header=None)], map(decode_request, frames)):
-        Filler(receiver.views_at(frame.offset, frame.data.nbytes)).fill(frame.data)
-        receiver.received(frame.offset, frame.data.nbytes)
-        if frame.header is not None:
-            receiver.close(frame.header.absent)
-            return frame.header
-    raise InvalidRequestError("the push ended without the header that closes it")
 
 
 class OpenPushReceiver:

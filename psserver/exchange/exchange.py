@@ -1,0 +1,255 @@
+"""One exchange: receive a push, wait until it is decided, send weights.
+
+Theory of operation. `Exchange.run` has all steps and all decisions, for every transport. Its `io`
+moves bytes, and waits. Over a stream it suspends; over gRPC it blocks the thread of the call, and
+only `send` suspends: the generator of the call then yields the frame. Through shared memory the
+bytes of a push are there already, and those of weights are copied there: no `io` moves them.
+
+A push is filled in two ways: in the order of its bytes, or, while it is open, at offsets.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Protocol
+
+from pscommon.core.errors import InFlightError, InvalidRequestError, out_of_the_job
+from pscommon.core.log_entries import PushKey, Staged
+from pscommon.wire.messages import batches_from_proto
+from pscommon.wire.stream_format import EAGER_BYTES
+from psproto.v1 import parameter_server_pb2 as pb
+from psserver.core.commands.request_checks import wait_seconds
+from psserver.core.shard.state_machine import PushOutcome
+from psserver.exchange import pulls
+from psserver.exchange.push_receiver import OpenPushReceiver
+from psserver.parameters.staging import Staging
+from psserver.parameters.weight_reads import WeightRead
+from psserver.process.identity import ServerIdentity
+from psserver.shard.engine import ShardEngine
+from psserver.waiting import Waiter, until
+
+OUTCOMES = {
+    "applied": pb.OUTCOME_APPLIED,
+    "stale": pb.OUTCOME_STALE,
+    "rejected": pb.OUTCOME_REJECTED,
+}
+
+
+def at_no_piece() -> None:
+    """Do nothing."""
+
+
+class ExchangeIO(Waiter, Protocol):
+    """What an exchange needs of its connection."""
+
+    async def receive(self, views: Sequence[memoryview], filled: Callable[[int], None]) -> None:
+        """Fill the views with the data of the push.
+
+        filled: Called with the number of bytes so far, after each piece.
+
+        Raises:
+            InvalidRequestError: The push has more or fewer bytes.
+        """
+
+    async def receive_piece(self, receiver: OpenPushReceiver) -> pb.PushPullHeader | None:
+        """Give the next piece of an open push to the receiver; return the header that closes it."""
+        ...
+
+    async def discard(self) -> None:
+        """Drop the data of the push, as far as the worker sends it without waiting."""
+
+    async def send(
+        self,
+        result: pb.ExchangeResult,
+        weights: WeightRead | bytes | None = None,
+        moved: Callable[[], None] = at_no_piece,
+    ) -> None:
+        """Send the answer, and the weights after it.
+
+        moved: Called after each piece of the weights.
+        """
+
+
+class Exchange:
+    """One exchange of a worker with one shard.
+
+    engine: The shard.
+    header: Header of the request.
+    """
+
+    def __init__(
+        self, engine: ShardEngine, identity: ServerIdentity, header: pb.PushPullHeader
+    ) -> None:
+        self._engine, self._identity, self._header = engine, identity, header
+
+    async def run(self, io: ExchangeIO) -> None:
+        """Carry out the exchange and send the answer.
+
+        Raises:
+            PSError: The error to answer instead. What was staged for the push is free again.
+        """
+        header, engine = self._header, self._engine
+        self._identity.check_job(header.job)
+        self._identity.check_term(header.term)
+        engine.live.check_layout(header.shards)
+        seconds = wait_seconds(header.wait_ms)
+        engine.traffic.transfer.note_request(header.worker)
+        is_push = header.initial or header.seq > 0
+        key = PushKey(header.worker, header.seq) if is_push else None
+        is_repeated = (
+            key is not None and header.has_data and await self._receive_push(io, key, seconds)
+        )
+        outcome = await until(
+            partial(engine.find_outcome, key, header.min_version),
+            partial(engine.live.changed.watch, engine.awaited_push(key)),
+            seconds,
+            io,
+        )
+        result = await io.do(partial(self._make_result, key, outcome, is_repeated))
+        if result.pulled and not header.memory:
+            await self._send_weights(io, result, seconds)
+        else:
+            await io.send(result)
+
+    # ---- the push --------------------------------------------------------------------------------
+
+    async def _receive_push(self, io: ExchangeIO, key: PushKey, seconds: float) -> bool:
+        """Receive and stage a push. Return whether it was decided before."""
+        header, engine = self._header, self._engine
+        is_decided = engine.find_repeat(key)
+        if is_decided is not None:
+            await io.discard()
+            return is_decided
+        staging = await self._allocate(io, seconds)
+        try:
+            if header.open:
+                await self._receive_open(io, staging)
+            elif not header.memory:
+                await io.receive(staging.views, partial(self._note_filled, staging))
+            self._check_push(staging)
+        except BaseException:
+            engine.release(staging)
+            raise
+        staged = Staged(
+            key,
+            max(1, header.samples) if header.initial else header.samples,
+            header.base,
+            batches_from_proto(header.batches),
+            optimizer="" if header.initial else header.optimizer,
+        )
+        # from here on the engine frees the staging, also after an error
+        return not await io.do(partial(engine.stage_push, staged, staging))
+
+    async def _allocate(self, io: ExchangeIO, seconds: float) -> Staging:
+        """Return memory for the push, once the model is known and the budget has room."""
+        header, live, traffic = self._header, self._engine.live, self._engine.traffic
+        await until(
+            lambda: live.store or live.stop_reason or None,
+            partial(live.changed.watch, None),
+            seconds,
+            io,
+        )
+        store = live.require_store(header.shards)
+        if header.memory:
+            buffers = traffic.shared_buffers.find(header)
+            return store.stage_worker_buffer(buffers.gradients, header.absent, header.initial)
+        traffic.shared_buffers.check_network_allowed()
+        nbytes = store.nbytes if header.initial else store.step_nbytes
+        claim = await traffic.budget.take(header.worker, nbytes, seconds, io)
+        try:
+            staging = store.allocate_staging(header.absent, header.initial)
+        except BaseException:
+            traffic.budget.release(claim)
+            raise
+        staging.claim = claim
+        return staging
+
+    async def _receive_open(self, io: ExchangeIO, staging: Staging) -> None:
+        """Receive the pieces of a push that begins before it is complete, and its end."""
+        receiver, closing = OpenPushReceiver(staging), None
+        while closing is None:
+            closing = await io.receive_piece(receiver)
+            self._engine.traffic.transfer.note_request(self._header.worker)
+        receiver.close(closing.absent)
+        self._header.MergeFrom(closing)
+
+    def _note_filled(self, staging: Staging, nbytes: int) -> None:
+        staging.mark_filled(nbytes)
+        self._engine.traffic.transfer.note_request(self._header.worker)
+
+    def _check_push(self, staging: Staging) -> None:
+        """Check the fields of a push that depend on the model, and take its hyper-parameters."""
+        header = self._header
+        if header.initial:
+            return
+        store = self._engine.live.require_store()
+        if not header.samples:
+            if header.batches or store.has_gradients(staging):
+                raise InvalidRequestError("a push of no samples must have buffers only")
+            return
+        store.check_optimizer(staging, header.optimizer)
+        if header.groups_json:
+            staging.groups = store.parse_groups(header.groups_json, header.optimizer)
+
+    # ---- the answer ------------------------------------------------------------------------------
+
+    def _make_result(
+        self, key: PushKey | None, outcome: PushOutcome | None, is_repeated: bool
+    ) -> pb.ExchangeResult:
+        """Return the answer, and copy weights to shared memory if the header names any.
+
+        `pulled` without shared memory: the weights of the shard follow.
+        """
+        header, engine = self._header, self._engine
+        if outcome is None:
+            engine.check_first_workers()
+            return self._pending(engine.describe_wait())
+        if outcome.reason == "FENCED":
+            raise out_of_the_job(header.worker, outcome.detail)
+        result = pb.ExchangeResult(
+            outcome=pb.OUTCOME_NONE, version=outcome.version, term=self._identity.term
+        )
+        if key is not None:
+            result.outcome = pb.OUTCOME_DUPLICATE if is_repeated else OUTCOMES[outcome.status]
+            result.staleness = max(0, outcome.staleness)
+            result.reason, result.detail = outcome.reason, outcome.detail
+            _, result.wait_seconds, result.apply_seconds = engine.traffic.pushes.find(key)
+        result.pulled = header.pull in (pb.PULL_STEP, pb.PULL_ALL)
+        if result.pulled and header.memory:
+            pulls.write_shared(engine, header, result)
+        return result
+
+    def _pending(self, waiting_for: str) -> pb.ExchangeResult:
+        """Return the answer to a push that is not decided yet, or to a pull without room."""
+        return pb.ExchangeResult(
+            outcome=pb.OUTCOME_PENDING,
+            version=self._engine.live.version,
+            waiting_for=waiting_for,
+            term=self._identity.term,
+        )
+
+    async def _send_weights(
+        self, io: ExchangeIO, result: pb.ExchangeResult, seconds: float
+    ) -> None:
+        header, engine = self._header, self._engine
+        nbytes = engine.live.require_store().step_nbytes
+        if nbytes <= EAGER_BYTES and header.pull != pb.PULL_ALL:
+            weights = await io.do(partial(pulls.read_all, engine, header, result))
+            return await io.send(result, weights)
+        budget = engine.traffic.budget
+        try:
+            claim = await budget.take(header.worker, nbytes, seconds, io)
+        except InFlightError as full:
+            return await io.send(self._pending(str(full)))
+        try:
+            read = await io.do(
+                partial(pulls.begin, engine, header, result), abandoned=WeightRead.close
+            )
+            try:
+                engine.traffic.transfer.count_sent(read.nbytes)
+                await io.send(
+                    result, read, partial(engine.traffic.transfer.note_request, header.worker)
+                )
+            finally:
+                read.close()
+        finally:
+            budget.release(claim)

@@ -1,0 +1,89 @@
+"""The bytes of one exchange over a stream. GO asks for a push that is too large to send unasked."""
+
+from collections.abc import Callable, Sequence
+
+from pscommon.core.errors import InvalidRequestError
+from pscommon.wire.status import error_for_peer
+from pscommon.wire.stream_format import EAGER_BYTES, FrameKind, decode_message
+from psproto.v1 import parameter_server_pb2 as pb
+from psserver.exchange.exchange import Exchange, at_no_piece
+from psserver.exchange.push_receiver import OpenPushReceiver
+from psserver.parameters.weight_reads import WeightRead
+from psserver.stream.frame_socket import FrameSocket
+from psserver.stream.stream_service import StreamService, StreamWaiter
+from psserver.stream.stream_socket import ConnectionLostError
+
+
+class SocketIO(StreamWaiter):
+    """Moves the bytes of one exchange (implements ExchangeIO).
+
+    data_nbytes: Bytes of data that the worker has announced.
+    """
+
+    def __init__(self, service: StreamService, socket: FrameSocket, data_nbytes: int) -> None:
+        super().__init__(service)
+        self._socket, self._data_nbytes = socket, data_nbytes
+        # what the worker sends without waiting for GO, and is not read yet
+        self._unread_nbytes = data_nbytes if data_nbytes <= EAGER_BYTES else 0
+        self._has_asked = False
+
+    async def receive(self, views: Sequence[memoryview], filled: Callable[[int], None]) -> None:
+        nbytes = sum(view.nbytes for view in views)
+        if self._data_nbytes != nbytes:
+            raise InvalidRequestError(
+                f"the push has {self._data_nbytes} bytes, but its tensors {nbytes}"
+            )
+        if nbytes > EAGER_BYTES:
+            await self._socket.send_frame(FrameKind.GO)
+        await self._socket.receive(views, filled)
+        self._unread_nbytes = 0
+
+    async def receive_piece(self, receiver: OpenPushReceiver) -> pb.PushPullHeader | None:
+        if not self._has_asked:
+            await self._socket.send_frame(FrameKind.GO)
+            self._has_asked = True
+        prefix, message = await self._socket.receive_frame()
+        if prefix.kind is FrameKind.CLOSE:
+            return decode_message(pb.PushPullHeader, message)
+        if prefix.kind is not FrameKind.DATA:
+            raise InvalidRequestError(f"a frame of kind {prefix.kind.name} in an open push")
+        self._unread_nbytes = prefix.data_nbytes
+        await self._socket.receive(receiver.views_at(prefix.offset, prefix.data_nbytes))
+        self._unread_nbytes = 0
+        receiver.received(prefix.offset, prefix.data_nbytes)
+        return None
+
+    async def discard(self) -> None:
+        nbytes, self._unread_nbytes = self._unread_nbytes, 0
+        await self._socket.discard(nbytes)
+
+    async def send(
+        self,
+        result: pb.ExchangeResult,
+        weights: WeightRead | bytes | None = None,
+        moved: Callable[[], None] = at_no_piece,
+    ) -> None:
+        message = result.SerializeToString()
+        if isinstance(weights, WeightRead):
+            await self._socket.send_prefix(FrameKind.RESULT, message, weights.nbytes)
+            await self._socket.send_from(weights, moved)
+        else:
+            await self._socket.send_frame(FrameKind.RESULT, message, [weights] if weights else ())
+
+
+async def serve_exchange(
+    service: StreamService, socket: FrameSocket, header: pb.PushPullHeader, data_nbytes: int
+) -> None:
+    """Carry out an exchange and answer it; errors are answered too.
+
+    Raises ConnectionLostError or OSError if the connection is lost.
+    """
+    io = SocketIO(service, socket, data_nbytes)
+    try:
+        with service.timing("Exchange"):
+            await Exchange(service.engine, service.identity, header).run(io)
+    except (ConnectionLostError, OSError):
+        raise
+    except Exception as failure:
+        await io.discard()
+        await socket.send_error(error_for_peer(failure))
