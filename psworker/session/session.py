@@ -185,7 +185,7 @@ class Session(JobFacts):
             yield
         except GeneratorExit:  # the script has left the loop, on purpose or with an error
             if self.client.draining and not self.is_closed:
-                self._leave_rounds(LEAVE_REASON, "drained")
+                self._leave_rounds(LEAVE_REASON, "drained", is_abandoned=False)
             raise
         finally:
             # A worker that cannot reach the job, or is no member, holds no batches any more.
@@ -235,20 +235,23 @@ class Session(JobFacts):
 
         retire_reason: Why the worker leaves the rounds before its last step.
         """
-        self._leave_rounds(reason, retire_reason)
+        self._leave_rounds(reason, retire_reason, is_abandoned=bool(retire_reason))
         raise Stopping(self._stop_reason)
 
-    def _leave_rounds(self, reason: str, retire_reason: str) -> None:
+    def _leave_rounds(self, reason: str, retire_reason: str, is_abandoned: bool) -> None:
         """Leave all rounds; batches that the worker has leased go to other workers.
 
         Afterwards the worker only observes. A job that ends has no more rounds, and admits no
         new members.
+
+        is_abandoned: The last step was given up while it waited for other workers.
         """
         if self._stop_reason:
             return
         self._stop_reason = reason
-        with suppress(PSError, Stopping):
-            self._store_buffers()
+        if not is_abandoned:
+            with suppress(PSError, Stopping):
+                self._store_buffers()
         log.info("training_stopped", worker=self.client.worker, reason=reason)
         self._drop_membership(DrainedError(reason))
         if self.client.draining and not self.is_closed:

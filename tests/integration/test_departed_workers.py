@@ -10,6 +10,7 @@ from pscommon.core.limits import WORKERS_PER_GENERATION
 from psserver.coordinator.service import CoordinatorService
 from psserver.core.commands.recorder import MAX_DEPARTED_COUNT
 from psserver.core.commands.worker_commands import Join
+from psserver.waiting import ThreadWaiter, run
 from psworker.ctl.job_client import CoordinatorClient
 from tests.support.cluster import Cluster
 from tests.support.metrics_scrape import Metrics
@@ -28,9 +29,11 @@ def service_of(servers: Cluster) -> CoordinatorService:
 
 def join(service: CoordinatorService) -> int:
     """Join as a worker that leaves at once."""
-    worker = service.worker_requests.join(Join(None, "host", 1, "cpu")).worker
-    service.worker_requests.leave(worker, "", 0)
-    return worker
+    command = Join(None, "host", 1, "cpu")
+    member = run(service.worker_requests.join(command, 0.0, ThreadWaiter()))
+    assert member is not None
+    service.worker_requests.leave(member.worker, "", 0)
+    return member.worker
 
 
 def test_the_status_stays_small_after_many_workers(cluster: Make) -> None:
