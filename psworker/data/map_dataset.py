@@ -279,18 +279,18 @@ class MapPass:
     def open(self, leases: LeasedNumbers) -> LoaderDataset:
         # Without a reference to this object. Otherwise a DataLoader with persistent_workers would
         # be part of a reference cycle, and torch waits 5 s for each process of such a loader.
-        return self._load(partial(_requests, leases, self._indices))
+        request = partial(_request, leases, self._indices)
+        return self._load(partial(map, request, leases))
 
 
-def _requests(
-    leases: LeasedNumbers, indices_of: Callable[[int], list[int]] | None
-) -> Iterator[RequestedBatch]:
-    for number in leases:
-        spec = leases.spec
-        assert isinstance(spec, LoopSpec)
-        seeds = spec.seed % 2**64, spec.epoch(number), spec.position(number)
-        indices = spec.indices(number).tolist() if indices_of is None else indices_of(number)
-        yield RequestedBatch(BatchKey(spec.loop, number), indices, seeds)
+def _request(
+    leases: LeasedNumbers, indices_of: Callable[[int], list[int]] | None, number: int
+) -> RequestedBatch:
+    spec = leases.spec
+    assert isinstance(spec, LoopSpec)
+    seeds = spec.seed % 2**64, spec.epoch(number), spec.position(number)
+    indices = spec.indices(number).tolist() if indices_of is None else indices_of(number)
+    return RequestedBatch(BatchKey(spec.loop, number), indices, seeds)
 
 
 class LookaheadSampler:
