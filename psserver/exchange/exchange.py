@@ -100,7 +100,7 @@ class Exchange:
         )
         outcome = await until(
             partial(engine.find_outcome, key, header.min_version),
-            partial(engine.live.changed.watch, engine.awaited_push(key)),
+            partial(engine.live.changes.watch, engine.awaited_push(key)),
             seconds,
             io,
         )
@@ -144,7 +144,7 @@ class Exchange:
         header, live, traffic = self._header, self._engine.live, self._engine.traffic
         await until(
             lambda: live.store or live.stop_reason or None,
-            partial(live.changed.watch, None),
+            partial(live.changes.watch, None),
             seconds,
             io,
         )

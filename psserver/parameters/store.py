@@ -48,6 +48,9 @@ class ParameterStore:
     Memory: the weights, the optimizer state from the first step on, the stagings in use (means are
     computed in place), and one copy of the weights for each older version that is still being sent.
 
+    plan: how the model is partitioned over the shards.
+    shards: number of shards.
+    step_nbytes: bytes of a push, and of a pull.
     clipped: the optimizers whose updates have a clip norm.
     averaged_last: whether the newest update averaged several pushes.
 
@@ -55,7 +58,9 @@ class ParameterStore:
     """
 
     def __init__(self, plan: PartitionPlan, shard: int, team: ThreadTeam = ALONE) -> None:
+        self.plan, self.shards = plan, plan.shards
         self._partition = ShardPartition(plan, shard)
+        self.step_nbytes = self._partition.step_nbytes
         self._team = team
         self._weights = self._partition.split_packed(
             torch.zeros(self._partition.nbytes, dtype=torch.uint8)
@@ -79,19 +84,9 @@ class ParameterStore:
         }
 
     @property
-    def plan(self) -> PartitionPlan:
-        """How the model is partitioned over the shards."""
-        return self._partition.plan
-
-    @property
     def nbytes(self) -> int:
         """Bytes of weights."""
         return self._partition.nbytes
-
-    @property
-    def step_nbytes(self) -> int:
-        """Bytes of a push, and of a pull."""
-        return self._partition.step_nbytes
 
     @property
     def state_nbytes(self) -> int:

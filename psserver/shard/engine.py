@@ -104,7 +104,7 @@ class ShardEngine:
 
     def _install_model(self, spec: ModelSpec, store: ParameterStore) -> None:
         self.live.state.install_model(spec, store)
-        self.live.changed.notify_all()
+        self.live.changes.notify_all()
         for observer in self._observers:
             observer.on_model(self.live.state)
 
@@ -123,7 +123,7 @@ class ShardEngine:
             if not continues_log:
                 self._log.clear()
             self._begin_segment()
-            self.live.changed.notify_all()
+            self.live.changes.notify_all()
 
     def _begin_segment(self) -> None:
         state = self.live.state
@@ -169,9 +169,9 @@ class ShardEngine:
         staged = check_gradient(staged, staging, store, self.gradient_rules)
         with self.live.log_lock:
             with self.live.changed:
-                store = self.live.state.store
-                is_known = self.live.machine.outcome(staged.key) is not None
-                must_log = staged.key not in self.live.state.staged
+                state = self.live.state
+                store, must_log = state.store, staged.key not in state.staged
+                is_known = state.machine.outcome(staged.key) is not None
             is_new = not is_known and store is not None and store.owns(staging)
             if is_new and must_log:
                 self._log.write_push(staged, staging)
@@ -192,8 +192,9 @@ class ShardEngine:
     def find_repeat(self, key: PushKey) -> bool | None:
         """Return whether a push that was received before is decided; None: it was not received."""
         with self.live.changed:
-            is_decided = self.live.machine.outcome(key) is not None
-            if not is_decided and key not in self.live.machine.staged:
+            machine = self.live.state.machine
+            is_decided = machine.outcome(key) is not None
+            if not is_decided and key not in machine.staged:
                 return None
         if is_decided:
             for observer in self._observers:
@@ -209,7 +210,7 @@ class ShardEngine:
 
     def awaited_push(self, key: PushKey | None) -> PushKey | None:
         """Return the push whose decision a request waits for; None: it waits for a version."""
-        return key if key is not None and self.live.machine.outcome(key) is None else None
+        return key if key and self.live.state.machine.outcome(key) is None else None
 
     def find_outcome(self, key: PushKey | None, version: int) -> PushOutcome | None:
         """Return a push's outcome once it is decided and `version` is reached; None before.
@@ -221,7 +222,7 @@ class ShardEngine:
         """
         live = self.live
         with live.changed:
-            machine = live.machine
+            machine = live.state.machine
             can_answer = machine.can_answer(key, version)
             if can_answer and key is not None:  # even while stopping: the push may end the job
                 return machine.outcome(key) or PushOutcome("applied", machine.version)
@@ -238,7 +239,7 @@ class ShardEngine:
     @property
     def is_quick(self) -> bool:
         """Whether a request takes well below a millisecond: the partition is small, not logged."""
-        store = self.live.store
+        store = self.live.state.store
         return store is not None and store.step_nbytes <= QUICK_BYTES and self._log.is_idle
 
     # ---- the log ---------------------------------------------------------------------------------
@@ -250,7 +251,7 @@ class ShardEngine:
         """
         with self.live.apply_lock:
             with self.live.changed:
-                ready = self.live.machine.accept(log_id, entries)
+                ready = self.live.state.machine.accept(log_id, entries)
             for group in _visible_together(ready):
                 entry = group[-1]
                 # no push may be logged between a Reshard record and its effect
@@ -274,7 +275,7 @@ class ShardEngine:
             for entry, square_norm in computed:
                 ended += self.live.state.finish(entry, square_norm)
             for entry in group:
-                self.live.changed.notify_entry(entry)
+                self.live.changes.notify_entry(entry)
         for staging in ended:
             self.release(staging)
 
@@ -311,7 +312,7 @@ class ShardEngine:
         only_new: Leave out pushes that an earlier report had.
         """
         with self.live.changed:
-            report = self.live.machine.report(only_new)
+            report = self.live.state.machine.report(only_new)
         (log := self._log).wait_before_report()
         return (
             replace(report, log_bytes=log.nbytes, log_broken=log.is_broken)
@@ -323,7 +324,7 @@ class ShardEngine:
         """End all waiting requests; each fails with this reason."""
         with self.live.changed:
             self.live.stop_reason = reason or "the job ends"
-            self.live.changed.notify_all()
+            self.live.changes.notify_all()
 
 
 def _visible_together(entries: Iterable[Entry]) -> list[list[Entry]]:

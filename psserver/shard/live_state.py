@@ -1,7 +1,7 @@
 """A shard's state while threads use it: its locks, and the threads that wait for a change.
 
-`changed` guards the state machine and wakes threads that wait for it; it is never held while arrays
-are computed. `apply_lock` lets one thread at a time change arrays. `log_lock` lets one thread at a
+`changed` guards the state machine; it is never held while arrays are computed. `changes` wakes what
+waits for it. `apply_lock` lets one thread at a time change arrays. `log_lock` lets one thread at a
 time log and stage a push, or begin a log segment. A thread takes them in the order apply_lock,
 log_lock, changed.
 """
@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, Never
 
 from pscommon.core.errors import LayoutError, UnreachableError
 from pscommon.core.log_entries import Apply, Entry, Evict, Measure, PushKey, Reject, SetBuffers
@@ -22,22 +22,17 @@ from psserver.parameters.store import ParameterStore
 from psserver.waiting import Registrations, ThreadWaiter, run, until
 
 
-class Changes(AbstractContextManager[None]):
-    """The lock of a shard's state, and what waits for a change of it.
+class Changes:
+    """What waits for a change of a shard's state.
 
     With many workers in async, waking all of them at every update would cost too much. So a wait
     may be for one push alone.
+
+    lock: The lock of the state; it is held while anything is notified.
     """
 
-    def __init__(self) -> None:
-        self._lock = threading.RLock()
-        self._registrations = Registrations[PushKey | None](self._lock)
-
-    def __enter__(self) -> None:
-        self._lock.acquire()
-
-    def __exit__(self, *error: object) -> None:
-        self._lock.release()
+    def __init__(self, lock: threading.RLock) -> None:
+        self._registrations = Registrations[PushKey | None](lock)
 
     def watch(self, push: PushKey | None, wake: Callable[[], None]) -> AbstractContextManager[None]:
         """Call `wake` at any change, or when this push may be decided, until the block ends.
@@ -79,7 +74,8 @@ class LiveShardState:
     def __init__(self, state: ShardState) -> None:
         self.state = state
         self.stop_reason = ""
-        self.changed = Changes()
+        self.changed = threading.RLock()
+        self.changes = Changes(self.changed)
         self.apply_lock = threading.RLock()
         self.log_lock = threading.Lock()
 
@@ -98,11 +94,11 @@ class LiveShardState:
 
     @property
     def version(self) -> int:
-        return self.machine.version
+        return self.state.machine.version
 
     @property
     def has_begun(self) -> bool:
-        return self.machine.begun
+        return self.state.machine.begun
 
     @property
     def is_resharding(self) -> bool:
@@ -114,12 +110,12 @@ class LiveShardState:
         return self.state.store
 
     def check_layout(self, shards: int) -> None:
-        """Raise LayoutError if a request is meant for another number of shards."""
-        self._check_layout(shards, self.shards)
+        """Raise LayoutError if a request is meant for another number of shards; 0: for any."""
+        if shards and shards != self.state.shards:
+            self._refuse_layout(shards, self.state.shards)
 
-    def _check_layout(self, shards: int, found: int) -> None:
-        if shards not in (0, found):
-            raise LayoutError(f"shard {self.shard} belongs to {found} shards, not {shards}")
+    def _refuse_layout(self, shards: int, found: int) -> Never:
+        raise LayoutError(f"shard {self.shard} belongs to {found} shards, not {shards}")
 
     def require_store(self, shards: int = 0) -> ParameterStore:
         """Return the arrays.
@@ -136,7 +132,8 @@ class LiveShardState:
                 else "does not know the job's model yet"
             )
             raise UnreachableError(f"shard {self.shard} {what}", "NOT_READY")
-        self._check_layout(shards, store.plan.shards)
+        if shards and shards != store.shards:
+            self._refuse_layout(shards, store.shards)
         return store
 
     @contextmanager
@@ -147,9 +144,10 @@ class LiveShardState:
         """
         with self.apply_lock:
             self.check_layout(shards)
-            if not self.machine.begun or self.state.store is None:
+            state = self.state
+            if not state.machine.begun or state.store is None:
                 raise UnreachableError(f"shard {self.shard} has no weights yet", "NOT_READY")
-            yield self.machine.version, self.state.store
+            yield state.machine.version, state.store
 
     def state_after(self, index: int) -> dict[str, Any] | None:
         """Return the machine's state if it has applied the entry at `index`, else None."""
@@ -166,7 +164,7 @@ class LiveShardState:
             frozen = self.state.frozen
             return frozen if frozen and (frozen.log_id, frozen.index) == (log_id, index) else None
 
-        found = run(until(find, partial(self.changed.watch, None), seconds, ThreadWaiter()))
+        found = run(until(find, partial(self.changes.watch, None), seconds, ThreadWaiter()))
         if found is None:
             text = f"shard {self.shard} has no partition frozen at entry {index}"
             raise UnreachableError(text, "NOT_READY")

@@ -54,11 +54,14 @@ class StreamWaiter(TaskWaiter):
     def __init__(self, service: StreamService) -> None:
         super().__init__(asyncio.get_running_loop())
         self._service = service
+        self._is_quick: bool | None = None  # asked once
 
     async def do(
         self, action: Callable[[], T], abandoned: Callable[[T], object] | None = None
     ) -> T:
-        if self._service.engine.is_quick:
+        if self._is_quick is None:
+            self._is_quick = self._service.engine.is_quick
+        if self._is_quick:
             return action()
         future = self._loop.run_in_executor(self._service.pool, action)
         try:

@@ -43,14 +43,20 @@ class StreamSocket:
     async def receive(
         self, buffers: Sequence[memoryview | bytearray], filled: Callable[[int], None] = _ignore
     ) -> None:
-        """Fill the buffers, one after another.
+        """Fill the buffers of bytes, one after another.
 
         filled: Called with the number of bytes so far, after each piece.
 
         Raises ConnectionLostError or OSError.
         """
+        total = sum(map(len, buffers))
+        if not total:
+            return None
+        received = self._receive_at_once(buffers)
+        if received == total:
+            return filled(total)
         queue = BufferQueue(buffers)
-        total = queue.remaining_nbytes
+        queue.advance(received)
 
         def fill() -> bool:
             views = queue.next()
@@ -65,18 +71,37 @@ class StreamSocket:
             filled(total - queue.remaining_nbytes)
             return not queue.remaining_nbytes
 
-        if total:
-            await self._move(fill, is_writing=False)
+        return await self._move(fill, is_writing=False)
+
+    def _receive_at_once(self, buffers: Sequence[memoryview | bytearray]) -> int:
+        """Return the number of bytes that were there already, and are in the buffers now."""
+        try:
+            nbytes: int = self._socket.recvmsg_into(buffers[:MAX_BUFFERS_COUNT])[0]
+        except BlockingIOError:
+            return 0
+        if not nbytes:
+            raise ConnectionLostError
+        if not self._is_reading:  # also to notice that the peer hangs up
+            self._loop.add_reader(self._socket.fileno(), self._on_readable)
+            self._is_reading = True
+        return nbytes
 
     async def send(self, buffers: Sequence[memoryview | bytes]) -> None:
         """Send the buffers, one after another. Raises OSError."""
+        try:
+            sent = self._socket.sendmsg(buffers[:MAX_BUFFERS_COUNT])
+        except BlockingIOError:
+            sent = 0
+        if sent == sum(map(len, buffers)):
+            return None
         queue = BufferQueue(buffers)
+        queue.advance(sent)
 
         def put() -> bool:
             queue.advance(self._socket.sendmsg(queue.next()))
             return not queue.remaining_nbytes
 
-        await self._move(put, is_writing=True)
+        return await self._move(put, is_writing=True)
 
     async def send_from(self, read: WeightRead, moved: Callable[[], None]) -> None:
         """Send the bytes of a read from where they are. Raises OSError.

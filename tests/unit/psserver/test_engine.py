@@ -83,7 +83,7 @@ def test_a_rejection_and_the_eviction_with_it_become_visible_together(engine: Sh
         outcome = engine.live.machine.outcome(bad)
         seen.append(outcome.reason if outcome is not None else "")
 
-    with engine.live.changed.watch(bad, find_reason):
+    with engine.live.changes.watch(bad, find_reason):
         engine.deliver(1, [Reject(2, bad, "NON_FINITE", "tensor w"), Evict(3, 1, "QUARANTINED")])
 
     assert set(seen) == {"FENCED"}

@@ -166,7 +166,7 @@ class Case:
         assert (budget.used, budget.waiting) == (0, 0)
         assert not store._reads._open_reads
         assert not store._reads._read_counts
-        assert not engine.live.changed._registrations.keys
+        assert not engine.live.changes._registrations.keys
 
 
 def make_engine(elements: int) -> ShardEngine:
