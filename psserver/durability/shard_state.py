@@ -24,6 +24,7 @@ from pscommon.core.model_spec import ModelSpec
 from pscommon.core.partition import PartitionPlan
 from pscommon.snapshot import Manifest
 from pscommon.system.thread_team import ThreadTeam
+from pscommon.wire.frames import Filler
 from psserver.core.job.entry_log import counted
 from psserver.core.shard.state_machine import ShardMachine
 from psserver.durability.shard_log import FrozenNumbers, LoggedPush, SegmentBase
@@ -215,18 +216,17 @@ class ShardState:
             staging.groups = self.store.read_groups(
                 push.groups_json, push.staged.optimizer, push.has_own_groups
             )
-        offset = 0
-        for view in staging.views if push.payload else ():
-            view[:] = push.payload[offset : offset + len(view)]
-            offset += len(view)
+        if push.payload:
+            Filler(staging.views).fill(push.payload)
         self.staged[push.staged.key] = StagedArrays(staging, time.monotonic())
 
     def _weighted(
         self, contributions: Sequence[Contribution]
     ) -> tuple[list[Staging], list[int], list[float]]:
         """Return the arrays, samples and scales of the contributions."""
-        return (
-            [self.staged[each.key].staging for each in contributions],
-            [each.samples for each in contributions],
-            [each.scale for each in contributions],
-        )
+        stagings, samples, scales = list[Staging](), list[int](), list[float]()
+        for each in contributions:
+            stagings.append(self.staged[each.key].staging)
+            samples.append(each.samples)
+            scales.append(each.scale)
+        return stagings, samples, scales
