@@ -60,7 +60,7 @@ def deposed(why: str) -> None:
 
 
 def replicator(lease: Any = None) -> PrimaryReplicator:
-    machine = ReplicationMachine(PrimaryRecord(1, "a:1"), lease, True, time.monotonic())
+    machine = ReplicationMachine(PrimaryRecord(1, "a:1"), lease, time.monotonic())
     made = PrimaryReplicator(machine, metrics(), deposed)  # type: ignore[arg-type]
     made.copy_state = lambda begin: begin(
         [StateRecord(RecordSource.LINE, StateRecordKind.LOADED, b"{}")]
@@ -138,7 +138,7 @@ def stopping_standby() -> None:
 def former_primary() -> None:
     made = standby()
     made._failover.begin_loading.return_value = False
-    Standby._begin(made, Hello(1, True, "job", "a:1", (), {}, ""))
+    Standby._begin(made, Hello(1, "job", "a:1", (), {}, ""))
 
 
 def incomplete_promotion() -> None:
@@ -150,7 +150,7 @@ def incomplete_promotion() -> None:
 
 def other_settings() -> None:
     config = ServerConfig(min_workers=2)
-    hello = Hello(1, True, "job", "a:1", (), config.rules().as_json(), "")
+    hello = Hello(1, "job", "a:1", (), config.rules().as_json(), "")
     hello.check_settings(ServerConfig(min_workers=1))
 
 
