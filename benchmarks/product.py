@@ -43,10 +43,9 @@ def servers(setup: Setup) -> Iterator[LocalServers]:
                 "PS_SNAPSHOT_KEEP": "1",
             }
             os.environ |= {"PS_DURABILITY": setup.durability, "PS_LOG_FSYNC": setup.fsync}
-        os.environ["PS_SHIPPING"] = setup.shipping or "sync"
         with (
             LocalServers(setup.servers, setup.workers, setup.policy, None, os.environ) as servers,
-            standby(servers.address, setup) if setup.shipping else nullcontext(),
+            standby(servers.address, setup) if setup.standby else nullcontext(),
         ):
             yield servers
 

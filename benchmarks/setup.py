@@ -20,8 +20,7 @@ class Setup:
     clients: in each worker's process, where one stands for many. batch: samples a step, where a
     network is really trained. overlap: push while gradients are still being computed.
     durability: "snapshot" or "log", on a disk; empty: nothing is written. fsync: of the log.
-    shipping: "sync" or "async", to a standby of the only server; empty: there is none. clips:
-    updates keep to a clip norm, which none exceeds.
+    standby: of the only server. clips: updates keep to a clip norm, which none exceeds.
     """
 
     nbytes: int
@@ -38,7 +37,7 @@ class Setup:
     overlap: bool = False
     durability: str = ""
     fsync: str = "everysec"
-    shipping: str = ""
+    standby: bool = False
     clips: bool = False
 
     def to_json(self) -> str:

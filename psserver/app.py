@@ -33,8 +33,7 @@ def run(config: ServerConfig) -> int:
     """Run ps-server and return its exit code. Errors before the start are raised as PSError."""
     shared_memory.sweep()
     warn_of_loopback(config.bind)
-    if config.malloc == "tuned":
-        tune_malloc()
+    tune_malloc()
     # the engine has its own threads; torch would start some for every calling thread
     torch.set_num_threads(1)
     if config.standby_of is None:

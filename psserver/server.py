@@ -188,9 +188,7 @@ class Server:
             if self._promotion is not None
             else begin_primary(config, lease, config.advertise or self.address)
         )
-        machine = ReplicationMachine(
-            primary_record, lease, config.shipping == "sync", time.monotonic()
-        )
+        machine = ReplicationMachine(primary_record, lease, time.monotonic())
         replicator = PrimaryReplicator(machine, self.metrics, self._deposed)
         replicator.copy_state = self._copy_state
         return replicator
@@ -207,7 +205,6 @@ class Server:
             identity = self.identity
             hello = Hello(
                 self.replicator.term,
-                self.config.shipping == "sync",
                 identity.job,
                 identity.coordinator,
                 identity.standbys,

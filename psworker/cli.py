@@ -101,8 +101,7 @@ def start(ctx: click.Context) -> int:
     if "PS_WORKER_ATTEMPT" not in os.environ:  # ps-run has shown these warnings
         for warning in unread(os.environ):
             log.warning("environment_variable_unknown", problem=warning)
-    if settings["malloc"] == "tuned":
-        tune_malloc()
+    tune_malloc()
     _import_first(settings["threads"])
     if settings["optimizers"]:
         from pscommon.optim import load_module

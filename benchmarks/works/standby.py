@@ -1,6 +1,4 @@
-"""What a hot standby costs: everything travels to another process before it is acknowledged, or
-after.
-"""
+"""What a hot standby costs: everything travels to another process before it is acknowledged."""
 
 from contextlib import ExitStack
 from dataclasses import replace
@@ -12,7 +10,7 @@ from benchmarks.setup import Setup
 from benchmarks.works.entrants import job, ours
 from benchmarks.works.work import Lineup, Work
 
-MODES = {"no standby": "", "sync": "sync", "async": "async"}
+MODES = {"no standby": False, "standby": True}
 
 
 def lineup(scale: Scale, resources: ExitStack, large: bool) -> Lineup:
@@ -22,9 +20,9 @@ def lineup(scale: Scale, resources: ExitStack, large: bool) -> Lineup:
         else Setup(scale.small, "1", pieces=scale.small_pieces)
     )
     entries = [
-        job(ours(lane, mode), replace(size, lanes=lane, shipping=shipping))
+        job(ours(lane, mode), replace(size, lanes=lane, standby=standby))
         for lane in LANES
-        for mode, shipping in MODES.items()
+        for mode, standby in MODES.items()
     ]
     return Lineup(entries)
 
@@ -35,11 +33,11 @@ ABOUT = (
 )
 LARGE = Work(
     "standby",
-    f"push_pull of 100 MB, {ABOUT}, and with one that may be behind.",
+    f"push_pull of 100 MB, {ABOUT}.",
     partial(lineup, large=True),
 )
 SMALL = Work(
     "standby_small",
-    f"push_pull of 50 kB, {ABOUT}, and with one that may be behind.",
+    f"push_pull of 50 kB, {ABOUT}.",
     partial(lineup, large=False),
 )

@@ -100,7 +100,6 @@ def settings(config: ServerConfig) -> dict[str, Any]:
     return {
         "on_worker_loss": str(config.on_worker_loss),
         "progress_timeout": config.progress_timeout,
-        "late_gradients": config.late_gradients,
         "global_batch": config.global_batch,
         "bad_gradients": config.bad_gradients,
         "max_norm": config.max_norm,

@@ -10,12 +10,9 @@ from pscommon.settings.values import (
     BadGradients,
     Durability,
     Lanes,
-    LateGradients,
     LogFsync,
-    Malloc,
     OnWorkerLoss,
     ShardIndex,
-    Shipping,
     SnapshotEvery,
     check_policy,
     host_and_port,
@@ -88,8 +85,6 @@ class ServerConfig:
     """Whether a lost worker is dropped, awaited, or ends the job."""
     backup_workers: int = 0
     """sync: number of slowest workers that a round does not wait for."""
-    late_gradients: LateGradients = "return"
-    """What becomes of the batches of a gradient that arrives after its round."""
     global_batch: int | None = None
     """sync: samples of one update; None: one batch of each worker."""
     bad_gradients: BadGradients = "abort"
@@ -117,8 +112,6 @@ class ServerConfig:
     """
     failover_lock: Path | None = None
     """Directory with the primary lease of each shard; None: only an operator promotes a standby."""
-    shipping: Shipping = "sync"
-    """sync: nothing is acknowledged before the standby has it; async: the standby may be behind."""
     resume: Literal["auto", "never"] | int = "auto"
     """auto: the newest valid snapshot, if any; a number: exactly that version."""
     save: Path | None = None
@@ -137,7 +130,6 @@ class ServerConfig:
     """HOST:PORT that workers open streams to; None: the host of `advertise` and the bound port."""
     in_flight: int = 0
     """Bytes of pushes and pulls held at a time; 0 becomes half of the memory."""
-    malloc: Malloc = "tuned"
     threads: int | None = None
     """Threads for one update of a large model; None becomes the number of cores, at most 4
     (memory-bound).
@@ -270,7 +262,6 @@ class ServerConfig:
             self.lease,
             SnapshotInterval(every.seconds, every.steps) if every else SnapshotInterval(),
             WorkerLossMode(self.on_worker_loss.mode, self.on_worker_loss.seconds),
-            self.late_gradients,
             self.bad_gradients,
             self.max_norm,
             self.quarantine_after,

@@ -32,7 +32,6 @@ class Hello:
     """What a standby learns first.
 
     term: the primary's term.
-    is_sync: the primary replicates synchronously.
     job: name of the job; empty if unknown.
     coordinator: address of shard 0; empty if unknown.
     standbys: addresses of the standbys, by shard.
@@ -42,7 +41,6 @@ class Hello:
     """
 
     term: int
-    is_sync: bool
     job: str
     coordinator: str
     standbys: Sequence[str]
@@ -53,7 +51,7 @@ class Hello:
     def as_json(self) -> dict[str, Any]:
         values = {
             "term": self.term,
-            "sync": self.is_sync,
+            "sync": True,  # earlier releases read it
             "job": self.job,
             "coordinator": self.coordinator,
             "standbys": list(self.standbys),
@@ -81,7 +79,6 @@ class Hello:
             facts = CoordinatorFacts(values["generation"], snapshot, newest, values["layout"])
         return cls(
             values["term"],
-            values["sync"],
             values["job"],
             values["coordinator"],
             values["standbys"],

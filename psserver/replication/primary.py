@@ -6,7 +6,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Never, TypeVar
+from typing import Never
 
 from pscommon.core.errors import MismatchError, UnreachableError
 from pscommon.telemetry.logs import get_logger
@@ -36,8 +36,6 @@ CHECKSUM_EVERY_VERSIONS = 100
 
 MAX_QUEUED_BYTES = 256 << 20
 """Bytes in flight to a standby above which senders wait."""
-
-T = TypeVar("T")
 
 log = get_logger(__name__)
 
@@ -72,7 +70,7 @@ class PrimaryReplicator:
         self._queued_nbytes = 0  # without the initial state: no sender waits for that
         self._state_end = 0
         self._ended = threading.Event()
-        self._ticker = threading.Thread(target=self._tick_forever, name="shipping", daemon=True)
+        self._ticker = threading.Thread(target=self._tick_forever, name="replication", daemon=True)
 
     def start(self) -> None:
         self._ticker.start()
@@ -154,15 +152,10 @@ class PrimaryReplicator:
 
     def wait_for_standby(self, sent: tuple[int, int]) -> None:
         with self._changed:
-            while not self._can_reply(*sent):
+            while not self._machine.can_reply(*sent):
                 self._check()
                 self._changed.wait(TICK_SECONDS)
         self._check()
-
-    def _can_reply(self, link_id: int, number: int) -> bool:
-        return self._use_lease(
-            lambda: self._machine.can_reply(link_id, number, time.monotonic()), False
-        )
 
     def _check(self) -> None:
         """End the process if it is no longer primary.
@@ -174,15 +167,14 @@ class PrimaryReplicator:
                 "" if self._machine.is_handover_complete else self._machine.deposed_reason
             )
 
-    def _use_lease(self, action: Callable[[], T], otherwise: T) -> T:
+    def _use_lease(self, action: Callable[[], None]) -> None:
         """Run an action; treat a lease that cannot be read or written as lost."""
         try:
-            return action()
+            action()
         except (OSError, ValueError, TypeError) as error:
             self._machine.deposed_reason = (
                 f"the failover lock cannot be used, so this server is no longer primary: {error}"
             )
-            return otherwise
 
     def reset(self, why: str) -> None:
         with self._changed:
@@ -299,7 +291,7 @@ class PrimaryReplicator:
         machine = self._machine
         with self._changed:
             before = machine.phase
-            self._use_lease(lambda: machine.acknowledge(link_id, number, time.monotonic()), None)
+            self._use_lease(lambda: machine.acknowledge(link_id, number, time.monotonic()))
             self._check()
             if machine.phase is ReplicationPhase.IN_SYNC and before is not ReplicationPhase.IN_SYNC:
                 log.info("standby_in_sync", standby=self._address, term=machine.term)
@@ -313,7 +305,7 @@ class PrimaryReplicator:
 
     def _drop_link(self, link_id: int) -> None:
         was_connected = self.has_standby
-        self._use_lease(lambda: self._machine.drop_link(link_id), None)
+        self._use_lease(lambda: self._machine.drop_link(link_id))
         self._handle_link_state(was_connected)
 
     def _handle_link_state(self, was_connected: bool) -> None:
@@ -349,6 +341,6 @@ class PrimaryReplicator:
         while not self._ended.wait(TICK_SECONDS):
             with self._changed:
                 was_connected = self.has_standby
-                self._use_lease(lambda: self._machine.tick(time.monotonic()), None)
+                self._use_lease(lambda: self._machine.tick(time.monotonic()))
                 self._handle_link_state(was_connected)
             self._metrics.set_standby(self.state == "in sync", self.unacknowledged)

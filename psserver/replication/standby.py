@@ -117,7 +117,6 @@ class Standby:
             raise PSError(
                 "cannot become primary: the last record of the former primary could not be applied"
             )
-        self._wait_for_silence()
         log.warning(
             "standby_promoted", term=self._promoted.term, version=self._standby_state.version
         )
@@ -152,10 +151,6 @@ class Standby:
     @property
     def _why_suffix(self) -> str:
         return f" ({self._why})" if self._why else ""
-
-    def _wait_for_silence(self) -> None:
-        """Under asynchronous replication: wait until the former primary's lease has ended."""
-        time.sleep(self._failover.reply_delay_seconds)
 
     def _follow(self) -> None:
         """Follow one connection until it ends; then take over if the primary has been silent long
@@ -230,7 +225,7 @@ class Standby:
                 log.info("primary_state_loaded", version=self._standby_state.version)
 
     def _begin(self, hello: Hello) -> None:
-        if not self._failover.begin_loading(hello.term, hello.is_sync):
+        if not self._failover.begin_loading(hello.term):
             raise UnreachableError(
                 f"{self.primary} is no longer primary: its term is only {hello.term}",
                 "NOT_PRIMARY",

@@ -193,7 +193,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Program, Pro
         programs.script(SCRIPT)
         first = local(programs, *text, "train.py", address)
         json_log = ("--log-level", "warning", "--log-format", "json")
-        second = local(programs, "--threads", 1, "--malloc", "system", *json_log, "train.py")
+        second = local(programs, "--threads", 1, *json_log, "train.py")
         assert (first.wait(), second.wait()) == (0, 0), first.output + second.output
         yield first, second
 
@@ -214,10 +214,9 @@ def test_threads(two: tuple[Program, Program]) -> None:
 
 
 @pytest.mark.full
-@worker_setting("malloc")
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc has these settings")
-def test_malloc(two: tuple[Program, Program]) -> None:
-    assert [found(worker)["mapped"] for worker in two] == [False, True]
+def test_large_buffers_are_reused(two: tuple[Program, Program]) -> None:
+    assert [found(worker)["mapped"] for worker in two] == [False, False]
 
 
 @worker_setting("metrics_bind")

@@ -37,7 +37,7 @@ from tests.support.settings_coverage import settings_with_test
 from tests.support.sources import ROOT, packages
 
 SERVED_TOGETHER = {"shard": ("shard", "shards")}
-OF_THE_PROCESS = {"log_level", "log_format", "threads", "malloc", "metrics_bind", "optimizers"}
+OF_THE_PROCESS = {"log_level", "log_format", "threads", "metrics_bind", "optimizers"}
 OF_THE_FIRST_RELEASE = {"sgd", "adam", "adamw", "adagrad", "rmsprop"}
 OPTIMIZER_ROW = re.compile(
     r"^\| (`\w+`(?:, `\w+`)*) \| `(?:torch\.optim|psworker)\.(.*)", re.MULTILINE

@@ -17,15 +17,12 @@ import psworker
 from pscommon.snapshot import SnapshotDirectory
 from psworker import Client
 from tests.support.cluster import Cluster
-from tests.support.malloc_probe import MAPPED
 from tests.support.ports import free_ports
 from tests.support.programs import Program, Programs, programs_in
 from tests.support.settings_coverage import run_setting
 
 # Prints what it observes of the job, then trains for four steps.
-SCRIPT = (
-    MAPPED
-    + """
+SCRIPT = """
 import json, os, sys, urllib.request
 import numpy as np, torch, psworker
 from contextlib import closing
@@ -53,13 +50,12 @@ with psworker.Client() as client:
         for address in sys.argv[1:]
     ]
     environment = {name: os.environ.get(name) for name in VARIABLES}
-    environment |= {"mapped": mapped(), "second": second()}
+    environment["second"] = second()
     facts = {"threads": torch.get_num_threads(), "lease": joined.lease_ms, "alive": alive}
     print(json.dumps({**client.status(), **facts, **environment}))
     for _ in range(4):
         client.push({"w": np.ones(100)})
 """
-)
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +77,7 @@ def chosen(programs: Programs) -> Program:
         "logs --policy ssp --staleness 3 --max-staleness 9 --min-workers 1 --lease 77s --job "
         "otter --data-dir job --snapshot-every 1steps --snapshot-keep 2 --resume never "
         f"--connect-timeout 33s --device cpu --threads 2 --metrics-bind {metrics[0]} --log-level "
-        "warning --log-format json --lanes grpc --overlap on --malloc system --in-flight 448"
+        "warning --log-format json --lanes grpc --overlap on --in-flight 448"
     )
     return require_success(programs.run("ps-run", *line.split(), "train.py", *metrics))
 
@@ -91,7 +87,7 @@ def fault_settings(programs: Programs) -> Program:
     """A run with all settings for faults."""
     line = (
         "--workers 2 --min-workers 1 --progress-timeout 66s --on-worker-loss wait:44s "
-        "--backup-workers 1 --late-gradients drop --bad-gradients skip --max-norm 1e9 "
+        "--backup-workers 1 --bad-gradients skip --max-norm 1e9 "
         "--quarantine-after 5 --data-dir careful --durability log --log-fsync no"
     )
     return require_success(programs.run("ps-run", *line.split(), "train.py"))
@@ -146,7 +142,6 @@ OBSERVED: dict[str, tuple[str, Any, Any]] = {
     "threads": ("threads", 2, 1),
     "lanes": ("PS_LANES", "grpc", "auto"),
     "overlap": ("PS_OVERLAP", "on", "off"),
-    "malloc": ("mapped", True, False),
     "in_flight": ("second", False, True),  # a push has 832 bytes, at most 448 on one of two servers
     "metrics_bind": ("alive", [200, 200, 200], []),
 }
@@ -167,7 +162,6 @@ FAULT_SETTINGS: dict[str, tuple[Any, Any]] = {
     "on_worker_loss": ("wait:44", "shrink"),
     "progress_timeout": (66.0, None),
     "backup_workers": (1, 0),
-    "late_gradients": ("drop", "return"),
     "bad_gradients": ("skip", "abort"),
     "max_norm": (1e9, None),
     "quarantine_after": (5, None),

@@ -61,7 +61,8 @@ class SimStandby:
     """The records that a standby has received.
 
     acknowledged: number of records whose results other processes may know.
-    lacks_records: records may be missing whose results other processes know (--shipping async).
+    lacks_records: records may be missing whose results other processes know, as after a promotion
+        without --failover-lock.
     """
 
     def __init__(self, state: Iterable[StateRecord]) -> None:

@@ -85,9 +85,8 @@ class FailoverWorld:
 
     Attributes:
         follows_lower_terms: Whether clients accept lower terms (a planted bug).
-        has_lock: Whether there is a failover lock. Without it no process is killed, and only an
-            operator promotes a standby.
-        sync: Whether the primaries use sync replication.
+        has_lock: Whether there is a failover lock. Without it only an operator promotes a standby,
+            also one that lacks rounds of a primary that went on alone.
         published: Record, primary and term of each round whose reply has left.
         received_replies: Record and term of each round that a client has received.
         highest_term: Highest term that a client has received.
@@ -104,7 +103,6 @@ class FailoverWorld:
         for name, value in classes.items():
             setattr(self, name, value)
         self.rng = random.Random(seed)
-        self.is_sync = seed % 2 == 0
         self.lease, self.now, self.event_count = MemoryLease() if self.has_lock else None, 0.0, 0
         self.queue: list[tuple[float, int, Callable[[], None]]] = []
         self.links_cut_until = 0.0
@@ -117,13 +115,11 @@ class FailoverWorld:
         first = PrimaryRecord(1, "p0")
         if self.lease is not None:
             self.lease.swap(None, first)
-        self.add(
-            Process("p0", replication=self.replication_class(first, self.lease, self.is_sync, 0.0))
-        )
+        self.add(Process("p0", replication=self.replication_class(first, self.lease, 0.0)))
         self.add_standby()
         self.send_requests()
         for _ in range(self.rng.randint(1, 5)):
-            kill = self.kill if self.has_lock else self.hand_over_all
+            kill = self.kill if self.has_lock else self.replace_primary
             fault = self.rng.choice(
                 [kill, self.stop, self.stop, self.cut_links, self.hand_over_all]
             )
@@ -243,7 +239,7 @@ class FailoverWorld:
         replication = process.replication
         assert replication is not None
         for reply in list(process.pending_replies):
-            if replication.can_reply(reply.link_id, reply.link_position, self.now):
+            if replication.can_reply(reply.link_id, reply.link_position):
                 process.pending_replies.remove(reply)
                 for number in (
                     *range(len(self.published) + 1, reply.number),
@@ -262,14 +258,13 @@ class FailoverWorld:
             process.name,
             number,
         )
-        if self.is_sync or (known is not None and known[2] == term):
-            check(
-                known is None or known[0] == record,
-                "round {} was closed with {} and with {}",
-                number,
-                known,
-                record,
-            )
+        check(
+            known is None or known[0] == record,
+            "round {} was closed with {} and with {}",
+            number,
+            known,
+            record,
+        )
         self.published[number] = (record, process.name, term)
         delay = 0.01 if self.rng.random() < 0.9 else self.rng.random() * 5.0
         self.after(delay, lambda: self.receive_reply(number, record, term))
@@ -334,7 +329,7 @@ class FailoverWorld:
         failover = process.failover
         if failover is None:
             return
-        if not failover.begin_loading(term, self.is_sync):
+        if not failover.begin_loading(term):
             process.source_link = ("", 0)
             return
         process.records = state
@@ -365,9 +360,7 @@ class FailoverWorld:
         assert failover is not None
 
         def start_as_primary() -> None:
-            process.replication = self.replication_class(
-                primary_record, self.lease, self.is_sync, self.now
-            )
+            process.replication = self.replication_class(primary_record, self.lease, self.now)
             if failover.is_complete:
                 for number, (record, name, _) in self.published.items():
                     current = (
@@ -393,12 +386,12 @@ class FailoverWorld:
                 for other in others:
                     assert other.replication is not None
                     can_answer = other.stopped_until <= self.now and other.replication.can_reply(
-                        0, 0, self.now
+                        0, 0
                     )
                     check(not can_answer, "{} and {} can both answer", process.name, other.name)
             self.add_standby()
 
-        self.after(failover.reply_delay_seconds, self.on(process, start_as_primary))
+        self.after(0.0, self.on(process, start_as_primary))
 
     # ---- clients and faults
 
@@ -424,6 +417,21 @@ class FailoverWorld:
             self.add_standby()
         elif any(each.failover and each.failover.has_state for each in standbys):
             victim.is_alive = False
+
+    def replace_primary(self) -> None:
+        """Let the primary go on alone. Then kill it and promote its standby, as an operator may."""
+        self.links_cut_until = self.now + 5.0
+        self.after(4.0, self.promote_outdated)
+
+    def promote_outdated(self) -> None:
+        is_alive = [each for each in self.processes.values() if each.is_alive]
+        standby = next((p for p in is_alive if p.failover and p.failover.has_state), None)
+        if standby is None or standby.failover is None or standby.stopped_until > self.now:
+            return
+        for process in is_alive:
+            process.is_alive = process.replication is None
+        if (primary_record := standby.failover.take_over()) is not None:
+            self.promote(standby, primary_record)
 
     def stop(self) -> None:
         """Stop a process (SIGSTOP), for shorter or longer than the timeouts."""
@@ -496,7 +504,7 @@ class FailoverWorld:
             if p.replication is not None and current in (None, p.replication.primary_record)
         ]
         check(len(leading) <= 1, "the history ends with {} primaries", len(leading))
-        if leading and self.is_sync:
+        if leading:
             records = leading[0].records
             for number, (record, name, _) in self.published.items():
                 check(

@@ -33,8 +33,8 @@ class Scenario:
         policy_switches: Number of changes of the policy.
         bad_batch_interval: One of this number of pushes contains NaN; 0: none.
         standbys: Number of standbys that are started.
-        has_lagging_standbys: A standby may lack the newest records when it takes over
-            (--shipping async).
+        has_lagging_standbys: A standby may lack the newest records when an operator promotes it
+            without --failover-lock.
         reshards: Number of reshards.
         proves_deaths: The coordinator receives a proof soon after a worker is killed.
         hangs: Number of times that a script makes no call for a while.

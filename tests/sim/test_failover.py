@@ -28,16 +28,16 @@ def test_no_history_loses_a_published_record_or_has_two_primaries() -> None:
 
 
 @pytest.mark.full
-def test_handovers_without_a_lock_lose_nothing_and_leave_one_primary() -> None:
+def test_promotions_without_a_lock_leave_one_primary_and_handovers_lose_nothing() -> None:
     seen: Counter[str] = Counter()
     for seed in range(SEEDS):
         world = FailoverWorld(seed, has_lock=False).run()
-        assert world.takeovers == world.handovers
+        seen["outdated"] += world.takeovers > world.handovers
         seen["planned"] += world.handovers > 0
         seen["alone"] += world.ticks_alone > 0
         seen["rounds"] += len(world.published)
 
-    assert min(seen["planned"], seen["alone"]) > SEEDS // 10
+    assert min(seen["planned"], seen["alone"], seen["outdated"]) > SEEDS // 10
     assert seen["rounds"] > 50 * SEEDS
 
 
@@ -59,24 +59,8 @@ class ContinuesAloneWithoutTheSwap(ReplicationMachine):
 class RepliesBeforeAcknowledgement(ReplicationMachine):
     """Does not wait for its standby."""
 
-    def can_reply(self, link_id: int, number: int, now: float) -> bool:
+    def can_reply(self, link_id: int, number: int) -> bool:
         return not self.deposed_reason
-
-
-class RepliesAtOnce(FailoverMachine):
-    """Does not wait, in async mode, until the previous primary has read the primary record."""
-
-    @property
-    def reply_delay_seconds(self) -> float:
-        return 0.0
-
-
-class HandsOverTooEarly(ReplicationMachine):
-    """Reports a complete handover before the standby has all records."""
-
-    @property
-    def is_handover_complete(self) -> bool:
-        return self._handover_end is not None
 
 
 class ContinuesDuringHandover(ReplicationMachine):
@@ -92,7 +76,6 @@ class ContinuesDuringHandover(ReplicationMachine):
 
 
 MUTANTS: dict[str, dict[str, object]] = {
-    "a handover ends before the standby has all records": {"replication_class": HandsOverTooEarly},
     "a primary continues alone during a handover": {
         "replication_class": ContinuesDuringHandover,
         "has_lock": False,
@@ -104,8 +87,7 @@ MUTANTS: dict[str, dict[str, object]] = {
     "a reply leaves before the acknowledgement": {
         "replication_class": RepliesBeforeAcknowledgement
     },
-    "a lower term is followed": {"follows_lower_terms": True},
-    "a new primary replies at once": {"failover_class": RepliesAtOnce},
+    "a lower term is followed": {"follows_lower_terms": True, "has_lock": False},
 }
 
 

@@ -1,4 +1,4 @@
-"""Source text with which a process reports the effect of --malloc."""
+"""Source text with which a process reports whether it reuses large buffers."""
 
 MAPPED = """
 import ctypes

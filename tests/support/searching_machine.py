@@ -86,7 +86,8 @@ def reject_unfit(rounds: UpdateRounds, now: float) -> None:
             rounds._set_buffers(staged)
         elif limit is not None and behind > limit:
             rounds.reject(key, "STALE", f"computed from version {staged.base}, {behind} ago")
-            rounds._drop(staged if job.policy.backup and job.rules.late == "drop" else None)
+            if job.policy.backup and job.rules.late == "drop":
+                rounds._drop(staged)
         elif job.rules.max_norm and job.rules.bad_gradients != "clip":
             norm = job.pending.norm(key)
             if not norm <= job.rules.max_norm:

@@ -37,6 +37,13 @@ SOURCES = {
     ParameterSource.DEFAULT: "default",
 }
 
+REMOVED = {
+    "late_gradients": "the data of a late gradient are always returned",
+    "malloc": "memory is always tuned for large buffers",
+    "shipping": "replication is always synchronous",
+}
+"""Settings of earlier releases, and what holds since."""
+
 
 class Setting(NamedTuple):
     """One merged value.
@@ -146,6 +153,17 @@ class SettingsCommand(click.Command):
             name, params=[_config_option(), *options, *remaining.pop("arguments", ())], **remaining
         )
         click.version_option(package_name="paramserver", message="%(prog)s %(version)s")(self)
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse the command line; say of a removed flag why there is none."""
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            why = REMOVED.get(error.option_name.removeprefix("--").replace("-", "_"))
+            if why is None:
+                raise
+            problem = f"`{error.option_name}` was removed: {why}. Try: leave it out"
+            raise click.UsageError(problem, ctx) from error
 
     def invoke(self, ctx: click.Context) -> click.Context:
         """Return the context; the work starts outside of click and its context."""
@@ -277,6 +295,8 @@ def _spelled(values: Mapping[str, Any], known: Collection[str], where: str) -> d
     result: dict[str, Any] = {}
     for key, value in values.items():
         name = key.replace("-", "_")
+        if name in REMOVED:
+            raise ValueError(f"{key!r}{where} was removed: {REMOVED[name]}. Try: leave it out")
         if name not in known:
             raise ValueError(f"unknown key {key!r}{where}{_suggestion(name, known)}")
         if name in result:

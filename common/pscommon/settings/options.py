@@ -81,15 +81,6 @@ OVERLAP = Option(
     help="Overlap communication with backward and forward; see Job.optimizer.",
 )
 
-MALLOC = Option(
-    "--malloc",
-    section=LOCAL,
-    type=click.Choice(values.MALLOC),
-    default="tuned",
-    show_default=True,
-    help="Memory allocator settings: tuned (reuses large buffers) or system (glibc defaults).",
-)
-
 OPTIMIZERS = Option(
     "--optimizers",
     section=JOB,
@@ -148,7 +139,7 @@ WORKER_COUNT = Option(
 
 SERVER_JOB = (*POLICY, EXIT_WHEN_DONE, OPTIMIZERS)
 
-SERVER_LOCAL = (LANES, IN_FLIGHT, METRICS_BIND, THREADS, MALLOC)
+SERVER_LOCAL = (LANES, IN_FLIGHT, METRICS_BIND, THREADS)
 
 SERVER: tuple[Option, ...] = (
     *PLACEMENT,
@@ -171,7 +162,6 @@ WORKER: tuple[Option, ...] = (
     OVERLAP,
     THREADS,
     METRICS_BIND,
-    MALLOC,
     *LOGGING,
 )
 
@@ -181,7 +171,6 @@ FORWARDED_TO_SERVERS: tuple[Option, ...] = (
     *DURABILITY,
     LANES,
     IN_FLIGHT,
-    MALLOC,
 )
 
 FORWARDED_TO_WORKERS: tuple[Option, ...] = (
@@ -191,7 +180,6 @@ FORWARDED_TO_WORKERS: tuple[Option, ...] = (
     DEVICE,
     LANES,
     OVERLAP,
-    MALLOC,
 )
 
 RUN: tuple[Option, ...] = (

@@ -151,14 +151,6 @@ POLICY = (
         metavar="WORKERS",
     ),
     Option(
-        "--late-gradients",
-        section=JOB,
-        type=click.Choice(values.LATE_GRADIENTS),
-        default="return",
-        show_default=True,
-        help="With --backup-workers: return the data of a late gradient, or drop it.",
-    ),
-    Option(
         "--global-batch",
         section=JOB,
         type=COUNT,
@@ -262,13 +254,5 @@ STANDBY = (
         section=FAILOVER,
         type=FOLDER,
         help="Shared directory for the primary lease [default: failover by ps-ctl promote only].",
-    ),
-    Option(
-        "--shipping",
-        section=FAILOVER,
-        type=click.Choice(values.SHIPPING),
-        default="sync",
-        help="Replication mode: sync (acknowledge after the standby has it) or async "
-        "[default: sync].",
     ),
 )

@@ -17,22 +17,14 @@ else:
 Lanes = Literal["auto", "shm", "stream", "grpc"]
 LANES = ("auto", "shm", "stream", "grpc")
 
-Malloc = Literal["tuned", "system"]
-MALLOC = ("tuned", "system")
-
 Durability = Literal["snapshot", "log"]
 DURABILITY = ("snapshot", "log")
 
 LogFsync = Literal["always", "everysec", "no"]
 LOG_FSYNC = ("always", "everysec", "no")
-Shipping = Literal["sync", "async"]
-SHIPPING = ("sync", "async")
 
 BadGradients = Literal["skip", "abort", "clip"]
 BAD_GRADIENTS = ("skip", "abort", "clip")
-
-LateGradients = Literal["return", "drop"]
-LATE_GRADIENTS = ("return", "drop")
 
 UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
 

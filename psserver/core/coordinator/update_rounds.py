@@ -169,7 +169,8 @@ class UpdateRounds:
                 self._set_buffers(staged)
             elif limit is not None and behind > limit:
                 self.reject(key, "STALE", f"computed from version {staged.base}, {behind} ago")
-                self._drop(staged if job.policy.backup and job.rules.late == "drop" else None)
+                if job.policy.backup and job.rules.late == "drop":
+                    self._drop(staged)
             elif job.rules.max_norm and job.rules.bad_gradients != "clip":
                 norm = job.pending.norm(key)
                 if not norm <= job.rules.max_norm:
@@ -288,11 +289,10 @@ class UpdateRounds:
             text = f"{QUARANTINED} after {member.bad} bad gradients in a row, the last: {detail}"
             self.remove(member, WorkerState.LOST, text, now)
 
-    def _drop(self, push: Staged | None) -> None:
+    def _drop(self, push: Staged) -> None:
         """Commit the batches of a push that will not count, so that they are not dealt again."""
-        if push is not None:
-            self._job.ledger.drop(push.key.worker, push.batches)
-            self._participation.end_loops()
+        self._job.ledger.drop(push.key.worker, push.batches)
+        self._participation.end_loops()
 
     def reject(self, key: PushKey, reason: str, detail: str) -> None:
         job = self._job

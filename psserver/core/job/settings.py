@@ -33,8 +33,6 @@ class JobRules:
     lease: seconds without contact after which a worker is lost.
     every: when snapshots are due.
     on_loss: what happens when a worker is lost.
-    late: whether the batches of a push that missed its round are returned to the ledger or dropped
-        (see Policy.backup).
     bad_gradients: what happens to a gradient with NaN or Inf, or with a norm above max_norm. skip:
         drop it. clip: replace NaN and Inf by zeros, and scale the norm to max_norm. abort: end
         the job.
@@ -43,6 +41,8 @@ class JobRules:
     global_batch: samples of one update, for any number of workers; None: one batch of each worker.
     progress_timeout: seconds without a call of a worker's script after which the worker is dropped;
         None: never.
+    late: what becomes of the batches of a push that missed its round (see Policy.backup). Jobs
+        return them to the ledger. A log of an earlier release may say drop, and is replayed so.
     """
 
     policy: Policy
@@ -50,12 +50,12 @@ class JobRules:
     lease: float = 5.0
     every: SnapshotInterval = field(default_factory=SnapshotInterval)
     on_loss: WorkerLossMode = field(default_factory=WorkerLossMode)
-    late: Literal["return", "drop"] = "return"
     bad_gradients: Literal["skip", "abort", "clip"] = "abort"
     max_norm: float | None = None
     quarantine_after: int | None = None
     global_batch: int | None = None
     progress_timeout: float | None = None
+    late: Literal["return", "drop"] = "return"
 
     def as_json(self) -> dict[str, Any]:
         """Return the rules, JSON-ready; `from_json` is the inverse.

@@ -9,19 +9,15 @@ machine has no thread, clock or network; replication.py describes the primary's 
 States: loading, following (`has_state`), primary (after `take_over`).
 Events: a primary begins to send its state, a message arrives, the state is complete, time
 passes, a handover is complete.
-Invariants: a standby without the complete state never takes over. A standby that was in sync
-with a primary that used sync replication has all records whose replies have left. Otherwise it
-waits for `reply_delay_seconds` before its first reply, because the old primary may still reply.
+Invariants: a standby without the complete state never takes over. A standby that takes over by the
+swap, or after a handover, has all records whose replies have left. Without a lease store an
+operator may promote a standby that lacks some of them.
 """
 
 from psserver.core.shard.primary_lease import LeaseStore, PrimaryRecord
-from psserver.core.shard.replication import LEASE_MAX_AGE_SECONDS
 
 TAKEOVER_TIMEOUT_SECONDS = 2.0
 """Silence of the primary after which its standby tries to take over."""
-
-CLOCK_DRIFT_MARGIN_SECONDS = 0.15
-"""More than two clocks drift apart in LEASE_MAX_AGE_SECONDS."""
 
 
 def acquire_primary_record(lease: LeaseStore | None, address: str) -> PrimaryRecord | None:
@@ -47,7 +43,6 @@ class FailoverMachine:
         standby_id: Id of this process.
         address: Where it will serve as primary.
         term: Term of the primary that it follows.
-        sync: Whether that primary uses sync replication.
         has_state: Whether it has the complete state of that primary.
         is_handover_complete: Whether that primary has handed over, and this standby has all its
             records.
@@ -56,16 +51,15 @@ class FailoverMachine:
     def __init__(self, standby_id: str, address: str, lease: LeaseStore | None, now: float) -> None:
         self.standby_id, self.address = standby_id, address
         self.term = 0
-        self.sync = True
         self.has_state = self.is_handover_complete = False
         self._lease = lease
         self._last_contact_at = now
 
-    def begin_loading(self, term: int, sync: bool) -> bool:
+    def begin_loading(self, term: int) -> bool:
         """Start to load a primary's state. Return False for a primary of a lower term."""
         if term < self.term:
             return False
-        self.term, self.sync = term, sync
+        self.term = term
         self.has_state = self.is_handover_complete = False
         return True
 
@@ -107,11 +101,4 @@ class FailoverMachine:
     @property
     def is_complete(self) -> bool:
         """Whether no process knows more than this standby; meaningful after it took over."""
-        return self.is_handover_complete or (self.sync and self._lease is not None)
-
-    @property
-    def reply_delay_seconds(self) -> float:
-        """Time to wait before the first reply: the old primary may reply for so long."""
-        if self.is_complete or self._lease is None:
-            return 0.0
-        return LEASE_MAX_AGE_SECONDS + CLOCK_DRIFT_MARGIN_SECONDS
+        return self.is_handover_complete or self._lease is not None

@@ -15,7 +15,7 @@ The primary record (primary_lease.py) names the primary, its term and the standb
 changes by compare-and-swap alone: `holder` and `term` when a standby takes over, `in_sync` when a
 standby has caught up or is given up.
 
-Invariants with sync replication:
+Invariants:
 
 - A reply leaves the primary only after the standby has acknowledged the record. A standby in sync
   therefore knows everything that any client knows.
@@ -23,10 +23,6 @@ Invariants with sync replication:
   without its standby only after it has cleared that name. The two swaps exclude each other: the
   server whose swap fails is not primary, and ends without a reply.
 - After `begin_handover` no reply leaves that depends on a later record.
-
-With async replication replies do not wait for the standby. The primary reads the primary record
-instead, and replies only while its last read is at most LEASE_MAX_AGE_SECONDS old. A new primary
-waits for that time before its first reply (failover.py).
 
 The swap of the primary record has the role of the configuration service in Vertical Paxos
 (Lamport, Malkhi, Zhou, 2009).
@@ -44,10 +40,7 @@ STALLED_STANDBY_SECONDS = 30.0
 """Time after which a standby is given up that sends acknowledgements of no further records."""
 
 LEASE_CHECK_INTERVAL_SECONDS = 0.25
-LEASE_MAX_AGE_SECONDS = 0.5
-"""With async replication: time between two reads of the primary record, and the age up to which
-a read allows replies.
-"""
+"""Time between two reads of the primary record, which end a primary that an operator replaced."""
 
 
 class ReplicationPhase(Enum):
@@ -80,11 +73,8 @@ class ReplicationMachine:
         deposed_reason: Why this process is not primary any more; it then has to exit.
     """
 
-    def __init__(
-        self, primary_record: PrimaryRecord, lease: LeaseStore | None, sync: bool, now: float
-    ) -> None:
+    def __init__(self, primary_record: PrimaryRecord, lease: LeaseStore | None, now: float) -> None:
         self.primary_record = primary_record
-        self.sync = sync
         self.phase = ReplicationPhase.ALONE
         self.standby_id = ""
         self.link_id = self.last_sent = self.last_acknowledged = 0
@@ -173,18 +163,15 @@ class ReplicationMachine:
         if self.phase is not ReplicationPhase.ALONE and (is_stalled or is_silent):
             self.drop_link(self.link_id)
         if now - self._lease_read_at >= LEASE_CHECK_INTERVAL_SECONDS:
-            self._check_lease(now)
+            self._verify_primary()
+            self._lease_read_at = now
 
     # ---- replies ---------------------------------------------------------------------------------
 
-    def can_reply(self, link_id: int, number: int, now: float) -> bool:
+    def can_reply(self, link_id: int, number: int) -> bool:
         """Return whether a reply may leave that depends on this record of a link."""
         if self.deposed_reason or (self._handover_end is not None and number > self._handover_end):
             return False
-        if not self.sync:
-            if now - self._lease_read_at > LEASE_MAX_AGE_SECONDS:
-                self._check_lease(now)
-            return not self.deposed_reason
         if link_id != self.link_id or self.phase in (
             ReplicationPhase.ALONE,
             ReplicationPhase.LOADING,
@@ -217,10 +204,6 @@ class ReplicationMachine:
             return False
         self.primary_record = new
         return True
-
-    def _check_lease(self, now: float) -> None:
-        self._verify_primary()
-        self._lease_read_at = now
 
     def _verify_primary(self) -> None:
         if self._lease is not None and self._lease.read() != self.primary_record:

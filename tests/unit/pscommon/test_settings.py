@@ -321,7 +321,6 @@ BAD_VALUES = [
     ("server", "--in-flight", "0", "is not a number of bytes"),
     ("server", "--in-flight", "lots", "is not a number of bytes"),
     ("server", "--lanes", "udp", "'auto', 'shm', 'stream', 'grpc'"),
-    ("server", "--malloc", "jemalloc", "'tuned', 'system'"),
     ("worker", "--lanes", "udp", "'auto', 'shm', 'stream', 'grpc'"),
     ("worker", "--overlap", "yes", "'off', 'on'"),
     ("run", "--in-flight", "-1", "is not a number of bytes"),
@@ -375,3 +374,14 @@ def test_merged_values_can_be_shown() -> None:
 
     assert json.loads(json.dumps(shown))["snapshot_every"] == "600s"
     assert shown["shard"] == "0/1"
+
+
+REMOVED = [("server", "--late-gradients"), ("server", "--shipping"), ("worker", "--malloc")]
+
+
+@pytest.mark.parametrize(("table", "flag"), REMOVED)
+def test_a_removed_setting_is_refused_by_name(table: str, flag: str, tmp_path: Path) -> None:
+    (file := tmp_path / "ps.toml").write_text(f"{flag.removeprefix('--')} = 'sync'")
+
+    assert f"`{flag}` was removed: " in refusal(table, flag, "sync")
+    assert "was removed: " in refusal(table, "--config", str(file))

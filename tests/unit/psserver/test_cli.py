@@ -129,6 +129,20 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "and in IPv6": ({"bind": "[::]:1"}, "--advertise"),
     "snapshots into nowhere": ({"snapshot_every": SnapshotEvery(steps=1)}, "--data-dir"),
     "a version of nothing": ({"resume": 3}, "--resume 3"),
+    "a log into nowhere": ({"durability": "log"}, "--data-dir"),
+    "a port in no folder": ({"port_file": Path("/missing/port")}, "--port-file /missing/port"),
+    "backup workers of no round": (
+        {"policy": "async", "backup_workers": 1},
+        "--backup-workers 1 excludes `--policy async`",
+    ),
+    "samples of no round": (
+        {"policy": "async", "global_batch": 8},
+        "--global-batch 8 excludes `--policy async`",
+    ),
+    "samples without some workers": (
+        {"global_batch": 8, "backup_workers": 1},
+        "--global-batch excludes --backup-workers",
+    ),
 }
 
 

@@ -19,11 +19,11 @@ def test_settings_survive_json() -> None:
         7.0,
         SnapshotInterval(steps=9),
         WorkerLossMode("wait", 4.0),
-        "drop",
         "clip",
         2.5,
         6,
         None,
+        late="drop",
     )
 
     assert JobRules.from_json(json.loads(json.dumps(rules.as_json()))) == rules

@@ -77,7 +77,6 @@ SERVER_VALUES = {
     "min_workers": "1",
     "on_worker_loss": "wait:2.5",
     "backup_workers": "1",
-    "late_gradients": "drop",
     "global_batch": "64",
     "bad_gradients": "clip",
     "max_norm": "2.5",
@@ -93,7 +92,6 @@ SERVER_VALUES = {
     "resume": "17",
     "lanes": "grpc",
     "in_flight": "3000000",
-    "malloc": "system",
     "optimizers": "json",
     "save": "/weights.safetensors",
 }
