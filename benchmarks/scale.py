@@ -53,6 +53,7 @@ QUICK = Scale(
     small_pieces=100,
     pulls=100,
     growth=(1, 2, 4),
+    networks=("mlp",),
     network_steps=3,
     no_tensorflow="not in a quick run",
 )
