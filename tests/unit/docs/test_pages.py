@@ -127,6 +127,15 @@ def test_the_tests_named_in_faults_exist() -> None:
     assert not missing
 
 
+def test_the_rows_of_faults_are_short() -> None:
+    """At most 40 words, with the names of the tests."""
+    rows = (ROOT / "FAULTS.md").read_text(encoding="utf-8").splitlines()
+
+    assert not [
+        row for row in rows if row.startswith("|") and len(row.replace("|", " ").split()) > 40
+    ]
+
+
 @pytest.mark.parametrize(
     ("page", "new", "changed", "claim"),
     [
