@@ -2,6 +2,7 @@
 
 KIND "reduce": all_reduce of as many bytes. "adam": then the mean, and torch's fused Adam, in
 each process. "ddp": DistributedDataParallel trains the setup's network, with the same Adam.
+"ddp_plain": with Adam as torch has it without `fused`.
 """
 
 import os
@@ -10,6 +11,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from functools import partial
 from itertools import count
 from pathlib import Path
 
@@ -55,10 +57,10 @@ def adam(setup: Setup) -> Work:
     return work, lambda updates: check_weights(parameter.detach()[[0, -1]].numpy(), setup, updates)
 
 
-def ddp(setup: Setup) -> Work:
+def ddp(setup: Setup, fused: bool = True) -> Work:
     """An ordinary script. The ranks must have the same weights after each turn."""
     model = DistributedDataParallel(network(setup.network), gradient_as_bucket_view=True)
-    optimizer = torch.optim.Adam(model.parameters(), lr=setup.rate, fused=True)
+    optimizer = torch.optim.Adam(model.parameters(), lr=setup.rate, fused=fused)
     data = dataset()
     sampler = DistributedSampler(data)
     loader = DataLoader(data, setup.batch, sampler=sampler)
@@ -90,7 +92,8 @@ def member(kind: str, setup: Setup, store: str, rank: int) -> None:
     dist.init_process_group(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=setup.workers
     )
-    work, check = {"reduce": reduce, "adam": adam, "ddp": ddp}[kind](setup)
+    kinds = {"reduce": reduce, "adam": adam, "ddp": ddp, "ddp_plain": partial(ddp, fused=False)}
+    work, check = kinds[kind](setup)
     updates = 0
 
     def turn() -> Measurements:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from benchmarks.product import LANES
 from benchmarks.scale import Scale
 from benchmarks.setup import Setup
-from benchmarks.works.entrants import DDP, job, ours, peer
+from benchmarks.works.entrants import DDP, DDP_PLAIN, job, ours, peer
 from benchmarks.works.work import Lineup, Work
 
 NUMBERS = {"mlp": 5_297_418, "cnn": 1_199_882, "small": 4_780}
@@ -38,7 +38,10 @@ def lineup(scale: Scale, resources: ExitStack) -> Lineup:
         entries += [
             job(name(ours(lane), network), replace(setup, lanes=lane), "script") for lane in LANES
         ]
-        entries.append(peer(name(DDP, network), "gloo", setup, "ddp"))
+        entries += [
+            peer(name(DDP, network), "gloo", setup, "ddp"),
+            peer(name(DDP_PLAIN, network), "gloo", setup, "ddp_plain"),
+        ]
     return Lineup(entries)
 
 
@@ -46,6 +49,6 @@ WORK = Work(
     "training",
     "A step of a training script: a batch of 32 pictures from the loader, forward, backward, Adam. "
     "2 workers of one thread each, sync, 1 server, all on this machine; beside "
-    "DistributedDataParallel over gloo with 2 ranks and a fused Adam in each.",
+    "DistributedDataParallel over gloo with 2 ranks, Adam fused in each or as it is by default.",
     lineup,
 )

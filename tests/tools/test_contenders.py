@@ -125,7 +125,8 @@ def test_training_beside_ddp() -> None:
     )
 
     assert turn(job("ours", setup, "script"))["server_shared"] > 0
-    assert turn(peer("peer", "gloo", setup, "ddp"))["loopback"] > 2 * nbytes
+    for kind in ("ddp", "ddp_plain"):
+        assert turn(peer("peer", "gloo", setup, kind))["loopback"] > 2 * nbytes
 
 
 @pytest.mark.parametrize("name", NETWORKS)
