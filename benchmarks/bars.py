@@ -251,6 +251,10 @@ def _small_step(lane: str) -> list[Bar]:
     ]
 
 
+def _arrays(lane: str, limit: float) -> Bar:
+    return versus(19, "small_step", ours(lane, "arrays"), CALL, limit)
+
+
 def _decisions(policy: str) -> list[Bar]:
     few, some, many, servers = (decisions.name(policy, *size) for size in decisions.SIZES)
     return [
@@ -284,6 +288,8 @@ BARS: tuple[Bar, ...] = tuple(
             ),
             *_small_step("stream"),
             *_small_step("shm"),
+            _arrays("stream", 1.0),
+            _arrays("shm", 0.9),
             memory_bar("memory_crowd", memory.MANY),
             hidden(),
             same_weights(),

@@ -10,6 +10,7 @@ from benchmarks.setup import BYTES_PER_MEGABYTE
 @dataclass(frozen=True)
 class Scale:
     """Sizes in bytes. small_pieces, pulls, steps, pushes, logged: pieces of work in one turn.
+    growth: numbers of workers. networks: of benchmarks.networks.
 
     tensorflow: the Python of an environment that has it; empty: TensorFlow is left out, because
     of `no_tensorflow`.
@@ -33,6 +34,9 @@ class Scale:
     logged: int = 9
     pushes: int = 192
     growth: tuple[int, ...] = (1, 2, 4, 8, 16)
+    joint: int = 10 * BYTES_PER_MEGABYTE
+    networks: tuple[str, ...] = ("mlp", "cnn", "small")
+    network_steps: int = 10
     sizes: tuple[tuple[int, ...], ...] = ((10**3, 10**4, 10**5, 10**6), (10**7, 10**8), (10**9,))
     link_megabits: int = 200
     linked: int = 5 * BYTES_PER_MEGABYTE
@@ -43,7 +47,16 @@ class Scale:
 
 
 FULL = Scale("full", rounds=11)
-QUICK = Scale("quick", rounds=7, small_pieces=100, pulls=100, no_tensorflow="not in a quick run")
+QUICK = Scale(
+    "quick",
+    rounds=7,
+    small_pieces=100,
+    pulls=100,
+    growth=(1, 2, 4),
+    networks=("mlp",),
+    network_steps=3,
+    no_tensorflow="not in a quick run",
+)
 TINY = Scale(
     "tiny",
     rounds=2,
@@ -62,6 +75,9 @@ TINY = Scale(
     logged=2,
     pushes=4,
     growth=(1, 2),
+    joint=400_000,
+    networks=("small",),
+    network_steps=1,
     sizes=((1_000,), (BYTES_PER_MEGABYTE,), (2 * BYTES_PER_MEGABYTE,)),
     linked=200_000,
     linked_steps=2,

@@ -18,7 +18,8 @@ class Setup:
     more where one is too short to be timed. servers, workers, policy, lanes: of a job of ours;
     lanes is "grpc" or "shm". in_flight: the servers' budget in bytes; 0 leaves the default.
     clients: in each worker's process, where one stands for many. batch: samples a step, where a
-    network is really trained. overlap: push while gradients are still being computed.
+    network is really trained. network: which of benchmarks.networks; empty: layers of equal size.
+    overlap: push while gradients are still being computed.
     durability: "snapshot" or "log", on a disk; empty: nothing is written. fsync: of the log.
     standby: of the only server. clips: updates keep to a clip norm, which none exceeds.
     """
@@ -34,6 +35,7 @@ class Setup:
     in_flight: int = 0
     clients: int = 1
     batch: int = 64
+    network: str = ""
     overlap: bool = False
     durability: str = ""
     fsync: str = "everysec"

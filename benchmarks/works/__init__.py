@@ -18,7 +18,9 @@ from benchmarks.works import (
     snapshots,
     standby,
     tail,
+    training,
     two_workers,
+    workers,
 )
 from benchmarks.works.work import Work
 
@@ -30,6 +32,9 @@ WORKS: tuple[Work, ...] = (
     many_tensors.WORK,
     tail.WORK,
     growth.WORK,
+    training.WORK,
+    workers.SMALL,
+    workers.LARGE,
     decisions.WORK,
     phases.WORK,
     sizes.SMALL,

@@ -1,6 +1,7 @@
 """Numbers 1, 2 and 6: a large model's gradients to a server and its new weights back."""
 
 from contextlib import ExitStack
+from dataclasses import replace
 
 from benchmarks.product import LANES
 from benchmarks.scale import Scale
@@ -30,7 +31,7 @@ def lineup(scale: Scale, resources: ExitStack) -> Lineup:
     entries += [
         peer(STREAM, "grpc_stream", setup),
         peer(TCP, "plain_tcp", setup),
-        peer(GLOO, "gloo", setup, "reduce"),
+        peer(GLOO, "gloo", replace(setup, workers=2), "reduce"),
         peer(COPY, "shared_copy", setup),
         # threads of TensorPipe poll: a core for each of its processes
         *(

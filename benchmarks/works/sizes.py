@@ -42,7 +42,7 @@ def entries_of(scale: Scale, nbytes: int) -> list[Entry]:
         *lanes,
         tcp,
         peer(sized(STREAM, nbytes), "grpc_stream", setup),
-        peer(sized(GLOO, nbytes), "gloo", setup, "reduce"),
+        peer(sized(GLOO, nbytes), "gloo", replace(setup, workers=2), "reduce"),
         peer(sized(RPC_TCP, nbytes), "torch_rpc", setup, "tcp", spins=True),
     ]
 

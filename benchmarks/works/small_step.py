@@ -9,7 +9,7 @@ from benchmarks.works.entrants import CALL, TCP, job, no_tensorflow, ours, peer,
 from benchmarks.works.work import Lineup, Work
 
 TENSORS = "26"
-LEVELS = {"modules": "optimizer.step", "loader": "optimizer.step with a loader"}
+LEVELS = {"arrays": "arrays", "modules": "optimizer.step", "loader": "optimizer.step with a loader"}
 """Kinds of workers, and what they are called in the results."""
 
 
@@ -45,9 +45,10 @@ def lineup(scale: Scale, resources: ExitStack) -> Lineup:
 
 WORK = Work(
     "small_step",
-    "A step of a 50 kB model in 26 arrays (async, SGD, 1 worker), with one and with two servers. "
-    "optimizer.step() of a torch model is measured with one server, alone and with a batch of "
-    "`job.batches` for each step. The bare call moves 50 kB each way; plain TCP also applies SGD.",
+    "A step of a 50 kB model in 26 arrays (async, SGD, 1 worker), with one and with two servers, "
+    "from flat buffers. With one server also push_pull of 26 numpy arrays, and optimizer.step() of "
+    "a torch model, alone and with a batch of `job.batches` for each step. The bare call moves "
+    "50 kB each way; plain TCP also applies SGD.",
     lineup,
     quick=True,
 )

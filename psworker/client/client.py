@@ -159,7 +159,7 @@ class Client(ClientFacts):
         second call with the same arguments counts it once.
 
         Args:
-            gradients: By name. A tensor that is missing or None got no gradient: its optimizer
+            grads: By name. A tensor that is missing or None got no gradient: its optimizer
                 state stays as it is. Buffers may be among them, with their new values.
             samples: Weight in the average of a round.
 

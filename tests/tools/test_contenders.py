@@ -11,13 +11,14 @@ import pytest
 
 from benchmarks import link
 from benchmarks.contenders.exchange import check_weights
+from benchmarks.networks import NETWORKS, dataset, differentiate, network
 from benchmarks.product import LANES
 from benchmarks.rounds import Entry, measure
 from benchmarks.scale import TINY
 from benchmarks.setup import Setup
 from benchmarks.shapes import shapes
 from benchmarks.speaker import ROOT, Measurements, Speaker
-from benchmarks.works import entrants
+from benchmarks.works import entrants, training
 from benchmarks.works.entrants import job, peer
 from psworker.session.step_stats import PHASES
 
@@ -108,12 +109,34 @@ def test_grpc_streams_of_two_workers() -> None:
     assert measured["server_cpu"] >= 0
 
 
-@pytest.mark.parametrize("kind", ["reduce", "adam"])
-def test_gloo_reduces(kind: str) -> None:
-    """A sum of two processes moves each byte twice."""
-    assert (
-        turn(peer("peer", "gloo", Setup(NBYTES, optimizer="adam"), kind))["loopback"] > 2 * NBYTES
+@pytest.mark.parametrize(("kind", "workers"), [("reduce", 2), ("reduce", 3), ("adam", 2)])
+def test_gloo_reduces(kind: str, workers: int) -> None:
+    """A sum of N processes moves each byte at least 2 (N - 1) times."""
+    setup = Setup(NBYTES, optimizer="adam", workers=workers)
+
+    assert turn(peer("peer", "gloo", setup, kind))["loopback"] > 2 * (workers - 1) * NBYTES
+
+
+def test_training_beside_ddp() -> None:
+    """Both train the same network. DDP moves each gradient twice."""
+    nbytes = 4 * training.NUMBERS["small"]
+    setup = Setup(
+        nbytes, "1", "adam", pieces=3, workers=2, batch=4, lanes=LANES[-1], network="small"
     )
+
+    assert turn(job("ours", setup, "script"))["server_shared"] > 0
+    for kind in ("ddp", "ddp_plain"):
+        assert turn(peer("peer", "gloo", setup, kind))["loopback"] > 2 * nbytes
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_networks_have_their_size(name: str) -> None:
+    """They can be differentiated, too."""
+    model = network(name)
+    differentiate(model, dataset()[:2])
+
+    assert sum(parameter.numel() for parameter in model.parameters()) == training.NUMBERS[name]
+    assert all(parameter.grad is not None for parameter in model.parameters())
 
 
 def test_shared_memory_copy() -> None:

@@ -10,7 +10,7 @@ import psworker
 from pscommon.settings import options
 from pscommon.settings.environment import OTHERS
 from psworker.ctl.cli import ps_ctl
-from tests.support.documentation_pages import ROOT, pages, prose
+from tests.support.documentation_pages import ROOT, blocks, pages, prose
 from tests.support.prometheus_queries import ALERTS
 
 LINK = re.compile(r"\]\((?!https?:|mailto:|#)([^)\s#]+)")
@@ -125,6 +125,35 @@ def test_the_tests_named_in_faults_exist() -> None:
                 missing.append(name)
 
     assert not missing
+
+
+def test_the_rows_of_faults_are_short() -> None:
+    """At most 40 words, with the names of the tests."""
+    rows = (ROOT / "FAULTS.md").read_text(encoding="utf-8").splitlines()
+
+    assert not [
+        row for row in rows if row.startswith("|") and len(row.replace("|", " ").split()) > 40
+    ]
+
+
+@pytest.mark.parametrize(
+    ("page", "new", "changed", "claim"),
+    [
+        ("README.md", 5, 3, "five new lines, three changed"),
+        ("docs/tutorial.md", 7, 4, "seven lines are new and four changed"),
+    ],
+)
+def test_pages_count_the_lines_that_a_job_needs(
+    page: str, new: int, changed: int, claim: str
+) -> None:
+    """Every line of the example that names psworker, the job or its loader is marked."""
+    (script,) = (block.text for block in blocks(ROOT / page) if block.title == "train.py")
+    lines = re.findall(r"^.*\b(?:psworker|job|loader\.skipped)\b.*$", script, re.M)
+
+    assert claim in (ROOT / page).read_text(encoding="utf-8")
+    assert sum("  # new" in line for line in lines) == new
+    assert sum("  # changed" in line for line in lines) == changed
+    assert len(lines) == new + changed
 
 
 def test_pages_have_their_maximal_length() -> None:
