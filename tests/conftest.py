@@ -1,5 +1,6 @@
 """Tiers of the test suite, and how its processes share the machine: tests/README.md."""
 
+import gc
 import os
 import shutil
 import signal
@@ -18,6 +19,8 @@ from tests.support.process_slots import ProcessSlots, slots_of
 TESTS = Path(__file__).parent
 FULL_TIER = {"faults", "process", "tools"}
 """Folders that only `make test-all` runs."""
+PARSING_TESTS = "law"
+"""The folder of the tests that parse all sources, in one process of pytest-xdist."""
 SMOKE_TESTS = "smoke"
 """The folder of the process tests that `make test` runs."""
 
@@ -102,6 +105,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         number[name] += 1
         if measures_time(item):
             item.add_marker(pytest.mark.xdist_group("timing"))
+        elif folder_of(item) == PARSING_TESTS:
+            item.add_marker(pytest.mark.xdist_group(PARSING_TESTS))
         elif shares_fixture(item):
             item.add_marker(pytest.mark.xdist_group(str(item.path.relative_to(TESTS))))
     items.sort(key=lambda item: 0 if measures_time(item) else 1 + starts_processes(item))
@@ -118,7 +123,12 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Check that pytest-xdist preserved the groups; it could drop them silently."""
+    """Exclude modules and tests from garbage collection, which would visit a million objects.
+
+    Check that pytest-xdist preserved the groups; it could drop them silently.
+    """
+    gc.collect()
+    gc.freeze()
     if not getattr(session.config.option, "loadgroup", False):
         return
     for item in session.items:
