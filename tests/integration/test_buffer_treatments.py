@@ -16,6 +16,7 @@ import psworker
 from pscommon.core.errors import FencedError, MismatchError
 from psworker import Job, OptimizerSpec
 from tests.support.cluster import Cluster
+from tests.support.fork_server import CONTEXT
 from tests.support.lanes import each_lane
 from tests.support.self_supervised import (
     WORKERS,
@@ -38,7 +39,9 @@ KINDS = (Moco, Byol)
 def states_of_ddp(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Named]:
     """Return the state of rank 0 after the training of each kind of model over gloo."""
     folder: Path = tmp_path_factory.mktemp("gloo")
-    torch.multiprocessing.spawn(train_with_gloo, (KINDS, folder), WORKERS)
+    torch.multiprocessing.start_processes(
+        train_with_gloo, (KINDS, folder), WORKERS, start_method=CONTEXT.get_start_method()
+    )
     return {kind.__name__: torch.load(folder / kind.__name__, weights_only=True) for kind in KINDS}
 
 
@@ -110,6 +113,7 @@ def assert_same(state: Named, model: nn.Module) -> None:
         torch.testing.assert_close(state[name], value, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.every(2)
 @each_lane
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_end_of_a_pass_keeps_what_the_script_has_made_of_a_teacher(
@@ -144,6 +148,7 @@ def test_pipelined_steps_keep_a_teacher(cluster: Make, tmp_path: Path) -> None:
     assert not torch.equal(model.teacher.weight, Byol().teacher.weight)
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("durability", ["snapshot", "log"])
 def test_a_resumed_run_continues_with_the_momentum_encoder(
