@@ -11,7 +11,8 @@ BIN := $(VENV)/bin
 TF_VENV := .venv-tf
 TEST_PROCESSES ?= 2
 # the order is that of tests/conftest.py; a test that crashes its process ends the run, or it would be started again
-PYTEST = $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadgroup --no-loadscope-reorder --max-worker-restart 0
+# byte code is kept, or each process of the suite would compile each module
+PYTEST = PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadgroup --no-loadscope-reorder --max-worker-restart 0
 CHAOS_MINUTES ?= 5
 TENSORFLOW ?= tensorflow-cpu==2.21.0
 # skipped by make test where the extras are missing

@@ -1,5 +1,6 @@
 """Tiers of the test suite, and how its processes share the machine: tests/README.md."""
 
+import gc
 import os
 import shutil
 import signal
@@ -18,6 +19,8 @@ from tests.support.process_slots import ProcessSlots, slots_of
 TESTS = Path(__file__).parent
 FULL_TIER = {"faults", "process", "tools"}
 """Folders that only `make test-all` runs."""
+PARSING_TESTS = "law"
+"""The folder of the tests that parse all sources, in one process of pytest-xdist."""
 SMOKE_TESTS = "smoke"
 """The folder of the process tests that `make test` runs."""
 
@@ -60,8 +63,10 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.fixture(autouse=True)
 def seeded() -> None:
     """Begin each test with the same seed, which loaders use by default."""
-    if "torch" in sys.modules:
-        sys.modules["torch"].manual_seed(0)
+    if torch := sys.modules.get("torch"):
+        torch.default_generator.manual_seed(0)  # torch.manual_seed takes a thousand times longer
+        if torch.cuda.is_initialized():
+            torch.cuda.manual_seed_all(0)
 
 
 def folder_of(item: pytest.Item) -> str:
@@ -102,6 +107,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         number[name] += 1
         if measures_time(item):
             item.add_marker(pytest.mark.xdist_group("timing"))
+        elif folder_of(item) == PARSING_TESTS:
+            item.add_marker(pytest.mark.xdist_group(PARSING_TESTS))
         elif shares_fixture(item):
             item.add_marker(pytest.mark.xdist_group(str(item.path.relative_to(TESTS))))
     items.sort(key=lambda item: 0 if measures_time(item) else 1 + starts_processes(item))
@@ -118,7 +125,13 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Check that pytest-xdist preserved the groups; it could drop them silently."""
+    """Collect garbage rarely, and never visit the modules and tests, a million objects.
+
+    Check that pytest-xdist preserved the groups; it could drop them silently.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(2_000, 10, 50)
     if not getattr(session.config.option, "loadgroup", False):
         return
     for item in session.items:

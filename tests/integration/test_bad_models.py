@@ -171,6 +171,7 @@ def test_a_gradient_of_another_shape_is_refused(
         assert counted(client.pull()) == 2
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("name", ["a", "b"])
 def test_a_non_finite_gradient_changes_no_shard(cluster: Make, name: str, value: float) -> None:

@@ -16,6 +16,7 @@ import psworker
 from pscommon.core.errors import FencedError, MismatchError
 from psworker import Job, OptimizerSpec
 from tests.support.cluster import Cluster
+from tests.support.fork_server import CONTEXT
 from tests.support.lanes import each_lane
 from tests.support.self_supervised import (
     WORKERS,
@@ -31,23 +32,29 @@ from tests.support.training_threads import real
 from tests.support.workers import connected, together, weights_of
 
 Make = Callable[..., Cluster]
+KINDS = (Moco, Byol)
 
 
-@pytest.fixture(scope="module", params=[Moco, Byol])
-def trained_alike(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[Any, Named]:
-    """Return a kind of model, and the state of rank 0 after the training over gloo."""
+@pytest.fixture(scope="module")
+def states_of_ddp(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Named]:
+    """Return the state of rank 0 after the training of each kind of model over gloo."""
     folder: Path = tmp_path_factory.mktemp("gloo")
-    torch.multiprocessing.spawn(train_with_gloo, (request.param, folder), WORKERS)
-    return request.param, torch.load(folder / "state", weights_only=True)
+    torch.multiprocessing.start_processes(
+        train_with_gloo, (KINDS, folder), WORKERS, start_method=CONTEXT.get_start_method()
+    )
+    return {kind.__name__: torch.load(folder / kind.__name__, weights_only=True) for kind in KINDS}
 
 
 @pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
 def test_queues_and_momentum_encoders_equal_those_of_ddp(
-    cluster: Make, trained_alike: tuple[Any, Named], overlap: bool, tmp_path: Path
+    cluster: Make,
+    states_of_ddp: dict[str, Named],
+    kind: type[Any],
+    overlap: bool,
+    tmp_path: Path,
 ) -> None:
-    kind, expected = trained_alike
+    expected = states_of_ddp[kind.__name__]
 
     def worker(job: Job) -> Named:
         model = kind()
@@ -106,8 +113,9 @@ def assert_same(state: Named, model: nn.Module) -> None:
         torch.testing.assert_close(state[name], value, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.every(2)
 @each_lane
-@pytest.mark.parametrize("kind", [Moco, Byol])
+@pytest.mark.parametrize("kind", KINDS)
 def test_the_end_of_a_pass_keeps_what_the_script_has_made_of_a_teacher(
     cluster: Make, lanes: Any, kind: type[Any], tmp_path: Path
 ) -> None:
@@ -140,7 +148,8 @@ def test_pipelined_steps_keep_a_teacher(cluster: Make, tmp_path: Path) -> None:
     assert not torch.equal(model.teacher.weight, Byol().teacher.weight)
 
 
-@pytest.mark.parametrize("kind", [Moco, Byol])
+@pytest.mark.every(3)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("durability", ["snapshot", "log"])
 def test_a_resumed_run_continues_with_the_momentum_encoder(
     cluster: Make, tmp_path: Path, durability: str, kind: type[Any]
@@ -204,7 +213,7 @@ def test_loaded_weights_that_the_job_does_not_have_bring_no_teacher(cluster: Mak
     np.testing.assert_allclose(found["teacher.weight"], expected.teacher.weight.numpy())
 
 
-@pytest.mark.parametrize("kind", [Moco, Byol])
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_rejoined_worker_has_the_momentum_encoder(cluster: Make, kind: type[Any]) -> None:
     with Job(connected(cluster(2).address)) as job:
         model = passes(job, kind, 1)

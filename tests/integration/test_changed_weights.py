@@ -56,6 +56,7 @@ def same(client: Client, address: str) -> bool:
 # ---- bytes ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.every(4)
 @each_lane
 @pytest.mark.parametrize("shards", [1, 2, 3])
 def test_a_push_returns_only_what_it_has_changed(cluster: Make, lanes: Any, shards: int) -> None:
@@ -185,7 +186,7 @@ def test_after_an_error_all_weights_are_sent(cluster: Make, lanes: Any) -> None:
         assert all(np.array_equal(one.weights[name], job[name]) for name in SIZES)
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(4)
 @each_lane
 @pytest.mark.parametrize("shards", [1, 2, 3])
 def test_after_every_push_the_workers_weights_equal_the_jobs(

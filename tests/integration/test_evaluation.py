@@ -19,7 +19,13 @@ from tests.support.workers import connected, status, together
 Make = Callable[..., Cluster]
 
 
-@pytest.mark.parametrize("options", [[], ["--one-evaluates"]], ids=["all", "one"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param([], id="all", marks=pytest.mark.full),
+        pytest.param(["--one-evaluates"], id="one"),
+    ],
+)
 def test_two_workers_stop_after_the_same_pass_and_keep_the_best_weights(
     cluster: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, options: list[str]
 ) -> None:

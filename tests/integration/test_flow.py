@@ -88,7 +88,7 @@ def outcome(result: PushResult) -> tuple[Any, ...]:
     return result.status, result.version, result.staleness, result.reason
 
 
-@pytest.mark.every(3)
+@pytest.mark.every(4)
 @each_lane
 @pytest.mark.parametrize("shards", [1, 2, 3])
 def test_pieces_in_any_order_form_the_same_push(shards: int, lanes: Any, cluster: Make) -> None:

@@ -79,6 +79,7 @@ def erased(data_dir: Path, what: str) -> None:
         max((data_dir / "log-job").glob("*.log")).unlink()
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("durability", ["log", "snapshot"])
 @pytest.mark.parametrize("what", ["newest file", "folder"])
 @pytest.mark.parametrize("segments", [1, 2])

@@ -260,6 +260,7 @@ def test_a_leaving_worker_releases_the_bytes_of_its_staged_push(cluster: Make, l
 ROUNDS = pytest.mark.parametrize(("policy", "staleness"), [("sync", None), ("ssp", 0), ("ssp", 2)])
 
 
+@pytest.mark.every(5)
 @each_network_lane
 @ROUNDS
 def test_a_worker_beyond_the_capacity_of_a_round_is_refused(
@@ -279,6 +280,7 @@ def test_a_worker_beyond_the_capacity_of_a_round_is_refused(
             }
 
 
+@pytest.mark.every(5)
 @each_network_lane
 @ROUNDS
 def test_rounds_need_no_more_than_the_computed_bytes(

@@ -75,6 +75,7 @@ def assert_weights(address: str, value: float) -> None:
     )
 
 
+@pytest.mark.every(2)
 @each_lane
 @pytest.mark.parametrize("policy", FREE_RUNNING.values(), ids=FREE_RUNNING)
 def test_a_worker_with_rate_zero_moves_nothing(

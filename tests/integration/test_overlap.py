@@ -163,6 +163,7 @@ def test_a_loop_with_overlap_equals_the_loop_without(
     assert [samples for samples, _ in results] == [76, 74] * 2
 
 
+@pytest.mark.every(2)
 @each_lane
 @pytest.mark.parametrize("policy", [{"policy": "async"}, {"policy": "ssp", "staleness": 2}])
 def test_a_pipeline_counts_every_batch_and_its_staleness(
@@ -232,6 +233,7 @@ def test_a_pipeline_under_sync_is_refused(cluster: Make) -> None:
     real(cluster(1).address, 1, script)
 
 
+@pytest.mark.every(4)
 @each_lane
 @pytest.mark.parametrize("where", ["in forward", "after backward", "after step"])
 def test_other_workers_continue_when_one_fails_during_a_step(

@@ -58,6 +58,7 @@ def all_of(found: list[Counter[int]]) -> Counter[int]:
     return sum(found, Counter())
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize("rules", POLICIES, ids=lambda rules: rules["policy"])
 @pytest.mark.parametrize("samples", [44, 48, 45])
 def test_validation_every_few_steps_sees_each_sample_once_a_pass(
@@ -180,6 +181,7 @@ def test_named_loaders_may_be_made_in_any_order(cluster: Make) -> None:
 # ---- collective calls ----------------------------------------------------------------------------
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("in_one_loop", [False, True], ids=["passes", "epochs"])
 @pytest.mark.parametrize("durability", ["snapshot", "log"])
 def test_a_second_run_with_more_epochs_gets_results_of_its_own(

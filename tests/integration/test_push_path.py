@@ -39,6 +39,7 @@ STEP = "_step_of_torch.<locals>.step"
 HOOK = "BucketSender._counter.<locals>.count_gradient"
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize("choice", CHOICES)
 @each_lane
 @pytest.mark.parametrize(("shards", "width"), [(1, 3), (2, 3), (2, LARGE)])

@@ -133,6 +133,7 @@ def registered(servers: Cluster, lanes: str = "grpc") -> Iterator[Client]:
         yield client
 
 
+@pytest.mark.every(4)
 @each_lane
 @pytest.mark.parametrize("when", ["before anything is sent", "half sent", "when all has gone"])
 def test_a_push_in_pieces_counts_once_when_servers_join_during_it(

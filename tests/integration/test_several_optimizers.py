@@ -99,6 +99,7 @@ def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
         torch.testing.assert_close(found[name], value, rtol=1e-6, atol=1e-6, msg=name)
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("has_buffers", [False, True], ids=["", "batch_norm"])
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES.keys())
 def test_one_worker_computes_what_torch_computes(

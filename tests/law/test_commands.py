@@ -25,14 +25,14 @@ JSON = ("dict[str, Any]", "Mapping[str, Any]", "list[Any]")
 
 
 def method_counts(source: Source) -> Iterator[tuple[str, int]]:
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         if isinstance(node, ast.ClassDef):
             yield node.name, sum(isinstance(each, ast.FunctionDef) for each in node.body)
 
 
 def string_dispatch(source: Source) -> Iterator[int]:
     """Return the lines that call getattr, or `do` with a name."""
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         if isinstance(node, ast.Call):
             named = ast.unparse(node.func).rpartition(".")[2]
             text = node.args and isinstance(node.args[0], ast.Constant | ast.JoinedStr)
@@ -42,7 +42,7 @@ def string_dispatch(source: Source) -> Iterator[int]:
 
 def untyped(source: Source) -> Iterator[int]:
     """Return the lines of annotations with Any outside JSON values."""
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         notes = []
         if isinstance(node, ast.FunctionDef):
             notes.append(node.returns)

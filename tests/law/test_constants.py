@@ -7,11 +7,10 @@ name stands in DIMENSIONLESS.
 
 import ast
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-from tests.support.sources import ROOT
+from tests.support.sources import Source, below, packages
 
 UNITS = frozenset(
     {
@@ -81,16 +80,15 @@ def has_unit(name: str) -> bool:
     return last in UNITS or "_PER_" in name or is_counted or name in DIMENSIONLESS
 
 
-def sources() -> Iterator[Path]:
-    for folder in ("common/pscommon", "psserver", "psworker", "benchmarks"):
-        yield from sorted((ROOT / folder).rglob("*.py"))
+def sources() -> Iterator[Source]:
+    yield from (*packages(), *below("benchmarks"))
 
 
 def test_constants_carry_their_unit() -> None:
     found = [
-        f"{path.relative_to(ROOT)}:{line}: {name}"
-        for path in sources()
-        for line, name in constants(ast.parse(path.read_text()))
+        f"{source.path}:{line}: {name}"
+        for source in sources()
+        for line, name in constants(source.tree)
         if not has_unit(name)
     ]
 
@@ -98,7 +96,7 @@ def test_constants_carry_their_unit() -> None:
 
 
 def test_the_list_has_no_unused_names() -> None:
-    names = {name for path in sources() for _, name in constants(ast.parse(path.read_text()))}
+    names = {name for source in sources() for _, name in constants(source.tree)}
 
     assert names >= DIMENSIONLESS
 

@@ -66,7 +66,7 @@ def sources() -> Iterator[Source]:
 
 def statements() -> Iterator[Statement]:
     for source in sources():
-        for node in ast.walk(source.tree):
+        for node in source.nodes:
             match node:
                 case ast.Call(func=ast.Attribute(value=ast.Name(id="log"), attr=name)) if (
                     name in LEVELS

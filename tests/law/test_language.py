@@ -5,17 +5,15 @@ become fewer.
 """
 
 import ast
-import io
 import re
 import sys
-import tokenize
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 
 import pytest
 
-from tests.support.sources import ROOT, packages
+from tests.support.sources import ROOT, Source, below, packages, parse, suite
 
 PHRASES = (
     "whoever",
@@ -106,6 +104,12 @@ COLUMNS = 100
 PRAGMA = re.compile(r"  # (?:type: ignore|noqa).*")
 PHRASE = re.compile(r"(?<![\w-])(" + "|".join(PHRASES) + r")(?!\w)", re.IGNORECASE)
 NAME_PART = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
+STRING_OR_COMMENT = re.compile(
+    r'"""(?:[^\\]|\\.)*?"""|' + r"'''(?:[^\\]|\\.)*?'''|"
+    r'"(?:[^"\\\n]|\\.)*"|' + r"'(?:[^'\\\n]|\\.)*'|(#[^\n]*)",
+    re.DOTALL,
+)
+"""Its group is a comment; it matches strings because they may contain the sign of a comment."""
 
 
 def phrases(text: str) -> Iterator[str]:
@@ -113,28 +117,32 @@ def phrases(text: str) -> Iterator[str]:
     yield from (match[1].lower() for match in PHRASE.finditer(" ".join(text.split())))
 
 
+@cache
 def is_banned_name(name: str) -> bool:
     """Return whether an identifier is a banned word or contains one as a part."""
     parts = {part.lower() for part in NAME_PART.findall(name)}
     return name.strip("_").lower() in WHOLE_NAMES or not parts.isdisjoint(NAME_PARTS)
 
 
-def comments(tokens: list[tokenize.TokenInfo]) -> Iterator[tuple[int, str]]:
+def comments(text: str) -> Iterator[tuple[int, str]]:
     """Yield each comment with its line; comments on consecutive lines are one text."""
-    first, last, text = 0, 0, ""
-    for token in tokens:
-        if token.type != tokenize.COMMENT:
+    first, last, joined = 0, 0, ""
+    number, position = 1, 0
+    for match in STRING_OR_COMMENT.finditer(text):
+        if not match[1]:
             continue
-        if token.start[0] != last + 1:
-            yield first, text
-            first, text = token.start[0], ""
-        last, text = token.start[0], f"{text} {token.string.lstrip('#')}"
-    yield first, text
+        number += text.count("\n", position, match.start())
+        position = match.start()
+        if number != last + 1:
+            yield first, joined
+            first, joined = number, ""
+        last, joined = number, f"{joined} {match[1].lstrip('#')}"
+    yield first, joined
 
 
-def names(tree: ast.AST) -> Iterator[tuple[int, str]]:
+def names(nodes: Sequence[ast.AST]) -> Iterator[tuple[int, str]]:
     """Yield each identifier that the code defines: classes, functions, arguments, variables."""
-    for node in ast.walk(tree):
+    for node in nodes:
         line = getattr(node, "lineno", 0)
         if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             yield line, node.name
@@ -146,31 +154,29 @@ def names(tree: ast.AST) -> Iterator[tuple[int, str]]:
             yield line, node.attr
 
 
-def occurrences(text: str) -> Iterator[tuple[int, str]]:
+def occurrences(source: Source) -> Iterator[tuple[int, str]]:
     """Yield line and word of each banned phrase in texts and each banned name that is defined."""
-    tree = ast.parse(text)
-    texts = [*comments(list(tokenize.generate_tokens(io.StringIO(text).readline)))]
-    for node in ast.walk(tree):
+    texts = [*comments(source.text)]
+    for node in source.nodes:
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             texts.append((node.lineno, node.value))
     for line, part in texts:
         yield from ((line, phrase) for phrase in phrases(part))
-    yield from ((line, name) for line, name in names(tree) if is_banned_name(name))
+    yield from ((line, name) for line, name in names(source.nodes) if is_banned_name(name))
 
 
-def files() -> Iterator[Path]:
+def sources() -> Iterator[Source]:
     """Yield every Python file that people edit."""
-    for folder in ("common/pscommon", "psserver", "psworker", "benchmarks", "tests"):
-        yield from sorted((ROOT / folder).rglob("*.py"))
+    yield from (*packages(), *below("benchmarks"), *suite())
 
 
 def test_lines_have_at_most_100_columns() -> None:
     """Ruff's E501 allows long lines without spaces; this test allows only pragmas to be longer."""
     long = [
-        f"{path.relative_to(ROOT)}:{number}"
-        for path in files()
-        for number, line in enumerate(path.read_text().splitlines(), 1)
-        if len(PRAGMA.sub("", line)) > COLUMNS
+        f"{source.path}:{number}"
+        for source in sources()
+        for number, line in enumerate(source.text.splitlines(), 1)
+        if len(line) > COLUMNS and len(PRAGMA.sub("", line)) > COLUMNS
     ]
 
     assert not long, "\n".join(long)
@@ -179,16 +185,13 @@ def test_lines_have_at_most_100_columns() -> None:
 @cache
 def found() -> Mapping[str, list[str]]:
     """Return the occurrences of each key of ALLOWED as `path:line: word`."""
-    files = {str(source.path): source.text for source in packages()}
-    for tree in ("benchmarks", "tests"):
-        for path in sorted((ROOT / tree).rglob("*.py")):
-            if path == Path(__file__):  # defines the banned words
-                continue
-            files[str(path.relative_to(ROOT))] = path.read_text()
     result: dict[str, list[str]] = {folder: [] for folder in ALLOWED}
-    for file, text in files.items():
+    for source in sources():
+        file = str(source.path)
+        if ROOT / file == Path(__file__):  # defines the banned words
+            continue
         folder = max((key for key in ALLOWED if file.startswith(f"{key}/")), key=len)
-        result[folder] += [f"{file}:{line}: {word}" for line, word in sorted(occurrences(text))]
+        result[folder] += [f"{file}:{line}: {word}" for line, word in sorted(occurrences(source))]
     for path in sorted((ROOT / "proto").rglob("*.proto")):
         text = re.sub(r"\s*//", "", path.read_text())
         result["proto"] += [f"{path.name}: {word}" for word in phrases(text)]
@@ -228,7 +231,7 @@ def test_no_new_riddles() -> None:
 )
 def test_the_law_finds(text: str) -> None:
     """One occurrence in each."""
-    assert len(list(occurrences(text))) == 1
+    assert len(list(occurrences(parse(text)))) == 1
 
 
 @pytest.mark.parametrize(
@@ -241,7 +244,7 @@ def test_the_law_finds(text: str) -> None:
 )
 def test_the_law_allows(text: str) -> None:
     """Parts of other words, and names that are only used."""
-    assert not list(occurrences(text))
+    assert not list(occurrences(parse(text)))
 
 
 if __name__ == "__main__":

@@ -90,7 +90,7 @@ def test_every_package_has_a_charter() -> None:
 def test_class_names_are_used_once() -> None:
     homes: dict[str, list[str]] = defaultdict(list)
     for source in packages():
-        for node in ast.walk(source.tree):
+        for node in source.nodes:
             if isinstance(node, ast.ClassDef):
                 homes[node.name].append(source.module)
 
@@ -102,13 +102,13 @@ def test_no_constructor_gets_self() -> None:
     classes = {
         node.name
         for source in packages()
-        for node in ast.walk(source.tree)
+        for node in source.nodes
         if isinstance(node, ast.ClassDef)
     }
     found = [
         f"{source.path}:{node.lineno}"
         for source in packages()
-        for node in ast.walk(source.tree)
+        for node in source.nodes
         if isinstance(node, ast.Call)
         and ast.unparse(node.func).rpartition(".")[2] in classes
         and any(

@@ -17,8 +17,8 @@ import pytest
 from tests.sim.every_operation import SERIES, UNLIMITED, partial_writes, run_series
 
 SHARED_MEMORY = Path("/dev/shm")
-SHARES, SHORT_SHARES = 20, 8
-"""Each test runs every 20th, or every 8th, operation, so that it takes seconds."""
+SHARES, SHORT_SHARES = 40, 16
+"""Each test runs every 40th, or every 16th, operation, so that it takes seconds."""
 MIN_OPERATIONS = {
     "any errno, log": 300,
     "ENOSPC, log, lasting": 150,

@@ -1,6 +1,7 @@
 """Models with a momentum encoder, trained by workers of a job and by DistributedDataParallel."""
 
 import copy
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -97,13 +98,16 @@ def train(model: Any, call: nn.Module, optimizer: Any, rank: int, steps: int = S
         model.end_step()
 
 
-def train_with_gloo(rank: int, kind: type[Any], folder: Path) -> None:
-    """Train one rank of DistributedDataParallel; rank 0 writes its state to `folder`/state."""
+def train_with_gloo(rank: int, kinds: Sequence[type[Any]], folder: Path) -> None:
+    """Train one rank of DistributedDataParallel; rank 0 writes the state of each kind of model to
+    `folder`.
+    """
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=WORKERS
     )
-    model = kind()
-    train(model, DistributedDataParallel(model), make_sgd(model), rank)
-    if rank == 0:
-        torch.save(model.state_dict(), folder / "state")
+    for kind in kinds:
+        model = kind()
+        train(model, DistributedDataParallel(model), make_sgd(model), rank)
+        if rank == 0:
+            torch.save(model.state_dict(), folder / kind.__name__)
     dist.destroy_process_group()

@@ -1,9 +1,10 @@
 """The repository's Python files, parsed but never imported."""
 
 import ast
+import gc
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -17,12 +18,17 @@ class Source:
     text: str
     tree: ast.Module
 
+    @cached_property
+    def nodes(self) -> tuple[ast.AST, ...]:
+        """The nodes of the tree, in the order of ast.walk."""
+        return tuple(ast.walk(self.tree))
+
     def imports(self) -> Iterator[tuple[str, int]]:
         """Yield each imported module, also inside functions, as (absolute dotted name, line).
 
         `from a import b` yields a.b and a, because b may be a module.
         """
-        for node in ast.walk(self.tree):
+        for node in self.nodes:
             if isinstance(node, ast.Import):
                 yield from ((alias.name, node.lineno) for alias in node.names)
             elif isinstance(node, ast.ImportFrom):
@@ -32,7 +38,7 @@ class Source:
 
     def calls(self) -> Iterator[tuple[str, int]]:
         """Yield each call of a plain or dotted name as (name, line)."""
-        for node in ast.walk(self.tree):
+        for node in self.nodes:
             if isinstance(node, ast.Call) and (name := dotted(node.func)):
                 yield name, node.lineno
 
@@ -48,13 +54,13 @@ class Source:
 
     def functions(self) -> Iterator[tuple[str, int]]:
         """Yield each function as (name, lines without docstring), including nested ones."""
-        for node in ast.walk(self.tree):
+        for node in self.nodes:
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 lines = (node.end_lineno or node.lineno) - node.lineno + 1
                 yield node.name, lines - docstring_lines(node)
 
     def _bindings(self) -> Iterator[tuple[str, str]]:
-        for node in ast.walk(self.tree):
+        for node in self.nodes:
             if isinstance(node, ast.Import):
                 yield from ((alias.asname, alias.name) for alias in node.names if alias.asname)
             elif isinstance(node, ast.ImportFrom):
@@ -91,13 +97,12 @@ def dotted(node: ast.expr) -> str:
 @cache
 def packages() -> tuple[Source, ...]:
     """Return all shipped sources without generated code."""
-    return tuple(source for folder in PACKAGES for source in _below(folder))
+    return tuple(source for folder in PACKAGES for source in below(folder))
 
 
-@cache
 def suite() -> tuple[Source, ...]:
     """Return the sources of the test suite."""
-    return tuple(_below("tests"))
+    return below("tests")
 
 
 def parse(text: str, path: str = "psserver/example.py") -> Source:
@@ -107,6 +112,18 @@ def parse(text: str, path: str = "psserver/example.py") -> Source:
     return Source(Path(path), ".".join(names), text, ast.parse(text))
 
 
-def _below(folder: str) -> Iterator[Source]:
-    for path in sorted((ROOT / folder).rglob("*.py")):
-        yield parse(path.read_text(), str(path.relative_to(ROOT)))
+@cache
+def below(folder: str) -> tuple[Source, ...]:
+    """Return the sources in a folder, also in the folders below.
+
+    Garbage collection is off meanwhile: it would visit all nodes again and again.
+    """
+    gc.disable()
+    try:
+        return tuple(
+            parse(path.read_text(), str(path.relative_to(ROOT)))
+            for path in sorted((ROOT / folder).rglob("*.py"))
+        )
+    finally:
+        gc.freeze()
+        gc.enable()

@@ -166,6 +166,7 @@ def connect_open(cluster: FakeCluster, gate: FrameGate) -> Client:
 # ---- failures ------------------------------------------------------------------------------------
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize("shards", [[0], [1], [0, 1]])
 @pytest.mark.parametrize("frame", [0, 2, 4])
 def test_a_connection_cut_while_sending_repeats_the_push(

@@ -26,7 +26,7 @@ log = WriteAheadLog(Path(sys.argv[1]), sys.argv[2])
 first = int(sys.argv[3])
 for number in itertools.count(first):
     if number == first or number % 40 == 0:
-        log.begin(f"{number:08}", [])
+        log.begin(f"{number:08}-{first:08}", [])  # the last process may have begun this number
         log.retire(f"{number - 100:08}")
     log.append(number, b"%d" % number, [bytes([number % 256]) * (number * 37 % 5000)])
     print(number, flush=True)

@@ -39,6 +39,7 @@ def partial_values(values: dict[str, Tensor], seed: int) -> dict[str, Tensor]:
     }
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(("name", "group"), SINGLE_GROUPS)
 @pytest.mark.parametrize("shards", [1, 3])
 def test_a_tensor_without_a_gradient_is_unchanged_as_in_torch(

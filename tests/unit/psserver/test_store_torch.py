@@ -67,7 +67,7 @@ def difference(ours: dict[str, Tensor], plain: dict[str, Tensor], dtype: torch.d
     )
 
 
-@pytest.mark.every(4)
+@pytest.mark.every(8)
 @pytest.mark.parametrize(("name", "groups", "workers"), CASES)
 def test_a_hundred_steps_equal_those_of_one_torch_process(
     name: str, groups: list[dict[str, Any]], workers: int

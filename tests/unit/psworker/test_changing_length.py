@@ -45,26 +45,27 @@ def samples(batches: list[list[float]]) -> list[float]:
     return sorted(sample for batch in batches for sample in batch)
 
 
-@pytest.mark.parametrize("processes", [0, 2])
+OPTIONS = [
+    lambda data: {"batch_size": 4, "shuffle": True},
+    lambda data: {"batch_size": 4, "shuffle": False},
+    lambda data: {"batch_size": 4, "shuffle": True, "drop_last": True},
+    lambda data: {"batch_size": 4, "sampler": SequentialSampler(data)},
+    lambda data: {"batch_size": 4, "sampler": SequentialSampler(range(6))},
+    lambda data: {"batch_size": 4, "sampler": RandomSampler(range(6))},
+    lambda data: {"batch_size": 4, "sampler": WeightedRandomSampler([1.0] + [0.0] * 5, 3)},
+    lambda data: {"batch_sampler": BatchSampler(SequentialSampler(data), 3, False)},
+]
+CASES = [(is_data_loader, 0, options) for is_data_loader in (False, True) for options in OPTIONS]
+CASES += [(True, 2, OPTIONS[0])]
+
+
 @pytest.mark.parametrize(
-    "options",
-    [
-        lambda data: {"batch_size": 4, "shuffle": True},
-        lambda data: {"batch_size": 4, "shuffle": False},
-        lambda data: {"batch_size": 4, "shuffle": True, "drop_last": True},
-        lambda data: {"batch_size": 4, "sampler": SequentialSampler(data)},
-        lambda data: {"batch_size": 4, "sampler": SequentialSampler(range(6))},
-        lambda data: {"batch_size": 4, "sampler": RandomSampler(range(6))},
-        lambda data: {"batch_size": 4, "sampler": WeightedRandomSampler([1.0] + [0.0] * 5, 3)},
-        lambda data: {"batch_sampler": BatchSampler(SequentialSampler(data), 3, False)},
-    ],
+    ("is_data_loader", "processes", "options"),
+    [*CASES, *(pytest.param(True, 2, each, marks=pytest.mark.full) for each in OPTIONS[1:])],
 )
-@pytest.mark.parametrize("is_data_loader", [False, True])
 def test_each_pass_has_the_samples_and_the_length_of_torch(
     options: Any, processes: int, is_data_loader: bool
 ) -> None:
-    if processes and not is_data_loader:
-        pytest.skip("one way is enough with processes")
     data = Replay(LENGTHS[0])
     torchs: Any = DataLoader(data, **options(data))
     job, optimizer, _ = started()
