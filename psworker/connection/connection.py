@@ -2,6 +2,7 @@
 
 import os
 import socket
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -22,11 +23,9 @@ from psworker.connection.retry import (
     RetryDeadline,
     TimeLimits,
 )
-from psworker.connection.unanswered import end_unanswered
 from psworker.session import metrics
 from psworker.session.drain import Drain
 from psworker.session.reports import ReportBuffer, ValueReport
-from psworker.transport.exchange_calls import Cancellation
 from psworker.transport.executor import SequentialExecutor, ShardExecutor
 from psworker.transport.grpc import GrpcTransport
 from psworker.transport.interface import Transport
@@ -37,6 +36,11 @@ CALL_SECONDS = 10.0
 LEAVE_SECONDS = 2.0
 LEAVE_AFTER_SILENCE_SECONDS = 0.5
 """Deadline of the leave request to servers that did not answer earlier requests."""
+
+POLL_SECONDS = 0.1
+UNANSWERED_SECONDS = 0.75
+"""Age of a call in flight at which the servers are probed, once the worker was asked to leave."""
+PROBE_SECONDS = 0.75
 
 Response = TypeVar("Response")
 Request = TypeVar("Request")
@@ -54,6 +58,7 @@ class Connection:
         drain: Whether this worker was asked to leave.
         executor: Runs the calls of a request to all shards.
         reports: Values that the script has reported.
+        limits: Time limits of this membership's requests.
     """
 
     def __init__(
@@ -68,8 +73,8 @@ class Connection:
         self.executor = (
             SequentialExecutor() if transport.direct else ShardExecutor("psworker-shard")
         )
-        self._limits = limits
         self._waits = PendingRequests()
+        self.limits = self._watched(limits, membership)
         self._join_request = co.JoinRequest()
         self._heartbeat: Heartbeat | None = None
         self._pid = os.getpid()
@@ -82,7 +87,7 @@ class Connection:
 
         At most the time for which a server may be silent.
         """
-        return min(CALL_SECONDS, self._limits.connect)
+        return min(CALL_SECONDS, self.limits.connect)
 
     def join(self, rank: int | None, attempt: int, device: str, training: str = "") -> None:
         """Join the job and keep the membership with heartbeats.
@@ -134,7 +139,7 @@ class Connection:
 
     def _join(self) -> None:
         transport, self._join_request.job = self.transport, self.membership.job
-        limits = self._watched(lambda: None, self.drain.check)
+        limits = replace(self.limits, check=self.drain.check)
         retry = RetryDeadline("joining the job", transport.clock, limits)
         answer = co.JoinResponse()
         while not answer.worker:
@@ -155,6 +160,7 @@ class Connection:
             answer.known_loops,
             answer.training,
         )
+        self.limits = self._watched(self.limits, self.membership)
         self._has_left = False
         self.membership.reports = self.reports
         self.membership.learn_standing(answer)
@@ -186,16 +192,7 @@ class Connection:
     def new_retry(self, what: str) -> RetryDeadline:
         """Return the retry state of a new request. what: Names the request in logs and errors."""
         self.check()
-        return RetryDeadline(
-            what, self.transport.clock, self._watched(self.membership.check, self.drain.check)
-        )
-
-    def new_request(self) -> tuple[TimeLimits, Cancellation]:
-        """Return the time limits and the cancellation of a new request to all shards."""
-        self.check()
-        cancellation = Cancellation(is_alone=len(self.transport.addresses) == 1)
-        limits = self._watched(cancellation.check, self.membership.check, self.drain.check)
-        return limits, cancellation
+        return RetryDeadline(what, self.transport.clock, self.limits)
 
     def find_servers(self) -> bool:
         """Get the servers' addresses from shard 0; return whether they have changed.
@@ -219,7 +216,7 @@ class Connection:
     def touch(self) -> None:
         """Record a call of the script that may make no request."""
         self.drain.begin()
-        self._waits.touch()
+        self._waits.calls += 1
 
     def _check_open(self) -> None:
         if self._pid != os.getpid():
@@ -231,10 +228,28 @@ class Connection:
             raise InvalidRequestError("this Client is closed")
         if self._has_left and self.membership.worker:
             raise InvalidRequestError("this Client has left the job")
-        self.drain.check_answered()
+        if self.drain.given_up:
+            self.drain.check_answered()
 
     def _end_unanswered(self) -> None:
-        end_unanswered(self.transport, self.drain, self._waits, lambda: self._has_left)
+        """End the script's calls when a server does not answer; in a thread of a drain.
+
+        Runs until the worker has left. When a server does not answer a probe, all calls end and
+        the drain gives up. A call to servers that answer may take any time.
+        """
+        drain, waits, since = self.drain, self._waits, time.monotonic()
+        while not self._has_left:
+            time.sleep(POLL_SECONDS)
+            now = time.monotonic()
+            if not waits.open:
+                if now >= drain.deadline:  # before the deadline a failed call may be repeated soon
+                    since = now
+            elif now - since >= UNANSWERED_SECONDS and now >= drain.deadline - UNANSWERED_SECONDS:
+                if not self.transport.answers(PROBE_SECONDS) and waits.open:
+                    drain.give_up()
+                    self.transport.end_calls()
+                    return
+                since = time.monotonic()
 
     def set_progress(self, progress: StepProgress) -> None:
         """Set the progress for the next heartbeat; a direct transport sends it at once."""
@@ -305,15 +320,16 @@ class Connection:
             self.executor.close()
             self.transport.close()
 
-    def _watched(self, *checks: Callable[[], None]) -> TimeLimits:
-        membership, drain = self.membership, self.drain
+    def _watched(self, limits: TimeLimits, membership: WorkerMembership) -> TimeLimits:
+        """Return time limits that hold while this membership does."""
+        drain = self.drain
 
         def check() -> None:
-            for each in checks:
-                each()
+            membership.check()
+            drain.check()
 
         return replace(
-            self._limits,
+            limits,
             check=check,
             unanswered=drain.unanswered,
             hurry=lambda: membership.stopping,

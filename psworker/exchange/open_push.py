@@ -130,7 +130,7 @@ class OpenPush:
         with interruptible.deferred(lambda _: None):
             with self.changed:
                 for exchange in () if self._has_ended else self._opened:
-                    exchange.expect_answer()
+                    exchange.retry.begin_attempt()  # from here on the server has to answer
             for shard, upload in enumerate(self._uploads):
                 upload.close(header, transfer.sent(shard), transfer.outgoing(shard))
         self._wait_until(lambda: self.is_decided)
@@ -181,9 +181,11 @@ class OpenPush:
         """Return one exchange per shard, to be run at the same time. headers: By shard."""
         self._cancellation = cancellation
         self.exchanges = self._opened = [
-            OpenShardExchange(transport, shard, header, upload, download, limits, cancellation)
-            for shard, (header, upload, download) in enumerate(
-                zip(headers, self._uploads, self._downloads, strict=True)
+            OpenShardExchange(
+                transport, shard, header, upload, download, part.nbytes, limits, cancellation
+            )
+            for shard, (header, upload, download, part) in enumerate(
+                zip(headers, self._uploads, self._downloads, self._transfer.parts, strict=True)
             )
         ]
         return self._opened
@@ -245,5 +247,49 @@ class OpenPush:
         with self.changed:
             self._has_ended = True
             for exchange in self._opened:
-                exchange.end_wait()
+                exchange.retry.end_attempt()
             self.changed.notify_all()
+
+
+class BufferedPush:
+    """A `PushStream` that sends nothing before `finish`, which makes one blocking exchange.
+
+    `ModelExchange.begin` uses it with a transport without threads, and while the outcome of the
+    worker's last push is unknown.
+
+    exchange: Has the signature of `Client.exchange`.
+    """
+
+    def __init__(
+        self, exchange: Callable[..., PushResult], gradients: memoryview, weights: memoryview
+    ) -> None:
+        self._exchange = exchange
+        self._gradients, self._weights = gradients, weights
+
+    def send(self, start: int, stop: int) -> None:
+        """Do nothing: `finish` sends all bytes."""
+
+    def finish(
+        self,
+        *,
+        absent: Collection[int] = (),
+        samples: int = 1,
+        batches: Sequence[BatchKey] = (),
+        groups_json: str = "",
+    ) -> PushResult:
+        """Push all gradients, pull the weights, and return the outcome of the push."""
+        return self._exchange(
+            gradients=self._gradients,
+            weights=self._weights,
+            absent=absent,
+            samples=samples,
+            batches=batches,
+            groups_json=groups_json,
+            base=None,
+        )
+
+    def wait(self, start: int, stop: int) -> None:
+        """Return at once: all weights arrive in `finish`."""
+
+    def close(self) -> None:
+        """Do nothing: no call is open."""
