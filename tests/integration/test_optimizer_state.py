@@ -108,7 +108,7 @@ def test_a_snapshot_restores_the_state_on_another_number_of_servers(
     servers = cluster(before, data_dir=tmp_path)
     with trainer(servers.address, name, hyper) as client:
         train(client, 0, 6)
-        servers.stop()
+    servers.stop()
 
     again = cluster(after, data_dir=tmp_path)
 
