@@ -1,7 +1,6 @@
 """The job's model as named numpy arrays."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 
 from pscommon.core.errors import InvalidRequestError
 from pscommon.core.model_spec import OptimizerSettings
@@ -47,9 +46,12 @@ class ArrayModel:
         with self._exchange.lock:
             weights = self.buffer()
             weights.check_out(out or {})
-            direct = self._usable(weights.usable_in_place(out or {}))
-            with self._timed("pull"):
+            direct = self._usable(weights, out or {})
+            self._stats.enter("pull")
+            try:
                 self._exchange.exchange(None, weights.with_arrays(direct))
+            finally:
+                self._stats.enter("compute")
             self._are_weights_in_out = out is not None
             return weights.read(out, direct)
 
@@ -61,7 +63,7 @@ class ArrayModel:
             weights.check_out(out or {})
             given, absent = self._check_push(grads)
             # a push without some gradients pulls what has changed: the buffer has the rest
-            into = self._usable(weights.usable_in_place(out or {})) if not absent else {}
+            into = self._usable(weights, out or {}) if not absent else {}
             result = self._push(given, absent, into, weights.with_arrays(into), samples)
             self._are_weights_in_out = out is not None
             if out is not None:
@@ -95,22 +97,26 @@ class ArrayModel:
     ) -> PushResult:
         """Push. `into`: the arrays of the caller in `weights`, into which weights are pulled."""
         assert self._gradients is not None
-        source = self._usable(self._gradients.usable_in_place(given))
-        if overlap(source, into):  # after a lost connection both are needed
+        source = self._usable(self._gradients, given)
+        if source and into and overlap(source, into):  # after a lost connection both are needed
             source = {}
         gradients = self._gradients.write_gradients(given, self.buffer(), source)
         is_last = self._drain.asked
-        with self._timed("push"):
+        self._stats.enter("push")
+        try:
             samples = check_integer("samples", samples, 1)
             result = self._exchange.exchange(gradients, weights, absent, samples)
+        except BaseException:
+            self._stats.enter("compute")
+            raise
         self._has_made_last_push = is_last
         self._stats.finish_step(samples, result.seconds)
-        metrics.step({phase: self._stats.last[phase] for phase in metrics.PHASES}, samples)
+        metrics.step(self._stats.last, samples)
         return result
 
-    def _usable(self, arrays: dict[str, Array]) -> dict[str, Array]:
-        """Return the arrays, or none while servers use this worker's shared memory."""
-        return {} if self._exchange.buffers.shards else arrays
+    def _usable(self, buffer: ArrayBuffer, arrays: Arrays) -> dict[str, Array]:
+        """Return the arrays to use in place; none while servers use the shared memory."""
+        return {} if self._exchange.buffers.shards else buffer.usable_in_place(arrays)
 
     @property
     def weights(self) -> dict[str, Array]:
@@ -129,11 +135,3 @@ class ArrayModel:
         if self._weights is None:
             raise InvalidRequestError("no model is registered. Try: call register first")
         return self._weights
-
-    @contextmanager
-    def _timed(self, phase: str) -> Iterator[None]:
-        self._stats.enter(phase)
-        try:
-            yield
-        finally:
-            self._stats.enter("compute")

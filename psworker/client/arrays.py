@@ -139,9 +139,15 @@ class ArrayBuffer:
         self.memory = memory
         tensors = plan.spec.tensors
         self.tensors = {tensor.name: self._tensor(index) for index, tensor in enumerate(tensors)}
-        self._index = {tensor.name: index for index, tensor in enumerate(tensors)}
-        self._names: dict[Role, list[str]] = {
-            role: [tensor.name for tensor in tensors if tensor.role == role] for role in ROLES
+        self._names: dict[Role, dict[str, int]] = {
+            role: {tensor.name: index for index, tensor in enumerate(tensors) if tensor.role == role}
+            for role in ROLES
+        }
+        # Only trainable tensors, because the flat buffer always has the buffers pulled last.
+        self._large = {
+            name: plan.starts[index]
+            for name, index in self._names["trainable"].items()
+            if tensors[index].nbytes >= MIN_DIRECT_BYTES
         }
 
     def write(self, arrays: Arrays) -> None:
@@ -150,8 +156,7 @@ class ArrayBuffer:
         Raises:
             InvalidRequestError: An array does not fit the model; nothing is written.
         """
-        checked = {name: self.fitting(name, array) for name, array in arrays.items()}
-        self._copy([(self.tensors[name], array) for name, array in checked.items()])
+        self._copy([(self.tensors[name], array) for name, array in self._checked(arrays).items()])
 
     def check_gradients(self, grads: Gradients) -> dict[str, Array]:
         """Return the arrays that are given, checked.
@@ -161,9 +166,7 @@ class ArrayBuffer:
         Raises:
             InvalidRequestError: An array does not fit the model, or its tensor is frozen.
         """
-        given = {
-            name: self.fitting(name, array) for name, array in grads.items() if array is not None
-        }
+        given = self._checked(grads)
         for name in self._names["frozen"]:
             if name in given:
                 raise InvalidRequestError(
@@ -191,30 +194,24 @@ class ArrayBuffer:
 
     def absent(self, given: Arrays) -> list[int]:
         """Return the indices of trainable tensors without a gradient."""
-        return [self._index[name] for name in self._names["trainable"] if name not in given]
+        return [index for name, index in self._names["trainable"].items() if name not in given]
 
     def usable_in_place(self, arrays: Arrays) -> dict[str, Array]:
-        """Return the arrays that an exchange can use where they are: large and contiguous.
-
-        Only trainable tensors, because the flat buffer always has the buffers pulled last.
-        """
+        """Return the arrays that an exchange can use where they are: large and contiguous."""
         return {
             name: array
-            for name, array in arrays.items()
-            if array.nbytes >= MIN_DIRECT_BYTES
-            and self._plan.spec.tensors[self._index[name]].role == "trainable"
+            for name in self._large
+            if (array := arrays.get(name)) is not None
             and array.flags.c_contiguous
             and array.dtype == self.tensors[name].dtype
         }
 
     def with_arrays(self, arrays: Arrays) -> ExchangeBuffer:
-        """Return the flat buffer with these arrays in place of their tensors."""
+        """Return the flat buffer with these arrays, which are large, in place of their tensors."""
         if not arrays:
             return self.memory
-        starts = self._plan.starts
         return ScatteredBuffer(
-            self.memory,
-            {starts[self._index[name]]: _bytes_of(array) for name, array in arrays.items()},
+            self.memory, {self._large[name]: _bytes_of(array) for name, array in arrays.items()}
         )
 
     def read(self, out: Mapping[str, Array] | None, direct: Arrays) -> dict[str, Array]:
@@ -233,7 +230,10 @@ class ArrayBuffer:
 
     def _copy(self, pairs: Sequence[tuple[Array, Array]]) -> None:
         """Copy the second array of each pair to the first one."""
-        if sum(target.nbytes for target, _ in pairs) >= MIN_PARALLEL_BYTES:
+        if (
+            self._bytes.nbytes >= MIN_PARALLEL_BYTES
+            and sum(target.nbytes for target, _ in pairs) >= MIN_PARALLEL_BYTES
+        ):
             pairs = [part for pair in pairs for part in _split(*pair)]
             self._team.map(lambda pair: np.copyto(*pair), pairs)
         else:
@@ -242,19 +242,36 @@ class ArrayBuffer:
 
     def check_out(self, out: Mapping[str, Array]) -> None:
         """Raise InvalidRequestError if an array of `out` cannot hold its tensor."""
+        self._checked(out)
         for name, array in out.items():
-            self.fitting(name, array)
             if not isinstance(array, np.ndarray) or not array.flags.writeable:
                 raise InvalidRequestError(
                     f"out[{name!r}] is no writable numpy array. Try: an array of your own"
                 )
 
-    def fitting(self, name: str, array: Array) -> Array:
-        """Return the array if its name, shape and dtype match a tensor of the model.
+    def _checked(self, arrays: Gradients) -> dict[str, Array]:
+        """Return the arrays that are not None, as arrays that fit their tensors.
 
-        Raises:
-            InvalidRequestError: They do not match.
+        Each step checks each array, so those that fit cost no call.
+
+        Raises InvalidRequestError if a name, a dtype or a shape does not match the model.
         """
+        tensors, checked = self.tensors, dict[str, Array]()
+        for name, array in arrays.items():
+            if array is None:
+                continue
+            tensor = tensors.get(name)
+            if (
+                tensor is None
+                or type(array) is not np.ndarray
+                or array.dtype != tensor.dtype
+                or array.shape != tensor.shape
+            ):
+                array = self._fitting(name, array)
+            checked[name] = array
+        return checked
+
+    def _fitting(self, name: str, array: Array) -> Array:
         tensor = self.tensors.get(name)
         if tensor is None:
             known = ", ".join(sorted(self.tensors)[:20])

@@ -56,11 +56,12 @@ class WorkerMetrics:
     def step(self, phases: Mapping[str, float], samples: int) -> None:
         """Record a finished step.
 
-        phases: Seconds by phase, for the phases of PHASES.
+        phases: Seconds by phase; those of PHASES count.
         samples: Number of samples of the step.
         """
         for phase, seconds in phases.items():
-            self._phases.labels(phase).observe(seconds)
+            if phase in PHASES:
+                self._phases.labels(phase).observe(seconds)
         self._steps.inc()
         self._samples.inc(samples)
 

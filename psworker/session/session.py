@@ -113,7 +113,7 @@ class Session(JobFacts):
     def finish_step(self, samples: int, exchange: Mapping[str, float]) -> None:
         """Count a step and the time of its phases. exchange: PushResult.seconds."""
         self.stats.finish_step(samples, exchange)
-        metrics.step({phase: self.stats.last[phase] for phase in metrics.PHASES}, samples)
+        metrics.step(self.stats.last, samples)
         self.enter("compute")
 
     def require_model(self, refusal: str) -> TrainedModel:
