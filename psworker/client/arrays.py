@@ -140,7 +140,9 @@ class ArrayBuffer:
         tensors = plan.spec.tensors
         self.tensors = {tensor.name: self._tensor(index) for index, tensor in enumerate(tensors)}
         self._names: dict[Role, dict[str, int]] = {
-            role: {tensor.name: index for index, tensor in enumerate(tensors) if tensor.role == role}
+            role: {
+                tensor.name: index for index, tensor in enumerate(tensors) if tensor.role == role
+            }
             for role in ROLES
         }
         # Only trainable tensors, because the flat buffer always has the buffers pulled last.

@@ -26,7 +26,6 @@ from psworker.connection.unanswered import end_unanswered
 from psworker.session import metrics
 from psworker.session.drain import Drain
 from psworker.session.reports import ReportBuffer, ValueReport
-from psworker.transport.exchange_calls import Cancellation
 from psworker.transport.executor import SequentialExecutor, ShardExecutor
 from psworker.transport.grpc import GrpcTransport
 from psworker.transport.interface import Transport
@@ -54,6 +53,7 @@ class Connection:
         drain: Whether this worker was asked to leave.
         executor: Runs the calls of a request to all shards.
         reports: Values that the script has reported.
+        limits: Time limits of this membership's requests.
     """
 
     def __init__(
@@ -68,8 +68,8 @@ class Connection:
         self.executor = (
             SequentialExecutor() if transport.direct else ShardExecutor("psworker-shard")
         )
-        self._limits = limits
         self._waits = PendingRequests()
+        self.limits = self._watched(limits, membership)
         self._join_request = co.JoinRequest()
         self._heartbeat: Heartbeat | None = None
         self._pid = os.getpid()
@@ -82,7 +82,7 @@ class Connection:
 
         At most the time for which a server may be silent.
         """
-        return min(CALL_SECONDS, self._limits.connect)
+        return min(CALL_SECONDS, self.limits.connect)
 
     def join(self, rank: int | None, attempt: int, device: str, training: str = "") -> None:
         """Join the job and keep the membership with heartbeats.
@@ -134,7 +134,7 @@ class Connection:
 
     def _join(self) -> None:
         transport, self._join_request.job = self.transport, self.membership.job
-        limits = self._watched(lambda: None, self.drain.check)
+        limits = replace(self.limits, check=self.drain.check)
         retry = RetryDeadline("joining the job", transport.clock, limits)
         answer = co.JoinResponse()
         while not answer.worker:
@@ -155,6 +155,7 @@ class Connection:
             answer.known_loops,
             answer.training,
         )
+        self.limits = self._watched(self.limits, self.membership)
         self._has_left = False
         self.membership.reports = self.reports
         self.membership.learn_standing(answer)
@@ -186,16 +187,7 @@ class Connection:
     def new_retry(self, what: str) -> RetryDeadline:
         """Return the retry state of a new request. what: Names the request in logs and errors."""
         self.check()
-        return RetryDeadline(
-            what, self.transport.clock, self._watched(self.membership.check, self.drain.check)
-        )
-
-    def new_request(self) -> tuple[TimeLimits, Cancellation]:
-        """Return the time limits and the cancellation of a new request to all shards."""
-        self.check()
-        cancellation = Cancellation(is_alone=len(self.transport.addresses) == 1)
-        limits = self._watched(cancellation.check, self.membership.check, self.drain.check)
-        return limits, cancellation
+        return RetryDeadline(what, self.transport.clock, self.limits)
 
     def find_servers(self) -> bool:
         """Get the servers' addresses from shard 0; return whether they have changed.
@@ -219,7 +211,7 @@ class Connection:
     def touch(self) -> None:
         """Record a call of the script that may make no request."""
         self.drain.begin()
-        self._waits.touch()
+        self._waits.calls += 1
 
     def _check_open(self) -> None:
         if self._pid != os.getpid():
@@ -231,7 +223,8 @@ class Connection:
             raise InvalidRequestError("this Client is closed")
         if self._has_left and self.membership.worker:
             raise InvalidRequestError("this Client has left the job")
-        self.drain.check_answered()
+        if self.drain.given_up:
+            self.drain.check_answered()
 
     def _end_unanswered(self) -> None:
         end_unanswered(self.transport, self.drain, self._waits, lambda: self._has_left)
@@ -305,15 +298,16 @@ class Connection:
             self.executor.close()
             self.transport.close()
 
-    def _watched(self, *checks: Callable[[], None]) -> TimeLimits:
-        membership, drain = self.membership, self.drain
+    def _watched(self, limits: TimeLimits, membership: WorkerMembership) -> TimeLimits:
+        """Return time limits that hold while this membership does."""
+        drain = self.drain
 
         def check() -> None:
-            for each in checks:
-                each()
+            membership.check()
+            drain.check()
 
         return replace(
-            self._limits,
+            limits,
             check=check,
             unanswered=drain.unanswered,
             hurry=lambda: membership.stopping,

@@ -274,7 +274,7 @@ class Heartbeat:
         activity, waits = CallActivity(clock.now()), self._waits
         with suppress(PSError):  # the membership is lost, or the transport is closed
             while not self._wait(bool(problem)) and not self._drain.given_up:
-                no_call = activity.beat(clock.now(), waits.calls, waits.any)
+                no_call = activity.beat(clock.now(), waits.calls, bool(waits.open))
                 problem = self._membership.send_heartbeat(
                     self._transport, self._call_seconds, self._drain, no_call
                 )

@@ -38,12 +38,13 @@ class PendingRequests:
     """Requests that are in flight. The heartbeat thread logs those that take long.
 
     Attributes:
-        calls: Number of requests so far, and of other calls of the script (`touch`).
+        calls: Number of requests so far, and of other calls of the script.
+        open: Those in flight.
     """
 
     def __init__(self) -> None:
         self.calls = 0
-        self._open: set[RetryDeadline] = set()
+        self.open: set[RetryDeadline] = set()
         self._log_times: dict[str, float] = {}
         self._log_lock = threading.Lock()
 
@@ -55,27 +56,9 @@ class PendingRequests:
             }
             return self._log_times.setdefault(what, now) == now
 
-    @property
-    def any(self) -> bool:
-        """True if a request is in flight."""
-        return bool(self._open)
-
-    def touch(self) -> None:
-        """Count a call of the script that makes no request."""
-        self.calls += 1
-
-    def begin(self, retry: "RetryDeadline") -> None:
-        """Record that a request is in flight."""
-        self.calls += 1
-        self._open.add(retry)
-
-    def end(self, retry: "RetryDeadline") -> None:
-        """Record that a request has ended. May be called again."""
-        self._open.discard(retry)
-
     def remind(self, now: float) -> None:
         """Log the requests that have taken long."""
-        for retry in list(self._open):
+        for retry in list(self.open):
             retry.remind(now)
 
 
@@ -119,13 +102,24 @@ class LogTimer:
 class RetryDeadline:
     """Decides how long one request is repeated, from each failure and each answer.
 
-    what: Names the request in logs and errors: "push 7 to shard 1 at HOST:PORT".
+    Args:
+        what: Names the request in logs and errors: "push 7 to shard 1 at HOST:PORT".
+        clock: Source of times and pauses.
+        limits: Time limits, the same for many requests.
+        check: Called before `limits.check`, to end this request alone.
     """
 
-    def __init__(self, what: str, clock: Clock, limits: TimeLimits) -> None:
+    def __init__(
+        self,
+        what: str,
+        clock: Clock,
+        limits: TimeLimits,
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
         self._what = what
         self._clock = clock
         self._limits = limits
+        self._check_request = check
         self._start = self._last_answer = self._attempt_start = clock.now()
         self._slice = 0.0
         self._log_timer = LogTimer(self._start)
@@ -161,7 +155,8 @@ class RetryDeadline:
     def begin_attempt(self) -> None:
         """Record that the request is in flight. Call `end_attempt` when the call has ended."""
         self._attempt_start, self._frames = self._clock.now(), 0
-        self._limits.waits.begin(self)
+        self._limits.waits.calls += 1
+        self._limits.waits.open.add(self)
 
     def record_frame(self) -> None:
         """Count a frame of this attempt.
@@ -174,7 +169,7 @@ class RetryDeadline:
 
     def end_attempt(self) -> None:
         """Record that the attempt has ended. May be called again."""
-        self._limits.waits.end(self)
+        self._limits.waits.open.discard(self)
 
     def remind(self, now: float) -> None:
         """Log that the request is still in flight, if LOG_SECONDS have passed."""
@@ -205,7 +200,7 @@ class RetryDeadline:
             self._clock.sleep(FIRST_PAUSE_SECONDS)
             return self.handle_wait(f"a server that is not ready: {error}")
         self._limits.unanswered()
-        self._limits.check()
+        self._check()
         now = self._clock.now()
         silent, limit = now - self._last_answer, self._limits.connect
         if self._limits.hurry() and silent >= min(limit, LAST_SECONDS):
@@ -224,14 +219,14 @@ class RetryDeadline:
         self._is_silent, self._cause = True, ""
         self._clock.sleep(min(self._pause, LONGEST_PAUSE_SECONDS))
         self._pause *= 2
-        return self._limits.check()
+        return self._check()
 
     def handle_wait(self, cause: str) -> None:
         """Return when a request that has to wait may be repeated, else raise WaitTimeoutError.
 
         cause: What the request waits for, as the answer names it.
         """
-        self._limits.check()
+        self._check()
         now = self._last_answer = self._clock.now()
         self._pause = FIRST_PAUSE_SECONDS
         self._is_silent = False
@@ -250,3 +245,7 @@ class RetryDeadline:
         """Count wait and silence from now: the request has made progress, or begins only now."""
         self._cause = ""
         self._start = self._last_answer = self._clock.now()
+
+    def _check(self) -> None:
+        self._check_request()
+        self._limits.check()

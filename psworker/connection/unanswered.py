@@ -25,11 +25,11 @@ def end_unanswered(
     while not has_ended():
         time.sleep(POLL_SECONDS)
         now = time.monotonic()
-        if not waits.any:
+        if not waits.open:
             if now >= drain.deadline:  # before the deadline a failed call may be repeated soon
                 since = now
         elif now - since >= UNANSWERED_SECONDS and now >= drain.deadline - UNANSWERED_SECONDS:
-            if not transport.answers(PROBE_SECONDS) and waits.any:
+            if not transport.answers(PROBE_SECONDS) and waits.open:
                 drain.give_up()
                 transport.end_calls()
                 return

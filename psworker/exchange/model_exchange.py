@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
+from functools import partial
 
 from pscommon.core.errors import (
     FencedError,
@@ -31,7 +32,7 @@ from psworker.exchange.shard_exchange import SentBefore, ShardExchange, combined
 from psworker.exchange.shared_buffers import LANES, ClientBuffers
 from psworker.exchange.transfer import ShardTransfer, digest_of
 from psworker.session.arguments import check_integer
-from psworker.transport.exchange_calls import Cancellation
+from psworker.transport.exchange_calls import AnswerReceiver, Cancellation
 
 MAX_LOST_MEMBERSHIPS = 5
 """Memberships in a row that a rejoining worker may lose before it has registered its model."""
@@ -164,14 +165,13 @@ class ModelExchange:
                 self._upload(weights)
                 self._register()
             self._has_started = True
-            self._run(
-                ShardTransfer(self.plan, weights=weights, everything=True),
-                ps.PushPullHeader(pull=ps.PULL_ALL),
-            )
+            transfer = ShardTransfer(self.plan, weights=weights, everything=True)
+            self._record(*self._run(transfer, ps.PushPullHeader(pull=ps.PULL_ALL)))
 
     def _upload(self, weights: memoryview) -> None:
         header = ps.PushPullHeader(initial=True, pull=ps.PULL_NONE)
-        result = self._run(ShardTransfer(self.plan, gradients=weights, everything=True), header)
+        transfer = ShardTransfer(self.plan, gradients=weights, everything=True)
+        result = self._record(*self._run(transfer, header))
         if result.status in ("rejected", "stale"):
             reason, _, detail = result.reason.partition(": ")
             # The refusal is final for this membership. With a new one, another worker or this
@@ -190,106 +190,86 @@ class ModelExchange:
         base: int | None = None,
         optimizer: str = "",
     ) -> PushResult:
-        transfer = ShardTransfer(self.plan, gradients, weights, frozenset(absent))
         pull = ps.PULL_NONE if weights is None else ps.PULL_STEP
         with self.lock:
             self.check_idle()
+            transfer = self.buffers.transfer(self.plan, gradients, weights, absent)
             if gradients is None:
-                return self._run(transfer, ps.PushPullHeader(pull=pull))
+                return self._record(*self._run(transfer, ps.PushPullHeader(pull=pull)))
             if self._observes:
                 raise InvalidRequestError("an observer cannot push")
             header = ps.PushPullHeader(
                 samples=check_integer("samples", samples, 0),
-                batches=codec.batches_to_proto(batches),
+                batches=codec.batches_to_proto(batches) if batches else (),
                 absent=sorted(absent),
                 groups_json=groups_json,
                 optimizer=optimizer,
             )
-            return self._push(transfer, header, pull, self.version if base is None else base)
+            content = header.SerializeToString(deterministic=True)
+            # A push whose content is that of the last push, of unknown outcome, gets its number.
+            pushes = self._connection.membership.pushes
+            digest = digest_of(transfer, content) if pushes.in_doubt else b""
+            header.seq, repeats = pushes.open(digest)
+            header.pull, header.base = pull, self.version if base is None else base
+            try:
+                sent = SentBefore.EARLIER if repeats else SentBefore.NEVER
+                result = self._record(*self._run(transfer, header, sent))
+            except InvalidRequestError:  # a server has refused the push, so it can never count
+                pushes.close()
+                raise
+            except BaseException as error:
+                pushes.fail(digest_of(transfer, content))
+                if isinstance(error, QuarantinedError):
+                    self._connection.membership.lose(error)
+                if isinstance(error, FencedError):
+                    # If another thread has closed the Client, this raises that cause instead.
+                    self._connection.check()
+                raise
+            pushes.close()
+            return result
 
     def check_idle(self) -> None:
         """Raise InvalidRequestError while a push is open."""
         if self._open_push is not None:
             raise InvalidRequestError("a push is under way. Try: finish or close it first")
 
-    def _push(
-        self,
-        transfer: ShardTransfer,
-        header: ps.PushPullHeader,
-        pull: "ps.Pull.ValueType",
-        base: int,
-    ) -> PushResult:
-        """Push, with the number of the last push if this one repeats it: then it counts once."""
-        content = header.SerializeToString(deterministic=True)
-        header.pull = pull
-        pushes = self._connection.membership.pushes
-        digest = digest_of(transfer, content) if pushes.in_doubt else b""
-        header.seq, repeats = pushes.open(digest)
-        header.base = base
-        try:
-            sent = SentBefore.EARLIER if repeats else SentBefore.NEVER
-            result = self._run(transfer, header, sent)
-        except InvalidRequestError:  # a server has refused the push, so it can never count
-            pushes.close()
-            raise
-        except BaseException as error:
-            pushes.fail(digest_of(transfer, content))
-            if isinstance(error, QuarantinedError):
-                self._connection.membership.lose(error)
-            if isinstance(error, FencedError):
-                # If another thread has closed the Client, this raises that cause instead.
-                self._connection.check()
-            raise
-        pushes.close()
-        return result
-
     def _run(
         self,
         transfer: ShardTransfer,
         header: ps.PushPullHeader,
         sent: SentBefore = SentBefore.NEVER,
-    ) -> PushResult:
-        """Carry out a transfer with all shards, and record its outcome."""
-        transfer, exchanges = self._run_shards(transfer, header, sent)
-        self.buffers.take_weights(transfer, exchanges)
-        result = combined(exchanges)
-        self._connection.membership.require_version(result.version)
-        if transfer.weights is not None:
-            self.version = result.version
-        return result
-
-    def _run_shards(
-        self,
-        transfer: ShardTransfer,
-        header: ps.PushPullHeader,
-        sent: SentBefore,
-        watch: Callable[[Cancellation], None] = lambda cancellation: None,
+        watch: Callable[[Cancellation], None] | None = None,
     ) -> tuple[ShardTransfer, Sequence[ShardExchange]]:
         """Carry out a transfer with all shards; send it again while their number changes.
 
         watch: Receives the Cancellation of each attempt.
         """
-        connection, transport = self._connection, self._connection.transport
+        connection, buffers = self._connection, self.buffers
         retry: RetryDeadline | None = None
         while True:
             self._offer_memory()
-            self.buffers.copy_in(transfer)
+            buffers.copy_in(transfer)
             try:
-                limits, cancellation = connection.new_request()
-                watch(cancellation)
-                headers = self.buffers.headers(transfer, header, connection.membership)
+                connection.check()
+                cancellation = Cancellation(is_alone=transfer.plan.shards == 1)
+                if watch is not None:
+                    watch(cancellation)
+                headers = buffers.headers(transfer, header, connection.membership)
                 exchanges = [
                     ShardExchange(
-                        transport,
+                        connection.transport,
                         shard,
                         shard_header,
-                        transfer.sent(shard),
-                        transfer.receiver(shard),
-                        limits,
+                        part.sent,
+                        AnswerReceiver(partial(transfer.views, shard)),
+                        part.nbytes,
+                        connection.limits,
                         cancellation,
                         sent,
                     )
-                    for shard, shard_header in enumerate(headers)
+                    for shard, (shard_header, part) in enumerate(
+                        zip(headers, transfer.parts, strict=True)
+                    )
                 ]
                 connection.executor.run(exchanges, cancellation)
                 return transfer, exchanges
@@ -303,6 +283,15 @@ class ModelExchange:
                 raise
             transfer = replace(transfer, plan=self.plan)
             sent = SentBefore.CALL if sent is SentBefore.NEVER else sent
+
+    def _record(self, transfer: ShardTransfer, exchanges: Sequence[ShardExchange]) -> PushResult:
+        """Take the weights of finished exchanges, and return their outcome."""
+        self.buffers.take_weights(transfer, exchanges)
+        result = combined(exchanges)
+        self._connection.membership.require_version(result.version)
+        if transfer.weights is not None:
+            self.version = result.version
+        return result
 
     def _offer_memory(self) -> None:
         connection, buffers = self._connection, self.buffers
@@ -353,10 +342,11 @@ class ModelExchange:
         connection = self._connection
         try:
             try:
-                limits, cancellation = connection.new_request()
+                connection.check()
+                cancellation = Cancellation(is_alone=transfer.plan.shards == 1)
                 headers = self.buffers.headers(transfer, push.header, connection.membership)
                 exchanges: Sequence[ShardExchange] = push.open_exchanges(
-                    connection.transport, headers, limits, cancellation
+                    connection.transport, headers, connection.limits, cancellation
                 )
                 connection.executor.run(exchanges, cancellation)
             except BaseException as error:
@@ -379,7 +369,7 @@ class ModelExchange:
         if not push.is_decided:  # `finish` blocks the script, so the buffers may be remapped
             self.buffers.unpin()
         self._relocate(error)
-        transfer, push.exchanges = self._run_shards(
+        transfer, push.exchanges = self._run(
             replace(transfer, plan=self.plan), header, SentBefore.CALL, push.set_cancellation
         )
         push.is_resent = True

@@ -130,7 +130,7 @@ class OpenPush:
         with interruptible.deferred(lambda _: None):
             with self.changed:
                 for exchange in () if self._has_ended else self._opened:
-                    exchange.expect_answer()
+                    exchange.retry.begin_attempt()  # from here on the server has to answer
             for shard, upload in enumerate(self._uploads):
                 upload.close(header, transfer.sent(shard), transfer.outgoing(shard))
         self._wait_until(lambda: self.is_decided)
@@ -181,9 +181,11 @@ class OpenPush:
         """Return one exchange per shard, to be run at the same time. headers: By shard."""
         self._cancellation = cancellation
         self.exchanges = self._opened = [
-            OpenShardExchange(transport, shard, header, upload, download, limits, cancellation)
-            for shard, (header, upload, download) in enumerate(
-                zip(headers, self._uploads, self._downloads, strict=True)
+            OpenShardExchange(
+                transport, shard, header, upload, download, part.nbytes, limits, cancellation
+            )
+            for shard, (header, upload, download, part) in enumerate(
+                zip(headers, self._uploads, self._downloads, self._transfer.parts, strict=True)
             )
         ]
         return self._opened
@@ -245,5 +247,5 @@ class OpenPush:
         with self.changed:
             self._has_ended = True
             for exchange in self._opened:
-                exchange.end_wait()
+                exchange.retry.end_attempt()
             self.changed.notify_all()

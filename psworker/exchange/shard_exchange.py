@@ -2,7 +2,7 @@
 
 Theory of operation of `ShardExchange`:
 
-- `step` makes one attempt. `run` repeats it until the exchange is finished.
+- `step` makes one attempt. The executor repeats it until the exchange is finished.
 - Pending answer: the server has the push, so the next attempt asks for the outcome only.
 - No answer: the server may have lost the push. The next attempt sends all bytes again under the
   same number, so the push counts at most once.
@@ -12,7 +12,7 @@ Theory of operation of `ShardExchange`:
 `OpenShardExchange` begins before the push is complete; only its first attempt differs.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from enum import Enum, auto
 
 from pscommon.core.errors import (
@@ -26,6 +26,7 @@ from pscommon.core.errors import (
     WaitTimeoutError,
     error_for,
 )
+from pscommon.wire.frames import Frame
 from psproto.v1 import parameter_server_pb2 as ps
 from psworker.connection.retry import SLICE_SECONDS, RetryDeadline, TimeLimits
 from psworker.core.results import PushResult, Status
@@ -80,10 +81,12 @@ class ShardExchange:
         header: ps.PushPullHeader,
         send: Sequence[memoryview],
         receiver: AnswerReceiver,
+        nbytes: int,
         limits: TimeLimits,
         cancellation: Cancellation,
         sent: SentBefore = SentBefore.NEVER,
     ) -> None:
+        """nbytes: Size of what is sent and received."""
         self.result = ps.ExchangeResult()
         self.version = 0
         self.lost_memory = False
@@ -96,12 +99,11 @@ class ShardExchange:
         self._sent = sent
         # Every shard must receive the push, also one that gets no bytes of it.
         self._pushes = header.has_data = header.initial or header.seq > 0
-        self._nbytes = sum(
-            view.nbytes for view in (*send, *receiver.views(ps.ExchangeResult(pulled=True)))
+        self._answer_seconds = (
+            min(SPARE_SECONDS, limits.connect / 2) + nbytes / SLOWEST_BYTES_PER_SECOND
         )
-        self._silence = limits.connect / 2
-        self._retry = RetryDeadline(self._name(), transport.clock, limits)
-        receiver.on_frame = self._retry.record_frame
+        self.retry = RetryDeadline(self._name(), transport.clock, limits, cancellation.check)
+        receiver.on_frame = self.retry.record_frame
         self._started = self._ended = transport.clock.now()
         self._pull_seconds = 0.0
         self._attempts = 0
@@ -131,46 +133,54 @@ class ShardExchange:
         push = self._ended - self._started - wait - apply - self._pull_seconds
         return {"push": max(0.0, push), "wait": wait, "apply": apply, "pull": self._pull_seconds}
 
-    def run(self) -> None:
-        """Make all attempts in the calling thread."""
-        while not self.step():
-            pass
-
     def step(self, may_wait: bool = True) -> bool:
         """Make one attempt; return whether the exchange is finished.
 
         may_wait: The server may hold the call while the push is not decided.
         """
-        wait = self._retry.next_wait_seconds(SLICE_SECONDS if may_wait else 0.0)
+        wait = self.retry.next_wait_seconds(SLICE_SECONDS if may_wait else 0.0)
+        frames: Iterator[Frame[ps.PushPullHeader]] | None = None
         try:
-            with self._retry.attempt():
-                answer = self._attempt(wait)
+            try:
+                frames = self._begin_attempt(wait)
+                answer = self._transport.exchange(
+                    self._shard,
+                    self._header,
+                    self._send,
+                    self._receiver,
+                    wait + self._answer_seconds if frames is None else LONGEST_BACKWARD_SECONDS,
+                    self._cancellation,
+                    frames,
+                )
+            finally:
+                self.retry.end_attempt()
+                if frames is not None:
+                    self.retry.restart()  # the time in which the script computed is not silence
         except (WaitTimeoutError, InFlightError) as error:
-            self._retry.handle_wait(str(error))
+            self.retry.handle_wait(str(error))
         except UnreachableError as error:
             # The server may have lost the push in a crash. Its log tells it whether a push that
             # is sent again has counted.
             self._header.has_data = self._pushes
             if error.reason == "NOT_ATTACHED":
                 self._header.memory, self.lost_memory = 0, True
-            self._retry.handle_failure(error)
+            self.retry.handle_failure(error)
         else:
             return self._take(answer)
         return False
 
-    def _attempt(self, wait: float) -> ExchangeAnswer:
+    def _begin_attempt(self, wait: float) -> Iterator[Frame[ps.PushPullHeader]] | None:
+        """Begin an attempt; return the frames of an open push, which it sends instead."""
         self._attempts += self._pushes
         self._header.wait_ms = round(wait * 1000)
-        timeout = wait + min(SPARE_SECONDS, self._silence) + self._nbytes / SLOWEST_BYTES_PER_SECOND
-        return self._transport.exchange(
-            self._shard, self._header, self._send, self._receiver, timeout, self._cancellation
-        )
+        self.retry.begin_attempt()
+        return None
 
     def _take(self, answer: ExchangeAnswer) -> bool:
         result = answer.result
         if result.outcome == ps.OUTCOME_PENDING:
             self._header.has_data, self._was_pending = False, self._pushes
-            self._retry.handle_wait(result.waiting_for)
+            self.retry.handle_wait(result.waiting_for)
             return False
         if result.outcome not in STATUS:
             raise PSError(
@@ -232,58 +242,36 @@ class OpenShardExchange(ShardExchange):
         header: ps.PushPullHeader,
         upload: ShardUpload,
         receiver: AnswerReceiver,
+        nbytes: int,
         limits: TimeLimits,
         cancellation: Cancellation,
     ) -> None:
-        super().__init__(transport, shard, header, (), receiver, limits, cancellation)
+        super().__init__(transport, shard, header, (), receiver, nbytes, limits, cancellation)
         self._upload = upload
         self._is_complete = False
 
-    def _attempt(self, wait: float) -> ExchangeAnswer:
-        upload = self._upload
-        if not self._attempts and not self._header.memory and not upload.closed.is_set():
-            return self._first_attempt(wait)
+    def _begin_attempt(self, wait: float) -> Iterator[Frame[ps.PushPullHeader]] | None:
+        is_first = not self._attempts
+        super()._begin_attempt(wait)
+        if is_first and not self._header.memory and not self._upload.closed.is_set():
+            self._header.open = True
+            self.retry.end_attempt()  # until the script closes the push, the call waits for it
+            return self._upload.frames(self._header)
         if not self._is_complete:
             self._wait_for_close()
-        return super()._attempt(wait)
-
-    def _first_attempt(self, wait: float) -> ExchangeAnswer:
-        self._attempts += 1
-        self._header.open, self._header.wait_ms = True, round(wait * 1000)
-        frames = self._upload.frames(self._header)
-        self._retry.end_attempt()  # the call waits for the script: see `expect_answer`
-        try:
-            return self._transport.exchange(
-                self._shard,
-                self._header,
-                (),
-                self._receiver,
-                LONGEST_BACKWARD_SECONDS,
-                self._cancellation,
-                frames,
-            )
-        finally:
-            self._retry.restart()  # the time in which the script computed is not silence
-
-    def expect_answer(self) -> None:
-        """Record that the push is being closed: from here on the server has to answer."""
-        self._retry.begin_attempt()
-
-    def end_wait(self) -> None:
-        """Record that no answer is expected any more."""
-        self._retry.end_attempt()
+        return None
 
     def _wait_for_close(self) -> None:
         """Wait until the push is complete, and use its bytes and header for the next attempt."""
-        self._retry.end_attempt()
+        self.retry.end_attempt()
         self._upload.closed.wait()
-        self._retry.begin_attempt()
+        self.retry.begin_attempt()
         if self._upload.header is None:
             raise PSError("the push was given up")
         self._send, self._is_complete = self._upload.views, True
         self._header.MergeFrom(self._upload.header)
         self._header.open = False
-        self._retry.restart()
+        self.retry.restart()
 
 
 def combined(exchanges: Sequence[ShardExchange]) -> PushResult:
@@ -296,26 +284,20 @@ def combined(exchanges: Sequence[ShardExchange]) -> PushResult:
         MismatchError: The push was rejected because it belongs to another job or model.
         InvalidRequestError: The request cannot be a push of this job.
     """
-    failed = next(
-        (exchange for exchange in exchanges if exchange.status in ("rejected", "stale")), None
-    )
-    if failed is not None and failed.status == "rejected":
-        _raise_refusal(failed)
-    status = (
-        failed.status
-        if failed
-        else "applied"
-        if any(exchange.status == "applied" for exchange in exchanges)
-        else exchanges[0].status
-    )
+    statuses = [exchange.status for exchange in exchanges]
+    status, reason = "applied" if "applied" in statuses else statuses[0], ""
+    for exchange, own in zip(exchanges, statuses, strict=True):
+        if own in ("rejected", "stale"):
+            status, reason = own, exchange.reason
+            if own == "rejected":
+                _raise_refusal(exchange)
+            break
     return PushResult(
         status=status,
-        version=min(exchange.version for exchange in exchanges),
-        staleness=max(exchange.result.staleness for exchange in exchanges),
-        reason=failed.reason if failed else "",
-        seconds=max(
-            (exchange.seconds for exchange in exchanges), key=lambda row: sum(row.values())
-        ),
+        version=min([exchange.version for exchange in exchanges]),
+        staleness=max([exchange.result.staleness for exchange in exchanges]),
+        reason=reason,
+        seconds=max([exchange.seconds for exchange in exchanges], key=_total),
     )
 
 
@@ -323,3 +305,7 @@ def _raise_refusal(exchange: ShardExchange) -> None:
     reason = exchange.result.reason
     if reason in REASONS and issubclass(REASONS[reason].error, REFUSALS):
         raise error_for(reason, exchange.result.detail or reason)
+
+
+def _total(seconds: Mapping[str, float]) -> float:
+    return sum(seconds.values())

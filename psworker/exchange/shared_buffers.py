@@ -3,7 +3,7 @@
 The servers read gradients from it and write weights to it.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 
 from pscommon.core.errors import (
@@ -13,13 +13,14 @@ from pscommon.core.errors import (
     PSError,
     UnreachableError,
 )
+from pscommon.core.partition import PartitionPlan
 from pscommon.settings.values import Lanes
 from pscommon.system.shared_memory import NoSharedMemoryError, SharedRegion, sweep
 from pscommon.telemetry.logs import get_logger
 from pscommon.wire.frames import Filler
 from psproto.v1 import parameter_server_pb2 as ps
 from psworker.connection.membership import WorkerMembership
-from psworker.exchange.scattered_buffer import ScatteredBuffer
+from psworker.exchange.scattered_buffer import ExchangeBuffer, ScatteredBuffer
 from psworker.exchange.shard_exchange import ShardExchange
 from psworker.exchange.transfer import ShardTransfer
 from psworker.transport.interface import Transport
@@ -57,6 +58,7 @@ class ClientBuffers:
         self._is_pinned = self._detach_on_unpin = False
         # A weights buffer, and the version by shard that it holds.
         self._pulled: tuple[memoryview, list[int]] | None = None
+        self._transfer: ShardTransfer | None = None  # the last one of these buffers
         self._region = SharedRegion(2 * nbytes)
         self.gradients, self.weights = self._region.memory[:nbytes], self._region.memory[nbytes:]
 
@@ -100,6 +102,29 @@ class ClientBuffers:
             self.detach()
             log.info("shared_memory_unavailable", reason=reasons[0])
 
+    def transfer(
+        self,
+        plan: PartitionPlan,
+        gradients: ExchangeBuffer | None,
+        weights: ExchangeBuffer | None,
+        absent: Collection[int],
+    ) -> ShardTransfer:
+        """Return what a step transfers. Steps with these two buffers use one transfer again."""
+        last = self._transfer
+        if (
+            last is not None
+            and last.plan is plan
+            and last.gradients is gradients
+            and last.weights is weights
+            and last.absent == frozenset(absent)
+        ):
+            return last
+        transfer = ShardTransfer(plan, gradients, weights, frozenset(absent))
+        # other buffers belong to the script, which may free them
+        if gradients is self.gradients and weights is self.weights:
+            self._transfer = transfer
+        return transfer
+
     def copy_in(self, transfer: ShardTransfer) -> None:
         """Copy the gradients of attached shards to shared memory, unless they are there already."""
         if transfer.gradients is not None and transfer.gradients is not self.gradients:
@@ -115,7 +140,12 @@ class ClientBuffers:
         """Return the header for each shard: addressed, and with the fields about the memory."""
         header.job, header.worker = membership.job, membership.worker
         header.min_version, header.shards = membership.min_version, transfer.plan.shards
-        versions, found = self._known_versions(transfer, header), []
+        # Versions that the weights buffer holds, by shard. Without them, a server sends all
+        # tensors, as it does for a pull without a push.
+        versions: list[int] | None = None
+        if self._pulled is not None and self._pulled[0] is transfer.weights:
+            versions = self._pulled[1] if header.seq and header.pull == ps.PULL_STEP else None
+        found = []
         for shard in range(transfer.plan.shards):
             own = ps.PushPullHeader()
             own.CopyFrom(header)
@@ -124,18 +154,6 @@ class ClientBuffers:
                 own.have = versions[shard]
             found.append(own)
         return found
-
-    def _known_versions(
-        self, transfer: ShardTransfer, header: ps.PushPullHeader
-    ) -> list[int] | None:
-        """Return the version by shard that the weights buffer holds; None asks for all tensors.
-
-        A pull without a push always asks for all tensors.
-        """
-        if self._pulled is None or self._pulled[0] is not transfer.weights:
-            return None
-        pushes = header.seq > 0 and header.pull == ps.PULL_STEP
-        return self._pulled[1] if pushes else None
 
     def take_weights(self, transfer: ShardTransfer, exchanges: Sequence[ShardExchange]) -> None:
         """Copy the weights that attached shards have written to the transfer's buffer.

@@ -3,13 +3,14 @@
 import hashlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
 
 from pscommon.core.errors import InvalidRequestError
 from pscommon.core.partition import ByteRange, PartitionPlan
 from psproto.v1 import parameter_server_pb2 as ps
 from psworker.core.results import Status
 from psworker.exchange.scattered_buffer import ExchangeBuffer, ScatteredBuffer
-from psworker.transport.exchange_calls import AnswerReceiver
 
 STATUS: Mapping[int, Status] = {
     ps.OUTCOME_NONE: "none",
@@ -21,9 +22,23 @@ STATUS: Mapping[int, Status] = {
 """Status of a push by the outcome in a shard's answer; a pending push has none."""
 
 
+class ShardPart(NamedTuple):
+    """One shard's part of a transfer.
+
+    Attributes:
+        sent: The bytes to send to the shard.
+        received: Memory for the bytes of its answer.
+        nbytes: Size of both.
+    """
+
+    sent: Sequence[memoryview]
+    received: Sequence[memoryview]
+    nbytes: int
+
+
 @dataclass(frozen=True)
 class ShardTransfer:
-    """Flat buffers to send from and to receive into.
+    """Flat buffers to send from and to receive into. Many steps use one transfer.
 
     Attributes:
         plan: Partition of the model.
@@ -93,9 +108,19 @@ class ShardTransfer:
             _cut(self.weights, self.incoming(shard, unchanged)) if self.weights is not None else []
         )
 
-    def receiver(self, shard: int) -> AnswerReceiver:
-        """Return a receiver that writes the shard's bytes to `weights`."""
-        return AnswerReceiver(lambda result: self.received(shard, result.unchanged))
+    @cached_property
+    def parts(self) -> list[ShardPart]:
+        """The parts of all shards, if no tensor is unchanged."""
+        pairs = [(self.sent(shard), self.received(shard)) for shard in range(self.plan.shards)]
+        return [
+            ShardPart(sent, received, sum(view.nbytes for view in (*sent, *received)))
+            for sent, received in pairs
+        ]
+
+    def views(self, shard: int, result: ps.ExchangeResult) -> Sequence[memoryview]:
+        """Return the memory for the bytes of this answer of the shard."""
+        unchanged = result.unchanged
+        return self.received(shard, unchanged) if unchanged else self.parts[shard].received
 
     def _others(self, shard: int) -> Iterator[ByteRange]:
         yield self.plan.range(shard, "buffer")

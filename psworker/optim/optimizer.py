@@ -215,7 +215,19 @@ class ServerOptimizer(torch.optim.Optimizer):
             return self._accumulate(weight)
         session.enter("push")
         push = Push(self._accumulation.finish(weight), consumed.batches, groups, self.name)
-        result = self._send(push)
+        result: PushResult | None = None
+        if step.lost is not None:
+            self._step_strategy.skip()
+            result = lost(step.lost, session.version)
+        else:
+            try:
+                result = self._step_strategy.push(push)
+                session.reset_rejoin_count()
+            except DrainedError as error:
+                session.stop(str(error), "drained")
+            except FencedError as error:
+                session.rejoin(error)
+                result = lost(error, session.version)
         push = replace(push, batches=consumed.batches)  # without those of a lost membership
         consumed.finish_push(step)
         last = result or self.result
@@ -237,21 +249,6 @@ class ServerOptimizer(torch.optim.Optimizer):
         if self._must_leave:
             self._session.check_stopping()
         self._must_leave = self._session.client.stopping
-
-    def _send(self, push: Push) -> PushResult | None:
-        session = self._session
-        if self._next.lost is not None:
-            self._step_strategy.skip()
-            return lost(self._next.lost, session.version)
-        try:
-            result = self._step_strategy.push(push)
-        except DrainedError as error:
-            session.stop(str(error), "drained")
-        except FencedError as error:
-            session.rejoin(error)
-            return lost(error, session.version)
-        session.reset_rejoin_count()
-        return result
 
     def record_outcome(self, push: Push, result: PushResult) -> None:
         """Take the outcome of a push."""

@@ -24,13 +24,14 @@ class Endpoints:
 
     Attributes:
         addresses: Server to ask, by shard.
+        terms: Highest known term by shard.
     """
 
     def __init__(self, addresses: Sequence[str], given: Sequence[str] = ()) -> None:
         self.addresses: Sequence[str] = tuple(addresses)
         self._given = tuple(given)
         self._alternatives = [""] * len(self.addresses)
-        self._terms = [0] * len(self.addresses)  # highest known term by shard
+        self.terms = [0] * len(self.addresses)
         # Last address from shard 0. Empty for an address that the user gave: it may be another
         # name of the same server, and stays in use.
         self._from_shard_0 = [
@@ -49,10 +50,6 @@ class Endpoints:
                 if address
             )
         )
-
-    def term(self, shard: int) -> int:
-        """Return the highest known term of a shard."""
-        return self._terms[shard]
 
     def count(self, shards: int) -> bool:
         """Record the job's number of shards; return whether it equals the size of this table.
@@ -78,24 +75,24 @@ class Endpoints:
         Shard 0 also knows a primary that was restarted at another address in the same term.
         """
         with self._lock:
-            known, before = self._terms[shard], self._from_shard_0[shard]
+            known, before = self.terms[shard], self._from_shard_0[shard]
             if not address and term == known:
                 self._set_standby(shard, standby)
             if not address or term < known:
                 return set()
             self._from_shard_0[shard] = address
             if known in (0, term) and before not in ("", address):
-                self._terms[shard] = term
+                self.terms[shard] = term
                 return self._replace(shard, address, standby)
         return self.learn(shard, address, term, standby)
 
     def learn(self, shard: int, address: str, term: int, standby: str = "") -> set[str]:
         """Record the primary of a term and its standby; return the addresses that are void now."""
         with self._lock:
-            known, current = self._terms[shard], self.addresses[shard]
+            known, current = self.terms[shard], self.addresses[shard]
             if not address or term < known:
                 return set()
-            self._terms[shard] = term
+            self.terms[shard] = term
             if term == known or (not known and (term == 1 or address == current)):
                 self._set_standby(shard, standby)
                 return set()
@@ -128,8 +125,8 @@ class Endpoints:
             before = dict(enumerate(self.addresses))
             stays = [before.get(shard) == address for shard, address in enumerate(addresses)]
             void = {*self.addresses} - {*addresses}
-            self._terms = [
-                self._terms[shard] if stays[shard] else 0 for shard in range(len(addresses))
+            self.terms = [
+                self.terms[shard] if stays[shard] else 0 for shard in range(len(addresses))
             ]
             self._alternatives = [
                 self._alternatives[shard] if stays[shard] else "" for shard in range(len(addresses))
@@ -145,8 +142,8 @@ class Endpoints:
             UnreachableError: A higher term is known (NOT_PRIMARY).
         """
         with self._lock:
-            if term < self._terms[shard]:
-                newest = self._terms[shard]
+            if term < self.terms[shard]:
+                newest = self.terms[shard]
                 text = f"shard {shard} answered in term {term}, but its primary has term {newest}"
                 raise UnreachableError(text, "NOT_PRIMARY")
-            self._terms[shard] = term
+            self.terms[shard] = term

@@ -13,10 +13,7 @@ from psworker.transport.exchange_calls import Cancellation
 class ShardCall(Protocol):
     """One shard's part of a request."""
 
-    def run(self) -> None:
-        """Run the call to its end in the calling thread."""
-
-    def step(self, may_wait: bool) -> bool:
+    def step(self, may_wait: bool = True) -> bool:
         """Make one attempt, which the server may hold for a while; return whether it ended."""
         ...
 
@@ -58,14 +55,16 @@ class ShardExecutor:
         Returns or raises only when no call runs any more: the calls use the caller's memory.
         """
         with interruptible.deferred(cancellation.cancel):
-            futures = [
-                self._submit(number, call, cancellation) for number, call in enumerate(calls[1:])
-            ]
+            futures = []
+            for number, call in enumerate(calls[1:]):
+                futures.append(self._submit(number, call, cancellation))
             try:
-                calls[0].run()
+                while not calls[0].step():
+                    pass
             except BaseException as error:
                 cancellation.cancel(error)
-            self._await(futures, cancellation)
+            for future in futures:
+                _await(future, cancellation)
             if cancellation.cause is not None:
                 raise cancellation.cause
 
@@ -94,22 +93,22 @@ class ShardExecutor:
         self._threads.append(thread)
         thread.start()
 
-    @staticmethod
-    def _await(futures: "Sequence[Future[None]]", cancellation: Cancellation) -> None:
-        for future in futures:
-            while not future.done():
-                try:
-                    interruptible.settle(future)
-                except BaseException as interrupt:
-                    # Ctrl-C: end the calls, but still wait, as the calls use the caller's memory.
-                    cancellation.cancel(interrupt)
+
+def _await(future: "Future[None]", cancellation: Cancellation) -> None:
+    while not future.done():
+        try:
+            interruptible.settle(future)
+        except BaseException as interrupt:
+            # Ctrl-C: end the calls, but still wait, as the calls use the caller's memory.
+            cancellation.cancel(interrupt)
 
 
 def _work(tasks: "queue.SimpleQueue[Task | None]") -> None:
     while (task := tasks.get()) is not None:
         call, future = task
         try:
-            call.run()
+            while not call.step():
+                pass
             future.set_result(None)
         except BaseException as error:
             future.set_exception(error)

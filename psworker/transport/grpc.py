@@ -20,7 +20,7 @@ from pscommon.system import signals as interruptible
 from pscommon.wire.frames import (
     Frame,
 )
-from pscommon.wire.status import translated
+from pscommon.wire.status import error_from, translated
 from pscommon.wire.stream_format import decode_message
 from psproto.v1 import coordinator_pb2 as co
 from psproto.v1 import parameter_server_pb2 as ps
@@ -82,7 +82,7 @@ class GrpcTransport:
     def learn(
         self, job: str, addresses: Sequence[str], terms: Sequence[int], standbys: Sequence[str]
     ) -> None:
-        if any(0 < term < self._endpoints.term(0) for term in terms[:1]):
+        if any(0 < term < self._endpoints.terms[0] for term in terms[:1]):
             return  # a late answer of a former primary of shard 0
         if not self._endpoints.count(len(addresses)):
             return  # the next exchange raises LayoutError and finds the servers
@@ -226,7 +226,7 @@ class GrpcTransport:
         frames: Iterator[Frame[ps.PushPullHeader]] | None = None,
     ) -> ExchangeAnswer:
         self._endpoints.check_layout()
-        header.term = self._endpoints.term(shard)
+        header.term = self._endpoints.terms[shard]
         with self._at(shard, "Exchange", tensors=True) as channel:
             stream = self._lanes.find(
                 shard, channel.address, header, channel.shard.Describe, timeout
@@ -255,15 +255,23 @@ class GrpcTransport:
     @contextmanager
     def _at(self, shard: int, method: str, tensors: bool = False) -> Iterator[ServerChannel]:
         """Yield the channel to a shard's server; after a failure the next call uses the other."""
-        address = self.addresses[shard]
+        address = self._endpoints.addresses[shard]
         channel = self._channel(address, tensors)
         try:
-            with translated(f"shard {shard} at {address} ({method})"):
-                yield channel
-        except UnreachableError as error:
-            if error.reason in ("UNREACHABLE", "NOT_PRIMARY") and not channel.is_closed:
+            yield channel
+        except (grpc.RpcError, UnreachableError) as failure:
+            error: Exception = failure
+            if isinstance(failure, grpc.RpcError):
+                error = error_from(failure, f"shard {shard} at {address} ({method})")
+            if (
+                isinstance(error, UnreachableError)
+                and error.reason in ("UNREACHABLE", "NOT_PRIMARY")
+                and not channel.is_closed
+            ):
                 self._endpoints.switch(shard, address)
-            raise
+            if error is failure:
+                raise
+            raise error from failure
         except ValueError as closed:
             # gRPC raises ValueError on a closed channel: the server is no longer primary, or
             # another thread has cancelled a call on it.

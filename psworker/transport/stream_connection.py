@@ -76,7 +76,9 @@ class StreamConnection(BlockingStream):
         self, header: ps.PushPullHeader, send: Sequence[memoryview], receiver: AnswerReceiver
     ) -> tuple[FramePrefix, bytes] | None:
         """Send a request. Return the answer if the server refuses the data."""
-        nbytes = sum(view.nbytes for view in send)
+        nbytes = 0
+        for view in send:
+            nbytes += view.nbytes
         frame = encode_frame(FrameKind.EXCHANGE, header.SerializeToString(), nbytes)
         if nbytes <= EAGER_BYTES:
             self.send([frame, *send])
@@ -117,7 +119,9 @@ class StreamConnection(BlockingStream):
         if in_memory:
             receiver.record_bytes(result.nbytes)
             return
-        expected = sum(view.nbytes for view in views) if prefix.data_nbytes else 0
+        expected = 0
+        for view in views if prefix.data_nbytes else ():
+            expected += view.nbytes
         if prefix.data_nbytes != expected:
             raise PSError(f"the server sent {prefix.data_nbytes} bytes instead of {expected}")
         if expected:

@@ -24,6 +24,8 @@ from pscommon.wire.status import error_of, status_of
 from pscommon.wire.stream_format import (
     HEAD_BYTES,
     MAGIC,
+    MAX_BUFFERS_COUNT,
+    PIECE_BYTES,
     SILENCE_SECONDS,
     BufferQueue,
     FrameKind,
@@ -136,9 +138,13 @@ class BlockingStream:
 
         moved: Called after each piece.
         """
-        queue = BufferQueue(buffers)
-        while queue.remaining_nbytes:
-            queue.advance(self._socket.sendmsg(queue.next()))
+        left, queue = _measured(buffers)
+        while left:
+            nbytes = self._socket.sendmsg(buffers if queue is None else queue.next())
+            left -= nbytes
+            if left:
+                queue = queue or BufferQueue(buffers)
+                queue.advance(nbytes)
             if moved is not None:
                 moved()
 
@@ -151,10 +157,10 @@ class BlockingStream:
 
         filled: Called with the number of bytes so far, after each piece.
         """
-        queue, sock = BufferQueue(buffers), self._socket
-        total = queue.remaining_nbytes
-        while queue.remaining_nbytes:
-            views = queue.next()
+        left, queue = _measured(buffers)
+        total, sock = left, self._socket
+        while left:
+            views = buffers if queue is None else queue.next()
             nbytes = (
                 sock.recv_into(views[0], 0, socket.MSG_WAITALL)
                 if len(views) == 1
@@ -162,9 +168,12 @@ class BlockingStream:
             )
             if not nbytes:
                 raise ConnectionResetError("the peer closed the connection")
-            queue.advance(nbytes)
+            left -= nbytes
+            if left:
+                queue = queue or BufferQueue(buffers)
+                queue.advance(nbytes)
             if filled is not None:
-                filled(total - queue.remaining_nbytes)
+                filled(total - left)
 
     def next_frame(
         self, deadline: float | None, filled: Callable[[int], None] | None = None
@@ -182,7 +191,8 @@ class BlockingStream:
             prefix = decode_prefix(self._head)
             if prefix.kind is not FrameKind.ALIVE:
                 rest = bytearray(prefix.rest_nbytes)
-                self.receive([rest], filled)
+                if rest:
+                    self.receive([rest], filled)
                 return prefix, prefix.message(self._head, rest)
             if deadline is not None and time.monotonic() > deadline:
                 raise TimeoutError("no answer in time")
@@ -368,3 +378,14 @@ def _remaining(deadline: float) -> float:
 def _timeout_option(seconds: float) -> bytes:
     """Return the value of a socket option. The kernel takes zero for no limit."""
     return struct.pack("ll", *divmod(max(1, round(seconds * 1e6)), 1_000_000))
+
+
+def _measured(
+    buffers: Sequence[memoryview | bytes | bytearray],
+) -> tuple[int, BufferQueue | None]:
+    """Return the size of the buffers, and a queue unless one system call may take them all."""
+    nbytes = 0
+    for buffer in buffers:
+        nbytes += memoryview(buffer).nbytes
+    is_small = nbytes <= PIECE_BYTES and len(buffers) <= MAX_BUFFERS_COUNT
+    return nbytes, None if is_small else BufferQueue(buffers)

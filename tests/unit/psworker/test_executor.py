@@ -26,11 +26,9 @@ class FakeShardCall:
         self._number = number
         self._function = function
 
-    def run(self) -> None:
+    def step(self, may_wait: bool = True) -> bool:
         self._function(self._number)
-
-    def step(self, may_wait: bool) -> bool:
-        raise NotImplementedError
+        return True
 
 
 def parts(count: int, function: Callable[[int], None]) -> list[FakeShardCall]:
@@ -89,7 +87,7 @@ def test_only_the_last_open_call_may_wait() -> None:
     class CountedCall(FakeShardCall):
         """Call that ends at its third attempt; call 0 ends at its first."""
 
-        def step(self, may_wait: bool) -> bool:
+        def step(self, may_wait: bool = True) -> bool:
             steps.append((self._number, may_wait))
             attempts = [number for number, _ in steps].count(self._number)
             return attempts == (1 if self._number == 0 else 3)
