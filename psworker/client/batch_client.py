@@ -10,6 +10,7 @@ from pscommon.telemetry.logs import get_logger
 from pscommon.wire import messages as codec
 from psproto.v1 import coordinator_pb2 as co
 from psworker.connection.connection import Connection
+from psworker.connection.retry import RetryDeadline
 from psworker.core.results import Lease
 from psworker.exchange.model_exchange import ModelExchange
 
@@ -23,22 +24,53 @@ class BatchClient:
         self._connection = connection
         self._exchange = exchange
         self._lock = threading.Lock()
-        self._place: ScriptPlace | int = 0
         self._has_warned = False
 
     def lease(self, loop: Spec, count: int, idle: bool, place: ScriptPlace | int) -> Lease:
         """Lease batches of a loop.
 
         The first request does not sit out of rounds, so a worker that gets batches at once
-        misses no round.
+        misses no round. With `idle`, later requests wait for batches or for the end of the loop,
+        and sit out of rounds. Each update of the job restarts the wait timeout. A worker that was
+        asked to leave does not wait.
         """
+        connection, version, wait_seconds = self._connection, self._exchange.version, 0.0
+        name: PassName | int = loop.loop
+        if isinstance(place, ScriptPlace) and place.current is not None:
+            name = place.current
+        retry: RetryDeadline | None = None
         with self._lock:
-            self._place = place
-            answer = self._request_batches(loop, count)
-            if answer.numbers or answer.end or not idle:
+            while True:
+                membership = connection.membership
+                received = membership.received_batches.get(name, 0)
+                request = co.NextBatchRequest(
+                    job=membership.job,
+                    worker=membership.worker,
+                    loop=codec.loop_to_proto(loop),
+                    count=count,
+                    idle=retry is not None,
+                    wait_ms=round(wait_seconds * 1000),
+                    received=received,
+                    **codec.place_fields(place),
+                )
+                next_batch = connection.transport.next_batch
+                answer = connection.call("asking for data", next_batch, request, wait_seconds)
+                membership.received_batches[name] = received + len(answer.numbers)
+                if answer.numbers or answer.end or not idle:
+                    break
+                if retry is None:
+                    retry = connection.new_retry(f"the wait for data of loop {loop.loop}")
+                elif connection.drain.asked:
+                    break
+                else:
+                    if answer.version > version:
+                        version = answer.version
+                        retry.restart()
+                    retry.handle_wait(self._missing_source(loop) or answer.waiting_for)
+                wait_seconds = retry.next_wait_seconds()
+            if retry is None:
                 return _lease(answer)
-            answer = self._wait_for_batches(loop, count)
-            self._connection.membership.require_version(answer.version)
+            membership.require_version(answer.version)
             return _lease(answer, sat_out=answer.version > self._exchange.version)
 
     def share(self, loop: Spec) -> int:
@@ -62,23 +94,6 @@ class BatchClient:
         )
         connection.call("returning batches", connection.transport.return_batches, request)
 
-    def _wait_for_batches(self, loop: Spec, count: int) -> co.NextBatchResponse:
-        """Wait for batches or for the end of the loop, sitting out of rounds.
-
-        Each update of the job restarts the wait timeout. A worker that was asked to leave does
-        not wait.
-        """
-        retry = self._connection.new_retry(f"the wait for data of loop {loop.loop}")
-        version = self._exchange.version
-        while True:
-            answer = self._request_batches(loop, count, retry.next_wait_seconds(), idle=True)
-            if answer.numbers or answer.end or self._connection.drain.asked:
-                return answer
-            if answer.version > version:
-                version = answer.version
-                retry.restart()
-            retry.handle_wait(self._missing_source(loop) or answer.waiting_for)
-
     def _missing_source(self, loop: Spec) -> str:
         """Return what a worker waits for that got no source of a stream; warn of it once."""
         membership = self._connection.membership
@@ -99,29 +114,6 @@ class BatchClient:
                 "job.batches; or fewer workers",
             )
         return f"the pass's end: each of its {loop.laps} sources has another worker"
-
-    def _request_batches(
-        self, loop: Spec, count: int, wait_seconds: float = 0.0, idle: bool = False
-    ) -> co.NextBatchResponse:
-        connection, membership = self._connection, self._connection.membership
-        name: PassName | int = loop.loop
-        if isinstance(self._place, ScriptPlace) and self._place.current is not None:
-            name = self._place.current
-        received = membership.received_batches.get(name, 0)
-        request = co.NextBatchRequest(
-            job=membership.job,
-            worker=membership.worker,
-            loop=codec.loop_to_proto(loop),
-            count=count,
-            idle=idle,
-            wait_ms=round(wait_seconds * 1000),
-            received=received,
-            **codec.place_fields(self._place),
-        )
-        next_batch = connection.transport.next_batch
-        answer = connection.call("asking for data", next_batch, request, wait_seconds)
-        membership.received_batches[name] = received + len(answer.numbers)
-        return answer
 
 
 def _lease(answer: co.NextBatchResponse, sat_out: bool = False) -> Lease:

@@ -9,7 +9,7 @@ rounds until a lost worker's batches return or the loop ends. The ledger ends a 
 
 import inspect
 import weakref
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator
 from typing import Any, Final, Self
 
 import torch
@@ -18,7 +18,7 @@ from pscommon.core.data_stream import Spec
 from pscommon.core.errors import InvalidRequestError
 from pscommon.core.script_place import PassName
 from pscommon.telemetry.logs import get_logger
-from psworker.data.data_source import COMPUTE, BatchFacts, DataSource, PassReader
+from psworker.data.data_source import COMPUTE, DataSource, PassReader
 from psworker.data.leased_batches import LeasedBatches
 from psworker.data.random_state import reseed
 from psworker.session.session import Session
@@ -184,33 +184,37 @@ class DataPass:
 
     def batches(self) -> Generator[Any, None, None]:
         """Yield the batches that the script receives. Only one call is valid."""
-        leases = self._leases
-        consumed = self._session.consumed
-        if not self._session.loops.open:  # nothing of earlier loops belongs to the next step
+        session, leases, consumed = self._session, self._leases, self._session.consumed
+        if not session.loops.open:  # nothing of earlier loops belongs to the next step
             consumed.begin()
-        steps, samples = self._session.stats.steps, consumed.samples
-        with self._session.running_loop(leases, torch.is_grad_enabled()):
+        steps, samples = session.stats.steps, consumed.samples
+        with session.running_loop(leases, torch.is_grad_enabled()):
             fetched = self._reader.open(leases)
             more = True
             while more:
                 if self._marks_updates and not self._was_finished:
                     yield UPDATES
-                for facts, batch in self._timed(fetched):
+                session.enter("data")
+                for facts, batch in fetched:
+                    if session.client.stopping:
+                        break
+                    session.enter("compute")
                     if leases.use(facts.key, facts.samples):
                         if self._reseed:
                             reseed(*facts.seeds, COMPUTE)
                         yield batch
-                self._session.enter("wait")
+                    session.enter("data")
+                session.enter("wait")
                 more = leases.wait()
                 if self._marks_updates and leases.waits_for_rest:
                     yield UPDATES  # the script pushes the rest, and then waits like the others
                     more = leases.continue_after_rest()
             consumed.decide(self.loop)
             leases.drop_evaluated()
-            self._session.enter("compute")
+            session.enter("compute")
             if self._marks_updates and not self.is_skipped:
                 yield UPDATES
-        if self._session.stats.steps == steps and (unused := consumed.void(samples)):
+        if session.stats.steps == steps and (unused := consumed.void(samples)):
             log.warning(
                 "batches_unused",
                 samples=unused,
@@ -222,12 +226,3 @@ class DataPass:
     def release(self) -> None:
         """Return the leased batches that the script has not received."""
         self._leases.release()
-
-    def _timed(self, fetched: Iterable[tuple[BatchFacts, Any]]) -> Iterator[tuple[BatchFacts, Any]]:
-        self._session.enter("data")
-        for item in fetched:
-            if self._session.client.stopping:
-                return
-            self._session.enter("compute")
-            yield item
-            self._session.enter("data")
