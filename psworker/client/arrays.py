@@ -139,6 +139,7 @@ class ArrayBuffer:
         self.memory = memory
         tensors = plan.spec.tensors
         self.tensors = {tensor.name: self._tensor(index) for index, tensor in enumerate(tensors)}
+        self._forms = {name: (each.dtype, each.shape) for name, each in self.tensors.items()}
         self._names: dict[Role, dict[str, int]] = {
             role: {
                 tensor.name: index for index, tensor in enumerate(tensors) if tensor.role == role
@@ -258,19 +259,11 @@ class ArrayBuffer:
 
         Raises InvalidRequestError if a name, a dtype or a shape does not match the model.
         """
-        tensors, checked = self.tensors, dict[str, Array]()
+        forms, checked = self._forms, dict[str, Array]()
         for name, array in arrays.items():
-            if array is None:
-                continue
-            tensor = tensors.get(name)
-            if (
-                tensor is None
-                or type(array) is not np.ndarray
-                or array.dtype != tensor.dtype
-                or array.shape != tensor.shape
-            ):
-                array = self._fitting(name, array)
-            checked[name] = array
+            if array is not None:
+                fits = type(array) is np.ndarray and forms.get(name) == (array.dtype, array.shape)
+                checked[name] = array if fits else self._fitting(name, array)
         return checked
 
     def _fitting(self, name: str, array: Array) -> Array:

@@ -317,9 +317,9 @@ class ModelExchange:
         While the outcome of the last push is unknown, the result is a `BufferedPush`: a push
         has to be complete before it can be compared with the last one.
         """
-        transfer = ShardTransfer(self.plan, gradients, weights)
         with self.lock:
             self.check_idle()
+            transfer = self.buffers.transfer(self.plan, gradients, weights, ())
             if self._observes:
                 raise InvalidRequestError("an observer cannot push")
             self._offer_memory()
