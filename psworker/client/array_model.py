@@ -8,7 +8,7 @@ from pscommon.system.thread_team import ThreadTeam, cores
 from psworker.client.arrays import Array, ArrayBuffer, Arrays, Gradients, overlap, spec_of
 from psworker.core.results import PushResult
 from psworker.exchange.model_exchange import ModelExchange
-from psworker.exchange.scattered_buffer import ExchangeBuffer
+from psworker.exchange.transfer import ExchangeBuffer
 from psworker.session import metrics
 from psworker.session.arguments import check_integer
 from psworker.session.drain import Drain, DrainedError

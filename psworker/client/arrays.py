@@ -16,7 +16,7 @@ from pscommon.core.model_spec import (
 )
 from pscommon.core.partition import PartitionPlan
 from pscommon.system.thread_team import ALONE, PART_BYTES, ThreadTeam
-from psworker.exchange.scattered_buffer import ExchangeBuffer, ScatteredBuffer
+from psworker.exchange.transfer import ExchangeBuffer, ScatteredBuffer
 
 Array = NDArray[np.generic]
 Arrays = Mapping[str, Array]

@@ -27,9 +27,8 @@ from psworker.connection.connection import connected
 from psworker.connection.membership import StepProgress
 from psworker.connection.retry import TimeLimits
 from psworker.core.results import CollectiveCall, CollectiveResult, Lease, PushResult
-from psworker.exchange.buffered_push import BufferedPush
 from psworker.exchange.model_exchange import ModelExchange
-from psworker.exchange.open_push import OpenPush
+from psworker.exchange.open_push import BufferedPush, OpenPush
 from psworker.session import metrics
 from psworker.session.arguments import attempt_of, connect_timeout_of, lanes_of, rank_of, time_limit
 from psworker.session.drain import DrainedError

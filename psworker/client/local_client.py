@@ -19,7 +19,7 @@ from pscommon.optim.specs import groups_from_json, validate_model
 from psworker.core.clock import Clock
 from psworker.core.protocols import PushStream
 from psworker.core.results import CollectiveCall, CollectiveResult, Lease, PushResult, Status
-from psworker.exchange.buffered_push import BufferedPush
+from psworker.exchange.open_push import BufferedPush
 from psworker.session.reports import ReportBuffer
 
 

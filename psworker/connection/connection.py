@@ -2,6 +2,7 @@
 
 import os
 import socket
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -22,7 +23,6 @@ from psworker.connection.retry import (
     RetryDeadline,
     TimeLimits,
 )
-from psworker.connection.unanswered import end_unanswered
 from psworker.session import metrics
 from psworker.session.drain import Drain
 from psworker.session.reports import ReportBuffer, ValueReport
@@ -36,6 +36,11 @@ CALL_SECONDS = 10.0
 LEAVE_SECONDS = 2.0
 LEAVE_AFTER_SILENCE_SECONDS = 0.5
 """Deadline of the leave request to servers that did not answer earlier requests."""
+
+POLL_SECONDS = 0.1
+UNANSWERED_SECONDS = 0.75
+"""Age of a call in flight at which the servers are probed, once the worker was asked to leave."""
+PROBE_SECONDS = 0.75
 
 Response = TypeVar("Response")
 Request = TypeVar("Request")
@@ -227,7 +232,24 @@ class Connection:
             self.drain.check_answered()
 
     def _end_unanswered(self) -> None:
-        end_unanswered(self.transport, self.drain, self._waits, lambda: self._has_left)
+        """End the script's calls when a server does not answer; in a thread of a drain.
+
+        Runs until the worker has left. When a server does not answer a probe, all calls end and
+        the drain gives up. A call to servers that answer may take any time.
+        """
+        drain, waits, since = self.drain, self._waits, time.monotonic()
+        while not self._has_left:
+            time.sleep(POLL_SECONDS)
+            now = time.monotonic()
+            if not waits.open:
+                if now >= drain.deadline:  # before the deadline a failed call may be repeated soon
+                    since = now
+            elif now - since >= UNANSWERED_SECONDS and now >= drain.deadline - UNANSWERED_SECONDS:
+                if not self.transport.answers(PROBE_SECONDS) and waits.open:
+                    drain.give_up()
+                    self.transport.end_calls()
+                    return
+                since = time.monotonic()
 
     def set_progress(self, progress: StepProgress) -> None:
         """Set the progress for the next heartbeat; a direct transport sends it at once."""

@@ -24,13 +24,11 @@ from psproto.v1 import parameter_server_pb2 as ps
 from psworker.connection.connection import Connection
 from psworker.connection.retry import RetryDeadline
 from psworker.core.results import PushResult
-from psworker.exchange.buffered_push import BufferedPush
-from psworker.exchange.open_push import OpenPush, PushSteps
+from psworker.exchange.open_push import BufferedPush, OpenPush, PushSteps
 from psworker.exchange.registration import plan_of, register
-from psworker.exchange.scattered_buffer import ExchangeBuffer
 from psworker.exchange.shard_exchange import SentBefore, ShardExchange, combined
 from psworker.exchange.shared_buffers import LANES, ClientBuffers
-from psworker.exchange.transfer import ShardTransfer, digest_of
+from psworker.exchange.transfer import ExchangeBuffer, ShardTransfer, digest_of
 from psworker.session.arguments import check_integer
 from psworker.transport.exchange_calls import AnswerReceiver, Cancellation
 

@@ -20,9 +20,8 @@ from pscommon.telemetry.logs import get_logger
 from pscommon.wire.frames import Filler
 from psproto.v1 import parameter_server_pb2 as ps
 from psworker.connection.membership import WorkerMembership
-from psworker.exchange.scattered_buffer import ExchangeBuffer, ScatteredBuffer
 from psworker.exchange.shard_exchange import ShardExchange
-from psworker.exchange.transfer import ShardTransfer
+from psworker.exchange.transfer import ExchangeBuffer, ScatteredBuffer, ShardTransfer
 from psworker.transport.interface import Transport
 
 log = get_logger(__name__)

@@ -1,6 +1,7 @@
-"""Byte ranges of the worker's flat buffers by shard in wire order; the status of an outcome."""
+"""Flat buffers, their byte ranges by shard in wire order, and the status of an outcome."""
 
 import hashlib
+from bisect import bisect_right
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -10,7 +11,6 @@ from pscommon.core.errors import InvalidRequestError
 from pscommon.core.partition import ByteRange, PartitionPlan
 from psproto.v1 import parameter_server_pb2 as ps
 from psworker.core.results import Status
-from psworker.exchange.scattered_buffer import ExchangeBuffer, ScatteredBuffer
 
 STATUS: Mapping[int, Status] = {
     ps.OUTCOME_NONE: "none",
@@ -20,6 +20,50 @@ STATUS: Mapping[int, Status] = {
     ps.OUTCOME_REJECTED: "rejected",
 }
 """Status of a push by the outcome in a shard's answer; a pending push has none."""
+
+
+class ScatteredBuffer:
+    """Bytes of a flat buffer, of which some ranges lie elsewhere, which saves a copy.
+
+    Attributes:
+        nbytes: Size of the flat buffer.
+        readonly: Whether a part cannot be written.
+        format: "B", as of a memoryview of bytes.
+    """
+
+    format = "B"
+
+    def __init__(self, flat: memoryview, parts: Mapping[int, memoryview]) -> None:
+        """Create the buffer.
+
+        Args:
+            flat: The bytes that lie in no part.
+            parts: Bytes by their position in the flat buffer; they do not overlap.
+        """
+        self.nbytes = flat.nbytes
+        self.readonly = flat.readonly or any(part.readonly for part in parts.values())
+        self._flat = flat
+        self._starts = sorted(parts)
+        self._parts = [parts[start] for start in self._starts]
+
+    def cut(self, span: ByteRange) -> Iterator[memoryview]:
+        """Yield the memory of a byte range, in order."""
+        position = span.start
+        for index in range(max(0, bisect_right(self._starts, position) - 1), len(self._starts)):
+            start, part = self._starts[index], self._parts[index]
+            if start >= span.stop:
+                break
+            if position < start:
+                yield self._flat[position:start]
+                position = start
+            if position < (stop := min(start + part.nbytes, span.stop)):
+                yield part[position - start : stop - start]
+                position = stop
+        if position < span.stop:
+            yield self._flat[position : span.stop]
+
+
+ExchangeBuffer = memoryview | ScatteredBuffer
 
 
 class ShardPart(NamedTuple):

@@ -15,7 +15,7 @@ import pytest
 from pscommon.core.errors import InvalidRequestError
 from pscommon.snapshot.weights_digest import weights_sha256
 from psworker import Client, OptimizerSpec
-from psworker.exchange.scattered_buffer import ScatteredBuffer
+from psworker.exchange.transfer import ScatteredBuffer
 from tests.support.cluster import Cluster
 from tests.support.events import records_of
 from tests.support.lanes import each_lane, each_network_lane

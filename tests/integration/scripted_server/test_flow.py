@@ -16,8 +16,7 @@ from pscommon.system.shared_memory import SharedRegion
 from psproto.v1 import parameter_server_pb2 as ps
 from psworker.client.client import Client
 from psworker.core.clock import Clock
-from psworker.exchange.buffered_push import BufferedPush
-from psworker.exchange.open_push import OpenPush
+from psworker.exchange.open_push import BufferedPush, OpenPush
 from tests.support.fake_job import lost
 from tests.support.fake_server import FakeCluster, FakeServer
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from pscommon.core.partition import ByteRange
 from psworker.client.arrays import Array, overlap
-from psworker.exchange.scattered_buffer import ScatteredBuffer
+from psworker.exchange.transfer import ScatteredBuffer
 
 SIZE = 40
 ELSEWHERE = 100
