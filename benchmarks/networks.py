@@ -8,8 +8,7 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 SAMPLE_COUNT = 4096
-SIDE, CLASS_COUNT = 28, 10
-PIXEL_COUNT = SIDE * SIDE
+PIXEL_COUNT, CLASS_COUNT = 28 * 28, 10
 
 
 def mlp() -> nn.Sequential:
@@ -49,7 +48,7 @@ def network(name: str) -> nn.Sequential:
 def dataset() -> TensorDataset:
     """Return random pictures with random labels."""
     generator = torch.Generator().manual_seed(1)
-    pictures = torch.randn(SAMPLE_COUNT, 1, SIDE, SIDE, generator=generator)
+    pictures = torch.randn(SAMPLE_COUNT, 1, 28, 28, generator=generator)
     return TensorDataset(pictures, torch.randint(CLASS_COUNT, (SAMPLE_COUNT,), generator=generator))
 
 

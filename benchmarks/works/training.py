@@ -14,7 +14,7 @@ NUMBERS = {"mlp": 5_297_418, "cnn": 1_199_882, "small": 4_780}
 
 TITLES = {"mlp": "MLP of 5.3 M", "cnn": "CNN of 1.2 M", "small": "5 k parameters"}
 BATCH_SIZE = 32
-MORE_SMALL_STEPS = 10
+SMALL_STEPS_PER_STEP = 10
 """Steps of the small network for one of another: they are short."""
 
 
@@ -30,7 +30,7 @@ def lineup(scale: Scale, resources: ExitStack) -> Lineup:
             4 * NUMBERS[network],
             model="1",
             optimizer="adam",
-            pieces=scale.network_steps * (MORE_SMALL_STEPS if network == "small" else 1),
+            pieces=scale.network_steps * (SMALL_STEPS_PER_STEP if network == "small" else 1),
             workers=2,
             batch=BATCH_SIZE,
             network=network,
