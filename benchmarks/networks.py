@@ -8,7 +8,7 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 SAMPLE_COUNT = 4096
-CLASS_COUNT = 10
+PIXEL_COUNT, CLASS_COUNT = 28 * 28, 10
 
 
 def mlp() -> nn.Sequential:
