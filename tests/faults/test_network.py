@@ -67,6 +67,12 @@ def test_the_call_of_an_unreachable_worker_is_cancelled(jobs: JobStarter) -> Non
     deadline of the call. (Over a stream a waiting worker occupies no thread.)
     """
     job = jobs("sync", "60s", shards=1, lanes=("grpc", "grpc"))
+    until(
+        lambda: any(
+            each["method"] == "Heartbeat" for each in job.metrics(0).labels("ps_rpc_requests_total")
+        ),
+        "a heartbeat",
+    )
     job.processes["w1"].send(signal.SIGSTOP)
     waiting = lines(job.processes["w0"], "pushed")
 
