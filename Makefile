@@ -1,7 +1,7 @@
 # make demo    train a CNN on handwritten digits with 2 servers and 2 workers on this machine
 # make test    the quick tiers of the test suite, at most five minutes on two cores; make check adds ruff and mypy
 # make test-all  the whole test suite, at most twenty minutes on two cores
-# make test-scripts  third-party kinds of scripts, plain and under each policy (at most ten minutes)
+# make test-scripts  third-party kinds of scripts, plain and under each policy (up to twenty minutes)
 # make house   print the packages, their charters, and which may import which
 # make docs    build the documentation into site/
 # make bench   everything measured beside its peers; make bench-quick takes two minutes, make bench-tf adds TensorFlow
