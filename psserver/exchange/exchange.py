@@ -8,7 +8,8 @@ bytes of a push are there already, and those of weights are copied there: no `io
 A push is filled in two ways: in the order of its bytes, or, while it is open, at offsets.
 """
 
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Protocol
 
@@ -19,9 +20,9 @@ from pscommon.wire.stream_format import EAGER_BYTES
 from psproto.v1 import parameter_server_pb2 as pb
 from psserver.core.commands.request_checks import wait_seconds
 from psserver.core.shard.state_machine import PushOutcome
-from psserver.exchange import pulls
 from psserver.exchange.push_receiver import OpenPushReceiver
 from psserver.parameters.staging import Staging
+from psserver.parameters.store import ParameterStore
 from psserver.parameters.weight_reads import WeightRead
 from psserver.process.identity import ServerIdentity
 from psserver.shard.engine import ShardEngine
@@ -34,8 +35,8 @@ OUTCOMES = {
 }
 
 
-def at_no_piece() -> None:
-    """Do nothing."""
+Weights = WeightRead | bytes | None
+Moved = Callable[[], None]
 
 
 class ExchangeIO(Waiter, Protocol):
@@ -57,15 +58,11 @@ class ExchangeIO(Waiter, Protocol):
     async def discard(self) -> None:
         """Drop the data of the push, as far as the worker sends it without waiting."""
 
-    async def send(
-        self,
-        result: pb.ExchangeResult,
-        weights: WeightRead | bytes | None = None,
-        moved: Callable[[], None] = at_no_piece,
-    ) -> None:
+    async def send(self, result: pb.ExchangeResult, weights: Weights, moved: Moved) -> None:
         """Send the answer, and the weights after it.
 
-        moved: Called after each piece of the weights.
+        weights: A read to take the bytes from, or all bytes of a small pull; None: no pull.
+        moved: Called after each piece of a read.
         """
 
 
@@ -80,6 +77,7 @@ class Exchange:
         self, engine: ShardEngine, identity: ServerIdentity, header: pb.PushPullHeader
     ) -> None:
         self._engine, self._identity, self._header = engine, identity, header
+        self._note_alive = partial(engine.traffic.transfer.note_request, header.worker)
 
     async def run(self, io: ExchangeIO) -> None:
         """Carry out the exchange and send the answer.
@@ -92,7 +90,7 @@ class Exchange:
         self._identity.check_term(header.term)
         engine.live.check_layout(header.shards)
         seconds = wait_seconds(header.wait_ms)
-        engine.traffic.transfer.note_request(header.worker)
+        self._note_alive()
         is_push = header.initial or header.seq > 0
         key = PushKey(header.worker, header.seq) if is_push else None
         is_repeated = (
@@ -100,7 +98,7 @@ class Exchange:
         )
         outcome = await until(
             partial(engine.find_outcome, key, header.min_version),
-            partial(engine.live.changes.watch, engine.awaited_push(key)),
+            partial(engine.watch_outcome, key),
             seconds,
             io,
         )
@@ -108,7 +106,7 @@ class Exchange:
         if result.pulled and not header.memory:
             await self._send_weights(io, result, seconds)
         else:
-            await io.send(result)
+            await io.send(result, None, self._note_alive)
 
     # ---- the push --------------------------------------------------------------------------------
 
@@ -168,13 +166,13 @@ class Exchange:
         receiver, closing = OpenPushReceiver(staging), None
         while closing is None:
             closing = await io.receive_piece(receiver)
-            self._engine.traffic.transfer.note_request(self._header.worker)
+            self._note_alive()
         receiver.close(closing.absent)
         self._header.MergeFrom(closing)
 
     def _note_filled(self, staging: Staging, nbytes: int) -> None:
         staging.mark_filled(nbytes)
-        self._engine.traffic.transfer.note_request(self._header.worker)
+        self._note_alive()
 
     def _check_push(self, staging: Staging) -> None:
         """Check the fields of a push that depend on the model, and take its hyper-parameters."""
@@ -215,7 +213,7 @@ class Exchange:
             _, result.wait_seconds, result.apply_seconds = engine.traffic.pushes.find(key)
         result.pulled = header.pull in (pb.PULL_STEP, pb.PULL_ALL)
         if result.pulled and header.memory:
-            pulls.write_shared(engine, header, result)
+            _write_shared(engine, header, result)
         return result
 
     def _pending(self, waiting_for: str) -> pb.ExchangeResult:
@@ -233,23 +231,79 @@ class Exchange:
         header, engine = self._header, self._engine
         nbytes = engine.live.require_store().step_nbytes
         if nbytes <= EAGER_BYTES and header.pull != pb.PULL_ALL:
-            weights = await io.do(partial(pulls.read_all, engine, header, result))
-            return await io.send(result, weights)
+            weights = await io.do(partial(_read_all, engine, header, result))
+            return await io.send(result, weights, self._note_alive)
         budget = engine.traffic.budget
         try:
             claim = await budget.take(header.worker, nbytes, seconds, io)
         except InFlightError as full:
-            return await io.send(self._pending(str(full)))
+            return await io.send(self._pending(str(full)), None, self._note_alive)
         try:
             read = await io.do(
-                partial(pulls.begin, engine, header, result), abandoned=WeightRead.close
+                partial(_begin_read, engine, header, result), abandoned=WeightRead.close
             )
             try:
                 engine.traffic.transfer.count_sent(read.nbytes)
-                await io.send(
-                    result, read, partial(engine.traffic.transfer.note_request, header.worker)
-                )
+                await io.send(result, read, self._note_alive)
             finally:
                 read.close()
         finally:
             budget.release(claim)
+
+
+def _begin_read(
+    engine: ShardEngine, header: pb.PushPullHeader, result: pb.ExchangeResult
+) -> WeightRead:
+    """Begin to read the weights for a pull, and describe them in `result`.
+
+    The caller has the memory for a copy in the byte budget, and closes the read.
+    """
+    with engine.live.lock_weights(header.shards) as (version, store):
+        return _open_read(store, version, header, result)
+
+
+def _read_all(engine: ShardEngine, header: pb.PushPullHeader, result: pb.ExchangeResult) -> bytes:
+    """Return all bytes of a small pull at once, and describe them in `result`."""
+    with engine.live.lock_weights(header.shards) as (version, store):
+        read = _open_read(store, version, header, result)
+        weights = b"".join(read.views())
+        read.close()
+    engine.traffic.transfer.count_sent(len(weights))
+    return weights
+
+
+def _write_shared(
+    engine: ShardEngine, header: pb.PushPullHeader, result: pb.ExchangeResult
+) -> None:
+    """Copy the weights to the worker's shared memory, and describe them in `result`."""
+    buffers, began = engine.traffic.shared_buffers.find(header), time.monotonic()
+    with engine.live.lock_weights(header.shards) as (version, store):
+        unchanged = _find_unchanged(store, version, header, result)
+        if unchanged is not None:
+            everything = header.pull == pb.PULL_ALL
+            result.nbytes = store.copy_to(buffers.weights, everything, unchanged)
+    result.pull_seconds = time.monotonic() - began
+    engine.traffic.transfer.count_sent(result.nbytes)
+
+
+def _open_read(
+    store: ParameterStore, version: int, header: pb.PushPullHeader, result: pb.ExchangeResult
+) -> WeightRead:
+    unchanged = _find_unchanged(store, version, header, result)
+    read = store.read(unchanged is not None, header.pull == pb.PULL_ALL, unchanged or ())
+    result.nbytes = read.nbytes
+    return read
+
+
+def _find_unchanged(
+    store: ParameterStore, version: int, header: pb.PushPullHeader, result: pb.ExchangeResult
+) -> Collection[int] | None:
+    """Return the tensors that the worker already has; None if it has all. Also sets `result`."""
+    result.version = version
+    if not header.HasField("have") or header.have > version or header.pull == pb.PULL_ALL:
+        return ()
+    if header.have == version:
+        return None
+    unchanged = store.find_unchanged(version - header.have)
+    result.unchanged.extend(sorted(unchanged))
+    return unchanged

@@ -16,7 +16,7 @@ from pscommon.wire.channel import FRAME_BYTES
 from pscommon.wire.frames import Filler, decode_request, encode_data, encode_header
 from pscommon.wire.status import answering
 from psproto.v1 import parameter_server_pb2 as pb
-from psserver.exchange.exchange import Exchange, at_no_piece
+from psserver.exchange.exchange import Exchange, Moved, Weights
 from psserver.exchange.push_receiver import OpenPushReceiver
 from psserver.parameters.weight_reads import WeightRead
 from psserver.process.identity import ServerIdentity
@@ -136,12 +136,7 @@ class FramesIO(ThreadWaiter):
 class StreamingIO(FramesIO):
     """Sends the answer as frames: each one suspends the exchange."""
 
-    async def send(
-        self,
-        result: pb.ExchangeResult,
-        weights: WeightRead | bytes | None = None,
-        moved: Callable[[], None] = at_no_piece,
-    ) -> None:
+    async def send(self, result: pb.ExchangeResult, weights: Weights, moved: Moved) -> None:
         await _emit(encode_header(result))
         if isinstance(weights, WeightRead):
             # the worker of an open push computes with the first bytes while the rest arrives
@@ -167,12 +162,7 @@ class UnaryIO(FramesIO):
 
     answer = b""
 
-    async def send(
-        self,
-        result: pb.ExchangeResult,
-        weights: WeightRead | bytes | None = None,
-        moved: Callable[[], None] = at_no_piece,
-    ) -> None:
+    async def send(self, result: pb.ExchangeResult, weights: Weights, moved: Moved) -> None:
         if not isinstance(weights, WeightRead):
             self.answer = encode_header(result, memoryview(weights or b""))
             return

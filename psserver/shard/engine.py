@@ -6,7 +6,7 @@ hand-over to another thread costs time. Receiving a push needs no lock. live_sta
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -208,9 +208,15 @@ class ShardEngine:
         if claim is not None:
             self.traffic.budget.release(claim)
 
-    def awaited_push(self, key: PushKey | None) -> PushKey | None:
-        """Return the push whose decision a request waits for; None: it waits for a version."""
-        return key if key and self.live.state.machine.outcome(key) is None else None
+    def watch_outcome(
+        self, key: PushKey | None, wake: Callable[[], None]
+    ) -> AbstractContextManager[None]:
+        """Call `wake` when `find_outcome` may have news, until the block ends."""
+        live = self.live
+        with live.changed:
+            is_decided = key is not None and live.state.machine.outcome(key) is not None
+            # a decided push waits for a version, which any change may bring
+            return live.changes.watch(None if is_decided else key, wake)
 
     def find_outcome(self, key: PushKey | None, version: int) -> PushOutcome | None:
         """Return a push's outcome once it is decided and `version` is reached; None before.

@@ -6,7 +6,7 @@ from pscommon.core.errors import InvalidRequestError
 from pscommon.wire.status import error_for_peer
 from pscommon.wire.stream_format import EAGER_BYTES, FrameKind, decode_message
 from psproto.v1 import parameter_server_pb2 as pb
-from psserver.exchange.exchange import Exchange, at_no_piece
+from psserver.exchange.exchange import Exchange, Moved, Weights
 from psserver.exchange.push_receiver import OpenPushReceiver
 from psserver.parameters.weight_reads import WeightRead
 from psserver.stream.frame_socket import FrameSocket
@@ -57,12 +57,7 @@ class SocketIO(StreamWaiter):
         nbytes, self._unread_nbytes = self._unread_nbytes, 0
         await self._socket.discard(nbytes)
 
-    async def send(
-        self,
-        result: pb.ExchangeResult,
-        weights: WeightRead | bytes | None = None,
-        moved: Callable[[], None] = at_no_piece,
-    ) -> None:
+    async def send(self, result: pb.ExchangeResult, weights: Weights, moved: Moved) -> None:
         message = result.SerializeToString()
         if isinstance(weights, WeightRead):
             await self._socket.send_prefix(FrameKind.RESULT, message, weights.nbytes)

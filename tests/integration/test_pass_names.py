@@ -62,7 +62,7 @@ def all_of(found: list[Counter[int]]) -> Counter[int]:
 @pytest.mark.parametrize("rules", POLICIES, ids=lambda rules: rules["policy"])
 @pytest.mark.parametrize("samples", [44, 48, 45])
 def test_validation_every_few_steps_sees_each_sample_once_a_pass(
-    cluster: Make, rules: dict[str, Any], samples: int
+    cluster: Make, caplog: pytest.LogCaptureFixture, rules: dict[str, Any], samples: int
 ) -> None:
     """The workers have different numbers of batches, and so begin passes in different orders."""
 
@@ -86,10 +86,11 @@ def test_validation_every_few_steps_sees_each_sample_once_a_pass(
     found = run(cluster(2, min_workers=2, **rules).address, script)
 
     assert all_of([trained for trained, _ in found]) == dict.fromkeys(range(samples), 3)
-    # a worker may make the last pass alone, when the other one is done
-    for number in {*found[0][1]} & {*found[1][1]}:
-        shares = [validated[number] for _, validated in found]
-        assert all_of(shares) == dict.fromkeys(range(30), 1)
+    for number in {*found[0][1], *found[1][1]}:
+        shares = [validated.get(number, Counter()) for _, validated in found]
+        # a worker that makes the last pass alone gets its share only, if the other one is just done
+        is_warned = not all(shares) and records_of(caplog, "pass_not_begun")
+        assert all_of(shares) == dict.fromkeys(range(30), 1) or is_warned
 
 
 @pytest.mark.parametrize("rules", POLICIES, ids=lambda rules: rules["policy"])

@@ -85,6 +85,7 @@ class DataRequests:
             return BatchesReply(tuple(numbers), following=following, spec=spec)
         # the script keeps a rest that is too small to push, or pushes it after the loop
         if loop.leases.has_sent(worker):
+            loop.was_left = True
             return _end(member, spec)
         job.membership.index.wait_for_data(member, spec.loop)
         if member.state is WorkerState.ACTIVE:

@@ -26,7 +26,7 @@ class LoopLedger(ABC):
     spec: the loop.
     name: the pass that it is; None: it has a number only.
     ended: no worker gets more batches of it.
-    was_left: a worker of this process's time has gone on to a later pass.
+    was_left: in this process's time a worker has completed its part, or gone on to a later pass.
     dropped: batches that scripts discarded; they are committed.
     duplicates: batches in counted pushes whose worker no longer leased them. Their samples also
         count in another push.

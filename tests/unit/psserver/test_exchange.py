@@ -18,7 +18,7 @@ from pscommon.system.thread_team import ALONE
 from pscommon.wire.stream_format import EAGER_BYTES
 from psproto.v1 import parameter_server_pb2 as pb
 from psserver.durability.shard_state import ShardState
-from psserver.exchange.exchange import Exchange, at_no_piece
+from psserver.exchange.exchange import Exchange, Moved, Weights
 from psserver.exchange.push_receiver import OpenPushReceiver
 from psserver.parameters.staging import StagingPool
 from psserver.parameters.weight_reads import WeightRead
@@ -92,12 +92,7 @@ class ScriptedIO:
     async def discard(self) -> None:
         await reach("discard")
 
-    async def send(
-        self,
-        result: pb.ExchangeResult,
-        weights: WeightRead | bytes | None = None,
-        moved: Callable[[], None] = at_no_piece,
-    ) -> None:
+    async def send(self, result: pb.ExchangeResult, weights: Weights, moved: Moved) -> None:
         outcome = pb.Outcome.Name(result.outcome).removeprefix("OUTCOME_").lower()
         sent = f"send {outcome} version {result.version}"
         if isinstance(weights, WeightRead):
