@@ -33,7 +33,7 @@ from psserver.server import Server
 from psworker.client.client import Client
 from psworker.connection.membership import WorkerMembership
 from psworker.run.job_poller import GrpcJobObserver
-from psworker.transport.exchange_calls import ExchangeAnswer
+from psworker.transport.exchange_calls import AnswerReceiver, Cancellation, ExchangeAnswer
 from psworker.transport.grpc import GrpcTransport
 from tests.support.cluster import Cluster
 from tests.support.events import records_of
@@ -173,16 +173,18 @@ class TricklingLane(GrpcTransport):
     slow = 0
 
     def exchange(
-        self, shard: int, header: ps.PushPullHeader, send: Sequence[memoryview], *args: Any
+        self,
+        shard: int,
+        header: ps.PushPullHeader,
+        send: Sequence[memoryview],
+        receiver: AnswerReceiver,
+        timeout: float,
+        cancellation: Cancellation,
+        frames: Iterator[Frame[ps.PushPullHeader]] | None = None,
     ) -> ExchangeAnswer:
-        slowly = chain([Frame(header, NOTHING)], map(trickle, pieces(send)))
-        return super().exchange(
-            shard,
-            header,
-            send,
-            *args,
-            frames=slowly if shard == self.slow and header.has_data else None,
-        )
+        if shard == self.slow and header.has_data:
+            frames = chain([Frame(header, NOTHING)], map(trickle, pieces(send)))
+        return super().exchange(shard, header, send, receiver, timeout, cancellation, frames)
 
 
 def pieces(send: Sequence[memoryview]) -> Iterator[Frame[ps.PushPullHeader]]:
