@@ -24,6 +24,7 @@ from pscommon.wire.messages import (
     staged_from_proto,
     staged_to_proto,
 )
+from pscommon.wire.push import Part, parts_from_proto, parts_to_proto
 from psproto.v1 import coordinator_pb2 as co
 from psproto.v1 import log_pb2, model_pb2
 from psserver.durability.best_effort_log import Raw
@@ -80,6 +81,7 @@ class LoggedPush(NamedTuple):
     initial: whether it contains the initial weights.
     payload: valid until the next record is read; empty if the push had a problem.
     has_own_groups: whether its hyper-parameters count for it alone, see PushGroups.
+    parts: the parts that it names, in whose order the payload is; empty: none.
     """
 
     staged: Staged
@@ -88,6 +90,7 @@ class LoggedPush(NamedTuple):
     initial: bool
     payload: memoryview
     has_own_groups: bool = False
+    parts: tuple[Part, ...] = ()
 
 
 Logged = SegmentBase | ModelSpec | LoggedPush | Entry
@@ -222,6 +225,7 @@ def push_record(staged: Staged, staging: Staging) -> Raw:
         staged=staged_to_proto(staged),
         absent=sorted(staging.absent),
         initial=staging.initial,
+        parts=parts_to_proto(staging.parts) if staging.has_named_parts else (),
     )
     if (groups := staging.groups) is not None:
         header.groups_json, header.own_groups = groups.text, groups.is_own
@@ -254,4 +258,5 @@ def logged(record: Record) -> Logged:
                 message.initial,
                 record.payload,
                 message.own_groups,
+                parts_from_proto(message.parts),
             )

@@ -211,7 +211,7 @@ class ShardState:
             return
         if self.store is None:
             raise LogUnfitError("it contains pushes before a model exists")
-        staging = self.store.allocate_staging(push.absent, push.initial)
+        staging = self.store.allocate_staging(push.absent, push.initial, push.parts)
         if push.groups_json:
             staging.groups = self.store.read_groups(
                 push.groups_json, push.staged.optimizer, push.has_own_groups

@@ -16,6 +16,7 @@ from typing import Protocol
 from pscommon.core.errors import InFlightError, InvalidRequestError, out_of_the_job
 from pscommon.core.log_entries import PushKey, Staged
 from pscommon.wire.messages import batches_from_proto
+from pscommon.wire.push import parts_from_proto
 from pscommon.wire.stream_format import EAGER_BYTES
 from psproto.v1 import parameter_server_pb2 as pb
 from psserver.core.commands.request_checks import wait_seconds
@@ -93,9 +94,16 @@ class Exchange:
         self._note_alive()
         is_push = header.initial or header.seq > 0
         key = PushKey(header.worker, header.seq) if is_push else None
-        is_repeated = (
-            key is not None and header.has_data and await self._receive_push(io, key, seconds)
-        )
+        is_repeated: bool | None = False
+        if key is not None and header.has_data:
+            is_repeated = engine.find_repeat(key)
+            if is_repeated is None:
+                staging = await self._receive_push(io, seconds)
+                # from here on the engine frees the staging, also after an error
+                stage = partial(engine.stage_push, self._describe(key), staging)
+                is_repeated = not await io.do(stage)
+            else:
+                await io.discard()
         outcome = await until(
             partial(engine.find_outcome, key, header.min_version),
             partial(engine.watch_outcome, key),
@@ -110,13 +118,9 @@ class Exchange:
 
     # ---- the push --------------------------------------------------------------------------------
 
-    async def _receive_push(self, io: ExchangeIO, key: PushKey, seconds: float) -> bool:
-        """Receive and stage a push. Return whether it was decided before."""
-        header, engine = self._header, self._engine
-        is_decided = engine.find_repeat(key)
-        if is_decided is not None:
-            await io.discard()
-            return is_decided
+    async def _receive_push(self, io: ExchangeIO, seconds: float) -> Staging:
+        """Receive a push, and check what depends on the model."""
+        header = self._header
         staging = await self._allocate(io, seconds)
         try:
             if header.open:
@@ -125,21 +129,24 @@ class Exchange:
                 await io.receive(staging.views, partial(self._note_filled, staging))
             self._check_push(staging)
         except BaseException:
-            engine.release(staging)
+            self._engine.release(staging)
             raise
-        staged = Staged(
+        return staging
+
+    def _describe(self, key: PushKey) -> Staged:
+        header = self._header
+        return Staged(
             key,
             max(1, header.samples) if header.initial else header.samples,
             header.base,
             batches_from_proto(header.batches),
             optimizer="" if header.initial else header.optimizer,
         )
-        # from here on the engine frees the staging, also after an error
-        return not await io.do(partial(engine.stage_push, staged, staging))
 
     async def _allocate(self, io: ExchangeIO, seconds: float) -> Staging:
         """Return memory for the push, once the model is known and the budget has room."""
         header, live, traffic = self._header, self._engine.live, self._engine.traffic
+        parts = parts_from_proto(header.parts)
         await until(
             lambda: live.store or live.stop_reason or None,
             partial(live.changes.watch, None),
@@ -149,12 +156,14 @@ class Exchange:
         store = live.require_store(header.shards)
         if header.memory:
             buffers = traffic.shared_buffers.find(header)
-            return store.stage_worker_buffer(buffers.gradients, header.absent, header.initial)
+            return store.stage_worker_buffer(
+                buffers.gradients, header.absent, header.initial, parts
+            )
         traffic.shared_buffers.check_network_allowed()
         nbytes = store.nbytes if header.initial else store.step_nbytes
         claim = await traffic.budget.take(header.worker, nbytes, seconds, io)
         try:
-            staging = store.allocate_staging(header.absent, header.initial)
+            staging = store.allocate_staging(header.absent, header.initial, parts)
         except BaseException:
             traffic.budget.release(claim)
             raise
@@ -167,6 +176,8 @@ class Exchange:
         while closing is None:
             closing = await io.receive_piece(receiver)
             self._note_alive()
+        if closing.parts:
+            raise InvalidRequestError("the parts of a push are named before its data")
         receiver.close(closing.absent)
         self._header.MergeFrom(closing)
 

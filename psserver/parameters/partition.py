@@ -1,6 +1,6 @@
 """Map one shard's partition of the flat buffer to memory: trainable, buffer and frozen ranges."""
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -15,6 +15,7 @@ from pscommon.core.partition import (
     TensorSlice,
     TrainableRange,
 )
+from pscommon.wire.push import Part
 
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ITEMSIZE}
 
@@ -23,31 +24,37 @@ BLOCK_BYTES = 1 << 20
 
 MAX_CACHED_VIEWS = 64
 
-Span = tuple[Role, int, int]
-"""Bytes [start, stop) of one of the shard's ranges, named by its role."""
-
 
 class RoleBuffers(dict[Role, torch.Tensor]):
     """The bytes of each of a shard's ranges, by role.
 
     They are adjacent in the server's memory, and apart in a worker's flat buffer.
 
+    ranges: positions of the bytes in the flat buffer.
     views: cached typed views; creating one costs more than a small step.
-    bytes: cached untyped views.
+    bytes: cached untyped views, by their range in the flat buffer.
     """
 
-    def __init__(self, ranges: dict[Role, torch.Tensor]) -> None:
-        super().__init__(ranges)
+    def __init__(self, tensors: dict[Role, torch.Tensor], ranges: Mapping[Role, ByteRange]) -> None:
+        super().__init__(tensors)
+        self.ranges = ranges
         self.views: dict[tuple[torch.dtype, int, int], torch.Tensor] = {}
-        self.bytes: dict[tuple[Role, int, int], memoryview] = {}
+        self.bytes: dict[ByteRange, memoryview] = {}
 
-    def raw(self, role: Role, start: int, stop: int) -> memoryview:
-        """Return bytes [start, stop) of a range, writable."""
-        found = self.bytes.get((role, start, stop))
+    def bytes_of(self, span: ByteRange) -> torch.Tensor:
+        """Return the bytes of a range of the flat buffer, which lies within one role."""
+        for role, covered in self.ranges.items():
+            if covered.start <= span.start and span.stop <= covered.stop:
+                return self[role][span.start - covered.start : span.stop - covered.start]
+        raise ValueError(f"{span} does not lie on this shard")
+
+    def raw(self, span: ByteRange) -> memoryview:
+        """Return the bytes of a range of the flat buffer, which lies within one role, writable."""
+        found = self.bytes.get(span)
         if found is None:
             if len(self.bytes) >= MAX_CACHED_VIEWS:
                 self.bytes.clear()
-            found = self.bytes[role, start, stop] = raw(self[role][start:stop])
+            found = self.bytes[span] = raw(self.bytes_of(span))
         return found
 
 
@@ -85,7 +92,7 @@ class ShardPartition:
             tensor_slice.tensor for tensor_slice in plan.slices(self.ranges["trainable"])
         )
         self.pieces = lru_cache(maxsize=32)(self._pieces)
-        self.push = lru_cache(maxsize=32)(self._push)
+        self.parts = lru_cache(maxsize=32)(self._parts)
         self.padding = lru_cache(maxsize=32)(self._padding)
 
     def split_packed(self, buffer: torch.Tensor) -> RoleBuffers:
@@ -99,7 +106,8 @@ class ShardPartition:
                 "trainable": buffer[:trainable],
                 "buffer": buffer[trainable:step],
                 "frozen": buffer[step:],
-            }
+            },
+            self.ranges,
         )
 
     def split_flat(self, flat: torch.Tensor) -> RoleBuffers:
@@ -112,15 +120,8 @@ class ShardPartition:
                 f"a flat buffer of this model has {self.plan.nbytes} bytes, not {len(flat)}"
             )
         return RoleBuffers(
-            {role: flat[span.start : span.stop] for role, span in self.ranges.items()}
+            {role: flat[span.start : span.stop] for role, span in self.ranges.items()}, self.ranges
         )
-
-    def bytes_of(self, memory: RoleBuffers, span: ByteRange) -> torch.Tensor:
-        """Return the bytes of a range, which lies within one role."""
-        for role, covered in self.ranges.items():
-            if covered.start <= span.start and span.stop <= covered.stop:
-                return memory[role][span.start - covered.start : span.stop - covered.start]
-        raise ValueError(f"{span} does not lie on shard {self.shard}")
 
     def view(self, memory: RoleBuffers, dtype: torch.dtype, start: int, stop: int) -> torch.Tensor:
         """Return the elements of bytes [start, stop) of the flat buffer; shares the memory."""
@@ -128,9 +129,8 @@ class ShardPartition:
         if view is None:
             if len(memory.views) >= MAX_CACHED_VIEWS:
                 memory.views.clear()
-            view = memory.views[dtype, start, stop] = self.bytes_of(
-                memory, ByteRange(start, stop)
-            ).view(dtype)
+            span = ByteRange(start, stop)
+            view = memory.views[dtype, start, stop] = memory.bytes_of(span).view(dtype)
         return view
 
     def view_segment(self, memory: RoleBuffers, segment: TrainableRange) -> torch.Tensor:
@@ -144,27 +144,18 @@ class ShardPartition:
     def name(self, tensor: int) -> str:
         return self.plan.spec.tensors[tensor].name
 
-    def _push(self, absent: frozenset[int], initial: bool) -> tuple[Span, ...]:
-        """Return the spans of a push without the tensors in `absent`; all weights if `initial`.
+    def _parts(self, absent: frozenset[int], initial: bool) -> tuple[Part, ...]:
+        """Return what a push has that names no parts: the raw bytes of the model on this shard.
 
-        Cached as `push`.
+        They are without the tensors in `absent`, and with frozen ones if `initial`. Cached as
+        `parts`.
         """
         spans = [
-            *self.trainable_spans(absent),
-            self.span("buffer"),
-            *([self.span("frozen")] if initial else []),
+            *self.plan.without(self.ranges["trainable"], absent),
+            self.ranges["buffer"],
+            *([self.ranges["frozen"]] if initial else []),
         ]
-        return tuple(span for span in spans if span[1] < span[2])
-
-    def span(self, role: Role) -> Span:
-        """Return all bytes of a range."""
-        return role, 0, self.ranges[role].nbytes
-
-    def trainable_spans(self, absent: Collection[int]) -> list[Span]:
-        """Return the trainable range without the tensors in `absent`."""
-        origin = self.ranges["trainable"].start
-        spans = self.plan.without(self.ranges["trainable"], absent)
-        return [("trainable", start - origin, stop - origin) for start, stop in spans]
+        return (Part(tuple(span for span in spans if span.nbytes)),)
 
     def _pieces(self, absent: tuple[frozenset[int], ...]) -> tuple[SameGradientRange, ...]:
         """Cut the trainable range where the dtype or the set of pushes with a gradient changes.

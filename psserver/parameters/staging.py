@@ -2,11 +2,12 @@
 
 import math
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 
 from pscommon.core.errors import InvalidRequestError
+from pscommon.wire.push import Part
 from psserver.parameters.partition import RoleBuffers, ShardPartition
 from psserver.parameters.push_groups import PushGroups
 
@@ -35,6 +36,7 @@ class Staging:
     views: writable bytes to fill one after another with received data; empty in a worker's memory.
     absent: trainable tensors (indices into the model) without a gradient in this push.
     initial: whether these are initial weights.
+    parts: what the push has, in the order of its data.
     groups: hyper-parameters sent with the push; None if there are none.
     claim: claim on the memory budget.
     partition: the partition of the model that the push is for.
@@ -48,7 +50,12 @@ class Staging:
         absent: frozenset[int],
         initial: bool = False,
         is_server_memory: bool = True,
+        parts: Sequence[Part] = (),
     ) -> None:
+        """Create the staging of a push. parts: those that its header names, if any.
+
+        Raises InvalidRequestError if they are not the bytes of a push without named parts.
+        """
         self.memory: RoleBuffers | None = memory
         self.is_server_memory = is_server_memory
         self.absent = absent
@@ -56,17 +63,24 @@ class Staging:
         self.groups: PushGroups | None = None
         self.claim: MemoryClaim | None = None
         self.partition = partition
-        spans = partition.push(absent, initial)
-        self.views = [memory.raw(*span) for span in spans] if is_server_memory else []
-        self.nbytes = sum(stop - start for _, start, stop in spans)
+        self.parts = partition.parts(absent, initial)
+        self.has_named_parts = bool(parts)
+        if parts:
+            _check_parts(parts, self.parts)
+            self.parts = tuple(parts)
+        self.views = self.contents if is_server_memory else []
+        self.nbytes = sum(span.nbytes for part in self.parts for span in part.ranges)
         self._gradients = (
-            _find_single_dtype(partition, memory, absent) if is_server_memory else None
+            _find_single_dtype(partition, memory, absent)
+            if is_server_memory and not parts
+            else None
         )
         self._checked_count, self._finite = 0, True
 
     def close(self, absent: Collection[int]) -> None:
         """Set the absent tensors of a push that is complete. Errors as in StagingPool.allocate."""
         self.absent = _check_absent(self.partition, absent)
+        self.parts = self.partition.parts(self.absent, self.initial)
 
     @property
     def required_ranges(self) -> list[tuple[int, int]]:
@@ -113,9 +127,9 @@ class Staging:
 
     @property
     def contents(self) -> list[memoryview]:
-        """The bytes as they are sent, without absent tensors."""
-        memory = self.require_memory()
-        return [memory.raw(*span) for span in self.partition.push(self.absent, self.initial)]
+        """The bytes of the parts, in the order of the data."""
+        raw = self.require_memory().raw
+        return [raw(span) for part in self.parts for span in part.ranges]
 
     def release(self) -> RoleBuffers | None:
         """Give up the memory. Return it at the first call, then None."""
@@ -132,6 +146,23 @@ def _check_absent(partition: ShardPartition, absent: Collection[int]) -> frozens
                 f"absent: {index} is not a trainable tensor of the model's {len(tensors)}"
             )
     return frozenset(absent)
+
+
+def _check_parts(named: Sequence[Part], expected: Sequence[Part]) -> None:
+    """Check that named parts have the bytes of the expected ones, each byte once."""
+    found = sorted((span for part in named for span in part.ranges), reverse=True)
+    for start, stop in sorted(span for part in expected for span in part.ranges):
+        position = start
+        while position < stop and found and position == found[-1].start < found[-1].stop <= stop:
+            position = found.pop().stop
+        if position < stop:
+            raise InvalidRequestError(
+                f"the parts of the push must have bytes {position} to {stop} once"
+            )
+    if found:
+        raise InvalidRequestError(
+            f"the parts of the push must not have bytes {found[-1].start} to {found[-1].stop}"
+        )
 
 
 def _find_single_dtype(
@@ -154,18 +185,20 @@ class StagingPool:
         self._free_buffers: list[RoleBuffers] = []
         self._lock = threading.Lock()
 
-    def allocate(self, absent: Collection[int], initial: bool) -> Staging:
+    def allocate(
+        self, absent: Collection[int], initial: bool, parts: Sequence[Part] = ()
+    ) -> Staging:
         """Return a staging with undefined contents.
 
-        Raises InvalidRequestError if an absent index is not that of a trainable tensor.
+        Raises InvalidRequestError if an absent index is not that of a trainable tensor, or if the
+        parts do not fit.
         """
         absent_set = self.check_absent(absent)
-        if initial:
-            packed = self._partition.split_packed(
-                torch.empty(self._partition.nbytes, dtype=torch.uint8)
-            )
-            return Staging(self._partition, packed, absent_set, initial)
-        return Staging(self._partition, self.take_buffers(), absent_set)
+        if not initial:
+            return Staging(self._partition, self.take_buffers(), absent_set, parts=parts)
+        everything = torch.empty(self._partition.nbytes, dtype=torch.uint8)
+        packed = self._partition.split_packed(everything)
+        return Staging(self._partition, packed, absent_set, initial, parts=parts)
 
     def take_buffers(self) -> RoleBuffers:
         """Return buffers for trainable tensors and buffers, contents undefined; see

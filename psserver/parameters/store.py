@@ -16,13 +16,13 @@ from pscommon.optim.specs import (
     validate_model,
 )
 from pscommon.system.thread_team import ALONE, ThreadTeam
+from pscommon.wire.push import Part
 from psserver.parameters.averaging import mean_of_values
 from psserver.parameters.finite_check import FiniteCheck
 from psserver.parameters.optimizer import FlatOptimizer, StateReader
 from psserver.parameters.partition import (
     RoleBuffers,
     ShardPartition,
-    Span,
     WorkerBuffer,
     raw,
 )
@@ -93,17 +93,25 @@ class ParameterStore:
         """Bytes of optimizer state."""
         return sum(optimizer.nbytes for optimizer in self._optimizers.values())
 
-    def allocate_staging(self, absent: Collection[int] = (), initial: bool = False) -> Staging:
+    def allocate_staging(
+        self, absent: Collection[int] = (), initial: bool = False, parts: Sequence[Part] = ()
+    ) -> Staging:
         """Return memory for a push without the tensors in `absent`, or for all weights if
         `initial`.
 
+        parts: Those that the push names; empty: none.
+
         Give it back with `release`. Raises InvalidRequestError if an absent index is not that of a
-        trainable tensor.
+        trainable tensor, or if the parts do not fit.
         """
-        return self._pool.allocate(absent, initial)
+        return self._pool.allocate(absent, initial, parts)
 
     def stage_worker_buffer(
-        self, buffer: WorkerBuffer, absent: Collection[int], initial: bool = False
+        self,
+        buffer: WorkerBuffer,
+        absent: Collection[int],
+        initial: bool = False,
+        parts: Sequence[Part] = (),
     ) -> Staging:
         """Return the staging of a complete push in a worker's shared buffer."""
         return Staging(
@@ -112,6 +120,7 @@ class ParameterStore:
             self._pool.check_absent(absent),
             initial,
             is_server_memory=False,
+            parts=parts,
         )
 
     def check_optimizer(self, staging: Staging, name: str) -> None:
@@ -256,36 +265,35 @@ class ParameterStore:
         ones if `everything`; no weights at all unless `anything`.
         """
         return self._reads.open(
-            self._weights, self._select_spans(everything, unchanged) if anything else []
+            self._weights, self._select_ranges(everything, unchanged) if anything else []
         )
 
     def copy_to(
         self, buffer: WorkerBuffer, everything: bool = False, unchanged: Collection[int] = ()
     ) -> int:
         """Copy the weights that `read` would read to a worker's buffer; return the bytes copied."""
-        target, copied = buffer.find_ranges(self._partition), 0
-        for role, start, stop in self._select_spans(everything, unchanged):
-            self._copy_span(self._weights[role], target[role], start, stop)
-            copied += stop - start
+        source, target, copied = self._weights, buffer.find_ranges(self._partition), 0
+
+        def copy(span: ByteRange) -> None:
+            target.bytes_of(span).copy_(source.bytes_of(span))
+
+        for span in self._select_ranges(everything, unchanged):
+            count = self._team.parts(span.nbytes)
+            self._team.map(copy, cut(span, count) if count > 1 else [span])
+            copied += span.nbytes
         return copied
 
-    def _copy_span(self, source: Tensor, target: Tensor, start: int, stop: int) -> None:
-        if stop - start == len(source) and self._team.parts(stop - start) == 1:
-            target.copy_(source)  # two slices less
-            return
-        parts = cut(ByteRange(start, stop), self._team.parts(stop - start))
-        self._team.map(lambda part: target[slice(*part)].copy_(source[slice(*part)]), parts)
-
-    def _select_spans(self, everything: bool, unchanged: Collection[int]) -> list[Span]:
-        partition = self._partition
-        frozen = [partition.span("frozen")] if everything else []
-        spans = [partition.span("buffer"), *partition.trainable_spans(unchanged), *frozen]
-        return [span for span in spans if span[1] < span[2]]
+    def _select_ranges(self, everything: bool, unchanged: Collection[int]) -> list[ByteRange]:
+        ranges = self._partition.ranges
+        trainable = self.plan.without(ranges["trainable"], unchanged)
+        frozen = [ranges["frozen"]] if everything else []
+        return [span for span in (ranges["buffer"], *trainable, *frozen) if span.start < span.stop]
 
     def _copy_step_weights(self) -> RoleBuffers:
         """Return a copy of the weights that an update may change."""
         buffers = self._pool.take_buffers()
-        return RoleBuffers({role: buffers[role].copy_(self._weights[role]) for role in STEP_ROLES})
+        copies = {role: buffers[role].copy_(self._weights[role]) for role in STEP_ROLES}
+        return RoleBuffers(copies, buffers.ranges)
 
     def groups(self) -> tuple[Mapping[str, Scalar], ...]:
         """Return the current hyper-parameters of each parameter group of the model."""

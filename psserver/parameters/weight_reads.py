@@ -8,9 +8,10 @@ update never waits for a slow receiver, and usually, when all receivers are done
 import threading
 from collections.abc import Callable, Iterator, Sequence
 
+from pscommon.core.partition import ByteRange
 from pscommon.wire.channel import FRAME_BYTES
 from pscommon.wire.frames import encode_data
-from psserver.parameters.partition import RoleBuffers, Span, raw
+from psserver.parameters.partition import RoleBuffers, raw
 
 
 class WeightReads:
@@ -28,7 +29,7 @@ class WeightReads:
         self._open_reads: set[WeightRead] = set()
         self._read_counts: dict[int, int] = {}
 
-    def open(self, weights: RoleBuffers, spans: Sequence[Span]) -> "WeightRead":
+    def open(self, weights: RoleBuffers, spans: Sequence[ByteRange]) -> "WeightRead":
         """Open a read. Call it only while nothing changes the weights."""
         read = WeightRead(self._close, weights, spans)
         with self._lock:
@@ -66,11 +67,14 @@ class WeightRead:
     """
 
     def __init__(
-        self, close: Callable[["WeightRead"], None], weights: RoleBuffers, spans: Sequence[Span]
+        self,
+        close: Callable[["WeightRead"], None],
+        weights: RoleBuffers,
+        spans: Sequence[ByteRange],
     ) -> None:
         self.memory = weights
         self.frozen_copy: RoleBuffers | None = None
-        self.nbytes = self.remaining_nbytes = sum(stop - start for _, start, stop in spans)
+        self.nbytes = self.remaining_nbytes = sum(span.nbytes for span in spans)
         self._close = close
         self._spans = spans
         self._remaining = [*reversed(spans)]
@@ -79,7 +83,7 @@ class WeightRead:
     def use_copy(self, frozen_weights: RoleBuffers) -> None:
         """Take the remaining bytes from a copy."""
         with self._lock:
-            self.memory = RoleBuffers({**self.memory, **frozen_weights})
+            self.memory = RoleBuffers({**self.memory, **frozen_weights}, self.memory.ranges)
             self.frozen_copy = frozen_weights
 
     def take(self, nbytes: int, consume: Callable[[list[memoryview]], int]) -> None:
@@ -89,8 +93,9 @@ class WeightRead:
         """
         with self._lock:
             views = []
-            for role, start, stop in reversed(self._remaining):
-                views.append(raw(self.memory[role][start : min(stop, start + nbytes)]))
+            for start, stop in reversed(self._remaining):
+                span = ByteRange(start, min(stop, start + nbytes))
+                views.append(raw(self.memory.bytes_of(span)))
                 nbytes -= stop - start
                 if nbytes <= 0:
                     break
@@ -99,9 +104,9 @@ class WeightRead:
     def _advance(self, nbytes: int) -> None:
         self.remaining_nbytes -= nbytes
         while nbytes:
-            role, start, stop = self._remaining.pop()
+            start, stop = self._remaining.pop()
             if nbytes < stop - start:
-                self._remaining.append((role, start + nbytes, stop))
+                self._remaining.append(ByteRange(start + nbytes, stop))
                 return
             nbytes -= stop - start
 
@@ -119,7 +124,7 @@ class WeightRead:
 
     def views(self) -> list[memoryview]:
         """Return all bytes without copying; only while nothing changes the weights."""
-        return [self.memory.raw(*span).toreadonly() for span in self._spans]
+        return [self.memory.raw(span).toreadonly() for span in self._spans]
 
     def close(self) -> None:
         """Close the read. Repeating it is harmless."""

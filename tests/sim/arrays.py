@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pscommon.core.model_spec import ModelSpec, OptimizerSettings, TensorSpec
+from pscommon.wire.push import Part
 from psserver.durability.shard_recovery import ShardStateFactory
 from psserver.durability.shard_state import ShardState
 from psserver.durability.state_records import ReceivedState
@@ -84,7 +85,9 @@ class SimStore:
         """Return True at random; the shard then measures the norm of a push later."""
         return self._rng.random() < 0.1
 
-    def allocate_staging(self, absent: Collection[int] = (), initial: bool = False) -> SimStaging:
+    def allocate_staging(
+        self, absent: Collection[int] = (), initial: bool = False, parts: Sequence[Part] = ()
+    ) -> SimStaging:
         return SimStaging(self, [0.0] * self._size, initial)
 
     def owns(self, staging: SimStaging) -> bool:

@@ -2,4 +2,4 @@
 and streams.
 """
 
-__all__ = ["blocking_stream", "channel", "frames", "messages", "status", "stream_format"]
+__all__ = ["blocking_stream", "channel", "frames", "messages", "push", "status", "stream_format"]

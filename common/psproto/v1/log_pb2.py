@@ -23,15 +23,16 @@ _sym_db = _symbol_database.Default()
 
 
 from psproto.v1 import coordinator_pb2 as psproto_dot_v1_dot_coordinator__pb2
+from psproto.v1 import parameter_server_pb2 as psproto_dot_v1_dot_parameter__server__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14psproto/v1/log.proto\x12\npsproto.v1\x1a\x1cpsproto/v1/coordinator.proto\"z\n\nLoggedPush\x12\"\n\x06staged\x18\x01 \x01(\x0b\x32\x12.psproto.v1.Staged\x12\x0e\n\x06\x61\x62sent\x18\x02 \x03(\r\x12\x13\n\x0bgroups_json\x18\x03 \x01(\t\x12\x0f\n\x07initial\x18\x04 \x01(\x08\x12\x12\n\nown_groups\x18\x05 \x01(\x08\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14psproto/v1/log.proto\x12\npsproto.v1\x1a\x1cpsproto/v1/coordinator.proto\x1a!psproto/v1/parameter_server.proto\"\x9b\x01\n\nLoggedPush\x12\"\n\x06staged\x18\x01 \x01(\x0b\x32\x12.psproto.v1.Staged\x12\x0e\n\x06\x61\x62sent\x18\x02 \x03(\r\x12\x13\n\x0bgroups_json\x18\x03 \x01(\t\x12\x0f\n\x07initial\x18\x04 \x01(\x08\x12\x12\n\nown_groups\x18\x05 \x01(\x08\x12\x1f\n\x05parts\x18\x06 \x03(\x0b\x32\x10.psproto.v1.Partb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'psproto.v1.log_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_LOGGEDPUSH']._serialized_start=66
-  _globals['_LOGGEDPUSH']._serialized_end=188
+  _globals['_LOGGEDPUSH']._serialized_start=102
+  _globals['_LOGGEDPUSH']._serialized_end=257
 # @@protoc_insertion_point(module_scope)

@@ -9,6 +9,7 @@ import google.protobuf.descriptor
 import google.protobuf.internal.containers
 import google.protobuf.message
 import psproto.v1.coordinator_pb2
+import psproto.v1.parameter_server_pb2
 import typing
 
 DESCRIPTOR: google.protobuf.descriptor.FileDescriptor
@@ -28,6 +29,7 @@ class LoggedPush(google.protobuf.message.Message):
     GROUPS_JSON_FIELD_NUMBER: builtins.int
     INITIAL_FIELD_NUMBER: builtins.int
     OWN_GROUPS_FIELD_NUMBER: builtins.int
+    PARTS_FIELD_NUMBER: builtins.int
     groups_json: builtins.str
     """hyper-parameters of the push; empty: it has none"""
     initial: builtins.bool
@@ -40,6 +42,10 @@ class LoggedPush(google.protobuf.message.Message):
     def staged(self) -> psproto.v1.coordinator_pb2.Staged: ...
     @property
     def absent(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
+    @property
+    def parts(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[psproto.v1.parameter_server_pb2.Part]:
+        """parts of the push, whose order the bytes have; none: as in PushPullHeader"""
+
     def __init__(
         self,
         *,
@@ -48,8 +54,9 @@ class LoggedPush(google.protobuf.message.Message):
         groups_json: builtins.str = ...,
         initial: builtins.bool = ...,
         own_groups: builtins.bool = ...,
+        parts: collections.abc.Iterable[psproto.v1.parameter_server_pb2.Part] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["staged", b"staged"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["absent", b"absent", "groups_json", b"groups_json", "initial", b"initial", "own_groups", b"own_groups", "staged", b"staged"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["absent", b"absent", "groups_json", b"groups_json", "initial", b"initial", "own_groups", b"own_groups", "parts", b"parts", "staged", b"staged"]) -> None: ...
 
 global___LoggedPush = LoggedPush

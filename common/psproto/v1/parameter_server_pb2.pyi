@@ -19,6 +19,40 @@ else:
 
 DESCRIPTOR: google.protobuf.descriptor.FileDescriptor
 
+class _Target:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _TargetEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_Target.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    TARGET_UNSPECIFIED: _Target.ValueType  # 0
+    TARGET_MODEL: _Target.ValueType  # 1
+    """the flat buffer of the model"""
+
+class Target(_Target, metaclass=_TargetEnumTypeWrapper): ...
+
+TARGET_UNSPECIFIED: Target.ValueType  # 0
+TARGET_MODEL: Target.ValueType  # 1
+"""the flat buffer of the model"""
+global___Target = Target
+
+class _Encoding:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _EncodingEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_Encoding.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    ENCODING_UNSPECIFIED: _Encoding.ValueType  # 0
+    ENCODING_RAW: _Encoding.ValueType  # 1
+    """the bytes of the ranges as they are"""
+
+class Encoding(_Encoding, metaclass=_EncodingEnumTypeWrapper): ...
+
+ENCODING_UNSPECIFIED: Encoding.ValueType  # 0
+ENCODING_RAW: Encoding.ValueType  # 1
+"""the bytes of the ranges as they are"""
+global___Encoding = Encoding
+
 class _Pull:
     ValueType = typing.NewType("ValueType", builtins.int)
     V: typing_extensions.TypeAlias = ValueType
@@ -271,6 +305,7 @@ class PushPullHeader(google.protobuf.message.Message):
     TERM_FIELD_NUMBER: builtins.int
     SHARDS_FIELD_NUMBER: builtins.int
     OPTIMIZER_FIELD_NUMBER: builtins.int
+    PARTS_FIELD_NUMBER: builtins.int
     job: builtins.str
     worker: builtins.int
     seq: builtins.int
@@ -320,6 +355,13 @@ class PushPullHeader(google.protobuf.message.Message):
         sent
         """
 
+    @property
+    def parts(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Part]:
+        """what the bytes of the push are, in the order of the parts. None: one part, the raw bytes of the
+        model on this shard: trainable tensors that are not absent, buffers, and frozen tensors if
+        initial
+        """
+
     def __init__(
         self,
         *,
@@ -342,12 +384,41 @@ class PushPullHeader(google.protobuf.message.Message):
         term: builtins.int = ...,
         shards: builtins.int = ...,
         optimizer: builtins.str = ...,
+        parts: collections.abc.Iterable[global___Part] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_have", b"_have", "have", b"have"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_have", b"_have", "absent", b"absent", "base", b"base", "batches", b"batches", "groups_json", b"groups_json", "has_data", b"has_data", "have", b"have", "initial", b"initial", "job", b"job", "memory", b"memory", "min_version", b"min_version", "open", b"open", "optimizer", b"optimizer", "pull", b"pull", "samples", b"samples", "seq", b"seq", "shards", b"shards", "term", b"term", "wait_ms", b"wait_ms", "worker", b"worker"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_have", b"_have", "absent", b"absent", "base", b"base", "batches", b"batches", "groups_json", b"groups_json", "has_data", b"has_data", "have", b"have", "initial", b"initial", "job", b"job", "memory", b"memory", "min_version", b"min_version", "open", b"open", "optimizer", b"optimizer", "parts", b"parts", "pull", b"pull", "samples", b"samples", "seq", b"seq", "shards", b"shards", "term", b"term", "wait_ms", b"wait_ms", "worker", b"worker"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_have", b"_have"]) -> typing.Literal["have"] | None: ...
 
 global___PushPullHeader = PushPullHeader
+
+@typing.final
+class Part(google.protobuf.message.Message):
+    """Some bytes of a push. A target or an encoding that the server does not know gets INVALID_REQUEST
+    before any data is read.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TARGET_FIELD_NUMBER: builtins.int
+    ENCODING_FIELD_NUMBER: builtins.int
+    RANGES_FIELD_NUMBER: builtins.int
+    target: global___Target.ValueType
+    encoding: global___Encoding.ValueType
+    @property
+    def ranges(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """start and stop of byte ranges of the target, in turns, in the order of the data"""
+
+    def __init__(
+        self,
+        *,
+        target: global___Target.ValueType = ...,
+        encoding: global___Encoding.ValueType = ...,
+        ranges: collections.abc.Iterable[builtins.int] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["encoding", b"encoding", "ranges", b"ranges", "target", b"target"]) -> None: ...
+
+global___Part = Part
 
 @typing.final
 class Batch(google.protobuf.message.Message):

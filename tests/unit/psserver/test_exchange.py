@@ -223,6 +223,12 @@ def push(pull: Any = pb.PULL_STEP, **fields: Any) -> pb.PushPullHeader:
     return pb.PushPullHeader(pull=pull, **values)
 
 
+def part(*ranges: int, target: Any = pb.TARGET_MODEL, encoding: Any = pb.ENCODING_RAW) -> pb.Part:
+    return pb.Part(target=target, encoding=encoding, ranges=ranges)
+
+
+REFUSED = "InvalidRequestError INVALID_REQUEST"
+
 CASES = {
     "a push": (
         Case(push(), during=count),
@@ -246,14 +252,8 @@ CASES = {
     "an open push": (
         Case(push(open=True), during=count, closing=pb.PushPullHeader(samples=3)),
         [
-            "receive piece 1",
-            "receive piece 2",
-            "receive piece 3",
-            "do",
-            "wait",
-            "do",
-            "do",
-            "send applied version 1, 64 bytes",
+            *(f"receive piece {number}" for number in (1, 2, 3)),
+            *("do", "wait", "do", "do", "send applied version 1, 64 bytes"),
         ],
     ),
     "a push that was decided before": (
@@ -294,7 +294,24 @@ CASES = {
     ),
     "a push of no samples": (
         Case(push(samples=0)),
-        ["receive 64 bytes", "InvalidRequestError INVALID_REQUEST"],
+        ["receive 64 bytes", REFUSED],
+    ),
+    "a push of two parts": (
+        Case(push(parts=[part(32, 64), part(0, 32)]), during=count),
+        ["receive 64 bytes", "do", "wait", "do", "do", "send applied version 1, 64 bytes"],
+    ),
+    **{
+        name: (Case(header), [REFUSED])
+        for name, header in {
+            "an unknown encoding": push(parts=[part(0, 64, encoding=7)]),
+            "an unknown target": push(parts=[part(0, 64, target=7)]),
+            "a range without an end": push(parts=[part(0, 32, 32)]),
+            "an open push that names parts": push(open=True, parts=[part(0, 64)]),
+        }.items()
+    },
+    "an open push that names parts at its end": (
+        Case(push(open=True), closing=pb.PushPullHeader(parts=[part(0, 64)])),
+        [*(f"receive piece {number}" for number in (1, 2, 3)), REFUSED],
     ),
     "a pull": (
         Case(push(seq=0, has_data=False)),

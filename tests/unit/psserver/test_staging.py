@@ -8,6 +8,8 @@ from torch import Tensor
 
 from pscommon.core.errors import InvalidRequestError
 from pscommon.core.model_spec import ModelSpec
+from pscommon.core.partition import ByteRange
+from pscommon.wire.push import Part
 from psserver.parameters.staging import Staging
 from psserver.parameters.store import ParameterStore
 from tests.support.stores import SGD, begun, fill, model, noise, one_thread  # noqa: F401
@@ -171,3 +173,37 @@ def test_a_released_staging_holds_no_memory() -> None:
     assert staging.release() is not None
     assert staging.release() is None
     assert staging.views == []
+
+
+def test_a_bad_number_is_found_whatever_the_order_of_the_parts() -> None:
+    store = begun(staging_of("float32")).stores[0]
+    first, second = ByteRange(0, 256), ByteRange(256, 512)
+    parts = [Part((second,)), Part((ByteRange(512, 768), first))]
+    staging = store.allocate_staging(parts=parts)
+    values = ones("float32")
+    values[0][3] = math.nan
+    wire = b"".join(values[index].numpy().tobytes() for index in (1, 2, 0))
+    fill(staging.views, iter([wire]))
+    staging.mark_filled(len(wire))
+
+    assert not staging.gradients_are_finite
+    assert store.find_non_finite(staging) == "t0"
+    assert b"".join(staging.contents) == wire
+
+
+@pytest.mark.parametrize(
+    ("ranges", "problem"),
+    [
+        ([(0, 256)], "have bytes 256 to 512 once"),
+        ([(0, 512)], "have bytes 512 to 768 once"),
+        ([(0, 512), (512, 768), (256, 512)], "have bytes 512 to 768 once"),
+        ([(0, 768)], "have bytes 0 to 512 once"),
+        ([(0, 512), (512, 1024)], "have bytes 512 to 768 once"),
+        ([(0, 512), (512, 768), (768, 832)], "not have bytes 768 to 832"),
+    ],
+)
+def test_named_parts_have_each_byte_once(ranges: list[tuple[int, int]], problem: str) -> None:
+    store = begun(staging_of("float32")).stores[0]
+    parts = [Part(tuple(ByteRange(*bounds) for bounds in ranges))]
+    with pytest.raises(InvalidRequestError, match=problem):
+        store.allocate_staging(parts=parts)

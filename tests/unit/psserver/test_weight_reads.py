@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from pscommon.core.partition import ByteRange
 from pscommon.wire.channel import FRAME_BYTES
 from pscommon.wire.frames import decode_response
 from psserver.parameters.partition import RoleBuffers
@@ -121,13 +122,14 @@ class CountedReads:
     """Reads of one tensor, whose copies are counted and freed at most once."""
 
     def __init__(self) -> None:
-        self.weights = RoleBuffers({"trainable": torch.zeros(64, dtype=torch.uint8)})
+        ranges = {"trainable": ByteRange(0, 64)}
+        self.weights = RoleBuffers({"trainable": torch.zeros(64, dtype=torch.uint8)}, ranges)
         self.out: list[RoleBuffers] = []
         self.copies = 0
         self.readings = WeightReads(self._copy, self._free)
 
     def open(self) -> WeightRead:
-        return self.readings.open(self.weights, [("trainable", 0, 64)])
+        return self.readings.open(self.weights, [ByteRange(0, 64)])
 
     def update(self) -> None:
         self.readings.freeze()
@@ -135,7 +137,8 @@ class CountedReads:
 
     def _copy(self) -> RoleBuffers:
         self.copies += 1
-        self.out.append(RoleBuffers({"trainable": self.weights["trainable"].clone()}))
+        copy = {"trainable": self.weights["trainable"].clone()}
+        self.out.append(RoleBuffers(copy, self.weights.ranges))
         return self.out[-1]
 
     def _free(self, memory: RoleBuffers) -> None:
