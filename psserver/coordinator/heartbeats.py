@@ -10,8 +10,8 @@ from pscommon.telemetry.logs import get_logger
 from psserver.coordinator.executor import CommandExecutor
 from psserver.core.commands.data_commands import ReportValues
 from psserver.core.commands.recorder import Recorder
-from psserver.core.reports.reported_values import ReportedValue
 from psserver.core.workers.members import WorkerHeartbeat
+from psserver.core.workers.reported_values import ReportedValue
 
 MAX_AGE_SECONDS = 60.0
 """An older value counts as reported this long ago: workers keep only the newest value of each

@@ -29,8 +29,8 @@ from psserver.core.servers.shard_directory import ShardDirectory
 from psserver.durability.record_sink import StandbyLink
 from psserver.durability.shard_recovery import ShardStateFactory
 from psserver.durability.snapshots import SnapshotManager
-from psserver.monitoring.first_workers import FirstWorkers
 from psserver.monitoring.pass_progress import PassProgress
+from psserver.monitoring.wait_notices import FirstWorkers
 from psserver.monitoring.worker_monitor import WorkerMonitor, find_conditions
 from psserver.process.config import ServerConfig
 from psserver.process.identity import ServerIdentity

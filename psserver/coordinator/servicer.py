@@ -31,7 +31,7 @@ from psserver.coordinator.shard_stream import serve_shard
 from psserver.core.commands.data_commands import CallCollective, LeaseBatches, ReturnBatches
 from psserver.core.commands.request_checks import wait_seconds
 from psserver.core.commands.worker_commands import Join, Register
-from psserver.core.reports.collectives import NULL, CollectiveValues
+from psserver.core.workers.collectives import NULL, CollectiveValues
 from psserver.core.workers.members import WorkerHeartbeat
 from psserver.durability.snapshots import groups_of
 from psserver.process.grpc_server import when_ended

@@ -24,11 +24,10 @@ from psserver.core.coordinator.admission import check_registration, push_nbytes
 from psserver.core.coordinator.data_requests import BatchesReply
 from psserver.core.coordinator.registration import RegistrationReply
 from psserver.core.data.data_ledger import DataLedger
-from psserver.core.reports.collectives import CallKey, CollectiveValues
+from psserver.core.workers.collectives import CallKey, CollectiveValues
 from psserver.core.workers.members import Member
 from psserver.durability.snapshots import SnapshotManager
-from psserver.monitoring.first_workers import FirstWorkers
-from psserver.monitoring.wait_notices import log_changed_hyper_parameters
+from psserver.monitoring.wait_notices import FirstWorkers, log_changed_hyper_parameters
 from psserver.process.metrics import ServerMetrics
 from psserver.shard.engine import ShardEngine
 from psserver.waiting import Waiter

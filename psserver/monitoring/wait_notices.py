@@ -1,9 +1,12 @@
-"""Log lines about what the job waits for, and about refused pushes."""
+"""Log lines about what the job waits for and about refused pushes; the end of a wait for the first
+workers.
+"""
 
 import math
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
 
-from pscommon.core.errors import QUARANTINED
+from pscommon.core.errors import QUARANTINED, TooFewWorkersError
 from pscommon.core.log_entries import Entry, Evict, Reject
 from pscommon.core.model_spec import ModelSpec
 from pscommon.telemetry.logs import get_logger
@@ -87,3 +90,31 @@ def log_changed_hyper_parameters(before: ModelSpec | None, after: ModelSpec | No
         if changes := hyper_parameter_changes(before.optimizers[name], settings):
             label = f"{name} ({settings.name})" if name else settings.name
             log.info("hyper_parameters_changed", optimizer=label, changes=changes)
+
+
+class FirstWorkers:
+    """Measures the wait for --min-workers: it starts with the first registered worker.
+
+    Args:
+        seconds: --join-timeout.
+        missing: Returns what the job waits for, in words.
+    """
+
+    def __init__(self, seconds: float, missing: Callable[[], str]) -> None:
+        self._seconds, self._missing = seconds, missing
+        self._since: float | None = None
+
+    def update(self, coordinator: CoordinatorMachine) -> None:
+        is_waiting = (
+            coordinator.begun and not coordinator.started and coordinator.membership.registered()
+        )
+        self._since = (self._since or time.monotonic()) if is_waiting else None
+
+    def check(self) -> None:
+        """Check that the wait is not too long.
+
+        Raises:
+            TooFewWorkersError: The other workers did not join within --join-timeout.
+        """
+        if self._since is not None and (waited := time.monotonic() - self._since) > self._seconds:
+            raise TooFewWorkersError(f"after {waited:.0f} s: {self._missing()}")

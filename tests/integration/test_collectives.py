@@ -12,7 +12,7 @@ from torch.nn import functional as F
 import psworker
 from pscommon.core.errors import InvalidRequestError, MismatchError, WaitTimeoutError
 from psserver.core.coordinator.machine import CoordinatorMachine
-from psserver.core.reports.collectives import CallKey
+from psserver.core.workers.collectives import CallKey
 from psworker import Job
 from psworker.client.local_client import LocalClient
 from tests.support.cluster import Cluster

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from psserver.core.reports.collectives import NUMBERED, CallKey
+from psserver.core.workers.collectives import NUMBERED, CallKey
 from psworker import Client
 from psworker.core.results import CollectiveCall
 from psworker.session import drain

@@ -8,8 +8,8 @@ from psserver.core.commands.command import Command
 from psserver.core.commands.data_commands import CallCollective
 from psserver.core.coordinator.collective_calls import CollectiveCalls, CollectiveRequest
 from psserver.core.job.policy import policy
-from psserver.core.reports import collectives as collectives_module
-from psserver.core.reports.collectives import CallKey, Collectives, CollectiveValues
+from psserver.core.workers import collectives as collectives_module
+from psserver.core.workers.collectives import CallKey, Collectives, CollectiveValues
 from psserver.core.workers.members import Member, WorkerState
 from psserver.durability.coordinator_log import CoordinatorLog
 from tests.sim.scenario import Scenario

@@ -21,8 +21,8 @@ from psserver.core.commands.recorder import Recorder
 from psserver.core.commands.shard_commands import StartReshard
 from psserver.core.commands.worker_commands import DrainWorker, Join, Leave, Register
 from psserver.core.coordinator.machine import CoordinatorMachine
-from psserver.core.reports.reported_values import ReportedValue
 from psserver.core.workers.members import Member
+from psserver.core.workers.reported_values import ReportedValue
 
 NUMBERS = (0, 1, 2, 3, 7, 1023, 2**31, 2**32 - 1, 2**53 + 1, 2**63, 2**64 - 1, 10**30)
 TEXTS = ("", "cpu", "ä\x00\n", "QUARANTINED", "x" * 300, "y" * 100_000)

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from pscommon.core.log_entries import Apply, Entry
 from psserver.core.coordinator.machine import CoordinatorMachine
-from psserver.core.reports.collectives import CollectiveValues
+from psserver.core.workers.collectives import CollectiveValues
 from psserver.core.workers.members import Member, WorkerState
 
 

@@ -11,7 +11,7 @@ from pscommon.core.script_place import PassName
 from psserver.core.coordinator.participation import Participation
 from psserver.core.coordinator.update_rounds import UpdateRounds
 from psserver.core.data.loop import LoopLedger
-from psserver.core.data.pass_numbers import PassNumbers
+from psserver.core.data.script_places import PassNumbers
 from psserver.core.job.policy import policy
 from psserver.core.job.trainings import Trainings
 from tests.sim.scenario import Scenario

@@ -12,7 +12,7 @@ from pscommon.core.script_place import PassName, ScriptPlace
 from psserver.core.commands.command import Command
 from psserver.core.commands.data_commands import CallCollective, LeaseBatches, ReturnBatches
 from psserver.core.commands.recorder import Recorder
-from psserver.core.reports.collectives import CollectiveValues
+from psserver.core.workers.collectives import CollectiveValues
 from tests.sim.invariants import check
 
 if TYPE_CHECKING:

@@ -27,7 +27,6 @@ from psserver.core.commands.worker_commands import Join
 from psserver.core.coordinator.machine import CoordinatorMachine
 from psserver.core.job.settings import JobRules
 from psserver.core.job.snapshot_schedule import PartReport, SnapshotInProgress, SnapshotInterval
-from psserver.core.reports.collectives import CollectiveValues
 from psserver.core.servers.catch_up import CatchUp
 from psserver.core.servers.server_entry import DeliveryCursor
 from psserver.core.servers.shard_directory import ShardDirectory
@@ -38,6 +37,7 @@ from psserver.core.servers.shard_protocol import (
     start_reshard,
 )
 from psserver.core.shard.state_machine import NO_LOG, PushOutcome
+from psserver.core.workers.collectives import CollectiveValues
 from psserver.core.workers.members import Member, WorkerHeartbeat
 from psserver.durability.initial_state import InitialState, Origin
 from tests.sim import verdict

@@ -13,11 +13,9 @@ ALLOWED: dict[str, set[str]] = {
     "psserver.core.data": {"pscommon.core"},
     "psserver.core.shard": {"pscommon.core"},
     "psserver.core.workers": {"pscommon.core"},
-    "psserver.core.reports": {"pscommon.core", "psserver.core.workers"},
     "psserver.core.job": {
         "pscommon.core",
         "psserver.core.data",
-        "psserver.core.reports",
         "psserver.core.workers",
     },
     "psserver.parameters": {
@@ -184,7 +182,6 @@ ALLOWED: dict[str, set[str]] = {
         "pscommon.core",
         "psserver.core.data",
         "psserver.core.job",
-        "psserver.core.reports",
         "psserver.core.shard",
         "psserver.core.workers",
     },
@@ -192,7 +189,6 @@ ALLOWED: dict[str, set[str]] = {
         "pscommon.core",
         "psserver.core.coordinator",
         "psserver.core.job",
-        "psserver.core.reports",
         "psserver.core.workers",
     },
     "psserver.core.servers": {
@@ -277,7 +273,6 @@ ALLOWED: dict[str, set[str]] = {
         "psserver.core.coordinator",
         "psserver.core.data",
         "psserver.core.job",
-        "psserver.core.reports",
         "psserver.core.servers",
         "psserver.core.shard",
         "psserver.core.workers",

@@ -17,8 +17,8 @@ from psserver.core.commands.request_checks import (
 from psserver.core.coordinator.collective_calls import CollectiveRequest
 from psserver.core.coordinator.data_requests import BatchesReply, BatchRequest
 from psserver.core.coordinator.machine import CoordinatorMachine
-from psserver.core.reports.collectives import CollectiveValues
-from psserver.core.reports.reported_values import ReportedValue
+from psserver.core.workers.collectives import CollectiveValues
+from psserver.core.workers.reported_values import ReportedValue
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from psserver.core.coordinator.machine import CoordinatorMachine
-from psserver.core.reports.collectives import CallKey
+from psserver.core.workers.collectives import CallKey
 from psserver.core.workers.members import Member
 
 MAX_NAMED_COUNT = 3

@@ -7,7 +7,7 @@ from psserver.core.coordinator.participation import Participation
 from psserver.core.coordinator.update_rounds import UpdateRounds
 from psserver.core.data.stream_loop import StreamLoop
 from psserver.core.job.job_state import JobState
-from psserver.core.reports.collectives import NUMBERED, CallKey, CollectiveValues
+from psserver.core.workers.collectives import NUMBERED, CallKey, CollectiveValues
 from psserver.core.workers.members import Member, WorkerState
 
 

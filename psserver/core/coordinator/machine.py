@@ -54,7 +54,7 @@ from psserver.core.job.job_state import JobState
 from psserver.core.job.policy import Policy, policy
 from psserver.core.job.reshard_phase import ReshardPhase
 from psserver.core.job.settings import JobRules
-from psserver.core.workers.step_timer import StepTimer
+from psserver.core.workers.members import StepTimer
 
 
 class CoordinatorMachine:

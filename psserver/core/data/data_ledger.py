@@ -26,9 +26,8 @@ from pscommon.core.data_stream import Spec, StreamSpec, spec_from_dict
 from pscommon.core.log_entries import BatchKey
 from pscommon.core.script_place import PassName, ScriptPlace
 from psserver.core.data.map_loop import MapLoop
-from psserver.core.data.pass_numbers import PassNumbers
 from psserver.core.data.resume_rules import loop_mismatch, only_epochs_differ, why_not_extended
-from psserver.core.data.script_places import ScriptPlaces
+from psserver.core.data.script_places import PassNumbers, ScriptPlaces
 from psserver.core.data.stream_loop import StreamLoop
 
 

@@ -1,11 +1,14 @@
-"""Where each worker's script is, and so which loops it has left."""
+"""Where each worker's script is, and which loop of the job is which pass of its loader."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from pscommon.core.script_place import ScriptPlace, place_from_json
+from pscommon.core.data_loop import LoopSpec
+from pscommon.core.data_stream import Spec
+from pscommon.core.script_place import PassName, ScriptPlace, place_from_json
 from psserver.core.data.loop import LoopLedger
+from psserver.core.data.resume_rules import only_epochs_differ
 
 
 class ScriptPlaces:
@@ -65,3 +68,73 @@ class ScriptPlaces:
         for state in states:
             self._places |= dict.fromkeys(state["here"], state["spec"]["loop"])
         self._places |= {worker: place_from_json(place) for worker, place in places}
+
+
+class PassNumbers:
+    """The numbers of named passes. The first worker that opens a pass gives it the next number.
+
+    Loops that an earlier release has stored have no names. A pass takes the first equal one.
+
+    Args:
+        loops: The loops of the job, by number; their owner keeps them up to date.
+    """
+
+    def __init__(self, loops: Mapping[int, LoopLedger]) -> None:
+        self._loops = loops
+        self._numbers: dict[PassName, int] = {}
+        self._unnamed: list[int] = []
+
+    def add(self, loop: LoopLedger, name: PassName | None) -> None:
+        """Add a loop that is stored under this name; None: it has none yet."""
+        if name is None:
+            self._unnamed.append(loop.spec.loop)
+        else:
+            self.give(loop, name)
+
+    def give(self, loop: LoopLedger, name: PassName) -> None:
+        """Let a loop be the pass of this name."""
+        loop.name = name
+        self._numbers[name] = loop.spec.loop
+        if loop.spec.loop in self._unnamed:
+            self._unnamed.remove(loop.spec.loop)
+
+    def find(self, spec: Spec, place: ScriptPlace | None, next_number: int) -> Spec:
+        """Return the spec with the job's number, and the job's first epoch if the loop is known.
+
+        next_number: The number of a new loop.
+        """
+        if place is None or place.current is None:
+            return spec
+        number = self._numbers.get(place.current)
+        if number is None:
+            number = self._find_unnamed(spec, next_number)
+        loop = self._loops.get(number)
+        if isinstance(spec, LoopSpec) and loop is not None and isinstance(loop.spec, LoopSpec):
+            # loaders of equal data count their epochs together, so a first epoch depends on
+            # when a script began the loader
+            return replace(spec, loop=number, first_epoch=loop.spec.first_epoch)
+        return replace(spec, loop=number)
+
+    def _find_unnamed(self, spec: Spec, next_number: int) -> int:
+        """Return the number of the loop without a name that a new pass is, or the next number.
+
+        If the job has only other loops without a name, the script is another one: the ledger
+        refuses the first of them.
+        """
+        specs = {number: self._loops[number].spec for number in self._unnamed}
+        mine = {number: replace(spec, loop=number) for number in specs}
+        equal = [number for number in specs if mine[number] == specs[number]]
+        longer = [number for number in specs if only_epochs_differ(mine[number], specs[number])]
+        other = [] if self._numbers else self._unnamed
+        return next(iter([*equal, *longer, *other]), next_number)
+
+    def begun(self) -> dict[str, tuple[int, list[int]]]:
+        """By loader, return the number of passes that have begun, and those with open batches."""
+        found: dict[str, tuple[int, list[int]]] = {}
+        for name, number in self._numbers.items():
+            count, still_open = found.get(name.loader, (0, []))
+            loop = self._loops[number]
+            if not (loop.ended or loop.done):
+                still_open.append(name.number)
+            found[name.loader] = max(count, name.number + 1), still_open
+        return found

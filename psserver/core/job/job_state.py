@@ -11,7 +11,7 @@ from pscommon.core.errors import PSError, out_of_the_job
 from pscommon.core.log_entries import ShardReport
 from pscommon.core.model_spec import ModelSpec
 from psserver.core.data.data_ledger import DataLedger
-from psserver.core.data.draw_groups import units_of
+from psserver.core.data.map_loop import units_of
 from psserver.core.job.entry_log import EntryLog
 from psserver.core.job.pending_pushes import PendingPushes
 from psserver.core.job.policy import policy
@@ -19,10 +19,10 @@ from psserver.core.job.reshard_phase import ReshardPhase
 from psserver.core.job.settings import JobRules
 from psserver.core.job.snapshot_schedule import SnapshotSchedule
 from psserver.core.job.trainings import Trainings
-from psserver.core.reports.collectives import Collectives
-from psserver.core.reports.reported_values import ReportedValues
+from psserver.core.workers.collectives import Collectives
 from psserver.core.workers.members import Member
 from psserver.core.workers.membership import Membership
+from psserver.core.workers.reported_values import ReportedValues
 
 
 class JobState:

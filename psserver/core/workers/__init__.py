@@ -1,3 +1,11 @@
-"""Which workers take part: membership and leases, step times, and health."""
+"""Which workers take part, how they fare, what they report and combine in collectives."""
 
-__all__ = ["health", "members", "membership", "replacement", "smallest", "step_timer"]
+__all__ = [
+    "collectives",
+    "health",
+    "members",
+    "membership",
+    "replacement",
+    "reported_values",
+    "smallest",
+]

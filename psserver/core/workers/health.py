@@ -2,7 +2,7 @@
 
 Health is independent of WorkerState (members.py), which says who takes part.
 
-- A worker is slow if its own part of a step (step_timer.py) takes more than SLOW_FACTOR times the
+- A worker is slow if its own part of a step (StepTimer) takes more than SLOW_FACTOR times the
   median of the others, or if others wait for its push and its current step takes that long.
 - It is hanging if its script makes no call although it waits for nothing (membership.py).
 - It is silent after half a lease without a sign of life: slow or stopped, and soon lost.

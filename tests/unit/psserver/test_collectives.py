@@ -18,8 +18,8 @@ from psserver.core.commands.worker_commands import Join, Leave, Lose
 from psserver.core.coordinator.machine import CoordinatorMachine
 from psserver.core.job.policy import policy
 from psserver.core.job.settings import JobRules
-from psserver.core.reports import collectives
-from psserver.core.reports.collectives import NUMBERED, CallKey, CollectiveValues
+from psserver.core.workers import collectives
+from psserver.core.workers.collectives import NUMBERED, CallKey, CollectiveValues
 from tests.support.coordinator_job import MODEL, Job
 from tests.support.memory_journal import MemoryJournal
 

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 import pytest
 
 from pscommon.core.data_loop import LoopSpec
-from psserver.core.data.draw_groups import shares
-from psserver.core.data.map_loop import MapLoop
+from psserver.core.data.map_loop import MapLoop, shares
 
 
 def loop(size: int, units: int, epochs: int = 1) -> MapLoop:

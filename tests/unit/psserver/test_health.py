@@ -9,9 +9,15 @@ from psserver.core.job.policy import policy
 from psserver.core.job.settings import JobRules
 from psserver.core.job.snapshot_schedule import SnapshotInterval
 from psserver.core.workers.health import MIN_OVERDUE_SECONDS, WorkerHealth, conditions
-from psserver.core.workers.members import Member, WorkerState
+from psserver.core.workers.members import (
+    MAX_STEPS,
+    MIN_STEPS,
+    Member,
+    StepTimer,
+    WorkerState,
+    median,
+)
 from psserver.core.workers.membership import Membership
-from psserver.core.workers.step_timer import MAX_STEPS, MIN_STEPS, StepTimer, median
 from psserver.monitoring.worker_monitor import find_conditions
 from tests.support.coordinator_job import LOOP, Job
 

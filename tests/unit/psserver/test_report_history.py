@@ -18,8 +18,12 @@ from psserver.core.commands.worker_commands import Join, Leave, Lose
 from psserver.core.coordinator.machine import CoordinatorMachine
 from psserver.core.job.policy import policy
 from psserver.core.job.settings import JobRules
-from psserver.core.reports.report_history import MAX_ROWS, MAX_THINNED_ROWS, ReportHistory
-from psserver.core.reports.reported_values import ReportedValue
+from psserver.core.workers.reported_values import (
+    MAX_ROWS,
+    MAX_THINNED_ROWS,
+    ReportedValue,
+    ReportHistory,
+)
 
 
 def row(

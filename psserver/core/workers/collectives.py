@@ -22,8 +22,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from pscommon.core.errors import InvalidRequestError, MismatchError
-from psserver.core.reports.finite import json_number
 from psserver.core.workers.members import Member
+from psserver.core.workers.reported_values import json_number
 
 MAX_RESULTS = 1024
 NULL = "null"
