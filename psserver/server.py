@@ -28,7 +28,7 @@ from psserver.coordinator.servicer import ControlPlaneServicer
 from psserver.coordinator.status import statistics
 from psserver.core.shard.replication import ReplicationMachine
 from psserver.durability.data_formats import check_data_formats
-from psserver.durability.record_sink import RecordSink, RecordSource, disk_log
+from psserver.durability.record_sink import disk_log
 from psserver.durability.shard_log import ShardLog
 from psserver.durability.shard_recovery import ShardStateFactory
 from psserver.durability.snapshots import SnapshotManager
@@ -238,7 +238,7 @@ class Server:
     def _make_log(self) -> ShardLog:
         config = self.config
         disk = disk_log(config, f"log-shard-{config.shard}", self.metrics.count_log_failure)
-        log = ShardLog(RecordSink(RecordSource.SHARD, disk, self.replicator), config.shard)
+        log = ShardLog(config.shard, disk, self.replicator)
         self._resources.callback(log.close)
         return log
 

@@ -23,7 +23,6 @@ from psserver.coordinator.service import CoordinatorService
 from psserver.coordinator.servicer import ControlPlaneServicer
 from psserver.core.servers.catch_up import CatchUp
 from psserver.core.servers.server_entry import DeliveryCursor
-from psserver.durability.record_sink import RecordSink, RecordSource
 from psserver.durability.shard_log import ShardLog
 from psserver.durability.shard_recovery import ShardStateFactory
 from psserver.durability.snapshots import SnapshotManager
@@ -109,7 +108,7 @@ class SimulatedCluster:
         shards = range(config.shards)
         metrics = [ServerMetrics(CollectorRegistry(), shard=shard) for shard in shards]
         snapshots = [SnapshotManager(None, shard, 1, metrics[shard]) for shard in shards]
-        logs = [ShardLog(RecordSink(RecordSource.SHARD), shard) for shard in shards]
+        logs = [ShardLog(shard) for shard in shards]
         self._states = [
             ShardStateFactory(shard, ALONE, snapshots[shard], logs[shard]) for shard in shards
         ]

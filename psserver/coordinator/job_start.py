@@ -25,7 +25,7 @@ from psserver.core.servers.shard_directory import ShardDirectory
 from psserver.durability.coordinator_log import LOG_FOLDER, CoordinatorLog
 from psserver.durability.initial_state import InitialState, Origin
 from psserver.durability.job_recovery import JobRecovery
-from psserver.durability.record_sink import RecordSink, RecordSource, StandbyLink, disk_log
+from psserver.durability.record_sink import StandbyLink, disk_log
 from psserver.durability.shard_recovery import ShardStateFactory
 from psserver.durability.snapshots import SnapshotManager
 from psserver.process.config import ServerConfig
@@ -85,7 +85,7 @@ class JobStart:
         self.newest: Manifest | None = None
         disk = disk_log(config, LOG_FOLDER, metrics.count_log_failure)
         self.durable = disk is not None
-        self.journal = CoordinatorLog(RecordSink(RecordSource.JOB, disk, standby_link))
+        self.journal = CoordinatorLog(disk, standby_link)
 
     def new_recorder(self) -> Recorder:
         """Return a recorder with an empty machine and a new log id."""

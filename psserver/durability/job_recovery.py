@@ -18,7 +18,6 @@ from psserver.core.job.trainings import Trainings
 from psserver.durability.best_effort_log import BestEffortLog
 from psserver.durability.coordinator_log import LOG_FOLDER, CoordinatorLog
 from psserver.durability.initial_state import InitialState, Origin
-from psserver.durability.record_sink import RecordSink, RecordSource
 from psserver.durability.shard_log import folder_of, logged_version
 from psserver.durability.shard_recovery import ShardStateFactory
 from psserver.durability.shard_state import LogUnfitError
@@ -127,7 +126,7 @@ class JobRecovery:
         logs = [BestEffortLog(folder, "no", self._note_disk_error) for folder in folders]
         try:
             if checks:
-                past = CoordinatorLog(RecordSink(RecordSource.JOB, logs[0]))
+                past = CoordinatorLog(logs[0])
                 self._check_removable(past, manifest, generation)
             for each in logs:
                 each.clear()

@@ -81,20 +81,17 @@ class StandbyLink(Protocol):
 
 
 class RecordSink:
-    """Destination of one component's records.
+    """Destination of one component's records. Write failures are not raised.
 
     source: the component.
     log: the log on disk; None without one.
     line: the connection to a standby; None if there can be no standby.
     """
 
-    def __init__(
-        self,
-        source: RecordSource,
-        log: BestEffortLog | None = None,
-        line: StandbyLink | None = None,
-    ) -> None:
-        self._source, self._log, self._line = source, log, line
+    source: RecordSource
+
+    def __init__(self, log: BestEffortLog | None = None, line: StandbyLink | None = None) -> None:
+        self._log, self._line = log, line
 
     @property
     def is_idle(self) -> bool:
@@ -124,7 +121,7 @@ class RecordSink:
         settled: also wait until its results may become visible.
         """
         sent = (
-            self._line.send(self._source, kind, header, payload)
+            self._line.send(self.source, kind, header, payload)
             if self._line is not None
             else (0, 0)
         )
@@ -138,16 +135,17 @@ class RecordSink:
         if self._line is not None:
             self._line.wait_for_standby(self._line.last_position)
 
-    def begin_segment(self, version: int, records: Iterable[Raw]) -> None:
+    def begin_records(self, version: int, records: Iterable[Raw]) -> None:
         """Begin a segment on disk. The standby needs none."""
         if self._log is not None:
             self._log.begin_segment(version, records)
 
-    def records_since(self, version: int | None) -> Iterator[Record]:
-        """Yield records, as BestEffortLog.records_since does.
+    def read_records(self, version: int | None) -> Iterator[Record]:
+        """Yield the records since a snapshot was cut; None: since the job began.
 
         Raises:
-            FileNotFoundError: There is no log on disk.
+            LogDamagedError: A segment is damaged.
+            OSError: A segment cannot be read, or there is no log on disk.
         """
         if self._log is None:
             raise FileNotFoundError("this server keeps no log")
@@ -164,7 +162,7 @@ class RecordSink:
             self._line.reset(why)
 
     def clear(self) -> None:
-        """Remove all segments; the caller calls `begin_segment` next."""
+        """Remove all segments; the caller begins another one next."""
         self.reset_standby("the job goes on from another state")
         if self._log is not None:
             self._log.clear()

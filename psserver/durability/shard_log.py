@@ -27,10 +27,9 @@ from pscommon.wire.messages import (
 from pscommon.wire.push import Part, parts_from_proto, parts_to_proto
 from psproto.v1 import coordinator_pb2 as co
 from psproto.v1 import log_pb2, model_pb2
-from psserver.durability.best_effort_log import Raw
-from psserver.durability.record_sink import RecordSink
+from psserver.durability.best_effort_log import BestEffortLog, Raw
+from psserver.durability.record_sink import RecordSink, RecordSource, StandbyLink
 from psserver.parameters.staging import Staging
-from psserver.parameters.store import ParameterStore
 
 
 class ShardRecordKind(IntEnum):
@@ -96,8 +95,8 @@ class LoggedPush(NamedTuple):
 Logged = SegmentBase | ModelSpec | LoggedPush | Entry
 
 
-class ShardLog:
-    """The log of one shard. Write failures are not raised.
+class ShardLog(RecordSink):
+    """The log of one shard.
 
     On shard 0 a coordinator record reports a push; it follows the push in the same replication
     stream, so nothing here waits for the standby. On other shards `write_push` and
@@ -105,30 +104,19 @@ class ShardLog:
     may be applied at once.
     """
 
-    def __init__(self, records: RecordSink, shard: int = 0) -> None:
+    source = RecordSource.SHARD
+
+    def __init__(
+        self, shard: int = 0, log: BestEffortLog | None = None, line: StandbyLink | None = None
+    ) -> None:
+        super().__init__(log, line)
         self._waits_for_standby = shard > 0
-        self._log = records
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes written since the last snapshot began."""
-        return self._log.nbytes
-
-    @property
-    def is_broken(self) -> bool:
-        """Whether some record since the last snapshot could not be written."""
-        return self._log.is_broken
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether records currently have no destination."""
-        return self._log.is_idle
 
     def begin_segment(
         self, base: SegmentBase, model: ModelSpec | None, staged: Iterable[tuple[Staged, Staging]]
     ) -> None:
         """Begin a segment with this state."""
-        self._log.begin_segment(base.state["version"], self._first_records(base, model, staged))
+        self.begin_records(base.state["version"], self._first_records(base, model, staged))
 
     def _first_records(
         self, base: SegmentBase, model: ModelSpec | None, staged: Iterable[tuple[Staged, Staging]]
@@ -141,52 +129,28 @@ class ShardLog:
 
     def write_model(self, spec: ModelSpec) -> None:
         if not self.is_idle:
-            self._log.append(*model_record(spec), settled=False)
+            self.append(*model_record(spec), settled=False)
 
     def write_push(self, staged: Staged, staging: Staging) -> None:
         """Log a push, before it is reported."""
         if not self.is_idle:
-            self._log.append(*push_record(staged, staging), settled=self._waits_for_standby)
+            self.append(*push_record(staged, staging), settled=self._waits_for_standby)
 
     def write_entry(self, entry: Entry) -> None:
         """Log an entry, before it is applied."""
         if not self.is_idle:
-            self._log.append(
+            self.append(
                 ShardRecordKind.ENTRY, entry_to_proto(entry).SerializeToString(), settled=False
             )
 
     def wait_before_report(self) -> None:
         """Wait until the shard's progress may be reported."""
         if self._waits_for_standby:
-            self._log.wait_for_standby()
-
-    def send_checksum(self, version: int, store: ParameterStore) -> None:
-        """Send the standby a checksum of the arrays at this version."""
-        self._log.send_checksum(version, store)
-
-    def reset_standby(self) -> None:
-        """Make the standby reload the whole state: no record describes a new partition."""
-        self._log.reset_standby("the model was resharded")
+            self.wait_for_standby()
 
     def records_since(self, version: int | None) -> Iterator[Logged]:
-        """Yield what was logged since a snapshot was cut; None: since the job began.
-
-        Raises:
-            LogDamagedError: A segment is damaged.
-            OSError: A segment cannot be read.
-        """
-        return map(logged, self._log.records_since(version))
-
-    def remove_before(self, version: int) -> None:
-        """Remove segments older than this version, of which a complete snapshot exists."""
-        self._log.remove_before(version)
-
-    def clear(self) -> None:
-        """Remove all segments: the shard no longer follows the job's log that they belong to."""
-        self._log.clear()
-
-    def close(self) -> None:
-        self._log.close()
+        """Yield what was logged, as `read_records` does."""
+        return map(logged, self.read_records(version))
 
 
 def folder_of(data_dir: Path, shard: int) -> Path:

@@ -26,7 +26,6 @@ from pscommon.core.log_entries import (
 from pscommon.core.model_spec import ModelSpec
 from psserver.core.job.settings import ANY, GradientRules
 from psserver.core.shard.state_machine import PushOutcome
-from psserver.durability.record_sink import RecordSink, RecordSource
 from psserver.durability.shard_log import ShardLog
 from psserver.durability.shard_state import ShardState
 from psserver.parameters.staging import Staging
@@ -84,7 +83,7 @@ class ShardEngine:
         self.live = LiveShardState(state)
         self._observers = traffic.observers
         self._start_snapshot = start_snapshot
-        self._log = log or ShardLog(RecordSink(RecordSource.SHARD), state.shard)
+        self._log = log or ShardLog(state.shard)
 
     # ---- the model -------------------------------------------------------------------------------
 
@@ -151,7 +150,7 @@ class ShardEngine:
                 or not state.machine.is_resharding
             ):
                 return
-            self._log.reset_standby()
+            self._log.reset_standby("the model was resharded")  # no record describes it
             self._install_model(store.plan.spec, store)
             state.machine.finish_reshard()
         self.request_report()

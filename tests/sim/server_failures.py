@@ -19,7 +19,6 @@ from psserver.durability import job_recovery
 from psserver.durability.coordinator_log import CoordinatorLog
 from psserver.durability.initial_state import InitialState, Origin
 from psserver.durability.job_recovery import recover_coordinator
-from psserver.durability.record_sink import RecordSink, RecordSource
 from psserver.durability.shard_state import LogUnfitError
 from psserver.durability.state_records import job_state
 from psserver.replication import standby_state
@@ -145,11 +144,8 @@ class ServerFailures:
         disk = self.disks[0]
         disk.job_log.is_complete = False  # until this process begins a segment
         return CoordinatorLog(
-            RecordSink(
-                RecordSource.JOB,
-                disk.job_log if self.scenario.has_log else None,  # type: ignore[arg-type]
-                SimLink(disk),  # type: ignore[arg-type]
-            )
+            disk.job_log if self.scenario.has_log else None,  # type: ignore[arg-type]
+            SimLink(disk),  # type: ignore[arg-type]
         )
 
     def install(self, initial: InitialState) -> None:

@@ -17,7 +17,6 @@ from psserver.core.job.snapshot_schedule import PartReport
 from psserver.core.servers.server_entry import ServerEntry
 from psserver.core.servers.shard_directory import ShardDirectory
 from psserver.core.shard.state_machine import NO_LOG, ShardMachine
-from psserver.durability.record_sink import RecordSink, RecordSource
 from psserver.durability.shard_log import ShardLog
 from psserver.durability.shard_state import LogUnfitError
 from psserver.shard.engine import ShardEngine
@@ -69,12 +68,11 @@ class SimShard:
         self.directory: ShardDirectory[SimManifest] | None = None
         self.server, self.connection = ServerEntry(shard), None
         disk.shard_log.is_complete = False  # until this process begins a segment
-        sink = RecordSink(
-            RecordSource.SHARD,
+        log = ShardLog(
+            shard,
             disk.shard_log if world.scenario.has_log else None,  # type: ignore[arg-type]
             SimLink(disk),  # type: ignore[arg-type]
         )
-        log = ShardLog(sink, shard)
         self.states = SimStateFactory(shard, world.rng, SimSnapshots(world), log)  # type: ignore[arg-type]
         traffic: Any = SimpleNamespace(observers=())
         self.engine = ShardEngine(self.states.empty(shards), traffic, self.write_part, log)

@@ -28,7 +28,7 @@ from psserver.coordinator.servicer import ControlPlaneServicer
 from psserver.coordinator.shard_connections import ShardUpdate
 from psserver.core.servers.catch_up import CatchUp
 from psserver.core.servers.server_entry import DeliveryCursor
-from psserver.durability.record_sink import RecordSink, RecordSource, disk_log
+from psserver.durability.record_sink import disk_log
 from psserver.durability.shard_log import ShardLog
 from psserver.durability.shard_recovery import ShardStateFactory
 from psserver.durability.shard_state import LogUnfitError, ShardState
@@ -90,7 +90,7 @@ class DirectServer:
             lambda service: service.shard_connections.record_part(shard, part)
         )
         disk = disk_log(config, f"log-shard-{shard}", metrics.count_log_failure)
-        self._log = ShardLog(RecordSink(RecordSource.SHARD, disk))
+        self._log = ShardLog(0, disk)
         self.states = ShardStateFactory(shard, ALONE, self.snapshots, self._log)
         self.engine = ShardEngine(
             self.states.empty(config.shards),

@@ -21,7 +21,6 @@ from psserver.core.job.settings import JobRules
 from psserver.durability.best_effort_log import BestEffortLog
 from psserver.durability.coordinator_log import CoordinatorLog
 from psserver.durability.job_recovery import recover_coordinator
-from psserver.durability.record_sink import RecordSink, RecordSource
 from psserver.durability.shard_state import LogUnfitError
 from tests.support.disk_operations import Operations, failing
 
@@ -48,9 +47,7 @@ def join(recorder: Recorder, now: float) -> None:
 
 @pytest.fixture
 def journal(tmp_path: Path) -> CoordinatorLog:
-    journal = CoordinatorLog(
-        RecordSink(RecordSource.JOB, BestEffortLog(tmp_path / "log", "no", lambda reason: None))
-    )
+    journal = CoordinatorLog(BestEffortLog(tmp_path / "log", "no", lambda reason: None))
     journal.begin_segment(0, BASE)
     return journal
 

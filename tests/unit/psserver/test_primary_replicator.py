@@ -20,7 +20,8 @@ from psserver.core.shard.replication import (
     ReplicationMachine,
     ReplicationPhase,
 )
-from psserver.durability.record_sink import RecordSink, RecordSource
+from psserver.durability.record_sink import RecordSource
+from psserver.durability.shard_log import ShardLog
 from psserver.durability.state_records import StateRecord, StateRecordKind
 from psserver.process.metrics import ServerMetrics
 from psserver.replication.primary import PrimaryReplicator
@@ -134,7 +135,7 @@ def test_a_primary_reports_nothing_after_a_handover_however_the_connection_ends(
     of the new primary, and shard 0 must not receive them.
     """
     primary = replicator(None)
-    log, (line, _) = RecordSink(RecordSource.SHARD, line=primary), primary.last_position
+    log, (line, _) = ShardLog(line=primary), primary.last_position
     primary.step_down("s", 1.0)
 
     primary.handle_disconnect(line)

@@ -29,7 +29,6 @@ from pscommon.system.thread_team import ALONE
 from psserver.core.job.entry_log import EntryLog
 from psserver.core.shard.state_machine import ShardMachine
 from psserver.durability.best_effort_log import BestEffortLog
-from psserver.durability.record_sink import RecordSink, RecordSource
 from psserver.durability.shard_log import FrozenNumbers, SegmentBase, ShardLog
 from psserver.durability.shard_recovery import ShardStateFactory
 from psserver.durability.shard_state import LogUnfitError, ShardState
@@ -55,9 +54,7 @@ def apply(index: int, key: PushKey) -> Apply:
 
 
 def shard_log(folder: Path) -> ShardLog:
-    return ShardLog(
-        RecordSink(RecordSource.SHARD, BestEffortLog(folder / "log", "no", lambda reason: None))
-    )
+    return ShardLog(0, BestEffortLog(folder / "log", "no", lambda reason: None))
 
 
 class PartsInMemory(SnapshotManager):
