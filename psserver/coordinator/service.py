@@ -299,7 +299,7 @@ class CoordinatorService:
         self._first_workers.update(self._coordinator)
         if time.monotonic() - self._reported_at >= REPORT_INTERVAL_SECONDS:
             self._report_all()
-        if alive := self.engine.traffic.transfer.take_active_workers():
+        if alive := self.engine.traffic.statistics.take_active_workers():
             self.worker_requests.renew_leases(alive)
         self._worker_monitor.log_lost(
             self.executor.step(

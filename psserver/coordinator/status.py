@@ -205,10 +205,10 @@ def statistics(engine: ShardEngine, standby_link: StandbyLink | None = None) -> 
         "version": engine.live.version,
         "parameter_bytes": store.nbytes if store else 0,
         "state_bytes": store.state_nbytes if store else 0,
-        "received_bytes": engine.traffic.transfer.received_bytes,
-        "sent_bytes": engine.traffic.transfer.sent_bytes,
-        "apply_seconds": round(engine.traffic.pushes.apply_seconds, 6),
-        "duplicates": engine.traffic.pushes.duplicate_count,
+        "received_bytes": engine.traffic.statistics.received_bytes,
+        "sent_bytes": engine.traffic.statistics.sent_bytes,
+        "apply_seconds": round(engine.traffic.statistics.apply_seconds, 6),
+        "duplicates": engine.traffic.statistics.duplicate_count,
         "pid": os.getpid(),
     }
 

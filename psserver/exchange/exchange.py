@@ -78,7 +78,7 @@ class Exchange:
         self, engine: ShardEngine, identity: ServerIdentity, header: pb.PushPullHeader
     ) -> None:
         self._engine, self._identity, self._header = engine, identity, header
-        self._note_alive = partial(engine.traffic.transfer.note_request, header.worker)
+        self._note_alive = partial(engine.traffic.statistics.note_request, header.worker)
 
     async def run(self, io: ExchangeIO) -> None:
         """Carry out the exchange and send the answer.
@@ -221,7 +221,7 @@ class Exchange:
             result.outcome = pb.OUTCOME_DUPLICATE if is_repeated else OUTCOMES[outcome.status]
             result.staleness = max(0, outcome.staleness)
             result.reason, result.detail = outcome.reason, outcome.detail
-            _, result.wait_seconds, result.apply_seconds = engine.traffic.pushes.find(key)
+            _, result.wait_seconds, result.apply_seconds = engine.traffic.statistics.find(key)
         result.pulled = header.pull in (pb.PULL_STEP, pb.PULL_ALL)
         if result.pulled and header.memory:
             _write_shared(engine, header, result)
@@ -254,7 +254,7 @@ class Exchange:
                 partial(_begin_read, engine, header, result), abandoned=WeightRead.close
             )
             try:
-                engine.traffic.transfer.count_sent(read.nbytes)
+                engine.traffic.statistics.count_sent(read.nbytes)
                 await io.send(result, read, self._note_alive)
             finally:
                 read.close()
@@ -279,7 +279,7 @@ def _read_all(engine: ShardEngine, header: pb.PushPullHeader, result: pb.Exchang
         read = _open_read(store, version, header, result)
         weights = b"".join(read.views())
         read.close()
-    engine.traffic.transfer.count_sent(len(weights))
+    engine.traffic.statistics.count_sent(len(weights))
     return weights
 
 
@@ -294,7 +294,7 @@ def _write_shared(
             everything = header.pull == pb.PULL_ALL
             result.nbytes = store.copy_to(buffers.weights, everything, unchanged)
     result.pull_seconds = time.monotonic() - began
-    engine.traffic.transfer.count_sent(result.nbytes)
+    engine.traffic.statistics.count_sent(result.nbytes)
 
 
 def _open_read(

@@ -129,7 +129,7 @@ class ShardMessages:
             report=report_to_proto(self._engine.make_report()),
             ended=self._exits.among(self._worker_processes),
         )
-        request.alive.update(self._engine.traffic.transfer.take_active_workers())
+        request.alive.update(self._engine.traffic.statistics.take_active_workers())
         return self._identify(request)
 
     def _identify(self, request: pb.LinkShardRequest) -> pb.LinkShardRequest:

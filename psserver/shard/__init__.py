@@ -1,3 +1,3 @@
 """One running shard: the engine that applies log entries, and the workers' traffic with it."""
 
-__all__ = ["engine", "live_state", "observers", "transfer_stats", "worker_traffic"]
+__all__ = ["engine", "live_state", "observers", "worker_traffic"]

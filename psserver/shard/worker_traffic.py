@@ -1,15 +1,96 @@
-"""Everything about the traffic between workers and one shard."""
+"""The traffic between workers and one shard: the server reads pushes from the shared memory of
+workers on this host, writes pulls to it, and counts what moves.
+"""
 
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
+import torch
+
+from pscommon.core.errors import InvalidRequestError, UnreachableError
 from pscommon.settings.values import Lanes
+from pscommon.system.shared_memory import MemoryOffer, NotSharedError, attach, sweep
+from pscommon.telemetry.logs import get_logger
+from psproto.v1 import parameter_server_pb2 as pb
+from psserver.durability.shard_state import ShardState
+from psserver.parameters.partition import WorkerBuffer
 from psserver.process.metrics import ServerMetrics
-from psserver.shard.differing_groups import DifferingGroups
 from psserver.shard.memory_budget import MemoryBudget
-from psserver.shard.observers import ShardObserver
-from psserver.shard.push_statistics import PushStatistics
-from psserver.shard.shared_buffers import AttachedBuffers
-from psserver.shard.transfer_stats import TransferStats
+from psserver.shard.observers import DifferingGroups, ShardObserver, TrafficStatistics
+
+log = get_logger(__name__)
+
+
+class WorkerBuffers(NamedTuple):
+    """A worker's two flat buffers.
+
+    number: number of the worker's offer.
+    """
+
+    number: int
+    gradients: WorkerBuffer
+    weights: WorkerBuffer
+
+
+class AttachedBuffers(ShardObserver):
+    """The newest shared memory that each worker offered.
+
+    The memory of a staged push stays mapped as long as the push needs it.
+    """
+
+    def __init__(self, lanes: Lanes) -> None:
+        self._lanes = lanes
+        self._buffers: dict[int, WorkerBuffers] = {}
+
+    def attach(self, request: pb.AttachMemoryRequest) -> str:
+        """Map the offered memory. Return why that is not possible; empty on success."""
+        if self._lanes in ("grpc", "stream"):
+            return f"the server runs with --lanes {self._lanes}"
+        try:
+            mapping = attach(MemoryOffer(request.name, request.token, request.nbytes)).memory
+        except NotSharedError as error:
+            return str(error)
+        memory = (
+            torch.frombuffer(mapping, dtype=torch.uint8)
+            if request.nbytes
+            else torch.empty(0, dtype=torch.uint8)
+        )
+        gradients, weights = memory[: request.nbytes // 2], memory[request.nbytes // 2 :]
+        self._buffers[request.worker] = WorkerBuffers(
+            request.memory, WorkerBuffer(gradients), WorkerBuffer(weights)
+        )
+        log.info("shared_memory_attached", worker=request.worker, nbytes=request.nbytes)
+        return ""
+
+    def check_network_allowed(self) -> None:
+        """Raise InvalidRequestError if pushes must not come over the network."""
+        if self._lanes == "shm":
+            raise InvalidRequestError(
+                "this server runs with --lanes shm: it accepts pushes through shared memory only"
+            )
+
+    def find(self, header: pb.PushPullHeader) -> WorkerBuffers:
+        """Return the buffers that a request names.
+
+        Raises UnreachableError (NOT_ATTACHED) otherwise: the worker then offers them again.
+        """
+        buffers = self._buffers.get(header.worker)
+        if buffers is None or buffers.number != header.memory:
+            raise UnreachableError(
+                f"memory {header.memory} of worker {header.worker} is not attached", "NOT_ATTACHED"
+            )
+        return buffers
+
+    def on_install(self, state: ShardState) -> None:
+        """Drop the buffers of all workers: they offer them again."""
+        self._buffers.clear()
+        sweep()
+
+    def on_evict(self, worker: int) -> None:
+        """Drop the buffers of a worker that has left, and unlink its file after a crash."""
+        self._buffers.pop(worker, None)
+        sweep()
+
 
 FEATURES: Mapping[Lanes, Sequence[str]] = {
     "auto": ("grpc", "shm", "stream"),
@@ -26,8 +107,7 @@ class WorkerTraffic:
     features: transports over which this shard takes tensors.
     budget: bytes in flight.
     shared_buffers: memory that workers on this host offered.
-    transfer: bytes received and sent.
-    pushes: statistics of pushes and updates.
+    statistics: counts of pushes, updates and bytes.
     observers: learn what happens to the shard, in this order.
     """
 
@@ -35,11 +115,9 @@ class WorkerTraffic:
         self.features = FEATURES[lanes]
         self.budget = MemoryBudget(in_flight)
         self.shared_buffers = AttachedBuffers(lanes)
-        self.transfer = TransferStats(metrics)
-        self.pushes = PushStatistics(metrics)
+        self.statistics = TrafficStatistics(metrics)
         self.observers: list[ShardObserver] = [
-            self.pushes,
-            self.transfer,
+            self.statistics,
             self.shared_buffers,
             DifferingGroups(),
         ]

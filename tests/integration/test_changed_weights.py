@@ -41,7 +41,7 @@ class SentBytes:
         self()
 
     def __call__(self) -> int:
-        total = sum(server.engine.traffic.transfer.sent_bytes for server in self._cluster.servers)
+        total = sum(server.engine.traffic.statistics.sent_bytes for server in self._cluster.servers)
         since, self._before = total - self._before, total
         return since
 

@@ -44,7 +44,7 @@ NUMBERS = {  # the only modules with tensors; the client of psworker needs no fr
     "psserver.parameters.optimizer",
     "psserver.parameters.averaging",
     "psserver.parameters.finite_check",
-    "psserver.shard.shared_buffers",
+    "psserver.shard.worker_traffic",
     "psserver.parameters.gradient_norms",
     "psserver.parameters.staging",
     "psserver.parameters.store",

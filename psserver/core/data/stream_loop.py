@@ -47,11 +47,6 @@ class StreamLoop(LoopLedger):
     def done(self) -> bool:
         return self._laps.committed == self.spec.laps
 
-    @property
-    def laps_done(self) -> int:
-        """Laps of which every batch has counted."""
-        return self._laps.committed
-
     def extend(self, spec: Spec) -> None:
         super().extend(spec)
         self._laps.total = self.spec.laps

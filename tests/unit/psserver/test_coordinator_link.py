@@ -14,7 +14,7 @@ from psserver.core.shard.state_machine import ShardMachine
 from psserver.peers.coordinator_link import CoordinatorLink
 from psserver.peers.link_messages import ShardMessages
 from psserver.process.identity import ServerIdentity
-from psserver.shard.transfer_stats import TransferStats
+from psserver.shard.observers import TrafficStatistics
 
 
 def make_messages(standby: Any = None, identity: ServerIdentity | None = None) -> ShardMessages:
@@ -23,7 +23,7 @@ def make_messages(standby: Any = None, identity: ServerIdentity | None = None) -
         Any,
         SimpleNamespace(
             make_report=ShardMachine(1).report,
-            traffic=SimpleNamespace(transfer=TransferStats(cast(Any, None))),
+            traffic=SimpleNamespace(statistics=TrafficStatistics(cast(Any, None))),
         ),
     )
     line = standby or SimpleNamespace(term=1, address="", state="none")
@@ -112,7 +112,7 @@ def test_moved_bytes_are_reported_once() -> None:
     """They are part of the statistics of each second; reports of steps do not contain them."""
     standby = SimpleNamespace(term=1, address="b1:1", state="0")
     messages = make_messages(standby)
-    requests, transfer = begin(messages), messages._engine.traffic.transfer
+    requests, transfer = begin(messages), messages._engine.traffic.statistics
 
     def reports(due: bool = True) -> list[int]:
         standby.state += "." if due else ""
@@ -120,7 +120,7 @@ def test_moved_bytes_are_reported_once() -> None:
         return list(next(requests).alive)
 
     assert reports() == []
-    assert list(transfer.watch_frames(7, iter([b"a", b"b"]))) == [b"a", b"b"]
+    transfer.note_request(7)
     transfer.note_request(8)
     assert reports(due=False) == []
     assert sorted(reports()) == [7, 8]
@@ -131,10 +131,10 @@ def test_moved_bytes_are_reported_with_their_age(monkeypatch: pytest.MonkeyPatch
     """A lease that counted from the report would be longer than a lease."""
     clock = SimpleNamespace(now=10.0)
     monkeypatch.setattr(
-        "psserver.shard.transfer_stats.time", SimpleNamespace(monotonic=lambda: clock.now)
+        "psserver.shard.observers.time", SimpleNamespace(monotonic=lambda: clock.now)
     )
     messages = make_messages()
-    messages._engine.traffic.transfer.note_request(7)
+    messages._engine.traffic.statistics.note_request(7)
     clock.now = 10.75
 
     assert dict(next(begin(messages)).alive) == {7: 0.75}

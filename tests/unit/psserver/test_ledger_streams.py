@@ -56,10 +56,10 @@ def test_a_source_ends_at_its_readers_report_and_the_reader_gets_the_next() -> N
     first = data.take(1, 0, 2, [1])
     data.ends(first[1], count=3)
     data.commit(1, first[0])
-    assert data.laps_done == 0
+    assert data._laps.committed == 0
     data.commit(1, first[1])
 
-    assert data.laps_done == 1
+    assert data._laps.committed == 1
     assert places(data, data.take(1, 2, 1, [1])) == [(1, 0)]
 
 

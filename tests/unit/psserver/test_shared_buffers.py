@@ -18,7 +18,7 @@ from pscommon.system.thread_team import ThreadTeam
 from psproto.v1 import parameter_server_pb2 as pb
 from psserver.parameters.partition import MAX_CACHED_VIEWS, ShardPartition, WorkerBuffer
 from psserver.parameters.store import ParameterStore
-from psserver.shard.shared_buffers import AttachedBuffers
+from psserver.shard.worker_traffic import AttachedBuffers
 from tests.support.stores import SGD, Shards, begun, model, noise, one_thread  # noqa: F401
 
 pytestmark = pytest.mark.usefixtures("one_thread")
