@@ -17,8 +17,13 @@ from pscommon.optim.specs import (
 )
 from pscommon.system.thread_team import ALONE, ThreadTeam
 from pscommon.wire.push import Part
-from psserver.parameters.averaging import mean_of_values
 from psserver.parameters.finite_check import FiniteCheck
+from psserver.parameters.gradient_mean import (
+    GradientMean,
+    mean_of_values,
+    scale_shares,
+    share_of_samples,
+)
 from psserver.parameters.optimizer import FlatOptimizer, StateReader
 from psserver.parameters.partition import (
     RoleBuffers,
@@ -27,7 +32,6 @@ from psserver.parameters.partition import (
     raw,
 )
 from psserver.parameters.push_groups import GroupsParser, PushGroups
-from psserver.parameters.round_mean import RoundMean, scale_shares, share_of_samples
 from psserver.parameters.staging import Staging, StagingPool
 from psserver.parameters.weight_reads import WeightRead, WeightReads
 
@@ -66,7 +70,7 @@ class ParameterStore:
             torch.zeros(self._partition.nbytes, dtype=torch.uint8)
         )
         self._pool = StagingPool(self._partition)
-        self._mean = RoundMean(self._partition, self._pool, team)
+        self._mean = GradientMean(self._partition, self._pool, team)
         self._finite_check = FiniteCheck(self._partition, self._weights, team)
         self._reads = WeightReads(self._copy_step_weights, self._pool.return_buffers)
         self._applied = 0
