@@ -7,70 +7,53 @@ from torch import Tensor
 
 from pscommon.core.partition import ByteRange, cut
 from pscommon.system.thread_team import ThreadTeam
-from psserver.parameters.partition import DTYPES, RoleBuffers, SameGradientRange, ShardPartition
+from psserver.parameters.partition import DTYPES, RoleBuffers, ShardPartition
 from psserver.parameters.staging import Staging
 
 
-class FiniteCheck:
-    """Checks the pushes of one shard. Thread-safe.
+def find_non_finite(staging: Staging, weights: RoleBuffers, team: ThreadTeam) -> str:
+    """Return the name of the first tensor with NaN or Inf in a push; empty if there is none.
 
-    weights: the shard's weights; a push may have NaN or Inf in a buffer where they have them.
+    Checks gradients and floating buffers; of initial weights only the trainable ones. A buffer may
+    have such a value where the weights have one (an attention mask's -inf). Thread-safe.
     """
+    partition, memory = staging.partition, staging.require_memory()
+    if not staging.gradients_are_finite:
+        for piece in partition.pieces((staging.absent_here,)):
 
-    def __init__(self, partition: ShardPartition, weights: RoleBuffers, team: ThreadTeam) -> None:
-        self._partition = partition
-        self._weights = weights
-        self._team = team
+            def check(part: ByteRange, dtype: torch.dtype = piece.dtype) -> bool:
+                return _is_finite(partition.view(memory, dtype, *part))
 
-    def find(self, staging: Staging) -> str:
-        """Return the name of the first tensor with NaN or Inf in the push; empty if there is none.
-
-        Checks gradients and floating buffers; of initial weights only the trainable ones.
-        """
-        memory = staging.require_memory()
-        if not staging.gradients_are_finite:
-            for piece in self._partition.pieces((staging.absent_here,)):
-                if self._is_finite_piece(memory, piece):
-                    continue
-                # the padding between tensors may contain anything
-                if tensor := self._find_in_piece(memory, piece):
-                    return tensor
-        return "" if staging.initial else self._find_in_buffers(memory)
-
-    def replace(self, staging: Staging) -> None:
-        """Replace NaN and Inf in the gradients by zeros."""
-        for piece in self._partition.pieces((staging.absent_here,)):
-            view = self._partition.view(staging.require_memory(), piece.dtype, *piece.span)
-            view.nan_to_num_(0.0, 0.0, 0.0)
-
-    def _is_finite_piece(self, memory: RoleBuffers, piece: SameGradientRange) -> bool:
-        def check(part: ByteRange) -> bool:
-            return _is_finite(self._partition.view(memory, piece.dtype, *part))
-
-        return all(self._team.map(check, cut(piece.span, self._team.parts(piece.span.nbytes))))
-
-    def _find_in_piece(self, memory: RoleBuffers, piece: SameGradientRange) -> str:
-        partition = self._partition
-        for tensor_slice in partition.slices(piece.start, piece.stop):
-            span = tensor_slice.start, tensor_slice.stop
-            if not _is_finite(partition.view(memory, piece.dtype, *span)):
-                return partition.name(tensor_slice.tensor)
-        return ""
-
-    def _find_in_buffers(self, memory: RoleBuffers) -> str:
-        partition = self._partition
-        for segment in partition.segments["buffer"]:
-            dtype = DTYPES[segment.dtype]
-            if not dtype.is_floating_point or _is_finite(partition.view_segment(memory, segment)):
+            if all(team.map(check, cut(piece.span, team.parts(piece.span.nbytes)))):
                 continue
-            for tensor_slice in partition.slices(segment.start, segment.stop):
-                span = tensor_slice.start, tensor_slice.stop
-                new, old = (
-                    partition.view(buffers, dtype, *span) for buffers in (memory, self._weights)
-                )
-                if bool((old.isfinite() & ~new.isfinite()).any()):
-                    return partition.name(tensor_slice.tensor)
-        return ""
+            # the padding between tensors may contain anything
+            for tensor in partition.slices(piece.start, piece.stop):
+                if not check(ByteRange(tensor.start, tensor.stop)):
+                    return partition.name(tensor.tensor)
+    return "" if staging.initial else _find_in_buffers(partition, memory, weights)
+
+
+def replace_non_finite(staging: Staging) -> None:
+    """Replace NaN and Inf in the gradients by zeros."""
+    partition = staging.partition
+    for piece in partition.pieces((staging.absent_here,)):
+        view = partition.view(staging.require_memory(), piece.dtype, *piece.span)
+        view.nan_to_num_(0.0, 0.0, 0.0)
+
+
+def _find_in_buffers(partition: ShardPartition, memory: RoleBuffers, weights: RoleBuffers) -> str:
+    for segment in partition.segments["buffer"]:
+        dtype = DTYPES[segment.dtype]
+        if not dtype.is_floating_point or _is_finite(partition.view_segment(memory, segment)):
+            continue
+        for tensor in partition.slices(segment.start, segment.stop):
+            new, old = (
+                partition.view(buffers, dtype, tensor.start, tensor.stop)
+                for buffers in (memory, weights)
+            )
+            if bool((old.isfinite() & ~new.isfinite()).any()):
+                return partition.name(tensor.tensor)
+    return ""
 
 
 def _is_finite(flat: Tensor) -> bool:

@@ -17,7 +17,7 @@ from pscommon.optim.specs import (
 )
 from pscommon.system.thread_team import ALONE, ThreadTeam
 from pscommon.wire.push import Part
-from psserver.parameters.finite_check import FiniteCheck
+from psserver.parameters.finite_check import find_non_finite
 from psserver.parameters.gradient_mean import (
     GradientMean,
     mean_of_values,
@@ -71,7 +71,6 @@ class ParameterStore:
         )
         self._pool = StagingPool(self._partition)
         self._mean = GradientMean(self._partition, self._pool, team)
-        self._finite_check = FiniteCheck(self._partition, self._weights, team)
         self._reads = WeightReads(self._copy_step_weights, self._pool.return_buffers)
         self._applied = 0
         self._last_changed = dict.fromkeys(self._partition.trainable, 0)
@@ -170,16 +169,8 @@ class ParameterStore:
         return staging.partition is self._partition
 
     def find_non_finite(self, staging: Staging) -> str:
-        """Return the name of the first tensor with NaN or Inf in the push; empty if there is none.
-
-        Checks gradients and floating buffers; of initial weights only the trainable ones. A buffer
-        may have such a value where the model's own buffer has one (an attention mask's -inf).
-        """
-        return self._finite_check.find(staging)
-
-    def replace_non_finite(self, staging: Staging) -> None:
-        """Replace NaN and Inf in the gradients by zeros."""
-        self._finite_check.replace(staging)
+        """Return the name of the first tensor with NaN or Inf in the push, see finite_check.py."""
+        return find_non_finite(staging, self._weights, self._team)
 
     def square_norm(
         self,

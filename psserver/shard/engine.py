@@ -28,9 +28,9 @@ from psserver.core.job.settings import ANY, GradientRules
 from psserver.core.shard.state_machine import PushOutcome
 from psserver.durability.shard_log import ShardLog
 from psserver.durability.shard_state import ShardState
+from psserver.parameters.finite_check import replace_non_finite
 from psserver.parameters.staging import Staging
 from psserver.parameters.store import ParameterStore, clipped_optimizers
-from psserver.shard.gradient_check import check_gradient
 from psserver.shard.live_state import LiveShardState
 from psserver.shard.worker_traffic import WorkerTraffic
 
@@ -344,3 +344,25 @@ def _visible_together(entries: Iterable[Entry]) -> list[list[Entry]]:
         else:
             groups.append([entry])
     return groups
+
+
+def check_gradient(
+    staged: Staged, staging: Staging, store: ParameterStore, rules: GradientRules
+) -> Staged:
+    """Return `staged` with what the coordinator must know of the gradient: NaN, Inf and its norm.
+
+    If the operator asked for it, NaN and Inf in gradients are replaced by zeros.
+    """
+    tensor = store.find_non_finite(staging)
+    if tensor and rules.mends and not staging.initial:
+        replace_non_finite(staging)
+        # buffers cannot be mended
+        staged, tensor = replace(staged, mended=tensor), store.find_non_finite(staging)
+    if tensor:
+        return replace(staged, problem=f"NON_FINITE: tensor {tensor}")
+    # in a round of several the norm of their average matters; where that was not so, the
+    # coordinator has it measured
+    needs_norm = (
+        rules.norms or (staged.optimizer in store.clipped and not store.averaged_last)
+    ) and not staging.initial
+    return replace(staged, square_norm=store.square_norm([staging])) if needs_norm else staged

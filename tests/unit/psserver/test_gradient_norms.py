@@ -11,7 +11,7 @@ from pscommon.core.model_spec import ModelSpec, OptimizerSettings, TensorSpec
 from pscommon.system.thread_team import ALONE, ThreadTeam
 from psserver.core.job.settings import ANY, GradientRules
 from psserver.parameters.gradient_mean import total
-from psserver.shard.gradient_check import check_gradient
+from psserver.shard.engine import check_gradient
 from tests.support.stores import Shards
 
 TENSORS = {"w": (700, 1000), "odd": (3,), "h": (5, 33), "last": (1,)}
