@@ -7,12 +7,11 @@ A push of the framework-free client has none: its update uses those of the updat
 earlier releases sent only what had changed; their logs are replayed by the rule of then.
 """
 
-from collections.abc import Iterable
-from functools import lru_cache, partial
+from collections.abc import Iterable, Mapping
 from operator import itemgetter
 from typing import NamedTuple
 
-from pscommon.core.model_spec import OptimizerPart, OptimizerSettings
+from pscommon.core.model_spec import OptimizerPart
 from pscommon.optim.specs import Groups, groups_from_json, groups_of_push, groups_to_json
 
 MAX_CACHED_TEXTS = 64
@@ -33,26 +32,20 @@ class PushGroups(NamedTuple):
     is_own: bool = True
 
 
-class GroupsParser:
-    """Parses the hyper-parameters of one optimizer's pushes.
+def parse_groups(parts: Mapping[str, OptimizerPart], text: str, name: str) -> PushGroups:
+    """Return those of a received push of an optimizer.
 
-    parse: returns those of a received push. Raises InvalidRequestError if they do not fit.
-    read: returns those of a logged push, by text and `is_own`. They were checked before they were
-        logged.
+    Raises InvalidRequestError if they do not fit.
     """
-
-    def __init__(self, part: OptimizerPart) -> None:
-        self.parse = lru_cache(MAX_CACHED_TEXTS)(partial(_parse, part))
-        self.read = lru_cache(MAX_CACHED_TEXTS)(partial(_read, part.settings))
-
-
-def _parse(part: OptimizerPart, text: str) -> PushGroups:
-    values = groups_of_push(text, *part)
+    values = groups_of_push(text, *parts[name])
     return PushGroups(values, groups_to_json(values))
 
 
-def _read(settings: OptimizerSettings, text: str, is_own: bool) -> PushGroups:
-    return PushGroups(groups_from_json(text, settings), text, is_own)
+def read_groups(
+    parts: Mapping[str, OptimizerPart], text: str, name: str, is_own: bool
+) -> PushGroups:
+    """Return those of a logged push; they were checked before they were logged."""
+    return PushGroups(groups_from_json(text, parts[name].settings), text, is_own)
 
 
 def groups_of_update(pushes: Iterable[tuple[int, PushGroups | None]]) -> PushGroups | None:

@@ -1,6 +1,7 @@
 """The arrays of one shard: weights, optimizer state and staged pushes."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import lru_cache, partial
 from typing import Protocol
 
 import torch
@@ -31,7 +32,7 @@ from psserver.parameters.partition import (
     WorkerBuffer,
     raw,
 )
-from psserver.parameters.push_groups import GroupsParser, PushGroups
+from psserver.parameters.push_groups import MAX_CACHED_TEXTS, parse_groups, read_groups
 from psserver.parameters.staging import Staging, StagingPool
 from psserver.parameters.weight_reads import WeightRead, WeightReads
 
@@ -55,6 +56,7 @@ class ParameterStore:
     plan: how the model is partitioned over the shards.
     shards: number of shards.
     step_nbytes: bytes of a push, and of a pull.
+    parse_groups, read_groups: cached functions of push_groups.py.
     clipped: the optimizers whose updates have a clip norm.
     averaged_last: whether the newest update averaged several pushes.
 
@@ -77,7 +79,9 @@ class ParameterStore:
         self._all_changed = 0
         self._model = validate_model(plan.spec)
         self._parts, self._trainable = self._model.parts(), self._model.trainable_of()
-        self._parsers = {name: GroupsParser(part) for name, part in self._parts.items()}
+        most_texts = MAX_CACHED_TEXTS * len(self._parts)
+        self.parse_groups = lru_cache(most_texts)(partial(parse_groups, self._parts))
+        self.read_groups = lru_cache(most_texts)(partial(read_groups, self._parts))
         self.clipped, self.averaged_last = clipped_optimizers(plan.spec), False
         self._optimizers = {
             name: FlatOptimizer(
@@ -144,17 +148,6 @@ class ParameterStore:
     def has_gradients(self, staging: Staging) -> bool:
         """Return whether a push has gradients on this shard."""
         return staging.absent_here != self._partition.trainable
-
-    def parse_groups(self, text: str, name: str) -> PushGroups:
-        """Return the hyper-parameters of a push of this optimizer.
-
-        Raises InvalidRequestError if they do not fit.
-        """
-        return self._parsers[name].parse(text)
-
-    def read_groups(self, text: str, name: str, is_own: bool) -> PushGroups:
-        """Return the hyper-parameters of a logged push; see PushGroups."""
-        return self._parsers[name].read(text, is_own)
 
     def settings(self, name: str) -> OptimizerSettings:
         """Return an optimizer with all hyper-parameters, as the job began."""

@@ -7,7 +7,7 @@ from pscommon.core.log_entries import PushKey, Staged
 from pscommon.wal.log import Record
 from psproto.v1 import log_pb2
 from psserver.durability.shard_log import LoggedPush, logged, push_record
-from psserver.parameters.push_groups import GroupsParser, PushGroups, groups_of_update
+from psserver.parameters.push_groups import PushGroups, groups_of_update
 from psserver.parameters.staging import Staging
 from tests.support.stores import SGD, begun, model
 
@@ -32,16 +32,16 @@ def test_a_log_of_earlier_releases_is_replayed_by_their_rule() -> None:
 
 
 def test_each_text_is_parsed_once() -> None:
-    parser = GroupsParser(begun(SPEC).stores[0]._parts[""])
+    store = begun(SPEC).stores[0]
 
-    parsed = parser.parse('[{"lr":  0.5}]')
+    parsed = store.parse_groups('[{"lr":  0.5}]', "")
 
-    assert parser.parse('[{"lr":  0.5}]') is parsed
-    assert parser.read(parsed.text, True) == parsed
+    assert store.parse_groups('[{"lr":  0.5}]', "") is parsed
+    assert store.read_groups(parsed.text, "", True) == parsed
     assert parsed.values[0]["lr"] == 0.5
     for _ in range(2):
         with pytest.raises(InvalidRequestError, match="unknown hyper-parameter"):
-            parser.parse('[{"rate": 0.5}]')
+            store.parse_groups('[{"rate": 0.5}]', "")
 
 
 def staged_with(given: PushGroups | None) -> tuple[Staged, Staging]:
