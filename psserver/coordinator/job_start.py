@@ -23,8 +23,7 @@ from psserver.core.job.trainings import Trainings
 from psserver.core.servers.catch_up import promotion_needs_rollback
 from psserver.core.servers.shard_directory import ShardDirectory
 from psserver.durability.coordinator_log import LOG_FOLDER, CoordinatorLog
-from psserver.durability.initial_state import InitialState, Origin
-from psserver.durability.job_recovery import JobRecovery
+from psserver.durability.job_recovery import InitialState, JobRecovery, Origin
 from psserver.durability.record_sink import StandbyLink, disk_log
 from psserver.durability.shard_recovery import ShardStateFactory
 from psserver.durability.snapshots import SnapshotManager

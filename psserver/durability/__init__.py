@@ -3,7 +3,6 @@
 __all__ = [
     "coordinator_log",
     "data_formats",
-    "initial_state",
     "job_recovery",
     "record_sink",
     "shard_log",

@@ -1,8 +1,12 @@
-"""Crash recovery of shard 0: replay the coordinator's log and the log of its own shard."""
+"""How shard 0 begins a log of the job, and its crash recovery: a replay of the log of the job and of
+the log of its own shard.
+"""
 
 import json
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +21,76 @@ from psserver.core.job.settings import JobRules
 from psserver.core.job.trainings import Trainings
 from psserver.durability.best_effort_log import BestEffortLog
 from psserver.durability.coordinator_log import LOG_FOLDER, CoordinatorLog
-from psserver.durability.initial_state import InitialState, Origin
 from psserver.durability.shard_log import folder_of, logged_version
 from psserver.durability.shard_recovery import ShardStateFactory
-from psserver.durability.shard_state import LogUnfitError
+from psserver.durability.shard_state import LogUnfitError, ShardState
 from psserver.process.shard_count_file import ShardCountFile
+
+
+class Origin(Enum):
+    """Where an initial state comes from.
+
+    FRESH: a new job.
+    SNAPSHOT: a snapshot; all workers join as new.
+    LOG: the write-ahead logs of this server, which go on.
+    PROMOTION: what this server replicated as a standby.
+    """
+
+    FRESH = "fresh"
+    SNAPSHOT = "snapshot"
+    LOG = "log"
+    PROMOTION = "promotion"
+
+
+@dataclass(frozen=True, slots=True)
+class InitialState:
+    """The state with which shard 0 begins.
+
+    origin: where it comes from.
+    coordinator: the coordinator's machine.
+    shard: the state of this server's own shard. None: it loads `snapshot`, as the other shards
+        do, or is installed already (PROMOTION).
+    snapshot: the snapshot that the log continues from; None without one.
+    newest: the newest snapshot; None without one.
+    job: name of the job, as stored with the state; empty if unknown.
+    """
+
+    origin: Origin
+    coordinator: CoordinatorMachine
+    shard: ShardState | None = None
+    snapshot: Manifest | None = None
+    newest: Manifest | None = None
+    job: str = ""
+
+    @property
+    def is_recovered(self) -> bool:
+        """Whether another process began the log."""
+        return self.origin in (Origin.LOG, Origin.PROMOTION)
+
+    def first_record(self, shards: int, generation: int, job: str) -> dict[str, Any]:
+        """Return what the coordinator's log begins with, for JSON.
+
+        Args:
+            shards: Number of shards.
+            generation: Number of this start of the job.
+            job: Name of the job.
+        """
+        coordinator = self.coordinator
+        state = (
+            coordinator.complete_state()
+            if self.origin is not Origin.FRESH
+            else {
+                "epoch": coordinator.log_id,
+                "version": 0,
+                "generation": generation,
+                "policy": [*coordinator.job.policy_row()],
+                "rules": coordinator.job.rules.as_json(),
+                **coordinator.job.trainings.as_json(),
+                **coordinator.reported.state(),
+            }
+        )
+        return {"shards": shards, **state, "job": job}
+
 
 log = get_logger(__name__)
 

@@ -12,7 +12,7 @@ from pscommon.core.model_spec import ROLES, ModelSpec
 from pscommon.core.partition import ByteRange, PartitionPlan
 from pscommon.snapshot import tensors_in_buffer, write_model
 from psserver.parameters.frozen_shard import FrozenBytes, FrozenDescription, FrozenShard
-from psserver.peers.reshard_reader import PeerShard
+from psserver.peers.resharding import PeerShard
 from psserver.shard.live_state import LiveShardState
 
 SAME_VERSION_TIMEOUT_SECONDS = 10.0

@@ -11,7 +11,7 @@ from pscommon.wire.status import answering
 from psproto.v1 import shard_pb2 as pb
 from psproto.v1.shard_pb2_grpc import ShardServiceServicer
 from psserver.peers.final_weights import LocalShard
-from psserver.peers.reshard_reader import PreviousShard
+from psserver.peers.resharding import PreviousShard
 from psserver.process.identity import ServerIdentity
 from psserver.shard.live_state import LiveShardState
 

@@ -1,14 +1,172 @@
-"""Build this shard's new partition during a reshard, from the partitions that all shards held
-before it.
+"""Build a shard's new partition during a reshard, from the partitions that all shards held before
+it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from typing import Protocol
 
 from pscommon.core.errors import SnapshotError, UnreachableError
-from pscommon.core.partition import PartitionPlan
-from psserver.peers.reshard_reader import PeerShard, PreviousShard, ReshardReader, needed_by
+from pscommon.core.model_spec import ROLES
+from pscommon.core.partition import ByteRange, PartitionPlan
+from pscommon.optim.specs import Scalars, scalars_from_json
+from pscommon.wire.channel import open_channel
+from pscommon.wire.status import translated
+from psproto.v1 import shard_pb2 as pb
+from psproto.v1.shard_pb2_grpc import ShardServiceStub
+from psserver.parameters.frozen_shard import FrozenBytes, FrozenDescription
 from psserver.shard.engine import ShardEngine
+
+CALL_TIMEOUT_SECONDS, MIN_BYTES_PER_SECOND = 10.0, 100e3
+"""A call's timeout and the assumed bandwidth of a network that several servers share. Keepalive
+pings detect a lost peer much sooner.
+"""
+
+
+class PreviousShard(Protocol):
+    """One shard's partition before a reshard.
+
+    Both methods raise UnreachableError if the shard does not answer, or discarded the partition.
+    """
+
+    def describe(self) -> FrozenDescription: ...
+    def read(self, kind: str, span: ByteRange) -> Iterator[FrozenBytes]: ...
+
+
+class PeerShard:
+    """Another server's partition.
+
+    current: read its current partition instead of the one before a reshard.
+    nbytes: bytes received so far.
+    """
+
+    def __init__(
+        self, address: str, job: str, log_id: int = 0, index: int = 0, current: bool = False
+    ) -> None:
+        self.nbytes = 0
+        self._address, self._channel = address, open_channel(address, tensors=True)
+        self._stub = ShardServiceStub(self._channel)
+        self._template = pb.ReadShardRequest(job=job, epoch=log_id, index=index, current=current)
+
+    @property
+    def version(self) -> int:
+        """The version of its current weights."""
+        for response in self._request_bytes("", ByteRange(0, 0)):
+            return response.holding.version
+        raise UnreachableError(
+            f"the server at {self._address} returned no description", "NOT_READY"
+        )
+
+    def describe(self) -> FrozenDescription:
+        for response in self._request_bytes("", ByteRange(0, 0)):
+            holding = response.holding
+            scalars = scalars_from_json(holding.scalars_json)
+            return FrozenDescription(
+                frozenset(holding.kinds), dict(holding.steps), holding.groups_json, scalars
+            )
+        return FrozenDescription(frozenset(), {}, "", {})
+
+    def read(self, kind: str, span: ByteRange) -> Iterator[FrozenBytes]:
+        for response in self._request_bytes(kind, span):
+            self.nbytes += len(response.data)
+            yield FrozenBytes(response.start, memoryview(response.data))
+
+    def _request_bytes(self, kind: str, span: ByteRange) -> Iterator[pb.ReadShardResponse]:
+        request = pb.ReadShardRequest(kind=kind, start=span.start, stop=span.stop)
+        request.MergeFrom(self._template)
+        with translated(f"the server at {self._address} (ReadShard)"):
+            yield from self._stub.ReadShard(
+                request, timeout=CALL_TIMEOUT_SECONDS + span.nbytes / MIN_BYTES_PER_SECOND
+            )
+
+    def close(self) -> None:
+        self._channel.close()
+
+
+class ReshardReader:
+    """Reads the flat buffer from the previous shards (implements PartReader).
+
+    sources: by shard number; only those that overlap `needed` are asked.
+    needed: the ranges that will be read.
+    """
+
+    def __init__(
+        self, plan: PartitionPlan, sources: Sequence[PreviousShard], needed: Sequence[ByteRange]
+    ) -> None:
+        self._plan = plan
+        needed_sources = {shard for span in needed for shard in self._find_sources(span)} or {0}
+        self._sources = dict(enumerate(sources))
+        self._descriptions = {
+            shard: self._sources[shard].describe() for shard in sorted(needed_sources)
+        }
+
+    def kinds(self) -> set[str]:
+        return {kind for description in self._descriptions.values() for kind in description.kinds}
+
+    def steps(self) -> dict[int, int]:
+        return {
+            tensor: count
+            for description in self._descriptions.values()
+            for tensor, count in description.steps.items()
+        }
+
+    def scalars(self) -> Scalars:
+        merged: dict[str, dict[int, float]] = {}
+        for description in self._descriptions.values():
+            for name, values in description.scalars.items():
+                merged.setdefault(name, {}).update(values)
+        return merged
+
+    def groups_json(self) -> str:
+        """Return the hyper-parameters of the groups, which are equal on all shards."""
+        return next(iter(self._descriptions.values())).groups_json
+
+    def read(self, kind: str, start: int, stop: int, out: memoryview) -> bool:
+        """Fill `out` with bytes [start, stop) of the flat buffer; padding becomes zeros.
+
+        Returns False if some bytes are missing. Raises SnapshotError if these are weights.
+        """
+        span, target, found = ByteRange(start, stop), out.cast("B"), []
+        for shard in self._find_sources(span):
+            for piece in self._sources[shard].read(kind, span):
+                found.append(ByteRange(piece.start, piece.start + piece.data.nbytes))
+                target[piece.start - start : found[-1].stop - start] = piece.data
+        gaps = list(_gaps(span, found))
+        for gap in gaps:
+            target[gap.start - start : gap.stop - start] = bytes(gap.nbytes)
+        missing = [tensor for gap in gaps for tensor in self._plan.slices(gap)]
+        if missing and kind == "weight":
+            raise SnapshotError(
+                f"no shard has all weights of {self._plan.spec.tensors[missing[0].tensor].name}"
+            )
+        return not missing
+
+    def _find_sources(self, span: ByteRange) -> list[int]:
+        plan = self._plan
+        return [
+            s
+            for s in range(plan.shards)
+            if any(_overlap(plan.range(s, role), span) for role in ROLES)
+        ]
+
+
+def needed_by(plan: PartitionPlan, shard: int) -> list[ByteRange]:
+    """Return all ranges of a shard."""
+    return [plan.range(shard, role) for role in ROLES]
+
+
+def _overlap(one: ByteRange, other: ByteRange) -> bool:
+    return max(one.start, other.start) < min(one.stop, other.stop)
+
+
+def _gaps(span: ByteRange, found: Sequence[ByteRange]) -> Iterator[ByteRange]:
+    position = span.start
+    for start, stop in sorted(found):
+        if position < start:
+            yield ByteRange(position, start)
+        position = max(position, stop)
+    if position < span.stop:
+        yield ByteRange(position, span.stop)
 
 
 def build_partition(

@@ -17,8 +17,7 @@ from psserver.core.servers.catch_up import promotion_needs_rollback
 from psserver.core.servers.shard_directory import ShardDirectory
 from psserver.durability import job_recovery
 from psserver.durability.coordinator_log import CoordinatorLog
-from psserver.durability.initial_state import InitialState, Origin
-from psserver.durability.job_recovery import recover_coordinator
+from psserver.durability.job_recovery import InitialState, Origin, recover_coordinator
 from psserver.durability.shard_state import LogUnfitError
 from psserver.durability.state_records import job_state
 from psserver.replication import standby_state

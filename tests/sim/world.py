@@ -39,7 +39,7 @@ from psserver.core.servers.shard_protocol import (
 from psserver.core.shard.state_machine import NO_LOG, PushOutcome
 from psserver.core.workers.collectives import CollectiveValues
 from psserver.core.workers.members import Member, WorkerHeartbeat
-from psserver.durability.initial_state import InitialState, Origin
+from psserver.durability.job_recovery import InitialState, Origin
 from tests.sim import verdict
 from tests.sim.arrays import WEIGHT_COUNT, model_of
 from tests.sim.disks import Disk, SimManifest

@@ -10,7 +10,7 @@ from pscommon.core.model_spec import ModelSpec, OptimizerSettings, TensorSpec
 from pscommon.core.partition import ByteRange, PartitionPlan
 from psserver.parameters.frozen_shard import FrozenBytes, FrozenDescription, FrozenShard
 from psserver.parameters.store import ParameterStore
-from psserver.peers.reshard_reader import ReshardReader, needed_by
+from psserver.peers.resharding import ReshardReader, needed_by
 from tests.support.stores import Shards
 
 MODEL = ModelSpec(

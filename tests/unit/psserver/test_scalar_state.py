@@ -27,7 +27,7 @@ from psserver.durability.state_records import (
 )
 from psserver.parameters.frozen_shard import FrozenShard
 from psserver.parameters.store import ParameterStore
-from psserver.peers.reshard_reader import ReshardReader, needed_by
+from psserver.peers.resharding import ReshardReader, needed_by
 from tests.support.optimizer_cases import CASES, WITH_SCALARS
 from tests.support.stores import Shards, begun, model, noise, one_thread, plain_of  # noqa: F401
 

@@ -36,7 +36,7 @@ from psserver.durability.snapshots import SnapshotManager
 from psserver.parameters.frozen_shard import FrozenShard
 from psserver.parameters.staging import Staging
 from psserver.parameters.store import ParameterStore, PartReader
-from psserver.peers.reshard_reader import ReshardReader, needed_by
+from psserver.peers.resharding import ReshardReader, needed_by
 from psserver.process.metrics import ServerMetrics
 from tests.support.stores import SGD, Shards
 
