@@ -69,7 +69,7 @@ class Heartbeats:
 
         def action(recorder: Recorder, now: float) -> bool:
             member = recorder.coordinator.job.member(worker, now)
-            member.update(heartbeat)
+            member.heartbeat = heartbeat
             return member.draining
 
         draining = self._executor.step(action, quiet=True)

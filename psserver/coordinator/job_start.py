@@ -161,7 +161,7 @@ class JobStart:
         recorder.recovered(time.monotonic(), self._generations.number, resumes=True)
         coordinator.ledger.origin = self._snapshots.describe(manifest, logged=True)
         recorder.do(UseRules(self._rules), time.monotonic())
-        coordinator.membership.run.begin_next(self._config.min_workers)
+        coordinator.membership.departed.begin_next_run(self._config.min_workers)
         log.info("resumed_from_log", version=coordinator.version)
 
     def install_promotion(self, promotion: Promotion) -> None:

@@ -318,7 +318,7 @@ class CoordinatorService:
         self.snapshot_scheduler.advance()
         self.reshard_requests.advance()
         self.registry[0].stats = statistics(self.engine, self._standby_link)
-        if self.config.exit_when_done and self._coordinator.membership.run.is_done(
+        if self.config.exit_when_done and self._coordinator.membership.departed.is_run_done(
             self.config.min_workers
         ):
             self.stop("all workers are done; --exit-when-done ends the job after one training")

@@ -137,7 +137,7 @@ class SnapshotScheduler:
         """
         coordinator = self._executor.coordinator
         new = coordinator.begun and coordinator.version > coordinator.cuts.last_version
-        return new and coordinator.membership.run.is_done(1)
+        return new and coordinator.membership.departed.is_run_done(1)
 
     def _finish(self) -> None:
         """Commit the snapshot whose parts are all written; only then may the next one start."""

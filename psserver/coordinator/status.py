@@ -91,7 +91,7 @@ def describe(
             name: value for name, (_, value) in sorted(coordinator.reported.latest.items())
         },
         "model": model(coordinator),
-        "finished": coordinator.membership.run.done_count,
+        "finished": coordinator.membership.departed.done_count,
     }
 
 
@@ -222,14 +222,14 @@ def workers(coordinator: CoordinatorMachine, now: float) -> list[dict[str, Any]]
             "state": str(m.state),
             "clock": m.clock,
             "steps": m.steps,
-            "step_seconds": m.step_seconds,
-            "samples_per_second": m.samples_per_second,
-            "phase": m.phase,
+            "step_seconds": m.heartbeat.step_seconds,
+            "samples_per_second": m.heartbeat.samples_per_second,
+            "phase": m.heartbeat.phase,
             "silent_seconds": round(now - m.last_contact_at, 3) if m.is_current else None,
             "reason": m.reason,
             "health": str(found[m.worker].health if m.is_current else m.state),
             "own_seconds": m.step_timer.median_seconds,
-            "no_call_seconds": round(m.no_call_seconds, 3) if m.is_current else None,
+            "no_call_seconds": round(m.heartbeat.no_call_seconds, 3) if m.is_current else None,
             "hung": m.state is WorkerState.LOST and m.reason.startswith(HUNG),
             "draining": m.draining,
         }

@@ -1,5 +1,5 @@
-"""How shard 0 begins a log of the job, and its crash recovery: a replay of the log of the job and of
-the log of its own shard.
+"""How shard 0 begins a log of the job, and its crash recovery: a replay of the logs of the job and
+of its own shard.
 """
 
 import json

@@ -54,7 +54,8 @@ class PassProgress:
         loss: the last reported value of this name
         """
         _, loss = coordinator.reported.latest.get("loss", (0, None))
-        speed = sum(member.samples_per_second for member in coordinator.membership.registered())
+        members = coordinator.membership.registered()
+        speed = sum(member.heartbeat.samples_per_second for member in members)
         common = {"samples_per_second": speed, "loss": loss}
         absent = dict.fromkeys(("loop", "pass", "passes", "percent", "remaining_seconds"))
         loop = self._loop if coordinator is self._coordinator else None

@@ -110,7 +110,7 @@ class WorkerMonitor:
             "median_seconds": _rounded(condition.median),
         }
         if condition.health is WorkerHealth.HANGING:
-            silent = _rounded(member.no_call_seconds)
+            silent = _rounded(member.heartbeat.no_call_seconds)
             log.warning("worker_hanging", **fields, no_call_seconds=silent)
         elif member.worker in self._slow:
             log.warning("worker_slow", **fields)

@@ -166,7 +166,7 @@ def test_histories_keep_every_invariant_if_departed_workers_are_dropped_at_once(
     dropped_count = 0
     for seed in range(600):
         world = run(seed)
-        dropped_count += sum(world.coordinator.membership.run.dropped.states.values())
+        dropped_count += sum(world.coordinator.membership.departed.states.values())
 
     assert dropped_count >= 100
 

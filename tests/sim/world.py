@@ -309,9 +309,8 @@ class World(WorkerFaults, ServerFailures):
 
     def on_heartbeat(self, sender: SimWorker, worker: int, no_call_seconds: float) -> None:
         try:
-            self.coordinator.job.member(worker, self.now).update(
-                WorkerHeartbeat(no_call_seconds=no_call_seconds)
-            )
+            member = self.coordinator.job.member(worker, self.now)
+            member.heartbeat = WorkerHeartbeat(no_call_seconds=no_call_seconds)
         except FencedError:
             self.send(
                 lambda: sender.schedule(0.0, lambda: sender.on_fenced(worker)), self.shards[0]

@@ -37,7 +37,7 @@ def choose_for_ended_leases(
             waited = f"no worker took its place within {on_loss.seconds:g} s"
             late.append((member, Lose(member.worker, f"{reason}, and {waited}")))
     return late + [
-        (member, Lose(member.worker, f"{HUNG} for {member.no_call_seconds:.1f} s"))
+        (member, Lose(member.worker, f"{HUNG} for {member.heartbeat.no_call_seconds:.1f} s"))
         for member in membership.leases.over_progress_timeout()
         if member not in expired
     ]

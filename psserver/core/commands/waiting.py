@@ -32,7 +32,7 @@ def _listed(texts: Sequence[str]) -> str:
 
 def _silence(coordinator: CoordinatorMachine, member: Member, now: float) -> str:
     if coordinator.membership.leases.is_hanging(member):
-        return f"whose script has made no call for {member.no_call_seconds:.0f} s"
+        return f"whose script has made no call for {member.heartbeat.no_call_seconds:.0f} s"
     return f"silent for {now - member.last_contact_at:.1f} s"
 
 

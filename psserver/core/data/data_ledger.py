@@ -92,14 +92,12 @@ class DataLedger:
         """Return the loop that a worker has reached.
 
         Args:
-            worker: The worker.
             spec: Its description of the loop, as `passes.find` returns it.
             place: Where its script is, or the first numbered loop that it has not left; None: this
                 one.
             workers: All registered workers.
 
-        Raises:
-            MismatchError: The job has another loop of this number.
+        Raises MismatchError if the job has another loop of this number.
         """
         name = place.current if isinstance(place, ScriptPlace) else None
         if spec.loop not in self.loops:
@@ -117,13 +115,7 @@ class DataLedger:
         return loop
 
     def leave_loops(self, worker: int, place: ScriptPlace | int, workers: Iterable[int]) -> None:
-        """Record that a worker has left loops, without opening one.
-
-        Args:
-            worker: The worker.
-            place: Where its script is, or the first numbered loop that it has not left.
-            workers: All registered workers.
-        """
+        """Record that a worker has left loops, without opening one. Arguments as in `open`."""
         before = self.places.get(worker)
         if isinstance(place, ScriptPlace) or (isinstance(before, int) and place > before):
             self._move(worker, place, workers)
@@ -161,10 +153,9 @@ class DataLedger:
         return self.places.get(worker), dealt
 
     def _add(self, spec: Spec, name: PassName | None) -> MapLoop | StreamLoop:
+        has_left = self.places.has_left
         loop = (
-            StreamLoop(spec, self.places.has_left)
-            if isinstance(spec, StreamSpec)
-            else MapLoop(spec, self.places.has_left)
+            StreamLoop(spec, has_left) if isinstance(spec, StreamSpec) else MapLoop(spec, has_left)
         )
         self.loops[spec.loop] = self._live[spec.loop] = loop
         self._last = max(self._last, spec.loop)

@@ -19,6 +19,13 @@ from pscommon.core.data_stream import Spec
 from pscommon.core.script_place import PassName
 from psserver.core.data.batch_leases import BatchLeases
 
+HasLeft = Callable[[int, "LoopLedger"], bool]
+
+
+def never_left(worker: int, loop: "LoopLedger") -> bool:
+    """Return that no worker has left the loop."""
+    return False
+
 
 class LoopLedger(ABC):
     """The data ledger of one loop.
@@ -33,16 +40,10 @@ class LoopLedger(ABC):
     leases: the batches that workers lease.
     units: batches that one draw deals under --global-batch; None: one to each worker.
 
-    Args:
-        spec: The loop.
-        has_left: Returns whether a worker has left the loop.
+    has_left: returns whether a worker has left the loop.
     """
 
-    def __init__(
-        self,
-        spec: Spec,
-        has_left: Callable[[int, "LoopLedger"], bool] = lambda worker, loop: False,
-    ) -> None:
+    def __init__(self, spec: Spec, has_left: HasLeft = never_left) -> None:
         self.spec = spec
         self.name: PassName | None = None
         self.ended = self.was_left = False
@@ -92,9 +93,7 @@ class LoopLedger(ABC):
         Batches that were sent after the first `received` are sent again first.
 
         Args:
-            worker: The worker that asks.
-            received: Number of batches of this loop that it has received so far.
-            count: Maximum number of batches.
+            received: Number of batches of this loop that the worker has received so far.
             together: The workers that a draw deals to, in order. Read only for a draw, because its
                 cost grows with the workers.
         """
@@ -207,11 +206,8 @@ class LoopLedger(ABC):
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Restore what has counted, as a rollback to a snapshot does: leases are void."""
-        self.ended, self.dropped, self.duplicates = (
-            state["ended"],
-            state["dropped"],
-            state["duplicates"],
-        )
+        self.ended, self.dropped = state["ended"], state["dropped"]
+        self.duplicates = state["duplicates"]
 
     def recover(self, state: Mapping[str, Any]) -> None:
         """Restore the exact ledger, leases included."""

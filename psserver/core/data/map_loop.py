@@ -6,7 +6,7 @@ nothing of later draws until some batch of that draw has counted. So each update
 one draw, independent of the order of requests, unless a worker is lost.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -15,7 +15,7 @@ from pscommon.core.data_stream import Spec, StreamSpec
 from pscommon.core.errors import InvalidRequestError
 from psserver.core.data.batch_leases import BatchLeases
 from psserver.core.data.batch_pool import BatchPool
-from psserver.core.data.loop import LoopLedger
+from psserver.core.data.loop import HasLeft, LoopLedger, never_left
 
 
 def shares(numbers: Sequence[int], parts: int) -> list[Sequence[int]]:
@@ -113,11 +113,7 @@ class MapLoop(LoopLedger):
 
     spec: LoopSpec
 
-    def __init__(
-        self,
-        spec: LoopSpec,
-        has_left: Callable[[int, LoopLedger], bool] = lambda worker, loop: False,
-    ) -> None:
+    def __init__(self, spec: LoopSpec, has_left: HasLeft = never_left) -> None:
         super().__init__(spec, has_left)
         self._pool = BatchPool(spec.total)
         self._draws = DrawGroups()

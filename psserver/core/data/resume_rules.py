@@ -52,12 +52,9 @@ def hyper_parameter_changes(before: OptimizerSettings, after: OptimizerSettings)
 
 
 def model_mismatch(mine: ModelSpec, job: ModelSpec, origin: str) -> MismatchError:
-    """Return the error for a worker whose model differs from the job's.
+    """Return the error for a worker whose model `mine` differs from the job's.
 
-    Args:
-        mine: The worker's model.
-        job: The job's model.
-        origin: What the job was resumed from, for the message; empty for a new job.
+    origin: What the job was resumed from, for the message; empty for a new job.
     """
     resumed = bool(origin) and adopted_model(mine, job) is None
     where = f"that of {origin}" if resumed else "the job's"
@@ -75,11 +72,9 @@ def model_mismatch(mine: ModelSpec, job: ModelSpec, origin: str) -> MismatchErro
 def loop_mismatch(
     mine: Spec, job: Spec, name: PassName | None, origin: str, reason: str
 ) -> MismatchError:
-    """Return the error for a worker whose loop differs from the job's.
+    """Return the error for a worker whose loop `mine` differs from the job's.
 
     Args:
-        mine: The worker's loop.
-        job: The job's loop.
         name: The pass that the loop is; None: it has a number only.
         origin: What the loop was resumed from, for the message; empty if this run has begun it.
         reason: Why the epochs cannot be raised; empty if that is not the problem.
@@ -130,8 +125,6 @@ def why_not_extended(mine: Spec, job: Spec, last: bool, first: bool, is_outstand
     """Return why a loop cannot continue with the epochs of `mine`; empty if it can.
 
     Args:
-        mine: The worker's loop.
-        job: The job's loop.
         last: No later loop exists.
         first: No worker of this run has reached the loop yet.
         is_outstanding: Batches are leased whose numbers would change their meaning.

@@ -15,12 +15,12 @@ Invariant: under every policy a sample counts once. Batches of a lap are leased 
 time, and a lap changes its reader only together with its batches.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pscommon.core.data_stream import Spec, StreamSpec
 from psserver.core.data.batch_pool import BatchPool
-from psserver.core.data.loop import LoopLedger
+from psserver.core.data.loop import HasLeft, LoopLedger, never_left
 
 
 class StreamLoop(LoopLedger):
@@ -28,11 +28,7 @@ class StreamLoop(LoopLedger):
 
     spec: StreamSpec
 
-    def __init__(
-        self,
-        spec: StreamSpec,
-        has_left: Callable[[int, LoopLedger], bool] = lambda worker, loop: False,
-    ) -> None:
+    def __init__(self, spec: StreamSpec, has_left: HasLeft = never_left) -> None:
         super().__init__(spec, has_left)
         self._laps = BatchPool(spec.laps)
         self._begun: dict[int, BatchPool] = {}

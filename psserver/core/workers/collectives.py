@@ -113,9 +113,8 @@ class Collectives:
     def contribute(self, worker: int, key: CallKey, contribution: CollectiveValues) -> None:
         """Add a contribution; a repetition changes nothing.
 
-        Raises:
-            MismatchError: Other workers make another call with this name.
-            InvalidRequestError: The result of this call is not kept any more.
+        Raises MismatchError if other workers make another call with this name, InvalidRequestError
+        if the result of this call is not kept any more.
         """
         self._check(key, contribution)
         self.newest[worker] = max(key, self.newest.get(worker, key))
@@ -159,13 +158,8 @@ class Collectives:
     def finish(self, members: Sequence[Member]) -> list[int]:
         """Give a result to each open call of which no member is missing.
 
-        A broadcast needs only the members before the first one that passes a value.
-
-        Args:
-            members: The current members, in worker order.
-
-        Returns:
-            The workers that have contributed to these calls.
+        A broadcast needs only the members before the first one that passes a value. The members
+        are in worker order. Returns the workers that have contributed to these calls.
         """
         served: list[int] = []
         for key in sorted(self.open) if self.has_begun else ():

@@ -49,24 +49,24 @@ def conditions(
 
     The servers ask five times a second, so this is linear in the number of workers.
 
-    Args:
-        membership: The workers.
-        late: Workers whose push others wait for.
-        now: The time.
+    late: Workers whose push others wait for.
     """
+    leases, found = membership.leases, dict[int, WorkerCondition]()
     step_seconds = {m.worker: m.step_timer.median_seconds for m in membership.current()}
     known = sorted(s for m in membership.registered() if (s := step_seconds[m.worker]) is not None)
-    found = {}
     for member in membership.current():
         seconds = step_seconds[member.worker]
         others = _median_without(known, seconds if member.is_registered else None)
-        condition = _condition(
-            member, seconds, others, member.worker in late, membership.leases.seconds, now
-        )
-        hangs = membership.leases.is_hanging(member) and condition.health is not WorkerHealth.SILENT
-        found[member.worker] = (
-            condition._replace(health=WorkerHealth.HANGING) if hangs else condition
-        )
+        overdue = _overdue(member, others, now) if member.worker in late else None
+        if now - member.last_contact_at > leases.seconds / 2:
+            found[member.worker] = WorkerCondition(WorkerHealth.SILENT, seconds, others)
+            continue
+        health = WorkerHealth.LIVE
+        if leases.is_hanging(member):
+            health = WorkerHealth.HANGING
+        elif overdue is not None or _is_slow(member, seconds, others):
+            health = WorkerHealth.SLOW
+        found[member.worker] = WorkerCondition(health, overdue or seconds, others)
     return found
 
 
@@ -83,31 +83,15 @@ def _median_without(ordered: Sequence[float], one: float | None) -> float | None
     return (ordered[low + (low >= left_out)] + ordered[high + (high >= left_out)]) / 2
 
 
-def _condition(
-    member: Member,
-    seconds: float | None,
-    others: float | None,
-    late: bool,
-    lease: float,
-    now: float,
-) -> WorkerCondition:
-    overdue = _overdue(member, others, late, now)
-    if now - member.last_contact_at > lease / 2:
-        return WorkerCondition(WorkerHealth.SILENT, seconds, others)
-    slow = (
-        others is not None
-        and seconds is not None
-        and seconds > SLOW_FACTOR * others
-        and member.state is WorkerState.ACTIVE
-    )
-    return WorkerCondition(
-        WorkerHealth.SLOW if slow or overdue else WorkerHealth.LIVE, overdue or seconds, others
-    )
+def _is_slow(member: Member, seconds: float | None, others: float | None) -> bool:
+    if others is None or seconds is None or member.state is not WorkerState.ACTIVE:
+        return False
+    return seconds > SLOW_FACTOR * others
 
 
-def _overdue(member: Member, others: float | None, late: bool, now: float) -> float | None:
-    """Return the duration of a step that others wait for and that is overdue, or None."""
-    if not late or others is None or member.step_timer.started_at is None:
+def _overdue(member: Member, others: float | None, now: float) -> float | None:
+    """Return the duration of a step that others wait for if it is overdue, or None."""
+    if others is None or member.step_timer.started_at is None:
         return None
     spent = now - member.step_timer.started_at
     return spent if spent > max(SLOW_FACTOR * others, MIN_OVERDUE_SECONDS) else None

@@ -63,7 +63,7 @@ class WorkerLeases:
         A long evaluation looks the same.
         """
         limit = min(HANGING_SECONDS, self.progress_timeout or HANGING_SECONDS)
-        return member.is_registered and member.no_call_seconds > limit
+        return member.is_registered and member.heartbeat.no_call_seconds > limit
 
     def over_progress_timeout(self) -> list[Member]:
         """Return the members that have hung for longer than --progress-timeout."""
@@ -71,5 +71,5 @@ class WorkerLeases:
         return [
             m
             for m in self._current
-            if limit is not None and m.is_registered and m.no_call_seconds > limit
+            if limit is not None and m.is_registered and m.heartbeat.no_call_seconds > limit
         ]

@@ -76,12 +76,21 @@ class WorkerState(StrEnum):
 
 
 class WorkerHeartbeat(NamedTuple):
-    """What a worker reports of itself, see Member."""
+    """What a worker reports of itself.
+
+    Attributes:
+        step_seconds: Step time, waiting included.
+        no_call_seconds: Time since its script called psworker; 0 while a server has a request of
+            it.
+    """
 
     step_seconds: float = 0.0
     samples_per_second: float = 0.0
     phase: str = ""
     no_call_seconds: float = 0.0
+
+
+NO_HEARTBEAT = WorkerHeartbeat()
 
 
 @dataclass(slots=True)
@@ -103,9 +112,7 @@ class Member:
         last_seen: Time of its last request to the coordinator.
         last_moved: When bytes of its pushes or pulls last moved.
         death: Proof that its process has ended; empty: none.
-        step_seconds: Step time by its own report, waiting included.
-        no_call_seconds: By its last heartbeat, time since its script called psworker; 0 while a
-            server has a request of it.
+        heartbeat: Its last one.
         step_timer: Its step times as its pushes show them.
     """
 
@@ -130,10 +137,7 @@ class Member:
     joined_at: float = 0.0
     last_moved: float = 0.0
     death: str = ""
-    step_seconds: float = 0.0
-    samples_per_second: float = 0.0
-    phase: str = ""
-    no_call_seconds: float = 0.0
+    heartbeat: WorkerHeartbeat = NO_HEARTBEAT
     step_timer: StepTimer = field(default_factory=StepTimer)
 
     @property
@@ -157,13 +161,6 @@ class Member:
     def last_contact_at(self) -> float:
         """Time of its last sign of life. Its bytes are one: they can delay its heartbeats."""
         return max(self.last_seen, self.last_moved)
-
-    def update(self, heartbeat: WorkerHeartbeat) -> None:
-        """Store what a heartbeat reports."""
-        self.step_seconds = heartbeat.step_seconds
-        self.samples_per_second = heartbeat.samples_per_second
-        self.phase = heartbeat.phase
-        self.no_call_seconds = heartbeat.no_call_seconds
 
     def __str__(self) -> str:
         process = f"rank {self.rank}, {self.host} pid {self.pid}, step {self.steps}"

@@ -9,15 +9,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from pscommon.core.limits import WORKERS_PER_GENERATION
-from psserver.core.workers.departed import DepartedTotals, WorkerRun
+from psserver.core.workers.departed import DepartedWorkers
 from psserver.core.workers.leases import WorkerLeases
 from psserver.core.workers.member_index import MemberIndex
-from psserver.core.workers.members import (
-    Member,
-    WorkerState,
-    member_from_json,
-    member_to_json,
-)
+from psserver.core.workers.members import Member, WorkerState, member_from_json, member_to_json
 
 
 class Membership:
@@ -26,7 +21,7 @@ class Membership:
     Attributes:
         members: Current and departed members by number.
         leases: Leases of the current members.
-        run: Which workers of the current run are done.
+        departed: Which workers of the current run are done, and totals of forgotten ones.
         index: Changes state, clock and awaited loop of members; nothing else does.
 
     Args:
@@ -41,7 +36,7 @@ class Membership:
         self._departed_counts: Counter[str] = Counter()
         self.index = MemberIndex()
         self.leases = WorkerLeases(lease_seconds, self._current)
-        self.run = WorkerRun(self.members, self._current)
+        self.departed = DepartedWorkers(self.members, self._current)
 
     def begin_generation(self, generation: int) -> None:
         """Give later members numbers of this start of the servers."""
@@ -56,19 +51,12 @@ class Membership:
         self, now: float, rank: int | None, host: str, pid: int, device: str, attempt: int = 0
     ) -> Member:
         """Add a worker. Without a rank it gets one by its number."""
-        worker = self._next_worker
+        worker, ranked = self._next_worker, rank is not None
         self._next_worker += 1
-        member = Member(
-            worker,
-            worker % WORKERS_PER_GENERATION - 1 if rank is None else rank,
-            host,
-            pid,
-            device,
-            now,
-            ranked=rank is not None,
-            attempt=attempt,
-            joined_at=now,
-        )
+        if rank is None:
+            rank = worker % WORKERS_PER_GENERATION - 1
+        member = Member(worker, rank, host, pid, device, now, ranked=ranked)
+        member.attempt, member.joined_at = attempt, now
         self.members[worker] = member
         self._current.append(member)
         self._sort()
@@ -81,21 +69,12 @@ class Membership:
     def restore(self, pushes: dict[int, int]) -> None:
         """Add the workers of a snapshot as past members; they may join again as new.
 
-        Args:
-            pushes: Number of the newest decided push by worker.
+        pushes: Number of the newest decided push by worker.
         """
         for worker, seq in pushes.items():
-            self.members[worker] = Member(
-                worker,
-                worker,
-                "",
-                0,
-                "",
-                0.0,
-                WorkerState.PAST,
-                seq=seq,
-                reason="the job was restarted",
-            )
+            past = Member(worker, worker, "", 0, "", 0.0, WorkerState.PAST, seq=seq)
+            past.reason = "the job was restarted"
+            self.members[worker] = past
             # one start may have given out more than WORKERS_PER_GENERATION numbers
             self._next_worker = max(self._next_worker, worker + 1)
         self._departed_counts[WorkerState.PAST] += len(pushes)
@@ -107,7 +86,7 @@ class Membership:
             "members": [member_to_json(member) for member in self.members.values()],
             "here": [m.worker for m in self._current],
         }
-        return state | ({"forgotten": self.run.dropped.state()} if self.run.dropped.states else {})
+        return state | self.departed.state()
 
     def recover(self, state: Mapping[str, Any], now: float) -> None:
         """Load a `state`. All leases begin now."""
@@ -119,11 +98,11 @@ class Membership:
         self.index.registered = None
         for member in self._current:
             self.index.add(member)
-        self.run.dropped = DepartedTotals.recovered(state.get("forgotten", {}))
+        self.departed.recover(state)
         self._departed_counts = Counter[str](
             member.state for member in self.members.values() if not member.is_current
         )
-        self._departed_counts.update(self.run.dropped.states)
+        self._departed_counts.update(self.departed.states)
 
     def __iter__(self) -> Iterator[Member]:
         """Return current and departed members, in worker order."""
@@ -152,9 +131,7 @@ class Membership:
 
         Before training has started, all current workers count, and the first one is that of rank 0.
 
-        Args:
-            worker: The worker.
-            awaited: Number of workers that training waits for; 0: it has started.
+        awaited: Number of workers that training waits for; 0: it has started.
         """
         registered = self.registered()
         if not awaited and registered:
@@ -209,7 +186,7 @@ class Membership:
         return (
             bool(last)
             and set(last.values()) == {WorkerState.LEFT}
-            and not self.run.dropped.has_lost(last.keys())
+            and not self.departed.has_lost(last.keys())
         )
 
     @property
@@ -226,5 +203,5 @@ class Membership:
         newest = {member.rank: member.worker for member in self.members.values()}
         departed = [member for member in self.members.values() if not member.is_current]
         for member in departed[: max(0, len(departed) - keep)]:
-            self.run.add_dropped(member, newest[member.rank] == member.worker)
+            self.departed.forget(member, newest[member.rank] == member.worker)
             del self.members[member.worker]

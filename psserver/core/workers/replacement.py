@@ -22,14 +22,8 @@ def predecessor(registered: Iterable[Member], member: Member) -> Member | None:
 
 def successor(registered: Iterable[Member], member: Member) -> Member | None:
     """Return a later attempt of this member's launcher: the member's request comes too late."""
-    return next(
-        (
-            other
-            for other in _peers(registered, member)
-            if member.ranked and other.attempt > member.attempt
-        ),
-        None,
-    )
+    peers = _peers(registered, member) if member.ranked else []
+    return next((other for other in peers if other.attempt > member.attempt), None)
 
 
 def unresolved_peer(registered: Iterable[Member], member: Member, asked_at: float) -> Member | None:
@@ -38,10 +32,7 @@ def unresolved_peer(registered: Iterable[Member], member: Member, asked_at: floa
     It is open as long as nothing shows that the older one was alive after the newer one joined.
     A message that arrives shortly after that may have been sent before.
 
-    Args:
-        registered: The registered workers.
-        member: The member that asks to register.
-        asked_at: When it asked.
+    asked_at: When the member asked to register.
     """
     for other in _peers(registered, member):
         last_contact, joined = other.last_seen, member.joined_at

@@ -39,8 +39,8 @@ def test_a_job_with_many_departed_workers_stays_small() -> None:
     assert membership.departed_count <= 2 * MAX_DEPARTED_COUNT
     assert len(coordinator.job.evicted) <= MAX_EVICTED_COUNT
     assert len(json.dumps(coordinator.state())) < 100_000
-    assert (membership.run.done_count, membership.counts()[WorkerState.LEFT]) == (JOINS, JOINS)
-    assert membership.departed_count + membership.run.dropped.done == len(departed)
+    assert (membership.departed.done_count, membership.counts()[WorkerState.LEFT]) == (JOINS, JOINS)
+    assert membership.departed_count + membership.departed.done == len(departed)
     assert coordinator.version == JOINS
 
 
@@ -51,7 +51,7 @@ def test_a_restart_and_a_standby_forget_the_same_departed_workers() -> None:
     standby = job.made()
     standby.load_state(json.loads(json.dumps(again.complete_state())), MODEL, job.now)
 
-    assert job.coordinator.membership.run.dropped.states[WorkerState.LEFT] > 0
+    assert job.coordinator.membership.departed.states[WorkerState.LEFT] > 0
     assert full_state(again) == full_state(job.coordinator)
     assert json.dumps(standby.state()) == json.dumps(again.state())
     assert standby.membership.counts() == again.membership.counts()
@@ -122,7 +122,7 @@ def test_a_replacement_takes_the_membership_after_many_departures() -> None:
     job.recorder.do(Register(successor, MODEL), job.now)
     member = job.coordinator.membership.members[successor]
 
-    assert job.coordinator.membership.run.dropped.states[WorkerState.LEFT] > 0
+    assert job.coordinator.membership.departed.states[WorkerState.LEFT] > 0
     assert clock == 5
     assert (member.clock, member.rank, member.state) == (clock, 0, WorkerState.ACTIVE)
 
@@ -165,14 +165,18 @@ def test_a_resumed_run_counts_only_its_own_workers_as_finished() -> None:
 
     finish(5)
     membership.forget_departed(3)
-    assert (membership.run.done_count, membership.run.is_done(5)) == (5, True)
-    membership.run.begin_next(5)
-    assert membership.run.done_count == 0
+    assert (membership.departed.done_count, membership.departed.is_run_done(5)) == (5, True)
+    membership.departed.begin_next_run(5)
+    assert membership.departed.done_count == 0
     membership.forget_departed(1)
-    assert membership.run.done_count == 0
+    assert membership.departed.done_count == 0
     finish(2)
     membership.forget_departed(0)
-    assert (membership.run.done_count, membership.run.is_done(3), membership.run.is_done(2)) == (
+    assert (
+        membership.departed.done_count,
+        membership.departed.is_run_done(3),
+        membership.departed.is_run_done(2),
+    ) == (
         2,
         False,
         True,

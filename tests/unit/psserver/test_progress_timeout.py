@@ -39,7 +39,8 @@ def job_of_two(
 def beat(job: Job, *no_call_seconds: float) -> None:
     """Send a heartbeat of each worker and check the clock."""
     for worker, seconds in enumerate(no_call_seconds, start=1):
-        job.coordinator.job.member(worker, job.now).update(WorkerHeartbeat(no_call_seconds=seconds))
+        member = job.coordinator.job.member(worker, job.now)
+        member.heartbeat = WorkerHeartbeat(no_call_seconds=seconds)
     job.recorder.tick(job.now)
 
 
@@ -89,7 +90,8 @@ def test_a_worker_that_has_not_registered_is_not_removed() -> None:
     job, written = job_of_two()
     worker = job.coordinator.membership.join(job.now, None, "host", 1, "cpu").worker
 
-    job.coordinator.job.member(worker, job.now).update(WorkerHeartbeat(no_call_seconds=600.0))
+    member = job.coordinator.job.member(worker, job.now)
+    member.heartbeat = WorkerHeartbeat(no_call_seconds=600.0)
     job.recorder.tick(job.now)
 
     assert not any(isinstance(recorded.command, Lose) for recorded in written.commands)
@@ -101,7 +103,7 @@ def test_a_worker_is_reported_before_it_is_removed() -> None:
     membership.index.set_state(member, WorkerState.ACTIVE)
     for timeout, hanging in ((None, False), (4.0, True), (600.0, False)):
         membership.leases.progress_timeout = timeout
-        member.no_call_seconds = 5.0
+        member.heartbeat = WorkerHeartbeat(no_call_seconds=5.0)
         assert membership.leases.is_hanging(member) is hanging
 
 

@@ -10,7 +10,7 @@ from psserver.core.coordinator.machine import CoordinatorMachine
 from psserver.core.job.policy import policy
 from psserver.core.job.settings import JobRules
 from psserver.core.workers.health import WorkerCondition, WorkerHealth
-from psserver.core.workers.members import WorkerState
+from psserver.core.workers.members import WorkerHeartbeat, WorkerState
 from psserver.monitoring.worker_monitor import CONFIRM_SECONDS, LOG_INTERVAL_SECONDS, WorkerMonitor
 from psserver.process.metrics import ServerMetrics
 from tests.support.events import event_key, events
@@ -132,7 +132,7 @@ def test_the_time_of_the_last_push_ends_with_its_worker(
 def test_a_worker_without_calls_is_logged_with_the_seconds(
     scene: WatchedWorker, caplog: Log
 ) -> None:
-    scene.member.no_call_seconds = 41.7
+    scene.member.heartbeat = WorkerHeartbeat(no_call_seconds=41.7)
     scene.pass_by(5.0, WorkerCondition(WorkerHealth.HANGING, 41.7, 0.1))
     scene.pass_by(20.0, LIVE)
 
