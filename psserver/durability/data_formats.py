@@ -17,13 +17,7 @@ def check_data_formats(data_dir: Path, resume: str | int) -> None:
     Without this check the server would take a newer snapshot for a damaged one. It would continue
     from an older one, and lose updates. With --resume never the server uses none of these files.
 
-    Args:
-        data_dir: The data directory.
-        resume: Value of --resume.
-
-    Raises:
-        FormatError: A file has a newer format.
-        SnapshotError: A file cannot be read.
+    Raises FormatError if a file has a newer format, SnapshotError if it cannot be read.
     """
     if resume == "never":
         return

@@ -28,18 +28,12 @@ from psserver.process.shard_count_file import ShardCountFile
 
 
 class Origin(Enum):
-    """Where an initial state comes from.
+    """Where an initial state comes from."""
 
-    FRESH: a new job.
-    SNAPSHOT: a snapshot; all workers join as new.
-    LOG: the write-ahead logs of this server, which go on.
-    PROMOTION: what this server replicated as a standby.
-    """
-
-    FRESH = "fresh"
-    SNAPSHOT = "snapshot"
-    LOG = "log"
-    PROMOTION = "promotion"
+    FRESH = "a new job"
+    SNAPSHOT = "a snapshot; all workers join as new"
+    LOG = "the write-ahead logs of this server, which go on"
+    PROMOTION = "what this server replicated as a standby"
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,13 +62,7 @@ class InitialState:
         return self.origin in (Origin.LOG, Origin.PROMOTION)
 
     def first_record(self, shards: int, generation: int, job: str) -> dict[str, Any]:
-        """Return what the coordinator's log begins with, for JSON.
-
-        Args:
-            shards: Number of shards.
-            generation: Number of this start of the job.
-            job: Name of the job.
-        """
+        """Return what the coordinator's log begins with, for JSON, at this start of the job."""
         coordinator = self.coordinator
         state = (
             coordinator.complete_state()
@@ -100,15 +88,9 @@ Record = Mapping[str, Any] | RecordedCommand
 class JobRecovery:
     """Finds out how the job continues from its logs.
 
-    Args:
-        data_dir: The server's data directory.
-        states: Creates states of shard 0.
-        layout: The number of shards.
-        count_lost: Called with the number of updates that are lost with a log.
-        note_disk_error: Called with the name of the errno of a failed operation.
-
-    Attributes:
-        unusable_version: Last version of a log that could not be used; 0 without one.
+    count_lost: Called with the number of updates that are lost with a log.
+    note_disk_error: Called with the name of the errno of a failed operation.
+    unusable_version: Last version of a log that could not be used; 0 without one.
     """
 
     def __init__(
@@ -132,9 +114,8 @@ class JobRecovery:
             manifest: The newest snapshot; None without one.
             generation: Number of the job's start for logs of earlier releases, which lack it.
 
-        Raises:
-            InvalidRequestError: The log has newer updates than the snapshot, but not for this
-                number of servers.
+        Raises InvalidRequestError if the log has newer updates than the snapshot, but not for this
+        number of servers.
         """
         problem, reached = "", 0
         try:
@@ -185,11 +166,7 @@ class JobRecovery:
     def remove_logs(self, manifest: Manifest | None, generation: int, checks: bool) -> None:
         """Remove the logs of an earlier start with --durability log.
 
-        Args:
-            checks: Refuse to remove updates that are in no snapshot.
-
-        Raises:
-            InvalidRequestError: A log has such updates.
+        checks: Raise InvalidRequestError if a log has updates that are in no snapshot.
         """
         folders = (self._data_dir / LOG_FOLDER, folder_of(self._data_dir, 0))
         logs = [BestEffortLog(folder, "no", self._note_disk_error) for folder in folders]
@@ -222,10 +199,7 @@ def recover_coordinator(
     coordinator_log: CoordinatorLog, manifest: Manifest | None, generation: int
 ) -> tuple[CoordinatorMachine, str] | None:
     """Return the coordinator's machine at the end of its log, and the job's name; None without a
-    log.
-
-    Raises:
-        LogUnfitError: The log does not continue the snapshot.
+    log. Raises LogUnfitError if the log does not continue the snapshot.
     """
     found: tuple[CoordinatorMachine, str] | None = None
     try:
@@ -292,16 +266,8 @@ def _check_continues(base: Mapping[str, Any], coordinator: CoordinatorMachine) -
 
 
 def _check_saved(version: int, manifest: Manifest | None, where: str, remedy: str) -> None:
-    """Check that an unusable log has no updates that every snapshot lacks.
-
-    Args:
-        version: Version at which the log ends.
-        manifest: The newest snapshot; None without one.
-        where: The log, for the message.
-        remedy: A remedy, for the message.
-
-    Raises:
-        InvalidRequestError: The log has newer updates than the snapshot.
+    """Raise InvalidRequestError if an unusable log, which ends at `version`, has newer updates than
+    the newest snapshot.
     """
     saved = manifest.version if manifest else 0
     if version > saved:

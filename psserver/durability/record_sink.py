@@ -28,56 +28,45 @@ class StandbyLink(Protocol):
 
     @property
     def has_standby(self) -> bool: ...
-
     @property
     def term(self) -> int:
         """Term of this server as its shard's primary; each failover increments it."""
-        ...
 
     @property
     def address(self) -> str:
         """Address of the standby; empty without a standby."""
-        ...
 
     @property
     def state(self) -> str:
         """State of the standby, for the status: none, loading or in sync."""
-        ...
 
     @property
     def unacknowledged(self) -> int:
         """Number of records that the standby has not acknowledged."""
-        ...
 
     def send(
         self, source: RecordSource, kind: int, header: bytes, payload: Sequence[memoryview]
     ) -> tuple[int, int]:
         """Queue a record. Return the position to pass to `wait_for_standby`."""
-        ...
 
     @property
     def last_position(self) -> tuple[int, int]:
         """Position of the newest record, for `wait_for_standby`."""
-        ...
 
     def wait_for_standby(self, sent: tuple[int, int]) -> None:
         """Wait until the record's results may become visible.
 
         Never returns if this server is no longer the primary.
         """
-        ...
 
     def reset(self, why: str) -> None:
         """Make the standby reload the whole state. Never returns if the standby becomes primary."""
-        ...
 
     def send_checksum(self, version: int, store: ParameterStore) -> None:
         """Send a checksum of the arrays at this version. Must not run during an update."""
-        ...
 
     def announce_snapshot(self, manifest: str) -> None:
         """Announce a new snapshot; wait until the standby has recorded it. Called like `send`."""
-        ...
 
 
 class RecordSink:

@@ -23,11 +23,7 @@ from psserver.durability.snapshots import SnapshotManager
 class ShardStateFactory:
     """Creates the states of one shard. The caller installs them.
 
-    Args:
-        shard: Number of the shard.
-        team: Threads that work on one update.
-        snapshots: The shard's snapshots.
-        log: The shard's log.
+    team: Threads that work on one update.
     """
 
     def __init__(
@@ -48,8 +44,7 @@ class ShardStateFactory:
     def from_snapshot(self, log_id: int, manifest: Manifest, shards: int) -> ShardState:
         """Return a snapshot's state, as one of `shards` shards.
 
-        Raises:
-            SnapshotError: The snapshot cannot be read.
+        Raises SnapshotError if the snapshot cannot be read.
         """
         self._snapshots.close()  # the new history must not contain a part of the old one
         state = self.empty(shards)
@@ -67,9 +62,8 @@ class ShardStateFactory:
             possible_shards: Allowed numbers of shards at the end of the log. During a reshard
                 these are the numbers before and after it.
 
-        Raises:
-            LogUnfitError: The log does not continue the snapshot.
-            SnapshotError: The snapshot cannot be read.
+        Raises LogUnfitError if the log does not continue the snapshot, SnapshotError if the
+        snapshot cannot be read.
         """
         replay = _Replay(self.empty(0), log_id, manifest, self._snapshots)
         replay.read(self._log, possible_shards)
@@ -79,11 +73,7 @@ class ShardStateFactory:
     def joining(
         self, log_id: int, peer_state: Mapping[str, Any], model: ModelSpec, shards: int
     ) -> ShardState:
-        """Return the state of a new shard in a reshard.
-
-        Args:
-            peer_state: State of another shard's machine.
-        """
+        """Return the state of a new shard in a reshard, from that of another shard's machine."""
         state = self.empty(shards)
         state.machine.adopt({**peer_state, "epoch": log_id})
         state.model = model
@@ -94,20 +84,12 @@ class _Replay:
     """The replay of a shard's log."""
 
     def __init__(
-        self,
-        state: ShardState,
-        log_id: int,
-        manifest: Manifest | None,
-        snapshots: SnapshotManager,
+        self, state: ShardState, log_id: int, manifest: Manifest | None, snapshots: SnapshotManager
     ) -> None:
         self.state = state
         self._log_id, self._manifest, self._snapshots = log_id, manifest, snapshots
+        self._version = manifest.version if manifest else 0  # at which the log must begin
         self._skipped = False
-
-    @property
-    def _version(self) -> int:
-        """Version at which the log must begin."""
-        return self._manifest.version if self._manifest else 0
 
     def read(self, log: ShardLog, possible_shards: Collection[int]) -> None:
         state, is_first = self.state, True

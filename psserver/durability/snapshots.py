@@ -77,8 +77,7 @@ class SnapshotManager:
         A directory with parts or logs of shards, in which shard 0 never started, is refused. Copied
         snapshots are allowed.
 
-        Raises:
-            MismatchError: The directory belongs to another shard.
+        Raises MismatchError if the directory belongs to another shard.
         """
         if self._data_dir is None or self._snapshots is None:
             return
@@ -98,11 +97,9 @@ class SnapshotManager:
     def choose_start(self, resume: Literal["auto", "never"] | int) -> Manifest | None:
         """Return the snapshot to resume from; None without one.
 
-        Args:
-            resume: Value of --resume; a number is a version.
+        resume: Value of --resume; a number is a version.
 
-        Raises:
-            SnapshotError: The requested version, or every existing one, is missing or damaged.
+        Raises SnapshotError if the requested version, or every existing one, is missing or damaged.
         """
         if self._snapshots is None:
             return None
@@ -122,11 +119,7 @@ class SnapshotManager:
         return manifest
 
     def find(self, version: int) -> Manifest:
-        """Return the snapshot of this version.
-
-        Raises:
-            SnapshotError: It is missing or damaged.
-        """
+        """Return the snapshot of this version. Raises SnapshotError if it is missing or damaged."""
         if self._snapshots is None:
             raise SnapshotError("these servers have no --data-dir", "NO_SNAPSHOT")
         if version not in self._snapshots.versions():
@@ -162,9 +155,7 @@ class SnapshotManager:
 
     def find_newest(self) -> Manifest | None:
         """Return the newest valid snapshot of this job, or None."""
-        if self._snapshots is None:
-            return None
-        return self._snapshots.newest_valid()[0]
+        return self._snapshots.newest_valid()[0] if self._snapshots is not None else None
 
     def find_before(self, version: int) -> Manifest | None:
         """Return the newest valid snapshot older than `version`, or None.
@@ -192,11 +183,7 @@ class SnapshotManager:
         return f"the snapshot of version {manifest.version}{log_text} in {self._data_dir}"
 
     def reader(self, manifest: Manifest, shards: int) -> SnapshotReader:
-        """Return a reader of this shard's partition of a snapshot, as one of `shards` shards.
-
-        Raises:
-            SnapshotError: There is no data directory.
-        """
+        """Return a reader of this shard's partition of a snapshot, as one of `shards` shards."""
         if self._snapshots is None:
             raise SnapshotError(f"shard {self._shard} has no --data-dir")
         plan = PartitionPlan(manifest.model, shards)
@@ -222,13 +209,8 @@ class SnapshotManager:
             self.on_part(PartReport(cut.version, cut.index, "", 0, "", "it has no --data-dir"))
             return
         self._exported = store.export(self._exported)
-        args = (
-            cut,
-            store.plan.shards,
-            store.steps(),
-            groups_to_json(store.groups()),
-            scalars_to_json(store.scalars()),
-        )
+        groups, scalars = groups_to_json(store.groups()), scalars_to_json(store.scalars())
+        args = (cut, store.plan.shards, store.steps(), groups, scalars)
         self._writer = threading.Thread(target=self._write, args=args, name="snapshot", daemon=True)
         self._writer.start()
 
@@ -328,12 +310,11 @@ class SnapshotManager:
                 manifest = self._snapshots.manifest(version)
             except SnapshotError:
                 continue
-            age = time.time() - datetime.fromisoformat(manifest.created).timestamp()
             yield {
                 "version": version,
                 "path": self.path(version),
                 "nbytes": manifest.nbytes,
-                "seconds": round(age, 3),
+                "seconds": round(time.time() - _written_at(manifest), 3),
             }
 
     def close(self) -> None:

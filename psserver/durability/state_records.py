@@ -63,11 +63,7 @@ def copied(
     source: RecordSource, kind: int, header: bytes, payload: Iterable[memoryview] = ()
 ) -> StateRecord:
     """Return a record that does not refer to the memory of its arguments."""
-    parts = [
-        bytes(view[start : start + FRAME_BYTES])
-        for view in payload
-        for start in range(0, len(view), FRAME_BYTES)
-    ]
+    parts = [bytes(part) for view in payload for part in _frames(view)]
     return StateRecord(source, kind, header, parts)
 
 
@@ -85,13 +81,11 @@ def shard_records(state: ShardState) -> Iterator[StateRecord]:
             yield StateRecord(
                 RecordSource.LINE, StateRecordKind.NUMBERS, key.encode(), _frames(raw(tensor))
             )
-        steps = sorted(store.steps().items())
-        scalars = scalars_to_json(store.scalars())
         yield about(
             StateRecordKind.OPTIMIZER,
             groups=groups_to_json(store.groups()),
-            steps=steps,
-            scalars=scalars,
+            steps=sorted(store.steps().items()),
+            scalars=scalars_to_json(store.scalars()),
         )
     for push, staging in state.staged_pushes():
         yield copied(RecordSource.SHARD, *push_record(push, staging))

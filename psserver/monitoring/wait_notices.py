@@ -30,11 +30,7 @@ class WaitNotice:
         self._since = self._logged_at = now
 
     def update(self, coordinator: CoordinatorMachine, missing: str, now: float) -> None:
-        """Log a long wait.
-
-        Args:
-            missing: What the job waits for, in words; empty if it waits for nothing.
-        """
+        """Log a long wait. missing: What the job waits for, in words; empty: for nothing."""
         step = (coordinator.log_id, coordinator.version + 1)
         if not missing or step != self._step:
             self._step, self._since, self._logged_at = step, now, now
@@ -111,10 +107,6 @@ class FirstWorkers:
         self._since = (self._since or time.monotonic()) if is_waiting else None
 
     def check(self) -> None:
-        """Check that the wait is not too long.
-
-        Raises:
-            TooFewWorkersError: The other workers did not join within --join-timeout.
-        """
+        """Raise TooFewWorkersError if the other workers did not join within --join-timeout."""
         if self._since is not None and (waited := time.monotonic() - self._since) > self._seconds:
             raise TooFewWorkersError(f"after {waited:.0f} s: {self._missing()}")

@@ -72,13 +72,9 @@ def write_final_weights(
     Args:
         live: The state of shard 0.
         addresses: Address of every shard; the first is this process.
-        job: Name of the job.
-        model: The job's model.
-        path: File to write.
         seconds: Time for the shards to reach one version.
 
-    Raises:
-        NotSavedError: The file was not written.
+    Raises NotSavedError if the file was not written.
     """
     plan = PartitionPlan(model, len(addresses))
     with ExitStack() as stack:

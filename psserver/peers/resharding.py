@@ -175,15 +175,11 @@ def build_partition(
     """Build the shard's new partition from the shards at these addresses. Repeating it is harmless.
 
     Args:
-        engine: The shard.
         addresses: Address of every shard before the reshard, by shard number; empty if unknown.
-        job: Name of the job.
-        log_id: The log that has the Reshard entry.
-        index: Index of the Reshard entry.
+        log_id, index: The Reshard entry.
 
-    Returns:
-        The bytes received from other shards, and why the partition could not be built (empty if
-        the shard has it).
+    Returns the bytes received from other shards, and why the partition could not be built (empty if
+    the shard has it).
     """
     if not all(addresses):
         return 0, "not all servers have connected yet"
@@ -195,18 +191,11 @@ def build_partition(
             sources: list[PreviousShard] = list(peers)
             if engine.live.shard < len(peers):
                 sources[engine.live.shard] = engine.live.wait_for_frozen(log_id, index)
-            _build(engine, index, sources)
+            if (pending := engine.prepare_partition(index)) is not None:
+                needed = needed_by(pending.store.plan, engine.live.shard)
+                plan = PartitionPlan(pending.store.plan.spec, len(sources))
+                pending.store.restore(ReshardReader(plan, sources, needed))
+                engine.install_partition(pending)
         except (UnreachableError, SnapshotError) as error:
             return 0, str(error)
         return sum(peer.nbytes for peer in peers), ""
-
-
-def _build(engine: ShardEngine, index: int, sources: Sequence[PreviousShard]) -> None:
-    """Raises UnreachableError if a source does not answer, SnapshotError if bytes are missing."""
-    pending = engine.prepare_partition(index)
-    if pending is None:
-        return
-    needed = needed_by(pending.store.plan, engine.live.shard)
-    plan = PartitionPlan(pending.store.plan.spec, len(sources))
-    pending.store.restore(ReshardReader(plan, sources, needed))
-    engine.install_partition(pending)

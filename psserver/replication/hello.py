@@ -88,11 +88,7 @@ class Hello:
         )
 
     def check_settings(self, config: ServerConfig) -> None:
-        """Compare a standby's settings with the primary's.
-
-        Raises:
-            MismatchError: Names the settings that differ.
-        """
+        """Raise MismatchError, with the settings that differ, unless a standby has these."""
         check_same_optimizers("its primary", self.optimizers, "this standby")
         own, theirs = shared_settings(config), self.settings
         differing = [key for key in own if own[key] != theirs.get(key)]

@@ -108,8 +108,7 @@ def _write(path: Path, text: str) -> None:
 def lease_of(config: ServerConfig) -> LeaseDirectory | None:
     """Return the lease directory of a server; None without --failover-lock.
 
-    Raises:
-        TakenError: The directory cannot be used.
+    Raises TakenError if the directory cannot be used.
     """
     if config.failover_lock is None:
         return None
@@ -126,8 +125,7 @@ def begin_primary(
 ) -> PrimaryRecord:
     """Return the record by which a server that was started as primary is primary.
 
-    Raises:
-        TakenError: The server must not be primary, or the lease cannot be used.
+    Raises TakenError if the server must not be primary, or the lease cannot be used.
     """
     try:
         _check_holder(config, lease, address)

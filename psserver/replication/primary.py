@@ -76,11 +76,7 @@ class PrimaryReplicator:
         self._ticker.start()
 
     def close(self, job_has_ended: bool) -> None:
-        """Stop replication.
-
-        Args:
-            job_has_ended: The standby must not take over.
-        """
+        """Stop replication. job_has_ended: The standby must not take over."""
         if job_has_ended:
             with self._changed:
                 _, last = self._put(about(StateRecordKind.END))
@@ -231,14 +227,10 @@ class PrimaryReplicator:
                 self._changed.notify_all()
 
     def attach(self, hello: pb.ReplicateRequest) -> int:
-        """Send the complete state to a standby that connects.
+        """Send the complete state to a standby that connects. Return the id of the connection.
 
-        Returns:
-            The id of the connection.
-
-        Raises:
-            UnreachableError: This server is not primary any more (NOT_PRIMARY).
-            MismatchError: The shard has another standby (SHARD_TAKEN).
+        Raises UnreachableError if this server is not primary any more (NOT_PRIMARY), MismatchError
+        if the shard has another standby (SHARD_TAKEN).
         """
         machine = self._machine
         if hello.term > machine.term:
@@ -321,10 +313,7 @@ class PrimaryReplicator:
     def step_down(self, instance: str, seconds: float) -> None:
         """Hand over to the standby: return once it has every acknowledged record.
 
-        Nothing more is acknowledged afterwards.
-
-        Raises:
-            MismatchError: The standby is not in sync.
+        Nothing more is acknowledged afterwards. Raises MismatchError if the standby is not in sync.
         """
         machine = self._machine
         with self._changed:

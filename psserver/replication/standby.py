@@ -143,10 +143,8 @@ class Standby:
         """Answer /readyz: whether this standby could take over."""
         if self._failover.has_state:
             return True, f"standby of {self.primary}, version {self.version}"
-        return (
-            False,
-            self._problem or f"the whole state of {self.primary} is not here yet{self._why_suffix}",
-        )
+        absent = f"the whole state of {self.primary} is not here yet{self._why_suffix}"
+        return False, self._problem or absent
 
     @property
     def _why_suffix(self) -> str:
@@ -205,9 +203,7 @@ class Standby:
             self._progress.notify_all()
 
     def _find_primary(self) -> None:
-        """Read the primary's address from the lease; without one it is the address of --standby-
-        of.
-        """
+        """Read the primary's address from the lease; without one it is that of --standby-of."""
         primary_record = self._lease.read() if self._lease is not None else None
         if primary_record is not None and primary_record.holder != self.advertised:
             self.primary = primary_record.holder
@@ -329,9 +325,7 @@ class Standby:
     def promote(self, seconds: float) -> pb.PromoteResponse:
         """Become primary on request.
 
-        Raises:
-            MismatchError: This standby is not in sync.
-            UnreachableError: This standby stops.
+        Raises MismatchError if this standby is not in sync, UnreachableError if it stops.
         """
         with self._promoting:
             if self._promoted is None:

@@ -49,9 +49,8 @@ class StandbyState:
     def take(self, record: StateRecord) -> None:
         """Apply the next record.
 
-        Raises:
-            DivergedError, LogUnfitError: The state must be loaded again; so for errors of damaged
-                records.
+        After DivergedError, LogUnfitError and errors of damaged records the state must be loaded
+        again.
         """
         match record.source:
             case RecordSource.LINE:
