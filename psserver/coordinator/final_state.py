@@ -35,12 +35,10 @@ def save_final_state(
 ) -> str:
     """Write the last snapshot and the file of --save. A job without weights has neither.
 
-    Args:
-        save: The file for the final weights; None: none is wanted.
-        lost_data_dir: Why this server continues without its data directory; empty otherwise.
+    save: The file for the final weights; None: none is wanted.
+    lost_data_dir: Why this server continues without its data directory; empty otherwise.
 
-    Returns:
-        Why something is not saved; empty if everything is.
+    Returns why something is not saved; empty if everything is.
     """
     coordinator = scheduler.coordinator
     if not coordinator.begun or coordinator.model is None:
@@ -48,13 +46,8 @@ def save_final_state(
     missing = registry.missing
     problems = [lost_data_dir]
     if snapshots.enabled:
-        problems.append(
-            _last_snapshot_problem(
-                scheduler,
-                snapshots,
-                f"a shard is missing: {missing}" if missing else scheduler.last(),
-            )
-        )
+        problem = f"a shard is missing: {missing}" if missing else scheduler.last()
+        problems.append(_last_snapshot_problem(scheduler, snapshots, problem))
     if save is not None and missing:
         problems.append(f"--save {save}: a shard is missing: {missing}")
     elif save is not None:
@@ -78,32 +71,26 @@ def _last_snapshot_problem(
 ) -> str:
     """Return what is lost without a last snapshot; empty if the logs hold all updates.
 
-    Args:
-        problem: Why there is no last snapshot; empty if there is one.
+    problem: Why there is no last snapshot; empty if there is one.
     """
     if not problem:
         return ""
     if scheduler.is_logged:
         log.warning("last_snapshot_missing", problem=problem)
         return ""
-    newest = snapshots.newest_version
-    saved = (
-        f"the newest snapshot is of version {newest}"
-        if newest is not None
-        else "there is no snapshot"
-    )
+    saved = "there is no snapshot"
+    if snapshots.newest_version is not None:
+        saved = f"the newest snapshot is of version {snapshots.newest_version}"
     return f"version {scheduler.coordinator.version} is not saved, and {saved}: {problem}"
 
 
 def conclude(failure: PSError | None, not_saved: str, code: int) -> int:
     """Return the exit code of a server that has ended.
 
-    Args:
-        code: 0, or the code of the signal that ended the server; that code is kept.
+    code: 0, or the code of the signal that ended the server; that code is kept.
 
-    Raises:
-        PSError: The error with which the job failed.
-        NotSavedError: The job did not fail, and its final state is not saved.
+    Raises the error with which the job failed, or NotSavedError if it did not fail and its final
+    state is not saved.
     """
     if not_saved and (failure is not None or code):
         log.error("final_weights_not_saved", problem=not_saved)

@@ -21,13 +21,9 @@ name.
 log = get_logger(__name__)
 
 
-class ReceivedValue(NamedTuple):
-    """A reported value as it comes over the wire; age in seconds."""
-
-    name: str
-    value: float
-    version: int
-    age: float
+def received_value(name: str, value: float, version: int, age: float) -> ReportedValue:
+    """Return a value that a worker reports `age` seconds after it had it."""
+    return ReportedValue(name, value, version, time.time() - min(max(0.0, age), MAX_AGE_SECONDS))
 
 
 class HeartbeatAnswer(NamedTuple):
@@ -51,20 +47,17 @@ class HeartbeatAnswer(NamedTuple):
 class Heartbeats:
     """Accepts heartbeats and reported values. All methods may be called from any thread.
 
-    Args:
-        check_is_over: Returns whether the job ends; raises the error with which it failed.
+    check_is_over: Returns whether the job ends; raises the error with which it failed.
     """
 
     def __init__(self, executor: CommandExecutor, check_is_over: Callable[[], bool]) -> None:
-        self._executor = executor
-        self._check_is_over = check_is_over
+        self._executor, self._check_is_over = executor, check_is_over
 
     def beat(self, worker: int, heartbeat: WorkerHeartbeat) -> HeartbeatAnswer:
         """Record what a worker reports of itself.
 
-        Raises:
-            FencedError: The worker is no longer a member.
-            PSError: The error with which the job failed.
+        Raises FencedError if the worker is no longer a member, and the error with which the job
+        failed.
         """
 
         def action(recorder: Recorder, now: float) -> bool:
@@ -85,24 +78,16 @@ class Heartbeats:
 
         return self._executor.step(action, quiet=True)
 
-    def report(self, worker: int, values: Sequence[ReceivedValue]) -> None:
+    def report(self, worker: int, values: Sequence[ReportedValue]) -> None:
         """Record reported values.
 
-        Raises:
-            InvalidRequestError: A name is too long, or there are too many names.
+        Raises InvalidRequestError if a name is too long, or there are too many names.
         """
-        now = time.time()
-        newest = {sent.name: sent for sent in values}
-        taken = [
-            ReportedValue(
-                sent.name, sent.value, sent.version, now - min(max(0.0, sent.age), MAX_AGE_SECONDS)
-            )
-            for sent in newest.values()
-        ]
-        if taken:
-            self._executor.do(ReportValues(worker, taken), quiet=True)
+        newest = list({value.name: value for value in values}.values())
+        if newest:
+            self._executor.do(ReportValues(worker, newest), quiet=True)
 
-    def report_beside(self, worker: int, values: Sequence[ReceivedValue]) -> None:
+    def report_beside(self, worker: int, values: Sequence[ReportedValue]) -> None:
         """Record the values sent with another request, which must not fail because of them."""
         if not values:
             return

@@ -44,9 +44,6 @@ LOG_ID_BITS = 62
 class JobStart:
     """Starts the job on shard 0, and rolls it back.
 
-    Args:
-        fail: Called with the error that ends the job.
-
     Attributes:
         replace_recorder: Called with a function that begins a new log and returns its recorder.
             No command and no report of a shard may be processed meanwhile: a shard would count as
@@ -141,14 +138,10 @@ class JobStart:
         self.newest, self._is_recovered = initial.newest, initial.is_recovered
         if initial.origin is not Origin.LOG:
             self.journal.clear()
-        shards, generation, job = (
-            self._registry.shards,
-            self._generations.number,
-            self._identity.job,
+        first = initial.first_record(
+            self._registry.shards, self._generations.number, self._identity.job
         )
-        self.journal.begin_segment(
-            coordinator.version, initial.first_record(shards, generation, job)
-        )
+        self.journal.begin_segment(coordinator.version, first)
         self._coordinator = coordinator
         return Recorder(coordinator, self.journal)
 
@@ -224,9 +217,8 @@ class JobStart:
     def resume(self, manifest: Manifest, count: Callable[[], None] | None = None) -> None:
         """Use a snapshot as the state of the job; workers join later, shards load it.
 
-        Args:
-            count: Counts this start of the log before anything changes; None: count even if the
-                disk refuses.
+        count: Counts this start of the log before anything changes; None: count even if the disk
+            refuses.
         """
         with self._rollback_lock:
             (count or self._generations.count_in_running_job)()
@@ -259,27 +251,19 @@ class JobStart:
     def paused(
         self, executor: CommandExecutor
     ) -> Iterator[tuple[CoordinatorFacts, dict[str, Any]]]:
-        """Yield facts for a standby and the coordinator's state, which does not change
-        meanwhile.
+        """Yield facts for a standby and the coordinator's state, which does not change meanwhile.
 
-        Raises:
-            UnreachableError: A reshard is in progress (NOT_READY).
+        Raises UnreachableError (NOT_READY) during a reshard.
         """
         with executor.changed:
             if executor.coordinator.reshard is not None:
                 raise UnreachableError("the job is being resharded", "NOT_READY")
-            model = executor.coordinator.model
-            yield (
-                self._facts(),
-                executor.coordinator.complete_state()
-                | {"model": model_to_json(model) if model else None},
+            model, snapshot = executor.coordinator.model, self._registry.snapshot
+            facts = CoordinatorFacts(
+                self._generations.number, snapshot, self.newest, self._layout.stored_values
             )
-
-    def _facts(self) -> CoordinatorFacts:
-        registry = self._registry
-        return CoordinatorFacts(
-            self._generations.number, registry.snapshot, self.newest, self._layout.stored_values
-        )
+            state = executor.coordinator.complete_state()
+            yield facts, state | {"model": model_to_json(model) if model else None}
 
     # ---- rollback --------------------------------------------------------------------------------
 
@@ -299,8 +283,7 @@ class JobStart:
     def restore(self, version: int) -> None:
         """Roll all shards back to this snapshot, on request.
 
-        Raises:
-            SnapshotError: The snapshot does not exist or is damaged.
+        Raises SnapshotError if the snapshot does not exist or is damaged.
         """
         with self._rollback_lock:
             manifest = self._snapshots.find(version)
@@ -315,10 +298,8 @@ class JobStart:
         Without a snapshot the job ends. A job that continued from its log begins again instead. A
         call for an earlier log is ignored: another shard may have reported the loss before.
 
-        Args:
-            why: What happened, for people.
-            log_id: The log at the time of the loss.
-            version: The version at the time of the loss.
+        why: What happened, for people.
+        log_id, version: Those at the time of the loss.
         """
         with self._rollback_lock:
             if self._coordinator is None or log_id != self._coordinator.log_id:
@@ -349,13 +330,10 @@ class JobStart:
         A restarted coordinator cannot know this loss otherwise.
         """
         with self._rollback_lock:
-            if (
-                self._accounted_version is None
-                or worker > self._generations.number * WORKERS_PER_GENERATION
-            ):
+            accounted = self._accounted_version
+            if accounted is None or worker > self._generations.number * WORKERS_PER_GENERATION:
                 return
-            lost = version - self._accounted_version
-            if lost > 0:
+            if (lost := version - accounted) > 0:
                 self._accounted_version = version
                 self._metrics.count_lost_updates(lost)
                 log.error("updates_lost", worker=worker, version=version, updates_lost=lost)
@@ -387,12 +365,5 @@ class JobStart:
 
     def _learn(self, job: str) -> None:
         """Set the name of the job; the command line takes precedence."""
-        registry = self._registry
-        self._identity.learn(
-            self._config.job or job or self._identity.job,
-            registry.addresses,
-            self._layout.changes,
-        )
-
-    def close(self) -> None:
-        self.journal.close()
+        name = self._config.job or job or self._identity.job
+        self._identity.learn(name, self._registry.addresses, self._layout.changes)

@@ -49,12 +49,8 @@ class ReshardRequests:
         identity: ServerIdentity,
         config: ServerConfig,
     ) -> None:
-        self._executor, self._registry, self._engine, self._snapshots = (
-            executor,
-            registry,
-            engine,
-            snapshots,
-        )
+        self._executor, self._registry = executor, registry
+        self._engine, self._snapshots = engine, snapshots
         self._identity, self._config, self._layout = identity, config, layout
         self._received_nbytes: dict[int, int] = {}  # bytes that a shard received from others
         self._problems: dict[int, str] = {}  # why a shard's last attempt failed
@@ -63,12 +59,9 @@ class ReshardRequests:
     def reshard(self, shards: int, seconds: float) -> tuple[float, int]:
         """Reshard the model to another number of shards and wait for the end.
 
-        Returns:
-            The seconds without a counted push, and the bytes that were sent between servers.
-
-        Raises:
-            InvalidRequestError: The reshard is impossible, or servers are not started yet.
-            WaitTimeoutError: The reshard did not start or end within `seconds`.
+        Returns the seconds without a counted push, and the bytes sent between servers. Raises
+        InvalidRequestError if the reshard is impossible or servers are not started yet,
+        WaitTimeoutError if it did not start or end within `seconds`.
         """
         self._check(shards)
         deadline = time.monotonic() + seconds
@@ -114,21 +107,14 @@ class ReshardRequests:
                 raise UnreachableError(
                     "there is nothing to reshard: no weights have arrived yet", "NOT_READY"
                 )
-            if missing := [
-                shard
-                for shard in range(now, shards)
-                if (shard, shards) not in self._registry.candidates
-            ]:
+            candidates, address = self._registry.candidates, self._identity.address
+            if missing := [s for s in range(now, shards) if (s, shards) not in candidates]:
                 shown = missing[:MAX_LISTED_COMMANDS]
                 lines = "".join(
-                    f"\n  ps-server --shard {s}/{shards} --join {self._identity.address}"
-                    for s in shown
+                    f"\n  ps-server --shard {s}/{shards} --join {address}" for s in shown
                 )
-                lines += (
-                    f"\n  and {len(missing) - MAX_LISTED_COMMANDS} more"
-                    if len(missing) > MAX_LISTED_COMMANDS
-                    else ""
-                )
+                if len(missing) > len(shown):
+                    lines += f"\n  and {len(missing) - len(shown)} more"
                 raise InvalidRequestError(
                     f"{len(missing)} of {shards} servers have not started. Try: start them:{lines}"
                 )
@@ -157,16 +143,10 @@ class ReshardRequests:
         reshard = self._executor.coordinator.reshard
         if reshard is None:
             return ""
-        late = [
-            f"shard {shard}"
-            for shard in range(reshard.shards)
-            if shard not in reshard.loaded_shards
-        ]
-        return (
-            f"{', '.join(late)} to build its new partition"
-            if late
-            else "the snapshot that ends the reshard"
-        )
+        late = [shard for shard in range(reshard.shards) if shard not in reshard.loaded_shards]
+        if not late:
+            return "the snapshot that ends the reshard"
+        return f"{', '.join(f'shard {shard}' for shard in late)} to build its new partition"
 
     def learn(self) -> None:
         """Update the addresses that this server gives to others."""
@@ -211,12 +191,9 @@ class ReshardRequests:
         self.partition_built(0, nbytes, problem)
 
     def _sources(self) -> list[str]:
-        reshard = self._executor.coordinator.reshard
-        return (
-            [server.address for server in list(self._registry)[: reshard.before]]
-            if reshard is not None
-            else []
-        )
+        if (reshard := self._executor.coordinator.reshard) is None:
+            return []
+        return [server.address for server in list(self._registry)[: reshard.before]]
 
     def partition_built(self, shard: int, nbytes: int, problem: str) -> None:
         """Record that a shard has built its new part, or why it could not yet."""
@@ -236,15 +213,11 @@ class ReshardRequests:
     def describe(self, adopts: Mapping[str, Any] | None) -> pb.Move | None:
         """Return the description of the reshard that shards receive; None without a reshard.
 
-        Args:
-            adopts: The state for a shard that is new in this reshard.
+        adopts: The state for a shard that is new in this reshard.
         """
         with self._executor.changed:
             reshard = self._executor.coordinator.reshard
             if reshard is None:
                 return None
-            return pb.Move(index=reshard.index, sources=self._sources(), state_json=_text(adopts))
-
-
-def _text(state: Mapping[str, Any] | None) -> str:
-    return json.dumps(state) if state is not None else ""
+            state = json.dumps(adopts) if adopts is not None else ""
+            return pb.Move(index=reshard.index, sources=self._sources(), state_json=state)

@@ -140,9 +140,8 @@ class CoordinatorService:
     def start(self, ticking: bool = True, promotion: Promotion | None = None) -> None:
         """Continue the job or begin one, then start the clock.
 
-        Args:
-            ticking: Start the clock; a simulation calls `tick` itself.
-            promotion: The state that this process replicated as a standby.
+        ticking: Start the clock; a simulation calls `tick` itself.
+        promotion: The state that this process replicated as a standby.
         """
         self.engine.request_report = lambda: self.shard_connections.report(
             self.engine.make_report(only_new=self.registry[0].ready)
@@ -326,9 +325,8 @@ class CoordinatorService:
     def stop(self, reason: str, ends_job: bool = True) -> None:
         """Begin to stop this server, with a last snapshot if one is possible. Returns at once.
 
-        Args:
-            ends_job: The job ends as well: first its workers leave, then all servers stop.
-                Otherwise the job waits for this server to return.
+        ends_job: The job ends as well: first its workers leave, then all servers stop. Otherwise
+            the job waits for this server to return.
         """
         with self.executor.changed:
             self.is_over = self.is_over or ends_job
@@ -371,7 +369,7 @@ class CoordinatorService:
 
     def end(self) -> None:
         """Close the log. No call is in progress any more."""
-        self._history.close()
+        self._history.journal.close()
 
     def status(self) -> dict[str, Any]:
         """Return the answer to GetStatus (see psserver/coordinator/status.py)."""
@@ -385,5 +383,7 @@ class CoordinatorService:
                 self.progress,
                 self.waiting_for,
                 self.stop_reason,
+                listing,
+                self._began_at,
             )
-            return describe(view, self._coordinator, listing, time.monotonic(), self._began_at)
+            return describe(view, self._coordinator)

@@ -25,7 +25,7 @@ from pscommon.wire.messages import (
 from pscommon.wire.status import answering
 from psproto.v1 import coordinator_pb2 as pb
 from psproto.v1.coordinator_pb2_grpc import CoordinatorServiceServicer
-from psserver.coordinator.heartbeats import ReceivedValue
+from psserver.coordinator.heartbeats import received_value
 from psserver.coordinator.service import CoordinatorService
 from psserver.coordinator.shard_stream import serve_shard
 from psserver.core.commands.data_commands import CallCollective, LeaseBatches, ReturnBatches
@@ -33,6 +33,7 @@ from psserver.core.commands.request_checks import wait_seconds
 from psserver.core.commands.worker_commands import Join, Register
 from psserver.core.workers.collectives import NULL, CollectiveValues
 from psserver.core.workers.members import WorkerHeartbeat
+from psserver.core.workers.reported_values import ReportedValue
 from psserver.durability.snapshots import groups_of
 from psserver.process.grpc_server import when_ended
 from psserver.waiting import ThreadWaiter, Waiter, run
@@ -268,7 +269,7 @@ class ControlPlaneServicer(CoordinatorServiceServicer):
         with answering(context):
             self._service.check_job(request.job)
             plain = [
-                ReceivedValue(name, value, self._service.version, 0.0)
+                received_value(name, value, self._service.version, 0.0)
                 for name, value in request.metrics.items()
             ]
             self._service.heartbeats.report(
@@ -347,7 +348,5 @@ def _until_lost(requests: Iterator[pb.LinkShardRequest]) -> Iterator[pb.LinkShar
         yield from requests
 
 
-def _received_values(values: Iterable[pb.ReportedValue]) -> list[ReceivedValue]:
-    return [
-        ReceivedValue(value.name, value.value, value.version, value.age_seconds) for value in values
-    ]
+def _received_values(values: Iterable[pb.ReportedValue]) -> list[ReportedValue]:
+    return [received_value(v.name, v.value, v.version, v.age_seconds) for v in values]

@@ -34,23 +34,15 @@ class SnapshotScheduler:
         registry: ShardDirectory[Manifest],
     ) -> None:
         self.wanted = False
-        self._executor, self._history, self._snapshots, self._registry = (
-            executor,
-            history,
-            snapshots,
-            registry,
-        )
+        self._executor, self._history = executor, history
+        self._snapshots, self._registry = snapshots, registry
 
     def save(self, seconds: float) -> int:
-        """Take a snapshot of the current version, or a later one, and wait for it.
+        """Take a snapshot of the current version, or a later one; return its version.
 
-        Returns:
-            Its version.
-
-        Raises:
-            SnapshotError: The servers have no data directory, or writing failed.
-            UnreachableError: There is nothing to save yet, or the servers stop.
-            WaitTimeoutError: There is no snapshot after `seconds`.
+        Raises SnapshotError if the servers have no data directory, or writing failed;
+        UnreachableError if there is nothing to save yet, or the servers stop; WaitTimeoutError if
+        there is no snapshot after `seconds`.
         """
         if not self._snapshots.enabled:
             raise SnapshotError("these servers have no --data-dir", "NO_SNAPSHOT")
@@ -104,17 +96,12 @@ class SnapshotScheduler:
     def last(self) -> str:
         """Write the last snapshot of a job; return why it is missing, empty if it is written."""
         self._snapshots.logs_failures = False  # the caller reports it with the outcome
+        version, seconds = self.coordinator.version, LAST_SNAPSHOT_SECONDS
         try:
-            written = self._written(
-                self.coordinator.version, LAST_SNAPSHOT_SECONDS, LAST_SNAPSHOT_ATTEMPTS
-            )
+            written = self._written(version, seconds, LAST_SNAPSHOT_ATTEMPTS)
         except SnapshotError as error:
             return str(error)
-        return (
-            ""
-            if written is not None
-            else f"no snapshot was written within {LAST_SNAPSHOT_SECONDS:g} s"
-        )
+        return "" if written is not None else f"no snapshot was written within {seconds:g} s"
 
     def advance(self) -> None:
         """Commit a finished snapshot, take a wanted one, and repair broken logs with a new one.
@@ -150,18 +137,12 @@ class SnapshotScheduler:
             )
 
     def _written(self, wanted: int, seconds: float, tries: int = 1) -> int | None:
-        """Take snapshots until one holds the wanted version (after a rollback: the current
-        version).
+        """Take snapshots until one holds the wanted version (after a rollback: the current one).
 
-        Args:
-            tries: Attempts before an error. Commands try once and may be repeated; the end of a
-                job cannot.
+        tries: Attempts before SnapshotError. Commands try once and may be repeated; the end of a
+            job cannot.
 
-        Returns:
-            The version of the snapshot; None if there is none after `seconds`.
-
-        Raises:
-            SnapshotError: All attempts failed.
+        Returns the version of the snapshot; None if there is none after `seconds`.
         """
         before, failures, again = self._snapshots.failures, 0, 0.0
 

@@ -27,9 +27,10 @@ class JobView:
     """What the status shows beside the coordinator's machine.
 
     Attributes:
-        job: Name of the job.
         waiting_for: What the job waits for, in words; empty if it waits for nothing.
         stop_reason: Why this server stops; None while it runs.
+        listing: The snapshots on disk.
+        began_at: When this server started, in monotonic seconds.
     """
 
     job: str
@@ -39,23 +40,13 @@ class JobView:
     progress: PassProgress
     waiting_for: str
     stop_reason: str | None
+    listing: list[dict[str, Any]]
+    began_at: float
 
 
-def describe(
-    view: JobView,
-    coordinator: CoordinatorMachine,
-    listing: list[dict[str, Any]],
-    now: float,
-    began: float,
-) -> dict[str, Any]:
-    """Return the status. The caller holds the executor's lock.
-
-    Args:
-        listing: The snapshots on disk.
-        now: Monotonic time, in seconds.
-        began: Monotonic time at which this server started, in seconds.
-    """
-    policy, snapshots = coordinator.policy, view.snapshots
+def describe(view: JobView, coordinator: CoordinatorMachine) -> dict[str, Any]:
+    """Return the status. The caller holds the executor's lock."""
+    policy, snapshots, now = coordinator.policy, view.snapshots, time.monotonic()
     return {
         "job": view.job,
         "training": coordinator.job.trainings.current,
@@ -68,19 +59,22 @@ def describe(
         "steps": coordinator.job.counts["applied"],
         "samples": coordinator.job.samples,
         "resumed": snapshots.resumed,
-        "seconds": round(now - began, 3),
+        "seconds": round(now - view.began_at, 3),
         "waiting_for": view.waiting_for,
         "min_workers": coordinator.job.min_workers,
         "backup_workers": policy.backup,
         **settings(view.config),
         "settings": in_force(view, coordinator),
         "servers": servers(view.registry),
-        "candidates": candidates(view.registry),
+        "candidates": [  # they wait for ps-ctl reshard
+            {"shard": shard, "shards": shards, "address": server.address}
+            for (shard, shards), server in sorted(view.registry.candidates.items())
+        ],
         "moving_to": view.registry.shards if coordinator.reshard is not None else None,
         "workers": workers(coordinator, now),
         "progress": view.progress.describe(coordinator, now),
         "data": data(coordinator),
-        "snapshots": listing,
+        "snapshots": view.listing,
         "snapshot_age_seconds": round(time.time() - snapshots.newest_time, 3)
         if snapshots.newest_time
         else None,
@@ -130,11 +124,8 @@ def in_force(view: JobView, coordinator: CoordinatorMachine) -> list[dict[str, A
     chosen = {"policy": name, "staleness": staleness, "max_staleness": max_staleness}
     given = {field.name: _plain(getattr(view.config, field.name)) for field in fields(view.config)}
     known = {"job": view.job, "shards": coordinator.shards}
-    rows = {
-        **{key: value for key, value in given.items() if key not in PER_SERVER_SETTINGS},
-        **known,
-        **chosen,
-    }
+    shared = {key: value for key, value in given.items() if key not in PER_SERVER_SETTINGS}
+    rows = {**shared, **known, **chosen}
     return [
         {
             "key": key,
@@ -176,39 +167,25 @@ def servers(registry: ShardDirectory[Manifest]) -> list[dict[str, Any]]:
     ]
 
 
-def candidates(registry: ShardDirectory[Manifest]) -> list[dict[str, Any]]:
-    """Return the servers that wait for ps-ctl reshard."""
-    return [
-        {"shard": shard, "shards": shards, "address": server.address}
-        for (shard, shards), server in sorted(registry.candidates.items())
-    ]
-
-
 def statistics(engine: ShardEngine, standby_link: StandbyLink | None = None) -> dict[str, Any]:
-    """Return what a shard reports about itself.
-
-    Args:
-        standby_link: Connection to its standby; None if it can have none.
-    """
-    store = engine.live.store
-    standby = (
-        {
+    """Return what a shard reports about itself. standby_link: None if it can have no standby."""
+    store, traffic = engine.live.store, engine.traffic.statistics
+    standby = {}
+    if standby_link is not None:
+        standby = {
             "standby": standby_link.address,
             "standby_state": standby_link.state,
             "standby_behind": standby_link.unacknowledged,
         }
-        if standby_link
-        else {}
-    )
     return {
         **standby,
         "version": engine.live.version,
         "parameter_bytes": store.nbytes if store else 0,
         "state_bytes": store.state_nbytes if store else 0,
-        "received_bytes": engine.traffic.statistics.received_bytes,
-        "sent_bytes": engine.traffic.statistics.sent_bytes,
-        "apply_seconds": round(engine.traffic.statistics.apply_seconds, 6),
-        "duplicates": engine.traffic.statistics.duplicate_count,
+        "received_bytes": traffic.received_bytes,
+        "sent_bytes": traffic.sent_bytes,
+        "apply_seconds": round(traffic.apply_seconds, 6),
+        "duplicates": traffic.duplicate_count,
         "pid": os.getpid(),
     }
 

@@ -28,12 +28,18 @@ from psserver.process.shard_count_file import ShardCountFile
 
 
 class Origin(Enum):
-    """Where an initial state comes from."""
+    """Where an initial state comes from.
 
-    FRESH = "a new job"
-    SNAPSHOT = "a snapshot; all workers join as new"
-    LOG = "the write-ahead logs of this server, which go on"
-    PROMOTION = "what this server replicated as a standby"
+    FRESH: a new job.
+    SNAPSHOT: a snapshot; all workers join as new.
+    LOG: the write-ahead logs of this server, which go on.
+    PROMOTION: what this server replicated as a standby.
+    """
+
+    FRESH = "fresh"
+    SNAPSHOT = "snapshot"
+    LOG = "log"
+    PROMOTION = "promotion"
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,15 +27,13 @@ class DepartedWorkers:
         self._members = members
         self._current = current
         self._done_in_earlier_run: frozenset[int] = frozenset()
-        self._forgotten_in_earlier_run = 0
+        self._dropped_in_earlier_run = 0
 
     @property
     def done_count(self) -> int:
         """Number of workers that took part in this run and left without giving a reason."""
         return (
-            len(self._done() - self._done_in_earlier_run)
-            + self.done
-            - self._forgotten_in_earlier_run
+            len(self._done() - self._done_in_earlier_run) + self.done - self._dropped_in_earlier_run
         )
 
     def _done(self) -> set[int]:
@@ -49,13 +47,13 @@ class DepartedWorkers:
         """Start another run if the last one is done; its workers then do not count as done."""
         if self.is_run_done(min_workers):
             self._done_in_earlier_run = frozenset(self._done())
-            self._forgotten_in_earlier_run = self.done
+            self._dropped_in_earlier_run = self.done
 
     def forget(self, member: Member, is_newest: bool) -> None:
         """Add a member to the totals. is_newest: no later member has its rank."""
         self.states[member.state] += 1
         self.done += member.is_done
-        self._forgotten_in_earlier_run += (
+        self._dropped_in_earlier_run += (
             member.is_done and member.worker in self._done_in_earlier_run
         )
         if not is_newest:
