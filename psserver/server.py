@@ -40,11 +40,10 @@ from psserver.peers.peer_servicer import PeerServicer
 from psserver.process.config import MAX_CONCURRENT_CALLS, ServerConfig
 from psserver.process.grpc_server import listen
 from psserver.process.identity import ServerIdentity
-from psserver.process.job_id_file import JobIdFile, generate_job_name
+from psserver.process.job_files import JobIdFile, ShardCountFile, generate_job_name
 from psserver.process.metrics import ServerMetrics
 from psserver.process.port_file import PortFile, announce
 from psserver.process.rpc_metrics import RpcTimer
-from psserver.process.shard_count_file import ShardCountFile
 from psserver.replication.hello import Hello, shared_settings
 from psserver.replication.lease_directory import begin_primary, lease_of
 from psserver.replication.primary import PrimaryReplicator

@@ -29,8 +29,8 @@ from psserver.durability.snapshots import SnapshotManager
 from psserver.exchange.servicer import DataPlaneServicer
 from psserver.process.config import ServerConfig
 from psserver.process.identity import ServerIdentity
+from psserver.process.job_files import ShardCountFile
 from psserver.process.metrics import ServerMetrics
-from psserver.process.shard_count_file import ShardCountFile
 from psserver.shard.engine import ShardEngine
 from psserver.shard.worker_traffic import WorkerTraffic
 from psworker.core.clock import Clock

@@ -29,9 +29,8 @@ from psserver.durability.shard_recovery import ShardStateFactory
 from psserver.durability.snapshots import SnapshotManager
 from psserver.process.config import ServerConfig
 from psserver.process.identity import ServerIdentity
+from psserver.process.job_files import ShardCountFile, TrainingsFile
 from psserver.process.metrics import ServerMetrics
-from psserver.process.shard_count_file import ShardCountFile
-from psserver.process.trainings_file import TrainingsFile
 from psserver.replication.hello import CoordinatorFacts
 from psserver.replication.standby_state import Promotion
 from psserver.shard.engine import ShardEngine

@@ -27,7 +27,7 @@ from psserver.durability.snapshots import SnapshotManager
 from psserver.peers.resharding import build_partition
 from psserver.process.config import ServerConfig
 from psserver.process.identity import ServerIdentity
-from psserver.process.shard_count_file import ShardCountFile
+from psserver.process.job_files import ShardCountFile
 from psserver.shard.engine import ShardEngine
 
 MAX_LISTED_COMMANDS = 8

@@ -34,8 +34,8 @@ from psserver.monitoring.wait_notices import FirstWorkers
 from psserver.monitoring.worker_monitor import WorkerMonitor, find_conditions
 from psserver.process.config import ServerConfig
 from psserver.process.identity import ServerIdentity
+from psserver.process.job_files import ShardCountFile
 from psserver.process.metrics import ServerMetrics
-from psserver.process.shard_count_file import ShardCountFile
 from psserver.process.worker_exits import WorkerExits
 from psserver.replication.hello import CoordinatorFacts
 from psserver.replication.standby_state import Promotion

@@ -24,7 +24,7 @@ from psserver.durability.coordinator_log import LOG_FOLDER, CoordinatorLog
 from psserver.durability.shard_log import folder_of, logged_version
 from psserver.durability.shard_recovery import ShardStateFactory
 from psserver.durability.shard_state import LogUnfitError, ShardState
-from psserver.process.shard_count_file import ShardCountFile
+from psserver.process.job_files import ShardCountFile
 
 
 class Origin(Enum):

@@ -7,11 +7,9 @@ __all__ = [
     "generation_file",
     "grpc_server",
     "identity",
-    "job_id_file",
+    "job_files",
     "metrics",
     "port_file",
     "rpc_metrics",
-    "shard_count_file",
-    "trainings_file",
     "worker_exits",
 ]

@@ -5,7 +5,7 @@ import uuid
 from collections.abc import Sequence
 
 from pscommon.core.errors import MismatchError, UnreachableError
-from psserver.process.job_id_file import JobIdFile
+from psserver.process.job_files import JobIdFile
 
 
 class ServerIdentity:

@@ -5,7 +5,6 @@ nothing.
 __all__ = [
     "command",
     "data_commands",
-    "ended_leases",
     "job_commands",
     "recorded",
     "recorder",

@@ -29,7 +29,6 @@ from typing import Protocol, TypeVar
 from pscommon.core.errors import PSError
 from pscommon.core.log_entries import ShardReport
 from psserver.core.commands.command import Command
-from psserver.core.commands.ended_leases import choose_for_ended_leases
 from psserver.core.commands.job_commands import Advance, ContinueJob, StartCut
 from psserver.core.commands.recorded import RecordedCommand
 from psserver.core.commands.request_checks import unfit_pushes
@@ -44,6 +43,7 @@ from psserver.core.commands.worker_commands import (
     EndAbsence,
     ForgetDeparted,
     Leave,
+    choose_for_ended_leases,
 )
 from psserver.core.coordinator.machine import CoordinatorMachine
 from psserver.core.workers.members import Member

@@ -12,6 +12,9 @@ from psserver.core.coordinator.machine import CoordinatorMachine
 from psserver.core.coordinator.registration import RegistrationReply
 from psserver.core.workers.members import Member
 
+HUNG = "--progress-timeout: its script made no call"
+"""Start of the reason for which a hanging worker is lost."""
+
 
 @dataclass(frozen=True, slots=True)
 class Join(Command[Member]):
@@ -97,7 +100,7 @@ class Leave(Command[None]):
     reason: str
 
     def perform(self, coordinator: CoordinatorMachine, now: float) -> None:
-        coordinator.departures.leave(self.worker, self.reason, now)
+        coordinator.registration.leave(self.worker, self.reason, now)
 
     def as_json(self) -> Mapping[str, Any]:
         return {"worker": self.worker, "reason": self.reason}
@@ -111,7 +114,7 @@ class DrainWorker(Command[None]):
     worker: int
 
     def perform(self, coordinator: CoordinatorMachine, now: float) -> None:
-        coordinator.departures.drain(self.worker)
+        coordinator.registration.drain(self.worker)
 
     def as_json(self) -> Mapping[str, Any]:
         return {"worker": self.worker}
@@ -125,7 +128,7 @@ class KeepPlace(Command[None]):
     worker: int
 
     def perform(self, coordinator: CoordinatorMachine, now: float) -> None:
-        coordinator.departures.keep_place(self.worker, now)
+        coordinator.registration.keep_place(self.worker, now)
 
     def as_json(self) -> Mapping[str, Any]:
         return {"worker": self.worker}
@@ -139,7 +142,7 @@ class EndAbsence(Command[None]):
     worker: int
 
     def perform(self, coordinator: CoordinatorMachine, now: float) -> None:
-        coordinator.departures.end_absence(self.worker)
+        coordinator.registration.end_absence(self.worker)
 
     def as_json(self) -> Mapping[str, Any]:
         return {"worker": self.worker}
@@ -154,7 +157,7 @@ class Lose(Command[None]):
     reason: str
 
     def perform(self, coordinator: CoordinatorMachine, now: float) -> None:
-        coordinator.departures.lose(self.worker, self.reason, now)
+        coordinator.registration.lose(self.worker, self.reason, now)
 
     def as_json(self) -> Mapping[str, Any]:
         return {"worker": self.worker, "reason": self.reason}
@@ -172,3 +175,35 @@ class ForgetDeparted(Command[None]):
 
     def as_json(self) -> Mapping[str, Any]:
         return {"keep": self.keep}
+
+
+def choose_for_ended_leases(
+    coordinator: CoordinatorMachine, now: float
+) -> list[tuple[Member, Command[None]]]:
+    """Return the members whose leases have ended or run again, and what to do about each."""
+    membership, on_loss = coordinator.membership, coordinator.job.rules.on_loss
+    if coordinator.failure is not None:
+        return []  # members are to learn of the failure, not that they are fenced
+    expired = membership.leases.ended(now)
+    late: list[tuple[Member, Command[None]]] = [
+        (m, EndAbsence(m.worker))
+        for m in membership.current()
+        if m.missing_since is not None and m not in expired
+    ]
+    for member in expired:
+        reason = (
+            member.death
+            or f"nothing heard from it for {now - member.last_contact_at:.1f} s; its lease ended"
+        )
+        if on_loss.mode != "wait" or not member.is_registered:
+            late.append((member, Lose(member.worker, reason)))
+        elif member.missing_since is None:
+            late.append((member, KeepPlace(member.worker)))
+        elif now - member.missing_since >= on_loss.seconds:
+            waited = f"no worker took its place within {on_loss.seconds:g} s"
+            late.append((member, Lose(member.worker, f"{reason}, and {waited}")))
+    return late + [
+        (member, Lose(member.worker, f"{HUNG} for {member.heartbeat.no_call_seconds:.1f} s"))
+        for member in membership.leases.over_progress_timeout()
+        if member not in expired
+    ]

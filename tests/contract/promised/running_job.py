@@ -8,7 +8,7 @@ from typing import NamedTuple
 from pscommon.core.data_loop import LoopSpec
 from pscommon.core.data_stream import StreamSpec
 from pscommon.wal.format import RecordReader
-from psserver.process.shard_count_file import ShardCountFile
+from psserver.process.job_files import ShardCountFile
 from psserver.server import Server
 from tests.contract.promised import found
 from tests.support.cluster import Cluster

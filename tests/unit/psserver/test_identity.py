@@ -12,7 +12,7 @@ from psproto.v1 import standby_pb2 as pb
 from psserver.peers.link_messages import ShardMessages
 from psserver.process.config import ServerConfig
 from psserver.process.identity import ServerIdentity
-from psserver.process.job_id_file import JobIdFile
+from psserver.process.job_files import JobIdFile
 from psserver.replication.servicer import make_standby_check
 from psserver.replication.standby import Standby
 from psserver.server import Server

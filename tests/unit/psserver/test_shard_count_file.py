@@ -10,7 +10,7 @@ import pytest
 
 from pscommon.core.errors import SnapshotError
 from psserver.process.config import ServerConfig
-from psserver.process.shard_count_file import ShardCountFile
+from psserver.process.job_files import ShardCountFile
 from psserver.server import Server
 from tests.support.events import events
 

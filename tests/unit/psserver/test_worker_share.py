@@ -82,7 +82,7 @@ def test_the_share_follows_the_workers_that_are_registered() -> None:
     third = job.add()
     assert worker_share(job.coordinator, third, loop) == 3
 
-    job.coordinator.departures.leave(1, "", 0.0)
+    job.coordinator.registration.leave(1, "", 0.0)
     assert [worker_share(job.coordinator, worker, loop) for worker in (2, third)] == [5, 4]
 
 
