@@ -1,23 +1,144 @@
-"""Frames over a stream socket."""
+"""A non-blocking socket in an event loop: frames, and bytes from and to the caller's memory."""
 
-from collections.abc import Sequence
+import asyncio
+import socket
+from collections.abc import Callable, Sequence
 
 from pscommon.core.errors import PSError
 from pscommon.wire.status import status_of
 from pscommon.wire.stream_format import (
     HEAD_BYTES,
+    MAX_BUFFERS_COUNT,
     MAX_FRAME_MESSAGE_BYTES,
     PIECE_BYTES,
+    BufferQueue,
     FrameKind,
     FramePrefix,
     decode_prefix,
     encode_frame,
 )
-from psserver.stream.stream_socket import StreamSocket
+from psserver.parameters.weight_reads import WeightRead
+
+PIECES_PER_TURN_COUNT = 4
+"""Reads or writes of one socket before other sockets of its loop have their turn."""
 
 
-class FrameSocket(StreamSocket):
-    """A stream socket that receives and sends frames."""
+class ConnectionLostError(Exception):
+    """The peer has closed the connection."""
+
+
+def _ignore(nbytes: int) -> None:
+    """Do nothing."""
+
+
+class FrameSocket:
+    """One socket, registered with an event loop until `close`. One coroutine at a time uses it.
+
+    The loop's callbacks move the bytes: a coroutine resumes once, when all of them have moved.
+
+    Attributes:
+        is_moving: Bytes are being received or sent.
+    """
+
+    def __init__(
+        self, sock: socket.socket, loop: asyncio.AbstractEventLoop, lost: Callable[[], None]
+    ) -> None:
+        """lost: Called if the peer hangs up while nothing is received or sent."""
+        self.is_moving = False
+        self._socket, self._loop, self._lost = sock, loop, lost
+        self._step: Callable[[], bool] | None = None
+        self._moved: asyncio.Future[None] | None = None
+        self._is_writing = False
+        self._is_reading = True
+        loop.add_reader(sock.fileno(), self._on_readable)
+
+    async def receive(
+        self, buffers: Sequence[memoryview | bytearray], filled: Callable[[int], None] = _ignore
+    ) -> None:
+        """Fill the buffers of bytes, one after another.
+
+        filled: Called with the number of bytes so far, after each piece.
+
+        Raises ConnectionLostError or OSError.
+        """
+        total = sum(map(len, buffers))
+        if not total:
+            return None
+        received = self._receive_at_once(buffers)
+        if received == total:
+            return filled(total)
+        queue = BufferQueue(buffers)
+        queue.advance(received)
+
+        def fill() -> bool:
+            views = queue.next()
+            nbytes = (
+                self._socket.recv_into(views[0])
+                if len(views) == 1
+                else self._socket.recvmsg_into(views)[0]
+            )
+            if not nbytes:
+                raise ConnectionLostError
+            queue.advance(nbytes)
+            filled(total - queue.remaining_nbytes)
+            return not queue.remaining_nbytes
+
+        return await self._move(fill, is_writing=False)
+
+    def _receive_at_once(self, buffers: Sequence[memoryview | bytearray]) -> int:
+        """Return the number of bytes that were there already, and are in the buffers now."""
+        try:
+            nbytes: int = self._socket.recvmsg_into(buffers[:MAX_BUFFERS_COUNT])[0]
+        except BlockingIOError:
+            return 0
+        if not nbytes:
+            raise ConnectionLostError
+        if not self._is_reading:  # also to notice that the peer hangs up
+            self._loop.add_reader(self._socket.fileno(), self._on_readable)
+            self._is_reading = True
+        return nbytes
+
+    async def send(self, buffers: Sequence[memoryview | bytes]) -> None:
+        """Send the buffers, one after another. Raises OSError."""
+        try:
+            sent = self._socket.sendmsg(buffers[:MAX_BUFFERS_COUNT])
+        except BlockingIOError:
+            sent = 0
+        if sent == sum(map(len, buffers)):
+            return None
+        queue = BufferQueue(buffers)
+        queue.advance(sent)
+
+        def put() -> bool:
+            queue.advance(self._socket.sendmsg(queue.next()))
+            return not queue.remaining_nbytes
+
+        return await self._move(put, is_writing=True)
+
+    async def send_from(self, read: WeightRead, moved: Callable[[], None]) -> None:
+        """Send the bytes of a read from where they are. Raises OSError.
+
+        moved: Called after each piece.
+        """
+
+        def put() -> bool:
+            read.take(PIECE_BYTES, lambda views: self._socket.sendmsg(views[:MAX_BUFFERS_COUNT]))
+            moved()
+            return not read.remaining_nbytes
+
+        if read.remaining_nbytes:
+            await self._move(put, is_writing=True)
+
+    def send_now(self, frame: bytes) -> None:
+        """Send a few bytes if there is room for them."""
+        try:
+            self._socket.send(frame)
+        except BlockingIOError:
+            pass
+        except OSError:
+            self._lost()
+
+    # ---- frames ----------------------------------------------------------------------------------
 
     async def receive_frame(
         self, most_nbytes: int = MAX_FRAME_MESSAGE_BYTES
@@ -53,3 +174,75 @@ class FrameSocket(StreamSocket):
     async def send_prefix(self, kind: FrameKind, message: bytes, data_nbytes: int) -> None:
         """Send a frame without its data, which follow."""
         await self.send([encode_frame(kind, message, data_nbytes)])
+
+    # ---- the end, and the callbacks of the loop --------------------------------------------------
+
+    def close(self) -> None:
+        """Close the socket. Repeating it is harmless."""
+        if self._socket.fileno() >= 0:
+            self._loop.remove_reader(self._socket.fileno())
+            self._loop.remove_writer(self._socket.fileno())
+            self._socket.close()
+
+    def detach(self) -> socket.socket:
+        """Return the socket, blocking, and forget it."""
+        self._loop.remove_reader(self._socket.fileno())
+        family, kind, protocol = self._socket.family, self._socket.type, self._socket.proto
+        detached = socket.socket(family, kind, protocol, fileno=self._socket.detach())
+        detached.setblocking(True)
+        return detached
+
+    async def _move(self, step: Callable[[], bool], is_writing: bool) -> None:
+        """Repeat a step whenever the socket allows it, until it returns True."""
+        self.is_moving = True
+        try:
+            have_all_moved = self._repeat(step)
+            if not is_writing and not self._is_reading:  # also to notice that the peer hangs up
+                self._loop.add_reader(self._socket.fileno(), self._on_readable)
+                self._is_reading = True
+            if have_all_moved:
+                return
+            self._step, self._is_writing = step, is_writing
+            self._moved = self._loop.create_future()
+            if is_writing:
+                self._loop.add_writer(self._socket.fileno(), self._continue)
+            await self._moved
+        finally:
+            self.is_moving, self._step = False, None
+            if is_writing and self._moved is not None and self._socket.fileno() >= 0:
+                self._loop.remove_writer(self._socket.fileno())
+            self._moved = None
+
+    @staticmethod
+    def _repeat(step: Callable[[], bool]) -> bool:
+        """Repeat a step as often as one turn allows; return whether all bytes have moved."""
+        try:
+            return any(step() for _ in range(PIECES_PER_TURN_COUNT))
+        except BlockingIOError:
+            return False
+
+    def _continue(self) -> None:
+        moved = self._moved
+        if self._step is None or moved is None or moved.done():
+            return
+        try:
+            if self._repeat(self._step):
+                moved.set_result(None)
+        except Exception as error:
+            moved.set_exception(error)
+
+    def _on_readable(self) -> None:
+        if self._step is not None and not self._is_writing:
+            self._continue()
+            return
+        try:
+            has_hung_up = not self._socket.recv(1, socket.MSG_PEEK)
+        except BlockingIOError:  # the bytes were received since the loop saw them
+            return
+        except OSError:
+            has_hung_up = True
+        if has_hung_up:
+            self._lost()
+        else:  # data that no coroutine wants yet
+            self._loop.remove_reader(self._socket.fileno())
+            self._is_reading = False

@@ -1,5 +1,6 @@
 """Serves the streams of workers and shards on a primary."""
 
+import asyncio
 import socket
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -55,8 +56,8 @@ class StreamListener:
             self._links.close()
         self._pool.shutdown()
 
-    def _serve(self, sock: socket.socket) -> WorkerStream:
-        return WorkerStream(
+    def _serve(self, sock: socket.socket) -> tuple["asyncio.Task[None]", Callable[[], None]]:
+        stream = WorkerStream(
             sock,
             self._identity,
             self._service,
@@ -65,3 +66,4 @@ class StreamListener:
             self._requests,
             self._links,
         )
+        return stream.task, stream.keep_alive

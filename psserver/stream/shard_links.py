@@ -4,7 +4,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 
@@ -50,14 +50,14 @@ class ShardLinks:
             thread.join()
 
     def _serve(self, link: BlockingStream) -> None:
-        ended = ConnectionEnd()
-        requests = _until_lost(link, ended)
+        has_ended, actions = threading.Event(), list[Callable[[], None]]()
+        requests = _until_lost(link, has_ended, actions)
         try:
             for make in serve_shard(
                 self._coordinator,
                 requests,
                 lambda: not link.is_broken,
-                ended.actions.append,
+                actions.append,
                 partial(_try_send, link),
             ):
                 link.send_message(make)
@@ -68,9 +68,9 @@ class ShardLinks:
                 link.send_error(error)
         finally:
             link.end_sending()
-            if not ended.actions:  # no other thread reads
+            if not actions:  # no other thread reads
                 deque(requests, 0)
-            ended.has_come.wait(LINGER_SECONDS)
+            has_ended.wait(LINGER_SECONDS)
             link.close()
             with self._lock:
                 del self._open[link]
@@ -83,27 +83,16 @@ def _try_send(link: BlockingStream, make: MakeResponse) -> bool:
     return True
 
 
-class ConnectionEnd:
-    """The end of a connection.
-
-    Attributes:
-        has_come: Set when it has ended.
-        actions: What to do then.
-    """
-
-    def __init__(self) -> None:
-        self.has_come = threading.Event()
-        self.actions: list[Callable[[], None]] = []
-
-
-def _until_lost(link: BlockingStream, ended: ConnectionEnd) -> Iterator[pb.LinkShardRequest]:
-    """Yield the messages of a shard until its connection ends in any way."""
+def _until_lost(
+    link: BlockingStream, has_ended: threading.Event, actions: Sequence[Callable[[], None]]
+) -> Iterator[pb.LinkShardRequest]:
+    """Yield the messages of a shard until its connection ends in any way; run the actions then."""
     try:
         yield from link.messages(pb.LinkShardRequest)
     except (OSError, PSError) as error:
         log.debug("shard_link_ended", problem=str(error))
     finally:
         link.is_broken = True
-        for action in ended.actions:
+        for action in actions:
             action()
-        ended.has_come.set()
+        has_ended.set()

@@ -9,9 +9,8 @@ from psproto.v1 import parameter_server_pb2 as pb
 from psserver.exchange.exchange import Exchange, Moved, Weights
 from psserver.exchange.push_receiver import OpenPushReceiver
 from psserver.parameters.weight_reads import WeightRead
-from psserver.stream.frame_socket import FrameSocket
+from psserver.stream.frame_socket import ConnectionLostError, FrameSocket
 from psserver.stream.stream_service import StreamService, StreamWaiter
-from psserver.stream.stream_socket import ConnectionLostError
 
 
 class SocketIO(StreamWaiter):

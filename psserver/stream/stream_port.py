@@ -16,8 +16,8 @@ from pscommon.system.thread_team import cores
 from pscommon.telemetry.logs import get_logger
 from pscommon.wire.stream_format import set_tcp_options
 from psserver.process.config import ServerConfig
-from psserver.stream.event_loops import MAX_LOOPS_COUNT, EventLoopThread, ServedStream
-from psserver.stream.worker_stream import RefusedStream
+from psserver.stream.event_loops import MAX_LOOPS_COUNT, EventLoopThread, Serve
+from psserver.stream.worker_stream import refuse_connection
 
 LAST_PORT = 65535
 BACKLOG_COUNT = 1024
@@ -44,7 +44,7 @@ class StreamPort:
 
     def __init__(self) -> None:
         self.address = self.advertised = self.path = ""
-        self._serve: Callable[[socket.socket], ServedStream] | None = None
+        self._serve: Serve | None = None
         self._listening: list[socket.socket] = []
         self._threads: list[EventLoopThread] = []
         self._accepted = 0
@@ -85,11 +85,8 @@ class StreamPort:
         self._listening.append(sock)
         self.path = str(path)
 
-    def start(self, serve: Callable[[socket.socket], ServedStream]) -> None:
-        """Begin to serve connections.
-
-        serve: Called in an event loop's thread; serves a connection there.
-        """
+    def start(self, serve: Serve) -> None:
+        """Begin to serve connections."""
         self._serve = serve
         if self._listening:
             self._threads = [EventLoopThread(n) for n in range(min(cores(), MAX_LOOPS_COUNT))]
@@ -101,7 +98,7 @@ class StreamPort:
 
     def refuse_all(self, make_error: Callable[[], PSError]) -> None:
         """Begin to answer each greeting with an error."""
-        self.start(lambda sock: RefusedStream(sock, make_error(), self.note_refusal))
+        self.start(lambda sock: refuse_connection(sock, make_error(), self.note_refusal))
 
     def stop(self) -> None:
         """End all streams and threads. The port stays open: new connections wait for `start`."""

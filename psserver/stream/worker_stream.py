@@ -21,12 +21,11 @@ from psproto.v1 import parameter_server_pb2 as ps
 from psproto.v1 import stream_pb2 as pb
 from psserver.process.identity import ServerIdentity
 from psserver.stream.coordinator_requests import StreamRequests
-from psserver.stream.frame_socket import FrameSocket
+from psserver.stream.frame_socket import ConnectionLostError, FrameSocket
 from psserver.stream.open_streams import OpenStreams
 from psserver.stream.shard_links import ShardLinks
 from psserver.stream.socket_exchange import serve_exchange
 from psserver.stream.stream_service import StreamService
-from psserver.stream.stream_socket import ConnectionLostError
 
 ALIVE = encode_frame(FrameKind.ALIVE)
 
@@ -164,34 +163,31 @@ class WorkerStream:
         await self._socket.send_frame(FrameKind.RESULT, answer)
 
 
-class RefusedStream:
-    """Answers the greeting on one connection with an error, as a standby does.
+def refuse_connection(
+    sock: socket.socket, error: PSError, refused: Callable[[str], None]
+) -> tuple["asyncio.Task[None]", Callable[[], None]]:
+    """Answer the greeting on one connection with an error, as a standby does.
 
-    error: the answer.
     refused: called with the reason when the peer sends no greeting.
     """
 
-    def __init__(self, sock: socket.socket, error: PSError, refused: Callable[[str], None]) -> None:
-        loop = asyncio.get_running_loop()
-        self._error, self._refused = error, refused
-        self._socket = FrameSocket(sock, loop, self._cancel)
-        self.task = loop.create_task(self._run())
-        self.task.add_done_callback(lambda task: self._socket.close())
-
-    def keep_alive(self) -> None:
-        """Do nothing: the answer takes no time."""
-
-    def _cancel(self) -> None:
-        self.task.cancel()
-
-    async def _run(self) -> None:
+    async def answer() -> None:
         try:
-            await _receive_hello(self._socket)
-            await _refuse(self._socket, self._error)
-        except (ConnectionLostError, OSError) as error:
-            log.debug("stream_closed", problem=str(error))
-        except PSError as error:
-            self._refused(str(error))
+            await _receive_hello(frames)
+            await _refuse(frames, error)
+        except (ConnectionLostError, OSError) as lost:
+            log.debug("stream_closed", problem=str(lost))
+        except PSError as problem:
+            refused(str(problem))
+
+    def cancel() -> None:
+        task.cancel()
+
+    loop = asyncio.get_running_loop()
+    frames = FrameSocket(sock, loop, cancel)
+    task = loop.create_task(answer())
+    task.add_done_callback(lambda task: frames.close())
+    return task, lambda: None  # the answer takes no time
 
 
 async def _receive_hello(sock: FrameSocket) -> pb.StreamHello:

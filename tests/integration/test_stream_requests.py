@@ -126,9 +126,8 @@ def test_lost_streams_lose_no_request(cluster: Make, monkeypatch: pytest.MonkeyP
     def close_streams() -> None:
         while not stop.wait(0.02):
             for server in servers.servers:
-                for thread in server._streams._port._threads:
-                    for stream in list(thread.streams):
-                        stream.close(True)
+                for close in list(server._streams._streams._closers.values()):
+                    close(True)
 
     closing = threading.Thread(target=close_streams)
     closing.start()

@@ -52,8 +52,8 @@ def test_both_ends_of_a_stream_notice_a_lost_peer(cluster: Make) -> None:
     with connected(servers.address, lanes="stream") as client:
         make_step(client)
         (stream,) = streams_of(client)
-        threads = servers.servers[0]._streams._port._threads
-        ends = [each._socket._socket for thread in threads for each in list(thread.streams)]
+        closers = servers.servers[0]._streams._streams._closers.values()
+        ends = [close.__self__._socket._socket for close in closers]  # type: ignore[attr-defined]
         found = [sock for sock in ends if sock.getpeername() == stream._socket.getsockname()]
         assert len(found) == 1
 

@@ -6,11 +6,11 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from psserver.stream.stream_socket import StreamSocket
+from psserver.stream.frame_socket import FrameSocket
 
 SECONDS = 10.0
 
-Serve = Callable[[StreamSocket, socket.socket], Awaitable[None]]
+Serve = Callable[[FrameSocket, socket.socket], Awaitable[None]]
 
 
 async def turn(count: int) -> None:
@@ -27,7 +27,7 @@ async def hang_up(serve: Serve) -> None:
     one, peer = socket.socketpair()
     with peer:
         one.setblocking(False)
-        stream = StreamSocket(one, loop, lost.set)
+        stream = FrameSocket(one, loop, lost.set)
         try:
             await serve(stream, peer)
             await turn(5)
@@ -38,7 +38,7 @@ async def hang_up(serve: Serve) -> None:
             stream.close()
 
 
-async def receive_in_one_go(stream: StreamSocket, peer: socket.socket) -> None:
+async def receive_in_one_go(stream: FrameSocket, peer: socket.socket) -> None:
     """Both buffers are there before they are wanted."""
     peer.sendall(bytes(20))
     await turn(1)
@@ -46,7 +46,7 @@ async def receive_in_one_go(stream: StreamSocket, peer: socket.socket) -> None:
         await stream.receive([bytearray(10)])
 
 
-async def receive_while_the_rest_is_known(stream: StreamSocket, peer: socket.socket) -> None:
+async def receive_while_the_rest_is_known(stream: FrameSocket, peer: socket.socket) -> None:
     """The loop learns of the second buffer's bytes before they are received, and looks after."""
     first = asyncio.ensure_future(stream.receive([bytearray(10)]))
     await turn(1)
@@ -55,14 +55,14 @@ async def receive_while_the_rest_is_known(stream: StreamSocket, peer: socket.soc
     await stream.receive([bytearray(10)])
 
 
-async def receive_late(stream: StreamSocket, peer: socket.socket) -> None:
+async def receive_late(stream: FrameSocket, peer: socket.socket) -> None:
     """No coroutine wants the bytes for a while."""
     peer.sendall(bytes(20))
     await turn(5)
     await stream.receive([bytearray(20)])
 
 
-async def send(stream: StreamSocket, peer: socket.socket) -> None:
+async def send(stream: FrameSocket, peer: socket.socket) -> None:
     await stream.send([bytes(20)])
 
 
