@@ -118,7 +118,7 @@ def test_add_an_optimizer() -> None:
     }
 
     assert not {*CASES, *documented} - {*built_in}, (
-        "Add an optimizer: torch_kinds.py, torch_adam.py or a new module in common/pscommon/optim"
+        "Add an optimizer: torch_kinds.py or a new module in common/pscommon/optim"
     )
     assert not {*built_in} - {*CASES}, "Add an optimizer: tests/support/optimizer_cases.py"
     assert not unchanged, "Add an optimizer: tests/support/optimizer_cases.py"
