@@ -1,7 +1,7 @@
 """Starting, watching and restarting processes on this machine, and running a training script."""
 
 __all__ = [
-    "events",
+    "actions",
     "orphan_guard",
     "outcome",
     "plan",

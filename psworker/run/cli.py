@@ -24,7 +24,6 @@ from pscommon.system.user_modules import check_module
 from pscommon.telemetry import logs
 from psworker.cli import ARGS, FLAGS_BEFORE_SCRIPT, MODULE, SCRIPT, words
 from psworker.launch import plan
-from psworker.launch.events import SignalReceived
 from psworker.launch.script import Script
 from psworker.launch.temporary_folder import make_folder
 from psworker.run import summary as report
@@ -221,7 +220,7 @@ def signals_to(run: Launcher) -> Iterator[None]:
     before = {number: signal.getsignal(number) for number in SIGNALS}
     for number in SIGNALS:
         if before[number] is not signal.SIG_IGN:
-            signal.signal(number, lambda received, _: run.post(SignalReceived(received)))
+            signal.signal(number, lambda received, _: run.interrupt(received))
     try:
         yield
     finally:
