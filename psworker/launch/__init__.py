@@ -5,9 +5,7 @@ __all__ = [
     "orphan_guard",
     "outcome",
     "plan",
-    "preload",
     "processes",
     "script",
     "supervisor",
-    "temporary_folder",
 ]

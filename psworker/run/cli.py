@@ -1,7 +1,6 @@
 """ps-run: a whole cluster on this machine in one command."""
 
 import os
-import shutil
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -18,17 +17,16 @@ from pscommon.settings import options
 from pscommon.settings.command import given, run_command
 from pscommon.settings.environment import unread
 from pscommon.settings.values import check_policy, host_and_port
+from pscommon.system.imports import check_module
 from pscommon.system.small_files import is_special, why_no_file
 from pscommon.system.thread_team import cores
-from pscommon.system.user_modules import check_module
 from pscommon.telemetry import logs
 from psworker.cli import ARGS, FLAGS_BEFORE_SCRIPT, MODULE, SCRIPT, words
 from psworker.launch import plan
 from psworker.launch.script import Script
-from psworker.launch.temporary_folder import make_folder
 from psworker.run import summary as report
 from psworker.run.display import Display, LogStream, open_display
-from psworker.run.history import write_csv
+from psworker.run.folders import log_folder, make_folder, remove_folder
 from psworker.run.job_poller import Connect, GrpcJobObserver
 from psworker.run.launcher import Launcher, RunEnd
 from psworker.run.output import Output, outputs
@@ -165,27 +163,6 @@ def check_output(flag: str, path: Path) -> None:
         )
 
 
-def log_folder(settings: dict[str, Any], folder: Path) -> Path:
-    """Return the folder for log files: --log-dir, which is created, or the run's own folder."""
-    wanted: Path | None = settings["log_dir"]
-    if wanted is None:
-        return folder
-    try:
-        wanted.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InvalidRequestError(f"`--log-dir {wanted}` is not valid: {error.strerror}") from error
-    counts = {"s": settings["servers"], "w": settings["workers"]}
-    for name in (
-        f"{kind}{number}.log" for kind, count in counts.items() for number in range(count)
-    ):
-        if (wanted / name).is_dir():
-            raise InvalidRequestError(
-                f"`--log-dir {wanted}` is not valid: {name} is a folder, but a log file needs this "
-                "name. Try: another folder"
-            )
-    return wanted
-
-
 def launch(cluster: plan.RunPlan, folder: Path, connect: Connect, display: Display) -> RunEnd:
     """Run the cluster with signal handlers installed; log files go to `folder`."""
     # the servers' own logs are shown; ps-run itself logs only problems
@@ -228,16 +205,6 @@ def signals_to(run: Launcher) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def remove_folder(folder: Path, keep_logs: bool) -> None:
-    """Remove the run's folder, except its log files if `keep_logs`."""
-    if not keep_logs:
-        shutil.rmtree(folder)
-        return
-    for path in folder.iterdir():
-        if path.suffix != ".log":
-            path.unlink()
-
-
 def conclude(end: RunEnd, settings: dict[str, Any], out: Output, err: Output) -> int:
     """Write the files of the run, and its table or the box about its failure.
 
@@ -252,7 +219,7 @@ def conclude(end: RunEnd, settings: dict[str, Any], out: Output, err: Output) ->
     code = end.outcome.code
     files: dict[str, Callable[[Path], None]] = {
         "summary": lambda path: report.write_summary(path, content),
-        "history": lambda path: write_csv(path, end.result.history),
+        "history": lambda path: report.write_csv(path, end.result.history),
     }
     for flag, write in files.items():
         if settings[flag]:

@@ -22,8 +22,7 @@ from psworker.launch.actions import (
 )
 from psworker.launch.outcome import RunOutcome, describe
 from psworker.launch.plan import HOST, RunPlan, index_of, is_server
-from psworker.launch.preload import PreloadedServer
-from psworker.launch.processes import ManagedProcess
+from psworker.launch.processes import ManagedProcess, PreloadedServer
 from psworker.launch.supervisor import Supervisor
 from psworker.run import summary as report
 from psworker.run.display import Display
