@@ -10,7 +10,7 @@ from pscommon.core.limits import MAX_REASON_CHARACTERS, WORKERS_PER_GENERATION
 from pscommon.core.model_spec import ModelSpec
 from pscommon.core.script_place import PassName
 from pscommon.snapshot.tensor_file import RESERVED
-from pscommon.system.memory_limit import usable_memory
+from pscommon.system.process_limits import usable_memory
 from pscommon.telemetry.logs import get_logger
 from psserver.coordinator.executor import CommandExecutor
 from psserver.coordinator.job_start import JobStart

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Sequence
-from types import TracebackType
 from typing import Any
 
 from pscommon.core.errors import UnreachableError
@@ -105,12 +104,7 @@ class CoordinatorClient:
     def __enter__(self) -> "CoordinatorClient":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._channel.close()
 
 

@@ -24,7 +24,7 @@ from pscommon.optim.registry import (
     find_out_of_range,
 )
 from pscommon.optim.trial import try_formula
-from pscommon.system.user_modules import import_user_module
+from pscommon.system.imports import import_user_module
 
 TensorFormula = Callable[[Tensor, Tensor, Mapping[str, Any], Mapping[str, Any]], None]
 """formula(weight, gradient, state, group): one step of one flat tensor in place."""
