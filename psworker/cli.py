@@ -19,7 +19,7 @@ from pscommon.telemetry import logs
 from pscommon.telemetry.logs import get_logger
 from psworker.connect import choose_device
 from psworker.launch.script import Script, run
-from psworker.session.environment import is_on
+from psworker.session.arguments import is_on
 
 log = get_logger(__name__)
 

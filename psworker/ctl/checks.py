@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple
 import click
 
 from pscommon.core.errors import PSError
-from pscommon.settings.option_types import FOLDER
+from pscommon.settings.values import FOLDER
 from pscommon.system import thread_team
 from psworker.ctl.context import CommandContext, pass_settings, shared
 from psworker.ctl.output import Table, show, size

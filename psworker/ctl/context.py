@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from pscommon.settings.option_types import SECONDS
-from pscommon.settings.values import ValueType, addresses
+from pscommon.settings.values import SECONDS, ValueType, addresses
 from pscommon.system.local_jobs import only_local_job
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pscommon.settings.option_types import ADDRESS, COUNT, COUNT_OR_NONE, POLICIES, SECONDS, TEXT
+from pscommon.settings.values import ADDRESS, COUNT, COUNT_OR_NONE, POLICIES, SECONDS, TEXT
 from pscommon.wire.channel import open_channel
 from pscommon.wire.status import translated
 from psproto.v1 import standby_pb2 as pb

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from pscommon.core.errors import SnapshotError
-from pscommon.settings.option_types import FILE, SECONDS, VERSION
+from pscommon.settings.values import FILE, SECONDS, VERSION
 from psworker.ctl import views
 from psworker.ctl.context import CommandContext, pass_settings, shared
 from psworker.ctl.output import Table, show, size

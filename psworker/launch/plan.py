@@ -8,9 +8,9 @@ from typing import Any
 
 from pscommon.settings import options
 from pscommon.settings.command import Option
+from pscommon.settings.environment import without_settings
 from pscommon.settings.values import host_and_port
 from psworker.launch.script import TRACEBACK_FILE, Script
-from psworker.session.environment import without_settings
 
 HOST = "127.0.0.1"
 

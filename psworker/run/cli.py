@@ -30,7 +30,7 @@ from psworker.run.folders import log_folder, make_folder, remove_folder
 from psworker.run.job_poller import Connect, GrpcJobObserver
 from psworker.run.launcher import Launcher, RunEnd
 from psworker.run.output import Output, outputs
-from psworker.session.environment import is_on
+from psworker.session.arguments import is_on
 from psworker.session.resume_notice import nothing_left
 
 HIGHEST_PORT = 65535

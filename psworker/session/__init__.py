@@ -4,7 +4,6 @@ __all__ = [
     "arguments",
     "collectives",
     "drain",
-    "environment",
     "job_facts",
     "metrics",
     "reports",

@@ -68,7 +68,6 @@ NUMBERS = {  # the only modules with tensors; the client of psworker needs no fr
 COMMANDS = {
     "pscommon.settings.command",
     "pscommon.settings.options",
-    "pscommon.settings.run_options",
     "pscommon.settings.server_options",
     "pscommon.settings.values",
     "psserver.cli",

@@ -17,7 +17,7 @@ from pscommon.core import errors
 from pscommon.core.exit_codes import EXPLANATIONS, ExitCode
 from pscommon.optim import KINDS
 from pscommon.settings import options
-from pscommon.settings.option_types import POLICIES
+from pscommon.settings.values import POLICIES
 from psserver.coordinator.status import PER_SERVER_SETTINGS
 from psserver.core.commands import data_commands, job_commands, shard_commands, worker_commands
 from psserver.core.commands.command import Command
@@ -249,7 +249,7 @@ def test_add_a_policy() -> None:
     known = text("psserver/core/job/policy.py").partition("def policy(")[2]
     names = set(re.findall(r'"(\w+)"', known.partition('raise ValueError(f"policy {name!r}')[0]))
 
-    assert names == set(POLICIES), "Add a policy: common/pscommon/settings/option_types.py"
+    assert names == set(POLICIES), "Add a policy: common/pscommon/settings/values.py"
     assert {case["policy"] for case in POLICY_CASES.values()} == set(POLICIES), (
         "Add a policy: tests/support/policies.py"
     )

@@ -327,6 +327,7 @@ ALLOWED: dict[str, set[str]] = {
     },
     "psworker.training": {
         "pscommon.core",
+        "pscommon.settings",
         "pscommon.telemetry",
         "psworker.client",
         "psworker.connect",

@@ -37,6 +37,15 @@ SOURCES = {
     ParameterSource.DEFAULT: "default",
 }
 
+# sections of --help
+PLACE = "Place"
+JOB = "Job"
+SNAPSHOTS = "Snapshots"
+FAILOVER = "Failover"
+LOCAL = "This process"
+OUTPUT = "Output"
+CLUSTER = "Cluster"
+
 REMOVED = {
     "late_gradients": "the data of a late gradient are always returned",
     "malloc": "memory is always tuned for large buffers",
@@ -81,7 +90,8 @@ class Option(click.Option):
     def __init__(
         self, flag: str, *, section: str, also: Sequence[str] = (), **attributes: Any
     ) -> None:
-        """Make the option; `also` are additional environment variables."""
+        """Make the option; `also` are additional environment variables. A default is shown."""
+        attributes.setdefault("show_default", "default" in attributes)
         self.flag = flag
         self.section = section
         self.variables = ("PS_" + flag.removeprefix("--").replace("-", "_").upper(), *also)

@@ -1,4 +1,7 @@
-"""Parsers of setting values from text; each raises ValueError with a message for the user."""
+"""Parsers of setting values from text, and the types of options made of them.
+
+Each parser raises ValueError with a message for the user.
+"""
 
 import re
 from collections.abc import Callable
@@ -13,6 +16,8 @@ if TYPE_CHECKING:
     ParamType = click.ParamType[Any]  # not generic in older releases of click
 else:
     ParamType = click.ParamType
+
+POLICIES = ("sync", "async", "ssp")
 
 Lanes = Literal["auto", "shm", "stream", "grpc"]
 LANES = ("auto", "shm", "stream", "grpc")
@@ -313,3 +318,16 @@ def check_policy(policy: str, staleness: int | None) -> None:
         raise ValueError(
             f"`--policy {policy}` excludes `--staleness`: it has no bound. Try: `--policy ssp`"
         )
+
+
+# Types of options, by the placeholder in --help and the TOML types that a file may have.
+COUNT = ValueType("INTEGER", count, int)
+COUNT_OR_NONE = ValueType("INTEGER", count_or_none, int)
+VERSION = ValueType("INTEGER", version, int)
+FOLDER = PathType(file_okay=False)
+FILE = PathType(dir_okay=False)
+SECONDS = ValueType("SECONDS", seconds, int, float)
+LISTEN = ValueType("HOST:PORT", listening)
+ADDRESS = ValueType("HOST:PORT", address)
+MODULE = ValueType("MODULE", module)
+TEXT = ValueType("TEXT", utf8)
