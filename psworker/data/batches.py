@@ -83,7 +83,7 @@ class BatchLoader:
 
     def __iter__(self) -> "BatchIterator":
         loops = self._session.loops
-        spec, reader = self._source.next_pass(loops.count)
+        spec, read = self._source.next_pass(loops.count)
         if self._pass is not None:
             self._session.consumed.decide(self._pass.loop)
         if (
@@ -95,7 +95,7 @@ class BatchLoader:
             loops.discard(self._pass.name)
         iterator = BatchIterator()
         name = loops.make(self._name, iterator)
-        self._pass = DataPass(self._session, spec, name, reader, self._reseed, self.marks_updates)
+        self._pass = DataPass(self._session, spec, name, read, self._reseed, self.marks_updates)
         iterator.begin(self._pass.batches())
         self._iterator = weakref.ref(iterator)
         return iterator
@@ -155,14 +155,14 @@ class DataPass:
         session: Session,
         spec: Spec,
         name: PassName,
-        reader: PassReader,
+        read: PassReader,
         reseed: bool,
         marks_updates: bool,
     ) -> None:
         self.name = name
         self._session = session
         self._leases = LeasedBatches(session, spec, name)
-        self._reader = reader
+        self._read = read
         self._reseed = reseed
         self._marks_updates = marks_updates
         self._was_finished = session.client.has_ended(name)
@@ -189,7 +189,7 @@ class DataPass:
             consumed.begin()
         steps, samples = session.stats.steps, consumed.samples
         with session.running_loop(leases, torch.is_grad_enabled()):
-            fetched = self._reader.open(leases)
+            fetched = self._read(leases)
             more = True
             while more:
                 if self._marks_updates and not self._was_finished:

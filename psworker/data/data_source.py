@@ -88,12 +88,8 @@ class LeasedNumbers(Protocol):
         """Report a batch without samples: its source ends before it."""
 
 
-class PassReader(Protocol):
-    """Reads the batches of one pass."""
-
-    def open(self, leases: LeasedNumbers) -> Iterable[tuple[BatchFacts, Any]]:
-        """Return the batches of these numbers, to be iterated again when there are more numbers."""
-        ...
+PassReader = Callable[[LeasedNumbers], Iterable[tuple[BatchFacts, Any]]]
+"""Returns the batches of a pass with these numbers, to be iterated again when there are more."""
 
 
 class DataSource(Protocol):

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from os import PathLike
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch import nn
@@ -14,15 +14,24 @@ from psworker.model.adapter import ModelAdapter
 from psworker.model.saving import save
 from psworker.session.drain import DrainedError
 from psworker.session.session import Session
-from psworker.steps.step import Push, StepContext, StepStrategy
-from psworker.steps.step_strategies import STEP_STRATEGIES, StepStrategyName
+from psworker.steps.overlapped_step import OverlappedStep
+from psworker.steps.pipelined_step import PipelinedStep
+from psworker.steps.step import PlainStep, Push, StepContext
+
+StepStrategyName = Literal["plain", "overlapped", "pipelined"]
+
+STEP_STRATEGIES: Mapping[StepStrategyName, type[PlainStep]] = {
+    "plain": PlainStep,
+    "overlapped": OverlappedStep,
+    "pipelined": PipelinedStep,
+}
 
 
 class SteppingOptimizer(Protocol):
     """What a model needs of each of its optimizers."""
 
     def record_outcome(self, push: Push, result: PushResult) -> None:
-        """Take the outcome of a push that was decided after `StepStrategy.push` returned."""
+        """Take the outcome of a push that was decided after `PlainStep.push` returned."""
 
     def drop(self, error: PSError) -> None:
         """Drop gradients of a membership that was lost with this error."""
@@ -65,7 +74,7 @@ class ServedModel:
         session.with_rejoin(lambda: client.start(adapter.weights.memory))
         adapter.scatter(everything=True)
         self.first_version, self.update_counts = client.version, dict(client.update_counts)
-        self.strategy: StepStrategy = strategy_class(
+        self.strategy = strategy_class(
             StepContext(
                 adapter,
                 client,

@@ -26,9 +26,9 @@ from psserver.core.job.policy import policy
 from psserver.process.config import ServerConfig
 from psserver.process.metrics import ServerMetrics, standby_metrics
 from psworker import Job
-from psworker.data.sources import SOURCE_KINDS
+from psworker.data.loader import SOURCE_KINDS
+from psworker.optim.served_model import STEP_STRATEGIES
 from psworker.session.metrics import WorkerMetrics
-from psworker.steps.step_strategies import STEP_STRATEGIES
 from tests.contract.promised.journal import COMMANDS
 from tests.support.optimizer_cases import CASES
 from tests.support.policies import POLICIES as POLICY_CASES
@@ -260,18 +260,20 @@ def test_add_a_policy() -> None:
 
 
 def test_add_a_data_source() -> None:
-    makers = {
+    sources = {
         match
         for path in (ROOT / "psworker/data").glob("*.py")
-        for match in re.findall(r"^def (make_\w+_source)\(", path.read_text(), re.MULTILINE)
+        for match in re.findall(
+            r'^class (\w+):\n    """The data source of', path.read_text(), re.MULTILINE
+        )
     }
-    registered = {kind.make.__name__ for kind in SOURCE_KINDS}
+    registered = {source.__name__ for _, source in SOURCE_KINDS}
 
     guide = text("docs/loader.md").lower()
 
-    assert makers == registered, "Add a data source: psworker/data/sources.py"
-    for maker in makers:
-        kind = maker.removeprefix("make_").removesuffix("_source")
+    assert sources == registered, "Add a data source: psworker/data/loader.py"
+    for source in sources:
+        kind = re.split("(?<=[a-z])(?=[A-Z])", source)[0].lower()
         assert re.search(rf"\b{kind}", guide), f"Add a data source: docs/loader.md on {kind}"
 
 
@@ -282,7 +284,7 @@ def test_add_a_step_strategy() -> None:
     arguments = set(re.findall(r'[{ ]"(\w+)": \w+[,}]', choices))
     strategies = {
         name
-        for path in (ROOT / "psworker/optim").glob("*.py")
+        for path in (ROOT / "psworker/steps").glob("*.py")
         for name in re.findall(r"^class (\w+Step)\(", path.read_text(), re.MULTILINE)
     }
     registered = {strategy.__name__ for strategy in STEP_STRATEGIES.values()}
@@ -291,7 +293,7 @@ def test_add_a_step_strategy() -> None:
     assert names == list(STEP_STRATEGIES), (
         "Add a step strategy: tests/integration/test_push_path.py"
     )
-    assert strategies <= registered, "Add a step strategy: psworker/steps/step_strategies.py"
+    assert strategies <= registered, "Add a step strategy: psworker/optim/served_model.py"
     assert arguments <= {*inspect.signature(Job.optimizer).parameters}, (
         "Add a step strategy: psworker/job.py"
     )

@@ -84,7 +84,6 @@ ALLOWED: dict[str, set[str]] = {
         "psworker.data",
         "psworker.optim",
         "psworker.session",
-        "psworker.steps",
     },
     "psworker.integrations": {"pscommon.core", "psworker.data", "psworker.job"},
     "psworker.training_arguments": {"pscommon.core", "pscommon.optim"},
