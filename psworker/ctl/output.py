@@ -3,9 +3,9 @@
 import io
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pscommon.core.errors import InvalidRequestError
 from pscommon.telemetry import strict_json
@@ -79,6 +79,25 @@ def number(value: float | None) -> str:
     if value is None:
         return ""
     return str(value) if isinstance(value, int) else f"{value:.4g}"
+
+
+def pass_text(progress: Mapping[str, Any] | None) -> str:
+    """Format the progress: "pass 2 of 5: 43 %, 12 s left".
+
+    Args:
+        progress: value of `progress` in the status.
+
+    Returns:
+        The text; empty if the progress is unknown, as for a stream.
+    """
+    if not progress or progress.get("percent") is None or progress.get("pass") is None:
+        return ""
+    passes = f" of {progress['passes']}" if progress.get("passes") else ""
+    text = f"pass {progress['pass']}{passes}: {progress['percent']:.0f} %"
+    left = progress.get("remaining_seconds")
+    if left is None or progress["percent"] >= 100:
+        return text
+    return f"{text}, {duration(round(left) if left >= 10 else round(left, 1))} left"
 
 
 def _without_empty_columns(table: Table) -> Table:

@@ -12,7 +12,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from psworker.ctl.pass_text import pass_text
+from psworker.ctl.output import pass_text
 from psworker.launch.processes import Stream
 from psworker.run.job_poller import Status
 from psworker.run.output import Output

@@ -7,7 +7,7 @@ from typing import Any, TextIO, cast
 import pytest
 from rich.console import Console
 
-from psworker.ctl.pass_text import pass_text
+from psworker.ctl.output import pass_text
 from psworker.run.display import (
     LINE_SECONDS,
     LiveDisplay,
