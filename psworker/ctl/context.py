@@ -42,6 +42,13 @@ class CommandContext:
         return CoordinatorClient(ps.split(","), self.timeout)
 
 
+waiting = click.option(
+    "--wait",
+    type=SECONDS,
+    default="300",
+    show_default=True,
+    help="Maximum time to wait for the result.",
+)
 pass_settings = click.make_pass_decorator(CommandContext, ensure=True)
 
 

@@ -54,6 +54,12 @@ def show(form: str, document: object, tables: Callable[[], Sequence[Table]]) -> 
             ) from error
 
 
+def show_fields(form: str, document: Mapping[str, object]) -> None:
+    """Print a document; the table omits fields without a value. The rest is as of `show`."""
+    rows = [row for row in document.items() if row[1] not in (None, "")]
+    show(form, document, lambda: [Table("", (), rows)])
+
+
 def size(nbytes: float | None) -> str:
     """Format a number of bytes: "12.3 MB"."""
     if nbytes is None:

@@ -86,7 +86,7 @@ class GrpcJobObserver:
 
     def weights_sha256(self) -> str:
         """See JobObserver."""
-        from pscommon.snapshot.weights_digest import weights_sha256
+        from pscommon.snapshot import weights_sha256
 
         return weights_sha256(self._client.pull())
 

@@ -37,7 +37,6 @@ NUMBERS = {  # the only modules with tensors; the client of psworker needs no fr
     "pscommon.optim",
     "pscommon.optim.specs",
     "pscommon.snapshot",
-    "pscommon.snapshot.weights_digest",
     "psserver.app",
     "psserver.server",
     "psserver.durability.snapshots",

@@ -1,8 +1,10 @@
-"""Export of the trained weights to one plain safetensors file."""
+"""Export of the trained weights to one plain safetensors file, and their digest."""
 
+import hashlib
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -82,6 +84,21 @@ def tensors_in_buffer(plan: PartitionPlan, memory: memoryview | bytearray) -> li
     empty = torch.empty(0, dtype=torch.uint8, device="cpu")
     buffer = torch.frombuffer(memory, dtype=torch.uint8) if len(memory) else empty
     return [_view(buffer, plan, index) for index in range(len(plan.spec.tensors))]
+
+
+def weights_sha256(named: Mapping[str, Any]) -> str:
+    """Return the SHA-256, in hex, of the bytes of all tensors: two runs have the same result.
+
+    The bytes are concatenated by name, ordered by code point. Names, shapes and dtypes do not
+    affect the digest.
+
+    Args:
+        named: Buffers by name, C-contiguous and little-endian: numpy arrays, memoryviews or bytes.
+    """
+    digest = hashlib.sha256()
+    for name in sorted(named):
+        digest.update(named[name])
+    return digest.hexdigest()
 
 
 def _view(buffer: torch.Tensor, plan: PartitionPlan, index: int) -> torch.Tensor:
