@@ -24,9 +24,8 @@ from psworker.optim.served_model import StepStrategyName
 from psworker.session.arguments import is_on
 from psworker.session.collectives import ScriptCollectives
 from psworker.session.drain import DrainedError, Stopping
-from psworker.session.job_facts import JobFacts
 from psworker.session.resume_notice import log_if_finished
-from psworker.session.session import Session
+from psworker.session.session import JobFacts, Session
 
 log = get_logger(__name__)
 

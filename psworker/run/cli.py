@@ -4,7 +4,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +94,7 @@ def start(
                 dict(os.environ),
                 has_terminal(),
             )
-            with open_display(out, err) as display:
+            with closing(open_display(out, err)) as display:
                 end = launch(cluster, log_folder(settings, folder), connect, display)
             keep_logs = end.outcome.status == "failed" and settings["log_dir"] is None
         finally:

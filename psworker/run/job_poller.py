@@ -81,17 +81,14 @@ class GrpcJobObserver:
         self._client = Client(address, observe=True, connect_timeout=CONNECT_SECONDS)
 
     def status(self) -> Status:
-        """See JobObserver."""
         return self._client.status()
 
     def weights_sha256(self) -> str:
-        """See JobObserver."""
         from pscommon.snapshot import weights_sha256
 
         return weights_sha256(self._client.pull())
 
     def history(self) -> Sequence[MetricRow]:
-        """See JobObserver."""
         from psproto.v1.coordinator_pb2 import GetHistoryRequest
 
         with self._coordinator() as coordinator:
@@ -102,14 +99,12 @@ class GrpcJobObserver:
         ]
 
     def stop(self) -> None:
-        """See JobObserver."""
         from psproto.v1.coordinator_pb2 import StopJobRequest
 
         with self._coordinator() as coordinator:
             coordinator.StopJob(StopJobRequest(reason="all workers are done"), timeout=STOP_SECONDS)
 
     def report_exit(self, process: str, reason: str) -> None:
-        """See JobObserver."""
         from psproto.v1.coordinator_pb2 import ReportExitRequest
 
         with self._coordinator() as coordinator:
@@ -127,7 +122,6 @@ class GrpcJobObserver:
             yield CoordinatorServiceStub(channel)
 
     def close(self) -> None:
-        """See JobObserver."""
         self._client.close()
 
 
@@ -219,9 +213,7 @@ class JobPoller:
         return ""
 
     def _poll(self) -> None:
-        if self._observer is None:
-            self._observer = self._connect(self._address)
-        status = self._observer.status()
+        status = self._connected().status()
         if not self.status:
             self.resumed = status.get("resumed")
         if status.get("training") != self.status.get("training") and self.status.get("training"):

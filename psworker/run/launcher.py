@@ -47,7 +47,6 @@ class RunEnd:
         result: what the servers reported.
         seconds: duration of the run.
         restarts: number of restarted processes.
-        log: log file of the failed process, or the log folder.
         box: box about the failure; empty without one.
         not_saved: why the final weights were not saved; empty if saved, None if unknown.
     """
@@ -56,7 +55,6 @@ class RunEnd:
     result: JobResult
     seconds: float
     restarts: int
-    log: Path | None
     box: str
     not_saved: str | None = None
 
@@ -255,7 +253,7 @@ class Launcher:
         log = culprit.log if culprit else self._logs
         box = report.box(outcome, log, tail, traceback) if outcome.status == "failed" else ""
         return RunEnd(
-            outcome, result, seconds, self._supervisor.restarts, log, box, self._read_not_saved()
+            outcome, result, seconds, self._supervisor.restarts, box, self._read_not_saved()
         )
 
     def _read_not_saved(self) -> str | None:

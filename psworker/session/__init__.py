@@ -4,7 +4,6 @@ __all__ = [
     "arguments",
     "collectives",
     "drain",
-    "job_facts",
     "metrics",
     "reports",
     "resume_notice",
