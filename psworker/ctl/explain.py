@@ -15,7 +15,7 @@ from psworker.session.drain import DrainedError
 # REASONS plus the one reason that is never transmitted
 ERRORS = REASONS | {
     "DRAINED": ReasonRow(
-        DrainedError, "CANCELLED", False, "the worker was asked to leave, or the job has ended"
+        DrainedError, "the worker was asked to leave, or the job has ended", "CANCELLED"
     )
 }
 
