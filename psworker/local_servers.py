@@ -20,13 +20,6 @@ LOG_TAIL_CHARACTERS = 2000
 class LocalServers:
     """Server processes on free ports of 127.0.0.1, to be used in a `with` block.
 
-    Args:
-        count: Number of shards.
-        min_workers: Workers required before training starts.
-        policy: sync, async or ssp.
-        staleness: Bound of ssp, in steps; None for the other policies.
-        environ: Environment of the servers.
-
     Attributes:
         address: Address of shard 0, inside the `with` block.
 

@@ -30,13 +30,7 @@ SLOW_STREAM_MEGABYTES_PER_SECOND = 100.0
 
 
 class Finding(NamedTuple):
-    """Result of one check.
-
-    Attributes:
-        state: severity.
-        text: what was found.
-        remedy: what to do; empty without a problem.
-    """
+    """What a check has found; the remedy is empty without a problem."""
 
     state: State
     text: str

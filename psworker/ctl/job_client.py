@@ -19,14 +19,9 @@ class CoordinatorClient:
     """Connection to the coordinator on shard 0; works in every state of the job."""
 
     def __init__(self, addresses: Sequence[str], timeout: float) -> None:
-        """Find shard 0 through any server of the job.
+        """Find shard 0 through any server of the job; `timeout` is the deadline of each call.
 
-        Args:
-            addresses: addresses of one or more servers.
-            timeout: deadline of each call in seconds.
-
-        Raises:
-            UnreachableError: no server answers, or none knows the address of shard 0.
+        Raises UnreachableError if no server answers, or none knows the address of shard 0.
         """
         self._timeout = timeout
         self.address, self.described = _find_coordinator(addresses, timeout)

@@ -26,15 +26,9 @@ class Table:
 
 
 def show(form: str, document: object, tables: Callable[[], Sequence[Table]]) -> None:
-    """Print tables without their empty columns, or a JSON document.
+    """Print tables without their empty columns, or the document if `form` is "json".
 
-    Args:
-        form: "table" or "json".
-        document: content for JSON.
-        tables: function that makes the tables; not called for JSON.
-
-    Raises:
-        InvalidRequestError: stdout cannot be written.
+    Raises InvalidRequestError if stdout cannot be written.
     """
     if sys.stdout is None:
         raise InvalidRequestError("cannot print the result: stdout is closed")
@@ -88,13 +82,9 @@ def number(value: float | None) -> str:
 
 
 def pass_text(progress: Mapping[str, Any] | None) -> str:
-    """Format the progress: "pass 2 of 5: 43 %, 12 s left".
+    """Format `progress` of the status: "pass 2 of 5: 43 %, 12 s left".
 
-    Args:
-        progress: value of `progress` in the status.
-
-    Returns:
-        The text; empty if the progress is unknown, as for a stream.
+    The text is empty if the progress is unknown, as for a stream.
     """
     if not progress or progress.get("percent") is None or progress.get("pass") is None:
         return ""

@@ -56,7 +56,7 @@ class PassSettings(NamedTuple):
     name: str | None = None
 
 
-class BatchFacts(Protocol):
+class BatchFacts(NamedTuple):
     """What is known of a batch without its data.
 
     Attributes:
@@ -65,12 +65,9 @@ class BatchFacts(Protocol):
         seeds: Non-negative integers that seed its random numbers.
     """
 
-    @property
-    def key(self) -> BatchKey: ...
-    @property
-    def samples(self) -> int: ...
-    @property
-    def seeds(self) -> tuple[int, ...]: ...
+    key: BatchKey
+    samples: int
+    seeds: tuple[int, ...]
 
 
 class LeasedNumbers(Protocol):
@@ -121,14 +118,9 @@ class DataSource(Protocol):
 
 
 def make_spec(kind: Callable[..., SpecT], *fields: Any) -> SpecT:
-    """Return the spec of a loop.
+    """Return the spec of a loop from booleans and integers of Python, numpy or torch.
 
-    Args:
-        kind: LoopSpec or StreamSpec.
-        fields: Its fields: booleans or integers of Python, numpy or torch.
-
-    Raises:
-        InvalidRequestError: The fields make no valid spec.
+    Raises InvalidRequestError if they make no valid spec.
     """
     try:
         return kind(

@@ -21,6 +21,7 @@ from pscommon.core.errors import InvalidRequestError
 from pscommon.core.log_entries import BatchKey
 from psworker.data.data_source import (
     FETCH,
+    BatchFacts,
     LeasedNumbers,
     LoaderArguments,
     PassCounts,
@@ -42,15 +43,10 @@ def is_map_style(arguments: LoaderArguments, settings: PassSettings) -> bool:
 
 
 class RequestedBatch(NamedTuple):
-    """A batch to fetch: the numbers of its samples, and the seeds of its random numbers."""
+    """A batch to fetch, and the numbers of its samples."""
 
-    key: BatchKey
+    facts: BatchFacts
     indices: list[int]
-    seeds: tuple[int, ...]
-
-    @property
-    def samples(self) -> int:
-        return len(self.indices)
 
 
 class BatchFetcher(Dataset[Any]):
@@ -65,16 +61,16 @@ class BatchFetcher(Dataset[Any]):
     def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any], reseed: bool) -> None:
         self.dataset, self._collate, self._reseed = dataset, collate, reseed
 
-    def __getitem__(self, request: RequestedBatch) -> tuple[RequestedBatch, Any]:
+    def __getitem__(self, request: RequestedBatch) -> tuple[BatchFacts, Any]:
         if self._reseed:
-            reseed(*request.seeds, FETCH)
+            reseed(*request.facts.seeds, FETCH)
         fetch_all = getattr(self.dataset, "__getitems__", None)
         samples = (
             fetch_all(request.indices)
             if fetch_all
             else [self.dataset[index] for index in request.indices]
         )
-        return request, self._collate(samples)
+        return request.facts, self._collate(samples)
 
 
 def initialize_process(init: Callable[[int], object] | None, number: int) -> None:
@@ -100,7 +96,7 @@ class LoaderDataset:
     def __init__(self, loader: DataLoader[Any]) -> None:
         self._loader = loader
 
-    def __iter__(self) -> Iterator[tuple[RequestedBatch, Any]]:
+    def __iter__(self) -> Iterator[tuple[BatchFacts, Any]]:
         with torch.device(self._loader.generator.device):
             return iter(self._loader)
 
@@ -231,7 +227,8 @@ def _request(
     assert isinstance(spec, LoopSpec)
     seeds = spec.seed % 2**64, spec.epoch(number), spec.position(number)
     indices = spec.indices(number).tolist() if indices_of is None else indices_of(number)
-    return RequestedBatch(BatchKey(spec.loop, number), indices, seeds)
+    facts = BatchFacts(BatchKey(spec.loop, number), len(indices), seeds)
+    return RequestedBatch(facts, indices)
 
 
 class LookaheadSampler:
@@ -273,11 +270,7 @@ def _check_options(options: Mapping[str, Any]) -> None:
 def tensor_rows(tensors: tuple[Any, ...]) -> TensorDataset:
     """Return a data set of tuples of rows.
 
-    Args:
-        tensors: At least one tensor, all with the same number of rows.
-
-    Raises:
-        InvalidRequestError: There are no such tensors.
+    Raises InvalidRequestError unless there are tensors, all with the same number of rows.
     """
     kinds = sorted(
         {type(tensor).__name__ for tensor in tensors if not isinstance(tensor, torch.Tensor)}

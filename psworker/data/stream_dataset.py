@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from io import IOBase
 from itertools import islice
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from torch.utils.data import IterableDataset, default_collate
 
@@ -17,6 +17,7 @@ from pscommon.core.errors import InvalidRequestError
 from pscommon.core.log_entries import BatchKey
 from psworker.data.data_source import (
     FETCH,
+    BatchFacts,
     LeasedNumbers,
     LoaderArguments,
     PassCounts,
@@ -96,14 +97,6 @@ def _check_arguments(arguments: LoaderArguments) -> None:
         )
 
 
-class StreamBatch(NamedTuple):
-    """What is known of a batch that was read from a stream."""
-
-    key: BatchKey
-    samples: int
-    seeds: tuple[int, ...]
-
-
 class StreamSource:
     """The data source of a stream (psworker.data.data_source.DataSource).
 
@@ -166,7 +159,7 @@ class StreamReader:
         self._leases = leases
         return self
 
-    def __iter__(self) -> Iterator[tuple[StreamBatch, Any]]:
+    def __iter__(self) -> Iterator[tuple[BatchFacts, Any]]:
         for number in self._leases:
             assert isinstance(self._leases.spec, StreamSpec)
             facts, samples = self.read(self._leases.spec, number)
@@ -175,7 +168,7 @@ class StreamReader:
             else:
                 self._leases.find_end(facts.key)
 
-    def read(self, spec: StreamSpec, number: int) -> tuple[StreamBatch, list[Any]]:
+    def read(self, spec: StreamSpec, number: int) -> tuple[BatchFacts, list[Any]]:
         """Return the samples of a batch: fewer than batch_size, or none, where the source ends."""
         start = lap, offset = spec.lap(number), spec.offset(number)
         if self._position != start:
@@ -188,7 +181,7 @@ class StreamReader:
             self._position = lap, self._position[1] + 1
             self._read_ahead(spec)
         key = BatchKey(spec.loop, number, len(samples), end=self._next_sample is END)
-        return StreamBatch(key, len(samples), self._seeds(spec, lap, offset)), samples
+        return BatchFacts(key, len(samples), self._seeds(spec, lap, offset)), samples
 
     def _read_ahead(self, spec: StreamSpec) -> None:
         if self._seed is not None:

@@ -98,9 +98,7 @@ class RunPlan:
     def environment(self, name: str, attempt: int) -> dict[str, str]:
         """Return the environment of a process: settings are removed, they are flags.
 
-        Args:
-            name: the process.
-            attempt: number of earlier starts.
+        attempt: number of earlier starts.
         """
         result = without_settings(self.environ)
         result["PYTHONUNBUFFERED"] = "1"  # show each print at once

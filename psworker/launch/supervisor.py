@@ -83,11 +83,9 @@ class Supervisor:
         grace: float,
         allow_idle: bool = False,
     ) -> None:
-        """Make the machine.
+        """Make the machine of a run with these numbers of servers and workers.
 
         Args:
-            servers: number of servers.
-            workers: number of workers.
             max_restarts: maximum number of restarts of all processes together.
             durable: whether snapshots restore the weights of a restarted server.
             grace: seconds between SIGTERM and SIGKILL.

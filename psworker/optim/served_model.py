@@ -43,11 +43,8 @@ class ServedModel:
     Creating it registers the model; the first worker of a job uploads its weights.
 
     Args:
-        session: The script's run.
-        module: The module with all tensors.
-        adapter: Its description.
+        adapter: The description of `module`, which has all tensors.
         optimizers: Its optimizers by name; the name of a single one is empty.
-        strategy: How steps reach the servers.
 
     Attributes:
         adapter: The model's flat buffers.

@@ -63,14 +63,7 @@ class Launcher:
     """One run. Call run() from the main thread; signal handlers may call interrupt()."""
 
     def __init__(self, plan: RunPlan, logs: Path, connect: Connect, display: Display) -> None:
-        """Make the launcher.
-
-        Args:
-            plan: what to start; `plan.folder` holds temporary files of this run.
-            logs: folder for one log file per process.
-            connect: function that makes a JobObserver for an address.
-            display: where output is shown.
-        """
+        """Make the launcher. logs: folder for one log file per process."""
         self._plan = plan
         self._logs = logs
         self._display = display

@@ -134,15 +134,9 @@ def digest_of_user_defined() -> str:
 
 
 def check_same_optimizers(other: str, theirs: str, this: str) -> None:
-    """Compare user-defined optimizers with those of another server.
+    """Raise MismatchError (SHARD_MISMATCH) if another server has other user-defined optimizers.
 
-    Args:
-        other: Name of the other server, for the error.
-        theirs: Its `digest_of_user_defined`.
-        this: Name of this server, for the error.
-
-    Raises:
-        MismatchError: They differ (SHARD_MISMATCH).
+    theirs: Its `digest_of_user_defined`. `other` and `this` name the servers.
     """
     mine = digest_of_user_defined()
     if theirs != mine:

@@ -273,14 +273,9 @@ def pick(
     others. If two other tables disagree, the value is an UnsettledValue, which the environment
     or a flag can still override.
 
-    Args:
-        document: the parsed file.
-        tables: names of all tables, with their keys.
-        reads: tables that apply to the command.
-        wanted: keys of the command.
+    Raises ValueError if a table or key is unknown, or a key is given twice.
 
-    Raises:
-        ValueError: a table or key is unknown, or a key is given twice.
+    reads: tables that apply to the command. wanted: its keys.
     """
     top = {key: value for key, value in document.items() if not isinstance(value, Mapping)}
     inner = {key: value for key, value in document.items() if isinstance(value, Mapping)}

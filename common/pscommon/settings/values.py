@@ -85,12 +85,7 @@ class PathType(click.Path):
 
 @dataclass(frozen=True, slots=True)
 class SnapshotEvery:
-    """Snapshot interval; exactly one attribute is set.
-
-    Attributes:
-        seconds: time, above 0.
-        steps: number of versions, at least 1.
-    """
+    """Snapshot interval: seconds above 0, or at least 1 step; exactly one of them is set."""
 
     seconds: float | None = None
     steps: int | None = None
@@ -113,12 +108,7 @@ def snapshot_every(text: str) -> SnapshotEvery:
 
 @dataclass(frozen=True, slots=True)
 class OnWorkerLoss:
-    """Reaction to a lost worker.
-
-    Attributes:
-        mode: "shrink", "wait" or "abort".
-        seconds: time to wait; only for "wait".
-    """
+    """Reaction to a lost worker. seconds: time to wait; only for "wait"."""
 
     mode: Literal["shrink", "wait", "abort"] = "shrink"
     seconds: float = 0.0

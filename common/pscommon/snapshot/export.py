@@ -26,10 +26,7 @@ def export(snapshots: SnapshotDirectory, version: int, path: Path) -> None:
     are those that the worker registered, tied tensors under each of their names. Needs as much
     memory as the weights.
 
-    Args:
-        snapshots: The snapshots.
-        version: Version to export.
-        path: The file, which is replaced only by a complete one.
+    path: The file, which is replaced only by a complete one.
 
     Raises:
         SnapshotError: The snapshot cannot be read, or the file cannot be written.
@@ -45,12 +42,9 @@ def export(snapshots: SnapshotDirectory, version: int, path: Path) -> None:
 
 
 def write_model(path: Path, model: ModelSpec, tensors: Sequence[torch.Tensor]) -> None:
-    """Write the tensors of a model durably, under all their names.
+    """Write the tensors of a model, in its order, durably and under all their names.
 
-    Args:
-        path: The file, which is replaced only by a complete one.
-        model: The model.
-        tensors: Its tensors, in its order.
+    path: The file, which is replaced only by a complete one.
 
     Raises:
         SnapshotError: The file cannot be written.

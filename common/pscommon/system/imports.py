@@ -77,14 +77,9 @@ def check_module(flag: str, module: str) -> None:
 
 
 def import_user_module(flag: str, module: str) -> None:
-    """Import a user module.
+    """Import a user module; raise InvalidRequestError if it is missing, or its import failed.
 
-    Args:
-        flag: Flag that names it, for messages.
-        module: Dotted name.
-
-    Raises:
-        InvalidRequestError: It is missing, or its import failed.
+    flag: Flag that names it, for messages.
     """
     _search_current_folder()
     try:

@@ -114,10 +114,7 @@ class WriteAheadLog:
     def append(self, kind: int, header: bytes, payload: Sequence[Buffer] = ()) -> None:
         """Append a record; with fsync "always" it is on disk when this returns.
 
-        Args:
-            kind: Type of the record.
-            header: Encoded metadata.
-            payload: Data, in parts.
+        header: Encoded metadata. payload: Data, in parts.
 
         Raises:
             LogWriteError: The write failed, or the log was broken before. The record may or may not
