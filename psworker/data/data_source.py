@@ -1,13 +1,14 @@
 """What a loader needs of a data source, and the arguments that a source is made from."""
 
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from collections.abc import Callable, Iterable, Mapping, Sized
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from pscommon.core.data_stream import Spec
 from pscommon.core.errors import InvalidRequestError
 from pscommon.core.log_entries import BatchKey
+from psworker.data.leased_batches import LeasedBatches
 
 SpecT = TypeVar("SpecT")
 
@@ -70,22 +71,7 @@ class BatchFacts(NamedTuple):
     seeds: tuple[int, ...]
 
 
-class LeasedNumbers(Protocol):
-    """The batch numbers that this worker may fetch, in order.
-
-    Attributes:
-        spec: The loop; with the job's number and first epoch once there is a number.
-    """
-
-    @property
-    def spec(self) -> Spec: ...
-    def __iter__(self) -> Iterator[int]: ...
-
-    def find_end(self, key: BatchKey) -> None:
-        """Report a batch without samples: its source ends before it."""
-
-
-PassReader = Callable[[LeasedNumbers], Iterable[tuple[BatchFacts, Any]]]
+PassReader = Callable[[LeasedBatches], Iterable[tuple[BatchFacts, Any]]]
 """Returns the batches of a pass with these numbers, to be iterated again when there are more."""
 
 

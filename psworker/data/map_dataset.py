@@ -22,13 +22,13 @@ from pscommon.core.log_entries import BatchKey
 from psworker.data.data_source import (
     FETCH,
     BatchFacts,
-    LeasedNumbers,
     LoaderArguments,
     PassCounts,
     PassReader,
     PassSettings,
     make_spec,
 )
+from psworker.data.leased_batches import LeasedBatches
 from psworker.data.order import check_sampler, name_of, order_of
 from psworker.data.random_state import reseed
 
@@ -194,7 +194,7 @@ class MapDataset:
         return spec, order.batch
 
     def _open(
-        self, indices: Callable[[int], list[int]] | None, leases: LeasedNumbers
+        self, indices: Callable[[int], list[int]] | None, leases: LeasedBatches
     ) -> LoaderDataset:
         # Without a reference to this object. Otherwise a DataLoader with persistent_workers would
         # be part of a reference cycle, and torch waits 5 s for each process of such a loader.
@@ -221,7 +221,7 @@ class MapDataset:
 
 
 def _request(
-    leases: LeasedNumbers, indices_of: Callable[[int], list[int]] | None, number: int
+    leases: LeasedBatches, indices_of: Callable[[int], list[int]] | None, number: int
 ) -> RequestedBatch:
     spec = leases.spec
     assert isinstance(spec, LoopSpec)

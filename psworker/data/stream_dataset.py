@@ -18,13 +18,13 @@ from pscommon.core.log_entries import BatchKey
 from psworker.data.data_source import (
     FETCH,
     BatchFacts,
-    LeasedNumbers,
     LoaderArguments,
     PassCounts,
     PassReader,
     PassSettings,
     make_spec,
 )
+from psworker.data.leased_batches import LeasedBatches
 from psworker.data.random_state import reseed
 
 END = object()
@@ -149,12 +149,12 @@ class StreamReader:
         self._dataset = dataset
         self._collate = collate
         self._seed = seed
-        self._leases: LeasedNumbers
+        self._leases: LeasedBatches
         self._position = (-1, 0)  # lap, and offset of the sample that was read ahead
         self._iterator: Iterator[Any] = iter(())
         self._next_sample: Any = END
 
-    def open(self, leases: LeasedNumbers) -> "StreamReader":
+    def open(self, leases: LeasedBatches) -> "StreamReader":
         """Read the batches of these numbers; one without samples is reported to the ledger."""
         self._leases = leases
         return self

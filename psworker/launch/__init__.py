@@ -1,9 +1,8 @@
 """Starting, watching and restarting processes on this machine, and running a training script."""
 
 __all__ = [
-    "actions",
+    "decisions",
     "orphan_guard",
-    "outcome",
     "plan",
     "processes",
     "script",

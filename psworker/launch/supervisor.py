@@ -26,17 +26,21 @@ from functools import wraps
 from typing import ParamSpec
 
 from pscommon.core.exit_codes import ExitCode
-from psworker.launch.actions import (
+from psworker.launch.decisions import (
     Action,
     CollectResult,
     FinishRun,
     KillProcess,
+    RunOutcome,
     ShowMessage,
     StartProcess,
     StopJob,
     TerminateProcess,
+    describe,
+    exit_status,
+    is_retryable,
+    signal_name,
 )
-from psworker.launch.outcome import RunOutcome, describe, exit_status, is_retryable, signal_name
 
 P = ParamSpec("P")
 

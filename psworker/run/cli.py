@@ -27,7 +27,7 @@ from psworker.launch.script import Script
 from psworker.run import summary as report
 from psworker.run.display import Display, LogStream, open_display
 from psworker.run.folders import log_folder, make_folder, remove_folder
-from psworker.run.job_poller import Connect, GrpcJobObserver
+from psworker.run.job_poller import Connect, JobObserver
 from psworker.run.launcher import Launcher, RunEnd
 from psworker.run.output import Output, outputs
 from psworker.session.arguments import is_on
@@ -68,7 +68,7 @@ def start(
     server: Sequence[str] = plan.SERVER,
     worker: Sequence[str] = plan.WORKER,
     spare: Sequence[str] = plan.SPARE,
-    connect: Connect = GrpcJobObserver,
+    connect: Connect = JobObserver,
 ) -> int:
     """Run the cluster and return the exit code.
 
@@ -141,7 +141,7 @@ def check(settings: dict[str, Any], script: Script) -> None:
             "script with python"
         )
     if not script.module:
-        script.check()
+        script.spec()
     if settings["optimizers"]:
         check_module("--optimizers", settings["optimizers"])
     for flag in ("summary", "history"):

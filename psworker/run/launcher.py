@@ -10,17 +10,18 @@ from functools import partial
 from pathlib import Path
 
 from pscommon.settings.values import host_and_port
-from psworker.launch.actions import (
+from psworker.launch.decisions import (
     Action,
     CollectResult,
     FinishRun,
     KillProcess,
+    RunOutcome,
     ShowMessage,
     StartProcess,
     StopJob,
     TerminateProcess,
+    describe,
 )
-from psworker.launch.outcome import RunOutcome, describe
 from psworker.launch.plan import HOST, RunPlan, index_of, is_server
 from psworker.launch.processes import ManagedProcess, PreloadedServer
 from psworker.launch.supervisor import Supervisor

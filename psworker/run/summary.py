@@ -12,7 +12,7 @@ from pscommon.core.exit_codes import EXPLANATIONS, ExitCode
 from pscommon.core.metric_row import MetricRow
 from pscommon.system.small_files import replace_file
 from pscommon.telemetry import strict_json
-from psworker.launch.outcome import RunOutcome
+from psworker.launch.decisions import RunOutcome
 from psworker.run.job_poller import JobResult
 
 MAX_TRACEBACK_LINES = 60

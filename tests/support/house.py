@@ -41,10 +41,8 @@ ALLOWED: dict[str, set[str]] = {
     "psworker.model": {
         "pscommon.core",
         "pscommon.optim",
-        "pscommon.snapshot",
         "pscommon.system",
         "pscommon.telemetry",
-        "psworker.core",
     },
     "psworker.session": {
         "pscommon.core",
@@ -71,6 +69,8 @@ ALLOWED: dict[str, set[str]] = {
     "psworker.optim": {
         "pscommon.core",
         "pscommon.optim",
+        "pscommon.snapshot",
+        "pscommon.system",
         "pscommon.telemetry",
         "psworker.core",
         "psworker.model",

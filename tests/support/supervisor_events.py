@@ -3,17 +3,17 @@
 from collections.abc import Callable
 from functools import partial
 
-from psworker.launch.actions import (
+from psworker.launch.decisions import (
     Action,
     CollectResult,
     FinishRun,
     KillProcess,
+    RunOutcome,
     ShowMessage,
     StartProcess,
     StopJob,
     TerminateProcess,
 )
-from psworker.launch.outcome import RunOutcome
 from psworker.launch.supervisor import Supervisor
 
 STARTED = """

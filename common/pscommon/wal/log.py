@@ -240,10 +240,7 @@ class WriteAheadLog:
             return self._fill(LogSegment(self._files, spare), target, records)
         except BaseException:
             # not kept as a spare: a bad disk block would fail each begin
-            for path in (
-                target,
-                spare,
-            ):
+            for path in (target, spare):
                 with suppress(OSError):
                     self._files.remove(path)
             raise

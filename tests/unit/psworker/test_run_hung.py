@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from psworker.launch.actions import (
+from psworker.launch.decisions import (
     KillProcess,
     ShowMessage,
     StartProcess,

@@ -2,11 +2,11 @@
 
 import pytest
 
-from psworker.launch.actions import (
+from psworker.launch.decisions import (
     FinishRun,
+    RunOutcome,
     StopJob,
 )
-from psworker.launch.outcome import RunOutcome
 from psworker.launch.supervisor import Supervisor
 
 WHY = "nothing was trained"

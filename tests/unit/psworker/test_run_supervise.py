@@ -2,7 +2,7 @@
 
 import pytest
 
-from psworker.launch.outcome import RunOutcome
+from psworker.launch.decisions import RunOutcome
 from psworker.launch.supervisor import BIND_SECONDS, COLLECT_SECONDS, STOP_SECONDS, Supervisor
 from tests.support.supervisor_events import STARTED, event, play
 
