@@ -19,6 +19,7 @@ from psserver.core.shard.state_machine import ShardMachine
 from psserver.core.workers.smallest import Smallest
 from tests.support.coordinator_job import MODEL
 from tests.support.searching_machine import SearchingMachine
+from tests.support.shard_reports import report_to
 
 FEW, MANY = 8, 128
 
@@ -55,7 +56,7 @@ class PushingJob:
 
     def report(self, reports: Iterable[ShardReport]) -> None:
         for report in reports:
-            self.recorder.report(report, 1.0)
+            report_to(self.recorder, report, 1.0)
 
 
 def instructions_of(action: Callable[[], Any]) -> int:
