@@ -1,7 +1,5 @@
 """Frames over a stream socket."""
 
-from collections.abc import Sequence
-
 from pscommon.core.errors import PSError
 from pscommon.wire.status import status_of
 from pscommon.wire.stream_format import (
@@ -32,7 +30,8 @@ class FrameSocket(StreamSocket):
         await self.receive([head])
         prefix = decode_prefix(head, most_nbytes)
         rest = bytearray(prefix.rest_nbytes)
-        await self.receive([rest])
+        if rest:
+            await self.receive([rest])
         return prefix, prefix.message(head, rest)
 
     async def discard(self, nbytes: int) -> None:
@@ -41,11 +40,8 @@ class FrameSocket(StreamSocket):
             await self.receive([bytearray(min(nbytes, PIECE_BYTES))])
             nbytes -= PIECE_BYTES
 
-    async def send_frame(
-        self, kind: FrameKind, message: bytes = b"", data: Sequence[memoryview | bytes] = ()
-    ) -> None:
-        nbytes = sum(memoryview(part).nbytes for part in data)
-        await self.send([encode_frame(kind, message, nbytes), *data])
+    async def send_frame(self, kind: FrameKind, message: bytes = b"", data: bytes = b"") -> None:
+        await self.send([encode_frame(kind, message, len(data)), data])
 
     async def send_error(self, error: PSError) -> None:
         await self.send_frame(FrameKind.ERROR, status_of(error).SerializeToString())

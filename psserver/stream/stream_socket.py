@@ -15,10 +15,6 @@ class ConnectionLostError(Exception):
     """The peer has closed the connection."""
 
 
-def _ignore(nbytes: int) -> None:
-    """Do nothing."""
-
-
 class StreamSocket:
     """One socket, registered with an event loop until `close`. One coroutine at a time uses it.
 
@@ -41,7 +37,9 @@ class StreamSocket:
         loop.add_reader(sock.fileno(), self._on_readable)
 
     async def receive(
-        self, buffers: Sequence[memoryview | bytearray], filled: Callable[[int], None] = _ignore
+        self,
+        buffers: Sequence[memoryview | bytearray],
+        filled: Callable[[int], None] | None = None,
     ) -> None:
         """Fill the buffers of bytes, one after another.
 
@@ -49,12 +47,22 @@ class StreamSocket:
 
         Raises ConnectionLostError or OSError.
         """
-        total = sum(map(len, buffers))
+        total, received = sum(map(len, buffers)), 0
         if not total:
-            return None
-        received = self._receive_at_once(buffers)
+            return
+        try:  # most bytes are there already
+            received = self._socket.recvmsg_into(buffers[:MAX_BUFFERS_COUNT])[0]
+            if not received:
+                raise ConnectionLostError
+        except BlockingIOError:
+            pass
+        if not self._is_reading:  # also to notice that the peer hangs up
+            self._loop.add_reader(self._socket.fileno(), self._on_readable)
+            self._is_reading = True
         if received == total:
-            return filled(total)
+            if filled is not None:
+                filled(total)
+            return
         queue = BufferQueue(buffers)
         queue.advance(received)
 
@@ -68,23 +76,11 @@ class StreamSocket:
             if not nbytes:
                 raise ConnectionLostError
             queue.advance(nbytes)
-            filled(total - queue.remaining_nbytes)
+            if filled is not None:
+                filled(total - queue.remaining_nbytes)
             return not queue.remaining_nbytes
 
-        return await self._move(fill, is_writing=False)
-
-    def _receive_at_once(self, buffers: Sequence[memoryview | bytearray]) -> int:
-        """Return the number of bytes that were there already, and are in the buffers now."""
-        try:
-            nbytes: int = self._socket.recvmsg_into(buffers[:MAX_BUFFERS_COUNT])[0]
-        except BlockingIOError:
-            return 0
-        if not nbytes:
-            raise ConnectionLostError
-        if not self._is_reading:  # also to notice that the peer hangs up
-            self._loop.add_reader(self._socket.fileno(), self._on_readable)
-            self._is_reading = True
-        return nbytes
+        await self._move(fill, is_writing=False)
 
     async def send(self, buffers: Sequence[memoryview | bytes]) -> None:
         """Send the buffers, one after another. Raises OSError."""
@@ -145,11 +141,7 @@ class StreamSocket:
         """Repeat a step whenever the socket allows it, until it returns True."""
         self.is_moving = True
         try:
-            have_all_moved = self._repeat(step)
-            if not is_writing and not self._is_reading:  # also to notice that the peer hangs up
-                self._loop.add_reader(self._socket.fileno(), self._on_readable)
-                self._is_reading = True
-            if have_all_moved:
+            if is_writing and self._repeat(step):
                 return
             self._step, self._is_writing = step, is_writing
             self._moved = self._loop.create_future()
@@ -166,9 +158,12 @@ class StreamSocket:
     def _repeat(step: Callable[[], bool]) -> bool:
         """Repeat a step as often as one turn allows; return whether all bytes have moved."""
         try:
-            return any(step() for _ in range(PIECES_PER_TURN_COUNT))
+            for _ in range(PIECES_PER_TURN_COUNT):
+                if step():
+                    return True
         except BlockingIOError:
-            return False
+            pass
+        return False
 
     def _continue(self) -> None:
         moved = self._moved
