@@ -15,7 +15,7 @@ from pscommon.core.errors import InvalidRequestError, SnapshotError, TakenError
 from pscommon.core.exit_codes import ExitCode
 from pscommon.system import shared_memory
 from pscommon.system import signals as interruptible
-from pscommon.system.malloc import tune_malloc
+from pscommon.system.process_limits import tune_malloc
 from pscommon.telemetry.logs import get_logger
 from psserver.coordinator.final_state import conclude
 from psserver.process.config import ServerConfig

@@ -104,9 +104,7 @@ if not TYPE_CHECKING:  # there, the names are imported above, and others are err
 
     def __getattr__(name: str) -> Any:
         if name == "__version__":
-            from pscommon.system.packages import (
-                installed,  # imports what takes as long as all the rest
-            )
+            from pscommon.system.imports import installed
 
             return installed("paramserver")
         if name not in _LAZY:

@@ -14,12 +14,12 @@ from pscommon.settings import options
 from pscommon.settings.command import run_command
 from pscommon.settings.environment import unread
 from pscommon.system.imports import quick_imports
-from pscommon.system.malloc import tune_malloc
+from pscommon.system.process_limits import tune_malloc
 from pscommon.telemetry import logs
 from pscommon.telemetry.logs import get_logger
 from psworker.connect import choose_device
 from psworker.launch.script import Script, run
-from psworker.session.environment import is_on
+from psworker.session.arguments import is_on
 
 log = get_logger(__name__)
 

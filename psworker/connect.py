@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from pscommon.core.errors import InvalidRequestError, TrainingOver
-from psworker.session.arguments import rank_of
-from psworker.session.environment import is_on
+from psworker.session.arguments import is_on, rank_of
 
 if TYPE_CHECKING:
     import torch

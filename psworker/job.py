@@ -19,15 +19,13 @@ from psworker.data.data_source import LoaderArguments, PassSettings
 from psworker.data.loader import make_loader
 from psworker.data.random_state import script_seed
 from psworker.optim.optimizer import ServerOptimizer
-from psworker.optim.optimizer_set import DEFAULT_NAME, OptimizerSet
-from psworker.optim.schedulers import fast_forward
+from psworker.optim.optimizer_set import DEFAULT_NAME, OptimizerSet, fast_forward
+from psworker.optim.served_model import StepStrategyName
+from psworker.session.arguments import is_on
 from psworker.session.collectives import ScriptCollectives
 from psworker.session.drain import DrainedError, Stopping
-from psworker.session.environment import is_on
-from psworker.session.job_facts import JobFacts
 from psworker.session.resume_notice import log_if_finished
-from psworker.session.session import Session
-from psworker.steps.step_strategies import StepStrategyName
+from psworker.session.session import JobFacts, Session
 
 log = get_logger(__name__)
 

@@ -1,17 +1,15 @@
 """Servers on this machine for the duration of a `with` block: processes that leave no files."""
 
-import os
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
 
 from pscommon.core.errors import PSError, UnreachableError, error_for
 from pscommon.core.exit_codes import ExitCode
-from psworker.launch import orphan_guard
+from psworker.launch.orphan_guard import spawn
 
 START_TIMEOUT_SECONDS = 60.0
 STOP_TIMEOUT_SECONDS = 10.0
@@ -21,13 +19,6 @@ LOG_TAIL_CHARACTERS = 2000
 
 class LocalServers:
     """Server processes on free ports of 127.0.0.1, to be used in a `with` block.
-
-    Args:
-        count: Number of shards.
-        min_workers: Workers required before training starts.
-        policy: sync, async or ssp.
-        staleness: Bound of ssp, in steps; None for the other policies.
-        environ: Environment of the servers.
 
     Attributes:
         address: Address of shard 0, inside the `with` block.
@@ -72,12 +63,7 @@ class LocalServers:
             raise
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._stop()
 
     def _start(self, shard: int, folder: Path) -> str:
@@ -87,13 +73,12 @@ class LocalServers:
         if shard > 0:
             command += ["--join", self.address]
         with log.open("wb") as output:
-            process = subprocess.Popen(
-                [sys.executable, "-I", "-S", orphan_guard.__file__, str(os.getpid()), *command],
+            process = spawn(
+                command,
+                self._environ,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env=self._environ,
-                start_new_session=True,
             )
         self._processes.append(process)
         deadline = time.monotonic() + START_TIMEOUT_SECONDS

@@ -10,13 +10,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from pscommon.core.errors import InvalidRequestError
+from pscommon.settings.environment import without_settings
 from pscommon.telemetry.logs import get_logger
 from psworker.client.client import Client
 from psworker.connect import choose_device
 from psworker.data.random_state import preserved_generators
 from psworker.local_servers import LocalServers
 from psworker.session.arguments import check_integer
-from psworker.session.environment import without_settings
 from psworker.training_arguments import (
     Loss,
     MakeOptimizer,

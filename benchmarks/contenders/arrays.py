@@ -13,7 +13,7 @@ from benchmarks.setup import Setup
 from benchmarks.shapes import shapes
 from benchmarks.speaker import Measurements, serve
 from pscommon.core.model_spec import OptimizerSettings
-from pscommon.system.malloc import tune_malloc
+from pscommon.system.process_limits import tune_malloc
 
 
 def main(setup: Setup, address: str, rank: int) -> None:

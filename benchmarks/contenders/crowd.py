@@ -14,7 +14,7 @@ import numpy as np
 from benchmarks import product
 from benchmarks.setup import Setup
 from benchmarks.speaker import Measurements, serve
-from pscommon.system.malloc import tune_malloc
+from pscommon.system.process_limits import tune_malloc
 
 
 def main(setup: Setup, address: str) -> None:

@@ -12,7 +12,7 @@ from benchmarks import product
 from benchmarks.setup import Setup
 from benchmarks.speaker import Measurements, serve
 from pscommon.core.partition import PartitionPlan
-from pscommon.system.malloc import tune_malloc
+from pscommon.system.process_limits import tune_malloc
 
 WARM_UP_COUNT = 3
 

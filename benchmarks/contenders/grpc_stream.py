@@ -13,7 +13,7 @@ import numpy as np
 from benchmarks.contenders.bare import answer, bare_channel, bare_server
 from benchmarks.setup import Setup
 from benchmarks.speaker import Measurements, serve
-from pscommon.system.malloc import tune_malloc
+from pscommon.system.process_limits import tune_malloc
 from pscommon.wire.channel import FRAME_BYTES
 
 WARM_UP_COUNT = 3

@@ -16,7 +16,7 @@ from benchmarks.contenders.exchange import WARM_UP_COUNT, check_weights
 from benchmarks.setup import Setup
 from benchmarks.shapes import shapes
 from benchmarks.speaker import Measurements, serve
-from pscommon.system.malloc import tune_malloc
+from pscommon.system.process_limits import tune_malloc
 
 SAMPLE_COUNT, EPOCH_COUNT = 1000, 1 << 20
 OPTIMIZERS = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam}

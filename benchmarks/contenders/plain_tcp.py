@@ -15,7 +15,7 @@ from benchmarks.contenders.bare import bare_server
 from benchmarks.contenders.exchange import check_weights
 from benchmarks.setup import Setup
 from benchmarks.speaker import Measurements, serve
-from pscommon.system.malloc import tune_malloc
+from pscommon.system.process_limits import tune_malloc
 
 WARM_UP_COUNT = 3
 PIECE_BYTES = 1 << 20

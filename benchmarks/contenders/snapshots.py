@@ -16,7 +16,7 @@ from benchmarks.contenders.exchange import Worker
 from benchmarks.sample import sample
 from benchmarks.setup import Setup
 from benchmarks.speaker import Measurements, serve
-from pscommon.system.malloc import tune_malloc
+from pscommon.system.process_limits import tune_malloc
 
 
 class Snapshots:

@@ -16,7 +16,7 @@ from benchmarks.contenders.bare import answer, bare_server
 from benchmarks.contenders.grpc_stream import client, fill, frames
 from benchmarks.setup import Setup
 from benchmarks.speaker import Command, Measurements, Speaker, Team, serve
-from pscommon.system.malloc import tune_malloc
+from pscommon.system.process_limits import tune_malloc
 
 MODULE = "benchmarks.contenders.stream_crowd"
 

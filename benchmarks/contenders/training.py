@@ -19,7 +19,7 @@ from benchmarks import product
 from benchmarks.contenders.modules import OPTIMIZERS
 from benchmarks.setup import Setup
 from benchmarks.speaker import Measurements, serve
-from pscommon.system.malloc import tune_malloc
+from pscommon.system.process_limits import tune_malloc
 from psworker.job import Job
 from psworker.session.step_stats import PHASES
 

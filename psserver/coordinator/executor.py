@@ -9,8 +9,8 @@ created them, outside the lock. The streams to the other shards wait for new ent
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import TypeVar
 
@@ -91,46 +91,56 @@ class CommandExecutor:
             quiet: Wake only workers that this command answers, and other requests if there are new
                 log entries. Wake all if there is news about data.
         """
-        return self.step(lambda recorder, now: recorder.do(command, now), quiet)
+        with self.step(quiet) as (recorder, now):
+            return recorder.do(command, now)
 
-    def step(self, action: Callable[[Recorder, float], T], quiet: bool = False) -> T:
-        """Run one action on the machine, then deliver the entries that it created, even if it
+    @contextmanager
+    def step(self, quiet: bool = False) -> Iterator[tuple[Recorder, float]]:
+        """Let the block change the machine, then deliver the entries that it created, even if it
         raised.
-        """
-        with ExitStack() as afterwards, self.changed:
-            coordinator = self.coordinator
-            before, data_news = coordinator.log.index, coordinator.ledger.news
-            try:
-                return action(self._recorder, time.monotonic())
-            except MemoryError as error:  # not recorded, so its effect must not be visible
-                before = coordinator.log.index
-                self._broken(error)
-                raise
-            finally:
-                entries = coordinator.entries_after(before)
-                afterwards.callback(self._carry_out, coordinator, coordinator.log_id, entries)
-                answered = coordinator.membership.index.answered
-                has_news = coordinator.ledger.news != data_news
-                if not quiet or has_news or any(isinstance(entry, Evict) for entry in entries):
-                    self.wake()
-                elif entries or answered:
-                    self._wake(answered)
-                answered.clear()
 
-    def _carry_out(
-        self, coordinator: CoordinatorMachine, log_id: int, entries: Sequence[Entry]
-    ) -> None:
-        if entries:
-            for announce in list(self._announcements):
-                announce()
-            self._refusals.update(entries, time.monotonic())
-            try:
-                self._engine.deliver(log_id, entries)
-            except Exception as bug:
-                self._broken(bug)
-                raise
-        if coordinator.failure is not None:
-            self._failed(coordinator.failure)
+        Args:
+            quiet: As in `do`.
+
+        Yields:
+            The recorder of the machine, and the time.
+        """
+        entries: list[Entry] = []
+        try:
+            with self.changed:
+                recorder = self._recorder
+                coordinator = recorder.coordinator
+                log, ledger = coordinator.log, coordinator.ledger
+                before, data_news = log.index, ledger.news
+                try:
+                    yield recorder, time.monotonic()
+                except MemoryError as error:  # not recorded, so its effect must not be visible
+                    before = log.index
+                    self._broken(error)
+                    raise
+                finally:
+                    entries = log.after(before)
+                    answered = coordinator.membership.index.answered
+                    if not quiet or ledger.news != data_news or Evict in map(type, entries):
+                        self.wake()
+                    elif entries or answered:
+                        self._wake(answered)
+                    answered.clear()
+        finally:
+            if entries:
+                self._deliver(coordinator.job.log_id, entries)
+            if coordinator.job.failure is not None:
+                self._failed(coordinator.job.failure)
+
+    def _deliver(self, log_id: int, entries: list[Entry]) -> None:
+        for announce in list(self._announcements):
+            announce()
+        self._refusals.update(entries, time.monotonic())
+        try:
+            self._engine.deliver(log_id, entries)
+        except Exception as bug:
+            self._broken(bug)
+            raise
 
     @contextmanager
     def announcing(self, announce: Callable[[], object]) -> Iterator[None]:
@@ -191,10 +201,15 @@ class CommandExecutor:
             `stopping` is false.
         """
         deadline, quiet = time.monotonic() + seconds, worker is not None
+
+        def attempt() -> T | None:
+            with self.step(quiet) as (recorder, now):
+                return action(recorder, now)
+
         while True:
             seen = self.revision
             is_ready = not self._missing()
-            answer = await waiter.do(partial(self.step, action, quiet)) if is_ready else None
+            answer = await waiter.do(attempt) if is_ready else None
             left, quiet = deadline - time.monotonic(), True
             is_over = waiter.is_over or (self._ending() and not stopping)
             if answer is not None or left <= 0 or is_over:

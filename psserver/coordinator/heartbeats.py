@@ -9,7 +9,6 @@ from pscommon.core.metric_row import MetricRow
 from pscommon.telemetry.logs import get_logger
 from psserver.coordinator.executor import CommandExecutor
 from psserver.core.commands.data_commands import ReportValues
-from psserver.core.commands.recorder import Recorder
 from psserver.core.workers.members import WorkerHeartbeat
 from psserver.core.workers.reported_values import ReportedValue
 
@@ -59,24 +58,18 @@ class Heartbeats:
         Raises FencedError if the worker is no longer a member, and the error with which the job
         failed.
         """
-
-        def action(recorder: Recorder, now: float) -> bool:
+        with self._executor.step(quiet=True) as (recorder, now):
             member = recorder.coordinator.job.member(worker, now)
             member.heartbeat = heartbeat
-            return member.draining
-
-        draining = self._executor.step(action, quiet=True)
+            draining = member.draining
         return HeartbeatAnswer(self._check_is_over(), draining, *self.standing(worker))
 
     def standing(self, worker: int) -> tuple[int, bool]:
         """Return how many workers train or will begin to, and whether this one is the first."""
-
-        def action(recorder: Recorder, now: float) -> tuple[int, bool]:
+        with self._executor.step(quiet=True) as (recorder, _):
             job = recorder.coordinator.job
             awaited = 0 if job.started else job.min_workers
             return job.membership.count_and_is_first(worker, awaited)
-
-        return self._executor.step(action, quiet=True)
 
     def report(self, worker: int, values: Sequence[ReportedValue]) -> None:
         """Record reported values.
@@ -98,6 +91,5 @@ class Heartbeats:
 
     def history(self) -> list[MetricRow]:
         """Return all rows of reported values, by time."""
-        return self._executor.step(
-            lambda recorder, now: recorder.coordinator.reported.history.rows(), quiet=True
-        )
+        with self._executor.step(quiet=True) as (recorder, _):
+            return recorder.coordinator.reported.history.rows()

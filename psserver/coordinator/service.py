@@ -233,9 +233,8 @@ class CoordinatorService:
     def set_policy(self, name: str, staleness: int | None, max_staleness: int | None) -> None:
         """Use another policy from the next update on."""
         row = self.config.row(name, staleness, max_staleness)
-        self.executor.step(
-            lambda recorder, now: check_switch(recorder.coordinator, row, self.config.in_flight)
-        )
+        with self.executor.step() as (recorder, _):
+            check_switch(recorder.coordinator, row, self.config.in_flight)
         self.executor.do(SetPolicy(PolicyRow(name, staleness, max_staleness, row.backup)))
         log.info("policy_changed", policy=name, staleness=staleness, max_staleness=max_staleness)
 
@@ -300,14 +299,10 @@ class CoordinatorService:
             self._report_all()
         if alive := self.engine.traffic.statistics.take_active_workers():
             self.worker_requests.renew_leases(alive)
-        self._worker_monitor.log_lost(
-            self.executor.step(
-                lambda r, now: r.tick(
-                    now, self.worker_exits.among(r.coordinator.membership.current_workers())
-                ),
-                quiet=True,
-            )
-        )
+        with self.executor.step(quiet=True) as (recorder, now):
+            workers = recorder.coordinator.membership.current_workers()
+            lost = recorder.tick(now, self.worker_exits.among(workers))
+        self._worker_monitor.log_lost(lost)
         with self.executor.changed:
             now, coordinator = time.monotonic(), self._coordinator
             found = find_conditions(coordinator, now)

@@ -13,8 +13,6 @@ from psserver.coordinator.job_start import JobStart
 from psserver.coordinator.resharding import ReshardRequests
 from psserver.coordinator.snapshot_jobs import SnapshotScheduler
 from psserver.core.commands.job_commands import RecordPart
-from psserver.core.commands.recorder import Recorder
-from psserver.core.coordinator.machine import CoordinatorMachine
 from psserver.core.job.snapshot_schedule import PartReport
 from psserver.core.servers.catch_up import CatchUp
 from psserver.core.servers.server_entry import DeliveryCursor, RegistryView, ServerEntry
@@ -99,10 +97,10 @@ class ShardConnections:
             connection = server.connection
             self._reshard_requests.learn()
             self._executor.wake()
-        if replaces and self._executor.step(
-            lambda recorder, now: replace_process(recorder, self._directory, server, now)
-        ):
-            self._snapshot_scheduler.wanted = True
+        if replaces:
+            with self._executor.step() as (recorder, now):
+                is_failover = replace_process(recorder, self._directory, server, now)
+            self._snapshot_scheduler.wanted |= is_failover
         log.info("shard_connected", peer_shard=shard, shards=shards, address=address, term=term)
         return server, connection
 
@@ -124,24 +122,18 @@ class ShardConnections:
             server: The reporting server; None: this process.
             connection: The connection over which the report came.
         """
-        directory, has_logs = self._directory, self._history.durable
-
-        def process(recorder: Recorder, now: float) -> tuple[CatchUp | None, CoordinatorMachine]:
-            member = server or directory[report.shard]
-            before = _progress(member, recorder.coordinator)
-            catch_up = process_report(
-                recorder, directory, member, connection, report, now, has_logs
-            )
-            if _progress(member, recorder.coordinator) != before:
-                self._executor.wake()
-            return catch_up, recorder.coordinator
-
+        has_logs = self._history.durable
         # most reports bring no log entry, and concern no waiting request
-        catch_up, coordinator = self._executor.step(process, quiet=True)
-        if catch_up is CatchUp.GO_BACK:
-            self._history.go_back(
-                f"shard {report.shard} was restarted", coordinator.log_id, coordinator.version
+        with self._executor.step(quiet=True) as (recorder, now):
+            member = server or self._directory[report.shard]
+            decision = process_report(
+                recorder, self._directory, member, connection, report, now, has_logs
             )
+            if decision.is_change:
+                self._executor.wake()
+        if decision.catch_up is CatchUp.GO_BACK:
+            job = recorder.coordinator.job
+            self._history.go_back(f"shard {report.shard} was restarted", job.log_id, job.version)
 
     def next_update(self, server: ServerEntry, cursor: DeliveryCursor) -> ShardUpdate | None:
         """Return what a shard has not received yet; None if it does not follow the log."""
@@ -205,10 +197,3 @@ class ShardConnections:
             log.error("shard_log_unusable", peer_shard=server.shard, problem=problem)
         elif catch_up is CatchUp.RESTORE:
             self._history.loaded(server.shard, version, problem)
-
-
-def _progress(server: ServerEntry, coordinator: CoordinatorMachine) -> tuple[object, ...]:
-    """Return what requests wait for and a report changes without a log entry."""
-    reshard = coordinator.reshard
-    loaded = len(reshard.loaded_shards) if reshard is not None else None
-    return server.ready, server.catch_up, loaded

@@ -247,10 +247,6 @@ class ShardListener(threading.Thread):
     def handle(self, request: pb.LinkShardRequest) -> None:
         """Handle one message of the shard."""
         self._waiting_since = None
-        self._carry_out(request)
-        self._waiting_since = time.monotonic()
-
-    def _carry_out(self, request: pb.LinkShardRequest) -> None:
         service, shard = self._service, self._server.shard
         # a former primary may send on its connection what no longer describes the shard
         is_current = self._server.connection == self._connection
@@ -280,3 +276,4 @@ class ShardListener(threading.Thread):
                 self._server,
                 self._connection,
             )
+        self._waiting_since = time.monotonic()

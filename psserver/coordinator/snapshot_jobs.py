@@ -112,9 +112,11 @@ class SnapshotScheduler:
         self.wanted = self._snapshots.enabled and (self.wanted or self._is_done)
         if self.wanted and not self._registry.missing and not self._executor.coordinator.cuts.busy:
             self.wanted = False
-            self._executor.step(lambda recorder, now: recorder.cut(now))
+            with self._executor.step() as (recorder, now):
+                recorder.cut(now)
         if self._history.journal.is_broken or any(server.log_broken for server in self._registry):
-            self._executor.step(lambda recorder, now: recorder.mend(now))
+            with self._executor.step() as (recorder, now):
+                recorder.mend(now)
 
     @property
     def _is_done(self) -> bool:
@@ -132,9 +134,8 @@ class SnapshotScheduler:
         if coordinator.cuts.finished is not None:
             written = self._history.commit_snapshot(coordinator, self._executor)
             has_logs = self._history.durable
-            self._executor.step(
-                lambda recorder, now: finish_snapshot(recorder, now, written, has_logs)
-            )
+            with self._executor.step() as (recorder, now):
+                finish_snapshot(recorder, now, written, has_logs)
 
     def _written(self, wanted: int, seconds: float, tries: int = 1) -> int | None:
         """Take snapshots until one holds the wanted version (after a rollback: the current one).

@@ -10,7 +10,7 @@ from pscommon.core.limits import MAX_REASON_CHARACTERS, WORKERS_PER_GENERATION
 from pscommon.core.model_spec import ModelSpec
 from pscommon.core.script_place import PassName
 from pscommon.snapshot.tensor_file import RESERVED
-from pscommon.system.memory_limit import usable_memory
+from pscommon.system.process_limits import usable_memory
 from pscommon.telemetry.logs import get_logger
 from psserver.coordinator.executor import CommandExecutor
 from psserver.coordinator.job_start import JobStart
@@ -88,7 +88,8 @@ class WorkerRequests:
                 "the end"
             )
         self._check_goes_on()
-        member = self._executor.step(lambda recorder, now: self._admit(recorder, command, now))
+        with self._executor.step() as (recorder, now):
+            member = self._admit(recorder, command, now)
         if member is None:
             member = await self._executor.until(
                 lambda recorder, now: self._admit(recorder, command, now), seconds, waiter
@@ -190,9 +191,8 @@ class WorkerRequests:
 
     def renew_leases(self, ages: Mapping[int, float]) -> None:
         """Renew leases from the last transfer; `ages` has the seconds since then by worker."""
-        self._executor.step(
-            lambda r, now: r.coordinator.membership.leases.renew_by_transfers(ages, now), quiet=True
-        )
+        with self._executor.step(quiet=True) as (recorder, now):
+            recorder.coordinator.membership.leases.renew_by_transfers(ages, now)
 
     async def lease_batches(
         self, command: LeaseBatches, seconds: float, waiter: Waiter
@@ -236,15 +236,13 @@ class WorkerRequests:
 
     def waiting_for_call(self, key: CallKey) -> str:
         """Return a phrase for people about the workers that a collective call waits for."""
-        return self._executor.step(
-            lambda recorder, now: waiting_for_call(recorder.coordinator, key, now), quiet=True
-        )
+        with self._executor.step(quiet=True) as (recorder, now):
+            return waiting_for_call(recorder.coordinator, key, now)
 
     def share(self, worker: int, spec: Spec) -> int:
         """Return the number of batches that the worker can expect (see worker_share)."""
-        return self._executor.step(
-            lambda recorder, now: worker_share(recorder.coordinator, worker, spec), quiet=True
-        )
+        with self._executor.step(quiet=True) as (recorder, _):
+            return worker_share(recorder.coordinator, worker, spec)
 
 
 def never_begun(ledger: DataLedger, worker: int) -> dict[PassName, int]:

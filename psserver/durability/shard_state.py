@@ -25,7 +25,6 @@ from pscommon.core.partition import PartitionPlan
 from pscommon.snapshot import Manifest
 from pscommon.system.thread_team import ThreadTeam
 from pscommon.wire.frames import Filler
-from psserver.core.job.entry_log import counted
 from psserver.core.shard.state_machine import ShardMachine
 from psserver.durability.shard_log import FrozenNumbers, LoggedPush, SegmentBase
 from psserver.parameters.frozen_shard import FrozenShard
@@ -149,7 +148,7 @@ class ShardState:
         Raises:
             LogUnfitError: The entry needs pushes or weights that this shard lacks.
         """
-        if missing := [key for key in counted([entry]) if key not in self.staged]:
+        if missing := self.machine.missing(entry):
             raise LogUnfitError(f"it lacks pushes {sorted(missing)}")
         match entry:
             case Measure():
@@ -171,8 +170,11 @@ class ShardState:
 
     def groups_of(self, entry: Apply) -> PushGroups | None:
         """Return the hyper-parameters that an update uses; None: those of the update before."""
-        keys = (each.key for each in entry.contributions)
-        return groups_of_update((key.worker, self.staged[key].staging.groups) for key in keys)
+        given = list[tuple[int, PushGroups]]()
+        for each in entry.contributions:
+            if (groups := self.staged[each.key].staging.groups) is not None:
+                given.append((each.key.worker, groups))
+        return groups_of_update(given) if given else None
 
     def finish(self, entry: Entry, square_norm: float) -> list[Staging]:
         """Note that an entry was computed. Return the arrays of ended pushes, to be released."""

@@ -19,7 +19,7 @@ from pscommon.core.model_spec import ROLES, ModelSpec
 from pscommon.core.partition import PartitionPlan
 from pscommon.optim.specs import groups_to_json, scalars_to_json
 from pscommon.snapshot import Manifest, SnapshotDirectory, SnapshotPart, SnapshotReader
-from pscommon.system.packages import installed
+from pscommon.system.imports import installed
 from pscommon.telemetry.logs import get_logger
 from psserver.core.job.snapshot_schedule import PartReport, SnapshotInProgress
 from psserver.parameters.store import ParameterStore

@@ -94,16 +94,17 @@ class Exchange:
         self._note_alive()
         is_push = header.initial or header.seq > 0
         key = PushKey(header.worker, header.seq) if is_push else None
-        is_repeated: bool | None = False
+        is_repeated = False
         if key is not None and header.has_data:
-            is_repeated = engine.find_repeat(key)
-            if is_repeated is None:
+            is_decided = engine.find_repeat(key)
+            if is_decided is None:
                 staging = await self._receive_push(io, seconds)
                 # from here on the engine frees the staging, also after an error
                 stage = partial(engine.stage_push, self._describe(key), staging)
                 is_repeated = not await io.do(stage)
             else:
                 await io.discard()
+                is_repeated = is_decided
         outcome = await until(
             partial(engine.find_outcome, key, header.min_version),
             partial(engine.watch_outcome, key),

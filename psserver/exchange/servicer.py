@@ -11,7 +11,7 @@ import grpc
 from pscommon.core.errors import InvalidRequestError
 from pscommon.core.formats import spoken_format
 from pscommon.core.partition import piece_nbytes
-from pscommon.system.packages import installed
+from pscommon.system.imports import installed
 from pscommon.wire.channel import FRAME_BYTES
 from pscommon.wire.frames import Filler, decode_request, encode_data, encode_header
 from pscommon.wire.status import answering

@@ -17,8 +17,7 @@ from pscommon.settings.values import (
     check_policy,
     host_and_port,
 )
-from pscommon.system.file_limit import raise_file_limit
-from pscommon.system.memory_limit import usable_memory
+from pscommon.system.process_limits import raise_file_limit, usable_memory
 from pscommon.system.small_files import why_no_file
 from pscommon.system.thread_team import cores
 from pscommon.telemetry.logs import Format

@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
 from prometheus_client.core import InfoMetricFamily
 from prometheus_client.registry import Collector
 
-from pscommon.system.packages import installed
+from pscommon.system.imports import installed
 from pscommon.telemetry.http import SECONDS, new_registry
 
 MAX_WORKERS = 256

@@ -52,6 +52,7 @@ class PrimaryReplicator:
 
     Attributes:
         copy_state: Copies the state of this server for a new standby.
+        has_standby: A standby is connected.
 
     Threads: `_changed` guards the machine and the queue. A thread that waits in `wait_for_standby`
     may hold locks of the engine or the executor; no code under `_changed` takes those.
@@ -61,6 +62,7 @@ class PrimaryReplicator:
         self, machine: ReplicationMachine, metrics: ServerMetrics, deposed: Callable[[str], Never]
     ) -> None:
         self.copy_state: CopyState = lambda begin: None
+        self.has_standby = False
         self._address = ""
         self._problem = ""  # why there is no standby; begins with a comma
         self._machine, self._metrics = machine, metrics
@@ -98,10 +100,6 @@ class PrimaryReplicator:
     @property
     def term(self) -> int:
         return self._machine.term
-
-    @property
-    def has_standby(self) -> bool:
-        return self._machine.phase is not ReplicationPhase.ALONE
 
     @property
     def address(self) -> str:
@@ -271,7 +269,7 @@ class PrimaryReplicator:
         with self._changed:
             # another standby may have connected while the state was copied
             self._end_link(hello)
-            link_id = machine.attach(hello.instance, time.monotonic())
+            link_id, self.has_standby = machine.attach(hello.instance, time.monotonic()), True
             self._address, self._problem = hello.address, ""
             for record in state:
                 self._put(record)
@@ -301,6 +299,7 @@ class PrimaryReplicator:
         self._handle_link_state(was_connected)
 
     def _handle_link_state(self, was_connected: bool) -> None:
+        self.has_standby = self._machine.phase is not ReplicationPhase.ALONE
         self._check()
         if was_connected and not self.has_standby:
             log.warning("standby_lost", standby=self._address)

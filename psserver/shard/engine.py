@@ -37,6 +37,9 @@ from psserver.shard.worker_traffic import WorkerTraffic
 REPORT_INTERVAL_SECONDS = 1.0
 """Time between complete reports of a shard to the coordinator."""
 
+UNAWAITED = frozenset({Apply, Reject, SetBuffers})
+"""Entries that nothing waits for a shard to carry out: the next report is soon enough."""
+
 QUICK_BYTES = 256 << 10
 """Size of a partition whose updates take well below a millisecond."""
 
@@ -228,9 +231,9 @@ class ShardEngine:
         live = self.live
         with live.changed:
             machine = live.state.machine
-            can_answer = machine.can_answer(key, version)
-            if can_answer and key is not None:  # even while stopping: the push may end the job
-                return machine.outcome(key) or PushOutcome("applied", machine.version)
+            answer = machine.answer(key, version)
+            if answer is not None and key is not None:  # even while stopping: it may end the job
+                return answer
             if live.stop_reason:
                 raise UnreachableError(
                     f"shard {live.shard} is stopping: {live.stop_reason}", "STOPPING"
@@ -239,7 +242,7 @@ class ShardEngine:
                 raise UnreachableError(
                     f"shard {live.shard} does not hold push {key.seq} of this worker", "NOT_READY"
                 )
-            return PushOutcome("none", machine.version) if can_answer else None
+            return answer
 
     @property
     def is_quick(self) -> bool:
@@ -261,51 +264,45 @@ class ShardEngine:
                 entry = group[-1]
                 # no push may be logged between a Reshard record and its effect
                 with self.live.log_lock if isinstance(entry, Reshard) else nullcontext():
-                    self._process(group)
+                    self._carry_out(group)
                 if isinstance(entry, Apply):
                     self._log.send_checksum(entry.version, self.live.state.loaded_store)
                 elif isinstance(entry, Cut):
                     with self.live.log_lock:
                         self._begin_segment()
-        # nothing waits until a shard has carried out one of these: the next report is soon enough
-        if not all(isinstance(entry, Apply | Reject | SetBuffers) for entry in ready):
+        if not UNAWAITED.issuperset(map(type, ready)):
             self.request_report()
 
-    def _process(self, group: Sequence[Entry]) -> None:
-        computed, ended = list[tuple[Entry, float]](), list[Staging]()
+    def _carry_out(self, group: Sequence[Entry]) -> None:
+        """Change the arrays as the entries say, then what depends on them, all at once."""
+        live, state, square_norm, ended = self.live, self.live.state, 0.0, list[Staging]()
         for entry in group:
             self._log.write_entry(entry)
-            computed.append((entry, self._compute(entry)))
-        with self.live.changed:
-            for entry, square_norm in computed:
-                ended += self.live.state.finish(entry, square_norm)
+            match entry:
+                case Apply():
+                    staged_at = [state.staged[c.key].since for c in entry.contributions]
+                    began = time.monotonic()
+                    state.compute(entry)
+                    seconds = time.monotonic() - began
+                    for observer in self._observers:
+                        observer.on_update(entry, staged_at, began, seconds)
+                case Reject():
+                    for observer in self._observers:
+                        observer.on_reject(entry)
+                case Evict():
+                    for observer in self._observers:
+                        observer.on_evict(entry.worker)
+                case Cut() if not state.machine.is_resharding:
+                    self._start_snapshot(entry, state.loaded_store)
+                case _:
+                    square_norm = state.compute(entry)
+        with live.changed:
             for entry in group:
-                self.live.changes.notify_entry(entry)
+                ended += state.finish(entry, square_norm)
+            for entry in group:
+                live.changes.notify_entry(entry)
         for staging in ended:
             self.release(staging)
-
-    def _compute(self, entry: Entry) -> float:
-        """Change the arrays as the entry says, and update what else depends on it."""
-        state = self.live.state
-        match entry:
-            case Apply():
-                staged_at = [state.staged[c.key].since for c in entry.contributions]
-                began = time.monotonic()
-                state.compute(entry)
-                seconds = time.monotonic() - began
-                for observer in self._observers:
-                    observer.on_update(entry, staged_at, began, seconds)
-            case Reject():
-                for observer in self._observers:
-                    observer.on_reject(entry)
-            case Evict():
-                for observer in self._observers:
-                    observer.on_evict(entry.worker)
-            case Cut() if not state.machine.is_resharding:
-                self._start_snapshot(entry, state.loaded_store)
-            case _:
-                return state.compute(entry)
-        return 0.0
 
     def retire_log(self, version: int) -> None:
         """Remove log segments from before this version: a complete snapshot of it exists."""
@@ -318,10 +315,11 @@ class ShardEngine:
         """
         with self.live.changed:
             report = self.live.state.machine.report(only_new)
-        (log := self._log).wait_before_report()
+        self._log.wait_before_report()
+        nbytes, is_broken = self._log.nbytes, self._log.is_broken
         return (
-            replace(report, log_bytes=log.nbytes, log_broken=log.is_broken)
-            if log.nbytes or log.is_broken
+            replace(report, log_bytes=nbytes, log_broken=is_broken)
+            if nbytes or is_broken
             else report
         )
 

@@ -27,10 +27,6 @@ class ConnectionLostError(Exception):
     """The peer has closed the connection."""
 
 
-def _ignore(nbytes: int) -> None:
-    """Do nothing."""
-
-
 class FrameSocket:
     """One socket, registered with an event loop until `close`. One coroutine at a time uses it.
 
@@ -53,7 +49,9 @@ class FrameSocket:
         loop.add_reader(sock.fileno(), self._on_readable)
 
     async def receive(
-        self, buffers: Sequence[memoryview | bytearray], filled: Callable[[int], None] = _ignore
+        self,
+        buffers: Sequence[memoryview | bytearray],
+        filled: Callable[[int], None] | None = None,
     ) -> None:
         """Fill the buffers of bytes, one after another.
 
@@ -61,12 +59,22 @@ class FrameSocket:
 
         Raises ConnectionLostError or OSError.
         """
-        total = sum(map(len, buffers))
+        total, received = sum(map(len, buffers)), 0
         if not total:
-            return None
-        received = self._receive_at_once(buffers)
+            return
+        try:  # most bytes are there already
+            received = self._socket.recvmsg_into(buffers[:MAX_BUFFERS_COUNT])[0]
+            if not received:
+                raise ConnectionLostError
+        except BlockingIOError:
+            pass
+        if not self._is_reading:  # also to notice that the peer hangs up
+            self._loop.add_reader(self._socket.fileno(), self._on_readable)
+            self._is_reading = True
         if received == total:
-            return filled(total)
+            if filled is not None:
+                filled(total)
+            return
         queue = BufferQueue(buffers)
         queue.advance(received)
 
@@ -80,23 +88,11 @@ class FrameSocket:
             if not nbytes:
                 raise ConnectionLostError
             queue.advance(nbytes)
-            filled(total - queue.remaining_nbytes)
+            if filled is not None:
+                filled(total - queue.remaining_nbytes)
             return not queue.remaining_nbytes
 
-        return await self._move(fill, is_writing=False)
-
-    def _receive_at_once(self, buffers: Sequence[memoryview | bytearray]) -> int:
-        """Return the number of bytes that were there already, and are in the buffers now."""
-        try:
-            nbytes: int = self._socket.recvmsg_into(buffers[:MAX_BUFFERS_COUNT])[0]
-        except BlockingIOError:
-            return 0
-        if not nbytes:
-            raise ConnectionLostError
-        if not self._is_reading:  # also to notice that the peer hangs up
-            self._loop.add_reader(self._socket.fileno(), self._on_readable)
-            self._is_reading = True
-        return nbytes
+        await self._move(fill, is_writing=False)
 
     async def send(self, buffers: Sequence[memoryview | bytes]) -> None:
         """Send the buffers, one after another. Raises OSError."""
@@ -153,7 +149,8 @@ class FrameSocket:
         await self.receive([head])
         prefix = decode_prefix(head, most_nbytes)
         rest = bytearray(prefix.rest_nbytes)
-        await self.receive([rest])
+        if rest:
+            await self.receive([rest])
         return prefix, prefix.message(head, rest)
 
     async def discard(self, nbytes: int) -> None:
@@ -162,11 +159,8 @@ class FrameSocket:
             await self.receive([bytearray(min(nbytes, PIECE_BYTES))])
             nbytes -= PIECE_BYTES
 
-    async def send_frame(
-        self, kind: FrameKind, message: bytes = b"", data: Sequence[memoryview | bytes] = ()
-    ) -> None:
-        nbytes = sum(memoryview(part).nbytes for part in data)
-        await self.send([encode_frame(kind, message, nbytes), *data])
+    async def send_frame(self, kind: FrameKind, message: bytes = b"", data: bytes = b"") -> None:
+        await self.send([encode_frame(kind, message, len(data)), data])
 
     async def send_error(self, error: PSError) -> None:
         await self.send_frame(FrameKind.ERROR, status_of(error).SerializeToString())
@@ -196,11 +190,7 @@ class FrameSocket:
         """Repeat a step whenever the socket allows it, until it returns True."""
         self.is_moving = True
         try:
-            have_all_moved = self._repeat(step)
-            if not is_writing and not self._is_reading:  # also to notice that the peer hangs up
-                self._loop.add_reader(self._socket.fileno(), self._on_readable)
-                self._is_reading = True
-            if have_all_moved:
+            if is_writing and self._repeat(step):
                 return
             self._step, self._is_writing = step, is_writing
             self._moved = self._loop.create_future()
@@ -217,9 +207,12 @@ class FrameSocket:
     def _repeat(step: Callable[[], bool]) -> bool:
         """Repeat a step as often as one turn allows; return whether all bytes have moved."""
         try:
-            return any(step() for _ in range(PIECES_PER_TURN_COUNT))
+            for _ in range(PIECES_PER_TURN_COUNT):
+                if step():
+                    return True
         except BlockingIOError:
-            return False
+            pass
+        return False
 
     def _continue(self) -> None:
         moved = self._moved

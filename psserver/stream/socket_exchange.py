@@ -27,7 +27,7 @@ class SocketIO(StreamWaiter):
         self._has_asked = False
 
     async def receive(self, views: Sequence[memoryview], filled: Callable[[int], None]) -> None:
-        nbytes = sum(view.nbytes for view in views)
+        nbytes = sum(map(len, views))
         if self._data_nbytes != nbytes:
             raise InvalidRequestError(
                 f"the push has {self._data_nbytes} bytes, but its tensors {nbytes}"
@@ -62,7 +62,7 @@ class SocketIO(StreamWaiter):
             await self._socket.send_prefix(FrameKind.RESULT, message, weights.nbytes)
             await self._socket.send_from(weights, moved)
         else:
-            await self._socket.send_frame(FrameKind.RESULT, message, [weights] if weights else ())
+            await self._socket.send_frame(FrameKind.RESULT, message, weights or b"")
 
 
 async def serve_exchange(

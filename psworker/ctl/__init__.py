@@ -1,3 +1,3 @@
 """ps-ctl: inspects and controls a running job and its snapshots."""
 
-__all__ = ["pass_text"]
+__all__ = ["output"]

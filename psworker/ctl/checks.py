@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple
 import click
 
 from pscommon.core.errors import PSError
-from pscommon.settings.option_types import FOLDER
+from pscommon.settings.values import FOLDER
 from pscommon.system import thread_team
 from psworker.ctl.context import CommandContext, pass_settings, shared
 from psworker.ctl.output import Table, show, size
@@ -24,21 +24,14 @@ from psworker.ctl.output import Table, show, size
 State = Literal["ok", "warning", "problem"]
 BYTES_PER_MEBIBYTE = 1 << 20
 PACKAGES = ("paramserver", "grpcio", "protobuf", "numpy", "safetensors")
+SHARED_MEMORY = Path("/dev/shm")
 SLOW_CALL_MILLISECONDS = 5.0
 SLOW_STREAM_MEGABYTES_PER_SECOND = 100.0
 
 
 class Finding(NamedTuple):
-    """Result of one check.
+    """What a check has found; the remedy is empty without a problem."""
 
-    Attributes:
-        check: name of the check.
-        state: severity.
-        text: what was found.
-        remedy: what to do; empty without a problem.
-    """
-
-    check: str
     state: State
     text: str
     remedy: str = ""
@@ -47,9 +40,7 @@ class Finding(NamedTuple):
 def python() -> Finding:
     """Report the Python interpreter."""
     return Finding(
-        "python",
-        "ok",
-        f"{platform.python_implementation()} {platform.python_version()} at {sys.executable}",
+        "ok", f"{platform.python_implementation()} {platform.python_version()} at {sys.executable}"
     )
 
 
@@ -58,10 +49,8 @@ def packages() -> Finding:
     try:
         versions = [f"{name} {importlib.metadata.version(name)}" for name in PACKAGES]
     except importlib.metadata.PackageNotFoundError as error:
-        return Finding(
-            "packages", "problem", f"{error.name} is not installed", "pip install paramserver"
-        )
-    return Finding("packages", "ok", ", ".join(versions))
+        return Finding("problem", f"{error.name} is not installed", "pip install paramserver")
+    return Finding("ok", ", ".join(versions))
 
 
 def torch() -> Finding:
@@ -69,10 +58,8 @@ def torch() -> Finding:
     try:
         import torch as framework
     except (ImportError, OSError) as error:  # OSError: a shared library does not load
-        return Finding(
-            "torch", "problem", f"cannot be imported: {error}", "pip install 'torch>=2.6'"
-        )
-    return Finding("torch", "ok", f"{framework.__version__}, {framework.get_num_threads()} threads")
+        return Finding("problem", f"cannot be imported: {error}", "pip install 'torch>=2.6'")
+    return Finding("ok", f"{framework.__version__}, {framework.get_num_threads()} threads")
 
 
 def devices() -> Finding:
@@ -80,13 +67,11 @@ def devices() -> Finding:
     try:
         import torch as framework
     except (ImportError, OSError):
-        return Finding("devices", "problem", "unknown without torch", "install torch first")
+        return Finding("problem", "unknown without torch", "install torch first")
     if not framework.cuda.is_available():
         built = framework.version.cuda is not None
         return Finding(
-            "devices",
-            "ok",
-            "no GPU in use: " + ("none is visible" if built else "torch is built for CPU"),
+            "ok", "no GPU in use: " + ("none is visible" if built else "torch is built for CPU")
         )
     cuda = framework.cuda
     try:
@@ -96,17 +81,16 @@ def devices() -> Finding:
     except RuntimeError as error:  # in exclusive use by another process, or broken
         reason = str(error).partition("\n")[0]
         return Finding(
-            "devices",
             "problem",
             f"torch cannot use its GPU: {reason}",
             "check nvidia-smi, or use --device cpu",
         )
-    return Finding("devices", "ok", ", ".join(names))
+    return Finding("ok", ", ".join(names))
 
 
 def cores() -> Finding:
     """Report the number of usable cores."""
-    return Finding("cores", "ok", f"{thread_team.cores()} usable of {os.cpu_count()}")
+    return Finding("ok", f"{thread_team.cores()} usable of {os.cpu_count()}")
 
 
 def memory(meminfo: Path = Path("/proc/meminfo")) -> Finding:
@@ -121,20 +105,16 @@ def memory(meminfo: Path = Path("/proc/meminfo")) -> Finding:
         total, free = values["MemTotal"], values["MemAvailable"]
     except (OSError, KeyError) as error:
         return Finding(
-            "memory",
-            "warning",
-            f"unknown: {error!r}",
-            "check that memory holds 4 times the weights",
+            "warning", f"unknown: {error!r}", "check that memory holds 4 times the weights"
         )
     text = f"{size(free)} available of {size(total)}"
     if free < 1 << 30:
         return Finding(
-            "memory",
             "warning",
             text,
             "free some memory: with Adam a server needs about 4 times its share of the weights",
         )
-    return Finding("memory", "ok", text)
+    return Finding("ok", text)
 
 
 def port(number: int) -> Finding:
@@ -147,15 +127,12 @@ def port(number: int) -> Finding:
             remedy = (
                 "stop the process that uses it, or set --bind HOST:PORT (port 0 picks a free port)"
             )
-            return Finding(
-                f"port {number}", "problem", f"cannot be bound: {error.strerror}", remedy
-            )
-    return Finding(f"port {number}", "ok", "free")
+            return Finding("problem", f"cannot be bound: {error.strerror}", remedy)
+    return Finding("ok", "free")
 
 
 def data_dir(path: Path) -> Finding:
     """Check that a snapshot can be written to this directory, and measure an fsync."""
-    name = f"folder {path}"
     try:
         start = time.perf_counter()
         with tempfile.TemporaryFile(dir=path) as file:
@@ -166,39 +143,32 @@ def data_dir(path: Path) -> Finding:
         free = shutil.disk_usage(path).free
     except OSError as error:
         return Finding(
-            name, "problem", f"cannot be written: {error.strerror}", "choose another --data-dir"
+            "problem", f"cannot be written: {error.strerror}", "choose another --data-dir"
         )
     text = f"writable, {size(free)} free, 1 MiB on disk in {seconds * 1e3:.1f} ms"
     if free < 1 << 30:
         return Finding(
-            name,
             "warning",
             text,
             "free some space: with Adam each snapshot takes up to 3 times the weights",
         )
-    return Finding(name, "ok", text)
+    return Finding("ok", text)
 
 
-def shared_memory(path: Path = Path("/dev/shm")) -> Finding:
+def shared_memory(path: Path = SHARED_MEMORY) -> Finding:
     """Check the free space for shared memory."""
     try:
         usage = shutil.disk_usage(path)
     except OSError as error:
         return Finding(
-            str(path),
-            "warning",
-            f"missing: {error.strerror}",
-            "mount a tmpfs; DataLoader workers need it",
+            "warning", f"missing: {error.strerror}", "mount a tmpfs; DataLoader workers need it"
         )
     text = f"{size(usage.free)} free of {size(usage.total)}"
     if usage.free <= 64 * BYTES_PER_MEBIBYTE:
         return Finding(
-            str(path),
-            "warning",
-            text,
-            "use docker run --shm-size=1g; DataLoader workers may need more",
+            "warning", text, "use docker run --shm-size=1g; DataLoader workers may need more"
         )
-    return Finding(str(path), "ok", text)
+    return Finding("ok", text)
 
 
 def loopback() -> Finding:
@@ -208,33 +178,28 @@ def loopback() -> Finding:
     try:
         speed = measure()
     except PSError as error:
-        return Finding(
-            "loopback gRPC", "problem", str(error), "check firewall, proxies and security modules"
-        )
+        return Finding("problem", str(error), "check firewall, proxies and security modules")
     text = f"{speed.round_trip:.2f} ms a call, {speed.rate:.0f} MB/s in both directions"
     if speed.round_trip > SLOW_CALL_MILLISECONDS or speed.rate < SLOW_STREAM_MEGABYTES_PER_SECOND:
         return Finding(
-            "loopback gRPC",
-            "warning",
-            text,
-            "reduce the load of this machine; slow calls slow down every step",
+            "warning", text, "reduce the load of this machine; slow calls slow down every step"
         )
-    return Finding("loopback gRPC", "ok", text)
+    return Finding("ok", text)
 
 
-def all_checks(ports: tuple[int, ...], folder: Path) -> list[Callable[[], Finding]]:
-    """Return all checks in display order."""
+def all_checks(ports: tuple[int, ...], folder: Path) -> list[tuple[str, Callable[[], Finding]]]:
+    """Return all checks with their names, in display order."""
     return [
-        python,
-        packages,
-        torch,
-        devices,
-        cores,
-        memory,
-        *(partial(port, number) for number in ports),
-        partial(data_dir, folder),
-        shared_memory,
-        loopback,
+        ("python", python),
+        ("packages", packages),
+        ("torch", torch),
+        ("devices", devices),
+        ("cores", cores),
+        ("memory", memory),
+        *((f"port {number}", partial(port, number)) for number in ports),
+        (f"folder {folder}", partial(data_dir, folder)),
+        (str(SHARED_MEMORY), shared_memory),
+        ("loopback gRPC", loopback),
     ]
 
 
@@ -267,12 +232,13 @@ def doctor(settings: CommandContext, ports: tuple[int, ...], data_dir: Path) -> 
 
     Exit code 1 if there is a problem; every problem is shown with a remedy.
     """
-    findings = [check() for check in all_checks(ports, data_dir)]
-    rows = [(finding.check, finding.state, finding.text) for finding in findings]
-    remedies = [(finding.check, finding.remedy) for finding in findings if finding.remedy]
+    findings = [(name, check()) for name, check in all_checks(ports, data_dir)]
+    rows = [(name, finding.state, finding.text) for name, finding in findings]
+    remedies = [(name, finding.remedy) for name, finding in findings if finding.remedy]
     tables = [
         Table("", ("check", "state", "finding"), rows),
         Table("Remedies", ("check", "remedy"), remedies),
     ]
-    show(settings.output, [finding._asdict() for finding in findings], lambda: tables)
-    return int(any(finding.state == "problem" for finding in findings))
+    document = [{"check": name, **finding._asdict()} for name, finding in findings]
+    show(settings.output, document, lambda: tables)
+    return int(any(finding.state == "problem" for _, finding in findings))

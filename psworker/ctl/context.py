@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from pscommon.settings.option_types import SECONDS
-from pscommon.settings.values import ValueType, addresses
+from pscommon.settings.values import SECONDS, ValueType, addresses
 from pscommon.system.local_jobs import only_local_job
 
 if TYPE_CHECKING:
@@ -43,6 +42,13 @@ class CommandContext:
         return CoordinatorClient(ps.split(","), self.timeout)
 
 
+waiting = click.option(
+    "--wait",
+    type=SECONDS,
+    default="300",
+    show_default=True,
+    help="Maximum time to wait for the result.",
+)
 pass_settings = click.make_pass_decorator(CommandContext, ensure=True)
 
 

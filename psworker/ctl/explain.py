@@ -9,13 +9,13 @@ import click
 from pscommon.core.errors import REASONS, ReasonRow
 from pscommon.core.exit_codes import EXPLANATIONS, ExitCode
 from psworker.ctl.output import Table
-from psworker.launch.outcome import signal_name
+from psworker.launch.decisions import signal_name
 from psworker.session.drain import DrainedError
 
 # REASONS plus the one reason that is never transmitted
 ERRORS = REASONS | {
     "DRAINED": ReasonRow(
-        DrainedError, "CANCELLED", False, "the worker was asked to leave, or the job has ended"
+        DrainedError, "the worker was asked to leave, or the job has ended", "CANCELLED"
     )
 }
 

@@ -1,17 +1,17 @@
 """Commands of ps-ctl that change a running job: drain, policy, promote, reshard, stop."""
 
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
-from pscommon.settings.option_types import ADDRESS, COUNT, COUNT_OR_NONE, POLICIES, SECONDS, TEXT
+from pscommon.settings.values import ADDRESS, COUNT, COUNT_OR_NONE, POLICIES, TEXT
 from pscommon.wire.channel import open_channel
 from pscommon.wire.status import translated
 from psproto.v1 import standby_pb2 as pb
 from psproto.v1.standby_pb2_grpc import StandbyServiceStub
-from psworker.ctl.context import CommandContext, pass_settings, shared
-from psworker.ctl.output import Table, show, size
+from psworker.ctl.context import CommandContext, pass_settings, shared, waiting
+from psworker.ctl.output import Table, show, show_fields, size
 
 if TYPE_CHECKING:
     from psworker.ctl.job_client import CoordinatorClient
@@ -36,12 +36,6 @@ class CommandGroup(click.Group):
             raise
 
 
-def _show_fields(settings: CommandContext, document: dict[str, Any]) -> None:
-    """Print a document; the table omits fields without a value."""
-    rows = [row for row in document.items() if row[1] not in (None, "")]
-    show(settings.output, document, lambda: [Table("", (), rows)])
-
-
 @click.command(epilog="\b\nExample:\n  ps-ctl --ps host0:50051 drain 3")
 @click.argument("worker", metavar="WORKER", type=COUNT)
 @shared
@@ -54,7 +48,9 @@ def drain(settings: CommandContext, worker: int) -> None:
     """
     with settings.servers() as servers:
         servers.drain(worker)
-    _show_fields(settings, {"job": servers.described.job, "worker": worker, "state": "draining"})
+    show_fields(
+        settings.output, {"job": servers.described.job, "worker": worker, "state": "draining"}
+    )
 
 
 @click.group(epilog="\b\nExample:\n  ps-ctl --ps host0:50051 policy set async")
@@ -107,7 +103,7 @@ def set_(
         "staleness": staleness,
         "max_staleness": max_staleness,
     }
-    _show_fields(settings, document)
+    show_fields(settings.output, document)
 
 
 @click.command(epilog="\b\nExample:\n  ps-ctl promote host1:50061")
@@ -133,7 +129,7 @@ def promote(settings: CommandContext, standby: str) -> None:
         "version": answer.version,
         "note": answer.note,
     }
-    _show_fields(settings, document)
+    show_fields(settings.output, document)
 
 
 @click.command(epilog="\b\nExample:\n  ps-ctl --ps host0:50051 reshard --servers 3")
@@ -145,13 +141,7 @@ def promote(settings: CommandContext, standby: str) -> None:
     metavar="SERVERS",
     help="Target number of servers.",
 )
-@click.option(
-    "--wait",
-    type=SECONDS,
-    default="300",
-    show_default=True,
-    help="Maximum time to wait for the result.",
-)
+@waiting
 @shared
 @pass_settings
 def reshard(settings: CommandContext, count: int, wait: float) -> None:
@@ -209,7 +199,7 @@ def stop(settings: CommandContext, reason: str, yes: bool) -> None:
         if not yes and sys.stdin is not None and sys.stdin.isatty():
             _confirm(servers)
         servers.stop(reason)
-    _show_fields(settings, {"job": servers.described.job, "state": "stopping"})
+    show_fields(settings.output, {"job": servers.described.job, "state": "stopping"})
 
 
 def _confirm(servers: "CoordinatorClient") -> None:

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Sequence
-from types import TracebackType
 from typing import Any
 
 from pscommon.core.errors import UnreachableError
@@ -20,14 +19,9 @@ class CoordinatorClient:
     """Connection to the coordinator on shard 0; works in every state of the job."""
 
     def __init__(self, addresses: Sequence[str], timeout: float) -> None:
-        """Find shard 0 through any server of the job.
+        """Find shard 0 through any server of the job; `timeout` is the deadline of each call.
 
-        Args:
-            addresses: addresses of one or more servers.
-            timeout: deadline of each call in seconds.
-
-        Raises:
-            UnreachableError: no server answers, or none knows the address of shard 0.
+        Raises UnreachableError if no server answers, or none knows the address of shard 0.
         """
         self._timeout = timeout
         self.address, self.described = _find_coordinator(addresses, timeout)
@@ -37,10 +31,7 @@ class CoordinatorClient:
 
     def status(self) -> dict[str, Any]:
         """Return the status document of the job."""
-        with translated(self._peer):
-            answer = self._stub.GetStatus(pb.GetStatusRequest(), timeout=self._timeout)
-        document = json.loads(answer.status_json)
-        return dict(document)
+        return dict(json.loads(self._call(self._stub.GetStatus, pb.GetStatusRequest()).status_json))
 
     def plan(self) -> PartitionPlan:
         """Return the placement of all tensors.
@@ -49,8 +40,7 @@ class CoordinatorClient:
             UnreachableError: no worker has registered the model yet (NOT_READY).
         """
         request = pb.RegisterRequest(job=self.described.job, observe=True)
-        with translated(self._peer):
-            answer = self._stub.Register(request, timeout=self._timeout)
+        answer = self._call(self._stub.Register, request)
         if answer.state != pb.RegisterResponse.STATE_READY:
             raise UnreachableError(
                 f"the model is not registered yet: the job waits for {answer.waiting_for}",
@@ -61,56 +51,46 @@ class CoordinatorClient:
     def save(self, wait: float) -> tuple[int, str]:
         """Take a snapshot and return its version and folder; `wait` is in seconds."""
         request = pb.SaveSnapshotRequest(wait_ms=round(wait * 1000))
-        with translated(self._peer):
-            answer = self._stub.SaveSnapshot(request, timeout=wait + self._timeout)
+        answer = self._call(self._stub.SaveSnapshot, request, wait)
         return answer.version, answer.path
 
     def restore(self, version: int, wait: float) -> None:
         """Roll all shards back to a snapshot; `wait` is in seconds."""
         request = pb.RestoreSnapshotRequest(version=version, wait_ms=round(wait * 1000))
-        with translated(self._peer):
-            self._stub.RestoreSnapshot(request, timeout=wait + self._timeout)
+        self._call(self._stub.RestoreSnapshot, request, wait)
 
     def drain(self, worker: int) -> None:
         """Ask a worker to leave at its next step boundary."""
-        with translated(self._peer):
-            self._stub.Drain(pb.DrainRequest(worker=worker), timeout=self._timeout)
+        self._call(self._stub.Drain, pb.DrainRequest(worker=worker))
 
     def set_policy(self, name: str, staleness: int | None, max_staleness: int | None) -> None:
         """Set the policy from the next update on."""
         request = pb.SetPolicyRequest(policy=name, staleness=staleness, max_staleness=max_staleness)
-        with translated(self._peer):
-            self._stub.SetPolicy(request, timeout=self._timeout)
+        self._call(self._stub.SetPolicy, request)
 
     def reshard(self, shards: int, wait: float) -> tuple[float, int]:
-        """Change the number of shards.
-
-        Args:
-            shards: target number of shards.
-            wait: maximum time in seconds.
+        """Change the number of shards; `wait` is in seconds.
 
         Returns:
             Seconds for which no push was applied, and bytes moved between servers.
         """
         request = pb.ReshardRequest(shards=shards, wait_ms=round(wait * 1000))
-        with translated(self._peer):
-            answer = self._stub.Reshard(request, timeout=wait + self._timeout)
+        answer = self._call(self._stub.Reshard, request, wait)
         return answer.seconds, answer.nbytes
 
     def stop(self, reason: str) -> None:
         """End the job; every server exits after a last snapshot."""
+        self._call(self._stub.StopJob, pb.StopJobRequest(reason=reason))
+
+    def _call(self, method: Any, request: Any, wait: float = 0.0) -> Any:
+        """Return the answer; the server may wait for this many seconds."""
         with translated(self._peer):
-            self._stub.StopJob(pb.StopJobRequest(reason=reason), timeout=self._timeout)
+            return method(request, timeout=wait + self._timeout)
 
     def __enter__(self) -> "CoordinatorClient":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._channel.close()
 
 

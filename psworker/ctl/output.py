@@ -3,9 +3,9 @@
 import io
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pscommon.core.errors import InvalidRequestError
 from pscommon.telemetry import strict_json
@@ -26,15 +26,9 @@ class Table:
 
 
 def show(form: str, document: object, tables: Callable[[], Sequence[Table]]) -> None:
-    """Print tables without their empty columns, or a JSON document.
+    """Print tables without their empty columns, or the document if `form` is "json".
 
-    Args:
-        form: "table" or "json".
-        document: content for JSON.
-        tables: function that makes the tables; not called for JSON.
-
-    Raises:
-        InvalidRequestError: stdout cannot be written.
+    Raises InvalidRequestError if stdout cannot be written.
     """
     if sys.stdout is None:
         raise InvalidRequestError("cannot print the result: stdout is closed")
@@ -52,6 +46,12 @@ def show(form: str, document: object, tables: Callable[[], Sequence[Table]]) -> 
             raise InvalidRequestError(
                 f"cannot print the result: {error.strerror or error}"
             ) from error
+
+
+def show_fields(form: str, document: Mapping[str, object]) -> None:
+    """Print a document; the table omits fields without a value. The rest is as of `show`."""
+    rows = [row for row in document.items() if row[1] not in (None, "")]
+    show(form, document, lambda: [Table("", (), rows)])
 
 
 def size(nbytes: float | None) -> str:
@@ -79,6 +79,21 @@ def number(value: float | None) -> str:
     if value is None:
         return ""
     return str(value) if isinstance(value, int) else f"{value:.4g}"
+
+
+def pass_text(progress: Mapping[str, Any] | None) -> str:
+    """Format `progress` of the status: "pass 2 of 5: 43 %, 12 s left".
+
+    The text is empty if the progress is unknown, as for a stream.
+    """
+    if not progress or progress.get("percent") is None or progress.get("pass") is None:
+        return ""
+    passes = f" of {progress['passes']}" if progress.get("passes") else ""
+    text = f"pass {progress['pass']}{passes}: {progress['percent']:.0f} %"
+    left = progress.get("remaining_seconds")
+    if left is None or progress["percent"] >= 100:
+        return text
+    return f"{text}, {duration(round(left) if left >= 10 else round(left, 1))} left"
 
 
 def _without_empty_columns(table: Table) -> Table:

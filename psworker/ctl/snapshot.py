@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from pscommon.core.errors import SnapshotError
-from pscommon.settings.option_types import FILE, SECONDS, VERSION
+from pscommon.settings.values import FILE, VERSION
 from psworker.ctl import views
-from psworker.ctl.context import CommandContext, pass_settings, shared
-from psworker.ctl.output import Table, show, size
+from psworker.ctl.context import CommandContext, pass_settings, shared, waiting
+from psworker.ctl.output import Table, show, show_fields, size
 
 if TYPE_CHECKING:
     from pscommon.snapshot import SnapshotDirectory
@@ -37,13 +37,7 @@ def snapshot() -> None:
 
 
 @snapshot.command(epilog="\b\nExample:\n  ps-ctl --ps host0:50051 snapshot save --wait 10m")
-@click.option(
-    "--wait",
-    type=SECONDS,
-    default="300",
-    show_default=True,
-    help="Maximum time to wait for the result.",
-)
+@waiting
 @shared
 @pass_settings
 def save(settings: CommandContext, wait: float) -> None:
@@ -51,18 +45,12 @@ def save(settings: CommandContext, wait: float) -> None:
     with settings.servers() as servers:
         version, path = servers.save(wait)
     document = {"version": version, "path": path}
-    show(settings.output, document, lambda: [Table("", (), list(document.items()))])
+    show_fields(settings.output, document)
 
 
 @snapshot.command(epilog="\b\nExample:\n  ps-ctl --ps host0:50051 snapshot restore 1200")
 @click.argument("version", metavar="VERSION", type=VERSION)
-@click.option(
-    "--wait",
-    type=SECONDS,
-    default="300",
-    show_default=True,
-    help="Maximum time to wait for the result.",
-)
+@waiting
 @shared
 @pass_settings
 def restore(settings: CommandContext, version: int, wait: float) -> None:
@@ -75,7 +63,7 @@ def restore(settings: CommandContext, version: int, wait: float) -> None:
     with settings.servers() as servers:
         servers.restore(version, wait)
     document = {"job": servers.described.job, "version": version, "state": "restored"}
-    show(settings.output, document, lambda: [Table("", (), list(document.items()))])
+    show_fields(settings.output, document)
 
 
 @snapshot.command(

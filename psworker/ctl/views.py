@@ -3,15 +3,16 @@
 The status may come from a newer or an older server; missing values stay empty.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from pscommon.core.model_spec import ROLES
 from pscommon.core.partition import PartitionPlan
-from psworker.ctl.output import Table, duration, number, size
-from psworker.ctl.pass_text import pass_text
+from psworker.ctl.output import Table, duration, number, pass_text, size
 
 Json = Mapping[str, Any]
+Columns = Mapping[str, str | Callable[[Json], object]]
+"""By heading, the key of a row's value, or a function of the row."""
 
 
 def status(document: Json) -> list[Table]:
@@ -23,7 +24,7 @@ def status(document: Json) -> list[Table]:
         servers(document),
         _candidates(document),
         _short_workers(document),
-        _data(document),
+        _table("Data", rows(document, "data"), LOOPS),
         _metrics(document),
     ]
 
@@ -40,6 +41,22 @@ def _text(form: str, *values: object) -> str:
 
 def _list(*texts: str) -> str:
     return ", ".join(text for text in texts if text)
+
+
+def _joined(form: str, *keys: str) -> Callable[[Json], object]:
+    return lambda row: _text(form, *map(row.get, keys))
+
+
+def _shown(form: Callable[[Any], str], key: str) -> Callable[[Json], object]:
+    return lambda row: form(row.get(key))
+
+
+def _table(title: str, listed: Sequence[Json], columns: Columns) -> Table:
+    cells = [
+        [row.get(cell) if isinstance(cell, str) else cell(row) for cell in columns.values()]
+        for row in listed
+    ]
+    return Table(title, tuple(columns), cells)
 
 
 def _summary(document: Json) -> list[tuple[str, object]]:
@@ -119,35 +136,7 @@ def _metrics(document: Json) -> Table:
 
 def servers(document: Json) -> Table:
     """Return the table of all shards."""
-    cells = [
-        (
-            server.get("shard"),
-            server.get("address"),
-            server.get("connected"),
-            server.get("version"),
-            size(server.get("parameter_bytes")),
-            size(server.get("state_bytes")),
-            size(server.get("received_bytes")),
-            size(server.get("sent_bytes")),
-            _standby(server),
-        )
-        for server in rows(document, "servers")
-    ]
-    return Table(
-        "Servers",
-        (
-            "shard",
-            "address",
-            "up",
-            "version",
-            "weights",
-            "optimizer",
-            "received",
-            "sent",
-            "standby",
-        ),
-        cells,
-    )
+    return _table("Servers", rows(document, "servers"), SERVERS)
 
 
 def _standby(server: Json) -> str:
@@ -160,35 +149,19 @@ def _standby(server: Json) -> str:
 
 def _candidates(document: Json) -> Table:
     """Return the servers that wait for `ps-ctl reshard`."""
-    cells = [
-        (_text("{}/{}", row.get("shard"), row.get("shards")), row.get("address"))
-        for row in rows(document, "candidates")
-    ]
-    return Table("Servers waiting for ps-ctl reshard", ("shard", "address"), cells)
+    columns: Columns = {"shard": _joined("{}/{}", "shard", "shards"), "address": "address"}
+    return _table("Servers waiting for ps-ctl reshard", rows(document, "candidates"), columns)
 
 
 def _short_workers(document: Json) -> Table:
     """Return the workers in a table for narrow terminals; `ps-ctl workers` shows all columns."""
-    cells = [
-        (
-            worker.get("worker"),
-            _text("{}:{}", worker.get("host"), worker.get("pid")),
-            worker.get("device"),
-            worker["health"]
-            if worker.get("health") in ("slow", "hanging", "silent")
-            else worker.get("state"),
-            worker.get("steps"),
-            number(worker.get("samples_per_second")),
-            worker.get("phase"),
-            _reason(worker),
-        )
-        for worker in rows(document, "workers")
-    ]
-    return Table(
-        "Workers",
-        ("worker", "host:pid", "device", "state", "steps", "samples/s", "phase", "reason"),
-        cells,
-    )
+    columns: Columns = {**{name: WORKERS[name] for name in SHORT}, "state": _state}
+    return _table("Workers", rows(document, "workers"), columns)
+
+
+def _state(worker: Json) -> object:
+    noted = worker.get("health") in ("slow", "hanging", "silent")
+    return worker["health"] if noted else worker.get("state")
 
 
 def _reason(worker: Json) -> str:
@@ -200,77 +173,62 @@ def _reason(worker: Json) -> str:
 
 def workers(document: Json) -> Table:
     """Return the table of all workers with all columns."""
-    cells = [
-        (
-            worker.get("worker"),
-            worker.get("rank"),
-            _text("{}:{}", worker.get("host"), worker.get("pid")),
-            worker.get("device"),
-            worker.get("state"),
-            worker.get("health"),
-            worker.get("clock"),
-            worker.get("steps"),
-            duration(worker.get("step_seconds")),
-            duration(worker.get("own_seconds")),
-            number(worker.get("samples_per_second")),
-            worker.get("phase"),
-            duration(worker.get("silent_seconds")),
-            _reason(worker),
-        )
-        for worker in rows(document, "workers")
-    ]
-    headings = (
-        "worker",
-        "rank",
-        "host:pid",
-        "device",
-        "state",
-        "health",
-        "clock",
-        "steps",
-        "step",
-        "own part",
-        "samples/s",
-        "phase",
-        "silent",
-        "reason",
-    )
-    return Table("Workers", headings, cells)
-
-
-def _data(document: Json) -> Table:
-    cells = [
-        (
-            loop.get("loop"),
-            loop.get("size"),
-            loop.get("batch_size"),
-            _text("{} of {}", loop.get("epoch"), loop.get("epochs")),
-            _text("{} of {}", loop.get("committed"), loop.get("total")),
-            loop.get("leased"),
-        )
-        for loop in rows(document, "data")
-    ]
-    return Table(
-        "Data",
-        ("loop", "samples", "batch size", "epochs done", "batches done", "handed out"),
-        cells,
-    )
+    return _table("Workers", rows(document, "workers"), WORKERS)
 
 
 def snapshots(listed: Sequence[Json]) -> Table:
     """Return the table of snapshots."""
-    headings = ("version", "bytes", "age", "state", "path")
-    cells = [
-        (
-            row.get("version"),
-            size(row.get("nbytes")),
-            duration(row.get("seconds")),
-            row.get("state"),
-            row.get("path"),
-        )
-        for row in listed
-    ]
-    return Table("", headings, cells)
+    return _table("", listed, SNAPSHOTS)
+
+
+SERVERS: Columns = {
+    "shard": "shard",
+    "address": "address",
+    "up": "connected",
+    "version": "version",
+    "weights": _shown(size, "parameter_bytes"),
+    "optimizer": _shown(size, "state_bytes"),
+    "received": _shown(size, "received_bytes"),
+    "sent": _shown(size, "sent_bytes"),
+    "standby": _standby,
+}
+
+WORKERS: Columns = {
+    "worker": "worker",
+    "rank": "rank",
+    "host:pid": _joined("{}:{}", "host", "pid"),
+    "device": "device",
+    "state": "state",
+    "health": "health",
+    "clock": "clock",
+    "steps": "steps",
+    "step": _shown(duration, "step_seconds"),
+    "own part": _shown(duration, "own_seconds"),
+    "samples/s": _shown(number, "samples_per_second"),
+    "phase": "phase",
+    "silent": _shown(duration, "silent_seconds"),
+    "reason": _reason,
+}
+
+SHORT = ("worker", "host:pid", "device", "state", "steps", "samples/s", "phase", "reason")
+"""Columns of WORKERS in the status."""
+
+LOOPS: Columns = {
+    "loop": "loop",
+    "samples": "size",
+    "batch size": "batch_size",
+    "epochs done": _joined("{} of {}", "epoch", "epochs"),
+    "batches done": _joined("{} of {}", "committed", "total"),
+    "handed out": "leased",
+}
+
+SNAPSHOTS: Columns = {
+    "version": "version",
+    "bytes": _shown(size, "nbytes"),
+    "age": _shown(duration, "seconds"),
+    "state": "state",
+    "path": "path",
+}
 
 
 def plan_document(plan: PartitionPlan, addresses: Sequence[str]) -> dict[str, Any]:

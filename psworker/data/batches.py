@@ -83,7 +83,7 @@ class BatchLoader:
 
     def __iter__(self) -> "BatchIterator":
         loops = self._session.loops
-        spec, reader = self._source.next_pass(loops.count)
+        spec, read = self._source.next_pass(loops.count)
         if self._pass is not None:
             self._session.consumed.decide(self._pass.loop)
         if (
@@ -95,7 +95,7 @@ class BatchLoader:
             loops.discard(self._pass.name)
         iterator = BatchIterator()
         name = loops.make(self._name, iterator)
-        self._pass = DataPass(self._session, spec, name, reader, self._reseed, self.marks_updates)
+        self._pass = DataPass(self._session, spec, name, read, self._reseed, self.marks_updates)
         iterator.begin(self._pass.batches())
         self._iterator = weakref.ref(iterator)
         return iterator
@@ -107,7 +107,7 @@ class BatchLoader:
         batch does not wait for these.
         """
         if self._pass is not None and self._iterator is not None and self._iterator() is not None:
-            self._pass.release()
+            self._pass.leases.release()
 
 
 class BatchIterator:
@@ -148,6 +148,7 @@ class DataPass:
 
     Attributes:
         name: Name of the pass.
+        leases: Its batches that this worker has leased.
     """
 
     def __init__(
@@ -155,14 +156,14 @@ class DataPass:
         session: Session,
         spec: Spec,
         name: PassName,
-        reader: PassReader,
+        read: PassReader,
         reseed: bool,
         marks_updates: bool,
     ) -> None:
         self.name = name
         self._session = session
-        self._leases = LeasedBatches(session, spec, name)
-        self._reader = reader
+        self.leases = LeasedBatches(session, spec, name)
+        self._read = read
         self._reseed = reseed
         self._marks_updates = marks_updates
         self._was_finished = session.client.has_ended(name)
@@ -170,26 +171,26 @@ class DataPass:
     @property
     def loop(self) -> int:
         """The job's number of the pass, once it has given a batch."""
-        return self._leases.spec.loop
+        return self.leases.spec.loop
 
     @property
     def is_skipped(self) -> bool:
         """The loop had ended before this worker began it."""
-        return self._was_finished and self._leases.is_empty
+        return self._was_finished and self.leases.is_empty
 
     @property
     def share(self) -> int | None:
         """Batches that this worker can expect, fixed at the beginning; None before."""
-        return self._leases.share
+        return self.leases.share
 
     def batches(self) -> Generator[Any, None, None]:
         """Yield the batches that the script receives. Only one call is valid."""
-        session, leases, consumed = self._session, self._leases, self._session.consumed
+        session, leases, consumed = self._session, self.leases, self._session.consumed
         if not session.loops.open:  # nothing of earlier loops belongs to the next step
             consumed.begin()
         steps, samples = session.stats.steps, consumed.samples
         with session.running_loop(leases, torch.is_grad_enabled()):
-            fetched = self._reader.open(leases)
+            fetched = self._read(leases)
             more = True
             while more:
                 if self._marks_updates and not self._was_finished:
@@ -222,7 +223,3 @@ class DataPass:
                 remedy="call step() of what job.optimizer returned, or, to evaluate, "
                 "iterate under torch.no_grad()",
             )
-
-    def release(self) -> None:
-        """Return the leased batches that the script has not received."""
-        self._leases.release()

@@ -1,13 +1,14 @@
 """What a loader needs of a data source, and the arguments that a source is made from."""
 
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from collections.abc import Callable, Iterable, Mapping, Sized
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from pscommon.core.data_stream import Spec
 from pscommon.core.errors import InvalidRequestError
 from pscommon.core.log_entries import BatchKey
+from psworker.data.leased_batches import LeasedBatches
 
 SpecT = TypeVar("SpecT")
 
@@ -56,7 +57,7 @@ class PassSettings(NamedTuple):
     name: str | None = None
 
 
-class BatchFacts(Protocol):
+class BatchFacts(NamedTuple):
     """What is known of a batch without its data.
 
     Attributes:
@@ -65,35 +66,13 @@ class BatchFacts(Protocol):
         seeds: Non-negative integers that seed its random numbers.
     """
 
-    @property
-    def key(self) -> BatchKey: ...
-    @property
-    def samples(self) -> int: ...
-    @property
-    def seeds(self) -> tuple[int, ...]: ...
+    key: BatchKey
+    samples: int
+    seeds: tuple[int, ...]
 
 
-class LeasedNumbers(Protocol):
-    """The batch numbers that this worker may fetch, in order.
-
-    Attributes:
-        spec: The loop; with the job's number and first epoch once there is a number.
-    """
-
-    @property
-    def spec(self) -> Spec: ...
-    def __iter__(self) -> Iterator[int]: ...
-
-    def find_end(self, key: BatchKey) -> None:
-        """Report a batch without samples: its source ends before it."""
-
-
-class PassReader(Protocol):
-    """Reads the batches of one pass."""
-
-    def open(self, leases: LeasedNumbers) -> Iterable[tuple[BatchFacts, Any]]:
-        """Return the batches of these numbers, to be iterated again when there are more numbers."""
-        ...
+PassReader = Callable[[LeasedBatches], Iterable[tuple[BatchFacts, Any]]]
+"""Returns the batches of a pass with these numbers, to be iterated again when there are more."""
 
 
 class DataSource(Protocol):
@@ -125,14 +104,9 @@ class DataSource(Protocol):
 
 
 def make_spec(kind: Callable[..., SpecT], *fields: Any) -> SpecT:
-    """Return the spec of a loop.
+    """Return the spec of a loop from booleans and integers of Python, numpy or torch.
 
-    Args:
-        kind: LoopSpec or StreamSpec.
-        fields: Its fields: booleans or integers of Python, numpy or torch.
-
-    Raises:
-        InvalidRequestError: The fields make no valid spec.
+    Raises InvalidRequestError if they make no valid spec.
     """
     try:
         return kind(

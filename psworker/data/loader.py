@@ -4,11 +4,15 @@ from torch.utils.data import DataLoader
 
 from pscommon.core.errors import InvalidRequestError
 from psworker.data.batches import BatchLoader
-from psworker.data.data_source import LoaderArguments, PassSettings
-from psworker.data.sources import make_source
+from psworker.data.data_source import DataSource, LoaderArguments, PassCounts, PassSettings
+from psworker.data.map_dataset import MapDataset, is_map_style
+from psworker.data.stream_dataset import StreamSource, is_stream
 from psworker.data.torch_loader import unpack
 from psworker.session.arguments import seed_of
 from psworker.session.session import Session
+
+SOURCE_KINDS = ((is_stream, StreamSource), (is_map_style, MapDataset))
+"""The first kind that accepts the arguments makes the source."""
 
 
 def make_loader(
@@ -30,8 +34,21 @@ def make_loader(
     settings = settings._replace(
         seed=lambda: seed_of(session.read_seed()) if given is None else given
     )
-    source = make_source(arguments, settings, session.passes)
+    source = _make_source(arguments, settings, session.passes)
     return BatchLoader(session, source, settings.reseed, settings.name)
+
+
+def _make_source(
+    arguments: LoaderArguments, settings: PassSettings, passes: PassCounts
+) -> DataSource:
+    for accepts, source in SOURCE_KINDS:
+        if accepts(arguments, settings):
+            return source(arguments, settings, passes)
+    raise InvalidRequestError(
+        f"job.batches cannot read a {type(arguments.dataset).__name__}: it is neither a map-style "
+        "data set (len() and items by number) nor a stream. Try: a list, a tensor, or an object "
+        "with read(source, offset)"
+    )
 
 
 def _check_exclusive(arguments: LoaderArguments) -> None:

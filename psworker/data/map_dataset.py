@@ -21,12 +21,14 @@ from pscommon.core.errors import InvalidRequestError
 from pscommon.core.log_entries import BatchKey
 from psworker.data.data_source import (
     FETCH,
-    LeasedNumbers,
+    BatchFacts,
     LoaderArguments,
     PassCounts,
+    PassReader,
     PassSettings,
     make_spec,
 )
+from psworker.data.leased_batches import LeasedBatches
 from psworker.data.order import check_sampler, name_of, order_of
 from psworker.data.random_state import reseed
 
@@ -40,59 +42,11 @@ def is_map_style(arguments: LoaderArguments, settings: PassSettings) -> bool:
     return isinstance(dataset, tuple) or has_items
 
 
-def make_map_source(
-    arguments: LoaderArguments, settings: PassSettings, passes: PassCounts
-) -> "MapDataset":
-    """Return the source of a map-style data set.
-
-    Args:
-        arguments: The data set and how to load it.
-        settings: Epochs and seeds.
-        passes: Passes begun by all loaders of the script, by size and seed; updated by each pass.
-
-    Raises:
-        InvalidRequestError: The arguments are not valid.
-    """
-    _check_options(arguments.options)
-    dataset, sampler = arguments.dataset, _sampler_of(arguments, settings.epochs)
-    if isinstance(dataset, tuple):
-        dataset = tensor_rows(dataset)
-    by_batch = arguments.batch_sampler is not None
-    loop = make_spec(
-        LoopSpec,
-        0,
-        len(dataset),
-        1 if by_batch else arguments.batch_size,
-        settings.epochs,
-        arguments.drop_last,
-        sampler is None and (arguments.shuffle is None or arguments.shuffle),
-    )
-    fetcher = BatchFetcher(dataset, arguments.collate_fn or default_collate, settings.reseed)
-    given = dataset if arguments.length is None else arguments.length
-    length = given if sampler is None else sampler
-    return MapDataset(
-        dataset,
-        loop,
-        settings.seed,
-        fetcher,
-        arguments.options,
-        passes,
-        sampler,
-        by_batch,
-        length,
-    )
-
-
 class RequestedBatch(NamedTuple):
-    """A batch to fetch: the numbers of its samples, and the seeds of its random numbers."""
+    """A batch to fetch, and the numbers of its samples."""
 
-    key: BatchKey
+    facts: BatchFacts
     indices: list[int]
-    seeds: tuple[int, ...]
-
-    @property
-    def samples(self) -> int:
-        return len(self.indices)
 
 
 class BatchFetcher(Dataset[Any]):
@@ -107,36 +61,29 @@ class BatchFetcher(Dataset[Any]):
     def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any], reseed: bool) -> None:
         self.dataset, self._collate, self._reseed = dataset, collate, reseed
 
-    def __getitem__(self, request: RequestedBatch) -> tuple[RequestedBatch, Any]:
+    def __getitem__(self, request: RequestedBatch) -> tuple[BatchFacts, Any]:
         if self._reseed:
-            reseed(*request.seeds, FETCH)
+            reseed(*request.facts.seeds, FETCH)
         fetch_all = getattr(self.dataset, "__getitems__", None)
         samples = (
             fetch_all(request.indices)
             if fetch_all
             else [self.dataset[index] for index in request.indices]
         )
-        return request, self._collate(samples)
+        return request.facts, self._collate(samples)
 
 
-class LoaderProcess:
-    """Initializes a process of the DataLoader.
+def initialize_process(init: Callable[[int], object] | None, number: int) -> None:
+    """Initialize a process of the DataLoader. init: The script's worker_init_fn.
 
     A terminal sends Ctrl-C to all processes. These ignore it: the worker handles it, completes
     its step, and ends them. torch's get_worker_info shows the script's data set there.
-
-    init: the script's worker_init_fn.
     """
-
-    def __init__(self, init: Callable[[int], object] | None) -> None:
-        self._init = init
-
-    def __call__(self, number: int) -> None:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        info: Any = get_worker_info()
-        object.__setattr__(info, "dataset", info.dataset.dataset)  # it refuses assignments
-        if self._init is not None:
-            self._init(number)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    info: Any = get_worker_info()
+    object.__setattr__(info, "dataset", info.dataset.dataset)  # it refuses assignments
+    if init is not None:
+        init(number)
 
 
 class LoaderDataset:
@@ -149,7 +96,7 @@ class LoaderDataset:
     def __init__(self, loader: DataLoader[Any]) -> None:
         self._loader = loader
 
-    def __iter__(self) -> Iterator[tuple[RequestedBatch, Any]]:
+    def __iter__(self) -> Iterator[tuple[BatchFacts, Any]]:
         with torch.device(self._loader.generator.device):
             return iter(self._loader)
 
@@ -157,40 +104,45 @@ class LoaderDataset:
 class MapDataset:
     """The data source of a map-style data set (psworker.data.data_source.DataSource).
 
-    loop: spec of the first pass, with number 0 and without a seed.
-    seed: returns the seed of all passes.
-    fetcher: the data set as the DataLoader sees it.
-    options: keywords of the DataLoader.
-    passes: passes begun by all loaders of the script, by size and seed.
-    sampler: gives the order; None: the loop's spec says it.
-    by_batch: the sampler gives complete batches.
-    length: its len(), if it has one, is the number of samples in the next pass (with by_batch: of
-        batches).
+    Args:
+        arguments: The data set and how to load it.
+        settings: Epochs and seeds.
+        passes: Passes begun by all loaders of the script, by size and seed; updated by each pass.
+
+    Raises:
+        InvalidRequestError: The arguments are not valid.
     """
 
     def __init__(
-        self,
-        dataset: Any,
-        loop: LoopSpec,
-        seed: Callable[[], int],
-        fetcher: BatchFetcher,
-        options: Mapping[str, Any],
-        passes: PassCounts,
-        sampler: Any,
-        by_batch: bool,
-        length: Any,
+        self, arguments: LoaderArguments, settings: PassSettings, passes: PassCounts
     ) -> None:
-        self.dataset = dataset
-        self.batch_size = None if by_batch else loop.batch_size
-        self._loop, self._seed = loop, seed
-        self._passes = passes
-        self._next_epoch: int | None = None
-        self._sampler = sampler
-        self._length = length
+        _check_options(arguments.options)
+        # gives the order; None: the loop's spec says it
+        self._sampler = _sampler_of(arguments, settings.epochs)
+        by_batch = arguments.batch_sampler is not None
+        dataset: Any = arguments.dataset
+        self.dataset = tensor_rows(dataset) if isinstance(dataset, tuple) else dataset
+        # the first pass, with number 0 and without a seed
+        self._loop = make_spec(
+            LoopSpec,
+            0,
+            len(self.dataset),
+            1 if by_batch else arguments.batch_size,
+            settings.epochs,
+            arguments.drop_last,
+            self._sampler is None and (arguments.shuffle is None or arguments.shuffle),
+        )
+        self.batch_size = None if by_batch else self._loop.batch_size
+        self._seed, self._passes, self._options = settings.seed, passes, arguments.options
+        collate = arguments.collate_fn or default_collate
+        self._fetcher = BatchFetcher(self.dataset, collate, settings.reseed)
+        # its len(), if it has one, is the number of samples in the next pass, or of batches
+        self._length: Any = self._sampler
+        if self._length is None:
+            self._length = self.dataset if arguments.length is None else arguments.length
         self._begun_length: int | None = None
-        self._fetcher = fetcher
-        self._options = options
-        self._generator: torch.Generator | None = options.get("generator")
+        self._next_epoch: int | None = None
+        self._generator: torch.Generator | None = self._options.get("generator")
         self._persistent: tuple[LookaheadSampler, LoaderDataset] | None = None
 
     def spec(self) -> LoopSpec:
@@ -205,7 +157,7 @@ class MapDataset:
         except (TypeError, NotImplementedError):  # of a sampler
             return None
 
-    def next_pass(self, loop: int) -> tuple[LoopSpec, "MapPass"]:
+    def next_pass(self, loop: int) -> tuple[LoopSpec, PassReader]:
         """Begin a pass. Its epochs follow those of the loader's passes before, or for its first
         pass those of all earlier loaders.
         """
@@ -218,7 +170,7 @@ class MapDataset:
         self._begun_length = self._known_length()
         self._next_epoch = first + spec.epochs
         self._passes[key] = max(self._passes.get(key, 0), self._next_epoch)
-        return spec, MapPass(self.load, indices)
+        return spec, partial(self._open, indices)
 
     def _ordered(self, spec: LoopSpec) -> tuple[LoopSpec, Callable[[int], list[int]] | None]:
         """Return the spec with the digest of its order, and a function: batch number to samples.
@@ -241,12 +193,19 @@ class MapDataset:
         )
         return spec, order.batch
 
+    def _open(
+        self, indices: Callable[[int], list[int]] | None, leases: LeasedBatches
+    ) -> LoaderDataset:
+        # Without a reference to this object. Otherwise a DataLoader with persistent_workers would
+        # be part of a reference cycle, and torch waits 5 s for each process of such a loader.
+        return self.load(partial(map, partial(_request, leases, indices), leases))
+
     def load(self, requests: Requests) -> LoaderDataset:
         """Return the requested batches; with persistent_workers from the same DataLoader."""
         if self._persistent is None:
             # with its own generator: otherwise the DataLoader draws from the script's generator
             options = {"persistent_workers": self._options.get("num_workers", 0) > 0}
-            initialize = LoaderProcess(self._options.get("worker_init_fn"))
+            initialize = partial(initialize_process, self._options.get("worker_init_fn"))
             options |= {**self._options, "generator": self._generator}
             options["worker_init_fn"] = initialize
             sampler = LookaheadSampler(requests)
@@ -261,36 +220,15 @@ class MapDataset:
         return loaded
 
 
-class MapPass:
-    """One pass over a map-style data set.
-
-    load: returns the batches of requests.
-    indices: returns the numbers of the samples of a batch; None: the loop's spec knows them.
-    """
-
-    def __init__(
-        self,
-        load: Callable[[Requests], LoaderDataset],
-        indices: Callable[[int], list[int]] | None,
-    ) -> None:
-        self._load = load
-        self._indices = indices
-
-    def open(self, leases: LeasedNumbers) -> LoaderDataset:
-        # Without a reference to this object. Otherwise a DataLoader with persistent_workers would
-        # be part of a reference cycle, and torch waits 5 s for each process of such a loader.
-        request = partial(_request, leases, self._indices)
-        return self._load(partial(map, request, leases))
-
-
 def _request(
-    leases: LeasedNumbers, indices_of: Callable[[int], list[int]] | None, number: int
+    leases: LeasedBatches, indices_of: Callable[[int], list[int]] | None, number: int
 ) -> RequestedBatch:
     spec = leases.spec
     assert isinstance(spec, LoopSpec)
     seeds = spec.seed % 2**64, spec.epoch(number), spec.position(number)
     indices = spec.indices(number).tolist() if indices_of is None else indices_of(number)
-    return RequestedBatch(BatchKey(spec.loop, number), indices, seeds)
+    facts = BatchFacts(BatchKey(spec.loop, number), len(indices), seeds)
+    return RequestedBatch(facts, indices)
 
 
 class LookaheadSampler:
@@ -332,11 +270,7 @@ def _check_options(options: Mapping[str, Any]) -> None:
 def tensor_rows(tensors: tuple[Any, ...]) -> TensorDataset:
     """Return a data set of tuples of rows.
 
-    Args:
-        tensors: At least one tensor, all with the same number of rows.
-
-    Raises:
-        InvalidRequestError: There are no such tensors.
+    Raises InvalidRequestError unless there are tensors, all with the same number of rows.
     """
     kinds = sorted(
         {type(tensor).__name__ for tensor in tensors if not isinstance(tensor, torch.Tensor)}

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from io import IOBase
 from itertools import islice
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from torch.utils.data import IterableDataset, default_collate
 
@@ -17,12 +17,14 @@ from pscommon.core.errors import InvalidRequestError
 from pscommon.core.log_entries import BatchKey
 from psworker.data.data_source import (
     FETCH,
-    LeasedNumbers,
+    BatchFacts,
     LoaderArguments,
     PassCounts,
+    PassReader,
     PassSettings,
     make_spec,
 )
+from psworker.data.leased_batches import LeasedBatches
 from psworker.data.random_state import reseed
 
 END = object()
@@ -50,22 +52,6 @@ def is_stream(arguments: LoaderArguments, settings: PassSettings) -> bool:
     has_items = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
     can_read = hasattr(dataset, "read") and not has_items
     return settings.sources is not None or isinstance(dataset, IterableDataset) or can_read
-
-
-def make_stream_source(
-    arguments: LoaderArguments, settings: PassSettings, passes: PassCounts
-) -> "StreamSource":
-    """Return the source of a stream.
-
-    Raises:
-        InvalidRequestError: The data set cannot be read this way, or an argument does not apply
-            to streams.
-    """
-    _check_arguments(arguments)
-    sources = 1 if settings.sources is None else settings.sources
-    spec = make_spec(StreamSpec, 0, sources, arguments.batch_size, settings.epochs)
-    seed = settings.seed if settings.reseed else None
-    return StreamSource(arguments.dataset, spec, arguments.collate_fn or default_collate, seed)
 
 
 class SingleSourceStream:
@@ -111,36 +97,26 @@ def _check_arguments(arguments: LoaderArguments) -> None:
         )
 
 
-class StreamBatch(NamedTuple):
-    """What is known of a batch that was read from a stream."""
-
-    key: BatchKey
-    samples: int
-    seeds: tuple[int, ...]
-
-
 class StreamSource:
     """The data source of a stream (psworker.data.data_source.DataSource).
 
-    spec: of the first pass, with number 0.
-    collate: makes a batch of a list of samples.
-    seed: returns what seeds the global random generators for each sample; None: they stay as they
-        are.
+    Raises:
+        InvalidRequestError: The data set cannot be read this way, or an argument does not apply
+            to streams.
     """
 
     def __init__(
-        self,
-        dataset: Any,
-        spec: StreamSpec,
-        collate: Callable[[list[Any]], Any],
-        seed: Callable[[], int] | None,
+        self, arguments: LoaderArguments, settings: PassSettings, passes: PassCounts
     ) -> None:
-        self.dataset = dataset
-        self.batch_size: int | None = spec.batch_size
-        self._spec = spec
-        self._stream = stream_of(dataset, spec.sources)
-        self._collate = collate
-        self._seed = seed
+        _check_arguments(arguments)
+        sources = 1 if settings.sources is None else settings.sources
+        self.dataset = arguments.dataset
+        # the first pass, with number 0
+        self._spec = make_spec(StreamSpec, 0, sources, arguments.batch_size, settings.epochs)
+        self.batch_size: int | None = self._spec.batch_size
+        self._stream = stream_of(self.dataset, self._spec.sources)
+        self._collate = arguments.collate_fn or default_collate
+        self._seed = settings.seed if settings.reseed else None
 
     def spec(self) -> StreamSpec:
         raise TypeError(
@@ -151,10 +127,10 @@ class StreamSource:
     def has_changed(self) -> bool:
         return False
 
-    def next_pass(self, loop: int) -> tuple[StreamSpec, "StreamReader"]:
+    def next_pass(self, loop: int) -> tuple[StreamSpec, PassReader]:
         spec = replace(self._spec, loop=loop)
         seed = None if self._seed is None else self._seed()
-        return spec, StreamReader(self._stream, self._collate, seed)
+        return spec, StreamReader(self._stream, self._collate, seed).open
 
 
 class StreamReader:
@@ -173,14 +149,26 @@ class StreamReader:
         self._dataset = dataset
         self._collate = collate
         self._seed = seed
+        self._leases: LeasedBatches
         self._position = (-1, 0)  # lap, and offset of the sample that was read ahead
         self._iterator: Iterator[Any] = iter(())
         self._next_sample: Any = END
 
-    def open(self, leases: LeasedNumbers) -> "StreamPass":
-        return StreamPass(self.read, self._collate, leases)
+    def open(self, leases: LeasedBatches) -> "StreamReader":
+        """Read the batches of these numbers; one without samples is reported to the ledger."""
+        self._leases = leases
+        return self
 
-    def read(self, spec: StreamSpec, number: int) -> tuple[StreamBatch, list[Any]]:
+    def __iter__(self) -> Iterator[tuple[BatchFacts, Any]]:
+        for number in self._leases:
+            assert isinstance(self._leases.spec, StreamSpec)
+            facts, samples = self.read(self._leases.spec, number)
+            if samples:
+                yield facts, self._collate(samples)
+            else:
+                self._leases.find_end(facts.key)
+
+    def read(self, spec: StreamSpec, number: int) -> tuple[BatchFacts, list[Any]]:
         """Return the samples of a batch: fewer than batch_size, or none, where the source ends."""
         start = lap, offset = spec.lap(number), spec.offset(number)
         if self._position != start:
@@ -193,7 +181,7 @@ class StreamReader:
             self._position = lap, self._position[1] + 1
             self._read_ahead(spec)
         key = BatchKey(spec.loop, number, len(samples), end=self._next_sample is END)
-        return StreamBatch(key, len(samples), self._seeds(spec, lap, offset)), samples
+        return BatchFacts(key, len(samples), self._seeds(spec, lap, offset)), samples
 
     def _read_ahead(self, spec: StreamSpec) -> None:
         if self._seed is not None:
@@ -202,26 +190,3 @@ class StreamReader:
 
     def _seeds(self, spec: StreamSpec, lap: int, offset: int) -> tuple[int, ...]:
         return (self._seed or 0) % 2**64, spec.loop, lap, offset
-
-
-class StreamPass:
-    """The batches of leased numbers; a batch without samples is reported to the ledger."""
-
-    def __init__(
-        self,
-        read: Callable[[StreamSpec, int], tuple[StreamBatch, list[Any]]],
-        collate: Callable[[list[Any]], Any],
-        leases: LeasedNumbers,
-    ) -> None:
-        self._read = read
-        self._collate = collate
-        self._leases = leases
-
-    def __iter__(self) -> Iterator[tuple[StreamBatch, Any]]:
-        for number in self._leases:
-            assert isinstance(self._leases.spec, StreamSpec)
-            facts, samples = self._read(self._leases.spec, number)
-            if samples:
-                yield facts, self._collate(samples)
-            else:
-                self._leases.find_end(facts.key)

@@ -23,9 +23,7 @@ def unpack(loader: DataLoader[Any], arguments: LoaderArguments) -> LoaderArgumen
 
     Its generator is not among them; only its sampler draws from it.
 
-    Args:
-        loader: The DataLoader, the data set of `arguments`.
-        arguments: Arguments of the call, which must not repeat those of the DataLoader.
+    arguments: Those of the call, which must not repeat those of the DataLoader.
 
     Raises:
         InvalidRequestError: An argument has no equivalent here, or is given in the call too.

@@ -22,22 +22,14 @@ def steps_before(job: "Job", since: int = 0) -> int:
     Under sync every update is one step of each worker. Under async and ssp an update is a step
     of one worker, so the job's updates are divided by its workers.
 
-    Args:
-        job: The job.
-        since: The job's version before the first step that counts.
+    since: The job's version before the first step that counts.
     """
     updates = max(0, job.first_version - since)
     return updates // (1 if job.policy in ("sync", "local") else max(1, job.workers))
 
 
 def check_device(job: "Job", device: "torch.device", framework: str) -> None:
-    """Raise InvalidRequestError if a framework computes on another device than `job.device`.
-
-    Args:
-        job: The job.
-        device: Device of the framework.
-        framework: Name of its package.
-    """
+    """Raise InvalidRequestError if a framework computes on another device than `job.device`."""
     same_type = device.type == job.device.type
     if not same_type or (device.index or 0) != (job.device.index or 0):
         raise InvalidRequestError(

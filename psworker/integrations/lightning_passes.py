@@ -22,12 +22,7 @@ class LightningPasses(TrainingPasses):
 
     Under sync `trainer.global_step` has the job's count of updates before each batch.
 
-    Args:
-        job: The job.
-        data: The script's loader.
-        seed: As in `Job.batches`.
-        trainer: Lightning's Trainer.
-        callbacks: Callbacks whose state a worker that joins takes from the others.
+    callbacks: Callbacks whose state a worker that joins takes from the others.
     """
 
     def __init__(

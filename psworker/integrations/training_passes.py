@@ -19,11 +19,6 @@ class TrainingPasses:
     there. It yields `UPDATES` first, too, and a worker that joins during a pass makes up for the
     updates since its beginning: collective calls inside a pass are numbered in their order.
 
-    Args:
-        job: The job.
-        data: The framework's DataLoader.
-        seed: As in `Job.batches`.
-
     Attributes:
         dataset: The data set.
         batch_size: Samples per batch and worker.

@@ -10,9 +10,26 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 PR_SET_PDEATHSIG = 1
 POLL_SECONDS = 0.2
+
+
+def spawn(
+    command: Sequence[str], environment: Mapping[str, str], **streams: Any
+) -> "subprocess.Popen[bytes]":
+    """Start a guarded process in its own session; on Linux it ends with the calling thread.
+
+    Call this from the main thread. streams: `stdin`, `stdout` and `stderr` as of Popen.
+    """
+    return subprocess.Popen(
+        [sys.executable, "-I", "-S", __file__, str(os.getpid()), *command],
+        env=dict(environment),
+        start_new_session=True,
+        **streams,
+    )
 
 
 def main(parent: int, command: list[str], *, watch: bool = sys.platform != "linux") -> int:

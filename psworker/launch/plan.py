@@ -8,9 +8,9 @@ from typing import Any
 
 from pscommon.settings import options
 from pscommon.settings.command import Option
+from pscommon.settings.environment import without_settings
 from pscommon.settings.values import host_and_port
 from psworker.launch.script import TRACEBACK_FILE, Script
-from psworker.session.environment import without_settings
 
 HOST = "127.0.0.1"
 
@@ -88,19 +88,37 @@ class RunPlan:
 
     def command(self, name: str, addresses: Mapping[str, str]) -> list[str]:
         """Return the command line of a process; `addresses` are those of the bound servers."""
-        own = self._server(name, addresses) if is_server(name) else self._worker(name, addresses)
-        return own if is_server(name) else [*own, *self._script()]
+        if is_server(name):
+            return [*self.server, *self.server_arguments(name, addresses)]
+        return [
+            *self.worker,
+            "--ps",
+            addresses["s0"],
+            *self._flags(options.FORWARDED_TO_WORKERS),
+            *self._common(name, self.servers + index_of(name)),
+            *(["-m"] if self.script.module else []),
+            "--",
+            self.script.target,
+            *self.script.args,
+        ]
 
     def server_arguments(self, name: str, addresses: Mapping[str, str]) -> list[str]:
         """Return the arguments of a server, without its command."""
-        return self.command(name, addresses)[len(self.server) :]
+        index = index_of(name)
+        # a restarted server binds its old address
+        bind = addresses.get(name, f"{HOST}:0")
+        line = ["--shard", f"{index}/{self.servers}", "--bind", bind]
+        line += ["--port-file", str(self.port_file(name))]
+        if index > 0:
+            line += ["--join", addresses["s0"]]
+        if "min_workers" not in self.chosen:
+            line += ["--min-workers", str(self.workers)]
+        return [*line, *self._flags(options.FORWARDED_TO_SERVERS), *self._common(name, index)]
 
     def environment(self, name: str, attempt: int) -> dict[str, str]:
         """Return the environment of a process: settings are removed, they are flags.
 
-        Args:
-            name: the process.
-            attempt: number of earlier starts.
+        attempt: number of earlier starts.
         """
         result = without_settings(self.environ)
         result["PYTHONUNBUFFERED"] = "1"  # show each print at once
@@ -116,38 +134,6 @@ class RunPlan:
             result["PS_WORKER_ATTEMPT"] = str(attempt)
             result[TRACEBACK_FILE] = str(self.traceback_file(name))
         return result
-
-    def _server(self, name: str, addresses: Mapping[str, str]) -> list[str]:
-        index = index_of(name)
-        line = [*self.server, "--shard", f"{index}/{self.servers}"]
-        # a restarted server binds its old address
-        line += [
-            "--bind",
-            addresses.get(name, f"{HOST}:0"),
-            "--port-file",
-            str(self.port_file(name)),
-        ]
-        if index > 0:
-            line += ["--join", addresses["s0"]]
-        if "min_workers" not in self.chosen:
-            line += ["--min-workers", str(self.workers)]
-        return [*line, *self._flags(options.FORWARDED_TO_SERVERS), *self._common(name, index)]
-
-    def _worker(self, name: str, addresses: Mapping[str, str]) -> list[str]:
-        line = [*self.worker, "--ps", addresses["s0"]]
-        return [
-            *line,
-            *self._flags(options.FORWARDED_TO_WORKERS),
-            *self._common(name, self.servers + index_of(name)),
-        ]
-
-    def _script(self) -> list[str]:
-        return [
-            *(["-m"] if self.script.module else []),
-            "--",
-            self.script.target,
-            *self.script.args,
-        ]
 
     def _common(self, name: str, number: int) -> list[str]:
         """Return flags of all processes; `number` counts them, for one metrics port each."""

@@ -1,21 +1,24 @@
-"""Processes of a run: each in its own session, with its output read line by line."""
+"""Processes of a run: each in its own session, with its output read line by line.
+
+A `PreloadedServer` has imported everything before it is needed.
+"""
 
 import contextlib
+import json
 import os
 import selectors
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from subprocess import PIPE
 from typing import Literal
 
 from pscommon.system.process_id import process_id
-from psworker.launch import orphan_guard
-from psworker.launch.log_file import LogFile
+from psworker.launch.orphan_guard import spawn
 
 Stream = Literal["stdout", "stderr"]
 OnLine = Callable[[str, Stream, str], None]
@@ -56,21 +59,32 @@ def _text(line: bytes) -> str:
     return line.rstrip(b"\r").rsplit(b"\r", 1)[-1].decode("utf-8", "replace")
 
 
-def spawn(
-    command: Sequence[str], environment: Mapping[str, str], stdin: int | None
-) -> "subprocess.Popen[bytes]":
-    """Start a process in its own session; on Linux it ends with the calling thread.
+class LogFile:
+    """File that loses lines instead of failing on a disk error.
 
-    Call this from the main thread. stdin: None is that of this process.
+    The first of consecutive errors is reported. The file is opened for each write, so a rotated
+    file is created again.
     """
-    return subprocess.Popen(
-        [sys.executable, "-I", "-S", orphan_guard.__file__, str(os.getpid()), *command],
-        env=dict(environment),
-        stdin=stdin,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        start_new_session=True,
-    )
+
+    def __init__(self, path: Path, report: Callable[[str], None]) -> None:
+        """Make the log; `report` is called with a text about an error."""
+        self._path, self._report = path, report
+        self._is_failing = False
+
+    def write(self, data: bytes) -> None:
+        """Append to the file."""
+        try:
+            with self._path.open("ab") as file:
+                file.write(data)
+        except OSError as error:
+            if not self._is_failing:
+                self._report(
+                    f"{self._path} cannot be written: {error.strerror}; "
+                    f"the process continues without its log"
+                )
+            self._is_failing = True
+        else:
+            self._is_failing = False
 
 
 class ManagedProcess:
@@ -116,7 +130,9 @@ class ManagedProcess:
         self._lock = threading.Lock()
         self._is_group_killed = False
         stdin = subprocess.DEVNULL if on_prompt is None else None
-        self._process = spawned or spawn(command, environment, stdin)
+        self._process = spawned or spawn(
+            command, environment, stdin=stdin, stdout=PIPE, stderr=PIPE
+        )
         # before any wait(): until then the pid cannot be reused
         self.identity = process_id(self._process.pid)
         self._thread = threading.Thread(target=self._follow, name=f"follow-{name}", daemon=True)
@@ -236,3 +252,40 @@ class ManagedProcess:
             self._traceback_file.unlink()
             log.write(text.encode())
             self.traceback = text.splitlines()
+
+
+class PreloadedServer:
+    """Process that waits for the arguments of a server on stdin."""
+
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
+        """Start the process, like psserver.preload; call this from the main thread."""
+        self._process = spawn(command, environment, stdin=PIPE, stdout=PIPE, stderr=PIPE)
+
+    @property
+    def pid(self) -> int:
+        """Return the process id."""
+        return self._process.pid
+
+    def begin(self, arguments: Sequence[str]) -> "subprocess.Popen[bytes] | None":
+        """Turn the process into a server with these arguments; None if it has ended."""
+        stdin = self._process.stdin
+        try:
+            assert stdin is not None
+            stdin.write(json.dumps([*arguments]).encode() + b"\n")
+            stdin.close()
+        except OSError:
+            self.end()
+            return None
+        return self._process
+
+    def end(self) -> None:
+        """Kill the process."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout, self._process.stderr):
+            if pipe is not None:
+                with contextlib.suppress(
+                    OSError
+                ):  # closing flushes data that the process did not read
+                    pipe.close()

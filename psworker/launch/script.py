@@ -43,16 +43,11 @@ class Script:
     module: bool = False
     args: tuple[str, ...] = ()
 
-    def check(self) -> None:
-        """Check that the script exists; imports the parents of a module.
-
-        Raises:
-            InvalidRequestError: there is no such script or module.
-        """
-        self.spec()
-
     def spec(self) -> ModuleSpec | None:
-        """Return the spec of a module, folder or zip file; None for a plain file."""
+        """Return the spec of a module, folder or zip file; None for a plain file.
+
+        Imports the parents of a module. Raises InvalidRequestError without such a script or module.
+        """
         if self.module:
             return _module_spec(self.target)
         if not Path(self.target).exists():

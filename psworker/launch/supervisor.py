@@ -19,30 +19,30 @@ Invariants:
 - A server that was replaced by its standby is not restarted.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from enum import Enum, auto
+from functools import wraps
+from typing import ParamSpec
 
 from pscommon.core.exit_codes import ExitCode
-from psworker.launch.events import (
+from psworker.launch.decisions import (
     Action,
     CollectResult,
-    Event,
     FinishRun,
     KillProcess,
-    ProcessExited,
-    ResultCollected,
-    ServerBound,
+    RunOutcome,
     ShowMessage,
-    SignalReceived,
     StartProcess,
-    StopAnswered,
     StopJob,
     TerminateProcess,
-    Tick,
-    WorkerHung,
+    describe,
+    exit_status,
+    is_retryable,
+    signal_name,
 )
-from psworker.launch.outcome import RunOutcome, describe, exit_status, is_retryable, signal_name
+
+P = ParamSpec("P")
 
 BIND_SECONDS = 120.0
 COLLECT_SECONDS = 600.0
@@ -60,11 +60,21 @@ class RunPhase(Enum):
     FINISHED = auto()
 
 
+def _event(handle: Callable[P, Iterator[Action]]) -> Callable[P, list[Action]]:
+    """Let a method handle its event as a whole, and return all actions as a list."""
+
+    @wraps(handle)
+    def handled(*args: P.args, **kwargs: P.kwargs) -> list[Action]:
+        return list(handle(*args, **kwargs))
+
+    return handled
+
+
 class Supervisor:
     """State machine of a run; see the module.
 
-    Call start() once, then step() with every event; execute the actions in order. Processes are
-    named s0, s1, ... and w0, w1, ...; `now` is in seconds of any monotonic clock.
+    Call `start` once, then one method for each event; execute the returned actions in order.
+    Processes are named s0, s1, ... and w0, w1, ...; `now` is in seconds of any monotonic clock.
     """
 
     def __init__(
@@ -77,11 +87,9 @@ class Supervisor:
         grace: float,
         allow_idle: bool = False,
     ) -> None:
-        """Make the machine.
+        """Make the machine of a run with these numbers of servers and workers.
 
         Args:
-            servers: number of servers.
-            workers: number of workers.
             max_restarts: maximum number of restarts of all processes together.
             durable: whether snapshots restore the weights of a restarted server.
             grace: seconds between SIGTERM and SIGKILL.
@@ -133,27 +141,10 @@ class Supervisor:
         """Return whether a server that fails now would be restarted."""
         return self.durable and self.restarts < self.max_restarts
 
-    def start(self, now: float) -> list[Action]:
+    @_event
+    def start(self, now: float) -> Iterator[Action]:
         """Start the first server; all other processes need its port."""
-        return list(self._start([self.servers[0]], now))
-
-    def step(self, event: Event, now: float) -> list[Action]:
-        """Return the actions for an event."""
-        match event:
-            case ServerBound(name):
-                return list(self._bound(name, now))
-            case ProcessExited(name, code, successor):
-                return list(self._exited(name, code, successor, now))
-            case WorkerHung(name):
-                return list(self._hung(name))
-            case SignalReceived(number):
-                return list(self._signalled(number, now))
-            case ResultCollected(undone, idle):
-                return list(self._result_arrived(now, undone, idle))
-            case StopAnswered(problem):
-                return list(self._stop_answered(problem, now))
-            case Tick():
-                return list(self._tick(now))
+        yield from self._start([self.servers[0]], now)
 
     def _start(self, names: list[str], now: float) -> Iterator[Action]:
         for name in names:
@@ -162,14 +153,25 @@ class Supervisor:
                 self.unbound[name] = now + BIND_SECONDS
             yield StartProcess(name, self.attempts.setdefault(name, 0))
 
-    def _bound(self, name: str, now: float) -> Iterator[Action]:
+    @_event
+    def bound(self, name: str, now: float) -> Iterator[Action]:
+        """A server has bound its port."""
         self.unbound.pop(name, None)
         if self.phase is RunPhase.RUNNING and self.workers[0] not in self.attempts:
             yield from self._start([*self.servers[1:], *self.workers], now)
         elif self.phase is RunPhase.COLLECTING:
             yield from self._collect()
 
-    def _exited(self, name: str, code: int, successor: str, now: float) -> Iterator[Action]:
+    @_event
+    def exited(self, name: str, code: int, successor: str, now: float) -> Iterator[Action]:
+        """A process has ended.
+
+        Args:
+            name: process that ended.
+            code: exit code; negative for a signal.
+            successor: address of the standby that replaced this server; empty without one.
+            now: time.
+        """
         self.running.discard(name)
         self.unbound.pop(name, None)
         if code == ExitCode.NOT_SAVED and name in self.servers:  # otherwise a successful end
@@ -245,13 +247,19 @@ class Supervisor:
         self.outcome = RunOutcome("failed", status, name, code, reason, tuple(self.earlier))
         yield from self._end(now)
 
-    def _hung(self, name: str) -> Iterator[Action]:
-        """Kill the process of a dropped worker; its exit leads to a restart."""
+    @_event
+    def hung(self, name: str, now: float) -> Iterator[Action]:
+        """A worker was dropped because its script hung (--progress-timeout); its process runs.
+
+        Kill it; its exit leads to a restart.
+        """
         if self.phase is RunPhase.RUNNING and name in self.running:
             yield ShowMessage(f"{name} is killed: its script hangs (--progress-timeout)")
             yield KillProcess(name)
 
-    def _signalled(self, number: int, now: float) -> Iterator[Action]:
+    @_event
+    def signalled(self, number: int, now: float) -> Iterator[Action]:
+        """ps-run has received a signal."""
         if self.phase is RunPhase.ENDING:
             yield from (KillProcess(name) for name in sorted(self.running))
             return
@@ -264,13 +272,22 @@ class Supervisor:
         )
         yield from self._end(now)
 
-    def _result_arrived(self, now: float, undone: str, idle: str) -> Iterator[Action]:
-        """Use a result, unless a server was restarted meanwhile: then another result follows."""
+    @_event
+    def collected(self, undone: str, idle: str, now: float) -> Iterator[Action]:
+        """The result was read from the servers, or could not be read.
+
+        It is not used if a server was restarted meanwhile: then another result follows.
+
+        Args:
+            undone: text about training that a rollback has lost; empty if none.
+            idle: why no step was counted; empty if one was, or if unknown.
+            now: time.
+        """
         self.pending_results -= 1
         if not (self.pending_results or self.unbound):
-            yield from self._collected(now, undone, idle)
+            yield from self._use_result(now, undone, idle)
 
-    def _collected(self, now: float, undone: str = "", idle: str = "") -> Iterator[Action]:
+    def _use_result(self, now: float, undone: str = "", idle: str = "") -> Iterator[Action]:
         if self.phase is not RunPhase.COLLECTING:
             return
         if undone:
@@ -290,12 +307,16 @@ class Supervisor:
         else:
             yield from self._next_wave(now)
 
-    def _stop_answered(self, problem: str, now: float) -> Iterator[Action]:
+    @_event
+    def stop_answered(self, problem: str, now: float) -> Iterator[Action]:
+        """The servers have answered the request to stop; `problem` is not empty if it failed."""
         if problem and self.phase is RunPhase.STOPPING:
             yield ShowMessage(f"the servers could not be asked to stop ({problem}); ending them")
             yield from self._end(now)
 
-    def _tick(self, now: float) -> Iterator[Action]:
+    @_event
+    def tick(self, now: float) -> Iterator[Action]:
+        """Time has passed."""
         late = [name for name, deadline in self.unbound.items() if deadline <= now]
         if late and self._needs_servers:
             yield from self._fail(
@@ -309,7 +330,7 @@ class Supervisor:
             yield ShowMessage(
                 "the servers did not return the result in time; continuing without it"
             )
-            yield from self._collected(now)
+            yield from self._use_result(now)
         elif self.phase is RunPhase.STOPPING:
             name = min(self.running)
             yield from self._fail(name, None, now, f"{name} did not stop within {STOP_SECONDS:g} s")

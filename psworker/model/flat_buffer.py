@@ -142,13 +142,7 @@ class CudaBuffer(FlatBuffer):
     """
 
     def __init__(self, memory: memoryview, device: torch.device, stop: int | None = None) -> None:
-        """Allocate the buffers.
-
-        Args:
-            memory: Client memory.
-            device: The GPU.
-            stop: Number of leading bytes that the GPU holds. None: all.
-        """
+        """Allocate the buffers. stop: Number of leading bytes that the GPU holds; None: all."""
         super().__init__(memory)
         nbytes = memory.nbytes if stop is None else stop
         self.model_bytes = torch.zeros(nbytes, dtype=torch.uint8, device=device)

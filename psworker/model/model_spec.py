@@ -85,13 +85,7 @@ class OptimizerMembers(NamedTuple):
     ) -> "OptimizerMembers":
         """Return a torch optimizer as it is now.
 
-        Args:
-            optimizer: The optimizer.
-            clip_norm: Largest L2 norm of an update's averaged gradient; None: no limit.
-            buffers: Treatments by pattern.
-
-        Raises:
-            InvalidRequestError: `buffers` is no such mapping.
+        Raises InvalidRequestError if `buffers` is no mapping of patterns to treatments.
         """
         return OptimizerMembers(
             replace(spec_of(optimizer), clip_norm=clip_norm),

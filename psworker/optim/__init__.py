@@ -1,3 +1,3 @@
 """The torch optimizers of a job, whose steps run on the servers."""
 
-__all__ = ["optimizer", "optimizer_set", "schedulers"]
+__all__ = ["optimizer", "optimizer_set", "served_model"]

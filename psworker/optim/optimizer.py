@@ -14,20 +14,21 @@ from pscommon.core.errors import FencedError, InvalidRequestError, PSError, erro
 from pscommon.telemetry.logs import get_logger
 from psworker.core.results import PushResult, lost
 from psworker.model.gradient_watch import GradientWatch
-from psworker.optim.accumulation import GradientAccumulation
-from psworker.optim.checks import check_own_step, checked_weight, refuse_copy
-from psworker.optim.grad_scaling import unscale
-from psworker.optim.optimizer_state import (
+from psworker.optim.gradients import GradientAccumulation, unscale
+from psworker.optim.served_model import ServedModel
+from psworker.optim.torch_optimizer import (
     STATE_DICT_KEY,
+    GroupSettings,
     StateOnServers,
+    check_own_step,
     check_same_job,
     check_unused,
+    checked_weight,
+    refuse_copy,
 )
-from psworker.optim.param_groups import GroupSettings
-from psworker.optim.served_model import ServedModel
 from psworker.session.drain import DrainedError
 from psworker.session.session import Session
-from psworker.steps.step import Push, StepStrategy
+from psworker.steps.step import PlainStep, Push
 
 P = ParamSpec("P")
 
@@ -198,7 +199,7 @@ class ServerOptimizer(torch.optim.Optimizer):
             self._step_strategy.skip()
 
     @property
-    def _step_strategy(self) -> StepStrategy:  # Lightning sets `_strategy` on its subclass
+    def _step_strategy(self) -> PlainStep:  # Lightning sets `_strategy` on its subclass
         assert self.model is not None
         return self.model.strategy
 

@@ -1,22 +1,21 @@
 """The optimizers of a script, and the registration of its model."""
 
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from pscommon.core.errors import InvalidRequestError
 from pscommon.core.model_spec import Treatment
 from psworker.model.adapter import ModelAdapter
 from psworker.model.model_spec import OptimizerMembers
 from psworker.optim.optimizer import ServerOptimizer
-from psworker.optim.schedulers import fast_forward
-from psworker.optim.served_model import ServedModel
+from psworker.optim.served_model import ServedModel, StepStrategyName
 from psworker.session.arguments import clip_norm_of
 from psworker.session.session import Session
-from psworker.steps.step_strategies import StepStrategyName
 
 DEFAULT_NAME = "default"
 """Name of an optimizer that must be the only one of its job."""
@@ -153,6 +152,26 @@ class OptimizerSet:
                 f"job.optimizer failed: {name!r} comes too late: the first pull or save has "
                 "registered the model. Try: all calls of job.optimizer before it"
             )
+
+
+def fast_forward(scheduler: LRScheduler, steps: int) -> None:
+    """Step a fresh scheduler `steps` times.
+
+    Raises:
+        InvalidRequestError: The scheduler depends on measured values, which no job keeps.
+    """
+    if isinstance(scheduler, ReduceLROnPlateau):
+        raise InvalidRequestError(
+            "ReduceLROnPlateau depends on measured values, which no job keeps. Try: save and load "
+            "its state_dict()"
+        )
+    with warnings.catch_warnings():
+        # torch expects steps of the optimizer, which earlier workers have made
+        warnings.filterwarnings(
+            "ignore", message=r"Detected call of `lr_scheduler\.step\(\)` before"
+        )
+        for _ in range(steps):
+            scheduler.step()
 
 
 def _joined(networks: Mapping[str, nn.Module]) -> nn.Module:

@@ -2,27 +2,44 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from os import PathLike
-from typing import Protocol
+from os import PathLike, fspath
+from pathlib import Path
+from typing import Literal, Protocol
 
 import torch
 from torch import nn
 
-from pscommon.core.errors import FencedError, PSError
+from pscommon.core.errors import (
+    FencedError,
+    InvalidRequestError,
+    NotSavedError,
+    PSError,
+    SnapshotError,
+)
+from pscommon.snapshot import tensors_in_buffer, write_model
+from pscommon.system.small_files import why_no_file
 from psworker.core.results import PushResult
 from psworker.model.adapter import ModelAdapter
-from psworker.model.saving import save
 from psworker.session.drain import DrainedError
 from psworker.session.session import Session
-from psworker.steps.step import Push, StepContext, StepStrategy
-from psworker.steps.step_strategies import STEP_STRATEGIES, StepStrategyName
+from psworker.steps.overlapped_step import OverlappedStep
+from psworker.steps.pipelined_step import PipelinedStep
+from psworker.steps.step import PlainStep, Push, StepContext
+
+StepStrategyName = Literal["plain", "overlapped", "pipelined"]
+
+STEP_STRATEGIES: Mapping[StepStrategyName, type[PlainStep]] = {
+    "plain": PlainStep,
+    "overlapped": OverlappedStep,
+    "pipelined": PipelinedStep,
+}
 
 
 class SteppingOptimizer(Protocol):
     """What a model needs of each of its optimizers."""
 
     def record_outcome(self, push: Push, result: PushResult) -> None:
-        """Take the outcome of a push that was decided after `StepStrategy.push` returned."""
+        """Take the outcome of a push that was decided after `PlainStep.push` returned."""
 
     def drop(self, error: PSError) -> None:
         """Drop gradients of a membership that was lost with this error."""
@@ -34,11 +51,8 @@ class ServedModel:
     Creating it registers the model; the first worker of a job uploads its weights.
 
     Args:
-        session: The script's run.
-        module: The module with all tensors.
-        adapter: Its description.
+        adapter: The description of `module`, which has all tensors.
         optimizers: Its optimizers by name; the name of a single one is empty.
-        strategy: How steps reach the servers.
 
     Attributes:
         adapter: The model's flat buffers.
@@ -65,7 +79,7 @@ class ServedModel:
         session.with_rejoin(lambda: client.start(adapter.weights.memory))
         adapter.scatter(everything=True)
         self.first_version, self.update_counts = client.version, dict(client.update_counts)
-        self.strategy: StepStrategy = strategy_class(
+        self.strategy = strategy_class(
             StepContext(
                 adapter,
                 client,
@@ -117,9 +131,32 @@ class ServedModel:
             self._session.consumed.lose(error, every_step=True)
 
     def save(self, file: str | PathLike[str]) -> None:
-        """Write the weights as `Job.save` does."""
+        """Write the newest weights to a safetensors file, as `Job.save` does.
+
+        While the job has no newer version, the file has this model's values of the buffers without
+        an average: the script may have changed them since its last step.
+
+        Raises:
+            InvalidRequestError: No file can be written there.
+            NotSavedError: The disk refuses the file.
+        """
         self.wait()
-        save(self._session.client, self.adapter, self.strategy.version, file)
+        path = Path(file)
+        if problem := why_no_file(path):
+            raise InvalidRequestError(f"job.save({fspath(file)!r}) failed: {problem}")
+        plan, memory, newest = self._session.client.newest()
+        # names and order as this worker registered them: the servers may have registered the model
+        # with an older release
+        own = {tensor.name: tensor for tensor in self.adapter.spec.tensors}
+        by_name = dict(
+            zip((t.name for t in plan.spec.tensors), tensors_in_buffer(plan, memory), strict=True)
+        )
+        if newest == self.strategy.version:
+            by_name |= self.adapter.own_buffers()
+        try:
+            write_model(path, self.adapter.spec, [by_name[name] for name in own])
+        except SnapshotError as error:
+            raise NotSavedError(f"job.save failed: {error}") from error
 
     def drop(self, error: PSError) -> None:
         """End or drop a push under way: the worker has lost its membership with this error."""

@@ -1,11 +1,10 @@
 """ps-run: a whole cluster on this machine in one command."""
 
 import os
-import shutil
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,22 +17,20 @@ from pscommon.settings import options
 from pscommon.settings.command import given, run_command
 from pscommon.settings.environment import unread
 from pscommon.settings.values import check_policy, host_and_port
+from pscommon.system.imports import check_module
 from pscommon.system.small_files import is_special, why_no_file
 from pscommon.system.thread_team import cores
-from pscommon.system.user_modules import check_module
 from pscommon.telemetry import logs
 from psworker.cli import ARGS, FLAGS_BEFORE_SCRIPT, MODULE, SCRIPT, words
 from psworker.launch import plan
-from psworker.launch.events import SignalReceived
 from psworker.launch.script import Script
-from psworker.launch.temporary_folder import make_folder
 from psworker.run import summary as report
 from psworker.run.display import Display, LogStream, open_display
-from psworker.run.history import write_csv
-from psworker.run.job_poller import Connect, GrpcJobObserver
+from psworker.run.folders import log_folder, make_folder, remove_folder
+from psworker.run.job_poller import Connect, JobObserver
 from psworker.run.launcher import Launcher, RunEnd
 from psworker.run.output import Output, outputs
-from psworker.session.environment import is_on
+from psworker.session.arguments import is_on
 from psworker.session.resume_notice import nothing_left
 
 HIGHEST_PORT = 65535
@@ -71,7 +68,7 @@ def start(
     server: Sequence[str] = plan.SERVER,
     worker: Sequence[str] = plan.WORKER,
     spare: Sequence[str] = plan.SPARE,
-    connect: Connect = GrpcJobObserver,
+    connect: Connect = JobObserver,
 ) -> int:
     """Run the cluster and return the exit code.
 
@@ -97,7 +94,7 @@ def start(
                 dict(os.environ),
                 has_terminal(),
             )
-            with open_display(out, err) as display:
+            with closing(open_display(out, err)) as display:
                 end = launch(cluster, log_folder(settings, folder), connect, display)
             keep_logs = end.outcome.status == "failed" and settings["log_dir"] is None
         finally:
@@ -144,7 +141,7 @@ def check(settings: dict[str, Any], script: Script) -> None:
             "script with python"
         )
     if not script.module:
-        script.check()
+        script.spec()
     if settings["optimizers"]:
         check_module("--optimizers", settings["optimizers"])
     for flag in ("summary", "history"):
@@ -164,27 +161,6 @@ def check_output(flag: str, path: Path) -> None:
         raise InvalidRequestError(
             f"`{flag} {path}` is not valid: its folder does not exist or is not writable"
         )
-
-
-def log_folder(settings: dict[str, Any], folder: Path) -> Path:
-    """Return the folder for log files: --log-dir, which is created, or the run's own folder."""
-    wanted: Path | None = settings["log_dir"]
-    if wanted is None:
-        return folder
-    try:
-        wanted.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InvalidRequestError(f"`--log-dir {wanted}` is not valid: {error.strerror}") from error
-    counts = {"s": settings["servers"], "w": settings["workers"]}
-    for name in (
-        f"{kind}{number}.log" for kind, count in counts.items() for number in range(count)
-    ):
-        if (wanted / name).is_dir():
-            raise InvalidRequestError(
-                f"`--log-dir {wanted}` is not valid: {name} is a folder, but a log file needs this "
-                "name. Try: another folder"
-            )
-    return wanted
 
 
 def launch(cluster: plan.RunPlan, folder: Path, connect: Connect, display: Display) -> RunEnd:
@@ -221,22 +197,12 @@ def signals_to(run: Launcher) -> Iterator[None]:
     before = {number: signal.getsignal(number) for number in SIGNALS}
     for number in SIGNALS:
         if before[number] is not signal.SIG_IGN:
-            signal.signal(number, lambda received, _: run.post(SignalReceived(received)))
+            signal.signal(number, lambda received, _: run.interrupt(received))
     try:
         yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def remove_folder(folder: Path, keep_logs: bool) -> None:
-    """Remove the run's folder, except its log files if `keep_logs`."""
-    if not keep_logs:
-        shutil.rmtree(folder)
-        return
-    for path in folder.iterdir():
-        if path.suffix != ".log":
-            path.unlink()
 
 
 def conclude(end: RunEnd, settings: dict[str, Any], out: Output, err: Output) -> int:
@@ -253,7 +219,7 @@ def conclude(end: RunEnd, settings: dict[str, Any], out: Output, err: Output) ->
     code = end.outcome.code
     files: dict[str, Callable[[Path], None]] = {
         "summary": lambda path: report.write_summary(path, content),
-        "history": lambda path: write_csv(path, end.result.history),
+        "history": lambda path: report.write_csv(path, end.result.history),
     }
     for flag, write in files.items():
         if settings[flag]:

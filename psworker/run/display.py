@@ -4,15 +4,14 @@ import io
 import threading
 import time
 from collections.abc import Mapping
-from types import TracebackType
-from typing import Any, Protocol, Self, TextIO, cast
+from typing import Any, Protocol, TextIO, cast
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from psworker.ctl.pass_text import pass_text
+from psworker.ctl.output import pass_text
 from psworker.launch.processes import Stream
 from psworker.run.job_poller import Status
 from psworker.run.output import Output
@@ -47,14 +46,8 @@ class Display(Protocol):
     def stop_blocking(self) -> None:
         """Drop lines from now on instead of blocking on a slow reader; the run is ending."""
 
-    def __enter__(self) -> Self: ...
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        at: TracebackType | None,
-    ) -> None: ...
+    def close(self) -> None:
+        """Remove what is not part of the output; printed lines stay."""
 
 
 class OpenLine:
@@ -82,23 +75,19 @@ class PlainDisplay:
         self._open = OpenLine()
 
     def line(self, name: str, stream: Stream, text: str) -> None:
-        """See Display."""
         if self._streams[stream].wait_for_space():
             self._write(stream, name, text + "\n")
 
     def prompt(self, name: str, text: str) -> None:
-        """See Display."""
         self._write("stdout", name, text, is_prompt=True)
 
     def show_message(self, text: str) -> None:
-        """See Display."""
         self._write("stderr", "run", text + "\n")
 
     def _write(self, stream: Stream, name: str, text: str, is_prompt: bool = False) -> None:
         self._streams[stream].write("".join([*self._open.prefix(name, is_prompt), text]))
 
     def tick(self, status: Status, now: float) -> None:
-        """See Display."""
         if now >= self._next:
             self._next = now + LINE_SECONDS
             text = progress(status)
@@ -108,27 +97,18 @@ class PlainDisplay:
                 self.show_message(text)
 
     def stop_blocking(self) -> None:
-        """See Display."""
         for output in self._streams.values():
             output.stop_blocking()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        at: TracebackType | None,
-    ) -> None:
-        """Do nothing; there is no state to restore."""
+    def close(self) -> None:
+        """Do nothing: lines are all that was shown."""
 
 
 class LiveDisplay:
     """Display for a terminal: lines scroll above a live panel."""
 
     def __init__(self, console: Console, out: Output, err: Output) -> None:
-        """Make the display; `console` writes to `err`."""
+        """Show the panel; `console` writes to `err`."""
         self._console = console
         self._out = None if out.isatty() else out
         self._err = err
@@ -136,6 +116,7 @@ class LiveDisplay:
         self._next = 0.0
         self._open, self._lock = OpenLine(), threading.Lock()
         self._live = self._make_live()
+        self._live.start()
 
     def _make_live(self) -> Live:
         return Live(
@@ -148,7 +129,6 @@ class LiveDisplay:
         )
 
     def line(self, name: str, stream: Stream, text: str) -> None:
-        """See Display."""
         if stream == "stdout" and self._out is not None:
             if self._out.wait_for_space():
                 self._out.write(f"[{name}] {text}\n")
@@ -156,15 +136,13 @@ class LiveDisplay:
             self._print(name, text)
 
     def prompt(self, name: str, text: str) -> None:
-        """See Display. The panel goes until the line is complete."""
+        """As Display says; the panel goes until the line is complete."""
         self._print(name, text, is_prompt=True)
 
     def show_message(self, text: str) -> None:
-        """See Display."""
         self._print("run", text)
 
     def tick(self, status: Status, now: float) -> None:
-        """See Display."""
         self._status = status
         with self._lock:
             if self._open:  # the panel returns a moment after the line, not between two prompts
@@ -177,22 +155,11 @@ class LiveDisplay:
                 self._live.refresh()
 
     def stop_blocking(self) -> None:
-        """See Display."""
         self._err.stop_blocking()
         if self._out is not None:
             self._out.stop_blocking()
 
-    def __enter__(self) -> Self:
-        self._live.start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        at: TracebackType | None,
-    ) -> None:
-        """Remove the panel; printed lines stay."""
+    def close(self) -> None:
         self._live.stop()
 
     def _print(self, name: str, text: str, is_prompt: bool = False) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from pscommon.core.metric_row import MetricRow
 
@@ -21,31 +21,6 @@ STOP_SECONDS = 30.0
 JOIN_SECONDS = 5.0
 
 Status = Mapping[str, Any]
-
-
-class JobObserver(Protocol):
-    """Client of a job without membership. Every call may raise PSError."""
-
-    def status(self) -> Status:
-        """Return the status document of `ps-ctl status`."""
-
-    def weights_sha256(self) -> str:
-        """Return the digest of all tensors; raise PSError if there is no model."""
-
-    def history(self) -> Sequence[MetricRow]:
-        """Return all reported values, ordered by time."""
-
-    def stop(self) -> None:
-        """Ask the servers to end the job."""
-
-    def report_exit(self, process: str, reason: str) -> None:
-        """Report that a worker process (`pscommon.system.process_id`) has ended."""
-
-    def close(self) -> None:
-        """Close the connection."""
-
-
-Connect = Callable[[str], JobObserver]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +46,8 @@ class JobResult:
     history: Sequence[MetricRow] = ()
 
 
-class GrpcJobObserver:
-    """JobObserver of real servers."""
+class JobObserver:
+    """Client of a job without membership. Every call may raise PSError."""
 
     def __init__(self, address: str) -> None:
         from psworker.client.client import Client  # numpy and gRPC: not for --help
@@ -81,17 +56,17 @@ class GrpcJobObserver:
         self._client = Client(address, observe=True, connect_timeout=CONNECT_SECONDS)
 
     def status(self) -> Status:
-        """See JobObserver."""
+        """Return the status document of `ps-ctl status`."""
         return self._client.status()
 
     def weights_sha256(self) -> str:
-        """See JobObserver."""
-        from pscommon.snapshot.weights_digest import weights_sha256
+        """Return the digest of all tensors; raise PSError if there is no model."""
+        from pscommon.snapshot import weights_sha256
 
         return weights_sha256(self._client.pull())
 
     def history(self) -> Sequence[MetricRow]:
-        """See JobObserver."""
+        """Return all reported values, ordered by time."""
         from psproto.v1.coordinator_pb2 import GetHistoryRequest
 
         with self._coordinator() as coordinator:
@@ -102,14 +77,14 @@ class GrpcJobObserver:
         ]
 
     def stop(self) -> None:
-        """See JobObserver."""
+        """Ask the servers to end the job."""
         from psproto.v1.coordinator_pb2 import StopJobRequest
 
         with self._coordinator() as coordinator:
             coordinator.StopJob(StopJobRequest(reason="all workers are done"), timeout=STOP_SECONDS)
 
     def report_exit(self, process: str, reason: str) -> None:
-        """See JobObserver."""
+        """Report that a worker process (`pscommon.system.process_id`) has ended."""
         from psproto.v1.coordinator_pb2 import ReportExitRequest
 
         with self._coordinator() as coordinator:
@@ -127,8 +102,12 @@ class GrpcJobObserver:
             yield CoordinatorServiceStub(channel)
 
     def close(self) -> None:
-        """See JobObserver."""
+        """Close the connection."""
         self._client.close()
+
+
+Connect = Callable[[str], JobObserver]
+"""Returns the observer of the servers at an address."""
 
 
 class JobPoller:
@@ -219,9 +198,7 @@ class JobPoller:
         return ""
 
     def _poll(self) -> None:
-        if self._observer is None:
-            self._observer = self._connect(self._address)
-        status = self._observer.status()
+        status = self._connected().status()
         if not self.status:
             self.resumed = status.get("resumed")
         if status.get("training") != self.status.get("training") and self.status.get("training"):

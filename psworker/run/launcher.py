@@ -4,35 +4,33 @@ import queue
 import socket
 import subprocess
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from pscommon.settings.values import host_and_port
-from psworker.launch.events import (
+from psworker.launch.decisions import (
     Action,
     CollectResult,
-    Event,
     FinishRun,
     KillProcess,
-    ProcessExited,
-    ResultCollected,
-    ServerBound,
+    RunOutcome,
     ShowMessage,
     StartProcess,
-    StopAnswered,
     StopJob,
     TerminateProcess,
-    Tick,
-    WorkerHung,
+    describe,
 )
-from psworker.launch.outcome import RunOutcome, describe
 from psworker.launch.plan import HOST, RunPlan, index_of, is_server
-from psworker.launch.preload import PreloadedServer
-from psworker.launch.processes import ManagedProcess
+from psworker.launch.processes import ManagedProcess, PreloadedServer
 from psworker.launch.supervisor import Supervisor
 from psworker.run import summary as report
 from psworker.run.display import Display
 from psworker.run.job_poller import Connect, JobPoller, JobResult, Status
+
+Event = Callable[[float], list[Action]]
+"""An event of the supervisor: called with the time, it returns the actions."""
 
 TICK_SECONDS = 0.1
 START_SECONDS, PRELOADED_START_SECONDS = 5.0, 1.0
@@ -50,7 +48,6 @@ class RunEnd:
         result: what the servers reported.
         seconds: duration of the run.
         restarts: number of restarted processes.
-        log: log file of the failed process, or the log folder.
         box: box about the failure; empty without one.
         not_saved: why the final weights were not saved; empty if saved, None if unknown.
     """
@@ -59,30 +56,20 @@ class RunEnd:
     result: JobResult
     seconds: float
     restarts: int
-    log: Path | None
     box: str
     not_saved: str | None = None
 
 
 class Launcher:
-    """One run. Call run() from the main thread; signal handlers may call post()."""
+    """One run. Call run() from the main thread; signal handlers may call interrupt()."""
 
     def __init__(self, plan: RunPlan, logs: Path, connect: Connect, display: Display) -> None:
-        """Make the launcher.
-
-        Args:
-            plan: what to start; `plan.folder` holds temporary files of this run.
-            logs: folder for one log file per process.
-            connect: function that makes a JobObserver for an address.
-            display: where output is shown.
-        """
+        """Make the launcher. logs: folder for one log file per process."""
         self._plan = plan
         self._logs = logs
         self._display = display
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
-        self._poller = JobPoller(
-            connect, self._handle_result, lambda problem: self.post(StopAnswered(problem))
-        )
+        self._poller = JobPoller(connect, self._handle_result, self._handle_stop)
         self._supervisor = Supervisor(
             plan.servers,
             plan.workers,
@@ -100,9 +87,9 @@ class Launcher:
         self._result = JobResult({})
         self._outcome: RunOutcome | None = None
 
-    def post(self, event: Event) -> None:
-        """Queue an event for the loop."""
-        self._events.put(event)
+    def interrupt(self, number: int) -> None:
+        """Let the loop end the run because of this signal."""
+        self._events.put(partial(self._supervisor.signalled, number))
 
     def run(self) -> RunEnd:
         """Run the cluster to its end; no process is left, even after an exception."""
@@ -112,7 +99,8 @@ class Launcher:
             while self._outcome is None:
                 self._read_port_files()
                 self._find_hung_workers()
-                self._execute(self._supervisor.step(self._next_event(), time.monotonic()))
+                event = self._next_event()
+                self._execute(event(time.monotonic()))
                 self._display.tick(self._poller.status, time.monotonic())
                 self._preload_server(time.monotonic())
                 if self._supervisor.is_ending:
@@ -134,7 +122,7 @@ class Launcher:
         try:
             return self._events.get(timeout=TICK_SECONDS)
         except queue.Empty:
-            return Tick()
+            return self._supervisor.tick
 
     def _execute(self, actions: list[Action]) -> None:
         for action in actions:
@@ -179,7 +167,8 @@ class Launcher:
     def _handle_exit(self, process: ManagedProcess, code: int) -> None:
         if code and process.identity and not is_server(process.name):
             self._poller.report_exit(process.identity, f"its process {describe(code)}")
-        self.post(ProcessExited(process.name, code, self._find_successor(process.name)))
+        successor = self._find_successor(process.name)
+        self._events.put(partial(self._supervisor.exited, process.name, code, successor))
 
     def _find_successor(self, name: str) -> str:
         return (
@@ -212,7 +201,7 @@ class Launcher:
             if address:
                 self._addresses[name] = address
                 self._plan.port_file(name).unlink()
-                self.post(ServerBound(name))
+                self._events.put(partial(self._supervisor.bound, name))
                 if name == "s0":
                     self._poller.start(address)
                     self._show_address(address)
@@ -227,11 +216,14 @@ class Launcher:
         for name, process in self._processes.items():
             if process.pid in pids and not is_server(name):
                 self._killed_pids.add(process.pid)
-                self.post(WorkerHung(name))
+                self._events.put(partial(self._supervisor.hung, name))
 
     def _handle_result(self, result: JobResult) -> None:
         self._result = result
-        self.post(ResultCollected(result.undone, result.idle))
+        self._events.put(partial(self._supervisor.collected, result.undone, result.idle))
+
+    def _handle_stop(self, problem: str) -> None:
+        self._events.put(partial(self._supervisor.stop_answered, problem))
 
     def _end_all(self) -> None:
         self._display.stop_blocking()
@@ -255,7 +247,7 @@ class Launcher:
         log = culprit.log if culprit else self._logs
         box = report.box(outcome, log, tail, traceback) if outcome.status == "failed" else ""
         return RunEnd(
-            outcome, result, seconds, self._supervisor.restarts, log, box, self._read_not_saved()
+            outcome, result, seconds, self._supervisor.restarts, box, self._read_not_saved()
         )
 
     def _read_not_saved(self) -> str | None:

@@ -4,8 +4,6 @@ __all__ = [
     "arguments",
     "collectives",
     "drain",
-    "environment",
-    "job_facts",
     "metrics",
     "reports",
     "resume_notice",

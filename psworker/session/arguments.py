@@ -4,6 +4,7 @@ All functions raise InvalidRequestError for an invalid value; its text describes
 """
 
 import operator
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,6 +14,9 @@ from pscommon.settings.values import LANES, Lanes, seconds
 
 CONNECT_SECONDS = "60"
 MAX_RANK = 2**32 - 1
+
+ON = ("1", "on", "yes", "true")
+OFF = ("", "0", "off", "no", "false")
 
 
 def check_integer(name: str, value: Any, minimum: int, maximum: int = 2**63 - 1) -> int:
@@ -96,3 +100,12 @@ def lanes_of(given: Lanes | None, environment: Mapping[str, str]) -> Lanes:
         raise InvalidRequestError(f"lanes {lanes!r} is not valid. Try: one of {', '.join(LANES)}")
     chosen: Lanes = lanes
     return chosen
+
+
+def is_on(name: str) -> bool:
+    """Return whether an environment variable is switched on."""
+    text = os.environ.get(name, "")
+    word = text.strip().lower()
+    if word not in ON + OFF:
+        raise InvalidRequestError(f"{name}={text} is not valid. Try: {', '.join((*ON, *OFF[1:]))}")
+    return word in ON

@@ -74,17 +74,7 @@ class WorkerMetrics:
             self._reported.labels(name).set(value)
 
 
-class _Serving:
-    """This process's metrics while they are served."""
-
-    def __init__(self, bind: str) -> None:
-        registry = new_registry()
-        self.metrics = WorkerMetrics(registry)
-        # A running worker is always ready, because it serves no requests.
-        self.monitor = MetricsServer(bind, registry, lambda: (True, "running"))
-
-
-_serving: _Serving | None = None
+_serving: tuple[WorkerMetrics, MetricsServer] | None = None
 _lock = threading.Lock()
 
 
@@ -99,8 +89,11 @@ def serve(bind: str) -> str:
     global _serving
     with _lock:
         if _serving is None:
-            _serving = _Serving(bind)
-        return _serving.monitor.address
+            registry = new_registry()
+            # A running worker is always ready, because it serves no requests.
+            server = MetricsServer(bind, registry, lambda: (True, "running"))
+            _serving = WorkerMetrics(registry), server
+        return _serving[1].address
 
 
 def close() -> None:
@@ -109,22 +102,22 @@ def close() -> None:
     with _lock:
         serving, _serving = _serving, None
     if serving is not None:
-        serving.monitor.close()
+        serving[1].close()
 
 
 def in_job(is_in: bool) -> None:
     """Call WorkerMetrics.in_job if the metrics are served."""
     if _serving is not None:
-        _serving.metrics.in_job(is_in)
+        _serving[0].in_job(is_in)
 
 
 def step(phases: Mapping[str, float], samples: int) -> None:
     """Call WorkerMetrics.step if the metrics are served."""
     if _serving is not None:
-        _serving.metrics.step(phases, samples)
+        _serving[0].step(phases, samples)
 
 
 def reported(name: str, value: float) -> None:
     """Call WorkerMetrics.reported if the metrics are served."""
     if _serving is not None:
-        _serving.metrics.reported(name, value)
+        _serving[0].reported(name, value)

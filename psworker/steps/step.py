@@ -1,12 +1,9 @@
-"""Steps: how the gradients of one reach the servers and the new weights come back.
-
-`StepStrategy` is the interface. `PlainStep` sends all gradients, then receives all weights.
-"""
+"""Steps: how the gradients of one reach the servers and the new weights come back."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
 from torch import nn
 
@@ -58,59 +55,15 @@ class StepContext:
     record_outcome: Callable[[Push, PushResult], None]
 
 
-class StepStrategy(Protocol):
-    """How the steps of a job's optimizers reach the servers.
+class PlainStep:
+    """A step that sends all gradients, waits for the decision, and receives all weights.
+
+    It is the interface of all step strategies, and their base.
 
     Attributes:
         is_deferred: `push` returns before the push is decided.
         version: Version of the job whose buffers the model has.
     """
-
-    is_deferred: ClassVar[bool]
-    version: int
-
-    def __init__(self, context: StepContext) -> None: ...
-
-    def push(self, push: Push) -> PushResult | None:
-        """Send the model's gradients; return the outcome, or None if it is not known yet."""
-        ...
-
-    def pull(self) -> None:
-        """Load the job's newest weights and buffers into the model."""
-
-    def refresh(self, keeps_weights: bool) -> None:
-        """Load what the job has newer than the model.
-
-        Buffers without an average stay as the script has left them while the job has no newer ones.
-
-        Args:
-            keeps_weights: Load nothing if the script has set trained weights.
-        """
-
-    def store_buffers(self) -> None:
-        """Send buffers without an average that the script has changed since its last step.
-
-        They make no update. Gradients that have left are dropped, and leave again.
-        """
-
-    def settle(self) -> None:
-        """Wait until no push is under way and its weights are in the model; raise its error."""
-
-    def skip(self) -> None:
-        """Drop the current gradients: no push follows."""
-
-    def drop(self, error: PSError) -> None:
-        """End or drop a push under way: the worker has lost its membership with this error."""
-
-    def renew(self) -> None:
-        """Load all of the job's weights, frozen tensors too: the worker has a new membership."""
-
-    def close(self) -> None:
-        """Remove all hooks from the model, without waiting."""
-
-
-class PlainStep:
-    """A step that sends all gradients, waits for the decision, and receives all weights."""
 
     is_deferred: ClassVar[bool] = False
 
@@ -120,6 +73,7 @@ class PlainStep:
         self.version = self._client.version
 
     def push(self, push: Push) -> PushResult | None:
+        """Send the model's gradients; return the outcome, or None if it is not known yet."""
         absent = self._adapter.gather(push.optimizer)
         result = self._client.exchange(
             gradients=self._adapter.gradients.memory,
@@ -135,12 +89,20 @@ class PlainStep:
         return result
 
     def pull(self) -> None:
+        """Load the job's newest weights and buffers into the model."""
         self._adapter.reattach()
         result = self._client.exchange(gradients=None, weights=self._adapter.weights.memory)
         self._adapter.scatter()
         self.version = result.version
 
     def refresh(self, keeps_weights: bool) -> None:
+        """Load what the job has newer than the model.
+
+        Buffers without an average stay as the script has left them while the job has no newer ones.
+
+        Args:
+            keeps_weights: Load nothing if the script has set trained weights.
+        """
         self.settle()
         if keeps_weights and self._adapter.keeps_changes():
             return
@@ -152,6 +114,10 @@ class PlainStep:
             self._adapter.keep_buffers()
 
     def store_buffers(self) -> None:
+        """Send buffers without an average that the script has changed since its last step.
+
+        They make no update. Gradients that have left are dropped, and leave again.
+        """
         self.settle()
         self.skip()
         if self._adapter.keeps_changes():
@@ -167,19 +133,24 @@ class PlainStep:
             )
 
     def settle(self) -> None:
-        """Do nothing: `push` waits."""
+        """Wait until no push is under way and its weights are in the model; raise its error.
+
+        Here `push` waits.
+        """
 
     def skip(self) -> None:
-        """Do nothing: no gradient was sent."""
+        """Drop the current gradients: no push follows."""
 
     def drop(self, error: PSError) -> None:
+        """End or drop a push under way: the worker has lost its membership with this error."""
         self.skip()
 
     def renew(self) -> None:
+        """Load all of the job's weights, frozen tensors too: the worker has a new membership."""
         self._adapter.reattach()
         self._client.start(self._adapter.weights.memory)
         self._adapter.scatter(everything=True)
         self.version = self._client.version
 
     def close(self) -> None:
-        """Do nothing: the model has no hooks."""
+        """Remove all hooks from the model, without waiting."""

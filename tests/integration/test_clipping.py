@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import psworker
 from pscommon.core.data_loop import LoopSpec
 from pscommon.core.model_spec import OptimizerSettings
-from pscommon.snapshot.weights_digest import weights_sha256
+from pscommon.snapshot import weights_sha256
 from psworker import DistributedTraining, InvalidRequestError, Job, MismatchError
 from tests.support.cluster import Cluster
 from tests.support.small_gpt import loss_of, small_gpt, text

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from pscommon.core.data_loop import LoopSpec
 from pscommon.optim import KINDS
-from pscommon.snapshot.weights_digest import weights_sha256
+from pscommon.snapshot import weights_sha256
 from psworker import Job
 from tests.support.cluster import Cluster
 from tests.support.optimizer_cases import CASES

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from pscommon.core.errors import InvalidRequestError
-from pscommon.snapshot.weights_digest import weights_sha256
+from pscommon.snapshot import weights_sha256
 from psworker import Client, OptimizerSpec
 from psworker.exchange.transfer import ScatteredBuffer
 from tests.support.cluster import Cluster

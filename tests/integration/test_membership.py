@@ -32,7 +32,7 @@ from psserver.process.config import ServerConfig
 from psserver.server import Server
 from psworker.client.client import Client
 from psworker.connection.membership import WorkerMembership
-from psworker.run.job_poller import GrpcJobObserver
+from psworker.run.job_poller import JobObserver
 from psworker.transport.exchange_calls import AnswerReceiver, Cancellation, ExchangeAnswer
 from psworker.transport.grpc import GrpcTransport
 from tests.support.cluster import Cluster
@@ -117,7 +117,7 @@ def test_the_parent_of_a_worker_may_report_its_end(cluster: Make, worker: Start)
     """As ps-run does: to the servers the worker is only silent."""
     address = cluster(2, min_workers=2, lease=10 * LONG_LEASE).address
     other = worker(address)
-    with counter(address, rank=0) as client, closing(GrpcJobObserver(address)) as observer:
+    with counter(address, rank=0) as client, closing(JobObserver(address)) as observer:
         count(client, 3)
         other.wait_for("pushed", times=3)
         other.send(signal.SIGSTOP)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from pscommon.core.errors import InvalidRequestError
-from pscommon.system.memory_limit import usable_memory
+from pscommon.system.process_limits import usable_memory
 from pscommon.system.thread_team import cores
 from pscommon.wire.channel import open_channel
 from psproto.v1 import coordinator_pb2 as co

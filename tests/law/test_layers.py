@@ -37,7 +37,6 @@ NUMBERS = {  # the only modules with tensors; the client of psworker needs no fr
     "pscommon.optim",
     "pscommon.optim.specs",
     "pscommon.snapshot",
-    "pscommon.snapshot.weights_digest",
     "psserver.app",
     "psserver.server",
     "psserver.durability.snapshots",
@@ -67,7 +66,6 @@ NUMBERS = {  # the only modules with tensors; the client of psworker needs no fr
 COMMANDS = {
     "pscommon.settings.command",
     "pscommon.settings.options",
-    "pscommon.settings.run_options",
     "pscommon.settings.server_options",
     "pscommon.settings.values",
     "psserver.cli",

@@ -17,7 +17,7 @@ from pscommon.core import errors
 from pscommon.core.exit_codes import EXPLANATIONS, ExitCode
 from pscommon.optim import KINDS
 from pscommon.settings import options
-from pscommon.settings.option_types import POLICIES
+from pscommon.settings.values import POLICIES
 from psserver.coordinator.status import PER_SERVER_SETTINGS
 from psserver.core.commands import data_commands, job_commands, shard_commands, worker_commands
 from psserver.core.commands.command import Command
@@ -26,9 +26,9 @@ from psserver.core.job.policy import policy
 from psserver.process.config import ServerConfig
 from psserver.process.metrics import ServerMetrics, standby_metrics
 from psworker import Job
-from psworker.data.sources import SOURCE_KINDS
+from psworker.data.loader import SOURCE_KINDS
+from psworker.optim.served_model import STEP_STRATEGIES
 from psworker.session.metrics import WorkerMetrics
-from psworker.steps.step_strategies import STEP_STRATEGIES
 from tests.contract.promised.journal import COMMANDS
 from tests.support.optimizer_cases import CASES
 from tests.support.policies import POLICIES as POLICY_CASES
@@ -118,7 +118,7 @@ def test_add_an_optimizer() -> None:
     }
 
     assert not {*CASES, *documented} - {*built_in}, (
-        "Add an optimizer: torch_kinds.py, torch_adam.py or a new module in common/pscommon/optim"
+        "Add an optimizer: torch_kinds.py or a new module in common/pscommon/optim"
     )
     assert not {*built_in} - {*CASES}, "Add an optimizer: tests/support/optimizer_cases.py"
     assert not unchanged, "Add an optimizer: tests/support/optimizer_cases.py"
@@ -249,7 +249,7 @@ def test_add_a_policy() -> None:
     known = text("psserver/core/job/policy.py").partition("def policy(")[2]
     names = set(re.findall(r'"(\w+)"', known.partition('raise ValueError(f"policy {name!r}')[0]))
 
-    assert names == set(POLICIES), "Add a policy: common/pscommon/settings/option_types.py"
+    assert names == set(POLICIES), "Add a policy: common/pscommon/settings/values.py"
     assert {case["policy"] for case in POLICY_CASES.values()} == set(POLICIES), (
         "Add a policy: tests/support/policies.py"
     )
@@ -260,18 +260,20 @@ def test_add_a_policy() -> None:
 
 
 def test_add_a_data_source() -> None:
-    makers = {
+    sources = {
         match
         for path in (ROOT / "psworker/data").glob("*.py")
-        for match in re.findall(r"^def (make_\w+_source)\(", path.read_text(), re.MULTILINE)
+        for match in re.findall(
+            r'^class (\w+):\n    """The data source of', path.read_text(), re.MULTILINE
+        )
     }
-    registered = {kind.make.__name__ for kind in SOURCE_KINDS}
+    registered = {source.__name__ for _, source in SOURCE_KINDS}
 
     guide = text("docs/loader.md").lower()
 
-    assert makers == registered, "Add a data source: psworker/data/sources.py"
-    for maker in makers:
-        kind = maker.removeprefix("make_").removesuffix("_source")
+    assert sources == registered, "Add a data source: psworker/data/loader.py"
+    for source in sources:
+        kind = re.split("(?<=[a-z])(?=[A-Z])", source)[0].lower()
         assert re.search(rf"\b{kind}", guide), f"Add a data source: docs/loader.md on {kind}"
 
 
@@ -282,7 +284,7 @@ def test_add_a_step_strategy() -> None:
     arguments = set(re.findall(r'[{ ]"(\w+)": \w+[,}]', choices))
     strategies = {
         name
-        for path in (ROOT / "psworker/optim").glob("*.py")
+        for path in (ROOT / "psworker/steps").glob("*.py")
         for name in re.findall(r"^class (\w+Step)\(", path.read_text(), re.MULTILINE)
     }
     registered = {strategy.__name__ for strategy in STEP_STRATEGIES.values()}
@@ -291,7 +293,7 @@ def test_add_a_step_strategy() -> None:
     assert names == list(STEP_STRATEGIES), (
         "Add a step strategy: tests/integration/test_push_path.py"
     )
-    assert strategies <= registered, "Add a step strategy: psworker/steps/step_strategies.py"
+    assert strategies <= registered, "Add a step strategy: psworker/optim/served_model.py"
     assert arguments <= {*inspect.signature(Job.optimizer).parameters}, (
         "Add a step strategy: psworker/job.py"
     )

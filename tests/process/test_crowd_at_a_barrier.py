@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from pscommon.core.model_spec import ModelSpec, OptimizerSettings, TensorSpec
-from pscommon.system.file_limit import raise_file_limit
+from pscommon.system.process_limits import raise_file_limit
 from pscommon.wire.channel import open_channel
 from pscommon.wire.stream_format import FrameKind
 from psproto.v1 import coordinator_pb2 as co

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from pscommon.system.process_id import process_id
-from psworker.launch.temporary_folder import OWNER, make_folder
+from psworker.run.folders import OWNER, make_folder
 from tests.support.run_bench import LIMIT, Bench, bench_in
 from tests.support.workers import until
 

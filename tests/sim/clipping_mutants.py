@@ -91,15 +91,13 @@ class UsesUnwrittenNorms(CoordinatorMachine):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        record_index = self.reports.record_index
 
-        def record_norm(report: ShardReport) -> None:
-            record_index(report)
-            if self.pending.measurement is not None and report.log_id == self.log_id:
+        def take_norm(report: ShardReport) -> bool:
+            if self.pending.measurement is not None:
                 self.pending.measurement.take(report)
+            return False
 
-        self.reports.has_measured = lambda report: False  # type: ignore[method-assign]
-        self.reports.record_index = record_norm  # type: ignore[method-assign]
+        self.reports.has_measured = take_norm  # type: ignore[method-assign]
 
 
 COUNTED = job_log_module.counted

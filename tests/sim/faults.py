@@ -16,6 +16,7 @@ from tests.sim import invalid_requests as invalid_requests
 from tests.sim.invariants import check
 from tests.sim.scenario import Scenario
 from tests.sim.workers import SimWorker
+from tests.support.shard_reports import report_to
 
 
 class WorkerFaults:
@@ -164,8 +165,10 @@ class WorkerFaults:
             invalid_requests.unfit_push(self.coordinator, rng, worker),
         )
         for shard in self.shards[: self.coordinator.shards]:
-            self.recorder.report(
-                replace(shard.machine.report(), staged=(push,), measured=None), self.now
+            report_to(
+                self.recorder,
+                replace(shard.machine.report(), staged=(push,), measured=None),
+                self.now,
             )
         check(self.coordinator.version == before, "push {} was applied", push)
         all_follow = {shard.machine.log_id for shard in self.shards} == {self.coordinator.log_id}

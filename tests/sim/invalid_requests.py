@@ -23,6 +23,7 @@ from psserver.core.commands.worker_commands import DrainWorker, Join, Leave, Reg
 from psserver.core.coordinator.machine import CoordinatorMachine
 from psserver.core.workers.members import Member
 from psserver.core.workers.reported_values import ReportedValue
+from tests.support.shard_reports import report_to
 
 NUMBERS = (0, 1, 2, 3, 7, 1023, 2**31, 2**32 - 1, 2**53 + 1, 2**63, 2**64 - 1, 10**30)
 TEXTS = ("", "cpu", "ä\x00\n", "QUARANTINED", "x" * 300, "y" * 100_000)
@@ -71,7 +72,9 @@ def send(recorder: Recorder, rng: random.Random, workers: Sequence[int], now: fl
         return recorder.do(request(rng, workers), now)
     staged = pushes(rng, workers)
     for shard in range(coordinator.shards):
-        recorder.report(ShardReport(shard, coordinator.log_id, coordinator.log.index, staged), now)
+        report_to(
+            recorder, ShardReport(shard, coordinator.log_id, coordinator.log.index, staged), now
+        )
     return None
 
 

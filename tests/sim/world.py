@@ -342,7 +342,7 @@ class World(WorkerFaults, ServerFailures):
         server = shard.server
         if has_recovered and server.catch_up is CatchUp.RECOVER:
             self.directory.end_catch_up(server)
-        catch_up = process_report(
+        decision = process_report(
             self.recorder,
             self.directory,
             server,
@@ -351,7 +351,7 @@ class World(WorkerFaults, ServerFailures):
             self.now,
             self.scenario.has_log,
         )
-        if catch_up is CatchUp.GO_BACK:
+        if decision.catch_up is CatchUp.GO_BACK:
             return self.roll_back()
         self.flush()
         return self.deliver(shard, DeliveryCursor(report.log_id, report.index))

@@ -16,6 +16,7 @@ from psserver.core.coordinator.machine import CoordinatorMachine
 from psserver.core.job.policy import Policy, policy
 from psserver.core.job.settings import JobRules
 from tests.support.memory_journal import MemoryJournal
+from tests.support.shard_reports import report_to
 
 MODEL = ModelSpec(
     (TensorSpec("w", (2,), "float32"),), OptimizerSettings("sgd", ({"lr": 0.1},), clip_norm=1.0)
@@ -64,7 +65,7 @@ class ClippedJob:
         staged = tuple(self.staged[shard].values())
         # an unapplied index, so that the coordinator retains all entries
         report = ShardReport(shard, 0, self.machine.job.layout_index, staged, measured=measured)
-        self.recorder.report(report, 0.0)
+        report_to(self.recorder, report, 0.0)
 
     def measure(self, *squares: float, index: int | None = None) -> None:
         """Let the shards answer the newest Measure, or that at an index."""

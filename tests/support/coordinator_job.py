@@ -12,6 +12,7 @@ from psserver.core.coordinator.machine import CoordinatorMachine
 from psserver.core.job.policy import Policy, policy
 from psserver.core.job.settings import JobRules
 from psserver.core.job.snapshot_schedule import SnapshotInterval
+from tests.support.shard_reports import report_to
 
 MODEL = ModelSpec((TensorSpec("w", (1,), "float32"),), OptimizerSettings("sgd", ({"lr": 0.1},)))
 LOOP = LoopSpec(0, size=4, batch_size=1)
@@ -74,7 +75,7 @@ class Job:
 
     def report(self, shard: int, index: int = 0, log_id: int = 0) -> None:
         report = ShardReport(shard, log_id, index, tuple(self._staged[shard]))
-        self.recorder.report(report, self.now)
+        report_to(self.recorder, report, self.now)
 
     def ask(
         self, worker: int, received: int = 0, idle: bool = False, loop: LoopSpec = LOOP

@@ -39,10 +39,8 @@ ALLOWED: dict[str, set[str]] = {
     "psworker.model": {
         "pscommon.core",
         "pscommon.optim",
-        "pscommon.snapshot",
         "pscommon.system",
         "pscommon.telemetry",
-        "psworker.core",
     },
     "psworker.session": {
         "pscommon.core",
@@ -69,6 +67,8 @@ ALLOWED: dict[str, set[str]] = {
     "psworker.optim": {
         "pscommon.core",
         "pscommon.optim",
+        "pscommon.snapshot",
+        "pscommon.system",
         "pscommon.telemetry",
         "psworker.core",
         "psworker.model",
@@ -82,7 +82,6 @@ ALLOWED: dict[str, set[str]] = {
         "psworker.data",
         "psworker.optim",
         "psworker.session",
-        "psworker.steps",
     },
     "psworker.integrations": {"pscommon.core", "psworker.data", "psworker.job"},
     "psworker.training_arguments": {"pscommon.core", "pscommon.optim"},
@@ -322,6 +321,7 @@ ALLOWED: dict[str, set[str]] = {
     },
     "psworker.training": {
         "pscommon.core",
+        "pscommon.settings",
         "pscommon.telemetry",
         "psworker.client",
         "psworker.connect",

@@ -14,6 +14,7 @@ from psserver.core.coordinator.machine import CoordinatorMachine
 from psserver.core.job.policy import Policy
 from psserver.core.job.settings import JobRules
 from tests.support.memory_journal import MemoryJournal
+from tests.support.shard_reports import report_to
 
 MODEL = ModelSpec((TensorSpec("w", (1,), "float32"),), OptimizerSettings("sgd", ({"lr": 0.1},)))
 
@@ -54,8 +55,8 @@ class Job:
 
     def report(self, *staged: Staged) -> None:
         for shard in range(2):
-            self.recorder.report(
-                ShardReport(shard, 5, self.coordinator.log.index, staged), self.now
+            report_to(
+                self.recorder, ShardReport(shard, 5, self.coordinator.log.index, staged), self.now
             )
 
     def step(self, worker: int, spec: LoopSpec | StreamSpec) -> None:

@@ -122,7 +122,7 @@ def process(reports: PushReports, report: ShardReport, now: float) -> None:
     job = reports._job
     if report.log_id != job.log_id:
         return
-    reports.record_index(report)
+    job.log.reached(report.shard, report.index)
     if job.is_of_layout(report):
         for staged in report.staged:
             reports._record_staged(report, staged, now)

@@ -1,23 +1,19 @@
 """Transcripts of ps-run's supervisor: events and actions as text."""
 
-from psworker.launch.events import (
+from collections.abc import Callable
+from functools import partial
+
+from psworker.launch.decisions import (
     Action,
     CollectResult,
-    Event,
     FinishRun,
     KillProcess,
-    ProcessExited,
-    ResultCollected,
-    ServerBound,
+    RunOutcome,
     ShowMessage,
-    SignalReceived,
     StartProcess,
-    StopAnswered,
     StopJob,
     TerminateProcess,
-    Tick,
 )
-from psworker.launch.outcome import RunOutcome
 from psworker.launch.supervisor import Supervisor
 
 STARTED = """
@@ -40,7 +36,7 @@ def play(transcript: str, *, durable: bool) -> RunOutcome | None:
         what, expected = (part.strip() for part in line.split("|"))
         if what.startswith("after"):
             now += float(what.split()[1])
-        actions = machine.start(now) if what == "begin" else machine.step(event(what), now)
+        actions = machine.start(now) if what == "begin" else event(machine, what)(now)
 
         assert ", ".join(map(show, actions)) == expected, f"after {what!r}"
 
@@ -50,22 +46,22 @@ def play(transcript: str, *, durable: bool) -> RunOutcome | None:
     return outcome
 
 
-def event(text: str) -> Event:
+def event(machine: Supervisor, text: str) -> Callable[[float], list[Action]]:
     match text.split():
         case ["bound", name]:
-            return ServerBound(name)
+            return partial(machine.bound, name)
         case ["exit", name, code, *successor]:
-            return ProcessExited(name, int(code), "".join(successor))
+            return partial(machine.exited, name, int(code), "".join(successor))
         case ["signal", number]:
-            return SignalReceived(int(number))
+            return partial(machine.signalled, int(number))
         case ["collected"]:
-            return ResultCollected()
+            return partial(machine.collected, "", "")
         case ["rolled", "back"]:
-            return ResultCollected("the servers rolled back")
+            return partial(machine.collected, "the servers rolled back", "")
         case ["stop", answer]:
-            return StopAnswered("" if answer == "ok" else answer)
+            return partial(machine.stop_answered, "" if answer == "ok" else answer)
         case ["after", _]:
-            return Tick()
+            return machine.tick
     raise ValueError(text)
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
-from pscommon.snapshot.weights_digest import weights_sha256
+from pscommon.snapshot import weights_sha256
 from psserver.core.commands.recorder import MIN_PAUSE_SECONDS
 from psworker import Client, Job, OptimizerSpec
 

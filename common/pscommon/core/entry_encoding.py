@@ -5,6 +5,7 @@ each entry is encoded here field by field, independently of class and attribute 
 """
 
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from hashlib import blake2b
 from typing import Any
 
@@ -23,6 +24,7 @@ from pscommon.core.log_entries import (
 )
 
 
+@lru_cache(16)  # on shard 0 the coordinator and the shard ask for the same ones
 def chained(digest: int, entry: Entry) -> int:
     """Return the digest (64 bits) of a log with one more entry; 0 is the digest of an empty log."""
     return int.from_bytes(

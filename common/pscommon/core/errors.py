@@ -143,161 +143,125 @@ class ReasonRow(NamedTuple):
 
     Attributes:
         error: exception class.
+        meaning: explanation for people.
         status: canonical gRPC status.
         retryable: whether the same request may succeed later.
-        meaning: explanation for people.
     """
 
     error: type[PSError]
-    status: str
-    retryable: bool
     meaning: str
+    status: str = "FAILED_PRECONDITION"
+    retryable: bool = False
 
 
 REASONS: dict[str, ReasonRow] = {
-    "INTERNAL": ReasonRow(PSError, "INTERNAL", False, "bug in this system; report it with the log"),
+    "INTERNAL": ReasonRow(PSError, "bug in this system; report it with the log", "INTERNAL"),
     "INVALID_REQUEST": ReasonRow(
-        InvalidRequestError, "INVALID_ARGUMENT", False, "the request does not fit the job"
+        InvalidRequestError, "the request does not fit the job", "INVALID_ARGUMENT"
     ),
     "OUT_OF_RANGE": ReasonRow(
-        InvalidRequestError, "INVALID_ARGUMENT", False, "a number or size is out of range"
+        InvalidRequestError, "a number or size is out of range", "INVALID_ARGUMENT"
     ),
     "UNKNOWN_TENSOR": ReasonRow(
-        InvalidRequestError, "INVALID_ARGUMENT", False, "the model has no tensor with this name"
+        InvalidRequestError, "the model has no tensor with this name", "INVALID_ARGUMENT"
     ),
     "WRONG_SHAPE": ReasonRow(
-        InvalidRequestError,
-        "INVALID_ARGUMENT",
-        False,
-        "the shape differs from the registered shape",
+        InvalidRequestError, "the shape differs from the registered shape", "INVALID_ARGUMENT"
     ),
     "WRONG_DTYPE": ReasonRow(
-        InvalidRequestError,
-        "INVALID_ARGUMENT",
-        False,
-        "the dtype differs from the registered dtype",
+        InvalidRequestError, "the dtype differs from the registered dtype", "INVALID_ARGUMENT"
     ),
     "UNSUPPORTED_OPTIMIZER": ReasonRow(
         UnsupportedOptimizerError,
-        "INVALID_ARGUMENT",
-        False,
         "the servers do not support this optimizer; use one of those listed",
+        "INVALID_ARGUMENT",
     ),
     "TAKEN": ReasonRow(
         TakenError,
-        "ALREADY_EXISTS",
-        False,
         "another process uses this port or directory; choose another one or stop that process",
+        "ALREADY_EXISTS",
     ),
     "SHARD_TAKEN": ReasonRow(
-        MismatchError, "ALREADY_EXISTS", False, "another server already serves this shard"
+        MismatchError, "another server already serves this shard", "ALREADY_EXISTS"
     ),
     "SHARD_MISMATCH": ReasonRow(
         MismatchError,
-        "FAILED_PRECONDITION",
-        False,
         "the servers are not one complete set; start each shard I once, "
         "with the same N in --shard I/N",
     ),
     "JOB_MISMATCH": ReasonRow(
-        MismatchError,
-        "FAILED_PRECONDITION",
-        False,
-        "the job name does not match; compare --job and the job stored in --data-dir",
+        MismatchError, "the job name does not match; compare --job and the job stored in --data-dir"
     ),
     "MODEL_MISMATCH": ReasonRow(
-        MismatchError,
-        "FAILED_PRECONDITION",
-        False,
-        "the models differ; all workers and a resumed job must train the same model",
+        MismatchError, "the models differ; all workers and a resumed job must train the same model"
     ),
     "LOOP_MISMATCH": ReasonRow(
         MismatchError,
-        "FAILED_PRECONDITION",
-        False,
         "the data loops differ; workers and a resumed job must use the same data; "
         "only the last loop may get more epochs",
     ),
     "COLLECTIVE_MISMATCH": ReasonRow(
         MismatchError,
-        "FAILED_PRECONDITION",
-        False,
         "the workers make different collective calls; all scripts must make the same calls in the "
         "same order",
     ),
     "TRAINING_OVER": ReasonRow(
         TrainingOver,
-        "FAILED_PRECONDITION",
-        False,
         "the script's training is over; catch psworker.TrainingOver and go on with the next one",
     ),
     "FORMAT": ReasonRow(
         FormatError,
-        "FAILED_PRECONDITION",
-        False,
         "messages or files of a newer release; install that release on every machine of the job",
     ),
-    "FENCED": ReasonRow(
-        FencedError,
-        "FAILED_PRECONDITION",
-        False,
-        "the worker is no longer a member of the job; restart it",
-    ),
+    "FENCED": ReasonRow(FencedError, "the worker is no longer a member of the job; restart it"),
     "QUARANTINED": ReasonRow(
         QuarantinedError,
-        "FAILED_PRECONDITION",
-        False,
         "the worker sent too many bad gradients in a row; check its data and device",
     ),
-    "NO_SNAPSHOT": ReasonRow(
-        SnapshotError, "FAILED_PRECONDITION", False, "there is no valid snapshot to load"
+    "NO_SNAPSHOT": ReasonRow(SnapshotError, "there is no valid snapshot to load"),
+    "NOT_SAVED": ReasonRow(NotSavedError, "the final weights are in no snapshot, log or file"),
+    "NON_FINITE": ReasonRow(NonFiniteError, "a gradient contains NaN or Inf"),
+    "OUTLIER": ReasonRow(NonFiniteError, "the norm of a gradient is above --max-norm"),
+    "UNREACHABLE": ReasonRow(
+        UnreachableError, "a server does not answer", "UNAVAILABLE", retryable=True
     ),
-    "NOT_SAVED": ReasonRow(
-        NotSavedError,
-        "FAILED_PRECONDITION",
-        False,
-        "the final weights are in no snapshot, log or file",
-    ),
-    "NON_FINITE": ReasonRow(
-        NonFiniteError, "FAILED_PRECONDITION", False, "a gradient contains NaN or Inf"
-    ),
-    "OUTLIER": ReasonRow(
-        NonFiniteError, "FAILED_PRECONDITION", False, "the norm of a gradient is above --max-norm"
-    ),
-    "UNREACHABLE": ReasonRow(UnreachableError, "UNAVAILABLE", True, "a server does not answer"),
     "NOT_READY": ReasonRow(
-        UnreachableError, "UNAVAILABLE", True, "the server is starting; try again"
+        UnreachableError, "the server is starting; try again", "UNAVAILABLE", retryable=True
     ),
     "NOT_ATTACHED": ReasonRow(
-        UnreachableError, "UNAVAILABLE", True, "the server lost the worker's shared memory"
+        UnreachableError,
+        "the server lost the worker's shared memory",
+        "UNAVAILABLE",
+        retryable=True,
     ),
     "NOT_PRIMARY": ReasonRow(
-        UnreachableError, "UNAVAILABLE", True, "another server is the primary of this shard"
+        UnreachableError,
+        "another server is the primary of this shard",
+        "UNAVAILABLE",
+        retryable=True,
     ),
-    "NOT_IN_SYNC": ReasonRow(
-        MismatchError, "FAILED_PRECONDITION", True, "the standby is behind its primary"
-    ),
+    "NOT_IN_SYNC": ReasonRow(MismatchError, "the standby is behind its primary", retryable=True),
     "DEPOSED": ReasonRow(
-        TakenError, "ALREADY_EXISTS", False, "another server has become the primary of this shard"
+        TakenError, "another server has become the primary of this shard", "ALREADY_EXISTS"
     ),
-    "LAYOUT": ReasonRow(
-        LayoutError, "FAILED_PRECONDITION", True, "the number of shards has changed"
+    "LAYOUT": ReasonRow(LayoutError, "the number of shards has changed", retryable=True),
+    "STOPPING": ReasonRow(
+        UnreachableError, "the server is stopping", "UNAVAILABLE", retryable=True
     ),
-    "STOPPING": ReasonRow(UnreachableError, "UNAVAILABLE", True, "the server is stopping"),
     "WAIT_TIMEOUT": ReasonRow(
         WaitTimeoutError,
-        "DEADLINE_EXCEEDED",
-        True,
         "an awaited event did not happen in time; the message names what is missing",
+        "DEADLINE_EXCEEDED",
+        retryable=True,
     ),
     "IN_FLIGHT": ReasonRow(
         InFlightError,
-        "RESOURCE_EXHAUSTED",
-        True,
         "the server's --in-flight memory is in use; try again later",
+        "RESOURCE_EXHAUSTED",
+        retryable=True,
     ),
     "TOO_FEW_WORKERS": ReasonRow(
-        TooFewWorkersError, "FAILED_PRECONDITION", True, "the job has too few workers; start more"
+        TooFewWorkersError, "the job has too few workers; start more", retryable=True
     ),
 }
 

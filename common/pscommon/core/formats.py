@@ -12,15 +12,9 @@ def spoken_format() -> int:
 
 
 def check_wire_format(theirs: int, who: str, here: str) -> None:
-    """Refuse a peer whose format is not that of this process.
+    """Raise FormatError if a peer (`who`) has another format than this process (`here`).
 
-    Args:
-        theirs: The peer's format; 0: the message has no format field, which means format 1.
-        who: The peer, for the message.
-        here: This process, for the message.
-
-    Raises:
-        FormatError: The peer sends another format.
+    theirs: The peer's format; 0: the message has no format field, which means format 1.
     """
     theirs = theirs or 1
     if theirs != WIRE_FORMAT:

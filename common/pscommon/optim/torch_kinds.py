@@ -5,21 +5,29 @@ compiler, which doubles the start time of a server. `foreach=False` is what torc
 a CPU. Only Adam, AdamW, Adagrad and SGD have fused CPU kernels.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.optim.adadelta import adadelta
 from torch.optim.adagrad import adagrad
+from torch.optim.adam import adam
+from torch.optim.adamax import adamax
+from torch.optim.adamw import adamw
 from torch.optim.asgd import asgd
+from torch.optim.nadam import nadam
+from torch.optim.radam import radam
 from torch.optim.rmsprop import rmsprop
 from torch.optim.rprop import rprop
 from torch.optim.sgd import sgd
 
+from pscommon.core.model_spec import Scalar
 from pscommon.optim.registry import (
     EVERY_DTYPE,
     FULL_PRECISION,
+    Formula,
     OptimizerKind,
     OptimizerState,
     Rows,
@@ -27,7 +35,6 @@ from pscommon.optim.registry import (
     add,
     find_out_of_range,
 )
-from pscommon.optim.torch_adam import ADAM_KINDS
 
 REFUSED_CLASSES: Mapping[str, str] = {
     "LBFGS": "its line search evaluates the model several times in a step and needs products of "
@@ -38,6 +45,28 @@ REFUSED_CLASSES: Mapping[str, str] = {
     "SparseAdam": "it supports only sparse gradients, and servers only dense ones",
 }
 """Classes of torch.optim that servers cannot run, and why: they are not elementwise."""
+
+
+def _formula(form: Callable[..., None], *columns: str, is_fused: bool = False) -> Formula:
+    """Return the formula of a functional form whose keywords are hyper-parameters.
+
+    Args:
+        form: The function of torch.
+        columns: Names of its state, in the order of its arguments; one that is not enabled is
+            empty.
+        is_fused: It has a fused kernel.
+    """
+
+    def step(rows: Rows, gradients: list[Tensor], group: dict[str, Any]) -> None:
+        state = {**rows.state, **rows.scalars}
+        if "betas" in group:
+            group["beta1"], group["beta2"] = group.pop("betas")
+        if is_fused:
+            group["fused"] = rows.fused
+        columns_of_form = [state.get(name, []) for name in columns]
+        form(rows.weights, gradients, *columns_of_form, rows.steps, foreach=False, **group)
+
+    return step
 
 
 def _sgd(rows: Rows, gradients: list[Tensor], group: dict[str, Any]) -> None:
@@ -53,26 +82,7 @@ def _refuse_sgd(group: Mapping[str, Any]) -> str:
 
 def _adagrad(rows: Rows, gradients: list[Tensor], group: dict[str, Any]) -> None:
     del group["initial_accumulator_value"]  # it is in the state
-    adagrad(
-        rows.weights,
-        gradients,
-        rows.state["sum"],
-        rows.steps,
-        foreach=False,
-        fused=rows.fused,
-        **group,
-    )
-
-
-def _rmsprop(rows: Rows, gradients: list[Tensor], group: dict[str, Any]) -> None:
-    names = ("square_avg", "grad_avg", "momentum_buffer")
-    averages, centers, buffers = (rows.state.get(name, []) for name in names)
-    rmsprop(rows.weights, gradients, averages, centers, buffers, rows.steps, foreach=False, **group)
-
-
-def _adadelta(rows: Rows, gradients: list[Tensor], group: dict[str, Any]) -> None:
-    squares, deltas = rows.state["square_avg"], rows.state["acc_delta"]
-    adadelta(rows.weights, gradients, squares, deltas, rows.steps, foreach=False, **group)
+    _ADAGRAD(rows, gradients, group)
 
 
 def _refuse_adadelta(group: Mapping[str, Any]) -> str:
@@ -80,21 +90,10 @@ def _refuse_adadelta(group: Mapping[str, Any]) -> str:
 
 
 def _rprop(rows: Rows, gradients: list[Tensor], group: dict[str, Any]) -> None:
-    smaller, larger = group["etas"]
-    smallest, largest = group["step_sizes"]
-    rprop(
-        rows.weights,
-        gradients,
-        rows.state["prev"],
-        rows.state["step_size"],
-        rows.steps,
-        foreach=False,
-        step_size_min=smallest,
-        step_size_max=largest,
-        etaminus=smaller,
-        etaplus=larger,
-        maximize=group["maximize"],
-    )
+    del group["lr"]  # the first step size is in the state
+    group["etaminus"], group["etaplus"] = group.pop("etas")
+    group["step_size_min"], group["step_size_max"] = group.pop("step_sizes")
+    _RPROP(rows, gradients, group)
 
 
 def _refuse_rprop(group: Mapping[str, Any]) -> str:
@@ -107,16 +106,7 @@ def _refuse_rprop(group: Mapping[str, Any]) -> str:
 def _asgd(rows: Rows, gradients: list[Tensor], group: dict[str, Any]) -> None:
     # a scheduler may round a learning rate to just below zero, of which the formula takes a root
     group["lr"] = max(0.0, group["lr"])
-    asgd(
-        rows.weights,
-        gradients,
-        rows.state["ax"],
-        rows.scalars["mu"],
-        rows.scalars["eta"],
-        rows.steps,
-        foreach=False,
-        **group,
-    )
+    _ASGD(rows, gradients, group)
 
 
 def _refuse_asgd(group: Mapping[str, Any]) -> str:
@@ -126,7 +116,35 @@ def _refuse_asgd(group: Mapping[str, Any]) -> str:
     return find_out_of_range(group, frozenset({"t0"}))
 
 
+def _refuse_nadam(group: Mapping[str, Any]) -> str:
+    # torch divides by 1 - mu_product, where mu_product is a float32 and at most betas[0]
+    if problem := find_out_of_range(group):
+        return problem
+    if np.float32(group["betas"][0]) == 1:
+        return (
+            f"betas are {group['betas']}: the first is 1 in float32, and NAdam would divide by zero"
+        )
+    return ""
+
+
+_ADAGRAD = _formula(adagrad, "sum", is_fused=True)
+_RPROP = _formula(rprop, "prev", "step_size")
+_ASGD = _formula(asgd, "ax", "mu", "eta")
 _MOMENTUM = OptimizerState("momentum_buffer", switch="momentum")
+_ADAM = (
+    OptimizerState("exp_avg"),
+    OptimizerState("exp_avg_sq"),
+    OptimizerState("max_exp_avg_sq", switch="amsgrad"),
+)
+_NAMES_OF_ADAM = tuple(state.name for state in _ADAM)
+_DEFAULTS_OF_ADAM: dict[str, Scalar] = {
+    "lr": 1e-3,
+    "betas": (0.9, 0.999),
+    "eps": 1e-8,
+    "weight_decay": 0.0,
+    "amsgrad": False,
+    "maximize": False,
+}
 
 TORCH_KINDS: Mapping[str, OptimizerKind] = {
     "sgd": OptimizerKind(
@@ -175,13 +193,13 @@ TORCH_KINDS: Mapping[str, OptimizerKind] = {
             "centered": False,
             "maximize": False,
         },
-        _rmsprop,
+        _formula(rmsprop, "square_avg", "grad_avg", "momentum_buffer"),
         (OptimizerState("square_avg"), _MOMENTUM, OptimizerState("grad_avg", switch="centered")),
     ),
     "adadelta": OptimizerKind(
         torch.optim.Adadelta,
         {"lr": 1.0, "rho": 0.9, "eps": 1e-6, "weight_decay": 0.0, "maximize": False},
-        _adadelta,
+        _formula(adadelta, "square_avg", "acc_delta"),
         (OptimizerState("square_avg"), OptimizerState("acc_delta")),
         check=_refuse_adadelta,
     ),
@@ -209,7 +227,60 @@ TORCH_KINDS: Mapping[str, OptimizerKind] = {
         free=frozenset({"t0"}),
         check=_refuse_asgd,
     ),
-    **ADAM_KINDS,
+    "adam": OptimizerKind(
+        torch.optim.Adam,
+        _DEFAULTS_OF_ADAM,
+        _formula(adam, *_NAMES_OF_ADAM, is_fused=True),
+        _ADAM,
+        fused=EVERY_DTYPE,
+        by_step=True,
+    ),
+    "adamw": OptimizerKind(
+        torch.optim.AdamW,
+        _DEFAULTS_OF_ADAM | {"weight_decay": 1e-2},
+        _formula(adamw, *_NAMES_OF_ADAM, is_fused=True),
+        _ADAM,
+        fused=EVERY_DTYPE,
+        by_step=True,
+    ),
+    "adamax": OptimizerKind(
+        torch.optim.Adamax,
+        {"lr": 2e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "maximize": False},
+        _formula(adamax, "exp_avg", "exp_inf"),
+        (OptimizerState("exp_avg"), OptimizerState("exp_inf")),
+        by_step=True,
+    ),
+    "nadam": OptimizerKind(
+        torch.optim.NAdam,
+        {
+            "lr": 2e-3,
+            "betas": (0.9, 0.999),
+            "eps": 1e-8,
+            "weight_decay": 0.0,
+            "momentum_decay": 4e-3,
+            "decoupled_weight_decay": False,
+            "maximize": False,
+        },
+        _formula(nadam, "exp_avg", "exp_avg_sq", "mu_product"),
+        _ADAM[:2],
+        (ScalarState("mu_product", 1.0),),
+        by_step=True,
+        check=_refuse_nadam,
+    ),
+    "radam": OptimizerKind(
+        torch.optim.RAdam,
+        {
+            "lr": 1e-3,
+            "betas": (0.9, 0.999),
+            "eps": 1e-8,
+            "weight_decay": 0.0,
+            "decoupled_weight_decay": False,
+            "maximize": False,
+        },
+        _formula(radam, "exp_avg", "exp_avg_sq"),
+        _ADAM[:2],
+        by_step=True,
+    ),
 }
 
 for name, kind in TORCH_KINDS.items():

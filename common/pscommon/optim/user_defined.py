@@ -24,7 +24,7 @@ from pscommon.optim.registry import (
     find_out_of_range,
 )
 from pscommon.optim.trial import try_formula
-from pscommon.system.user_modules import import_user_module
+from pscommon.system.imports import import_user_module
 
 TensorFormula = Callable[[Tensor, Tensor, Mapping[str, Any], Mapping[str, Any]], None]
 """formula(weight, gradient, state, group): one step of one flat tensor in place."""
@@ -134,15 +134,9 @@ def digest_of_user_defined() -> str:
 
 
 def check_same_optimizers(other: str, theirs: str, this: str) -> None:
-    """Compare user-defined optimizers with those of another server.
+    """Raise MismatchError (SHARD_MISMATCH) if another server has other user-defined optimizers.
 
-    Args:
-        other: Name of the other server, for the error.
-        theirs: Its `digest_of_user_defined`.
-        this: Name of this server, for the error.
-
-    Raises:
-        MismatchError: They differ (SHARD_MISMATCH).
+    theirs: Its `digest_of_user_defined`. `other` and `this` name the servers.
     """
     mine = digest_of_user_defined()
     if theirs != mine:

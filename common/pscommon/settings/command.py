@@ -37,6 +37,15 @@ SOURCES = {
     ParameterSource.DEFAULT: "default",
 }
 
+# sections of --help
+PLACE = "Place"
+JOB = "Job"
+SNAPSHOTS = "Snapshots"
+FAILOVER = "Failover"
+LOCAL = "This process"
+OUTPUT = "Output"
+CLUSTER = "Cluster"
+
 REMOVED = {
     "late_gradients": "the data of a late gradient are always returned",
     "malloc": "memory is always tuned for large buffers",
@@ -81,7 +90,8 @@ class Option(click.Option):
     def __init__(
         self, flag: str, *, section: str, also: Sequence[str] = (), **attributes: Any
     ) -> None:
-        """Make the option; `also` are additional environment variables."""
+        """Make the option; `also` are additional environment variables. A default is shown."""
+        attributes.setdefault("show_default", "default" in attributes)
         self.flag = flag
         self.section = section
         self.variables = ("PS_" + flag.removeprefix("--").replace("-", "_").upper(), *also)
@@ -263,14 +273,9 @@ def pick(
     others. If two other tables disagree, the value is an UnsettledValue, which the environment
     or a flag can still override.
 
-    Args:
-        document: the parsed file.
-        tables: names of all tables, with their keys.
-        reads: tables that apply to the command.
-        wanted: keys of the command.
+    Raises ValueError if a table or key is unknown, or a key is given twice.
 
-    Raises:
-        ValueError: a table or key is unknown, or a key is given twice.
+    reads: tables that apply to the command. wanted: its keys.
     """
     top = {key: value for key, value in document.items() if not isinstance(value, Mapping)}
     inner = {key: value for key, value in document.items() if isinstance(value, Mapping)}

@@ -1,4 +1,4 @@
-"""Warnings about environment variables PS_* that no command reads."""
+"""Environment variables PS_*: those that no command reads, and the environment without settings."""
 
 import difflib
 import re
@@ -27,13 +27,7 @@ SERVICE_VARIABLE = re.compile(
 
 def unread(environ: Mapping[str, str]) -> Iterator[str]:
     """Yield a warning for each PS_ variable that no command reads, ordered by name."""
-    twins = {
-        variable
-        for table in options.TABLES.values()
-        for option in table
-        for variable in option.variables
-    }
-    words = {name.removeprefix("PS_"): name for name in twins | OTHERS}
+    words = {name.removeprefix("PS_"): name for name in options.VARIABLES | OTHERS}
     for name in sorted(environ):
         word = name.removeprefix("PS_")
         if word == name or word in words or _is_service_variable(name, environ[name]):
@@ -46,3 +40,12 @@ def unread(environ: Mapping[str, str]) -> Iterator[str]:
 
 def _is_service_variable(name: str, value: str) -> bool:
     return bool(SERVICE_VARIABLE.fullmatch(name)) or (name.endswith("_PORT") and "://" in value)
+
+
+def without_settings(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment without the variables that set options of the commands.
+
+    For child processes that get all their settings as flags.
+    """
+    settings = options.VARIABLES | {"PS_CONFIG"}
+    return {key: value for key, value in environ.items() if key not in settings}

@@ -6,19 +6,17 @@ from typing import Any
 import click
 
 from pscommon.settings import values
-from pscommon.settings.command import Option, Setting, SettingsCommand, sources
-from pscommon.settings.option_types import (
-    COUNT,
-    COUNT_OR_NONE,
+from pscommon.settings.command import (
+    CLUSTER,
     JOB,
-    LISTEN,
     LOCAL,
-    MODULE,
     OUTPUT,
     PLACE,
-    SECONDS,
+    Option,
+    Setting,
+    SettingsCommand,
+    sources,
 )
-from pscommon.settings.run_options import RUN_ONLY
 from pscommon.settings.server_options import (
     DURABILITY,
     EXIT_WHEN_DONE,
@@ -27,7 +25,16 @@ from pscommon.settings.server_options import (
     POLICY,
     STANDBY,
 )
-from pscommon.settings.values import ValueType
+from pscommon.settings.values import (
+    COUNT,
+    COUNT_OR_NONE,
+    FILE,
+    FOLDER,
+    LISTEN,
+    MODULE,
+    SECONDS,
+    ValueType,
+)
 
 LOGGING = (
     Option(
@@ -35,7 +42,6 @@ LOGGING = (
         section=OUTPUT,
         type=click.Choice(["debug", "info", "warning", "error"], case_sensitive=False),
         default="info",
-        show_default=True,
         help="Lowest level to log.",
     ),
     Option(
@@ -43,7 +49,6 @@ LOGGING = (
         section=OUTPUT,
         type=click.Choice(["auto", "text", "json"]),
         default="auto",
-        show_default=True,
         help="Log format; auto: text on a terminal, JSON otherwise.",
     ),
 )
@@ -68,7 +73,6 @@ LANES = Option(
     section=LOCAL,
     type=click.Choice(values.LANES),
     default="auto",
-    show_default=True,
     help="Tensor transport: shm (shared memory), stream (TCP), grpc; auto: the first possible one.",
 )
 
@@ -77,7 +81,6 @@ OVERLAP = Option(
     section=LOCAL,
     type=click.Choice(("off", "on")),
     default="off",
-    show_default=True,
     help="Overlap communication with backward and forward; see Job.optimizer.",
 )
 
@@ -108,7 +111,6 @@ CONNECT_TIMEOUT = Option(
     section=PLACE,
     type=SECONDS,
     default="60",
-    show_default=True,
     help="Time without any answer from a server before the worker gives up.",
 )
 
@@ -117,7 +119,6 @@ DEVICE = Option(
     section=LOCAL,
     type=ValueType("auto|cpu|cuda[:K]", values.device),
     default="auto",
-    show_default=True,
     help="Device for the script; auto: a GPU if available; cuda: GPU chosen by worker rank.",
 )
 
@@ -136,6 +137,60 @@ WORKER_COUNT = Option(
     help="Workers that start together, passed on as PS_WORKER_COUNT [default: unknown].",
     metavar="WORKERS",
 )
+
+RUN_ONLY: tuple[Option, ...] = (
+    Option(
+        "--servers",
+        section=CLUSTER,
+        type=COUNT,
+        default=1,
+        help="Number of ps-server processes.",
+        metavar="SERVERS",
+    ),
+    Option(
+        "--workers",
+        section=CLUSTER,
+        type=COUNT,
+        default=1,
+        help="Number of ps-worker processes.",
+        metavar="WORKERS",
+    ),
+    Option(
+        "--max-restarts",
+        section=CLUSTER,
+        type=COUNT_OR_NONE,
+        default=3,
+        help="Maximum restarts across all processes after a crash or lost connection.",
+        metavar="RESTARTS",
+    ),
+    Option(
+        "--grace",
+        section=CLUSTER,
+        type=SECONDS,
+        default="10",
+        help="Time between SIGTERM and SIGKILL.",
+    ),
+    Option(
+        "--log-dir",
+        section=OUTPUT,
+        type=FOLDER,
+        help="Directory for one log file per process [default: logs are kept only on failure].",
+    ),
+    Option(
+        "--allow-idle",
+        section=CLUSTER,
+        is_flag=True,
+        help="Exit with 0 instead of 16 if the script makes no training step.",
+    ),
+    Option("--summary", section=OUTPUT, type=FILE, help="File for the result of the run, as JSON."),
+    Option(
+        "--history",
+        section=OUTPUT,
+        type=FILE,
+        help="File for the values reported by the script, as CSV.",
+    ),
+)
+"""Options that only ps-run has."""
 
 SERVER_JOB = (*POLICY, EXIT_WHEN_DONE, OPTIMIZERS)
 
@@ -194,6 +249,11 @@ RUN: tuple[Option, ...] = (
 )
 
 TABLES: Mapping[str, tuple[Option, ...]] = {"server": SERVER, "worker": WORKER, "run": RUN}
+
+VARIABLES = frozenset(
+    variable for table in TABLES.values() for option in table for variable in option.variables
+)
+"""Environment variables of all options."""
 
 READS: Mapping[str, tuple[str, ...]] = {
     "server": ("server",),

@@ -3,24 +3,19 @@
 import click
 
 from pscommon.settings import values
-from pscommon.settings.command import Option
-from pscommon.settings.option_types import (
+from pscommon.settings.command import FAILOVER, JOB, LOCAL, PLACE, SNAPSHOTS, Option
+from pscommon.settings.values import (
     ADDRESS,
     COUNT,
     COUNT_OR_NONE,
-    FAILOVER,
     FILE,
     FOLDER,
-    JOB,
     LISTEN,
-    LOCAL,
-    PLACE,
     POLICIES,
     SECONDS,
-    SNAPSHOTS,
     TEXT,
+    ValueType,
 )
-from pscommon.settings.values import ValueType
 
 JOB_NAME = Option(
     "--job",
@@ -36,7 +31,6 @@ PLACEMENT = (
         section=PLACE,
         type=ValueType("I/N", values.shard),
         default="0/1",
-        show_default=True,
         help="Index and number of shards; an extra shard waits for `ps-ctl reshard`.",
     ),
     Option(
@@ -74,7 +68,6 @@ PLACEMENT = (
         section=PLACE,
         type=SECONDS,
         default="300",
-        show_default=True,
         help="Maximum time to wait for the other servers.",
     ),
     Option(
@@ -93,7 +86,6 @@ POLICY = (
         section=JOB,
         type=click.Choice(POLICIES),
         default="sync",
-        show_default=True,
         help="When pushes are applied: sync (in rounds), async (at once), ssp (bounded staleness).",
     ),
     Option(
@@ -115,7 +107,6 @@ POLICY = (
         section=JOB,
         type=COUNT,
         default=1,
-        show_default=True,
         help="Workers required before training starts.",
         metavar="WORKERS",
     ),
@@ -124,7 +115,6 @@ POLICY = (
         section=JOB,
         type=SECONDS,
         default="5",
-        show_default=True,
         help="Silence before a worker is dropped; one whose process ended is dropped at once.",
     ),
     Option(
@@ -138,7 +128,6 @@ POLICY = (
         section=JOB,
         type=ValueType("shrink|wait:SECONDS|abort", values.on_worker_loss),
         default="shrink",
-        show_default=True,
         help="After a worker is lost: continue, wait for a replacement, or end the job.",
     ),
     Option(
@@ -146,7 +135,6 @@ POLICY = (
         section=JOB,
         type=COUNT_OR_NONE,
         default=0,
-        show_default=True,
         help="sync: number of slowest workers that a round does not wait for.",
         metavar="WORKERS",
     ),
@@ -162,7 +150,6 @@ POLICY = (
         section=JOB,
         type=click.Choice(values.BAD_GRADIENTS),
         default="abort",
-        show_default=True,
         help="Treatment of NaN, Inf or norm above --max-norm: end the job, skip, or clip.",
     ),
     Option(
@@ -199,7 +186,6 @@ DURABILITY = (
         section=SNAPSHOTS,
         type=COUNT,
         default=3,
-        show_default=True,
         help="Number of snapshots to keep.",
         metavar="SNAPSHOTS",
     ),
@@ -208,7 +194,6 @@ DURABILITY = (
         section=SNAPSHOTS,
         type=click.Choice(values.DURABILITY),
         default="snapshot",
-        show_default=True,
         help="log: write each update to a log before it is acknowledged; a crash loses nothing.",
     ),
     Option(
@@ -216,7 +201,6 @@ DURABILITY = (
         section=SNAPSHOTS,
         type=click.Choice(values.LOG_FSYNC),
         default="everysec",
-        show_default=True,
         help="When to fsync the log; guards against power loss only.",
     ),
     Option(
@@ -224,7 +208,6 @@ DURABILITY = (
         section=SNAPSHOTS,
         type=ValueType("auto|never|VERSION", values.resume, int),
         default="auto",
-        show_default=True,
         help="Snapshot to start from; auto: the newest valid one, if any.",
     ),
     Option(

@@ -1,4 +1,7 @@
-"""Parsers of setting values from text; each raises ValueError with a message for the user."""
+"""Parsers of setting values from text, and the types of options made of them.
+
+Each parser raises ValueError with a message for the user.
+"""
 
 import re
 from collections.abc import Callable
@@ -13,6 +16,8 @@ if TYPE_CHECKING:
     ParamType = click.ParamType[Any]  # not generic in older releases of click
 else:
     ParamType = click.ParamType
+
+POLICIES = ("sync", "async", "ssp")
 
 Lanes = Literal["auto", "shm", "stream", "grpc"]
 LANES = ("auto", "shm", "stream", "grpc")
@@ -80,12 +85,7 @@ class PathType(click.Path):
 
 @dataclass(frozen=True, slots=True)
 class SnapshotEvery:
-    """Snapshot interval; exactly one attribute is set.
-
-    Attributes:
-        seconds: time, above 0.
-        steps: number of versions, at least 1.
-    """
+    """Snapshot interval: seconds above 0, or at least 1 step; exactly one of them is set."""
 
     seconds: float | None = None
     steps: int | None = None
@@ -108,12 +108,7 @@ def snapshot_every(text: str) -> SnapshotEvery:
 
 @dataclass(frozen=True, slots=True)
 class OnWorkerLoss:
-    """Reaction to a lost worker.
-
-    Attributes:
-        mode: "shrink", "wait" or "abort".
-        seconds: time to wait; only for "wait".
-    """
+    """Reaction to a lost worker. seconds: time to wait; only for "wait"."""
 
     mode: Literal["shrink", "wait", "abort"] = "shrink"
     seconds: float = 0.0
@@ -313,3 +308,16 @@ def check_policy(policy: str, staleness: int | None) -> None:
         raise ValueError(
             f"`--policy {policy}` excludes `--staleness`: it has no bound. Try: `--policy ssp`"
         )
+
+
+# Types of options, by the placeholder in --help and the TOML types that a file may have.
+COUNT = ValueType("INTEGER", count, int)
+COUNT_OR_NONE = ValueType("INTEGER", count_or_none, int)
+VERSION = ValueType("INTEGER", version, int)
+FOLDER = PathType(file_okay=False)
+FILE = PathType(dir_okay=False)
+SECONDS = ValueType("SECONDS", seconds, int, float)
+LISTEN = ValueType("HOST:PORT", listening)
+ADDRESS = ValueType("HOST:PORT", address)
+MODULE = ValueType("MODULE", module)
+TEXT = ValueType("TEXT", utf8)

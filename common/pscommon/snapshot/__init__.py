@@ -45,7 +45,7 @@ writes a plain safetensors file of the weights by name.
 """
 
 from pscommon.snapshot.data_dir_lock import DataDirLock
-from pscommon.snapshot.export import export, tensors_in_buffer, write_model
+from pscommon.snapshot.export import export, tensors_in_buffer, weights_sha256, write_model
 from pscommon.snapshot.manifest import Manifest, SnapshotPart
 from pscommon.snapshot.range_reader import SnapshotReader
 from pscommon.snapshot.snapshot_dir import NewestSnapshot, SnapshotDirectory
@@ -62,6 +62,6 @@ __all__ = [
     "manifest",
     "tensor_file",
     "tensors_in_buffer",
-    "weights_digest",
+    "weights_sha256",
     "write_model",
 ]

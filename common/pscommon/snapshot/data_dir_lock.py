@@ -5,7 +5,6 @@ import errno
 import fcntl
 import os
 from pathlib import Path
-from types import TracebackType
 
 from pscommon.core.errors import InvalidRequestError, TakenError
 
@@ -46,12 +45,7 @@ class DataDirLock:
             return f"cannot lock shard {self._shard}: {problem}. Try: rm {self.path}"
         return f"cannot use data directory {self.path.parent}: {error.strerror}"
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         # unlink while locked: a process that opened this file detects that the path has changed;
         # a file that cannot be removed (another user's folder) is not locked afterwards
         with contextlib.suppress(OSError):

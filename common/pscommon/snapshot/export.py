@@ -1,8 +1,10 @@
-"""Export of the trained weights to one plain safetensors file."""
+"""Export of the trained weights to one plain safetensors file, and their digest."""
 
+import hashlib
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -24,10 +26,7 @@ def export(snapshots: SnapshotDirectory, version: int, path: Path) -> None:
     are those that the worker registered, tied tensors under each of their names. Needs as much
     memory as the weights.
 
-    Args:
-        snapshots: The snapshots.
-        version: Version to export.
-        path: The file, which is replaced only by a complete one.
+    path: The file, which is replaced only by a complete one.
 
     Raises:
         SnapshotError: The snapshot cannot be read, or the file cannot be written.
@@ -43,12 +42,9 @@ def export(snapshots: SnapshotDirectory, version: int, path: Path) -> None:
 
 
 def write_model(path: Path, model: ModelSpec, tensors: Sequence[torch.Tensor]) -> None:
-    """Write the tensors of a model durably, under all their names.
+    """Write the tensors of a model, in its order, durably and under all their names.
 
-    Args:
-        path: The file, which is replaced only by a complete one.
-        model: The model.
-        tensors: Its tensors, in its order.
+    path: The file, which is replaced only by a complete one.
 
     Raises:
         SnapshotError: The file cannot be written.
@@ -82,6 +78,21 @@ def tensors_in_buffer(plan: PartitionPlan, memory: memoryview | bytearray) -> li
     empty = torch.empty(0, dtype=torch.uint8, device="cpu")
     buffer = torch.frombuffer(memory, dtype=torch.uint8) if len(memory) else empty
     return [_view(buffer, plan, index) for index in range(len(plan.spec.tensors))]
+
+
+def weights_sha256(named: Mapping[str, Any]) -> str:
+    """Return the SHA-256, in hex, of the bytes of all tensors: two runs have the same result.
+
+    The bytes are concatenated by name, ordered by code point. Names, shapes and dtypes do not
+    affect the digest.
+
+    Args:
+        named: Buffers by name, C-contiguous and little-endian: numpy arrays, memoryviews or bytes.
+    """
+    digest = hashlib.sha256()
+    for name in sorted(named):
+        digest.update(named[name])
+    return digest.hexdigest()
 
 
 def _view(buffer: torch.Tensor, plan: PartitionPlan, index: int) -> torch.Tensor:

@@ -35,15 +35,9 @@ DTYPES = {
 def write_tensors(
     path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]
 ) -> str:
-    """Write a safetensors file and return its SHA-256 in hex. It is not durable yet.
+    """Write contiguous CPU tensors, by name, to a safetensors file that must not exist.
 
-    Args:
-        path: The file, which must not exist.
-        tensors: Contiguous CPU tensors by name.
-        metadata: Metadata of the file.
-
-    Raises:
-        OSError: The write failed.
+    It is not durable yet. Return its SHA-256 in hex. Raises OSError.
     """
     aligned = dict(sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0])))
     digest = hashlib.sha256()

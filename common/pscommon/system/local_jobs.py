@@ -13,7 +13,7 @@ import os
 import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -54,13 +54,7 @@ class JobAnnouncement:
         entry = LocalJob(job, address, pid, process_id())
         with _folder(make=True) as folder:
             list(_running(folder))  # removes the files of ended processes
-            raw = {
-                "job": entry.job,
-                "address": entry.address,
-                "pid": entry.pid,
-                "process": entry.process,
-            }
-            _write(folder, self._name, json.dumps(raw).encode())
+            _write(folder, self._name, json.dumps(asdict(entry)).encode())
 
     def remove(self) -> None:
         """Remove the file. Repeating it is harmless."""

@@ -31,7 +31,7 @@ Durability. A killed process loses no record in any mode. After a power failure,
 import os
 import re
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Literal
@@ -82,7 +82,10 @@ class WriteAheadLog:
         self._newest = max(self.segments(), default="")
         for name in self.segments():
             self._path(name, SEGMENT).open("rb").close()
-        self._ticker = _Ticker(self._tick) if fsync == "everysec" else None
+        self._closed = threading.Event()
+        self._syncer = threading.Thread(target=self._sync_often, name="log-sync", daemon=True)
+        if fsync == "everysec":
+            self._syncer.start()
 
     def begin(self, name: str, records: Iterable[tuple[int, bytes, Sequence[Buffer]]]) -> None:
         """Create a segment with these first records, and sync it before it becomes the current one.
@@ -111,10 +114,7 @@ class WriteAheadLog:
     def append(self, kind: int, header: bytes, payload: Sequence[Buffer] = ()) -> None:
         """Append a record; with fsync "always" it is on disk when this returns.
 
-        Args:
-            kind: Type of the record.
-            header: Encoded metadata.
-            payload: Data, in parts.
+        header: Encoded metadata. payload: Data, in parts.
 
         Raises:
             LogWriteError: The write failed, or the log was broken before. The record may or may not
@@ -205,8 +205,9 @@ class WriteAheadLog:
         Raises:
             LogWriteError: The last sync failed.
         """
-        if self._ticker:
-            self._ticker.stop()
+        self._closed.set()
+        if self._syncer.ident is not None:
+            self._syncer.join()
         with self._lock:
             try:
                 self._settle()
@@ -215,9 +216,10 @@ class WriteAheadLog:
                     self._current.close()
                 self._current = None
 
-    def _tick(self) -> None:
-        with suppress(LogWriteError):  # the log is then broken, and the next append raises
-            self.sync()
+    def _sync_often(self) -> None:
+        while not self._closed.wait(SYNC_INTERVAL_SECONDS):
+            with suppress(LogWriteError):  # the log is then broken, and the next append raises
+                self.sync()
 
     def _settle(self) -> None:
         """Sync the current segment before the next one replaces it.
@@ -238,10 +240,7 @@ class WriteAheadLog:
             return self._fill(LogSegment(self._files, spare), target, records)
         except BaseException:
             # not kept as a spare: a bad disk block would fail each begin
-            for path in (
-                target,
-                spare,
-            ):
+            for path in (target, spare):
                 with suppress(OSError):
                     self._files.remove(path)
             raise
@@ -314,21 +313,3 @@ class WriteAheadLog:
             )
         except FileNotFoundError:
             return []
-
-
-class _Ticker(threading.Thread):
-    """Calls `tick` every SYNC_INTERVAL_SECONDS seconds until it is stopped."""
-
-    def __init__(self, tick: Callable[[], None]) -> None:
-        super().__init__(name="log-sync", daemon=True)
-        self._tick = tick
-        self._stopped = threading.Event()
-        self.start()
-
-    def run(self) -> None:
-        while not self._stopped.wait(SYNC_INTERVAL_SECONDS):
-            self._tick()
-
-    def stop(self) -> None:
-        self._stopped.set()
-        self.join()

@@ -93,10 +93,7 @@ class FramePrefix(NamedTuple):
     message_nbytes: int
     data_nbytes: int
     offset: int
-
-    @property
-    def rest_nbytes(self) -> int:
-        return max(0, self.message_nbytes - (HEAD_BYTES - _PREFIX.size))
+    rest_nbytes: int
 
     def message(self, head: bytearray, rest: bytearray) -> bytes:
         """Return the message of the frame with this head."""
@@ -124,7 +121,8 @@ def decode_prefix(
     kind, message_nbytes, data_nbytes, offset = _PREFIX.unpack_from(raw)
     if kind not in _KINDS or message_nbytes > most_nbytes:
         raise InvalidRequestError(f"not a frame: kind {kind}, message of {message_nbytes} bytes")
-    return FramePrefix(_KINDS[kind], message_nbytes, data_nbytes, offset)
+    rest_nbytes = max(0, message_nbytes - (HEAD_BYTES - _PREFIX.size))
+    return FramePrefix(_KINDS[kind], message_nbytes, data_nbytes, offset, rest_nbytes)
 
 
 def decode_message(kind: type[M], raw: bytes | bytearray) -> M:

@@ -22,22 +22,15 @@ Invariants:
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
 from types import MappingProxyType
 from typing import Protocol, TypeVar
 
 from pscommon.core.errors import PSError
-from pscommon.core.log_entries import ShardReport
 from psserver.core.commands.command import Command
 from psserver.core.commands.job_commands import Advance, ContinueJob, StartCut
 from psserver.core.commands.recorded import RecordedCommand
-from psserver.core.commands.request_checks import unfit_pushes
 from psserver.core.commands.shard_commands import (
-    AddFollower,
     FinishReshard,
-    ProcessReport,
-    RecordLoadedShard,
-    RefusePush,
 )
 from psserver.core.commands.worker_commands import (
     EndAbsence,
@@ -123,30 +116,7 @@ class Recorder:
                 self.journal.write(command, now)
             self._cut_if_due(now)
 
-    def report(self, report: ShardReport, now: float) -> None:
-        """Process a shard's report. One without news is not written: it decides nothing."""
-        coordinator, job = self.coordinator, self.coordinator.job
-        if report.shard not in job.followers and report.log_id == job.log_id:
-            self.do(AddFollower(report.shard), now)
-        if job.reshard is not None and coordinator.resharding.has_loaded_partition(report):
-            self.do(RecordLoadedShard(report.shard), now)
-            self._end_reshard(now)
-        news = coordinator.reports.new_pushes(report) if report.staged else []
-        unfit = unfit_pushes(coordinator, news) if news else {}
-        if unfit:
-            report = replace(
-                report, staged=tuple(each for each in report.staged if each.key not in unfit)
-            )
-        # else it is reported again
-        for key, why in unfit.items() if job.reshard is None else ():
-            self.do(RefusePush(key.worker, key.seq, why.reason, why.detail), now)
-        has_measured = report.measured is not None and coordinator.reports.has_measured(report)
-        if len(news) > len(unfit) or has_measured:
-            self.do(ProcessReport(report), now)
-        else:
-            coordinator.reports.record_index(report)
-
-    def _end_reshard(self, now: float) -> None:
+    def end_reshard(self, now: float) -> None:
         """End a reshard once all shards have their parts: with a snapshot, or at once without."""
         reshard = self.coordinator.reshard
         if reshard is not None and reshard.complete:
@@ -178,7 +148,7 @@ class Recorder:
             self.do(ForgetDeparted(MAX_DEPARTED_COUNT), now)
         self._cut_if_due(now)
         if self.coordinator.cuts.age(now) >= RESHARD_SNAPSHOT_RETRY_SECONDS:
-            self._end_reshard(now)
+            self.end_reshard(now)
         return [member for member, command in late if not isinstance(command, EndAbsence)]
 
     def cut(self, now: float) -> None:

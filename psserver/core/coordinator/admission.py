@@ -80,7 +80,7 @@ def is_full(coordinator: CoordinatorMachine, log_bytes: int) -> bool:
 
     It bounds the time of a restart and the use of the disk.
     """
-    if coordinator.model is None or coordinator.cuts.busy or log_bytes <= MIN_LOG_BYTES:
+    if log_bytes <= MIN_LOG_BYTES or coordinator.model is None or coordinator.cuts.busy:
         return False
     return (
         log_bytes

@@ -29,15 +29,10 @@ class PushReports:
         if is_change:
             self._rounds.advance(now)
 
-    def record_index(self, report: ShardReport) -> None:
-        """Note how far a shard is, and drop entries that every shard has carried out."""
-        if report.log_id == self._job.log_id:
-            self._job.log.reached(report.shard, report.index)
-
     def new_pushes(self, report: ShardReport) -> list[Staged]:
-        """Return the pushes that a shard has not reported before."""
+        """Return the pushes that a shard, which follows the log, has not reported before."""
         job, found = self._job, list[Staged]()
-        if report.log_id != job.log_id or not job.is_of_layout(report):
+        if not job.is_of_layout(report):
             return found
         for staged in report.staged:
             key = staged.key
@@ -51,13 +46,11 @@ class PushReports:
     def has_measured(self, report: ShardReport) -> bool:
         """Return whether a report has a new answer to the current Measure."""
         measurement = self._job.pending.measurement
-        if (
-            measurement is None
-            or report.log_id != self._job.log_id
-            or not self._job.is_of_layout(report)
-        ):
-            return False
-        return measurement.is_answered_by(report)
+        return (
+            measurement is not None
+            and self._job.is_of_layout(report)
+            and measurement.is_answered_by(report)
+        )
 
     def is_undecided(self, key: PushKey) -> bool:
         """Return whether this is a push of a member that nothing has been decided on."""

@@ -62,8 +62,9 @@ class UpdateRounds:
 
         A snapshot that is due at this version comes first. A failed job gets no update.
         """
-        self._begin_if_uploaded(now)
         job = self._job
+        if not job.begun:
+            self._begin_if_uploaded(now)
         if not job.begun or job.reshard is not None or not job.has_started():
             return
         self._reject_unfit(now)
@@ -75,7 +76,7 @@ class UpdateRounds:
 
     def _begin_if_uploaded(self, now: float) -> None:
         job = self._job
-        if job.begun or job.uploading_worker is None:
+        if job.uploading_worker is None:
             return
         if (key := PushKey(job.uploading_worker, 0)) in job.pending.ready:
             self._forget(key)
@@ -107,7 +108,7 @@ class UpdateRounds:
         """
         job, ready, row = self._job, self._job.pending.ready, self._job.policy
         if row.barrier:
-            enough = max(1, job.membership.index.active_count - row.backup)
+            enough = max(1, job.membership.index.active_clocks.count - row.backup)
             if len(ready.workers) < enough:
                 return ()
             active = [m.worker for m in job.membership.active()]
@@ -119,7 +120,7 @@ class UpdateRounds:
                 if members[key.worker].state is WorkerState.ACTIVE:
                     return [ready.oldest(key.worker)]
             return ()
-        smallest = job.membership.index.smallest_clock
+        smallest = job.membership.index.active_clocks.value
         if smallest is None:
             return ()
         first = self._waiting.first(smallest + row.bound - 1, self._is_waiting)
@@ -154,11 +155,12 @@ class UpdateRounds:
         job = self._job
         for key in job.pending.given_up():
             self.reject(key, "STALE", GIVEN_UP)
-        ready, limit = job.pending.ready, job.policy.age_limit
+        ready = job.pending.ready
         if not ready:
             return
-        oldest, new = ready.oldest_base, [*ready.arrived]
+        limit, new = job.policy.age_limit, [*ready.arrived]
         ready.arrived.clear()
+        oldest = ready.oldest_base if limit is not None else None
         is_any_stale = limit is not None and oldest is not None and job.version - oldest > limit
         # other pushes were checked when they arrived
         for key in [*ready] if is_any_stale else new:

@@ -180,9 +180,9 @@ class DataLedger:
             number: loop for number, loop in self._live.items() if not (loop.ended and loop.is_idle)
         }
 
-    def commit(self, worker: int, batches: Iterable[BatchKey]) -> None:
+    def commit(self, worker: int, batches: Sequence[BatchKey]) -> None:
         """Commit the batches of a push that counts."""
-        for loop, batch in self._known(batches):
+        for loop, batch in self._known(batches) if batches else ():
             loop.commit(worker, batch.number)
         for loop in self._live.values():
             loop.settle(worker)

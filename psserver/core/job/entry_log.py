@@ -23,11 +23,14 @@ class EntryLog:
         self._set_reached(dict.fromkeys(range(shards), 0))
 
     def _set_reached(self, reached: dict[int, int]) -> None:
-        """Set the last index of each shard."""
+        """Set the last index of each shard, and drop the entries that all of them have applied."""
         self._reached = reached
         indices = list(reached.values())
         self._slowest = min(indices, default=0)
         self._slowest_count = indices.count(self._slowest)
+        for applied in range(self.base + 1, self._slowest + 1):
+            self._entries.pop(applied, None)
+            self._digests.pop(applied - 1, None)
 
     @property
     def base(self) -> int:
@@ -41,7 +44,6 @@ class EntryLog:
     def members(self, shards: int, index: int) -> None:
         """Set the number of shards that follow the log; new ones start after `index`."""
         self._set_reached({shard: self._reached.get(shard, index) for shard in range(shards)})
-        self._drop_entries()
 
     def append(self, entry: Entry) -> None:
         self.index, self.digest = entry.index, chained(self.digest, entry)
@@ -62,13 +64,6 @@ class EntryLog:
         self._slowest_count -= before == self._slowest
         if not self._slowest_count:
             self._set_reached(self._reached)
-            self._drop_entries()
-
-    def _drop_entries(self) -> None:
-        """Drop the entries that every shard has applied."""
-        for carried_out in range(self.base + 1, self._slowest + 1):
-            self._entries.pop(carried_out, None)
-            self._digests.pop(carried_out - 1, None)
 
     def back(self, shard: int) -> None:
         """Assume that a restarted shard may need every kept entry, whatever it reported before."""

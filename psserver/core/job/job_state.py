@@ -112,7 +112,7 @@ class JobState:
     @property
     def is_stalled(self) -> bool:
         """Whether every registered worker waits for data or in a collective call."""
-        return self.membership.index.active_count == 0
+        return self.membership.index.active_clocks.count == 0
 
     @property
     def uploader(self) -> Member | None:

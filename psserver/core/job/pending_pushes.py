@@ -84,9 +84,11 @@ class PendingPushes:
 
         They may never become ready.
         """
+        if not self._several:
+            return []
         return [
             key
-            for worker, pushes in (self._reports.items() if self._several else ())
+            for worker, pushes in self._reports.items()
             if worker in self._several
             for seq in sorted(pushes)[:-1]
             if (key := PushKey(worker, seq)) not in self.ready

@@ -3,15 +3,15 @@ of workers that may be too far ahead of the slowest one (ssp).
 """
 
 import heapq
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from typing import NamedTuple
 
 from pscommon.core.log_entries import PushKey, Staged
 from psserver.core.workers.smallest import Smallest
 
 
-class ReadyPushes(Mapping[PushKey, Staged]):
-    """The ready pushes by key, in order of arrival.
+class ReadyPushes(dict[PushKey, Staged]):
+    """The ready pushes by key, in order of arrival. Only `add`, `discard` and `replace` change it.
 
     A lookup costs the same for any number of pushes. A worker has one or few.
 
@@ -21,31 +21,16 @@ class ReadyPushes(Mapping[PushKey, Staged]):
     """
 
     def __init__(self) -> None:
+        super().__init__()
         self.arrived: list[PushKey] = []
         self.changed: set[int] = set()
-        self._pushes: dict[PushKey, Staged] = {}
         self._arrivals: dict[int, dict[int, int]] = {}  # by worker and number of the push
         self._arrival_count = 0
         self._bases = Smallest()
 
-    def __getitem__(self, key: PushKey) -> Staged:
-        return self._pushes[key]
-
-    def __iter__(self) -> Iterator[PushKey]:
-        return iter(self._pushes)
-
-    def __len__(self) -> int:
-        return len(self._pushes)
-
-    def __bool__(self) -> bool:
-        return bool(self._pushes)
-
-    def __contains__(self, key: object) -> bool:
-        return key in self._pushes
-
     def add(self, key: PushKey, staged: Staged) -> None:
         """Add a push that is not ready yet."""
-        self._pushes[key] = staged
+        self[key] = staged
         self._arrival_count += 1
         self._arrivals.setdefault(key.worker, {})[key.seq] = self._arrival_count
         self._bases.add(staged.base)
@@ -54,7 +39,7 @@ class ReadyPushes(Mapping[PushKey, Staged]):
 
     def discard(self, key: PushKey) -> None:
         """Remove a push, if it is ready."""
-        staged = self._pushes.pop(key, None)
+        staged = self.pop(key, None)
         if staged is None:
             return
         self._bases.remove(staged.base)
@@ -66,7 +51,7 @@ class ReadyPushes(Mapping[PushKey, Staged]):
 
     def replace(self, keys: Iterator[PushKey]) -> None:
         """Bring the pushes into this order of arrival, as if they all had just arrived."""
-        pushes = dict(self._pushes)
+        pushes = dict(self)
         for key in pushes:
             self.discard(key)
         self.arrived.clear()
@@ -75,7 +60,7 @@ class ReadyPushes(Mapping[PushKey, Staged]):
 
     def look_again(self) -> None:
         """Let all pushes be looked at again: the rules have changed."""
-        self.arrived = [*self._pushes]
+        self.arrived = [*self]
 
     @property
     def workers(self) -> Collection[int]:

@@ -44,11 +44,12 @@ class ReportDecision(NamedTuple):
     """What follows from a shard's report.
 
     Attributes:
-        catch_up: What the shard must do; FOLLOW: the machine processes the report.
-        is_change: Whether this differs from the decision before.
+        catch_up: What the shard must do; FOLLOW: the machine processes the report; None: it is no
+            member.
+        is_change: Whether this differs from the decision before, or a reshard has got ahead.
     """
 
-    catch_up: CatchUp
+    catch_up: CatchUp | None
     is_change: bool
 
 

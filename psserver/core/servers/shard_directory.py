@@ -229,9 +229,9 @@ class ShardDirectory(Generic[SnapshotT]):
         Candidates, leaving servers, replaced servers and old connections are excluded.
         """
         return (
-            server.shard < coordinator.job.following_shards
+            connection in (None, server.connection)
             and self.is_member(server)
-            and connection in (None, server.connection)
+            and server.shard < coordinator.job.following_shards
         )
 
     def release_leavers(self, coordinator: CoordinatorMachine) -> bool:
@@ -299,19 +299,16 @@ class ShardDirectory(Generic[SnapshotT]):
     def _choose_catch_up(
         self, report: ShardReport, coordinator: CoordinatorMachine, has_logs: bool
     ) -> CatchUp:
-        server = self._servers[report.shard]
-        if report.log_id != coordinator.log_id and server.catch_up in (
+        server, is_on_log = self._servers[report.shard], report.log_id == coordinator.job.log_id
+        if not is_on_log and server.catch_up in (
             CatchUp.RECOVER,
             CatchUp.RESTORE,
             CatchUp.BEGIN,
             CatchUp.ADOPT,
         ):
             return server.catch_up  # the action is not done yet
-        if (
-            report.log_id == coordinator.log_id
-            and server.ready
-            and not coordinator.resharding.is_stranded(report)
-        ):
+        is_stranded = report.is_resharding and coordinator.resharding.is_stranded(report)
+        if is_on_log and server.ready and not is_stranded:
             return CatchUp.FOLLOW
         can_recover = has_logs and not server.is_recovery_requested
         return choose_catch_up(

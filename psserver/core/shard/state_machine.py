@@ -226,16 +226,20 @@ class ShardMachine:
         """
         return key in self.staged or (self.begun and key.seq == 0) or self.outcome(key) is not None
 
-    def can_answer(self, key: PushKey | None, version: int) -> bool:
-        """Return whether the push is decided (None: no push) and the shard has `version`.
+    def answer(self, key: PushKey | None, version: int) -> PushOutcome | None:
+        """Return how a push ended, once the shard has `version`; None before.
 
-        A stale or rejected push needs no version.
+        A stale or rejected push needs no version. Once there are weights, initial weights count as
+        applied.
+
+        key: The push. None: the outcome is "none", with the newest version.
         """
-        outcome = self.outcome(key) if key is not None else None
-        if outcome is not None and outcome.status != "applied":
-            return True
-        decided = outcome is not None or key is None or key.seq == 0
-        return decided and self.begun and self.version >= version
+        outcome = self.outcome(key) if key is not None else PushOutcome("none", self.version)
+        if outcome is None and key is not None and key.seq == 0:
+            outcome = PushOutcome("applied", self.version)
+        if outcome is None or outcome.status in ("stale", "rejected"):
+            return outcome
+        return outcome if self.begun and self.version >= version else None
 
     def accept(self, log_id: int, entries: Iterable[Entry]) -> list[Entry]:
         """Return the entries to carry out now, in order. Later ones are kept, others ignored."""
@@ -305,6 +309,9 @@ class ShardMachine:
                 return [c.key for c in entry.contributions if c.key not in self.staged]
             case SetBuffers():
                 return [] if entry.key in self.staged else [entry.key]
+            case Begin():
+                key = PushKey(entry.worker, 0)
+                return [] if key in self.staged else [key]
         return []
 
     def _apply(self, entry: Apply) -> None:
@@ -340,7 +347,7 @@ class ShardMachine:
         known[key.seq] = outcome
         if len(known) > OUTCOMES_PER_WORKER:
             known.popitem(last=False)
-        for other in self._staged_by(key.worker):
+        for other in self._staged_by(key.worker) if key.worker in self._staged_of else ():
             if self.outcome(other) is not None:
                 self._unstage(other)
 

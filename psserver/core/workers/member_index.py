@@ -18,6 +18,7 @@ class MemberIndex:
         changed: Members whose state or clock has changed, by number; the reader clears it.
         answered: Workers whose wait for data or in a collective call has ended; the reader clears
             it.
+        active_clocks: The clocks of the active members.
     """
 
     def __init__(self) -> None:
@@ -26,21 +27,12 @@ class MemberIndex:
         self.revision = 0
         self.changed: dict[int, Member] = {}
         self.answered: set[int] = set()
-        self._active_clocks = Smallest()
-
-    @property
-    def active_count(self) -> int:
-        return len(self._active_clocks)
-
-    @property
-    def smallest_clock(self) -> int | None:
-        """The smallest clock of an active member; None without any."""
-        return self._active_clocks.value
+        self.active_clocks = Smallest()
 
     def add(self, member: Member) -> None:
         """Add a member that was a member before a restart."""
         if member.state is WorkerState.ACTIVE:
-            self._active_clocks.add(member.clock)
+            self.active_clocks.add(member.clock)
         if member.waiting is not None:
             self.wait_for_data(member, member.waiting)
         self.changed[member.worker] = member
@@ -51,18 +43,18 @@ class MemberIndex:
         if (member.state in REGISTERED) is not (state in REGISTERED):
             self.registered = None
         if member.state is WorkerState.ACTIVE:
-            self._active_clocks.remove(member.clock)
+            self.active_clocks.remove(member.clock)
         member.state = state
         if state is WorkerState.ACTIVE:
-            self._active_clocks.add(member.clock)
+            self.active_clocks.add(member.clock)
         self.changed[member.worker] = member
 
     def set_clock(self, member: Member, clock: int) -> None:
         """Change the clock of a current member."""
         self.revision += 1
         if member.state is WorkerState.ACTIVE:
-            self._active_clocks.remove(member.clock)
-            self._active_clocks.add(clock)
+            self.active_clocks.remove(member.clock)
+            self.active_clocks.add(clock)
         member.clock = clock
         self.changed[member.worker] = member
 

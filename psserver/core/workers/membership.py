@@ -146,7 +146,7 @@ class Membership:
         """
         if member.state is WorkerState.ACTIVE:
             return
-        smallest = self.index.smallest_clock
+        smallest = self.index.active_clocks.value
         least = self._highest_idle_clock() if smallest is None else smallest
         self.index.set_clock(member, max(member.clock, least))
         self.index.set_state(member, WorkerState.ACTIVE)

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 PROGRAM = """
-from pscommon.system.malloc import tune_malloc
+from pscommon.system.process_limits import tune_malloc
 def faults():
     import resource
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt

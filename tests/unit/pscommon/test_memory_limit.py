@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from pscommon.system.memory_limit import usable_memory
+from pscommon.system.process_limits import usable_memory
 
 
 def machine() -> int:

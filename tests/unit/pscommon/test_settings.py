@@ -9,7 +9,7 @@ import pytest
 
 from pscommon.settings import options
 from pscommon.settings.command import Option, UnsettledValue, given, pick, sources
-from pscommon.system.memory_limit import usable_memory
+from pscommon.system.process_limits import usable_memory
 from psserver.process.config import ServerConfig
 from tests.support.setting_samples import SAMPLES
 

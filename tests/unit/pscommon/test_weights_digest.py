@@ -5,7 +5,7 @@ import hashlib
 import numpy as np
 import pytest
 
-from pscommon.snapshot.weights_digest import weights_sha256
+from pscommon.snapshot import weights_sha256
 
 
 def test_the_digest_covers_the_bytes_in_the_order_of_names() -> None:

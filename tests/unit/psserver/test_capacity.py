@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from pscommon.system.file_limit import raise_file_limit
+from pscommon.system.process_limits import raise_file_limit
 from psserver.process import config
 from psserver.process.config import ServerConfig
 

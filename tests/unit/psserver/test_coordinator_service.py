@@ -1,6 +1,5 @@
 """Shard 0 when another process becomes primary of a shard."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from threading import Thread
 from typing import Any
@@ -9,7 +8,7 @@ import pytest
 
 from pscommon.core.errors import MismatchError, TakenError
 from psserver.coordinator.service import CoordinatorService
-from psserver.core.commands.recorder import Recorder
+from psserver.core.job.entry_log import EntryLog
 from psserver.core.job.trainings import Trainings
 from psserver.core.servers.catch_up import CatchUp
 from psserver.core.shard.state_machine import NO_LOG
@@ -68,9 +67,7 @@ def test_a_report_of_the_former_primary_during_the_change_is_void(
     """It was received and valid a moment before, for example about entries that it has applied."""
     old, before, step = service.registry[1], service.registry[1].connection, service.executor.step
     received: list[int] = []
-    monkeypatch.setattr(
-        Recorder, "report", lambda recorder, report, now: received.append(report.shard)
-    )
+    monkeypatch.setattr(EntryLog, "reached", lambda log, shard, index: received.append(shard))
     report = service.engine.make_report()
 
     def say() -> None:
@@ -82,10 +79,10 @@ def test_a_report_of_the_former_primary_during_the_change_is_void(
     say()
     assert received == [1]
 
-    def late(action: Callable[[Recorder, float], Any], quiet: bool = False) -> Any:
+    def late(quiet: bool = False) -> Any:
         monkeypatch.setattr(service.executor, "step", step)
         service.shard_connections.connect(1, 2, "new:1", "new", term=2)
-        return step(action, quiet)
+        return step(quiet)
 
     monkeypatch.setattr(service.executor, "step", late)
     say()

@@ -15,6 +15,7 @@ from psserver.core.shard.state_machine import MAX_EVICTED_WORKERS, ShardMachine
 from psserver.core.workers.members import WorkerState
 from psserver.core.workers.membership import Membership
 from tests.support.replayed_job import MODEL, Job, full_state
+from tests.support.shard_reports import report_to
 
 JOINS = 2000
 
@@ -65,7 +66,7 @@ def test_an_unknown_departed_worker_is_fenced_for_every_request() -> None:
     with pytest.raises(FencedError):
         job.coordinator.job.member(unknown, job.now)
     index = job.coordinator.log.index
-    job.recorder.report(ShardReport(0, 5, index, (Staged(PushKey(unknown, 2), 1, 0),)), job.now)
+    report_to(job.recorder, ShardReport(0, 5, index, (Staged(PushKey(unknown, 2), 1, 0),)), job.now)
     (entry,) = job.coordinator.entries_after(index)
     assert isinstance(entry, Evict)
     assert entry.worker == unknown
@@ -78,10 +79,10 @@ def test_a_staged_push_of_a_worker_unknown_to_its_shard_is_evicted_again() -> No
     job.recorder.do(Leave(first, ""), job.now)
     before = job.coordinator.log.index
     staged = (Staged(PushKey(first, 9), 1, 0),)
-    job.recorder.report(ShardReport(1, 5, before - 1, staged), job.now)
+    report_to(job.recorder, ShardReport(1, 5, before - 1, staged), job.now)
     assert job.coordinator.log.index == before
     for _ in range(2):
-        job.recorder.report(ShardReport(1, 5, before, staged), job.now)
+        report_to(job.recorder, ShardReport(1, 5, before, staged), job.now)
 
     assert [type(entry) for entry in job.coordinator.entries_after(before)] == [Evict]
 

@@ -16,6 +16,7 @@ from psserver.core.commands.worker_commands import Leave
 from psserver.core.job.policy import policy
 from psserver.waiting import ThreadWaiter, run
 from tests.support.coordinator_job import LOOP, Job
+from tests.support.shard_reports import report_to
 from tests.support.workers import until
 
 
@@ -33,21 +34,24 @@ class RecordingFollower:
 
 
 class EntryLog(SimpleNamespace):
-    """Replace the coordinator by a log alone."""
+    """Replace the coordinator's log."""
 
     def __init__(self) -> None:
-        membership = SimpleNamespace(index=SimpleNamespace(answered=set()), members={})
-        log, ledger = SimpleNamespace(index=0), SimpleNamespace(news=0)
-        super().__init__(
-            log=log, entries=[], log_id=7, failure=None, membership=membership, ledger=ledger
-        )
+        super().__init__(index=0, entries=[])
 
     def append(self, entry: object) -> None:
         self.entries.append(entry)
-        self.log.index += 1
+        self.index += 1
 
-    def entries_after(self, index: int) -> list[object]:
+    def after(self, index: int) -> list[object]:
         return self.entries[index:]
+
+
+def coordinator() -> SimpleNamespace:
+    """Return a coordinator that is a log alone."""
+    membership = SimpleNamespace(index=SimpleNamespace(answered=set()), members={})
+    job, ledger = SimpleNamespace(log_id=7, failure=None), SimpleNamespace(news=0)
+    return SimpleNamespace(log=EntryLog(), job=job, membership=membership, ledger=ledger)
 
 
 @pytest.fixture
@@ -69,20 +73,17 @@ def failures() -> list[PSError]:
 def executor(
     follower: RecordingFollower, failures: list[PSError], broken: list[Exception]
 ) -> CommandExecutor:
-    recorder = cast(Recorder, SimpleNamespace(coordinator=EntryLog()))
+    recorder = cast(Recorder, SimpleNamespace(coordinator=coordinator()))
     return CommandExecutor(
         recorder, cast(Any, follower), lambda: "", lambda: False, failures.append, broken.append
     )
 
 
-def appending(entry: object, error: Exception | None = None) -> Callable[[Recorder, float], str]:
-    def action(recorder: Recorder, now: float) -> str:
-        cast(Any, recorder.coordinator).append(entry)
+def append(executor: CommandExecutor, entry: object, error: Exception | None = None) -> None:
+    with executor.step() as (recorder, _):
+        cast(Any, recorder.coordinator).log.append(entry)
         if error is not None:
             raise error
-        return "done"
-
-    return action
 
 
 def test_entries_of_a_refused_request_are_delivered(
@@ -90,8 +91,8 @@ def test_entries_of_a_refused_request_are_delivered(
 ) -> None:
     """A snapshot was due, for example, or the request ended the membership of its worker."""
     with pytest.raises(FencedError):
-        executor.step(appending("first", FencedError("out")))
-    executor.step(appending("second"))
+        append(executor, "first", FencedError("out"))
+    append(executor, "second")
 
     assert follower.entries == ["first", "second"]
 
@@ -99,10 +100,10 @@ def test_entries_of_a_refused_request_are_delivered(
 def test_the_end_of_the_job_is_reported_although_the_request_is_refused(
     executor: CommandExecutor, failures: list[PSError]
 ) -> None:
-    cast(Any, executor.coordinator).failure = why = PSError("abort")
+    cast(Any, executor.coordinator).job.failure = why = PSError("abort")
 
     with pytest.raises(FencedError):
-        executor.step(appending("entry", FencedError("out")))
+        append(executor, "entry", FencedError("out"))
 
     assert failures == [why]
 
@@ -113,7 +114,7 @@ def test_a_shard_that_cannot_apply_entries_ends_its_process(
     follower.fails = True
 
     with pytest.raises(MemoryError):
-        executor.step(appending("entry"))
+        append(executor, "entry")
 
     assert [str(bug) for bug in broken] == ["no room"]
 
@@ -123,7 +124,7 @@ def test_a_memory_error_ends_the_server_without_a_delivery(
 ) -> None:
     """The command is not recorded, so a restart does not contain it."""
     with pytest.raises(MemoryError):
-        executor.step(appending("half done", MemoryError("no room")))
+        append(executor, "half done", MemoryError("no room"))
 
     assert [type(error) for error in broken] == [MemoryError]
     assert follower.entries == []
@@ -134,7 +135,7 @@ def test_an_unexpected_error_is_reported_and_its_decisions_are_carried_out(
 ) -> None:
     """A restart and a standby do the same."""
     with pytest.raises(ZeroDivisionError):
-        executor.step(appending("decided", ZeroDivisionError("planted")))
+        append(executor, "decided", ZeroDivisionError("planted"))
 
     assert follower.entries == ["decided"]
     assert broken == []
@@ -175,7 +176,8 @@ class WaitingJob:
         keys = tuple(BatchKey(0, number) for number in batches)
         version = self.executor.coordinator.version
         report = ShardReport(0, 0, 0, (Staged(PushKey(worker, seq), 8, version, keys),))
-        self.executor.step(lambda recorder, now: recorder.report(report, now), quiet=True)
+        with self.executor.step(quiet=True) as (recorder, now):
+            report_to(recorder, report, now)
         assert self.executor.coordinator.version == version + 1
 
     def end(self) -> None:
@@ -208,7 +210,8 @@ def test_neither_time_nor_requests_of_others_wake_a_worker_that_waits_for_data(
     executor, new = waiting.executor, waiting.job.add()
     ask = LeaseBatches(new, LOOP, 0, 1, idle=False)
     for _ in range(100):
-        executor.step(lambda recorder, now: recorder.tick(0.1), quiet=True)
+        with executor.step(quiet=True) as (recorder, _):
+            recorder.tick(0.1)
         assert run(
             executor.until(
                 lambda recorder, now: recorder.do(ask, now), 0.0, ThreadWaiter(), worker=new

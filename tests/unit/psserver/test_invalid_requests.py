@@ -26,6 +26,7 @@ from psserver.core.job.policy import Policy, policy
 from psserver.core.workers.members import Member
 from tests.sim import invalid_requests as absurd
 from tests.support.replayed_job import Job, full_state
+from tests.support.shard_reports import report_to
 
 LOOP = LoopSpec(0, size=9, batch_size=1, epochs=3)
 STREAM = StreamSpec(1, sources=2, batch_size=3, epochs=2)
@@ -200,10 +201,10 @@ def test_an_invalid_push_during_a_reshard_is_rejected_after_it() -> None:
     job.recorder.do(StartReshard(1, False), job.now)
     push = Staged(PushKey(worker, 1), 1, 10**6)
     index = job.coordinator.log.index
-    job.recorder.report(ShardReport(0, 5, index, (push,), is_resharding=True), job.now)
+    report_to(job.recorder, ShardReport(0, 5, index, (push,), is_resharding=True), job.now)
     assert job.coordinator.reshard is not None
-    job.recorder.report(ShardReport(0, 5, index, (push,)), job.now)
-    job.recorder.report(ShardReport(0, 5, index, (push,)), job.now)
+    report_to(job.recorder, ShardReport(0, 5, index, (push,)), job.now)
+    report_to(job.recorder, ShardReport(0, 5, index, (push,)), job.now)
     entries = job.coordinator.entries_after(index)
 
     assert job.coordinator.reshard is None

@@ -13,6 +13,7 @@ from psserver.core.coordinator.machine import CoordinatorMachine
 from psserver.core.job.policy import policy
 from psserver.core.job.settings import JobRules
 from tests.support.memory_journal import MemoryJournal
+from tests.support.shard_reports import report_to
 
 MODEL = ModelSpec((TensorSpec("w", (1,), "float32"),), OptimizerSettings("sgd", ({"lr": 0.1},)))
 LARGEST = 2**64 - 1
@@ -32,7 +33,7 @@ class Registered:
             worker = self.recorder.do(Join(None, "h", 1, "cpu"), 0.0).worker
             if self.recorder.do(Register(worker, MODEL, seed), 0.0) == "upload":
                 report = ShardReport(0, 5, 0, (Staged(PushKey(worker, 0), 1, 0),))
-                self.recorder.report(report, 0.0)
+                report_to(self.recorder, report, 0.0)
                 self.recorder.do(Register(worker, MODEL, seed), 0.0)
 
     @property

@@ -51,7 +51,7 @@ def test_rounds_wait_for_active_workers_only() -> None:
         WorkerState.ACTIVE,
         WorkerState.IDLE,
     ]
-    assert membership.index.active_count == 1
+    assert membership.index.active_clocks.count == 1
 
 
 def test_a_new_worker_starts_at_the_smallest_clock() -> None:

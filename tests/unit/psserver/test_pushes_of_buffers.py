@@ -3,12 +3,13 @@
 from pscommon.core.log_entries import Apply, PushKey, Reject, SetBuffers, ShardReport, Staged
 from psserver.core.job.policy import policy
 from tests.support.coordinator_job import Job
+from tests.support.shard_reports import report_to
 
 
 def send_buffers(job: Job, worker: int, seq: int, base: int) -> None:
     """Let the only shard report a push of buffers of version `base`."""
     staged = Staged(PushKey(worker, seq), 0, base)
-    job.recorder.report(ShardReport(0, 0, 0, (staged,)), job.now)
+    report_to(job.recorder, ShardReport(0, 0, 0, (staged,)), job.now)
 
 
 def test_buffers_of_the_newest_version_are_taken_without_an_update() -> None:

@@ -18,6 +18,7 @@ from psserver.core.servers.catch_up import CatchUp, choose_catch_up
 from psserver.core.servers.shard_directory import ShardDirectory
 from psserver.core.servers.shard_protocol import process_report
 from psserver.core.shard.state_machine import NO_LOG
+from tests.support.shard_reports import report_to
 
 MODEL = ModelSpec((TensorSpec("w", (1,), "float32"),), OptimizerSettings("sgd", ({"lr": 0.1},)))
 
@@ -51,8 +52,8 @@ class ReshardJob:
         staged = tuple(Staged(PushKey(1, seq), 1, 0) for seq in seqs or [])
         for shard in shards:
             at = self.machine.log.index if index is None else index
-            self.recorder.report(
-                ShardReport(shard, 0, at, staged, is_resharding=is_resharding), 0.0
+            report_to(
+                self.recorder, ShardReport(shard, 0, at, staged, is_resharding=is_resharding), 0.0
             )
 
 
@@ -195,9 +196,9 @@ def test_a_new_shard_that_was_restarted_with_the_coordinator_builds_its_partitio
     directory.new_log(None)
     server, replaces = directory.connect(2, 3, "shard 2", "its second process")
     blank = ShardReport(2, NO_LOG, 0, ())
-    action = process_report(
+    decision = process_report(
         job.recorder, directory, server, server.connection, blank, 0.0, has_logs=True
     )
 
-    assert (replaces, action) == (False, CatchUp.ADOPT)
+    assert (replaces, decision.catch_up) == (False, CatchUp.ADOPT)
     assert job.machine.reshard.loaded_shards == {0, 1}

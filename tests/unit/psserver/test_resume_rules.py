@@ -23,6 +23,7 @@ from psserver.core.data.resume_rules import hyper_parameter_changes
 from psserver.core.job.policy import policy
 from psserver.core.job.settings import JobRules
 from tests.support.memory_journal import MemoryJournal
+from tests.support.shard_reports import report_to
 
 MODEL = ModelSpec((TensorSpec("w", (1,), "float32"),), OptimizerSettings("sgd", ({"lr": 0.1},)))
 SLOWER = replace(MODEL, optimizer=OptimizerSettings("sgd", ({"lr": 0.05},)))
@@ -51,7 +52,9 @@ class JobRun:
 
     def push(self, worker: int, seq: int, *batches: BatchKey) -> None:
         self._staged.append(Staged(PushKey(worker, seq), 1, 0, batches))
-        self.recorder.report(ShardReport(0, self.coordinator.log_id, 0, tuple(self._staged)), 0.0)
+        report_to(
+            self.recorder, ShardReport(0, self.coordinator.log_id, 0, tuple(self._staged)), 0.0
+        )
 
     def ask(
         self, worker: int, spec: Spec, received: int = 0, idle: bool = False

@@ -19,6 +19,7 @@ from psserver.core.shard.state_machine import ShardMachine
 from psserver.core.workers.smallest import Smallest
 from tests.support.coordinator_job import MODEL
 from tests.support.searching_machine import SearchingMachine
+from tests.support.shard_reports import report_to
 
 FEW, MANY = 8, 128
 
@@ -55,7 +56,7 @@ class PushingJob:
 
     def report(self, reports: Iterable[ShardReport]) -> None:
         for report in reports:
-            self.recorder.report(report, 1.0)
+            report_to(self.recorder, report, 1.0)
 
 
 def instructions_of(action: Callable[[], Any]) -> int:
@@ -175,11 +176,11 @@ def test_a_shard_reports_a_push_once_until_it_reports_everything() -> None:
 
 def test_the_smallest_number_follows_each_change() -> None:
     numbers = Smallest()
-    assert (numbers.value, len(numbers)) == (None, 0)
+    assert (numbers.value, numbers.count) == (None, 0)
     for number in (5, 3, 3, 9):
         numbers.add(number)
     numbers.remove(3)
-    assert (numbers.value, len(numbers)) == (3, 3)
+    assert (numbers.value, numbers.count) == (3, 3)
     numbers.remove(3)
     assert numbers.value == 5
     numbers.add(4)

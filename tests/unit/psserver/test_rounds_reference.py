@@ -23,6 +23,7 @@ from tests.sim.invalid_requests import FaultyCoordinator
 from tests.sim.scenario import Scenario
 from tests.sim.world import World
 from tests.support.searching_machine import SearchingMachine, search_in
+from tests.support.shard_reports import report_to
 
 ONE = OptimizerSettings("sgd", clip_norm=1.0)
 MODELS = (
@@ -130,7 +131,7 @@ class History:
             measurement = self.coordinator.pending.measurement
             if measurement is not None:
                 report = replace(report, measured=Measured(measurement.index, 4.0))
-            self.recorder.report(report, self.now)
+            report_to(self.recorder, report, self.now)
 
     def ask(self) -> None:
         worker = self.rng.choice(self.workers)

@@ -176,14 +176,14 @@ def test_a_push_is_answered_once_rejected_or_its_version_is_applied() -> None:
     shard, good, bad = begun(), staged(1, 1), staged(2, 1)
     shard.offer(good)
     shard.offer(bad)
-    assert not shard.can_answer(good.key, 0)
-    assert shard.can_answer(None, 0)
+    assert shard.answer(good.key, 0) is None
+    assert shard.answer(None, 0) is not None
 
     carry_out(shard, apply(2, 1, good), Reject(3, bad.key, "NON_FINITE", ""))
 
-    assert shard.can_answer(good.key, 1)
-    assert not shard.can_answer(good.key, 2)
-    assert shard.can_answer(bad.key, 2)
+    assert shard.answer(good.key, 1) is not None
+    assert shard.answer(good.key, 2) is None
+    assert shard.answer(bad.key, 2) is not None
 
 
 def test_a_rollback_drops_all_knowledge_of_earlier_pushes() -> None:

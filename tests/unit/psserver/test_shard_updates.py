@@ -53,13 +53,10 @@ class ConnectedShard:
 
     def append(self, count: int = 1) -> None:
         """Append entries to the log, as a report of a shard does."""
-
-        def act(recorder: object, now: float) -> None:
-            log = self._service.executor.coordinator.log
+        with self._service.executor.step(quiet=True) as (recorder, _):
+            log = recorder.coordinator.log
             for _ in range(count):
                 log.append(Reject(log.next, PushKey(9, log.next), "STALE", ""))
-
-        self._service.executor.step(act, quiet=True)
 
     def take(self) -> list[tuple[bool, int]]:
         """Return whether each message has only entries, and how many; forget them."""

@@ -16,7 +16,7 @@ def test_it_is_the_smallest_of_the_numbers_that_remain() -> None:
             smallest.add(numbers[-1])
         if rng.random() < 0.2:
             assert smallest.value == min(numbers, default=None)
-        assert len(smallest) == len(numbers)
+        assert smallest.count == len(numbers)
 
 
 def test_removed_numbers_take_no_memory_if_the_smallest_is_never_read() -> None:

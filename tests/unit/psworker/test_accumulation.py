@@ -13,7 +13,7 @@ from pscommon.core.log_entries import BatchKey
 from psworker.client.local_client import LocalClient
 from psworker.core.results import Lease, PushResult
 from psworker.job import Job
-from psworker.optim.accumulation import GradientAccumulation
+from psworker.optim.gradients import GradientAccumulation
 from psworker.optim.optimizer import ServerOptimizer
 
 DATA = torch.linspace(-1.0, 1.0, 11)[:, None]

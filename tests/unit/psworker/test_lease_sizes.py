@@ -10,8 +10,7 @@ from torch.utils.data import TensorDataset
 from pscommon.core.data_stream import Spec
 from psworker.core.clock import Clock
 from psworker.core.results import Lease
-from psworker.data.leased_batches import MAX_LEASED_COUNT
-from psworker.data.script_pace import ScriptPace
+from psworker.data.leased_batches import MAX_LEASED_COUNT, ScriptPace
 from psworker.job import Job
 from tests.support.loader_ledger import Count, Ledger
 

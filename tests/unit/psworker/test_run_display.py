@@ -1,13 +1,14 @@
 """The display of ps-run, on a terminal and elsewhere."""
 
 import io
+from contextlib import closing
 from pathlib import Path
 from typing import Any, TextIO, cast
 
 import pytest
 from rich.console import Console
 
-from psworker.ctl.pass_text import pass_text
+from psworker.ctl.output import pass_text
 from psworker.run.display import (
     LINE_SECONDS,
     LiveDisplay,
@@ -128,7 +129,7 @@ def test_a_status_without_progress_shows_none() -> None:
 def test_lines_are_prefixed_with_their_process_on_their_stream(
     out: FileOutput, err: FileOutput
 ) -> None:
-    with open_display(out, err) as display:
+    with closing(open_display(out, err)) as display:
         display.line("w0", "stdout", "result")
         display.line("s0", "stderr", "event")
         display.show_message("hello")
@@ -159,7 +160,7 @@ def test_the_panel_goes_for_a_prompt_and_returns_below_the_next_lines(
     terminal: FileOutput, out: FileOutput
 ) -> None:
     console = Console(file=cast(TextIO, terminal), force_terminal=True, color_system=None)
-    with LiveDisplay(console, terminal, terminal) as display:
+    with closing(LiveDisplay(console, terminal, terminal)) as display:
         display.tick(STATUS, 1.0)
         display.prompt("w0", "(Pdb) ")
         before = terminal.text()
@@ -211,9 +212,8 @@ def test_progress_is_skipped_while_the_reader_is_behind(
     monkeypatch.setattr(Output, "is_behind", True)
 
     PlainDisplay(out, err).tick(STATUS, 1e9)
-    with LiveDisplay(
-        Console(file=cast(TextIO, terminal), force_terminal=True), out, terminal
-    ) as display:
+    console = Console(file=cast(TextIO, terminal), force_terminal=True)
+    with closing(LiveDisplay(console, out, terminal)) as display:
         before = terminal.text()
         display.tick(STATUS, 1.0)
         assert terminal.text() == before
@@ -226,7 +226,7 @@ def test_a_terminal_shows_a_live_panel_below_the_lines(
 ) -> None:
     console = Console(file=cast(TextIO, terminal), force_terminal=True, width=200)
 
-    with LiveDisplay(console, out, terminal) as display:
+    with closing(LiveDisplay(console, out, terminal)) as display:
         display.tick(STATUS, 1.0)
         display.line("w0", "stderr", "[not] markup " + "x" * 300)
         display.line("w0", "stdout", "result")

@@ -11,8 +11,7 @@ import pytest
 from pscommon.core.errors import InvalidRequestError
 from pscommon.core.metric_row import MetricRow
 from psworker.run.cli import check_output
-from psworker.run.history import COLUMNS, digest, write_csv
-from psworker.run.summary import table
+from psworker.run.summary import COLUMNS, digest, table, write_csv
 
 BEGAN = 1_700_000_000.25
 ROWS = [

@@ -2,14 +2,10 @@
 
 from typing import Any
 
-from psworker.launch.events import (
+from psworker.launch.decisions import (
     KillProcess,
-    ProcessExited,
-    ServerBound,
     ShowMessage,
-    SignalReceived,
     StartProcess,
-    WorkerHung,
 )
 from psworker.launch.supervisor import Supervisor
 from psworker.run.launcher import hung_pids
@@ -36,30 +32,30 @@ def test_processes_whose_newest_worker_is_hung_are_found() -> None:
 def started() -> Supervisor:
     machine = Supervisor(1, 2, max_restarts=1, durable=False, grace=5.0)
     machine.start(0.0)
-    machine.step(ServerBound("s0"), 0.0)
+    machine.bound("s0", 0.0)
     return machine
 
 
 def test_a_hung_worker_is_killed_and_restarted() -> None:
     machine = started()
 
-    message, kill = machine.step(WorkerHung("w1"), 0.0)
+    message, kill = machine.hung("w1", 0.0)
 
     assert isinstance(message, ShowMessage)
     assert "w1 is killed: its script hangs (--progress-timeout)" in message.text
     assert kill == KillProcess("w1")
-    assert StartProcess("w1", 1) in machine.step(ProcessExited("w1", -9), 0.0)
+    assert StartProcess("w1", 1) in machine.exited("w1", -9, "", 0.0)
 
 
 def test_a_hung_worker_that_has_exited_is_not_killed() -> None:
     machine = started()
-    machine.step(ProcessExited("w1", 0), 0.0)
+    machine.exited("w1", 0, "", 0.0)
 
-    assert machine.step(WorkerHung("w1"), 0.0) == []
+    assert machine.hung("w1", 0.0) == []
 
 
 def test_an_ending_run_does_not_kill_a_hung_worker_early() -> None:
     machine = started()
-    machine.step(SignalReceived(2), 0.0)
+    machine.signalled(2, 0.0)
 
-    assert machine.step(WorkerHung("w1"), 0.0) == []
+    assert machine.hung("w1", 0.0) == []

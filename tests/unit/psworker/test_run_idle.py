@@ -2,15 +2,11 @@
 
 import pytest
 
-from psworker.launch.events import (
+from psworker.launch.decisions import (
     FinishRun,
-    ProcessExited,
-    ResultCollected,
-    ServerBound,
-    StopAnswered,
+    RunOutcome,
     StopJob,
 )
-from psworker.launch.outcome import RunOutcome
 from psworker.launch.supervisor import Supervisor
 
 WHY = "nothing was trained"
@@ -25,10 +21,10 @@ def test_a_run_without_a_step_fails_after_an_orderly_stop(
 ) -> None:
     machine = Supervisor(1, 1, max_restarts=0, durable=False, grace=5.0, allow_idle=allow_idle)
     machine.start(0.0)
-    machine.step(ServerBound("s0"), 0.0)
-    machine.step(ProcessExited("w0", 0), 0.0)
+    machine.bound("s0", 0.0)
+    machine.exited("w0", 0, "", 0.0)
 
-    assert machine.step(ResultCollected(idle=WHY), 0.0) == [StopJob()]
-    machine.step(StopAnswered(), 0.0)
+    assert machine.collected("", WHY, 0.0) == [StopJob()]
+    machine.stop_answered("", 0.0)
 
-    assert machine.step(ProcessExited("s0", 0), 0.0) == [FinishRun(outcome)]
+    assert machine.exited("s0", 0, "", 0.0) == [FinishRun(outcome)]

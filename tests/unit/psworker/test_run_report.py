@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from psworker.launch.outcome import RunOutcome, describe, exit_status, is_retryable
+from psworker.launch.decisions import RunOutcome, describe, exit_status, is_retryable
 from psworker.run import summary as report
 from psworker.run.job_poller import JobResult
 

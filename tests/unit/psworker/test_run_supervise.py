@@ -2,8 +2,7 @@
 
 import pytest
 
-from psworker.launch.events import ServerBound
-from psworker.launch.outcome import RunOutcome
+from psworker.launch.decisions import RunOutcome
 from psworker.launch.supervisor import BIND_SECONDS, COLLECT_SECONDS, STOP_SECONDS, Supervisor
 from tests.support.supervisor_events import STARTED, event, play
 
@@ -354,9 +353,9 @@ def test_the_outcome_names_the_first_failure_and_earlier_restarts() -> None:
 def test_a_run_with_running_workers_is_not_ending(last: str, ending: bool) -> None:
     machine = Supervisor(1, 2, max_restarts=0, durable=False, grace=5.0)
     machine.start(0.0)
-    machine.step(ServerBound("s0"), 0.0)
+    machine.bound("s0", 0.0)
     assert not machine.is_ending
 
-    machine.step(event(last), 0.0)
+    event(machine, last)(0.0)
 
     assert machine.is_ending == ending
