@@ -189,7 +189,7 @@ def push_record(staged: Staged, staging: Staging) -> Raw:
         staged=staged_to_proto(staged),
         absent=sorted(staging.absent),
         initial=staging.initial,
-        parts=parts_to_proto(staging.parts) if staging.has_named_parts else (),
+        parts=parts_to_proto(staging.named_parts),
     )
     if (groups := staging.groups) is not None:
         header.groups_json, header.own_groups = groups.text, groups.is_own

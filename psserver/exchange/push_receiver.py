@@ -11,7 +11,7 @@ class OpenPushReceiver:
 
     def __init__(self, staging: Staging) -> None:
         """Raises InvalidRequestError if this push cannot be open."""
-        if staging.absent or staging.has_named_parts or not staging.is_server_memory:
+        if staging.absent or staging.named_parts or not staging.is_server_memory:
             raise InvalidRequestError(
                 "an open push names absent tensors at its end, has the raw bytes of the model, "
                 "and uses no shared memory"

@@ -36,7 +36,7 @@ class Staging:
     views: writable bytes to fill one after another with received data; empty in a worker's memory.
     absent: trainable tensors (indices into the model) without a gradient in this push.
     initial: whether these are initial weights.
-    parts: what the push has, in the order of its data.
+    named_parts: the parts that its header names, in the order of its data; empty: none.
     groups: hyper-parameters sent with the push; None if there are none.
     claim: claim on the memory budget.
     partition: the partition of the model that the push is for.
@@ -63,13 +63,13 @@ class Staging:
         self.groups: PushGroups | None = None
         self.claim: MemoryClaim | None = None
         self.partition = partition
-        self.parts = partition.parts(absent, initial)
-        self.has_named_parts = bool(parts)
+        self.named_parts = tuple(parts)
+        self._parts = partition.parts(absent, initial)
         if parts:
-            _check_parts(parts, self.parts)
-            self.parts = tuple(parts)
+            _check_parts(parts, self._parts)
+            self._parts = self.named_parts
         self.views = self.contents if is_server_memory else []
-        self.nbytes = sum(span.nbytes for part in self.parts for span in part.ranges)
+        self.nbytes = sum(span.nbytes for part in self._parts for span in part.ranges)
         self._gradients = (
             _find_single_dtype(partition, memory, absent)
             if is_server_memory and not parts
@@ -80,7 +80,7 @@ class Staging:
     def close(self, absent: Collection[int]) -> None:
         """Set the absent tensors of a push that is complete. Errors as in StagingPool.allocate."""
         self.absent = _check_absent(self.partition, absent)
-        self.parts = self.partition.parts(self.absent, self.initial)
+        self._parts = self.partition.parts(self.absent, self.initial)
 
     @property
     def required_ranges(self) -> list[tuple[int, int]]:
@@ -129,7 +129,7 @@ class Staging:
     def contents(self) -> list[memoryview]:
         """The bytes of the parts, in the order of the data."""
         raw = self.require_memory().raw
-        return [raw(span) for part in self.parts for span in part.ranges]
+        return [raw(span) for part in self._parts for span in part.ranges]
 
     def release(self) -> RoleBuffers | None:
         """Give up the memory. Return it at the first call, then None."""

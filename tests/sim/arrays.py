@@ -66,6 +66,7 @@ class SimStaging:
         self.values = array("d", values)
         self.absent: frozenset[int] = frozenset()
         self.groups = self.claim = None
+        self.named_parts = ()
         self.views = self.contents = [memoryview(self.values).cast("B")]
 
 
