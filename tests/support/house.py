@@ -294,7 +294,7 @@ ALLOWED: dict[str, set[str]] = {
         "psserver.shard",
         "psserver.waiting",
     },
-    "psserver.stream": {
+    "psserver.sockets": {
         "pscommon.core",
         "pscommon.system",
         "pscommon.telemetry",
@@ -346,7 +346,7 @@ ALLOWED: dict[str, set[str]] = {
         "psserver.process",
         "psserver.replication",
         "psserver.shard",
-        "psserver.stream",
+        "psserver.sockets",
         "psserver.exchange",
     },
     "psserver.app": {
@@ -357,7 +357,7 @@ ALLOWED: dict[str, set[str]] = {
         "psserver.process",
         "psserver.replication",
         "psserver.server",
-        "psserver.stream",
+        "psserver.sockets",
     },
     "psserver.cli": {
         "pscommon.entry",
