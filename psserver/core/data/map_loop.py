@@ -13,8 +13,7 @@ from typing import Any
 from pscommon.core.data_loop import LoopSpec
 from pscommon.core.data_stream import Spec, StreamSpec
 from pscommon.core.errors import InvalidRequestError
-from psserver.core.data.batch_leases import BatchLeases
-from psserver.core.data.batch_pool import BatchPool
+from psserver.core.data.batch_leases import BatchLeases, BatchPool
 from psserver.core.data.loop import HasLeft, LoopLedger, never_left
 
 

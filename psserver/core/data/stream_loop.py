@@ -15,11 +15,11 @@ Invariant: under every policy a sample counts once. Batches of a lap are leased 
 time, and a lap changes its reader only together with its batches.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from pscommon.core.data_stream import Spec, StreamSpec
-from psserver.core.data.batch_pool import BatchPool
+from psserver.core.data.batch_leases import BatchPool
 from psserver.core.data.loop import HasLeft, LoopLedger, never_left
 
 
@@ -115,22 +115,21 @@ class StreamLoop(LoopLedger):
     def rest(self, worker: int) -> None:
         """Let others read the laps of a worker that waits for them, except where it has batches."""
         self.give_back(worker, list(self.leases.ready(worker)))
-        leased = {self.spec.lap(number) for number in self.leases.leased_by(worker)}
-        for lap in [lap for lap, reader in self._readers.items() if reader == worker]:
-            if lap not in leased:
-                self._release(lap)
+        self._release_laps(worker, {self.spec.lap(n) for n in self.leases.leased_by(worker)})
 
-    def _release_all(self, worker: int) -> None:
+    def _release_laps(self, worker: int, reading: Collection[int] = ()) -> None:
+        """Let others read the laps of a worker except these."""
         for lap in [lap for lap, reader in self._readers.items() if reader == worker]:
-            self._release(lap)
+            if lap not in reading:
+                self._release(lap)
 
     def leave(self, worker: int) -> None:
         super().leave(worker)
-        self._release_all(worker)
+        self._release_laps(worker)
 
     def lose(self, worker: int) -> None:
         super().lose(worker)
-        self._release_all(worker)
+        self._release_laps(worker)
 
     def transfer(self, old: int, new: int) -> None:
         super().transfer(old, new)
