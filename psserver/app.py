@@ -24,7 +24,7 @@ from psserver.replication.servicer import not_primary
 from psserver.replication.standby import Standby
 from psserver.replication.standby_state import Promotion
 from psserver.server import Server
-from psserver.sockets.socket_port import SocketPort, open_socket_port
+from psserver.stream.stream_port import StreamPort, open_stream_port
 
 log = get_logger(__name__)
 
@@ -74,12 +74,12 @@ def warn_of_loopback(bind: str) -> None:
 
 
 @contextmanager
-def open_streams(config: ServerConfig, standby: Standby) -> Iterator[SocketPort]:
+def open_streams(config: ServerConfig, standby: Standby) -> Iterator[StreamPort]:
     """Yield a standby's stream port, which answers that it is no primary. Close it at the end.
 
     Raises TakenError if a requested port is not available.
     """
-    with closing(open_socket_port(config, standby.address)) as port:
+    with closing(open_stream_port(config, standby.address)) as port:
         port.refuse_all(lambda: not_primary(standby.primary))
         yield port
 
@@ -88,7 +88,7 @@ def successor(
     config: ServerConfig,
     address: str,
     promotion: Promotion,
-    stream_port: SocketPort | None = None,
+    stream_port: StreamPort | None = None,
 ) -> Server:
     """Return the primary that a standby becomes, at the standby's addresses.
 

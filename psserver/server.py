@@ -51,8 +51,8 @@ from psserver.replication.servicer import StandbyServicer, make_standby_check
 from psserver.replication.standby_state import Promotion
 from psserver.shard.engine import ShardEngine
 from psserver.shard.worker_traffic import WorkerTraffic
-from psserver.sockets.listener import SocketListener
-from psserver.sockets.socket_port import SocketPort, open_socket_port
+from psserver.stream.listener import StreamListener
+from psserver.stream.stream_port import StreamPort, open_stream_port
 
 LAST_SNAPSHOT_TIMEOUT_SECONDS = 8.0
 """Time that a stopping shard waits for the coordinator's last snapshot; containers grant ten
@@ -90,7 +90,7 @@ class Server:
         self,
         config: ServerConfig,
         promotion: Promotion | None = None,
-        stream_port: SocketPort | None = None,
+        stream_port: StreamPort | None = None,
     ) -> None:
         self.config, self._promotion, self._stream_port = config, promotion, stream_port
         self._port_file, self._resources = PortFile(config.port_file), ExitStack()
@@ -136,8 +136,8 @@ class Server:
         self.service = self._make_service(layout) if config.shard == 0 else None
         self.coordinator_link = None if self.service else self._make_coordinator_link()
         self._serve()
-        port = self._stream_port or open_socket_port(config, self.address)
-        self._streams = SocketListener(
+        port = self._stream_port or open_stream_port(config, self.address)
+        self._streams = StreamListener(
             port, self.engine, self.identity, self.metrics.record_call, self.service
         )
         self._resources.callback(self._streams.close)

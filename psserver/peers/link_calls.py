@@ -79,7 +79,7 @@ class GrpcLink:
         self._channel.close()
 
 
-class SocketLink(BlockingStream):
+class StreamLink(BlockingStream):
     """The call over a stream. Attributes: as GrpcLink."""
 
     sends_news = True
@@ -113,7 +113,7 @@ class SocketLink(BlockingStream):
         super().close()
 
 
-def open_link(address: str, lanes: Lanes) -> GrpcLink | SocketLink:
+def open_link(address: str, lanes: Lanes) -> GrpcLink | StreamLink:
     """Connect to shard 0, over a stream if both servers allow it and its port answers.
 
     Raises UnreachableError if shard 0 does not answer at all.
@@ -128,7 +128,7 @@ def open_link(address: str, lanes: Lanes) -> GrpcLink | SocketLink:
     hello = stream_pb2.StreamHello(purpose=stream_pb2.StreamHello.PURPOSE_SHARD)
     for found in stream_addresses(description, address, lanes):
         try:
-            return SocketLink.open(found, hello, who, LINK_CONNECT_SECONDS)
+            return StreamLink.open(found, hello, who, LINK_CONNECT_SECONDS)
         except PSError as error:
             log.info("link_without_stream", problem=str(error))
     return GrpcLink(address)

@@ -13,8 +13,8 @@ from pscommon.wire.blocking_stream import BlockingStream
 from pscommon.wire.channel import MAX_MESSAGE_BYTES
 from pscommon.wire.stream_format import FrameKind, encode_frame
 from psproto.v1 import stream_pb2
-from psserver.peers.link_calls import GrpcLink, SocketLink
-from psserver.sockets.coordinator_requests import SocketRequests
+from psserver.peers.link_calls import GrpcLink, StreamLink
+from psserver.stream.coordinator_requests import StreamRequests
 from psworker import OptimizerSpec
 from tests.support.cluster import Cluster
 from tests.support.events import events
@@ -61,13 +61,13 @@ def number_of_steps() -> int:
 @pytest.fixture
 def seen(monkeypatch: pytest.MonkeyPatch) -> set[str | None]:
     """Return the kinds of requests that come over streams, while they come."""
-    found, answer = set(), SocketRequests.answer
+    found, answer = set(), StreamRequests.answer
 
-    async def recorded(self: SocketRequests, message: bytes) -> bytes:
+    async def recorded(self: StreamRequests, message: bytes) -> bytes:
         found.add(stream_pb2.CoordinatorRequest.FromString(message).WhichOneof("request"))
         return await answer(self, message)
 
-    monkeypatch.setattr(SocketRequests, "answer", recorded)
+    monkeypatch.setattr(StreamRequests, "answer", recorded)
     return found
 
 
@@ -142,7 +142,7 @@ def test_lost_streams_lose_no_request(cluster: Make, monkeypatch: pytest.MonkeyP
 # ---- connections between servers -----------------------------------------------------------------
 
 
-def link_of(servers: Cluster) -> GrpcLink | SocketLink | None:
+def link_of(servers: Cluster) -> GrpcLink | StreamLink | None:
     link = servers.servers[1].coordinator_link
     assert link is not None
     return link._link
@@ -171,7 +171,7 @@ def test_servers_are_connected_over_a_stream_where_both_allow_it(
     assert len(train(servers.address, 0)) == PASSES
     link = link_of(servers)
     if kind:
-        assert isinstance(link, SocketLink)
+        assert isinstance(link, StreamLink)
         assert link.address.startswith(kind)
     else:
         assert isinstance(link, GrpcLink)

@@ -294,7 +294,7 @@ ALLOWED: dict[str, set[str]] = {
         "psserver.shard",
         "psserver.waiting",
     },
-    "psserver.sockets": {
+    "psserver.stream": {
         "pscommon.core",
         "pscommon.system",
         "pscommon.telemetry",
@@ -346,7 +346,7 @@ ALLOWED: dict[str, set[str]] = {
         "psserver.process",
         "psserver.replication",
         "psserver.shard",
-        "psserver.sockets",
+        "psserver.stream",
         "psserver.exchange",
     },
     "psserver.app": {
@@ -357,7 +357,7 @@ ALLOWED: dict[str, set[str]] = {
         "psserver.process",
         "psserver.replication",
         "psserver.server",
-        "psserver.sockets",
+        "psserver.stream",
     },
     "psserver.cli": {
         "pscommon.entry",

@@ -1,8 +1,7 @@
-"""A worker's connection over a stream: its greeting, then one exchange after another."""
+"""One worker's stream: its greeting, then one exchange after another."""
 
 import asyncio
 import socket
-import threading
 from collections.abc import Callable
 
 from pscommon.core.errors import InvalidRequestError, MismatchError, PSError
@@ -21,56 +20,19 @@ from pscommon.wire.stream_format import (
 from psproto.v1 import parameter_server_pb2 as ps
 from psproto.v1 import stream_pb2 as pb
 from psserver.process.identity import ServerIdentity
-from psserver.shard.observers import ShardObserver
-from psserver.sockets.coordinator_requests import SocketRequests
-from psserver.sockets.event_loop import SocketService
-from psserver.sockets.frame_socket import ConnectionLostError, FrameSocket
-from psserver.sockets.shard_links import ShardLinks
-from psserver.sockets.socket_exchange import serve_exchange
+from psserver.stream.coordinator_requests import StreamRequests
+from psserver.stream.frame_socket import ConnectionLostError, FrameSocket
+from psserver.stream.open_streams import OpenStreams
+from psserver.stream.shard_links import ShardLinks
+from psserver.stream.socket_exchange import serve_exchange
+from psserver.stream.stream_service import StreamService
 
 ALIVE = encode_frame(FrameKind.ALIVE)
 
 log = get_logger(__name__)
 
 
-class OpenConnections(ShardObserver):
-    """The open stream of each worker. Thread-safe.
-
-    A worker has one stream. A newer one closes it: the worker has given it up.
-    """
-
-    def __init__(self) -> None:
-        self._closers: dict[int, Callable[[bool], None]] = {}
-        self._lock = threading.Lock()
-
-    def opened(self, worker: int, close: Callable[[bool], None]) -> None:
-        """Record the stream of a worker; observers (worker 0) may have any number.
-
-        close: closes the stream without waiting; with False only if it is receiving a push.
-        """
-        if worker:
-            with self._lock:
-                older, self._closers[worker] = self._closers.get(worker), close
-            if older is not None:
-                older(True)
-
-    def closed(self, worker: int, close: Callable[[bool], None]) -> None:
-        with self._lock:
-            if self._closers.get(worker) == close:
-                del self._closers[worker]
-
-    def on_evict(self, worker: int) -> None:
-        """End the transfer of a worker that is no longer a member, and free its memory.
-
-        A stream that moves no bytes stays: the worker's next request is answered with the reason.
-        """
-        with self._lock:
-            close = self._closers.get(worker)
-        if close is not None:
-            close(False)
-
-
-class WorkerConnection:
+class WorkerStream:
     """Serves one connection in an event loop until either side closes it.
 
     refused: called with the reason when a peer is refused.
@@ -82,10 +44,10 @@ class WorkerConnection:
         self,
         sock: socket.socket,
         identity: ServerIdentity,
-        service: SocketService,
-        streams: OpenConnections,
+        service: StreamService,
+        streams: OpenStreams,
         refused: Callable[[str], None],
-        requests: SocketRequests | None,
+        requests: StreamRequests | None,
         links: ShardLinks | None,
     ) -> None:
         self._loop = asyncio.get_running_loop()

@@ -8,7 +8,7 @@ from pscommon.wire.stream_format import decode_message
 from psproto.v1 import stream_pb2 as pb
 from psserver.coordinator.service import CoordinatorService
 from psserver.coordinator.servicer import ControlPlaneServicer
-from psserver.sockets.event_loop import SocketService, SocketWaiter
+from psserver.stream.stream_service import StreamService, StreamWaiter
 
 METHOD_NAMES = {
     "heartbeat": "Heartbeat",
@@ -20,10 +20,10 @@ METHOD_NAMES = {
 """Names of the requests in metrics, as over gRPC."""
 
 
-class SocketRequests:
+class StreamRequests:
     """Answers the requests. One that waits occupies no thread."""
 
-    def __init__(self, coordinator: CoordinatorService, service: SocketService) -> None:
+    def __init__(self, coordinator: CoordinatorService, service: StreamService) -> None:
         self._service, servicer = service, ControlPlaneServicer(coordinator)
         self._methods: dict[str, Any] = {
             "heartbeat": servicer.Heartbeat,
@@ -41,7 +41,7 @@ class SocketRequests:
         name = sent.WhichOneof("request")
         if name is None:
             raise InvalidRequestError("the coordinator does not know this request")
-        request, waiter = getattr(sent, name), SocketWaiter(self._service)
+        request, waiter = getattr(sent, name), StreamWaiter(self._service)
         with self._service.timing(METHOD_NAMES[name]):
             if name in self._waiting:
                 answer = await self._waiting[name](request, waiter)

@@ -8,17 +8,18 @@ from concurrent.futures import ThreadPoolExecutor
 from psserver.coordinator.service import CoordinatorService
 from psserver.process.identity import ServerIdentity
 from psserver.shard.engine import ShardEngine
-from psserver.sockets.coordinator_requests import SocketRequests
-from psserver.sockets.event_loop import SocketService
-from psserver.sockets.shard_links import ShardLinks
-from psserver.sockets.socket_port import SocketPort
-from psserver.sockets.worker_connection import OpenConnections, WorkerConnection
+from psserver.stream.coordinator_requests import StreamRequests
+from psserver.stream.open_streams import OpenStreams
+from psserver.stream.shard_links import ShardLinks
+from psserver.stream.stream_port import StreamPort
+from psserver.stream.stream_service import StreamService
+from psserver.stream.worker_stream import WorkerStream
 
 POOL_THREADS_COUNT = 32
 """Threads for exchanges that wait for a disk, a standby or a long update."""
 
 
-class SocketListener:
+class StreamListener:
     """Serves the connections of a port, from `start` to `close`.
 
     port: closed with the listener.
@@ -28,20 +29,20 @@ class SocketListener:
 
     def __init__(
         self,
-        port: SocketPort,
+        port: StreamPort,
         engine: ShardEngine,
         identity: ServerIdentity,
         record: Callable[[str, str, float], None],
         coordinator: CoordinatorService | None = None,
     ) -> None:
-        self._port, self._identity, self._streams = port, identity, OpenConnections()
+        self._port, self._identity, self._streams = port, identity, OpenStreams()
         identity.stream_address, identity.stream_path = port.advertised, port.path
         engine.traffic.observers.append(self._streams)
         self._pool = ThreadPoolExecutor(POOL_THREADS_COUNT, thread_name_prefix="stream-work")
-        self._service = SocketService(engine, identity, self._pool, record)
+        self._service = StreamService(engine, identity, self._pool, record)
         self._requests, self._links = None, None
         if coordinator is not None:
-            self._requests = SocketRequests(coordinator, self._service)
+            self._requests = StreamRequests(coordinator, self._service)
             self._links = ShardLinks(coordinator)
 
     def start(self) -> None:
@@ -56,7 +57,7 @@ class SocketListener:
         self._pool.shutdown()
 
     def _serve(self, sock: socket.socket) -> tuple["asyncio.Task[None]", Callable[[], None]]:
-        stream = WorkerConnection(
+        stream = WorkerStream(
             sock,
             self._identity,
             self._service,

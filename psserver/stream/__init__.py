@@ -1,0 +1,5 @@
+"""Stream connections to one server, of workers and other shards: sockets in a few event loops, so
+that waiting needs no thread.
+"""
+
+__all__ = ["listener", "stream_port"]

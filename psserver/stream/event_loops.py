@@ -1,0 +1,69 @@
+"""Threads that each run an event loop with a part of the streams."""
+
+import asyncio
+import socket
+import threading
+from collections.abc import Callable
+
+from pscommon.wire.stream_format import ALIVE_INTERVAL_SECONDS
+
+MAX_LOOPS_COUNT = 4
+
+Serve = Callable[[socket.socket], tuple["asyncio.Task[None]", Callable[[], None]]]
+"""Begins to serve a connection in the event loop that calls it. Returns the task that serves it and
+closes it at its end, and what sends a sign of life if the peer waits for an answer.
+"""
+
+
+class EventLoopThread(threading.Thread):
+    """One event loop in a daemon thread.
+
+    Attributes:
+        loop: The event loop.
+    """
+
+    def __init__(self, number: int) -> None:
+        super().__init__(name=f"stream-{number}", daemon=True)
+        self.loop = asyncio.new_event_loop()
+        # signs of life by the task of a connection; only this thread changes them
+        self._connections: dict[asyncio.Task[None], Callable[[], None]] = {}
+
+    def run(self) -> None:
+        asyncio.set_event_loop(self.loop)
+        self.loop.call_soon(self._keep_alive)
+        try:
+            self.loop.run_forever()
+        finally:
+            self.loop.close()
+
+    def add(self, sock: socket.socket, serve: Serve) -> None:
+        """Serve a connection. From any thread."""
+        self.loop.call_soon_threadsafe(self._add, sock, serve)
+
+    def end(self) -> None:
+        """Close all connections, then end the loop and its thread."""
+        self.loop.call_soon_threadsafe(self.loop.create_task, self._end())
+        self.join()
+
+    def _add(self, sock: socket.socket, serve: Serve) -> None:
+        task, keep_alive = serve(sock)
+        self._connections[task] = keep_alive
+        task.add_done_callback(self._remove)
+
+    def _remove(self, task: "asyncio.Task[None]") -> None:
+        del self._connections[task]
+        if not task.cancelled() and (bug := task.exception()) is not None:
+            self.loop.call_exception_handler({"message": "a stream failed", "exception": bug})
+
+    def _keep_alive(self) -> None:
+        for keep_alive in self._connections.values():
+            keep_alive()
+        self.loop.call_later(ALIVE_INTERVAL_SECONDS, self._keep_alive)
+
+    async def _end(self) -> None:
+        tasks = list(self._connections)
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+        self.loop.stop()
