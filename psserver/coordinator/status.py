@@ -10,7 +10,7 @@ from pscommon.core.data_loop import LoopSpec
 from pscommon.core.data_stream import StreamSpec
 from pscommon.core.partition import PartitionPlan
 from pscommon.snapshot import Manifest
-from psserver.core.commands.ended_leases import HUNG
+from psserver.core.commands.recorder import HUNG
 from psserver.core.coordinator.machine import CoordinatorMachine
 from psserver.core.servers.shard_directory import ShardDirectory
 from psserver.core.workers.members import Member, WorkerState

@@ -19,7 +19,6 @@ from psserver.core.commands.recorder import Recorder
 from psserver.core.commands.request_checks import check_memory
 from psserver.core.commands.waiting import MAX_NAMED_COUNT, waiting_for_call
 from psserver.core.commands.worker_commands import Join, Leave, Register
-from psserver.core.commands.worker_share import worker_share
 from psserver.core.coordinator.admission import check_registration, push_nbytes
 from psserver.core.coordinator.data_requests import BatchesReply
 from psserver.core.coordinator.registration import RegistrationReply
@@ -241,9 +240,9 @@ class WorkerRequests:
             return waiting_for_call(recorder.coordinator, key, now)
 
     def share(self, worker: int, spec: Spec) -> int:
-        """Return the number of batches that the worker can expect (see worker_share)."""
+        """Return the number of batches that the worker can expect (see DataRequests.share)."""
         with self._executor.step(quiet=True) as (recorder, _):
-            return worker_share(recorder.coordinator, worker, spec)
+            return recorder.coordinator.data.share(worker, spec)
 
 
 def never_begun(ledger: DataLedger, worker: int) -> dict[PassName, int]:

@@ -18,8 +18,7 @@ from pscommon.wire.channel import open_channel
 from pscommon.wire.status import error_from, translated
 from psproto.v1 import standby_pb2 as pb
 from psproto.v1.standby_pb2_grpc import StandbyServiceStub, add_StandbyServiceServicer_to_server
-from psserver.core.shard.failover import FailoverMachine
-from psserver.core.shard.primary_lease import LeaseStore, PrimaryRecord
+from psserver.core.shard.failover import FailoverMachine, LeaseStore, PrimaryRecord
 from psserver.core.shard.state_machine import LogInvariantError
 from psserver.durability.record_sink import RecordSource
 from psserver.durability.shard_state import LogUnfitError

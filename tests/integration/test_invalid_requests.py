@@ -21,7 +21,7 @@ from psproto.v1 import coordinator_pb2 as co
 from psproto.v1 import model_pb2 as mo
 from psproto.v1 import parameter_server_pb2 as ps
 from psproto.v1.coordinator_pb2_grpc import CoordinatorServiceStub
-from psserver.core.coordinator.departures import Departures
+from psserver.core.coordinator.registration import Registration
 from psworker import Client
 from psworker.ctl.job_client import CoordinatorClient
 from tests.support.cluster import Cluster
@@ -251,11 +251,11 @@ def test_an_unexpected_error_in_a_command_does_not_prevent_later_starts(
     state.
     """
 
-    def faulty(self: Departures, worker: int) -> None:
+    def faulty(self: Registration, worker: int) -> None:
         self._job.samples += 1000
         raise ZeroDivisionError("planted")
 
-    monkeypatch.setattr(Departures, "drain", faulty)
+    monkeypatch.setattr(Registration, "drain", faulty)
     settings = {"data_dir": tmp_path / "primary", "durability": "log", "policy": "async"}
     servers = cluster(1, **settings)
     with RunningStandby(servers.servers[0], data_dir=tmp_path / "standby") as following:

@@ -161,7 +161,7 @@ class SimulatedRace:
     def leave(self, worker: int) -> None:
         del self.clocks[worker]
         self._staged.pop(worker, None)
-        self.coordinator.departures.leave(worker, "", 0.0)
+        self.coordinator.registration.leave(worker, "", 0.0)
         self.record_decisions()
 
     def step(self) -> None:

@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry
 import psserver.replication.primary as shipper_module
 from pscommon.core.errors import MismatchError, UnreachableError
 from psproto.v1 import standby_pb2 as pb
-from psserver.core.shard.primary_lease import PrimaryRecord
+from psserver.core.shard.failover import PrimaryRecord
 from psserver.core.shard.replication import (
     LEASE_CHECK_INTERVAL_SECONDS,
     STALLED_STANDBY_SECONDS,

@@ -18,7 +18,6 @@ from pscommon.wire.messages import loop_from_proto, loop_to_proto
 from psserver.core.commands.data_commands import LeaseBatches, ReportMetrics, ReturnBatches
 from psserver.core.commands.request_checks import check_memory, check_shards, wait_seconds
 from psserver.core.commands.worker_commands import Join
-from psserver.core.commands.worker_share import worker_share
 from psserver.core.job.policy import policy
 from psworker.client.local_client import LocalClient
 from tests.support.replayed_job import Job
@@ -104,7 +103,7 @@ def test_a_loop_over_a_thousand_million_epochs_costs_nothing(
         for _ in range(100):
             for worker in job.workers:
                 job.step(worker, spec)
-        worker_share(job.coordinator, job.workers[0], spec)
+        job.coordinator.data.share(job.workers[0], spec)
         state = json.dumps(job.coordinator.ledger.state())
     assert job.coordinator.ledger.loops[spec.loop].committed == 200
     assert len(state) < 5000
