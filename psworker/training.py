@@ -15,7 +15,7 @@ from pscommon.telemetry.logs import get_logger
 from psworker.client.client import Client
 from psworker.connect import choose_device
 from psworker.data.random_state import preserved_generators
-from psworker.local_servers import LocalServers
+from psworker.local_servers import local_servers
 from psworker.session.arguments import check_integer
 from psworker.training_arguments import (
     Loss,
@@ -152,8 +152,8 @@ class DistributedTraining:
             return
         # settings in the environment (a data directory, a port) are meant for another job
         environ = without_settings(os.environ)
-        with LocalServers(self.servers, nodes, self.policy, self.staleness, environ) as servers:
-            yield TrainingCluster(lambda node: Client(servers.address, rank=node))
+        with local_servers(self.servers, nodes, self.policy, self.staleness, environ) as address:
+            yield TrainingCluster(lambda node: Client(address, rank=node))
 
     @contextlib.contextmanager
     def _simulated(self, nodes: int) -> Iterator["TrainingCluster"]:
