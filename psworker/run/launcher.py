@@ -44,10 +44,7 @@ class RunEnd:
     """State after the end of a run.
 
     Attributes:
-        outcome: how the run ended.
-        result: what the servers reported.
         seconds: duration of the run.
-        restarts: number of restarted processes.
         box: box about the failure; empty without one.
         not_saved: why the final weights were not saved; empty if saved, None if unknown.
     """

@@ -14,8 +14,6 @@ class ValueReport(NamedTuple):
     """A reported value.
 
     Attributes:
-        name: Name of the value.
-        value: The value.
         version: Version of the worker's weights at the time of the report.
         time: Time of the report, by the clock of ReportBuffer.
     """

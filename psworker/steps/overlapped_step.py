@@ -65,7 +65,6 @@ class BucketSender:
     several backwards sends once, and an unused layer delays no bucket.
 
     Args:
-        adapter: The model's flat buffers.
         begin: Opens a push.
         check: Receives the place of each new gradient; raises if it cannot be right.
     """
