@@ -117,8 +117,7 @@ class JobPoller:
 
     Attributes:
         status: last status; empty until the servers answer.
-        resumed: as in JobResult.
-        history: as in JobResult.
+        resumed, history: as in JobResult.
     """
 
     def __init__(

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from pscommon.core.errors import FencedError, PSError
-from pscommon.core.partition import ALIGNMENT_BYTES, ByteRange, piece_nbytes
+from pscommon.core.partition import ByteRange, padded, piece_nbytes
 from psworker.core.protocols import PushStream
 from psworker.core.results import PushResult
 from psworker.model.adapter import ModelAdapter
@@ -65,7 +65,6 @@ class BucketSender:
     several backwards sends once, and an unused layer delays no bucket.
 
     Args:
-        adapter: The model's flat buffers.
         begin: Opens a push.
         check: Receives the place of each new gradient; raises if it cannot be right.
     """
@@ -181,7 +180,7 @@ class BucketSender:
             last = first + len(list(run))
             if here:
                 spans.append(
-                    ByteRange(self._extents[first].start, _padded(self._extents[last - 1].stop))
+                    ByteRange(self._extents[first].start, padded(self._extents[last - 1].stop))
                 )
             first = last
         return [span for span in spans if span.nbytes]
@@ -242,10 +241,6 @@ def _given(grads: Sequence[Tensor | None]) -> list[bool]:
 def _send(stream: PushStream, spans: Sequence[ByteRange]) -> None:
     for start, stop in spans:
         stream.send(start, stop)
-
-
-def _padded(position: int) -> int:
-    return -(-position // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
 class OverlappedStep(PlainStep):

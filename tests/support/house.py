@@ -86,7 +86,6 @@ ALLOWED: dict[str, set[str]] = {
         "psworker.session",
     },
     "psworker.integrations": {"pscommon.core", "psworker.data", "psworker.job"},
-    "psworker.training_arguments": {"pscommon.core", "pscommon.optim"},
     "psworker.transport": {
         "pscommon.core",
         "pscommon.settings",
@@ -177,7 +176,6 @@ ALLOWED: dict[str, set[str]] = {
         "psworker.job",
         "psworker.optim",
         "psworker.session",
-        "psworker.training_arguments",
     },
     "psserver.core.coordinator": {
         "pscommon.core",
@@ -326,6 +324,7 @@ ALLOWED: dict[str, set[str]] = {
     },
     "psworker.training": {
         "pscommon.core",
+        "pscommon.optim",
         "pscommon.settings",
         "pscommon.telemetry",
         "psworker.client",
@@ -334,7 +333,6 @@ ALLOWED: dict[str, set[str]] = {
         "psworker.local_servers",
         "psworker.session",
         "psworker.simulation",
-        "psworker.training_arguments",
         "psworker.training_nodes",
     },
     "psserver.server": {
