@@ -18,13 +18,8 @@ from pscommon.snapshot import DataDirLock
 from pscommon.system.thread_team import ThreadTeam
 from pscommon.telemetry.http import MetricsServer, new_registry
 from pscommon.telemetry.logs import get_logger
-from pscommon.wire.frames import add_parameter_server_to_server
-from psproto.v1 import coordinator_pb2, parameter_server_pb2, shard_pb2, standby_pb2
-from psproto.v1.coordinator_pb2_grpc import add_CoordinatorServiceServicer_to_server
-from psproto.v1.shard_pb2_grpc import add_ShardServiceServicer_to_server
-from psproto.v1.standby_pb2_grpc import add_StandbyServiceServicer_to_server
+from psserver.coordinator.handlers import coordinator_handlers
 from psserver.coordinator.service import CoordinatorService
-from psserver.coordinator.servicer import ControlPlaneServicer
 from psserver.coordinator.status import statistics
 from psserver.core.shard.replication import ReplicationMachine
 from psserver.durability.data_formats import check_data_formats
@@ -36,19 +31,19 @@ from psserver.durability.state_records import StateRecord, StateRecordKind, abou
 from psserver.exchange.servicer import DataPlaneServicer
 from psserver.peers.coordinator_link import CoordinatorLink
 from psserver.peers.link_messages import ShardMessages
-from psserver.peers.peer_servicer import PeerServicer
+from psserver.peers.peer_handlers import peer_handlers
 from psserver.process.config import MAX_CONCURRENT_CALLS, ServerConfig
 from psserver.process.grpc_server import listen
+from psserver.process.handlers import grpc_services
 from psserver.process.identity import ServerIdentity
 from psserver.process.job_id_file import JobIdFile, generate_job_name
 from psserver.process.metrics import ServerMetrics
 from psserver.process.port_file import PortFile, announce
-from psserver.process.rpc_metrics import RpcTimer
 from psserver.process.shard_count_file import ShardCountFile
 from psserver.replication.hello import Hello, shared_settings
 from psserver.replication.lease_directory import begin_primary, lease_of
 from psserver.replication.primary import PrimaryReplicator
-from psserver.replication.servicer import StandbyServicer, make_standby_check
+from psserver.replication.servicer import primary_handlers
 from psserver.replication.standby_state import Promotion
 from psserver.shard.engine import ShardEngine
 from psserver.shard.worker_traffic import WorkerTraffic
@@ -65,13 +60,6 @@ PORT_RELEASE_SECONDS = 2.0
 
 STATE_COPY_TIMEOUT_SECONDS = 5.0
 """Time within which a consistent copy for a standby must succeed."""
-
-SERVICES = (
-    parameter_server_pb2.DESCRIPTOR.services_by_name["ParameterServerService"].full_name,
-    standby_pb2.DESCRIPTOR.services_by_name["StandbyService"].full_name,
-    shard_pb2.DESCRIPTOR.services_by_name["ShardService"].full_name,
-    coordinator_pb2.DESCRIPTOR.services_by_name["CoordinatorService"].full_name,
-)
 
 log = get_logger(__name__)
 
@@ -115,8 +103,7 @@ class Server:
         # before the port is bound: a second attempt without this disk needs it
         layout = self._make_layout()
         retry_seconds = PORT_RELEASE_SECONDS if self._promotion is not None else 0.0
-        wraps = [RpcTimer(self.metrics.record_call).wrap]
-        self._grpc, self.address = listen(config.bind, MAX_CONCURRENT_CALLS, wraps, retry_seconds)
+        self._grpc, self.address = listen(config.bind, MAX_CONCURRENT_CALLS, retry_seconds)
         self._resources.callback(lambda: self._grpc.stop(grace=None))
         self.replicator = self._make_replicator()
         shard_log, team = self._make_log(), ThreadTeam(config.threads or 1)
@@ -297,25 +284,18 @@ class Server:
         )
 
     def _serve(self) -> None:
-        add_parameter_server_to_server(DataPlaneServicer(self.engine, self.identity), self._grpc)
-        add_ShardServiceServicer_to_server(
-            PeerServicer(self.engine.live, self.identity), self._grpc
-        )
-        if self.service is not None:
-            add_CoordinatorServiceServicer_to_server(ControlPlaneServicer(self.service), self._grpc)
-        check = make_standby_check(self.identity)
-        add_StandbyServiceServicer_to_server(
-            StandbyServicer(self.replicator, None, check), self._grpc
-        )
+        handlers = {
+            **DataPlaneServicer(self.engine, self.identity).handlers,
+            **peer_handlers(self.engine.live, self.identity),
+            **primary_handlers(self.replicator, self.identity),
+            **(coordinator_handlers(self.service) if self.service is not None else {}),
+        }
+        self._services = {row.service for row in handlers}
+        self._grpc.add_generic_rpc_handlers(grpc_services(handlers, self.metrics.record_call))
         self._health = health.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._grpc)
         names = (*self._services, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self._grpc)
-
-    @property
-    def _services(self) -> tuple[str, ...]:
-        """Names of the gRPC services; only shard 0 has the coordinator's."""
-        return SERVICES if self.service is not None else SERVICES[:-1]
 
     def start(self) -> None:
         """Continue or begin the job, then answer calls."""

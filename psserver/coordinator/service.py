@@ -12,13 +12,11 @@ from pscommon.snapshot import Manifest
 from pscommon.telemetry.logs import get_logger
 from psserver.coordinator.executor import CommandExecutor
 from psserver.coordinator.final_state import save_final_state
-from psserver.coordinator.heartbeats import Heartbeats
 from psserver.coordinator.job_start import JobStart
 from psserver.coordinator.resharding import ReshardRequests
 from psserver.coordinator.shard_connections import ShardConnections
 from psserver.coordinator.snapshot_jobs import SnapshotScheduler
 from psserver.coordinator.status import JobView, describe, statistics
-from psserver.coordinator.worker_requests import WorkerRequests
 from psserver.core.commands.job_commands import PolicyRow, SetPolicy
 from psserver.core.commands.waiting import waiting_for
 from psserver.core.commands.worker_commands import DrainWorker
@@ -52,6 +50,8 @@ class CoordinatorService:
 
     Attributes:
         executor: Every change of the machine goes through it.
+        history: Begins the job and its trainings, and keeps the journal.
+        first_workers: Checks the wait for --min-workers.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class CoordinatorService:
         self.not_saved = ""  # what of the final state is not saved, and why
         self.lost_data_dir = ""  # why this server continues without its --data-dir
         self.stopped = threading.Event()  # the final state is saved, or cannot be saved
-        self._history = JobStart(
+        self.history = JobStart(
             config,
             identity,
             engine,
@@ -88,25 +88,23 @@ class CoordinatorService:
             standby_link,
         )
         self.executor = CommandExecutor(
-            self._history.new_recorder(),
+            self.history.new_recorder(),
             engine,
             lambda: self.registry.missing,
             lambda: self.stop_reason is not None,
             self._fail,
             self._broken,
         )
-        self._history.replace_recorder = self.executor.replace_recorder
-        self.heartbeats = Heartbeats(self.executor, self._check_is_over)
+        self.history.replace_recorder = self.executor.replace_recorder
         self.progress = PassProgress()
         self.snapshot_scheduler = SnapshotScheduler(
-            self.executor, self._history, snapshots, self.registry
+            self.executor, self.history, snapshots, self.registry
         )
         self.reshard_requests = ReshardRequests(
             self.executor, self.registry, layout, engine, snapshots, identity, config
         )
         self.shard_connections = self._make_shard_connections()
-        self._first_workers = FirstWorkers(config.join_timeout, lambda: self.waiting_for)
-        self.worker_requests = self._make_worker_requests()
+        self.first_workers = FirstWorkers(config.join_timeout, lambda: self.waiting_for)
         self._worker_monitor = WorkerMonitor(metrics, config.on_worker_loss.seconds)
         self.worker_exits = WorkerExits()
         self._ticker = threading.Thread(target=self._tick_forever, name="ticker", daemon=True)
@@ -115,26 +113,11 @@ class CoordinatorService:
         return ShardConnections(
             self.executor,
             self.registry,
-            self._history,
+            self.history,
             self.snapshots,
             self.snapshot_scheduler,
             self.reshard_requests,
             self.stopped,
-        )
-
-    def _make_worker_requests(self) -> WorkerRequests:
-        return WorkerRequests(
-            self.executor,
-            self.engine,
-            self.config.in_flight,
-            self.config.max_workers or 1,
-            self._history,
-            self.snapshots,
-            self.metrics,
-            self._first_workers,
-            self._check_goes_on,
-            lambda: self.is_over,
-            self.config.exit_when_done,
         )
 
     def start(self, ticking: bool = True, promotion: Promotion | None = None) -> None:
@@ -148,12 +131,12 @@ class CoordinatorService:
             self.engine.make_report(only_new=self.registry[0].ready)
         )
         self.engine.describe_wait = lambda: self.waiting_for
-        self.engine.check_first_workers = self._first_workers.check
+        self.engine.check_first_workers = self.first_workers.check
         if promotion is not None:
-            self._history.install_promotion(promotion)
+            self.history.install_promotion(promotion)
             self.snapshot_scheduler.wanted = True
         else:
-            self._history.start()
+            self.history.start()
             if (job := self._coordinator.job).begun:
                 self.snapshots.resumed = {
                     "version": job.version,
@@ -206,7 +189,8 @@ class CoordinatorService:
         with self.executor.changed:
             return self.ledger.passes.begun()
 
-    def _check_goes_on(self) -> None:
+    def check_goes_on(self) -> None:
+        """Raise UnreachableError once this server begins to stop."""
         if self.stop_reason is not None:
             raise UnreachableError(f"shard 0 is stopping: {self.stop_reason}", "STOPPING")
 
@@ -220,11 +204,10 @@ class CoordinatorService:
         if job and job != self.job:
             raise MismatchError(f"these servers run job {self.job}, not {job}", "JOB_MISMATCH")
 
-    def _check_is_over(self) -> bool:
-        """Return whether the job is over. Raises why it has failed."""
-        if self.failure is not None:
-            raise self.failure
-        return self.is_over
+    def renew_leases(self, ages: Mapping[int, float]) -> None:
+        """Renew leases from the last transfer; `ages` has the seconds since then by worker."""
+        with self.executor.step(quiet=True) as (recorder, now):
+            recorder.coordinator.membership.leases.renew_by_transfers(ages, now)
 
     def drain(self, worker: int) -> None:
         """Ask a worker to leave at its next step boundary."""
@@ -266,11 +249,11 @@ class CoordinatorService:
 
     def paused(self) -> AbstractContextManager[tuple[CoordinatorFacts, dict[str, Any]]]:
         """Yield the state for a standby of shard 0; the coordinator does not change meanwhile."""
-        return self._history.paused(self.executor)
+        return self.history.paused(self.executor)
 
     def restore(self, version: int, seconds: float) -> None:
         """Roll all shards back to the snapshot of this version; workers rejoin by themselves."""
-        self._check_goes_on()
+        self.check_goes_on()
         self.snapshot_scheduler.restore(version, seconds)
 
     def _fail(self, error: PSError) -> None:
@@ -295,11 +278,11 @@ class CoordinatorService:
             self._broken(bug)
 
     def tick(self) -> None:
-        self._first_workers.update(self._coordinator)
+        self.first_workers.update(self._coordinator)
         if time.monotonic() - self._reported_at >= REPORT_INTERVAL_SECONDS:
             self._report_all()
         if alive := self.engine.traffic.transfer.take_active_workers():
-            self.worker_requests.renew_leases(alive)
+            self.renew_leases(alive)
         with self.executor.step(quiet=True) as (recorder, now):
             workers = recorder.coordinator.membership.current_workers()
             lost = recorder.tick(now, self.worker_exits.among(workers))
@@ -366,7 +349,7 @@ class CoordinatorService:
 
     def end(self) -> None:
         """Close the log. No call is in progress any more."""
-        self._history.close()
+        self.history.close()
 
     def status(self) -> dict[str, Any]:
         """Return the answer to GetStatus (see psserver/coordinator/status.py)."""

@@ -86,9 +86,7 @@ class ServerMetrics:
             self._sent.inc(sent)
 
     def record_call(self, method: str, code: str, seconds: float) -> None:
-        """Count a finished call: its short name and its canonical status code (see
-        psserver.process.rpc_metrics).
-        """
+        """Count a finished call: its short name and its canonical status code."""
         if (method, code) not in self._calls:
             self._calls[method, code] = (
                 self._rpcs.labels(self._shard, method, code),

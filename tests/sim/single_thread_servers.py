@@ -22,9 +22,9 @@ from pscommon.core.log_entries import Cut, ShardReport
 from pscommon.snapshot import Manifest
 from pscommon.system.thread_team import ALONE
 from pscommon.wire.frames import Frame, chunks, decode_response, encode_header
+from pscommon.wire.requests import AnyRequest
 from psproto.v1 import parameter_server_pb2 as ps
 from psserver.coordinator.service import CoordinatorService
-from psserver.coordinator.servicer import ControlPlaneServicer
 from psserver.coordinator.shard_connections import ShardUpdate
 from psserver.core.servers.catch_up import CatchUp
 from psserver.core.servers.server_entry import DeliveryCursor
@@ -36,13 +36,19 @@ from psserver.durability.snapshots import SnapshotManager
 from psserver.exchange.servicer import DataPlaneServicer
 from psserver.parameters.store import ParameterStore
 from psserver.process.config import ServerConfig
+from psserver.process.handlers import Handlers
 from psserver.process.identity import ServerIdentity
 from psserver.process.metrics import ServerMetrics
 from psserver.process.shard_count_file import ShardCountFile
 from psserver.shard.engine import ShardEngine
 from psserver.shard.worker_traffic import WorkerTraffic
 from psworker.core.clock import Clock
-from psworker.simulation import ENDLESS_LEASE_SECONDS, UNLIMITED_BYTES, DirectTransport
+from psworker.simulation import (
+    ENDLESS_LEASE_SECONDS,
+    UNLIMITED_BYTES,
+    DirectTransport,
+    simulated_handlers,
+)
 from psworker.transport.exchange_calls import (
     AnswerReceiver,
     Cancellation,
@@ -219,8 +225,9 @@ class DirectServers:
         return is_shard_log_broken or self.service._history.journal.is_broken
 
     @property
-    def coordinator(self) -> ControlPlaneServicer:
-        return ControlPlaneServicer(self.service)
+    def handlers(self) -> Handlers:
+        """They answer the worker's requests."""
+        return simulated_handlers(self.service)
 
     # ---- processes -------------------------------------------------------------------------------
 
@@ -376,16 +383,14 @@ class SingleThreadTransport(DirectTransport):
         header.wait_ms = 0
         sent = [encode_header(header), *(chunks(send) if header.has_data else ())]
         with self._cluster.acting_as(shard) as process:
-            answer = map(decode_response, process.server.Exchange(iter(sent), None))
+            answer = map(decode_response, process.server.exchange(iter(sent), None))
             result = receive_answer(answer, receiver)
         self._cluster.deliver()
         return ExchangeAnswer(result, 0.0, 0.0)
 
-    def _call(self, method: Callable[[Any, None], Any], request: Any) -> Any:
+    def _answer(self, row: AnyRequest, message: Any) -> Any:
         with self._cluster.acting_as(0):
-            answer = method(request, None)
-        self._cluster.deliver()
-        return answer
+            return super()._answer(row, message)
 
     def _pass_on(self) -> None:
         self._now += PAUSE_SECONDS

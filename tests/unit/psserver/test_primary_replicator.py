@@ -11,6 +11,7 @@ from prometheus_client import CollectorRegistry
 
 import psserver.replication.primary as shipper_module
 from pscommon.core.errors import MismatchError, UnreachableError
+from pscommon.wire.requests import STEP_DOWN
 from psproto.v1 import standby_pb2 as pb
 from psserver.core.shard.primary_lease import PrimaryRecord
 from psserver.core.shard.replication import (
@@ -24,7 +25,8 @@ from psserver.durability.record_sink import RecordSink, RecordSource
 from psserver.durability.state_records import StateRecord, StateRecordKind
 from psserver.process.metrics import ServerMetrics
 from psserver.replication.primary import PrimaryReplicator
-from psserver.replication.servicer import StandbyServicer
+from psserver.replication.servicer import primary_handlers
+from psserver.waiting import ThreadWaiter, run
 from tests.sim.failover_world import MemoryLease
 
 FIRST = PrimaryRecord(1, "a:1")
@@ -230,8 +232,9 @@ def test_a_primary_ends_after_a_handover_even_if_the_answer_is_lost(
 ) -> None:
     context = Mock(add_callback=Mock(side_effect=lambda action: listens and (action() or True)))
 
+    step_down = primary_handlers(replicator(lease), Mock())[STEP_DOWN]
     with pytest.raises(DeposedError) as ended:
-        StandbyServicer(replicator(lease)).StepDown(pb.StepDownRequest(instance="s"), context)
+        run(step_down(pb.StepDownRequest(instance="s"), ThreadWaiter(context)))
     assert not str(ended.value)
 
 
