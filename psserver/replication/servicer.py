@@ -54,7 +54,7 @@ def _replicate(
     if (hello := next(requests, None)) is None:
         return
     check_wire_format(hello.format, "the standby", "its primary")
-    _check_standby(hello, identity)
+    check_standby(identity, hello)
     link_id = replicator.attach(hello)
     when_ended(context, lambda: replicator.handle_disconnect(link_id))
     listener = threading.Thread(
@@ -120,7 +120,7 @@ class NotPrimary(grpc.GenericRpcHandler):
         return grpc.stream_unary_rpc_method_handler(refuse)
 
 
-def _check_standby(hello: pb.ReplicateRequest, identity: ServerIdentity) -> None:
+def check_standby(identity: ServerIdentity, hello: pb.ReplicateRequest) -> None:
     """Check that a standby belongs to this shard and job.
 
     After a reshard, command lines may still contain an earlier number of shards.
