@@ -222,7 +222,7 @@ class DirectServers:
             for process in self.processes
             if process is not None
         )
-        return is_shard_log_broken or self.service._history.journal.is_broken
+        return is_shard_log_broken or self.service.history.journal.is_broken
 
     @property
     def handlers(self) -> Handlers:
