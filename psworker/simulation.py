@@ -10,6 +10,7 @@ This is the only module of psworker that imports psserver.
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from prometheus_client import CollectorRegistry
@@ -30,6 +31,7 @@ from pscommon.wire.requests import (
 from psproto.v1 import parameter_server_pb2 as ps
 from psserver.coordinator.handlers import coordinator_handlers
 from psserver.coordinator.service import CoordinatorService
+from psserver.core.job.snapshot_schedule import PartReport
 from psserver.core.servers.catch_up import CatchUp
 from psserver.core.servers.server_entry import DeliveryCursor
 from psserver.durability.record_sink import RecordSink, RecordSource
@@ -42,7 +44,7 @@ from psserver.process.handlers import Handlers, answer
 from psserver.process.identity import ServerIdentity
 from psserver.process.metrics import ServerMetrics
 from psserver.process.shard_count_file import ShardCountFile
-from psserver.shard.engine import ShardEngine
+from psserver.shard.engine import Coordinator, ShardEngine
 from psserver.shard.worker_traffic import WorkerTraffic
 from psserver.waiting import ThreadWaiter, run
 from psworker.core.clock import Clock
@@ -108,6 +110,28 @@ class Turns:
         self._changed.notify_all()
 
 
+class SimulatedLink:
+    """A shard's connection to the coordinator of the same process.
+
+    Attributes:
+        engine: The shard.
+    """
+
+    def __init__(
+        self, service: CoordinatorService, make_engine: Callable[[Coordinator], ShardEngine]
+    ) -> None:
+        self._service, self.engine = service, make_engine(self)
+
+    def request_report(self) -> None:
+        self._service.shard_connections.report(self.engine.make_report())
+
+    def record_part(self, part: PartReport) -> None:
+        """Do nothing: there are no disks."""
+
+    def describe_wait(self) -> str:
+        return self._service.waiting_for
+
+
 class SimulatedCluster:
     """The servers of a job, without network and disks.
 
@@ -131,12 +155,13 @@ class SimulatedCluster:
         self._states = [
             ShardStateFactory(shard, ALONE, snapshots[shard], logs[shard]) for shard in shards
         ]
-        self._engines = [
-            ShardEngine(
+        make_engines = [
+            partial(
+                ShardEngine,
                 self._states[shard].empty(config.shards),
                 WorkerTraffic(metrics[shard], UNLIMITED_BYTES, "grpc"),
-                lambda version, store: None,
-                logs[shard],
+                lambda cut, store, record_part: None,
+                log=logs[shard],
             )
             for shard in shards
         ]
@@ -146,12 +171,14 @@ class SimulatedCluster:
             config,
             ShardCountFile(config.shards, None),
             leader,
-            self._engines[0],
+            make_engines[0],
             self._states[0],
             snapshots[0],
             metrics[0],
         )
         self.service.start(ticking=False)
+        links = [SimulatedLink(self.service, make_engine) for make_engine in make_engines[1:]]
+        self._engines = [self.service.engine, *(link.engine for link in links)]
         self._cursors = [DeliveryCursor() for _ in self._engines]
         self.handlers = simulated_handlers(self.service)
         self.servers = [self._server(engine) for engine in self._engines]
@@ -163,11 +190,7 @@ class SimulatedCluster:
             self.service.shard_connections.connect(
                 shard, len(self._engines), f"simulated-{shard}", "simulated"
             )
-            engine.request_report = lambda: self.service.shard_connections.report(
-                engine.make_report()
-            )
-            engine.request_report()
-            engine.describe_wait = lambda: self.service.waiting_for
+            engine.coordinator.request_report()
         return DataPlaneServicer(
             engine,
             ServerIdentity(shard, len(self._engines), f"simulated-{shard}", job=self.service.job),
@@ -195,7 +218,7 @@ class SimulatedCluster:
                             update.cursor.log_id, update.base, len(self._engines)
                         )
                     )
-                    engine.request_report()
+                    engine.coordinator.request_report()
                 if update.model is not None:
                     engine.set_model(update.model)
                 engine.deliver(update.cursor.log_id, update.entries)

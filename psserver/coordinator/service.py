@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -10,19 +10,19 @@ from pscommon.core.errors import MismatchError, PSError, UnreachableError
 from pscommon.core.partition import PartitionPlan
 from pscommon.snapshot import Manifest
 from pscommon.telemetry.logs import get_logger
-from psserver.coordinator.executor import CommandExecutor
 from psserver.coordinator.final_state import save_final_state
 from psserver.coordinator.job_start import JobStart
 from psserver.coordinator.resharding import ReshardRequests
 from psserver.coordinator.shard_connections import ShardConnections
 from psserver.coordinator.snapshot_jobs import SnapshotScheduler
-from psserver.coordinator.status import JobView, describe, statistics
+from psserver.coordinator.status import JobView, describe
 from psserver.core.commands.job_commands import PolicyRow, SetPolicy
 from psserver.core.commands.waiting import waiting_for
 from psserver.core.commands.worker_commands import DrainWorker
 from psserver.core.coordinator.admission import check_switch
 from psserver.core.coordinator.machine import CoordinatorMachine
 from psserver.core.data.data_ledger import DataLedger
+from psserver.core.job.snapshot_schedule import PartReport
 from psserver.core.servers.shard_directory import ShardDirectory
 from psserver.durability.record_sink import StandbyLink
 from psserver.durability.shard_recovery import ShardStateFactory
@@ -30,6 +30,7 @@ from psserver.durability.snapshots import SnapshotManager
 from psserver.monitoring.first_workers import FirstWorkers
 from psserver.monitoring.pass_progress import PassProgress
 from psserver.monitoring.worker_monitor import WorkerMonitor, find_conditions
+from psserver.peers.link_messages import statistics
 from psserver.process.config import ServerConfig
 from psserver.process.identity import ServerIdentity
 from psserver.process.metrics import ServerMetrics
@@ -37,7 +38,7 @@ from psserver.process.shard_count_file import ShardCountFile
 from psserver.process.worker_exits import WorkerExits
 from psserver.replication.hello import CoordinatorFacts
 from psserver.replication.standby_state import Promotion
-from psserver.shard.engine import REPORT_INTERVAL_SECONDS, ShardEngine
+from psserver.shard.engine import REPORT_INTERVAL_SECONDS, Coordinator, ShardEngine
 
 END_SECONDS = 2.0
 """Time for the other shards to learn that the job is over."""
@@ -47,6 +48,10 @@ log = get_logger(__name__)
 
 class CoordinatorService:
     """The coordinator of a job. All methods may be called from any thread.
+
+    Args:
+        make_engine: Returns this process's own shard, which asks the coordinator that it is given.
+        lost_data_dir: Why this server continues without its --data-dir; empty otherwise.
 
     Attributes:
         executor: Every change of the machine goes through it.
@@ -59,13 +64,15 @@ class CoordinatorService:
         config: ServerConfig,
         layout: ShardCountFile,
         identity: ServerIdentity,
-        engine: ShardEngine,
+        make_engine: Callable[[Coordinator], ShardEngine],
         states: ShardStateFactory,
         snapshots: SnapshotManager,
         metrics: ServerMetrics,
         standby_link: StandbyLink | None = None,
+        lost_data_dir: str = "",
     ) -> None:
-        self.config, self.engine, self.snapshots, self.metrics = config, engine, snapshots, metrics
+        self.config, self.snapshots, self.metrics = config, snapshots, metrics
+        self.engine = make_engine(self)
         self.registry = ShardDirectory[Manifest](layout, identity.address, standby_link)
         self._identity, self._standby_link = identity, standby_link
         self._began_at = self._reported_at = time.monotonic()
@@ -73,35 +80,29 @@ class CoordinatorService:
         self.is_over = False  # the job ends with this server
         self.failure: PSError | None = None  # the error that ended the job
         self.not_saved = ""  # what of the final state is not saved, and why
-        self.lost_data_dir = ""  # why this server continues without its --data-dir
+        self._lost_data_dir = lost_data_dir
         self.stopped = threading.Event()  # the final state is saved, or cannot be saved
         self.history = JobStart(
             config,
             identity,
-            engine,
+            self.engine,
             states,
             snapshots,
             self.registry,
             layout,
             metrics,
-            self._fail,
-            standby_link,
-        )
-        self.executor = CommandExecutor(
-            self.history.new_recorder(),
-            engine,
-            lambda: self.registry.missing,
             lambda: self.stop_reason is not None,
             self._fail,
             self._broken,
+            standby_link,
         )
-        self.history.replace_recorder = self.executor.replace_recorder
+        self.executor = self.history.executor
         self.progress = PassProgress()
         self.snapshot_scheduler = SnapshotScheduler(
             self.executor, self.history, snapshots, self.registry
         )
         self.reshard_requests = ReshardRequests(
-            self.executor, self.registry, layout, engine, snapshots, identity, config
+            self.executor, self.registry, layout, self.engine, snapshots, identity, config
         )
         self.shard_connections = self._make_shard_connections()
         self.first_workers = FirstWorkers(config.join_timeout, lambda: self.waiting_for)
@@ -127,11 +128,6 @@ class CoordinatorService:
             ticking: Start the clock; a simulation calls `tick` itself.
             promotion: The state that this process replicated as a standby.
         """
-        self.engine.request_report = lambda: self.shard_connections.report(
-            self.engine.make_report(only_new=self.registry[0].ready)
-        )
-        self.engine.describe_wait = lambda: self.waiting_for
-        self.engine.check_first_workers = self.first_workers.check
         if promotion is not None:
             self.history.install_promotion(promotion)
             self.snapshot_scheduler.wanted = True
@@ -153,6 +149,19 @@ class CoordinatorService:
         """Make a complete report of this process's own shard."""
         self._reported_at = time.monotonic()
         self.shard_connections.report(self.engine.make_report())
+
+    # ---- asked by this process's own shard (psserver.shard.engine.Coordinator) ------------------
+
+    def request_report(self) -> None:
+        """Make a report of what is new in this process's own shard."""
+        self.shard_connections.report(self.engine.make_report(only_new=self.registry[0].ready))
+
+    def record_part(self, part: PartReport) -> None:
+        self.shard_connections.record_part(0, part)
+
+    def describe_wait(self) -> str:
+        self.first_workers.check()
+        return self.waiting_for
 
     @property
     def _coordinator(self) -> CoordinatorMachine:
@@ -249,7 +258,7 @@ class CoordinatorService:
 
     def paused(self) -> AbstractContextManager[tuple[CoordinatorFacts, dict[str, Any]]]:
         """Yield the state for a standby of shard 0; the coordinator does not change meanwhile."""
-        return self.history.paused(self.executor)
+        return self.history.paused()
 
     def restore(self, version: int, seconds: float) -> None:
         """Roll all shards back to the snapshot of this version; workers rejoin by themselves."""
@@ -328,7 +337,7 @@ class CoordinatorService:
                 self.registry,
                 self.snapshot_scheduler,
                 self.snapshots,
-                self.lost_data_dir,
+                self._lost_data_dir,
             )
         finally:
             self.stopped.set()
@@ -349,7 +358,7 @@ class CoordinatorService:
 
     def end(self) -> None:
         """Close the log. No call is in progress any more."""
-        self.history.close()
+        self.history.journal.close()
 
     def status(self) -> dict[str, Any]:
         """Return the answer to GetStatus (see psserver/coordinator/status.py)."""

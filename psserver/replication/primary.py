@@ -51,7 +51,6 @@ class PrimaryReplicator:
             ends the process and never returns.
 
     Attributes:
-        copy_state: Copies the state of this server for a new standby.
         has_standby: A standby is connected.
 
     Threads: `_changed` guards the machine and the queue. A thread that waits in `wait_for_standby`
@@ -61,7 +60,6 @@ class PrimaryReplicator:
     def __init__(
         self, machine: ReplicationMachine, metrics: ServerMetrics, deposed: Callable[[str], Never]
     ) -> None:
-        self.copy_state: CopyState = lambda begin: None
         self.has_standby = False
         self._address = ""
         self._problem = ""  # why there is no standby; begins with a comma
@@ -228,8 +226,11 @@ class PrimaryReplicator:
                 self._queued_nbytes -= record.nbytes if number > self._state_end else 0
                 self._changed.notify_all()
 
-    def attach(self, hello: pb.ReplicateRequest) -> int:
+    def attach(self, hello: pb.ReplicateRequest, copy_state: CopyState) -> int:
         """Send the complete state to a standby that connects.
+
+        Args:
+            copy_state: Copies the state of this server.
 
         Returns:
             The id of the connection.
@@ -252,7 +253,7 @@ class PrimaryReplicator:
             nonlocal link_id
             link_id = self._begin(hello, records)
 
-        self.copy_state(begin)
+        copy_state(begin)
         log.info("standby_loading", standby=hello.address, term=machine.term)
         if hello.problem:
             log.error("standby_diverged", standby=hello.address, problem=hello.problem)

@@ -20,17 +20,19 @@ from psserver.core.commands.request_checks import wait_seconds
 from psserver.process.grpc_server import when_ended
 from psserver.process.handlers import Handlers
 from psserver.process.identity import ServerIdentity
-from psserver.replication.primary import PrimaryReplicator
+from psserver.replication.primary import CopyState, PrimaryReplicator
 from psserver.waiting import ThreadWaiter, Waiter
 
 STEP_DOWN_SECONDS = 3.0
 """Time for the standby to acknowledge the records that are in flight."""
 
 
-def primary_handlers(replicator: PrimaryReplicator, identity: ServerIdentity) -> Handlers:
+def primary_handlers(
+    replicator: PrimaryReplicator, identity: ServerIdentity, copy_state: CopyState
+) -> Handlers:
     """Return the handlers of a primary: its standby follows it, and may ask it to step down."""
     return {
-        REPLICATE: partial(_replicate, replicator, identity),
+        REPLICATE: partial(_replicate, replicator, identity, copy_state),
         STEP_DOWN: partial(_step_down, replicator),
         PROMOTE: _refuse_promotion,
     }
@@ -48,6 +50,7 @@ def standby_handlers(promote: Callable[[float], pb.PromoteResponse]) -> Handlers
 def _replicate(
     replicator: PrimaryReplicator,
     identity: ServerIdentity,
+    copy_state: CopyState,
     requests: Iterator[pb.ReplicateRequest],
     context: grpc.ServicerContext,
 ) -> Iterator[pb.ReplicateResponse]:
@@ -55,7 +58,7 @@ def _replicate(
         return
     check_wire_format(hello.format, "the standby", "its primary")
     check_standby(identity, hello)
-    link_id = replicator.attach(hello)
+    link_id = replicator.attach(hello, copy_state)
     when_ended(context, lambda: replicator.handle_disconnect(link_id))
     listener = threading.Thread(
         target=_listen, args=(replicator, link_id, requests), name="acks", daemon=True

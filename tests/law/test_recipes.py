@@ -152,7 +152,7 @@ def test_add_an_optimizer_with_a_class_of_our_own() -> None:
 
 def test_add_a_metric() -> None:
     registry = CollectorRegistry()
-    ServerMetrics(registry, shard=0)
+    ServerMetrics(registry, shard=0).show_shard(dict)
     WorkerMetrics(registry)
     families = [*registry.collect(), *standby_metrics(0, int).collect()]
     families = [family for family in families if family.name.startswith("ps_")]

@@ -127,7 +127,7 @@ def bound() -> Iterator[tuple[AnyRequest, Callable[..., Any]]]:
         coordinator_handlers(Mock()),
         DataPlaneServicer(Mock(), Mock()).handlers,
         peer_handlers(Mock(), Mock()),
-        primary_handlers(Mock(), Mock()),
+        primary_handlers(Mock(), Mock(), Mock()),
         standby_handlers(Mock()),
     )
     for each in handlers:

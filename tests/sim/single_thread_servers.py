@@ -12,6 +12,7 @@ and do not reach the disk.
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from pscommon.wire.requests import AnyRequest
 from psproto.v1 import parameter_server_pb2 as ps
 from psserver.coordinator.service import CoordinatorService
 from psserver.coordinator.shard_connections import ShardUpdate
+from psserver.core.job.snapshot_schedule import PartReport
 from psserver.core.servers.catch_up import CatchUp
 from psserver.core.servers.server_entry import DeliveryCursor
 from psserver.durability.record_sink import RecordSink, RecordSource, disk_log
@@ -55,6 +57,7 @@ from psworker.transport.exchange_calls import (
     ExchangeAnswer,
     receive_answer,
 )
+from tests.support.coordinators import SilentCoordinator
 
 JOB = "direct"
 MAX_DELIVERY_ROUNDS = 100
@@ -67,8 +70,8 @@ class ServerKilled(BaseException):
     """The active server is killed at this operation."""
 
 
-class DirectServer:
-    """One process of one server.
+class DirectServer(SilentCoordinator):
+    """One process of one server. DirectServers asks for its reports.
 
     is_killed: the process has been killed.
     outbox: messages to the coordinator that are not sent yet.
@@ -92,36 +95,36 @@ class DirectServer:
         """Start as Server does. Raises SnapshotError if the disk refuses the start."""
         shard, metrics = self.shard, ServerMetrics(self._registry, shard=self.shard)
         self.snapshots = SnapshotManager(config.data_dir, shard, config.snapshot_keep, metrics)
-        self.snapshots.on_part = lambda part: self.outbox.append(
-            lambda service: service.shard_connections.record_part(shard, part)
-        )
         disk = disk_log(config, f"log-shard-{shard}", metrics.count_log_failure)
         self._log = ShardLog(RecordSink(RecordSource.SHARD, disk))
         self.states = ShardStateFactory(shard, ALONE, self.snapshots, self._log)
-        self.engine = ShardEngine(
-            self.states.empty(config.shards),
-            WorkerTraffic(metrics, UNLIMITED_BYTES, "grpc"),
-            self._cut,
-            self._log,
-        )
+        traffic = WorkerTraffic(metrics, UNLIMITED_BYTES, "grpc")
+        state = self.states.empty(config.shards)
+        make_engine = partial(ShardEngine, state, traffic, self._cut, log=self._log)
         self.identity = ServerIdentity(shard, config.shards, f"direct-{shard}", job=JOB)
-        self.server = DataPlaneServicer(self.engine, self.identity)
         if shard == 0:
             self.snapshots.generations.count()
             self.service = CoordinatorService(
                 config,
                 ShardCountFile(config.shards, config.data_dir),
                 self.identity,
-                self.engine,
+                make_engine,
                 self.states,
                 self.snapshots,
                 metrics,
             )
+            self.engine = self.service.engine
             self.service.start(ticking=False)
+        else:
+            self.engine = make_engine(self)
+        self.server = DataPlaneServicer(self.engine, self.identity)
 
-    def _cut(self, cut: Cut, store: ParameterStore) -> None:
+    def record_part(self, part: PartReport) -> None:
+        self.outbox.append(lambda service: service.shard_connections.record_part(self.shard, part))
+
+    def _cut(self, cut: Cut, store: ParameterStore, report: Callable[[PartReport], None]) -> None:
         """Write a snapshot part, and wait for the thread that writes it."""
-        self.snapshots.write_part(cut, store)
+        self.snapshots.write_part(cut, store, self.record_part)
         self.snapshots.close()
         if self.is_killed:
             raise ServerKilled

@@ -87,7 +87,7 @@ def test_shard_0_refuses_the_data_of_another_job(tmp_path: Path) -> None:
 def requested_job(identity: ServerIdentity) -> str:
     """Return the job that a shard names in its request to shard 0."""
     line = cast(Any, SimpleNamespace(term=1, address="", state="none"))
-    return ShardMessages(identity, cast(Any, None), dict, line)._identify(co.LinkShardRequest()).job
+    return ShardMessages(identity, cast(Any, None), line)._identify(co.LinkShardRequest()).job
 
 
 def test_a_shard_is_bound_to_a_job_by_its_flags_its_data_or_its_log(
