@@ -101,6 +101,11 @@ class ShardEngine:
         self.gradient_rules = gradient_rules
         self.live = LiveShardState(state)
         self._observers = traffic.observers
+        # a small push has no time for observers that ignore it
+        self._on_receive, self._on_repeat, self._on_update = (
+            [getattr(each, event) for each in traffic.observers if event in vars(type(each))]
+            for event in ("on_receive", "on_repeat", "on_update")
+        )
         self._start_snapshot = start_snapshot
         self._log = log or ShardLog(RecordSink(RecordSource.SHARD), state.shard)
 
@@ -195,16 +200,16 @@ class ShardEngine:
                 self._log.write_push(staged, staging)
             with self.live.changed:
                 is_new = is_new and self.live.state.stage(staged, staging)
-        for observer in self._observers:
-            observer.on_receive(staging.nbytes)
+        for on_receive in self._on_receive:
+            on_receive(staging.nbytes)
         if is_new:
             self.coordinator.request_report()
             return True
         self.release(staging)
         if self.live.machine.outcome(staged.key) is None:
             return True  # staged by an earlier attempt, or a reshard has started
-        for observer in self._observers:
-            observer.on_repeat()
+        for on_repeat in self._on_repeat:
+            on_repeat()
         return False
 
     def find_repeat(self, key: PushKey) -> bool | None:
@@ -215,8 +220,8 @@ class ShardEngine:
             if not is_decided and key not in machine.staged:
                 return None
         if is_decided:
-            for observer in self._observers:
-                observer.on_repeat()
+            for on_repeat in self._on_repeat:
+                on_repeat()
         return is_decided
 
     def release(self, staging: Staging) -> None:
@@ -300,8 +305,8 @@ class ShardEngine:
                     began = time.monotonic()
                     state.compute(entry)
                     seconds = time.monotonic() - began
-                    for observer in self._observers:
-                        observer.on_update(entry, staged_at, began, seconds)
+                    for on_update in self._on_update:
+                        on_update(entry, staged_at, began, seconds)
                 case Reject():
                     for observer in self._observers:
                         observer.on_reject(entry)
