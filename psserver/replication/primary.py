@@ -11,6 +11,7 @@ from typing import Never
 from pscommon.core.errors import MismatchError, UnreachableError
 from pscommon.telemetry.logs import get_logger
 from psproto.v1 import standby_pb2 as pb
+from psserver.core.shard.primary_lease import PrimaryRecord
 from psserver.core.shard.replication import ReplicationMachine, ReplicationPhase
 from psserver.durability.record_sink import RecordSource
 from psserver.durability.state_records import (
@@ -22,7 +23,9 @@ from psserver.durability.state_records import (
     frames,
 )
 from psserver.parameters.store import ParameterStore
+from psserver.process.config import ServerConfig
 from psserver.process.metrics import ServerMetrics
+from psserver.replication.lease_directory import begin_primary, lease_of
 
 TICK_SECONDS = 0.1
 HEARTBEAT_INTERVAL_SECONDS = 0.5
@@ -344,3 +347,24 @@ class PrimaryReplicator:
                 self._use_lease(lambda: self._machine.tick(time.monotonic()))
                 self._handle_link_state(was_connected)
             self._metrics.set_standby(self.state == "in sync", self.unacknowledged)
+
+
+def open_replicator(
+    config: ServerConfig,
+    address: str,
+    primary_record: PrimaryRecord | None,
+    metrics: ServerMetrics,
+    deposed: Callable[[str], Never],
+) -> PrimaryReplicator:
+    """Return the replicator of a server that is primary now.
+
+    Args:
+        address: Its address for others.
+        primary_record: The record of a promoted standby; None: the server was started as primary.
+
+    Raises:
+        TakenError: The server must not be primary, or the lease cannot be used.
+    """
+    lease = lease_of(config)
+    record = primary_record or begin_primary(config, lease, address)
+    return PrimaryReplicator(ReplicationMachine(record, lease, time.monotonic()), metrics, deposed)

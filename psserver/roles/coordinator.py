@@ -13,7 +13,8 @@ from psserver.process.job_id_file import JobIdFile, generate_job_name
 from psserver.process.shard_count_file import ShardCountFile
 from psserver.replication.hello import whole_state
 from psserver.replication.standby_state import Promotion
-from psserver.roles.primary import STATE_COPY_TIMEOUT_SECONDS, Primary, Role, open_primary
+from psserver.roles.primary import STATE_COPY_TIMEOUT_SECONDS, Primary, open_primary
+from psserver.roles.services import Role
 
 
 def build_coordinator(

@@ -1,6 +1,5 @@
-"""What a primary has on every shard, and what the builders of its two roles return."""
+"""What a primary has on every shard."""
 
-import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import NamedTuple, Never
@@ -9,20 +8,16 @@ import grpc
 
 from pscommon.system.thread_team import ThreadTeam
 from pscommon.telemetry.http import new_registry
-from psserver.coordinator.service import CoordinatorService
-from psserver.core.shard.replication import ReplicationMachine
 from psserver.durability.record_sink import RecordSink, RecordSource, disk_log
 from psserver.durability.shard_log import ShardLog
 from psserver.durability.shard_recovery import ShardStateFactory
 from psserver.durability.snapshots import SnapshotManager
-from psserver.peers.coordinator_link import CoordinatorLink
 from psserver.process.config import MAX_CONCURRENT_CALLS, ServerConfig
 from psserver.process.grpc_server import listen
 from psserver.process.identity import ServerIdentity
 from psserver.process.job_id_file import JobIdFile
 from psserver.process.metrics import ServerMetrics
-from psserver.replication.lease_directory import begin_primary, lease_of
-from psserver.replication.primary import CopyState, PrimaryReplicator
+from psserver.replication.primary import PrimaryReplicator, open_replicator
 from psserver.replication.standby_state import Promotion
 from psserver.shard.engine import Coordinator, ShardEngine
 from psserver.shard.worker_traffic import WorkerTraffic
@@ -83,23 +78,6 @@ class Primary(NamedTuple):
         return identity
 
 
-class Role(NamedTuple):
-    """A primary in its role.
-
-    engine: the shard.
-    copy_state: copies the state of the server for a new standby.
-    service: the coordinator; None on other shards than 0.
-    link: the connection to the coordinator; None on shard 0.
-    """
-
-    primary: Primary
-    identity: ServerIdentity
-    engine: ShardEngine
-    copy_state: CopyState
-    service: CoordinatorService | None = None
-    link: CoordinatorLink | None = None
-
-
 def open_primary(
     config: ServerConfig,
     promotion: Promotion | None,
@@ -119,14 +97,8 @@ def open_primary(
     retry_seconds = PORT_RELEASE_SECONDS if promotion is not None else 0.0
     server, address = listen(config.bind, MAX_CONCURRENT_CALLS, retry_seconds)
     resources.callback(lambda: server.stop(grace=None))
-    lease = lease_of(config)
-    primary_record = (
-        promotion.primary_record
-        if promotion is not None
-        else begin_primary(config, lease, config.advertise or address)
-    )
-    machine = ReplicationMachine(primary_record, lease, time.monotonic())
-    replicator = PrimaryReplicator(machine, metrics, deposed)
+    record = promotion.primary_record if promotion is not None else None
+    replicator = open_replicator(config, config.advertise or address, record, metrics, deposed)
     disk = disk_log(config, f"log-shard-{config.shard}", metrics.count_log_failure)
     log = ShardLog(RecordSink(RecordSource.SHARD, disk, replicator), config.shard)
     resources.callback(log.close)

@@ -1,16 +1,39 @@
-"""The gRPC services of a primary."""
+"""A primary in its role, and its gRPC services."""
 
 from collections.abc import Set
+from typing import NamedTuple
 
 from grpc_health.v1 import health, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from psserver.coordinator.handlers import coordinator_handlers
+from psserver.coordinator.service import CoordinatorService
 from psserver.exchange.servicer import DataPlaneServicer
+from psserver.peers.coordinator_link import CoordinatorLink
 from psserver.peers.peer_handlers import peer_handlers
 from psserver.process.handlers import grpc_services
+from psserver.process.identity import ServerIdentity
+from psserver.replication.primary import CopyState
 from psserver.replication.servicer import primary_handlers
-from psserver.roles.primary import Role
+from psserver.roles.primary import Primary
+from psserver.shard.engine import ShardEngine
+
+
+class Role(NamedTuple):
+    """A primary in its role.
+
+    engine: the shard.
+    copy_state: copies the state of the server for a new standby.
+    service: the coordinator; None on other shards than 0.
+    link: the connection to the coordinator; None on shard 0.
+    """
+
+    primary: Primary
+    identity: ServerIdentity
+    engine: ShardEngine
+    copy_state: CopyState
+    service: CoordinatorService | None = None
+    link: CoordinatorLink | None = None
 
 
 def add_services(role: Role) -> tuple[health.HealthServicer, Set[str]]:

@@ -11,7 +11,8 @@ from psserver.process.config import ServerConfig
 from psserver.process.job_id_file import JobIdFile
 from psserver.replication.hello import whole_state
 from psserver.replication.standby_state import Promotion
-from psserver.roles.primary import STATE_COPY_TIMEOUT_SECONDS, Role, open_primary
+from psserver.roles.primary import STATE_COPY_TIMEOUT_SECONDS, open_primary
+from psserver.roles.services import Role
 
 
 def build_shard(

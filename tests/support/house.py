@@ -345,7 +345,6 @@ ALLOWED: dict[str, set[str]] = {
         "pscommon.system",
         "pscommon.telemetry",
         "psserver.coordinator",
-        "psserver.core.shard",
         "psserver.durability",
         "psserver.exchange",
         "psserver.peers",
