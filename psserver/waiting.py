@@ -115,6 +115,11 @@ class ThreadWaiter:
     def wake(self) -> None:
         self._event.set()
 
+    def when_over(self, action: Callable[[], None]) -> None:
+        """Call the action when the call has ended, or at once if it has."""
+        if self._context is None or not self._context.add_callback(action):
+            action()
+
     async def park(self, seconds: float) -> None:
         self._event.wait(min(seconds, threading.TIMEOUT_MAX))
         self._event.clear()

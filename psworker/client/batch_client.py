@@ -8,6 +8,7 @@ from pscommon.core.log_entries import BatchKey
 from pscommon.core.script_place import PassName, ScriptPlace
 from pscommon.telemetry.logs import get_logger
 from pscommon.wire import messages as codec
+from pscommon.wire.requests import NEXT_BATCH, RETURN_BATCHES
 from psproto.v1 import coordinator_pb2 as co
 from psworker.connection.connection import Connection
 from psworker.connection.retry import RetryDeadline
@@ -53,8 +54,7 @@ class BatchClient:
                     received=received,
                     **codec.place_fields(place),
                 )
-                next_batch = connection.transport.next_batch
-                answer = connection.call("asking for data", next_batch, request, wait_seconds)
+                answer = connection.call("asking for data", NEXT_BATCH, request, wait_seconds)
                 membership.received_batches[name] = received + len(answer.numbers)
                 if answer.numbers or answer.end or not idle:
                     break
@@ -81,8 +81,7 @@ class BatchClient:
             loop=codec.loop_to_proto(loop),
             share_only=True,
         )
-        next_batch = connection.transport.next_batch
-        return connection.call("asking for the share of a loop", next_batch, request).share
+        return connection.call("asking for the share of a loop", NEXT_BATCH, request).share
 
     def give_back(self, batches: Sequence[BatchKey], used: bool = False) -> None:
         connection, membership = self._connection, self._connection.membership
@@ -92,7 +91,7 @@ class BatchClient:
             batches=codec.batches_to_proto(batches),
             used=used,
         )
-        connection.call("returning batches", connection.transport.return_batches, request)
+        connection.call("returning batches", RETURN_BATCHES, request)
 
     def _missing_source(self, loop: Spec) -> str:
         """Return what a worker waits for that got no source of a stream; warn of it once."""

@@ -16,6 +16,7 @@ from pscommon.core.model_spec import ModelSpec, OptimizerSettings
 from pscommon.core.partition import PartitionPlan
 from pscommon.core.script_place import ScriptPlace
 from pscommon.settings.values import Lanes
+from pscommon.wire.requests import REPORT_METRICS
 from psproto.v1 import coordinator_pb2 as co
 from psworker.client.array_model import ArrayModel
 from psworker.client.arrays import Array, Arrays, Gradients
@@ -301,7 +302,7 @@ class Client(ClientFacts):
             self._connection,
         )
         request = co.ReportMetricsRequest(job=self.job, worker=self.worker, metrics=numbers)
-        connection.call("reporting", connection.transport.report, request)
+        connection.call("reporting", REPORT_METRICS, request)
         for name, value in numbers.items():
             metrics.reported(name, value)
 

@@ -3,6 +3,7 @@
 from pscommon.core.errors import WaitTimeoutError
 from pscommon.core.script_place import ScriptPlace
 from pscommon.wire.messages import place_fields
+from pscommon.wire.requests import COLLECTIVE
 from psproto.v1 import coordinator_pb2 as co
 from psworker.connection.connection import Connection
 from psworker.core.results import CollectiveCall, CollectiveResult
@@ -32,8 +33,7 @@ class CollectiveClient:
                 wait_ms=round(wait_seconds * 1000),
                 **place_fields(place),
             )
-            collective = connection.transport.collective
-            answer = connection.call(what, collective, request, wait_seconds)
+            answer = connection.call(what, COLLECTIVE, request, wait_seconds)
             if answer.done:
                 membership.require_version(answer.version)
                 values = dict(zip(call.values, answer.values, strict=True))

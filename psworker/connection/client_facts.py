@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pscommon.core.script_place import PassName
+from pscommon.wire.requests import GET_STATUS
 from psproto.v1 import coordinator_pb2 as co
 from psworker.connection.connection import Connection
 from psworker.core.clock import Clock
@@ -95,8 +96,8 @@ class ClientFacts:
 
     def status(self) -> dict[str, Any]:
         """Ask for the job as `ps-ctl status --output json` shows it."""
-        call, status = self._connection.call, self._connection.transport.status
-        answer = call("asking for the status", status, co.GetStatusRequest())
+        request = co.GetStatusRequest()
+        answer = self._connection.call("asking for the status", GET_STATUS, request)
         found: dict[str, Any] = json.loads(answer.status_json)
         return found
 

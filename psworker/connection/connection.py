@@ -3,17 +3,17 @@
 import os
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import TypeVar
 
 from pscommon.core.errors import InvalidRequestError, PSError
 from pscommon.core.formats import check_wire_format, spoken_format
 from pscommon.settings.values import Lanes
 from pscommon.system.process_id import process_id
 from pscommon.telemetry.logs import get_logger
+from pscommon.wire.requests import JOIN, LEAVE, REPORT_METRICS, A, Q, Request
 from psproto.v1 import coordinator_pb2 as co
 from psworker.connection.discovery import addresses_of, discover
 from psworker.connection.membership import Heartbeat, StepProgress, WorkerMembership
@@ -41,9 +41,6 @@ POLL_SECONDS = 0.1
 UNANSWERED_SECONDS = 0.75
 """Age of a call in flight at which the servers are probed, once the worker was asked to leave."""
 PROBE_SECONDS = 0.75
-
-Response = TypeVar("Response")
-Request = TypeVar("Request")
 
 log = get_logger(__name__)
 
@@ -146,7 +143,7 @@ class Connection:
             wait_seconds = retry.next_wait_seconds() if self._join_request.training else 0.0
             self._join_request.wait_ms = round(wait_seconds * 1000)
             timeout = wait_seconds + self.call_seconds
-            answer = retry.ask(partial(transport.join, self._join_request, timeout))
+            answer = retry.ask(partial(transport.request, JOIN, self._join_request, timeout))
             check_wire_format(answer.format, f"shard 0 at {transport.addresses[0]}", "this worker")
             if not answer.worker:
                 retry.handle_wait(answer.waiting_for)
@@ -174,20 +171,23 @@ class Connection:
     def call(
         self,
         what: str,
-        method: Callable[[Request, float], Response],
-        request: Request,
+        row: Request[Q, A],
+        message: Q,
         wait_seconds: float = 0.0,
-    ) -> Response:
-        """Return the coordinator's answer to a request, repeated while no server answers.
+    ) -> A:
+        """Return the coordinator's answer to a request.
+
+        While no server answers, a request that may be repeated is repeated.
 
         Args:
             what: Names the request in logs and errors.
-            method: A method of the transport.
-            request: Its argument.
+            row: The request.
+            message: Its message.
             wait_seconds: Longest time for which the coordinator may hold the call.
         """
         timeout = wait_seconds + self.call_seconds
-        return self.new_retry(what).ask(partial(method, request, timeout))
+        ask = partial(self.transport.request, row, message, timeout)
+        return self.new_retry(what).ask(ask, row.may_repeat)
 
     def new_retry(self, what: str) -> RetryDeadline:
         """Return the retry state of a new request. what: Names the request in logs and errors."""
@@ -286,7 +286,7 @@ class Connection:
         request = co.ReportMetricsRequest(
             job=membership.job, worker=membership.worker, values=membership.wire_values(reports)
         )
-        self.call("reporting", self.transport.report, request)
+        self.call("reporting", REPORT_METRICS, request)
         self.reports.confirm(reports)
 
     def _send_leave(
@@ -300,8 +300,10 @@ class Connection:
         )
         request.values.extend(membership.wire_values(reports))
         try:
-            self.transport.leave(
-                request, LEAVE_AFTER_SILENCE_SECONDS if self.drain.given_up else LEAVE_SECONDS
+            self.transport.request(
+                LEAVE,
+                request,
+                LEAVE_AFTER_SILENCE_SECONDS if self.drain.given_up else LEAVE_SECONDS,
             )
         except PSError as error:
             log.debug("leave_unanswered", worker=membership.worker, problem=str(error))

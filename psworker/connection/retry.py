@@ -129,8 +129,8 @@ class RetryDeadline:
         # Frames that have moved in this attempt, and in the attempt with most frames.
         self._frames = self._furthest = 0
 
-    def ask(self, call: Callable[[], T]) -> T:
-        """Return the answer of `call`, repeated while no server answers."""
+    def ask(self, call: Callable[[], T], may_repeat: bool = True) -> T:
+        """Return the answer of `call`, repeated while no server answers if it may be repeated."""
         while True:
             try:
                 with self.attempt():
@@ -138,6 +138,8 @@ class RetryDeadline:
             except WaitTimeoutError as error:
                 self.handle_wait(str(error))
             except UnreachableError as error:
+                if not may_repeat:
+                    raise
                 self.handle_failure(error)
             else:
                 self._last_answer = self._clock.now()

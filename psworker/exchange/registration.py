@@ -6,6 +6,7 @@ from pscommon.core.errors import MismatchError, PSError
 from pscommon.core.model_spec import ModelSpec
 from pscommon.core.partition import PartitionPlan
 from pscommon.wire import messages as codec
+from pscommon.wire.requests import REGISTER
 from psproto.v1 import coordinator_pb2 as co
 from psworker.connection.connection import Connection
 
@@ -26,7 +27,7 @@ def register(connection: Connection, spec: ModelSpec | None) -> co.RegisterRespo
     while True:
         request.wait_ms = round(retry.next_wait_seconds() * 1000)
         timeout = request.wait_ms / 1000 + connection.call_seconds
-        answer = retry.ask(partial(connection.transport.register, request, timeout))
+        answer = retry.ask(partial(connection.transport.request, REGISTER, request, timeout))
         membership.learn_standing(answer)
         membership.update_counts = dict(answer.updates)
         if answer.state in (co.RegisterResponse.STATE_READY, co.RegisterResponse.STATE_UPLOAD):

@@ -9,7 +9,7 @@ import time
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import grpc
 
@@ -17,15 +17,19 @@ from pscommon.core.errors import InvalidRequestError, PSError, UnreachableError
 from pscommon.core.formats import check_wire_format
 from pscommon.settings.values import Lanes
 from pscommon.system import signals as interruptible
-from pscommon.wire.frames import (
-    Frame,
+from pscommon.wire.frames import Frame
+from pscommon.wire.requests import (
+    DESCRIBE,
+    EXCHANGE,
+    INTRODUCE,
+    STREAM_FIELDS,
+    A,
+    AnyRequest,
+    Q,
+    Request,
 )
 from pscommon.wire.status import error_from, translated
-from pscommon.wire.stream_format import decode_message
-from psproto.v1 import coordinator_pb2 as co
 from psproto.v1 import parameter_server_pb2 as ps
-from psproto.v1 import stream_pb2
-from psproto.v1.coordinator_pb2_grpc import CoordinatorServiceStub
 from psworker.core.clock import Clock
 from psworker.transport.endpoints import Endpoints
 from psworker.transport.exchange_calls import (
@@ -37,15 +41,6 @@ from psworker.transport.grpc_exchanges import GrpcExchanges, ServerChannel
 from psworker.transport.stream_lanes import StreamLanes
 
 INTRODUCTION_SECONDS = 5.0
-
-Response = TypeVar(
-    "Response",
-    co.HeartbeatResponse,
-    co.NextBatchResponse,
-    co.ReturnBatchesResponse,
-    co.CollectiveResponse,
-    co.ReportMetricsResponse,
-)
 
 
 class GrpcTransport:
@@ -100,8 +95,10 @@ class GrpcTransport:
         request = ps.IntroduceRequest(coordinator=coordinator, job=job)
         with suppress(ValueError, InvalidRequestError), interruptible.deferred(lambda _: None):
             # ValueError or InvalidRequestError: another thread has closed the channel.
-            return self._channel(address).shard.Introduce.future(
-                request, timeout=INTRODUCTION_SECONDS
+            return (
+                self._channel(address)
+                .stubs[INTRODUCE]
+                .future(request, timeout=INTRODUCTION_SECONDS)
             )
         return None
 
@@ -119,12 +116,10 @@ class GrpcTransport:
     def find_primaries(self, job: str, timeout: float) -> bool:
         endpoints, calls, void = self._endpoints, [], set[str]()
         for address in endpoints.known_addresses:
-            channel = self._channel(address)
+            describe = self._channel(address).stubs[DESCRIBE]
             # gRPC raises ValueError if another thread has closed the channel.
             with suppress(ValueError):
-                calls.append(
-                    (address, channel.shard.Describe.future(ps.DescribeRequest(), timeout=timeout))
-                )
+                calls.append((address, describe.future(ps.DescribeRequest(), timeout=timeout)))
         for address, call in calls:
             with suppress(PSError), translated(address):
                 found = call.result()
@@ -138,7 +133,7 @@ class GrpcTransport:
         calls = []
         with suppress(ValueError, InvalidRequestError):  # another thread has closed the channel
             for address in self.addresses:
-                describe = self._channel(address).shard.Describe
+                describe = self._channel(address).stubs[DESCRIBE]
                 calls.append((address, describe.future(ps.DescribeRequest(), timeout=timeout)))
         for address, call in calls:
             try:
@@ -157,60 +152,21 @@ class GrpcTransport:
             channel.close()
         self._lanes.drop_all()
 
-    def join(self, request: co.JoinRequest, timeout: float) -> co.JoinResponse:
-        with self._coordinator("Join") as stub:
-            return stub.Join(request, timeout=timeout)
-
-    def register(self, request: co.RegisterRequest, timeout: float) -> co.RegisterResponse:
-        with self._coordinator("Register") as stub:
-            return stub.Register(request, timeout=timeout)
-
-    def heartbeat(self, request: co.HeartbeatRequest, timeout: float) -> co.HeartbeatResponse:
-        return self._request(co.HeartbeatResponse, "Heartbeat", "heartbeat", request, timeout)
-
-    def leave(self, request: co.LeaveRequest, timeout: float) -> co.LeaveResponse:
-        with self._coordinator("Leave") as stub:
-            return stub.Leave(request, timeout=timeout)
-
-    def next_batch(self, request: co.NextBatchRequest, timeout: float) -> co.NextBatchResponse:
-        return self._request(co.NextBatchResponse, "NextBatch", "next_batch", request, timeout)
-
-    def return_batches(
-        self, request: co.ReturnBatchesRequest, timeout: float
-    ) -> co.ReturnBatchesResponse:
-        return self._request(
-            co.ReturnBatchesResponse, "ReturnBatches", "return_batches", request, timeout
-        )
-
-    def collective(self, request: co.CollectiveRequest, timeout: float) -> co.CollectiveResponse:
-        return self._request(co.CollectiveResponse, "Collective", "collective", request, timeout)
-
-    def report(self, request: co.ReportMetricsRequest, timeout: float) -> co.ReportMetricsResponse:
-        return self._request(
-            co.ReportMetricsResponse, "ReportMetrics", "report_metrics", request, timeout
-        )
-
-    def status(self, request: co.GetStatusRequest, timeout: float) -> co.GetStatusResponse:
-        with self._coordinator("GetStatus") as stub:
-            return stub.GetStatus(request, timeout=timeout)
-
-    def attach(
-        self, shard: int, request: ps.AttachMemoryRequest, timeout: float
-    ) -> ps.AttachMemoryResponse:
-        with (
-            self._at(shard, "AttachMemory", tensors=True) as channel,
-            interruptible.deferred(channel.cancel),
-        ):
-            return channel.shard.AttachMemory(request, timeout=timeout)
+    def request(self, row: Request[Q, A], message: Q, timeout: float, shard: int = 0) -> A:
+        with self._at(shard, row) as channel:
+            if row in STREAM_FIELDS:
+                with self._lanes.for_requests(channel.address) as stream:
+                    if stream is not None:
+                        with interruptible.deferred(lambda _: stream.cancel()):
+                            return stream.request(row, message, timeout)
+            with interruptible.deferred(channel.cancel):
+                answer: A = channel.stubs[row](message, timeout=timeout)
+                return answer
 
     def find_addresses(self, timeout: float) -> Sequence[str]:
-        with (
-            self._at(0, "Describe", tensors=True) as channel,
-            interruptible.deferred(channel.cancel),
-        ):
-            found = tuple(channel.shard.Describe(ps.DescribeRequest(), timeout=timeout).addresses)
-            self._endpoints.count(len(found))
-            return found
+        found = tuple(self.request(DESCRIBE, ps.DescribeRequest(), timeout).addresses)
+        self._endpoints.count(len(found))
+        return found
 
     def relocate(self, addresses: Sequence[str]) -> None:
         self._close_channels(self._endpoints.relocate(addresses))
@@ -227,10 +183,9 @@ class GrpcTransport:
     ) -> ExchangeAnswer:
         self._endpoints.check_layout()
         header.term = self._endpoints.terms[shard]
-        with self._at(shard, "Exchange", tensors=True) as channel:
-            stream = self._lanes.find(
-                shard, channel.address, header, channel.shard.Describe, timeout
-            )
+        with self._at(shard, EXCHANGE) as channel:
+            describe = channel.stubs[DESCRIBE]
+            stream = self._lanes.find(shard, channel.address, header, describe, timeout)
             if stream is None:
                 answer = self._calls.exchange(
                     channel, header, send, receiver, timeout, cancellation, frames
@@ -253,16 +208,16 @@ class GrpcTransport:
         self.end_calls()
 
     @contextmanager
-    def _at(self, shard: int, method: str, tensors: bool = False) -> Iterator[ServerChannel]:
+    def _at(self, shard: int, row: AnyRequest) -> Iterator[ServerChannel]:
         """Yield the channel to a shard's server; after a failure the next call uses the other."""
         address = self._endpoints.addresses[shard]
-        channel = self._channel(address, tensors)
+        channel = self._channel(address, tensors=row.service == EXCHANGE.service)
         try:
             yield channel
         except (grpc.RpcError, UnreachableError) as failure:
             error: Exception = failure
             if isinstance(failure, grpc.RpcError):
-                error = error_from(failure, f"shard {shard} at {address} ({method})")
+                error = error_from(failure, f"shard {shard} at {address} ({row.name})")
             if (
                 isinstance(error, UnreachableError)
                 and error.reason in ("UNREACHABLE", "NOT_PRIMARY")
@@ -280,30 +235,6 @@ class GrpcTransport:
             raise UnreachableError(
                 f"the channel to shard {shard} at {address} was closed", "NOT_PRIMARY"
             ) from closed
-
-    @contextmanager
-    def _coordinator(self, method: str) -> Iterator[CoordinatorServiceStub]:
-        with self._at(0, method) as channel, interruptible.deferred(channel.cancel):
-            yield channel.coordinator
-
-    def _request(
-        self, kind: type[Response], method: str, field: str, request: Any, timeout: float
-    ) -> Response:
-        """Make a request to the coordinator, over a stream where there is one.
-
-        kind: The response's type.
-        field: The request's field in a CoordinatorRequest.
-        """
-        with self._at(0, method) as channel:
-            with self._lanes.for_requests(channel.address) as stream:
-                if stream is not None:
-                    sent = stream_pb2.CoordinatorRequest(**{field: request})
-                    with interruptible.deferred(lambda _: stream.cancel()):
-                        return decode_message(kind, stream.request(sent, timeout))
-            with interruptible.deferred(channel.cancel):
-                return cast(
-                    Response, getattr(channel.coordinator, method)(request, timeout=timeout)
-                )
 
     def _channel(self, address: str, tensors: bool = False) -> "ServerChannel":
         with self._lock:

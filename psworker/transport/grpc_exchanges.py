@@ -14,9 +14,8 @@ from pscommon.wire.frames import (
     encode_data,
     encode_header,
 )
+from pscommon.wire.requests import REQUESTS, stub
 from psproto.v1 import parameter_server_pb2 as ps
-from psproto.v1.coordinator_pb2_grpc import CoordinatorServiceStub
-from psproto.v1.parameter_server_pb2_grpc import ParameterServerServiceStub
 from psworker.transport.exchange_calls import (
     AnswerReceiver,
     Cancellation,
@@ -24,6 +23,8 @@ from psworker.transport.exchange_calls import (
     TransferCalls,
     receive_answer,
 )
+
+WORKER_ROWS = [row for row in REQUESTS if "worker" in row.senders and not row.is_framed]
 
 
 class ServerChannel:
@@ -35,8 +36,7 @@ class ServerChannel:
         address: HOST:PORT of the server.
         is_closed: The channel is closed.
         exchanges: Stub of the Exchange call.
-        shard: Stub of the parameter server service.
-        coordinator: Stub of the coordinator service.
+        stubs: Those of all other requests of workers.
     """
 
     def __init__(self, address: str, tensors: bool) -> None:
@@ -44,8 +44,7 @@ class ServerChannel:
         self.is_closed = False
         self._channel = channel = open_channel(address, tensors)
         self.exchanges = ExchangeStub(channel)
-        self.shard: ParameterServerServiceStub = ParameterServerServiceStub(channel)
-        self.coordinator: CoordinatorServiceStub = CoordinatorServiceStub(channel)
+        self.stubs = {row: stub(channel, row) for row in WORKER_ROWS}
 
     def close(self) -> None:
         """Close the channel, which ends all its calls. May be called again."""

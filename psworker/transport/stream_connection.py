@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from pscommon.core.errors import PSError
 from pscommon.wire.blocking_stream import BlockingStream
 from pscommon.wire.frames import Frame
+from pscommon.wire.requests import STREAM_FIELDS, A, Q, Request
 from pscommon.wire.status import error_of
 from pscommon.wire.stream_format import (
     EAGER_BYTES,
@@ -54,23 +55,24 @@ class StreamConnection(BlockingStream):
             raise
         raise error_of(message, self._who)
 
-    def request(self, request: stream_pb2.CoordinatorRequest, timeout: float) -> bytes:
-        """Return the message that the coordinator answers.
+    def request(self, row: Request[Q, A], message: Q, timeout: float) -> A:
+        """Return the coordinator's answer to a request.
 
         timeout: Longest time in seconds to the answer.
         """
         try:
             self.limit_silence(timeout)
-            self.send([encode_frame(FrameKind.REQUEST, request.SerializeToString())])
-            prefix, message = self.next_frame(time.monotonic() + timeout)
+            sent = stream_pb2.CoordinatorRequest(**{STREAM_FIELDS[row]: message})  # type: ignore[arg-type]
+            self.send([encode_frame(FrameKind.REQUEST, sent.SerializeToString())])
+            prefix, answer = self.next_frame(time.monotonic() + timeout)
         except OSError as error:
             raise self.lost(error) from error
         except BaseException:  # the answer may still come
             self.is_broken = True
             raise
         if prefix.kind is FrameKind.ERROR:
-            raise error_of(message, self._who)
-        return message
+            raise error_of(answer, self._who)
+        return decode_message(row.response, answer)
 
     def _push(
         self, header: ps.PushPullHeader, send: Sequence[memoryview], receiver: AnswerReceiver

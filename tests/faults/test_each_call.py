@@ -8,6 +8,14 @@ import pytest
 from pscommon.core.data_loop import LoopSpec
 from pscommon.core.log_entries import BatchKey
 from pscommon.settings.values import Lanes
+from pscommon.wire.requests import (
+    DESCRIBE,
+    EXCHANGE,
+    EXCHANGE_ONCE,
+    INTRODUCE,
+    REQUESTS,
+    STREAM_FIELDS,
+)
 from psworker import Client
 from psworker.core.results import CollectiveCall
 from psworker.transport.grpc import GrpcTransport
@@ -26,32 +34,14 @@ FAULTS: dict[Fault, str] = {
 TIMES = {"CoordinatorService.Leave": 1, "CoordinatorService.Heartbeat": 1}
 """Number of consecutive faults, by default two. Leave is called once, Heartbeat rarely."""
 
-METHODS = (
-    *(
-        f"CoordinatorService.{method}"
-        for method in (
-            "Join",
-            "Register",
-            "Heartbeat",
-            "NextBatch",
-            "ReturnBatches",
-            "Collective",
-            "ReportMetrics",
-            "GetStatus",
-            "Leave",
-        )
-    ),
-    "ParameterServerService.AttachMemory",
-    "ParameterServerService.Exchange",
-)
+METHODS = [
+    str(row)
+    for row in REQUESTS
+    if "worker" in row.senders and row not in (DESCRIBE, INTRODUCE, EXCHANGE_ONCE)
+]
+"""Calls of workers that have joined. Each exchange counts as one call."""
 
-ON_STREAMS = (
-    *(
-        f"CoordinatorService.{method}"
-        for method in ("Heartbeat", "NextBatch", "ReturnBatches", "Collective", "ReportMetrics")
-    ),
-    "ParameterServerService.Exchange",
-)
+ON_STREAMS = [str(row) for row in (*STREAM_FIELDS, EXCHANGE)]
 """Calls that workers make over streams."""
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from pscommon.core.errors import UnreachableError
+from pscommon.wire.requests import ATTACH_MEMORY
 from psproto.v1 import parameter_server_pb2 as ps
 from psserver.process.config import ServerConfig
 from psserver.server import Server
@@ -41,7 +42,7 @@ def exchange(lane: GrpcTransport) -> None:
 
 
 def attach(lane: GrpcTransport) -> None:
-    lane.attach(1, ps.AttachMemoryRequest(job="otter"), SECONDS)
+    lane.request(ATTACH_MEMORY, ps.AttachMemoryRequest(job="otter"), SECONDS, 1)
 
 
 @pytest.mark.parametrize("call", [exchange, attach])

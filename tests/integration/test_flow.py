@@ -12,6 +12,7 @@ import pytest
 
 from pscommon.core.errors import FencedError, InvalidRequestError
 from pscommon.core.partition import PIECE_COUNT
+from pscommon.wire.requests import LEAVE
 from psproto.v1 import coordinator_pb2 as co
 from psserver.parameters import weight_reads as reading
 from psworker import Client, OptimizerSpec
@@ -255,8 +256,8 @@ def test_finish_raises_for_a_fenced_worker(lanes: Any, cluster: Make) -> None:
     made = cluster(2, policy="async")
     with counter(made.address, lanes=lanes) as client, counter(made.address) as other:
         flow = client.begin()
-        client._connection.transport.leave(
-            co.LeaveRequest(job=client.job, worker=client.worker), 5.0
+        client._connection.transport.request(
+            LEAVE, co.LeaveRequest(job=client.job, worker=client.worker), 5.0
         )
         with pytest.raises(FencedError):
             flow.finish()

@@ -14,7 +14,8 @@ from pscommon.wire.channel import MAX_MESSAGE_BYTES
 from pscommon.wire.stream_format import FrameKind, encode_frame
 from psproto.v1 import stream_pb2
 from psserver.peers.link_calls import GrpcLink, StreamLink
-from psserver.stream.coordinator_requests import StreamRequests
+from psserver.process.handlers import Handlers
+from psserver.stream.worker_stream import WorkerStream
 from psworker import OptimizerSpec
 from tests.support.cluster import Cluster
 from tests.support.events import events
@@ -61,13 +62,13 @@ def number_of_steps() -> int:
 @pytest.fixture
 def seen(monkeypatch: pytest.MonkeyPatch) -> set[str | None]:
     """Return the kinds of requests that come over streams, while they come."""
-    found, answer = set(), StreamRequests.answer
+    found, answer = set(), WorkerStream._answer
 
-    async def recorded(self: StreamRequests, message: bytes) -> bytes:
+    async def recorded(self: WorkerStream, handlers: Handlers, message: bytes) -> None:
         found.add(stream_pb2.CoordinatorRequest.FromString(message).WhichOneof("request"))
-        return await answer(self, message)
+        await answer(self, handlers, message)
 
-    monkeypatch.setattr(StreamRequests, "answer", recorded)
+    monkeypatch.setattr(WorkerStream, "_answer", recorded)
     return found
 
 

@@ -58,7 +58,7 @@ def _trained(first: Server, data_dir: Path, lock: Path) -> JobNames:
         until(lambda: first.service and first.service.status()["candidates"], "a candidate")
         until(lambda: _families_without_series(first) == set(), "a sample of each metric")
         status = json.loads(json.dumps(first.service.status()))
-        metrics = found.metrics(first._registry)
+        metrics = found.metrics(first.metrics.registry)
     ShardCountFile(2, data_dir).change(3)  # as after a reshard
     return JobNames(
         found.key_paths(status, STATUS_MAPS),
@@ -77,5 +77,7 @@ def _segment_keys(folder: Path, maps: Mapping[str, str]) -> set[str]:
 
 
 def _families_without_series(server: Server) -> set[str]:
-    families = [family for family in server._registry.collect() if family.name.startswith("ps_")]
+    families = [
+        family for family in server.metrics.registry.collect() if family.name.startswith("ps_")
+    ]
     return {family.name for family in families if not family.samples}

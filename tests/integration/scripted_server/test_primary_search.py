@@ -1,13 +1,14 @@
 """Where a worker searches the primary of a shard."""
 
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import closing
+from typing import Any
 
 import grpc
 import pytest
 
 from pscommon.core.errors import LayoutError, UnreachableError
-from psproto.v1.parameter_server_pb2_grpc import ParameterServerServiceStub
+from pscommon.wire.requests import AnyRequest, stub
 from psworker.transport.endpoints import Endpoints
 from psworker.transport.grpc import GrpcTransport
 from tests.support.fake_server import FakeCluster
@@ -153,14 +154,16 @@ def test_a_connection_is_not_closed_before_all_its_stubs_exist(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A stub on a closed channel would crash in C."""
-    make, early = ParameterServerServiceStub, []
+    leaving: list[Future[None]] = []
+    early: list[object] = []
 
-    def making(channel: grpc.Channel) -> ParameterServerServiceStub:
-        leaving = pool.submit(lane.relocate, [])
-        early.extend(wait([leaving], 0.1).done)
-        return make(channel)
+    def making(channel: grpc.Channel, row: AnyRequest) -> Any:
+        if not leaving:
+            leaving.append(pool.submit(lane.relocate, []))
+            early.extend(wait(leaving, 0.1).done)
+        return stub(channel, row)
 
-    monkeypatch.setattr("psworker.transport.grpc_exchanges.ParameterServerServiceStub", making)
+    monkeypatch.setattr("psworker.transport.grpc_exchanges.stub", making)
     with (
         closing(GrpcTransport([f"127.0.0.1:{free_port()}"])) as lane,
         ThreadPoolExecutor(1) as pool,

@@ -27,6 +27,7 @@ from psserver.process.metrics import ServerMetrics
 from psserver.shard.engine import ShardEngine
 from psserver.shard.worker_traffic import WorkerTraffic
 from psserver.waiting import ThreadWaiter, run
+from tests.support.coordinators import SilentCoordinator, no_snapshot
 
 T = TypeVar("T")
 
@@ -169,7 +170,8 @@ def make_engine(elements: int) -> ShardEngine:
     metrics = ServerMetrics(CollectorRegistry(), shard=0)
     state = ShardState(0, 1, ALONE)
     state.machine.follow(1, 0)
-    engine = ShardEngine(state, WorkerTraffic(metrics, BUDGET, "auto"), lambda cut, store: None)
+    traffic = WorkerTraffic(metrics, BUDGET, "auto")
+    engine = ShardEngine(state, traffic, no_snapshot, SilentCoordinator())
     spec = TensorSpec("w", (elements,), "float32")
     engine.set_model(ModelSpec((spec,), OptimizerSettings("sgd", ({"lr": 1.0},))))
     stage(engine, PushKey(1, 0))
