@@ -3,7 +3,7 @@
 import heapq
 import time
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -24,7 +24,7 @@ from psworker.session.reports import ReportBuffer
 
 
 class LocalClient:
-    """A `JobClient` for one worker and no servers.
+    """A `JobClient` for one worker and no servers, with its `model` and its `data`.
 
     The torch optimizers that the model's spec names update the weights, one tensor at a time.
     Batches come in the order of their numbers. No call waits, and no push is stale.
@@ -34,7 +34,6 @@ class LocalClient:
     worker = 1
     policy = "local"
     bad_gradients = "abort"
-    open_loop = 0
     draining = stopping = False
     workers = 1
     is_first = True
@@ -48,6 +47,14 @@ class LocalClient:
         self.metrics: dict[str, float] = {}
         self._free: dict[int, FreeBatches] = {}
         self._laps: dict[int, StreamPasses] = {}
+
+    @property
+    def model(self) -> Self:
+        return self
+
+    @property
+    def data(self) -> Self:
+        return self
 
     def agree(self, spec: ModelSpec) -> PartitionPlan:
         spec = validate_model(spec)

@@ -261,7 +261,7 @@ class OverlappedStep(PlainStep):
     def _begin(self) -> PushStream:
         """Open a push, once the weights of the one before have arrived: a client has one push."""
         self._gates.receive()
-        return self._client.begin()
+        return self._model.begin()
 
     def push(self, push: Push) -> PushResult:
         self._gates.settle()

@@ -163,13 +163,12 @@ class GrpcTransport:
                 answer: A = channel.stubs[row](message, timeout=timeout)
                 return answer
 
-    def find_addresses(self, timeout: float) -> Sequence[str]:
-        found = tuple(self.request(DESCRIBE, ps.DescribeRequest(), timeout).addresses)
-        self._endpoints.count(len(found))
-        return found
-
-    def relocate(self, addresses: Sequence[str]) -> None:
+    def relocate(self, addresses: Sequence[str]) -> bool:
+        self._endpoints.count(len(addresses))
+        if not all(addresses) or list(addresses) == list(self.addresses):
+            return False
         self._close_channels(self._endpoints.relocate(addresses))
+        return True
 
     def exchange(
         self,

@@ -142,9 +142,12 @@ def test_a_push_in_pieces_counts_once_when_servers_join_during_it(
     with registered(reshardable_job, lanes) as client:
         for shards in (3, 1):
             client.pull()
-            buffer, nbytes = np.frombuffer(client.flat_buffers()[0], np.uint8), client.plan.nbytes
+            buffer, nbytes = (
+                np.frombuffer(client.model.flat_buffers()[0], np.uint8),
+                client.plan.nbytes,
+            )
             buffer[:] = buffer_of_ones(client)
-            flow = client.begin()
+            flow = client.model.begin()
             if when != "before anything is sent":
                 flow.send(0, nbytes // 2 if when == "half sent" else nbytes)
             reshard(reshardable_job, shards, policy="async")

@@ -142,11 +142,8 @@ class FaultyLane:
     def end_calls(self) -> None:
         self.lane.end_calls()
 
-    def find_addresses(self, timeout: float) -> Sequence[str]:
-        return self.lane.find_addresses(timeout)
-
-    def relocate(self, addresses: Sequence[str]) -> None:
-        self.lane.relocate(addresses)
+    def relocate(self, addresses: Sequence[str]) -> bool:
+        return self.lane.relocate(addresses)
 
     def request(self, row: Request[Q, A], message: Q, timeout: float, shard: int = 0) -> A:
         call = partial(self.lane.request, row, message, timeout, shard)
