@@ -17,7 +17,7 @@ from pscommon.core.script_place import PassName, ScriptPlace
 from pscommon.optim import KINDS
 from pscommon.optim.specs import groups_from_json, validate_model
 from psworker.core.clock import Clock
-from psworker.core.protocols import PushStream
+from psworker.core.protocols import BegunPush
 from psworker.core.results import CollectiveCall, CollectiveResult, Lease, PushResult, Status
 from psworker.exchange.open_push import BufferedPush
 from psworker.session.reports import ReportBuffer
@@ -71,7 +71,7 @@ class LocalClient:
         )
         return self._gradients, self._received
 
-    def begin(self) -> PushStream:
+    def begin(self) -> BegunPush:
         return BufferedPush(self.exchange, self._gradients, self._received)
 
     def start(self, weights: memoryview) -> None:

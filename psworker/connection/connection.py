@@ -31,7 +31,7 @@ from psworker.session import metrics
 from psworker.session.drain import Drain
 from psworker.session.reports import ReportBuffer, ValueReport
 from psworker.transport.executor import SequentialExecutor, ShardExecutor
-from psworker.transport.grpc import GrpcTransport
+from psworker.transport.grpc_transport import GrpcTransport
 from psworker.transport.interface import Transport
 
 LEAVE_SECONDS = 2.0

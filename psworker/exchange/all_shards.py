@@ -11,8 +11,8 @@ from psproto.v1 import parameter_server_pb2 as ps
 from psworker.connection.connection import Connection
 from psworker.connection.retry import RetryDeadline
 from psworker.core.results import PushResult
+from psworker.exchange.client_buffers import ClientBuffers
 from psworker.exchange.shard_exchange import SentBefore, ShardExchange, combined
-from psworker.exchange.shared_buffers import ClientBuffers
 from psworker.exchange.transfer import ShardTransfer
 from psworker.transport.exchange_calls import AnswerReceiver, Cancellation
 

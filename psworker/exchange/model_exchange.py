@@ -23,9 +23,9 @@ from psproto.v1 import parameter_server_pb2 as ps
 from psworker.connection.connection import Connection
 from psworker.core.results import PushResult
 from psworker.exchange.all_shards import AllShards
+from psworker.exchange.client_buffers import LANES
 from psworker.exchange.open_push import BufferedPush, OpenPush
 from psworker.exchange.shard_exchange import SentBefore
-from psworker.exchange.shared_buffers import LANES
 from psworker.exchange.transfer import ExchangeBuffer, ShardTransfer, digest_of
 from psworker.session.arguments import check_integer
 

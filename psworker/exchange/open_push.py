@@ -29,7 +29,7 @@ from psworker.exchange.shard_exchange import (
     ShardExchange,
     combined,
 )
-from psworker.exchange.shard_streams import ShardDownload, ShardUpload
+from psworker.exchange.shard_pieces import ShardDownload, ShardUpload
 from psworker.exchange.transfer import ShardTransfer
 from psworker.transport.exchange_calls import Cancellation
 
@@ -37,7 +37,7 @@ WAKE_UP_SECONDS = 0.2
 
 
 class OpenPush:
-    """The result of `ModelExchange.begin`; see `psworker.core.protocols.PushStream`.
+    """The result of `ModelExchange.begin`; see `psworker.core.protocols.BegunPush`.
 
     Not thread-safe: one thread at a time may call it.
 
@@ -262,7 +262,7 @@ class OpenPush:
 
 
 class BufferedPush:
-    """A `PushStream` that sends nothing before `finish`, which makes one blocking exchange.
+    """A `BegunPush` that sends nothing before `finish`, which makes one blocking exchange.
 
     `ModelExchange.begin` uses it with a transport without threads, and while the outcome of the
     worker's last push is unknown.

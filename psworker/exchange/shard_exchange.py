@@ -30,7 +30,7 @@ from pscommon.wire.frames import Frame
 from psproto.v1 import parameter_server_pb2 as ps
 from psworker.connection.retry import SLICE_SECONDS, RetryDeadline, TimeLimits
 from psworker.core.results import PushResult, Status
-from psworker.exchange.shard_streams import ShardUpload
+from psworker.exchange.shard_pieces import ShardUpload
 from psworker.exchange.transfer import STATUS
 from psworker.transport.exchange_calls import AnswerReceiver, Cancellation, ExchangeAnswer
 from psworker.transport.interface import Transport

@@ -18,7 +18,7 @@ from pscommon.wire.requests import (
 )
 from psworker import Client
 from psworker.core.results import CollectiveCall
-from psworker.transport.grpc import GrpcTransport
+from psworker.transport.grpc_transport import GrpcTransport
 from tests.support.exactly_once import POLICIES
 from tests.support.forked_job import ForkedJob
 from tests.support.rpc_faults import Fault, FaultyLane, faulty_lane
@@ -94,7 +94,7 @@ def run_worker_with_faults(job: ForkedJob, method: str, fault: Fault, lanes: Lan
     with counter("", lane=lane, lanes=memory, connect_timeout=30.0) as client:
         make_every_call(client)
         assert isinstance(lane.lane, GrpcTransport)
-        assert len(lane.lane._lanes._streams) == (2 if lanes == "stream" else 0)
+        assert len(lane.lane._sockets._connections) == (2 if lanes == "stream" else 0)
         if method == "CoordinatorService.Heartbeat":
             until(lambda: lane.faults.counts[method, fault], f"{method}: {fault}")
     return lane

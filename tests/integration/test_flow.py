@@ -18,7 +18,7 @@ from psserver.parameters import weight_reads as reading
 from psworker import Client, OptimizerSpec
 from psworker.core.results import PushResult
 from psworker.exchange.open_push import OpenPush
-from psworker.exchange.shard_streams import ShardDownload
+from psworker.exchange.shard_pieces import ShardDownload
 from tests.support.cluster import Cluster
 from tests.support.lanes import each_lane
 from tests.support.workers import connected, count, counted, counter, until, weights_of

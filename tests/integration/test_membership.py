@@ -34,7 +34,7 @@ from psworker.client.client import Client
 from psworker.connection.membership import WorkerMembership
 from psworker.run.job_poller import JobObserver
 from psworker.transport.exchange_calls import AnswerReceiver, Cancellation, ExchangeAnswer
-from psworker.transport.grpc import GrpcTransport
+from psworker.transport.grpc_transport import GrpcTransport
 from tests.support.cluster import Cluster
 from tests.support.events import records_of
 from tests.support.metrics_scrape import Metrics

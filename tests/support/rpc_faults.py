@@ -20,7 +20,7 @@ from pscommon.wire.requests import EXCHANGE, A, Q, Request
 from psproto.v1 import parameter_server_pb2 as ps
 from psworker.connection.discovery import discover
 from psworker.transport.exchange_calls import AnswerReceiver, Cancellation, ExchangeAnswer
-from psworker.transport.grpc import GrpcTransport
+from psworker.transport.grpc_transport import GrpcTransport
 from psworker.transport.interface import Transport
 
 T = TypeVar("T")
