@@ -301,10 +301,7 @@ class DirectTransport:
             self._pass_on()
         return ExchangeAnswer(result, 0.0, 0.0)
 
-    def find_addresses(self, timeout: float) -> Sequence[str]:
-        return self.addresses
-
-    def relocate(self, addresses: Sequence[str]) -> None:
+    def relocate(self, addresses: Sequence[str]) -> bool:
         raise PSError("cannot reshard: a simulated job keeps its number of servers")
 
     def close(self) -> None:

@@ -9,7 +9,7 @@ import grpc
 from pscommon.core.errors import PSError
 from pscommon.settings.values import Lanes
 from pscommon.telemetry.logs import get_logger
-from pscommon.wire.blocking_stream import BlockingStream, stream_addresses
+from pscommon.wire.blocking_socket import BlockingSocket, socket_addresses
 from pscommon.wire.channel import open_channel
 from pscommon.wire.requests import DESCRIBE, LINK_SHARD, call, stub
 from pscommon.wire.status import error_from
@@ -78,7 +78,7 @@ class GrpcLink:
         self._channel.close()
 
 
-class StreamLink(BlockingStream):
+class StreamLink(BlockingSocket):
     """The call over a stream. Attributes: as GrpcLink."""
 
     sends_news = True
@@ -123,7 +123,7 @@ def open_link(address: str, lanes: Lanes) -> GrpcLink | StreamLink:
     with open_channel(address) as channel:
         description = call(channel, DESCRIBE, ps.DescribeRequest(), LINK_CONNECT_SECONDS, who)
     hello = stream_pb2.StreamHello(purpose=stream_pb2.StreamHello.PURPOSE_SHARD)
-    for found in stream_addresses(description, address, lanes):
+    for found in socket_addresses(description, address, lanes):
         try:
             return StreamLink.open(found, hello, who, LINK_CONNECT_SECONDS)
         except PSError as error:

@@ -24,7 +24,7 @@ from pscommon.telemetry.logs import get_logger
 from pscommon.wire.requests import HEARTBEAT
 from psproto.v1 import coordinator_pb2 as co
 from psworker.connection.retry import LogTimer, PendingRequests
-from psworker.core.activity import CallActivity
+from psworker.core.clock import CallActivity
 from psworker.core.push_sequence import PushSequence
 from psworker.session.drain import Drain
 from psworker.session.reports import ReportBuffer, ValueReport

@@ -70,14 +70,13 @@ class Transport(Protocol):
         """Return a server's answer to one request. shard: The server's; 0 has the coordinator."""
         ...
 
-    def find_addresses(self, timeout: float) -> Sequence[str]:
-        """Return the servers' addresses as shard 0 knows them, by shard; empty before a join."""
-        ...
-
-    def relocate(self, addresses: Sequence[str]) -> None:
-        """Replace the servers after a reshard.
+    def relocate(self, addresses: Sequence[str]) -> bool:
+        """Replace the servers after a reshard by those that shard 0 knows.
 
         Shard 0 keeps its address, and no exchange may be under way.
+
+        Returns:
+            False if the servers are the same, or shard 0 does not know all addresses yet.
         """
         ...
 

@@ -14,7 +14,7 @@ from psproto.v1 import parameter_server_pb2 as ps
 from psserver.process.config import ServerConfig
 from psserver.server import Server
 from psworker.transport.exchange_calls import AnswerReceiver, Cancellation
-from psworker.transport.grpc import GrpcTransport
+from psworker.transport.grpc_transport import GrpcTransport
 from tests.support.cluster import Cluster
 from tests.support.ports import free_port
 from tests.support.workers import count, counted, counter, status, weights_of

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from pscommon.core.errors import TakenError, UnreachableError
-from pscommon.wire.blocking_stream import BlockingStream
+from pscommon.wire.blocking_socket import BlockingSocket
 from psproto.v1.stream_pb2 import StreamHello
 from psserver.process.config import ServerConfig
 from psserver.roles.standby import build_standby
@@ -42,7 +42,7 @@ def test_a_standby_names_its_primary_over_streams(started: Start) -> None:
 
     for address in (port.address, port.path):
         with pytest.raises(UnreachableError, match=r"standby; its primary is 127\.0\.0\.1:1") as no:
-            BlockingStream.open(address, StreamHello(), "shard 0")
+            BlockingSocket.open(address, StreamHello(), "shard 0")
         assert no.value.reason == "NOT_PRIMARY"
     Path(port.path).stat()
 

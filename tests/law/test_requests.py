@@ -166,10 +166,10 @@ def test_a_worker_repeats_what_may_be_repeated_and_nothing_else(row: AnyRequest)
     connection = Connection(transport, TimeLimits(connect=10, wait=10), WorkerMembership("job", 0))
 
     if row.may_repeat:
-        assert connection.call("asking", row, row.request()) is answer
+        assert connection.new_retry("asking").ask(row, row.request()) is answer
     else:
         with pytest.raises(UnreachableError, match=r"^lost$"):
-            connection.call("asking", row, row.request())
+            connection.new_retry("asking").ask(row, row.request())
     assert transport.request.call_count == 1 + row.may_repeat
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from psworker.connection.finalizer import DROPPED, ENDED
+from psworker.connection.connection import DROPPED, ENDED
 from tests.support.fake_server import FakeCluster
 
 ROOT = Path(__file__).parents[2]

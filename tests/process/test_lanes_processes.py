@@ -22,7 +22,7 @@ import itertools, logging, signal, sys
 import numpy as np
 import psworker
 from pscommon.wire.requests import ATTACH_MEMORY
-from psworker.transport.grpc import GrpcTransport
+from psworker.transport.grpc_transport import GrpcTransport
 
 logging.basicConfig(level="INFO", format="%(message)s")
 address, stage, steps = sys.argv[1], sys.argv[2], int(sys.argv[3])

@@ -14,7 +14,7 @@ import pytest
 from pscommon.wire.frames import ExchangeStub
 from pscommon.wire.requests import AnyRequest, stub
 from psworker.transport import executor, grpc_exchanges
-from psworker.transport.stream_connection import StreamConnection
+from psworker.transport.socket_connection import SocketConnection
 from tests.support.sources import ROOT
 
 PACKAGES = ("psworker", "pscommon")
@@ -94,8 +94,8 @@ def recorded_paths(monkeypatch: pytest.MonkeyPatch) -> Iterator[RequestPaths]:
         patch.setattr(executor, "Future", SubmittedFuture)
         patch.setattr(grpc_exchanges, "ExchangeStub", exchange_stub)
         patch.setattr(grpc_exchanges, "stub", request_stub)
-        patch.setattr(StreamConnection, "_push", recorded(StreamConnection._push))
-        patch.setattr(StreamConnection, "_push_open", recorded(StreamConnection._push_open))
+        patch.setattr(SocketConnection, "_push", recorded(SocketConnection._push))
+        patch.setattr(SocketConnection, "_push_open", recorded(SocketConnection._push_open))
         yield paths
 
 

@@ -20,7 +20,7 @@ from pscommon.wire.requests import EXCHANGE, A, Q, Request
 from psproto.v1 import parameter_server_pb2 as ps
 from psworker.connection.discovery import discover
 from psworker.transport.exchange_calls import AnswerReceiver, Cancellation, ExchangeAnswer
-from psworker.transport.grpc import GrpcTransport
+from psworker.transport.grpc_transport import GrpcTransport
 from psworker.transport.interface import Transport
 
 T = TypeVar("T")
@@ -142,11 +142,8 @@ class FaultyLane:
     def end_calls(self) -> None:
         self.lane.end_calls()
 
-    def find_addresses(self, timeout: float) -> Sequence[str]:
-        return self.lane.find_addresses(timeout)
-
-    def relocate(self, addresses: Sequence[str]) -> None:
-        self.lane.relocate(addresses)
+    def relocate(self, addresses: Sequence[str]) -> bool:
+        return self.lane.relocate(addresses)
 
     def request(self, row: Request[Q, A], message: Q, timeout: float, shard: int = 0) -> A:
         call = partial(self.lane.request, row, message, timeout, shard)

@@ -3,7 +3,7 @@ and streams.
 """
 
 __all__ = [
-    "blocking_stream",
+    "blocking_socket",
     "channel",
     "frames",
     "messages",

@@ -49,8 +49,8 @@ def names_of_a_running_job(data_dir: Path, lock: Path) -> JobNames:
 def _trained(first: Server, data_dir: Path, lock: Path) -> JobNames:
     assert first.service is not None
     with counter(first.address) as client:
-        client.next_batches(LoopSpec(0, size=8, batch_size=1))
-        client.next_batches(StreamSpec(1, sources=1, batch_size=1))
+        client.data.next_batches(LoopSpec(0, size=8, batch_size=1))
+        client.data.next_batches(StreamSpec(1, sources=1, batch_size=1))
         client.report(loss=0.5)
         assert client.push_pull(ONES).status == "applied"
         begun = _segment_keys(data_dir / "log-job", found.STATE_MAPS)

@@ -1,10 +1,10 @@
-"""A worker's stream to one server: exchanges, or requests to the coordinator."""
+"""A worker's socket connection to one server: exchanges, or requests to the coordinator."""
 
 import time
 from collections.abc import Iterator, Sequence
 
 from pscommon.core.errors import PSError
-from pscommon.wire.blocking_stream import BlockingStream
+from pscommon.wire.blocking_socket import BlockingSocket
 from pscommon.wire.frames import Frame
 from pscommon.wire.requests import STREAM_FIELDS, A, Q, Request
 from pscommon.wire.status import error_of
@@ -20,8 +20,8 @@ from psproto.v1 import stream_pb2
 from psworker.transport.exchange_calls import AnswerReceiver, ExchangeAnswer
 
 
-class StreamConnection(BlockingStream):
-    """An open stream; one exchange or request at a time."""
+class SocketConnection(BlockingSocket):
+    """An open connection; one exchange or request at a time."""
 
     def exchange(
         self,
@@ -31,7 +31,7 @@ class StreamConnection(BlockingStream):
         timeout: float,
         frames: Iterator[Frame[ps.PushPullHeader]] | None = None,
     ) -> ExchangeAnswer:
-        """Make one exchange; see `Transport.exchange`. Any failure but an answer breaks the stream.
+        """Make one exchange; see `Transport.exchange`. A failure without an answer breaks it.
 
         timeout: Longest time in seconds from the last byte of the push to the answer.
         """

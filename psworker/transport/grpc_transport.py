@@ -1,6 +1,6 @@
 """A worker's requests over the network: gRPC channels to all servers, and calls on them.
 
-Exchanges use a stream instead where there is one (stream_lanes.py).
+Exchanges and requests use a socket instead where there is one (socket_pool.py).
 """
 
 import os
@@ -31,14 +31,14 @@ from pscommon.wire.requests import (
 from pscommon.wire.status import error_from, translated
 from psproto.v1 import parameter_server_pb2 as ps
 from psworker.core.clock import Clock
-from psworker.transport.endpoints import Endpoints
 from psworker.transport.exchange_calls import (
     AnswerReceiver,
     Cancellation,
     ExchangeAnswer,
 )
 from psworker.transport.grpc_exchanges import GrpcExchanges, ServerChannel
-from psworker.transport.stream_lanes import StreamLanes
+from psworker.transport.server_addresses import ServerAddresses
+from psworker.transport.socket_pool import SocketPool
 
 INTRODUCTION_SECONDS = 5.0
 
@@ -52,7 +52,7 @@ class GrpcTransport:
     Args:
         addresses: Server addresses by shard.
         given: Addresses that the user listed, perhaps with those of standbys.
-        lanes: The transports of exchanges: streams where they are allowed and possible.
+        lanes: The transports of exchanges: sockets where they are allowed and possible.
     """
 
     direct = False
@@ -61,29 +61,29 @@ class GrpcTransport:
         self, addresses: Sequence[str], given: Sequence[str] = (), lanes: Lanes = "grpc"
     ) -> None:
         self.clock = Clock(time.monotonic, time.sleep)
-        self._endpoints = Endpoints(addresses, given)
+        self._servers = ServerAddresses(addresses, given)
         self._lock = threading.Lock()
         self._channels: dict[tuple[str, bool], ServerChannel] = {}
         self._calls = GrpcExchanges()
-        self._lanes = StreamLanes(lanes)
+        self._sockets = SocketPool(lanes)
         self._introductions: list[object] = []  # keeps the futures alive, so their calls go on
         self._is_closed = False
         _transports.add(self)
 
     @property
     def addresses(self) -> Sequence[str]:
-        return self._endpoints.addresses
+        return self._servers.addresses
 
     def learn(
         self, job: str, addresses: Sequence[str], terms: Sequence[int], standbys: Sequence[str]
     ) -> None:
-        if any(0 < term < self._endpoints.terms[0] for term in terms[:1]):
+        if any(0 < term < self._servers.terms[0] for term in terms[:1]):
             return  # a late answer of a former primary of shard 0
-        if not self._endpoints.count(len(addresses)):
+        if not self._servers.count(len(addresses)):
             return  # the next exchange raises LayoutError and finds the servers
         void: set[str] = set()
         for shard, known in enumerate(zip(addresses, terms, standbys, strict=False)):
-            void |= self._endpoints.learn_from_shard_0(shard, *known)
+            void |= self._servers.learn_from_shard_0(shard, *known)
         self._close_channels(void)
         # Not strict: another thread may change the number of addresses.
         first, *others = zip(self.addresses, addresses, strict=False)
@@ -111,11 +111,11 @@ class GrpcTransport:
         for channel in channels:
             channel.close()
         for address in addresses:
-            self._lanes.drop(address)
+            self._sockets.drop(address)
 
     def find_primaries(self, job: str, timeout: float) -> bool:
-        endpoints, calls, void = self._endpoints, [], set[str]()
-        for address in endpoints.known_addresses:
+        servers, calls, void = self._servers, [], set[str]()
+        for address in servers.known_addresses:
             describe = self._channel(address).stubs[DESCRIBE]
             # gRPC raises ValueError if another thread has closed the channel.
             with suppress(ValueError):
@@ -125,7 +125,7 @@ class GrpcTransport:
                 found = call.result()
                 check_wire_format(found.format, address, "this worker")
                 if found.job == job and found.shard < len(self.addresses):
-                    void |= endpoints.learn(found.shard, address, found.term)
+                    void |= servers.learn(found.shard, address, found.term)
         self._close_channels(void)
         return bool(void)
 
@@ -150,26 +150,25 @@ class GrpcTransport:
             channels, self._channels = list(self._channels.values()), {}
         for channel in channels:
             channel.close()
-        self._lanes.drop_all()
+        self._sockets.drop_all()
 
     def request(self, row: Request[Q, A], message: Q, timeout: float, shard: int = 0) -> A:
         with self._at(shard, row) as channel:
             if row in STREAM_FIELDS:
-                with self._lanes.for_requests(channel.address) as stream:
-                    if stream is not None:
-                        with interruptible.deferred(lambda _: stream.cancel()):
-                            return stream.request(row, message, timeout)
+                with self._sockets.for_requests(channel.address) as connection:
+                    if connection is not None:
+                        with interruptible.deferred(lambda _: connection.cancel()):
+                            return connection.request(row, message, timeout)
             with interruptible.deferred(channel.cancel):
                 answer: A = channel.stubs[row](message, timeout=timeout)
                 return answer
 
-    def find_addresses(self, timeout: float) -> Sequence[str]:
-        found = tuple(self.request(DESCRIBE, ps.DescribeRequest(), timeout).addresses)
-        self._endpoints.count(len(found))
-        return found
-
-    def relocate(self, addresses: Sequence[str]) -> None:
-        self._close_channels(self._endpoints.relocate(addresses))
+    def relocate(self, addresses: Sequence[str]) -> bool:
+        self._servers.count(len(addresses))
+        if not all(addresses) or list(addresses) == list(self.addresses):
+            return False
+        self._close_channels(self._servers.relocate(addresses))
+        return True
 
     def exchange(
         self,
@@ -181,22 +180,22 @@ class GrpcTransport:
         cancellation: Cancellation,
         frames: Iterator[Frame[ps.PushPullHeader]] | None = None,
     ) -> ExchangeAnswer:
-        self._endpoints.check_layout()
-        header.term = self._endpoints.terms[shard]
+        self._servers.check_layout()
+        header.term = self._servers.terms[shard]
         with self._at(shard, EXCHANGE) as channel:
             describe = channel.stubs[DESCRIBE]
-            stream = self._lanes.find(shard, channel.address, header, describe, timeout)
-            if stream is None:
+            connection = self._sockets.find(shard, channel.address, header, describe, timeout)
+            if connection is None:
                 answer = self._calls.exchange(
                     channel, header, send, receiver, timeout, cancellation, frames
                 )
             else:
-                cancellation.attach(stream)
+                cancellation.attach(connection)
                 try:
-                    answer = stream.exchange(header, send, receiver, timeout, frames)
+                    answer = connection.exchange(header, send, receiver, timeout, frames)
                 finally:
-                    cancellation.detach(stream)
-            self._endpoints.check(shard, answer.result.term)
+                    cancellation.detach(connection)
+            self._servers.check(shard, answer.result.term)
             return answer
 
     def end_stalled(self) -> None:
@@ -210,7 +209,7 @@ class GrpcTransport:
     @contextmanager
     def _at(self, shard: int, row: AnyRequest) -> Iterator[ServerChannel]:
         """Yield the channel to a shard's server; after a failure the next call uses the other."""
-        address = self._endpoints.addresses[shard]
+        address = self._servers.addresses[shard]
         channel = self._channel(address, tensors=row.service == EXCHANGE.service)
         try:
             yield channel
@@ -223,7 +222,7 @@ class GrpcTransport:
                 and error.reason in ("UNREACHABLE", "NOT_PRIMARY")
                 and not channel.is_closed
             ):
-                self._endpoints.switch(shard, address)
+                self._servers.switch(shard, address)
             if error is failure:
                 raise
             raise error from failure
@@ -249,7 +248,7 @@ class GrpcTransport:
         """In a forked child: drop the parent's channels without closing them, which could hang."""
         _inherited.extend(self._channels.values())
         self._lock, self._channels = threading.Lock(), {}
-        self._lanes.drop_inherited()
+        self._sockets.drop_inherited()
 
 
 _transports: "weakref.WeakSet[GrpcTransport]" = weakref.WeakSet()

@@ -23,7 +23,7 @@ from pscommon.system.shared_memory import (
 from pscommon.wire.requests import ATTACH_MEMORY, AnyRequest
 from psproto.v1 import parameter_server_pb2 as ps
 from psworker.connection.membership import WorkerMembership
-from psworker.exchange.shared_buffers import LANES, ClientBuffers
+from psworker.exchange.client_buffers import LANES, ClientBuffers
 from psworker.exchange.transfer import ShardTransfer
 
 TENSORS = (TensorSpec("w", (5000,), "float32"), TensorSpec("mean", (900,), "float32", "buffer"))
