@@ -11,7 +11,7 @@ from typing import Never
 from pscommon.core.errors import MismatchError, UnreachableError
 from pscommon.telemetry.logs import get_logger
 from psproto.v1 import standby_pb2 as pb
-from psserver.core.shard.primary_lease import PrimaryRecord
+from psserver.core.shard.failover import PrimaryRecord
 from psserver.core.shard.replication import ReplicationMachine, ReplicationPhase
 from psserver.durability.record_sink import RecordSource
 from psserver.durability.state_records import (

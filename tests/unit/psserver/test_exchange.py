@@ -244,11 +244,7 @@ CASES = {
     "a large push": (
         Case(push(), LARGE, during=count),
         [
-            f"receive {4 * LARGE} bytes",
-            "do",
-            "wait",
-            "do",
-            "do",
+            *(f"receive {4 * LARGE} bytes", "do", "wait", "do", "do"),
             f"send applied version 1, read {4 * LARGE} bytes",
         ],
     ),
