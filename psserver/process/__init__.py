@@ -6,10 +6,10 @@ __all__ = [
     "config",
     "generation_file",
     "grpc_server",
+    "handlers",
     "identity",
     "job_files",
     "metrics",
     "port_file",
-    "rpc_metrics",
     "worker_exits",
 ]

@@ -2,27 +2,22 @@
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import grpc
 
 from pscommon.core.errors import TakenError
 from pscommon.wire.channel import SERVER_OPTIONS
-from psserver.process.decoding import guarded
-from psserver.process.rpc_metrics import Wrap, WrappedHandlers
 
 RETRY_PAUSE_SECONDS = 0.05
 
 
-def listen(
-    bind: str, calls: int, wraps: Sequence[Wrap] = (), retry_seconds: float = 0.0
-) -> tuple[grpc.Server, str]:
+def listen(bind: str, calls: int, retry_seconds: float = 0.0) -> tuple[grpc.Server, str]:
     """Create a gRPC server that has its port and is not started yet.
 
     Args:
         calls: Concurrent calls.
-        wraps: Wrappers for the handler of each method.
         retry_seconds: Time to wait for a port that another process still uses.
 
     Returns:
@@ -35,7 +30,6 @@ def listen(
     while True:
         server = grpc.server(
             ThreadPoolExecutor(calls, thread_name_prefix="call"),
-            interceptors=[WrappedHandlers([guarded, *wraps])],
             options=SERVER_OPTIONS,
             maximum_concurrent_rpcs=calls,
         )

@@ -11,8 +11,8 @@ import grpc
 
 from pscommon.core.errors import TakenError
 from pscommon.wire.channel import open_channel
+from pscommon.wire.requests import DESCRIBE, stub
 from psproto.v1.parameter_server_pb2 import DescribeRequest
-from psproto.v1.parameter_server_pb2_grpc import ParameterServerServiceStub
 from psserver.core.shard.failover import LeaseStore, PrimaryRecord, acquire_primary_record
 from psserver.process.config import ServerConfig
 
@@ -153,8 +153,7 @@ def _check_holder(config: ServerConfig, lease: LeaseStore | None, address: str) 
         return
     with open_channel(found.holder) as channel:
         try:
-            stub = ParameterServerServiceStub(channel)
-            answer = stub.Describe(DescribeRequest(), timeout=ANSWER_TIMEOUT_SECONDS)
+            answer = stub(channel, DESCRIBE)(DescribeRequest(), timeout=ANSWER_TIMEOUT_SECONDS)
         except grpc.RpcError as failure:
             if failure.code() is grpc.StatusCode.UNAVAILABLE:
                 return  # no server answers there

@@ -7,9 +7,8 @@ import click
 
 from pscommon.settings.values import ADDRESS, COUNT, COUNT_OR_NONE, POLICIES, TEXT
 from pscommon.wire.channel import open_channel
-from pscommon.wire.status import translated
+from pscommon.wire.requests import PROMOTE, call
 from psproto.v1 import standby_pb2 as pb
-from psproto.v1.standby_pb2_grpc import StandbyServiceStub
 from psworker.ctl.context import CommandContext, pass_settings, shared, waiting
 from psworker.ctl.output import Table, show, show_fields, size
 
@@ -118,11 +117,10 @@ def promote(settings: CommandContext, standby: str) -> None:
     over with its own state and reports its version; with --failover-lock only if it gets the
     primary lease.
     """
-    with open_channel(standby) as channel, translated(f"the standby at {standby}"):
-        request = pb.PromoteRequest(wait_ms=round(HANDOVER_SECONDS * 1000))
-        answer = StandbyServiceStub(channel).Promote(
-            request, timeout=HANDOVER_SECONDS + settings.timeout
-        )
+    request, timeout = pb.PromoteRequest(), HANDOVER_SECONDS + settings.timeout
+    request.wait_ms = round(HANDOVER_SECONDS * 1000)
+    with open_channel(standby) as channel:
+        answer = call(channel, PROMOTE, request, timeout, f"the standby at {standby}")
     document = {
         "primary": standby,
         "term": answer.term,

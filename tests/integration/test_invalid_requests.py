@@ -133,9 +133,9 @@ def refusals(address: str, worker: int) -> Iterator[tuple[str, str, str]]:
 def push(
     client: Client, base: int | None = None, batches: tuple[BatchKey, ...] = (), groups: str = ""
 ) -> str:
-    gradients, _ = client.flat_buffers()
+    gradients, _ = client.model.flat_buffers()
     gradients[:] = bytes(len(gradients))
-    return client.exchange(
+    return client.model.exchange(
         gradients=gradients, weights=None, base=base, batches=batches, groups_json=groups
     ).status
 
@@ -147,7 +147,7 @@ def job(cluster: Make, data_dir: Path) -> Iterator[tuple[Cluster, Client, dict[s
     with counter(servers.address) as client:
         count(client, 2)
         for spec in (LOOP, EMPTY):
-            client.next_batches(spec, first_open=0)
+            client.data.next_batches(spec, first_open=0)
         yield servers, client, settings
 
 
@@ -195,7 +195,7 @@ def test_a_standby_follows_a_job_through_invalid_requests(cluster: Make) -> None
     with RunningStandby(servers.servers[0]) as following, counter(servers.address) as client:
         following.in_sync()
         for spec in (LOOP, EMPTY):
-            client.next_batches(spec, first_open=0)
+            client.data.next_batches(spec, first_open=0)
         for _method, _found, _expected in refusals(servers.address, client.worker):
             count(client)
         assert push(client, base=10**6) == "stale"

@@ -20,7 +20,7 @@ from psserver.core.job.policy import policy
 from psserver.core.job.settings import JobRules
 from psworker import Client, OptimizerSpec
 from psworker.transport.exchange_calls import ExchangeAnswer
-from psworker.transport.grpc import GrpcTransport
+from psworker.transport.grpc_transport import GrpcTransport
 from tests.support.cluster import Cluster
 from tests.support.policies import POLICIES
 from tests.support.workers import (

@@ -50,7 +50,7 @@ class MonitoredJob:
         standby = standby_metrics(0, lambda: self.steps)
         self.standby_monitor = MetricsServer("127.0.0.1:0", standby, lambda: (True, ""))
         self.worker_monitor = MetricsServer("127.0.0.1:0", workers, lambda: (True, ""))
-        self.shard.about = lambda: {"shards": "1", "job": "otter", "policy": "ssp"}
+        self.shard.show_shard(lambda: {"shards": "1", "job": "otter", "policy": "ssp"})
         self.shard.workers({"active": 1})
 
     def step(self) -> None:

@@ -2,4 +2,13 @@
 and streams.
 """
 
-__all__ = ["blocking_stream", "channel", "frames", "messages", "push", "status", "stream_format"]
+__all__ = [
+    "blocking_socket",
+    "channel",
+    "frames",
+    "messages",
+    "push",
+    "requests",
+    "status",
+    "stream_format",
+]

@@ -12,5 +12,4 @@ __all__ = [
     "shard_commands",
     "waiting",
     "worker_commands",
-    "worker_share",
 ]

@@ -1,5 +1,5 @@
-"""The coordinator's machine and its parts: update rounds, reports, registration, data requests,
-resharding; and how shards and workers are admitted.
+"""The coordinator's machine and its parts: update rounds, reports, registration, data
+requests, resharding; and how shards and workers are admitted.
 """
 
 __all__ = [

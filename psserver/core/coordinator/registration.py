@@ -1,6 +1,4 @@
-"""Workers come and go: a worker names its model and takes part from then on, it leaves, or its
-lease has ended.
-"""
+"""Workers come and go: one registers its model, leaves, is asked to leave, or loses its lease."""
 
 from typing import Literal
 
@@ -16,8 +14,10 @@ RegistrationReply = Literal["ready", "upload", "pending"]
 
 
 class Registration:
-    """Registers workers; a restarted one takes the place of its predecessor. Removes workers, or
-    keeps the place of a lost one for a while, as `choose_for_ended_leases` decides.
+    """Registers workers, and removes them.
+
+    A restarted one takes the place of its predecessor. The recorder decides whether the place of a
+    lost one is kept for a while.
     """
 
     def __init__(self, job: JobState, rounds: UpdateRounds) -> None:
@@ -67,28 +67,6 @@ class Registration:
             return None
         return replacement.unresolved_peer(registered, member, asked_at)
 
-    def _activate(self, member: Member, now: float) -> None:
-        membership = self._job.membership
-        old = (
-            None
-            if member.is_registered
-            else replacement.predecessor(membership.registered(), member)
-        )
-        if self._job.started and not member.is_registered:
-            member.step_timer.begin(now)
-        if old is None:
-            membership.activate(member)
-            return self._rounds.advance(now)
-        membership.replace(old, member)
-        self._job.ledger.transfer(old.worker, member.worker)
-        return self._remove_replaced(old, member, now)
-
-    def _remove_replaced(self, old: Member, new: Member, now: float) -> None:
-        reason = f"worker {new.worker} was started in its place"
-        self._rounds.remove(old, WorkerState.LOST, reason, now)
-
-    # ---- departures ------------------------------------------------------------------------------
-
     def leave(self, worker: int, reason: str, now: float) -> None:
         """Remove a worker that is done (empty reason) or gives up."""
         member = self._job.membership.members.get(worker)
@@ -121,3 +99,23 @@ class Registration:
             text = f"{member} was lost: {reason} (--on-worker-loss abort)"
             self._job.fail(TooFewWorkersError(text))
         self._rounds.remove(member, WorkerState.LOST, reason, now)
+
+    def _activate(self, member: Member, now: float) -> None:
+        membership = self._job.membership
+        old = (
+            None
+            if member.is_registered
+            else replacement.predecessor(membership.registered(), member)
+        )
+        if self._job.started and not member.is_registered:
+            member.step_timer.begin(now)
+        if old is None:
+            membership.activate(member)
+            return self._rounds.advance(now)
+        membership.replace(old, member)
+        self._job.ledger.transfer(old.worker, member.worker)
+        return self._remove_replaced(old, member, now)
+
+    def _remove_replaced(self, old: Member, new: Member, now: float) -> None:
+        reason = f"worker {new.worker} was started in its place"
+        self._rounds.remove(old, WorkerState.LOST, reason, now)

@@ -1,5 +1,5 @@
-"""Pushes that every shard has staged, in order of arrival, and what rounds look up in them; those
-of workers that may be too far ahead of the slowest one (ssp).
+"""Pushes that every shard has staged, in order of arrival, and what rounds look up in them: also
+the first of the workers that may not be too far ahead of the slowest one (ssp).
 """
 
 import heapq

@@ -5,7 +5,7 @@ import json
 from pscommon.core.data_loop import LoopSpec
 from pscommon.core.log_entries import BatchKey
 from pscommon.core.script_place import PassName, ScriptPlace
-from psserver.coordinator.worker_requests import never_begun
+from psserver.coordinator.worker_handlers import never_begun
 from psserver.core.commands.data_commands import LeaseBatches, ReturnBatches
 from psserver.core.commands.recorded import RecordedCommand
 from psserver.core.coordinator.data_requests import BatchesReply
