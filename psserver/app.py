@@ -22,7 +22,7 @@ from psserver.process.config import ServerConfig
 from psserver.replication.standby_state import Promotion
 from psserver.roles.standby import build_standby
 from psserver.server import Server
-from psserver.stream.stream_port import StreamPort
+from psserver.sockets.socket_port import SocketPort
 
 log = get_logger(__name__)
 
@@ -72,7 +72,7 @@ def warn_of_loopback(bind: str) -> None:
 
 
 def successor(
-    config: ServerConfig, address: str, promotion: Promotion, stream_port: StreamPort
+    config: ServerConfig, address: str, promotion: Promotion, stream_port: SocketPort
 ) -> Server:
     """Return the primary that a standby becomes, at the standby's addresses.
 

@@ -22,8 +22,8 @@ from psserver.replication.standby_state import Promotion
 from psserver.roles.coordinator import build_coordinator
 from psserver.roles.services import add_services
 from psserver.roles.shard import build_shard
-from psserver.stream.listener import StreamListener
-from psserver.stream.stream_port import StreamPort, open_stream_port
+from psserver.sockets.listener import SocketListener
+from psserver.sockets.socket_port import SocketPort, open_socket_port
 
 LAST_SNAPSHOT_TIMEOUT_SECONDS = 8.0
 """Time that a stopping shard waits for the coordinator's last snapshot; containers grant ten
@@ -53,7 +53,7 @@ class Server:
         self,
         config: ServerConfig,
         promotion: Promotion | None = None,
-        stream_port: StreamPort | None = None,
+        stream_port: SocketPort | None = None,
         lost_data_dir: str = "",
     ) -> None:
         self.config, self._promotion = config, promotion
@@ -64,7 +64,7 @@ class Server:
             self._resources.close()
             raise
 
-    def _build(self, stream_port: StreamPort | None, lost_data_dir: str) -> None:
+    def _build(self, stream_port: SocketPort | None, lost_data_dir: str) -> None:
         config, promotion, resources = self.config, self._promotion, self._resources
         if config.data_dir is not None:
             resources.enter_context(DataDirLock(config.data_dir, config.shard))
@@ -85,8 +85,8 @@ class Server:
         self.service, self.coordinator_link = role.service, role.link
         resources.callback(lambda: self._grpc.stop(grace=0.2).wait())
         self._health, self._services = add_services(role)
-        port = stream_port or open_stream_port(config, self.address)
-        self._streams = StreamListener(
+        port = stream_port or open_socket_port(config, self.address)
+        self._streams = SocketListener(
             port, self.engine, self.identity, self.metrics.record_call, self.service
         )
         resources.callback(self._streams.close)

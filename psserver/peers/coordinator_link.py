@@ -25,7 +25,7 @@ from psserver.durability.record_sink import StandbyLink
 from psserver.durability.shard_recovery import ShardStateFactory
 from psserver.durability.shard_state import LogUnfitError
 from psserver.durability.snapshots import SnapshotManager
-from psserver.peers.link_calls import GrpcLink, LinkEndedError, StreamLink, open_link
+from psserver.peers.link_calls import GrpcLink, LinkEndedError, SocketLink, open_link
 from psserver.peers.link_messages import ShardMessages
 from psserver.peers.resharding import build_partition
 from psserver.process.identity import ServerIdentity
@@ -80,7 +80,7 @@ class CoordinatorLink:
         self.is_over = self._is_leaving = self._is_connected = False
         self._waiting_for = "shard 0"
         self._last_contact = self._last_logged = 0.0
-        self._link: GrpcLink | StreamLink | None = None
+        self._link: GrpcLink | SocketLink | None = None
         self._thread = threading.Thread(target=self._run, name="link", daemon=True)
 
     def start(self) -> None:

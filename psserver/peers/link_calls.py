@@ -78,7 +78,7 @@ class GrpcLink:
         self._channel.close()
 
 
-class StreamLink(BlockingSocket):
+class SocketLink(BlockingSocket):
     """The call over a stream. Attributes: as GrpcLink."""
 
     sends_news = True
@@ -112,7 +112,7 @@ class StreamLink(BlockingSocket):
         super().close()
 
 
-def open_link(address: str, lanes: Lanes) -> GrpcLink | StreamLink:
+def open_link(address: str, lanes: Lanes) -> GrpcLink | SocketLink:
     """Connect to shard 0, over a stream if both servers allow it and its port answers.
 
     Raises UnreachableError if shard 0 does not answer at all.
@@ -125,7 +125,7 @@ def open_link(address: str, lanes: Lanes) -> GrpcLink | StreamLink:
     hello = stream_pb2.StreamHello(purpose=stream_pb2.StreamHello.PURPOSE_SHARD)
     for found in socket_addresses(description, address, lanes):
         try:
-            return StreamLink.open(found, hello, who, LINK_CONNECT_SECONDS)
+            return SocketLink.open(found, hello, who, LINK_CONNECT_SECONDS)
         except PSError as error:
             log.info("link_without_stream", problem=str(error))
     return GrpcLink(address)

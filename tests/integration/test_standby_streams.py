@@ -13,9 +13,9 @@ from pscommon.wire.blocking_socket import BlockingSocket
 from psproto.v1.stream_pb2 import StreamHello
 from psserver.process.config import ServerConfig
 from psserver.roles.standby import build_standby
-from psserver.stream.stream_port import StreamPort
+from psserver.sockets.socket_port import SocketPort
 
-Start = Callable[..., StreamPort]
+Start = Callable[..., SocketPort]
 
 
 @pytest.fixture
@@ -28,7 +28,7 @@ def stack() -> Iterator[ExitStack]:
 def started(stack: ExitStack) -> Start:
     """Return a function that starts a standby, and returns its stream port."""
 
-    def start(**settings: Any) -> StreamPort:
+    def start(**settings: Any) -> SocketPort:
         config = ServerConfig(bind="127.0.0.1:0", standby_of="127.0.0.1:1", **settings)
         standby, port = build_standby(config, stack)
         stack.callback(standby._grpc.stop, None)

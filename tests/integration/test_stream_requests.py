@@ -13,9 +13,9 @@ from pscommon.wire.blocking_socket import BlockingSocket
 from pscommon.wire.channel import MAX_MESSAGE_BYTES
 from pscommon.wire.stream_format import FrameKind, encode_frame
 from psproto.v1 import stream_pb2
-from psserver.peers.link_calls import GrpcLink, StreamLink
+from psserver.peers.link_calls import GrpcLink, SocketLink
 from psserver.process.handlers import Handlers
-from psserver.stream.worker_stream import WorkerStream
+from psserver.sockets.worker_connection import WorkerConnection
 from psworker import OptimizerSpec
 from tests.support.cluster import Cluster
 from tests.support.events import events
@@ -62,13 +62,13 @@ def number_of_steps() -> int:
 @pytest.fixture
 def seen(monkeypatch: pytest.MonkeyPatch) -> set[str | None]:
     """Return the kinds of requests that come over streams, while they come."""
-    found, answer = set(), WorkerStream._answer
+    found, answer = set(), WorkerConnection._answer
 
-    async def recorded(self: WorkerStream, handlers: Handlers, message: bytes) -> None:
+    async def recorded(self: WorkerConnection, handlers: Handlers, message: bytes) -> None:
         found.add(stream_pb2.CoordinatorRequest.FromString(message).WhichOneof("request"))
         await answer(self, handlers, message)
 
-    monkeypatch.setattr(WorkerStream, "_answer", recorded)
+    monkeypatch.setattr(WorkerConnection, "_answer", recorded)
     return found
 
 
@@ -143,7 +143,7 @@ def test_lost_streams_lose_no_request(cluster: Make, monkeypatch: pytest.MonkeyP
 # ---- connections between servers -----------------------------------------------------------------
 
 
-def link_of(servers: Cluster) -> GrpcLink | StreamLink | None:
+def link_of(servers: Cluster) -> GrpcLink | SocketLink | None:
     link = servers.servers[1].coordinator_link
     assert link is not None
     return link._link
@@ -172,7 +172,7 @@ def test_servers_are_connected_over_a_stream_where_both_allow_it(
     assert len(train(servers.address, 0)) == PASSES
     link = link_of(servers)
     if kind:
-        assert isinstance(link, StreamLink)
+        assert isinstance(link, SocketLink)
         assert link.address.startswith(kind)
     else:
         assert isinstance(link, GrpcLink)

@@ -25,7 +25,7 @@ from psproto.v1.coordinator_pb2_grpc import CoordinatorServiceStub
 from psproto.v1.parameter_server_pb2_grpc import ParameterServerServiceStub
 from psserver.exchange.exchange import Exchange
 from psserver.server import Server
-from psserver.stream import stream_port
+from psserver.sockets import socket_port
 from psworker import OptimizerSpec
 from tests.support.cluster import Cluster
 from tests.support.events import records_of
@@ -105,7 +105,7 @@ def test_a_greeting_that_claims_a_large_message_is_refused_at_once(
     cluster: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The server neither allocates memory for the message nor waits for it."""
-    monkeypatch.setattr("psserver.stream.worker_stream.HELLO_SECONDS", 600.0)
+    monkeypatch.setattr("psserver.sockets.worker_connection.HELLO_SECONDS", 600.0)
     servers = cluster(1)
     head = encode_frame(FrameKind.HELLO, bytes(1 << 20))[:HEAD_BYTES]
     with ExitStack() as stack:
@@ -137,7 +137,7 @@ def test_half_a_greeting_ends_with_the_connection(cluster: Make, nbytes: int) ->
 def test_silent_connections_delay_no_worker_and_are_closed(
     cluster: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("psserver.stream.worker_stream.HELLO_SECONDS", 1.0)
+    monkeypatch.setattr("psserver.sockets.worker_connection.HELLO_SECONDS", 1.0)
     servers = cluster(1)
     silent = [Raw(servers.servers[0]) for _ in range(1000)]
 
@@ -172,18 +172,18 @@ def test_only_sockets_of_killed_servers_are_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A server that starts has its socket before it accepts connections."""
-    monkeypatch.setattr(stream_port, "FOLDER", tmp_path)
+    monkeypatch.setattr(socket_port, "FOLDER", tmp_path)
     path = tmp_path / "paramserver-1.sock"
     with socket.socket(socket.AF_UNIX) as sock:
         sock.bind(str(path))
-        stream_port.remove_dead_paths()
+        socket_port.remove_dead_paths()
         assert path.exists()
 
-        monkeypatch.setattr(stream_port, "STARTING_SECONDS", 0.0)
+        monkeypatch.setattr(socket_port, "STARTING_SECONDS", 0.0)
         sock.listen()
-        stream_port.remove_dead_paths()
+        socket_port.remove_dead_paths()
         assert path.exists()
-    stream_port.remove_dead_paths()
+    socket_port.remove_dead_paths()
     assert not path.exists()
 
 

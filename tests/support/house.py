@@ -294,7 +294,7 @@ ALLOWED: dict[str, set[str]] = {
         "psserver.shard",
         "psserver.waiting",
     },
-    "psserver.stream": {
+    "psserver.sockets": {
         "pscommon.core",
         "pscommon.system",
         "pscommon.telemetry",
@@ -344,7 +344,7 @@ ALLOWED: dict[str, set[str]] = {
         "psserver.process",
         "psserver.replication",
         "psserver.shard",
-        "psserver.stream",
+        "psserver.sockets",
     },
     "psserver.server": {
         "pscommon.core",
@@ -356,7 +356,7 @@ ALLOWED: dict[str, set[str]] = {
         "psserver.process",
         "psserver.replication",
         "psserver.roles",
-        "psserver.stream",
+        "psserver.sockets",
     },
     "psserver.app": {
         "pscommon.core",
@@ -367,7 +367,7 @@ ALLOWED: dict[str, set[str]] = {
         "psserver.replication",
         "psserver.roles",
         "psserver.server",
-        "psserver.stream",
+        "psserver.sockets",
     },
     "psserver.cli": {
         "pscommon.entry",

@@ -17,7 +17,7 @@ import pytest
 from pscommon.telemetry.http import MetricsServer, new_registry
 from psserver.cli import COMMAND as SERVER
 from psserver.process.config import ServerConfig
-from psserver.stream.stream_port import default_bind
+from psserver.sockets.socket_port import default_bind
 from psworker.cli import COMMAND as WORKER
 from tests.support.prometheus_queries import DEPLOY
 

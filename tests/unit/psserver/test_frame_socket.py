@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from psserver.stream.frame_socket import FrameSocket
+from psserver.sockets.frame_socket import FrameSocket
 
 SECONDS = 10.0
 

@@ -9,9 +9,9 @@ from typing import Any, cast
 
 import pytest
 
-from psserver.stream import stream_port
-from psserver.stream.stream_port import StreamPort
-from psserver.stream.stream_service import StreamService, StreamWaiter
+from psserver.sockets import socket_port
+from psserver.sockets.event_loop import SocketService, SocketWaiter
+from psserver.sockets.socket_port import SocketPort
 
 
 def test_the_result_of_work_whose_stream_was_closed_is_given_back() -> None:
@@ -23,8 +23,8 @@ def test_the_result_of_work_whose_stream_was_closed_is_given_back() -> None:
         assert goes_on.wait(10.0)
         return "a read"
 
-    async def run(service: StreamService) -> None:
-        task = asyncio.create_task(StreamWaiter(service).do(read, abandoned=found.append))
+    async def run(service: SocketService) -> None:
+        task = asyncio.create_task(SocketWaiter(service).do(read, abandoned=found.append))
         await asyncio.to_thread(began.wait, 10.0)
         task.cancel()
         goes_on.set()
@@ -34,22 +34,22 @@ def test_the_result_of_work_whose_stream_was_closed_is_given_back() -> None:
     with ThreadPoolExecutor() as pool:
         engine = cast(Any, SimpleNamespace(is_quick=False))
         nothing = cast(Any, None)
-        asyncio.run(run(StreamService(engine, nothing, pool, nothing)))
+        asyncio.run(run(SocketService(engine, nothing, pool, nothing)))
 
     assert found == ["a read"]
 
 
 @pytest.mark.parametrize("is_quick", [True, False])
 def test_only_quick_work_is_done_in_the_thread_of_the_event_loop(is_quick: bool) -> None:
-    async def run(service: StreamService) -> tuple[str, str]:
-        return threading.current_thread().name, await StreamWaiter(service).do(
+    async def run(service: SocketService) -> tuple[str, str]:
+        return threading.current_thread().name, await SocketWaiter(service).do(
             lambda: threading.current_thread().name
         )
 
     with ThreadPoolExecutor(thread_name_prefix="pool") as pool:
         engine = cast(Any, SimpleNamespace(is_quick=is_quick))
         nothing = cast(Any, None)
-        loop, found = asyncio.run(run(StreamService(engine, nothing, pool, nothing)))
+        loop, found = asyncio.run(run(SocketService(engine, nothing, pool, nothing)))
 
     assert (found == loop, found.startswith("pool")) == (is_quick, not is_quick)
 
@@ -58,8 +58,8 @@ def test_only_quick_work_is_done_in_the_thread_of_the_event_loop(is_quick: bool)
 def test_a_server_has_an_event_loop_for_each_core_and_at_most_four(
     monkeypatch: pytest.MonkeyPatch, cores: int, threads: int
 ) -> None:
-    monkeypatch.setattr(stream_port, "cores", lambda: cores)
-    with closing(StreamPort()) as port:
+    monkeypatch.setattr(socket_port, "cores", lambda: cores)
+    with closing(SocketPort()) as port:
         port.bind("127.0.0.1:0", is_requested=True)
         port.start(cast(Any, None))
 

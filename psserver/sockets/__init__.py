@@ -2,4 +2,4 @@
 that waiting needs no thread.
 """
 
-__all__ = ["listener", "stream_port"]
+__all__ = ["listener", "socket_port"]

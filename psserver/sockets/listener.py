@@ -10,17 +10,16 @@ from psserver.coordinator.service import CoordinatorService
 from psserver.process.handlers import Handlers
 from psserver.process.identity import ServerIdentity
 from psserver.shard.engine import ShardEngine
-from psserver.stream.open_streams import OpenStreams
-from psserver.stream.shard_links import ShardLinks
-from psserver.stream.stream_port import StreamPort
-from psserver.stream.stream_service import StreamService
-from psserver.stream.worker_stream import WorkerStream
+from psserver.sockets.event_loop import SocketService
+from psserver.sockets.shard_links import ShardLinks
+from psserver.sockets.socket_port import SocketPort
+from psserver.sockets.worker_connection import OpenConnections, WorkerConnection
 
 POOL_THREADS_COUNT = 32
 """Threads for exchanges that wait for a disk, a standby or a long update."""
 
 
-class StreamListener:
+class SocketListener:
     """Serves the connections of a port, from `start` to `close`.
 
     port: closed with the listener.
@@ -30,17 +29,17 @@ class StreamListener:
 
     def __init__(
         self,
-        port: StreamPort,
+        port: SocketPort,
         engine: ShardEngine,
         identity: ServerIdentity,
         record: Callable[[str, str, float], None],
         coordinator: CoordinatorService | None = None,
     ) -> None:
-        self._port, self._identity, self._streams = port, identity, OpenStreams()
+        self._port, self._identity, self._streams = port, identity, OpenConnections()
         identity.stream_address, identity.stream_path = port.advertised, port.path
         engine.traffic.observers.append(self._streams)
         self._pool = ThreadPoolExecutor(POOL_THREADS_COUNT, thread_name_prefix="stream-work")
-        self._service = StreamService(engine, identity, self._pool, record)
+        self._service = SocketService(engine, identity, self._pool, record)
         self._handlers: Handlers | None = None
         self._links: ShardLinks | None = None
         if coordinator is not None:
@@ -59,7 +58,7 @@ class StreamListener:
         self._pool.shutdown()
 
     def _serve(self, sock: socket.socket) -> tuple["asyncio.Task[None]", Callable[[], None]]:
-        stream = WorkerStream(
+        stream = WorkerConnection(
             sock,
             self._identity,
             self._service,

@@ -9,17 +9,17 @@ from psproto.v1 import parameter_server_pb2 as pb
 from psserver.exchange.exchange import Exchange, Moved, Weights
 from psserver.exchange.push_receiver import OpenPushReceiver
 from psserver.parameters.weight_reads import WeightRead
-from psserver.stream.frame_socket import ConnectionLostError, FrameSocket
-from psserver.stream.stream_service import StreamService, StreamWaiter
+from psserver.sockets.event_loop import SocketService, SocketWaiter
+from psserver.sockets.frame_socket import ConnectionLostError, FrameSocket
 
 
-class SocketIO(StreamWaiter):
+class SocketIO(SocketWaiter):
     """Moves the bytes of one exchange (implements ExchangeIO).
 
     data_nbytes: Bytes of data that the worker has announced.
     """
 
-    def __init__(self, service: StreamService, socket: FrameSocket, data_nbytes: int) -> None:
+    def __init__(self, service: SocketService, socket: FrameSocket, data_nbytes: int) -> None:
         super().__init__(service)
         self._socket, self._data_nbytes = socket, data_nbytes
         # what the worker sends without waiting for GO, and is not read yet
@@ -66,7 +66,7 @@ class SocketIO(StreamWaiter):
 
 
 async def serve_exchange(
-    service: StreamService, socket: FrameSocket, header: pb.PushPullHeader, data_nbytes: int
+    service: SocketService, socket: FrameSocket, header: pb.PushPullHeader, data_nbytes: int
 ) -> None:
     """Carry out an exchange and answer it; errors are answered too.
 

@@ -1,7 +1,8 @@
-"""One worker's stream: its greeting, then one exchange after another."""
+"""A worker's connection over a stream: its greeting, then one exchange after another."""
 
 import asyncio
 import socket
+import threading
 from collections.abc import Callable
 
 from pscommon.core.errors import InvalidRequestError, MismatchError, PSError
@@ -22,11 +23,11 @@ from psproto.v1 import parameter_server_pb2 as ps
 from psproto.v1 import stream_pb2 as pb
 from psserver.process.handlers import Handlers, answer
 from psserver.process.identity import ServerIdentity
-from psserver.stream.frame_socket import ConnectionLostError, FrameSocket
-from psserver.stream.open_streams import OpenStreams
-from psserver.stream.shard_links import ShardLinks
-from psserver.stream.socket_exchange import serve_exchange
-from psserver.stream.stream_service import StreamService, StreamWaiter
+from psserver.shard.observers import ShardObserver
+from psserver.sockets.event_loop import SocketService, SocketWaiter
+from psserver.sockets.frame_socket import ConnectionLostError, FrameSocket
+from psserver.sockets.shard_links import ShardLinks
+from psserver.sockets.socket_exchange import serve_exchange
 
 ALIVE = encode_frame(FrameKind.ALIVE)
 ROWS = {name: row for row, name in STREAM_FIELDS.items()}
@@ -34,7 +35,44 @@ ROWS = {name: row for row, name in STREAM_FIELDS.items()}
 log = get_logger(__name__)
 
 
-class WorkerStream:
+class OpenConnections(ShardObserver):
+    """The open stream of each worker. Thread-safe.
+
+    A worker has one stream. A newer one closes it: the worker has given it up.
+    """
+
+    def __init__(self) -> None:
+        self._closers: dict[int, Callable[[bool], None]] = {}
+        self._lock = threading.Lock()
+
+    def opened(self, worker: int, close: Callable[[bool], None]) -> None:
+        """Record the stream of a worker; observers (worker 0) may have any number.
+
+        close: closes the stream without waiting; with False only if it is receiving a push.
+        """
+        if worker:
+            with self._lock:
+                older, self._closers[worker] = self._closers.get(worker), close
+            if older is not None:
+                older(True)
+
+    def closed(self, worker: int, close: Callable[[bool], None]) -> None:
+        with self._lock:
+            if self._closers.get(worker) == close:
+                del self._closers[worker]
+
+    def on_evict(self, worker: int) -> None:
+        """End the transfer of a worker that is no longer a member, and free its memory.
+
+        A stream that moves no bytes stays: the worker's next request is answered with the reason.
+        """
+        with self._lock:
+            close = self._closers.get(worker)
+        if close is not None:
+            close(False)
+
+
+class WorkerConnection:
     """Serves one connection in an event loop until either side closes it.
 
     refused: called with the reason when a peer is refused.
@@ -46,8 +84,8 @@ class WorkerStream:
         self,
         sock: socket.socket,
         identity: ServerIdentity,
-        service: StreamService,
-        streams: OpenStreams,
+        service: SocketService,
+        streams: OpenConnections,
         refused: Callable[[str], None],
         handlers: Handlers | None,
         links: ShardLinks | None,
@@ -159,7 +197,7 @@ class WorkerStream:
             name = sent.WhichOneof("request")
             if name is None:
                 raise InvalidRequestError("the coordinator does not know this request")
-            row, request, waiter = ROWS[name], getattr(sent, name), StreamWaiter(self._service)
+            row, request, waiter = ROWS[name], getattr(sent, name), SocketWaiter(self._service)
             with self._service.timing(row.name):
                 response = await answer(handlers, row, request, waiter)
         except (ConnectionLostError, OSError):

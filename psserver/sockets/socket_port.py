@@ -16,8 +16,8 @@ from pscommon.system.thread_team import cores
 from pscommon.telemetry.logs import get_logger
 from pscommon.wire.stream_format import set_tcp_options
 from psserver.process.config import ServerConfig
-from psserver.stream.event_loops import MAX_LOOPS_COUNT, EventLoopThread, Serve
-from psserver.stream.worker_stream import refuse_connection
+from psserver.sockets.event_loop import MAX_LOOPS_COUNT, EventLoopThread, Serve
+from psserver.sockets.worker_connection import refuse_connection
 
 LAST_PORT = 65535
 BACKLOG_COUNT = 1024
@@ -33,7 +33,7 @@ REFUSAL_NOTICE_SECONDS = 10.0
 log = get_logger(__name__)
 
 
-class StreamPort:
+class SocketPort:
     """Listens from `bind` to `close`, and serves connections between `start` and `stop`.
 
     Attributes:
@@ -160,7 +160,7 @@ class StreamPort:
         self._threads[self._accepted % len(self._threads)].add(sock, self._serve)
 
 
-def open_stream_port(config: ServerConfig, address: str) -> StreamPort:
+def open_socket_port(config: ServerConfig, address: str) -> SocketPort:
     """Open the port and the Unix socket as far as --lanes allows.
 
     Args:
@@ -168,7 +168,7 @@ def open_stream_port(config: ServerConfig, address: str) -> StreamPort:
 
     Raises TakenError if a requested port is not available.
     """
-    port = StreamPort()
+    port = SocketPort()
     if config.lanes in ("auto", "stream"):
         port.bind(config.stream_bind or default_bind(address), config.stream_bind is not None)
         host, _, number = port.address.rpartition(":")
