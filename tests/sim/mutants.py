@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import psserver.core.commands.recorder as recorder_module
 import psserver.core.data.data_ledger as data_ledger_module
 import psserver.core.job.job_state as job_state_module
+import psserver.core.servers.shard_protocol as shard_protocol_module
 import psserver.durability.coordinator_log as coordinator_log_module
 import psserver.durability.shard_state as shard_state_module
 from pscommon.core.errors import PSError
@@ -221,8 +221,13 @@ class EndsReshardInRecovery(CoordinatorMachine):
         super().load_state(state, model, now, sys.maxsize)
 
 
-def keep_standby(log: ShardLog) -> None:
+RESET = ShardLog.reset_standby
+
+
+def keep_standby(log: ShardLog, why: str) -> None:
     """Let a standby keep its partition from before a reshard."""
+    if why != "the model was resharded":
+        RESET(log, why)
 
 
 BASE = ShardState.base
@@ -373,7 +378,7 @@ PATCHES: dict[str, tuple[Any, str, Any]] = {
         "replay",
         replay_until_error,
     ),
-    "an unfit push is not refused": (recorder_module, "unfit_pushes", accept_unfit_pushes),
+    "an unfit push is not refused": (shard_protocol_module, "unfit_pushes", accept_unfit_pushes),
     "workers are kept although records are missing": (Recorder, "recovered", keep_workers),
     "a batch counts when it is leased": (data_ledger_module, "MapLoop", CountsLeasedBatches),
 }
