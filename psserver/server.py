@@ -18,6 +18,7 @@ from pscommon.snapshot import DataDirLock
 from pscommon.system.thread_team import ThreadTeam
 from pscommon.telemetry.http import MetricsServer, new_registry
 from pscommon.telemetry.logs import get_logger
+from pscommon.wire.endpoint import Endpoint, listen_http
 from pscommon.wire.frames import add_parameter_server_to_server
 from psproto.v1 import coordinator_pb2, parameter_server_pb2, shard_pb2, standby_pb2
 from psproto.v1.coordinator_pb2_grpc import add_CoordinatorServiceServicer_to_server
@@ -257,7 +258,7 @@ class Server:
         """Return the metrics endpoint; a promoted standby keeps its own."""
         monitor = self._promotion.monitor if self._promotion is not None else None
         if monitor is None:
-            return MetricsServer(bind, self._registry, self.ready)
+            return MetricsServer(listen_http(Endpoint(bind)), self._registry, self.ready)
         monitor.show(self._registry, self.ready)
         return monitor
 

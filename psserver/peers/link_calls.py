@@ -10,7 +10,7 @@ from pscommon.core.errors import PSError
 from pscommon.settings.values import Lanes
 from pscommon.telemetry.logs import get_logger
 from pscommon.wire.blocking_stream import BlockingStream, stream_addresses
-from pscommon.wire.channel import open_channel
+from pscommon.wire.endpoint import Endpoint, open_channel
 from pscommon.wire.status import error_from, translated
 from psproto.v1 import coordinator_pb2 as pb
 from psproto.v1 import parameter_server_pb2 as ps
@@ -52,7 +52,7 @@ class GrpcLink:
 
     def __init__(self, address: str) -> None:
         self._who = f"shard 0 at {address}"
-        self._channel = open_channel(address)
+        self._channel = open_channel(Endpoint(address))
         self._call: Any = None
 
     def follow(self, requests: Iterator[MakeRequest]) -> Iterator[pb.LinkShardResponse]:
@@ -121,7 +121,7 @@ def open_link(address: str, lanes: Lanes) -> GrpcLink | StreamLink:
     if lanes == "grpc":
         return GrpcLink(address)
     who = f"shard 0 at {address}"
-    with open_channel(address) as channel, translated(who):
+    with open_channel(Endpoint(address)) as channel, translated(who):
         description = ParameterServerServiceStub(channel).Describe(
             ps.DescribeRequest(), timeout=LINK_CONNECT_SECONDS
         )

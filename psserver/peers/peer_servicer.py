@@ -6,7 +6,7 @@ import grpc
 
 from pscommon.core.partition import ByteRange
 from pscommon.optim.specs import scalars_to_json
-from pscommon.wire.channel import FRAME_BYTES
+from pscommon.wire.frames import FRAME_BYTES
 from pscommon.wire.status import answering
 from psproto.v1 import shard_pb2 as pb
 from psproto.v1.shard_pb2_grpc import ShardServiceServicer

@@ -1,53 +1,21 @@
 """A server's socket, and what its calls share."""
 
 import threading
-import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 
 import grpc
 
-from pscommon.core.errors import TakenError
-from pscommon.wire.channel import SERVER_OPTIONS
+from pscommon.wire.endpoint import Endpoint, listen_grpc
 from psserver.process.decoding import guarded
 from psserver.process.rpc_metrics import Wrap, WrappedHandlers
-
-RETRY_PAUSE_SECONDS = 0.05
 
 
 def listen(
     bind: str, calls: int, wraps: Sequence[Wrap] = (), retry_seconds: float = 0.0
 ) -> tuple[grpc.Server, str]:
-    """Create a gRPC server that has its port and is not started yet.
-
-    Args:
-        calls: Concurrent calls.
-        wraps: Wrappers for the handler of each method.
-        retry_seconds: Time to wait for a port that another process still uses.
-
-    Returns:
-        The server and its HOST:PORT.
-
-    Raises:
-        TakenError: The port or the address is not available.
-    """
-    deadline = time.monotonic() + retry_seconds
-    while True:
-        server = grpc.server(
-            ThreadPoolExecutor(calls, thread_name_prefix="call"),
-            interceptors=[WrappedHandlers([guarded, *wraps])],
-            options=SERVER_OPTIONS,
-            maximum_concurrent_rpcs=calls,
-        )
-        try:
-            return server, f"{bind.rpartition(':')[0]}:{server.add_insecure_port(bind)}"
-        except RuntimeError as error:
-            if time.monotonic() >= deadline:
-                raise TakenError(
-                    f"cannot listen on {bind}: another process has the port, or the address "
-                    f"belongs to another machine. Try: another `--bind` (port 0 picks a free port)"
-                ) from error
-        time.sleep(RETRY_PAUSE_SECONDS)
+    """Call listen_grpc for a server that checks requests, with wrappers for each method."""
+    interceptors = [WrappedHandlers([guarded, *wraps])]
+    return listen_grpc(Endpoint(bind), calls, (), interceptors, retry_seconds)
 
 
 def when_ended(context: grpc.ServicerContext, action: Callable[[], object]) -> None:

@@ -14,7 +14,7 @@ from pscommon.core.formats import check_wire_format, spoken_format
 from pscommon.system.thread_team import ThreadTeam
 from pscommon.telemetry.http import MetricsServer
 from pscommon.telemetry.logs import get_logger
-from pscommon.wire.channel import open_channel
+from pscommon.wire.endpoint import Endpoint, listen_http, open_channel
 from pscommon.wire.status import error_from, translated
 from psproto.v1 import standby_pb2 as pb
 from psproto.v1.standby_pb2_grpc import StandbyServiceStub, add_StandbyServiceServicer_to_server
@@ -84,7 +84,7 @@ class Standby:
         self._grpc.add_generic_rpc_handlers((NotPrimary(lambda: self.primary),))
         shown = standby_metrics(config.shard, lambda: self.version)
         self.monitor = (
-            MetricsServer(config.metrics_bind, shown, self.ready)
+            MetricsServer(listen_http(Endpoint(config.metrics_bind)), shown, self.ready)
             if config.metrics_bind is not None
             else None
         )
@@ -158,7 +158,7 @@ class Standby:
         """
         try:
             self._find_primary()
-            with open_channel(self.primary, tensors=True) as channel:
+            with open_channel(Endpoint(self.primary), tensors=True) as channel:
                 self._call = StandbyServiceStub(channel).Replicate(self._requests())
                 if self.ended.is_set() or self._promoted is not None:
                     self._cancel_call()  # a concurrent cancel saw only the previous call
@@ -365,7 +365,7 @@ class Standby:
             )
         try:
             with (
-                open_channel(self.primary) as channel,
+                open_channel(Endpoint(self.primary)) as channel,
                 translated(f"the primary at {self.primary}"),
             ):
                 StandbyServiceStub(channel).StepDown(

@@ -12,7 +12,7 @@ from pscommon.core.formats import check_wire_format
 from pscommon.system import signals as interruptible
 from pscommon.system.local_jobs import only_local_job
 from pscommon.telemetry.logs import get_logger
-from pscommon.wire.channel import open_channel
+from pscommon.wire.endpoint import Endpoint, open_channel
 from pscommon.wire.status import translated
 from psproto.v1 import parameter_server_pb2 as ps
 from psproto.v1.parameter_server_pb2_grpc import ParameterServerServiceStub
@@ -110,7 +110,7 @@ def describe(address: str, timeout: float = 5.0) -> ServerDescription:
         UnreachableError: The server does not answer.
         FormatError: The server is newer than this process.
     """
-    with open_channel(address) as channel, translated(f"the server at {address}"):
+    with open_channel(Endpoint(address)) as channel, translated(f"the server at {address}"):
         stub = ParameterServerServiceStub(channel)
         return _described(stub.Describe(ps.DescribeRequest(), timeout=timeout), address)
 
@@ -124,7 +124,7 @@ def _open_stubs() -> Iterator[StubOf]:
         def stub_of(address: str) -> ParameterServerServiceStub:
             if address not in stubs:
                 stubs[address] = ParameterServerServiceStub(
-                    stack.enter_context(open_channel(address))
+                    stack.enter_context(open_channel(Endpoint(address)))
                 )
             return stubs[address]
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import click
 
 from pscommon.settings.values import ADDRESS, COUNT, COUNT_OR_NONE, POLICIES, TEXT
-from pscommon.wire.channel import open_channel
+from pscommon.wire.endpoint import Endpoint, open_channel
 from pscommon.wire.status import translated
 from psproto.v1 import standby_pb2 as pb
 from psproto.v1.standby_pb2_grpc import StandbyServiceStub
@@ -118,7 +118,7 @@ def promote(settings: CommandContext, standby: str) -> None:
     over with its own state and reports its version; with --failover-lock only if it gets the
     primary lease.
     """
-    with open_channel(standby) as channel, translated(f"the standby at {standby}"):
+    with open_channel(Endpoint(standby)) as channel, translated(f"the standby at {standby}"):
         request = pb.PromoteRequest(wait_ms=round(HANDOVER_SECONDS * 1000))
         answer = StandbyServiceStub(channel).Promote(
             request, timeout=HANDOVER_SECONDS + settings.timeout

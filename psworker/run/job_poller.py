@@ -94,11 +94,11 @@ class JobObserver:
 
     @contextmanager
     def _coordinator(self) -> "Iterator[CoordinatorServiceStub]":
-        from pscommon.wire.channel import open_channel
+        from pscommon.wire.endpoint import Endpoint, open_channel
         from pscommon.wire.status import translated
         from psproto.v1.coordinator_pb2_grpc import CoordinatorServiceStub
 
-        with open_channel(self._address) as channel, translated(self._address):
+        with open_channel(Endpoint(self._address)) as channel, translated(self._address):
             yield CoordinatorServiceStub(channel)
 
     def close(self) -> None:

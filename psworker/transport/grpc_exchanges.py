@@ -5,8 +5,9 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from pscommon.wire.channel import FRAME_BYTES, open_channel
+from pscommon.wire.endpoint import Endpoint, open_channel
 from pscommon.wire.frames import (
+    FRAME_BYTES,
     ExchangeStub,
     Frame,
     chunks,
@@ -42,7 +43,7 @@ class ServerChannel:
     def __init__(self, address: str, tensors: bool) -> None:
         self.address = address
         self.is_closed = False
-        self._channel = channel = open_channel(address, tensors)
+        self._channel = channel = open_channel(Endpoint(address), tensors)
         self.exchanges = ExchangeStub(channel)
         self.shard: ParameterServerServiceStub = ParameterServerServiceStub(channel)
         self.coordinator: CoordinatorServiceStub = CoordinatorServiceStub(channel)

@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 
 from pscommon.telemetry.http import MetricsServer, new_registry
+from pscommon.wire.endpoint import Endpoint, listen_http
 from psserver.process.metrics import ServerMetrics, standby_metrics
 from psworker.session.metrics import WorkerMetrics
 from tests.support import prometheus_queries as queries
@@ -46,10 +47,16 @@ class MonitoredJob:
             WorkerMetrics(workers),
             0,
         )
-        self.server_monitor = MetricsServer("127.0.0.1:0", servers, lambda: (True, ""))
+        self.server_monitor = MetricsServer(
+            listen_http(Endpoint("127.0.0.1:0")), servers, lambda: (True, "")
+        )
         standby = standby_metrics(0, lambda: self.steps)
-        self.standby_monitor = MetricsServer("127.0.0.1:0", standby, lambda: (True, ""))
-        self.worker_monitor = MetricsServer("127.0.0.1:0", workers, lambda: (True, ""))
+        self.standby_monitor = MetricsServer(
+            listen_http(Endpoint("127.0.0.1:0")), standby, lambda: (True, "")
+        )
+        self.worker_monitor = MetricsServer(
+            listen_http(Endpoint("127.0.0.1:0")), workers, lambda: (True, "")
+        )
         self.shard.about = lambda: {"shards": "1", "job": "otter", "policy": "ssp"}
         self.shard.workers({"active": 1})
 

@@ -1,5 +1,3 @@
-"""The network on both sides: channel settings, frames of bytes, messages, errors in transit,
-and streams.
-"""
+"""The network on both sides: endpoints, frames of bytes, messages, errors in transit, streams."""
 
-__all__ = ["blocking_stream", "channel", "frames", "messages", "push", "status", "stream_format"]
+__all__ = ["blocking_stream", "endpoint", "frames", "messages", "push", "status", "stream_format"]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pscommon.wire.channel import open_channel
+from pscommon.wire.endpoint import Endpoint, open_channel
 
 CALLS = 200
 
@@ -57,7 +57,7 @@ def wakeups_by_calls(**environment: str) -> int:
     ) as server:
         assert server.stdin is not None
         assert server.stdout is not None
-        with open_channel(server.stdout.readline().strip()) as channel:
+        with open_channel(Endpoint(server.stdout.readline().strip())) as channel:
             call = channel.unary_unary("/test.Test/Echo")
             call(b"first", timeout=10)
             before = event_engine_wakeups(server.pid)

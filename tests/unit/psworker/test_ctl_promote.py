@@ -8,7 +8,7 @@ import grpc
 import pytest
 
 from pscommon.core.errors import MismatchError
-from pscommon.wire.channel import SERVER_OPTIONS
+from pscommon.wire.endpoint import SERVER_OPTIONS
 from psproto.v1 import standby_pb2 as pb
 from psproto.v1.standby_pb2_grpc import add_StandbyServiceServicer_to_server
 from psserver.replication.servicer import StandbyServicer
