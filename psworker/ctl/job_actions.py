@@ -5,7 +5,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from pscommon.settings.values import ADDRESS, COUNT, COUNT_OR_NONE, POLICIES, TEXT
+from pscommon.core.limits import POLICIES, check_policy
+from pscommon.settings.values import ADDRESS, COUNT, COUNT_OR_NONE, TEXT
 from pscommon.wire.endpoint import Endpoint, open_channel
 from pscommon.wire.status import translated
 from psproto.v1 import standby_pb2 as pb
@@ -90,11 +91,7 @@ def set_(
     policy survives a rollback, and a restart of the servers from a later snapshot unless their
     --policy has changed.
     """
-    if (name == "ssp") != (staleness is not None):
-        raise click.UsageError(
-            "`--staleness S` is required with ssp and not allowed otherwise. "
-            "Try: policy set ssp --staleness 3"
-        )
+    check_policy(name, staleness)
     with settings.servers() as servers:
         servers.set_policy(name, staleness, max_staleness)
     document = {

@@ -203,7 +203,7 @@ def test_an_invalid_policy_is_refused_and_the_old_one_stays(cluster: Make, capsy
         assert "`--in-flight 1920`" in capsys.readouterr().err
         with (
             CoordinatorClient([address], 10.0) as servers,
-            pytest.raises(InvalidRequestError, match="ssp requires"),
+            pytest.raises(InvalidRequestError, match="needs a bound"),
         ):
             servers.set_policy("ssp", None, None)
 
