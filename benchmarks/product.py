@@ -15,7 +15,7 @@ from pscommon.wire.endpoint import Endpoint, open_channel
 from psproto.v1.coordinator_pb2 import GetStatusRequest, SaveSnapshotRequest
 from psproto.v1.coordinator_pb2_grpc import CoordinatorServiceStub
 from psworker.client.client import Client
-from psworker.local_servers import LocalServers
+from psworker.local_servers import local_servers
 
 LANES = ("grpc", "stream", "shm")
 POLL_INTERVAL_SECONDS = 0.05
@@ -32,8 +32,8 @@ def configure(setup: Setup) -> None:
 
 
 @contextmanager
-def servers(setup: Setup) -> Iterator[LocalServers]:
-    """Its address is shard 0's. Snapshots are taken when they are asked for."""
+def servers(setup: Setup) -> Iterator[str]:
+    """Yield the address of shard 0. Snapshots are taken when they are asked for."""
     configure(setup)
     with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
         if setup.durability:
@@ -44,10 +44,10 @@ def servers(setup: Setup) -> Iterator[LocalServers]:
             }
             os.environ |= {"PS_DURABILITY": setup.durability, "PS_LOG_FSYNC": setup.fsync}
         with (
-            LocalServers(setup.servers, setup.workers, setup.policy, None, os.environ) as servers,
-            standby(servers.address, setup) if setup.standby else nullcontext(),
+            local_servers(setup.servers, setup.workers, setup.policy, None, os.environ) as address,
+            standby(address, setup) if setup.standby else nullcontext(),
         ):
-            yield servers
+            yield address
 
 
 @contextmanager

@@ -3,8 +3,8 @@
 import signal
 import socket
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from ipaddress import ip_address
 from types import FrameType
@@ -19,12 +19,10 @@ from pscommon.system.process_limits import tune_malloc
 from pscommon.telemetry.logs import get_logger
 from psserver.coordinator.final_state import conclude
 from psserver.process.config import ServerConfig
-from psserver.replication.lease_directory import lease_of
-from psserver.replication.servicer import not_primary
-from psserver.replication.standby import Standby
 from psserver.replication.standby_state import Promotion
+from psserver.roles.standby import build_standby
 from psserver.server import Server
-from psserver.stream.stream_port import StreamPort, open_stream_port
+from psserver.stream.stream_port import StreamPort
 
 log = get_logger(__name__)
 
@@ -38,9 +36,9 @@ def run(config: ServerConfig) -> int:
     torch.set_num_threads(1)
     if config.standby_of is None:
         return serve(Server(config))
-    standby = Standby(config, lease_of(config))
-    signals = _StopSignals(standby.stop)
-    with open_streams(config, standby) as stream_port:
+    with ExitStack() as resources:
+        standby, stream_port = build_standby(config, resources)
+        signals = _StopSignals(standby.stop)
         promotion = standby.run()
         if standby.failure is not None:
             raise standby.failure
@@ -73,22 +71,8 @@ def warn_of_loopback(bind: str) -> None:
         )
 
 
-@contextmanager
-def open_streams(config: ServerConfig, standby: Standby) -> Iterator[StreamPort]:
-    """Yield a standby's stream port, which answers that it is no primary. Close it at the end.
-
-    Raises TakenError if a requested port is not available.
-    """
-    with closing(open_stream_port(config, standby.address)) as port:
-        port.refuse_all(lambda: not_primary(standby.primary))
-        yield port
-
-
 def successor(
-    config: ServerConfig,
-    address: str,
-    promotion: Promotion,
-    stream_port: StreamPort | None = None,
+    config: ServerConfig, address: str, promotion: Promotion, stream_port: StreamPort
 ) -> Server:
     """Return the primary that a standby becomes, at the standby's addresses.
 
@@ -112,14 +96,12 @@ def successor(
             problem=str(error),
             remedy="start a standby of this server with that directory, and promote it",
         )
-    server = Server(
+    return Server(
         replace(config, data_dir=None, snapshot_every=None, durability="snapshot"),
         promotion,
         stream_port,
+        f"this server continued without {config.data_dir}, {why}",
     )
-    if server.service is not None:
-        server.service.lost_data_dir = f"this server continued without {config.data_dir}, {why}"
-    return server
 
 
 def serve(server: Server, signals: "_StopSignals | None" = None) -> int:

@@ -28,10 +28,14 @@ class Waiter(Protocol):
 
     Attributes:
         is_over: Its caller needs no answer any more.
+        may_block: Its thread may block: what may block needs no `do`.
     """
 
     @property
     def is_over(self) -> bool: ...
+
+    @property
+    def may_block(self) -> bool: ...
 
     def wake(self) -> None:
         """End the current or the next `park`. From any thread; never waits."""
@@ -97,6 +101,8 @@ class ThreadWaiter:
     context: The gRPC call that waits; its end also ends the wait. None: nothing ends it early.
     """
 
+    may_block = True
+
     def __init__(self, context: grpc.ServicerContext | None = None) -> None:
         self._event, self._context = threading.Event(), context
         if context is not None:
@@ -108,6 +114,11 @@ class ThreadWaiter:
 
     def wake(self) -> None:
         self._event.set()
+
+    def when_over(self, action: Callable[[], None]) -> None:
+        """Call the action when the call has ended, or at once if it has."""
+        if self._context is None or not self._context.add_callback(action):
+            action()
 
     async def park(self, seconds: float) -> None:
         self._event.wait(min(seconds, threading.TIMEOUT_MAX))
@@ -123,6 +134,7 @@ class TaskWaiter(ABC):
     """A waiter that suspends its task. Created in the thread of the event loop."""
 
     is_over = False  # the end of its connection cancels the task
+    may_block = False
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop, self._thread = loop, threading.get_ident()

@@ -4,7 +4,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from pscommon.core.errors import PSError, UnreachableError, error_for
@@ -16,94 +17,78 @@ STOP_TIMEOUT_SECONDS = 10.0
 POLL_INTERVAL_SECONDS = 0.02
 LOG_TAIL_CHARACTERS = 2000
 
+Process = subprocess.Popen[bytes]
 
-class LocalServers:
-    """Server processes on free ports of 127.0.0.1, to be used in a `with` block.
 
-    Attributes:
-        address: Address of shard 0, inside the `with` block.
+@contextmanager
+def local_servers(
+    count: int, min_workers: int, policy: str, staleness: int | None, environ: Mapping[str, str]
+) -> Iterator[str]:
+    """Run this number of servers on free ports of 127.0.0.1; yield the address of shard 0.
 
     Raises:
         UnreachableError: A server does not start; the message has the end of its log.
         InvalidRequestError: A server refuses its settings.
     """
+    flags = ["--policy", policy, "--min-workers", str(min_workers), "--log-format", "text"]
+    if staleness is not None:
+        flags += ["--staleness", str(staleness)]
+    processes: list[Process] = []
+    try:
+        # only during the start: a signal that ends this process later leaves no folder
+        with tempfile.TemporaryDirectory(prefix="paramserver-") as folder:
+            address = ""
+            for shard in range(count):
+                join = ["--join", address] if shard else []
+                line = ["--shard", f"{shard}/{count}", *flags, *join]
+                started = _start(shard, line, environ, Path(folder), processes)
+                address = address or started
+        yield address
+    finally:
+        _stop(processes)
 
-    def __init__(
-        self,
-        count: int,
-        min_workers: int,
-        policy: str,
-        staleness: int | None,
-        environ: Mapping[str, str],
-    ) -> None:
-        self.address = ""
-        self._count = count
-        self._environ = environ
-        self._flags = [
-            "--policy",
-            policy,
-            "--min-workers",
-            str(min_workers),
-            "--log-format",
-            "text",
-        ]
-        if staleness is not None:
-            self._flags += ["--staleness", str(staleness)]
-        self._processes: list[subprocess.Popen[bytes]] = []
 
-    def __enter__(self) -> "LocalServers":
-        try:
-            # only during the start: a signal that ends this process later leaves no folder
-            with tempfile.TemporaryDirectory(prefix="paramserver-") as folder:
-                for shard in range(self._count):
-                    address = self._start(shard, Path(folder))
-                    self.address = self.address or address
-        except BaseException:
-            self._stop()
-            raise
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop()
-
-    def _start(self, shard: int, folder: Path) -> str:
-        port_file, log = folder / f"{shard}.port", folder / f"{shard}.log"
-        command = [sys.executable, "-P", "-m", "psserver", "--shard", f"{shard}/{self._count}"]
-        command += ["--bind", "127.0.0.1:0", "--port-file", str(port_file), *self._flags]
-        if shard > 0:
-            command += ["--join", self.address]
-        with log.open("wb") as output:
-            process = spawn(
-                command,
-                self._environ,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-            )
-        self._processes.append(process)
-        deadline = time.monotonic() + START_TIMEOUT_SECONDS
-        while not port_file.exists():
-            if process.poll() is not None or time.monotonic() > deadline:
-                raise self._failure(shard, process, log)
-            time.sleep(POLL_INTERVAL_SECONDS)
-        return f"127.0.0.1:{port_file.read_text().strip()}"
-
-    def _failure(self, shard: int, process: "subprocess.Popen[bytes]", log: Path) -> PSError:
-        end = log.read_text(errors="replace")[-LOG_TAIL_CHARACTERS:].strip()
-        if process.poll() == ExitCode.USAGE:
-            return error_for("INVALID_REQUEST", end)
-        return UnreachableError(
-            f"the server of shard {shard} failed to start: exit code {process.poll()}; its log "
-            f"ends with:\n{end}"
+def _start(
+    shard: int,
+    flags: Sequence[str],
+    environ: Mapping[str, str],
+    folder: Path,
+    processes: list[Process],
+) -> str:
+    """Start a server, add it to `processes` and return its address."""
+    port_file, log = folder / f"{shard}.port", folder / f"{shard}.log"
+    command = [sys.executable, "-P", "-m", "psserver", *flags]
+    command += ["--bind", "127.0.0.1:0", "--port-file", str(port_file)]
+    with log.open("wb") as output:
+        process = spawn(
+            command, environ, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT
         )
+    processes.append(process)
+    deadline = time.monotonic() + START_TIMEOUT_SECONDS
+    while not port_file.exists():
+        if process.poll() is not None or time.monotonic() > deadline:
+            raise _failure(shard, process, log)
+        time.sleep(POLL_INTERVAL_SECONDS)
+    return f"127.0.0.1:{port_file.read_text().strip()}"
 
-    def _stop(self) -> None:
-        # shard 0 ends last: the others wait for its message that the job has ended
-        for process in self._processes:
-            process.terminate()
-        for process in self._processes:
-            try:
-                process.wait(STOP_TIMEOUT_SECONDS)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+
+def _failure(shard: int, process: Process, log: Path) -> PSError:
+    end = log.read_text(errors="replace")[-LOG_TAIL_CHARACTERS:].strip()
+    if process.poll() == ExitCode.USAGE:
+        return error_for("INVALID_REQUEST", end)
+    return UnreachableError(
+        f"the server of shard {shard} failed to start: exit code {process.poll()}; its log "
+        f"ends with:\n{end}"
+    )
+
+
+def _stop(processes: list[Process]) -> None:
+    # shard 0 ends last: the others wait for its message that the job has ended
+    for process in processes:
+        process.terminate()
+    for process in processes:
+        try:
+            process.wait(STOP_TIMEOUT_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()

@@ -9,18 +9,29 @@ This is the only module of psworker that imports psserver.
 """
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
 
 from prometheus_client import CollectorRegistry
 
 from pscommon.core.errors import PSError
 from pscommon.system.thread_team import ALONE
 from pscommon.wire.frames import Frame, chunks, decode_response, encode_header
-from psproto.v1 import coordinator_pb2 as co
+from pscommon.wire.requests import (
+    ATTACH_MEMORY,
+    COLLECTIVE,
+    NEXT_BATCH,
+    REGISTER,
+    A,
+    AnyRequest,
+    Q,
+    Request,
+)
 from psproto.v1 import parameter_server_pb2 as ps
+from psserver.coordinator.handlers import coordinator_handlers
 from psserver.coordinator.service import CoordinatorService
-from psserver.coordinator.servicer import ControlPlaneServicer
+from psserver.core.job.snapshot_schedule import PartReport
 from psserver.core.servers.catch_up import CatchUp
 from psserver.core.servers.server_entry import DeliveryCursor
 from psserver.durability.record_sink import RecordSink, RecordSource
@@ -29,11 +40,13 @@ from psserver.durability.shard_recovery import ShardStateFactory
 from psserver.durability.snapshots import SnapshotManager
 from psserver.exchange.servicer import DataPlaneServicer
 from psserver.process.config import ServerConfig
+from psserver.process.handlers import Handlers, answer
 from psserver.process.identity import ServerIdentity
 from psserver.process.metrics import ServerMetrics
 from psserver.process.shard_count_file import ShardCountFile
-from psserver.shard.engine import ShardEngine
+from psserver.shard.engine import Coordinator, ShardEngine
 from psserver.shard.worker_traffic import WorkerTraffic
+from psserver.waiting import ThreadWaiter, run
 from psworker.core.clock import Clock
 from psworker.transport.exchange_calls import (
     AnswerReceiver,
@@ -42,14 +55,21 @@ from psworker.transport.exchange_calls import (
     receive_answer,
 )
 
-Request = TypeVar("Request")
-Response = TypeVar("Response")
-
 ENDLESS_LEASE_SECONDS = 1e6
 UNLIMITED_BYTES = 1 << 62
 
 TURN_SECONDS = 0.01
 """Simulated duration of one turn."""
+
+
+IS_PENDING: Mapping[AnyRequest, Callable[[Any, Any], bool]] = {
+    REGISTER: lambda request, response: response.state == response.STATE_PENDING,
+    NEXT_BATCH: lambda request, response: (
+        request.idle and not response.numbers and not response.end
+    ),
+    COLLECTIVE: lambda request, response: not response.done,
+}
+"""Whether a request has to wait, which ends the worker's turn, from its message and its answer."""
 
 
 class Turns:
@@ -90,6 +110,28 @@ class Turns:
         self._changed.notify_all()
 
 
+class SimulatedLink:
+    """A shard's connection to the coordinator of the same process.
+
+    Attributes:
+        engine: The shard.
+    """
+
+    def __init__(
+        self, service: CoordinatorService, make_engine: Callable[[Coordinator], ShardEngine]
+    ) -> None:
+        self._service, self.engine = service, make_engine(self)
+
+    def request_report(self) -> None:
+        self._service.shard_connections.report(self.engine.make_report())
+
+    def record_part(self, part: PartReport) -> None:
+        """Do nothing: there are no disks."""
+
+    def describe_wait(self) -> str:
+        return self._service.waiting_for
+
+
 class SimulatedCluster:
     """The servers of a job, without network and disks.
 
@@ -100,7 +142,7 @@ class SimulatedCluster:
     Attributes:
         turns: The turns of the workers.
         service: The coordinator.
-        coordinator: Its control plane.
+        handlers: They answer the workers' requests.
         servers: The data plane of each shard.
     """
 
@@ -113,12 +155,13 @@ class SimulatedCluster:
         self._states = [
             ShardStateFactory(shard, ALONE, snapshots[shard], logs[shard]) for shard in shards
         ]
-        self._engines = [
-            ShardEngine(
+        make_engines = [
+            partial(
+                ShardEngine,
                 self._states[shard].empty(config.shards),
                 WorkerTraffic(metrics[shard], UNLIMITED_BYTES, "grpc"),
-                lambda version, store: None,
-                logs[shard],
+                lambda cut, store, record_part: None,
+                log=logs[shard],
             )
             for shard in shards
         ]
@@ -128,14 +171,16 @@ class SimulatedCluster:
             config,
             ShardCountFile(config.shards, None),
             leader,
-            self._engines[0],
+            make_engines[0],
             self._states[0],
             snapshots[0],
             metrics[0],
         )
         self.service.start(ticking=False)
+        links = [SimulatedLink(self.service, make_engine) for make_engine in make_engines[1:]]
+        self._engines = [self.service.engine, *(link.engine for link in links)]
         self._cursors = [DeliveryCursor() for _ in self._engines]
-        self.coordinator = ControlPlaneServicer(self.service)
+        self.handlers = simulated_handlers(self.service)
         self.servers = [self._server(engine) for engine in self._engines]
         self.deliver()
 
@@ -145,11 +190,7 @@ class SimulatedCluster:
             self.service.shard_connections.connect(
                 shard, len(self._engines), f"simulated-{shard}", "simulated"
             )
-            engine.request_report = lambda: self.service.shard_connections.report(
-                engine.make_report()
-            )
-            engine.request_report()
-            engine.describe_wait = lambda: self.service.waiting_for
+            engine.coordinator.request_report()
         return DataPlaneServicer(
             engine,
             ServerIdentity(shard, len(self._engines), f"simulated-{shard}", job=self.service.job),
@@ -177,10 +218,16 @@ class SimulatedCluster:
                             update.cursor.log_id, update.base, len(self._engines)
                         )
                     )
-                    engine.request_report()
+                    engine.coordinator.request_report()
                 if update.model is not None:
                     engine.set_model(update.model)
                 engine.deliver(update.cursor.log_id, update.entries)
+
+
+def simulated_handlers(service: CoordinatorService) -> Handlers:
+    """Return what answers the requests of workers in this process."""
+    refusal = ps.AttachMemoryResponse(reason="the servers are in this process")
+    return {**coordinator_handlers(service), ATTACH_MEMORY: lambda message: refusal}
 
 
 class DirectTransport:
@@ -222,46 +269,17 @@ class DirectTransport:
     def end_calls(self) -> None:
         """Do nothing: no call is in flight while another thread runs."""
 
-    def join(self, request: co.JoinRequest, timeout: float) -> co.JoinResponse:
-        return self._call(self._cluster.coordinator.Join, request)
-
-    def register(self, request: co.RegisterRequest, timeout: float) -> co.RegisterResponse:
-        request.wait_ms = 0
-        answer = self._call(self._cluster.coordinator.Register, request)
-        if answer.state == co.RegisterResponse.STATE_PENDING:
+    def request(self, row: Request[Q, A], message: Q, timeout: float, shard: int = 0) -> A:
+        if row.may_wait:
+            message.wait_ms = 0  # type: ignore[attr-defined]
+        response: A = self._answer(row, message)
+        self._cluster.deliver()
+        if row in IS_PENDING and IS_PENDING[row](message, response):
             self._pass_on()
-        return answer
+        return response
 
-    def heartbeat(self, request: co.HeartbeatRequest, timeout: float) -> co.HeartbeatResponse:
-        return self._call(self._cluster.coordinator.Heartbeat, request)
-
-    def leave(self, request: co.LeaveRequest, timeout: float) -> co.LeaveResponse:
-        return self._call(self._cluster.coordinator.Leave, request)
-
-    def next_batch(self, request: co.NextBatchRequest, timeout: float) -> co.NextBatchResponse:
-        request.wait_ms = 0
-        answer = self._call(self._cluster.coordinator.NextBatch, request)
-        if not answer.numbers and not answer.end and request.idle:
-            self._pass_on()
-        return answer
-
-    def return_batches(
-        self, request: co.ReturnBatchesRequest, timeout: float
-    ) -> co.ReturnBatchesResponse:
-        return self._call(self._cluster.coordinator.ReturnBatches, request)
-
-    def collective(self, request: co.CollectiveRequest, timeout: float) -> co.CollectiveResponse:
-        request.wait_ms = 0
-        answer = self._call(self._cluster.coordinator.Collective, request)
-        if not answer.done:
-            self._pass_on()
-        return answer
-
-    def report(self, request: co.ReportMetricsRequest, timeout: float) -> co.ReportMetricsResponse:
-        return self._call(self._cluster.coordinator.ReportMetrics, request)
-
-    def status(self, request: co.GetStatusRequest, timeout: float) -> co.GetStatusResponse:
-        return self._call(self._cluster.coordinator.GetStatus, request)
+    def _answer(self, row: AnyRequest, message: Any) -> Any:
+        return run(answer(self._cluster.handlers, row, message, ThreadWaiter()))
 
     def exchange(
         self,
@@ -275,7 +293,7 @@ class DirectTransport:
     ) -> ExchangeAnswer:
         may_wait, header.wait_ms = header.wait_ms > 0, 0
         sent = [encode_header(header), *(chunks(send) if header.has_data else ())]
-        answer = map(decode_response, self._cluster.servers[shard].Exchange(iter(sent), None))
+        answer = map(decode_response, self._cluster.servers[shard].exchange(iter(sent), None))
         result = receive_answer(answer, receiver)
         self._cluster.deliver()
         pushed_last = header.seq > 0 and shard == len(self._cluster.servers) - 1
@@ -283,24 +301,11 @@ class DirectTransport:
             self._pass_on()
         return ExchangeAnswer(result, 0.0, 0.0)
 
-    def find_addresses(self, timeout: float) -> Sequence[str]:
-        return self.addresses
-
-    def relocate(self, addresses: Sequence[str]) -> None:
+    def relocate(self, addresses: Sequence[str]) -> bool:
         raise PSError("cannot reshard: a simulated job keeps its number of servers")
-
-    def attach(
-        self, shard: int, request: ps.AttachMemoryRequest, timeout: float
-    ) -> ps.AttachMemoryResponse:
-        return ps.AttachMemoryResponse(reason="the servers are in this process")
 
     def close(self) -> None:
         """Do nothing: no connection is open."""
-
-    def _call(self, method: Callable[[Request, None], Response], request: Request) -> Response:
-        answer = method(request, None)
-        self._cluster.deliver()
-        return answer
 
     def _pass_on(self) -> None:
         self._cluster.turns.pass_on(self._number)

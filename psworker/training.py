@@ -4,28 +4,26 @@ import contextlib
 import os
 import time
 from collections.abc import Iterator
+from importlib import import_module
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader
 
 from pscommon.core.errors import InvalidRequestError
+from pscommon.optim import KINDS
 from pscommon.settings.environment import without_settings
 from pscommon.telemetry.logs import get_logger
 from psworker.client.client import Client
 from psworker.connect import choose_device
 from psworker.data.random_state import preserved_generators
-from psworker.local_servers import LocalServers
+from psworker.local_servers import local_servers
 from psworker.session.arguments import check_integer
-from psworker.training_arguments import (
+from psworker.training_nodes import (
     Loss,
     MakeOptimizer,
-    check_data,
-    check_loss,
-    make_module,
-    optimizer_maker,
-)
-from psworker.training_nodes import (
     TrainingCluster,
     TrainingNode,
     TrainingTask,
@@ -114,13 +112,13 @@ class DistributedTraining:
             raise InvalidRequestError(
                 f"simulate=True excludes ps={self.ps!r}: it makes its servers. Try: leave out ps"
             )
-        module = make_module(model)
+        module = _make_module(model)
         task = TrainingTask(
-            check_data(data),
+            _check_data(data),
             epochs,
             batch_size,
-            check_loss(loss),
-            optimizer_maker(optimizer, module),
+            _check_loss(loss),
+            _optimizer_maker(optimizer, module),
             shuffle,
             seed,
             clip_norm,
@@ -152,8 +150,8 @@ class DistributedTraining:
             return
         # settings in the environment (a data directory, a port) are meant for another job
         environ = without_settings(os.environ)
-        with LocalServers(self.servers, nodes, self.policy, self.staleness, environ) as servers:
-            yield TrainingCluster(lambda node: Client(servers.address, rank=node))
+        with local_servers(self.servers, nodes, self.policy, self.staleness, environ) as address:
+            yield TrainingCluster(lambda node: Client(address, rank=node))
 
     @contextlib.contextmanager
     def _simulated(self, nodes: int) -> Iterator["TrainingCluster"]:
@@ -165,6 +163,130 @@ class DistributedTraining:
             cluster.turns.enter,
             cluster.turns.leave,
         )
+
+
+def _make_module(model: nn.Module | str) -> nn.Module:
+    """Return the model, or the result of the function that "package.module:function" names."""
+    if isinstance(model, nn.Module):
+        return model
+    if not isinstance(model, str):
+        raise InvalidRequestError(
+            f"model cannot be a {type(model).__name__}. Try: a torch.nn.Module, or "
+            '"package.module:function"'
+        )
+    name, _, function = model.partition(":")
+    try:
+        if not name or not function:
+            raise ImportError("module or function is missing")
+        make = getattr(import_module(name), function)
+    except (ImportError, AttributeError) as error:
+        raise InvalidRequestError(
+            f'model {model!r} is not valid: {error}. Try: "package.module:function"'
+        ) from error
+    module = make()
+    if not isinstance(module, nn.Module):
+        raise InvalidRequestError(
+            f"{model} made a {type(module).__name__}. Try: a function that returns a "
+            "torch.nn.Module"
+        )
+    return module
+
+
+def _check_data(data: Any) -> Any:
+    """Return the data set; a list of two tensors becomes a tuple, which has rows."""
+    if isinstance(data, DataLoader):
+        raise InvalidRequestError(
+            "data cannot be a DataLoader: each node makes its own batches. Try: its data set "
+            "(loader.dataset), with batch_size and shuffle as arguments"
+        )
+    is_list = isinstance(data, list) and data and all(isinstance(item, Tensor) for item in data)
+    if not is_list and not isinstance(data, tuple):
+        return data
+    if len(data) != 2:
+        raise InvalidRequestError(
+            f"data has {len(data)} tensors. Try: a pair of tensors (inputs, targets), or a data set"
+        )
+    return tuple(data)
+
+
+def _optimizer_maker(
+    optimizer: MakeOptimizer | Optimizer | None, module: nn.Module
+) -> MakeOptimizer:
+    """Return a function that makes the optimizer of a node from the parameters of its model.
+
+    Args:
+        optimizer: Such a function, an optimizer over parameters of `module` whose settings are
+            used, or None for Adam.
+        module: The model that the nodes copy.
+    """
+    if optimizer is None:
+        return torch.optim.Adam
+    if not isinstance(optimizer, Optimizer):
+        return _checked_maker(optimizer)
+    numbers = {id(parameter): number for number, parameter in enumerate(module.parameters())}
+    groups = [
+        (
+            {key: value for key, value in group.items() if key != "params"},
+            [numbers.get(id(p)) for p in group["params"]],
+        )
+        for group in optimizer.param_groups
+    ]
+    if any(number is None for _, members in groups for number in members):
+        raise InvalidRequestError(
+            "the optimizer has parameters that are not the model's. Try: make it from "
+            "model.parameters()"
+        )
+    kinds = [kind for kind in KINDS.values() if kind.torch_class is type(optimizer)]
+    arguments = {key: optimizer.defaults[key] for kind in kinds for key in kind.constructor_only}
+
+    def make(parameters: Any) -> Optimizer:
+        copied = list(parameters)
+        optimizer_class: Any = type(optimizer)
+        copied_groups = [
+            settings | {"params": [copied[number] for number in members if number is not None]}
+            for settings, members in groups
+        ]
+        result: Optimizer = optimizer_class(copied_groups, **arguments)
+        return result
+
+    return make
+
+
+def _checked_maker(make: MakeOptimizer) -> MakeOptimizer:
+    remedy = "Try: a torch.optim optimizer, or a function that makes one, such as torch.optim.SGD"
+    if not callable(make):
+        raise InvalidRequestError(f"optimizer cannot be {make!r}. {remedy}")
+
+    def checked(parameters: Any) -> Optimizer:
+        optimizer: Any = make(parameters)
+        if not isinstance(optimizer, Optimizer):
+            raise InvalidRequestError(f"optimizer made a {type(optimizer).__name__}. {remedy}")
+        return optimizer
+
+    return checked
+
+
+def _check_loss(loss: Loss | None) -> Loss:
+    """Return the loss, or the default one for None."""
+    if loss is None:
+        return _default_loss
+    if isinstance(loss, type) or not callable(loss):
+        raise InvalidRequestError(
+            f"loss cannot be {loss!r}. Try: a function of output and target, such as "
+            "torch.nn.MSELoss()"
+        )
+    return loss
+
+
+def _default_loss(output: Any, target: Any) -> Tensor:
+    if not isinstance(output, Tensor) or not isinstance(target, Tensor):
+        raise InvalidRequestError(
+            f"there is no default loss for a {type(output).__name__} and a "
+            f"{type(target).__name__}. Try: loss=..., or a model and targets that are tensors"
+        )
+    if target.is_floating_point():
+        return nn.functional.mse_loss(output, target)
+    return nn.functional.cross_entropy(output, target)
 
 
 @contextlib.contextmanager

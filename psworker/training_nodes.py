@@ -17,9 +17,11 @@ from psworker.client.client import Client
 from psworker.job import Job
 from psworker.optim.optimizer import ServerOptimizer
 from psworker.session.drain import Stopping
-from psworker.training_arguments import Loss, MakeOptimizer
 
 log = get_logger(__name__)
+
+Loss = Callable[[Any, Any], Tensor]
+MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
 
 LOG_INTERVAL_SECONDS = 5.0
 STOP_TIMEOUT_SECONDS = 5.0

@@ -24,20 +24,21 @@ def main(setup: Setup, address: str) -> None:
             stack.enter_context(product.client(address, rank, setup))
             for rank in range(setup.clients)
         ]
-        plan = clients[0].agree(product.spec(setup))
+        plan = clients[0].model.agree(product.spec(setup))
         weights = np.zeros(plan.nbytes, np.uint8).data
         gradients = np.ones(plan.nbytes // 4, np.float32).view(np.uint8).data
-        clients[0].start(weights)
+        clients[0].model.start(weights)
         for client in clients[1:]:
-            client.agree(product.spec(setup))
-            client.start(weights)
+            client.model.agree(product.spec(setup))
+            client.model.start(weights)
 
         def turn() -> Measurements:
             began = time.perf_counter()
             for _ in range(setup.pieces):
                 results = list(
                     pool.map(
-                        lambda client: client.exchange(gradients=gradients, weights=None), clients
+                        lambda client: client.model.exchange(gradients=gradients, weights=None),
+                        clients,
                     )
                 )
                 if any(result.status != "applied" for result in results):

@@ -25,9 +25,9 @@ class Worker:
     def __init__(self, setup: Setup, address: str, rank: int) -> None:
         self._setup = setup
         self.client = product.client(address, rank, setup)
-        plan = self.client.agree(product.spec(setup))
-        self._gradients, self._weights = self.client.flat_buffers()
-        self.client.start(self._weights)
+        plan = self.client.model.agree(product.spec(setup))
+        self._gradients, self._weights = self.client.model.flat_buffers()
+        self.client.model.start(self._weights)
         np.frombuffer(self._gradients, np.float32)[:] = 1
         self._ends = ends(plan)
 
@@ -35,7 +35,7 @@ class Worker:
         """Seconds of one exchange, and of its phases."""
         began = time.perf_counter()
         for _ in range(self._setup.pieces):
-            result = self.client.exchange(gradients=self._gradients, weights=self._weights)
+            result = self.client.model.exchange(gradients=self._gradients, weights=self._weights)
         seconds = (time.perf_counter() - began) / self._setup.pieces
         self._check(result.version)
         phases = {f"phase.{name}": value for name, value in result.seconds.items()}
@@ -44,11 +44,11 @@ class Worker:
     def pull(self) -> float:
         """Seconds of a pull alone."""
         began = time.perf_counter()
-        self.client.exchange(gradients=None, weights=self._weights)
+        self.client.model.exchange(gradients=None, weights=self._weights)
         return time.perf_counter() - began
 
     def push(self) -> None:
-        self.client.exchange(gradients=self._gradients, weights=None)
+        self.client.model.exchange(gradients=self._gradients, weights=None)
 
     def _check(self, version: int) -> None:
         """A contender that does not do the work is out."""

@@ -18,13 +18,12 @@ class Job:
 
     def __init__(self, kind: str, setup: Setup, resources: ExitStack) -> None:
         self.setup = setup
-        servers = resources.enter_context(product.servers(setup))
+        address = resources.enter_context(product.servers(setup))
         self.servers = processes.descendants(os.getpid(), "psserver")
         self._idle = sum(processes.memory_bytes(pid)["now"] for pid in self.servers)
         module = f"benchmarks.contenders.{kind}"
         commands = [
-            Command(module, (setup.to_json(), servers.address, str(rank)))
-            for rank in range(setup.workers)
+            Command(module, (setup.to_json(), address, str(rank))) for rank in range(setup.workers)
         ]
         self.team = Team([resources.enter_context(Speaker(command)) for command in commands])
 

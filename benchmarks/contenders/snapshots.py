@@ -64,8 +64,8 @@ class Snapshots:
 
 def main(setup: Setup) -> None:
     tune_malloc()
-    with product.servers(setup) as servers:
-        snapshots = Snapshots(setup, servers.address)
+    with product.servers(setup) as address:
+        snapshots = Snapshots(setup, address)
         with snapshots.worker.client:
             serve({"quiet": snapshots.quiet, "saving": snapshots.saving})
 

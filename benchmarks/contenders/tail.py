@@ -64,8 +64,8 @@ def member(setup: Setup, role: str, address: str) -> None:
 
 def main(setup: Setup) -> None:
     with ExitStack() as resources:
-        servers = resources.enter_context(product.servers(setup))
-        args = [(setup.to_json(), role, servers.address) for role in ("pull", "push")]
+        address = resources.enter_context(product.servers(setup))
+        args = [(setup.to_json(), role, address) for role in ("pull", "push")]
         puller, pusher = (
             resources.enter_context(Speaker(Command("benchmarks.contenders.tail", each)))
             for each in args

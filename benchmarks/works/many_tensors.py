@@ -25,7 +25,7 @@ def lineup(scale: Scale, resources: ExitStack) -> Lineup:
 
 WORK = Work(
     "many_tensors",
-    "40 MB in 10 000 tensors against 40 MB in one: push and pull of a tape (Client.exchange), and "
-    "optimizer.step() of a torch model; 1 worker, 1 server, SGD.",
+    "40 MB in 10 000 tensors against 40 MB in one: push and pull of a tape "
+    "(ModelExchange.exchange), and optimizer.step() of a torch model; 1 worker, 1 server, SGD.",
     lineup,
 )

@@ -4,4 +4,4 @@ and shards.
 It drives the pure machines of `psserver.core` and owns no training data itself.
 """
 
-__all__ = ["final_state", "service", "servicer", "shard_stream", "status"]
+__all__ = ["final_state", "handlers", "service", "shard_stream", "status"]

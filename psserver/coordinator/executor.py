@@ -207,9 +207,9 @@ class CommandExecutor:
                 return action(recorder, now)
 
         while True:
-            seen = self.revision
-            is_ready = not self._missing()
-            answer = await waiter.do(attempt) if is_ready else None
+            seen, answer = self.revision, None
+            if not self._missing():
+                answer = attempt() if waiter.may_block else await waiter.do(attempt)
             left, quiet = deadline - time.monotonic(), True
             is_over = waiter.is_over or (self._ending() and not stopping)
             if answer is not None or left <= 0 or is_over:

@@ -1,13 +1,15 @@
-"""Heartbeats of workers, the values that they report, and the answers."""
+"""Heartbeats of workers, and the values that they report."""
 
 import time
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable
+from typing import Any
 
 from pscommon.core.errors import FencedError, InvalidRequestError
-from pscommon.core.metric_row import MetricRow
+from pscommon.core.limits import MAX_NAME_CHARACTERS
 from pscommon.telemetry.logs import get_logger
-from psserver.coordinator.executor import CommandExecutor
+from pscommon.wire.messages import history_row_to_proto
+from psproto.v1 import coordinator_pb2 as pb
+from psserver.coordinator.service import CoordinatorService
 from psserver.core.commands.data_commands import ReportValues
 from psserver.core.reports.reported_values import ReportedValue
 from psserver.core.workers.members import WorkerHeartbeat
@@ -20,91 +22,101 @@ name.
 log = get_logger(__name__)
 
 
-class ReceivedValue(NamedTuple):
-    """A reported value as it comes over the wire; age in seconds."""
+def heartbeat(service: CoordinatorService, request: pb.HeartbeatRequest) -> pb.HeartbeatResponse:
+    """Record what a worker reports of itself.
 
-    name: str
-    value: float
-    version: int
-    age: float
-
-
-class HeartbeatAnswer(NamedTuple):
-    """The answer to a heartbeat.
-
-    Attributes:
-        is_over: The job ends.
-        is_draining: The worker was asked to leave.
-        workers: Number of registered workers; before training starts: of current workers, at least
-            --min-workers.
-        is_first: The worker is the first registered worker; before training starts: its rank is
-            0.
+    Raises:
+        FencedError: The worker is no longer a member.
+        PSError: The error with which the job failed.
     """
+    service.check_job(request.job)
+    beat = WorkerHeartbeat(
+        request.step_seconds,
+        request.samples_per_second,
+        request.phase[:MAX_NAME_CHARACTERS],
+        request.no_call_seconds,
+    )
+    with service.executor.step(quiet=True) as (recorder, now):
+        member = recorder.coordinator.job.member(request.worker, now)
+        member.update(beat)
+        is_draining = member.draining
+    if service.failure is not None:
+        raise service.failure
+    is_over, numbers = service.is_over, standing(service, request.worker)
+    report_beside(service, request.worker, request.values)
+    service.worker_exits.learn(request.worker, request.process[:MAX_NAME_CHARACTERS])
+    registry = service.registry
+    return pb.HeartbeatResponse(
+        version=service.version,
+        stopping=is_over,
+        draining=is_draining,
+        addresses=registry.served,
+        terms=registry.terms,
+        standbys=registry.standbys,
+        policy=service.policy,
+        **numbers,
+    )
 
-    is_over: bool
-    is_draining: bool
-    workers: int
-    is_first: bool
 
+def standing(service: CoordinatorService, worker: int) -> dict[str, Any]:
+    """Return the fields of an answer that say which worker this one is.
 
-class Heartbeats:
-    """Accepts heartbeats and reported values. All methods may be called from any thread.
-
-    Args:
-        check_is_over: Returns whether the job ends; raises the error with which it failed.
+    `workers` is the number of registered workers; before training starts of current workers, at
+    least --min-workers. `first`: This is the first of them; before training starts: its rank is 0.
     """
+    with service.executor.step(quiet=True) as (recorder, _):
+        job = recorder.coordinator.job
+        awaited = 0 if job.started else job.min_workers
+        workers, is_first = job.membership.count_and_is_first(worker, awaited)
+    return {"workers": workers, "first": is_first}
 
-    def __init__(self, executor: CommandExecutor, check_is_over: Callable[[], bool]) -> None:
-        self._executor = executor
-        self._check_is_over = check_is_over
 
-    def beat(self, worker: int, heartbeat: WorkerHeartbeat) -> HeartbeatAnswer:
-        """Record what a worker reports of itself.
+def report_metrics(
+    service: CoordinatorService, request: pb.ReportMetricsRequest
+) -> pb.ReportMetricsResponse:
+    service.check_job(request.job)
+    plain = [
+        pb.ReportedValue(name=name, value=value, version=service.version)
+        for name, value in request.metrics.items()
+    ]
+    _report(service, request.worker, [*plain, *request.values])
+    return pb.ReportMetricsResponse()
 
-        Raises:
-            FencedError: The worker is no longer a member.
-            PSError: The error with which the job failed.
-        """
-        with self._executor.step(quiet=True) as (recorder, now):
-            member = recorder.coordinator.job.member(worker, now)
-            member.update(heartbeat)
-            draining = member.draining
-        return HeartbeatAnswer(self._check_is_over(), draining, *self.standing(worker))
 
-    def standing(self, worker: int) -> tuple[int, bool]:
-        """Return how many workers train or will begin to, and whether this one is the first."""
-        with self._executor.step(quiet=True) as (recorder, _):
-            job = recorder.coordinator.job
-            awaited = 0 if job.started else job.min_workers
-            return job.membership.count_and_is_first(worker, awaited)
+def _report(service: CoordinatorService, worker: int, values: Iterable[pb.ReportedValue]) -> None:
+    """Record reported values.
 
-    def report(self, worker: int, values: Sequence[ReceivedValue]) -> None:
-        """Record reported values.
+    Raises:
+        InvalidRequestError: A name is too long, or there are too many names.
+    """
+    now = time.time()
+    newest = {sent.name: sent for sent in values}
+    taken = [
+        ReportedValue(
+            sent.name,
+            sent.value,
+            sent.version,
+            now - min(max(0.0, sent.age_seconds), MAX_AGE_SECONDS),
+        )
+        for sent in newest.values()
+    ]
+    if taken:
+        service.executor.do(ReportValues(worker, taken), quiet=True)
 
-        Raises:
-            InvalidRequestError: A name is too long, or there are too many names.
-        """
-        now = time.time()
-        newest = {sent.name: sent for sent in values}
-        taken = [
-            ReportedValue(
-                sent.name, sent.value, sent.version, now - min(max(0.0, sent.age), MAX_AGE_SECONDS)
-            )
-            for sent in newest.values()
-        ]
-        if taken:
-            self._executor.do(ReportValues(worker, taken), quiet=True)
 
-    def report_beside(self, worker: int, values: Sequence[ReceivedValue]) -> None:
-        """Record the values sent with another request, which must not fail because of them."""
-        if not values:
-            return
-        try:
-            self.report(worker, values)
-        except (FencedError, InvalidRequestError) as error:
-            log.warning("reported_values_dropped", worker=worker, problem=str(error))
+def report_beside(
+    service: CoordinatorService, worker: int, values: Iterable[pb.ReportedValue]
+) -> None:
+    """Record the values sent with another request, which must not fail because of them."""
+    try:
+        _report(service, worker, values)
+    except (FencedError, InvalidRequestError) as error:
+        log.warning("reported_values_dropped", worker=worker, problem=str(error))
 
-    def history(self) -> list[MetricRow]:
-        """Return all rows of reported values, by time."""
-        with self._executor.step(quiet=True) as (recorder, _):
-            return recorder.coordinator.reported.history.rows()
+
+def get_history(
+    service: CoordinatorService, request: pb.GetHistoryRequest
+) -> pb.GetHistoryResponse:
+    with service.executor.step(quiet=True) as (recorder, _):
+        rows = recorder.coordinator.reported.history.rows()
+    return pb.GetHistoryResponse(rows=map(history_row_to_proto, rows))

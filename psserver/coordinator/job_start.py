@@ -46,12 +46,12 @@ class JobStart:
     """Starts the job on shard 0, and rolls it back.
 
     Args:
+        is_ending: Returns whether the job or this server ends.
         fail: Called with the error that ends the job.
+        broken: Called with the error that keeps this process's own shard from following the log.
 
     Attributes:
-        replace_recorder: Called with a function that begins a new log and returns its recorder.
-            No command and no report of a shard may be processed meanwhile: a shard would count as
-            following the new log because of a report on the old one.
+        executor: Executes commands on the machine of the current log.
         newest: The newest snapshot of the current log; None without one.
         durable: The coordinator writes a write-ahead log.
     """
@@ -66,7 +66,9 @@ class JobStart:
         registry: ShardDirectory[Manifest],
         layout: ShardCountFile,
         metrics: ServerMetrics,
+        is_ending: Callable[[], bool],
         fail: Callable[[PSError], None],
+        broken: Callable[[Exception], None],
         standby_link: StandbyLink | None = None,
     ) -> None:
         self._config, self._identity = config, identity
@@ -81,15 +83,14 @@ class JobStart:
         self._accounted_version: int | None = None
         self._rules = config.rules()
         self._trainings = TrainingsFile(config.data_dir)
-        self.replace_recorder: Callable[[Callable[[], Recorder]], Recorder] = lambda begin: begin()
         self.newest: Manifest | None = None
         disk = disk_log(config, LOG_FOLDER, metrics.count_log_failure)
         self.durable = disk is not None
         self.journal = CoordinatorLog(RecordSink(RecordSource.JOB, disk, standby_link))
-
-    def new_recorder(self) -> Recorder:
-        """Return a recorder with an empty machine and a new log id."""
-        return Recorder(self._new_machine(), self.journal)
+        recorder = Recorder(self._new_machine(), self.journal)
+        self.executor = CommandExecutor(
+            recorder, engine, lambda: registry.missing, is_ending, fail, broken
+        )
 
     def _new_machine(self) -> CoordinatorMachine:
         generation, log_id = self._generations.number, secrets.randbits(LOG_ID_BITS)
@@ -127,8 +128,12 @@ class JobStart:
         return JobRecovery(data_dir, self._states, self._layout, lost, failed)
 
     def install(self, initial: InitialState) -> Recorder:
-        """Begin a log with this state. Return the recorder of its machine."""
-        recorder = self.replace_recorder(partial(self._begin_log, initial))
+        """Begin a log with this state. Return the recorder of its machine.
+
+        No command and no report of a shard is processed meanwhile: a shard would count as following
+        the new log because of a report on the old one.
+        """
+        recorder = self.executor.replace_recorder(partial(self._begin_log, initial))
         if initial.shard is not None:
             self._engine.install(initial.shard, continues_log=initial.origin is Origin.LOG)
         return recorder
@@ -206,7 +211,7 @@ class JobStart:
             coordinator.reported.recover(self._coordinator.reported.state())
         shard = self._states.fresh(coordinator.log_id, 0, shards)
         self.install(InitialState(Origin.FRESH, coordinator, shard))
-        self._engine.request_report()
+        self._engine.coordinator.request_report()
 
     def begin_training(self, name: str) -> None:
         """Begin the next training, unless the job has gone on since the caller looked at it."""
@@ -243,7 +248,7 @@ class JobStart:
             log.info("resumed_from_snapshot", version=manifest.version)
             # after the others have been asked: all shards load at the same time
             self.loaded(0, manifest.version, self._load(coordinator.log_id, manifest))
-        self._engine.request_report()
+        self._engine.coordinator.request_report()
 
     def _load(self, log_id: int, manifest: Manifest) -> str:
         """Load a snapshot into this process's own shard. Return a problem, or an empty string."""
@@ -257,30 +262,28 @@ class JobStart:
     # ---- standbys --------------------------------------------------------------------------------
 
     @contextmanager
-    def paused(
-        self, executor: CommandExecutor
-    ) -> Iterator[tuple[CoordinatorFacts, dict[str, Any]]]:
+    def paused(self) -> Iterator[tuple[CoordinatorFacts, dict[str, Any]]]:
         """Yield facts for a standby and the coordinator's state, which does not change
         meanwhile.
 
         Raises:
             UnreachableError: A reshard is in progress (NOT_READY).
         """
-        with executor.changed:
-            if executor.coordinator.reshard is not None:
+        with self.executor.changed:
+            coordinator = self.executor.coordinator
+            if coordinator.reshard is not None:
                 raise UnreachableError("the job is being resharded", "NOT_READY")
-            model = executor.coordinator.model
-            yield (
-                self._facts(),
-                executor.coordinator.complete_state()
-                | {"model": model_to_json(model) if model else None},
+            model = coordinator.model
+            facts = CoordinatorFacts(
+                self._generations.number,
+                self._registry.snapshot,
+                self.newest,
+                self._layout.stored_values,
             )
-
-    def _facts(self) -> CoordinatorFacts:
-        registry = self._registry
-        return CoordinatorFacts(
-            self._generations.number, registry.snapshot, self.newest, self._layout.stored_values
-        )
+            yield (
+                facts,
+                coordinator.complete_state() | {"model": model_to_json(model) if model else None},
+            )
 
     # ---- rollback --------------------------------------------------------------------------------
 
@@ -361,24 +364,24 @@ class JobStart:
                 self._metrics.count_lost_updates(lost)
                 log.error("updates_lost", worker=worker, version=version, updates_lost=lost)
 
-    def commit_snapshot(self, coordinator: CoordinatorMachine, executor: CommandExecutor) -> bool:
+    def commit_snapshot(self, coordinator: CoordinatorMachine) -> bool:
         """Commit the finished snapshot if its log is current; return whether there is one."""
         with self._rollback_lock:
             finished, model = coordinator.cuts.finished, coordinator.model
             if coordinator is self._coordinator and finished is not None and model is not None:
                 manifest = self._snapshots.commit(finished, self._identity.job, model)
                 if manifest is not None:
-                    self._written(manifest, executor)
+                    self._written(manifest)
                 return manifest is not None
         return False
 
-    def _written(self, manifest: Manifest, executor: CommandExecutor) -> None:
+    def _written(self, manifest: Manifest) -> None:
         """Record a new snapshot and drop the log before it.
 
         The standby learns it before any shard drops its log: after a failover it must know what
         shards continue from.
         """
-        with executor.changed:
+        with self.executor.changed:
             self.newest = manifest
             if self._standby_link is not None:
                 self._standby_link.announce_snapshot(manifest.as_json())
@@ -394,6 +397,3 @@ class JobStart:
             registry.addresses,
             self._layout.changes,
         )
-
-    def close(self) -> None:
-        self.journal.close()

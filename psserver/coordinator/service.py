@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -10,21 +10,19 @@ from pscommon.core.errors import MismatchError, PSError, UnreachableError
 from pscommon.core.partition import PartitionPlan
 from pscommon.snapshot import Manifest
 from pscommon.telemetry.logs import get_logger
-from psserver.coordinator.executor import CommandExecutor
 from psserver.coordinator.final_state import save_final_state
-from psserver.coordinator.heartbeats import Heartbeats
 from psserver.coordinator.job_start import JobStart
 from psserver.coordinator.resharding import ReshardRequests
 from psserver.coordinator.shard_connections import ShardConnections
 from psserver.coordinator.snapshot_jobs import SnapshotScheduler
-from psserver.coordinator.status import JobView, describe, statistics
-from psserver.coordinator.worker_requests import WorkerRequests
+from psserver.coordinator.status import JobView, describe
 from psserver.core.commands.job_commands import PolicyRow, SetPolicy
 from psserver.core.commands.waiting import waiting_for
 from psserver.core.commands.worker_commands import DrainWorker
 from psserver.core.coordinator.admission import check_switch
 from psserver.core.coordinator.machine import CoordinatorMachine
 from psserver.core.data.data_ledger import DataLedger
+from psserver.core.job.snapshot_schedule import PartReport
 from psserver.core.servers.shard_directory import ShardDirectory
 from psserver.durability.record_sink import StandbyLink
 from psserver.durability.shard_recovery import ShardStateFactory
@@ -32,6 +30,7 @@ from psserver.durability.snapshots import SnapshotManager
 from psserver.monitoring.first_workers import FirstWorkers
 from psserver.monitoring.pass_progress import PassProgress
 from psserver.monitoring.worker_monitor import WorkerMonitor, find_conditions
+from psserver.peers.link_messages import statistics
 from psserver.process.config import ServerConfig
 from psserver.process.identity import ServerIdentity
 from psserver.process.metrics import ServerMetrics
@@ -39,7 +38,7 @@ from psserver.process.shard_count_file import ShardCountFile
 from psserver.process.worker_exits import WorkerExits
 from psserver.replication.hello import CoordinatorFacts
 from psserver.replication.standby_state import Promotion
-from psserver.shard.engine import REPORT_INTERVAL_SECONDS, ShardEngine
+from psserver.shard.engine import REPORT_INTERVAL_SECONDS, Coordinator, ShardEngine
 
 END_SECONDS = 2.0
 """Time for the other shards to learn that the job is over."""
@@ -50,8 +49,14 @@ log = get_logger(__name__)
 class CoordinatorService:
     """The coordinator of a job. All methods may be called from any thread.
 
+    Args:
+        make_engine: Returns this process's own shard, which asks the coordinator that it is given.
+        lost_data_dir: Why this server continues without its --data-dir; empty otherwise.
+
     Attributes:
         executor: Every change of the machine goes through it.
+        history: Begins the job and its trainings, and keeps the journal.
+        first_workers: Checks the wait for --min-workers.
     """
 
     def __init__(
@@ -59,13 +64,15 @@ class CoordinatorService:
         config: ServerConfig,
         layout: ShardCountFile,
         identity: ServerIdentity,
-        engine: ShardEngine,
+        make_engine: Callable[[Coordinator], ShardEngine],
         states: ShardStateFactory,
         snapshots: SnapshotManager,
         metrics: ServerMetrics,
         standby_link: StandbyLink | None = None,
+        lost_data_dir: str = "",
     ) -> None:
-        self.config, self.engine, self.snapshots, self.metrics = config, engine, snapshots, metrics
+        self.config, self.snapshots, self.metrics = config, snapshots, metrics
+        self.engine = make_engine(self)
         self.registry = ShardDirectory[Manifest](layout, identity.address, standby_link)
         self._identity, self._standby_link = identity, standby_link
         self._began_at = self._reported_at = time.monotonic()
@@ -73,40 +80,32 @@ class CoordinatorService:
         self.is_over = False  # the job ends with this server
         self.failure: PSError | None = None  # the error that ended the job
         self.not_saved = ""  # what of the final state is not saved, and why
-        self.lost_data_dir = ""  # why this server continues without its --data-dir
+        self._lost_data_dir = lost_data_dir
         self.stopped = threading.Event()  # the final state is saved, or cannot be saved
-        self._history = JobStart(
+        self.history = JobStart(
             config,
             identity,
-            engine,
+            self.engine,
             states,
             snapshots,
             self.registry,
             layout,
             metrics,
-            self._fail,
-            standby_link,
-        )
-        self.executor = CommandExecutor(
-            self._history.new_recorder(),
-            engine,
-            lambda: self.registry.missing,
             lambda: self.stop_reason is not None,
             self._fail,
             self._broken,
+            standby_link,
         )
-        self._history.replace_recorder = self.executor.replace_recorder
-        self.heartbeats = Heartbeats(self.executor, self._check_is_over)
+        self.executor = self.history.executor
         self.progress = PassProgress()
         self.snapshot_scheduler = SnapshotScheduler(
-            self.executor, self._history, snapshots, self.registry
+            self.executor, self.history, snapshots, self.registry
         )
         self.reshard_requests = ReshardRequests(
-            self.executor, self.registry, layout, engine, snapshots, identity, config
+            self.executor, self.registry, layout, self.engine, snapshots, identity, config
         )
         self.shard_connections = self._make_shard_connections()
-        self._first_workers = FirstWorkers(config.join_timeout, lambda: self.waiting_for)
-        self.worker_requests = self._make_worker_requests()
+        self.first_workers = FirstWorkers(config.join_timeout, lambda: self.waiting_for)
         self._worker_monitor = WorkerMonitor(metrics, config.on_worker_loss.seconds)
         self.worker_exits = WorkerExits()
         self._ticker = threading.Thread(target=self._tick_forever, name="ticker", daemon=True)
@@ -115,26 +114,11 @@ class CoordinatorService:
         return ShardConnections(
             self.executor,
             self.registry,
-            self._history,
+            self.history,
             self.snapshots,
             self.snapshot_scheduler,
             self.reshard_requests,
             self.stopped,
-        )
-
-    def _make_worker_requests(self) -> WorkerRequests:
-        return WorkerRequests(
-            self.executor,
-            self.engine,
-            self.config.in_flight,
-            self.config.max_workers or 1,
-            self._history,
-            self.snapshots,
-            self.metrics,
-            self._first_workers,
-            self._check_goes_on,
-            lambda: self.is_over,
-            self.config.exit_when_done,
         )
 
     def start(self, ticking: bool = True, promotion: Promotion | None = None) -> None:
@@ -144,16 +128,11 @@ class CoordinatorService:
             ticking: Start the clock; a simulation calls `tick` itself.
             promotion: The state that this process replicated as a standby.
         """
-        self.engine.request_report = lambda: self.shard_connections.report(
-            self.engine.make_report(only_new=self.registry[0].ready)
-        )
-        self.engine.describe_wait = lambda: self.waiting_for
-        self.engine.check_first_workers = self._first_workers.check
         if promotion is not None:
-            self._history.install_promotion(promotion)
+            self.history.install_promotion(promotion)
             self.snapshot_scheduler.wanted = True
         else:
-            self._history.start()
+            self.history.start()
             if (job := self._coordinator.job).begun:
                 self.snapshots.resumed = {
                     "version": job.version,
@@ -170,6 +149,19 @@ class CoordinatorService:
         """Make a complete report of this process's own shard."""
         self._reported_at = time.monotonic()
         self.shard_connections.report(self.engine.make_report())
+
+    # ---- asked by this process's own shard (psserver.shard.engine.Coordinator) ------------------
+
+    def request_report(self) -> None:
+        """Make a report of what is new in this process's own shard."""
+        self.shard_connections.report(self.engine.make_report(only_new=self.registry[0].ready))
+
+    def record_part(self, part: PartReport) -> None:
+        self.shard_connections.record_part(0, part)
+
+    def describe_wait(self) -> str:
+        self.first_workers.check()
+        return self.waiting_for
 
     @property
     def _coordinator(self) -> CoordinatorMachine:
@@ -206,7 +198,8 @@ class CoordinatorService:
         with self.executor.changed:
             return self.ledger.passes.begun()
 
-    def _check_goes_on(self) -> None:
+    def check_goes_on(self) -> None:
+        """Raise UnreachableError once this server begins to stop."""
         if self.stop_reason is not None:
             raise UnreachableError(f"shard 0 is stopping: {self.stop_reason}", "STOPPING")
 
@@ -220,11 +213,10 @@ class CoordinatorService:
         if job and job != self.job:
             raise MismatchError(f"these servers run job {self.job}, not {job}", "JOB_MISMATCH")
 
-    def _check_is_over(self) -> bool:
-        """Return whether the job is over. Raises why it has failed."""
-        if self.failure is not None:
-            raise self.failure
-        return self.is_over
+    def renew_leases(self, ages: Mapping[int, float]) -> None:
+        """Renew leases from the last transfer; `ages` has the seconds since then by worker."""
+        with self.executor.step(quiet=True) as (recorder, now):
+            recorder.coordinator.membership.leases.renew_by_transfers(ages, now)
 
     def drain(self, worker: int) -> None:
         """Ask a worker to leave at its next step boundary."""
@@ -266,11 +258,11 @@ class CoordinatorService:
 
     def paused(self) -> AbstractContextManager[tuple[CoordinatorFacts, dict[str, Any]]]:
         """Yield the state for a standby of shard 0; the coordinator does not change meanwhile."""
-        return self._history.paused(self.executor)
+        return self.history.paused()
 
     def restore(self, version: int, seconds: float) -> None:
         """Roll all shards back to the snapshot of this version; workers rejoin by themselves."""
-        self._check_goes_on()
+        self.check_goes_on()
         self.snapshot_scheduler.restore(version, seconds)
 
     def _fail(self, error: PSError) -> None:
@@ -295,11 +287,11 @@ class CoordinatorService:
             self._broken(bug)
 
     def tick(self) -> None:
-        self._first_workers.update(self._coordinator)
+        self.first_workers.update(self._coordinator)
         if time.monotonic() - self._reported_at >= REPORT_INTERVAL_SECONDS:
             self._report_all()
         if alive := self.engine.traffic.transfer.take_active_workers():
-            self.worker_requests.renew_leases(alive)
+            self.renew_leases(alive)
         with self.executor.step(quiet=True) as (recorder, now):
             workers = recorder.coordinator.membership.current_workers()
             lost = recorder.tick(now, self.worker_exits.among(workers))
@@ -345,7 +337,7 @@ class CoordinatorService:
                 self.registry,
                 self.snapshot_scheduler,
                 self.snapshots,
-                self.lost_data_dir,
+                self._lost_data_dir,
             )
         finally:
             self.stopped.set()
@@ -366,7 +358,7 @@ class CoordinatorService:
 
     def end(self) -> None:
         """Close the log. No call is in progress any more."""
-        self._history.close()
+        self.history.journal.close()
 
     def status(self) -> dict[str, Any]:
         """Return the answer to GetStatus (see psserver/coordinator/status.py)."""

@@ -255,7 +255,7 @@ class ShardListener(threading.Thread):
         if request.ended:
             service.worker_exits.found(request.ended)
         if request.alive:
-            service.worker_requests.renew_leases(request.alive)
+            service.renew_leases(request.alive)
         if request.stats_json and is_current:
             self._server.stats = json.loads(request.stats_json)
         if request.HasField("restored"):

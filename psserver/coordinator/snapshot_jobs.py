@@ -145,7 +145,7 @@ class SnapshotScheduler:
         """Commit the snapshot whose parts are all written; only then may the next one start."""
         coordinator = self._executor.coordinator
         if coordinator.cuts.finished is not None:
-            written = self._history.commit_snapshot(coordinator, self._executor)
+            written = self._history.commit_snapshot(coordinator)
             has_logs = self._history.durable
             with self._executor.step() as (recorder, now):
                 finish_snapshot(recorder, now, written, has_logs)

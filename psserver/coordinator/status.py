@@ -1,6 +1,5 @@
 """The answer to GetStatus: everything about the job in one JSON object. Its keys are promised."""
 
-import os
 import time
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -10,16 +9,14 @@ from pscommon.core.data_loop import LoopSpec
 from pscommon.core.data_stream import StreamSpec
 from pscommon.core.partition import PartitionPlan
 from pscommon.snapshot import Manifest
-from psserver.core.commands.ended_leases import HUNG
+from psserver.core.commands.recorder import HUNG
 from psserver.core.coordinator.machine import CoordinatorMachine
 from psserver.core.servers.shard_directory import ShardDirectory
 from psserver.core.workers.members import Member, WorkerState
-from psserver.durability.record_sink import StandbyLink
 from psserver.durability.snapshots import SnapshotManager
 from psserver.monitoring.pass_progress import PassProgress
 from psserver.monitoring.worker_monitor import find_conditions
 from psserver.process.config import ServerConfig
-from psserver.shard.engine import ShardEngine
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,35 +179,6 @@ def candidates(registry: ShardDirectory[Manifest]) -> list[dict[str, Any]]:
         {"shard": shard, "shards": shards, "address": server.address}
         for (shard, shards), server in sorted(registry.candidates.items())
     ]
-
-
-def statistics(engine: ShardEngine, standby_link: StandbyLink | None = None) -> dict[str, Any]:
-    """Return what a shard reports about itself.
-
-    Args:
-        standby_link: Connection to its standby; None if it can have none.
-    """
-    store = engine.live.store
-    standby = (
-        {
-            "standby": standby_link.address,
-            "standby_state": standby_link.state,
-            "standby_behind": standby_link.unacknowledged,
-        }
-        if standby_link
-        else {}
-    )
-    return {
-        **standby,
-        "version": engine.live.version,
-        "parameter_bytes": store.nbytes if store else 0,
-        "state_bytes": store.state_nbytes if store else 0,
-        "received_bytes": engine.traffic.transfer.received_bytes,
-        "sent_bytes": engine.traffic.transfer.sent_bytes,
-        "apply_seconds": round(engine.traffic.pushes.apply_seconds, 6),
-        "duplicates": engine.traffic.pushes.duplicate_count,
-        "pid": os.getpid(),
-    }
 
 
 def workers(coordinator: CoordinatorMachine, now: float) -> list[dict[str, Any]]:

@@ -36,7 +36,6 @@ class SnapshotManager:
     """Snapshots of one shard; on shard 0, of the whole job. Does nothing without a data directory.
 
     enabled: whether there is a data directory.
-    on_part: called from the writing thread with the result of each part.
     newest_version: version of the newest snapshot; None without one.
     newest_time: when it was written, in seconds since 1970.
     problem: why the last snapshot failed; empty if it did not.
@@ -51,7 +50,6 @@ class SnapshotManager:
         self, data_dir: Path | None, shard: int, keep: int, metrics: ServerMetrics
     ) -> None:
         self.enabled = data_dir is not None
-        self.on_part: Callable[[PartReport], None] = lambda part: None
         self.newest_version: int | None = None
         self.newest_time: float | None = None
         self.problem = ""
@@ -214,15 +212,21 @@ class SnapshotManager:
 
     # ---- writing ---------------------------------------------------------------------------------
 
-    def write_part(self, cut: Cut, store: ParameterStore) -> None:
-        """Copy the arrays now and write them in the background. Must not run during an update."""
+    def write_part(
+        self, cut: Cut, store: ParameterStore, report: Callable[[PartReport], None]
+    ) -> None:
+        """Copy the arrays now and write them in the background. Must not run during an update.
+
+        report: called from the writing thread with the result.
+        """
         if self._writer is not None:
             self._writer.join()
         if self._snapshots is None:  # shards with a data directory must not wait for this part
-            self.on_part(PartReport(cut.version, cut.index, "", 0, "", "it has no --data-dir"))
+            report(PartReport(cut.version, cut.index, "", 0, "", "it has no --data-dir"))
             return
         self._exported = store.export(self._exported)
         args = (
+            report,
             cut,
             store.plan.shards,
             store.steps(),
@@ -233,7 +237,13 @@ class SnapshotManager:
         self._writer.start()
 
     def _write(
-        self, cut: Cut, shards: int, steps: dict[int, int], groups: str, scalars: str
+        self,
+        report: Callable[[PartReport], None],
+        cut: Cut,
+        shards: int,
+        steps: dict[int, int],
+        groups: str,
+        scalars: str,
     ) -> None:
         assert self._snapshots is not None
         if sys.platform == "linux":  # elsewhere it would apply to the whole process
@@ -245,10 +255,10 @@ class SnapshotManager:
             )
         except Exception as error:  # any error: the other shards must not wait for this part
             self._note_failure(error)
-            self.on_part(PartReport(cut.version, cut.index, "", 0, "", self.problem))
+            report(PartReport(cut.version, cut.index, "", 0, "", self.problem))
             return
         self._metrics.record_snapshot(time.monotonic() - began, part.nbytes)
-        self.on_part(PartReport(cut.version, cut.index, part.file, part.nbytes, part.sha256))
+        report(PartReport(cut.version, cut.index, part.file, part.nbytes, part.sha256))
 
     def _note_failure(self, error: Exception) -> None:
         """Record a failure.

@@ -211,8 +211,7 @@ class Exchange:
         """
         header, engine = self._header, self._engine
         if outcome is None:
-            engine.check_first_workers()
-            return self._pending(engine.describe_wait())
+            return self._pending(engine.coordinator.describe_wait())
         if outcome.reason == "FENCED":
             raise out_of_the_job(header.worker, outcome.detail)
         result = pb.ExchangeResult(

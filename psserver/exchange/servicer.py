@@ -13,11 +13,18 @@ from pscommon.core.formats import spoken_format
 from pscommon.core.partition import piece_nbytes
 from pscommon.system.imports import installed
 from pscommon.wire.frames import FRAME_BYTES, Filler, decode_request, encode_data, encode_header
-from pscommon.wire.status import answering
+from pscommon.wire.requests import (
+    ATTACH_MEMORY,
+    DESCRIBE,
+    EXCHANGE,
+    EXCHANGE_ONCE,
+    INTRODUCE,
+)
 from psproto.v1 import parameter_server_pb2 as pb
 from psserver.exchange.exchange import Exchange, Moved, Weights
 from psserver.exchange.push_receiver import OpenPushReceiver
 from psserver.parameters.weight_reads import WeightRead
+from psserver.process.handlers import Handlers
 from psserver.process.identity import ServerIdentity
 from psserver.shard.engine import ShardEngine
 from psserver.waiting import ThreadWaiter, run
@@ -30,9 +37,18 @@ class DataPlaneServicer:
         self._engine = engine
         self._identity = identity
 
-    def Describe(
-        self, request: pb.DescribeRequest, context: grpc.ServicerContext
-    ) -> pb.DescribeResponse:
+    @property
+    def handlers(self) -> Handlers:
+        """The handlers of its requests."""
+        return {
+            DESCRIBE: self.describe,
+            INTRODUCE: self.introduce,
+            EXCHANGE: self.exchange,
+            EXCHANGE_ONCE: self.exchange_once,
+            ATTACH_MEMORY: self.attach_memory,
+        }
+
+    def describe(self, request: pb.DescribeRequest) -> pb.DescribeResponse:
         identity = self._identity
         return pb.DescribeResponse(
             job=identity.job,
@@ -49,43 +65,34 @@ class DataPlaneServicer:
             features=self._engine.traffic.features,
         )
 
-    def Introduce(
-        self, request: pb.IntroduceRequest, context: grpc.ServicerContext
-    ) -> pb.IntroduceResponse:
-        with answering(context):
-            self._identity.introduce(request.coordinator, request.job)
+    def introduce(self, request: pb.IntroduceRequest) -> pb.IntroduceResponse:
+        self._identity.introduce(request.coordinator, request.job)
         return pb.IntroduceResponse()
 
-    def Exchange(
+    def exchange(
         self, frames: Iterator[bytes], context: grpc.ServicerContext | None
     ) -> Iterator[bytes]:
         """Yield the frames of the answer. Without a context the caller is in this process."""
-        with answering(context):
-            io = StreamingIO(frames, context)
-            exchange = self._run(io)
-            try:
-                while True:
-                    yield exchange.send(None)
-            except StopIteration:
-                return
-            finally:
-                exchange.close()
+        exchange = self._run(StreamingIO(frames, context))
+        try:
+            while True:
+                yield exchange.send(None)
+        except StopIteration:
+            return
+        finally:
+            exchange.close()
 
-    def ExchangeOnce(self, request: bytes, context: grpc.ServicerContext | None) -> bytes:
-        with answering(context):
-            io = UnaryIO(iter((request,)), context)
-            run(self._run(io))
-            return io.answer
+    def exchange_once(self, request: bytes, context: grpc.ServicerContext | None) -> bytes:
+        io = UnaryIO(iter((request,)), context)
+        run(self._run(io))
+        return io.answer
 
     def _run(self, io: "StreamingIO | UnaryIO") -> Coroutine[bytes, None, None]:
         return Exchange(self._engine, self._identity, io.header).run(io)
 
-    def AttachMemory(
-        self, request: pb.AttachMemoryRequest, context: grpc.ServicerContext
-    ) -> pb.AttachMemoryResponse:
-        with answering(context):
-            self._identity.check_job(request.job)
-            reason = self._engine.traffic.shared_buffers.attach(request)
+    def attach_memory(self, request: pb.AttachMemoryRequest) -> pb.AttachMemoryResponse:
+        self._identity.check_job(request.job)
+        reason = self._engine.traffic.shared_buffers.attach(request)
         return pb.AttachMemoryResponse(attached=not reason, reason=reason)
 
 

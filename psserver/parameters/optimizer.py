@@ -15,11 +15,11 @@ from torch import Tensor
 
 from pscommon.core.errors import SnapshotError
 from pscommon.core.model_spec import OptimizerSettings
-from pscommon.core.partition import ByteRange, TrainableRange, cut
+from pscommon.core.partition import ByteRange, TrainableRange, cut, padded
 from pscommon.optim import KINDS, OptimizerKind, OptimizerState, Rows
 from pscommon.optim.specs import Groups, Scalars
 from pscommon.system.thread_team import ALONE, ThreadTeam
-from psserver.parameters.partition import DTYPES, RoleBuffers, ShardPartition, blocks, padded, raw
+from psserver.parameters.partition import DTYPES, RoleBuffers, ShardPartition, blocks, raw
 
 MAX_CACHED_PASSES = 8
 """Prepared sets of runs that are kept: a script that trains its parts in turn returns to each."""

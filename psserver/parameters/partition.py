@@ -14,6 +14,7 @@ from pscommon.core.partition import (
     PartitionPlan,
     TensorSlice,
     TrainableRange,
+    padded,
 )
 from pscommon.wire.push import Part
 
@@ -219,8 +220,3 @@ def blocks(*tensors: torch.Tensor) -> "zip[tuple[torch.Tensor, ...]]":
     """Split flat tensors of one length and dtype into pieces of BLOCK_BYTES bytes, side by side."""
     size = BLOCK_BYTES // tensors[0].element_size()
     return zip(*(torch.split(tensor, size) for tensor in tensors), strict=True)
-
-
-def padded(position: int) -> int:
-    """Return the end of the padding after a tensor that ends at `position`."""
-    return -(-position // ALIGNMENT_BYTES) * ALIGNMENT_BYTES

@@ -2,4 +2,4 @@
 servers read from each other.
 """
 
-__all__ = ["coordinator_link", "final_weights", "link_messages", "peer_servicer", "resharding"]
+__all__ = ["coordinator_link", "final_weights", "link_messages", "peer_handlers", "resharding"]

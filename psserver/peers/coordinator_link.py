@@ -4,6 +4,7 @@ import contextlib
 import json
 import threading
 import time
+from collections.abc import Callable
 
 from pscommon.core.errors import (
     MismatchError,
@@ -19,6 +20,8 @@ from pscommon.telemetry.logs import get_logger
 from pscommon.wire.messages import entry_from_proto, model_from_proto
 from psproto.v1 import coordinator_pb2 as pb
 from psserver.core.job.settings import GradientRules
+from psserver.core.job.snapshot_schedule import PartReport
+from psserver.durability.record_sink import StandbyLink
 from psserver.durability.shard_recovery import ShardStateFactory
 from psserver.durability.shard_state import LogUnfitError
 from psserver.durability.snapshots import SnapshotManager
@@ -26,7 +29,7 @@ from psserver.peers.link_calls import GrpcLink, LinkEndedError, StreamLink, open
 from psserver.peers.link_messages import ShardMessages
 from psserver.peers.resharding import build_partition
 from psserver.process.identity import ServerIdentity
-from psserver.shard.engine import ShardEngine
+from psserver.shard.engine import Coordinator, ShardEngine
 
 SEARCH_INTERVAL_SECONDS = 1.0
 """Seconds between looks for the address of shard 0."""
@@ -41,11 +44,13 @@ log = get_logger(__name__)
 class CoordinatorLink:
     """Keeps a shard connected to the coordinator, in its own thread.
 
-    messages: makes what the shard sends.
+    make_engine: returns the shard, which asks the coordinator that it is given.
+    standby_link: the link to this shard's standby.
     timeout_seconds: time without contact after which the shard gives up.
     has_log: whether this shard writes a log.
     lanes: the transports that may carry the connection.
     stopped: set when the coordinator ends the job or refuses this shard, or the link gives up.
+    engine: the shard.
     failure: why the link ended, if the job did not end.
     is_over: whether the coordinator has ended the job.
     """
@@ -55,18 +60,19 @@ class CoordinatorLink:
     def __init__(
         self,
         identity: ServerIdentity,
-        engine: ShardEngine,
+        make_engine: Callable[[Coordinator], ShardEngine],
         states: ShardStateFactory,
         snapshots: SnapshotManager,
-        messages: ShardMessages,
+        standby_link: StandbyLink,
         timeout_seconds: float,
         has_log: bool = False,
         lanes: Lanes = "grpc",
     ) -> None:
         self.stopped = threading.Event()
         self.failure: PSError | None = None
-        self._identity, self._engine = identity, engine
-        self._states, self._snapshots, self._messages = states, snapshots, messages
+        self.engine = make_engine(self)
+        self._messages = ShardMessages(identity, self.engine, standby_link)
+        self._identity, self._states, self._snapshots = identity, states, snapshots
         self._timeout_seconds = timeout_seconds
         self._has_log, self._lanes = has_log, lanes
         self._addresses: dict[str, None] = {}  # possible addresses of shard 0, in order
@@ -78,9 +84,6 @@ class CoordinatorLink:
         self._thread = threading.Thread(target=self._run, name="link", daemon=True)
 
     def start(self) -> None:
-        self._engine.request_report = self._report_soon
-        self._engine.describe_wait = lambda: self._waiting_for
-        self._snapshots.on_part = self._messages.send_part
         self._thread.start()
 
     def leave(self, seconds: float) -> None:
@@ -205,7 +208,9 @@ class CoordinatorLink:
                 remedy="start it with --durability log and a --data-dir",
             )
 
-    def _report_soon(self) -> None:
+    # ---- asked by the shard (psserver.shard.engine.Coordinator) ----------------------------------
+
+    def request_report(self) -> None:
         """Send a report, from this thread if that needs no waiting."""
         link = self._link
         try:
@@ -219,13 +224,21 @@ class CoordinatorLink:
             log.debug("report_unsent", problem=str(error))  # the connection is lost
         self._messages.wakeup.set()
 
+    def record_part(self, part: PartReport) -> None:
+        self._messages.send_part(part)
+
+    def describe_wait(self) -> str:
+        return self._waiting_for
+
+    # ---- what shard 0 sends ----------------------------------------------------------------------
+
     def _handle_disconnect(self, error: PSError, address: str, connected: bool) -> None:
         """Raise the error if there was no connection; a connection that worked is opened again."""
         if self.stopped.is_set() or self._is_leaving:
             return
         if not connected:
             raise error
-        version = self._engine.live.version
+        version = self.engine.live.version
         if error.reason == "STOPPING":
             log.info("coordinator_stops", coordinator=address, reason=str(error), version=version)
         else:
@@ -250,47 +263,43 @@ class CoordinatorLink:
             self._messages.wakeup.set()
 
     def _deliver(self, response: pb.LinkShardResponse) -> None:
-        self._engine.deliver(
-            response.epoch, [entry_from_proto(entry) for entry in response.entries]
-        )
+        self.engine.deliver(response.epoch, [entry_from_proto(entry) for entry in response.entries])
 
     def _apply_response(self, response: pb.LinkShardResponse) -> None:
         self._identity.learn(response.job, response.addresses, response.layout)
         self._identity.policy = response.policy
-        self._engine.gradient_rules = GradientRules(response.mends, response.norms)
+        self.engine.gradient_rules = GradientRules(response.mends, response.norms)
         if response.recover or response.HasField("restore"):
             self._restore(response)
         elif response.begin:
             self._messages.forget_part()
-            self._engine.install(self._states.fresh(response.epoch, response.base, response.shards))
+            self.engine.install(self._states.fresh(response.epoch, response.base, response.shards))
             self._messages.wakeup.set()
         elif response.move.state_json:
             state, model = json.loads(response.move.state_json), model_from_proto(response.model)
-            self._engine.install(
-                self._states.joining(response.epoch, state, model, response.shards)
-            )
+            self.engine.install(self._states.joining(response.epoch, state, model, response.shards))
             self._messages.wakeup.set()
         if response.HasField("model"):
-            self._engine.set_model(model_from_proto(response.model))
+            self.engine.set_model(model_from_proto(response.model))
         if response.entries:
             self._deliver(response)
         if (
             response.HasField("move")
-            and self._engine.live.is_resharding
+            and self.engine.live.is_resharding
             and self._identity.shard < response.shards
         ):
             self._build_partition(response.epoch, response.move)
         elif not response.HasField("move"):
-            self._engine.live.discard_frozen()
+            self.engine.live.discard_frozen()
         if response.snapshots:
             self._snapshots.retain(response.snapshots, response.job)
-            self._engine.retire_log(max(response.snapshots))
+            self.engine.retire_log(max(response.snapshots))
 
     def _build_partition(self, log_id: int, reshard: pb.Move) -> None:
         """Build this shard's new partition. After a failure the next response tries again."""
         identity = self._identity
         nbytes, problem = build_partition(
-            self._engine, reshard.sources, identity.job, log_id, reshard.index
+            self.engine, reshard.sources, identity.job, log_id, reshard.index
         )
         result = pb.MoveResult(index=reshard.index, nbytes=nbytes, problem=problem)
         self._messages.send(pb.LinkShardRequest(moved=result))
@@ -308,7 +317,7 @@ class CoordinatorLink:
                 assert manifest is not None
                 self._messages.forget_part()
                 state = self._states.from_snapshot(response.epoch, manifest, response.shards)
-            self._engine.install(state, continues_log=response.recover)
+            self.engine.install(state, continues_log=response.recover)
         except (LogUnfitError, SnapshotError) as error:
             problem = str(error)
         result = pb.RestoreResult(version=manifest.version if manifest else 0, problem=problem)

@@ -9,14 +9,13 @@ import grpc
 from pscommon.core.errors import PSError
 from pscommon.settings.values import Lanes
 from pscommon.telemetry.logs import get_logger
-from pscommon.wire.blocking_stream import BlockingStream, stream_addresses
+from pscommon.wire.blocking_socket import BlockingSocket, socket_addresses
 from pscommon.wire.endpoint import Endpoint, open_channel
-from pscommon.wire.status import error_from, translated
+from pscommon.wire.requests import DESCRIBE, LINK_SHARD, call, stub
+from pscommon.wire.status import error_from
 from psproto.v1 import coordinator_pb2 as pb
 from psproto.v1 import parameter_server_pb2 as ps
 from psproto.v1 import stream_pb2
-from psproto.v1.coordinator_pb2_grpc import CoordinatorServiceStub
-from psproto.v1.parameter_server_pb2_grpc import ParameterServerServiceStub
 
 LINK_CONNECT_SECONDS = 1.0
 """Time for shard 0 to describe itself, and to accept a stream."""
@@ -60,7 +59,7 @@ class GrpcLink:
 
         Raises LinkEndedError.
         """
-        self._call = CoordinatorServiceStub(self._channel).LinkShard(make() for make in requests)
+        self._call = stub(self._channel, LINK_SHARD)(make() for make in requests)
         try:
             yield from self._call
         except grpc.RpcError as failure:
@@ -79,7 +78,7 @@ class GrpcLink:
         self._channel.close()
 
 
-class StreamLink(BlockingStream):
+class StreamLink(BlockingSocket):
     """The call over a stream. Attributes: as GrpcLink."""
 
     sends_news = True
@@ -121,12 +120,10 @@ def open_link(address: str, lanes: Lanes) -> GrpcLink | StreamLink:
     if lanes == "grpc":
         return GrpcLink(address)
     who = f"shard 0 at {address}"
-    with open_channel(Endpoint(address)) as channel, translated(who):
-        description = ParameterServerServiceStub(channel).Describe(
-            ps.DescribeRequest(), timeout=LINK_CONNECT_SECONDS
-        )
+    with open_channel(Endpoint(address)) as channel:
+        description = call(channel, DESCRIBE, ps.DescribeRequest(), LINK_CONNECT_SECONDS, who)
     hello = stream_pb2.StreamHello(purpose=stream_pb2.StreamHello.PURPOSE_SHARD)
-    for found in stream_addresses(description, address, lanes):
+    for found in socket_addresses(description, address, lanes):
         try:
             return StreamLink.open(found, hello, who, LINK_CONNECT_SECONDS)
         except PSError as error:

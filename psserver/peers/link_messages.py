@@ -1,11 +1,13 @@
 """What a shard sends to the coordinator: reports, statistics, and results of what it was told."""
 
 import json
+import os
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from typing import Any
 
 from pscommon.core.formats import spoken_format
 from pscommon.optim import digest_of_user_defined
@@ -26,7 +28,6 @@ PROCESS_CHECK_INTERVAL_SECONDS = 0.2
 class ShardMessages:
     """Makes the messages of one shard. All methods may be called from any thread.
 
-    statistics: returns this shard's part of the status.
     standby: the link to this shard's standby.
     wakeup: set when there is something to send.
     """
@@ -35,12 +36,10 @@ class ShardMessages:
         self,
         identity: ServerIdentity,
         engine: ShardEngine,
-        statistics: Callable[[], dict[str, object]],
         standby: StandbyLink,
     ) -> None:
         self.wakeup = threading.Event()
-        self._identity, self._engine = identity, engine
-        self._statistics, self._standby = statistics, standby
+        self._identity, self._engine, self._standby = identity, engine, standby
         self._statistics_at, self._standby_state = 0.0, ""
         self._optimizer_digest = digest_of_user_defined()
         self._outbox: deque[pb.LinkShardRequest] = deque()  # of the current connection
@@ -125,7 +124,7 @@ class ShardMessages:
             return news if sends_news else self._identify(news)
         self._statistics_at, self._standby_state = time.monotonic(), self._standby.state
         request = pb.LinkShardRequest(
-            stats_json=json.dumps(self._statistics()),
+            stats_json=json.dumps(statistics(self._engine, self._standby)),
             report=report_to_proto(self._engine.make_report()),
             ended=self._exits.among(self._worker_processes),
         )
@@ -148,3 +147,32 @@ class ShardMessages:
             pid_namespace(),
         )
         return request
+
+
+def statistics(engine: ShardEngine, standby_link: StandbyLink | None = None) -> dict[str, Any]:
+    """Return what a shard reports about itself.
+
+    Args:
+        standby_link: Connection to its standby; None if it can have none.
+    """
+    store = engine.live.store
+    standby = (
+        {
+            "standby": standby_link.address,
+            "standby_state": standby_link.state,
+            "standby_behind": standby_link.unacknowledged,
+        }
+        if standby_link
+        else {}
+    )
+    return {
+        **standby,
+        "version": engine.live.version,
+        "parameter_bytes": store.nbytes if store else 0,
+        "state_bytes": store.state_nbytes if store else 0,
+        "received_bytes": engine.traffic.transfer.received_bytes,
+        "sent_bytes": engine.traffic.transfer.sent_bytes,
+        "apply_seconds": round(engine.traffic.pushes.apply_seconds, 6),
+        "duplicates": engine.traffic.pushes.duplicate_count,
+        "pid": os.getpid(),
+    }

@@ -8,9 +8,9 @@ from pscommon.core.model_spec import ROLES
 from pscommon.core.partition import ByteRange, PartitionPlan
 from pscommon.optim.specs import Scalars, scalars_from_json
 from pscommon.wire.endpoint import Endpoint, open_channel
+from pscommon.wire.requests import READ_SHARD, stub
 from pscommon.wire.status import translated
 from psproto.v1 import shard_pb2 as pb
-from psproto.v1.shard_pb2_grpc import ShardServiceStub
 from psserver.parameters.frozen_shard import FrozenBytes, FrozenDescription
 
 CALL_TIMEOUT_SECONDS, MIN_BYTES_PER_SECOND = 10.0, 100e3
@@ -42,7 +42,7 @@ class PeerShard:
         self.nbytes = 0
         self._address = address
         self._channel = open_channel(Endpoint(address), tensors=True)
-        self._stub = ShardServiceStub(self._channel)
+        self._read = stub(self._channel, READ_SHARD)
         self._template = pb.ReadShardRequest(job=job, epoch=log_id, index=index, current=current)
 
     @property
@@ -72,7 +72,7 @@ class PeerShard:
         request = pb.ReadShardRequest(kind=kind, start=span.start, stop=span.stop)
         request.MergeFrom(self._template)
         with translated(f"the server at {self._address} (ReadShard)"):
-            yield from self._stub.ReadShard(
+            yield from self._read(
                 request, timeout=CALL_TIMEOUT_SECONDS + span.nbytes / MIN_BYTES_PER_SECOND
             )
 

@@ -1,16 +1,13 @@
-"""What every part of a server process needs: configuration, identity, metrics, and the gRPC
-server.
-"""
+"""What every part of a server process needs: configuration, identity, metrics, and handlers."""
 
 __all__ = [
     "config",
     "generation_file",
-    "grpc_server",
+    "handlers",
     "identity",
     "job_id_file",
     "metrics",
     "port_file",
-    "rpc_metrics",
     "shard_count_file",
     "trainings_file",
     "worker_exits",

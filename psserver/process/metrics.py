@@ -39,20 +39,20 @@ def standby_metrics(shard: int, version: Callable[[], int]) -> CollectorRegistry
 class ServerMetrics:
     """All metrics of one shard in `registry`. Every method is cheap and thread-safe; every series
     has a shard label.
-
-    Attributes:
-        about: Returns the labels of ps_shard_info beside the shard; called at every scrape.
     """
 
     def __init__(self, registry: CollectorRegistry, *, shard: int) -> None:
-        self.about: Callable[[], Mapping[str, str]] = dict
-        self._registry = registry
+        self.registry = registry
         self._shard = str(shard)
         self._create_info()
         self._create_training()
         self._create_network()
         self._create_membership()
         self._create_durability()
+
+    def show_shard(self, about: Callable[[], Mapping[str, str]]) -> None:
+        """Add ps_shard_info. Its labels beside the shard are what `about` returns at a scrape."""
+        self.registry.register(_ShardInfo(lambda: {"shard": self._shard, **about()}))
 
     def set_version(self, version: int) -> None:
         """Set the number of updates in this shard's weights."""
@@ -86,9 +86,7 @@ class ServerMetrics:
             self._sent.inc(sent)
 
     def record_call(self, method: str, code: str, seconds: float) -> None:
-        """Count a finished call: its short name and its canonical status code (see
-        psserver.process.rpc_metrics).
-        """
+        """Count a finished call: its short name and its canonical status code."""
         if (method, code) not in self._calls:
             self._calls[method, code] = (
                 self._rpcs.labels(self._shard, method, code),
@@ -196,12 +194,11 @@ class ServerMetrics:
     def _create_info(self) -> None:
         about = {name: installed(name) for name in ("torch", "grpcio", "protobuf")}
         build = Info(
-            "ps_build", "Versions of this server and its libraries", registry=self._registry
+            "ps_build", "Versions of this server and its libraries", registry=self.registry
         )
         build.info(
             {"version": installed("paramserver"), "python": platform.python_version(), **about}
         )
-        self._registry.register(_ShardInfo(lambda: {"shard": self._shard, **self.about()}))
 
     def _create_training(self) -> None:
         self._version = self._gauge("ps_version", "Updates in this shard's weights").labels(
@@ -244,7 +241,7 @@ class ServerMetrics:
             "Duration of calls, including waits",
             labels,
             buckets=SECONDS,
-            registry=self._registry,
+            registry=self.registry,
         )
 
     def _create_membership(self) -> None:
@@ -301,13 +298,13 @@ class ServerMetrics:
         self._standby_losses = losses.labels(self._shard)
 
     def _gauge(self, name: str, about: str, *labels: str) -> Gauge:
-        return Gauge(name, about, ("shard", *labels), registry=self._registry)
+        return Gauge(name, about, ("shard", *labels), registry=self.registry)
 
     def _counter(self, name: str, about: str, *labels: str) -> Counter:
-        return Counter(name, about, ("shard", *labels), registry=self._registry)
+        return Counter(name, about, ("shard", *labels), registry=self.registry)
 
     def _histogram(self, name: str, about: str, buckets: tuple[float, ...]) -> Histogram:
-        return Histogram(name, about, ("shard",), buckets=buckets, registry=self._registry).labels(
+        return Histogram(name, about, ("shard",), buckets=buckets, registry=self.registry).labels(
             self._shard
         )
 

@@ -1,14 +1,16 @@
 """The first record of a replication stream: facts about the primary and the job."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
 from pscommon.core.errors import MismatchError
-from pscommon.optim import check_same_optimizers
+from pscommon.optim import check_same_optimizers, digest_of_user_defined
 from pscommon.snapshot import Manifest
+from psserver.durability.state_records import StateRecord, StateRecordKind, about, job_state
 from psserver.process.config import ServerConfig
+from psserver.process.identity import ServerIdentity
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,3 +110,34 @@ def shared_settings(config: ServerConfig) -> dict[str, Any]:
     for all.
     """
     return dict(json.loads(json.dumps(config.rules().as_json()))) if config.shard == 0 else {}
+
+
+def whole_state(
+    config: ServerConfig,
+    identity: ServerIdentity,
+    shard: Iterable[StateRecord],
+    facts: CoordinatorFacts | None = None,
+    job: Mapping[str, Any] | None = None,
+) -> list[StateRecord]:
+    """Return the records with which a new standby begins.
+
+    Args:
+        shard: The state of the shard.
+        facts: What only shard 0 sends.
+        job: The state of the coordinator, on shard 0.
+    """
+    hello = Hello(
+        identity.term,
+        identity.job,
+        identity.coordinator,
+        identity.standbys,
+        shared_settings(config),
+        digest_of_user_defined(),
+        facts,
+    )
+    return [
+        about(StateRecordKind.HELLO, **hello.as_json()),
+        *shard,
+        *([job_state(job)] if job is not None else []),
+        about(StateRecordKind.LOADED),
+    ]

@@ -11,10 +11,9 @@ import grpc
 
 from pscommon.core.errors import TakenError
 from pscommon.wire.endpoint import Endpoint, open_channel
+from pscommon.wire.requests import DESCRIBE, stub
 from psproto.v1.parameter_server_pb2 import DescribeRequest
-from psproto.v1.parameter_server_pb2_grpc import ParameterServerServiceStub
-from psserver.core.shard.failover import acquire_primary_record
-from psserver.core.shard.primary_lease import LeaseStore, PrimaryRecord
+from psserver.core.shard.failover import LeaseStore, PrimaryRecord, acquire_primary_record
 from psserver.process.config import ServerConfig
 
 LOSS_CONFIRMATION_FILE = "standby-is-gone"
@@ -29,7 +28,7 @@ ANSWER_TIMEOUT_SECONDS = 3.0
 
 
 class LeaseDirectory:
-    """One numbered file per record; the highest number counts (core/shard/primary_lease.py:
+    """One numbered file per record; the highest number counts (core/shard/failover.py:
     LeaseStore).
 
     A swap links a complete file to the next number, which fails if another process did so first.
@@ -156,8 +155,7 @@ def _check_holder(config: ServerConfig, lease: LeaseStore | None, address: str) 
         return
     with open_channel(Endpoint(found.holder)) as channel:
         try:
-            stub = ParameterServerServiceStub(channel)
-            answer = stub.Describe(DescribeRequest(), timeout=ANSWER_TIMEOUT_SECONDS)
+            answer = stub(channel, DESCRIBE)(DescribeRequest(), timeout=ANSWER_TIMEOUT_SECONDS)
         except grpc.RpcError as failure:
             if failure.code() is grpc.StatusCode.UNAVAILABLE:
                 return  # no server answers there

@@ -11,6 +11,7 @@ from typing import Never
 from pscommon.core.errors import MismatchError, UnreachableError
 from pscommon.telemetry.logs import get_logger
 from psproto.v1 import standby_pb2 as pb
+from psserver.core.shard.failover import PrimaryRecord
 from psserver.core.shard.replication import ReplicationMachine, ReplicationPhase
 from psserver.durability.record_sink import RecordSource
 from psserver.durability.state_records import (
@@ -22,7 +23,9 @@ from psserver.durability.state_records import (
     frames,
 )
 from psserver.parameters.store import ParameterStore
+from psserver.process.config import ServerConfig
 from psserver.process.metrics import ServerMetrics
+from psserver.replication.lease_directory import begin_primary, lease_of
 
 TICK_SECONDS = 0.1
 HEARTBEAT_INTERVAL_SECONDS = 0.5
@@ -51,7 +54,6 @@ class PrimaryReplicator:
             ends the process and never returns.
 
     Attributes:
-        copy_state: Copies the state of this server for a new standby.
         has_standby: A standby is connected.
 
     Threads: `_changed` guards the machine and the queue. A thread that waits in `wait_for_standby`
@@ -61,7 +63,6 @@ class PrimaryReplicator:
     def __init__(
         self, machine: ReplicationMachine, metrics: ServerMetrics, deposed: Callable[[str], Never]
     ) -> None:
-        self.copy_state: CopyState = lambda begin: None
         self.has_standby = False
         self._address = ""
         self._problem = ""  # why there is no standby; begins with a comma
@@ -228,8 +229,11 @@ class PrimaryReplicator:
                 self._queued_nbytes -= record.nbytes if number > self._state_end else 0
                 self._changed.notify_all()
 
-    def attach(self, hello: pb.ReplicateRequest) -> int:
+    def attach(self, hello: pb.ReplicateRequest, copy_state: CopyState) -> int:
         """Send the complete state to a standby that connects.
+
+        Args:
+            copy_state: Copies the state of this server.
 
         Returns:
             The id of the connection.
@@ -252,7 +256,7 @@ class PrimaryReplicator:
             nonlocal link_id
             link_id = self._begin(hello, records)
 
-        self.copy_state(begin)
+        copy_state(begin)
         log.info("standby_loading", standby=hello.address, term=machine.term)
         if hello.problem:
             log.error("standby_diverged", standby=hello.address, problem=hello.problem)
@@ -343,3 +347,24 @@ class PrimaryReplicator:
                 self._use_lease(lambda: self._machine.tick(time.monotonic()))
                 self._handle_link_state(was_connected)
             self._metrics.set_standby(self.state == "in sync", self.unacknowledged)
+
+
+def open_replicator(
+    config: ServerConfig,
+    address: str,
+    primary_record: PrimaryRecord | None,
+    metrics: ServerMetrics,
+    deposed: Callable[[str], Never],
+) -> PrimaryReplicator:
+    """Return the replicator of a server that is primary now.
+
+    Args:
+        address: Its address for others.
+        primary_record: The record of a promoted standby; None: the server was started as primary.
+
+    Raises:
+        TakenError: The server must not be primary, or the lease cannot be used.
+    """
+    lease = lease_of(config)
+    record = primary_record or begin_primary(config, lease, address)
+    return PrimaryReplicator(ReplicationMachine(record, lease, time.monotonic()), metrics, deposed)

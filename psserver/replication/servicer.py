@@ -1,4 +1,4 @@
-"""The gRPC servicer of primaries and standbys (proto/psproto/v1/standby.proto).
+"""Answer the requests between primaries and standbys (proto/psproto/v1/standby.proto).
 
 It also refuses all other requests to a standby.
 """
@@ -6,84 +6,89 @@ It also refuses all other requests to a standby.
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
+from functools import partial
+from typing import Any, Never
 
 import grpc
 
 from pscommon.core.errors import InvalidRequestError, MismatchError, UnreachableError
 from pscommon.core.formats import check_wire_format
+from pscommon.wire.requests import PROMOTE, REPLICATE, STEP_DOWN
 from pscommon.wire.status import answering
 from psproto.v1 import standby_pb2 as pb
-from psproto.v1.standby_pb2_grpc import StandbyServiceServicer
 from psserver.core.commands.request_checks import wait_seconds
-from psserver.process.grpc_server import when_ended
+from psserver.process.handlers import Handlers, when_ended
 from psserver.process.identity import ServerIdentity
-from psserver.replication.primary import PrimaryReplicator
+from psserver.replication.primary import CopyState, PrimaryReplicator
+from psserver.waiting import ThreadWaiter, Waiter
 
 STEP_DOWN_SECONDS = 3.0
 """Time for the standby to acknowledge the records that are in flight."""
 
 
-class StandbyServicer(StandbyServiceServicer):
-    """Answers a standby's requests on a primary, and promotion requests on a standby.
+def primary_handlers(
+    replicator: PrimaryReplicator, identity: ServerIdentity, copy_state: CopyState
+) -> Handlers:
+    """Return the handlers of a primary: its standby follows it, and may ask it to step down."""
+    return {
+        REPLICATE: partial(_replicate, replicator, identity, copy_state),
+        STEP_DOWN: partial(_step_down, replicator),
+        PROMOTE: _refuse_promotion,
+    }
 
-    Args:
-        replicator: The primary's replicator; None on a standby.
-        promote: Promotes a standby; None on a primary.
-        check: Raises MismatchError for a standby of another shard or job.
-    """
 
-    def __init__(
-        self,
-        replicator: PrimaryReplicator | None,
-        promote: Callable[[float], pb.PromoteResponse] | None = None,
-        check: Callable[[pb.ReplicateRequest], None] = lambda hello: None,
-    ) -> None:
-        self._replicator, self._promote, self._check = replicator, promote, check
+def standby_handlers(promote: Callable[[float], pb.PromoteResponse]) -> Handlers:
+    """Return the handlers of a standby. promote: Promotes it, within a time in seconds."""
+    return {
+        REPLICATE: _refuse_standby,
+        STEP_DOWN: _refuse_standby,
+        PROMOTE: partial(_promote, promote),
+    }
 
-    def Replicate(
-        self, requests: Iterator[pb.ReplicateRequest], context: grpc.ServicerContext
-    ) -> Iterator[pb.ReplicateResponse]:
-        with answering(context):
-            replicator, hello = self._primary(), next(requests, None)
-            if hello is None:
-                return
-            check_wire_format(hello.format, "the standby", "its primary")
-            self._check(hello)
-            link_id = replicator.attach(hello)
-            when_ended(context, lambda: replicator.handle_disconnect(link_id))
-            listener = threading.Thread(
-                target=_listen, args=(replicator, link_id, requests), name="acks", daemon=True
-            )
-            listener.start()
-            try:
-                yield from replicator.replicate(link_id, context.is_active)
-            finally:
-                replicator.handle_disconnect(link_id)
 
-    def StepDown(
-        self, request: pb.StepDownRequest, context: grpc.ServicerContext
-    ) -> pb.StepDownResponse:
-        with answering(context):
-            replicator = self._primary()
-            replicator.step_down(request.instance, STEP_DOWN_SECONDS)
-            # the caller has disconnected, and may be primary nevertheless
-            if not context.add_callback(replicator.end):
-                replicator.end()
-            return pb.StepDownResponse()
+def _replicate(
+    replicator: PrimaryReplicator,
+    identity: ServerIdentity,
+    copy_state: CopyState,
+    requests: Iterator[pb.ReplicateRequest],
+    context: grpc.ServicerContext,
+) -> Iterator[pb.ReplicateResponse]:
+    if (hello := next(requests, None)) is None:
+        return
+    check_wire_format(hello.format, "the standby", "its primary")
+    check_standby(identity, hello)
+    link_id = replicator.attach(hello, copy_state)
+    when_ended(context, lambda: replicator.handle_disconnect(link_id))
+    listener = threading.Thread(
+        target=_listen, args=(replicator, link_id, requests), name="acks", daemon=True
+    )
+    listener.start()
+    try:
+        yield from replicator.replicate(link_id, context.is_active)
+    finally:
+        replicator.handle_disconnect(link_id)
 
-    def Promote(
-        self, request: pb.PromoteRequest, context: grpc.ServicerContext
-    ) -> pb.PromoteResponse:
-        with answering(context):
-            if self._promote is None:
-                raise InvalidRequestError("this server is primary of its shard")
-            return self._promote(wait_seconds(request.wait_ms))
 
-    def _primary(self) -> PrimaryReplicator:
-        if self._replicator is None:
-            raise not_primary("")
-        return self._replicator
+async def _step_down(
+    replicator: PrimaryReplicator, request: pb.StepDownRequest, waiter: ThreadWaiter
+) -> pb.StepDownResponse:
+    replicator.step_down(request.instance, STEP_DOWN_SECONDS)
+    waiter.when_over(replicator.end)
+    return pb.StepDownResponse()
+
+
+async def _promote(
+    promote: Callable[[float], pb.PromoteResponse], request: pb.PromoteRequest, waiter: Waiter
+) -> pb.PromoteResponse:
+    return await waiter.do(partial(promote, wait_seconds(request.wait_ms)))
+
+
+async def _refuse_promotion(request: pb.PromoteRequest, waiter: Waiter) -> Never:
+    raise InvalidRequestError("this server is primary of its shard")
+
+
+def _refuse_standby(requests: object, call: object) -> Never:
+    raise not_primary("")
 
 
 def _listen(
@@ -117,19 +122,18 @@ class NotPrimary(grpc.GenericRpcHandler):
         return grpc.stream_unary_rpc_method_handler(refuse)
 
 
-def make_standby_check(identity: ServerIdentity) -> Callable[[pb.ReplicateRequest], None]:
-    """Return a check that a standby belongs to this shard and job.
+def check_standby(identity: ServerIdentity, hello: pb.ReplicateRequest) -> None:
+    """Check that a standby belongs to this shard and job.
 
     After a reshard, command lines may still contain an earlier number of shards.
+
+    Raises:
+        MismatchError: It belongs to another one.
     """
-
-    def check(hello: pb.ReplicateRequest) -> None:
-        if hello.job:
-            identity.check_job(hello.job)
-        same_number = hello.shards == identity.shards or identity.layout > 0
-        if hello.shard != identity.shard or not same_number:
-            mine = f"{identity.shard}/{identity.shards}"
-            text = f"a standby of shard {hello.shard}/{hello.shards} cannot follow shard {mine}"
-            raise MismatchError(text, "SHARD_MISMATCH")
-
-    return check
+    if hello.job:
+        identity.check_job(hello.job)
+    same_number = hello.shards == identity.shards or identity.layout > 0
+    if hello.shard != identity.shard or not same_number:
+        mine = f"{identity.shard}/{identity.shards}"
+        text = f"a standby of shard {hello.shard}/{hello.shards} cannot follow shard {mine}"
+        raise MismatchError(text, "SHARD_MISMATCH")

@@ -14,22 +14,21 @@ from pscommon.core.formats import check_wire_format, spoken_format
 from pscommon.system.thread_team import ThreadTeam
 from pscommon.telemetry.http import MetricsServer
 from pscommon.telemetry.logs import get_logger
-from pscommon.wire.endpoint import Endpoint, listen_http, open_channel
-from pscommon.wire.status import error_from, translated
+from pscommon.wire.endpoint import Endpoint, listen_grpc, listen_http, open_channel
+from pscommon.wire.requests import REPLICATE, STEP_DOWN, call, stub
+from pscommon.wire.status import error_from
 from psproto.v1 import standby_pb2 as pb
-from psproto.v1.standby_pb2_grpc import StandbyServiceStub, add_StandbyServiceServicer_to_server
-from psserver.core.shard.failover import FailoverMachine
-from psserver.core.shard.primary_lease import LeaseStore, PrimaryRecord
+from psserver.core.shard.failover import FailoverMachine, LeaseStore, PrimaryRecord
 from psserver.core.shard.state_machine import LogInvariantError
 from psserver.durability.record_sink import RecordSource
 from psserver.durability.shard_state import LogUnfitError
 from psserver.durability.state_records import StateRecord, StateRecordKind, received
 from psserver.process.config import ServerConfig
-from psserver.process.grpc_server import listen
+from psserver.process.handlers import grpc_services
 from psserver.process.job_id_file import JobIdFile
 from psserver.process.metrics import standby_metrics
 from psserver.replication.hello import Hello
-from psserver.replication.servicer import NotPrimary, StandbyServicer
+from psserver.replication.servicer import NotPrimary, standby_handlers
 from psserver.replication.standby_state import Promotion, StandbyState
 
 TICK_SECONDS = 0.1
@@ -77,11 +76,11 @@ class Standby:
         self._stopped_following = threading.Event()
         self._promoting = threading.Lock()
         self._noticed_at = time.monotonic()
-        self._grpc, self.address = listen(config.bind, MAX_CONCURRENT_CALLS)
+        self._grpc, self.address = listen_grpc(Endpoint(config.bind), MAX_CONCURRENT_CALLS)
         self.advertised = config.advertise or self.address
         self._failover = FailoverMachine(self.name, self.advertised, lease, time.monotonic())
-        add_StandbyServiceServicer_to_server(StandbyServicer(None, self.promote), self._grpc)
-        self._grpc.add_generic_rpc_handlers((NotPrimary(lambda: self.primary),))
+        services = grpc_services(standby_handlers(self.promote))
+        self._grpc.add_generic_rpc_handlers((*services, NotPrimary(lambda: self.primary)))
         shown = standby_metrics(config.shard, lambda: self.version)
         self.monitor = (
             MetricsServer(listen_http(Endpoint(config.metrics_bind)), shown, self.ready)
@@ -159,7 +158,7 @@ class Standby:
         try:
             self._find_primary()
             with open_channel(Endpoint(self.primary), tensors=True) as channel:
-                self._call = StandbyServiceStub(channel).Replicate(self._requests())
+                self._call = stub(channel, REPLICATE)(self._requests())
                 if self.ended.is_set() or self._promoted is not None:
                     self._cancel_call()  # a concurrent cancel saw only the previous call
                 for number, record in received(self._observed(self._call)):
@@ -364,13 +363,9 @@ class Standby:
                 "NOT_IN_SYNC",
             )
         try:
-            with (
-                open_channel(Endpoint(self.primary)) as channel,
-                translated(f"the primary at {self.primary}"),
-            ):
-                StandbyServiceStub(channel).StepDown(
-                    pb.StepDownRequest(instance=self.name), timeout=STEP_DOWN_SECONDS
-                )
+            request, who = pb.StepDownRequest(instance=self.name), f"the primary at {self.primary}"
+            with open_channel(Endpoint(self.primary)) as channel:
+                call(channel, STEP_DOWN, request, STEP_DOWN_SECONDS, who)
             self._failover.is_handover_complete = True
         except UnreachableError as silence:
             log.warning("step_down_unanswered", primary=self.primary, problem=str(silence))

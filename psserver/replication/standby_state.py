@@ -11,7 +11,7 @@ from pscommon.telemetry.http import MetricsServer
 from pscommon.wal.log import Record
 from psserver.core.commands.recorded import RecordedCommand
 from psserver.core.coordinator.machine import CoordinatorMachine
-from psserver.core.shard.primary_lease import PrimaryRecord
+from psserver.core.shard.failover import PrimaryRecord
 from psserver.durability.coordinator_log import CoordinatorLog
 from psserver.durability.coordinator_log import CoordinatorRecordKind as JobKind
 from psserver.durability.record_sink import RecordSource

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from pscommon.core.errors import UnreachableError
 from pscommon.core.log_entries import (
@@ -25,6 +25,7 @@ from pscommon.core.log_entries import (
 )
 from pscommon.core.model_spec import ModelSpec
 from psserver.core.job.settings import ANY, GradientRules
+from psserver.core.job.snapshot_schedule import PartReport
 from psserver.core.shard.state_machine import PushOutcome
 from psserver.durability.record_sink import RecordSink, RecordSource
 from psserver.durability.shard_log import ShardLog
@@ -56,36 +57,55 @@ class PendingPartition(NamedTuple):
     store: ParameterStore
 
 
+class Coordinator(Protocol):
+    """The coordinator as a shard sees it: in the same process, or over a connection."""
+
+    def request_report(self) -> None:
+        """Make the shard report what is new. Called outside all locks."""
+
+    def record_part(self, part: PartReport) -> None:
+        """Record how writing the shard's part of a snapshot ended. Called in the writing thread."""
+
+    def describe_wait(self) -> str:
+        """Return what the job waits for, as text.
+
+        Raises TooFewWorkersError if waiting for the first workers can no longer succeed.
+        """
+        ...
+
+
 class ShardEngine:
     """Runs one shard.
 
-    start_snapshot(entry, store) is called, while nothing is applied, to copy exactly this version.
+    start_snapshot(entry, store, record_part) is called, while nothing is applied, to copy exactly
+    this version.
 
     state: the state to begin with.
     live: the current state.
     traffic: the traffic with workers; its observers learn what happens to the shard.
+    coordinator: decides what the shard applies.
     log: the shard's log; a push or entry is written to it before anything is reported of it.
     gradient_rules: what pushes must satisfy.
-    request_report: called, outside all locks, when there is something new to report.
-    describe_wait: returns what the job waits for, as text.
-    check_first_workers: raises if waiting for the first workers can no longer succeed.
     """
 
     def __init__(
         self,
         state: ShardState,
         traffic: WorkerTraffic,
-        start_snapshot: Callable[[Cut, ParameterStore], None],
+        start_snapshot: Callable[[Cut, ParameterStore, Callable[[PartReport], None]], None],
+        coordinator: Coordinator,
         log: ShardLog | None = None,
         gradient_rules: GradientRules = ANY,
     ) -> None:
-        self.traffic = traffic
-        self.request_report: Callable[[], None] = lambda: None
-        self.describe_wait: Callable[[], str] = lambda: ""
-        self.check_first_workers: Callable[[], None] = lambda: None
+        self.traffic, self.coordinator = traffic, coordinator
         self.gradient_rules = gradient_rules
         self.live = LiveShardState(state)
         self._observers = traffic.observers
+        # a small push has no time for observers that ignore it
+        self._on_receive, self._on_repeat, self._on_update = (
+            [getattr(each, event) for each in traffic.observers if event in vars(type(each))]
+            for event in ("on_receive", "on_repeat", "on_update")
+        )
         self._start_snapshot = start_snapshot
         self._log = log or ShardLog(RecordSink(RecordSource.SHARD), state.shard)
 
@@ -157,7 +177,7 @@ class ShardEngine:
             self._log.reset_standby()
             self._install_model(store.plan.spec, store)
             state.machine.finish_reshard()
-        self.request_report()
+        self.coordinator.request_report()
 
     # ---- pushes ----------------------------------------------------------------------------------
 
@@ -180,16 +200,16 @@ class ShardEngine:
                 self._log.write_push(staged, staging)
             with self.live.changed:
                 is_new = is_new and self.live.state.stage(staged, staging)
-        for observer in self._observers:
-            observer.on_receive(staging.nbytes)
+        for on_receive in self._on_receive:
+            on_receive(staging.nbytes)
         if is_new:
-            self.request_report()
+            self.coordinator.request_report()
             return True
         self.release(staging)
         if self.live.machine.outcome(staged.key) is None:
             return True  # staged by an earlier attempt, or a reshard has started
-        for observer in self._observers:
-            observer.on_repeat()
+        for on_repeat in self._on_repeat:
+            on_repeat()
         return False
 
     def find_repeat(self, key: PushKey) -> bool | None:
@@ -200,8 +220,8 @@ class ShardEngine:
             if not is_decided and key not in machine.staged:
                 return None
         if is_decided:
-            for observer in self._observers:
-                observer.on_repeat()
+            for on_repeat in self._on_repeat:
+                on_repeat()
         return is_decided
 
     def release(self, staging: Staging) -> None:
@@ -272,7 +292,7 @@ class ShardEngine:
                     with self.live.log_lock:
                         self._begin_segment()
         if not UNAWAITED.issuperset(map(type, ready)):
-            self.request_report()
+            self.coordinator.request_report()
 
     def _carry_out(self, group: Sequence[Entry]) -> None:
         """Change the arrays as the entries say, then what depends on them, all at once."""
@@ -285,8 +305,8 @@ class ShardEngine:
                     began = time.monotonic()
                     state.compute(entry)
                     seconds = time.monotonic() - began
-                    for observer in self._observers:
-                        observer.on_update(entry, staged_at, began, seconds)
+                    for on_update in self._on_update:
+                        on_update(entry, staged_at, began, seconds)
                 case Reject():
                     for observer in self._observers:
                         observer.on_reject(entry)
@@ -294,7 +314,7 @@ class ShardEngine:
                     for observer in self._observers:
                         observer.on_evict(entry.worker)
                 case Cut() if not state.machine.is_resharding:
-                    self._start_snapshot(entry, state.loaded_store)
+                    self._start_snapshot(entry, state.loaded_store, self.coordinator.record_part)
                 case _:
                     square_norm = state.compute(entry)
         with live.changed:

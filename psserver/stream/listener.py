@@ -4,10 +4,11 @@ import socket
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
+from psserver.coordinator.handlers import coordinator_handlers
 from psserver.coordinator.service import CoordinatorService
+from psserver.process.handlers import Handlers
 from psserver.process.identity import ServerIdentity
 from psserver.shard.engine import ShardEngine
-from psserver.stream.coordinator_requests import StreamRequests
 from psserver.stream.open_streams import OpenStreams
 from psserver.stream.shard_links import ShardLinks
 from psserver.stream.stream_port import StreamPort
@@ -39,9 +40,10 @@ class StreamListener:
         engine.traffic.observers.append(self._streams)
         self._pool = ThreadPoolExecutor(POOL_THREADS_COUNT, thread_name_prefix="stream-work")
         self._service = StreamService(engine, identity, self._pool, record)
-        self._requests, self._links = None, None
+        self._handlers: Handlers | None = None
+        self._links: ShardLinks | None = None
         if coordinator is not None:
-            self._requests = StreamRequests(coordinator, self._service)
+            self._handlers = coordinator_handlers(coordinator)
             self._links = ShardLinks(coordinator)
 
     def start(self) -> None:
@@ -62,6 +64,6 @@ class StreamListener:
             self._service,
             self._streams,
             self._port.note_refusal,
-            self._requests,
+            self._handlers,
             self._links,
         )

@@ -10,7 +10,7 @@ from functools import partial
 
 from pscommon.core.errors import PSError
 from pscommon.telemetry.logs import get_logger
-from pscommon.wire.blocking_stream import BlockingStream
+from pscommon.wire.blocking_socket import BlockingSocket
 from psproto.v1 import coordinator_pb2 as pb
 from psserver.coordinator.service import CoordinatorService
 from psserver.coordinator.shard_stream import MakeResponse, serve_shard
@@ -29,11 +29,11 @@ class ShardLinks:
     def __init__(self, coordinator: CoordinatorService) -> None:
         self._coordinator = coordinator
         self._lock = threading.Lock()
-        self._open: dict[BlockingStream, threading.Thread] = {}
+        self._open: dict[BlockingSocket, threading.Thread] = {}
 
     def serve(self, sock: socket.socket) -> None:
         """Serve a connection whose greeting is done. Never waits."""
-        link = BlockingStream(sock, "", "the shard")
+        link = BlockingSocket(sock, "", "the shard")
         thread = threading.Thread(target=self._serve, args=(link,), name="shard-link", daemon=True)
         with self._lock:
             self._open[link] = thread
@@ -49,7 +49,7 @@ class ShardLinks:
             link.cancel()
             thread.join()
 
-    def _serve(self, link: BlockingStream) -> None:
+    def _serve(self, link: BlockingSocket) -> None:
         ended = ConnectionEnd()
         requests = _until_lost(link, ended)
         try:
@@ -76,7 +76,7 @@ class ShardLinks:
                 del self._open[link]
 
 
-def _try_send(link: BlockingStream, make: MakeResponse) -> bool:
+def _try_send(link: BlockingSocket, make: MakeResponse) -> bool:
     """Make and send a response without waiting. A lost connection ends elsewhere."""
     with suppress(OSError):
         return link.try_send_message(make)
@@ -96,7 +96,7 @@ class ConnectionEnd:
         self.actions: list[Callable[[], None]] = []
 
 
-def _until_lost(link: BlockingStream, ended: ConnectionEnd) -> Iterator[pb.LinkShardRequest]:
+def _until_lost(link: BlockingSocket, ended: ConnectionEnd) -> Iterator[pb.LinkShardRequest]:
     """Yield the messages of a shard until its connection ends in any way."""
     try:
         yield from link.messages(pb.LinkShardRequest)

@@ -49,19 +49,17 @@ class StreamService(NamedTuple):
 
 
 class StreamWaiter(TaskWaiter):
-    """Waits in an event loop. What may block runs in the pool, unless the shard is quick."""
+    """Waits in an event loop. What may block runs in the pool, unless the shard is quick now."""
 
     def __init__(self, service: StreamService) -> None:
         super().__init__(asyncio.get_running_loop())
         self._service = service
-        self._is_quick: bool | None = None  # asked once
+        self.may_block = service.engine.is_quick
 
     async def do(
         self, action: Callable[[], T], abandoned: Callable[[T], object] | None = None
     ) -> T:
-        if self._is_quick is None:
-            self._is_quick = self._service.engine.is_quick
-        if self._is_quick:
+        if self.may_block:
             return action()
         future = self._loop.run_in_executor(self._service.pool, action)
         try:

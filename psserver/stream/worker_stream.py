@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pscommon.core.errors import InvalidRequestError, MismatchError, PSError
 from pscommon.core.formats import check_wire_format, spoken_format
 from pscommon.telemetry.logs import get_logger
+from pscommon.wire.requests import STREAM_FIELDS
 from pscommon.wire.status import error_for_peer
 from pscommon.wire.stream_format import (
     ALIVE_INTERVAL_SECONDS,
@@ -19,16 +20,17 @@ from pscommon.wire.stream_format import (
 )
 from psproto.v1 import parameter_server_pb2 as ps
 from psproto.v1 import stream_pb2 as pb
+from psserver.process.handlers import Handlers, answer
 from psserver.process.identity import ServerIdentity
-from psserver.stream.coordinator_requests import StreamRequests
 from psserver.stream.frame_socket import FrameSocket
 from psserver.stream.open_streams import OpenStreams
 from psserver.stream.shard_links import ShardLinks
 from psserver.stream.socket_exchange import serve_exchange
-from psserver.stream.stream_service import StreamService
+from psserver.stream.stream_service import StreamService, StreamWaiter
 from psserver.stream.stream_socket import ConnectionLostError
 
 ALIVE = encode_frame(FrameKind.ALIVE)
+ROWS = {name: row for row, name in STREAM_FIELDS.items()}
 
 log = get_logger(__name__)
 
@@ -37,7 +39,7 @@ class WorkerStream:
     """Serves one connection in an event loop until either side closes it.
 
     refused: called with the reason when a peer is refused.
-    requests: answers requests to the coordinator; None on other shards.
+    handlers: answer requests to the coordinator; None on other shards.
     links: serves connections of other shards; None on other shards.
     """
 
@@ -48,13 +50,13 @@ class WorkerStream:
         service: StreamService,
         streams: OpenStreams,
         refused: Callable[[str], None],
-        requests: StreamRequests | None,
+        handlers: Handlers | None,
         links: ShardLinks | None,
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._identity, self._service = identity, service
         self._streams, self._refused = streams, refused
-        self._requests, self._links = requests, links
+        self._handlers, self._links = handlers, links
         self._worker = 0
         self._answers_since: float | None = None
         self._socket = FrameSocket(sock, self._loop, self._cancel)
@@ -144,24 +146,29 @@ class WorkerStream:
             if prefix.kind is FrameKind.EXCHANGE:
                 header = decode_message(ps.PushPullHeader, message)
                 await serve_exchange(self._service, self._socket, header, prefix.data_nbytes)
-            elif prefix.kind is FrameKind.REQUEST and self._requests is not None:
-                await self._answer(message)
+            elif prefix.kind is FrameKind.REQUEST and self._handlers is not None:
+                await self._answer(self._handlers, message)
             else:
                 raise InvalidRequestError(f"a worker sent {prefix.kind.name}")
         finally:
             self._answers_since = None
 
-    async def _answer(self, message: bytes) -> None:
-        """Answer a request to the coordinator."""
-        assert self._requests is not None
+    async def _answer(self, handlers: Handlers, message: bytes) -> None:
+        """Answer a request to the coordinator. One that waits occupies no thread."""
         try:
-            answer = await self._requests.answer(message)
+            sent = decode_message(pb.CoordinatorRequest, message)
+            name = sent.WhichOneof("request")
+            if name is None:
+                raise InvalidRequestError("the coordinator does not know this request")
+            row, request, waiter = ROWS[name], getattr(sent, name), StreamWaiter(self._service)
+            with self._service.timing(row.name):
+                response = await answer(handlers, row, request, waiter)
         except (ConnectionLostError, OSError):
             raise
         except Exception as failure:
             await self._socket.send_error(error_for_peer(failure))
             return
-        await self._socket.send_frame(FrameKind.RESULT, answer)
+        await self._socket.send_frame(FrameKind.RESULT, response.SerializeToString())
 
 
 class RefusedStream:

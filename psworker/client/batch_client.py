@@ -8,6 +8,7 @@ from pscommon.core.log_entries import BatchKey
 from pscommon.core.script_place import PassName, ScriptPlace
 from pscommon.telemetry.logs import get_logger
 from pscommon.wire import messages as codec
+from pscommon.wire.requests import NEXT_BATCH, RETURN_BATCHES
 from psproto.v1 import coordinator_pb2 as co
 from psworker.connection.connection import Connection
 from psworker.connection.retry import RetryDeadline
@@ -18,7 +19,7 @@ log = get_logger(__name__)
 
 
 class BatchClient:
-    """The data methods of `Client`, which documents their arguments."""
+    """Batches of the job's loops, for one worker."""
 
     def __init__(self, connection: Connection, exchange: ModelExchange) -> None:
         self._connection = connection
@@ -26,14 +27,30 @@ class BatchClient:
         self._lock = threading.Lock()
         self._has_warned = False
 
-    def lease(self, loop: Spec, count: int, idle: bool, place: ScriptPlace | int) -> Lease:
-        """Lease batches of a loop.
+    def next_batches(
+        self,
+        loop: Spec,
+        count: int = 1,
+        idle: bool = False,
+        first_open: ScriptPlace | int | None = None,
+    ) -> Lease:
+        """Lease up to `count` batches of a loop.
 
         The first request does not sit out of rounds, so a worker that gets batches at once
         misses no round. With `idle`, later requests wait for batches or for the end of the loop,
         and sit out of rounds. Each update of the job restarts the wait timeout. A worker that was
         asked to leave does not wait.
+
+        Args:
+            loop: The loop.
+            count: Largest number of batches.
+            idle: The worker has no batch: wait for one or for the loop's end, and sit out of
+                rounds meanwhile. False: return at once, perhaps without batches.
+            first_open: Number of the first loop that the script is in or may still begin; None:
+                this loop. Other workers get batches left in earlier loops, until all have passed
+                them. Or the place of a script, which names the pass; the job gives its number.
         """
+        place = loop.loop if first_open is None else first_open
         connection, version, wait_seconds = self._connection, self._exchange.version, 0.0
         name: PassName | int = loop.loop
         if isinstance(place, ScriptPlace) and place.current is not None:
@@ -53,8 +70,8 @@ class BatchClient:
                     received=received,
                     **codec.place_fields(place),
                 )
-                next_batch = connection.transport.next_batch
-                answer = connection.call("asking for data", next_batch, request, wait_seconds)
+                asking = connection.new_retry("asking for data")
+                answer = asking.ask(NEXT_BATCH, request, wait_seconds)
                 membership.received_batches[name] = received + len(answer.numbers)
                 if answer.numbers or answer.end or not idle:
                     break
@@ -74,6 +91,7 @@ class BatchClient:
             return _lease(answer, sat_out=answer.version > self._exchange.version)
 
     def share(self, loop: Spec) -> int:
+        """Return how many batches of a loop this worker can expect, with the current workers."""
         connection, membership = self._connection, self._connection.membership
         request = co.NextBatchRequest(
             job=membership.job,
@@ -81,10 +99,22 @@ class BatchClient:
             loop=codec.loop_to_proto(loop),
             share_only=True,
         )
-        next_batch = connection.transport.next_batch
-        return connection.call("asking for the share of a loop", next_batch, request).share
+        retry = connection.new_retry("asking for the share of a loop")
+        return retry.ask(NEXT_BATCH, request).share
 
-    def give_back(self, batches: Sequence[BatchKey], used: bool = False) -> None:
+    def has_ended(self, loop: PassName) -> bool:
+        """Return whether this pass had ended when this worker joined."""
+        return self._connection.membership.has_ended(loop)
+
+    def return_batches(self, batches: Sequence[BatchKey]) -> None:
+        """Return unused batches, so that other workers may lease them."""
+        self._give_back(batches, used=False)
+
+    def drop_batches(self, batches: Sequence[BatchKey]) -> None:
+        """Mark batches as used without a push, so that no other worker leases them."""
+        self._give_back(batches, used=True)
+
+    def _give_back(self, batches: Sequence[BatchKey], used: bool) -> None:
         connection, membership = self._connection, self._connection.membership
         request = co.ReturnBatchesRequest(
             job=membership.job,
@@ -92,7 +122,7 @@ class BatchClient:
             batches=codec.batches_to_proto(batches),
             used=used,
         )
-        connection.call("returning batches", connection.transport.return_batches, request)
+        connection.new_retry("returning batches").ask(RETURN_BATCHES, request)
 
     def _missing_source(self, loop: Spec) -> str:
         """Return what a worker waits for that got no source of a stream; warn of it once."""

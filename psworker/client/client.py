@@ -1,43 +1,36 @@
-"""The framework-free client.
-
-The model is a set of numpy arrays (register, pull, push) or a flat buffer (agree, start,
-exchange).
-"""
+"""The framework-free client: the model is a set of numpy arrays, by name."""
 
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import Any, Never, Self, SupportsFloat
+from typing import Any, Never, Self
 
-from pscommon.core.data_stream import Spec
 from pscommon.core.errors import InvalidRequestError
-from pscommon.core.log_entries import BatchKey
-from pscommon.core.model_spec import ModelSpec, OptimizerSettings
+from pscommon.core.model_spec import OptimizerSettings
 from pscommon.core.partition import PartitionPlan
-from pscommon.core.script_place import ScriptPlace
 from pscommon.settings.values import Lanes
-from psproto.v1 import coordinator_pb2 as co
-from psworker.client.array_model import ArrayModel
-from psworker.client.arrays import Array, Arrays, Gradients
-from psworker.client.batch_client import BatchClient
-from psworker.client.collective_client import CollectiveClient
-from psworker.connection import finalizer
-from psworker.connection.client_facts import ClientFacts
-from psworker.connection.connection import connected
-from psworker.connection.membership import StepProgress
+from pscommon.system.thread_team import ThreadTeam, cores
+from psworker.client.arrays import Array, ArrayBuffer, Arrays, Gradients, overlap, spec_of
+from psworker.client.worker_client import WorkerClient
+from psworker.connection.connection import close_after, connected
 from psworker.connection.retry import TimeLimits
-from psworker.core.results import CollectiveCall, CollectiveResult, Lease, PushResult
-from psworker.exchange.model_exchange import ModelExchange
-from psworker.exchange.open_push import BufferedPush, OpenPush
+from psworker.core.results import PushResult
+from psworker.exchange.transfer import ExchangeBuffer
 from psworker.session import metrics
-from psworker.session.arguments import attempt_of, connect_timeout_of, lanes_of, rank_of, time_limit
+from psworker.session.arguments import (
+    attempt_of,
+    check_integer,
+    connect_timeout_of,
+    lanes_of,
+    rank_of,
+    time_limit,
+)
 from psworker.session.drain import DrainedError
+from psworker.session.step_stats import StepStats
 from psworker.transport.interface import Transport
 
-REJOIN_REASON = "comes back as a new worker"
 
-
-class Client(ClientFacts):
+class Client(WorkerClient):
     """A worker's connection to all servers of a job, for numpy arrays.
 
     Calls of several threads run one after another. Processes that are forked later, such as those
@@ -86,34 +79,20 @@ class Client(ClientFacts):
         )
         rank = rank_of(rank, environment)
         lanes = lanes_of(lanes, os.environ)
-        super().__init__(connected(servers, lane, environment, limits, lanes))
-        direct = self._connection.transport.direct
+        connection = connected(servers, lane, environment, limits, lanes)
+        direct = connection.transport.direct
+        super().__init__(connection, observe, "grpc" if direct else lanes)
         if not direct:  # a direct transport has no threads to end
-            finalizer.watch(self, self._connection)
-        lanes = "grpc" if direct else lanes
-        self._exchange = ModelExchange(self._connection, observe, lanes)
-        self._arrays = ArrayModel(self._exchange, observe, self._connection.drain)
-        self._data = BatchClient(self._connection, self._exchange)
-        self._collectives = CollectiveClient(self._connection)
+            close_after(self, connection)
+        self._observes = observe
+        self._weights: ArrayBuffer | None = None
+        self._gradients: ArrayBuffer | None = None
+        self._are_weights_in_out = False  # the weights pulled last are in arrays of the caller
+        self._has_made_last_push = False
+        self._stats = StepStats()
+        self._team = ThreadTeam(min(2, cores()), "copy-arrays")
         if not observe:
-            self._connection.join(rank, attempt_of(os.environ), device, training)
-
-    @property
-    def plan(self) -> PartitionPlan:
-        """Partition of the model's bytes; InvalidRequestError before a model is registered."""
-        return self._exchange.plan
-
-    @property
-    def version(self) -> int:
-        """Version of the weights that were pulled last, the smallest over the shards."""
-        return self._exchange.version
-
-    @property
-    def groups_json(self) -> str:
-        """The optimizer's parameter groups as they stood when the model was registered."""
-        return self._exchange.groups_json
-
-    # ---- numpy arrays ----------------------------------------------------------------------------
+            connection.join(rank, attempt_of(os.environ), device, training)
 
     def register(
         self,
@@ -138,7 +117,16 @@ class Client(ClientFacts):
             UnsupportedOptimizerError: The servers cannot run this optimizer.
             NonFiniteError: An initial value is NaN or Inf.
         """
-        self._arrays.register(params, optimizer, buffers or {}, frozen or {})
+        buffers, frozen, model = buffers or {}, frozen or {}, self.model
+        with model.lock:
+            plan = model.agree(spec_of(params, buffers, frozen, optimizer))
+            buffer = model.shards.buffers
+            weights = ArrayBuffer(plan, buffer.weights, self._team)
+            weights.write({**params, **buffers, **frozen})
+            model.start(weights.memory)
+            self._weights = weights
+            self._gradients = ArrayBuffer(plan, buffer.gradients, self._team)
+            self._stats.enter("compute")
 
     def pull(self, out: Mapping[str, Array] | None = None) -> dict[str, Array]:
         """Return the newest weights, buffers and frozen tensors by name.
@@ -149,7 +137,17 @@ class Client(ClientFacts):
         Args:
             out: Arrays to fill. None: new arrays.
         """
-        return self._arrays.pull(out)
+        with self.model.lock:
+            weights = self._buffer()
+            weights.check_out(out or {})
+            direct = self._usable(weights, out or {})
+            self._stats.enter("pull")
+            try:
+                self.model.exchange(gradients=None, weights=weights.with_arrays(direct))
+            finally:
+                self._stats.enter("compute")
+            self._are_weights_in_out = out is not None
+            return weights.read(out, direct)
 
     def push(self, grads: Gradients, samples: int = 1) -> PushResult:
         """Send gradients by name, wait for the policy's decision, and return the result.
@@ -166,13 +164,25 @@ class Client(ClientFacts):
             InvalidRequestError: An unknown tensor, or another shape or dtype; nothing was sent.
                 NaN and Inf make the result "rejected".
         """
-        return self._arrays.push(grads, samples)
+        with self.model.lock:
+            given, absent = self._check_push(grads)
+            return self._push(given, absent, {}, None, samples)
 
     def push_pull(
         self, grads: Gradients, out: Mapping[str, Array] | None = None, samples: int = 1
     ) -> PushResult:
         """Push, then pull, in one round trip. The weights go into `out`, or stay in `weights`."""
-        return self._arrays.push_pull(grads, out, samples)
+        with self.model.lock:
+            weights = self._buffer()
+            weights.check_out(out or {})
+            given, absent = self._check_push(grads)
+            # a push without some gradients pulls what has changed: the buffer has the rest
+            into = self._usable(weights, out or {}) if not absent else {}
+            result = self._push(given, absent, into, weights.with_arrays(into), samples)
+            self._are_weights_in_out = out is not None
+            if out is not None:
+                weights.read(out, into)
+            return result
 
     @property
     def weights(self) -> dict[str, Array]:
@@ -180,155 +190,67 @@ class Client(ClientFacts):
 
         Raises InvalidRequestError if they went into `out`.
         """
-        return self._arrays.weights
+        weights = self._buffer()
+        if self._are_weights_in_out:
+            raise InvalidRequestError("the last pull went into `out`: the weights are there")
+        return dict(weights.tensors)
 
-    # ---- flat buffers ----------------------------------------------------------------------------
+    def _check_push(self, grads: Gradients) -> tuple[dict[str, Array], list[int]]:
+        """Return the arrays of a push, and the indices of tensors without a gradient."""
+        if self._gradients is None:
+            self._buffer()
+            raise InvalidRequestError("an observer cannot push")
+        if self._has_made_last_push:
+            raise DrainedError(
+                "this worker was asked to leave (client.stopping), and has made its last push"
+            )
+        given = self._gradients.check_gradients(grads)
+        return given, self._gradients.absent(given)
 
-    def agree(self, spec: ModelSpec) -> PartitionPlan:
-        """Register the model and return its partition, in the job's order of tensors.
-
-        Waits for the first worker's weights, unless this worker is the first.
-
-        Raises:
-            MismatchError: The job trains another model; the message shows the differences by
-                tensor.
-        """
-        return self._exchange.agree(spec)
-
-    def flat_buffers(self) -> tuple[memoryview, memoryview]:
-        """Return flat buffers for gradients and for weights, plan.nbytes each.
-
-        They are the fastest memory for start and exchange: servers on this host access it.
-        """
-        buffers = self._exchange.buffers
-        return buffers.gradients, buffers.weights
-
-    def start(self, weights: memoryview) -> None:
-        """Upload the weights if this worker is the job's first, then load the job's weights.
-
-        Args:
-            weights: Writable flat buffer of plan.nbytes bytes.
-        """
-        self._exchange.start(weights)
-
-    def exchange(
+    def _push(
         self,
-        *,
-        gradients: memoryview | None,
-        weights: memoryview | None,
-        absent: Collection[int] = (),
-        samples: int = 1,
-        batches: Sequence[BatchKey] = (),
-        groups_json: str = "",
-        base: int | None = None,
-        optimizer: str = "",
+        given: Arrays,
+        absent: Sequence[int],
+        into: Arrays,
+        weights: ExchangeBuffer | None,
+        samples: int,
     ) -> PushResult:
-        """Push, pull, or both, with flat buffers of plan.nbytes bytes.
+        """Push. `into`: the arrays of the caller in `weights`, into which weights are pulled."""
+        assert self._gradients is not None
+        assert self._weights is not None
+        source = self._usable(self._gradients, given)
+        if source and into and overlap(source, into):  # after a lost connection both are needed
+            source = {}
+        gradients = self._gradients.write_gradients(given, self._weights, source)
+        is_last = self._connection.drain.asked
+        self._stats.enter("push")
+        try:
+            samples = check_integer("samples", samples, 1)
+            result = self.model.exchange(
+                gradients=gradients, weights=weights, absent=absent, samples=samples
+            )
+        except BaseException:
+            self._stats.enter("compute")
+            raise
+        self._has_made_last_push = is_last
+        self._stats.finish_step(samples, result.seconds)
+        metrics.step(self._stats.last, samples)
+        return result
 
-        Only trainable tensors and buffers are transferred. After an error `weights` may hold a
-        mixture of versions: pull again.
+    def _usable(self, buffer: ArrayBuffer, arrays: Arrays) -> dict[str, Array]:
+        """Return the arrays to use in place; none while servers use the shared memory."""
+        return {} if self.model.shards.buffers.shards else buffer.usable_in_place(arrays)
 
-        Args:
-            gradients: Bytes to push; None: no push.
-            weights: Writable bytes for the pull; None: no pull.
-            absent: Trainable tensors without a gradient, by index into plan.spec.tensors.
-            samples: Weight in a round's average; 0: buffers of version `base`, without an update.
-            batches: Batches that the push commits.
-            groups_json: Hyper-parameters of the optimizer's groups, for this push alone; empty:
-                those of the update before.
-            base: Version that the gradient was computed from; None: the last pulled version.
-            optimizer: Name of the optimizer whose step this is. `absent` has the trainable
-                tensors of the others.
-
-        Returns:
-            The outcome of the push; "none" without a push.
-        """
-        return self._exchange.exchange(
-            gradients, weights, absent, samples, batches, groups_json, base, optimizer
-        )
-
-    def begin(self) -> OpenPush | BufferedPush:
-        """Open a push from and a pull into `flat_buffers()`, byte range by byte range.
-
-        Only one can be open. See `psworker.core.protocols.PushStream`.
-        """
-        return self._exchange.begin(*self.flat_buffers())
-
-    # ---- data and membership ---------------------------------------------------------------------
-
-    def next_batches(
-        self,
-        loop: Spec,
-        count: int = 1,
-        idle: bool = False,
-        first_open: ScriptPlace | int | None = None,
-    ) -> Lease:
-        """Lease up to `count` batches of a loop.
-
-        Args:
-            loop: The loop.
-            count: Largest number of batches.
-            idle: The worker has no batch: wait for one or for the loop's end, and sit out of
-                rounds meanwhile. False: return at once, perhaps without batches.
-            first_open: Number of the first loop that the script is in or may still begin; None:
-                this loop. Other workers get batches left in earlier loops, until all have passed
-                them. Or the place of a script, which names the pass; the job gives its number.
-        """
-        return self._data.lease(loop, count, idle, loop.loop if first_open is None else first_open)
-
-    def share(self, loop: Spec) -> int:
-        """Return how many batches of a loop this worker can expect, with the current workers."""
-        return self._data.share(loop)
-
-    def return_batches(self, batches: Sequence[BatchKey]) -> None:
-        """Return unused batches, so that other workers may lease them."""
-        self._data.give_back(batches)
-
-    def drop_batches(self, batches: Sequence[BatchKey]) -> None:
-        """Mark batches as used without a push, so that no other worker leases them."""
-        self._data.give_back(batches, used=True)
-
-    def collective(
-        self, number: int, call: CollectiveCall, first_open: ScriptPlace | int
-    ) -> CollectiveResult:
-        """Make the call of this number, from 1 on; see `Job.barrier` and `next_batches`."""
-        return self._collectives.call(number, call, first_open)
-
-    def report(self, **values: SupportsFloat) -> None:
-        """Report values for the job's summary, metrics and logs."""
-        numbers, connection = (
-            {name: float(value) for name, value in values.items()},
-            self._connection,
-        )
-        request = co.ReportMetricsRequest(job=self.job, worker=self.worker, metrics=numbers)
-        connection.call("reporting", connection.transport.report, request)
-        for name, value in numbers.items():
-            metrics.reported(name, value)
-
-    def report_soon(self, values: Mapping[str, Any]) -> None:
-        """Report values with the next heartbeat.
-
-        At most one value per second and name is sent, and always the newest.
-        """
-        self._connection.touch()
-        self._connection.reports.add(values, self.version)
-
-    def send_reports(self) -> None:
-        """Send now what `report_soon` has left to the next heartbeat."""
-        self._connection.send_reports()
-
-    def progress(
-        self, *, steps: int, step_seconds: float, samples_per_second: float, phase: str
-    ) -> None:
-        """Set what the next heartbeat reports for the status.
-
-        Args:
-            steps: Number of finished steps.
-            step_seconds, samples_per_second: Duration and throughput of the last step.
-            phase: "compute", "push", "data" or "idle".
-        """
-        self._connection.reports.settle()
-        self._connection.set_progress(StepProgress(steps, step_seconds, samples_per_second, phase))
+    def _buffer(self) -> ArrayBuffer:
+        """Return the flat buffer of weights; an observer pulls them first."""
+        if self._weights is None and self._observes:
+            plan = self.model.agree(None)
+            weights = ArrayBuffer(plan, self.model.shards.buffers.weights, self._team)
+            self.model.start(weights.memory)
+            self._weights = weights
+        if self._weights is None:
+            raise InvalidRequestError("no model is registered. Try: call register first")
+        return self._weights
 
     def newest(self) -> tuple[PartitionPlan, memoryview, int]:
         """Return the job's newest model: its partition, a new flat buffer, and the version.
@@ -341,43 +263,8 @@ class Client(ClientFacts):
         )
         with Client(observe=True, **servers) as observer:
             observer._connection.membership.job = self.job
-            memory = observer._arrays.buffer().memory
+            memory = observer._buffer().memory
             return observer.plan, memory, observer.version
-
-    def rejoin(self) -> None:
-        """Join again as a new worker after a FencedError, with the registered model.
-
-        What the old worker had not pushed is lost, and its leased batches went back. Pull before
-        you compute.
-
-        Raises:
-            MismatchError: The servers run another job or model now.
-            FencedError: The servers have lost the job's weights.
-            QuarantinedError: Too many gradients of this worker were bad (--quarantine-after).
-        """
-        with self._exchange.lock:
-            self._exchange.check_idle()
-            self._connection.membership.check_curable()
-            self._exchange.rejoin(REJOIN_REASON)
-
-    def retire(self, reason: str = "") -> None:
-        """Leave the rounds as `leave` does; pulls, reports and status work until `close`.
-
-        reason: Why the worker leaves; empty if it is done.
-        """
-        with self._exchange.lock:
-            self._exchange.check_idle()
-            self._exchange.replace_membership(reason)
-
-    def leave(self, reason: str = "") -> None:
-        """Leave the job: no process waits for this worker any more. reason: as in `retire`."""
-        self._connection.leave(reason)
-
-    def close(self) -> None:
-        """Leave the job as done, and free threads and connections. May be repeated."""
-        self._exchange.abandon()
-        self._connection.close()
-        self._exchange.close()
 
     def __reduce__(self) -> Never:
         raise InvalidRequestError(

@@ -3,7 +3,7 @@
 import heapq
 import time
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -17,14 +17,14 @@ from pscommon.core.script_place import PassName, ScriptPlace
 from pscommon.optim import KINDS
 from pscommon.optim.specs import groups_from_json, validate_model
 from psworker.core.clock import Clock
-from psworker.core.protocols import PushStream
+from psworker.core.protocols import BegunPush
 from psworker.core.results import CollectiveCall, CollectiveResult, Lease, PushResult, Status
 from psworker.exchange.open_push import BufferedPush
 from psworker.session.reports import ReportBuffer
 
 
 class LocalClient:
-    """A `JobClient` for one worker and no servers.
+    """A `JobClient` for one worker and no servers, with its `model` and its `data`.
 
     The torch optimizers that the model's spec names update the weights, one tensor at a time.
     Batches come in the order of their numbers. No call waits, and no push is stale.
@@ -34,7 +34,6 @@ class LocalClient:
     worker = 1
     policy = "local"
     bad_gradients = "abort"
-    open_loop = 0
     draining = stopping = False
     workers = 1
     is_first = True
@@ -48,6 +47,14 @@ class LocalClient:
         self.metrics: dict[str, float] = {}
         self._free: dict[int, FreeBatches] = {}
         self._laps: dict[int, StreamPasses] = {}
+
+    @property
+    def model(self) -> Self:
+        return self
+
+    @property
+    def data(self) -> Self:
+        return self
 
     def agree(self, spec: ModelSpec) -> PartitionPlan:
         spec = validate_model(spec)
@@ -64,7 +71,7 @@ class LocalClient:
         )
         return self._gradients, self._received
 
-    def begin(self) -> PushStream:
+    def begin(self) -> BegunPush:
         return BufferedPush(self.exchange, self._gradients, self._received)
 
     def start(self, weights: memoryview) -> None:

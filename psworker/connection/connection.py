@@ -1,22 +1,26 @@
 """One worker's connection to a job: transport, membership, and their threads."""
 
+import atexit
 import os
+import queue
 import socket
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+import weakref
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
-from typing import TypeVar
 
 from pscommon.core.errors import InvalidRequestError, PSError
 from pscommon.core.formats import check_wire_format, spoken_format
 from pscommon.settings.values import Lanes
 from pscommon.system.process_id import process_id
 from pscommon.telemetry.logs import get_logger
+from pscommon.wire.requests import DESCRIBE, JOIN, LEAVE
 from psproto.v1 import coordinator_pb2 as co
+from psproto.v1 import parameter_server_pb2 as ps
 from psworker.connection.discovery import addresses_of, discover
-from psworker.connection.membership import Heartbeat, StepProgress, WorkerMembership
+from psworker.connection.membership import Heartbeat, WorkerMembership
 from psworker.connection.retry import (
     FIRST_PAUSE_SECONDS,
     PendingRequests,
@@ -27,11 +31,8 @@ from psworker.session import metrics
 from psworker.session.drain import Drain
 from psworker.session.reports import ReportBuffer, ValueReport
 from psworker.transport.executor import SequentialExecutor, ShardExecutor
-from psworker.transport.grpc import GrpcTransport
+from psworker.transport.grpc_transport import GrpcTransport
 from psworker.transport.interface import Transport
-
-CALL_SECONDS = 10.0
-"""Longest deadline of a call that the coordinator answers at once."""
 
 LEAVE_SECONDS = 2.0
 LEAVE_AFTER_SILENCE_SECONDS = 0.5
@@ -42,8 +43,8 @@ UNANSWERED_SECONDS = 0.75
 """Age of a call in flight at which the servers are probed, once the worker was asked to leave."""
 PROBE_SECONDS = 0.75
 
-Response = TypeVar("Response")
-Request = TypeVar("Request")
+DROPPED = "its Client was dropped without close()"
+ENDED = "its process ended without close()"
 
 log = get_logger(__name__)
 
@@ -80,14 +81,6 @@ class Connection:
         self._pid = os.getpid()
         self._is_closed = False
         self._has_left = True
-
-    @property
-    def call_seconds(self) -> float:
-        """Deadline in seconds of a call that the coordinator answers at once.
-
-        At most the time for which a server may be silent.
-        """
-        return min(CALL_SECONDS, self.limits.connect)
 
     def join(self, rank: int | None, attempt: int, device: str, training: str = "") -> None:
         """Join the job and keep the membership with heartbeats.
@@ -140,13 +133,12 @@ class Connection:
     def _join(self) -> None:
         transport, self._join_request.job = self.transport, self.membership.job
         limits = replace(self.limits, check=self.drain.check)
-        retry = RetryDeadline("joining the job", transport.clock, limits)
+        retry = RetryDeadline("joining the job", transport, limits)
         answer = co.JoinResponse()
         while not answer.worker:
             wait_seconds = retry.next_wait_seconds() if self._join_request.training else 0.0
             self._join_request.wait_ms = round(wait_seconds * 1000)
-            timeout = wait_seconds + self.call_seconds
-            answer = retry.ask(partial(transport.join, self._join_request, timeout))
+            answer = retry.ask(JOIN, self._join_request, wait_seconds)
             check_wire_format(answer.format, f"shard 0 at {transport.addresses[0]}", "this worker")
             if not answer.worker:
                 retry.handle_wait(answer.waiting_for)
@@ -171,41 +163,21 @@ class Connection:
                 self.membership, transport, answer.lease_ms / 1000, self.drain, self._waits
             )
 
-    def call(
-        self,
-        what: str,
-        method: Callable[[Request, float], Response],
-        request: Request,
-        wait_seconds: float = 0.0,
-    ) -> Response:
-        """Return the coordinator's answer to a request, repeated while no server answers.
-
-        Args:
-            what: Names the request in logs and errors.
-            method: A method of the transport.
-            request: Its argument.
-            wait_seconds: Longest time for which the coordinator may hold the call.
-        """
-        timeout = wait_seconds + self.call_seconds
-        return self.new_retry(what).ask(partial(method, request, timeout))
-
     def new_retry(self, what: str) -> RetryDeadline:
         """Return the retry state of a new request. what: Names the request in logs and errors."""
         self.check()
-        return RetryDeadline(what, self.transport.clock, self.limits)
+        return RetryDeadline(what, self.transport, self.limits)
 
     def find_servers(self) -> bool:
         """Get the servers' addresses from shard 0; return whether they have changed.
 
         Returns False while shard 0 does not know the addresses of all shards.
         """
-        transport, retry = self.transport, self.new_retry("finding the servers")
-        found = retry.ask(partial(transport.find_addresses, self.call_seconds))
-        if not all(found) or list(found) == list(transport.addresses):
-            self.transport.clock.sleep(FIRST_PAUSE_SECONDS)
-            return False
-        transport.relocate(found)
-        return True
+        answer = self.new_retry("finding the servers").ask(DESCRIBE, ps.DescribeRequest())
+        if self.transport.relocate(answer.addresses):
+            return True
+        self.transport.clock.sleep(FIRST_PAUSE_SECONDS)
+        return False
 
     def check(self) -> None:
         """Raise if the connection cannot be used: closed, left, forked, or membership lost."""
@@ -251,13 +223,6 @@ class Connection:
                     return
                 since = time.monotonic()
 
-    def set_progress(self, progress: StepProgress) -> None:
-        """Set the progress for the next heartbeat; a direct transport sends it at once."""
-        self.touch()
-        self.membership.progress = progress
-        if self.transport.direct:
-            self.membership.send_heartbeat(self.transport, self.call_seconds, self.drain)
-
     def leave(self, reason: str) -> None:
         """Leave the job, so that no other worker waits for this one.
 
@@ -277,18 +242,6 @@ class Connection:
             self.reports.settle(final=True)
         self._send_leave(self.membership, reason, self.reports.unsent())
 
-    def send_reports(self) -> None:
-        """Send the reported values that no heartbeat has delivered."""
-        self.reports.settle(final=True)
-        if not (reports := self.reports.unsent()):
-            return
-        membership = self.membership
-        request = co.ReportMetricsRequest(
-            job=membership.job, worker=membership.worker, values=membership.wire_values(reports)
-        )
-        self.call("reporting", self.transport.report, request)
-        self.reports.confirm(reports)
-
     def _send_leave(
         self, membership: WorkerMembership, reason: str, reports: Sequence[ValueReport] = ()
     ) -> None:
@@ -300,8 +253,10 @@ class Connection:
         )
         request.values.extend(membership.wire_values(reports))
         try:
-            self.transport.leave(
-                request, LEAVE_AFTER_SILENCE_SECONDS if self.drain.given_up else LEAVE_SECONDS
+            self.transport.request(
+                LEAVE,
+                request,
+                LEAVE_AFTER_SILENCE_SECONDS if self.drain.given_up else LEAVE_SECONDS,
             )
         except PSError as error:
             log.debug("leave_unanswered", worker=membership.worker, problem=str(error))
@@ -356,3 +311,49 @@ def connected(
         limits,
         WorkerMembership(job or cluster.job, 0),
     )
+
+
+class ClientFinalizer:
+    """Closes connections whose owners the script drops without `close`, or leaves open.
+
+    The garbage collector may find a dropped client at any point of the program. At some points a
+    close is unsafe: inside a call on the same channel gRPC's core aborts the process, and under a
+    lock that the close needs it deadlocks. So the finalizer only puts the connection into a queue,
+    and a thread closes it. SimpleQueue's `put` is reentrant.
+    """
+
+    def __init__(self) -> None:
+        self._watched: set[Connection] = set()
+        self._dropped: queue.SimpleQueue[Connection | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def watch(self, owner: object, connection: Connection) -> None:
+        """Close the connection once its owner has been collected."""
+        if self._thread is None:
+            self._thread = threading.Thread(
+                target=self._close_dropped, name="abandoned-clients", daemon=True
+            )
+            self._thread.start()
+        self._watched.add(connection)
+        weakref.finalize(owner, self._drop, connection).atexit = False
+
+    def end(self) -> None:
+        """Close all connections and end the thread."""
+        for connection in list(self._watched):
+            connection.close(ENDED)
+        if self._thread is not None:
+            self._dropped.put(None)
+            self._thread.join()
+
+    def _drop(self, connection: Connection) -> None:
+        self._watched.discard(connection)
+        self._dropped.put(connection)
+
+    def _close_dropped(self) -> None:
+        while (connection := self._dropped.get()) is not None:
+            connection.close(DROPPED)
+
+
+_finalizer = ClientFinalizer()
+close_after = _finalizer.watch
+atexit.register(_finalizer.end)

@@ -1,11 +1,14 @@
 """Discovery of a job's servers, from the addresses that the user gave."""
 
 import contextlib
+import functools
 import os
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+
+import grpc
 
 from pscommon.core.errors import InvalidRequestError, MismatchError, UnreachableError
 from pscommon.core.formats import check_wire_format
@@ -13,9 +16,9 @@ from pscommon.system import signals as interruptible
 from pscommon.system.local_jobs import only_local_job
 from pscommon.telemetry.logs import get_logger
 from pscommon.wire.endpoint import Endpoint, open_channel
+from pscommon.wire.requests import DESCRIBE, INTRODUCE, call, stub
 from pscommon.wire.status import translated
 from psproto.v1 import parameter_server_pb2 as ps
-from psproto.v1.parameter_server_pb2_grpc import ParameterServerServiceStub
 from psworker.connection.retry import LogTimer
 from psworker.core.server_search import JobServers, ServerDescription, ServerSearch
 
@@ -27,7 +30,7 @@ ADDRESS = re.compile(r"(?:\[[0-9a-fA-F:]+\]|[^\s\[\]:,/]+):([0-9]{1,5})")
 
 log = get_logger(__name__)
 
-StubOf = Callable[[str], ParameterServerServiceStub]
+ChannelTo = Callable[[str], grpc.Channel]
 
 
 def addresses_of(servers: str | Sequence[str] | None) -> tuple[str, ...]:
@@ -83,12 +86,12 @@ def discover(
     """
     started = time.monotonic()
     search, log_timer = ServerSearch(given, started, grace), LogTimer(started)
-    with _open_stubs() as stub_of:
+    with _open_channels() as channel_to:
         while True:
-            _ask(search, stub_of, min(CALL_SECONDS, max(0.1, connect_timeout)))
+            _ask(search, channel_to, min(CALL_SECONDS, max(0.1, connect_timeout)))
             if search.complete:
                 return search.cluster()
-            _introduce(search, stub_of)
+            _introduce(search, channel_to)
             now = time.monotonic()
             search.check(now)
             if now - started >= connect_timeout:
@@ -110,35 +113,25 @@ def describe(address: str, timeout: float = 5.0) -> ServerDescription:
         UnreachableError: The server does not answer.
         FormatError: The server is newer than this process.
     """
-    with open_channel(Endpoint(address)) as channel, translated(f"the server at {address}"):
-        stub = ParameterServerServiceStub(channel)
-        return _described(stub.Describe(ps.DescribeRequest(), timeout=timeout), address)
+    with open_channel(Endpoint(address)) as channel:
+        who = f"the server at {address}"
+        return _described(call(channel, DESCRIBE, ps.DescribeRequest(), timeout, who), address)
 
 
 @contextlib.contextmanager
-def _open_stubs() -> Iterator[StubOf]:
-    """Yield a function that returns a stub for an address; close the channels at the end."""
+def _open_channels() -> Iterator[ChannelTo]:
+    """Yield a function that returns a channel to an address; close the channels at the end."""
     with contextlib.ExitStack() as stack:
-        stubs: dict[str, ParameterServerServiceStub] = {}
-
-        def stub_of(address: str) -> ParameterServerServiceStub:
-            if address not in stubs:
-                stubs[address] = ParameterServerServiceStub(
-                    stack.enter_context(open_channel(Endpoint(address)))
-                )
-            return stubs[address]
-
-        yield stub_of
+        yield functools.cache(lambda address: stack.enter_context(open_channel(Endpoint(address))))
 
 
-def _ask(search: ServerSearch, stub_of: StubOf, timeout: float) -> None:
+def _ask(search: ServerSearch, channel_to: ChannelTo, timeout: float) -> None:
     """Ask all servers at the same time, so that one that hangs does not delay the others."""
     calls: list[tuple[str, Any]] = []
     with interruptible.deferred(lambda _: [call.cancel() for _, call in calls]):
         for address in search.to_ask():
-            calls.append(
-                (address, stub_of(address).Describe.future(ps.DescribeRequest(), timeout=timeout))
-            )
+            ask = stub(channel_to(address), DESCRIBE)
+            calls.append((address, ask.future(ps.DescribeRequest(), timeout=timeout)))
         for address, call in calls:
             try:
                 with translated(f"the server at {address}"):
@@ -149,15 +142,11 @@ def _ask(search: ServerSearch, stub_of: StubOf, timeout: float) -> None:
                 search.answered(address, answer, time.monotonic())
 
 
-def _introduce(search: ServerSearch, stub_of: StubOf) -> None:
+def _introduce(search: ServerSearch, channel_to: ChannelTo) -> None:
     for address, leader in search.introductions():
-        with (
-            contextlib.suppress(UnreachableError),
-            translated(f"the server at {address} (Introduce)"),
-        ):
-            stub_of(address).Introduce(
-                ps.IntroduceRequest(coordinator=leader), timeout=CALL_SECONDS
-            )
+        request, who = ps.IntroduceRequest(coordinator=leader), f"the server at {address}"
+        with contextlib.suppress(UnreachableError):
+            call(channel_to(address), INTRODUCE, request, CALL_SECONDS, f"{who} (Introduce)")
 
 
 def _described(message: ps.DescribeResponse, address: str) -> ServerDescription:

@@ -21,9 +21,10 @@ from pscommon.core.errors import (
 from pscommon.core.script_place import PassName
 from pscommon.system.process_id import process_id
 from pscommon.telemetry.logs import get_logger
+from pscommon.wire.requests import HEARTBEAT
 from psproto.v1 import coordinator_pb2 as co
 from psworker.connection.retry import LogTimer, PendingRequests
-from psworker.core.activity import CallActivity
+from psworker.core.clock import CallActivity
 from psworker.core.push_sequence import PushSequence
 from psworker.session.drain import Drain
 from psworker.session.reports import ReportBuffer, ValueReport
@@ -166,7 +167,7 @@ class WorkerMembership:
             values=self.wire_values(reports),
         )
         try:
-            answer = transport.heartbeat(request, timeout)
+            answer = transport.request(HEARTBEAT, request, timeout)
         except FINAL_ERRORS as error:
             self.lose(error)
             log.info("membership_lost", worker=self.worker, job=self.job, reason=str(error))

@@ -15,12 +15,12 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TypeVar
 
 from pscommon.core.errors import UnreachableError, WaitTimeoutError
 from pscommon.telemetry.logs import get_logger
-from psworker.core.clock import Clock
+from pscommon.wire.requests import A, Q, Request
 from psworker.session.drain import DrainedError
+from psworker.transport.interface import Transport
 
 LOG_SECONDS = 8.0  # so each wait of 10 s has a log line that names its cause
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.05, 0.25
@@ -29,7 +29,8 @@ SLICE_SECONDS = 1.0
 # Once the job is known to end, servers that do not answer do not come back.
 LAST_SECONDS = 2.0
 
-T = TypeVar("T")
+CALL_SECONDS = 10.0
+"""Longest deadline of a call that a server answers at once."""
 
 log = get_logger(__name__)
 
@@ -84,6 +85,11 @@ class TimeLimits:
     deadline: Callable[[], float] = lambda: math.inf
     waits: PendingRequests = field(default_factory=PendingRequests)
 
+    @property
+    def call(self) -> float:
+        """Deadline in seconds of a call that the server answers at once."""
+        return min(CALL_SECONDS, self.connect)
+
 
 class LogTimer:
     """Decides when to log a wait: every LOG_SECONDS, first after LOG_SECONDS."""
@@ -104,7 +110,7 @@ class RetryDeadline:
 
     Args:
         what: Names the request in logs and errors: "push 7 to shard 1 at HOST:PORT".
-        clock: Source of times and pauses.
+        transport: Makes the request, and has the time.
         limits: Time limits, the same for many requests.
         check: Called before `limits.check`, to end this request alone.
     """
@@ -112,15 +118,15 @@ class RetryDeadline:
     def __init__(
         self,
         what: str,
-        clock: Clock,
+        transport: Transport,
         limits: TimeLimits,
         check: Callable[[], None] = lambda: None,
     ) -> None:
         self._what = what
-        self._clock = clock
+        self._transport, self._clock = transport, transport.clock
         self._limits = limits
         self._check_request = check
-        self._start = self._last_answer = self._attempt_start = clock.now()
+        self._start = self._last_answer = self._attempt_start = self._clock.now()
         self._slice = 0.0
         self._log_timer = LogTimer(self._start)
         self._cause = ""  # what the request waits for, by the last answer
@@ -129,15 +135,23 @@ class RetryDeadline:
         # Frames that have moved in this attempt, and in the attempt with most frames.
         self._frames = self._furthest = 0
 
-    def ask(self, call: Callable[[], T]) -> T:
-        """Return the answer of `call`, repeated while no server answers."""
+    def ask(self, row: Request[Q, A], message: Q, wait_seconds: float = 0.0) -> A:
+        """Return shard 0's answer to a request.
+
+        While no server answers, a request that may be repeated is repeated.
+
+        wait_seconds: Longest time for which the server may hold the call.
+        """
+        timeout = wait_seconds + self._limits.call
         while True:
             try:
                 with self.attempt():
-                    answer = call()
+                    answer = self._transport.request(row, message, timeout)
             except WaitTimeoutError as error:
                 self.handle_wait(str(error))
             except UnreachableError as error:
+                if not row.may_repeat:
+                    raise
                 self.handle_failure(error)
             else:
                 self._last_answer = self._clock.now()

@@ -1,4 +1,7 @@
-"""Interfaces of a job's client for the layers above it."""
+"""Interfaces of a job's client for the layers above it, by topic.
+
+`psworker.Client` implements them over the network, `LocalClient` without servers.
+"""
 
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol
@@ -12,10 +15,10 @@ from psworker.core.clock import Clock
 from psworker.core.results import CollectiveCall, CollectiveResult, Lease, PushResult
 
 
-class PushStream(Protocol):
+class BegunPush(Protocol):
     """A push that is sent in pieces, with weights that arrive in pieces.
 
-    `JobClient.begin` creates it. Call order: send, finish, wait, close.
+    `JobModel.begin` creates it. Call order: send, finish, wait, close.
     """
 
     def send(self, start: int, stop: int) -> None:
@@ -34,7 +37,7 @@ class PushStream(Protocol):
     ) -> PushResult:
         """Send the rest and return the outcome of the push; its weights may still be arriving.
 
-        The arguments are those of `JobClient.exchange`.
+        The arguments are those of `JobModel.exchange`.
         """
         ...
 
@@ -48,37 +51,22 @@ class PushStream(Protocol):
         """
 
 
-class JobClient(Protocol):
-    """The client of a Job: `psworker.Client` over the network, `LocalClient` without servers.
+class JobModel(Protocol):
+    """The job's model as flat buffers of plan.nbytes bytes; `ModelExchange` documents the methods.
 
-    `psworker.Client` documents the methods.
+    Attributes:
+        version: Version of the weights that were pulled last.
+        update_counts: Number of updates of each optimizer when the model was registered; empty
+            in a job with one optimizer.
     """
 
-    seed: int
-
-    @property
-    def job(self) -> str: ...
-    @property
-    def training(self) -> str: ...
-    @property
-    def worker(self) -> int: ...
-    @property
-    def policy(self) -> str: ...
-    @property
-    def bad_gradients(self) -> str: ...
-    @property
-    def clock(self) -> Clock: ...
     @property
     def version(self) -> int: ...
     @property
-    def open_loop(self) -> int: ...
-    @property
-    def draining(self) -> bool: ...
-    @property
-    def stopping(self) -> bool: ...
+    def update_counts(self) -> Mapping[str, int]: ...
     def agree(self, spec: ModelSpec) -> PartitionPlan: ...
     def flat_buffers(self) -> tuple[memoryview, memoryview]: ...
-    def begin(self) -> PushStream: ...
+    def begin(self) -> BegunPush: ...
     def start(self, weights: memoryview) -> None: ...
     def exchange(
         self,
@@ -92,8 +80,11 @@ class JobClient(Protocol):
         base: int | None = None,
         optimizer: str = "",
     ) -> PushResult: ...
-    @property
-    def update_counts(self) -> Mapping[str, int]: ...
+
+
+class JobData(Protocol):
+    """Batches of the job's loops; `BatchClient` documents the methods."""
+
     def next_batches(
         self,
         loop: Spec,
@@ -105,15 +96,55 @@ class JobClient(Protocol):
     def has_ended(self, loop: PassName) -> bool: ...
     def return_batches(self, batches: Sequence[BatchKey]) -> None: ...
     def drop_batches(self, batches: Sequence[BatchKey]) -> None: ...
+
+
+class JobInfo(Protocol):
+    """What a client knows of the job and of its worker; `psworker.Client` documents it."""
+
+    @property
+    def job(self) -> str: ...
+    @property
+    def training(self) -> str: ...
+    @property
+    def worker(self) -> int: ...
+    @property
+    def workers(self) -> int: ...
+    @property
+    def is_first(self) -> bool: ...
+    @property
+    def policy(self) -> str: ...
+    @property
+    def bad_gradients(self) -> str: ...
+    @property
+    def version(self) -> int: ...
+    @property
+    def clock(self) -> Clock: ...
+    @property
+    def draining(self) -> bool: ...
+    @property
+    def stopping(self) -> bool: ...
+
+
+class JobClient(JobInfo, Protocol):
+    """The client of a Job; `psworker.Client` documents the methods.
+
+    Attributes:
+        model: The job's model.
+        data: The job's batches.
+        seed: The job's seed, or the one that this worker proposes.
+    """
+
+    seed: int
+
+    @property
+    def model(self) -> JobModel: ...
+    @property
+    def data(self) -> JobData: ...
     def collective(
         self, number: int, call: CollectiveCall, first_open: ScriptPlace | int
     ) -> CollectiveResult: ...
     def status(self) -> Mapping[str, Any]: ...
     def newest(self) -> tuple[PartitionPlan, memoryview, int]: ...
-    @property
-    def workers(self) -> int: ...
-    @property
-    def is_first(self) -> bool: ...
     def report_soon(self, values: Mapping[str, Any]) -> None: ...
     def send_reports(self) -> None: ...
     def progress(

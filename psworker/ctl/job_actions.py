@@ -8,9 +8,8 @@ import click
 from pscommon.core.limits import POLICIES, check_policy
 from pscommon.settings.values import ADDRESS, COUNT, COUNT_OR_NONE, TEXT
 from pscommon.wire.endpoint import Endpoint, open_channel
-from pscommon.wire.status import translated
+from pscommon.wire.requests import PROMOTE, call
 from psproto.v1 import standby_pb2 as pb
-from psproto.v1.standby_pb2_grpc import StandbyServiceStub
 from psworker.ctl.context import CommandContext, pass_settings, shared, waiting
 from psworker.ctl.output import Table, show, show_fields, size
 
@@ -115,11 +114,10 @@ def promote(settings: CommandContext, standby: str) -> None:
     over with its own state and reports its version; with --failover-lock only if it gets the
     primary lease.
     """
-    with open_channel(Endpoint(standby)) as channel, translated(f"the standby at {standby}"):
-        request = pb.PromoteRequest(wait_ms=round(HANDOVER_SECONDS * 1000))
-        answer = StandbyServiceStub(channel).Promote(
-            request, timeout=HANDOVER_SECONDS + settings.timeout
-        )
+    request, timeout = pb.PromoteRequest(), HANDOVER_SECONDS + settings.timeout
+    request.wait_ms = round(HANDOVER_SECONDS * 1000)
+    with open_channel(Endpoint(standby)) as channel:
+        answer = call(channel, PROMOTE, request, timeout, f"the standby at {standby}")
     document = {
         "primary": standby,
         "term": answer.term,

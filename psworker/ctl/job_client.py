@@ -8,9 +8,21 @@ from pscommon.core.errors import UnreachableError
 from pscommon.core.partition import PartitionPlan
 from pscommon.wire.endpoint import Endpoint, open_channel
 from pscommon.wire.messages import model_from_proto
-from pscommon.wire.status import translated
+from pscommon.wire.requests import (
+    DRAIN,
+    GET_STATUS,
+    REGISTER,
+    RESHARD,
+    RESTORE_SNAPSHOT,
+    SAVE_SNAPSHOT,
+    SET_POLICY,
+    STOP_JOB,
+    A,
+    Q,
+    Request,
+    call,
+)
 from psproto.v1 import coordinator_pb2 as pb
-from psproto.v1.coordinator_pb2_grpc import CoordinatorServiceStub
 from psworker.connection.discovery import describe
 from psworker.core.server_search import ServerDescription
 
@@ -26,12 +38,10 @@ class CoordinatorClient:
         self._timeout = timeout
         self.address, self.described = _find_coordinator(addresses, timeout)
         self._channel = open_channel(Endpoint(self.address))
-        self._stub = CoordinatorServiceStub(self._channel)
-        self._peer = f"shard 0 at {self.address}"
 
     def status(self) -> dict[str, Any]:
         """Return the status document of the job."""
-        return dict(json.loads(self._call(self._stub.GetStatus, pb.GetStatusRequest()).status_json))
+        return dict(json.loads(self._call(GET_STATUS, pb.GetStatusRequest()).status_json))
 
     def plan(self) -> PartitionPlan:
         """Return the placement of all tensors.
@@ -40,7 +50,7 @@ class CoordinatorClient:
             UnreachableError: no worker has registered the model yet (NOT_READY).
         """
         request = pb.RegisterRequest(job=self.described.job, observe=True)
-        answer = self._call(self._stub.Register, request)
+        answer = self._call(REGISTER, request)
         if answer.state != pb.RegisterResponse.STATE_READY:
             raise UnreachableError(
                 f"the model is not registered yet: the job waits for {answer.waiting_for}",
@@ -51,22 +61,22 @@ class CoordinatorClient:
     def save(self, wait: float) -> tuple[int, str]:
         """Take a snapshot and return its version and folder; `wait` is in seconds."""
         request = pb.SaveSnapshotRequest(wait_ms=round(wait * 1000))
-        answer = self._call(self._stub.SaveSnapshot, request, wait)
+        answer = self._call(SAVE_SNAPSHOT, request, wait)
         return answer.version, answer.path
 
     def restore(self, version: int, wait: float) -> None:
         """Roll all shards back to a snapshot; `wait` is in seconds."""
         request = pb.RestoreSnapshotRequest(version=version, wait_ms=round(wait * 1000))
-        self._call(self._stub.RestoreSnapshot, request, wait)
+        self._call(RESTORE_SNAPSHOT, request, wait)
 
     def drain(self, worker: int) -> None:
         """Ask a worker to leave at its next step boundary."""
-        self._call(self._stub.Drain, pb.DrainRequest(worker=worker))
+        self._call(DRAIN, pb.DrainRequest(worker=worker))
 
     def set_policy(self, name: str, staleness: int | None, max_staleness: int | None) -> None:
         """Set the policy from the next update on."""
         request = pb.SetPolicyRequest(policy=name, staleness=staleness, max_staleness=max_staleness)
-        self._call(self._stub.SetPolicy, request)
+        self._call(SET_POLICY, request)
 
     def reshard(self, shards: int, wait: float) -> tuple[float, int]:
         """Change the number of shards; `wait` is in seconds.
@@ -75,17 +85,17 @@ class CoordinatorClient:
             Seconds for which no push was applied, and bytes moved between servers.
         """
         request = pb.ReshardRequest(shards=shards, wait_ms=round(wait * 1000))
-        answer = self._call(self._stub.Reshard, request, wait)
+        answer = self._call(RESHARD, request, wait)
         return answer.seconds, answer.nbytes
 
     def stop(self, reason: str) -> None:
         """End the job; every server exits after a last snapshot."""
-        self._call(self._stub.StopJob, pb.StopJobRequest(reason=reason))
+        self._call(STOP_JOB, pb.StopJobRequest(reason=reason))
 
-    def _call(self, method: Any, request: Any, wait: float = 0.0) -> Any:
+    def _call(self, row: Request[Q, A], message: Q, wait: float = 0.0) -> A:
         """Return the answer; the server may wait for this many seconds."""
-        with translated(self._peer):
-            return method(request, timeout=wait + self._timeout)
+        who = f"shard 0 at {self.address}"
+        return call(self._channel, row, message, wait + self._timeout, who)
 
     def __enter__(self) -> "CoordinatorClient":
         return self

@@ -79,7 +79,7 @@ class BatchLoader:
         share = self._pass.share if self._pass is not None else None
         if share is not None and not self._source.has_changed():
             return share
-        return self._session.client.share(self._source.spec())
+        return self._session.client.data.share(self._source.spec())
 
     def __iter__(self) -> "BatchIterator":
         loops = self._session.loops
@@ -166,7 +166,7 @@ class DataPass:
         self._read = read
         self._reseed = reseed
         self._marks_updates = marks_updates
-        self._was_finished = session.client.has_ended(name)
+        self._was_finished = session.client.data.has_ended(name)
 
     @property
     def loop(self) -> int:

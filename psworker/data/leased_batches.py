@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from itertools import repeat
 
@@ -83,6 +84,7 @@ class LeasedBatches:
         self._evaluated: list[BatchKey] = []
         self._pace = ScriptPace(session.client.clock.now)
         self._has_ended = False
+        self._is_idle = False  # the worker waits outside of rounds
         self._leased_count = 0
         self._steps = session.stats.steps
         self.share: int | None = None
@@ -100,8 +102,21 @@ class LeasedBatches:
         return self
 
     def __next__(self) -> int:
+        """Return the next number, which is leased now if there is none.
+
+        A worker that had to rejoin for this has got none.
+        """
         if not self._ready and not self.is_finished:
-            self._request(idle=False)
+            with self._session.rejoin_on_fence():
+                lease = self._session.client.data.next_batches(
+                    self.spec,
+                    self._count_to_lease(),
+                    self._is_idle,
+                    self._session.loops.place(self.name),
+                )
+                self._take(lease)
+                if lease.sat_out and not self._is_idle:
+                    self._refresh()
         if not self._ready or self.is_finished:
             raise StopIteration
         return self._ready.popleft()
@@ -115,8 +130,11 @@ class LeasedBatches:
         if self._session.stats.steps > self._steps:
             self._session.store_buffers()
         self._pace.pause()
+        self._is_idle = True
         while not self._ready and not self.is_finished:
-            self._request(idle=True)
+            with suppress(StopIteration):
+                self._ready.appendleft(next(self))
+        self._is_idle = False
         if not self._session.client.stopping:
             self._refresh()
         return not self.is_finished
@@ -131,37 +149,27 @@ class LeasedBatches:
         self._has_ended = self.waits_for_rest
         return not self._has_ended
 
-    def _request(self, idle: bool) -> None:
-        """Request more batches. A worker that had to rejoin for this has got none."""
-        with self._session.rejoin_on_fence():
-            lease = self._session.client.next_batches(
-                self.spec, self._count_to_lease(), idle, self._session.loops.place(self.name)
-            )
-            self._session.reset_rejoin_count()
-            self._learn(lease)
-            self._ready.extend(lease.numbers)
-            self._leased_count += len(lease.numbers)
-            is_counted = isinstance(self.spec, LoopSpec)  # a stream has no length
-            if self.share is None and is_counted and (lease.numbers or lease.end):
+    def _take(self, lease: Lease) -> None:
+        """Take leased batches."""
+        self._session.reset_rejoin_count()
+        if lease.loop is not None:  # the job's number of the pass
+            self.spec = replace(self.spec, loop=lease.loop)
+        if isinstance(self.spec, LoopSpec):  # a stream has no length
+            if lease.first_epoch is not None:
+                self.spec = replace(self.spec, first_epoch=lease.first_epoch)
+            if self.share is None and (lease.numbers or lease.end):
                 self.share = lease.share
-            self._unused.update(zip(lease.numbers, lease.following or repeat(None), strict=False))
-            self._has_ended = lease.end and not lease.numbers
-            # otherwise the loop ends only for this worker, once its batches are used
-            if self._has_ended and not self._session.consumed.batches:
-                self._session.loops.passed(self.name)
-            if lease.sat_out and not idle:
-                self._refresh()
+        self._ready.extend(lease.numbers)
+        self._leased_count += len(lease.numbers)
+        self._unused.update(zip(lease.numbers, lease.following or repeat(None), strict=False))
+        self._has_ended = lease.end and not lease.numbers
+        # otherwise the loop ends only for this worker, once its batches are used
+        if self._has_ended and not self._session.consumed.batches:
+            self._session.loops.passed(self.name)
 
     def _refresh(self) -> None:
         """Load the newest weights. A pass without a step evaluates: weights of the script stay."""
         self._session.refresh(keeps_weights=self._session.stats.steps == self._steps)
-
-    def _learn(self, lease: Lease) -> None:
-        """Take the job's number of the pass, and its first epoch."""
-        if lease.loop is not None:
-            self.spec = replace(self.spec, loop=lease.loop)
-        if lease.first_epoch is not None and isinstance(self.spec, LoopSpec):
-            self.spec = replace(self.spec, first_epoch=lease.first_epoch)
 
     def _count_to_lease(self) -> int:
         """Return how many batches to ask for.
@@ -197,15 +205,16 @@ class LeasedBatches:
             consumed, dropped = self._session.consumed, set(keys)
             consumed.batches = tuple(key for key in consumed.batches if key not in dropped)
             for start in range(0, len(keys), MAX_DROPS_PER_REQUEST):
+                some = keys[start : start + MAX_DROPS_PER_REQUEST]
                 with self._session.rejoin_on_fence():
-                    self._session.client.drop_batches(keys[start : start + MAX_DROPS_PER_REQUEST])
+                    self._session.client.data.drop_batches(some)
 
     def find_end(self, key: BatchKey) -> None:
         """Report a batch without samples: its source ends before it."""
         if key.number in self._unused:
             del self._unused[key.number]
             with self._session.rejoin_on_fence():
-                self._session.client.return_batches([key])
+                self._session.client.data.return_batches([key])
 
     def forget(self) -> None:
         """Drop all unused batches: the job has given them to other workers.
@@ -226,6 +235,6 @@ class LeasedBatches:
         unused, self._unused = sorted(self._unused), {}
         self._ready.clear()
         if unused:
-            self._session.client.return_batches(
+            self._session.client.data.return_batches(
                 [BatchKey(self.spec.loop, number) for number in unused]
             )

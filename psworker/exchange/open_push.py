@@ -14,76 +14,64 @@ Theory of operation:
 import threading
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
-from pscommon.core.errors import InvalidRequestError, PSError
+from pscommon.core.errors import InvalidRequestError, LayoutError, PSError
 from pscommon.core.log_entries import BatchKey
 from pscommon.core.partition import ByteRange
 from pscommon.system import signals as interruptible
 from pscommon.wire import messages as codec
 from psproto.v1 import parameter_server_pb2 as ps
-from psworker.connection.retry import TimeLimits
 from psworker.core.results import PushResult
-from psworker.exchange.shard_exchange import OpenShardExchange, ShardExchange, combined
-from psworker.exchange.shard_streams import ShardDownload, ShardUpload
-from psworker.exchange.shared_buffers import ClientBuffers
+from psworker.exchange.all_shards import AllShards
+from psworker.exchange.shard_exchange import (
+    OpenShardExchange,
+    SentBefore,
+    ShardExchange,
+    combined,
+)
+from psworker.exchange.shard_pieces import ShardDownload, ShardUpload
 from psworker.exchange.transfer import ShardTransfer
 from psworker.transport.exchange_calls import Cancellation
-from psworker.transport.interface import Transport
 
 WAKE_UP_SECONDS = 0.2
 
 
-class PushSteps(NamedTuple):
-    """What the steps of an open push mean for the model's exchange.
-
-    Attributes:
-        run: Exchanges with all shards until the push ends; runs in the push's thread.
-        begin_finish: The script completes the push.
-        record_decision: All shards have decided on the push.
-        release: The script closes the push. May be called again.
-    """
-
-    run: Callable[["OpenPush", ShardTransfer], None]
-    begin_finish: Callable[[], None]
-    record_decision: Callable[[PushResult], None]
-    release: Callable[["OpenPush"], None]
-
-
 class OpenPush:
-    """The result of `Client.begin`; see `psworker.core.protocols.PushStream`.
+    """The result of `ModelExchange.begin`; see `psworker.core.protocols.BegunPush`.
 
     Not thread-safe: one thread at a time may call it.
 
-    Attributes:
-        changed: Notified when bytes or an answer arrive, and when the push's thread ends.
+    Args:
+        shards: The shards to which the push goes.
+        transfer: The flat buffers.
         header: Header of the push without the fields that `finish` sets.
-        exchanges: The exchange of each shard, by shard.
-        is_resent: The whole push went to another number of shards, and the weights came from there.
+        release: The script has closed the push. May be called again.
     """
 
     def __init__(
         self,
-        steps: PushSteps,
-        buffers: ClientBuffers,
+        shards: AllShards,
         transfer: ShardTransfer,
         header: ps.PushPullHeader,
+        release: Callable[["OpenPush"], None],
     ) -> None:
         self._lock = threading.RLock()
-        self.changed = threading.Condition(self._lock)
-        self.header = header
-        self._steps, self._buffers, self._transfer = steps, buffers, transfer
+        # notified when bytes or an answer arrive, and when the thread ends
+        self._changed = threading.Condition(self._lock)
+        self._shards, self._transfer, self._header = shards, transfer, header
         self._plan = transfer.plan
+        self._release = release
         self._downloads = [
-            ShardDownload(self.changed, transfer, shard) for shard in range(transfer.plan.shards)
+            ShardDownload(self._changed, transfer, shard) for shard in range(transfer.plan.shards)
         ]
         assert isinstance(transfer.gradients, memoryview)
         self._uploads = [
             ShardUpload(transfer.plan, shard, transfer.gradients)
             for shard in range(transfer.plan.shards)
         ]
-        self.exchanges: Sequence[ShardExchange] = ()
-        self.is_resent = False
+        self._exchanges: Sequence[ShardExchange] = ()  # by shard
+        # the whole push went to another number of shards, and the weights came from there
+        self._is_resent = False
         self._opened: list[OpenShardExchange] = []
         self._has_ended = False
         self._error: BaseException | None = None
@@ -93,6 +81,7 @@ class OpenPush:
 
     def start(self) -> None:
         """Start the push's thread, which sends what `send` queues."""
+        self._shards.buffers.pin()
         with interruptible.deferred(lambda _: None):
             self._thread.start()
 
@@ -125,20 +114,23 @@ class OpenPush:
             absent=sorted(absent),
             groups_json=groups_json,
         )
-        self._steps.begin_finish()
-        self._buffers.copy_in(transfer)
+        connection = self._shards.connection
+        connection.touch()
+        self._shards.buffers.copy_in(transfer)
         with interruptible.deferred(lambda _: None):
-            with self.changed:
+            with self._changed:
                 for exchange in () if self._has_ended else self._opened:
                     exchange.retry.begin_attempt()  # from here on the server has to answer
             for shard, upload in enumerate(self._uploads):
                 upload.close(header, transfer.sent(shard), transfer.outgoing(shard))
-        self._wait_until(lambda: self.is_decided)
+        self._wait_until(lambda: self._is_decided)
         for exchange, download in zip(self._opened, self._downloads, strict=True):
-            if download.result is not None and not self.is_resent:
+            if download.result is not None and not self._is_resent:
                 exchange.decide(download.result)
-        result = combined(self.exchanges)
-        self._steps.record_decision(result)
+        result = combined(self._exchanges)
+        connection.membership.pushes.close()
+        connection.membership.require_version(result.version)
+        self._shards.version = result.version  # its weights count as pulled
         return result
 
     def wait(self, start: int, stop: int) -> None:
@@ -147,7 +139,7 @@ class OpenPush:
             raise InvalidRequestError(
                 "the weights of a push arrive after finish(). Try: call finish() before wait()"
             )
-        span, buffers = ByteRange(start, stop), self._buffers
+        span, buffers = ByteRange(start, stop), self._shards.buffers
         copied = bool(buffers.shards) and self._transfer.weights is not buffers.weights
         self._wait_until(
             lambda: not copied and all(download.has_received(span) for download in self._downloads)
@@ -164,60 +156,17 @@ class OpenPush:
                 if not upload.closed.is_set():
                     upload.give_up()
         interruptible.join(self._thread)
-        self._steps.release(self)
+        self._release(self)
 
     def abandon(self) -> None:
         """Cancel the calls and close: the client is being closed."""
         self._cancellation.cancel(InvalidRequestError("this Client is closed"))
         self.close()
 
-    def open_exchanges(
-        self,
-        transport: Transport,
-        headers: Sequence[ps.PushPullHeader],
-        limits: TimeLimits,
-        cancellation: Cancellation,
-    ) -> Sequence[OpenShardExchange]:
-        """Return one exchange per shard, to be run at the same time. headers: By shard."""
-        self._cancellation = cancellation
-        self.exchanges = self._opened = [
-            OpenShardExchange(
-                transport, shard, header, upload, download, part.nbytes, limits, cancellation
-            )
-            for shard, (header, upload, download, part) in enumerate(
-                zip(headers, self._uploads, self._downloads, self._transfer.parts, strict=True)
-            )
-        ]
-        return self._opened
-
-    def set_cancellation(self, cancellation: Cancellation) -> None:
-        """Set the Cancellation that ends the calls of this push."""
-        self._cancellation = cancellation
-
-    def wait_for_end(self) -> tuple[ShardTransfer, ps.PushPullHeader]:
-        """Wait until the script has finished the push, and return all of it.
-
-        Raises PSError if the script gives it up.
-        """
-        for upload in self._uploads:
-            upload.closed.wait()
-        closing = self._uploads[0].header
-        if closing is None:
-            raise PSError("the push was given up")
-        header = ps.PushPullHeader()
-        header.CopyFrom(self.header)
-        header.MergeFrom(closing)
-        return replace(self._transfer, absent=frozenset(closing.absent)), header
-
     @property
-    def is_decided(self) -> bool:
+    def _is_decided(self) -> bool:
         """True once all shards have answered with the outcome of the push."""
         return all(download.result is not None for download in self._downloads)
-
-    @property
-    def may_count(self) -> bool:
-        """True if a server may have received the whole push."""
-        return any(upload.header is not None for upload in self._uploads)
 
     def _wait_until(self, done: Callable[[], bool]) -> None:
         # Most waits end here. Ctrl-C cannot interrupt the acquisition of this lock, as it can
@@ -228,10 +177,10 @@ class OpenPush:
             if not ends:
                 with (
                     interruptible.deferred(lambda interrupt: self._cancellation.cancel(interrupt)),
-                    self.changed,
+                    self._changed,
                 ):
                     while not self._has_ended and not done():
-                        self.changed.wait(WAKE_UP_SECONDS)
+                        self._changed.wait(WAKE_UP_SECONDS)
         except BaseException as interrupt:
             # The second Ctrl-C: without this, `close` would wait for the calls.
             self._cancellation.cancel(interrupt)
@@ -240,24 +189,85 @@ class OpenPush:
             raise self._error
 
     def _run(self) -> None:
+        """Run the exchanges of all shards, and keep the error; in the thread of the push."""
         try:
-            self._steps.run(self, self._transfer)
+            try:
+                transfer = self._exchange()
+            except BaseException:
+                if any(upload.header is not None for upload in self._uploads):
+                    # The outcome is unknown. Without a digest no later push is taken for a repeat.
+                    self._shards.connection.membership.pushes.fail(b"")
+                raise
+            self._shards.buffers.take_weights(transfer, self._exchanges)
         except BaseException as error:
             self._error = error
-        with self.changed:
+        with self._changed:
             self._has_ended = True
             for exchange in self._opened:
                 exchange.retry.end_attempt()
-            self.changed.notify_all()
+            self._changed.notify_all()
+
+    def _exchange(self) -> ShardTransfer:
+        """Send the push while the script adds to it; return what was transferred."""
+        connection, transfer = self._shards.connection, self._transfer
+        try:
+            connection.check()
+            self._cancellation = Cancellation(is_alone=self._plan.shards == 1)
+            headers = self._shards.buffers.headers(transfer, self._header, connection.membership)
+            self._exchanges = self._opened = [
+                OpenShardExchange(
+                    connection.transport,
+                    shard,
+                    header,
+                    upload,
+                    download,
+                    part.nbytes,
+                    connection.limits,
+                    self._cancellation,
+                )
+                for shard, (header, upload, download, part) in enumerate(
+                    zip(headers, self._uploads, self._downloads, transfer.parts, strict=True)
+                )
+            ]
+            connection.executor.run(self._opened, self._cancellation)
+        except BaseException as error:
+            self._shards.buffers.reset()  # servers may still read or write it
+            if not isinstance(error, LayoutError):
+                raise
+            return self._resend(error)
+        return transfer
+
+    def _resend(self, error: LayoutError) -> ShardTransfer:
+        """Send the whole push to another number of shards, once the script has finished it."""
+        for upload in self._uploads:
+            upload.closed.wait()
+        closing = self._uploads[0].header
+        if closing is None:
+            raise PSError("the push was given up")
+        header = ps.PushPullHeader()
+        header.CopyFrom(self._header)
+        header.MergeFrom(closing)
+        if not self._is_decided:  # `finish` blocks the script, so the buffers may be remapped
+            self._shards.buffers.unpin()
+        self._shards.relocate(error)
+        transfer = replace(self._transfer, plan=self._shards.plan, absent=frozenset(closing.absent))
+        transfer, self._exchanges = self._shards.run(
+            transfer, header, SentBefore.CALL, self._set_cancellation
+        )
+        self._is_resent = True
+        return transfer
+
+    def _set_cancellation(self, cancellation: Cancellation) -> None:
+        self._cancellation = cancellation
 
 
 class BufferedPush:
-    """A `PushStream` that sends nothing before `finish`, which makes one blocking exchange.
+    """A `BegunPush` that sends nothing before `finish`, which makes one blocking exchange.
 
     `ModelExchange.begin` uses it with a transport without threads, and while the outcome of the
     worker's last push is unknown.
 
-    exchange: Has the signature of `Client.exchange`.
+    exchange: Has the signature of `ModelExchange.exchange`.
     """
 
     def __init__(

@@ -12,7 +12,7 @@ Theory of operation of `ShardExchange`:
 `OpenShardExchange` begins before the push is complete; only its first attempt differs.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from enum import Enum, auto
 
 from pscommon.core.errors import (
@@ -30,7 +30,7 @@ from pscommon.wire.frames import Frame
 from psproto.v1 import parameter_server_pb2 as ps
 from psworker.connection.retry import SLICE_SECONDS, RetryDeadline, TimeLimits
 from psworker.core.results import PushResult, Status
-from psworker.exchange.shard_streams import ShardUpload
+from psworker.exchange.shard_pieces import ShardUpload
 from psworker.exchange.transfer import STATUS
 from psworker.transport.exchange_calls import AnswerReceiver, Cancellation, ExchangeAnswer
 from psworker.transport.interface import Transport
@@ -102,7 +102,7 @@ class ShardExchange:
         self._answer_seconds = (
             min(SPARE_SECONDS, limits.connect / 2) + nbytes / SLOWEST_BYTES_PER_SECOND
         )
-        self.retry = RetryDeadline(self._name(), transport.clock, limits, cancellation.check)
+        self.retry = RetryDeadline(self._name(), transport, limits, cancellation.check)
         receiver.on_frame = self.retry.record_frame
         self._started = self._ended = transport.clock.now()
         self._pull_seconds = 0.0
@@ -292,20 +292,17 @@ def combined(exchanges: Sequence[ShardExchange]) -> PushResult:
             if own == "rejected":
                 _raise_refusal(exchange)
             break
-    return PushResult(
-        status=status,
-        version=min([exchange.version for exchange in exchanges]),
-        staleness=max([exchange.result.staleness for exchange in exchanges]),
-        reason=reason,
-        seconds=max([exchange.seconds for exchange in exchanges], key=_total),
-    )
+    version, staleness, seconds, slowest = exchanges[0].version, 0, {}, -1.0
+    for exchange in exchanges:
+        version = min(version, exchange.version)
+        staleness = max(staleness, exchange.result.staleness)
+        by_phase = exchange.seconds
+        if (total := sum(by_phase.values())) > slowest:
+            seconds, slowest = by_phase, total
+    return PushResult(status, version, staleness, reason, seconds)
 
 
 def _raise_refusal(exchange: ShardExchange) -> None:
     reason = exchange.result.reason
     if reason in REASONS and issubclass(REASONS[reason].error, REFUSALS):
         raise error_for(reason, exchange.result.detail or reason)
-
-
-def _total(seconds: Mapping[str, float]) -> float:
-    return sum(seconds.values())

@@ -51,10 +51,6 @@ class LightningPasses(TrainingPasses):
         except TypeError:
             return MAX_STREAM_BATCHES
 
-    def __iter__(self) -> Iterator[Any]:
-        """Return a pass that begins with its first batch."""
-        return self._items()
-
     def skip_completed(self, schedulers: Any) -> None:
         """Let Lightning begin after the passes that the job has completed."""
         limit, completed = self._trainer.max_epochs, 0
@@ -86,7 +82,8 @@ class LightningPasses(TrainingPasses):
     def _count(self, steps: int) -> None:
         self._steps.ready = self._steps.completed = steps
 
-    def _items(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[Any]:
+        """Yield the batches of a pass, which begins with the first one."""
         items, self._pending = self._pending or super().__iter__(), None
         if self.skipped:  # it ended before this worker came to it: repeat its collective calls
             self.agree_on_pass()

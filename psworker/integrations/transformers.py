@@ -31,6 +31,9 @@ from psworker.integrations import check_device, refuse_checkpoint, steps_before
 from psworker.integrations.training_passes import END, TrainingPasses
 from psworker.job import Job
 
+BEST = ("best_metric", "best_global_step", "best_model_checkpoint")
+"""Attributes of the Trainer's state on which all workers agree."""
+
 
 class Trainer(transformers.Trainer):
     """transformers.Trainer on a parameter-server job.
@@ -165,22 +168,14 @@ class Trainer(transformers.Trainer):
         """
         state, control = self.state, self.control
         is_best: bool = super()._determine_best_metric(*args, **kwargs)
-        decision = [
-            is_best,
-            control.should_training_stop,
-            state.best_metric,
-            state.best_global_step,
-            state.best_model_checkpoint,
-        ]
+        best = [getattr(state, name) for name in BEST]
         is_new = not self._has_decided and self.job.first_version > 0
         self.job.barrier()
-        (
-            is_best,
-            control.should_training_stop,
-            state.best_metric,
-            state.best_global_step,
-            state.best_model_checkpoint,
-        ) = self._agree("decision", decision, is_asked=not is_new)
+        is_best, control.should_training_stop, *best = self._agree(
+            "decision", [is_best, control.should_training_stop, *best], is_asked=not is_new
+        )
+        for name, value in zip(BEST, best, strict=True):
+            setattr(state, name, value)
         self._has_decided = True
         return is_best
 

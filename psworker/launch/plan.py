@@ -25,13 +25,10 @@ class RunPlan:
     """Plan of a cluster on this machine.
 
     Attributes:
-        script: the training script.
         settings: merged settings of ps-run.
         chosen: keys of settings that are not defaults; these are forwarded.
-        cores: number of usable cores.
         folder: folder for temporary files of the run.
-        server: command of a server.
-        worker: command of a worker.
+        server, worker: their commands.
         spare: command of a preloaded server, which reads its arguments later.
         environ: environment of ps-run.
         has_terminal: whether ps-run reads from a terminal and writes to one.

@@ -95,8 +95,6 @@ class ManagedProcess:
     the terminal does not stop it, and Ctrl-C does not reach it.
 
     Attributes:
-        name: name of the process in the run.
-        log: path of the log file.
         tail: last lines of the output.
         traceback: traceback of the script, as lines.
         identity: identity of the process (`pscommon.system.process_id`).

@@ -36,7 +36,6 @@ class Script:
     Attributes:
         target: path of a file, or name of a module.
         module: whether `target` is the name of a module.
-        args: arguments of the script.
     """
 
     target: str

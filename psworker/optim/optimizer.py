@@ -40,12 +40,16 @@ def _step_of_torch(function: Callable[P, Any]) -> Callable[P, Any]:
 
     A compiled step would be a trace through the client.
     """
+    without_hooks: Any = function
     hooked = torch.optim.Optimizer.profile_hook_step(function)
 
     @wraps(function)
     def step(*args: P.args, **kwargs: P.kwargs) -> Any:
         optimizer: Any = args[0]
-        return optimizer._leave_out() if optimizer.found_inf else hooked(*args, **kwargs)
+        if not optimizer.found_inf:
+            return hooked(*args, **kwargs)
+        weight = optimizer._leave_out()
+        return without_hooks(optimizer, samples=weight) if weight else None
 
     step.hooked = True  # type: ignore[attr-defined]  # so torch does not do it again
     plain: Callable[P, Any] = torch._disable_dynamo(step)  # type: ignore[attr-defined]
@@ -148,6 +152,7 @@ class ServerOptimizer(torch.optim.Optimizer):
         pass
 
     @_step_of_torch
+    @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, *, samples: int | None = None) -> Any:
         """Send the gradients, wait for the policy's decision, and load the newest weights.
 
@@ -172,48 +177,25 @@ class ServerOptimizer(torch.optim.Optimizer):
                 was the last one.
             PSError: Any error of the connection.
         """
-        if self.model is None:
-            self._register()
         loss = None
-        if closure is not None:
-            with torch.enable_grad():
+        with torch.enable_grad():
+            if self.model is None:
+                self._register()
+            if closure is not None:
                 loss = closure()
         # where LR schedulers that were created with the original optimizer look
         self.original._opt_called = True  # type: ignore[attr-defined]
-        self._push(samples)
-        return loss
-
-    def _leave_out(self) -> None:
-        """Drop the gradients of a step that GradScaler leaves out.
-
-        In a `--global-batch` they count as zero.
-        """
-        if self.model is None:
-            self._register()
-        if self._session.consumed.shared:
-            weight = max(1, self._session.consumed.weigh(self._next))
-            self.zero_grad()
-            self._push(weight)
-        else:
-            self._next.finish()
-            self._step_strategy.skip()
-
-    @property
-    def _step_strategy(self) -> PlainStep:  # Lightning sets `_strategy` on its subclass
-        assert self.model is not None
-        return self.model.strategy
-
-    @torch.no_grad()
-    def _push(self, samples: int | None) -> None:
         session, consumed, step = self._session, self._session.consumed, self._next
         groups = self._group_settings.groups_json(self.param_groups)
         weight = max(1, consumed.weigh(step)) if samples is None else checked_weight(samples)
         if consumed.has_none_for(step) and not self._gradients.has_gradients():
-            return self._step_strategy.skip()
+            self._step_strategy.skip()
+            return loss
         self._check_leaving()
         self.pending = consumed.following > 0 and step.lost is None
         if self.pending:
-            return self._accumulate(weight)
+            self._accumulate(weight)
+            return loss
         session.enter("push")
         push = Push(self._accumulation.finish(weight), consumed.batches, groups, self.name)
         result: PushResult | None = None
@@ -237,7 +219,29 @@ class ServerOptimizer(torch.optim.Optimizer):
         )
         if result is not None:
             self.record_outcome(push, result)
-        return None
+        return loss
+
+    def _leave_out(self) -> int:
+        """Drop the gradients of a step that GradScaler leaves out.
+
+        Returns:
+            The weight of a step without gradients that has to follow; 0: none has. In a
+            `--global-batch` they count as zero.
+        """
+        if self.model is None:
+            self._register()
+        if self._session.consumed.shared:
+            weight = max(1, self._session.consumed.weigh(self._next))
+            self.zero_grad()
+            return weight
+        self._next.finish()
+        self._step_strategy.skip()
+        return 0
+
+    @property
+    def _step_strategy(self) -> PlainStep:  # Lightning sets `_strategy` on its subclass
+        assert self.model is not None
+        return self.model.strategy
 
     def _accumulate(self, samples: int) -> None:
         self._accumulation.add(samples)
@@ -260,7 +264,7 @@ class ServerOptimizer(torch.optim.Optimizer):
         if result.status == "stale":
             self._session.stats.stale += 1
             with suppress(FencedError):  # then they have gone back already
-                self._session.client.return_batches(push.batches)
+                self._session.client.data.return_batches(push.batches)
             if not result.lost:
                 log.warning(
                     "push_stale",

@@ -73,16 +73,16 @@ class ServedModel:
         self.adapter = adapter
         self.result: PushResult | None = None
         self._session, self._optimizers = session, optimizers
-        client, strategy_class = session.client, STEP_STRATEGIES[strategy]
-        plan = session.with_rejoin(lambda: client.agree(adapter.spec))
-        adapter.attach(plan, client.flat_buffers(), double_buffered=strategy_class.is_deferred)
-        session.with_rejoin(lambda: client.start(adapter.weights.memory))
+        model, strategy_class = session.client.model, STEP_STRATEGIES[strategy]
+        plan = session.with_rejoin(lambda: model.agree(adapter.spec))
+        adapter.attach(plan, model.flat_buffers(), double_buffered=strategy_class.is_deferred)
+        session.with_rejoin(lambda: model.start(adapter.weights.memory))
         adapter.scatter(everything=True)
-        self.first_version, self.update_counts = client.version, dict(client.update_counts)
+        self.first_version, self.update_counts = model.version, dict(model.update_counts)
         self.strategy = strategy_class(
             StepContext(
                 adapter,
-                client,
+                session.client,
                 module,
                 session.enter,
                 self._rejoin_in_forward,

@@ -58,7 +58,6 @@ def check_same_job(
     Its moments are on that job's servers, and would be lost. An optimizer without state has none.
 
     Args:
-        state_dict: The state_dict.
         here: Names of this job and training, by key of the state_dict's entry.
         is_new: This training has made no update.
         optimizer: The torch optimizer that loads it.

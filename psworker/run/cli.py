@@ -26,7 +26,7 @@ from psworker.cli import ARGS, FLAGS_BEFORE_SCRIPT, MODULE, SCRIPT, words
 from psworker.launch import plan
 from psworker.launch.script import Script
 from psworker.run import summary as report
-from psworker.run.display import Display, LogStream, open_display
+from psworker.run.display import Display, LogWriter, open_display
 from psworker.run.folders import log_folder, make_folder, remove_folder
 from psworker.run.job_poller import Connect, JobObserver
 from psworker.run.launcher import Launcher, RunEnd
@@ -165,7 +165,7 @@ def launch(cluster: plan.RunPlan, folder: Path, connect: Connect, display: Displ
     """Run the cluster with signal handlers installed; log files go to `folder`."""
     # the servers' own logs are shown; ps-run itself logs only problems
     level = "debug" if cluster.settings["log_level"] == "debug" else "warning"
-    logs.set_up(level, "text", stream=LogStream(display))
+    logs.set_up(level, "text", stream=LogWriter(display))
     for warning in unread(cluster.environ):
         display.show_message(warning)
     announce(display, cluster)

@@ -175,7 +175,7 @@ class LiveDisplay:
         return panel(self._status)
 
 
-class LogStream(io.TextIOBase):
+class LogWriter(io.TextIOBase):
     """Stream that shows its lines as messages of ps-run; for its own log."""
 
     def __init__(self, display: Display) -> None:

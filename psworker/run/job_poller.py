@@ -3,8 +3,7 @@
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from pscommon.core.metric_row import MetricRow
 
 if TYPE_CHECKING:
-    from psproto.v1.coordinator_pb2_grpc import CoordinatorServiceStub
+    from pscommon.wire.requests import A, Q, Request
 
 POLL_SECONDS = 1.0
 HISTORY_SECONDS = 5.0
@@ -67,10 +66,9 @@ class JobObserver:
 
     def history(self) -> Sequence[MetricRow]:
         """Return all reported values, ordered by time."""
-        from psproto.v1.coordinator_pb2 import GetHistoryRequest
+        from pscommon.wire.requests import GET_HISTORY
 
-        with self._coordinator() as coordinator:
-            rows = coordinator.GetHistory(GetHistoryRequest(), timeout=CONNECT_SECONDS).rows
+        rows = self._call(GET_HISTORY, GET_HISTORY.request()).rows
         return [
             MetricRow(row.time, row.version, row.worker, row.rank, row.name, row.value)
             for row in rows
@@ -78,28 +76,22 @@ class JobObserver:
 
     def stop(self) -> None:
         """Ask the servers to end the job."""
-        from psproto.v1.coordinator_pb2 import StopJobRequest
+        from pscommon.wire.requests import STOP_JOB
 
-        with self._coordinator() as coordinator:
-            coordinator.StopJob(StopJobRequest(reason="all workers are done"), timeout=STOP_SECONDS)
+        self._call(STOP_JOB, STOP_JOB.request(reason="all workers are done"), STOP_SECONDS)
 
     def report_exit(self, process: str, reason: str) -> None:
         """Report that a worker process (`pscommon.system.process_id`) has ended."""
-        from psproto.v1.coordinator_pb2 import ReportExitRequest
+        from pscommon.wire.requests import REPORT_EXIT
 
-        with self._coordinator() as coordinator:
-            coordinator.ReportExit(
-                ReportExitRequest(process=process, reason=reason), timeout=CONNECT_SECONDS
-            )
+        self._call(REPORT_EXIT, REPORT_EXIT.request(process=process, reason=reason))
 
-    @contextmanager
-    def _coordinator(self) -> "Iterator[CoordinatorServiceStub]":
+    def _call(self, row: "Request[Q, A]", message: "Q", timeout: float = CONNECT_SECONDS) -> "A":
         from pscommon.wire.endpoint import Endpoint, open_channel
-        from pscommon.wire.status import translated
-        from psproto.v1.coordinator_pb2_grpc import CoordinatorServiceStub
+        from pscommon.wire.requests import call
 
-        with open_channel(Endpoint(self._address)) as channel, translated(self._address):
-            yield CoordinatorServiceStub(channel)
+        with open_channel(Endpoint(self._address)) as channel:
+            return call(channel, row, message, timeout, self._address)
 
     def close(self) -> None:
         """Close the connection."""
@@ -117,8 +109,7 @@ class JobPoller:
 
     Attributes:
         status: last status; empty until the servers answer.
-        resumed: as in JobResult.
-        history: as in JobResult.
+        resumed, history: as in JobResult.
     """
 
     def __init__(

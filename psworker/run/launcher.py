@@ -44,10 +44,7 @@ class RunEnd:
     """State after the end of a run.
 
     Attributes:
-        outcome: how the run ended.
-        result: what the servers reported.
         seconds: duration of the run.
-        restarts: number of restarted processes.
         box: box about the failure; empty without one.
         not_saved: why the final weights were not saved; empty if saved, None if unknown.
     """
@@ -167,15 +164,10 @@ class Launcher:
     def _handle_exit(self, process: ManagedProcess, code: int) -> None:
         if code and process.identity and not is_server(process.name):
             self._poller.report_exit(process.identity, f"its process {describe(code)}")
-        successor = self._find_successor(process.name)
-        self._events.put(partial(self._supervisor.exited, process.name, code, successor))
-
-    def _find_successor(self, name: str) -> str:
-        return (
-            find_successor(self._poller.status, name, self._addresses.get(name, ""))
-            if is_server(name)
-            else ""
-        )
+        name, successor = process.name, ""
+        if is_server(name):
+            successor = find_successor(self._poller.status, name, self._addresses.get(name, ""))
+        self._events.put(partial(self._supervisor.exited, name, code, successor))
 
     def _preload_server(self, now: float) -> None:
         """Start a preloaded server for a possible restart, when no process is starting."""

@@ -157,11 +157,9 @@ def _digest(values: Sequence[float]) -> dict[str, Any]:
 
 
 def table(content: Mapping[str, Any], coloured: bool = False) -> str:
-    """Return the table about a successful run, for stdout.
+    """Return the summary of a successful run as a table, for stdout.
 
-    Args:
-        content: the summary.
-        coloured: show in red that the final weights are not saved.
+    coloured: show in red that the final weights are not saved.
     """
     rows = {label(name): _metric(content, name) for name in sorted(content["metrics"])}
     if earlier := len(content.get("trainings_finished", ())):

@@ -20,14 +20,7 @@ OFF = ("", "0", "off", "no", "false")
 
 
 def check_integer(name: str, value: Any, minimum: int, maximum: int = 2**63 - 1) -> int:
-    """Return an integer of Python, numpy or torch as a Python integer.
-
-    Args:
-        name: Name of the argument, for the error.
-        value: The value to check.
-        minimum: Smallest valid value.
-        maximum: Largest valid value.
-    """
+    """Return an integer of Python, numpy or torch in these bounds as a Python integer."""
     try:
         number = operator.index(value)
     except TypeError:

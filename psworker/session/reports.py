@@ -14,22 +14,12 @@ class ValueReport(NamedTuple):
     """A reported value.
 
     Attributes:
-        name: Name of the value.
-        value: The value.
         version: Version of the worker's weights at the time of the report.
         time: Time of the report, by the clock of ReportBuffer.
     """
 
     name: str
     value: float
-    version: int
-    time: float
-
-
-class _PendingValue(NamedTuple):
-    """The newest value of a name before it is due; reading `value` may wait for a device."""
-
-    value: Any
     version: int
     time: float
 
@@ -45,7 +35,7 @@ class ReportBuffer:
         self._now = now
         self._lock = threading.Lock()
         self._next: dict[str, float] = {}  # time by name at which a value is due again
-        self._pending: dict[str, _PendingValue] = {}
+        self._pending: dict[str, ValueReport] = {}  # of some the value is a tensor
         self._unsent: dict[str, ValueReport] = {}
 
     def add(self, values: Mapping[str, Any], version: int) -> None:
@@ -56,7 +46,7 @@ class ReportBuffer:
         """
         now = self._now()
         read = {
-            name: _PendingValue(_without_wait(name, value), version, now)
+            name: ValueReport(name, _without_wait(name, value), version, now)
             for name, value in values.items()
         }
         with self._lock:
@@ -92,7 +82,7 @@ class ReportBuffer:
         """Return how many seconds ago a value was reported."""
         return max(0.0, self._now() - report.time)
 
-    def _settle(self, is_due: Callable[[str, _PendingValue], bool]) -> None:
+    def _settle(self, is_due: Callable[[str, ValueReport], bool]) -> None:
         with self._lock:
             due = {name: value for name, value in self._pending.items() if is_due(name, value)}
             for name in due:
@@ -100,8 +90,7 @@ class ReportBuffer:
                 self._next[name] = self._now() + MIN_INTERVAL_SECONDS
         # Outside the lock: a device may take long, and heartbeats must not wait for it.
         read = [
-            ValueReport(name, _number(name, pending.value), pending.version, pending.time)
-            for name, pending in due.items()
+            report._replace(value=_number(report.name, report.value)) for report in due.values()
         ]
         with self._lock:
             self._unsent.update({report.name: report for report in read})
@@ -111,7 +100,7 @@ class ReportBuffer:
     def _is_due(self, name: str) -> bool:
         return self._now() >= self._next.get(name, -float("inf"))
 
-    def _check_names(self, values: Mapping[str, _PendingValue]) -> None:
+    def _check_names(self, values: Mapping[str, ValueReport]) -> None:
         for name in values:
             if not 0 < len(name) <= MAX_NAME_CHARACTERS or not name.isprintable():
                 raise InvalidRequestError(

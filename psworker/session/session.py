@@ -356,7 +356,7 @@ class Session(JobFacts):
         log.info("rejoined", job=self.client.job, worker=self.client.worker, version=self.version)
 
     def _check_rollback(self) -> None:
-        if self.loops.come_again(self.client.has_ended, self.version):
+        if self.loops.come_again(self.client.data.has_ended, self.version):
             raise FencedError(
                 f"cannot continue: the servers rolled back to version {self.version}, in an "
                 "earlier loop. Try: start the script again"

@@ -14,10 +14,8 @@ class StepStats:
     optimizer; pull, receiving weights.
 
     Attributes:
-        last: Seconds of the last step by phase.
-        total: Seconds of all steps by phase.
-        steps: Number of finished steps.
-        samples: Samples of these steps.
+        last, total: Seconds of the last step, and of all steps, by phase.
+        steps, samples: Number of finished steps, and their samples.
         stale: Steps that the policy found too old.
         rejected: Steps that a server rejected.
         phase: The current phase; empty before the first.

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from pscommon.core.errors import FencedError, PSError
-from pscommon.core.partition import ALIGNMENT_BYTES, ByteRange, piece_nbytes
-from psworker.core.protocols import PushStream
+from pscommon.core.partition import ByteRange, padded, piece_nbytes
+from psworker.core.protocols import BegunPush
 from psworker.core.results import PushResult
 from psworker.model.adapter import ModelAdapter
 from psworker.model.flat_buffer import CopyEvent
@@ -65,18 +65,17 @@ class BucketSender:
     several backwards sends once, and an unused layer delays no bucket.
 
     Args:
-        adapter: The model's flat buffers.
         begin: Opens a push.
         check: Receives the place of each new gradient; raises if it cannot be right.
     """
 
     def __init__(
-        self, adapter: ModelAdapter, begin: Callable[[], PushStream], check: Callable[[int], None]
+        self, adapter: ModelAdapter, begin: Callable[[], BegunPush], check: Callable[[int], None]
     ) -> None:
         self._adapter = adapter
         self._begin = begin
         self._check = check
-        self._stream: PushStream | None = None
+        self._begun: BegunPush | None = None
         self._extents = adapter.trainable.extents
         self.buckets = _buckets(self._extents)
         self._bucket_of = [bucket for bucket in reversed(self.buckets) for _ in bucket.places]
@@ -109,35 +108,35 @@ class BucketSender:
         spans = self._spans(bucket, grads)
         self._copies.append((self._adapter.gradients.to_host(spans), spans))
         try:
-            self._stream = stream = self._stream or self._begin()
+            self._begun = begun = self._begun or self._begin()
         except FencedError:  # a rejoin is not possible in backward: `finish` raises it again
             return
         while self._copies and self._copies[0][0].query():
-            _send(stream, self._copies.popleft()[1])
+            _send(begun, self._copies.popleft()[1])
 
-    def finish(self, push: Push) -> tuple[PushStream, PushResult, set[int]]:
+    def finish(self, push: Push) -> tuple[BegunPush, PushResult, set[int]]:
         """Send what has not left as it is now, and wait for the decision.
 
         Returns:
             The open push, its outcome, and the places of the tensors that had a gradient.
         """
-        self._stream = stream = self._stream or self._begin()
+        self._begun = begun = self._begun or self._begin()
         for ready, spans in self._copies:
             ready.synchronize()
-            _send(stream, spans)
+            _send(begun, spans)
         # Not earlier: it waits for all queued work of a GPU, which the buckets above need not.
         self._adapter.reattach()
         grads = self._adapter.grads()
-        absent, again = self._adapter.absent(grads), self._send_changed(stream, grads)
+        absent, again = self._adapter.absent(grads), self._send_changed(begun, grads)
         self._adapter.changes.step(absent)
-        result = stream.finish(
+        result = begun.finish(
             absent=absent, samples=push.samples, batches=push.batches, groups_json=push.groups_json
         )
         self._learn(again)
-        self._stream = None
-        return stream, result, set(compress(range(len(grads)), _given(grads)))
+        self._begun = None
+        return begun, result, set(compress(range(len(grads)), _given(grads)))
 
-    def _send_changed(self, stream: PushStream, grads: list[Tensor | None]) -> list[GradientBucket]:
+    def _send_changed(self, begun: BegunPush, grads: list[Tensor | None]) -> list[GradientBucket]:
         """Send the buckets that have not left with these bytes; return those that leave again."""
         changed = self._changed(grads)
         for bucket in changed:
@@ -149,7 +148,7 @@ class BucketSender:
             for span in self._spans(bucket, grads[bucket.first : bucket.last])
         ]
         self._adapter.gradients.to_host([*spans, self._adapter.buffer_range]).synchronize()
-        _send(stream, spans)
+        _send(begun, spans)
         return [bucket for bucket in changed if bucket.sent is not None]
 
     def _changed(self, grads: list[Tensor | None]) -> list[GradientBucket]:
@@ -181,7 +180,7 @@ class BucketSender:
             last = first + len(list(run))
             if here:
                 spans.append(
-                    ByteRange(self._extents[first].start, _padded(self._extents[last - 1].stop))
+                    ByteRange(self._extents[first].start, padded(self._extents[last - 1].stop))
                 )
             first = last
         return [span for span in spans if span.nbytes]
@@ -209,10 +208,10 @@ class BucketSender:
 
         A copy that a GPU still makes is never read, and the next copy of these bytes follows it.
         """
-        stream, self._stream = self._stream, None
+        begun, self._begun = self._begun, None
         self._start_step(self._expected)
-        if stream is not None:
-            stream.close()
+        if begun is not None:
+            begun.close()
 
     def close(self) -> None:
         """Remove the hooks from the parameters."""
@@ -239,13 +238,9 @@ def _given(grads: Sequence[Tensor | None]) -> list[bool]:
     return list(map(is_not, grads, repeat(None)))
 
 
-def _send(stream: PushStream, spans: Sequence[ByteRange]) -> None:
+def _send(begun: BegunPush, spans: Sequence[ByteRange]) -> None:
     for start, stop in spans:
-        stream.send(start, stop)
-
-
-def _padded(position: int) -> int:
-    return -(-position // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        begun.send(start, stop)
 
 
 class OverlappedStep(PlainStep):
@@ -258,19 +253,19 @@ class OverlappedStep(PlainStep):
         self._gates = WeightGates(context)
         self._sender = BucketSender(context.adapter, self._begin, self._gates.check)
 
-    def _begin(self) -> PushStream:
+    def _begin(self) -> BegunPush:
         """Open a push, once the weights of the one before have arrived: a client has one push."""
         self._gates.receive()
-        return self._client.begin()
+        return self._model.begin()
 
     def push(self, push: Push) -> PushResult:
         self._gates.settle()
         try:
-            stream, result, stepped = self._sender.finish(push)
+            begun, result, stepped = self._sender.finish(push)
         except BaseException:
             self._sender.drop()
             raise
-        self._gates.expect(stream, stepped)
+        self._gates.expect(begun, stepped)
         self.version = result.version
         return result
 

@@ -50,6 +50,7 @@ class PipelinedStep(PlainStep):
 
     def __init__(self, context: StepContext) -> None:
         super().__init__(context)
+        self._client = context.client
         self._record_outcome = context.record_outcome
         self._in_flight: PushInFlight | None = None
         self._hooks = add_state_gates(context.model, context.wait)
@@ -120,7 +121,7 @@ class PipelinedStep(PlainStep):
     def _send(self, flight: PushInFlight, future: "Future[PushResult]") -> None:
         push = flight.push
         try:
-            result = self._client.exchange(
+            result = self._model.exchange(
                 gradients=self._adapter.gradients.memory,
                 weights=self._adapter.weights.memory,
                 absent=flight.absent,

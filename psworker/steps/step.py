@@ -69,13 +69,13 @@ class PlainStep:
 
     def __init__(self, context: StepContext) -> None:
         self._adapter = context.adapter
-        self._client = context.client
-        self.version = self._client.version
+        self._model = context.client.model
+        self.version = self._model.version
 
     def push(self, push: Push) -> PushResult | None:
         """Send the model's gradients; return the outcome, or None if it is not known yet."""
         absent = self._adapter.gather(push.optimizer)
-        result = self._client.exchange(
+        result = self._model.exchange(
             gradients=self._adapter.gradients.memory,
             weights=self._adapter.weights.memory,
             absent=absent,
@@ -91,7 +91,7 @@ class PlainStep:
     def pull(self) -> None:
         """Load the job's newest weights and buffers into the model."""
         self._adapter.reattach()
-        result = self._client.exchange(gradients=None, weights=self._adapter.weights.memory)
+        result = self._model.exchange(gradients=None, weights=self._adapter.weights.memory)
         self._adapter.scatter()
         self.version = result.version
 
@@ -124,7 +124,7 @@ class PlainStep:
             return  # buffers of other weights than the job's
         self._adapter.reattach()
         if self._adapter.gather_changed_buffers():
-            self._client.exchange(
+            self._model.exchange(
                 gradients=self._adapter.gradients.memory,
                 weights=None,
                 absent=frozenset(self._adapter.trainable.spec_indices),
@@ -148,9 +148,9 @@ class PlainStep:
     def renew(self) -> None:
         """Load all of the job's weights, frozen tensors too: the worker has a new membership."""
         self._adapter.reattach()
-        self._client.start(self._adapter.weights.memory)
+        self._model.start(self._adapter.weights.memory)
         self._adapter.scatter(everything=True)
-        self.version = self._client.version
+        self.version = self._model.version
 
     def close(self) -> None:
         """Remove all hooks from the model, without waiting."""

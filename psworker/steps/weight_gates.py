@@ -20,7 +20,7 @@ from torch import nn
 
 from pscommon.core.errors import InvalidRequestError
 from pscommon.core.partition import ALIGNMENT_BYTES, ByteRange
-from psworker.core.protocols import PushStream
+from psworker.core.protocols import BegunPush
 from psworker.steps.step import StepContext
 
 Owners = tuple[int, ...]
@@ -141,7 +141,7 @@ class WeightGates:
         self._adapter = adapter = context.adapter
         self._begin_phase = context.begin_phase
         self._rejoin_in_forward = context.rejoin_in_forward
-        self._stream: PushStream | None = None
+        self._begun: BegunPush | None = None
         modules = list(model.modules())
         extents = adapter.moving_extents()
         self._owned, self._parts = _parts(modules, extents)
@@ -168,9 +168,9 @@ class WeightGates:
                 )
         self._modules = modules
 
-    def expect(self, stream: PushStream, stepped: set[int]) -> None:
+    def expect(self, begun: BegunPush, stepped: set[int]) -> None:
         """Expect the weights of a push. stepped: Places of the tensors that had a gradient."""
-        self._stream, self._awaited = stream, self._owned.copy()
+        self._begun, self._awaited = begun, self._owned.copy()
         self._first = sorted(self._parts.keys() - self._called)
         self._called = set()
         self._unread = stepped
@@ -182,7 +182,7 @@ class WeightGates:
 
     def _read(self, number: int) -> None:
         self._unread -= self._places[number]
-        if self._stream is not None:
+        if self._begun is not None:
             with self._rejoin_in_forward():
                 self._wait_for(number)
         self._adapter.weights.join()
@@ -217,26 +217,26 @@ class WeightGates:
 
     def receive(self) -> None:
         """Wait until all weights have arrived. Tensors that no gate has awaited stay unread."""
-        if self._stream is None:
+        if self._begun is None:
             return
         spans = [span for owned in self._awaited.values() for span in owned]
         self._awaited.clear()
         self._wait(spans)
-        stream, self._stream = self._stream, None
-        stream.close()
+        begun, self._begun = self._begun, None
+        begun.close()
         self._adapter.changes.record_arrival()
 
     def _wait(self, spans: list[ByteRange]) -> None:
-        stream = self._stream
-        assert stream is not None
+        begun = self._begun
+        assert begun is not None
         before = self._begin_phase("pull")
         try:
             for start, stop in spans:
-                stream.wait(start, stop)
+                begun.wait(start, stop)
         except BaseException:
             # the model holds weights of two versions now, as after an exchange that failed
-            self._stream = None
-            stream.close()
+            self._begun = None
+            begun.close()
             raise
         finally:
             self._begin_phase(before)

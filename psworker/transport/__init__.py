@@ -1,3 +1,3 @@
 """Requests to servers: the transport interface, gRPC, server addresses, and parallel calls."""
 
-__all__ = ["exchange_calls", "executor", "grpc", "interface"]
+__all__ = ["exchange_calls", "executor", "grpc_transport", "interface"]

@@ -1,14 +1,11 @@
-"""Exchange calls: receivers of their bytes, cancellation, and detection of stalled transfers."""
+"""Exchange calls: receivers of their bytes, their answers, and cancellation."""
 
-import itertools
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-from pscommon.core.errors import PSError, UnreachableError
-from pscommon.wire.frames import Filler, Frame, decode_response
+from pscommon.core.errors import PSError
+from pscommon.wire.frames import Filler, Frame
 from psproto.v1 import parameter_server_pb2 as ps
 
 
@@ -84,82 +81,6 @@ class Cancellation:
         """Raise PSError if the request is cancelled."""
         if self.cause is not None:
             raise PSError(f"the call was cancelled because another shard failed: {self.cause}")
-
-
-class TransferCall:
-    """A streaming call without a deadline: only a stall ends it.
-
-    Args:
-        seconds: Longest time without a frame before the call counts as stalled.
-        receiver: Memory for the bytes of the answer.
-
-    Attributes:
-        is_stalled: The call was ended because no frame moved.
-    """
-
-    def __init__(self, seconds: float, receiver: AnswerReceiver) -> None:
-        self.is_stalled = False
-        self._seconds, self._receiver = seconds, receiver
-        self._since = time.monotonic()
-        self._call: Any = None
-
-    def watch(self, frames: Iterator[bytes]) -> Iterator[bytes]:
-        """Yield the frames, and record the progress after each one."""
-        for frame in frames:
-            yield frame
-            self._since = time.monotonic()
-            self._receiver.on_frame()
-
-    def answer(self, call: Any, cancellation: Cancellation) -> ExchangeAnswer:
-        """Return the answer of the call; its bytes go to the receiver."""
-        self._call = call
-        cancellation.attach(call)
-        try:
-            started = time.monotonic()
-            frames = map(decode_response, self.watch(call))
-            first = next(frames, None)
-            answered = time.monotonic()
-            result = receive_answer(
-                itertools.chain([first] if first else [], frames), self._receiver
-            )
-            return ExchangeAnswer(result, answered - started, time.monotonic() - answered)
-        finally:
-            cancellation.detach(call)
-            call.cancel()
-
-    def end_if_stalled(self) -> None:
-        if self._call is not None and time.monotonic() - self._since > self._seconds:
-            self.is_stalled = True
-            self._call.cancel()
-
-
-class TransferCalls:
-    """The streaming calls of one transport that are under way."""
-
-    def __init__(self) -> None:
-        self._open: set[TransferCall] = set()
-
-    @contextmanager
-    def open(
-        self, address: str, seconds: float, receiver: AnswerReceiver
-    ) -> Iterator[TransferCall]:
-        """Track a call during the `with` block. Raises UnreachableError if it stalled."""
-        stream = TransferCall(seconds, receiver)
-        self._open.add(stream)
-        try:
-            yield stream
-        except Exception as error:
-            if stream.is_stalled:
-                text = f"no bytes have moved between this worker and {address} for {seconds:.0f} s"
-                raise UnreachableError(text, "UNREACHABLE") from error
-            raise
-        finally:
-            self._open.discard(stream)
-
-    def end_stalled(self) -> None:
-        """End stalled calls. Call it periodically, from a thread that waits for no call."""
-        for stream in list(self._open):
-            stream.end_if_stalled()
 
 
 def receive_answer(

@@ -3,8 +3,10 @@
 import itertools
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
+from pscommon.core.errors import UnreachableError
 from pscommon.wire.endpoint import Endpoint, open_channel
 from pscommon.wire.frames import (
     FRAME_BYTES,
@@ -15,16 +17,16 @@ from pscommon.wire.frames import (
     encode_data,
     encode_header,
 )
+from pscommon.wire.requests import REQUESTS, stub
 from psproto.v1 import parameter_server_pb2 as ps
-from psproto.v1.coordinator_pb2_grpc import CoordinatorServiceStub
-from psproto.v1.parameter_server_pb2_grpc import ParameterServerServiceStub
 from psworker.transport.exchange_calls import (
     AnswerReceiver,
     Cancellation,
     ExchangeAnswer,
-    TransferCalls,
     receive_answer,
 )
+
+WORKER_ROWS = [row for row in REQUESTS if "worker" in row.senders and not row.is_framed]
 
 
 class ServerChannel:
@@ -36,8 +38,7 @@ class ServerChannel:
         address: HOST:PORT of the server.
         is_closed: The channel is closed.
         exchanges: Stub of the Exchange call.
-        shard: Stub of the parameter server service.
-        coordinator: Stub of the coordinator service.
+        stubs: Those of all other requests of workers.
     """
 
     def __init__(self, address: str, tensors: bool) -> None:
@@ -45,8 +46,7 @@ class ServerChannel:
         self.is_closed = False
         self._channel = channel = open_channel(Endpoint(address), tensors)
         self.exchanges = ExchangeStub(channel)
-        self.shard: ParameterServerServiceStub = ParameterServerServiceStub(channel)
-        self.coordinator: CoordinatorServiceStub = CoordinatorServiceStub(channel)
+        self.stubs = {row: stub(channel, row) for row in WORKER_ROWS}
 
     def close(self) -> None:
         """Close the channel, which ends all its calls. May be called again."""
@@ -61,8 +61,80 @@ class ServerChannel:
         self.close()
 
 
-class GrpcExchanges(TransferCalls):
-    """Makes exchanges over gRPC."""
+class TransferCall:
+    """A streaming call without a deadline: only a stall ends it.
+
+    Args:
+        seconds: Longest time without a frame before the call counts as stalled.
+        receiver: Memory for the bytes of the answer.
+
+    Attributes:
+        is_stalled: The call was ended because no frame moved.
+    """
+
+    def __init__(self, seconds: float, receiver: AnswerReceiver) -> None:
+        self.is_stalled = False
+        self._seconds, self._receiver = seconds, receiver
+        self._since = time.monotonic()
+        self._call: Any = None
+
+    def watch(self, frames: Iterator[bytes]) -> Iterator[bytes]:
+        """Yield the frames, and record the progress after each one."""
+        for frame in frames:
+            yield frame
+            self._since = time.monotonic()
+            self._receiver.on_frame()
+
+    def answer(self, call: Any, cancellation: Cancellation) -> ExchangeAnswer:
+        """Return the answer of the call; its bytes go to the receiver."""
+        self._call = call
+        cancellation.attach(call)
+        try:
+            started = time.monotonic()
+            frames = map(decode_response, self.watch(call))
+            first = next(frames, None)
+            answered = time.monotonic()
+            result = receive_answer(
+                itertools.chain([first] if first else [], frames), self._receiver
+            )
+            return ExchangeAnswer(result, answered - started, time.monotonic() - answered)
+        finally:
+            cancellation.detach(call)
+            call.cancel()
+
+    def end_if_stalled(self) -> None:
+        if self._call is not None and time.monotonic() - self._since > self._seconds:
+            self.is_stalled = True
+            self._call.cancel()
+
+
+class GrpcExchanges:
+    """Makes exchanges over gRPC, and keeps the streaming calls that are under way."""
+
+    def __init__(self) -> None:
+        self._open: set[TransferCall] = set()
+
+    @contextmanager
+    def _opened(
+        self, address: str, seconds: float, receiver: AnswerReceiver
+    ) -> Iterator[TransferCall]:
+        """Track a call during the `with` block. Raises UnreachableError if it stalled."""
+        call = TransferCall(seconds, receiver)
+        self._open.add(call)
+        try:
+            yield call
+        except Exception as error:
+            if call.is_stalled:
+                text = f"no bytes have moved between this worker and {address} for {seconds:.0f} s"
+                raise UnreachableError(text, "UNREACHABLE") from error
+            raise
+        finally:
+            self._open.discard(call)
+
+    def end_stalled(self) -> None:
+        """End stalled calls. Call it periodically, from a thread that waits for no call."""
+        for call in list(self._open):
+            call.end_if_stalled()
 
     def exchange(
         self,
@@ -74,7 +146,7 @@ class GrpcExchanges(TransferCalls):
         cancellation: Cancellation,
         frames: Iterator[Frame[ps.PushPullHeader]] | None,
     ) -> ExchangeAnswer:
-        """Make an exchange over gRPC."""
+        """Make an exchange; see `Transport.exchange`."""
         if header.memory:
             request = encode_header(header)
             return _exchange_once(channel, request, receiver, timeout, cancellation, True)
@@ -86,7 +158,7 @@ class GrpcExchanges(TransferCalls):
             messages = map(_encode, frames)
         elif header.has_data:
             messages = itertools.chain([encode_header(header)], chunks(send))
-        with self.open(channel.address, timeout, receiver) as call:
+        with self._opened(channel.address, timeout, receiver) as call:
             stub = channel.exchanges
             return call.answer(
                 stub.ask(encode_header(header))

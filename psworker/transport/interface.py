@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 from pscommon.wire.frames import Frame
-from psproto.v1 import coordinator_pb2 as co
+from pscommon.wire.requests import A, Q, Request
 from psproto.v1 import parameter_server_pb2 as ps
 from psworker.core.clock import Clock
 from psworker.transport.exchange_calls import AnswerReceiver, Cancellation, ExchangeAnswer
@@ -66,34 +66,17 @@ class Transport(Protocol):
         """End all calls in flight as if no server answered. Later calls work as usual."""
         ...
 
-    def join(self, request: co.JoinRequest, timeout: float) -> co.JoinResponse: ...
-    def register(self, request: co.RegisterRequest, timeout: float) -> co.RegisterResponse: ...
-    def heartbeat(self, request: co.HeartbeatRequest, timeout: float) -> co.HeartbeatResponse: ...
-    def leave(self, request: co.LeaveRequest, timeout: float) -> co.LeaveResponse: ...
-    def next_batch(self, request: co.NextBatchRequest, timeout: float) -> co.NextBatchResponse: ...
-    def return_batches(
-        self, request: co.ReturnBatchesRequest, timeout: float
-    ) -> co.ReturnBatchesResponse: ...
-    def collective(
-        self, request: co.CollectiveRequest, timeout: float
-    ) -> co.CollectiveResponse: ...
-    def report(
-        self, request: co.ReportMetricsRequest, timeout: float
-    ) -> co.ReportMetricsResponse: ...
-    def status(self, request: co.GetStatusRequest, timeout: float) -> co.GetStatusResponse: ...
-
-    def attach(
-        self, shard: int, request: ps.AttachMemoryRequest, timeout: float
-    ) -> ps.AttachMemoryResponse: ...
-
-    def find_addresses(self, timeout: float) -> Sequence[str]:
-        """Return the servers' addresses as shard 0 knows them, by shard; empty before a join."""
+    def request(self, row: Request[Q, A], message: Q, timeout: float, shard: int = 0) -> A:
+        """Return a server's answer to one request. shard: The server's; 0 has the coordinator."""
         ...
 
-    def relocate(self, addresses: Sequence[str]) -> None:
-        """Replace the servers after a reshard.
+    def relocate(self, addresses: Sequence[str]) -> bool:
+        """Replace the servers after a reshard by those that shard 0 knows.
 
         Shard 0 keeps its address, and no exchange may be under way.
+
+        Returns:
+            False if the servers are the same, or shard 0 does not know all addresses yet.
         """
         ...
 

@@ -12,7 +12,9 @@ from pscommon.core.partition import PartitionPlan
 from pscommon.wire.frames import Frame
 from psproto.v1 import parameter_server_pb2 as ps
 from psworker import Client
+from psworker.client.batch_client import BatchClient
 from psworker.core.results import Lease, PushResult
+from psworker.exchange.model_exchange import ModelExchange
 from psworker.transport.exchange_calls import AnswerReceiver, Cancellation, ExchangeAnswer
 from tests.chaos.journal import Journal
 from tests.support.rpc_faults import FaultyLane
@@ -43,8 +45,22 @@ class JournaledClient(Client):
     """A client for jobs without overlap, whose steps call `exchange`."""
 
     def __init__(self, journal: Journal, lane: SequenceLane, **options: Any) -> None:
-        self._journal, self._sequence_lane = journal, lane
         super().__init__(lane=lane, **options)
+        self.model = JournaledModel(self, self.model, journal, lane)
+        self.data = JournaledData(self, self.data, journal)
+
+
+class JournaledModel:
+    """The model of a client; other methods than these are those of `model`."""
+
+    def __init__(
+        self, client: Client, model: ModelExchange, journal: Journal, lane: SequenceLane
+    ) -> None:
+        self._client, self._model = client, model
+        self._journal, self._sequence_lane = journal, lane
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
 
     def exchange(
         self,
@@ -58,9 +74,9 @@ class JournaledClient(Client):
         base: int | None = None,
         optimizer: str = "",
     ) -> PushResult:
-        """Call Client.exchange and write the operation."""
+        """Call ModelExchange.exchange and write the operation."""
         known = {
-            "worker": self.worker,
+            "worker": self._client.worker,
             "before": self.version if base is None else base,
             "batches": tuple((key.loop, key.number) for key in batches),
             "crc": zlib.crc32(gradients) if gradients is not None else 0,
@@ -68,7 +84,7 @@ class JournaledClient(Client):
         with self._journal.operation("pull" if gradients is None else "push", **known) as operation:
             self._sequence_lane.seq = 0
             try:
-                result = super().exchange(
+                result = self._model.exchange(
                     gradients=gradients,
                     weights=weights,
                     absent=absent,
@@ -83,22 +99,34 @@ class JournaledClient(Client):
             operation.status, operation.reason = result.status, result.reason
             operation.staleness, operation.after = result.staleness, result.version
             if weights is not None:
-                operation.counters = counters_in(self.plan, weights)
+                operation.counters = counters_in(self._client.plan, weights)
             return result
 
     def start(self, buffer: memoryview) -> None:
-        """Call Client.start, which reads the job's weights, and write the operation."""
-        with self._journal.operation("pull", worker=self.worker) as operation:
-            super().start(buffer)
+        """Call ModelExchange.start, which reads the job's weights, and write the operation."""
+        with self._journal.operation("pull", worker=self._client.worker) as operation:
+            self._model.start(buffer)
             operation.status, operation.after = "none", self.version
-            operation.counters = counters_in(self.plan, buffer)
+            operation.counters = counters_in(self._client.plan, buffer)
+
+
+class JournaledData:
+    """The data of a client; other methods than these are those of `data`."""
+
+    def __init__(self, client: Client, data: BatchClient, journal: Journal) -> None:
+        self._client, self._data, self._journal = client, data, journal
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._data, name)
 
     def next_batches(
         self, loop: LoopSpec, count: int = 1, idle: bool = False, first_open: int | None = None
     ) -> Lease:
-        """Call Client.next_batches and write the operation."""
-        with self._journal.operation("lease", worker=self.worker, total=loop.total) as operation:
-            lease = super().next_batches(loop, count, idle, first_open)
+        """Call BatchClient.next_batches and write the operation."""
+        with self._journal.operation(
+            "lease", worker=self._client.worker, total=loop.total
+        ) as operation:
+            lease = self._data.next_batches(loop, count, idle, first_open)
             operation.batches = tuple((loop.loop, number) for number in lease.numbers) or (
                 (loop.loop, -1),
             )

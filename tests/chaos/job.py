@@ -19,7 +19,7 @@ import psworker
 from pscommon.settings.values import Lanes, seconds
 from psworker import Job
 from psworker.connection.discovery import discover
-from psworker.transport.grpc import GrpcTransport
+from psworker.transport.grpc_transport import GrpcTransport
 from tests.chaos.client import COUNTER, JournaledClient, SequenceLane
 from tests.chaos.journal import Journal
 from tests.support.rpc_faults import Faults

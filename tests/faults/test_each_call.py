@@ -8,9 +8,17 @@ import pytest
 from pscommon.core.data_loop import LoopSpec
 from pscommon.core.log_entries import BatchKey
 from pscommon.settings.values import Lanes
+from pscommon.wire.requests import (
+    DESCRIBE,
+    EXCHANGE,
+    EXCHANGE_ONCE,
+    INTRODUCE,
+    REQUESTS,
+    STREAM_FIELDS,
+)
 from psworker import Client
 from psworker.core.results import CollectiveCall
-from psworker.transport.grpc import GrpcTransport
+from psworker.transport.grpc_transport import GrpcTransport
 from tests.support.exactly_once import POLICIES
 from tests.support.forked_job import ForkedJob
 from tests.support.rpc_faults import Fault, FaultyLane, faulty_lane
@@ -26,32 +34,14 @@ FAULTS: dict[Fault, str] = {
 TIMES = {"CoordinatorService.Leave": 1, "CoordinatorService.Heartbeat": 1}
 """Number of consecutive faults, by default two. Leave is called once, Heartbeat rarely."""
 
-METHODS = (
-    *(
-        f"CoordinatorService.{method}"
-        for method in (
-            "Join",
-            "Register",
-            "Heartbeat",
-            "NextBatch",
-            "ReturnBatches",
-            "Collective",
-            "ReportMetrics",
-            "GetStatus",
-            "Leave",
-        )
-    ),
-    "ParameterServerService.AttachMemory",
-    "ParameterServerService.Exchange",
-)
+METHODS = [
+    str(row)
+    for row in REQUESTS
+    if "worker" in row.senders and row not in (DESCRIBE, INTRODUCE, EXCHANGE_ONCE)
+]
+"""Calls of workers that have joined. Each exchange counts as one call."""
 
-ON_STREAMS = (
-    *(
-        f"CoordinatorService.{method}"
-        for method in ("Heartbeat", "NextBatch", "ReturnBatches", "Collective", "ReportMetrics")
-    ),
-    "ParameterServerService.Exchange",
-)
+ON_STREAMS = [str(row) for row in (*STREAM_FIELDS, EXCHANGE)]
 """Calls that workers make over streams."""
 
 
@@ -70,12 +60,12 @@ def job(
 
 def make_every_call(client: Client) -> None:
     """Run a small loop with one push per batch; return one batch and lease it again."""
-    loop = LoopSpec(client.open_loop, BATCHES, 1)
-    first, *rest = client.next_batches(loop, 2).numbers
-    client.return_batches([BatchKey(loop.loop, number) for number in rest])
+    loop = LoopSpec(client._connection.membership.open_loop, BATCHES, 1)
+    first, *rest = client.data.next_batches(loop, 2).numbers
+    client.data.return_batches([BatchKey(loop.loop, number) for number in rest])
     push(client, loop, first)
     for _ in range(BATCHES - 1):
-        push(client, loop, *client.next_batches(loop, idle=True).numbers)
+        push(client, loop, *client.data.next_batches(loop, idle=True).numbers)
     given = CollectiveCall("all_reduce", {"loss": 1.0})
     assert client.collective(1, given, loop.loop).values == {"loss": 1.0}
     client.report(loss=1.0)
@@ -83,10 +73,10 @@ def make_every_call(client: Client) -> None:
 
 
 def push(client: Client, loop: LoopSpec, number: int) -> None:
-    gradients = client.flat_buffers()[0]
+    gradients = client.model.flat_buffers()[0]
     np.frombuffer(gradients, np.float32)[:] = 1.0
     assert (
-        client.exchange(
+        client.model.exchange(
             gradients=gradients, weights=None, batches=[BatchKey(loop.loop, number)]
         ).status
         == "applied"
@@ -104,7 +94,7 @@ def run_worker_with_faults(job: ForkedJob, method: str, fault: Fault, lanes: Lan
     with counter("", lane=lane, lanes=memory, connect_timeout=30.0) as client:
         make_every_call(client)
         assert isinstance(lane.lane, GrpcTransport)
-        assert len(lane.lane._lanes._streams) == (2 if lanes == "stream" else 0)
+        assert len(lane.lane._sockets._connections) == (2 if lanes == "stream" else 0)
         if method == "CoordinatorService.Heartbeat":
             until(lambda: lane.faults.counts[method, fault], f"{method}: {fault}")
     return lane

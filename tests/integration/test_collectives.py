@@ -182,7 +182,7 @@ def test_a_drained_worker_leaves_a_barrier_and_releases_the_others(cluster: Make
                 "two workers at the barrier",
             )
             drained = coordinator.membership.current()[1]
-            coordinator.departures.drain(drained.worker)
+            coordinator.registration.drain(drained.worker)
             until(lambda: not drained.is_current, "the drained worker has left")
         return "left"
 

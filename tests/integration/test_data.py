@@ -10,7 +10,7 @@ import torch
 
 from pscommon.core.data_loop import LoopSpec
 from psworker import Client, Job
-from psworker.transport.grpc import GrpcTransport
+from psworker.transport.grpc_transport import GrpcTransport
 from tests.support.breakable_lane import BreakableLane
 from tests.support.cluster import Cluster
 from tests.support.data_training import (

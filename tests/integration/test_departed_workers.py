@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 from pscommon.core.limits import WORKERS_PER_GENERATION
+from psproto.v1 import coordinator_pb2 as co
 from psserver.coordinator.service import CoordinatorService
+from psserver.coordinator.worker_handlers import add_member, leave
 from psserver.core.commands.recorder import MAX_DEPARTED_COUNT
 from psserver.core.commands.worker_commands import Join
 from psserver.waiting import ThreadWaiter, run
@@ -30,9 +32,9 @@ def service_of(servers: Cluster) -> CoordinatorService:
 def join(service: CoordinatorService) -> int:
     """Join as a worker that leaves at once."""
     command = Join(None, "host", 1, "cpu")
-    member = run(service.worker_requests.join(command, 0.0, ThreadWaiter()))
+    member = run(add_member(service, command, 0.0, ThreadWaiter()))
     assert member is not None
-    service.worker_requests.leave(member.worker, "", 0)
+    leave(service, co.LeaveRequest(worker=member.worker))
     return member.worker
 
 

@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 
 from pscommon.core.errors import UnreachableError
+from pscommon.wire.requests import ATTACH_MEMORY
 from psproto.v1 import parameter_server_pb2 as ps
 from psserver.process.config import ServerConfig
 from psserver.server import Server
 from psworker.transport.exchange_calls import AnswerReceiver, Cancellation
-from psworker.transport.grpc import GrpcTransport
+from psworker.transport.grpc_transport import GrpcTransport
 from tests.support.cluster import Cluster
 from tests.support.ports import free_port
 from tests.support.workers import count, counted, counter, status, weights_of
@@ -41,7 +42,7 @@ def exchange(lane: GrpcTransport) -> None:
 
 
 def attach(lane: GrpcTransport) -> None:
-    lane.attach(1, ps.AttachMemoryRequest(job="otter"), SECONDS)
+    lane.request(ATTACH_MEMORY, ps.AttachMemoryRequest(job="otter"), SECONDS, 1)
 
 
 @pytest.mark.parametrize("call", [exchange, attach])

@@ -18,7 +18,9 @@ from pscommon.settings.values import SnapshotEvery
 from pscommon.snapshot.atomic_files import AtomicFiles
 from pscommon.wal.segment import LogFiles
 from psserver.coordinator.final_state import NOT_SAVED_FILE, conclude
+from psserver.coordinator.service import CoordinatorService
 from psserver.process.config import ServerConfig
+from psserver.server import Server
 from psworker.run.summary import NOT_SAVED
 from tests.support.cluster import Cluster
 from tests.support.events import events, records_of
@@ -183,12 +185,11 @@ def test_a_shard_missing_at_the_end_is_reported(cluster: Make, tmp_path: Path) -
 
 
 def test_a_promoted_standby_without_the_data_directory_has_not_saved(cluster: Make) -> None:
-    servers = cluster(1)
-    service = servers.servers[0].service
-    assert service is not None
-    service.lost_data_dir = "this server continued without /data, which another process still holds"
+    servers, problem = cluster(0), "this server continued without /data, which cannot be used"
+    servers.servers.append(Server(ServerConfig(bind="127.0.0.1:0"), lost_data_dir=problem))
+    servers.servers[0].start()
 
-    assert ended(servers) == service.lost_data_dir
+    assert ended(servers) == problem
 
 
 def test_exit_code_15_replaces_only_0(caplog: pytest.LogCaptureFixture) -> None:
@@ -210,9 +211,8 @@ def test_an_incomplete_snapshot_is_awaited_no_longer_than_the_limit(
 ) -> None:
     monkeypatch.setattr("psserver.coordinator.snapshot_jobs.LAST_SNAPSHOT_SECONDS", 0.2)
     servers = cluster(1, data_dir=tmp_path, snapshot_every=RARELY)
-    servers.servers[0].snapshots.on_part = lambda part: (
-        None
-    )  # the part is never reported as written
+    # the part is never reported as written
+    monkeypatch.setattr(CoordinatorService, "record_part", lambda service, part: None)
 
     assert ended(servers).endswith(": no snapshot was written within 0.2 s")
 

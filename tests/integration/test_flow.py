@@ -1,4 +1,4 @@
-"""A push sent in pieces (Client.begin) ends like one sent at once, over either lane."""
+"""A push sent in pieces (ModelExchange.begin) ends like one sent at once, over either lane."""
 
 import threading
 from collections.abc import Callable
@@ -12,12 +12,13 @@ import pytest
 
 from pscommon.core.errors import FencedError, InvalidRequestError
 from pscommon.core.partition import PIECE_COUNT
+from pscommon.wire.requests import LEAVE
 from psproto.v1 import coordinator_pb2 as co
 from psserver.parameters import weight_reads as reading
 from psworker import Client, OptimizerSpec
 from psworker.core.results import PushResult
 from psworker.exchange.open_push import OpenPush
-from psworker.exchange.shard_streams import ShardDownload
+from psworker.exchange.shard_pieces import ShardDownload
 from tests.support.cluster import Cluster
 from tests.support.lanes import each_lane
 from tests.support.workers import connected, count, counted, counter, until, weights_of
@@ -67,9 +68,9 @@ def draw(client: Client, step: int) -> RandomPush:
 
 def send_in_pieces(client: Client, step: RandomPush) -> PushResult:
     """Send invalid bytes in each piece first, and the right ones later."""
-    buffer, weights = (np.frombuffer(memory, np.uint8) for memory in client.flat_buffers())
+    buffer, weights = (np.frombuffer(memory, np.uint8) for memory in client.model.flat_buffers())
     buffer[:] = 1
-    flow = client.begin()
+    flow = client.model.begin()
     assert isinstance(flow, OpenPush)
     for start, stop in step.pieces:
         flow.send(start, stop)
@@ -100,8 +101,8 @@ def test_pieces_in_any_order_form_the_same_push(shards: int, lanes: Any, cluster
     ):
         for number in range(STEPS):
             step = draw(plain, number)
-            expected, weights = bytearray(step.buffer), plain.flat_buffers()[1]
-            result = plain.exchange(
+            expected, weights = bytearray(step.buffer), plain.model.flat_buffers()[1]
+            result = plain.model.exchange(
                 gradients=memoryview(expected),
                 weights=weights,
                 absent=step.absent,
@@ -109,7 +110,7 @@ def test_pieces_in_any_order_form_the_same_push(shards: int, lanes: Any, cluster
             )
 
             assert outcome(send_in_pieces(pieces, step)) == outcome(result)
-            assert bytes(pieces.flat_buffers()[1]) == bytes(weights), f"step {number}"
+            assert bytes(pieces.model.flat_buffers()[1]) == bytes(weights), f"step {number}"
             assert (pieces.version, plain.version) == (number + 1, number + 1)
         found, wanted = weights_of(pieces.addresses[0]), weights_of(plain.addresses[0])
     assert all(np.array_equal(found[name], wanted[name]) for name in wanted)
@@ -125,12 +126,12 @@ def test_only_weights_used_on_arrival_come_in_small_pieces(
     model, spec = {"w": np.zeros(1 << 20, np.float32)}, OptimizerSpec("sgd", lr=1.0)
     with connected(cluster().address, lanes="grpc") as client:
         client.register(model, spec)
-        gradients, weights = client.flat_buffers()
+        gradients, weights = client.model.flat_buffers()
         frames.clear()
-        client.exchange(gradients=gradients, weights=weights)
+        client.model.exchange(gradients=gradients, weights=weights)
         frame_count = len(frames)
         frames.clear()
-        with closing(client.begin()) as flow:
+        with closing(client.model.begin()) as flow:
             flow.send(0, 64)
             flow.finish()
             flow.wait(0, client.plan.nbytes)
@@ -154,7 +155,7 @@ def test_weights_over_a_stream_are_reported_in_pieces_of_at_most_1_mib(
     with connected(cluster().address, lanes="stream") as client:
         client.register(model, OptimizerSpec("sgd", lr=1.0))
         total = client.plan.nbytes
-        with closing(client.begin()) as flow:
+        with closing(client.model.begin()) as flow:
             flow.send(0, 64)
             flow.finish()
             flow.wait(0, total)
@@ -173,14 +174,14 @@ def test_half_of_the_shards_may_use_shared_memory(cluster: Make) -> None:
         for number in range(4):
             step = draw(plain, number)
             send_in_pieces(pieces, step)
-            plain.exchange(
+            plain.model.exchange(
                 gradients=memoryview(bytearray(step.buffer)),
-                weights=plain.flat_buffers()[1],
+                weights=plain.model.flat_buffers()[1],
                 absent=step.absent,
                 samples=step.samples,
             )
 
-            assert bytes(pieces.flat_buffers()[1]) == bytes(plain.flat_buffers()[1]), (
+            assert bytes(pieces.model.flat_buffers()[1]) == bytes(plain.model.flat_buffers()[1]), (
                 f"step {number}"
             )
 
@@ -193,18 +194,18 @@ def test_an_abandoned_push_leaves_nothing(lanes: Any, cluster: Make) -> None:
     made = cluster(2, policy="sync")
     with counter(made.address, lanes=lanes) as client:
         for _ in range(3):
-            flow = client.begin()
+            flow = client.model.begin()
             flow.send(0, client.plan.nbytes)
             flow.close()
             flow.close()
-        np.frombuffer(client.flat_buffers()[0], np.float32)[:] = 1.0
-        flow = client.begin()
+        np.frombuffer(client.model.flat_buffers()[0], np.float32)[:] = 1.0
+        flow = client.model.begin()
         assert isinstance(flow, OpenPush)
         assert flow.finish().status == "applied"
         flow.close()
 
-        assert flow.header.seq == 4
-        assert all((part._header.memory != 0) is (lanes == "shm") for part in flow.exchanges)
+        assert flow._header.seq == 4
+        assert all((part._header.memory != 0) is (lanes == "shm") for part in flow._exchanges)
         assert counted(client.pull()) == 1
         until(
             lambda: all(server.engine.traffic.budget.used == 0 for server in made.servers),
@@ -215,8 +216,8 @@ def test_an_abandoned_push_leaves_nothing(lanes: Any, cluster: Make) -> None:
 @each_lane
 def test_a_second_push_is_refused_while_one_is_open(lanes: Any, cluster: Make) -> None:
     with counter(cluster(2).address, lanes=lanes) as client:
-        flow = client.begin()
-        for call in (client.begin, client.pull):
+        flow = client.model.begin()
+        for call in (client.model.begin, client.pull):
             with pytest.raises(InvalidRequestError, match="a push is under way"):
                 call()
         with pytest.raises(InvalidRequestError, match="arrive after finish"):
@@ -236,10 +237,10 @@ def test_a_second_push_is_refused_while_one_is_open(lanes: Any, cluster: Make) -
 @each_lane
 def test_a_gradient_with_nan_is_rejected(lanes: Any, cluster: Make) -> None:
     with counter(cluster(2, bad_gradients="skip").address, lanes=lanes) as client:
-        numbers = np.frombuffer(client.flat_buffers()[0], np.float32)
+        numbers = np.frombuffer(client.model.flat_buffers()[0], np.float32)
         numbers[:] = 1.0
         numbers[3] = np.nan
-        flow = client.begin()
+        flow = client.model.begin()
         result = flow.finish()
         flow.wait(0, client.plan.nbytes)
         flow.close()
@@ -254,9 +255,9 @@ def test_a_gradient_with_nan_is_rejected(lanes: Any, cluster: Make) -> None:
 def test_finish_raises_for_a_fenced_worker(lanes: Any, cluster: Make) -> None:
     made = cluster(2, policy="async")
     with counter(made.address, lanes=lanes) as client, counter(made.address) as other:
-        flow = client.begin()
-        client._connection.transport.leave(
-            co.LeaveRequest(job=client.job, worker=client.worker), 5.0
+        flow = client.model.begin()
+        client._connection.transport.request(
+            LEAVE, co.LeaveRequest(job=client.job, worker=client.worker), 5.0
         )
         with pytest.raises(FencedError):
             flow.finish()
@@ -277,11 +278,11 @@ def test_close_leaves_no_thread(lanes: Any, cluster: Make) -> None:
 
     with counter(made.address, lanes=lanes) as client:
         for finish in (True, False):
-            flow = client.begin()
+            flow = client.model.begin()
             assert "psworker-flow" in left()
             if finish:
                 flow.finish()
             flow.close()
             assert "psworker-flow" not in left()
-        client.begin()
+        client.model.begin()
     until(lambda: not left(), "all threads have ended")

@@ -12,7 +12,8 @@ import pytest
 
 from pscommon.core.errors import InvalidRequestError, WaitTimeoutError
 from pscommon.wire.endpoint import Endpoint, open_channel
-from pscommon.wire.frames import EXCHANGE_ONCE, encode_data, encode_header
+from pscommon.wire.frames import encode_data, encode_header
+from pscommon.wire.requests import EXCHANGE_ONCE
 from psproto.v1 import parameter_server_pb2 as ps
 from psserver.shard.memory_budget import MemoryBudget
 from psserver.waiting import ThreadWaiter, run
@@ -192,7 +193,7 @@ def test_on_the_wire_a_full_budget_is_resource_exhausted_with_a_retry_time(
         with pytest.raises(grpc.RpcError) as streamed:
             list(exchange(channel(full.address), [push]))
         once: grpc.UnaryUnaryMultiCallable[bytes, bytes] = channel(full.address).unary_unary(
-            EXCHANGE_ONCE
+            EXCHANGE_ONCE.path
         )
         with pytest.raises(grpc.RpcError) as asked:
             once(push, timeout=DEADLINE)

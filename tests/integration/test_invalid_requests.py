@@ -21,7 +21,7 @@ from psproto.v1 import coordinator_pb2 as co
 from psproto.v1 import model_pb2 as mo
 from psproto.v1 import parameter_server_pb2 as ps
 from psproto.v1.coordinator_pb2_grpc import CoordinatorServiceStub
-from psserver.core.coordinator.departures import Departures
+from psserver.core.coordinator.registration import Registration
 from psworker import Client
 from psworker.ctl.job_client import CoordinatorClient
 from tests.support.cluster import Cluster
@@ -133,9 +133,9 @@ def refusals(address: str, worker: int) -> Iterator[tuple[str, str, str]]:
 def push(
     client: Client, base: int | None = None, batches: tuple[BatchKey, ...] = (), groups: str = ""
 ) -> str:
-    gradients, _ = client.flat_buffers()
+    gradients, _ = client.model.flat_buffers()
     gradients[:] = bytes(len(gradients))
-    return client.exchange(
+    return client.model.exchange(
         gradients=gradients, weights=None, base=base, batches=batches, groups_json=groups
     ).status
 
@@ -147,7 +147,7 @@ def job(cluster: Make, data_dir: Path) -> Iterator[tuple[Cluster, Client, dict[s
     with counter(servers.address) as client:
         count(client, 2)
         for spec in (LOOP, EMPTY):
-            client.next_batches(spec, first_open=0)
+            client.data.next_batches(spec, first_open=0)
         yield servers, client, settings
 
 
@@ -195,7 +195,7 @@ def test_a_standby_follows_a_job_through_invalid_requests(cluster: Make) -> None
     with RunningStandby(servers.servers[0]) as following, counter(servers.address) as client:
         following.in_sync()
         for spec in (LOOP, EMPTY):
-            client.next_batches(spec, first_open=0)
+            client.data.next_batches(spec, first_open=0)
         for _method, _found, _expected in refusals(servers.address, client.worker):
             count(client)
         assert push(client, base=10**6) == "stale"
@@ -251,11 +251,11 @@ def test_an_unexpected_error_in_a_command_does_not_prevent_later_starts(
     state.
     """
 
-    def faulty(self: Departures, worker: int) -> None:
+    def faulty(self: Registration, worker: int) -> None:
         self._job.samples += 1000
         raise ZeroDivisionError("planted")
 
-    monkeypatch.setattr(Departures, "drain", faulty)
+    monkeypatch.setattr(Registration, "drain", faulty)
     settings = {"data_dir": tmp_path / "primary", "durability": "log", "policy": "async"}
     servers = cluster(1, **settings)
     with RunningStandby(servers.servers[0], data_dir=tmp_path / "standby") as following:

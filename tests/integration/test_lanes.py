@@ -122,7 +122,7 @@ class ForeignBuffers:
         absent = [
             i for i, t in enumerate(spec.tensors) if t.role == "trainable" and t.name not in grads
         ]
-        client.exchange(gradients=buffer.data, weights=self.weights, absent=absent)
+        client.model.exchange(gradients=buffer.data, weights=self.weights, absent=absent)
 
 
 def trained(address: str, step: Callable[[], Step], **options: Any) -> str:
@@ -325,10 +325,10 @@ def test_gradients_are_not_modified(cluster: Make) -> None:
     ):
         with connected(cluster(2).address, lanes="shm") as client:
             client.register({"w": np.ones(1000, np.float32)}, spec)
-            buffer, weights = client.flat_buffers()
+            buffer, weights = client.model.flat_buffers()
             np.frombuffer(buffer, np.float32)[:1000] = np.arange(1000)
             before = bytes(buffer)
-            client.exchange(gradients=buffer, weights=weights)
+            client.model.exchange(gradients=buffer, weights=weights)
 
             assert bytes(buffer) == before
 

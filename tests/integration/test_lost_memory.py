@@ -62,16 +62,16 @@ def test_weights_received_over_grpc_are_not_overwritten_by_lost_memory(cluster: 
     with counter(made.address) as client:
         foreign = memoryview(bytearray(client.plan.nbytes))
         made.servers[1].engine.traffic.shared_buffers.on_evict(client.worker)
-        client.exchange(gradients=client.flat_buffers()[0], weights=foreign)
-        client.exchange(
+        client.model.exchange(gradients=client.model.flat_buffers()[0], weights=foreign)
+        client.model.exchange(
             gradients=None, weights=(expected := memoryview(bytearray(client.plan.nbytes)))
         )
         assert foreign == expected
 
         count(client)
         made.servers[1].engine.traffic.shared_buffers.on_evict(client.worker)
-        client.exchange(gradients=None, weights=foreign)
-        client.exchange(gradients=None, weights=expected)
+        client.model.exchange(gradients=None, weights=foreign)
+        client.model.exchange(gradients=None, weights=expected)
 
         assert foreign == expected
         assert counted(weights_of(made.address)) == 1
@@ -91,14 +91,18 @@ def abandon_push(client: Client, servers: list[Server]) -> None:
     thread.start()
     try:
         with pytest.raises(KeyboardInterrupt):
-            client.exchange(gradients=client.flat_buffers()[0], weights=client.flat_buffers()[1])
+            client.model.exchange(
+                gradients=client.model.flat_buffers()[0], weights=client.model.flat_buffers()[1]
+            )
     finally:
         thread.join()
 
 
 def timed_out(client: Client, servers: list[Server]) -> None:
     with pytest.raises(WaitTimeoutError):
-        client.exchange(gradients=client.flat_buffers()[0], weights=client.flat_buffers()[1])
+        client.model.exchange(
+            gradients=client.model.flat_buffers()[0], weights=client.model.flat_buffers()[1]
+        )
 
 
 @pytest.mark.parametrize("ended", [timed_out, abandon_push])
@@ -115,7 +119,7 @@ def test_a_late_push_does_not_touch_later_work_of_its_worker(
         lambda: counter(made.address, 1),
     )
     with clients[0] as client, clients[1] as late:
-        buffer, weights = client.flat_buffers()
+        buffer, weights = client.model.flat_buffers()
         numbers = np.frombuffer(buffer, np.float32)
         numbers[:] = 1.0
         ended(client, made.servers)
@@ -132,7 +136,7 @@ def test_a_late_push_does_not_touch_later_work_of_its_worker(
 
         numbers[:] = 5.0  # the mean with 1 of the other worker is 3
         together(
-            lambda: str(client.exchange(gradients=buffer, weights=weights)),
+            lambda: str(client.model.exchange(gradients=buffer, weights=weights)),
             lambda: str(late.push(ONES)),
         )
         assert counted(late.pull()) == 4
@@ -154,8 +158,8 @@ def test_memory_is_not_shared_with_former_servers(cluster: Make) -> None:
         made.close()
         with pytest.raises(UnreachableError):
             count(client)
-        client.flat_buffers()[0][0] = 200
+        client.model.flat_buffers()[0][0] = 200
         memories[1].flat[1] = 201
 
         assert memories[0].flat[0] != 200
-        assert client.flat_buffers()[0][1] != 201
+        assert client.model.flat_buffers()[0][1] != 201

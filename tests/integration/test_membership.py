@@ -34,7 +34,7 @@ from psworker.client.client import Client
 from psworker.connection.membership import WorkerMembership
 from psworker.run.job_poller import JobObserver
 from psworker.transport.exchange_calls import AnswerReceiver, Cancellation, ExchangeAnswer
-from psworker.transport.grpc import GrpcTransport
+from psworker.transport.grpc_transport import GrpcTransport
 from tests.support.cluster import Cluster
 from tests.support.events import records_of
 from tests.support.metrics_scrape import Metrics
@@ -242,9 +242,9 @@ def test_batches_of_a_dead_worker_go_to_others(cluster: Make) -> None:
     with counter(address) as client:
         delayed = silent_worker(address, client.job, codec.model_to_proto(client.plan.spec), loop)
         buffer, used = memoryview(bytearray(client.plan.nbytes)), []
-        while not (lease := client.next_batches(loop, idle=True)).end:
+        while not (lease := client.data.next_batches(loop, idle=True)).end:
             used += lease.numbers
-            client.exchange(
+            client.model.exchange(
                 gradients=buffer,
                 weights=None,
                 batches=[BatchKey(0, number) for number in lease.numbers],
@@ -315,7 +315,8 @@ def test_absent_workers_are_not_awaited_forever(cluster: Make) -> None:
     with counter(address) as client:
         with pytest.raises(TooFewWorkersError, match=r"1 of --min-workers 2 are here") as caught:
             until(
-                lambda: client.next_batches(LoopSpec(0, size=4, batch_size=1)).numbers, "a refusal"
+                lambda: client.data.next_batches(LoopSpec(0, size=4, batch_size=1)).numbers,
+                "a refusal",
             )
 
         assert caught.value.exit_code == 21

@@ -151,11 +151,13 @@ def test_a_push_with_unusable_numbers_changes_nothing(
     """Otherwise every server would raise at an agreed update, and again after a restart."""
     servers = cluster(2)
     with connected(servers.address) as client:
-        plan = client.agree(spec_of({"w": np.zeros(900, np.float32)}, {}, {}, OptimizerSpec(name)))
+        plan = client.model.agree(
+            spec_of({"w": np.zeros(900, np.float32)}, {}, {}, OptimizerSpec(name))
+        )
         weights, gradients = (np.zeros(plan.nbytes, np.uint8) for _ in range(2))
-        client.start(weights.data)
+        client.model.start(weights.data)
         with pytest.raises(InvalidRequestError, match=f"{name}, group 0: "):
-            client.exchange(gradients=gradients.data, weights=None, groups_json=groups)
-        result = client.exchange(gradients=gradients.data, weights=weights.data)
+            client.model.exchange(gradients=gradients.data, weights=None, groups_json=groups)
+        result = client.model.exchange(gradients=gradients.data, weights=weights.data)
 
         assert (result.status, result.version) == ("applied", 1)

@@ -125,10 +125,10 @@ def test_the_seconds_of_a_push_are_those_of_the_exchange(
     def script(job: Job) -> float:
         model, shares = nn.Linear(2000, 2000), []
         job.optimizer(adam(model), model, overlap=False)
-        gradients, weights = job.client.flat_buffers()
+        gradients, weights = job.client.model.flat_buffers()
         for _ in range(STEPS):
             began = time.perf_counter()
-            result = job.client.exchange(gradients=gradients, weights=weights)
+            result = job.client.model.exchange(gradients=gradients, weights=weights)
             shares.append(sum(result.seconds.values()) / (time.perf_counter() - began))
         return median(shares)
 

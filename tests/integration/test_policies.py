@@ -20,7 +20,7 @@ from psserver.core.job.policy import policy
 from psserver.core.job.settings import JobRules
 from psworker import Client, OptimizerSpec
 from psworker.transport.exchange_calls import ExchangeAnswer
-from psworker.transport.grpc import GrpcTransport
+from psworker.transport.grpc_transport import GrpcTransport
 from tests.support.cluster import Cluster
 from tests.support.policies import POLICIES
 from tests.support.workers import (
@@ -161,7 +161,7 @@ class SimulatedRace:
     def leave(self, worker: int) -> None:
         del self.clocks[worker]
         self._staged.pop(worker, None)
-        self.coordinator.departures.leave(worker, "", 0.0)
+        self.coordinator.registration.leave(worker, "", 0.0)
         self.record_decisions()
 
     def step(self) -> None:

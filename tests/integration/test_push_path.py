@@ -57,7 +57,7 @@ def test_few_modules_are_on_the_path_of_a_push(
     found = pushes(paths, (STEP, HOOK))
 
     assert len(found) >= 2 * shards
-    last = "grpc_exchanges" if lanes == "grpc" else "stream_connection"
+    last = "grpc_exchanges" if lanes == "grpc" else "socket_connection"
     assert all(path[-1].module == f"psworker.transport.{last}" for path in found)
     for path in found:
         assert len(modules(path)) <= MAX_MODULES, "\n".join(map(str, path))

@@ -20,7 +20,7 @@ from psserver.shard.live_state import LiveShardState
 from psworker import Client
 from psworker.ctl.cli import main
 from psworker.transport.exchange_calls import AnswerReceiver, Cancellation, ExchangeAnswer
-from psworker.transport.grpc import GrpcTransport
+from psworker.transport.grpc_transport import GrpcTransport
 from tests.support.cluster import Cluster
 from tests.support.lanes import each_lane, each_network_lane
 from tests.support.metrics_scrape import Metrics
@@ -37,7 +37,7 @@ class LosesShardLane(GrpcTransport):
     def exchange(self, shard: int, header: ps.PushPullHeader, *args: Any) -> ExchangeAnswer:
         answer = super().exchange(shard, header, *args)
         if shard == 1 and header.seq:
-            self._endpoints._set_address(1, f"127.0.0.1:{free_port()}")
+            self._servers._set_address(1, f"127.0.0.1:{free_port()}")
             raise UnreachableError("shard 1 does not answer", "UNREACHABLE")
         return answer
 
@@ -142,9 +142,12 @@ def test_a_push_in_pieces_counts_once_when_servers_join_during_it(
     with registered(reshardable_job, lanes) as client:
         for shards in (3, 1):
             client.pull()
-            buffer, nbytes = np.frombuffer(client.flat_buffers()[0], np.uint8), client.plan.nbytes
+            buffer, nbytes = (
+                np.frombuffer(client.model.flat_buffers()[0], np.uint8),
+                client.plan.nbytes,
+            )
             buffer[:] = buffer_of_ones(client)
-            flow = client.begin()
+            flow = client.model.begin()
             if when != "before anything is sent":
                 flow.send(0, nbytes // 2 if when == "half sent" else nbytes)
             reshard(reshardable_job, shards, policy="async")

@@ -51,7 +51,7 @@ def modules(path: Path) -> set[str]:
         ),
         (
             ("Path of a batch request", "coordinator"),
-            "ControlPlaneServicer.next_batch",
+            "next_batch",
             (LeaseBatches, "perform"),
             4,
         ),

@@ -101,21 +101,23 @@ def test_the_data_of_a_late_gradient_are_dealt_again(serve: Serve) -> None:
     server = serve("--min-workers", 2, "--backup-workers", 1)
     loop = LoopSpec(0, size=2, batch_size=1)
     with counter(server.address, rank=0) as quick, counter(server.address, rank=1) as slow:
-        mine, others = (client.next_batches(loop).numbers[0] for client in (quick, slow))
+        mine, others = (client.data.next_batches(loop).numbers[0] for client in (quick, slow))
         buffer = memoryview(bytearray(quick.plan.nbytes))
         assert (
-            quick.exchange(gradients=buffer, weights=None, batches=[BatchKey(0, mine)]).status
+            quick.model.exchange(gradients=buffer, weights=None, batches=[BatchKey(0, mine)]).status
             == "applied"
         )
         assert (
-            slow.exchange(gradients=buffer, weights=None, batches=[BatchKey(0, others)]).status
+            slow.model.exchange(
+                gradients=buffer, weights=None, batches=[BatchKey(0, others)]
+            ).status
             == "stale"
         )
-        slow.return_batches([BatchKey(0, others)])  # the optimizer does this
+        slow.data.return_batches([BatchKey(0, others)])  # the optimizer does this
 
         (row,) = status(server.address)["data"]
         assert row["dropped"] == 0
-        assert others in quick.next_batches(loop).numbers
+        assert others in quick.data.next_batches(loop).numbers
 
 
 @server_setting("global_batch")
@@ -123,7 +125,7 @@ def test_the_data_of_a_late_gradient_are_dealt_again(serve: Serve) -> None:
 def test_global_batch(serve: Serve, flags: list[object], following: tuple[int, ...]) -> None:
     """The number of batches in one push."""
     with counter(serve(*flags).address) as client:
-        lease = client.next_batches(LoopSpec(0, size=12, batch_size=2), count=3)
+        lease = client.data.next_batches(LoopSpec(0, size=12, batch_size=2), count=3)
 
         assert lease.following == following
 

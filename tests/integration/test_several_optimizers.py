@@ -287,25 +287,25 @@ def test_servers_refuse_a_push_that_is_no_step_of_its_optimizer(cluster: Make) -
         job.pull()
         client, plan = job.client, job.session.model.adapter.spec
         before = {name: w.copy() for name, w in weights_of(servers.address).items()}
-        gradients, weights = client.flat_buffers()
+        gradients, weights = client.model.flat_buffers()
         generator = [i for i, t in enumerate(plan.tensors) if t.name.startswith("g.")]
 
         with pytest.raises(InvalidRequestError, match="no optimizer 'x', but 'd', 'g'"):
-            client.exchange(gradients=gradients, weights=weights, optimizer="x")
+            client.model.exchange(gradients=gradients, weights=weights, optimizer="x")
         with pytest.raises(InvalidRequestError, match="no optimizer '', but 'd', 'g'"):
-            client.exchange(gradients=gradients, weights=weights)
+            client.model.exchange(gradients=gradients, weights=weights)
         with pytest.raises(
             InvalidRequestError,
             match=r"a step of optimizer d has a gradient of g\.0\.weight, which belongs to .* g",
         ):
-            client.exchange(
+            client.model.exchange(
                 gradients=gradients, weights=weights, absent=generator[1:], optimizer="d"
             )
 
         assert job.version == 0
         after = weights_of(servers.address)
         assert all((after[name] == weight).all() for name, weight in before.items())
-        result = client.exchange(
+        result = client.model.exchange(
             gradients=gradients, weights=weights, absent=generator, optimizer="d"
         )
         assert (result.status, result.version) == ("applied", 1)

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from pscommon.core.errors import TakenError, UnreachableError
-from pscommon.wire.blocking_stream import BlockingStream
+from pscommon.wire.blocking_socket import BlockingSocket
 from psproto.v1.stream_pb2 import StreamHello
-from psserver.app import open_streams
 from psserver.process.config import ServerConfig
-from psserver.replication.standby import Standby
+from psserver.roles.standby import build_standby
+from psserver.stream.stream_port import StreamPort
 
-Start = Callable[..., Standby]
+Start = Callable[..., StreamPort]
 
 
 @pytest.fixture
@@ -26,24 +26,23 @@ def stack() -> Iterator[ExitStack]:
 
 @pytest.fixture
 def started(stack: ExitStack) -> Start:
-    """Return a function that returns a standby which does not follow its primary yet."""
+    """Return a function that starts a standby, and returns its stream port."""
 
-    def start(**settings: Any) -> Standby:
+    def start(**settings: Any) -> StreamPort:
         config = ServerConfig(bind="127.0.0.1:0", standby_of="127.0.0.1:1", **settings)
-        standby = Standby(config, None)
+        standby, port = build_standby(config, stack)
         stack.callback(standby._grpc.stop, None)
-        return standby
+        return port
 
     return start
 
 
-def test_a_standby_names_its_primary_over_streams(stack: ExitStack, started: Start) -> None:
-    standby = started(lanes="auto")
-    port = stack.enter_context(open_streams(standby.config, standby))
+def test_a_standby_names_its_primary_over_streams(started: Start) -> None:
+    port = started(lanes="auto")
 
     for address in (port.address, port.path):
         with pytest.raises(UnreachableError, match=r"standby; its primary is 127\.0\.0\.1:1") as no:
-            BlockingStream.open(address, StreamHello(), "shard 0")
+            BlockingSocket.open(address, StreamHello(), "shard 0")
         assert no.value.reason == "NOT_PRIMARY"
     Path(port.path).stat()
 
@@ -53,18 +52,16 @@ def test_a_requested_stream_port_that_is_taken_ends_a_standby_at_its_start(
 ) -> None:
     taken = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
     bind = f"127.0.0.1:{taken.getsockname()[1]}"
-    standby = started(stream_bind=bind)
 
     with pytest.raises(TakenError, match=f"cannot listen on {bind} for streams.*Try: ") as no:
-        stack.enter_context(open_streams(standby.config, standby))
+        started(stream_bind=bind)
     assert no.value.exit_code == 10
 
 
 @pytest.mark.parametrize(("lanes", "has"), [("grpc", (0, 0)), ("shm", (0, 1)), ("stream", (1, 0))])
 def test_a_standby_opens_what_its_lanes_allow(
-    stack: ExitStack, started: Start, lanes: str, has: tuple[int, int]
+    started: Start, lanes: str, has: tuple[int, int]
 ) -> None:
-    standby = started(lanes=lanes)
-    port = stack.enter_context(open_streams(standby.config, standby))
+    port = started(lanes=lanes)
 
     assert (bool(port.address), bool(port.path)) == has

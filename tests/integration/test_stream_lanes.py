@@ -198,7 +198,7 @@ def test_exchanges_return_to_a_stream_that_answers_again(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr("psworker.transport.stream_lanes.RETRY_SECONDS", 0.05)
+    monkeypatch.setattr("psworker.transport.socket_pool.RETRY_SECONDS", 0.05)
     caplog.set_level(logging.INFO, "psworker")
     servers = cluster(1, lanes="stream")
     identity = servers.servers[0].identity

@@ -12,8 +12,8 @@ import pytest
 from pscommon.wire.stream_format import SILENCE_SECONDS
 from psworker import Client
 from psworker.exchange import shard_exchange
-from psworker.transport import stream_lanes
-from psworker.transport.stream_connection import StreamConnection
+from psworker.transport import socket_pool
+from psworker.transport.socket_connection import SocketConnection
 from tests.support.cluster import Cluster
 from tests.support.events import records_of
 from tests.support.machine_time import machine_seconds
@@ -53,13 +53,13 @@ def proxied(cluster: Make, caplog: pytest.LogCaptureFixture) -> Iterator[Proxied
         yield ProxiedServer(cluster(1, lanes="stream", lease=PATIENT, **streams), proxy)
 
 
-def stream_of(client: Client) -> StreamConnection | None:
+def stream_of(client: Client) -> SocketConnection | None:
     """Return the open stream of the client's exchanges."""
     return next(iter(streams_of(client)), None)
 
 
 @contextmanager
-def waiting_push(server: ProxiedServer, client: Client) -> Iterator[StreamConnection]:
+def waiting_push(server: ProxiedServer, client: Client) -> Iterator[SocketConnection]:
     """Let a push wait for another worker in this context, where it is the only one."""
     pushing = threading.Thread(target=count, args=(client,))
     pushing.start()
@@ -97,7 +97,7 @@ def test_a_silent_server_is_noticed_while_a_push_waits(
 
         print(f"\na silent stream: noticed after {noticed:.1f} s, gRPC after {moved:.1f} s")
         assert noticed <= SILENCE_SECONDS + SPARE_SECONDS
-        assert moved <= SILENCE_SECONDS + stream_lanes.CONNECT_SECONDS + 2 * SPARE_SECONDS
+        assert moved <= SILENCE_SECONDS + socket_pool.CONNECT_SECONDS + 2 * SPARE_SECONDS
         assert "grpc=[0]" in records_of(caplog, "lanes_chosen")[1].getMessage()
         assert "tcp=[0]" in records_of(caplog, "lanes_chosen")[0].getMessage()
         assert counted(other.pull()) == counted(client.pull()) == 1
@@ -111,20 +111,20 @@ def test_a_wait_longer_than_the_silence_is_no_silence(
     """The server says every second that it works on the answer to one long exchange."""
     monkeypatch.setattr(shard_exchange, "SLICE_SECONDS", 4 * SILENCE_SECONDS)
     made: list[float] = []
-    exchange = StreamConnection.exchange
+    exchange = SocketConnection.exchange
 
-    def counted_exchange(self: StreamConnection, *arguments: object) -> object:
+    def counted_exchange(self: SocketConnection, *arguments: object) -> object:
         made.append(time.monotonic())
         return exchange(self, *arguments)  # type: ignore[arg-type]
 
     options = {"lanes": "stream", "connect_timeout": 12 * SILENCE_SECONDS}
     with counter(proxied.address, **options) as client, counter(proxied.address) as other:
-        monkeypatch.setattr(StreamConnection, "exchange", counted_exchange)
+        monkeypatch.setattr(SocketConnection, "exchange", counted_exchange)
         with waiting_push(proxied, client) as stream:
             waits = time.monotonic() + SILENCE_SECONDS + 1.5
             until(lambda: time.monotonic() > waits, "a wait longer than the silence")
             assert len(made) == 1
-            monkeypatch.setattr(StreamConnection, "exchange", exchange)
+            monkeypatch.setattr(SocketConnection, "exchange", exchange)
             count(other)
 
         assert len(made) == 1
@@ -158,7 +158,7 @@ def test_a_push_whose_stream_is_lost_while_it_waits_goes_on_over_another(
 def test_a_port_that_was_unreachable_is_tried_again(
     proxied: ProxiedServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(stream_lanes, "RETRY_SECONDS", 0.2)
+    monkeypatch.setattr(socket_pool, "RETRY_SECONDS", 0.2)
     proxied.proxy.refuse()
     with counter(proxied.address, lanes="auto") as client:
         count(client)

@@ -9,12 +9,13 @@ import torch
 from torch.nn import functional as F
 
 from pscommon.core.errors import MismatchError
-from pscommon.wire.blocking_stream import BlockingStream
+from pscommon.wire.blocking_socket import BlockingSocket
 from pscommon.wire.endpoint import MAX_MESSAGE_BYTES
 from pscommon.wire.stream_format import FrameKind, encode_frame
 from psproto.v1 import stream_pb2
 from psserver.peers.link_calls import GrpcLink, StreamLink
-from psserver.stream.coordinator_requests import StreamRequests
+from psserver.process.handlers import Handlers
+from psserver.stream.worker_stream import WorkerStream
 from psworker import OptimizerSpec
 from tests.support.cluster import Cluster
 from tests.support.events import events
@@ -61,13 +62,13 @@ def number_of_steps() -> int:
 @pytest.fixture
 def seen(monkeypatch: pytest.MonkeyPatch) -> set[str | None]:
     """Return the kinds of requests that come over streams, while they come."""
-    found, answer = set(), StreamRequests.answer
+    found, answer = set(), WorkerStream._answer
 
-    async def recorded(self: StreamRequests, message: bytes) -> bytes:
+    async def recorded(self: WorkerStream, handlers: Handlers, message: bytes) -> None:
         found.add(stream_pb2.CoordinatorRequest.FromString(message).WhichOneof("request"))
-        return await answer(self, message)
+        await answer(self, handlers, message)
 
-    monkeypatch.setattr(StreamRequests, "answer", recorded)
+    monkeypatch.setattr(WorkerStream, "_answer", recorded)
     return found
 
 
@@ -221,13 +222,13 @@ def test_only_shard_0_serves_other_shards(cluster: Make) -> None:
     hello = stream_pb2.StreamHello(purpose=stream_pb2.StreamHello.PURPOSE_SHARD, shard=1)
 
     with pytest.raises(MismatchError, match="only shard 0"):
-        BlockingStream.open(servers.servers[1].identity.stream_address, hello, "shard 1")
+        BlockingSocket.open(servers.servers[1].identity.stream_address, hello, "shard 1")
 
 
 def test_a_message_that_is_too_long_ends_the_connection_of_a_shard(cluster: Make) -> None:
     servers = cluster(2, lanes="stream")
     hello = stream_pb2.StreamHello(purpose=stream_pb2.StreamHello.PURPOSE_SHARD)
-    link = BlockingStream.open(servers.servers[0].identity.stream_address, hello, "shard 0")
+    link = BlockingSocket.open(servers.servers[0].identity.stream_address, hello, "shard 0")
     link.send([encode_frame(FrameKind.LINK, data_nbytes=MAX_MESSAGE_BYTES + 1)])
 
     with pytest.raises(OSError, match="closed"):

@@ -15,7 +15,7 @@ from torch.utils.data import IterableDataset
 
 from psworker import Client, Job
 from psworker.data.batches import UPDATES
-from psworker.transport.grpc import GrpcTransport
+from psworker.transport.grpc_transport import GrpcTransport
 from tests.support.breakable_lane import BreakableLane
 from tests.support.cluster import Cluster
 from tests.support.events import records_of

@@ -18,7 +18,7 @@ TYPED = (
     "psserver/coordinator/executor.py",
     "psserver/coordinator/heartbeats.py",
     "psserver/coordinator/shard_connections.py",
-    "psserver/coordinator/worker_requests.py",
+    "psserver/coordinator/worker_handlers.py",
 )
 """Files between the shell and the core: `Any` is allowed there in the values of JSON only."""
 JSON = ("dict[str, Any]", "Mapping[str, Any]", "list[Any]")

@@ -1,6 +1,8 @@
 """Constructs that the code must not contain."""
 
+import ast
 import re
+from collections.abc import Iterable, Iterator
 
 import pytest
 
@@ -43,6 +45,54 @@ def test_no_test_sleeps() -> None:
     found = [str(source.path) for source in suite() if source.called() & SLEEPS]
 
     assert not found
+
+
+def callbacks(sources: Iterable[Source]) -> set[str]:
+    """Return the names of attributes that hold a function."""
+    return {
+        node.target.attr
+        for source in sources
+        for node in source.nodes
+        if isinstance(node, ast.AnnAssign)
+        and isinstance(node.target, ast.Attribute)
+        and "Callable" in ast.unparse(node.annotation)
+    }
+
+
+def assigned_from_outside(source: Source, names: set[str]) -> Iterator[int]:
+    """Yield the lines that assign a function, or one of these attributes, to another object."""
+    for node in source.nodes:
+        if not isinstance(node, ast.Assign):
+            continue
+        for target in [part for each in node.targets for part in ast.walk(each)]:
+            if isinstance(target, ast.Attribute) and isinstance(target.ctx, ast.Store):
+                is_own = isinstance(target.value, ast.Name) and target.value.id == "self"
+                has_function = target.attr in names or isinstance(node.value, ast.Lambda)
+                if has_function and not is_own:
+                    yield node.lineno
+
+
+def test_servers_pass_callbacks_to_constructors() -> None:
+    """A Protocol, or a function, is passed once; no default waits to be replaced from outside."""
+    servers = [source for source in packages() if source.module.startswith("psserver")]
+    names = callbacks(servers)
+    found = [
+        f"{source.path}:{line}"
+        for source in servers
+        for line in assigned_from_outside(source, names)
+    ]
+
+    assert not found, "\n".join(found)
+
+
+def test_the_law_finds_assigned_callbacks() -> None:
+    """Of a name that a class declares, and of a lambda under any name."""
+    engine = parse("class A:\n def __init__(self):\n  self.ask: Callable[[], None] = print")
+    names = callbacks([engine])
+    for text in ("engine.ask = run", "self.engine.ask = run", "x.y = lambda: 1", "a.ask, b = f, 1"):
+        assert list(assigned_from_outside(parse(text), names)) == [1]
+    for text in ("self.ask = run", "engine.other = run"):
+        assert not list(assigned_from_outside(parse(text), names))
 
 
 def test_no_path_into_a_home_folder() -> None:

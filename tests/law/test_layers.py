@@ -61,7 +61,6 @@ NUMBERS = {  # the only modules with tensors; the client of psworker needs no fr
     "psworker.simulation",
     "psworker.steps",
     "psworker.training",
-    "psworker.training_arguments",
     "psworker.training_nodes",
 }
 COMMANDS = {

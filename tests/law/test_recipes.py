@@ -18,6 +18,8 @@ from pscommon.core.exit_codes import EXPLANATIONS, ExitCode
 from pscommon.core.limits import POLICIES
 from pscommon.optim import KINDS
 from pscommon.settings import options
+from pscommon.wire import requests
+from pscommon.wire.requests import REQUESTS
 from psserver.coordinator.status import PER_SERVER_SETTINGS
 from psserver.core.commands import data_commands, job_commands, shard_commands, worker_commands
 from psserver.core.commands.command import Command
@@ -150,7 +152,7 @@ def test_add_an_optimizer_with_a_class_of_our_own() -> None:
 
 def test_add_a_metric() -> None:
     registry = CollectorRegistry()
-    ServerMetrics(registry, shard=0)
+    ServerMetrics(registry, shard=0).show_shard(dict)
     WorkerMetrics(registry)
     families = [*registry.collect(), *standby_metrics(0, int).collect()]
     families = [family for family in families if family.name.startswith("ps_")]
@@ -197,10 +199,10 @@ def test_add_a_flag() -> None:
 
 def test_add_an_rpc() -> None:
     protos = "".join(path.read_text() for path in (ROOT / "proto/psproto/v1").glob("*.proto"))
-    servicers = "".join(
-        text(path) for path in files(recipes()["Add an RPC"]) if path.endswith("servicer.py")
-    )
-    callers = "".join(source.text for source in packages() if source.path.name != "servicer.py")
+    bound = [path for path in files(recipes()["Add an RPC"]) if path.startswith("psserver/")]
+    handlers = "".join(map(text, bound))
+    callers = "".join(source.text for source in packages() if str(source.path) not in bound)
+    constants = {row.name: name for name, row in vars(requests).items() if row in REQUESTS}
     stubs = "".join(path.read_text() for path in (ROOT / "common/psproto").rglob("*_grpc.py"))
     methods = re.findall(r"^\s*rpc (\w+)\(", protos, re.MULTILINE)
     names = {line.split(":")[0].rpartition(".")[2] for line in promised("proto")}
@@ -209,12 +211,10 @@ def test_add_an_rpc() -> None:
     assert not [name for name in methods if f"def {name}(" not in stubs], (
         "Add an RPC: common/psproto, by `make proto`"
     )
-    assert not [name for name in methods if not re.search(rf"def {name}\(|{name}=", servicers)], (
-        "Add an RPC: a servicer in psserver"
-    )
-    assert not [name for name in methods if not re.search(rf"[.\"']{name}\b", callers)], (
-        "Add an RPC: the call"
-    )
+    assert not {*methods} - {*constants}, "Add an RPC: common/pscommon/wire/requests.py"
+    for name, constant in constants.items():
+        assert re.search(rf"\b{constant}: ", handlers), f"Add an RPC: a handler of {name}"
+        assert re.search(rf"\b{constant}\b(?! = )", callers), f"Add an RPC: the call of {name}"
     assert not {*methods} - names, f"Add an RPC: {PROMISED}"
 
 

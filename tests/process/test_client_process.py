@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from psworker.connection.finalizer import DROPPED, ENDED
+from psworker.connection.connection import DROPPED, ENDED
 from tests.support.fake_server import FakeCluster
 
 ROOT = Path(__file__).parents[2]
@@ -157,8 +157,9 @@ del client
 def test_a_client_can_be_garbage_collected_while_a_call_starts(cluster: FakeCluster) -> None:
     """gRPC's core aborts the process if a channel is closed while a call is started on it."""
     program = """
+from pscommon.wire.requests import DESCRIBE
 from psproto.v1.parameter_server_pb2 import DescribeRequest
-describe = lane._channel(lane.addresses[0]).shard.Describe
+describe = lane._channel(lane.addresses[0]).stubs[DESCRIBE]
 
 class Operations(tuple):
     def __iter__(self):  # when the call is there, and nothing has been started on it

@@ -21,24 +21,27 @@ WORKER = """
 import itertools, logging, signal, sys
 import numpy as np
 import psworker
-from psworker.transport.grpc import GrpcTransport
+from pscommon.wire.requests import ATTACH_MEMORY
+from psworker.transport.grpc_transport import GrpcTransport
 
 logging.basicConfig(level="INFO", format="%(message)s")
 address, stage, steps = sys.argv[1], sys.argv[2], int(sys.argv[3])
-attach = GrpcTransport.attach
+send = GrpcTransport.request
 
 def here(name, *rest):
     print(name, *rest)
     if stage == name:
         signal.pause()
 
-def attach_slowly(lane, shard, request, timeout):
-    here("offered", request.name)
-    answer = attach(lane, shard, request, timeout)
-    here("attached", request.name)
+def attach_slowly(lane, row, message, *rest):
+    if row is not ATTACH_MEMORY:
+        return send(lane, row, message, *rest)
+    here("offered", message.name)
+    answer = send(lane, row, message, *rest)
+    here("attached", message.name)
     return answer
 
-GrpcTransport.attach = attach_slowly
+GrpcTransport.request = attach_slowly
 with psworker.Client(address, connect_timeout=5.0, wait_timeout=30.0) as client:
     here("connected")
     client.register({"w": np.zeros(500_000, np.float32)}, psworker.OptimizerSpec("sgd", lr=1.0))

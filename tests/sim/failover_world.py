@@ -14,8 +14,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from psserver.core.shard.failover import FailoverMachine
-from psserver.core.shard.primary_lease import PrimaryRecord
+from psserver.core.shard.failover import FailoverMachine, PrimaryRecord
 from psserver.core.shard.replication import ReplicationMachine, ReplicationPhase
 from tests.sim.invariants import check
 

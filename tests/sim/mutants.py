@@ -29,7 +29,7 @@ from psserver.core.coordinator.update_rounds import UpdateRounds
 from psserver.core.data.map_loop import MapLoop
 from psserver.core.job.pending_pushes import PendingPushes
 from psserver.core.job.policy import policy
-from psserver.core.job.waiting_pushes import WaitingPush, WaitingPushes
+from psserver.core.job.ready_pushes import WaitingPush, WaitingPushes
 from psserver.core.shard.state_machine import PushOutcome, ShardMachine
 from psserver.core.workers.leases import WorkerLeases
 from psserver.core.workers.members import Member

@@ -5,7 +5,7 @@ A shard is a process: killing it discards its memory and keeps its disk.
 """
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -30,6 +30,7 @@ from tests.sim.arrays import (
 )
 from tests.sim.disks import Disk, SimLink, SimManifest, SimStandby
 from tests.sim.invariants import check, violation
+from tests.support.coordinators import SilentCoordinator
 
 if TYPE_CHECKING:
     from tests.sim.world import World
@@ -44,7 +45,7 @@ def raise_violations(shard: int) -> Iterator[None]:
         raise violation("error in shard {}: {!r}", shard, error) from error
 
 
-class SimShard:
+class SimShard(SilentCoordinator):
     """The process of one shard: its engine, and its messages to the coordinator.
 
     is_up: the process has not been killed.
@@ -77,8 +78,7 @@ class SimShard:
         log = ShardLog(sink, shard)
         self.states = SimStateFactory(shard, world.rng, SimSnapshots(world), log)  # type: ignore[arg-type]
         traffic: Any = SimpleNamespace(observers=())
-        self.engine = ShardEngine(self.states.empty(shards), traffic, self.write_part, log)
-        self.engine.request_report = lambda: self.send_report(only_new=self.is_connected)
+        self.engine = ShardEngine(self.states.empty(shards), traffic, self.write_part, self, log)
 
     @property
     def is_connected(self) -> bool:
@@ -118,12 +118,18 @@ class SimShard:
         with raise_violations(self.machine.shard):
             self.engine.deliver(log_id, entries)
 
-    def write_part(self, cut: Cut, store: Any) -> None:
+    def write_part(self, cut: Cut, store: Any, record_part: Callable[[PartReport], None]) -> None:
         self.disk.parts[cut.index] = cut.version, list(store.weights)
-        self.part = PartReport(cut.version, cut.index, "", 0, "")
-        self.send_part()
+        record_part(PartReport(cut.version, cut.index, "", 0, ""))
 
     # ---- messages to the coordinator
+
+    def request_report(self) -> None:
+        self.send_report(only_new=self.is_connected)
+
+    def record_part(self, part: PartReport) -> None:
+        self.part = part
+        self.send_part()
 
     def send_report(self, only_new: bool = False) -> None:
         if self.is_up:

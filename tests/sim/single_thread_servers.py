@@ -12,6 +12,7 @@ and do not reach the disk.
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +23,11 @@ from pscommon.core.log_entries import Cut, ShardReport
 from pscommon.snapshot import Manifest
 from pscommon.system.thread_team import ALONE
 from pscommon.wire.frames import Frame, chunks, decode_response, encode_header
+from pscommon.wire.requests import AnyRequest
 from psproto.v1 import parameter_server_pb2 as ps
 from psserver.coordinator.service import CoordinatorService
-from psserver.coordinator.servicer import ControlPlaneServicer
 from psserver.coordinator.shard_connections import ShardUpdate
+from psserver.core.job.snapshot_schedule import PartReport
 from psserver.core.servers.catch_up import CatchUp
 from psserver.core.servers.server_entry import DeliveryCursor
 from psserver.durability.record_sink import RecordSink, RecordSource, disk_log
@@ -36,19 +38,26 @@ from psserver.durability.snapshots import SnapshotManager
 from psserver.exchange.servicer import DataPlaneServicer
 from psserver.parameters.store import ParameterStore
 from psserver.process.config import ServerConfig
+from psserver.process.handlers import Handlers
 from psserver.process.identity import ServerIdentity
 from psserver.process.metrics import ServerMetrics
 from psserver.process.shard_count_file import ShardCountFile
 from psserver.shard.engine import ShardEngine
 from psserver.shard.worker_traffic import WorkerTraffic
 from psworker.core.clock import Clock
-from psworker.simulation import ENDLESS_LEASE_SECONDS, UNLIMITED_BYTES, DirectTransport
+from psworker.simulation import (
+    ENDLESS_LEASE_SECONDS,
+    UNLIMITED_BYTES,
+    DirectTransport,
+    simulated_handlers,
+)
 from psworker.transport.exchange_calls import (
     AnswerReceiver,
     Cancellation,
     ExchangeAnswer,
     receive_answer,
 )
+from tests.support.coordinators import SilentCoordinator
 
 JOB = "direct"
 MAX_DELIVERY_ROUNDS = 100
@@ -61,8 +70,8 @@ class ServerKilled(BaseException):
     """The active server is killed at this operation."""
 
 
-class DirectServer:
-    """One process of one server.
+class DirectServer(SilentCoordinator):
+    """One process of one server. DirectServers asks for its reports.
 
     is_killed: the process has been killed.
     outbox: messages to the coordinator that are not sent yet.
@@ -86,36 +95,36 @@ class DirectServer:
         """Start as Server does. Raises SnapshotError if the disk refuses the start."""
         shard, metrics = self.shard, ServerMetrics(self._registry, shard=self.shard)
         self.snapshots = SnapshotManager(config.data_dir, shard, config.snapshot_keep, metrics)
-        self.snapshots.on_part = lambda part: self.outbox.append(
-            lambda service: service.shard_connections.record_part(shard, part)
-        )
         disk = disk_log(config, f"log-shard-{shard}", metrics.count_log_failure)
         self._log = ShardLog(RecordSink(RecordSource.SHARD, disk))
         self.states = ShardStateFactory(shard, ALONE, self.snapshots, self._log)
-        self.engine = ShardEngine(
-            self.states.empty(config.shards),
-            WorkerTraffic(metrics, UNLIMITED_BYTES, "grpc"),
-            self._cut,
-            self._log,
-        )
+        traffic = WorkerTraffic(metrics, UNLIMITED_BYTES, "grpc")
+        state = self.states.empty(config.shards)
+        make_engine = partial(ShardEngine, state, traffic, self._cut, log=self._log)
         self.identity = ServerIdentity(shard, config.shards, f"direct-{shard}", job=JOB)
-        self.server = DataPlaneServicer(self.engine, self.identity)
         if shard == 0:
             self.snapshots.generations.count()
             self.service = CoordinatorService(
                 config,
                 ShardCountFile(config.shards, config.data_dir),
                 self.identity,
-                self.engine,
+                make_engine,
                 self.states,
                 self.snapshots,
                 metrics,
             )
+            self.engine = self.service.engine
             self.service.start(ticking=False)
+        else:
+            self.engine = make_engine(self)
+        self.server = DataPlaneServicer(self.engine, self.identity)
 
-    def _cut(self, cut: Cut, store: ParameterStore) -> None:
+    def record_part(self, part: PartReport) -> None:
+        self.outbox.append(lambda service: service.shard_connections.record_part(self.shard, part))
+
+    def _cut(self, cut: Cut, store: ParameterStore, report: Callable[[PartReport], None]) -> None:
         """Write a snapshot part, and wait for the thread that writes it."""
-        self.snapshots.write_part(cut, store)
+        self.snapshots.write_part(cut, store, self.record_part)
         self.snapshots.close()
         if self.is_killed:
             raise ServerKilled
@@ -216,11 +225,12 @@ class DirectServers:
             for process in self.processes
             if process is not None
         )
-        return is_shard_log_broken or self.service._history.journal.is_broken
+        return is_shard_log_broken or self.service.history.journal.is_broken
 
     @property
-    def coordinator(self) -> ControlPlaneServicer:
-        return ControlPlaneServicer(self.service)
+    def handlers(self) -> Handlers:
+        """They answer the worker's requests."""
+        return simulated_handlers(self.service)
 
     # ---- processes -------------------------------------------------------------------------------
 
@@ -376,16 +386,14 @@ class SingleThreadTransport(DirectTransport):
         header.wait_ms = 0
         sent = [encode_header(header), *(chunks(send) if header.has_data else ())]
         with self._cluster.acting_as(shard) as process:
-            answer = map(decode_response, process.server.Exchange(iter(sent), None))
+            answer = map(decode_response, process.server.exchange(iter(sent), None))
             result = receive_answer(answer, receiver)
         self._cluster.deliver()
         return ExchangeAnswer(result, 0.0, 0.0)
 
-    def _call(self, method: Callable[[Any, None], Any], request: Any) -> Any:
+    def _answer(self, row: AnyRequest, message: Any) -> Any:
         with self._cluster.acting_as(0):
-            answer = method(request, None)
-        self._cluster.deliver()
-        return answer
+            return super()._answer(row, message)
 
     def _pass_on(self) -> None:
         self._now += PAUSE_SECONDS

@@ -4,8 +4,7 @@ from collections import Counter
 
 import pytest
 
-from psserver.core.shard.failover import FailoverMachine
-from psserver.core.shard.primary_lease import PrimaryRecord
+from psserver.core.shard.failover import FailoverMachine, PrimaryRecord
 from psserver.core.shard.replication import ReplicationMachine, ReplicationPhase
 from tests.sim.failover_world import FailoverWorld
 from tests.sim.invariants import InvariantError

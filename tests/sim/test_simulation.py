@@ -14,7 +14,7 @@ import pytest
 import psserver.core.commands.recorder as recorder_module
 import psserver.core.shard.state_machine as shard_module
 from pscommon.core.log_entries import Apply, Cut, Entry
-from psserver.core.commands.ended_leases import HUNG
+from psserver.core.commands.recorder import HUNG
 from psserver.core.job.policy import policy
 from psserver.core.job.settings import WorkerLossMode
 from tests.sim import (

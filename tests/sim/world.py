@@ -283,7 +283,7 @@ class World(WorkerFaults, ServerFailures):
                 shard.send_part()
 
     def admit(self, command: Join) -> Member | None:
-        """Let a worker join its training, as WorkerRequests.join does; None: it has to wait."""
+        """Let a worker join its training, as `add_member` does; None: it has to wait."""
         job = self.coordinator.job
         if not job.trainings.admits(command.training):
             if job.membership.current() or job.reshard is not None:

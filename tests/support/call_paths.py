@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import pytest
 
 from pscommon.wire.frames import ExchangeStub
-from psproto.v1.coordinator_pb2_grpc import CoordinatorServiceStub
+from pscommon.wire.requests import AnyRequest, stub
 from psworker.transport import executor, grpc_exchanges
-from psworker.transport.stream_connection import StreamConnection
+from psworker.transport.socket_connection import SocketConnection
 from tests.support.sources import ROOT
 
 PACKAGES = ("psworker", "pscommon")
@@ -74,15 +74,13 @@ def recorded_paths(monkeypatch: pytest.MonkeyPatch) -> Iterator[RequestPaths]:
         start(thread)
 
     def exchange_stub(channel: Any) -> Any:
-        stub: Any = ExchangeStub(channel)
+        exchanges: Any = ExchangeStub(channel)
         for name in ("once", "ask", "stream"):
-            setattr(stub, name, Recorded(getattr(stub, name), paths, "Exchange"))
-        return stub
+            setattr(exchanges, name, Recorded(getattr(exchanges, name), paths, "Exchange"))
+        return exchanges
 
-    def coordinator_stub(channel: Any) -> Any:
-        stub: Any = CoordinatorServiceStub(channel)  # type: ignore[no-untyped-call]
-        stub.NextBatch = Recorded(stub.NextBatch, paths, "NextBatch")
-        return stub
+    def request_stub(channel: Any, row: AnyRequest) -> Any:
+        return Recorded(stub(channel, row), paths, row.name)
 
     def recorded(method: Any) -> Any:
         def call(*args: Any) -> Any:
@@ -95,9 +93,9 @@ def recorded_paths(monkeypatch: pytest.MonkeyPatch) -> Iterator[RequestPaths]:
         patch.setattr(threading.Thread, "start", start_with_path)
         patch.setattr(executor, "Future", SubmittedFuture)
         patch.setattr(grpc_exchanges, "ExchangeStub", exchange_stub)
-        patch.setattr(grpc_exchanges, "CoordinatorServiceStub", coordinator_stub)
-        patch.setattr(StreamConnection, "_push", recorded(StreamConnection._push))
-        patch.setattr(StreamConnection, "_push_open", recorded(StreamConnection._push_open))
+        patch.setattr(grpc_exchanges, "stub", request_stub)
+        patch.setattr(SocketConnection, "_push", recorded(SocketConnection._push))
+        patch.setattr(SocketConnection, "_push_open", recorded(SocketConnection._push_open))
         yield paths
 
 

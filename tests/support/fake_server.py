@@ -12,7 +12,6 @@ from pscommon.wire import messages as codec
 from pscommon.wire.endpoint import SERVER_OPTIONS
 from pscommon.wire.frames import (
     Frame,
-    add_parameter_server_to_server,
     chunks,
     decode_request,
     encode_header,
@@ -26,6 +25,7 @@ from psproto.v1.coordinator_pb2_grpc import (
 )
 from psworker.exchange.transfer import ShardTransfer
 from tests.support.fake_job import FakeJob
+from tests.support.parameter_server_service import add_parameter_server_to_server
 
 
 def _nothing(number: int) -> None:

@@ -111,7 +111,7 @@ class LoopWorkers:
 
     def lose(self, worker: Worker) -> None:
         self.workers.remove(worker)
-        self.coordinator.departures.leave(worker.number, "lost", 0.0)
+        self.coordinator.registration.leave(worker.number, "lost", 0.0)
 
     @property
     def updates(self) -> list[list[list[BatchKey]]]:

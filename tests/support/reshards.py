@@ -7,7 +7,8 @@ from contextlib import contextmanager
 import numpy as np
 
 from psproto.v1 import coordinator_pb2 as co
-from psserver.coordinator.servicer import ControlPlaneServicer
+from psserver.coordinator import handlers
+from psserver.waiting import ThreadWaiter, run
 from psworker import Client, OptimizerSpec
 from tests.support.cluster import Cluster
 from tests.support.workers import until
@@ -75,7 +76,9 @@ def reshard(cluster: Cluster, shards: int, **settings: object) -> co.ReshardResp
             "a candidate",
         )
     request = co.ReshardRequest(shards=shards, wait_ms=20_000)
-    return ControlPlaneServicer(cluster.servers[0].service).Reshard(request, None)  # type: ignore[arg-type]
+    service = cluster.servers[0].service
+    assert service is not None
+    return run(handlers.reshard(service, request, ThreadWaiter()))
 
 
 def weights(address: str) -> dict[str, np.ndarray]:

@@ -16,11 +16,11 @@ from typing import Literal, TypeVar
 from pscommon.core.errors import UnreachableError
 from pscommon.settings.values import Lanes
 from pscommon.wire.frames import Frame
-from psproto.v1 import coordinator_pb2 as co
+from pscommon.wire.requests import EXCHANGE, A, Q, Request
 from psproto.v1 import parameter_server_pb2 as ps
 from psworker.connection.discovery import discover
 from psworker.transport.exchange_calls import AnswerReceiver, Cancellation, ExchangeAnswer
-from psworker.transport.grpc import GrpcTransport
+from psworker.transport.grpc_transport import GrpcTransport
 from psworker.transport.interface import Transport
 
 T = TypeVar("T")
@@ -142,40 +142,12 @@ class FaultyLane:
     def end_calls(self) -> None:
         self.lane.end_calls()
 
-    def join(self, request: co.JoinRequest, timeout: float) -> co.JoinResponse:
-        return self._ask("Join", partial(self.lane.join, request, timeout))
+    def relocate(self, addresses: Sequence[str]) -> bool:
+        return self.lane.relocate(addresses)
 
-    def register(self, request: co.RegisterRequest, timeout: float) -> co.RegisterResponse:
-        return self._ask("Register", partial(self.lane.register, request, timeout))
-
-    def heartbeat(self, request: co.HeartbeatRequest, timeout: float) -> co.HeartbeatResponse:
-        return self._ask("Heartbeat", partial(self.lane.heartbeat, request, timeout))
-
-    def leave(self, request: co.LeaveRequest, timeout: float) -> co.LeaveResponse:
-        return self._ask("Leave", partial(self.lane.leave, request, timeout))
-
-    def next_batch(self, request: co.NextBatchRequest, timeout: float) -> co.NextBatchResponse:
-        return self._ask("NextBatch", partial(self.lane.next_batch, request, timeout))
-
-    def return_batches(
-        self, request: co.ReturnBatchesRequest, timeout: float
-    ) -> co.ReturnBatchesResponse:
-        return self._ask("ReturnBatches", partial(self.lane.return_batches, request, timeout))
-
-    def collective(self, request: co.CollectiveRequest, timeout: float) -> co.CollectiveResponse:
-        return self._ask("Collective", partial(self.lane.collective, request, timeout))
-
-    def report(self, request: co.ReportMetricsRequest, timeout: float) -> co.ReportMetricsResponse:
-        return self._ask("ReportMetrics", partial(self.lane.report, request, timeout))
-
-    def status(self, request: co.GetStatusRequest, timeout: float) -> co.GetStatusResponse:
-        return self._ask("GetStatus", partial(self.lane.status, request, timeout))
-
-    def attach(
-        self, shard: int, request: ps.AttachMemoryRequest, timeout: float
-    ) -> ps.AttachMemoryResponse:
-        call = partial(self.lane.attach, shard, request, timeout)
-        return self._carried("ParameterServerService.AttachMemory", shard, call, call)
+    def request(self, row: Request[Q, A], message: Q, timeout: float, shard: int = 0) -> A:
+        call = partial(self.lane.request, row, message, timeout, shard)
+        return self._carried(str(row), shard, call, call)
 
     def exchange(
         self,
@@ -200,14 +172,10 @@ class FaultyLane:
                 else None
             )
 
-        method = "ParameterServerService.Exchange"
-        return self._carried(method, shard, lambda: call(header, receiver), unheard, again)
+        return self._carried(str(EXCHANGE), shard, lambda: call(header, receiver), unheard, again)
 
     def close(self) -> None:
         self.lane.close()
-
-    def _ask(self, method: str, call: Callable[[], T]) -> T:
-        return self._carried(f"CoordinatorService.{method}", 0, call, call)
 
     def _carried(
         self,

@@ -5,8 +5,8 @@ from typing import Any
 import numpy as np
 
 from psworker import Client, OptimizerSpec
-from psworker.transport.grpc import GrpcTransport
-from psworker.transport.stream_connection import StreamConnection
+from psworker.transport.grpc_transport import GrpcTransport
+from psworker.transport.socket_connection import SocketConnection
 from tests.support.workers import connected
 
 START: dict[str, Any] = {"w": np.zeros(200_000, np.float32), "bias": np.zeros(3, np.float32)}
@@ -29,8 +29,8 @@ def make_step(client: Client) -> None:
     assert client.push_pull(ONES).status == "applied"
 
 
-def streams_of(client: Client) -> list[StreamConnection]:
+def streams_of(client: Client) -> list[SocketConnection]:
     """Return the client's streams for exchanges."""
     transport = client._connection.transport
     assert isinstance(transport, GrpcTransport)
-    return list(transport._lanes._streams.values())
+    return list(transport._sockets._connections.values())

@@ -9,7 +9,7 @@ from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
 from pscommon.wire.endpoint import Endpoint, open_channel
-from pscommon.wire.frames import EXCHANGE
+from pscommon.wire.requests import EXCHANGE
 from tests.support.programs import Program, Programs
 from tests.support.workers import until
 
@@ -53,7 +53,7 @@ def reason_of(failure: grpc.RpcError) -> tuple[str, str, set[str]]:
 
 def exchange(channel: grpc.Channel, frames: Iterable[bytes]) -> Iterator[bytes]:
     """Make a raw Exchange."""
-    call: grpc.StreamStreamMultiCallable[bytes, bytes] = channel.stream_stream(EXCHANGE)
+    call: grpc.StreamStreamMultiCallable[bytes, bytes] = channel.stream_stream(EXCHANGE.path)
     return call(iter(frames), timeout=WAIT)
 
 

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from psworker import Client
+from psworker.exchange.model_exchange import ModelExchange
 from tests.chaos.checker import Evidence, Rollback, check, duplicates
-from tests.chaos.client import JournaledClient
+from tests.chaos.client import JournaledModel
 from tests.chaos.journal import Journal, Operation, parsed, read
 from tests.support.process_job import MODULES
 from tests.support.programs import Programs, programs_in
@@ -292,5 +292,5 @@ def test_a_torn_journal_line_is_ignored(tmp_path: Path) -> None:
 
 
 def test_the_client_with_a_journal_takes_what_a_client_takes() -> None:
-    found = inspect.signature(JournaledClient.exchange).parameters
-    assert list(found) == list(inspect.signature(Client.exchange).parameters)
+    found = inspect.signature(JournaledModel.exchange).parameters
+    assert list(found) == list(inspect.signature(ModelExchange.exchange).parameters)

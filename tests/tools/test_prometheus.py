@@ -57,7 +57,7 @@ class MonitoredJob:
         self.worker_monitor = MetricsServer(
             listen_http(Endpoint("127.0.0.1:0")), workers, lambda: (True, "")
         )
-        self.shard.about = lambda: {"shards": "1", "job": "otter", "policy": "ssp"}
+        self.shard.show_shard(lambda: {"shards": "1", "job": "otter", "policy": "ssp"})
         self.shard.workers({"active": 1})
 
     def step(self) -> None:

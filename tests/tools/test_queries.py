@@ -34,7 +34,7 @@ def server() -> CollectorRegistry:
     """Create server metrics in which everything has happened once."""
     registry = new_registry()
     metrics = ServerMetrics(registry, shard=0)
-    metrics.about = lambda: {"shards": "2", "job": "otter", "policy": "sync"}
+    metrics.show_shard(lambda: {"shards": "2", "job": "otter", "policy": "sync"})
     metrics.set_workers({"active": 1})
     metrics.set_worker(1, clock=1, has_pushed=True)
     metrics.record_call("Exchange", "OK", 0.1)

@@ -3,6 +3,7 @@
 import pytest
 
 from pscommon.core.errors import UnreachableError
+from pscommon.wire.requests import HEARTBEAT, AnyRequest
 from psproto.v1 import coordinator_pb2 as co
 from psworker.core.clock import Clock
 from tests.support.rpc_faults import Faults, FaultyLane, Rule
@@ -64,7 +65,7 @@ class CountingLane:
     def __init__(self) -> None:
         self.calls = 0
 
-    def heartbeat(self, request: co.HeartbeatRequest, timeout: float) -> co.HeartbeatResponse:
+    def request(self, row: AnyRequest, message: object, timeout: float, shard: int) -> object:
         self.calls += 1
         return co.HeartbeatResponse(version=self.calls)
 
@@ -76,15 +77,15 @@ def test_a_call_with_a_lost_reply_runs_and_one_with_a_lost_request_does_not(
     counting = CountingLane()
     lane = FaultyLane(counting, Faults(rule))  # type: ignore[arg-type]  # the one method that is called
     with pytest.raises(UnreachableError, match=r"CoordinatorService\.Heartbeat"):
-        lane.heartbeat(co.HeartbeatRequest(), 1.0)
+        lane.request(HEARTBEAT, co.HeartbeatRequest(), 1.0)
 
     assert counting.calls == calls
-    assert lane.heartbeat(co.HeartbeatRequest(), 1.0).version == calls + 1
+    assert lane.request(HEARTBEAT, co.HeartbeatRequest(), 1.0).version == calls + 1
 
 
 def test_a_duplicated_call_runs_twice_and_returns_the_first_answer() -> None:
     counting = CountingLane()
     lane = FaultyLane(counting, Faults("*=1:0%:0%:100%"))  # type: ignore[arg-type]
 
-    assert lane.heartbeat(co.HeartbeatRequest(), 1.0).version == 1
+    assert lane.request(HEARTBEAT, co.HeartbeatRequest(), 1.0).version == 1
     assert counting.calls == 2

@@ -87,7 +87,8 @@ def piece_nbytes(nbytes: int) -> int:
     return max(MIN_PIECE_BYTES, min(MAX_PIECE_BYTES, nbytes // PIECE_COUNT))
 
 
-def _padded(nbytes: int) -> int:
+def padded(nbytes: int) -> int:
+    """Return the next multiple of ALIGNMENT_BYTES."""
     return -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
@@ -120,13 +121,13 @@ class PartitionPlan:
         starts, position = [0] * len(self.spec.tensors), 0
         for index in self.order:
             starts[index] = position
-            position += _padded(self.spec.tensors[index].nbytes)
+            position += padded(self.spec.tensors[index].nbytes)
         return tuple(starts)
 
     @cached_property
     def _sections(self) -> dict[Role, ByteRange]:
         lengths = {
-            role: sum(_padded(t.nbytes) for t in self.spec.tensors if t.role == role)
+            role: sum(padded(t.nbytes) for t in self.spec.tensors if t.role == role)
             for role in ROLES
         }
         sections, position = {}, 0
@@ -177,7 +178,7 @@ class PartitionPlan:
             tensor, start = self.spec.tensors[index], self.starts[index]
             if start >= span.stop:
                 break
-            start, stop = max(start, span.start), min(start + _padded(tensor.nbytes), span.stop)
+            start, stop = max(start, span.start), min(start + padded(tensor.nbytes), span.stop)
             if start >= stop:
                 continue
             is_first = tensor.treatment == "first" or tensor.dtype not in FLOATING
@@ -196,7 +197,7 @@ class PartitionPlan:
         if not absent:
             return [span] if span.start < span.stop else []
         extents = [
-            (self.starts[i], self.starts[i] + _padded(self.spec.tensors[i].nbytes)) for i in absent
+            (self.starts[i], self.starts[i] + padded(self.spec.tensors[i].nbytes)) for i in absent
         ]
         remaining, position = [], span.start
         for start, stop in sorted(extent for extent in extents if extent[0] < extent[1]):

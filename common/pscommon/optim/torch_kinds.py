@@ -137,14 +137,13 @@ _ADAM = (
     OptimizerState("max_exp_avg_sq", switch="amsgrad"),
 )
 _NAMES_OF_ADAM = tuple(state.name for state in _ADAM)
-_DEFAULTS_OF_ADAM: dict[str, Scalar] = {
+_HYPER_OF_ADAM: dict[str, Scalar] = {
     "lr": 1e-3,
     "betas": (0.9, 0.999),
     "eps": 1e-8,
     "weight_decay": 0.0,
-    "amsgrad": False,
-    "maximize": False,
 }
+_DEFAULTS_OF_ADAM = {**_HYPER_OF_ADAM, "amsgrad": False, "maximize": False}
 
 TORCH_KINDS: Mapping[str, OptimizerKind] = {
     "sgd": OptimizerKind(
@@ -245,7 +244,7 @@ TORCH_KINDS: Mapping[str, OptimizerKind] = {
     ),
     "adamax": OptimizerKind(
         torch.optim.Adamax,
-        {"lr": 2e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "maximize": False},
+        {**_HYPER_OF_ADAM, "lr": 2e-3, "maximize": False},
         _formula(adamax, "exp_avg", "exp_inf"),
         (OptimizerState("exp_avg"), OptimizerState("exp_inf")),
         by_step=True,
@@ -253,10 +252,8 @@ TORCH_KINDS: Mapping[str, OptimizerKind] = {
     "nadam": OptimizerKind(
         torch.optim.NAdam,
         {
+            **_HYPER_OF_ADAM,
             "lr": 2e-3,
-            "betas": (0.9, 0.999),
-            "eps": 1e-8,
-            "weight_decay": 0.0,
             "momentum_decay": 4e-3,
             "decoupled_weight_decay": False,
             "maximize": False,
@@ -269,14 +266,7 @@ TORCH_KINDS: Mapping[str, OptimizerKind] = {
     ),
     "radam": OptimizerKind(
         torch.optim.RAdam,
-        {
-            "lr": 1e-3,
-            "betas": (0.9, 0.999),
-            "eps": 1e-8,
-            "weight_decay": 0.0,
-            "decoupled_weight_decay": False,
-            "maximize": False,
-        },
+        {**_HYPER_OF_ADAM, "decoupled_weight_decay": False, "maximize": False},
         _formula(radam, "exp_avg", "exp_avg_sq"),
         _ADAM[:2],
         by_step=True,

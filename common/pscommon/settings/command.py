@@ -55,13 +55,7 @@ REMOVED = {
 
 
 class Setting(NamedTuple):
-    """One merged value.
-
-    Attributes:
-        key: name of the setting.
-        value: parsed value.
-        source: "flag", "environment", "file" or "default".
-    """
+    """One merged value; its source is "flag", "environment", "file" or "default"."""
 
     key: str
     value: Any
@@ -69,11 +63,7 @@ class Setting(NamedTuple):
 
 
 class UnsettledValue(NamedTuple):
-    """Placeholder for a value on which tables disagree.
-
-    Attributes:
-        table: table in which a file can set the value.
-    """
+    """Placeholder for a value on which tables disagree; a file can set it in `table`."""
 
     table: str
 
@@ -82,8 +72,6 @@ class Option(click.Option):
     """Setting with a flag, an environment variable PS_<FLAG> and a key in the file.
 
     Attributes:
-        flag: the flag, with its hyphens.
-        section: section of --help.
         variables: environment variables, in order of precedence.
     """
 

@@ -32,12 +32,9 @@ class SnapshotReader:
 
     Each part is checked against the manifest before its first byte is used. Not thread-safe.
 
-    model: the model.
     shards: number of shards that wrote the snapshot.
 
     Args:
-        snapshots: The snapshots.
-        manifest: The snapshot to read.
         needed: The byte ranges that will be read; None: all. Parts without bytes of them are never
             opened and may be missing.
     """

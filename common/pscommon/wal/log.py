@@ -50,6 +50,10 @@ __all__ = [
 ]
 
 Fsync = Literal["always", "everysec", "no"]
+
+FirstRecords = Iterable[tuple[int, bytes, Sequence[Buffer]]]
+"""Kind, header and payload of each record."""
+
 SEGMENT, SPARE = ".log", ".spare"
 SPARE_COUNT = 2
 NAME = re.compile(r"[0-9A-Za-z][0-9A-Za-z_-]*")
@@ -87,14 +91,13 @@ class WriteAheadLog:
         if fsync == "everysec":
             self._syncer.start()
 
-    def begin(self, name: str, records: Iterable[tuple[int, bytes, Sequence[Buffer]]]) -> None:
+    def begin(self, name: str, records: FirstRecords) -> None:
         """Create a segment with these first records, and sync it before it becomes the current one.
 
         Appends wait meanwhile.
 
         Args:
             name: Name of the segment; it sorts after all earlier ones.
-            records: Kind, header and payload of each record.
 
         Raises:
             LogWriteError: Nothing has changed; appends continue in the previous segment unless it
@@ -229,9 +232,7 @@ class WriteAheadLog:
         if self._current and self._fsync != "no" and not self._current.unsyncable:
             self._current.sync(self._current.nbytes)
 
-    def _make(
-        self, name: str, records: Iterable[tuple[int, bytes, Sequence[Buffer]]]
-    ) -> LogSegment:
+    def _make(self, name: str, records: FirstRecords) -> LogSegment:
         """Return a new segment that is on disk; after a failure, remove all of it."""
         self._make_folder()
         self._remove_stray()
@@ -249,7 +250,7 @@ class WriteAheadLog:
         self,
         segment: LogSegment,
         target: Path,
-        records: Iterable[tuple[int, bytes, Sequence[Buffer]]],
+        records: FirstRecords,
     ) -> LogSegment:
         try:
             segment.start()

@@ -176,7 +176,6 @@ def listen_grpc(
     endpoint: Endpoint,
     calls: int,
     handlers: Sequence[grpc.GenericRpcHandler] = (),
-    interceptors: Sequence[grpc.ServerInterceptor] = (),
     retry_seconds: float = 0.0,
 ) -> tuple[grpc.Server, str]:
     """Create a gRPC server that has its port and is not started yet.
@@ -196,7 +195,6 @@ def listen_grpc(
         server = grpc.server(
             ThreadPoolExecutor(calls, thread_name_prefix="call"),
             handlers=list(handlers),
-            interceptors=list(interceptors),
             options=SERVER_OPTIONS,
             maximum_concurrent_rpcs=calls,
         )

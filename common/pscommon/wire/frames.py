@@ -6,18 +6,15 @@ client can talk to these servers. What has another layout than ours (unknown fie
 twice) is legal protobuf too, and is left to the generated classes.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import grpc
 from google.protobuf.message import DecodeError
 
 from pscommon.core.errors import InvalidRequestError
+from pscommon.wire.requests import EXCHANGE, EXCHANGE_ONCE, stub
 from psproto.v1 import parameter_server_pb2 as pb
-
-SERVICE = "psproto.v1.ParameterServerService"
-EXCHANGE = f"/{SERVICE}/Exchange"
-EXCHANGE_ONCE = f"/{SERVICE}/ExchangeOnce"
 
 FRAME_BYTES = 1 << 20
 """Payload of one data frame; 1 to 2 MiB is fastest."""
@@ -111,38 +108,9 @@ class ExchangeStub:
     requests of one frame, `once` (ExchangeOnce) where one frame each way is enough."""
 
     def __init__(self, channel: grpc.Channel) -> None:
-        self.stream: grpc.StreamStreamMultiCallable[bytes, bytes] = channel.stream_stream(EXCHANGE)
-        self.ask: grpc.UnaryStreamMultiCallable[bytes, bytes] = channel.unary_stream(EXCHANGE)
-        self.once: grpc.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(EXCHANGE_ONCE)
-
-
-Behaviour = Callable[[Iterator[bytes], grpc.ServicerContext], Iterator[bytes]]
-
-
-def add_parameter_server_to_server(servicer: Any, server: grpc.Server) -> None:
-    """As the generated add_ParameterServerServiceServicer_to_server, but exchanges take and give
-    raw frames.
-
-    servicer.Exchange: iterator of bytes (decode_request reads them) and context to iterator of
-    bytes. ExchangeOnce: from bytes to bytes.
-    """
-    exchange: Behaviour = servicer.Exchange
-    handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
-        "Describe": _unary(servicer.Describe, pb.DescribeRequest),
-        "Introduce": _unary(servicer.Introduce, pb.IntroduceRequest),
-        "AttachMemory": _unary(servicer.AttachMemory, pb.AttachMemoryRequest),
-        "ExchangeOnce": grpc.unary_unary_rpc_method_handler(servicer.ExchangeOnce),
-        "Exchange": grpc.stream_stream_rpc_method_handler(exchange),
-    }
-    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
-
-
-def _unary(behaviour: Callable[..., Any], request: Any) -> "grpc.RpcMethodHandler[Any, Any]":
-    return grpc.unary_unary_rpc_method_handler(
-        behaviour,
-        request_deserializer=request.FromString,
-        response_serializer=lambda response: response.SerializeToString(),
-    )
+        self.stream: grpc.StreamStreamMultiCallable[bytes, bytes] = stub(channel, EXCHANGE)
+        self.ask: grpc.UnaryStreamMultiCallable[bytes, bytes] = channel.unary_stream(EXCHANGE.path)
+        self.once: grpc.UnaryUnaryMultiCallable[bytes, bytes] = stub(channel, EXCHANGE_ONCE)
 
 
 def _flat(view: memoryview) -> memoryview:

@@ -5,7 +5,6 @@ nothing.
 __all__ = [
     "command",
     "data_commands",
-    "ended_leases",
     "job_commands",
     "recorded",
     "recorder",
@@ -13,5 +12,4 @@ __all__ = [
     "shard_commands",
     "waiting",
     "worker_commands",
-    "worker_share",
 ]

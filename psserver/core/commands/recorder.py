@@ -27,7 +27,6 @@ from typing import Protocol, TypeVar
 
 from pscommon.core.errors import PSError
 from psserver.core.commands.command import Command
-from psserver.core.commands.ended_leases import choose_for_ended_leases
 from psserver.core.commands.job_commands import Advance, ContinueJob, StartCut
 from psserver.core.commands.recorded import RecordedCommand
 from psserver.core.commands.shard_commands import (
@@ -36,7 +35,9 @@ from psserver.core.commands.shard_commands import (
 from psserver.core.commands.worker_commands import (
     EndAbsence,
     ForgetDeparted,
+    KeepPlace,
     Leave,
+    Lose,
 )
 from psserver.core.coordinator.machine import CoordinatorMachine
 from psserver.core.workers.members import Member
@@ -58,6 +59,9 @@ LOG_REPAIR_INTERVAL_SECONDS = 10.0
 
 MAX_DEPARTED_COUNT, MAX_EVICTED_COUNT = 100, 500
 """Departed workers that are kept, and evicted numbers; both may be exceeded for a moment."""
+
+HUNG = "--progress-timeout: its script made no call"
+"""Start of the reason for which a hanging worker is lost."""
 
 NOT_WHOLE = "another server took over, and may lack the newest of what the workers were told"
 """Why all workers have to join as new."""
@@ -192,6 +196,41 @@ class Recorder:
         for member in self.coordinator.membership.current() if not is_complete else ():
             self.do(Leave(member.worker, NOT_WHOLE), now)
         self.do(ContinueJob(generation, resumes), now)
+
+
+def choose_for_ended_leases(
+    coordinator: CoordinatorMachine, now: float
+) -> list[tuple[Member, Command[None]]]:
+    """Return the members whose leases have ended or run again, and what to do about each.
+
+    A worker whose lease has ended is removed, or its place is kept (`--on-worker-loss`).
+    """
+    membership, on_loss = coordinator.membership, coordinator.job.rules.on_loss
+    if coordinator.failure is not None:
+        return []  # members are to learn of the failure, not that they are fenced
+    expired = membership.leases.ended(now)
+    late: list[tuple[Member, Command[None]]] = [
+        (m, EndAbsence(m.worker))
+        for m in membership.current()
+        if m.missing_since is not None and m not in expired
+    ]
+    for member in expired:
+        reason = (
+            member.death
+            or f"nothing heard from it for {now - member.last_contact_at:.1f} s; its lease ended"
+        )
+        if on_loss.mode != "wait" or not member.is_registered:
+            late.append((member, Lose(member.worker, reason)))
+        elif member.missing_since is None:
+            late.append((member, KeepPlace(member.worker)))
+        elif now - member.missing_since >= on_loss.seconds:
+            waited = f"no worker took its place within {on_loss.seconds:g} s"
+            late.append((member, Lose(member.worker, f"{reason}, and {waited}")))
+    return late + [
+        (member, Lose(member.worker, f"{HUNG} for {member.no_call_seconds:.1f} s"))
+        for member in membership.leases.over_progress_timeout()
+        if member not in expired
+    ]
 
 
 def replay(

@@ -97,7 +97,7 @@ class Leave(Command[None]):
     reason: str
 
     def perform(self, coordinator: CoordinatorMachine, now: float) -> None:
-        coordinator.departures.leave(self.worker, self.reason, now)
+        coordinator.registration.leave(self.worker, self.reason, now)
 
     def as_json(self) -> Mapping[str, Any]:
         return {"worker": self.worker, "reason": self.reason}
@@ -111,7 +111,7 @@ class DrainWorker(Command[None]):
     worker: int
 
     def perform(self, coordinator: CoordinatorMachine, now: float) -> None:
-        coordinator.departures.drain(self.worker)
+        coordinator.registration.drain(self.worker)
 
     def as_json(self) -> Mapping[str, Any]:
         return {"worker": self.worker}
@@ -125,7 +125,7 @@ class KeepPlace(Command[None]):
     worker: int
 
     def perform(self, coordinator: CoordinatorMachine, now: float) -> None:
-        coordinator.departures.keep_place(self.worker, now)
+        coordinator.registration.keep_place(self.worker, now)
 
     def as_json(self) -> Mapping[str, Any]:
         return {"worker": self.worker}
@@ -139,7 +139,7 @@ class EndAbsence(Command[None]):
     worker: int
 
     def perform(self, coordinator: CoordinatorMachine, now: float) -> None:
-        coordinator.departures.end_absence(self.worker)
+        coordinator.registration.end_absence(self.worker)
 
     def as_json(self) -> Mapping[str, Any]:
         return {"worker": self.worker}
@@ -154,7 +154,7 @@ class Lose(Command[None]):
     reason: str
 
     def perform(self, coordinator: CoordinatorMachine, now: float) -> None:
-        coordinator.departures.lose(self.worker, self.reason, now)
+        coordinator.registration.lose(self.worker, self.reason, now)
 
     def as_json(self) -> Mapping[str, Any]:
         return {"worker": self.worker, "reason": self.reason}

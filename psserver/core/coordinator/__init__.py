@@ -1,4 +1,4 @@
-"""The coordinator's machine and its parts: update rounds, reports, registration, departures, data
+"""The coordinator's machine and its parts: update rounds, reports, registration, data
 requests, resharding; and how shards and workers are admitted.
 """
 

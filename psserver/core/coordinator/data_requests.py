@@ -1,9 +1,9 @@
-"""Requests of workers for batches, and batches that they return."""
+"""Requests of workers for batches, batches that they return, and the share that each can expect."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from pscommon.core.data_stream import Spec
+from pscommon.core.data_stream import Spec, StreamSpec
 from pscommon.core.log_entries import BatchKey
 from pscommon.core.script_place import ScriptPlace
 from psserver.core.coordinator.participation import Participation
@@ -12,6 +12,7 @@ from psserver.core.data.loop import LoopLedger
 from psserver.core.data.stream_loop import StreamLoop
 from psserver.core.job.job_state import JobState
 from psserver.core.workers.members import Member, WorkerState
+from psserver.core.workers.replacement import predecessor
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,8 +175,50 @@ class DataRequests:
         self._participation.end_loops()
         self._rounds.advance(now)
 
+    def share(self, worker: int, spec: Spec) -> int:
+        """Return the number of batches of a loop that a worker gets if no worker comes or goes.
+
+        Under sync it is exact, because the ledger deals in worker order. Under async, ssp and
+        --backup-workers it is an even part. Before the first round it assumes --min-workers
+        workers. A stream has no length: the result is 0.
+
+        Raises:
+            InvalidRequestError: --global-batch does not fit the loop's batch_size.
+        """
+        if isinstance(spec, StreamSpec):
+            return 0
+        workers, place = self._team(worker)
+        units = self._job.units(spec)
+        if units is None:
+            return _part(spec.total, workers, place)
+        draws, rest = divmod(spec.batches_in_epoch, units)
+        return spec.epochs * (draws * _part(units, workers, place) + _part(rest, workers, place))
+
+    def _team(self, worker: int) -> tuple[int, int]:
+        """Return the number of workers that share a loop, and the position of this worker."""
+        job, membership = self._job, self._job.membership
+        team = membership.registered() if job.started else membership.current()
+        member = membership.members.get(worker)
+        # it is about to register
+        if member is not None and member.is_current and member not in team:
+            replaced = predecessor(membership.registered(), member)
+            team = sorted(
+                [*(m for m in team if m is not replaced), member], key=lambda m: (m.rank, m.worker)
+            )
+        workers = max(len(team), 1 if job.started else job.min_workers)
+        if member not in team:
+            return workers, workers - 1
+        assert member is not None
+        if not job.started and member.ranked and member.rank < workers:
+            return workers, member.rank
+        return workers, team.index(member)
+
 
 def _end(member: Member, spec: Spec) -> BatchesReply:
     """Return the end of the loop and note that the worker was told."""
     member.ended = True
     return BatchesReply(end=True, spec=spec)
+
+
+def _part(batches: int, workers: int, place: int) -> int:
+    return batches // workers + (place < batches % workers)

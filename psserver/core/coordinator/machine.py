@@ -19,7 +19,7 @@ Parts. Each part decides on one kind of event and works on the shared JobState:
 - push_reports.py: reports of shards.
 - update_rounds.py: which ready pushes make the next update.
 - participation.py: which members rounds wait for.
-- registration.py, departures.py: workers come and go.
+- registration.py: workers come and go.
 - data_requests.py: batches for workers.
 - collective_calls.py: small values that workers combine.
 - resharding.py: a change of the number of shards.
@@ -44,7 +44,6 @@ from pscommon.core.log_entries import Cut, Entry
 from pscommon.core.model_spec import ModelSpec
 from psserver.core.coordinator.collective_calls import CollectiveCalls
 from psserver.core.coordinator.data_requests import DataRequests
-from psserver.core.coordinator.departures import Departures
 from psserver.core.coordinator.participation import Participation
 from psserver.core.coordinator.push_reports import PushReports
 from psserver.core.coordinator.registration import Registration
@@ -74,7 +73,6 @@ class CoordinatorMachine:
         self.rounds = UpdateRounds(job, self.participation)
         self.reports = PushReports(job, self.rounds, self.participation)
         self.registration = Registration(job, self.rounds)
-        self.departures = Departures(job, self.rounds)
         self.data = DataRequests(job, self.rounds, self.participation)
         self.collectives = CollectiveCalls(job, self.rounds, self.participation)
         self.resharding = Resharding(job, self.rounds)

@@ -1,8 +1,8 @@
-"""Registration: a worker joins, names its model, and takes part from then on."""
+"""Workers come and go: one registers its model, leaves, is asked to leave, or loses its lease."""
 
 from typing import Literal
 
-from pscommon.core.errors import out_of_the_job
+from pscommon.core.errors import InvalidRequestError, TooFewWorkersError, out_of_the_job
 from pscommon.core.model_spec import ModelSpec
 from psserver.core.coordinator.update_rounds import UpdateRounds
 from psserver.core.data.resume_rules import adopted_model, model_mismatch
@@ -14,7 +14,11 @@ RegistrationReply = Literal["ready", "upload", "pending"]
 
 
 class Registration:
-    """Registers workers; a restarted one takes the place of its predecessor."""
+    """Registers workers, and removes them.
+
+    A restarted one takes the place of its predecessor. The recorder decides whether the place of a
+    lost one is kept for a while.
+    """
 
     def __init__(self, job: JobState, rounds: UpdateRounds) -> None:
         self._job, self._rounds = job, rounds
@@ -62,6 +66,39 @@ class Registration:
         if replacement.predecessor(registered, member):
             return None
         return replacement.unresolved_peer(registered, member, asked_at)
+
+    def leave(self, worker: int, reason: str, now: float) -> None:
+        """Remove a worker that is done (empty reason) or gives up."""
+        member = self._job.membership.members.get(worker)
+        if member is not None and member.is_current:
+            self._rounds.remove(member, WorkerState.LEFT, reason, now)
+
+    def drain(self, worker: int) -> None:
+        """Ask a worker to leave after its current step."""
+        membership = self._job.membership
+        member = membership.members.get(worker)
+        if member is None or not member.is_current:
+            here = ", ".join(str(m.worker) for m in membership.current()) or "none"
+            raise InvalidRequestError(
+                f"worker {worker} cannot be drained: it is not a member. Members: {here}"
+            )
+        member.draining = True
+
+    def keep_place(self, worker: int, now: float) -> None:
+        """Note that a lease has ended and the worker's place is kept for a while."""
+        self._job.membership.members[worker].missing_since = now
+
+    def end_absence(self, worker: int) -> None:
+        """Note that a missing worker has shown a sign of life."""
+        self._job.membership.members[worker].missing_since = None
+
+    def lose(self, worker: int, reason: str, now: float) -> None:
+        """Remove a worker whose lease has ended."""
+        member = self._job.membership.members[worker]
+        if member.is_registered and self._job.rules.on_loss.mode == "abort":
+            text = f"{member} was lost: {reason} (--on-worker-loss abort)"
+            self._job.fail(TooFewWorkersError(text))
+        self._rounds.remove(member, WorkerState.LOST, reason, now)
 
     def _activate(self, member: Member, now: float) -> None:
         membership = self._job.membership

@@ -41,7 +41,7 @@ from psserver.core.coordinator.participation import Participation
 from psserver.core.job.clipping import Measurement, clip_factor
 from psserver.core.job.job_state import JobState
 from psserver.core.job.policy import is_bounded
-from psserver.core.job.waiting_pushes import WaitingPush, WaitingPushes
+from psserver.core.job.ready_pushes import WaitingPush, WaitingPushes
 from psserver.core.shard.state_machine import GIVEN_UP
 from psserver.core.workers.members import Member, WorkerState
 

@@ -6,9 +6,9 @@ __all__ = [
     "job_state",
     "pending_pushes",
     "policy",
+    "ready_pushes",
     "reshard_phase",
     "settings",
     "snapshot_schedule",
     "trainings",
-    "waiting_pushes",
 ]

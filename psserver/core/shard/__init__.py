@@ -1,3 +1,3 @@
 """One shard's machines: log entries, replication to a standby, failover, and clipping."""
 
-__all__ = ["clipping", "failover", "primary_lease", "replication", "state_machine"]
+__all__ = ["clipping", "failover", "replication", "state_machine"]

@@ -2,9 +2,9 @@
 
 Theory of operation. The standby loads the primary's state, follows its records and measures how
 long the primary is silent. After TAKEOVER_TIMEOUT_SECONDS it tries to take over: it swaps the
-primary record (primary_lease.py) for one that names itself, with the next term. The swap
-succeeds only while the record names this standby as in sync in the term whose state it has. The
-machine has no thread, clock or network; replication.py describes the primary's side.
+primary record for one that names itself, with the next term. The swap succeeds only while the
+record names this standby as in sync in the term whose state it has. The machine has no thread,
+clock or network; replication.py describes the primary's side.
 
 States: loading, following (`has_state`), primary (after `take_over`).
 Events: a primary begins to send its state, a message arrives, the state is complete, time
@@ -14,10 +14,42 @@ swap, or after a handover, has all records whose replies have left. Without a le
 operator may promote a standby that lacks some of them.
 """
 
-from psserver.core.shard.primary_lease import LeaseStore, PrimaryRecord
+from dataclasses import dataclass
+from typing import Protocol
 
 TAKEOVER_TIMEOUT_SECONDS = 2.0
 """Silence of the primary after which its standby tries to take over."""
+
+
+@dataclass(frozen=True, slots=True)
+class PrimaryRecord:
+    """The content of a shard's failover lock.
+
+    Attributes:
+        term: Counter that grows with every new primary.
+        holder: Address of the primary.
+        in_sync: Id of the standby that may take over, because it has every record whose effect
+            the primary has published. Empty: no standby may.
+    """
+
+    term: int
+    holder: str
+    in_sync: str = ""
+
+
+class LeaseStore(Protocol):
+    """One record that all servers of a shard share, with compare-and-swap.
+
+    Both methods raise OSError.
+    """
+
+    def read(self) -> PrimaryRecord | None:
+        """Return the record; None before the first primary."""
+        ...
+
+    def swap(self, old: PrimaryRecord | None, new: PrimaryRecord) -> bool:
+        """Replace `old` by `new`. Return False, and change nothing, if the record is not `old`."""
+        ...
 
 
 def acquire_primary_record(lease: LeaseStore | None, address: str) -> PrimaryRecord | None:

@@ -11,7 +11,7 @@ from each of them to ALONE.
 Events: a standby attaches, a record is appended, the standby acknowledges records, the link is
 lost, time passes, an operator starts a handover.
 
-The primary record (primary_lease.py) names the primary, its term and the standby in sync. It
+The primary record (failover.py) names the primary, its term and the standby in sync. It
 changes by compare-and-swap alone: `holder` and `term` when a standby takes over, `in_sync` when a
 standby has caught up or is given up.
 
@@ -31,7 +31,7 @@ The swap of the primary record has the role of the configuration service in Vert
 from dataclasses import replace
 from enum import Enum, auto
 
-from psserver.core.shard.primary_lease import LeaseStore, PrimaryRecord
+from psserver.core.shard.failover import LeaseStore, PrimaryRecord
 
 STANDBY_TIMEOUT_SECONDS = 2.0
 """Time without an acknowledgement after which the standby is given up."""

@@ -49,8 +49,8 @@ def names_of_a_running_job(data_dir: Path, lock: Path) -> JobNames:
 def _trained(first: Server, data_dir: Path, lock: Path) -> JobNames:
     assert first.service is not None
     with counter(first.address) as client:
-        client.next_batches(LoopSpec(0, size=8, batch_size=1))
-        client.next_batches(StreamSpec(1, sources=1, batch_size=1))
+        client.data.next_batches(LoopSpec(0, size=8, batch_size=1))
+        client.data.next_batches(StreamSpec(1, sources=1, batch_size=1))
         client.report(loss=0.5)
         assert client.push_pull(ONES).status == "applied"
         begun = _segment_keys(data_dir / "log-job", found.STATE_MAPS)
@@ -58,7 +58,7 @@ def _trained(first: Server, data_dir: Path, lock: Path) -> JobNames:
         until(lambda: first.service and first.service.status()["candidates"], "a candidate")
         until(lambda: _families_without_series(first) == set(), "a sample of each metric")
         status = json.loads(json.dumps(first.service.status()))
-        metrics = found.metrics(first._registry)
+        metrics = found.metrics(first.metrics.registry)
     ShardCountFile(2, data_dir).change(3)  # as after a reshard
     return JobNames(
         found.key_paths(status, STATUS_MAPS),
@@ -77,5 +77,7 @@ def _segment_keys(folder: Path, maps: Mapping[str, str]) -> set[str]:
 
 
 def _families_without_series(server: Server) -> set[str]:
-    families = [family for family in server._registry.collect() if family.name.startswith("ps_")]
+    families = [
+        family for family in server.metrics.registry.collect() if family.name.startswith("ps_")
+    ]
     return {family.name for family in families if not family.samples}

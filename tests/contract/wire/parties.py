@@ -59,20 +59,20 @@ def work(address: str, wait_for: Callable[[str, int], object]) -> dict[str, Any]
 
 def _step_through_data(client: Client, wait_for: Callable[[str, int], object]) -> None:
     """Push two batches with their data positions and return one; the push is sent in pieces."""
-    lease = client.next_batches(LOOP, 3, idle=True)
-    memory, weights = client.flat_buffers()
+    lease = client.data.next_batches(LOOP, 3, idle=True)
+    memory, weights = client.model.flat_buffers()
     buffer = ArrayBuffer(client.plan, memory)
     given = buffer.check_gradients(gradients(3))
     buffer.write_gradients(given, ArrayBuffer(client.plan, weights), {})
     absent = buffer.absent(given)
     pushed, returned = lease.numbers[:2], lease.numbers[2:]
-    with closing(client.begin()) as flow:
+    with closing(client.model.begin()) as flow:
         flow.send(0, 8)
         wait_for(EXCHANGE, 2)  # or a shard's part is sent in one message
         batches = [BatchKey(0, number) for number in pushed]
         assert flow.finish(absent=absent, samples=8, batches=batches).status == "applied"
         flow.wait(0, len(weights))
-    client.return_batches([BatchKey(0, number) for number in returned])
+    client.data.return_batches([BatchKey(0, number) for number in returned])
 
 
 def read_only(weights: Mapping[str, Any]) -> dict[str, bytes]:

@@ -7,7 +7,7 @@ import pytest
 
 from pscommon.core.model_spec import OptimizerSettings
 from psworker.client.client import Client
-from psworker.core.activity import MAX_COUNTED_SECONDS, CallActivity
+from psworker.core.clock import MAX_COUNTED_SECONDS, CallActivity
 from tests.support.fake_server import FakeCluster
 
 SGD = OptimizerSettings("sgd", ({"lr": 0.5},))

@@ -188,18 +188,18 @@ def test_flat_buffers_are_exchanged_directly(cluster: FakeCluster) -> None:
     from psworker.client.arrays import spec_of
 
     with Client(cluster.addresses) as client:
-        plan = client.agree(spec_of(params(), {}, {}, SGD))
+        plan = client.model.agree(spec_of(params(), {}, {}, SGD))
         weights = np.full(plan.nbytes, 0, np.uint8)
-        client.start(weights.data)
+        client.model.start(weights.data)
         gradients = np.ones(plan.nbytes // 4, np.float32)
-        result = client.exchange(
+        result = client.model.exchange(
             gradients=gradients.view(np.uint8).data,
             weights=weights.data,
             batches=[BatchKey(0, 3), BatchKey(0, 4)],
             groups_json='[{"lr": 1.0}]',
             samples=64,
         )
-        pulled = client.exchange(gradients=None, weights=weights.data)
+        pulled = client.model.exchange(gradients=None, weights=weights.data)
 
         assert (result.status, pulled.status, pulled.version) == ("applied", "none", 1)
         assert weights.view(np.float32)[:3000].tolist() == [-0.5] * 3000
@@ -217,7 +217,7 @@ def test_invalid_flat_buffers_are_refused(client: Client) -> None:
         (memoryview(buffer), None, (99,)),
     ):
         with pytest.raises(InvalidRequestError):
-            client.exchange(gradients=gradients, weights=weights, absent=absent)
+            client.model.exchange(gradients=gradients, weights=weights, absent=absent)
 
 
 def test_weights_missing_from_an_answer_are_requested(client: Client, cluster: FakeCluster) -> None:

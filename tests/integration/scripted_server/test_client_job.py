@@ -147,7 +147,7 @@ def test_heartbeats_carry_progress_and_bring_stopping(cluster: FakeCluster) -> N
 def test_reports_and_returned_batches_are_sent(cluster: FakeCluster) -> None:
     with Client(cluster.addresses) as client:
         client.report(accuracy=np.float32(0.5), steps=3)
-        client.return_batches([BatchKey(0, 1), BatchKey(2, 3)])
+        client.data.return_batches([BatchKey(0, 1), BatchKey(2, 3)])
 
     assert cluster.metrics == {"accuracy": 0.5, "steps": 3.0}
     assert cluster.returned == [(0, 1), (2, 3)]
@@ -156,7 +156,7 @@ def test_reports_and_returned_batches_are_sent(cluster: FakeCluster) -> None:
 def test_several_batches_are_leased_at_once(cluster: FakeCluster) -> None:
     cluster.batches.append(co.NextBatchResponse(numbers=[4, 5], version=9))
     with Client(cluster.addresses) as client:
-        lease = client.next_batches(LOOP, count=2, idle=True)
+        lease = client.data.next_batches(LOOP, count=2, idle=True)
 
     assert (lease.numbers, lease.end, lease.sat_out) == ((4, 5), False, False)
     asked = cluster.asked[0]
@@ -172,7 +172,7 @@ def test_several_batches_are_leased_at_once(cluster: FakeCluster) -> None:
 def test_no_batches_are_an_empty_lease(cluster: FakeCluster) -> None:
     cluster.batches.append(co.NextBatchResponse(waiting_for="worker 2"))
     with Client(cluster.addresses) as client:
-        lease = client.next_batches(LOOP)
+        lease = client.data.next_batches(LOOP)
 
     assert (lease.numbers, lease.end, lease.sat_out) == ((), False, False)
     assert len(cluster.asked) == 1
@@ -188,13 +188,13 @@ def test_waiting_for_batches_is_sitting_out(client: Client, cluster: FakeCluster
             co.NextBatchResponse(end=True, version=2),
         ]
     )
-    client.next_batches(LOOP)
-    lease = client.next_batches(LOOP, idle=True)
+    client.data.next_batches(LOOP)
+    lease = client.data.next_batches(LOOP, idle=True)
 
     assert (lease.numbers, lease.end, lease.sat_out) == ((7,), False, True)
     assert [asked.idle for asked in cluster.asked] == [False, False, True, True]
     assert [asked.received for asked in cluster.asked] == [0, 1, 1, 1]
-    assert client.next_batches(LOOP, idle=True).end
+    assert client.data.next_batches(LOOP, idle=True).end
     assert cluster.asked[-1].received == 2
 
 
@@ -202,7 +202,7 @@ def test_a_worker_that_sat_out_pulls_the_version_of_its_batch(
     client: Client, cluster: FakeCluster
 ) -> None:
     cluster.batches.extend([co.NextBatchResponse(), co.NextBatchResponse(numbers=[7], version=1)])
-    client.next_batches(LOOP, idle=True)
+    client.data.next_batches(LOOP, idle=True)
     with cluster.changed:
         cluster.version = 1
 
@@ -216,7 +216,7 @@ def test_a_lost_answer_with_batches_is_requested_again(cluster: FakeCluster) -> 
     cluster.control["NextBatch"].append(lost)
     cluster.batches.append(co.NextBatchResponse(numbers=[4]))
     with Client(cluster.addresses) as client:
-        assert client.next_batches(LOOP).numbers == (4,)
+        assert client.data.next_batches(LOOP).numbers == (4,)
 
     assert [asked.received for asked in cluster.asked] == [0, 0]
 

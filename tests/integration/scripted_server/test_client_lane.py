@@ -4,13 +4,13 @@ time.
 
 import threading
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import numpy as np
 import pytest
 
 from pscommon.core.model_spec import OptimizerSettings
 from pscommon.wire.frames import Frame
+from pscommon.wire.requests import A, Q, Request
 from psproto.v1 import parameter_server_pb2 as ps
 from psworker.client.client import Client
 from psworker.core.clock import Clock
@@ -38,12 +38,9 @@ class DirectLane:
 
     def end_stalled(self) -> None: ...
 
-    def __getattr__(self, name: str) -> Any:
-        method = "".join(part.capitalize() for part in name.split("_"))
-        method = {"NextBatch": "NextBatch", "Report": "ReportMetrics", "Status": "GetStatus"}.get(
-            method, method
-        )
-        return lambda request, timeout: getattr(self._cluster.servers[0], method)(request, None)
+    def request(self, row: Request[Q, A], message: Q, timeout: float, shard: int = 0) -> A:
+        answer: A = getattr(self._cluster.servers[shard], row.name)(message, None)
+        return answer
 
     def _pass(self, seconds: float) -> None:
         self.now += seconds

@@ -127,7 +127,7 @@ def test_invalid_models_cannot_be_registered(pair: FakeCluster) -> None:
             with pytest.raises(InvalidRequestError):
                 client.register(bad, SGD)
         with pytest.raises(InvalidRequestError, match="listed twice"):
-            client.agree(_with_two_equal_names())
+            client.model.agree(_with_two_equal_names())
         for call in (
             client.pull,
             lambda: client.push({}),

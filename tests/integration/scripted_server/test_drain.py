@@ -366,7 +366,7 @@ def test_a_worker_that_waits_for_the_first_weights_stops_too(cluster: FakeCluste
     with Client(cluster.addresses) as uploader:
         # registers the model without an upload
         sgd = OptimizerMembers.of(torch.optim.SGD(net.parameters(), lr=0.5))
-        uploader.agree(ModelAdapter(net, {"": sgd}).spec)
+        uploader.model.agree(ModelAdapter(net, {"": sgd}).spec)
         cluster.control["Register"].extend([lambda: None, drain.ask_all])
 
         with pytest.raises(Stopping, match="asked to leave"), started(cluster):
@@ -394,6 +394,6 @@ def test_a_worker_that_waits_for_data_leaves_with_the_next_answer(cluster: FakeC
     with connect(cluster) as client:
         cluster.control["NextBatch"].extend([lambda: None, drain.ask_all])
 
-        lease = client.next_batches(LoopSpec(0, 4, 1), idle=True)
+        lease = client.data.next_batches(LoopSpec(0, 4, 1), idle=True)
 
         assert (lease.numbers, lease.end, len(cluster.asked)) == ((), False, 2)

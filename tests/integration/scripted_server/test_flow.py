@@ -1,4 +1,4 @@
-"""Client.begin against failing servers: what is sent and received when, and how it ends."""
+"""ModelExchange.begin against failing servers: what is sent and received when, and how it ends."""
 
 import signal
 import threading
@@ -44,7 +44,7 @@ def connect(
 
 
 def numbers(client: Client) -> tuple[Any, Any]:
-    gradients, weights = client.flat_buffers()
+    gradients, weights = client.model.flat_buffers()
     return np.frombuffer(gradients, np.float32), np.frombuffer(weights, np.float32)
 
 
@@ -53,7 +53,7 @@ def begun(cluster: FakeCluster, client: Client) -> OpenPush:
     opened = [threading.Event() for _ in cluster.servers]
     for shard, event in enumerate(opened):
         cluster.before[shard].appendleft(event.set)
-    flow = client.begin()
+    flow = client.model.begin()
     assert isinstance(flow, OpenPush)
     assert all(event.wait(20) for event in opened)
     return flow
@@ -181,7 +181,7 @@ def test_a_connection_cut_while_sending_repeats_the_push(
         assert finished(flow, client) == "applied"
         assert (numbers(client)[1] == 0).all()
         assert client.version == 1
-        assert isinstance(client.begin(), OpenPush)
+        assert isinstance(client.model.begin(), OpenPush)
     assert cluster.counted == [(1, 1)]
 
 
@@ -253,7 +253,7 @@ def test_finish_raises_without_answers_and_the_next_push_is_complete(cluster: Fa
         flow.close()
         cluster.incoming.clear()
 
-        assert isinstance(push := client.begin(), BufferedPush)
+        assert isinstance(push := client.model.begin(), BufferedPush)
         assert finished(push, client) == "applied"
         assert (numbers(client)[1] == 0).all()
         assert finished(begun(cluster, client), client) == "applied"
@@ -291,14 +291,14 @@ def test_an_early_failure_is_raised_by_finish(cluster: FakeCluster) -> None:
             flow.finish()
         flow.close()
         with pytest.raises(FencedError):
-            finished(client.begin(), client)
+            finished(client.model.begin(), client)
 
 
 def test_begin_on_a_fenced_client_does_not_stay_open(cluster: FakeCluster) -> None:
     with connect(cluster) as client:
         client.leave()
         for _ in range(2):
-            flow = client.begin()
+            flow = client.model.begin()
             with pytest.raises(PSError, match="this Client has left the job"):
                 flow.finish()
             flow.close()
@@ -324,7 +324,7 @@ def test_ctrl_c_in_finish_ends_the_calls(cluster: FakeCluster) -> None:
             flow.wait(0, 4)
         cluster.release()
 
-        assert isinstance(client.begin(), BufferedPush)
+        assert isinstance(client.model.begin(), BufferedPush)
 
 
 def test_a_client_with_an_open_push_can_be_closed(cluster: FakeCluster) -> None:

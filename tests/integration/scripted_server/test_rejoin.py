@@ -146,10 +146,10 @@ def test_a_rejoined_client_has_received_no_data(cluster: FakeCluster) -> None:
     cluster.deal(3, 4, 3)
     with connect(cluster) as client:
         for _ in range(2):
-            client.next_batches(LOOP)
+            client.data.next_batches(LOOP)
         client.rejoin()
 
-        assert client.next_batches(LOOP).numbers == (3,)
+        assert client.data.next_batches(LOOP).numbers == (3,)
 
     assert [(request.worker, request.received) for request in cluster.asked] == [
         (1, 0),
@@ -240,7 +240,7 @@ def test_an_observer_and_a_closed_client_cannot_rejoin(
 
 def test_an_open_push_is_closed_first(cluster: FakeCluster) -> None:
     with connect(cluster) as client:
-        flow = client.begin()
+        flow = client.model.begin()
         with pytest.raises(InvalidRequestError, match="under way"):
             client.rejoin()
         flow.close()

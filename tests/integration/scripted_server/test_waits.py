@@ -82,7 +82,7 @@ def test_a_server_that_delays_the_end_of_a_push_is_named_but_the_script_not(
 ) -> None:
     with connect(cluster) as client:
         seen = len(cluster.beats)
-        flow = client.begin()
+        flow = client.model.begin()
         cluster.wait_until(lambda: len(cluster.beats) > seen + 15)
         assert fast_lines.texts == []
 
@@ -108,12 +108,12 @@ def _until(event: threading.Event) -> None:
 CALLS: dict[str, Callable[[Client], Any]] = {
     "push": lambda client: client.push(ONES),
     "pull": lambda client: client.pull(),
-    "flow": lambda client: (flow := client.begin(), flow.finish(), flow.close()),
-    "data": lambda client: client.next_batches(LoopSpec(0, 4, 1)),
-    "back": lambda client: client.return_batches([BatchKey(0, 1)]),
+    "flow": lambda client: (flow := client.model.begin(), flow.finish(), flow.close()),
+    "data": lambda client: client.data.next_batches(LoopSpec(0, 4, 1)),
+    "back": lambda client: client.data.return_batches([BatchKey(0, 1)]),
     "report": lambda client: client.report(loss=1.0),
     "rejoin": lambda client: client.rejoin(),
-    "register": lambda client: client.agree(client.plan.spec),
+    "register": lambda client: client.model.agree(client.plan.spec),
 }
 
 

@@ -10,9 +10,9 @@ import pytest
 from pscommon.core.errors import REASONS, MismatchError, PSError, UnreachableError, error_for
 from pscommon.wire import status
 from pscommon.wire.endpoint import SERVER_OPTIONS, Endpoint, open_channel
-from pscommon.wire.frames import add_parameter_server_to_server
 from psproto.v1 import parameter_server_pb2 as pb
 from psproto.v1.parameter_server_pb2_grpc import ParameterServerServiceStub
+from tests.support.parameter_server_service import add_parameter_server_to_server
 
 WHO = "shard 1 at 127.0.0.1:1 (Describe)"
 

@@ -50,7 +50,7 @@ def test_a_repeated_registration_counts_once_and_a_departed_worker_not() -> None
     job = Job(workers=3)
     assert fits(job.coordinator, 1, 30)
     assert not fits(job.coordinator, 1, 29)
-    job.coordinator.departures.leave(2, "", 0.0)
+    job.coordinator.registration.leave(2, "", 0.0)
 
     assert fits(job.coordinator, 1, 20)
     assert fits(job.coordinator, 99, 30)

@@ -43,7 +43,7 @@ def test_another_worker_uploads_when_the_uploader_leaves() -> None:
         coordinator.membership.join(0.0, None, "host", 1, "cpu").worker for _ in range(2)
     )
     coordinator.registration.register(first, OTHER, 0.0)
-    coordinator.departures.leave(first, "died", 0.0)
+    coordinator.registration.leave(first, "died", 0.0)
 
     assert coordinator.registration.register(second, MODEL, 0.0) == "upload"
 
@@ -82,7 +82,7 @@ def test_only_the_first_round_waits_for_min_workers() -> None:
 
     second = job.add()
     assert job.applied() == [[first]]
-    coordinator.departures.leave(second, "", 0.0)
+    coordinator.registration.leave(second, "", 0.0)
     job.push(first, 2)
     assert job.applied() == [[first]]
 
@@ -94,7 +94,7 @@ def test_a_round_closes_when_the_awaited_worker_leaves_or_is_lost() -> None:
     assert job.applied() == []
     assert "worker 2" in waiting_for(job.coordinator, 0.0)
 
-    job.coordinator.departures.leave(2, "", 0.0)
+    job.coordinator.registration.leave(2, "", 0.0)
     assert job.applied() == [[1, 3]]
     job.push(1, 2)
     job.now = 4.0
@@ -221,7 +221,7 @@ def test_a_worker_without_data_waits_for_batches_that_others_may_return() -> Non
         job.push(worker, 1, batches=[worker - 1])
     assert job.ask(1, 1, loop=three) == BatchesReply((2,))
     assert job.ask(2, 1, idle=True, loop=three) is None
-    job.coordinator.departures.leave(1, "died", 0.0)
+    job.coordinator.registration.leave(1, "died", 0.0)
 
     assert job.ask(2, 1, idle=True, loop=three) == BatchesReply((2,))
     assert job.coordinator.membership.members[2].state is WorkerState.ACTIVE

@@ -1,5 +1,6 @@
 """Messages of a shard to the coordinator use the current connection and not an ended one."""
 
+import json
 import logging
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -14,28 +15,39 @@ from psserver.core.shard.state_machine import ShardMachine
 from psserver.peers.coordinator_link import CoordinatorLink
 from psserver.peers.link_messages import ShardMessages
 from psserver.process.identity import ServerIdentity
+from psserver.shard.push_statistics import PushStatistics
 from psserver.shard.transfer_stats import TransferStats
 
 
-def make_messages(standby: Any = None, identity: ServerIdentity | None = None) -> ShardMessages:
+def make_messages(standby: Any = None) -> ShardMessages:
     """Return messages that have only parts of snapshots and the state of the standby to report."""
-    engine = cast(
-        Any,
-        SimpleNamespace(
-            make_report=ShardMachine(1).report,
-            traffic=SimpleNamespace(transfer=TransferStats(cast(Any, None))),
-        ),
+    identity = ServerIdentity(1, 2, "here:1", "there:1")
+    return ShardMessages(identity, make_engine(), standby or standby_link("none"))
+
+
+def make_engine() -> Any:
+    transfer, pushes = TransferStats(cast(Any, None)), PushStatistics(cast(Any, None))
+    return SimpleNamespace(
+        make_report=ShardMachine(1).report,
+        live=SimpleNamespace(store=None, version=0),
+        traffic=SimpleNamespace(transfer=transfer, pushes=pushes),
     )
-    line = standby or SimpleNamespace(term=1, address="", state="none")
-    identity = identity or ServerIdentity(1, 2, "here:1", "there:1")
-    return ShardMessages(identity, engine, lambda: {"is": line.state}, line)
+
+
+def standby_link(state: str) -> Any:
+    return SimpleNamespace(term=1, address="b1:1", state=state, unacknowledged=0)
 
 
 def make_link(search_seconds: float = 1.0) -> CoordinatorLink:
-    identity = ServerIdentity(1, 2, "here:1", "there:1")
-    messages = make_messages(identity=identity)
-    nothing = cast(Any, None)
-    return CoordinatorLink(identity, messages._engine, nothing, nothing, messages, search_seconds)
+    identity, nothing = ServerIdentity(1, 2, "here:1", "there:1"), cast(Any, None)
+    return CoordinatorLink(
+        identity,
+        lambda link: make_engine(),
+        nothing,
+        nothing,
+        standby_link("none"),
+        search_seconds,
+    )
 
 
 def begin(messages: ShardMessages) -> Iterator[pb.LinkShardRequest]:
@@ -74,26 +86,27 @@ def test_the_last_part_is_sent_once_more_on_a_new_connection() -> None:
 
 
 def test_the_standby_state_is_sent_at_once_and_other_statistics_once_a_second() -> None:
-    standby = SimpleNamespace(term=1, address="b1:1", state="in sync")
+    standby = standby_link("in sync")
     messages = make_messages(standby)
     requests = begin(messages)
 
-    def reports() -> str:
+    def state() -> str:
         messages.wakeup.set()
-        return next(requests).stats_json
+        found = next(requests).stats_json
+        return json.loads(found)["standby_state"] if found else ""
 
-    found = [reports(), reports()]
+    found = [state(), state()]
     standby.state = "loading"
-    found += [reports(), reports()]
+    found += [state(), state()]
 
-    assert found == ['{"is": "in sync"}', "", '{"is": "loading"}', ""]
+    assert found == ["in sync", "", "loading", ""]
 
 
 @pytest.mark.parametrize("sends_news", [False, True])
 def test_a_shard_identifies_itself_in_each_message_or_with_its_statistics(
     sends_news: bool,
 ) -> None:
-    standby = SimpleNamespace(term=1, address="b1:1", state="in sync")
+    standby = standby_link("in sync")
     messages = make_messages(standby)
     requests = messages.begin(lambda: True, sends_news)
 
@@ -110,7 +123,7 @@ def test_a_shard_identifies_itself_in_each_message_or_with_its_statistics(
 
 def test_moved_bytes_are_reported_once() -> None:
     """They are part of the statistics of each second; reports of steps do not contain them."""
-    standby = SimpleNamespace(term=1, address="b1:1", state="0")
+    standby = standby_link("0")
     messages = make_messages(standby)
     requests, transfer = begin(messages), messages._engine.traffic.transfer
 
@@ -197,7 +210,7 @@ def test_a_connection_that_ends_while_the_server_stops_is_no_warning(
     leaves: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     link = make_link()
-    link._engine.live = SimpleNamespace(version=3)
+    link.engine.live = SimpleNamespace(version=3)
     if leaves:
         link.leave(60.0)
         link.stopped.clear()  # stopped is clear while the link is connected

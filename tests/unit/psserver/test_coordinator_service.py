@@ -123,7 +123,7 @@ def test_a_report_on_the_old_log_does_not_count_for_a_log_that_begins_meanwhile(
     service: CoordinatorService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Otherwise the shard would miss entries: they would be sent before it follows the new log."""
-    history, server = service._history, service.registry[1]
+    history, server = service.history, service.registry[1]
     server.ready, server.catch_up = True, CatchUp.FOLLOW
     report = replace(service.engine.make_report(), shard=1)
     begin_segment = history.journal.begin_segment

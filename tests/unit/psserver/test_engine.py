@@ -13,6 +13,7 @@ from psserver.durability.shard_state import ShardState
 from psserver.process.metrics import ServerMetrics
 from psserver.shard.engine import ShardEngine
 from psserver.shard.worker_traffic import WorkerTraffic
+from tests.support.coordinators import SilentCoordinator, no_snapshot
 
 SPEC = ModelSpec((TensorSpec("w", (4,), "float32"),), OptimizerSettings("sgd", ({"lr": 1.0},)))
 
@@ -29,7 +30,7 @@ def engine() -> ShardEngine:
     """An engine with weights."""
     metrics = ServerMetrics(CollectorRegistry(), shard=0)
     traffic = WorkerTraffic(metrics, 1 << 20, "auto")
-    engine = ShardEngine(following(1), traffic, lambda cut, store: None)
+    engine = ShardEngine(following(1), traffic, no_snapshot, SilentCoordinator())
     engine.set_model(SPEC)
     stage(engine, 0)
     engine.deliver(1, [Begin(1, 1)])
@@ -93,7 +94,7 @@ def test_a_rejection_and_the_eviction_with_it_become_visible_together(engine: Sh
 def test_requests_for_a_small_part_of_a_model_are_quick(floats: int, is_quick: bool) -> None:
     """Streams then answer them without another thread."""
     traffic = WorkerTraffic(ServerMetrics(CollectorRegistry(), shard=0), 1 << 20, "auto")
-    engine = ShardEngine(following(1), traffic, lambda cut, store: None)
+    engine = ShardEngine(following(1), traffic, no_snapshot, SilentCoordinator())
     assert not engine.is_quick  # there is no model
     engine.set_model(ModelSpec((TensorSpec("w", (floats,), "float32"),), SPEC.optimizer))
 

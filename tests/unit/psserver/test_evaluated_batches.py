@@ -5,7 +5,7 @@ import json
 from pscommon.core.data_loop import LoopSpec
 from pscommon.core.log_entries import BatchKey
 from pscommon.core.script_place import PassName, ScriptPlace
-from psserver.coordinator.worker_requests import never_begun
+from psserver.coordinator.worker_handlers import never_begun
 from psserver.core.commands.data_commands import LeaseBatches, ReturnBatches
 from psserver.core.commands.recorded import RecordedCommand
 from psserver.core.coordinator.data_requests import BatchesReply
@@ -25,7 +25,7 @@ def test_evaluated_batches_count_and_are_dealt_to_no_other_worker() -> None:
 
     assert (loop.committed, loop.dropped, loop.ended) == (2, 2, True)
     assert job.ask(1, received=1, idle=True, loop=two) == BatchesReply(end=True)
-    job.coordinator.departures.leave(1, "", job.now)
+    job.coordinator.registration.leave(1, "", job.now)
     assert (loop.committed, len(loop.leases)) == (2, 0)
 
 

@@ -27,6 +27,7 @@ from psserver.process.metrics import ServerMetrics
 from psserver.shard.engine import ShardEngine
 from psserver.shard.worker_traffic import WorkerTraffic
 from psserver.waiting import ThreadWaiter, run
+from tests.support.coordinators import SilentCoordinator, no_snapshot
 
 T = TypeVar("T")
 
@@ -46,6 +47,7 @@ class ScriptedIO:
     """Moves no bytes, and suspends at each call. Its `wake` is counted."""
 
     is_over = False
+    may_block = False
 
     def __init__(self, closing: pb.PushPullHeader | None = None) -> None:
         self.wakes = 0
@@ -168,7 +170,8 @@ def make_engine(elements: int) -> ShardEngine:
     metrics = ServerMetrics(CollectorRegistry(), shard=0)
     state = ShardState(0, 1, ALONE)
     state.machine.follow(1, 0)
-    engine = ShardEngine(state, WorkerTraffic(metrics, BUDGET, "auto"), lambda cut, store: None)
+    traffic = WorkerTraffic(metrics, BUDGET, "auto")
+    engine = ShardEngine(state, traffic, no_snapshot, SilentCoordinator())
     spec = TensorSpec("w", (elements,), "float32")
     engine.set_model(ModelSpec((spec,), OptimizerSettings("sgd", ({"lr": 1.0},))))
     stage(engine, PushKey(1, 0))
@@ -241,11 +244,7 @@ CASES = {
     "a large push": (
         Case(push(), LARGE, during=count),
         [
-            f"receive {4 * LARGE} bytes",
-            "do",
-            "wait",
-            "do",
-            "do",
+            *(f"receive {4 * LARGE} bytes", "do", "wait", "do", "do"),
             f"send applied version 1, read {4 * LARGE} bytes",
         ],
     ),

@@ -1,5 +1,6 @@
 """Which job the data of a server belong to, over restarts."""
 
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -13,7 +14,7 @@ from psserver.peers.link_messages import ShardMessages
 from psserver.process.config import ServerConfig
 from psserver.process.identity import ServerIdentity
 from psserver.process.job_id_file import JobIdFile
-from psserver.replication.servicer import make_standby_check
+from psserver.replication.servicer import check_standby
 from psserver.replication.standby import Standby
 from psserver.server import Server
 from tests.support.events import events
@@ -86,7 +87,7 @@ def test_shard_0_refuses_the_data_of_another_job(tmp_path: Path) -> None:
 def requested_job(identity: ServerIdentity) -> str:
     """Return the job that a shard names in its request to shard 0."""
     line = cast(Any, SimpleNamespace(term=1, address="", state="none"))
-    return ShardMessages(identity, cast(Any, None), dict, line)._identify(co.LinkShardRequest()).job
+    return ShardMessages(identity, cast(Any, None), line)._identify(co.LinkShardRequest()).job
 
 
 def test_a_shard_is_bound_to_a_job_by_its_flags_its_data_or_its_log(
@@ -128,7 +129,7 @@ def test_a_standby_is_bound_to_a_job(tmp_path: Path) -> None:
 
 
 def test_a_primary_refuses_the_standby_of_another_job() -> None:
-    check = make_standby_check(ServerIdentity(0, 1, "here:1", job="otter"))
+    check = partial(check_standby, ServerIdentity(0, 1, "here:1", job="otter"))
     check(pb.ReplicateRequest(shard=0, shards=1))
     check(pb.ReplicateRequest(shard=0, shards=1, job="otter"))
     with pytest.raises(MismatchError, match="stoat") as caught:
@@ -137,7 +138,7 @@ def test_a_primary_refuses_the_standby_of_another_job() -> None:
 
 
 def test_a_primary_without_a_job_asks_a_bound_standby_to_retry() -> None:
-    check = make_standby_check(ServerIdentity(1, 2, "here:1"))
+    check = partial(check_standby, ServerIdentity(1, 2, "here:1"))
     check(pb.ReplicateRequest(shard=1, shards=2))
     with pytest.raises(UnreachableError, match="not connected to the coordinator"):
         check(pb.ReplicateRequest(shard=1, shards=2, job="otter"))

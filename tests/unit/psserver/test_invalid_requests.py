@@ -20,8 +20,8 @@ from psserver.core.commands.recorded import RecordedCommand
 from psserver.core.commands.recorder import replay
 from psserver.core.commands.shard_commands import StartReshard
 from psserver.core.commands.worker_commands import DrainWorker
-from psserver.core.coordinator.departures import Departures
 from psserver.core.coordinator.machine import CoordinatorMachine
+from psserver.core.coordinator.registration import Registration
 from psserver.core.job.policy import Policy, policy
 from psserver.core.workers.members import Member
 from tests.sim import invalid_requests as absurd
@@ -115,10 +115,10 @@ def test_a_memory_error_is_not_recorded(monkeypatch: pytest.MonkeyPatch) -> None
     job = Job(policy("async"))
     before = list(job.book.lines)
 
-    def run_out_of_memory(self: Departures, worker: int) -> None:
+    def run_out_of_memory(self: Registration, worker: int) -> None:
         raise MemoryError
 
-    monkeypatch.setattr(Departures, "drain", run_out_of_memory)
+    monkeypatch.setattr(Registration, "drain", run_out_of_memory)
     with pytest.raises(MemoryError):
         job.recorder.do(DrainWorker(job.workers[0]), job.now)
     assert job.book.lines == before

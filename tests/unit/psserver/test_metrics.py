@@ -54,9 +54,10 @@ def test_info_series_are_unique_and_replaced(
     registry: CollectorRegistry, metrics: ServerMetrics
 ) -> None:
     """One series each; the newest value replaces the older one."""
-    metrics.about = lambda: {"shards": "2", "job": "otter", "policy": "sync"}
-    metrics.about = lambda: {"shards": "2", "job": "otter", "policy": "ssp"}
+    policies = iter(["sync", "ssp"])
+    metrics.show_shard(lambda: {"shards": "2", "job": "otter", "policy": next(policies)})
 
+    generate_latest(registry)
     text = generate_latest(registry).decode()
 
     assert re.findall(r"^ps_shard_info\{(.*)\} 1\.0$", text, re.M) == [

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from pscommon.core.errors import TakenError
-from psserver.core.shard.primary_lease import PrimaryRecord
+from psserver.core.shard.failover import PrimaryRecord
 from psserver.process.config import ServerConfig
 from psserver.replication.lease_directory import LeaseDirectory, begin_primary, lease_of
 from tests.support.ports import free_ports

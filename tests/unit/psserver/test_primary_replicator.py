@@ -11,8 +11,9 @@ from prometheus_client import CollectorRegistry
 
 import psserver.replication.primary as shipper_module
 from pscommon.core.errors import MismatchError, UnreachableError
+from pscommon.wire.requests import STEP_DOWN
 from psproto.v1 import standby_pb2 as pb
-from psserver.core.shard.primary_lease import PrimaryRecord
+from psserver.core.shard.failover import PrimaryRecord
 from psserver.core.shard.replication import (
     LEASE_CHECK_INTERVAL_SECONDS,
     STALLED_STANDBY_SECONDS,
@@ -23,8 +24,9 @@ from psserver.core.shard.replication import (
 from psserver.durability.record_sink import RecordSink, RecordSource
 from psserver.durability.state_records import StateRecord, StateRecordKind
 from psserver.process.metrics import ServerMetrics
-from psserver.replication.primary import PrimaryReplicator
-from psserver.replication.servicer import StandbyServicer
+from psserver.replication.primary import CopyState, PrimaryReplicator
+from psserver.replication.servicer import primary_handlers
+from psserver.waiting import ThreadWaiter, run
 from tests.sim.failover_world import MemoryLease
 
 FIRST = PrimaryRecord(1, "a:1")
@@ -72,9 +74,12 @@ def replicator(lease: BrokenLease | None) -> PrimaryReplicator:
         ServerMetrics(CollectorRegistry(), shard=0),
         deposed,
     )
-    made.copy_state = lambda begin: begin(STATE)
-    in_sync(made, made.attach(S))
+    in_sync(made, made.attach(S, copy_state))
     return made
+
+
+def copy_state(begin: Callable[[Iterable[StateRecord]], None]) -> None:
+    begin(STATE)
 
 
 def in_sync(primary: PrimaryReplicator, line: int) -> None:
@@ -82,15 +87,14 @@ def in_sync(primary: PrimaryReplicator, line: int) -> None:
     assert primary._machine.phase is ReplicationPhase.IN_SYNC
 
 
-def concurrent_action(primary: PrimaryReplicator, action: Callable[[], object]) -> None:
-    """Run an action while the next standby waits for a copy of the whole state."""
+def after(action: Callable[[], object]) -> CopyState:
+    """Run an action while a standby waits for a copy of the whole state."""
 
-    def whole_state(begin: Callable[[Iterable[StateRecord]], None]) -> None:
-        primary.copy_state = lambda begin: begin(STATE)
+    def run(begin: Callable[[Iterable[StateRecord]], None]) -> None:
         action()
         begin(STATE)
 
-    primary.copy_state = whole_state
+    return run
 
 
 def test_a_primary_without_its_standby_continues_if_the_lease_allows(lease: BrokenLease) -> None:
@@ -153,7 +157,7 @@ def test_a_handover_begins_without_a_standby() -> None:
     primary.handle_disconnect(line)
 
     with pytest.raises(UnreachableError) as refused:
-        primary.attach(pb.ReplicateRequest(instance="s", address="s:1"))
+        primary.attach(S, copy_state)
     assert refused.value.reason == "NOT_PRIMARY"
 
 
@@ -182,10 +186,8 @@ def test_the_first_of_two_concurrent_standbys_stays() -> None:
     """The second one connected before the first had its state, and could copy its own only then."""
     primary = replicator(None)
     primary.reset("begin again")
-    concurrent_action(primary, lambda: primary.attach(S))
-
     with pytest.raises(MismatchError, match="s:1") as refused:
-        primary.attach(T)
+        primary.attach(T, after(lambda: primary.attach(S, copy_state)))
     assert refused.value.reason == "SHARD_TAKEN"
     in_sync(primary, primary.last_position[0])
     assert primary.address == "s:1"
@@ -198,8 +200,7 @@ def test_a_standby_that_connects_twice_has_one_connection(lease: BrokenLease) ->
     primary = replicator(lease)
     primary.reset("begin again")
     lines: list[int] = []
-    concurrent_action(primary, lambda: lines.append(primary.attach(S)))
-    lines.append(primary.attach(S))
+    lines.append(primary.attach(S, after(lambda: lines.append(primary.attach(S, copy_state)))))
 
     assert lines[1] == lines[0] + 1
     assert [*primary.replicate(lines[0], lambda: True)] == []
@@ -214,12 +215,11 @@ def test_a_waiting_standby_gets_nothing_after_a_handover() -> None:
     primary.reset("begin again")
 
     def switch() -> None:
-        in_sync(primary, primary.attach(S))
+        in_sync(primary, primary.attach(S, copy_state))
         primary.step_down("s", 1.0)
 
-    concurrent_action(primary, switch)
     with pytest.raises(UnreachableError) as refused:
-        primary.attach(S)
+        primary.attach(S, after(switch))
     assert refused.value.reason == "NOT_PRIMARY"
     assert not primary._machine.can_reply(*primary.send(RecordSource.SHARD, 4, b"entry"))
 
@@ -230,8 +230,9 @@ def test_a_primary_ends_after_a_handover_even_if_the_answer_is_lost(
 ) -> None:
     context = Mock(add_callback=Mock(side_effect=lambda action: listens and (action() or True)))
 
+    step_down = primary_handlers(replicator(lease), Mock(), copy_state)[STEP_DOWN]
     with pytest.raises(DeposedError) as ended:
-        StandbyServicer(replicator(lease)).StepDown(pb.StepDownRequest(instance="s"), context)
+        run(step_down(pb.StepDownRequest(instance="s"), ThreadWaiter(context)))
     assert not str(ended.value)
 
 
@@ -317,14 +318,16 @@ def test_a_primary_that_stepped_down_reports_nothing(lease: BrokenLease) -> None
 
 def test_another_standby_is_refused(lease: BrokenLease) -> None:
     with pytest.raises(MismatchError, match="s:1") as refused:
-        replicator(lease).attach(pb.ReplicateRequest(instance="t", address="t:1"))
+        replicator(lease).attach(pb.ReplicateRequest(instance="t", address="t:1"), copy_state)
     assert refused.value.reason == "SHARD_TAKEN"
 
 
 def test_a_standby_with_a_higher_term_is_refused(lease: BrokenLease) -> None:
     """This primary was suspended and does not know the failover yet."""
     with pytest.raises(UnreachableError, match=r"term is 1.* term 2") as refused:
-        replicator(lease).attach(pb.ReplicateRequest(instance="t", address="t:1", term=2))
+        replicator(lease).attach(
+            pb.ReplicateRequest(instance="t", address="t:1", term=2), copy_state
+        )
     assert refused.value.reason == "NOT_PRIMARY"
 
 
@@ -336,8 +339,8 @@ def test_a_standby_that_loads_a_large_state_delays_no_push(
     machine = ReplicationMachine(FIRST, lease, time.monotonic())
     primary = PrimaryReplicator(machine, ServerMetrics(CollectorRegistry(), shard=0), deposed)
     state = [StateRecord(RecordSource.LINE, StateRecordKind.NUMBERS, b"x", [bytes(80)])] * 3
-    primary.copy_state = lambda begin: begin(state)
-    line = primary.attach(pb.ReplicateRequest(instance="s", address="s:1"))
+    hello = pb.ReplicateRequest(instance="s", address="s:1")
+    line = primary.attach(hello, lambda begin: begin(state))
 
     primary.send(RecordSource.SHARD, 4, bytes(120))
     with ThreadPoolExecutor(1) as pool:

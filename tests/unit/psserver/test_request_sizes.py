@@ -18,7 +18,6 @@ from pscommon.wire.messages import loop_from_proto, loop_to_proto
 from psserver.core.commands.data_commands import LeaseBatches, ReportMetrics, ReturnBatches
 from psserver.core.commands.request_checks import check_memory, check_shards, wait_seconds
 from psserver.core.commands.worker_commands import Join
-from psserver.core.commands.worker_share import worker_share
 from psserver.core.job.policy import policy
 from psworker.client.local_client import LocalClient
 from tests.support.replayed_job import Job
@@ -104,7 +103,7 @@ def test_a_loop_over_a_thousand_million_epochs_costs_nothing(
         for _ in range(100):
             for worker in job.workers:
                 job.step(worker, spec)
-        worker_share(job.coordinator, job.workers[0], spec)
+        job.coordinator.data.share(job.workers[0], spec)
         state = json.dumps(job.coordinator.ledger.state())
     assert job.coordinator.ledger.loops[spec.loop].committed == 200
     assert len(state) < 5000
@@ -114,18 +113,18 @@ def test_a_local_loop_over_a_thousand_million_epochs_costs_nothing() -> None:
     client, loop = LocalClient(), LoopSpec(0, 60, 3, FOREVER)
 
     with bounded(MEGABYTE, 1.0):
-        numbers = [client.next_batches(loop, 2).numbers for _ in range(3)]
-        client.return_batches([BatchKey(0, 4), BatchKey(0, 1)])
-        numbers.append(client.next_batches(loop, 3).numbers)
+        numbers = [client.data.next_batches(loop, 2).numbers for _ in range(3)]
+        client.data.return_batches([BatchKey(0, 4), BatchKey(0, 1)])
+        numbers.append(client.data.next_batches(loop, 3).numbers)
     assert numbers == [(0, 1), (2, 3), (4, 5), (1, 4, 6)]
 
 
 def test_a_local_loop_ends_with_its_last_batch() -> None:
     client, loop = LocalClient(), LoopSpec(0, 5, 2)
 
-    assert client.next_batches(loop, 2).numbers == (0, 1)
-    assert client.next_batches(loop, 2).numbers == (2,)
-    assert client.next_batches(loop, 2).end
+    assert client.data.next_batches(loop, 2).numbers == (0, 1)
+    assert client.data.next_batches(loop, 2).numbers == (2,)
+    assert client.data.next_batches(loop, 2).end
 
 
 @pytest.mark.parametrize(

@@ -4,13 +4,14 @@ import json
 import logging
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from pscommon.core.errors import SnapshotError
 from psserver.process.config import ServerConfig
 from psserver.process.shard_count_file import ShardCountFile
+from psserver.roles.coordinator import read_shard_count
 from psserver.server import Server
 from tests.support.events import events
 
@@ -97,9 +98,7 @@ def test_the_coordinator_records_a_reshard_before_its_shard_applies_it() -> None
     )
     config = ServerConfig(shard=0, shards=3)
 
-    layout = Server._make_layout(
-        SimpleNamespace(config=config, _promotion=SimpleNamespace(standby_state=standby_state))
-    )  # type: ignore[arg-type]
+    layout = read_shard_count(config, cast(Any, SimpleNamespace(standby_state=standby_state)))
 
     assert (layout.shards, layout.past, layout.changes) == (1, {3}, 1)
 

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from pscommon.core.data_loop import LoopSpec
 from pscommon.core.data_stream import StreamSpec
 from pscommon.core.errors import InvalidRequestError
-from psserver.core.commands.worker_share import worker_share
 from psserver.core.coordinator.machine import CoordinatorMachine
 from psserver.core.job.policy import policy
 from psserver.core.job.settings import JobRules
@@ -58,7 +57,7 @@ def test_under_sync_the_share_equals_the_dealt_batches(
     loop = LoopSpec(0, size, batch_size, epochs)
     job = job_of(workers, units and units * batch_size)
 
-    expected = [worker_share(job.coordinator, worker, loop) for worker in range(1, workers + 1)]
+    expected = [job.coordinator.data.share(worker, loop) for worker in range(1, workers + 1)]
 
     assert sum(expected) == loop.total
     assert dealt(job, workers, loop) == expected
@@ -68,7 +67,7 @@ def test_under_sync_the_share_equals_the_dealt_batches(
 def test_under_other_policies_the_shares_are_even(name: str) -> None:
     job = job_of(3, name=name)
 
-    assert [worker_share(job.coordinator, worker, LoopSpec(0, 10, 1)) for worker in (1, 2, 3)] == [
+    assert [job.coordinator.data.share(worker, LoopSpec(0, 10, 1)) for worker in (1, 2, 3)] == [
         4,
         3,
         3,
@@ -77,13 +76,13 @@ def test_under_other_policies_the_shares_are_even(name: str) -> None:
 
 def test_the_share_follows_the_workers_that_are_registered() -> None:
     job, loop = job_of(2), LoopSpec(0, 9, 1)
-    assert worker_share(job.coordinator, 2, loop) == 4
+    assert job.coordinator.data.share(2, loop) == 4
 
     third = job.add()
-    assert worker_share(job.coordinator, third, loop) == 3
+    assert job.coordinator.data.share(third, loop) == 3
 
-    job.coordinator.departures.leave(1, "", 0.0)
-    assert [worker_share(job.coordinator, worker, loop) for worker in (2, third)] == [5, 4]
+    job.coordinator.registration.leave(1, "", 0.0)
+    assert [job.coordinator.data.share(worker, loop) for worker in (2, third)] == [5, 4]
 
 
 def test_before_the_first_round_awaited_workers_count() -> None:
@@ -92,11 +91,11 @@ def test_before_the_first_round_awaited_workers_count() -> None:
     last = coordinator.membership.join(0.0, 2, "host", 1, "cpu").worker
     first = coordinator.membership.join(0.0, 0, "host", 1, "cpu").worker
 
-    assert [worker_share(coordinator, worker, loop) for worker in (first, last)] == [4, 3]
+    assert [coordinator.data.share(worker, loop) for worker in (first, last)] == [4, 3]
 
     unranked = CoordinatorMachine(1, JobRules(policy("sync"), 3))
     ids = [unranked.membership.join(0.0, None, "host", 1, "cpu").worker for _ in range(2)]
-    assert [worker_share(unranked, worker, loop) for worker in ids] == [4, 3]
+    assert [unranked.data.share(worker, loop) for worker in ids] == [4, 3]
 
 
 def test_a_worker_that_is_about_to_register_counts_itself() -> None:
@@ -104,8 +103,8 @@ def test_a_worker_that_is_about_to_register_counts_itself() -> None:
     job.ask(1, loop=loop)
     newcomer = job.coordinator.membership.join(0.0, None, "host", 1, "cpu").worker
 
-    assert worker_share(job.coordinator, newcomer, loop) == 3
-    assert worker_share(job.coordinator, 1, loop) == 5
+    assert job.coordinator.data.share(newcomer, loop) == 3
+    assert job.coordinator.data.share(1, loop) == 5
 
 
 def test_a_replacement_has_the_share_of_its_predecessor() -> None:
@@ -120,20 +119,20 @@ def test_a_replacement_has_the_share_of_its_predecessor() -> None:
 
     again = coordinator.membership.join(0.0, 0, "host", 1, "cpu", 1).worker
 
-    assert worker_share(coordinator, again, loop) == 10
+    assert coordinator.data.share(again, loop) == 10
 
 
 def test_an_observer_and_a_departed_worker_have_an_even_share() -> None:
     job = job_of(2)
 
-    assert worker_share(job.coordinator, 0, LoopSpec(0, 10, 1)) == 5
-    assert worker_share(job.coordinator, 99, LoopSpec(0, 10, 1)) == 5
+    assert job.coordinator.data.share(0, LoopSpec(0, 10, 1)) == 5
+    assert job.coordinator.data.share(99, LoopSpec(0, 10, 1)) == 5
 
 
 def test_a_stream_has_no_share() -> None:
-    assert worker_share(job_of(2).coordinator, 1, StreamSpec(0, 1, 4)) == 0
+    assert job_of(2).coordinator.data.share(1, StreamSpec(0, 1, 4)) == 0
 
 
 def test_a_global_batch_that_does_not_fit_is_refused() -> None:
     with pytest.raises(InvalidRequestError, match=r"--global-batch 8 .*batch_size 3"):
-        worker_share(job_of(2, 8).coordinator, 1, LoopSpec(0, 10, 3))
+        job_of(2, 8).coordinator.data.share(1, LoopSpec(0, 10, 3))

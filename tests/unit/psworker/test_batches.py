@@ -214,7 +214,7 @@ def test_leaving_a_loop_early_returns_unused_batches(workers: int) -> None:
 
     dealt = [BatchKey(0, number) for number in range(1, 1 + 2 * workers)]
     assert client.returned == dealt
-    assert client.next_batches(LoopSpec(0, 10, 1), count=10).numbers == tuple(range(1, 10))
+    assert client.data.next_batches(LoopSpec(0, 10, 1), count=10).numbers == tuple(range(1, 10))
 
 
 def test_an_exception_in_the_loop_returns_only_unused_batches() -> None:

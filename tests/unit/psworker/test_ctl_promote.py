@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from unittest.mock import Mock
 
 import grpc
 import pytest
@@ -10,8 +11,8 @@ import pytest
 from pscommon.core.errors import MismatchError
 from pscommon.wire.endpoint import SERVER_OPTIONS
 from psproto.v1 import standby_pb2 as pb
-from psproto.v1.standby_pb2_grpc import add_StandbyServiceServicer_to_server
-from psserver.replication.servicer import StandbyServicer
+from psserver.process.handlers import grpc_services
+from psserver.replication.servicer import primary_handlers, standby_handlers
 from psworker.ctl import views
 from psworker.ctl.cli import main
 
@@ -26,7 +27,8 @@ def serve() -> Iterator[Serve]:
 
     def start(promote: Callable[[float], pb.PromoteResponse] | None) -> str:
         server = grpc.server(ThreadPoolExecutor(2), options=SERVER_OPTIONS)
-        add_StandbyServiceServicer_to_server(StandbyServicer(None, promote), server)
+        handlers = standby_handlers(promote) if promote else primary_handlers(Mock(), Mock())
+        server.add_generic_rpc_handlers(grpc_services(handlers))
         port = server.add_insecure_port("127.0.0.1:0")
         server.start()
         servers.append(server)

@@ -45,7 +45,7 @@ def test_a_stale_step_is_no_error(caplog: pytest.LogCaptureFixture) -> None:
             optimizer.step()
             if number == 1:
                 break
-    again = client.next_batches(LoopSpec(0, size=4, batch_size=2), count=9)
+    again = client.data.next_batches(LoopSpec(0, size=4, batch_size=2), count=9)
 
     assert job.last == PushResult("stale", 7, staleness=4)
     assert job.stats.stale == 2

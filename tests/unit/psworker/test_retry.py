@@ -1,10 +1,15 @@
 """Retries and timeouts of a request, with a clock that the test advances."""
 
 import logging
+from collections.abc import Callable
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 from pscommon.core.errors import FencedError, UnreachableError, WaitTimeoutError
+from pscommon.wire.requests import NEXT_BATCH
+from psproto.v1 import coordinator_pb2 as co
 from psworker.connection.retry import PendingRequests, RetryDeadline, TimeLimits
 from psworker.core.clock import Clock
 from psworker.session.drain import DrainedError
@@ -24,8 +29,9 @@ class Time:
         self.pauses.append(seconds)
         self.now += seconds
 
-    def clock(self) -> Clock:
-        return Clock(lambda: self.now, self.sleep)
+    def lane(self, ask: Callable[..., Any] = lambda *_: 3) -> Any:
+        """Return a transport whose requests are answered by `ask`."""
+        return Mock(clock=Clock(lambda: self.now, self.sleep), request=ask)
 
 
 def fail_repeatedly(deadline: RetryDeadline, error: UnreachableError = SILENT) -> None:
@@ -39,7 +45,7 @@ def time() -> Time:
 
 
 def test_requests_are_retried_until_connect_timeout_with_growing_pauses(time: Time) -> None:
-    deadline = RetryDeadline("push 7", time.clock(), TimeLimits(connect=10, wait=5))
+    deadline = RetryDeadline("push 7", time.lane(), TimeLimits(connect=10, wait=5))
     with pytest.raises(UnreachableError, match=r"a:1 does not answer \(tried for 1. s\)") as caught:
         fail_repeatedly(deadline)
 
@@ -56,8 +62,8 @@ def test_restarts_of_one_request_are_not_all_logged(
     caplog.set_level(logging.INFO)
     limits = TimeLimits(connect=60, wait=60)
     for _ in range(200):
-        RetryDeadline("push 7", time.clock(), limits).handle_failure(SILENT)
-    RetryDeadline("push 8", time.clock(), limits).handle_failure(SILENT)
+        RetryDeadline("push 7", time.lane(), limits).handle_failure(SILENT)
+    RetryDeadline("push 8", time.lane(), limits).handle_failure(SILENT)
 
     assert time.now == pytest.approx(110.05)
     assert [record.__dict__["request"] for record in caplog.records] == [
@@ -68,19 +74,19 @@ def test_restarts_of_one_request_are_not_all_logged(
 
 
 def test_an_answer_restarts_the_connect_timeout(time: Time) -> None:
-    deadline = RetryDeadline("push 7", time.clock(), TimeLimits(connect=10, wait=1000))
+    deadline = RetryDeadline("push 7", time.lane(), TimeLimits(connect=10, wait=1000))
     for _ in range(5):
         time.now += 9
         deadline.handle_failure(SILENT)
         deadline.handle_wait("worker 2")
-    assert deadline.ask(lambda: 3) == 3
+    assert deadline.ask(NEXT_BATCH, co.NextBatchRequest()) == 3
     time.now += 9
     deadline.handle_failure(SILENT)
 
 
 def test_an_attempt_that_sends_more_frames_than_before_is_progress(time: Time) -> None:
     """On a slow link or with a large model, an attempt may take long."""
-    deadline = RetryDeadline("push 7", time.clock(), TimeLimits(connect=10, wait=1000))
+    deadline = RetryDeadline("push 7", time.lane(), TimeLimits(connect=10, wait=1000))
     deadline.begin_attempt()
     for _ in range(5):
         time.now += 9
@@ -100,7 +106,7 @@ def test_an_attempt_that_sends_more_frames_than_before_is_progress(time: Time) -
 
 
 def test_the_wait_timeout_counts_from_the_last_restart(time: Time) -> None:
-    deadline = RetryDeadline("push 7", time.clock(), TimeLimits(connect=10, wait=60))
+    deadline = RetryDeadline("push 7", time.lane(), TimeLimits(connect=10, wait=60))
     time.now += 59
     deadline.handle_wait("worker 2")
     deadline.restart()
@@ -114,7 +120,7 @@ def test_the_wait_timeout_counts_from_the_last_restart(time: Time) -> None:
 
 
 def test_a_server_that_is_not_ready_is_awaited_until_wait_timeout(time: Time) -> None:
-    deadline = RetryDeadline("push 7", time.clock(), TimeLimits(connect=1, wait=60))
+    deadline = RetryDeadline("push 7", time.lane(), TimeLimits(connect=1, wait=60))
     with pytest.raises(
         WaitTimeoutError, match="push 7 waited 60 s for a server that is not ready: no model yet"
     ):
@@ -126,7 +132,7 @@ def test_a_server_that_is_not_ready_is_awaited_until_wait_timeout(time: Time) ->
 
 def test_servers_answer_a_request_before_its_retry_deadline(time: Time) -> None:
     assert (
-        RetryDeadline("push 7", time.clock(), TimeLimits(connect=2, wait=60)).next_wait_seconds(5)
+        RetryDeadline("push 7", time.lane(), TimeLimits(connect=2, wait=60)).next_wait_seconds(5)
         == 1
     )
 
@@ -134,17 +140,18 @@ def test_servers_answer_a_request_before_its_retry_deadline(time: Time) -> None:
 def test_ask_retries_after_unreachable_and_timeout_errors(time: Time) -> None:
     answers = iter([SILENT, WaitTimeoutError("worker 2 is late", "WAIT_TIMEOUT"), "here"])
 
-    def call() -> str:
-        answer = next(answers)
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
+    def answer(*_: Any) -> str:
+        found = next(answers)
+        if isinstance(found, Exception):
+            raise found
+        return found
 
-    assert RetryDeadline("x", time.clock(), TimeLimits(connect=10, wait=10)).ask(call) == "here"
+    deadline = RetryDeadline("x", time.lane(answer), TimeLimits(connect=10, wait=10))
+    assert deadline.ask(NEXT_BATCH, co.NextBatchRequest()) == "here"
 
 
 def test_a_wait_is_logged_within_ten_seconds(time: Time, caplog: pytest.LogCaptureFixture) -> None:
-    deadline = RetryDeadline("push 7", time.clock(), TimeLimits(connect=10, wait=1000))
+    deadline = RetryDeadline("push 7", time.lane(), TimeLimits(connect=10, wait=1000))
     with caplog.at_level(logging.INFO, "psworker"):
         for _ in range(31):
             time.now += 1
@@ -154,7 +161,7 @@ def test_a_wait_is_logged_within_ten_seconds(time: Time, caplog: pytest.LogCaptu
 
 
 def test_requests_to_a_server_that_answers_at_once_are_paused(time: Time) -> None:
-    deadline = RetryDeadline("push 7", time.clock(), TimeLimits(connect=10, wait=1000))
+    deadline = RetryDeadline("push 7", time.lane(), TimeLimits(connect=10, wait=1000))
     deadline.next_wait_seconds(5)
     deadline.handle_wait("worker 2")
     deadline.next_wait_seconds(5)
@@ -170,7 +177,7 @@ def test_a_failed_check_ends_the_retries(time: Time) -> None:
     def check() -> None:
         raise FencedError("worker 3 is out")
 
-    deadline = RetryDeadline("push 7", time.clock(), TimeLimits(connect=10, wait=1000, check=check))
+    deadline = RetryDeadline("push 7", time.lane(), TimeLimits(connect=10, wait=1000, check=check))
     for go_on in (
         lambda: deadline.handle_wait("worker 2"),
         lambda: deadline.handle_failure(SILENT),
@@ -181,7 +188,7 @@ def test_a_failed_check_ends_the_retries(time: Time) -> None:
 
 def test_servers_of_an_ending_job_are_awaited_briefly(time: Time) -> None:
     deadline = RetryDeadline(
-        "push 7", time.clock(), TimeLimits(connect=60, wait=1000, hurry=lambda: True)
+        "push 7", time.lane(), TimeLimits(connect=60, wait=1000, hurry=lambda: True)
     )
     with pytest.raises(DrainedError):
         fail_repeatedly(deadline)
@@ -192,7 +199,7 @@ def test_servers_of_an_ending_job_are_awaited_briefly(time: Time) -> None:
 def test_attempts_end_at_the_deadline_of_a_drain(time: Time) -> None:
     """No attempt of a draining worker lasts longer than its deadline."""
     deadline = RetryDeadline(
-        "push 7", time.clock(), TimeLimits(connect=60, wait=1000, deadline=lambda: 103.0)
+        "push 7", time.lane(), TimeLimits(connect=60, wait=1000, deadline=lambda: 103.0)
     )
     assert deadline.next_wait_seconds(5) == 3
     time.now += 4
@@ -207,7 +214,7 @@ def test_an_unanswered_request_is_logged_every_eight_seconds(
     waits = PendingRequests()
     deadline = RetryDeadline(
         "push 7 of worker 2 on shard 1 at a:1",
-        time.clock(),
+        time.lane(),
         TimeLimits(connect=60, wait=1000, waits=waits),
     )
     deadline.begin_attempt()
@@ -230,14 +237,15 @@ def test_a_request_is_pending_only_during_its_call(
 ) -> None:
     caplog.set_level(logging.INFO, "psworker")
     waits = PendingRequests()
-    deadline = RetryDeadline("asking", time.clock(), TimeLimits(connect=60, wait=1000, waits=waits))
 
-    def hangs() -> int:
+    def hangs(*_: Any) -> int:
         time.now += 10
         waits.remind(time.now)
         return 3
 
-    assert deadline.ask(hangs) == 3
+    limits = TimeLimits(connect=60, wait=1000, waits=waits)
+    deadline = RetryDeadline("asking", time.lane(hangs), limits)
+    assert deadline.ask(NEXT_BATCH, co.NextBatchRequest()) == 3
     time.now += 10
     waits.remind(time.now)
     assert [record.getMessage() for record in caplog.records] == [
@@ -250,7 +258,7 @@ def test_the_first_failed_attempt_is_logged_at_once(
 ) -> None:
     """Each silence is logged once; later lines are rate-limited."""
     caplog.set_level(logging.INFO, "psworker")
-    deadline = RetryDeadline("push 7", time.clock(), TimeLimits(connect=60, wait=1000))
+    deadline = RetryDeadline("push 7", time.lane(), TimeLimits(connect=60, wait=1000))
     deadline.handle_failure(SILENT)
     deadline.handle_failure(SILENT)
     time.now += 8
@@ -266,7 +274,7 @@ def test_a_reminder_names_the_worker_of_the_last_answer(
 ) -> None:
     """After a failed attempt it names no worker."""
     caplog.set_level(logging.INFO, "psworker")
-    deadline = RetryDeadline("push 7", time.clock(), TimeLimits(connect=60, wait=1000))
+    deadline = RetryDeadline("push 7", time.lane(), TimeLimits(connect=60, wait=1000))
     time.now += 5
     deadline.handle_wait("worker 2")
     deadline.begin_attempt()

@@ -12,7 +12,7 @@ from psworker.ctl.output import pass_text
 from psworker.run.display import (
     LINE_SECONDS,
     LiveDisplay,
-    LogStream,
+    LogWriter,
     PlainDisplay,
     open_display,
     panel,
@@ -178,7 +178,7 @@ def test_the_panel_goes_for_a_prompt_and_returns_below_the_next_lines(
 
 
 def test_log_lines_of_ps_run_are_prefixed(out: FileOutput, err: FileOutput) -> None:
-    LogStream(PlainDisplay(out, err)).write("one\ntwo\n")
+    LogWriter(PlainDisplay(out, err)).write("one\ntwo\n")
 
     assert err.text() == "[run] one\n[run] two\n"
 

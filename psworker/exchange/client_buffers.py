@@ -18,6 +18,7 @@ from pscommon.settings.values import Lanes
 from pscommon.system.shared_memory import NoSharedMemoryError, SharedRegion, sweep
 from pscommon.telemetry.logs import get_logger
 from pscommon.wire.frames import Filler
+from pscommon.wire.requests import ATTACH_MEMORY
 from psproto.v1 import parameter_server_pb2 as ps
 from psworker.connection.membership import WorkerMembership
 from psworker.exchange.shard_exchange import ShardExchange
@@ -255,7 +256,7 @@ def _attach(
     Raises UnreachableError, FencedError or MismatchError.
     """
     try:
-        answer = transport.attach(shard, request, timeout)
+        answer = transport.request(ATTACH_MEMORY, request, timeout, shard)
     except (UnreachableError, FencedError, MismatchError):
         raise
     except PSError as error:

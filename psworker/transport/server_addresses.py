@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pscommon.core.errors import LayoutError, UnreachableError
 
 
-class Endpoints:
+class ServerAddresses:
     """Thread-safe table of server addresses by shard.
 
     Args:

@@ -7,8 +7,8 @@ import pytest
 
 from pscommon.core.errors import UnreachableError
 from psproto.v1 import stream_pb2
-from psworker.transport.request_streams import RETRY_SECONDS, RequestStreams
-from psworker.transport.stream_connection import StreamConnection
+from psworker.transport.socket_connection import SocketConnection
+from psworker.transport.socket_pool import RETRY_SECONDS, RequestSockets
 
 
 class FakeStream:
@@ -26,7 +26,7 @@ class FakeStream:
         self.is_closed = True
 
 
-def exchanges_of(address: str) -> StreamConnection:
+def exchanges_of(address: str) -> SocketConnection:
     return cast(Any, SimpleNamespace(address=address, hello=stream_pb2.StreamHello()))
 
 
@@ -41,12 +41,12 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             raise UnreachableError("refused")
         return FakeStream(address)
 
-    monkeypatch.setattr(StreamConnection, "open", open_stream)
+    monkeypatch.setattr(SocketConnection, "open", open_stream)
     return addresses
 
 
 def test_a_stream_is_used_again_for_its_own_server_only(opened: list[str]) -> None:
-    streams = RequestStreams()
+    streams = RequestSockets()
     for address in ("a", "a", "c", "a", "c"):
         with streams.borrowed(exchanges_of(address), address) as stream:
             assert stream is not None
@@ -56,7 +56,7 @@ def test_a_stream_is_used_again_for_its_own_server_only(opened: list[str]) -> No
 
 
 def test_a_server_that_refuses_does_not_delay_another_one(opened: list[str]) -> None:
-    streams = RequestStreams()
+    streams = RequestSockets()
     for address, is_open in (("b", False), ("a", True), ("b", False)):
         with streams.borrowed(exchanges_of(address), address) as stream:
             assert (stream is not None) == is_open
@@ -68,8 +68,8 @@ def test_a_server_that_refused_is_asked_again_after_a_while(
     opened: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = SimpleNamespace(now=100.0, monotonic=lambda: clock.now)
-    monkeypatch.setattr("psworker.transport.request_streams.time", clock)
-    streams = RequestStreams()
+    monkeypatch.setattr("psworker.transport.socket_pool.time", clock)
+    streams = RequestSockets()
     for seconds, attempts in ((0.0, 1), (RETRY_SECONDS - 0.1, 1), (RETRY_SECONDS, 2)):
         clock.now = 100.0 + seconds
         with streams.borrowed(exchanges_of("b"), "server") as stream:
@@ -83,7 +83,7 @@ def test_a_server_that_refused_is_asked_again_after_a_while(
 
 def test_all_streams_of_a_server_are_closed_also_to_its_earlier_address(opened: list[str]) -> None:
     """A server that was restarted has another Unix socket."""
-    streams, found = RequestStreams(), []
+    streams, found = RequestSockets(), []
     with (
         streams.borrowed(exchanges_of("a"), "server") as used,
         streams.borrowed(exchanges_of("a"), "server") as idle,

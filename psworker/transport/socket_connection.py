@@ -1,11 +1,12 @@
-"""A worker's stream to one server: exchanges, or requests to the coordinator."""
+"""A worker's socket connection to one server: exchanges, or requests to the coordinator."""
 
 import time
 from collections.abc import Iterator, Sequence
 
 from pscommon.core.errors import PSError
-from pscommon.wire.blocking_stream import BlockingStream
+from pscommon.wire.blocking_socket import BlockingSocket
 from pscommon.wire.frames import Frame
+from pscommon.wire.requests import STREAM_FIELDS, A, Q, Request
 from pscommon.wire.status import error_of
 from pscommon.wire.stream_format import (
     EAGER_BYTES,
@@ -19,8 +20,8 @@ from psproto.v1 import stream_pb2
 from psworker.transport.exchange_calls import AnswerReceiver, ExchangeAnswer
 
 
-class StreamConnection(BlockingStream):
-    """An open stream; one exchange or request at a time."""
+class SocketConnection(BlockingSocket):
+    """An open connection; one exchange or request at a time."""
 
     def exchange(
         self,
@@ -30,7 +31,7 @@ class StreamConnection(BlockingStream):
         timeout: float,
         frames: Iterator[Frame[ps.PushPullHeader]] | None = None,
     ) -> ExchangeAnswer:
-        """Make one exchange; see `Transport.exchange`. Any failure but an answer breaks the stream.
+        """Make one exchange; see `Transport.exchange`. A failure without an answer breaks it.
 
         timeout: Longest time in seconds from the last byte of the push to the answer.
         """
@@ -54,23 +55,24 @@ class StreamConnection(BlockingStream):
             raise
         raise error_of(message, self._who)
 
-    def request(self, request: stream_pb2.CoordinatorRequest, timeout: float) -> bytes:
-        """Return the message that the coordinator answers.
+    def request(self, row: Request[Q, A], message: Q, timeout: float) -> A:
+        """Return the coordinator's answer to a request.
 
         timeout: Longest time in seconds to the answer.
         """
         try:
             self.limit_silence(timeout)
-            self.send([encode_frame(FrameKind.REQUEST, request.SerializeToString())])
-            prefix, message = self.next_frame(time.monotonic() + timeout)
+            sent = stream_pb2.CoordinatorRequest(**{STREAM_FIELDS[row]: message})  # type: ignore[arg-type]
+            self.send([encode_frame(FrameKind.REQUEST, sent.SerializeToString())])
+            prefix, answer = self.next_frame(time.monotonic() + timeout)
         except OSError as error:
             raise self.lost(error) from error
         except BaseException:  # the answer may still come
             self.is_broken = True
             raise
         if prefix.kind is FrameKind.ERROR:
-            raise error_of(message, self._who)
-        return message
+            raise error_of(answer, self._who)
+        return decode_message(row.response, answer)
 
     def _push(
         self, header: ps.PushPullHeader, send: Sequence[memoryview], receiver: AnswerReceiver

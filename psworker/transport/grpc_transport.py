@@ -1,6 +1,6 @@
 """A worker's requests over the network: gRPC channels to all servers, and calls on them.
 
-Exchanges use a stream instead where there is one (stream_lanes.py).
+Exchanges and requests use a socket instead where there is one (socket_pool.py).
 """
 
 import os
@@ -9,7 +9,7 @@ import time
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import grpc
 
@@ -17,35 +17,30 @@ from pscommon.core.errors import InvalidRequestError, PSError, UnreachableError
 from pscommon.core.formats import check_wire_format
 from pscommon.settings.values import Lanes
 from pscommon.system import signals as interruptible
-from pscommon.wire.frames import (
-    Frame,
+from pscommon.wire.frames import Frame
+from pscommon.wire.requests import (
+    DESCRIBE,
+    EXCHANGE,
+    INTRODUCE,
+    STREAM_FIELDS,
+    A,
+    AnyRequest,
+    Q,
+    Request,
 )
 from pscommon.wire.status import error_from, translated
-from pscommon.wire.stream_format import decode_message
-from psproto.v1 import coordinator_pb2 as co
 from psproto.v1 import parameter_server_pb2 as ps
-from psproto.v1 import stream_pb2
-from psproto.v1.coordinator_pb2_grpc import CoordinatorServiceStub
 from psworker.core.clock import Clock
-from psworker.transport.endpoints import Endpoints
 from psworker.transport.exchange_calls import (
     AnswerReceiver,
     Cancellation,
     ExchangeAnswer,
 )
 from psworker.transport.grpc_exchanges import GrpcExchanges, ServerChannel
-from psworker.transport.stream_lanes import StreamLanes
+from psworker.transport.server_addresses import ServerAddresses
+from psworker.transport.socket_pool import SocketPool
 
 INTRODUCTION_SECONDS = 5.0
-
-Response = TypeVar(
-    "Response",
-    co.HeartbeatResponse,
-    co.NextBatchResponse,
-    co.ReturnBatchesResponse,
-    co.CollectiveResponse,
-    co.ReportMetricsResponse,
-)
 
 
 class GrpcTransport:
@@ -57,7 +52,7 @@ class GrpcTransport:
     Args:
         addresses: Server addresses by shard.
         given: Addresses that the user listed, perhaps with those of standbys.
-        lanes: The transports of exchanges: streams where they are allowed and possible.
+        lanes: The transports of exchanges: sockets where they are allowed and possible.
     """
 
     direct = False
@@ -66,29 +61,29 @@ class GrpcTransport:
         self, addresses: Sequence[str], given: Sequence[str] = (), lanes: Lanes = "grpc"
     ) -> None:
         self.clock = Clock(time.monotonic, time.sleep)
-        self._endpoints = Endpoints(addresses, given)
+        self._servers = ServerAddresses(addresses, given)
         self._lock = threading.Lock()
         self._channels: dict[tuple[str, bool], ServerChannel] = {}
         self._calls = GrpcExchanges()
-        self._lanes = StreamLanes(lanes)
+        self._sockets = SocketPool(lanes)
         self._introductions: list[object] = []  # keeps the futures alive, so their calls go on
         self._is_closed = False
         _transports.add(self)
 
     @property
     def addresses(self) -> Sequence[str]:
-        return self._endpoints.addresses
+        return self._servers.addresses
 
     def learn(
         self, job: str, addresses: Sequence[str], terms: Sequence[int], standbys: Sequence[str]
     ) -> None:
-        if any(0 < term < self._endpoints.terms[0] for term in terms[:1]):
+        if any(0 < term < self._servers.terms[0] for term in terms[:1]):
             return  # a late answer of a former primary of shard 0
-        if not self._endpoints.count(len(addresses)):
+        if not self._servers.count(len(addresses)):
             return  # the next exchange raises LayoutError and finds the servers
         void: set[str] = set()
         for shard, known in enumerate(zip(addresses, terms, standbys, strict=False)):
-            void |= self._endpoints.learn_from_shard_0(shard, *known)
+            void |= self._servers.learn_from_shard_0(shard, *known)
         self._close_channels(void)
         # Not strict: another thread may change the number of addresses.
         first, *others = zip(self.addresses, addresses, strict=False)
@@ -100,8 +95,10 @@ class GrpcTransport:
         request = ps.IntroduceRequest(coordinator=coordinator, job=job)
         with suppress(ValueError, InvalidRequestError), interruptible.deferred(lambda _: None):
             # ValueError or InvalidRequestError: another thread has closed the channel.
-            return self._channel(address).shard.Introduce.future(
-                request, timeout=INTRODUCTION_SECONDS
+            return (
+                self._channel(address)
+                .stubs[INTRODUCE]
+                .future(request, timeout=INTRODUCTION_SECONDS)
             )
         return None
 
@@ -114,23 +111,21 @@ class GrpcTransport:
         for channel in channels:
             channel.close()
         for address in addresses:
-            self._lanes.drop(address)
+            self._sockets.drop(address)
 
     def find_primaries(self, job: str, timeout: float) -> bool:
-        endpoints, calls, void = self._endpoints, [], set[str]()
-        for address in endpoints.known_addresses:
-            channel = self._channel(address)
+        servers, calls, void = self._servers, [], set[str]()
+        for address in servers.known_addresses:
+            describe = self._channel(address).stubs[DESCRIBE]
             # gRPC raises ValueError if another thread has closed the channel.
             with suppress(ValueError):
-                calls.append(
-                    (address, channel.shard.Describe.future(ps.DescribeRequest(), timeout=timeout))
-                )
+                calls.append((address, describe.future(ps.DescribeRequest(), timeout=timeout)))
         for address, call in calls:
             with suppress(PSError), translated(address):
                 found = call.result()
                 check_wire_format(found.format, address, "this worker")
                 if found.job == job and found.shard < len(self.addresses):
-                    void |= endpoints.learn(found.shard, address, found.term)
+                    void |= servers.learn(found.shard, address, found.term)
         self._close_channels(void)
         return bool(void)
 
@@ -138,7 +133,7 @@ class GrpcTransport:
         calls = []
         with suppress(ValueError, InvalidRequestError):  # another thread has closed the channel
             for address in self.addresses:
-                describe = self._channel(address).shard.Describe
+                describe = self._channel(address).stubs[DESCRIBE]
                 calls.append((address, describe.future(ps.DescribeRequest(), timeout=timeout)))
         for address, call in calls:
             try:
@@ -155,65 +150,25 @@ class GrpcTransport:
             channels, self._channels = list(self._channels.values()), {}
         for channel in channels:
             channel.close()
-        self._lanes.drop_all()
+        self._sockets.drop_all()
 
-    def join(self, request: co.JoinRequest, timeout: float) -> co.JoinResponse:
-        with self._coordinator("Join") as stub:
-            return stub.Join(request, timeout=timeout)
+    def request(self, row: Request[Q, A], message: Q, timeout: float, shard: int = 0) -> A:
+        with self._at(shard, row) as channel:
+            if row in STREAM_FIELDS:
+                with self._sockets.for_requests(channel.address) as connection:
+                    if connection is not None:
+                        with interruptible.deferred(lambda _: connection.cancel()):
+                            return connection.request(row, message, timeout)
+            with interruptible.deferred(channel.cancel):
+                answer: A = channel.stubs[row](message, timeout=timeout)
+                return answer
 
-    def register(self, request: co.RegisterRequest, timeout: float) -> co.RegisterResponse:
-        with self._coordinator("Register") as stub:
-            return stub.Register(request, timeout=timeout)
-
-    def heartbeat(self, request: co.HeartbeatRequest, timeout: float) -> co.HeartbeatResponse:
-        return self._request(co.HeartbeatResponse, "Heartbeat", "heartbeat", request, timeout)
-
-    def leave(self, request: co.LeaveRequest, timeout: float) -> co.LeaveResponse:
-        with self._coordinator("Leave") as stub:
-            return stub.Leave(request, timeout=timeout)
-
-    def next_batch(self, request: co.NextBatchRequest, timeout: float) -> co.NextBatchResponse:
-        return self._request(co.NextBatchResponse, "NextBatch", "next_batch", request, timeout)
-
-    def return_batches(
-        self, request: co.ReturnBatchesRequest, timeout: float
-    ) -> co.ReturnBatchesResponse:
-        return self._request(
-            co.ReturnBatchesResponse, "ReturnBatches", "return_batches", request, timeout
-        )
-
-    def collective(self, request: co.CollectiveRequest, timeout: float) -> co.CollectiveResponse:
-        return self._request(co.CollectiveResponse, "Collective", "collective", request, timeout)
-
-    def report(self, request: co.ReportMetricsRequest, timeout: float) -> co.ReportMetricsResponse:
-        return self._request(
-            co.ReportMetricsResponse, "ReportMetrics", "report_metrics", request, timeout
-        )
-
-    def status(self, request: co.GetStatusRequest, timeout: float) -> co.GetStatusResponse:
-        with self._coordinator("GetStatus") as stub:
-            return stub.GetStatus(request, timeout=timeout)
-
-    def attach(
-        self, shard: int, request: ps.AttachMemoryRequest, timeout: float
-    ) -> ps.AttachMemoryResponse:
-        with (
-            self._at(shard, "AttachMemory", tensors=True) as channel,
-            interruptible.deferred(channel.cancel),
-        ):
-            return channel.shard.AttachMemory(request, timeout=timeout)
-
-    def find_addresses(self, timeout: float) -> Sequence[str]:
-        with (
-            self._at(0, "Describe", tensors=True) as channel,
-            interruptible.deferred(channel.cancel),
-        ):
-            found = tuple(channel.shard.Describe(ps.DescribeRequest(), timeout=timeout).addresses)
-            self._endpoints.count(len(found))
-            return found
-
-    def relocate(self, addresses: Sequence[str]) -> None:
-        self._close_channels(self._endpoints.relocate(addresses))
+    def relocate(self, addresses: Sequence[str]) -> bool:
+        self._servers.count(len(addresses))
+        if not all(addresses) or list(addresses) == list(self.addresses):
+            return False
+        self._close_channels(self._servers.relocate(addresses))
+        return True
 
     def exchange(
         self,
@@ -225,23 +180,22 @@ class GrpcTransport:
         cancellation: Cancellation,
         frames: Iterator[Frame[ps.PushPullHeader]] | None = None,
     ) -> ExchangeAnswer:
-        self._endpoints.check_layout()
-        header.term = self._endpoints.terms[shard]
-        with self._at(shard, "Exchange", tensors=True) as channel:
-            stream = self._lanes.find(
-                shard, channel.address, header, channel.shard.Describe, timeout
-            )
-            if stream is None:
+        self._servers.check_layout()
+        header.term = self._servers.terms[shard]
+        with self._at(shard, EXCHANGE) as channel:
+            describe = channel.stubs[DESCRIBE]
+            connection = self._sockets.find(shard, channel.address, header, describe, timeout)
+            if connection is None:
                 answer = self._calls.exchange(
                     channel, header, send, receiver, timeout, cancellation, frames
                 )
             else:
-                cancellation.attach(stream)
+                cancellation.attach(connection)
                 try:
-                    answer = stream.exchange(header, send, receiver, timeout, frames)
+                    answer = connection.exchange(header, send, receiver, timeout, frames)
                 finally:
-                    cancellation.detach(stream)
-            self._endpoints.check(shard, answer.result.term)
+                    cancellation.detach(connection)
+            self._servers.check(shard, answer.result.term)
             return answer
 
     def end_stalled(self) -> None:
@@ -253,22 +207,22 @@ class GrpcTransport:
         self.end_calls()
 
     @contextmanager
-    def _at(self, shard: int, method: str, tensors: bool = False) -> Iterator[ServerChannel]:
+    def _at(self, shard: int, row: AnyRequest) -> Iterator[ServerChannel]:
         """Yield the channel to a shard's server; after a failure the next call uses the other."""
-        address = self._endpoints.addresses[shard]
-        channel = self._channel(address, tensors)
+        address = self._servers.addresses[shard]
+        channel = self._channel(address, tensors=row.service == EXCHANGE.service)
         try:
             yield channel
         except (grpc.RpcError, UnreachableError) as failure:
             error: Exception = failure
             if isinstance(failure, grpc.RpcError):
-                error = error_from(failure, f"shard {shard} at {address} ({method})")
+                error = error_from(failure, f"shard {shard} at {address} ({row.name})")
             if (
                 isinstance(error, UnreachableError)
                 and error.reason in ("UNREACHABLE", "NOT_PRIMARY")
                 and not channel.is_closed
             ):
-                self._endpoints.switch(shard, address)
+                self._servers.switch(shard, address)
             if error is failure:
                 raise
             raise error from failure
@@ -280,30 +234,6 @@ class GrpcTransport:
             raise UnreachableError(
                 f"the channel to shard {shard} at {address} was closed", "NOT_PRIMARY"
             ) from closed
-
-    @contextmanager
-    def _coordinator(self, method: str) -> Iterator[CoordinatorServiceStub]:
-        with self._at(0, method) as channel, interruptible.deferred(channel.cancel):
-            yield channel.coordinator
-
-    def _request(
-        self, kind: type[Response], method: str, field: str, request: Any, timeout: float
-    ) -> Response:
-        """Make a request to the coordinator, over a stream where there is one.
-
-        kind: The response's type.
-        field: The request's field in a CoordinatorRequest.
-        """
-        with self._at(0, method) as channel:
-            with self._lanes.for_requests(channel.address) as stream:
-                if stream is not None:
-                    sent = stream_pb2.CoordinatorRequest(**{field: request})
-                    with interruptible.deferred(lambda _: stream.cancel()):
-                        return decode_message(kind, stream.request(sent, timeout))
-            with interruptible.deferred(channel.cancel):
-                return cast(
-                    Response, getattr(channel.coordinator, method)(request, timeout=timeout)
-                )
 
     def _channel(self, address: str, tensors: bool = False) -> "ServerChannel":
         with self._lock:
@@ -318,7 +248,7 @@ class GrpcTransport:
         """In a forked child: drop the parent's channels without closing them, which could hang."""
         _inherited.extend(self._channels.values())
         self._lock, self._channels = threading.Lock(), {}
-        self._lanes.drop_inherited()
+        self._sockets.drop_inherited()
 
 
 _transports: "weakref.WeakSet[GrpcTransport]" = weakref.WeakSet()

@@ -10,7 +10,7 @@ import pytest
 
 from pscommon.core.errors import UnreachableError
 from pscommon.core.formats import WIRE_FORMAT
-from pscommon.wire.blocking_stream import BlockingStream
+from pscommon.wire.blocking_socket import BlockingSocket
 from pscommon.wire.stream_format import MAGIC, FrameKind, encode_frame
 from psproto.v1 import stream_pb2
 
@@ -27,7 +27,7 @@ def test_a_unix_socket_that_accepts_no_connection_is_given_up(tmp_path: Path) ->
         stack.enter_context(socket.socket(socket.AF_UNIX)).connect(path)  # the queue is full
 
         with pytest.raises(UnreachableError, match=f"at {path}: no answer"):
-            BlockingStream.open(path, HELLO, "shard 0", 0.1)
+            BlockingSocket.open(path, HELLO, "shard 0", 0.1)
 
 
 def test_all_addresses_of_a_host_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -47,7 +47,7 @@ def test_all_addresses_of_a_host_are_tried(monkeypatch: pytest.MonkeyPatch) -> N
 
         server = threading.Thread(target=welcome, daemon=True)
         server.start()
-        stream = BlockingStream.open(f"servers:{listening.getsockname()[1]}", HELLO, "shard 0")
+        stream = BlockingSocket.open(f"servers:{listening.getsockname()[1]}", HELLO, "shard 0")
         stream.close()
         server.join()
 

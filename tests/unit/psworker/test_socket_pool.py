@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from pscommon.core.errors import InvalidRequestError, UnreachableError
-from pscommon.wire.blocking_stream import CONNECT_SECONDS
+from pscommon.wire.blocking_socket import CONNECT_SECONDS
 from psproto.v1 import parameter_server_pb2 as ps
-from psworker.transport.stream_connection import StreamConnection
-from psworker.transport.stream_lanes import StreamLanes
+from psworker.transport.socket_connection import SocketConnection
+from psworker.transport.socket_pool import SocketPool
 
 TIMEOUT = 60.0
 
@@ -20,7 +20,7 @@ def test_the_description_and_all_ways_to_a_server_share_one_limit(
 ) -> None:
     """The description takes 0.5 s, and no way answers in its time."""
     clock = SimpleNamespace(now=100.0, monotonic=lambda: clock.now)
-    monkeypatch.setattr("psworker.transport.stream_lanes.time", clock)
+    monkeypatch.setattr("psworker.transport.socket_pool.time", clock)
     (tmp_path / "socket").touch()
     limits: list[float] = []
 
@@ -36,10 +36,10 @@ def test_the_description_and_all_ways_to_a_server_share_one_limit(
         clock.now += seconds
         raise UnreachableError("refused")
 
-    monkeypatch.setattr(StreamConnection, "open", open_stream)
+    monkeypatch.setattr(SocketConnection, "open", open_stream)
     header = ps.PushPullHeader(worker=1)
 
-    assert StreamLanes("auto").find(0, "a:1", header, describe, TIMEOUT) is None
+    assert SocketPool("auto").find(0, "a:1", header, describe, TIMEOUT) is None
     assert limits == [0.75, 0.75]
     assert clock.now == 100.0 + CONNECT_SECONDS
 
@@ -54,4 +54,4 @@ def test_the_reason_for_no_stream_names_what_the_server_offers(
         return ps.DescribeResponse(format=2, addresses=["a:1"], features=features)
 
     with pytest.raises(InvalidRequestError, match=f"{why}. Try: `--lanes auto`"):
-        StreamLanes("stream").find(0, "a:1", ps.PushPullHeader(worker=1), describe, TIMEOUT)
+        SocketPool("stream").find(0, "a:1", ps.PushPullHeader(worker=1), describe, TIMEOUT)

@@ -10,7 +10,7 @@ from unittest.mock import MagicMock, Mock
 import pytest
 
 from psproto.v1 import coordinator_pb2 as pb
-from psserver.coordinator.servicer import ControlPlaneServicer
+from psserver.coordinator.handlers import get_status, link_shard
 from psserver.coordinator.shard_connections import ShardUpdate
 from psserver.coordinator.shard_stream import MAX_SILENCE_SECONDS, ShardListener
 from psserver.core.job.settings import GradientRules
@@ -64,9 +64,7 @@ def first_response(service: Any, request: pb.LinkShardRequest) -> pb.LinkShardRe
         yield request
         ended.wait()
 
-    response: pb.LinkShardResponse = next(
-        ControlPlaneServicer(service).LinkShard(requests(), Mock())
-    )
+    response = next(link_shard(service, requests(), Mock()))
     ended.set()
     return response
 
@@ -74,7 +72,7 @@ def first_response(service: Any, request: pb.LinkShardRequest) -> pb.LinkShardRe
 def test_the_status_is_strict_json() -> None:
     service = Mock()
     service.status.return_value = {"metrics": {"loss": math.nan, "accuracy": 0.5}}
-    answer = ControlPlaneServicer(service).GetStatus(pb.GetStatusRequest(), None)
+    answer = get_status(service, pb.GetStatusRequest())
 
     assert answer.status_json == '{"metrics": {"loss": null, "accuracy": 0.5}}'
 

@@ -50,7 +50,7 @@ OTHER_RELEASE = "Try: the same release of paramserver on every machine of the jo
 M = TypeVar("M", bound=Message)
 
 
-class BlockingStream:
+class BlockingSocket:
     """An open stream. One thread sends at a time, and one receives.
 
     Attributes:
@@ -97,15 +97,15 @@ class BlockingStream:
             raise UnreachableError(
                 f"cannot open a stream to {server} at {address}: {text}"
             ) from error
-        stream = cls(sock, address, server)
+        opened = cls(sock, address, server)
         try:
-            stream._greet(hello, deadline)
-            stream.limit_silence(SILENCE_SECONDS)
+            opened._greet(hello, deadline)
+            opened.limit_silence(SILENCE_SECONDS)
         except BaseException:
-            stream.close()
+            opened.close()
             raise
-        stream.hello = hello
-        return stream
+        opened.hello = hello
+        return opened
 
     def limit_silence(self, seconds: float) -> None:
         """Let reads and writes fail after this time, at most SILENCE_SECONDS, without a byte.
@@ -314,7 +314,7 @@ class BlockingStream:
         return MismatchError(f"{self._who} is another server: {error}. {OTHER_PORT}", error.reason)
 
 
-def stream_addresses(description: ps.DescribeResponse, address: str, lanes: str) -> list[str]:
+def socket_addresses(description: ps.DescribeResponse, address: str, lanes: str) -> list[str]:
     """Return where a server's streams can be reached, the best way first.
 
     Args:

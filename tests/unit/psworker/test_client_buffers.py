@@ -20,9 +20,10 @@ from pscommon.system.shared_memory import (
     NotSharedError,
     attach,
 )
+from pscommon.wire.requests import ATTACH_MEMORY, AnyRequest
 from psproto.v1 import parameter_server_pb2 as ps
 from psworker.connection.membership import WorkerMembership
-from psworker.exchange.shared_buffers import LANES, ClientBuffers
+from psworker.exchange.client_buffers import LANES, ClientBuffers
 from psworker.exchange.transfer import ShardTransfer
 
 TENSORS = (TensorSpec("w", (5000,), "float32"), TensorSpec("mean", (900,), "float32", "buffer"))
@@ -43,9 +44,10 @@ class Servers:
         self.refuses: dict[int, str] = {}
         self.before: Hook = lambda: None
 
-    def attach(
-        self, shard: int, request: ps.AttachMemoryRequest, timeout: float
+    def request(
+        self, row: AnyRequest, request: ps.AttachMemoryRequest, timeout: float, shard: int
     ) -> ps.AttachMemoryResponse:
+        assert row is ATTACH_MEMORY
         self.requests.append((shard, request))
         self.modes.append(stat.S_IMODE((FOLDER / request.name).stat().st_mode))
         if shard == 1:

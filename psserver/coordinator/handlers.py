@@ -1,0 +1,113 @@
+"""What answers each request to the coordinator (proto/psproto/v1/coordinator.proto)."""
+
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import partial
+
+import grpc
+
+from pscommon.core.limits import MAX_REASON_CHARACTERS
+from pscommon.telemetry import strict_json
+from pscommon.wire import requests as rows
+from psproto.v1 import coordinator_pb2 as pb
+from psserver.coordinator import heartbeats, worker_handlers
+from psserver.coordinator.service import CoordinatorService
+from psserver.coordinator.shard_stream import serve_shard
+from psserver.core.commands.request_checks import wait_seconds
+from psserver.process.handlers import Handlers, when_ended
+from psserver.waiting import Waiter
+
+
+def get_status(service: CoordinatorService, request: pb.GetStatusRequest) -> pb.GetStatusResponse:
+    return pb.GetStatusResponse(status_json=strict_json.dumps(service.status()))
+
+
+async def save_snapshot(
+    service: CoordinatorService, request: pb.SaveSnapshotRequest, waiter: Waiter
+) -> pb.SaveSnapshotResponse:
+    seconds = wait_seconds(request.wait_ms)
+    version = await waiter.do(partial(service.snapshot_scheduler.save, seconds))
+    return pb.SaveSnapshotResponse(version=version, path=service.snapshots.path(version))
+
+
+def drain(service: CoordinatorService, request: pb.DrainRequest) -> pb.DrainResponse:
+    service.drain(request.worker)
+    return pb.DrainResponse()
+
+
+async def restore_snapshot(
+    service: CoordinatorService, request: pb.RestoreSnapshotRequest, waiter: Waiter
+) -> pb.RestoreSnapshotResponse:
+    seconds = wait_seconds(request.wait_ms)
+    await waiter.do(partial(service.restore, request.version, seconds))
+    return pb.RestoreSnapshotResponse()
+
+
+def set_policy(service: CoordinatorService, request: pb.SetPolicyRequest) -> pb.SetPolicyResponse:
+    staleness = request.staleness if request.HasField("staleness") else None
+    max_staleness = request.max_staleness if request.HasField("max_staleness") else None
+    service.set_policy(request.policy, staleness, max_staleness)
+    return pb.SetPolicyResponse()
+
+
+async def reshard(
+    service: CoordinatorService, request: pb.ReshardRequest, waiter: Waiter
+) -> pb.ReshardResponse:
+    seconds, nbytes = await waiter.do(
+        partial(service.reshard_requests.reshard, request.shards, wait_seconds(request.wait_ms))
+    )
+    return pb.ReshardResponse(seconds=seconds, nbytes=nbytes)
+
+
+def stop_job(service: CoordinatorService, request: pb.StopJobRequest) -> pb.StopJobResponse:
+    service.stop(request.reason[:MAX_REASON_CHARACTERS])
+    return pb.StopJobResponse()
+
+
+def link_shard(
+    service: CoordinatorService,
+    requests: Iterator[pb.LinkShardRequest],
+    context: grpc.ServicerContext,
+) -> Iterator[pb.LinkShardResponse]:
+    """Serve another shard over gRPC."""
+    for make in serve_shard(
+        service,
+        _until_lost(requests),
+        context.is_active,
+        lambda action: when_ended(context, action),
+    ):
+        if (response := make()) is not None:
+            yield response
+
+
+def _until_lost(requests: Iterator[pb.LinkShardRequest]) -> Iterator[pb.LinkShardRequest]:
+    """Yield the requests of a call until it ends in any way."""
+    with suppress(grpc.RpcError):  # the shard's process ended; its next call starts over
+        yield from requests
+
+
+_HANDLERS: dict[rows.AnyRequest, Callable[..., object]] = {
+    rows.JOIN: worker_handlers.join,
+    rows.REGISTER: worker_handlers.register,
+    rows.HEARTBEAT: heartbeats.heartbeat,
+    rows.REPORT_EXIT: worker_handlers.report_exit,
+    rows.LEAVE: worker_handlers.leave,
+    rows.NEXT_BATCH: worker_handlers.next_batch,
+    rows.RETURN_BATCHES: worker_handlers.return_batches,
+    rows.COLLECTIVE: worker_handlers.collective,
+    rows.REPORT_METRICS: heartbeats.report_metrics,
+    rows.GET_HISTORY: heartbeats.get_history,
+    rows.GET_STATUS: get_status,
+    rows.SAVE_SNAPSHOT: save_snapshot,
+    rows.DRAIN: drain,
+    rows.RESTORE_SNAPSHOT: restore_snapshot,
+    rows.SET_POLICY: set_policy,
+    rows.RESHARD: reshard,
+    rows.STOP_JOB: stop_job,
+    rows.LINK_SHARD: link_shard,
+}
+
+
+def coordinator_handlers(service: CoordinatorService) -> Handlers:
+    """Return the handlers of the coordinator's requests, on shard 0."""
+    return {row: partial(handler, service) for row, handler in _HANDLERS.items()}

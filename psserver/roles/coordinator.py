@@ -1,0 +1,77 @@
+"""Builds shard 0, which also runs the coordinator."""
+
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from functools import partial
+from typing import Never
+
+from psserver.coordinator.service import CoordinatorService
+from psserver.durability.state_records import StateRecord
+from psserver.process.config import ServerConfig
+from psserver.process.identity import ServerIdentity
+from psserver.process.job_id_file import JobIdFile, generate_job_name
+from psserver.process.shard_count_file import ShardCountFile
+from psserver.replication.hello import whole_state
+from psserver.replication.standby_state import Promotion
+from psserver.roles.primary import STATE_COPY_TIMEOUT_SECONDS, Primary, open_primary
+from psserver.roles.services import Role
+
+
+def build_coordinator(
+    config: ServerConfig,
+    promotion: Promotion | None,
+    lost_data_dir: str,
+    deposed: Callable[[str], Never],
+    resources: ExitStack,
+) -> Role:
+    """Build shard 0. Arguments as in `open_primary` and CoordinatorService."""
+    # before the port is bound: a second attempt without this disk needs it
+    layout = read_shard_count(config, promotion)
+    primary = open_primary(config, promotion, deposed, resources)
+    identity = _make_identity(primary, layout.shards)
+    if promotion is None:
+        if config.resume != "never":
+            primary.snapshots.check_data_dir()
+        primary.snapshots.generations.count()
+    service = CoordinatorService(
+        config,
+        layout,
+        identity,
+        partial(primary.make_engine, layout.shards),
+        primary.states,
+        primary.snapshots,
+        primary.metrics,
+        primary.replicator,
+        lost_data_dir,
+    )
+    resources.callback(service.end)  # when no call is in progress any more
+
+    def copy_state(begin: Callable[[Iterable[StateRecord]], None]) -> None:
+        with (
+            service.paused() as (facts, job),
+            service.engine.live.export_state(STATE_COPY_TIMEOUT_SECONDS) as shard,
+        ):
+            begin(whole_state(config, identity, shard, facts, job))
+
+    return Role(primary, identity, service.engine, copy_state, service=service)
+
+
+def read_shard_count(config: ServerConfig, promotion: Promotion | None) -> ShardCountFile:
+    """Return the number of shards, which shard 0 decides and the others learn from it."""
+    layout = ShardCountFile(config.shards, config.data_dir)
+    standby_state = promotion.standby_state if promotion is not None else None
+    # the coordinator decides, so it knows before its shard
+    if standby_state is not None and standby_state.coordinator is not None:
+        facts = standby_state.hello.facts
+        assert facts is not None
+        layout.take_over(facts.layout, standby_state.coordinator.shards)
+    return layout
+
+
+def _make_identity(primary: Primary, shards: int) -> ServerIdentity:
+    config, promotion, name = primary.config, primary.promotion, JobIdFile(primary.config.data_dir)
+    replicated = promotion.standby_state.hello.job if promotion is not None else ""
+    bound = replicated or config.job or name.stored_job
+    if promotion is None and config.resume != "never":
+        name.check(bound)
+    return primary.make_identity(shards, bound or generate_job_name(), bound, name)

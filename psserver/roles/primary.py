@@ -1,0 +1,109 @@
+"""What a primary has on every shard."""
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import NamedTuple, Never
+
+import grpc
+
+from pscommon.system.thread_team import ThreadTeam
+from pscommon.telemetry.http import new_registry
+from pscommon.wire.endpoint import Endpoint, listen_grpc
+from psserver.durability.record_sink import RecordSink, RecordSource, disk_log
+from psserver.durability.shard_log import ShardLog
+from psserver.durability.shard_recovery import ShardStateFactory
+from psserver.durability.snapshots import SnapshotManager
+from psserver.process.config import MAX_CONCURRENT_CALLS, ServerConfig
+from psserver.process.identity import ServerIdentity
+from psserver.process.job_id_file import JobIdFile
+from psserver.process.metrics import ServerMetrics
+from psserver.replication.primary import PrimaryReplicator, open_replicator
+from psserver.replication.standby_state import Promotion
+from psserver.shard.engine import Coordinator, ShardEngine
+from psserver.shard.worker_traffic import WorkerTraffic
+
+PORT_RELEASE_SECONDS = 2.0
+"""Time until a port is free after its server has ended."""
+
+STATE_COPY_TIMEOUT_SECONDS = 5.0
+"""Time within which a consistent copy for a standby must succeed."""
+
+
+class Primary(NamedTuple):
+    """What a primary has on every shard.
+
+    promotion: the state of a standby that is primary now; None otherwise.
+    grpc: its port is open; it is not started yet.
+    address: HOST:PORT of that port.
+    """
+
+    config: ServerConfig
+    promotion: Promotion | None
+    metrics: ServerMetrics
+    snapshots: SnapshotManager
+    grpc: grpc.Server
+    address: str
+    replicator: PrimaryReplicator
+    log: ShardLog
+    states: ShardStateFactory
+
+    def make_engine(self, shards: int, coordinator: Coordinator) -> ShardEngine:
+        """Return the shard, which asks this coordinator."""
+        config = self.config
+        engine = ShardEngine(
+            self.states.empty(shards),
+            WorkerTraffic(self.metrics, config.in_flight, config.lanes),
+            self.snapshots.write_part,
+            coordinator,
+            self.log,
+            config.gradient_rules,
+        )
+        if self.promotion is not None:
+            engine.install(self.promotion.standby_state.shard_state)
+        return engine
+
+    def make_identity(self, shards: int, job: str, bound: str, name: JobIdFile) -> ServerIdentity:
+        """Return the server's identity, with the job as ServerIdentity has it."""
+        config, promotion = self.config, self.promotion
+        hello = promotion.standby_state.hello if promotion is not None else None
+        address, known = config.advertise or self.address, hello.coordinator if hello else ""
+        if job:
+            # a generated name is stored at once: shard 0 may die before the first snapshot
+            name.store(job)
+        identity = ServerIdentity(
+            config.shard, shards, address, config.join or known, job, bound, name
+        )
+        identity.standbys, identity.coordinator_hint = hello.standbys if hello else (), known
+        identity.term = self.replicator.term
+        return identity
+
+
+def open_primary(
+    config: ServerConfig,
+    promotion: Promotion | None,
+    deposed: Callable[[str], Never],
+    resources: ExitStack,
+) -> Primary:
+    """Open the port, the failover lock and the shard's log; `resources` closes them.
+
+    Args:
+        deposed: As in PrimaryReplicator.
+
+    Raises:
+        TakenError, SnapshotError, PSError: The server cannot start.
+    """
+    metrics = ServerMetrics(new_registry(), shard=config.shard)
+    snapshots = SnapshotManager(config.data_dir, config.shard, config.snapshot_keep, metrics)
+    retry_seconds = PORT_RELEASE_SECONDS if promotion is not None else 0.0
+    server, address = listen_grpc(
+        Endpoint(config.bind), MAX_CONCURRENT_CALLS, retry_seconds=retry_seconds
+    )
+    resources.callback(lambda: server.stop(grace=None))
+    record = promotion.primary_record if promotion is not None else None
+    replicator = open_replicator(config, config.advertise or address, record, metrics, deposed)
+    disk = disk_log(config, f"log-shard-{config.shard}", metrics.count_log_failure)
+    log = ShardLog(RecordSink(RecordSource.SHARD, disk, replicator), config.shard)
+    resources.callback(log.close)
+    team = ThreadTeam(config.threads or 1)
+    states = ShardStateFactory(config.shard, team, snapshots, log)
+    return Primary(config, promotion, metrics, snapshots, server, address, replicator, log, states)
