@@ -284,6 +284,8 @@ class JobStart:
                 facts,
                 coordinator.complete_state() | {"model": model_to_json(model) if model else None},
             )
+            # the other shards must know the standby's address before it may take over
+            self.executor.wake()
 
     # ---- rollback --------------------------------------------------------------------------------
 

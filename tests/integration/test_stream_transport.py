@@ -301,8 +301,8 @@ def test_a_closed_client_ends_a_call_that_waits(cluster: Make) -> None:
         client = connected(servers.address, lanes="stream")
         for each in (other, client):
             threading.Thread(target=_register, args=(each,), daemon=True).start()
-        until(lambda: client.version == 0 and client._exchange._has_started, "the registration")
-        until(lambda: other._exchange._has_started, "the registration")
+        until(lambda: client.version == 0 and client.model._has_started, "the registration")
+        until(lambda: other.model._has_started, "the registration")
         errors: list[BaseException] = []
 
         def push() -> None:
