@@ -11,7 +11,7 @@ from contextlib import closing, contextmanager, nullcontext
 from benchmarks.setup import Setup
 from benchmarks.shapes import shapes
 from pscommon.core.model_spec import ModelSpec, OptimizerSettings, TensorSpec
-from pscommon.wire.channel import open_channel
+from pscommon.wire.endpoint import Endpoint, open_channel
 from psproto.v1.coordinator_pb2 import GetStatusRequest, SaveSnapshotRequest
 from psproto.v1.coordinator_pb2_grpc import CoordinatorServiceStub
 from psworker.client.client import Client
@@ -66,7 +66,7 @@ def standby(address: str, setup: Setup) -> Iterator[None]:
     ]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
-        with closing(open_channel(address)) as channel:
+        with closing(open_channel(Endpoint(address))) as channel:
             stub = CoordinatorServiceStub(channel)
             while '"in sync"' not in stub.GetStatus(GetStatusRequest(), timeout=10).status_json:
                 time.sleep(POLL_INTERVAL_SECONDS)
@@ -78,7 +78,7 @@ def standby(address: str, setup: Setup) -> Iterator[None]:
 
 def save(address: str) -> None:
     """A snapshot of the version that stands; returns when it is on the disk."""
-    with closing(open_channel(address)) as channel:
+    with closing(open_channel(Endpoint(address))) as channel:
         CoordinatorServiceStub(channel).SaveSnapshot(
             SaveSnapshotRequest(wait_ms=60_000), timeout=70
         )

@@ -12,7 +12,7 @@ from typing import Any
 import grpc
 
 from benchmarks.setup import Setup
-from pscommon.wire.channel import CLIENT_OPTIONS, SERVER_OPTIONS
+from pscommon.wire.endpoint import CLIENT_OPTIONS, SERVER_OPTIONS
 
 
 def answer(handler: Any, threads: int = 4) -> None:

@@ -8,6 +8,7 @@ import gc
 import sys
 import time
 from collections.abc import Iterable
+from types import SimpleNamespace
 
 from benchmarks.speaker import Measurements, serve
 from pscommon.core.log_entries import PushKey, ShardReport, Staged
@@ -17,6 +18,8 @@ from psserver.core.commands.worker_commands import Join, Register
 from psserver.core.coordinator.machine import CoordinatorMachine
 from psserver.core.job.policy import policy
 from psserver.core.job.settings import JobRules
+from psserver.core.servers.shard_directory import SavedSnapshot, ShardDirectory
+from psserver.core.servers.shard_protocol import process_report
 
 MODEL = ModelSpec((TensorSpec("w", (1,), "float32"),), OptimizerSettings("sgd"))
 BOUND_STEP_COUNT = 2
@@ -35,6 +38,10 @@ class Decisions:
         self._is_blocked = name == "blocked"
         self._shards = range(shards)
         self._recorder = Recorder(CoordinatorMachine(shards, JobRules(POLICIES[name], workers)))
+        counts = SimpleNamespace(shards=shards, changes=0, past=())
+        self._directory = ShardDirectory[SavedSnapshot](counts, "shard 0")
+        for server in self._directory:
+            server.ready = True
         self._workers = [
             self._recorder.do(Join(rank=rank, host="", pid=1, device="cpu"), 0.0).worker
             for rank in range(workers)
@@ -67,9 +74,10 @@ class Decisions:
         return found
 
     def _process(self, reports: Iterable[ShardReport]) -> float:
-        began = time.process_time()
+        directory, began = self._directory, time.process_time()
         for report in reports:
-            self._recorder.report(report, 0.0)
+            server = directory[report.shard]
+            process_report(self._recorder, directory, server, None, report, 0.0, has_logs=False)
         return time.process_time() - began
 
 

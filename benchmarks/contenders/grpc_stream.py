@@ -14,7 +14,7 @@ from benchmarks.contenders.bare import answer, bare_channel, bare_server
 from benchmarks.setup import Setup
 from benchmarks.speaker import Measurements, serve
 from pscommon.system.process_limits import tune_malloc
-from pscommon.wire.channel import FRAME_BYTES
+from pscommon.wire.frames import FRAME_BYTES
 
 WARM_UP_COUNT = 3
 

@@ -7,7 +7,7 @@ import os
 # gRPC reads its environment once, when it is imported: so this is set before anything of ours can
 # import it. Who has set one of these already needs it otherwise.  gRPC's own care for forks stops
 # its threads around each fork, which can hang, and writes to stderr. Children that leave gRPC alone
-# (a DataLoader's) need none of it; the others are refused (wire/channel.py).
+# (a DataLoader's) need none of it; the others are refused (wire/endpoint.py).
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 # A server's sockets are read by the threads that wait for calls, as before gRPC's "event engine",
 # whose threads hand each message on to them: 100 MB there and back take a tenth less time, a small

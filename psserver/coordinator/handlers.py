@@ -14,8 +14,7 @@ from psserver.coordinator import heartbeats, worker_handlers
 from psserver.coordinator.service import CoordinatorService
 from psserver.coordinator.shard_stream import serve_shard
 from psserver.core.commands.request_checks import wait_seconds
-from psserver.process.grpc_server import when_ended
-from psserver.process.handlers import Handlers
+from psserver.process.handlers import Handlers, when_ended
 from psserver.waiting import Waiter
 
 

@@ -270,6 +270,8 @@ class JobStart:
             )
             state = coordinator.complete_state()
             yield facts, state | {"model": model_to_json(model) if model else None}
+            # the other shards must know the standby's address before it may take over
+            self.executor.wake()
 
     # ---- rollback --------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from pscommon.core.errors import PSError
 from pscommon.core.formats import spoken_format
 from pscommon.optim.specs import Scalars, groups_to_json, scalars_from_json, scalars_to_json
-from pscommon.wire.channel import FRAME_BYTES
+from pscommon.wire.frames import FRAME_BYTES
 from psproto.v1 import standby_pb2 as pb
 from psserver.durability.coordinator_log import CoordinatorRecordKind as JobKind
 from psserver.durability.record_sink import RecordSource

@@ -12,8 +12,7 @@ from pscommon.core.errors import InvalidRequestError
 from pscommon.core.formats import spoken_format
 from pscommon.core.partition import piece_nbytes
 from pscommon.system.imports import installed
-from pscommon.wire.channel import FRAME_BYTES
-from pscommon.wire.frames import Filler, decode_request, encode_data, encode_header
+from pscommon.wire.frames import FRAME_BYTES, Filler, decode_request, encode_data, encode_header
 from pscommon.wire.requests import (
     ATTACH_MEMORY,
     DESCRIBE,

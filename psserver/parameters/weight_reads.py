@@ -9,8 +9,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 
 from pscommon.core.partition import ByteRange
-from pscommon.wire.channel import FRAME_BYTES
-from pscommon.wire.frames import encode_data
+from pscommon.wire.frames import FRAME_BYTES, encode_data
 from psserver.parameters.partition import RoleBuffers, raw
 
 

@@ -10,7 +10,7 @@ from pscommon.core.errors import PSError
 from pscommon.settings.values import Lanes
 from pscommon.telemetry.logs import get_logger
 from pscommon.wire.blocking_socket import BlockingSocket, socket_addresses
-from pscommon.wire.channel import open_channel
+from pscommon.wire.endpoint import Endpoint, open_channel
 from pscommon.wire.requests import DESCRIBE, LINK_SHARD, call, stub
 from pscommon.wire.status import error_from
 from psproto.v1 import coordinator_pb2 as pb
@@ -51,7 +51,7 @@ class GrpcLink:
 
     def __init__(self, address: str) -> None:
         self._who = f"shard 0 at {address}"
-        self._channel = open_channel(address)
+        self._channel = open_channel(Endpoint(address))
         self._call: Any = None
 
     def follow(self, requests: Iterator[MakeRequest]) -> Iterator[pb.LinkShardResponse]:
@@ -120,7 +120,7 @@ def open_link(address: str, lanes: Lanes) -> GrpcLink | SocketLink:
     if lanes == "grpc":
         return GrpcLink(address)
     who = f"shard 0 at {address}"
-    with open_channel(address) as channel:
+    with open_channel(Endpoint(address)) as channel:
         description = call(channel, DESCRIBE, ps.DescribeRequest(), LINK_CONNECT_SECONDS, who)
     hello = stream_pb2.StreamHello(purpose=stream_pb2.StreamHello.PURPOSE_SHARD)
     for found in socket_addresses(description, address, lanes):

@@ -7,7 +7,7 @@ import grpc
 
 from pscommon.core.partition import ByteRange
 from pscommon.optim.specs import scalars_to_json
-from pscommon.wire.channel import FRAME_BYTES
+from pscommon.wire.frames import FRAME_BYTES
 from pscommon.wire.requests import READ_SHARD
 from psproto.v1 import shard_pb2 as pb
 from psserver.peers.final_weights import LocalShard

@@ -10,7 +10,7 @@ from pscommon.core.errors import SnapshotError, UnreachableError
 from pscommon.core.model_spec import ROLES
 from pscommon.core.partition import ByteRange, PartitionPlan
 from pscommon.optim.specs import Scalars, scalars_from_json
-from pscommon.wire.channel import open_channel
+from pscommon.wire.endpoint import Endpoint, open_channel
 from pscommon.wire.requests import READ_SHARD, stub
 from pscommon.wire.status import translated
 from psproto.v1 import shard_pb2 as pb
@@ -44,7 +44,8 @@ class PeerShard:
         self, address: str, job: str, log_id: int = 0, index: int = 0, current: bool = False
     ) -> None:
         self.nbytes = 0
-        self._address, self._channel = address, open_channel(address, tensors=True)
+        self._address = address
+        self._channel = open_channel(Endpoint(address), tensors=True)
         self._read = stub(self._channel, READ_SHARD)
         self._template = pb.ReadShardRequest(job=job, epoch=log_id, index=index, current=current)
 

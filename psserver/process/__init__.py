@@ -1,11 +1,8 @@
-"""What every part of a server process needs: configuration, identity, metrics, and the gRPC
-server.
-"""
+"""What every part of a server process needs: configuration, identity, metrics, and handlers."""
 
 __all__ = [
     "config",
     "generation_file",
-    "grpc_server",
     "handlers",
     "identity",
     "job_files",

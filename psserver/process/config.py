@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from pscommon.core.errors import InvalidRequestError
+from pscommon.core.limits import check_policy
 from pscommon.settings.values import (
     BadGradients,
     Durability,
@@ -14,7 +15,6 @@ from pscommon.settings.values import (
     OnWorkerLoss,
     ShardIndex,
     SnapshotEvery,
-    check_policy,
     host_and_port,
 )
 from pscommon.system.process_limits import raise_file_limit, usable_memory
@@ -175,7 +175,6 @@ class ServerConfig:
             "quarantine_after": 1,
             "snapshot_keep": 1,
             "threads": 1,
-            "staleness": 0,
             "max_staleness": 0,
         }
         for name, smallest in least.items():
@@ -192,16 +191,12 @@ class ServerConfig:
                 )
 
     def _check_combinations(self) -> None:
-        try:
-            check_policy(self.policy, self.staleness)
-        except ValueError as error:
-            raise InvalidRequestError(str(error)) from error
+        check_policy(self.policy, self.staleness, self.backup_workers, self.global_batch)
         if host_and_port(self.bind)[0] in ALL_INTERFACES and not self.advertise:
             raise InvalidRequestError(
                 f"--bind {self.bind} listens on all interfaces: other processes need one address. "
                 f"Try: `--advertise HOST:PORT`"
             )
-        self._check_sync()
         if self.port_file is not None and not self.port_file.resolve().parent.is_dir():
             raise InvalidRequestError(
                 f"--port-file {self.port_file} cannot be written: the folder "
@@ -222,24 +217,6 @@ class ServerConfig:
                 f"Try: `--data-dir DIR`"
             )
 
-    def _check_sync(self) -> None:
-        barrier = self.policy == "sync" or (self.policy == "ssp" and self.staleness == 0)
-        if self.backup_workers and not barrier:
-            raise InvalidRequestError(
-                f"--backup-workers {self.backup_workers} excludes `--policy {self.policy}`, "
-                f"which waits for no worker. Try: `--policy sync`"
-            )
-        if self.global_batch is not None and not barrier:
-            raise InvalidRequestError(
-                f"--global-batch {self.global_batch} excludes `--policy {self.policy}`, which "
-                f"has no rounds. Try: `--policy sync`"
-            )
-        if self.global_batch is not None and self.backup_workers:
-            raise InvalidRequestError(
-                "--global-batch excludes --backup-workers: it needs all gradients of a round. "
-                "Try: leave out one of them"
-            )
-
     def row(self, name: str, staleness: int | None, max_staleness: int | None) -> Policy:
         """Return this policy with the other settings of the job.
 
@@ -247,10 +224,7 @@ class ServerConfig:
             InvalidRequestError: There is no such policy.
         """
         backup = self.backup_workers if name == "sync" or staleness == 0 else 0
-        try:
-            return policy(name, staleness, max_staleness, backup)
-        except ValueError as error:
-            raise InvalidRequestError(str(error)) from error
+        return policy(name, staleness, max_staleness, backup)
 
     def rules(self) -> JobRules:
         """Return the coordinator's settings."""

@@ -5,6 +5,7 @@ and a message that cannot be decoded is refused with a reason and one log line, 
 traceback.
 """
 
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -58,6 +59,17 @@ def grpc_services(
         if row.service in services:
             services[row.service][row.name] = _method(handlers, row, record)
     return list(map(grpc.method_handlers_generic_handler, services, services.values()))
+
+
+def when_ended(context: grpc.ServicerContext, action: Callable[[], object]) -> None:
+    """Run the action in a new thread once this call has ended.
+
+    gRPC would run it in the one thread that serves the socket. If the action waited for a lock
+    there, no message would be received, not even the one that the lock's owner waits for.
+    """
+    context.add_callback(
+        lambda: threading.Thread(target=action, name="ended-call", daemon=True).start()
+    )
 
 
 class Undecodable(NamedTuple):

@@ -10,7 +10,7 @@ from pathlib import Path
 import grpc
 
 from pscommon.core.errors import TakenError
-from pscommon.wire.channel import open_channel
+from pscommon.wire.endpoint import Endpoint, open_channel
 from pscommon.wire.requests import DESCRIBE, stub
 from psproto.v1.parameter_server_pb2 import DescribeRequest
 from psserver.core.shard.failover import LeaseStore, PrimaryRecord, acquire_primary_record
@@ -151,7 +151,7 @@ def _check_holder(config: ServerConfig, lease: LeaseStore | None, address: str) 
     found = lease.read() if lease is not None else None
     if found is None or found.holder == address:
         return
-    with open_channel(found.holder) as channel:
+    with open_channel(Endpoint(found.holder)) as channel:
         try:
             answer = stub(channel, DESCRIBE)(DescribeRequest(), timeout=ANSWER_TIMEOUT_SECONDS)
         except grpc.RpcError as failure:

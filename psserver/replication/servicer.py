@@ -17,8 +17,7 @@ from pscommon.wire.requests import PROMOTE, REPLICATE, STEP_DOWN
 from pscommon.wire.status import answering
 from psproto.v1 import standby_pb2 as pb
 from psserver.core.commands.request_checks import wait_seconds
-from psserver.process.grpc_server import when_ended
-from psserver.process.handlers import Handlers
+from psserver.process.handlers import Handlers, when_ended
 from psserver.process.identity import ServerIdentity
 from psserver.replication.primary import CopyState, PrimaryReplicator
 from psserver.waiting import ThreadWaiter, Waiter

@@ -14,7 +14,7 @@ from pscommon.core.formats import check_wire_format, spoken_format
 from pscommon.system.thread_team import ThreadTeam
 from pscommon.telemetry.http import MetricsServer
 from pscommon.telemetry.logs import get_logger
-from pscommon.wire.channel import open_channel
+from pscommon.wire.endpoint import Endpoint, listen_grpc, listen_http, open_channel
 from pscommon.wire.requests import REPLICATE, STEP_DOWN, call, stub
 from pscommon.wire.status import error_from
 from psproto.v1 import standby_pb2 as pb
@@ -24,7 +24,6 @@ from psserver.durability.record_sink import RecordSource
 from psserver.durability.shard_state import LogUnfitError
 from psserver.durability.state_records import StateRecord, StateRecordKind, received
 from psserver.process.config import ServerConfig
-from psserver.process.grpc_server import listen
 from psserver.process.handlers import grpc_services
 from psserver.process.job_files import JobIdFile
 from psserver.process.metrics import standby_metrics
@@ -77,14 +76,14 @@ class Standby:
         self._stopped_following = threading.Event()
         self._promoting = threading.Lock()
         self._noticed_at = time.monotonic()
-        self._grpc, self.address = listen(config.bind, MAX_CONCURRENT_CALLS)
+        self._grpc, self.address = listen_grpc(Endpoint(config.bind), MAX_CONCURRENT_CALLS)
         self.advertised = config.advertise or self.address
         self._failover = FailoverMachine(self.name, self.advertised, lease, time.monotonic())
         services = grpc_services(standby_handlers(self.promote))
         self._grpc.add_generic_rpc_handlers((*services, NotPrimary(lambda: self.primary)))
         shown = standby_metrics(config.shard, lambda: self.version)
         self.monitor = (
-            MetricsServer(config.metrics_bind, shown, self.ready)
+            MetricsServer(listen_http(Endpoint(config.metrics_bind)), shown, self.ready)
             if config.metrics_bind is not None
             else None
         )
@@ -156,7 +155,7 @@ class Standby:
         """
         try:
             self._find_primary()
-            with open_channel(self.primary, tensors=True) as channel:
+            with open_channel(Endpoint(self.primary), tensors=True) as channel:
                 self._call = stub(channel, REPLICATE)(self._requests())
                 if self.ended.is_set() or self._promoted is not None:
                     self._cancel_call()  # a concurrent cancel saw only the previous call
@@ -359,7 +358,7 @@ class Standby:
             )
         try:
             request, who = pb.StepDownRequest(instance=self.name), f"the primary at {self.primary}"
-            with open_channel(self.primary) as channel:
+            with open_channel(Endpoint(self.primary)) as channel:
                 call(channel, STEP_DOWN, request, STEP_DOWN_SECONDS, who)
             self._failover.is_handover_complete = True
         except UnreachableError as silence:

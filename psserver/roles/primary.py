@@ -8,12 +8,12 @@ import grpc
 
 from pscommon.system.thread_team import ThreadTeam
 from pscommon.telemetry.http import new_registry
+from pscommon.wire.endpoint import Endpoint, listen_grpc
 from psserver.durability.record_sink import disk_log
 from psserver.durability.shard_log import ShardLog
 from psserver.durability.shard_recovery import ShardStateFactory
 from psserver.durability.snapshots import SnapshotManager
 from psserver.process.config import MAX_CONCURRENT_CALLS, ServerConfig
-from psserver.process.grpc_server import listen
 from psserver.process.identity import ServerIdentity
 from psserver.process.job_files import JobIdFile
 from psserver.process.metrics import ServerMetrics
@@ -95,7 +95,9 @@ def open_primary(
     metrics = ServerMetrics(new_registry(), shard=config.shard)
     snapshots = SnapshotManager(config.data_dir, config.shard, config.snapshot_keep, metrics)
     retry_seconds = PORT_RELEASE_SECONDS if promotion is not None else 0.0
-    server, address = listen(config.bind, MAX_CONCURRENT_CALLS, retry_seconds)
+    server, address = listen_grpc(
+        Endpoint(config.bind), MAX_CONCURRENT_CALLS, retry_seconds=retry_seconds
+    )
     resources.callback(lambda: server.stop(grace=None))
     record = promotion.primary_record if promotion is not None else None
     replicator = open_replicator(config, config.advertise or address, record, metrics, deposed)

@@ -4,7 +4,6 @@ import errno
 import os
 import secrets
 import socket
-import struct
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -14,15 +13,17 @@ from pscommon.core.errors import PSError, TakenError
 from pscommon.system.shared_memory import FOLDER
 from pscommon.system.thread_team import cores
 from pscommon.telemetry.logs import get_logger
-from pscommon.wire.stream_format import set_tcp_options
+from pscommon.wire.endpoint import Endpoint, accept, listen, open_stream
 from psserver.process.config import ServerConfig
 from psserver.sockets.event_loop import MAX_LOOPS_COUNT, EventLoopThread, Serve
 from psserver.sockets.worker_connection import refuse_connection
 
 LAST_PORT = 65535
-BACKLOG_COUNT = 1024
 STARTING_SECONDS = 5.0
 """Age from which a Unix socket that refuses connections belongs to a server that was killed."""
+
+PROBE_SECONDS = 1.0
+"""Time to connect to a Unix socket of another server."""
 
 ACCEPT_PAUSE_SECONDS = 1.0
 """Time without new connections after the limit of open files was reached."""
@@ -34,7 +35,7 @@ log = get_logger(__name__)
 
 
 class SocketPort:
-    """Listens from `bind` to `close`, and serves connections between `start` and `stop`.
+    """Listens from `open_port` to `close`, and serves connections between `start` and `stop`.
 
     Attributes:
         address: HOST:PORT of the port; empty without one.
@@ -50,40 +51,36 @@ class SocketPort:
         self._accepted = 0
         self._refused, self._noticed_at = 0, -REFUSAL_NOTICE_SECONDS
 
-    def bind(self, bind: str, is_requested: bool) -> None:
-        """Open the port.
+    def open_port(self, bind: str, is_requested: bool) -> None:
+        """Listen on HOST:PORT.
 
         is_requested: the user has named the port, so no other one will do.
 
         Raises TakenError if the port is not available.
         """
+        endpoint = Endpoint(bind)
         try:
-            sock = _listen(bind)
+            sock = listen(endpoint)
         except OSError as error:
             if is_requested:
                 raise TakenError(
                     f"cannot listen on {bind} for streams: {error.strerror or error}. Try: another "
                     "`--stream-bind` (port 0 picks a free port)"
                 ) from error
-            sock = _listen(f"{bind.rpartition(':')[0]}:0")
+            sock = listen(Endpoint(endpoint.with_port(0)))
         self._listening.append(sock)
-        self.address = f"{bind.rpartition(':')[0]}:{sock.getsockname()[1]}"
+        self.address = endpoint.with_port(sock.getsockname()[1])
 
-    def bind_path(self) -> None:
-        """Open a Unix socket beside the files of shared memory, if the host has such a folder."""
+    def open_path(self) -> None:
+        """Listen on a Unix socket beside the files of shared memory, if the host has a folder."""
         remove_dead_paths()
-        path = FOLDER / f"paramserver-{secrets.token_hex(8)}.sock"
-        sock = socket.socket(socket.AF_UNIX)
+        path = str(FOLDER / f"paramserver-{secrets.token_hex(8)}.sock")
         try:
-            sock.bind(str(path))
-            path.chmod(0o600)
-            sock.listen(BACKLOG_COUNT)
+            self._listening.append(listen(Endpoint(path)))
         except OSError as error:
-            sock.close()
             log.info("unix_socket_unavailable", problem=str(error))
             return
-        self._listening.append(sock)
-        self.path = str(path)
+        self.path = path
 
     def start(self, serve: Serve) -> None:
         """Begin to serve connections."""
@@ -135,7 +132,10 @@ class SocketPort:
     def _accept(self, listening: socket.socket) -> None:
         """Accept one connection; runs in the first event loop."""
         try:
-            sock, _ = listening.accept()
+            sock = accept(listening)
+        except PermissionError as error:
+            self.note_refusal(str(error))
+            return
         except OSError as error:
             if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
                 log.warning(
@@ -147,14 +147,6 @@ class SocketPort:
                 loop.remove_reader(listening.fileno())
                 loop.call_later(ACCEPT_PAUSE_SECONDS, self._watch, listening)
             return
-        sock.setblocking(False)
-        if sock.family == socket.AF_UNIX:
-            if _uid_of(sock) != os.geteuid():
-                self.note_refusal("the peer runs as another user")
-                sock.close()
-                return
-        else:
-            set_tcp_options(sock)
         self._accepted += 1
         assert self._serve is not None
         self._threads[self._accepted % len(self._threads)].add(sock, self._serve)
@@ -170,13 +162,13 @@ def open_socket_port(config: ServerConfig, address: str) -> SocketPort:
     """
     port = SocketPort()
     if config.lanes in ("auto", "stream"):
-        port.bind(config.stream_bind or default_bind(address), config.stream_bind is not None)
+        port.open_port(config.stream_bind or default_bind(address), config.stream_bind is not None)
         host, _, number = port.address.rpartition(":")
         if config.advertise is not None:
             host = config.advertise.rpartition(":")[0]
         port.advertised = config.advertise_stream or f"{host}:{number}"
     if config.lanes in ("auto", "shm"):
-        port.bind_path()
+        port.open_path()
     return port
 
 
@@ -193,35 +185,11 @@ def remove_dead_paths() -> None:
     A socket also refuses connections before its server listens.
     """
     for path in FOLDER.glob("paramserver-*.sock"):
-        with socket.socket(socket.AF_UNIX) as probe, suppress(OSError):
+        with suppress(OSError):
             facts = path.stat()
             if facts.st_uid != os.geteuid() or time.time() - facts.st_ctime < STARTING_SECONDS:
                 continue
             try:
-                probe.connect(str(path))
+                open_stream(Endpoint(str(path)), PROBE_SECONDS).close()
             except ConnectionRefusedError:
                 path.unlink(missing_ok=True)
-
-
-def _listen(bind: str) -> socket.socket:
-    host, _, port = bind.rpartition(":")
-    family, kind, protocol, _, address = socket.getaddrinfo(
-        host.strip("[]"), int(port), type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-    )[0]
-    sock = socket.socket(family, kind, protocol)
-    try:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if family == socket.AF_INET6:
-            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-        sock.bind(address)
-        sock.listen(BACKLOG_COUNT)
-    except BaseException:
-        sock.close()
-        raise
-    return sock
-
-
-def _uid_of(sock: socket.socket) -> int:
-    """Return the user id of a Unix socket's peer."""
-    size = struct.calcsize("3i")
-    return int(struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))[1])

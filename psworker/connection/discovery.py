@@ -15,7 +15,7 @@ from pscommon.core.formats import check_wire_format
 from pscommon.system import signals as interruptible
 from pscommon.system.local_jobs import only_local_job
 from pscommon.telemetry.logs import get_logger
-from pscommon.wire.channel import open_channel
+from pscommon.wire.endpoint import Endpoint, open_channel
 from pscommon.wire.requests import DESCRIBE, INTRODUCE, call, stub
 from pscommon.wire.status import translated
 from psproto.v1 import parameter_server_pb2 as ps
@@ -113,7 +113,7 @@ def describe(address: str, timeout: float = 5.0) -> ServerDescription:
         UnreachableError: The server does not answer.
         FormatError: The server is newer than this process.
     """
-    with open_channel(address) as channel:
+    with open_channel(Endpoint(address)) as channel:
         who = f"the server at {address}"
         return _described(call(channel, DESCRIBE, ps.DescribeRequest(), timeout, who), address)
 
@@ -122,7 +122,7 @@ def describe(address: str, timeout: float = 5.0) -> ServerDescription:
 def _open_channels() -> Iterator[ChannelTo]:
     """Yield a function that returns a channel to an address; close the channels at the end."""
     with contextlib.ExitStack() as stack:
-        yield functools.cache(lambda address: stack.enter_context(open_channel(address)))
+        yield functools.cache(lambda address: stack.enter_context(open_channel(Endpoint(address))))
 
 
 def _ask(search: ServerSearch, channel_to: ChannelTo, timeout: float) -> None:

@@ -4,7 +4,6 @@ import importlib.metadata
 import os
 import platform
 import shutil
-import socket
 import sys
 import tempfile
 import time
@@ -119,15 +118,13 @@ def memory(meminfo: Path = Path("/proc/meminfo")) -> Finding:
 
 def port(number: int) -> Finding:
     """Check that a server can listen on this port of 127.0.0.1."""
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do
-        try:
-            probe.bind(("127.0.0.1", number))
-        except OSError as error:
-            remedy = (
-                "stop the process that uses it, or set --bind HOST:PORT (port 0 picks a free port)"
-            )
-            return Finding("problem", f"cannot be bound: {error.strerror}", remedy)
+    from pscommon.wire.endpoint import Endpoint, listen
+
+    try:
+        listen(Endpoint(f"127.0.0.1:{number}")).close()
+    except OSError as error:
+        remedy = "stop the process that uses it, or set --bind HOST:PORT (port 0 picks a free port)"
+        return Finding("problem", f"cannot be bound: {error.strerror}", remedy)
     return Finding("ok", "free")
 
 

@@ -5,8 +5,9 @@ from typing import TYPE_CHECKING
 
 import click
 
-from pscommon.settings.values import ADDRESS, COUNT, COUNT_OR_NONE, POLICIES, TEXT
-from pscommon.wire.channel import open_channel
+from pscommon.core.limits import POLICIES, check_policy
+from pscommon.settings.values import ADDRESS, COUNT, COUNT_OR_NONE, TEXT
+from pscommon.wire.endpoint import Endpoint, open_channel
 from pscommon.wire.requests import PROMOTE, call
 from psproto.v1 import standby_pb2 as pb
 from psworker.ctl.context import CommandContext, pass_settings, shared, waiting
@@ -89,11 +90,7 @@ def set_(
     policy survives a rollback, and a restart of the servers from a later snapshot unless their
     --policy has changed.
     """
-    if (name == "ssp") != (staleness is not None):
-        raise click.UsageError(
-            "`--staleness S` is required with ssp and not allowed otherwise. "
-            "Try: policy set ssp --staleness 3"
-        )
+    check_policy(name, staleness)
     with settings.servers() as servers:
         servers.set_policy(name, staleness, max_staleness)
     document = {
@@ -119,7 +116,7 @@ def promote(settings: CommandContext, standby: str) -> None:
     """
     request, timeout = pb.PromoteRequest(), HANDOVER_SECONDS + settings.timeout
     request.wait_ms = round(HANDOVER_SECONDS * 1000)
-    with open_channel(standby) as channel:
+    with open_channel(Endpoint(standby)) as channel:
         answer = call(channel, PROMOTE, request, timeout, f"the standby at {standby}")
     document = {
         "primary": standby,

@@ -6,7 +6,7 @@ from typing import Any
 
 from pscommon.core.errors import UnreachableError
 from pscommon.core.partition import PartitionPlan
-from pscommon.wire.channel import open_channel
+from pscommon.wire.endpoint import Endpoint, open_channel
 from pscommon.wire.messages import model_from_proto
 from pscommon.wire.requests import (
     DRAIN,
@@ -37,7 +37,7 @@ class CoordinatorClient:
         """
         self._timeout = timeout
         self.address, self.described = _find_coordinator(addresses, timeout)
-        self._channel = open_channel(self.address)
+        self._channel = open_channel(Endpoint(self.address))
 
     def status(self) -> dict[str, Any]:
         """Return the status document of the job."""

@@ -3,13 +3,12 @@
 import statistics
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import grpc
 
-from pscommon.core.errors import PSError
-from pscommon.wire.channel import FRAME_BYTES, SERVER_OPTIONS, open_channel
+from pscommon.wire.endpoint import Endpoint, listen_grpc, open_channel
+from pscommon.wire.frames import FRAME_BYTES
 from pscommon.wire.status import translated
 
 ECHO = "/paramserver.Doctor/Echo"
@@ -37,21 +36,16 @@ def measure() -> RpcSpeed:
     Raises:
         PSError: calls over 127.0.0.1 fail.
     """
-    server = grpc.server(ThreadPoolExecutor(2), handlers=[_Echo()], options=SERVER_OPTIONS)
+    server, address = listen_grpc(Endpoint("127.0.0.1:0"), CALL_COUNT, [_Echo()])
     try:
-        address = f"127.0.0.1:{_bind(server)}"
         server.start()
-        with open_channel(address) as channel, translated(f"the test server at {address}"):
+        with (
+            open_channel(Endpoint(address)) as channel,
+            translated(f"the test server at {address}"),
+        ):
             return RpcSpeed(_round_trip(channel), _rate(channel))
     finally:
         server.stop(None).wait(CALL_SECONDS)
-
-
-def _bind(server: grpc.Server) -> int:
-    try:
-        return server.add_insecure_port("127.0.0.1:0")
-    except RuntimeError as error:
-        raise PSError(f"cannot bind a port of 127.0.0.1: {error}") from error
 
 
 class _Echo(grpc.GenericRpcHandler):

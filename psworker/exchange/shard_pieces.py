@@ -5,8 +5,7 @@ import threading
 from collections.abc import Iterator, Sequence
 
 from pscommon.core.partition import ByteRange, PartitionPlan
-from pscommon.wire.channel import FRAME_BYTES
-from pscommon.wire.frames import NOTHING, Frame
+from pscommon.wire.frames import FRAME_BYTES, NOTHING, Frame
 from psproto.v1 import parameter_server_pb2 as ps
 from psworker.exchange.transfer import STATUS, ShardTransfer
 from psworker.transport.exchange_calls import AnswerReceiver

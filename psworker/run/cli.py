@@ -12,11 +12,12 @@ import click
 
 from pscommon.core.errors import InvalidRequestError
 from pscommon.core.exit_codes import ExitCode
+from pscommon.core.limits import check_policy
 from pscommon.entry import raise_on_ctrl_c
 from pscommon.settings import options
 from pscommon.settings.command import given, run_command
 from pscommon.settings.environment import unread
-from pscommon.settings.values import check_policy, host_and_port
+from pscommon.settings.values import host_and_port
 from pscommon.system.imports import check_module
 from pscommon.system.small_files import is_special, why_no_file
 from pscommon.system.thread_team import cores
@@ -118,10 +119,7 @@ def check(settings: dict[str, Any], script: Script) -> None:
     Raises:
         InvalidRequestError: a setting is invalid.
     """
-    try:
-        check_policy(settings["policy"], settings["staleness"])
-    except ValueError as error:
-        raise InvalidRequestError(str(error)) from error
+    check_policy(settings["policy"], settings["staleness"])
     if settings["min_workers"] > settings["workers"]:
         raise InvalidRequestError(
             f"`--min-workers {settings['min_workers']}` is more than `--workers "

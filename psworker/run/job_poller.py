@@ -87,10 +87,10 @@ class JobObserver:
         self._call(REPORT_EXIT, REPORT_EXIT.request(process=process, reason=reason))
 
     def _call(self, row: "Request[Q, A]", message: "Q", timeout: float = CONNECT_SECONDS) -> "A":
-        from pscommon.wire.channel import open_channel
+        from pscommon.wire.endpoint import Endpoint, open_channel
         from pscommon.wire.requests import call
 
-        with open_channel(self._address) as channel:
+        with open_channel(Endpoint(self._address)) as channel:
             return call(channel, row, message, timeout, self._address)
 
     def close(self) -> None:

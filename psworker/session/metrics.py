@@ -82,16 +82,18 @@ def serve(bind: str) -> str:
     """Serve this process's metrics, and return the bound address.
 
     A later call changes nothing and returns the address of the first. Raises the errors of
-    MetricsServer.
+    listen_http.
 
     bind: HOST:PORT; port 0 selects a free port.
     """
     global _serving
     with _lock:
         if _serving is None:
-            registry = new_registry()
+            from pscommon.wire.endpoint import Endpoint, listen_http  # gRPC: not for every import
+
+            registry, listening = new_registry(), listen_http(Endpoint(bind))
             # A running worker is always ready, because it serves no requests.
-            server = MetricsServer(bind, registry, lambda: (True, "running"))
+            server = MetricsServer(listening, registry, lambda: (True, "running"))
             _serving = WorkerMetrics(registry), server
         return _serving[1].address
 

@@ -7,8 +7,9 @@ from contextlib import contextmanager
 from typing import Any
 
 from pscommon.core.errors import UnreachableError
-from pscommon.wire.channel import FRAME_BYTES, open_channel
+from pscommon.wire.endpoint import Endpoint, open_channel
 from pscommon.wire.frames import (
+    FRAME_BYTES,
     ExchangeStub,
     Frame,
     chunks,
@@ -43,7 +44,7 @@ class ServerChannel:
     def __init__(self, address: str, tensors: bool) -> None:
         self.address = address
         self.is_closed = False
-        self._channel = channel = open_channel(address, tensors)
+        self._channel = channel = open_channel(Endpoint(address), tensors)
         self.exchanges = ExchangeStub(channel)
         self.stubs = {row: stub(channel, row) for row in WORKER_ROWS}
 

@@ -14,7 +14,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from pscommon.core.errors import UnreachableError
-from pscommon.wire.channel import MAX_MESSAGE_BYTES
+from pscommon.wire.endpoint import MAX_MESSAGE_BYTES
 from pscommon.wire.frames import encode_data, encode_header
 from psproto.v1 import coordinator_pb2 as co
 from psproto.v1 import parameter_server_pb2 as ps

@@ -31,7 +31,7 @@ pytestmark = pytest.mark.timing
 
 LINK_CUT = 10.0
 CANCEL_SECONDS = 13.0
-"""Seconds until a silent connection for tensors is closed (pscommon/wire/channel.py)."""
+"""Seconds until a silent connection for tensors is closed (pscommon/wire/endpoint.py)."""
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pscommon.wire.channel import open_channel
+from pscommon.wire.endpoint import Endpoint, open_channel
 from psproto.v1 import coordinator_pb2 as co
 from psproto.v1.coordinator_pb2_grpc import CoordinatorServiceStub
 from tests.support.counted_steps import LEASE, PAUSE, check_data, job, steps, wait_for_steps
@@ -108,7 +108,7 @@ def first_log_time(job: ForkedJob, name: str, word: str) -> float:
 
 
 def drain(address: str, worker: int) -> None:
-    with closing(open_channel(address)) as channel:
+    with closing(open_channel(Endpoint(address))) as channel:
         CoordinatorServiceStub(channel).Drain(co.DrainRequest(worker=worker), timeout=10)
 
 

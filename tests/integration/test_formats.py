@@ -11,7 +11,7 @@ import pytest
 
 from pscommon.core import formats
 from pscommon.core.errors import FormatError, PSError
-from pscommon.wire.channel import open_channel
+from pscommon.wire.endpoint import Endpoint, open_channel
 from pscommon.wire.status import translated
 from psproto.v1 import coordinator_pb2 as co
 from psproto.v1 import standby_pb2 as sb
@@ -148,7 +148,7 @@ def test_a_server_refuses_newer_workers_shards_and_standbys(
 ) -> None:
     server = cluster(0).add(0, 2, **SETTINGS)
     with (
-        open_channel(server.address) as channel,
+        open_channel(Endpoint(server.address)) as channel,
         pytest.raises(PSError) as caught,
         translated("shard 0"),
     ):
@@ -187,7 +187,7 @@ def test_peers_of_the_first_format_are_refused(cluster: Make) -> None:
     server = cluster(0).add(0, 2, **SETTINGS)
     for ask in (join, link_shard, replicate):
         with (
-            open_channel(server.address) as channel,
+            open_channel(Endpoint(server.address)) as channel,
             pytest.raises(FormatError, match=r"message format 1\b.* format 2\. Try: .* for "),
             translated("shard 0"),
         ):

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from pscommon.core.metric_row import MetricRow
-from pscommon.wire.channel import open_channel
+from pscommon.wire.endpoint import Endpoint, open_channel
 from psproto.v1 import coordinator_pb2 as co
 from psproto.v1.coordinator_pb2_grpc import CoordinatorServiceStub
 from psworker import Job
@@ -24,7 +24,7 @@ Make = Callable[..., Cluster]
 
 
 def history(address: str) -> list[MetricRow]:
-    with open_channel(address) as channel:
+    with open_channel(Endpoint(address)) as channel:
         answer = CoordinatorServiceStub(channel).GetHistory(co.GetHistoryRequest(), timeout=10)
     return [
         MetricRow(row.time, row.version, row.worker, row.rank, row.name, row.value)
@@ -83,7 +83,7 @@ def test_immediate_reports_of_a_client_extend_the_history(cluster: Make) -> None
 def test_values_beyond_the_bounds_are_dropped_and_heartbeats_continue(cluster: Make) -> None:
     """From a worker that does not check them itself."""
     address = cluster().address
-    with open_channel(address) as channel:
+    with open_channel(Endpoint(address)) as channel:
         stub = CoordinatorServiceStub(channel)
         worker = stub.Join(co.JoinRequest(format=2, rank=0), timeout=10).worker
         for values in (
@@ -156,7 +156,7 @@ def test_the_history_rolls_back_with_the_weights(cluster: Make, tmp_path: Path) 
 def test_the_reporting_worker_is_replaced_when_it_is_lost(cluster: Make) -> None:
     made = cluster(lease=0.5)
     with connected(made.address, rank=1) as second:
-        with open_channel(made.address) as channel:
+        with open_channel(Endpoint(made.address)) as channel:
             stub = CoordinatorServiceStub(channel)
             worker = stub.Join(co.JoinRequest(format=2, rank=0), timeout=10).worker
             stub.ReportMetrics(

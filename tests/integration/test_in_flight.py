@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from pscommon.core.errors import InvalidRequestError, WaitTimeoutError
-from pscommon.wire.channel import open_channel
+from pscommon.wire.endpoint import Endpoint, open_channel
 from pscommon.wire.frames import encode_data, encode_header
 from pscommon.wire.requests import EXCHANGE_ONCE
 from psproto.v1 import parameter_server_pb2 as ps
@@ -214,7 +214,7 @@ def test_a_cancelled_call_releases_its_bytes(full: Cluster) -> None:
         yield encode_data(memoryview(bytes(1000)))
         silent.wait(DEADLINE)
 
-    with joined(full.address) as client, closing(open_channel(full.address)) as raw:
+    with joined(full.address) as client, closing(open_channel(Endpoint(full.address))) as raw:
         calls = [cast(Any, exchange(raw, frames(client))) for _ in range(3)]
         until(
             lambda: budget.used == 8_000_000 and budget.waiting == 1,

@@ -14,7 +14,7 @@ from pscommon.core.errors import InvalidRequestError, PSError
 from pscommon.core.limits import MAX_LOOPS, MAX_TENSORS
 from pscommon.core.log_entries import BatchKey
 from pscommon.core.model_spec import ModelSpec, OptimizerSettings, TensorSpec
-from pscommon.wire.channel import open_channel
+from pscommon.wire.endpoint import Endpoint, open_channel
 from pscommon.wire.messages import loop_to_proto, model_to_proto
 from pscommon.wire.status import translated
 from psproto.v1 import coordinator_pb2 as co
@@ -122,7 +122,7 @@ def returned(worker: int, *batches: ps.Batch) -> co.ReturnBatchesRequest:
 
 def refusals(address: str, worker: int) -> Iterator[tuple[str, str, str]]:
     """Return method, reason and expected reason of each request."""
-    with open_channel(address) as channel:
+    with open_channel(Endpoint(address)) as channel:
         stub = CoordinatorServiceStub(channel)
         for method, request, expected in requests(worker):
             with pytest.raises(PSError) as caught, translated(method):
@@ -174,7 +174,7 @@ def test_workers_join_after_each_refused_number_and_after_a_restart(
     cluster: Make, tmp_path: Path
 ) -> None:
     with job(cluster, tmp_path) as (servers, client, settings):
-        with open_channel(servers.address) as channel:
+        with open_channel(Endpoint(servers.address)) as channel:
             stub = CoordinatorServiceStub(channel)
             for method, request in largest_numbers(client.worker):
                 with pytest.raises(PSError) as caught, translated(method):

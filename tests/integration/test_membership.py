@@ -21,8 +21,8 @@ from pscommon.core.log_entries import BatchKey
 from pscommon.core.model_spec import OptimizerSettings
 from pscommon.system.process_id import process_id
 from pscommon.wire import messages as codec
-from pscommon.wire.channel import FRAME_BYTES, open_channel
-from pscommon.wire.frames import NOTHING, Frame
+from pscommon.wire.endpoint import Endpoint, open_channel
+from pscommon.wire.frames import FRAME_BYTES, NOTHING, Frame
 from psproto.v1 import coordinator_pb2 as co
 from psproto.v1 import parameter_server_pb2 as ps
 from psproto.v1.coordinator_pb2_grpc import CoordinatorServiceStub
@@ -258,7 +258,7 @@ def test_batches_of_a_dead_worker_go_to_others(cluster: Make) -> None:
 
 def silent_worker(address: str, job: str, model: Any, loop: LoopSpec) -> list[int]:
     """Join as a worker that takes batches and stays silent; return the batches."""
-    with closing(open_channel(address)) as channel:
+    with closing(open_channel(Endpoint(address))) as channel:
         stub = CoordinatorServiceStub(channel)
         worker = stub.Join(co.JoinRequest(format=2, job=job), timeout=10).worker
         stub.Register(co.RegisterRequest(job=job, worker=worker, model=model), timeout=10)
@@ -356,7 +356,10 @@ def test_a_late_end_of_an_old_connection_does_not_disconnect_the_shard() -> None
     ) as leader:
         leader.start()
         config = ServerConfig(shard=1, shards=2, bind="127.0.0.1:0", join=leader.address)
-        with closing(Server(config)) as follower, closing(open_channel(leader.address)) as channel:
+        with (
+            closing(Server(config)) as follower,
+            closing(open_channel(Endpoint(leader.address))) as channel,
+        ):
             blank, instance = co.Report(epoch=-1), follower.identity.instance
             me = co.LinkShardRequest(
                 format=2,

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pscommon.core.model_spec import ModelSpec, OptimizerSettings, TensorSpec
-from pscommon.wire.channel import open_channel
+from pscommon.wire.endpoint import Endpoint, open_channel
 from pscommon.wire.frames import encode_data, encode_header
 from pscommon.wire.stream_format import FrameKind
 from psproto.v1 import parameter_server_pb2 as ps
@@ -58,7 +58,7 @@ def push_over_grpc(server: Server, worker: int) -> None:
         pull=ps.PULL_NONE,
         wait_ms=20_000,
     )
-    with closing(open_channel(server.address)) as channel:
+    with closing(open_channel(Endpoint(server.address))) as channel:
         frames = [encode_header(header), encode_data(memoryview(IN_ORDER_OF_PARTS))]
         (answer,) = exchange(channel, frames)
     assert ps.ExchangeResponse.FromString(answer).header.outcome == ps.OUTCOME_APPLIED
@@ -77,7 +77,7 @@ def test_named_parts_have_their_bytes_in_any_order(
     servers = cluster(1, **lasting)
     with connected(servers.address) as first:
         first.register({"w": np.zeros(FLOATS, np.float32)}, OptimizerSpec("sgd", lr=1.0))
-        with closing(open_channel(servers.address)) as channel:
+        with closing(open_channel(Endpoint(servers.address))) as channel:
             worker = join(CoordinatorServiceStub(channel), servers.servers[0].identity.job, MODEL)
         push(servers.servers[0], worker)
         assert weights(servers) == (-VALUES).tolist()

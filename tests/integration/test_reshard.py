@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from pscommon.core.errors import LayoutError, UnreachableError
-from pscommon.wire.channel import open_channel
+from pscommon.wire.endpoint import Endpoint, open_channel
 from pscommon.wire.frames import ExchangeStub, encode_header
 from pscommon.wire.status import translated
 from psproto.v1 import parameter_server_pb2 as ps
@@ -184,7 +184,7 @@ def test_a_request_with_another_number_of_shards_is_refused(reshardable_job: Clu
             job=client.job, worker=client.worker, seq=1, has_data=True, samples=1, shards=3
         )
         with (
-            open_channel(reshardable_job.address) as channel,
+            open_channel(Endpoint(reshardable_job.address)) as channel,
             pytest.raises(LayoutError),
             translated("it"),
         ):

@@ -12,7 +12,7 @@ import pytest
 
 from pscommon.core.errors import InvalidRequestError
 from pscommon.snapshot import SnapshotDirectory
-from pscommon.wire.channel import open_channel
+from pscommon.wire.endpoint import Endpoint, open_channel
 from psproto.v1 import coordinator_pb2 as co
 from psproto.v1 import parameter_server_pb2 as ps
 from psproto.v1.coordinator_pb2_grpc import CoordinatorServiceStub
@@ -59,7 +59,7 @@ def test_shard_and_join(serve: Serve) -> None:
 
 def status_of(server: Server) -> dict[str, Any]:
     """Return the status, also while servers are missing."""
-    with closing(open_channel(server.address)) as channel:
+    with closing(open_channel(Endpoint(server.address))) as channel:
         answer = CoordinatorServiceStub(channel).GetStatus(co.GetStatusRequest(), timeout=20)
     found: dict[str, Any] = json.loads(answer.status_json)
     return found
@@ -106,7 +106,7 @@ def test_the_stream_port_by_default(serve: Serve) -> None:
 
 
 def describe(address: str) -> ps.DescribeResponse:
-    with open_channel(address) as channel:
+    with open_channel(Endpoint(address)) as channel:
         return ParameterServerServiceStub(channel).Describe(ps.DescribeRequest(), timeout=10)
 
 
@@ -235,7 +235,7 @@ def test_lease(serve: Serve) -> None:
 
 def silent_joins(server: Server) -> None:
     """Join as a worker that stays silent."""
-    with closing(open_channel(server.address)) as channel:
+    with closing(open_channel(Endpoint(server.address))) as channel:
         CoordinatorServiceStub(channel).Join(co.JoinRequest(format=2), timeout=20)
 
 

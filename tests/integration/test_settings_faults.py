@@ -14,7 +14,7 @@ from pscommon.core.errors import PSError, QuarantinedError, TooFewWorkersError
 from pscommon.core.log_entries import BatchKey
 from pscommon.wal import segment as record_segment
 from pscommon.wire import messages as codec
-from pscommon.wire.channel import open_channel
+from pscommon.wire.endpoint import Endpoint, open_channel
 from psproto.v1 import coordinator_pb2 as co
 from psproto.v1.coordinator_pb2_grpc import CoordinatorServiceStub
 from psserver.replication.lease_directory import LeaseDirectory
@@ -67,7 +67,7 @@ def test_on_worker_loss_abort_ends_the_job(serve: Serve) -> None:
 @contextmanager
 def falls_silent(client: Client) -> Iterator[None]:
     """Register a second worker, of rank 1, that stays silent."""
-    with closing(open_channel(client.addresses[0])) as channel:
+    with closing(open_channel(Endpoint(client.addresses[0]))) as channel:
         stub = CoordinatorServiceStub(channel)
         worker = stub.Join(co.JoinRequest(format=2, rank=1), timeout=20).worker
         model = codec.model_to_proto(client.plan.spec)
@@ -211,7 +211,7 @@ def test_durability(serve: Serve, tmp_path: Path, durability: str, expected: int
 
 def saved(address: str) -> None:
     """Take a snapshot of the current version, as ps-ctl does."""
-    with closing(open_channel(address)) as channel:
+    with closing(open_channel(Endpoint(address))) as channel:
         CoordinatorServiceStub(channel).SaveSnapshot(
             co.SaveSnapshotRequest(wait_ms=20_000), timeout=30
         )

@@ -14,7 +14,7 @@ import pytest
 from pscommon.core.errors import InvalidRequestError
 from pscommon.system.process_limits import usable_memory
 from pscommon.system.thread_team import cores
-from pscommon.wire.channel import open_channel
+from pscommon.wire.endpoint import Endpoint, open_channel
 from psproto.v1 import coordinator_pb2 as co
 from psproto.v1 import parameter_server_pb2 as ps
 from psproto.v1.coordinator_pb2_grpc import CoordinatorServiceStub
@@ -49,7 +49,7 @@ def test_lanes(serve: Serve, flags: list[object], taken: set[str]) -> None:
     for lanes in ("grpc", "stream", "shm"):
         server = serve(*flags)
         assert trained(server.address, lanes=lanes) == ("taken" if lanes in taken else "refused")
-    with open_channel(server.address) as channel:
+    with open_channel(Endpoint(server.address)) as channel:
         described = ParameterServerServiceStub(channel).Describe(ps.DescribeRequest(), timeout=10)
     assert set(described.features) == taken
 
@@ -111,7 +111,9 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Program, Pro
         for server, name in zip(started, variants, strict=True):
             path = programs.folder / name
             until(path.exists, "a port", seconds=60)
-            with closing(open_channel(f"127.0.0.1:{path.read_text().strip()}")) as channel:
+            with closing(
+                open_channel(Endpoint(f"127.0.0.1:{path.read_text().strip()}"))
+            ) as channel:
                 CoordinatorServiceStub(channel).Join(co.JoinRequest(format=2), timeout=20)
             server.wait_for("worker_lost")
             server.send(signal.SIGTERM)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from pscommon.core.errors import MismatchError, PSError, UnreachableError
-from pscommon.wire.channel import open_channel
+from pscommon.wire.endpoint import Endpoint, open_channel
 from pscommon.wire.status import translated
 from psproto.v1 import coordinator_pb2 as co
 from psproto.v1 import standby_pb2 as pb
@@ -238,7 +238,7 @@ def test_a_standby_that_is_behind_is_not_promoted(cluster: Make) -> None:
     server = cluster().servers[0]
     with RunningStandby(server) as following:
         with (
-            closing(open_channel(server.address)) as channel,
+            closing(open_channel(Endpoint(server.address))) as channel,
             pytest.raises(MismatchError) as refused,
             translated("the primary"),
         ):
@@ -372,7 +372,7 @@ def test_the_end_of_a_connection_blocks_no_other_while_shard_0_waits(
     with (
         counter(server.address) as client,
         silent_standby(server) as speaking,
-        closing(open_channel(server.address)) as channel,
+        closing(open_channel(Endpoint(server.address))) as channel,
     ):
         line = CoordinatorServiceStub(channel).LinkShard(words())
         next(line)

@@ -13,7 +13,7 @@ import pytest
 
 from pscommon.core.errors import InvalidRequestError
 from pscommon.wire import messages as codec
-from pscommon.wire.channel import open_channel
+from pscommon.wire.endpoint import Endpoint, open_channel
 from psproto.v1 import coordinator_pb2 as co
 from psproto.v1.coordinator_pb2_grpc import CoordinatorServiceStub
 from psworker import Client
@@ -203,7 +203,7 @@ def test_an_invalid_policy_is_refused_and_the_old_one_stays(cluster: Make, capsy
         assert "`--in-flight 1920`" in capsys.readouterr().err
         with (
             CoordinatorClient([address], 10.0) as servers,
-            pytest.raises(InvalidRequestError, match="ssp requires"),
+            pytest.raises(InvalidRequestError, match="needs a bound"),
         ):
             servers.set_policy("ssp", None, None)
 
@@ -250,7 +250,7 @@ def test_a_slow_worker_is_found_by_its_own_part_of_the_steps(
 
 def test_a_silent_worker_is_shown_as_silent_before_it_is_lost(cluster: Make) -> None:
     address = cluster(1, lease=OUTLIVED).address
-    with counter(address, 0) as client, closing(open_channel(address)) as channel:
+    with counter(address, 0) as client, closing(open_channel(Endpoint(address))) as channel:
         stub = CoordinatorServiceStub(channel)
         worker = stub.Join(co.JoinRequest(format=2), timeout=10).worker
         model = codec.model_to_proto(client.plan.spec)

@@ -12,7 +12,7 @@ import pytest
 from pscommon.core.errors import InFlightError, LayoutError, PSError
 from pscommon.core.log_entries import PushKey
 from pscommon.core.model_spec import ModelSpec, OptimizerSettings, TensorSpec
-from pscommon.wire.channel import open_channel
+from pscommon.wire.endpoint import Endpoint, open_channel
 from pscommon.wire.status import error_of
 from pscommon.wire.stream_format import EAGER_BYTES, MAX_BUFFERS_COUNT, FrameKind
 from psproto.v1 import coordinator_pb2 as co
@@ -107,7 +107,7 @@ def job(cluster: Make) -> Iterator[PushJob]:
     with ExitStack() as stack:
         first = stack.enter_context(connected(servers.address, lanes="grpc"))
         first.register({"w": np.zeros_like(ONES)}, OptimizerSpec("sgd", lr=1.0))
-        channel = stack.enter_context(closing(open_channel(servers.address)))
+        channel = stack.enter_context(closing(open_channel(Endpoint(servers.address))))
         yield PushJob(servers.servers[0], CoordinatorServiceStub(channel), stack)
 
 

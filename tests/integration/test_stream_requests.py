@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from pscommon.core.errors import MismatchError
 from pscommon.wire.blocking_socket import BlockingSocket
-from pscommon.wire.channel import MAX_MESSAGE_BYTES
+from pscommon.wire.endpoint import MAX_MESSAGE_BYTES
 from pscommon.wire.stream_format import FrameKind, encode_frame
 from psproto.v1 import stream_pb2
 from psserver.peers.link_calls import GrpcLink, SocketLink

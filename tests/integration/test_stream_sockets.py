@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from psserver.sockets import socket_port
+from pscommon.wire import endpoint
 from tests.support.cluster import Cluster
 from tests.support.events import records_of
 from tests.support.stream_training import make_step, streams_of, train
@@ -19,7 +19,7 @@ def test_another_user_is_refused_at_the_unix_socket(
     cluster: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Several attempts give one line; TCP stays open to the worker."""
-    monkeypatch.setattr(socket_port, "_uid_of", lambda sock: os.geteuid() + 1)
+    monkeypatch.setattr(endpoint, "_uid_of", lambda sock: os.geteuid() + 1)
     servers = cluster(1)
     for _ in range(3):
         with socket.socket(socket.AF_UNIX) as sock:
@@ -35,7 +35,7 @@ def test_another_user_is_refused_at_the_unix_socket(
 def test_the_user_of_a_peer_comes_from_the_kernel() -> None:
     one, other = socket.socketpair()
     with one, other:
-        assert socket_port._uid_of(one) == os.geteuid()
+        assert endpoint._uid_of(one) == os.geteuid()
 
 
 OPTIONS = {

@@ -17,7 +17,7 @@ import pytest
 from pscommon.core.errors import PSError
 from pscommon.core.formats import WIRE_FORMAT
 from pscommon.core.model_spec import ModelSpec, OptimizerSettings, TensorSpec
-from pscommon.wire.channel import open_channel
+from pscommon.wire.endpoint import Endpoint, open_channel
 from pscommon.wire.stream_format import HEAD_BYTES, MAGIC, FrameKind, decode_prefix, encode_frame
 from psproto.v1 import parameter_server_pb2 as ps
 from psproto.v1 import stream_pb2
@@ -236,7 +236,7 @@ def test_many_slow_uploads_occupy_no_thread_and_delay_no_worker(cluster: Make) -
     with ExitStack() as stack:
         worker = stack.enter_context(connected(address, lanes="stream"))
         worker.register({"w": np.zeros_like(ones)}, OptimizerSpec("sgd", lr=1.0))
-        channel = stack.enter_context(closing(open_channel(address)))
+        channel = stack.enter_context(closing(open_channel(Endpoint(address))))
         stub = CoordinatorServiceStub(channel)
         described = ParameterServerServiceStub(channel).Describe(ps.DescribeRequest())
         assert worker.push_pull({"w": ones}).status == "applied"
@@ -301,8 +301,8 @@ def test_a_closed_client_ends_a_call_that_waits(cluster: Make) -> None:
         client = connected(servers.address, lanes="stream")
         for each in (other, client):
             threading.Thread(target=_register, args=(each,), daemon=True).start()
-        until(lambda: client.version == 0 and client._exchange._has_started, "the registration")
-        until(lambda: other._exchange._has_started, "the registration")
+        until(lambda: client.version == 0 and client.model._has_started, "the registration")
+        until(lambda: other.model._has_started, "the registration")
         errors: list[BaseException] = []
 
         def push() -> None:

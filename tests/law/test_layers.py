@@ -190,7 +190,7 @@ def test_the_listed_cores_exist() -> None:
         ("psworker/core/push_sequence.py", "import psserver.core.shard.state_machine"),
         ("common/pscommon/core/partition.py", "import torch"),
         ("common/pscommon/core/partition.py", "from pscommon import logs"),
-        ("common/pscommon/telemetry/logs.py", "from pscommon.wire import channel"),
+        ("common/pscommon/telemetry/logs.py", "from pscommon.wire import endpoint"),
         ("common/pscommon/telemetry/logs.py", "import psserver"),
         ("common/pscommon/telemetry/logs.py", "import grpc"),
         ("psserver/exchange/servicer.py", "from psworker import client"),

@@ -10,7 +10,7 @@ import pytest
 
 from pscommon.core.model_spec import ModelSpec, OptimizerSettings, TensorSpec
 from pscommon.system.process_limits import raise_file_limit
-from pscommon.wire.channel import open_channel
+from pscommon.wire.endpoint import Endpoint, open_channel
 from pscommon.wire.stream_format import FrameKind
 from psproto.v1 import coordinator_pb2 as co
 from psproto.v1 import parameter_server_pb2 as ps
@@ -57,7 +57,7 @@ def test_waiting_workers_occupy_no_threads(programs: Programs) -> None:
         first.register(
             {"w": np.zeros(FLOATS, np.float32)}, OptimizerSettings("sgd", ({"lr": 1.0},))
         )
-        channel = stack.enter_context(closing(open_channel(address)))
+        channel = stack.enter_context(closing(open_channel(Endpoint(address))))
         stub = CoordinatorServiceStub(channel)
         described = ParameterServerServiceStub(channel).Describe(ps.DescribeRequest())
 

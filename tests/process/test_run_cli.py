@@ -327,8 +327,8 @@ def test_killing_ps_run_ends_all_its_processes(bench: Bench) -> None:
 USAGE = {
     "no script": ([], "Missing argument"),
     "no such script": (["nowhere.py"], "cannot run nowhere.py"),
-    "ssp without a bound": (["--policy", "ssp", "train.py"], "`--policy ssp` needs a bound"),
-    "a bound without ssp": (["--staleness", "2", "train.py"], "excludes `--staleness`"),
+    "ssp without a bound": (["--policy", "ssp", "train.py"], "policy ssp needs a bound"),
+    "a bound without ssp": (["--staleness", "2", "train.py"], "excludes `--staleness 2`"),
     "no servers": (["--servers", "0", "train.py"], "--servers"),
     "more needed than there are": (
         ["--min-workers", "3", "--workers", "2", "train.py"],

@@ -26,7 +26,7 @@ SCRIPT = """
 import json, os, sys, urllib.request
 import numpy as np, torch, psworker
 from contextlib import closing
-from pscommon.wire.channel import open_channel
+from pscommon.wire.endpoint import Endpoint, open_channel
 from psproto.v1 import coordinator_pb2 as co
 from psproto.v1.coordinator_pb2_grpc import CoordinatorServiceStub
 
@@ -43,7 +43,7 @@ def second():
 
 with psworker.Client() as client:
     client.register({"w": np.zeros(100)}, psworker.OptimizerSpec("sgd", lr=1.0))
-    with closing(open_channel(client.addresses[0])) as channel:
+    with closing(open_channel(Endpoint(client.addresses[0]))) as channel:
         joined = CoordinatorServiceStub(channel).Join(co.JoinRequest(format=2), timeout=20)
     alive = [
         urllib.request.urlopen(f"http://{address}/livez", timeout=20).status

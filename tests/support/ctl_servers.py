@@ -12,7 +12,7 @@ import grpc
 
 from pscommon.core.errors import PSError
 from pscommon.core.model_spec import ModelSpec, OptimizerSettings, TensorSpec
-from pscommon.wire.channel import SERVER_OPTIONS
+from pscommon.wire.endpoint import SERVER_OPTIONS
 from pscommon.wire.messages import model_to_proto
 from pscommon.wire.status import answering
 from psproto.v1 import coordinator_pb2 as pb

@@ -9,7 +9,7 @@ import grpc
 
 from pscommon.core.errors import FencedError, InvalidRequestError, MismatchError
 from pscommon.wire import messages as codec
-from pscommon.wire.channel import SERVER_OPTIONS
+from pscommon.wire.endpoint import SERVER_OPTIONS
 from pscommon.wire.frames import (
     Frame,
     chunks,

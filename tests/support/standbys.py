@@ -7,7 +7,7 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self
 
-from pscommon.wire.channel import open_channel
+from pscommon.wire.endpoint import Endpoint, open_channel
 from psproto.v1 import standby_pb2 as pb
 from psproto.v1.standby_pb2_grpc import StandbyServiceStub
 from psserver.durability.state_records import checksum
@@ -74,7 +74,7 @@ def silent_standby(server: Server) -> Iterator[threading.Event]:
         except Exception:
             assert done.is_set()
 
-    with closing(open_channel(server.address)) as channel:
+    with closing(open_channel(Endpoint(server.address))) as channel:
         call = StandbyServiceStub(channel).Replicate(requests())
         receiver = threading.Thread(target=receive, args=(call,))
         receiver.start()

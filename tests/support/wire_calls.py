@@ -8,7 +8,7 @@ import pytest
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
-from pscommon.wire.channel import open_channel
+from pscommon.wire.endpoint import Endpoint, open_channel
 from pscommon.wire.requests import EXCHANGE
 from tests.support.programs import Program, Programs
 from tests.support.workers import until
@@ -22,7 +22,7 @@ def channel() -> Iterator[Callable[[str], grpc.Channel]]:
     opened: list[grpc.Channel] = []
 
     def make(address: str) -> grpc.Channel:
-        opened.append(open_channel(address))
+        opened.append(open_channel(Endpoint(address)))
         return opened[-1]
 
     yield make

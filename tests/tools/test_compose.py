@@ -15,6 +15,7 @@ import click
 import pytest
 
 from pscommon.telemetry.http import MetricsServer, new_registry
+from pscommon.wire.endpoint import Endpoint, listen_http
 from psserver.cli import COMMAND as SERVER
 from psserver.process.config import ServerConfig
 from psserver.sockets.socket_port import default_bind
@@ -101,7 +102,9 @@ def test_health_check_ignores_the_configured_proxy(ready: bool, code: int) -> No
     name, *arguments = json.loads(command[1])
     assert name == "python"
     away = {"http_proxy": "http://127.0.0.1:9"}
-    with closing(MetricsServer("127.0.0.1:0", new_registry(), lambda: (ready, ""))) as monitor:
+    with closing(
+        MetricsServer(listen_http(Endpoint("127.0.0.1:0")), new_registry(), lambda: (ready, ""))
+    ) as monitor:
         here = [text.replace("127.0.0.1:9464", monitor.address) for text in arguments]
         done = subprocess.run(
             [sys.executable, *here], env=os.environ | away, stderr=subprocess.DEVNULL, timeout=60

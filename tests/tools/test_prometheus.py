@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 
 from pscommon.telemetry.http import MetricsServer, new_registry
+from pscommon.wire.endpoint import Endpoint, listen_http
 from psserver.process.metrics import ServerMetrics, standby_metrics
 from psworker.session.metrics import WorkerMetrics
 from tests.support import prometheus_queries as queries
@@ -46,27 +47,33 @@ class MonitoredJob:
             WorkerMetrics(workers),
             0,
         )
-        self.server_monitor = MetricsServer("127.0.0.1:0", servers, lambda: (True, ""))
+        self.server_monitor = MetricsServer(
+            listen_http(Endpoint("127.0.0.1:0")), servers, lambda: (True, "")
+        )
         standby = standby_metrics(0, lambda: self.steps)
-        self.standby_monitor = MetricsServer("127.0.0.1:0", standby, lambda: (True, ""))
-        self.worker_monitor = MetricsServer("127.0.0.1:0", workers, lambda: (True, ""))
+        self.standby_monitor = MetricsServer(
+            listen_http(Endpoint("127.0.0.1:0")), standby, lambda: (True, "")
+        )
+        self.worker_monitor = MetricsServer(
+            listen_http(Endpoint("127.0.0.1:0")), workers, lambda: (True, "")
+        )
         self.shard.show_shard(lambda: {"shards": "1", "job": "otter", "policy": "ssp"})
-        self.shard.workers({"active": 1})
+        self.shard.set_workers({"active": 1})
 
     def step(self) -> None:
         self.steps += 1
         for outcome in ("applied", "duplicate", "stale", "rejected"):
-            self.shard.pushed(outcome, staleness=1)
-        self.shard.version(self.steps)
-        self.shard.worker(1, clock=self.steps, pushed=True)
-        self.shard.applied(0.01, contributors=1)
-        self.shard.waited(0.01)
-        self.shard.moved(received=10, sent=10)
-        self.shard.model(parameters=1, nbytes=4)
-        self.shard.rpc("Exchange", "OK", 0.01)
-        self.shard.rpc("Exchange", "UNAVAILABLE", 0.01)
-        self.shard.snapshot(0.1, nbytes=100)
-        self.shard.snapshot_failed("ENOSPC")
+            self.shard.count_push(outcome, staleness=1)
+        self.shard.set_version(self.steps)
+        self.shard.set_worker(1, clock=self.steps, has_pushed=True)
+        self.shard.record_update(0.01, contributors=1)
+        self.shard.record_barrier_wait(0.01)
+        self.shard.count_bytes(received=10, sent=10)
+        self.shard.set_model_size(parameters=1, nbytes=4)
+        self.shard.record_call("Exchange", "OK", 0.01)
+        self.shard.record_call("Exchange", "UNAVAILABLE", 0.01)
+        self.shard.record_snapshot(0.1, nbytes=100)
+        self.shard.count_snapshot_failure("ENOSPC")
         self.worker.step({"compute": 0.01}, samples=64)
         self.worker.reported("loss", 1.0)
 

@@ -1,10 +1,14 @@
-"""Upper bounds for requests. Servers refuse larger ones before they allocate any memory.
+"""What servers refuse before they allocate memory: requests above these bounds, and settings of a
+policy that do not fit together.
 
 Each bound is far above what a real job needs. None limits the length of a training: the ledger
 stores a loop over 10**9 epochs as two numbers.
 """
 
 from pscommon.core.data_stream import Spec, StreamSpec
+from pscommon.core.errors import InvalidRequestError
+
+POLICIES = ("sync", "async", "ssp")
 
 MAX_BATCHES_PER_REQUEST = 1024
 """Batches in one request for data."""
@@ -75,3 +79,47 @@ def loop_problem(spec: Spec) -> str:
             f"{spec.epochs} epochs of {spec.batches_in_epoch} batches are above {MAX_BATCH_NUMBER}"
         )
     return ""
+
+
+def check_policy(
+    policy: str,
+    staleness: int | None,
+    backup_workers: int = 0,
+    global_batch: int | None = None,
+) -> None:
+    """Check a combination of settings, named like the flags of ps-server.
+
+    Raises:
+        InvalidRequestError: They do not fit together.
+    """
+    if policy not in POLICIES:
+        raise InvalidRequestError(
+            f"policy {policy!r} is not valid. Try: one of {', '.join(POLICIES)}"
+        )
+    if policy == "ssp" and staleness is None:
+        raise InvalidRequestError(
+            "policy ssp needs a bound. Try: `--staleness S`, the number of steps that a worker may "
+            "be ahead (0 acts as sync)"
+        )
+    if policy != "ssp" and staleness is not None:
+        raise InvalidRequestError(
+            f"policy {policy} excludes `--staleness {staleness}`: it has no bound. Try: policy ssp"
+        )
+    if staleness is not None and staleness < 0:
+        raise InvalidRequestError(f"--staleness {staleness} is not valid. Try: at least 0")
+    has_rounds = policy == "sync" or staleness == 0
+    if backup_workers and not has_rounds:
+        raise InvalidRequestError(
+            f"--backup-workers {backup_workers} excludes policy {policy}, which waits for no "
+            "worker. Try: policy sync"
+        )
+    if global_batch is not None and not has_rounds:
+        raise InvalidRequestError(
+            f"--global-batch {global_batch} excludes policy {policy}, which has no rounds. "
+            "Try: policy sync"
+        )
+    if global_batch is not None and backup_workers:
+        raise InvalidRequestError(
+            "--global-batch excludes --backup-workers: it needs all gradients of a round. "
+            "Try: leave out one of them"
+        )

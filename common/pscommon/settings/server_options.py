@@ -2,6 +2,7 @@
 
 import click
 
+from pscommon.core.limits import POLICIES
 from pscommon.settings import values
 from pscommon.settings.command import FAILOVER, JOB, LOCAL, PLACE, SNAPSHOTS, Option
 from pscommon.settings.values import (
@@ -11,7 +12,6 @@ from pscommon.settings.values import (
     FILE,
     FOLDER,
     LISTEN,
-    POLICIES,
     SECONDS,
     TEXT,
     ValueType,

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 else:
     ParamType = click.ParamType
 
-POLICIES = ("sync", "async", "ssp")
 
 Lanes = Literal["auto", "shm", "stream", "grpc"]
 LANES = ("auto", "shm", "stream", "grpc")
@@ -291,23 +290,6 @@ def device(text: str) -> str:
     if re.fullmatch(r"auto|cpu|cuda(:[0-9]+)?", text):
         return text
     raise ValueError(f"{text!r} is not auto, cpu, cuda or cuda:K")
-
-
-def check_policy(policy: str, staleness: int | None) -> None:
-    """Check that staleness is set if and only if the policy is ssp.
-
-    Raises:
-        ValueError: staleness is missing or not allowed.
-    """
-    if policy == "ssp" and staleness is None:
-        raise ValueError(
-            "`--policy ssp` needs a bound. Try: `--staleness S`, the number of steps that a worker "
-            "may be ahead (0 acts as sync)"
-        )
-    if policy != "ssp" and staleness is not None:
-        raise ValueError(
-            f"`--policy {policy}` excludes `--staleness`: it has no bound. Try: `--policy ssp`"
-        )
 
 
 # Types of options, by the placeholder in --help and the TOML types that a file may have.

@@ -1,20 +1,16 @@
 """HTTP endpoint for Prometheus and health probes: /metrics, /livez and /readyz."""
 
-import contextlib
-import errno
 import socket
 import sys
 import threading
 from collections.abc import Callable
 from http import HTTPStatus
 from http.server import ThreadingHTTPServer
-from socketserver import TCPServer
 from urllib.parse import urlsplit
 
 from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector
 from prometheus_client.exposition import MetricsHandler
 
-from pscommon.core.errors import InvalidRequestError, TakenError
 from pscommon.telemetry.logs import get_logger
 
 Ready = Callable[[], tuple[bool, str]]
@@ -54,26 +50,18 @@ def new_registry() -> CollectorRegistry:
 class MetricsServer:
     """HTTP server for one registry, from its construction until close()."""
 
-    def __init__(self, bind: str, registry: CollectorRegistry, ready: Ready) -> None:
-        """Bind the port and start the server.
+    def __init__(self, listening: socket.socket, registry: CollectorRegistry, ready: Ready) -> None:
+        """Start the server.
 
         Args:
-            bind: HOST:PORT; port 0 picks a free port.
+            listening: its port; the server closes it.
             registry: metrics to serve.
             ready: called at every /readyz, must not block; returns whether this process is ready,
                 and the reason in one line.
-
-        Raises:
-            TakenError: another process uses the port.
-            InvalidRequestError: the address cannot be bound.
         """
-        host, port = _split(bind)
         self._handler: type[_RequestHandler] = type("Handler", (_RequestHandler,), {})
         self.show(registry, ready)
-        try:
-            self._server = _HttpServer(host, port, self._handler)
-        except OSError as error:
-            raise _cannot_bind(bind, error) from error
+        self._server = _HttpServer(listening, self._handler)
         # close() takes at most 0.1 s
         self._thread = threading.Thread(
             target=self._server.serve_forever, args=(0.1,), name="monitor", daemon=True
@@ -101,13 +89,10 @@ class MetricsServer:
 class _HttpServer(ThreadingHTTPServer):
     daemon_threads = True
 
-    def __init__(self, host: str, port: int, handler: type[MetricsHandler]) -> None:
-        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        super().__init__((host, port), handler)
-
-    def server_bind(self) -> None:
-        # HTTPServer's method resolves the host name, which can take seconds
-        TCPServer.server_bind(self)
+    def __init__(self, listening: socket.socket, handler: type[MetricsHandler]) -> None:
+        super().__init__(listening.getsockname()[:2], handler, bind_and_activate=False)
+        self.socket.close()
+        self.socket = listening
 
     def handle_error(self, request: object, client_address: object) -> None:
         # a scraper that hangs up is no reason for a traceback on stderr
@@ -146,23 +131,3 @@ class _RequestHandler(MetricsHandler):
         self.end_headers()
         if self.command != "HEAD":
             self.wfile.write(body)
-
-
-def _split(bind: str) -> tuple[str, int]:
-    host, _, port = bind.rpartition(":")
-    with contextlib.suppress(ValueError):
-        if host and 0 <= int(port) <= 65535:
-            return host.strip("[]"), int(port)
-    raise InvalidRequestError(
-        f"metrics address {bind!r} is not valid. Try: HOST:PORT, such as 127.0.0.1:9464 (port 0: "
-        "any free port)"
-    )
-
-
-def _cannot_bind(bind: str, error: OSError) -> TakenError | InvalidRequestError:
-    if error.errno == errno.EADDRINUSE:
-        return TakenError(
-            f"cannot serve metrics on {bind}: the port is taken. Try: another port (0: any free "
-            "port), or stop the process that uses it"
-        )
-    return InvalidRequestError(f"cannot serve metrics on {bind}: {error.strerror or error}")

@@ -1,10 +1,8 @@
-"""The network on both sides: channel settings, frames of bytes, messages, errors in transit,
-and streams.
-"""
+"""The network on both sides: endpoints, frames of bytes, messages, errors in transit, streams."""
 
 __all__ = [
     "blocking_socket",
-    "channel",
+    "endpoint",
     "frames",
     "messages",
     "push",

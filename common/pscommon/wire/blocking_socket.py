@@ -1,7 +1,6 @@
 """A stream on a blocking socket, as workers and shards use it (protocol: stream_format.py)."""
 
 import socket
-import struct
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -19,7 +18,7 @@ from pscommon.core.errors import (
     UnreachableError,
 )
 from pscommon.core.formats import check_wire_format
-from pscommon.wire.channel import MAX_MESSAGE_BYTES
+from pscommon.wire.endpoint import MAX_MESSAGE_BYTES, Endpoint, open_stream, timeout_option
 from pscommon.wire.status import error_of, status_of
 from pscommon.wire.stream_format import (
     HEAD_BYTES,
@@ -33,7 +32,6 @@ from pscommon.wire.stream_format import (
     decode_message,
     decode_prefix,
     encode_frame,
-    set_tcp_options,
 )
 from psproto.v1 import parameter_server_pb2 as ps
 from psproto.v1 import stream_pb2
@@ -90,7 +88,15 @@ class BlockingSocket:
             MismatchError: It serves another job or shard, or does not speak this protocol.
         """
         deadline = time.monotonic() + seconds
-        sock = _connect(address, server, deadline)
+        try:
+            sock = open_stream(Endpoint(address), seconds)
+        except OSError as error:
+            text = (
+                "no answer" if isinstance(error, BlockingIOError) else error.strerror or str(error)
+            )
+            raise UnreachableError(
+                f"cannot open a stream to {server} at {address}: {text}"
+            ) from error
         opened = cls(sock, address, server)
         try:
             opened._greet(hello, deadline)
@@ -109,7 +115,7 @@ class BlockingSocket:
         seconds = min(seconds, SILENCE_SECONDS)
         if seconds != self._silence_seconds:
             self._silence_seconds = seconds
-            timeout = _timeout_option(seconds)
+            timeout = timeout_option(seconds)
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeout)
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeout)
 
@@ -324,60 +330,12 @@ def socket_addresses(description: ps.DescribeResponse, address: str, lanes: str)
     return [*([path] if path and Path(path).exists() else []), *([tcp] if tcp else [])]
 
 
-def _connect(address: str, server: str, deadline: float) -> socket.socket:
-    """Return a connected socket, to a path or to HOST:PORT."""
-    try:
-        if address.startswith("/"):
-            return _connect_path(address, deadline)
-        host, _, port = address.rpartition(":")
-        sock = _connect_tcp(host.strip("[]"), int(port), deadline)
-        set_tcp_options(sock)
-        return sock
-    except OSError as error:
-        text = "no answer" if isinstance(error, BlockingIOError) else error.strerror or str(error)
-        raise UnreachableError(f"cannot open a stream to {server} at {address}: {text}") from error
-
-
-def _connect_path(path: str, deadline: float) -> socket.socket:
-    """A server that accepts no connection lets `connect` wait, as long as a send may."""
-    sock = socket.socket(socket.AF_UNIX)
-    try:
-        sock.setsockopt(
-            socket.SOL_SOCKET, socket.SO_SNDTIMEO, _timeout_option(_remaining(deadline))
-        )
-        sock.connect(path)
-    except OSError:
-        sock.close()
-        raise
-    return sock
-
-
-def _connect_tcp(host: str, port: int, deadline: float) -> socket.socket:
-    """Try the addresses of a host in turn; each one has its share of the time."""
-    names = [str(found[4][0]) for found in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
-    while True:
-        name = names.pop(0)
-        try:
-            share = _remaining(deadline) / (len(names) + 1)
-            sock = socket.create_connection((name, port), share)
-            sock.settimeout(None)
-            return sock
-        except OSError:
-            if not names:
-                raise
-
-
 def _remaining(deadline: float) -> float:
     """Return the seconds until then. Raises TimeoutError if it has passed."""
     seconds = deadline - time.monotonic()
     if seconds <= 0:
         raise TimeoutError("no answer in time")
     return seconds
-
-
-def _timeout_option(seconds: float) -> bytes:
-    """Return the value of a socket option. The kernel takes zero for no limit."""
-    return struct.pack("ll", *divmod(max(1, round(seconds * 1e6)), 1_000_000))
 
 
 def _measured(

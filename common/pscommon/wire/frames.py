@@ -13,9 +13,11 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from pscommon.core.errors import InvalidRequestError
-from pscommon.wire.channel import FRAME_BYTES
 from pscommon.wire.requests import EXCHANGE, EXCHANGE_ONCE, stub
 from psproto.v1 import parameter_server_pb2 as pb
+
+FRAME_BYTES = 1 << 20
+"""Payload of one data frame; 1 to 2 MiB is fastest."""
 
 HEADER_TAG, DATA_TAG, OFFSET_TAG = 0x0A, 0x12, 0x18
 NOTHING = memoryview(b"")

@@ -21,7 +21,8 @@ from pscommon.telemetry.logs import get_logger
 DOMAIN = "paramserver"
 DETAILS_KEY = "grpc-status-details-bin"
 RETRY_SECONDS = 0.2
-# the text travels twice, the second time in base64, and has to fit the metadata limit of channel.py
+# the text travels twice, the second time in base64, and has to fit the metadata limit
+# (endpoint.py)
 MAX_TEXT_CHARACTERS = 6_000
 
 log = get_logger(__name__)

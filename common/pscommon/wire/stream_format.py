@@ -22,7 +22,6 @@ beginning of the message, padded with zeros: most messages fit, so a frame needs
 from and to the memory of the caller without a copy.
 """
 
-import socket
 import struct
 from collections.abc import Sequence
 from enum import IntEnum
@@ -174,16 +173,3 @@ class BufferQueue:
 def _flat(buffer: memoryview | bytes | bytearray) -> memoryview:
     view = memoryview(buffer)
     return view if view.format == "B" and view.ndim == 1 else view.cast("B")
-
-
-def set_tcp_options(sock: socket.socket) -> None:
-    """Send small frames at once, and end the connection to a peer that is gone within 4 s."""
-    for option, value in (
-        (socket.TCP_NODELAY, 1),
-        (socket.TCP_USER_TIMEOUT, round(SILENCE_SECONDS * 1000)),
-        (socket.TCP_KEEPIDLE, 1),
-        (socket.TCP_KEEPINTVL, 1),
-        (socket.TCP_KEEPCNT, 3),
-    ):
-        sock.setsockopt(socket.IPPROTO_TCP, option, value)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 from psserver.core.commands.command import Command
-from psserver.core.commands.request_checks import check_policy
 from psserver.core.coordinator.machine import CoordinatorMachine
 from psserver.core.job.policy import policy
 from psserver.core.job.settings import JobRules
@@ -39,7 +38,7 @@ class SetPolicy(Command[None]):
         return SetPolicy(PolicyRow(*row))
 
     def check(self, coordinator: CoordinatorMachine) -> None:
-        check_policy(*self.row)
+        policy(*self.row)
 
 
 @dataclass(frozen=True, slots=True)

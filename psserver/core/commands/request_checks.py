@@ -17,7 +17,6 @@ from pscommon.core.script_place import PassName, ScriptPlace
 from psserver.core.coordinator.collective_calls import CollectiveRequest
 from psserver.core.coordinator.data_requests import BatchRequest
 from psserver.core.coordinator.machine import CoordinatorMachine
-from psserver.core.job.policy import policy
 
 
 class UnfitPush(NamedTuple):
@@ -211,14 +210,6 @@ def check_collective(request: CollectiveRequest) -> None:
     if (nbytes := len(given.text.encode())) > limits.MAX_BROADCAST_NBYTES:
         size = f"its value has {nbytes} bytes of JSON, above {limits.MAX_BROADCAST_NBYTES}"
         refuse(what, size, "a smaller value, or a file")
-
-
-def check_policy(name: str, staleness: int | None, max_staleness: int | None, backup: int) -> None:
-    """Raise InvalidRequestError if the settings of a policy do not fit together."""
-    try:
-        policy(name, staleness, max_staleness, backup)
-    except ValueError as error:
-        raise InvalidRequestError(str(error)) from error
 
 
 def check_names(what: str, names: Iterable[str]) -> None:

@@ -16,6 +16,8 @@ barrier: ssp 0 is sync.
 
 from dataclasses import dataclass
 
+from pscommon.core.limits import check_policy
+
 
 @dataclass(frozen=True, slots=True)
 class Policy:
@@ -53,23 +55,10 @@ def policy(
         backup: Workers that a sync round does not wait for.
 
     Raises:
-        ValueError: The settings do not fit together.
+        InvalidRequestError: The settings do not fit together.
     """
-    if (name == "ssp") != (staleness is not None):
-        raise ValueError(
-            f"policy {name} and staleness {staleness} do not fit: ssp requires a staleness, other "
-            "policies exclude it. Try: `--policy ssp --staleness S`"
-        )
-    if staleness is not None and staleness < 0:
-        raise ValueError(f"--staleness {staleness} is not valid. Try: at least 0 (0 acts as sync)")
-    if name not in ("sync", "ssp", "async"):
-        raise ValueError(f"policy {name!r} is not valid. Try: one of sync, ssp, async")
+    check_policy(name, staleness, backup)
     bound = 0 if name == "sync" else staleness
-    if backup and bound != 0:
-        raise ValueError(
-            f"policy {name} excludes `--backup-workers {backup}`: only a sync round waits for all "
-            "workers. Try: policy sync"
-        )
     return Policy(name, bound, barrier=bound == 0, max_staleness=max_staleness, backup=backup)
 
 

@@ -16,7 +16,7 @@ import grpc
 from google.protobuf import text_format
 from google.protobuf.message import Message
 
-from pscommon.wire.channel import SERVER_OPTIONS, open_channel
+from pscommon.wire.endpoint import SERVER_OPTIONS, Endpoint, open_channel
 from psproto.v1.standby_pb2 import ReplicateRequest
 from tests.contract.wire.conversation import (
     HEARTBEAT,
@@ -241,7 +241,8 @@ class Player:
         if number not in self._lines:
             call = self._conversation.calls[number]
             line = self._lines[number] = PlayedCall(self, call, "answer")
-            channel = open_channel(self.addresses[PLACEHOLDERS[call.server]], tensors=True)
+            server = Endpoint(self.addresses[PLACEHOLDERS[call.server]])
+            channel = open_channel(server, tensors=True)
             self._resources.callback(channel.close)
             answers: Any = channel.stream_stream(call.method)(
                 line.outgoing(), timeout=4 * WAIT_SECONDS

@@ -18,7 +18,7 @@ from typing import Any
 
 import grpc
 
-from pscommon.wire.channel import SERVER_OPTIONS, open_channel
+from pscommon.wire.endpoint import SERVER_OPTIONS, Endpoint, open_channel
 from tests.contract.wire.conversation import (
     FIXTURE,
     HEARTBEAT,
@@ -167,7 +167,7 @@ class RecordingProxy(grpc.GenericRpcHandler):
             if method not in STREAMS:
                 recorder.closed(number)
 
-        with closing(open_channel(self.target)) as channel:
+        with closing(open_channel(Endpoint(self.target))) as channel:
             upstream: Any = channel.stream_stream(method)(passed())
             context.add_callback(upstream.cancel)
             try:

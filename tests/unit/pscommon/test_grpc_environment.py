@@ -7,17 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from pscommon.wire.channel import open_channel
+from pscommon.wire.endpoint import Endpoint, open_channel
 
 CALLS = 200
 
-# psserver.process.grpc_server is the first module here, and of psserver, that imports gRPC
+# pscommon.wire.endpoint is the first module here that imports gRPC
 SERVER = """
 import sys
-from psserver.process.grpc_server import listen
+from pscommon.wire.endpoint import Endpoint, listen_grpc
 import grpc
 
-server, address = listen("127.0.0.1:0", 2)
+server, address = listen_grpc(Endpoint("127.0.0.1:0"), 2)
 echo = grpc.unary_unary_rpc_method_handler(lambda message, context: message)
 handler = grpc.method_handlers_generic_handler("test.Test", {"Echo": echo})
 server.add_generic_rpc_handlers((handler,))
@@ -57,7 +57,7 @@ def wakeups_by_calls(**environment: str) -> int:
     ) as server:
         assert server.stdin is not None
         assert server.stdout is not None
-        with open_channel(server.stdout.readline().strip()) as channel:
+        with open_channel(Endpoint(server.stdout.readline().strip())) as channel:
             call = channel.unary_unary("/test.Test/Echo")
             call(b"first", timeout=10)
             before = event_engine_wakeups(server.pid)

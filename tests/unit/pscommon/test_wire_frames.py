@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 from pscommon.core.errors import InvalidRequestError
-from pscommon.wire.channel import FRAME_BYTES, MAX_MESSAGE_BYTES
+from pscommon.wire.endpoint import MAX_MESSAGE_BYTES
 from pscommon.wire.frames import (
+    FRAME_BYTES,
     Filler,
     Frame,
     chunks,

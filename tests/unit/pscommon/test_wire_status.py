@@ -9,7 +9,7 @@ import pytest
 
 from pscommon.core.errors import REASONS, MismatchError, PSError, UnreachableError, error_for
 from pscommon.wire import status
-from pscommon.wire.channel import SERVER_OPTIONS, open_channel
+from pscommon.wire.endpoint import SERVER_OPTIONS, Endpoint, open_channel
 from psproto.v1 import parameter_server_pb2 as pb
 from psproto.v1.parameter_server_pb2_grpc import ParameterServerServiceStub
 from tests.support.parameter_server_service import add_parameter_server_to_server
@@ -62,7 +62,7 @@ def stub(failing: Failing) -> Iterator[ParameterServerServiceStub]:
     add_parameter_server_to_server(failing, server)
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
-    with open_channel(f"127.0.0.1:{port}") as channel:
+    with open_channel(Endpoint(f"127.0.0.1:{port}")) as channel:
         yield ParameterServerServiceStub(channel)
     server.stop(None).wait(10)
 
@@ -153,7 +153,7 @@ def test_an_overloaded_server_may_be_asked_again(
 
 
 def test_a_missing_server_is_unreachable_with_its_address() -> None:
-    with open_channel("127.0.0.1:1") as channel:
+    with open_channel(Endpoint("127.0.0.1:1")) as channel:
         error = failure(ParameterServerServiceStub(channel))
 
     assert (type(error), error.reason) == (UnreachableError, "UNREACHABLE")
@@ -176,7 +176,7 @@ def test_another_service_is_a_mismatch() -> None:
     server = grpc.server(ThreadPoolExecutor(1), options=SERVER_OPTIONS)
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
-    with open_channel(f"127.0.0.1:{port}") as channel:
+    with open_channel(Endpoint(f"127.0.0.1:{port}")) as channel:
         error = failure(ParameterServerServiceStub(channel))
     server.stop(None).wait(10)
 

@@ -115,9 +115,9 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "shard out of range": ({"shard": 2, "shards": 2}, "--shard 2/2"),
     "negative shard": ({"shard": -1}, "--shard -1/1"),
     "a shard that has no port": ({"shard": 20000, "shards": 30000}, "--bind HOST:PORT"),
-    "ssp without a bound": ({"policy": "ssp"}, "ssp` needs a bound"),
-    "sync with a bound": ({"policy": "sync", "staleness": 1}, "excludes `--staleness`"),
-    "async with a bound": ({"policy": "async", "staleness": 0}, "excludes `--staleness`"),
+    "ssp without a bound": ({"policy": "ssp"}, "policy ssp needs a bound"),
+    "sync with a bound": ({"policy": "sync", "staleness": 1}, "sync excludes `--staleness 1`"),
+    "async with a bound": ({"policy": "async", "staleness": 0}, "async excludes `--staleness 0`"),
     "negative bound": ({"policy": "ssp", "staleness": -1}, "--staleness -1"),
     "negative age": ({"max_staleness": -1}, "--max-staleness -1"),
     "no workers": ({"min_workers": 0}, "--min-workers 0"),
@@ -133,11 +133,11 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "a port in no folder": ({"port_file": Path("/missing/port")}, "--port-file /missing/port"),
     "backup workers of no round": (
         {"policy": "async", "backup_workers": 1},
-        "--backup-workers 1 excludes `--policy async`",
+        "--backup-workers 1 excludes policy async",
     ),
     "samples of no round": (
         {"policy": "async", "global_batch": 8},
-        "--global-batch 8 excludes `--policy async`",
+        "--global-batch 8 excludes policy async",
     ),
     "samples without some workers": (
         {"global_batch": 8, "backup_workers": 1},

@@ -106,6 +106,15 @@ def test_loading_by_the_former_primary_does_not_apply_to_the_new_one(
     assert server.catch_up is None
 
 
+def test_shards_hear_of_a_new_standby_of_shard_0_at_once(service: CoordinatorService) -> None:
+    """A shard that was told only once a second would not find it after an early failover."""
+    updates = list[None]()
+    with service.executor.watch_all(lambda: updates.append(None)):
+        with service.paused():
+            assert not updates  # the standby is attached here, with a copy of the state
+        assert updates
+
+
 def test_a_snapshot_that_waits_for_the_former_primary_is_abandoned(
     service: CoordinatorService,
 ) -> None:

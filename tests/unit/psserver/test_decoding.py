@@ -8,7 +8,7 @@ from contextlib import suppress
 import grpc
 import pytest
 
-from pscommon.wire.channel import open_channel
+from pscommon.wire.endpoint import Endpoint, open_channel
 from pscommon.wire.status import error_from
 from psproto.v1 import coordinator_pb2 as co
 from psproto.v1 import parameter_server_pb2 as ps
@@ -28,7 +28,7 @@ UNARY = [
 
 @pytest.fixture
 def channel(cluster: Callable[..., Cluster]) -> Iterator[grpc.Channel]:  # noqa: F811
-    with open_channel(cluster(1).address) as channel:
+    with open_channel(Endpoint(cluster(1).address)) as channel:
         yield channel
 
 

@@ -7,6 +7,7 @@ import itertools
 
 import pytest
 
+from pscommon.core.errors import InvalidRequestError
 from pscommon.core.log_entries import PushKey
 from psserver.core.job.policy import Policy, policy
 from tests.support.searching_machine import choose, within_bound
@@ -33,15 +34,15 @@ def test_each_policy_has_its_rules() -> None:
 @pytest.mark.parametrize(
     ("name", "staleness", "named"),
     [
-        ("ssp", None, "staleness None"),
-        ("sync", 1, "staleness 1"),
-        ("async", 0, "staleness 0"),
+        ("ssp", None, "needs a bound"),
+        ("sync", 1, "--staleness 1"),
+        ("async", 0, "--staleness 0"),
         ("ssp", -1, "--staleness -1"),
         ("hogwild", None, "'hogwild'"),
     ],
 )
 def test_incompatible_settings_are_refused(name: str, staleness: int | None, named: str) -> None:
-    with pytest.raises(ValueError, match=named):
+    with pytest.raises(InvalidRequestError, match=named):
         policy(name, staleness)
 
 

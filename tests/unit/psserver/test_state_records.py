@@ -3,7 +3,7 @@
 import pytest
 
 from pscommon.core.errors import PSError
-from pscommon.wire.channel import FRAME_BYTES
+from pscommon.wire.frames import FRAME_BYTES
 from psproto.v1 import standby_pb2 as pb
 from psserver.durability.record_sink import RecordSource
 from psserver.durability.state_records import StateRecord, copied, frames, received

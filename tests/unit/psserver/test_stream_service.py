@@ -60,7 +60,7 @@ def test_a_server_has_an_event_loop_for_each_core_and_at_most_four(
 ) -> None:
     monkeypatch.setattr(socket_port, "cores", lambda: cores)
     with closing(SocketPort()) as port:
-        port.bind("127.0.0.1:0", is_requested=True)
+        port.open_port("127.0.0.1:0", is_requested=True)
         port.start(cast(Any, None))
 
         running = [thread for thread in threading.enumerate() if thread in port._threads]

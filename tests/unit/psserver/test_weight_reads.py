@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from pscommon.core.partition import ByteRange
-from pscommon.wire.channel import FRAME_BYTES
-from pscommon.wire.frames import decode_response
+from pscommon.wire.frames import FRAME_BYTES, decode_response
 from psserver.parameters.partition import RoleBuffers
 from psserver.parameters.store import ParameterStore
 from psserver.parameters.weight_reads import WeightRead, WeightReads

@@ -3,10 +3,12 @@
 import json
 import socket
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from pscommon.wire.endpoint import Endpoint
 from psworker.ctl import checks
 from psworker.ctl import rpc_speed as loopback
 from psworker.ctl.cli import main
@@ -166,8 +168,14 @@ def test_the_loopback_check_leaves_no_port_open(
     quick: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ports: list[int] = []
-    bind = loopback._bind
-    monkeypatch.setattr(loopback, "_bind", lambda server: ports.append(bind(server)) or ports[0])
+    listen = loopback.listen_grpc
+
+    def noting(*arguments: Any) -> Any:
+        server, address = listen(*arguments)
+        ports.append(Endpoint(address).port)
+        return server, address
+
+    monkeypatch.setattr(loopback, "listen_grpc", noting)
     loopback.measure()
 
     with socket.socket() as probe:

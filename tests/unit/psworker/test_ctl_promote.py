@@ -9,7 +9,7 @@ import grpc
 import pytest
 
 from pscommon.core.errors import MismatchError
-from pscommon.wire.channel import SERVER_OPTIONS
+from pscommon.wire.endpoint import SERVER_OPTIONS
 from psproto.v1 import standby_pb2 as pb
 from psserver.process.handlers import grpc_services
 from psserver.replication.servicer import primary_handlers, standby_handlers
@@ -27,7 +27,9 @@ def serve() -> Iterator[Serve]:
 
     def start(promote: Callable[[float], pb.PromoteResponse] | None) -> str:
         server = grpc.server(ThreadPoolExecutor(2), options=SERVER_OPTIONS)
-        handlers = standby_handlers(promote) if promote else primary_handlers(Mock(), Mock())
+        handlers = (
+            standby_handlers(promote) if promote else primary_handlers(Mock(), Mock(), Mock())
+        )
         server.add_generic_rpc_handlers(grpc_services(handlers))
         port = server.add_insecure_port("127.0.0.1:0")
         server.start()

@@ -85,8 +85,8 @@ def test_policy_set_requests_only_the_given_settings(
 @pytest.mark.parametrize(
     ("args", "remedy"),
     [
-        (["ssp"], "Try: policy set ssp --staleness 3"),
-        (["sync", "--staleness", "3"], "`--staleness S` is required with ssp"),
+        (["ssp"], "policy ssp needs a bound. Try: `--staleness S`"),
+        (["sync", "--staleness", "3"], "policy sync excludes `--staleness 3`"),
         (["fastest"], "'fastest' is not one of 'sync', 'async', 'ssp'"),
         (["ssp", "--staleness", "-1"], "'-1' is not a whole number"),
         ([], "Missing argument"),

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import grpc
 
-from pscommon.wire.channel import open_channel
+from pscommon.wire.endpoint import Endpoint, open_channel
 
 SETTINGS = bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
 """An empty frame of this kind: what a server says first (RFC 9113, 3.4)."""
@@ -27,7 +27,7 @@ def test_a_connection_with_a_round_trip_of_one_second_can_be_opened() -> None:
                 assert done.wait(20)
 
         done, greeting = threading.Event(), pool.submit(greet)
-        with open_channel(f"127.0.0.1:{server.getsockname()[1]}") as channel:
+        with open_channel(Endpoint(f"127.0.0.1:{server.getsockname()[1]}")) as channel:
             grpc.channel_ready_future(channel).result(timeout=10)
             done.set()
         greeting.result(20)
