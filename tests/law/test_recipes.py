@@ -19,7 +19,9 @@ from pscommon.core.limits import POLICIES
 from pscommon.optim import KINDS
 from pscommon.settings import options
 from pscommon.wire import requests
+from pscommon.wire.push import parts_from_proto
 from pscommon.wire.requests import REQUESTS
+from psproto.v1 import parameter_server_pb2 as ps
 from psserver.coordinator.status import PER_SERVER_SETTINGS
 from psserver.core.commands import data_commands, job_commands, shard_commands, worker_commands
 from psserver.core.commands.command import Command
@@ -216,6 +218,13 @@ def test_add_an_rpc() -> None:
         assert re.search(rf"\b{constant}: ", handlers), f"Add an RPC: a handler of {name}"
         assert re.search(rf"\b{constant}\b(?! = )", callers), f"Add an RPC: the call of {name}"
     assert not {*methods} - names, f"Add an RPC: {PROMISED}"
+
+
+def test_add_an_encoding_of_pushes() -> None:
+    for encoding in {*ps.Encoding.values()} - {ps.ENCODING_UNSPECIFIED}:
+        message = ps.Part(target=ps.TARGET_MODEL, encoding=encoding, ranges=[0, 64])
+        (part,) = parts_from_proto([message])
+        assert part.encoding == encoding, "Add an encoding of pushes: pscommon/wire/push.py"
 
 
 def test_add_a_command_to_the_coordinator() -> None:
