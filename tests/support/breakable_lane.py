@@ -10,19 +10,21 @@ HOUR = 3600.0
 
 
 class BreakableLane:
-    """A worker's lane that can be disconnected; its clock then jumps by an hour, so timeouts
-    end.
+    """A worker's lane that can be disconnected. Each later reading of its clock is an hour after
+    the one before, so that timeouts end, also those of requests that begin then.
     """
 
     def __init__(self, lane: Transport) -> None:
         self._lane = lane
-        self._is_disconnected = False
-        self.clock = Clock(
-            lambda: lane.clock.now() + HOUR * self._is_disconnected, lane.clock.sleep
-        )
+        self._is_disconnected, self._hours = False, 0
+        self.clock = Clock(self._now, lane.clock.sleep)
 
     def die(self) -> None:
         self._is_disconnected = True
+
+    def _now(self) -> float:
+        self._hours += self._is_disconnected
+        return self._lane.clock.now() + HOUR * self._hours
 
     def find_primaries(self, job: str, timeout: float) -> bool:
         """Return False when disconnected, because no server can be found."""
