@@ -21,7 +21,7 @@ from psserver.process.config import ServerConfig
 from psserver.process.port_file import PortFile, announce
 from psserver.replication.standby_state import Promotion
 from psserver.roles.coordinator import build_coordinator
-from psserver.roles.services import add_services
+from psserver.roles.primary import add_services
 from psserver.roles.shard import build_shard
 from psserver.sockets.listener import SocketListener
 from psserver.sockets.socket_port import SocketPort, open_socket_port

@@ -28,14 +28,14 @@ class Waiter(Protocol):
 
     Attributes:
         is_over: Its caller needs no answer any more.
-        may_block: Its thread may block: what may block needs no `do`.
+        may_act_here: Actions that may block need no `do`: its thread may carry them out itself.
     """
 
     @property
     def is_over(self) -> bool: ...
 
     @property
-    def may_block(self) -> bool: ...
+    def may_act_here(self) -> bool: ...
 
     def wake(self) -> None:
         """End the current or the next `park`. From any thread; never waits."""
@@ -101,7 +101,7 @@ class ThreadWaiter:
     context: The gRPC call that waits; its end also ends the wait. None: nothing ends it early.
     """
 
-    may_block = True
+    may_act_here = True
 
     def __init__(self, context: grpc.ServicerContext | None = None) -> None:
         self._event, self._context = threading.Event(), context
@@ -134,7 +134,6 @@ class TaskWaiter(ABC):
     """A waiter that suspends its task. Created in the thread of the event loop."""
 
     is_over = False  # the end of its connection cancels the task
-    may_block = False
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop, self._thread = loop, threading.get_ident()

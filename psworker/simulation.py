@@ -21,6 +21,7 @@ from pscommon.wire.frames import Frame, chunks, decode_response, encode_header
 from pscommon.wire.requests import (
     ATTACH_MEMORY,
     COLLECTIVE,
+    EXCHANGE,
     NEXT_BATCH,
     REGISTER,
     A,
@@ -37,7 +38,7 @@ from psserver.core.servers.server_entry import DeliveryCursor
 from psserver.durability.shard_log import ShardLog
 from psserver.durability.shard_recovery import ShardStateFactory
 from psserver.durability.snapshots import SnapshotManager
-from psserver.exchange.servicer import DataPlaneServicer
+from psserver.exchange.handlers import data_plane_handlers
 from psserver.process.config import ServerConfig
 from psserver.process.handlers import Handlers, answer
 from psserver.process.identity import ServerIdentity
@@ -180,17 +181,18 @@ class SimulatedCluster:
         self._engines = [self.service.engine, *(link.engine for link in links)]
         self._cursors = [DeliveryCursor() for _ in self._engines]
         self.handlers = simulated_handlers(self.service)
-        self.servers = [self._server(engine) for engine in self._engines]
+        self.shards = [self._connect(engine) for engine in self._engines]
         self.deliver()
 
-    def _server(self, engine: ShardEngine) -> DataPlaneServicer:
+    def _connect(self, engine: ShardEngine) -> Handlers:
+        """Connect a shard, and return its handlers."""
         shard = engine.live.shard
         if shard > 0:
             self.service.shard_connections.connect(
                 shard, len(self._engines), f"simulated-{shard}", "simulated"
             )
             engine.coordinator.request_report()
-        return DataPlaneServicer(
+        return data_plane_handlers(
             engine,
             ServerIdentity(shard, len(self._engines), f"simulated-{shard}", job=self.service.job),
         )
@@ -241,7 +243,7 @@ class DirectTransport:
 
     def __init__(self, cluster: SimulatedCluster, number: int) -> None:
         self.addresses: Sequence[str] = [
-            f"simulated-{shard}" for shard in range(len(cluster.servers))
+            f"simulated-{shard}" for shard in range(len(cluster.shards))
         ]
         self._cluster = cluster
         self._number = number
@@ -292,10 +294,10 @@ class DirectTransport:
     ) -> ExchangeAnswer:
         may_wait, header.wait_ms = header.wait_ms > 0, 0
         sent = [encode_header(header), *(chunks(send) if header.has_data else ())]
-        answer = map(decode_response, self._cluster.servers[shard].exchange(iter(sent), None))
+        answer = map(decode_response, self._cluster.shards[shard][EXCHANGE](iter(sent), None))
         result = receive_answer(answer, receiver)
         self._cluster.deliver()
-        pushed_last = header.seq > 0 and shard == len(self._cluster.servers) - 1
+        pushed_last = header.seq > 0 and shard == len(self._cluster.shards) - 1
         if may_wait and (pushed_last or result.outcome == ps.OUTCOME_PENDING):
             self._pass_on()
         return ExchangeAnswer(result, 0.0, 0.0)

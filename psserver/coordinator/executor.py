@@ -209,7 +209,7 @@ class CommandExecutor:
         while True:
             seen, answer = self.revision, None
             if not self._missing():
-                answer = attempt() if waiter.may_block else await waiter.do(attempt)
+                answer = attempt() if waiter.may_act_here else await waiter.do(attempt)
             left, quiet = deadline - time.monotonic(), True
             is_over = waiter.is_over or (self._ending() and not stopping)
             if answer is not None or left <= 0 or is_over:

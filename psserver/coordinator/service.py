@@ -3,7 +3,6 @@
 import threading
 import time
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from typing import Any
 
 from pscommon.core.errors import MismatchError, PSError, UnreachableError
@@ -36,7 +35,6 @@ from psserver.process.identity import ServerIdentity
 from psserver.process.job_files import ShardCountFile
 from psserver.process.metrics import ServerMetrics
 from psserver.process.worker_exits import WorkerExits
-from psserver.replication.hello import CoordinatorFacts
 from psserver.replication.standby_state import Promotion
 from psserver.shard.engine import REPORT_INTERVAL_SECONDS, Coordinator, ShardEngine
 
@@ -255,10 +253,6 @@ class CoordinatorService:
             raise UnreachableError("no worker has registered a model yet", "NOT_READY")
         return PartitionPlan(self._coordinator.model, self._coordinator.shards)
 
-    def paused(self) -> AbstractContextManager[tuple[CoordinatorFacts, dict[str, Any]]]:
-        """Yield the state for a standby of shard 0; the coordinator does not change meanwhile."""
-        return self.history.paused()
-
     def restore(self, version: int, seconds: float) -> None:
         """Roll all shards back to the snapshot of this version; workers rejoin by themselves."""
         self.check_goes_on()
@@ -353,10 +347,6 @@ class CoordinatorService:
         )
         if self._ticker.is_alive():
             self._ticker.join()
-
-    def end(self) -> None:
-        """Close the log. No call is in progress any more."""
-        self.history.journal.close()
 
     def status(self) -> dict[str, Any]:
         """Return the answer to GetStatus (see psserver/coordinator/status.py)."""

@@ -1,3 +1,3 @@
 """Exchanges between workers and one shard: receive a push, wait for its decision, send weights."""
 
-__all__ = ["exchange", "push_receiver", "servicer"]
+__all__ = ["exchange", "handlers", "push_receiver"]

@@ -100,7 +100,7 @@ class Exchange:
             if is_decided is None:
                 staging = await self._receive_push(io, seconds)
                 # from here on the engine frees the staging, also after an error
-                stage = partial(engine.stage_push, self._describe(key), staging)
+                stage = partial(engine.stage_push, self._make_staged(key), staging)
                 is_repeated = not await io.do(stage)
             else:
                 await io.discard()
@@ -134,7 +134,8 @@ class Exchange:
             raise
         return staging
 
-    def _describe(self, key: PushKey) -> Staged:
+    def _make_staged(self, key: PushKey) -> Staged:
+        """Return what the header says of the push."""
         header = self._header
         return Staged(
             key,

@@ -1,3 +1,3 @@
 """Primary and standby of one shard: replication of records, failover, and the primary lease."""
 
-__all__ = ["hello", "lease_directory", "primary", "servicer", "standby", "standby_state"]
+__all__ = ["handlers", "hello", "lease_directory", "primary", "standby", "standby_state"]

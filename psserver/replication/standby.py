@@ -27,8 +27,8 @@ from psserver.process.config import ServerConfig
 from psserver.process.handlers import grpc_services
 from psserver.process.job_files import JobIdFile
 from psserver.process.metrics import standby_metrics
+from psserver.replication.handlers import NotPrimary, standby_handlers
 from psserver.replication.hello import Hello
-from psserver.replication.servicer import NotPrimary, standby_handlers
 from psserver.replication.standby_state import Promotion, StandbyState
 
 TICK_SECONDS = 0.1

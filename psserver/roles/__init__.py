@@ -1,3 +1,3 @@
 """Builds a server's parts, one builder for each role."""
 
-__all__ = ["coordinator", "primary", "services", "shard", "standby"]
+__all__ = ["coordinator", "primary", "shard", "standby"]

@@ -12,8 +12,7 @@ from psserver.process.identity import ServerIdentity
 from psserver.process.job_files import JobIdFile, ShardCountFile, generate_job_name
 from psserver.replication.hello import whole_state
 from psserver.replication.standby_state import Promotion
-from psserver.roles.primary import STATE_COPY_TIMEOUT_SECONDS, Primary, open_primary
-from psserver.roles.services import Role
+from psserver.roles.primary import STATE_COPY_TIMEOUT_SECONDS, Primary, Role, open_primary
 
 
 def build_coordinator(
@@ -43,11 +42,11 @@ def build_coordinator(
         primary.replicator,
         lost_data_dir,
     )
-    resources.callback(service.end)  # when no call is in progress any more
+    resources.callback(service.history.journal.close)  # when no call is in progress any more
 
     def copy_state(begin: Callable[[Iterable[StateRecord]], None]) -> None:
         with (
-            service.paused() as (facts, job),
+            service.history.paused() as (facts, job),
             service.engine.live.export_state(STATE_COPY_TIMEOUT_SECONDS) as shard,
         ):
             begin(whole_state(config, identity, shard, facts, job))

@@ -1,23 +1,32 @@
-"""What a primary has on every shard."""
+"""What a primary has on every shard, and its gRPC services."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from contextlib import ExitStack
 from typing import NamedTuple, Never
 
 import grpc
+from grpc_health.v1 import health, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
 
 from pscommon.system.thread_team import ThreadTeam
 from pscommon.telemetry.http import new_registry
 from pscommon.wire.endpoint import Endpoint, listen_grpc
+from psserver.coordinator.handlers import coordinator_handlers
+from psserver.coordinator.service import CoordinatorService
 from psserver.durability.record_sink import disk_log
 from psserver.durability.shard_log import ShardLog
 from psserver.durability.shard_recovery import ShardStateFactory
 from psserver.durability.snapshots import SnapshotManager
+from psserver.exchange.handlers import data_plane_handlers
+from psserver.peers.coordinator_link import CoordinatorLink
+from psserver.peers.peer_handlers import peer_handlers
 from psserver.process.config import MAX_CONCURRENT_CALLS, ServerConfig
+from psserver.process.handlers import grpc_services
 from psserver.process.identity import ServerIdentity
 from psserver.process.job_files import JobIdFile
 from psserver.process.metrics import ServerMetrics
-from psserver.replication.primary import PrimaryReplicator, open_replicator
+from psserver.replication.handlers import primary_handlers
+from psserver.replication.primary import CopyState, PrimaryReplicator, open_replicator
 from psserver.replication.standby_state import Promotion
 from psserver.shard.engine import Coordinator, ShardEngine
 from psserver.shard.worker_traffic import WorkerTraffic
@@ -107,3 +116,39 @@ def open_primary(
     team = ThreadTeam(config.threads or 1)
     states = ShardStateFactory(config.shard, team, snapshots, log)
     return Primary(config, promotion, metrics, snapshots, server, address, replicator, log, states)
+
+
+class Role(NamedTuple):
+    """A primary in its role.
+
+    engine: the shard.
+    copy_state: copies the state of the server for a new standby.
+    service: the coordinator; None on other shards than 0.
+    link: the connection to the coordinator; None on shard 0.
+    """
+
+    primary: Primary
+    identity: ServerIdentity
+    engine: ShardEngine
+    copy_state: CopyState
+    service: CoordinatorService | None = None
+    link: CoordinatorLink | None = None
+
+
+def add_services(role: Role) -> tuple[health.HealthServicer, Set[str]]:
+    """Add all services to the server. Return that of its health, and the names of the others."""
+    identity, engine, primary = role.identity, role.engine, role.primary
+    handlers = {
+        **data_plane_handlers(engine, identity),
+        **peer_handlers(engine.live, identity),
+        **primary_handlers(primary.replicator, identity, role.copy_state),
+        **(coordinator_handlers(role.service) if role.service is not None else {}),
+    }
+    names = {row.service for row in handlers}
+    primary.grpc.add_generic_rpc_handlers(grpc_services(handlers, primary.metrics.record_call))
+    health_servicer = health.HealthServicer()
+    health_pb2_grpc.add_HealthServicer_to_server(health_servicer, primary.grpc)
+    reflection.enable_server_reflection(
+        (*names, health.SERVICE_NAME, reflection.SERVICE_NAME), primary.grpc
+    )
+    return health_servicer, names

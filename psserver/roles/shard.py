@@ -11,8 +11,7 @@ from psserver.process.config import ServerConfig
 from psserver.process.job_files import JobIdFile
 from psserver.replication.hello import whole_state
 from psserver.replication.standby_state import Promotion
-from psserver.roles.primary import STATE_COPY_TIMEOUT_SECONDS, open_primary
-from psserver.roles.services import Role
+from psserver.roles.primary import STATE_COPY_TIMEOUT_SECONDS, Role, open_primary
 
 
 def build_shard(

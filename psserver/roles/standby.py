@@ -3,8 +3,8 @@
 from contextlib import ExitStack
 
 from psserver.process.config import ServerConfig
+from psserver.replication.handlers import not_primary
 from psserver.replication.lease_directory import lease_of
-from psserver.replication.servicer import not_primary
 from psserver.replication.standby import Standby
 from psserver.sockets.socket_port import SocketPort, open_socket_port
 

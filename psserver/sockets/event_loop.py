@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import cached_property
 from typing import NamedTuple, TypeVar
 
 from pscommon.core.errors import REASONS, PSError
@@ -113,17 +114,21 @@ class SocketService(NamedTuple):
 
 
 class SocketWaiter(TaskWaiter):
-    """Waits in an event loop. What may block runs in the pool, unless the shard is quick now."""
+    """Waits in an event loop. What may block runs in the pool, unless the shard is quick."""
 
     def __init__(self, service: SocketService) -> None:
         super().__init__(asyncio.get_running_loop())
         self._service = service
-        self.may_block = service.engine.is_quick
+
+    @cached_property
+    def may_act_here(self) -> bool:
+        """Whether the shard was quick at the first action."""
+        return self._service.engine.is_quick
 
     async def do(
         self, action: Callable[[], T], abandoned: Callable[[T], object] | None = None
     ) -> T:
-        if self.may_block:
+        if self.may_act_here:
             return action()
         future = self._loop.run_in_executor(self._service.pool, action)
         try:

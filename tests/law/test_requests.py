@@ -24,10 +24,10 @@ from psproto.v1 import (
     stream_pb2,
 )
 from psserver.coordinator.handlers import coordinator_handlers
-from psserver.exchange.servicer import DataPlaneServicer
+from psserver.exchange.handlers import data_plane_handlers
 from psserver.peers.peer_handlers import peer_handlers
 from psserver.process.handlers import Handlers
-from psserver.replication.servicer import primary_handlers, standby_handlers
+from psserver.replication.handlers import primary_handlers, standby_handlers
 from psserver.waiting import ThreadWaiter, Waiter
 from psworker.connection.connection import Connection
 from psworker.connection.membership import WorkerMembership
@@ -125,7 +125,7 @@ def bound() -> Iterator[tuple[AnyRequest, Callable[..., Any]]]:
     """Yield the handlers of a primary of shard 0, and those of a standby."""
     handlers: tuple[Handlers, ...] = (
         coordinator_handlers(Mock()),
-        DataPlaneServicer(Mock(), Mock()).handlers,
+        data_plane_handlers(Mock(), Mock()),
         peer_handlers(Mock(), Mock()),
         primary_handlers(Mock(), Mock(), Mock()),
         standby_handlers(Mock()),

@@ -189,6 +189,9 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", metavar="NAME", help="scripts, by file name")
     parser.add_argument("--write", type=Path, metavar="FILE", help="write the table as Markdown")
     arguments = parser.parse_args()
+    names = [script.name for script in SCRIPTS]
+    if unknown := {*(arguments.only or ())} - {*names}:
+        parser.error(f"--only: no script {min(unknown)}, but {', '.join(names)}")
     scripts = [s for s in SCRIPTS if arguments.only is None or s.name in arguments.only]
     rows = []
     for script in scripts:

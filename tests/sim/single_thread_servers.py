@@ -23,7 +23,7 @@ from pscommon.core.log_entries import Cut, ShardReport
 from pscommon.snapshot import Manifest
 from pscommon.system.thread_team import ALONE
 from pscommon.wire.frames import Frame, chunks, decode_response, encode_header
-from pscommon.wire.requests import AnyRequest
+from pscommon.wire.requests import EXCHANGE, AnyRequest
 from psproto.v1 import parameter_server_pb2 as ps
 from psserver.coordinator.service import CoordinatorService
 from psserver.coordinator.shard_connections import ShardUpdate
@@ -35,7 +35,7 @@ from psserver.durability.shard_log import ShardLog
 from psserver.durability.shard_recovery import ShardStateFactory
 from psserver.durability.shard_state import LogUnfitError, ShardState
 from psserver.durability.snapshots import SnapshotManager
-from psserver.exchange.servicer import DataPlaneServicer
+from psserver.exchange.handlers import data_plane_handlers
 from psserver.parameters.store import ParameterStore
 from psserver.process.config import ServerConfig
 from psserver.process.handlers import Handlers
@@ -117,7 +117,7 @@ class DirectServer(SilentCoordinator):
             self.service.start(ticking=False)
         else:
             self.engine = make_engine(self)
-        self.server = DataPlaneServicer(self.engine, self.identity)
+        self.handlers = data_plane_handlers(self.engine, self.identity)
 
     def record_part(self, part: PartReport) -> None:
         self.outbox.append(lambda service: service.shard_connections.record_part(self.shard, part))
@@ -169,7 +169,7 @@ class DirectServer(SilentCoordinator):
     def close(self) -> None:
         """Close the files. A killed server writes nothing more."""
         for owner in (
-            self.service.end if self.service else None,
+            self.service.history.journal.close if self.service else None,
             self._log.close if self._log else None,
         ):
             if owner is not None:
@@ -386,7 +386,7 @@ class SingleThreadTransport(DirectTransport):
         header.wait_ms = 0
         sent = [encode_header(header), *(chunks(send) if header.has_data else ())]
         with self._cluster.acting_as(shard) as process:
-            answer = map(decode_response, process.server.exchange(iter(sent), None))
+            answer = map(decode_response, process.handlers[EXCHANGE](iter(sent), None))
             result = receive_answer(answer, receiver)
         self._cluster.deliver()
         return ExchangeAnswer(result, 0.0, 0.0)

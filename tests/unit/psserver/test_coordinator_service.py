@@ -110,7 +110,7 @@ def test_shards_hear_of_a_new_standby_of_shard_0_at_once(service: CoordinatorSer
     """A shard that was told only once a second would not find it after an early failover."""
     updates = list[None]()
     with service.executor.watch_all(lambda: updates.append(None)):
-        with service.paused():
+        with service.history.paused():
             assert not updates  # the standby is attached here, with a copy of the state
         assert updates
 
@@ -119,7 +119,7 @@ def test_a_snapshot_that_waits_for_the_former_primary_is_abandoned(
     service: CoordinatorService,
 ) -> None:
     """Otherwise it would never end, and no later snapshot would begin."""
-    with service.paused():
+    with service.history.paused():
         coordinator = service._coordinator
         coordinator.cuts.begin(0, 0, 0.0, {})
 

@@ -47,7 +47,7 @@ class ScriptedIO:
     """Moves no bytes, and suspends at each call. Its `wake` is counted."""
 
     is_over = False
-    may_block = False
+    may_act_here = False
 
     def __init__(self, closing: pb.PushPullHeader | None = None) -> None:
         self.wakes = 0

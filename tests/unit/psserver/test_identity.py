@@ -14,7 +14,7 @@ from psserver.peers.link_messages import ShardMessages
 from psserver.process.config import ServerConfig
 from psserver.process.identity import ServerIdentity
 from psserver.process.job_files import JobIdFile
-from psserver.replication.servicer import check_standby
+from psserver.replication.handlers import check_standby
 from psserver.replication.standby import Standby
 from psserver.server import Server
 from tests.support.events import events

@@ -25,8 +25,8 @@ from psserver.durability.record_sink import RecordSource
 from psserver.durability.shard_log import ShardLog
 from psserver.durability.state_records import StateRecord, StateRecordKind
 from psserver.process.metrics import ServerMetrics
+from psserver.replication.handlers import primary_handlers
 from psserver.replication.primary import CopyState, PrimaryReplicator
-from psserver.replication.servicer import primary_handlers
 from psserver.waiting import ThreadWaiter, run
 from tests.sim.failover_world import MemoryLease
 

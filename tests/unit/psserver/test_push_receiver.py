@@ -11,8 +11,8 @@ import torch
 from pscommon.core.errors import InvalidRequestError
 from pscommon.wire.frames import encode_data, encode_header
 from psproto.v1 import parameter_server_pb2 as pb
+from psserver.exchange.handlers import UnaryIO
 from psserver.exchange.push_receiver import Coverage, OpenPushReceiver
-from psserver.exchange.servicer import UnaryIO
 from psserver.parameters.partition import WorkerBuffer
 from psserver.parameters.staging import Staging
 from psserver.parameters.store import ParameterStore

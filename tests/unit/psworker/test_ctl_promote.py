@@ -12,7 +12,7 @@ from pscommon.core.errors import MismatchError
 from pscommon.wire.endpoint import SERVER_OPTIONS
 from psproto.v1 import standby_pb2 as pb
 from psserver.process.handlers import grpc_services
-from psserver.replication.servicer import primary_handlers, standby_handlers
+from psserver.replication.handlers import primary_handlers, standby_handlers
 from psworker.ctl import views
 from psworker.ctl.cli import main
 

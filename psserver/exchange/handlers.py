@@ -1,9 +1,10 @@
-"""Exchanges over gRPC, and the other methods of the data plane.
+"""Answer the requests to every shard: exchanges over gRPC, and the other methods.
 
 An exchange runs in the thread of its call, where its waits block.
 """
 
-from collections.abc import Callable, Coroutine, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from functools import partial
 from types import coroutine
 
 import grpc
@@ -30,70 +31,76 @@ from psserver.shard.engine import ShardEngine
 from psserver.waiting import ThreadWaiter, run
 
 
-class DataPlaneServicer:
-    """The data plane of one shard (proto/psproto/v1/parameter_server.proto)."""
+def data_plane_handlers(engine: ShardEngine, identity: ServerIdentity) -> Handlers:
+    """Return the handlers of one shard (proto/psproto/v1/parameter_server.proto)."""
+    return {
+        DESCRIBE: partial(_describe, engine, identity),
+        INTRODUCE: partial(_introduce, identity),
+        EXCHANGE: partial(_exchange, engine, identity),
+        EXCHANGE_ONCE: partial(_exchange_once, engine, identity),
+        ATTACH_MEMORY: partial(_attach_memory, engine, identity),
+    }
 
-    def __init__(self, engine: ShardEngine, identity: ServerIdentity) -> None:
-        self._engine = engine
-        self._identity = identity
 
-    @property
-    def handlers(self) -> Handlers:
-        """The handlers of its requests."""
-        return {
-            DESCRIBE: self.describe,
-            INTRODUCE: self.introduce,
-            EXCHANGE: self.exchange,
-            EXCHANGE_ONCE: self.exchange_once,
-            ATTACH_MEMORY: self.attach_memory,
-        }
+def _describe(
+    engine: ShardEngine, identity: ServerIdentity, request: pb.DescribeRequest
+) -> pb.DescribeResponse:
+    return pb.DescribeResponse(
+        job=identity.job,
+        shard=identity.shard,
+        shards=identity.shards,
+        addresses=identity.addresses,
+        coordinator=identity.coordinator,
+        version_text=installed("paramserver"),
+        term=identity.term,
+        layout=identity.layout,
+        format=spoken_format(),
+        stream_address=identity.stream_address,
+        stream_path=identity.stream_path,
+        features=engine.traffic.features,
+    )
 
-    def describe(self, request: pb.DescribeRequest) -> pb.DescribeResponse:
-        identity = self._identity
-        return pb.DescribeResponse(
-            job=identity.job,
-            shard=identity.shard,
-            shards=identity.shards,
-            addresses=identity.addresses,
-            coordinator=identity.coordinator,
-            version_text=installed("paramserver"),
-            term=identity.term,
-            layout=identity.layout,
-            format=spoken_format(),
-            stream_address=identity.stream_address,
-            stream_path=identity.stream_path,
-            features=self._engine.traffic.features,
-        )
 
-    def introduce(self, request: pb.IntroduceRequest) -> pb.IntroduceResponse:
-        self._identity.introduce(request.coordinator, request.job)
-        return pb.IntroduceResponse()
+def _introduce(identity: ServerIdentity, request: pb.IntroduceRequest) -> pb.IntroduceResponse:
+    identity.introduce(request.coordinator, request.job)
+    return pb.IntroduceResponse()
 
-    def exchange(
-        self, frames: Iterator[bytes], context: grpc.ServicerContext | None
-    ) -> Iterator[bytes]:
-        """Yield the frames of the answer. Without a context the caller is in this process."""
-        exchange = self._run(StreamingIO(frames, context))
-        try:
-            while True:
-                yield exchange.send(None)
-        except StopIteration:
-            return
-        finally:
-            exchange.close()
 
-    def exchange_once(self, request: bytes, context: grpc.ServicerContext | None) -> bytes:
-        io = UnaryIO(iter((request,)), context)
-        run(self._run(io))
-        return io.answer
+def _exchange(
+    engine: ShardEngine,
+    identity: ServerIdentity,
+    frames: Iterator[bytes],
+    context: grpc.ServicerContext | None,
+) -> Iterator[bytes]:
+    """Yield the frames of the answer. Without a context the caller is in this process."""
+    io = StreamingIO(frames, context)
+    exchange = Exchange(engine, identity, io.header).run(io)
+    try:
+        while True:
+            yield exchange.send(None)
+    except StopIteration:
+        return
+    finally:
+        exchange.close()
 
-    def _run(self, io: "StreamingIO | UnaryIO") -> Coroutine[bytes, None, None]:
-        return Exchange(self._engine, self._identity, io.header).run(io)
 
-    def attach_memory(self, request: pb.AttachMemoryRequest) -> pb.AttachMemoryResponse:
-        self._identity.check_job(request.job)
-        reason = self._engine.traffic.shared_buffers.attach(request)
-        return pb.AttachMemoryResponse(attached=not reason, reason=reason)
+def _exchange_once(
+    engine: ShardEngine,
+    identity: ServerIdentity,
+    request: bytes,
+    context: grpc.ServicerContext | None,
+) -> bytes:
+    io = UnaryIO(iter((request,)), context)
+    run(Exchange(engine, identity, io.header).run(io))
+    return io.answer
+
+
+def _attach_memory(
+    engine: ShardEngine, identity: ServerIdentity, request: pb.AttachMemoryRequest
+) -> pb.AttachMemoryResponse:
+    identity.check_job(request.job)
+    reason = engine.traffic.shared_buffers.attach(request)
+    return pb.AttachMemoryResponse(attached=not reason, reason=reason)
 
 
 class FramesIO(ThreadWaiter):
