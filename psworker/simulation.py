@@ -204,7 +204,7 @@ class SimulatedCluster:
             is_finished = True
             for shard, engine in enumerate(self._engines[1:], start=1):
                 update = self.service.shard_connections.next_update(
-                    self.service.registry[shard], self._cursors[shard]
+                    self.service.directory[shard], self._cursors[shard]
                 )
                 assert update is not None  # the number of shards does not change
                 is_finished = (

@@ -1,4 +1,4 @@
-"""The coordinator on shard 0: executes commands, keeps the registry of servers, answers workers
+"""The coordinator on shard 0: executes commands, keeps the directory of shards, answers workers
 and shards.
 
 It drives the pure machines of `psserver.core` and owns no training data itself.

@@ -28,7 +28,7 @@ def save_final_state(
     job: str,
     save: Path | None,
     engine: ShardEngine,
-    registry: ShardDirectory[Manifest],
+    directory: ShardDirectory[Manifest],
     scheduler: SnapshotScheduler,
     snapshots: SnapshotManager,
     lost_data_dir: str,
@@ -43,7 +43,7 @@ def save_final_state(
     coordinator = scheduler.coordinator
     if not coordinator.begun or coordinator.model is None:
         return ""
-    missing = registry.missing
+    missing = directory.missing
     problems = [lost_data_dir]
     if snapshots.enabled:
         problem = f"a shard is missing: {missing}" if missing else scheduler.last()
@@ -52,7 +52,7 @@ def save_final_state(
         problems.append(f"--save {save}: a shard is missing: {missing}")
     elif save is not None:
         try:
-            addresses = registry.addresses
+            addresses = directory.addresses
             write_final_weights(engine.live, addresses, job, coordinator.model, save)
             log.info("weights_written", file=str(save), version=engine.live.version)
         except NotSavedError as error:

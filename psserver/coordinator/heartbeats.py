@@ -45,14 +45,14 @@ def heartbeat(service: CoordinatorService, request: pb.HeartbeatRequest) -> pb.H
     is_over, numbers = service.is_over, standing(service, request.worker)
     report_beside(service, request.worker, request.values)
     service.worker_exits.learn(request.worker, request.process[:MAX_NAME_CHARACTERS])
-    registry = service.registry
+    directory = service.directory
     return pb.HeartbeatResponse(
         version=service.version,
         stopping=is_over,
         draining=is_draining,
-        addresses=registry.served,
-        terms=registry.terms,
-        standbys=registry.standbys,
+        addresses=directory.served,
+        terms=directory.terms,
+        standbys=directory.standbys,
         policy=service.policy,
         **numbers,
     )

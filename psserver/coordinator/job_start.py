@@ -61,7 +61,7 @@ class JobStart:
         engine: ShardEngine,
         states: ShardStateFactory,
         snapshots: SnapshotManager,
-        registry: ShardDirectory[Manifest],
+        directory: ShardDirectory[Manifest],
         layout: ShardCountFile,
         metrics: ServerMetrics,
         is_ending: Callable[[], bool],
@@ -71,7 +71,7 @@ class JobStart:
     ) -> None:
         self._config, self._identity = config, identity
         self._engine, self._states, self._snapshots = engine, states, snapshots
-        self._registry, self._layout, self._metrics = registry, layout, metrics
+        self._directory, self._layout, self._metrics = directory, layout, metrics
         self._fail, self._standby_link = fail, standby_link
         self._generations = snapshots.generations
         self._rollback_lock = threading.RLock()
@@ -87,12 +87,12 @@ class JobStart:
         self.journal = CoordinatorLog(disk, standby_link)
         recorder = Recorder(self._new_machine(), self.journal)
         self.executor = CommandExecutor(
-            recorder, engine, lambda: registry.missing, is_ending, fail, broken
+            recorder, engine, lambda: directory.missing, is_ending, fail, broken
         )
 
     def _new_machine(self) -> CoordinatorMachine:
         generation, log_id = self._generations.number, secrets.randbits(LOG_ID_BITS)
-        return CoordinatorMachine(self._registry.shards, self._rules, generation, log_id)
+        return CoordinatorMachine(self._directory.shards, self._rules, generation, log_id)
 
     # ---- starting --------------------------------------------------------------------------------
 
@@ -138,15 +138,15 @@ class JobStart:
 
     def _begin_log(self, initial: InitialState) -> Recorder:
         coordinator = initial.coordinator
-        self._registry.form(coordinator.job.following_shards)
-        self._registry.new_log(initial.snapshot)
+        self._directory.form(coordinator.job.following_shards)
+        self._directory.new_log(initial.snapshot)
         if initial.job:
             self._learn(initial.job)
         self.newest, self._is_recovered = initial.newest, initial.is_recovered
         if initial.origin is not Origin.LOG:
             self.journal.clear()
         first = initial.first_record(
-            self._registry.shards, self._generations.number, self._identity.job
+            self._directory.shards, self._generations.number, self._identity.job
         )
         self.journal.begin_segment(coordinator.version, first)
         self._coordinator = coordinator
@@ -198,7 +198,7 @@ class JobStart:
 
         The policy and the values that scripts have reported stay.
         """
-        coordinator, shards = self._new_machine(), self._registry.shards
+        coordinator, shards = self._new_machine(), self._directory.shards
         coordinator.job.trainings = trainings
         if self._coordinator is not None:
             coordinator.job.policy = self._coordinator.policy
@@ -246,7 +246,7 @@ class JobStart:
     def _load(self, log_id: int, manifest: Manifest) -> str:
         """Load a snapshot into this process's own shard. Return a problem, or an empty string."""
         try:
-            state = self._states.from_snapshot(log_id, manifest, self._registry.shards)
+            state = self._states.from_snapshot(log_id, manifest, self._directory.shards)
         except SnapshotError as error:
             return str(error)
         self._engine.install(state)
@@ -264,7 +264,7 @@ class JobStart:
             coordinator = self.executor.coordinator
             if coordinator.reshard is not None:
                 raise UnreachableError("the job is being resharded", "NOT_READY")
-            model, snapshot = coordinator.model, self._registry.snapshot
+            model, snapshot = coordinator.model, self._directory.snapshot
             facts = CoordinatorFacts(
                 self._generations.number, snapshot, self.newest, self._layout.stored_values
             )
@@ -278,7 +278,7 @@ class JobStart:
     def loaded(self, shard: int, version: int, problem: str) -> None:
         """Record that a shard has loaded the snapshot, or roll back to the previous one."""
         with self._rollback_lock:
-            wanted = self._registry.snapshot
+            wanted = self._directory.snapshot
             if not problem or wanted is None or version != wanted.version:
                 return
             log.error("snapshot_unloadable", version=version, failed_shard=shard, problem=problem)
@@ -374,4 +374,4 @@ class JobStart:
     def _learn(self, job: str) -> None:
         """Set the name of the job; the command line takes precedence."""
         name = self._config.job or job or self._identity.job
-        self._identity.learn(name, self._registry.addresses, self._layout.changes)
+        self._identity.learn(name, self._directory.addresses, self._layout.changes)

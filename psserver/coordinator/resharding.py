@@ -42,14 +42,14 @@ class ReshardRequests:
     def __init__(
         self,
         executor: CommandExecutor,
-        registry: ShardDirectory[Manifest],
+        directory: ShardDirectory[Manifest],
         layout: ShardCountFile,
         engine: ShardEngine,
         snapshots: SnapshotManager,
         identity: ServerIdentity,
         config: ServerConfig,
     ) -> None:
-        self._executor, self._registry = executor, registry
+        self._executor, self._directory = executor, directory
         self._engine, self._snapshots = engine, snapshots
         self._identity, self._config, self._layout = identity, config, layout
         self._received_nbytes: dict[int, int] = {}  # bytes that a shard received from others
@@ -71,7 +71,7 @@ class ReshardRequests:
         if began is None:
             raise WaitTimeoutError(
                 f"the reshard has not begun after {seconds:.0f} s: waiting for "
-                f"{self._registry.missing or 'the end of a snapshot'}"
+                f"{self._directory.missing or 'the end of a snapshot'}"
             )
         log.info("reshard_started", shards=shards)
         self.advance()
@@ -94,7 +94,7 @@ class ReshardRequests:
     def _check(self, shards: int) -> None:
         check_shards(shards)
         with self._executor.changed:
-            now, coordinator = self._registry.shards, self._executor.coordinator
+            now, coordinator = self._directory.shards, self._executor.coordinator
             if shards == now:
                 raise InvalidRequestError(
                     f"--servers {shards} changes nothing: the job has this number already"
@@ -107,7 +107,7 @@ class ReshardRequests:
                 raise UnreachableError(
                     "there is nothing to reshard: no weights have arrived yet", "NOT_READY"
                 )
-            candidates, address = self._registry.candidates, self._identity.address
+            candidates, address = self._directory.candidates, self._identity.address
             if missing := [s for s in range(now, shards) if (s, shards) not in candidates]:
                 shown = missing[:MAX_LISTED_COMMANDS]
                 lines = "".join(
@@ -124,7 +124,7 @@ class ReshardRequests:
         """Start the reshard if possible. Called by the executor."""
         writes_snapshot = self._snapshots.enabled
         if not start_reshard(
-            recorder, self._registry, shards, writes_snapshot, self._store_count, now
+            recorder, self._directory, shards, writes_snapshot, self._store_count, now
         ):
             return None
         self._received_nbytes.clear()
@@ -150,7 +150,7 @@ class ReshardRequests:
 
     def learn(self) -> None:
         """Update the addresses that this server gives to others."""
-        self._identity.learn(self._identity.job, self._registry.addresses, self._layout.changes)
+        self._identity.learn(self._identity.job, self._directory.addresses, self._layout.changes)
 
     def advance(self) -> None:
         """Advance the reshard: build this shard's new part, and release servers that are no
@@ -181,7 +181,7 @@ class ReshardRequests:
 
         The caller holds the executor's lock.
         """
-        if self._registry.release_leavers(self._executor.coordinator):
+        if self._directory.release_leavers(self._executor.coordinator):
             self._executor.wake()
 
     def _build_own_part(self, log_id: int, index: int) -> None:
@@ -193,7 +193,7 @@ class ReshardRequests:
     def _sources(self) -> list[str]:
         if (reshard := self._executor.coordinator.reshard) is None:
             return []
-        return [server.address for server in list(self._registry)[: reshard.before]]
+        return [server.address for server in list(self._directory)[: reshard.before]]
 
     def partition_built(self, shard: int, nbytes: int, problem: str) -> None:
         """Record that a shard has built its new part, or why it could not yet."""

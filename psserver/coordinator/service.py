@@ -71,7 +71,7 @@ class CoordinatorService:
     ) -> None:
         self.config, self.snapshots, self.metrics = config, snapshots, metrics
         self.engine = make_engine(self)
-        self.registry = ShardDirectory[Manifest](layout, identity.address, standby_link)
+        self.directory = ShardDirectory[Manifest](layout, identity.address, standby_link)
         self._identity, self._standby_link = identity, standby_link
         self._began_at = self._reported_at = time.monotonic()
         self.stop_reason: str | None = None  # why this server stops
@@ -86,7 +86,7 @@ class CoordinatorService:
             self.engine,
             states,
             snapshots,
-            self.registry,
+            self.directory,
             layout,
             metrics,
             lambda: self.stop_reason is not None,
@@ -97,10 +97,10 @@ class CoordinatorService:
         self.executor = self.history.executor
         self.progress = PassProgress()
         self.snapshot_scheduler = SnapshotScheduler(
-            self.executor, self.history, snapshots, self.registry
+            self.executor, self.history, snapshots, self.directory
         )
         self.reshard_requests = ReshardRequests(
-            self.executor, self.registry, layout, self.engine, snapshots, identity, config
+            self.executor, self.directory, layout, self.engine, snapshots, identity, config
         )
         self.shard_connections = self._make_shard_connections()
         self.first_workers = FirstWorkers(config.join_timeout, lambda: self.waiting_for)
@@ -111,7 +111,7 @@ class CoordinatorService:
     def _make_shard_connections(self) -> ShardConnections:
         return ShardConnections(
             self.executor,
-            self.registry,
+            self.directory,
             self.history,
             self.snapshots,
             self.snapshot_scheduler,
@@ -151,7 +151,7 @@ class CoordinatorService:
 
     def request_report(self) -> None:
         """Make a report of what is new in this process's own shard."""
-        self.shard_connections.report(self.engine.make_report(only_new=self.registry[0].ready))
+        self.shard_connections.report(self.engine.make_report(only_new=self.directory[0].ready))
 
     def record_part(self, part: PartReport) -> None:
         self.shard_connections.record_part(0, part)
@@ -172,7 +172,7 @@ class CoordinatorService:
     def waiting_for(self) -> str:
         """What the job waits for now, in words; empty if it waits for nothing."""
         with self.executor.changed:
-            waiting = self.registry.missing or self.reshard_requests.waiting_for
+            waiting = self.directory.missing or self.reshard_requests.waiting_for
             return waiting or waiting_for(self._coordinator, time.monotonic())
 
     @property
@@ -231,7 +231,7 @@ class CoordinatorService:
     @property
     def begun(self) -> bool:
         """Whether every shard has weights."""
-        return self._coordinator.begun and not self.registry.missing
+        return self._coordinator.begun and not self.directory.missing
 
     @property
     def version(self) -> int:
@@ -293,11 +293,13 @@ class CoordinatorService:
             now, coordinator = time.monotonic(), self._coordinator
             found = find_conditions(coordinator, now)
             self.progress.update(coordinator, now)
-            waits = self.registry.missing or (coordinator.membership.current() and self.waiting_for)
+            waits = self.directory.missing or (
+                coordinator.membership.current() and self.waiting_for
+            )
         self._worker_monitor.update(coordinator, found, waits or "", now)
         self.snapshot_scheduler.advance()
         self.reshard_requests.advance()
-        self.registry[0].stats = statistics(self.engine, self._standby_link)
+        self.directory[0].stats = statistics(self.engine, self._standby_link)
         if self.config.exit_when_done and self._coordinator.membership.departed.is_run_done(
             self.config.min_workers
         ):
@@ -326,7 +328,7 @@ class CoordinatorService:
                 self.job,
                 self.config.save,
                 self.engine,
-                self.registry,
+                self.directory,
                 self.snapshot_scheduler,
                 self.snapshots,
                 self._lost_data_dir,
@@ -342,7 +344,7 @@ class CoordinatorService:
         with self.executor.changed:
             self.executor.wake()
         self.executor.wait_until(
-            lambda: not (self.is_over and any(s.connected for s in list(self.registry)[1:])),
+            lambda: not (self.is_over and any(s.connected for s in list(self.directory)[1:])),
             END_SECONDS,
         )
         if self._ticker.is_alive():
@@ -355,7 +357,7 @@ class CoordinatorService:
             view = JobView(
                 self.job,
                 self.config,
-                self.registry,
+                self.directory,
                 self.snapshots,
                 self.progress,
                 self.waiting_for,

@@ -15,7 +15,7 @@ from psserver.coordinator.snapshot_jobs import SnapshotScheduler
 from psserver.core.commands.job_commands import RecordPart
 from psserver.core.job.snapshot_schedule import PartReport
 from psserver.core.servers.catch_up import CatchUp
-from psserver.core.servers.server_entry import DeliveryCursor, RegistryView, ServerEntry
+from psserver.core.servers.server_entry import DeliveryCursor, DirectoryView, ServerEntry
 from psserver.core.servers.shard_directory import ShardDirectory
 from psserver.core.servers.shard_protocol import process_report, replace_process
 from psserver.durability.snapshots import SnapshotManager
@@ -43,7 +43,7 @@ class ShardUpdate(NamedTuple):
     snapshot: Manifest | None
     entries: list[Entry]
     snapshots: list[int]
-    registry: RegistryView
+    directory: DirectoryView
     reshard: pb.Move | None
 
 

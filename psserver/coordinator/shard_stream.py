@@ -147,7 +147,7 @@ class ShardUpdates:
             only_entries=True,
             epoch=self._cursor.log_id,
             entries=[entry_to_proto(entry) for entry in entries],
-            term=service.registry[0].term,
+            term=service.directory[0].term,
         )
 
     def _complete_response(self) -> pb.LinkShardResponse:
@@ -167,25 +167,28 @@ class ShardUpdates:
         if update is None:
             stop = server.is_leaving or is_over
             # a candidate needs them: a standby may be disconnected when the reshard starts
-            registry = service.registry
+            directory = service.directory
             waits = pb.LinkShardResponse(
-                job=service.job, stop=stop, waiting_for="ps-ctl reshard", standbys=registry.standbys
+                job=service.job,
+                stop=stop,
+                waiting_for="ps-ctl reshard",
+                standbys=directory.standbys,
             )
-            waits.term, waits.durable = registry[0].term, durable
+            waits.term, waits.durable = directory[0].term, durable
             return waits
         response = pb.LinkShardResponse(
             job=service.job,
-            addresses=update.registry.addresses,
+            addresses=update.directory.addresses,
             waiting_for=service.waiting_for,
             stop=is_over,
             epoch=update.cursor.log_id,
             base=update.base,
             entries=[entry_to_proto(entry) for entry in update.entries],
             snapshots=update.snapshots,
-            term=service.registry[0].term,
-            standbys=update.registry.standbys,
-            shards=update.registry.shards,
-            layout=update.registry.layout,
+            term=service.directory[0].term,
+            standbys=update.directory.standbys,
+            shards=update.directory.shards,
+            layout=update.directory.layout,
             move=update.reshard,
             policy=service.policy,
             mends=service.config.gradient_rules.mends,

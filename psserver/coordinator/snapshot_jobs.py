@@ -31,11 +31,11 @@ class SnapshotScheduler:
         executor: CommandExecutor,
         history: JobStart,
         snapshots: SnapshotManager,
-        registry: ShardDirectory[Manifest],
+        directory: ShardDirectory[Manifest],
     ) -> None:
         self.wanted = False
         self._executor, self._history = executor, history
-        self._snapshots, self._registry = snapshots, registry
+        self._snapshots, self._directory = snapshots, directory
 
     def save(self, seconds: float) -> int:
         """Take a snapshot of the current version, or a later one; return its version.
@@ -52,7 +52,7 @@ class SnapshotScheduler:
         if wanted is None:
             raise UnreachableError(
                 "there is nothing to save yet: the job waits for "
-                f"{self._registry.missing or 'the first weights'}",
+                f"{self._directory.missing or 'the first weights'}",
                 "NOT_READY",
             )
         version = self._written(wanted, seconds)
@@ -71,13 +71,13 @@ class SnapshotScheduler:
         """Roll all shards back to the snapshot of this version; workers rejoin by themselves."""
         self._history.restore(version)
         done = self._executor.wait(lambda recorder, now: True, seconds)
-        taken = self._registry.snapshot
+        taken = self._directory.snapshot
         if taken is None or taken.version != version:
             raise SnapshotError(
                 f"snapshot {version} cannot be loaded by every shard (see the servers' logs)"
             )
         if not done:
-            missing = self._registry.missing
+            missing = self._directory.missing
             why = f"the job waits for {missing}" if missing else "the job ends"
             raise WaitTimeoutError(f"snapshot {version} is not loaded after {seconds:.0f} s: {why}")
 
@@ -91,7 +91,7 @@ class SnapshotScheduler:
         snapshot.
         """
         has_log = self._history.durable and not self._history.journal.is_broken
-        return has_log and all(server.logs and not server.log_broken for server in self._registry)
+        return has_log and all(server.logs and not server.log_broken for server in self._directory)
 
     def last(self) -> str:
         """Write the last snapshot of a job; return why it is missing, empty if it is written."""
@@ -110,11 +110,11 @@ class SnapshotScheduler:
         """
         self._finish()
         self.wanted = self._snapshots.enabled and (self.wanted or self._is_done)
-        if self.wanted and not self._registry.missing and not self._executor.coordinator.cuts.busy:
+        if self.wanted and not self._directory.missing and not self._executor.coordinator.cuts.busy:
             self.wanted = False
             with self._executor.step() as (recorder, now):
                 recorder.cut(now)
-        if self._history.journal.is_broken or any(server.log_broken for server in self._registry):
+        if self._history.journal.is_broken or any(server.log_broken for server in self._directory):
             with self._executor.step() as (recorder, now):
                 recorder.mend(now)
 

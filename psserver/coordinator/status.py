@@ -32,7 +32,7 @@ class JobView:
 
     job: str
     config: ServerConfig
-    registry: ShardDirectory[Manifest]
+    directory: ShardDirectory[Manifest]
     snapshots: SnapshotManager
     progress: PassProgress
     waiting_for: str
@@ -62,12 +62,12 @@ def describe(view: JobView, coordinator: CoordinatorMachine) -> dict[str, Any]:
         "backup_workers": policy.backup,
         **settings(view.config),
         "settings": in_force(view, coordinator),
-        "servers": servers(view.registry),
+        "servers": servers(view.directory),
         "candidates": [  # they wait for ps-ctl reshard
             {"shard": shard, "shards": shards, "address": server.address}
-            for (shard, shards), server in sorted(view.registry.candidates.items())
+            for (shard, shards), server in sorted(view.directory.candidates.items())
         ],
-        "moving_to": view.registry.shards if coordinator.reshard is not None else None,
+        "moving_to": view.directory.shards if coordinator.reshard is not None else None,
         "workers": workers(coordinator, now),
         "progress": view.progress.describe(coordinator, now),
         "data": data(coordinator),
@@ -77,7 +77,7 @@ def describe(view: JobView, coordinator: CoordinatorMachine) -> dict[str, Any]:
         else None,
         "snapshot_problem": snapshots.problem,
         "pushes": coordinator.job.counts
-        | {"duplicate": sum(int(s.stats.get("duplicates", 0)) for s in view.registry)},
+        | {"duplicate": sum(int(s.stats.get("duplicates", 0)) for s in view.directory)},
         "metrics": {
             name: value for name, (_, value) in sorted(coordinator.reported.latest.items())
         },
@@ -142,7 +142,7 @@ def _plain(value: Any) -> Any:
 def state(view: JobView, coordinator: CoordinatorMachine) -> str:
     if view.stop_reason is not None:
         return "stopping"
-    if not all(server.connected for server in view.registry):
+    if not all(server.connected for server in view.directory):
         return "waiting for servers"
     if not coordinator.begun:
         return "waiting for a model"
@@ -151,7 +151,7 @@ def state(view: JobView, coordinator: CoordinatorMachine) -> str:
     return "running" if coordinator.started else "waiting for workers"
 
 
-def servers(registry: ShardDirectory[Manifest]) -> list[dict[str, Any]]:
+def servers(directory: ShardDirectory[Manifest]) -> list[dict[str, Any]]:
     return [
         {
             "shard": s.shard,
@@ -160,7 +160,7 @@ def servers(registry: ShardDirectory[Manifest]) -> list[dict[str, Any]]:
             "term": s.term,
             **s.stats,
         }
-        for s in registry
+        for s in directory
     ]
 
 

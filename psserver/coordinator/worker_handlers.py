@@ -70,7 +70,7 @@ async def join(
     return pb.JoinResponse(
         job=service.job,
         worker=member.worker,
-        addresses=service.registry.addresses,
+        addresses=service.directory.addresses,
         lease_ms=round(service.config.lease * 1000),
         policy=service.policy,
         open_loop=service.ledger.open_loop,
@@ -81,7 +81,7 @@ async def join(
             for loader, (begun, still_open) in service.passes_begun().items()
         ],
         bad_gradients=service.config.bad_gradients,
-        standbys=service.registry.standbys,
+        standbys=service.directory.standbys,
         format=spoken_format(),
         training=service.training,
         **standing(service, member.worker),

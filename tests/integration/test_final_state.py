@@ -175,7 +175,7 @@ def test_a_shard_missing_at_the_end_is_reported(cluster: Make, tmp_path: Path) -
     with counter(servers.address) as client:
         count(client)
         servers.servers.pop().close()
-        until(lambda: service.registry.missing, "a shard that is gone")
+        until(lambda: service.directory.missing, "a shard that is gone")
         service.stop("done", ends_job=False)
         assert servers.servers[0].ended.wait(30)
 

@@ -45,8 +45,8 @@ def trained(make: Make, data_dir: Path, pushes: int, save: bool = False, **setti
 
 
 def ready(servers: Cluster) -> Cluster:
-    registry = servers.servers[0].service.registry  # type: ignore[union-attr]
-    until(lambda: not registry.missing, "servers that continue together")
+    directory = servers.servers[0].service.directory  # type: ignore[union-attr]
+    until(lambda: not directory.missing, "servers that continue together")
     return servers
 
 

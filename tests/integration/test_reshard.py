@@ -82,7 +82,7 @@ def test_a_report_of_a_removed_server_causes_no_rollback(
     with Client(servers.address) as client, monkeypatch.context() as patch:
         client.register(ZEROS, EACH)
         client.push(ONES)
-        left = service.registry[1]
+        left = service.directory[1]
         # the removed server is not dismissed
         patch.setattr(ReshardRequests, "dismiss", lambda reshards: None)
         reshard(servers, 1, policy="async")
@@ -198,7 +198,7 @@ def test_a_server_of_before_the_reshard_ends(reshardable_job: Cluster) -> None:
         reshard(reshardable_job, 1)
         assert leaver.ended.wait(5)
         assert leaver.failure is None
-        assert not reshardable_job.servers[0].service.registry.candidates  # type: ignore[union-attr]
+        assert not reshardable_job.servers[0].service.directory.candidates  # type: ignore[union-attr]
 
 
 def test_a_push_answered_by_all_but_a_removed_server_has_counted(cluster: Make) -> None:

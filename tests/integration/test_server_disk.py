@@ -62,8 +62,8 @@ def job(servers: Cluster) -> None:
 def started_again(make: Make, data_dir: Path, durability: str) -> int:
     """Return the version from which all servers resume, after training on."""
     again = make(2, data_dir=data_dir, durability=durability)
-    registry = again.servers[0].service.registry  # type: ignore[union-attr]
-    until(lambda: not registry.missing, "servers that go on together")
+    directory = again.servers[0].service.directory  # type: ignore[union-attr]
+    until(lambda: not directory.missing, "servers that go on together")
     with counter(again.address) as client:
         version = counted(client.pull())
         assert [server.engine.live.version for server in again.servers] == [version] * 2

@@ -50,8 +50,8 @@ def test_a_log_without_its_end_is_not_continued(
     (tmp_path / "older").rename(tmp_path / name)
 
     servers = cluster(2, data_dir=tmp_path, durability="log")
-    registry = servers.servers[0].service.registry  # type: ignore[union-attr]
-    until(lambda: not registry.missing, "servers that go on together")
+    directory = servers.servers[0].service.directory  # type: ignore[union-attr]
+    until(lambda: not directory.missing, "servers that go on together")
 
     lost = ("job_log_unusable", "shard_log_unusable")
     back = ("rollback_started", "job_restarted_without_snapshot")

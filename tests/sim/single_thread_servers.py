@@ -162,7 +162,7 @@ class DirectServer(SilentCoordinator):
         version = manifest.version if manifest else 0
         self.outbox.append(
             lambda service: service.shard_connections.finish_catch_up(
-                service.registry[self.shard], self.connection, version, problem
+                service.directory[self.shard], self.connection, version, problem
             )
         )
 
@@ -271,7 +271,7 @@ class DirectServers:
                 process.cursor = None
         if killed.cursor is not None and self.processes[0] is not None:
             self.service.shard_connections.disconnect(
-                self.service.registry[killed.shard], killed.connection
+                self.service.directory[killed.shard], killed.connection
             )
 
     @contextmanager
@@ -347,7 +347,7 @@ class DirectServers:
         assert process.cursor is not None
         with self.acting_as(0):
             update = self.service.shard_connections.next_update(
-                self.service.registry[process.shard], process.cursor
+                self.service.directory[process.shard], process.cursor
             )
         is_unchanged = update.cursor == process.cursor and update.catch_up is CatchUp.FOLLOW
         process.cursor = update.cursor

@@ -68,11 +68,11 @@ def pushing(address: str, workers: int, lanes: str) -> Iterator[list[Pusher]]:
 
 def reshard(cluster: Cluster, shards: int, **settings: object) -> co.ReshardResponse:
     """Reshard as ps-ctl does, with new servers if needed."""
-    before = cluster.servers[0].service.registry.shards  # type: ignore[union-attr]
+    before = cluster.servers[0].service.directory.shards  # type: ignore[union-attr]
     for shard in range(before, shards):
         cluster.add(shard, shards, **settings)
         until(
-            lambda shard=shard: (shard, shards) in cluster.servers[0].service.registry.candidates,
+            lambda shard=shard: (shard, shards) in cluster.servers[0].service.directory.candidates,
             "a candidate",
         )
     request = co.ReshardRequest(shards=shards, wait_ms=20_000)

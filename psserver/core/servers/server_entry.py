@@ -53,7 +53,7 @@ class ReportDecision(NamedTuple):
     is_change: bool
 
 
-class RegistryView(NamedTuple):
+class DirectoryView(NamedTuple):
     """The job's servers at one moment.
 
     Attributes:

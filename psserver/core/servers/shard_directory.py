@@ -26,7 +26,7 @@ from psserver.core.servers.catch_up import CatchUp, choose_catch_up
 from psserver.core.servers.server_entry import (
     Delivery,
     DeliveryCursor,
-    RegistryView,
+    DirectoryView,
     ReportDecision,
     ServerEntry,
 )
@@ -110,8 +110,8 @@ class ShardDirectory(Generic[SnapshotT]):
         """Number of shards of the job; during a reshard: after it."""
         return self.layout.shards
 
-    def picture(self) -> RegistryView:
-        return RegistryView(self.shards, self.addresses, self.standbys, self.layout.changes)
+    def picture(self) -> DirectoryView:
+        return DirectoryView(self.shards, self.addresses, self.standbys, self.layout.changes)
 
     def form(self, members: int) -> None:
         """Set how many servers follow the log: candidates join, superfluous servers leave."""

@@ -15,10 +15,10 @@ from psserver.coordinator.shard_connections import ShardUpdate
 from psserver.coordinator.shard_stream import MAX_SILENCE_SECONDS, ShardListener
 from psserver.core.job.settings import GradientRules
 from psserver.core.servers.catch_up import CatchUp
-from psserver.core.servers.server_entry import DeliveryCursor, RegistryView, ServerEntry
+from psserver.core.servers.server_entry import DeliveryCursor, DirectoryView, ServerEntry
 from psserver.process.worker_exits import WorkerExits
 
-BEFORE = RegistryView(2, ["s0:1", "s1:1"], ["", "b1:1"], 0)
+BEFORE = DirectoryView(2, ["s0:1", "s1:1"], ["", "b1:1"], 0)
 
 
 class ReshardingService:
@@ -100,8 +100,8 @@ def test_an_unlinked_shard_learns_the_possible_addresses_of_shard_0() -> None:
     """Its standby reloads everything when the model is resharded, and may be absent just then."""
     service: Any = ReshardingService()
     service.next_update = lambda server, cursor: None
-    service.registry = MagicMock(standbys=["b0:1", ""])
-    service.registry.__getitem__.return_value = ServerEntry(0, term=3)
+    service.directory = MagicMock(standbys=["b0:1", ""])
+    service.directory.__getitem__.return_value = ServerEntry(0, term=3)
 
     response = first_response(
         service, pb.LinkShardRequest(format=2, shard=2, shards=3, address="s2:1", instance="i")

@@ -22,11 +22,11 @@ def service() -> CoordinatorService:
 
 
 def test_a_higher_term_replaces_a_connected_primary(service: CoordinatorService) -> None:
-    old, before = service.registry[1], service.registry[1].connection
+    old, before = service.directory[1], service.directory[1].connection
 
     server, line = service.shard_connections.connect(1, 2, "new:1", "new", term=2)
 
-    assert (server.address, server.term, service.registry.terms) == ("new:1", 2, [1, 2])
+    assert (server.address, server.term, service.directory.terms) == ("new:1", 2, [1, 2])
     service.shard_connections.disconnect(old, before)
     assert server.connected
     assert line == server.connection
@@ -46,34 +46,34 @@ def test_the_same_term_is_accepted(service: CoordinatorService) -> None:
 
 
 def test_later_reports_of_the_former_primary_are_void(service: CoordinatorService) -> None:
-    old = service.registry[1].connection
+    old = service.directory[1].connection
     service.shard_connections.connect(1, 2, "new:1", "new", term=2)
     report = service.engine.make_report()
 
     service.shard_connections.report(
-        report.__class__(1, report.log_id, 0, ()), service.registry[1], old
+        report.__class__(1, report.log_id, 0, ()), service.directory[1], old
     )
-    assert not service.registry[1].ready
+    assert not service.directory[1].ready
 
     service.shard_connections.report(
-        report.__class__(1, NO_LOG, 0, ()), service.registry[1], service.registry[1].connection
+        report.__class__(1, NO_LOG, 0, ()), service.directory[1], service.directory[1].connection
     )
-    assert service.registry[1].catch_up is not None
+    assert service.directory[1].catch_up is not None
 
 
 def test_a_report_of_the_former_primary_during_the_change_is_void(
     service: CoordinatorService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It was received and valid a moment before, for example about entries that it has applied."""
-    old, before, step = service.registry[1], service.registry[1].connection, service.executor.step
+    old, before, step = service.directory[1], service.directory[1].connection, service.executor.step
     received: list[int] = []
     monkeypatch.setattr(EntryLog, "reached", lambda log, shard, index: received.append(shard))
     report = service.engine.make_report()
 
     def say() -> None:
-        service.registry[1].ready = True
+        service.directory[1].ready = True
         service.shard_connections.report(
-            replace(report, shard=1), old, service.registry[1].connection
+            replace(report, shard=1), old, service.directory[1].connection
         )
 
     say()
@@ -87,7 +87,7 @@ def test_a_report_of_the_former_primary_during_the_change_is_void(
     monkeypatch.setattr(service.executor, "step", late)
     say()
 
-    assert service.registry[1].connection == before + 1
+    assert service.directory[1].connection == before + 1
     assert received == [1]
 
 
@@ -132,7 +132,7 @@ def test_a_report_on_the_old_log_does_not_count_for_a_log_that_begins_meanwhile(
     service: CoordinatorService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Otherwise the shard would miss entries: they would be sent before it follows the new log."""
-    history, server = service.history, service.registry[1]
+    history, server = service.history, service.directory[1]
     server.ready, server.catch_up = True, CatchUp.FOLLOW
     report = replace(service.engine.make_report(), shard=1)
     begin_segment = history.journal.begin_segment
