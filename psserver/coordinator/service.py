@@ -15,7 +15,7 @@ from psserver.coordinator.resharding import ReshardRequests
 from psserver.coordinator.shard_connections import ShardConnections
 from psserver.coordinator.snapshot_jobs import SnapshotScheduler
 from psserver.coordinator.status import JobView, describe
-from psserver.core.commands.job_commands import PolicyRow, SetPolicy
+from psserver.core.commands.job_commands import PolicySettings, SetPolicy
 from psserver.core.commands.waiting import waiting_for
 from psserver.core.commands.worker_commands import DrainWorker
 from psserver.core.coordinator.admission import check_switch
@@ -222,10 +222,10 @@ class CoordinatorService:
 
     def set_policy(self, name: str, staleness: int | None, max_staleness: int | None) -> None:
         """Use another policy from the next update on."""
-        row = self.config.row(name, staleness, max_staleness)
+        policy = self.config.make_policy(name, staleness, max_staleness)
         with self.executor.step() as (recorder, _):
-            check_switch(recorder.coordinator, row, self.config.in_flight)
-        self.executor.do(SetPolicy(PolicyRow(name, staleness, max_staleness, row.backup)))
+            check_switch(recorder.coordinator, policy, self.config.in_flight)
+        self.executor.do(SetPolicy(PolicySettings(name, staleness, max_staleness, policy.backup)))
         log.info("policy_changed", policy=name, staleness=staleness, max_staleness=max_staleness)
 
     @property

@@ -117,7 +117,7 @@ def in_force(view: JobView, coordinator: CoordinatorMachine) -> list[dict[str, A
     """Return the job's settings for `ps-ctl config`: shard 0's flags and the policy that a
     command set.
     """
-    name, staleness, max_staleness, _ = coordinator.job.policy_row()
+    name, staleness, max_staleness, _ = coordinator.job.policy_settings()
     chosen = {"policy": name, "staleness": staleness, "max_staleness": max_staleness}
     given = {field.name: _plain(getattr(view.config, field.name)) for field in fields(view.config)}
     known = {"job": view.job, "shards": coordinator.shards}

@@ -77,7 +77,7 @@ class InitialState:
                 "epoch": coordinator.log_id,
                 "version": 0,
                 "generation": generation,
-                "policy": [*coordinator.job.policy_row()],
+                "policy": [*coordinator.job.policy_settings()],
                 "rules": coordinator.job.rules.as_json(),
                 **coordinator.job.trainings.as_json(),
                 **coordinator.reported.state(),

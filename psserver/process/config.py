@@ -217,7 +217,7 @@ class ServerConfig:
                 f"Try: `--data-dir DIR`"
             )
 
-    def row(self, name: str, staleness: int | None, max_staleness: int | None) -> Policy:
+    def make_policy(self, name: str, staleness: int | None, max_staleness: int | None) -> Policy:
         """Return this policy with the other settings of the job.
 
         Raises:
@@ -230,7 +230,7 @@ class ServerConfig:
         """Return the coordinator's settings."""
         every = self.snapshot_every
         return JobRules(
-            self.row(self.policy, self.staleness, self.max_staleness),
+            self.make_policy(self.policy, self.staleness, self.max_staleness),
             self.min_workers,
             self.lease,
             SnapshotInterval(every.seconds, every.steps) if every else SnapshotInterval(),

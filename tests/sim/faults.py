@@ -8,7 +8,7 @@ from functools import partial
 
 from pscommon.core.errors import InvalidRequestError, PSError
 from psserver.core.commands.data_commands import LeaseBatches, ReportMetrics
-from psserver.core.commands.job_commands import PolicyRow, SetPolicy
+from psserver.core.commands.job_commands import PolicySettings, SetPolicy
 from psserver.core.commands.recorder import Recorder
 from psserver.core.commands.worker_commands import Join, Leave
 from psserver.core.coordinator.machine import CoordinatorMachine
@@ -179,6 +179,8 @@ class WorkerFaults:
 
     def switch_policy(self) -> None:
         if 0 not in self.down_servers:
-            row = self.rng.choice([PolicyRow("sync"), PolicyRow("async"), PolicyRow("ssp", 1)])
-            self.recorder.do(SetPolicy(row), self.now)
+            settings = self.rng.choice(
+                [PolicySettings("sync"), PolicySettings("async"), PolicySettings("ssp", 1)]
+            )
+            self.recorder.do(SetPolicy(settings), self.now)
             self.flush()

@@ -16,7 +16,7 @@ from psserver.core.commands.data_commands import (
     ReportValues,
     ReturnBatches,
 )
-from psserver.core.commands.job_commands import PolicyRow, SetPolicy
+from psserver.core.commands.job_commands import PolicySettings, SetPolicy
 from psserver.core.commands.recorder import Recorder
 from psserver.core.commands.shard_commands import StartReshard
 from psserver.core.commands.worker_commands import DrainWorker, Join, Leave, Register
@@ -154,7 +154,7 @@ _COMMANDS: Sequence[Callable[[random.Random, int], Command[Any]]] = (
     lambda rng, worker: ReportMetrics(worker, _metrics(rng)),
     lambda rng, worker: ReportValues(worker, _values(rng)),
     lambda rng, worker: SetPolicy(
-        PolicyRow(rng.choice(["sync", "async", "ssp", "all"]), *_row(rng))
+        PolicySettings(rng.choice(["sync", "async", "ssp", "all"]), *_row(rng))
     ),
     lambda rng, worker: StartReshard(rng.choice([-1, 0, 10**8, 2**32 - 1]), False),
 )

@@ -51,7 +51,7 @@ def check_update(apply: Apply, coordinator: CoordinatorMachine) -> list[list[int
     Returns:
         The workers of each further update that the round must make.
     """
-    row = coordinator.policy
+    job_policy = coordinator.policy
     active = {m.worker: m.clock for m in coordinator.membership if m.state is WorkerState.ACTIVE}
     counted = workers_of(apply)
     check(
@@ -61,8 +61,8 @@ def check_update(apply: Apply, coordinator: CoordinatorMachine) -> list[list[int
         counted,
         active,
     )
-    if row.barrier:
-        least = max(1, len(active) - row.backup)
+    if job_policy.barrier:
+        least = max(1, len(active) - job_policy.backup)
         first, *others = workers_of_round(coordinator, active)
         ready = coordinator.pending.ready.workers & active.keys()
         check(
@@ -74,12 +74,15 @@ def check_update(apply: Apply, coordinator: CoordinatorMachine) -> list[list[int
             list(active),
         )
         return others
-    if row.bound is not None:
+    if job_policy.bound is not None:
         for worker in counted:
             active[worker] += 1
         clocks = list(active.values())
         check(
-            max(clocks) - min(clocks) <= row.bound, "clocks {} exceed bound {}", clocks, row.bound
+            max(clocks) - min(clocks) <= job_policy.bound,
+            "clocks {} exceed bound {}",
+            clocks,
+            job_policy.bound,
         )
     return []
 

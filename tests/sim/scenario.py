@@ -90,7 +90,7 @@ class Scenario:
         rng = random.Random(seed)
         workers = rng.randint(1, 3)
         backup = rng.choice([0, 0, 1]) if workers > 1 else 0
-        row = rng.choice(
+        job_policy = rng.choice(
             [
                 policy("sync", backup=backup),
                 policy("async"),
@@ -102,7 +102,7 @@ class Scenario:
         standbys = rng.choice([0, 0, 1, 3]) * has_log
         scenario = Scenario(
             seed,
-            row,
+            job_policy,
             workers,
             shards=rng.randint(1, 3),
             batches=rng.randint(2, 5),
@@ -162,7 +162,10 @@ class Scenario:
     @property
     def is_reproducible(self) -> bool:
         """Whether the job must end with the same bits as the job without faults."""
-        row, replaces_workers = self.policy, self.on_loss.mode == "wait" and self.restarts_workers
+        job_policy, replaces_workers = (
+            self.policy,
+            self.on_loss.mode == "wait" and self.restarts_workers,
+        )
         same_workers = not (self.drains or self.policy_switches) and (
             replaces_workers or not self.worker_kills
         )
@@ -172,8 +175,8 @@ class Scenario:
         if self.optimizers != ONE_OPTIMIZER and (self.worker_kills or self.pauses):
             return False
         return (
-            row.barrier
-            and not row.backup
+            job_policy.barrier
+            and not job_policy.backup
             and self.has_log
             and same_workers
             and survives_pauses

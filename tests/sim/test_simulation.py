@@ -209,10 +209,10 @@ def test_planted_bug_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> Non
 
 def without_kills(policy_name: str, workers: int, seed: int) -> Scenario:
     """Return a scenario with delays and losses, and without killed processes."""
-    row = policy(policy_name, 2 if policy_name == "ssp" else None)
+    job_policy = policy(policy_name, 2 if policy_name == "ssp" else None)
     return Scenario(
         seed,
-        row,
+        job_policy,
         workers,
         shards=2,
         batches=7,

@@ -27,9 +27,13 @@ class ClippedJob:
     """Two shards, workers 1 to `workers`, and a clip norm of 1."""
 
     def __init__(
-        self, row: Policy | None = None, workers: int = 2, model: ModelSpec = MODEL, **rules: object
+        self,
+        job_policy: Policy | None = None,
+        workers: int = 2,
+        model: ModelSpec = MODEL,
+        **rules: object,
     ) -> None:
-        self.rules = JobRules(row or policy("sync"), workers, **rules)  # type: ignore[arg-type]
+        self.rules = JobRules(job_policy or policy("sync"), workers, **rules)  # type: ignore[arg-type]
         self.journal = MemoryJournal()
         self.recorder = Recorder(CoordinatorMachine(2, self.rules), self.journal)
         self.machine = self.recorder.coordinator

@@ -23,7 +23,7 @@ class Job:
 
     def __init__(
         self,
-        row: Policy | None = None,
+        job_policy: Policy | None = None,
         workers: int = 2,
         shards: int = 1,
         every: SnapshotInterval | None = None,
@@ -33,7 +33,7 @@ class Job:
     ) -> None:
         self._model = model
         rules = JobRules(
-            row or policy("sync"),
+            job_policy or policy("sync"),
             workers,
             lease,
             every or SnapshotInterval(),

@@ -24,12 +24,15 @@ class Job:
 
     def __init__(
         self,
-        row: Policy,
+        job_policy: Policy,
         workers: int = 2,
         kind: type[CoordinatorMachine] = CoordinatorMachine,
         **rules: Any,
     ) -> None:
-        self.rules, self.kind = JobRules(row, workers, **{"bad_gradients": "skip", **rules}), kind
+        self.rules, self.kind = (
+            JobRules(job_policy, workers, **{"bad_gradients": "skip", **rules}),
+            kind,
+        )
         self.book, self.now = MemoryJournal(), 0.0
         self.recorder = Recorder(self.made(), self.book)
         self.seqs: dict[int, int] = {}

@@ -20,34 +20,34 @@ from psserver.core.workers.members import WorkerState
 
 
 def choose(
-    row: Policy, clocks: Mapping[int, int], ready: Mapping[int, PushKey]
+    job_policy: Policy, clocks: Mapping[int, int], ready: Mapping[int, PushKey]
 ) -> Sequence[PushKey]:
     """Return the pushes that make the next update, in the order in which they are summed.
 
     Args:
-        row: The policy.
+        job_policy: The policy.
         clocks: Clock of every active worker, in worker order.
         ready: Oldest ready push of each active worker that has one, in order of arrival.
     """
-    if row.barrier:
-        enough = max(1, len(clocks) - row.backup)
+    if job_policy.barrier:
+        enough = max(1, len(clocks) - job_policy.backup)
         return (
             [ready[worker] for worker in clocks if worker in ready] if len(ready) >= enough else []
         )
     for worker, key in ready.items():
-        if within_bound(row, clocks, worker):
+        if within_bound(job_policy, clocks, worker):
             return [key]
     return []
 
 
-def within_bound(row: Policy, clocks: Mapping[int, int], worker: int) -> bool:
+def within_bound(job_policy: Policy, clocks: Mapping[int, int], worker: int) -> bool:
     """Return whether this worker may finish one more step now."""
-    if row.bound is None:
+    if job_policy.bound is None:
         return True
     after = clocks[worker] + 1
     return (
         after - min([after, *(clock for other, clock in clocks.items() if other != worker)])
-        <= row.bound
+        <= job_policy.bound
     )
 
 

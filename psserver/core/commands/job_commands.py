@@ -11,7 +11,7 @@ from psserver.core.job.settings import JobRules
 from psserver.core.job.snapshot_schedule import PartReport
 
 
-class PolicyRow(NamedTuple):
+class PolicySettings(NamedTuple):
     """Arguments of `policy`."""
 
     name: str
@@ -25,20 +25,20 @@ class SetPolicy(Command[None]):
     """Change the policy from the next update on."""
 
     wire_name: ClassVar[str] = "set_policy"
-    row: PolicyRow
+    settings: PolicySettings
 
     def perform(self, coordinator: CoordinatorMachine, now: float) -> None:
-        coordinator.set_policy(policy(*self.row), now)
+        coordinator.set_policy(policy(*self.settings), now)
 
     def as_json(self) -> Mapping[str, Any]:
-        return {"row": list(self.row)}
+        return {"row": list(self.settings)}
 
     @staticmethod
     def from_json(row: list[Any]) -> "SetPolicy":
-        return SetPolicy(PolicyRow(*row))
+        return SetPolicy(PolicySettings(*row))
 
     def check(self, coordinator: CoordinatorMachine) -> None:
-        policy(*self.row)
+        policy(*self.settings)
 
 
 @dataclass(frozen=True, slots=True)

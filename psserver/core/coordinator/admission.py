@@ -38,11 +38,11 @@ def check_registration(
     _check_round(coordinator.policy, 1 + len(others), nbytes, in_flight)
 
 
-def check_switch(coordinator: CoordinatorMachine, row: Policy, in_flight: int) -> None:
+def check_switch(coordinator: CoordinatorMachine, policy: Policy, in_flight: int) -> None:
     """Raise InvalidRequestError if a round under another policy does not fit --in-flight."""
     if coordinator.model is not None:
         workers = len(coordinator.membership.registered())
-        _check_round(row, workers, push_nbytes(coordinator.model, coordinator.shards), in_flight)
+        _check_round(policy, workers, push_nbytes(coordinator.model, coordinator.shards), in_flight)
 
 
 def check_reshard(coordinator: CoordinatorMachine, shards: int, in_flight: int) -> None:
@@ -52,14 +52,14 @@ def check_reshard(coordinator: CoordinatorMachine, shards: int, in_flight: int) 
         _check_round(coordinator.policy, workers, push_nbytes(coordinator.model, shards), in_flight)
 
 
-def _check_round(row: Policy, workers: int, nbytes: int, in_flight: int) -> None:
+def _check_round(policy: Policy, workers: int, nbytes: int, in_flight: int) -> None:
     """Raise InvalidRequestError if the pushes of a round do not fit.
 
     Under sync and ssp such a round would never close; under async no push waits for another.
     Pushes through shared memory need no such memory, but it may not be known yet which workers
     use it, so all are counted.
     """
-    workers = workers if row.bound is not None else 1
+    workers = workers if policy.bound is not None else 1
     needed = workers * nbytes
     if needed > in_flight:
         raise InvalidRequestError(

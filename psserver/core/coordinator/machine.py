@@ -121,9 +121,9 @@ class CoordinatorMachine:
 
     # ---- settings --------------------------------------------------------------------------------
 
-    def set_policy(self, row: Policy, now: float) -> None:
+    def set_policy(self, policy: Policy, now: float) -> None:
         """Change the policy from the next update on. All registered workers get one clock."""
-        self.job.policy = row
+        self.job.policy = policy
         highest = max((member.clock for member in self.membership.registered()), default=0)
         for member in self.membership.registered():
             self.membership.index.set_clock(member, highest)

@@ -106,15 +106,15 @@ class UpdateRounds:
 
         An empty result means that more pushes are needed.
         """
-        job, ready, row = self._job, self._job.pending.ready, self._job.policy
-        if row.barrier:
-            enough = max(1, job.membership.index.active_clocks.count - row.backup)
+        job, ready, policy = self._job, self._job.pending.ready, self._job.policy
+        if policy.barrier:
+            enough = max(1, job.membership.index.active_clocks.count - policy.backup)
             if len(ready.workers) < enough:
                 return ()
             active = [m.worker for m in job.membership.active()]
             keys = [ready.oldest(worker) for worker in active if worker in ready.workers]
             return keys if len(keys) >= enough else ()
-        if row.bound is None:
+        if policy.bound is None:
             members = job.membership.members
             for key in ready:
                 if members[key.worker].state is WorkerState.ACTIVE:
@@ -123,7 +123,7 @@ class UpdateRounds:
         smallest = job.membership.index.active_clocks.value
         if smallest is None:
             return ()
-        first = self._waiting.first(smallest + row.bound - 1, self._is_waiting)
+        first = self._waiting.first(smallest + policy.bound - 1, self._is_waiting)
         return [ready.oldest(first.worker)] if first is not None else ()
 
     def _is_waiting(self, push: WaitingPush) -> bool:

@@ -149,10 +149,15 @@ class JobState:
         """Return the number of batches of an update; None: one of each worker."""
         return units_of(self.rules.global_batch, spec) if self.policy.barrier else None
 
-    def policy_row(self) -> tuple[str, int | None, int | None, int]:
+    def policy_settings(self) -> tuple[str, int | None, int | None, int]:
         """Return the arguments of `policy` for the current policy."""
-        row = self.policy
-        return row.name, row.bound if row.name == "ssp" else None, row.max_staleness, row.backup
+        policy = self.policy
+        return (
+            policy.name,
+            policy.bound if policy.name == "ssp" else None,
+            policy.max_staleness,
+            policy.backup,
+        )
 
     # ---- shards ----------------------------------------------------------------------------------
 
@@ -187,7 +192,7 @@ class JobState:
             **({"seed": self.seed} if self.seed else {}),
             **({"updates": dict(self.updates)} if self.updates else {}),
             "counts": dict(self.counts),
-            "policy": [*self.policy_row()],
+            "policy": [*self.policy_settings()],
             "rules": self.rules.as_json(),
             "started": self.started,
             "min_workers": self.min_workers,

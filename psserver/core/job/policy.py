@@ -21,7 +21,7 @@ from pscommon.core.limits import check_policy
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """A row of the table.
+    """A policy of the table, with its settings.
 
     name: sync, ssp or async.
     bound: clocks that a worker may be ahead of the slowest one; None: any number.
@@ -62,10 +62,10 @@ def policy(
     return Policy(name, bound, barrier=bound == 0, max_staleness=max_staleness, backup=backup)
 
 
-def is_bounded(row: Policy) -> bool:
+def is_bounded(policy: Policy) -> bool:
     """Return whether a push may have to wait because its worker is too far ahead.
 
     A worker may make a step if its clock is at most the smallest clock of an active worker plus
     the bound, minus one.
     """
-    return row.bound is not None and not row.barrier
+    return policy.bound is not None and not policy.barrier

@@ -18,7 +18,7 @@ from pscommon.core.log_entries import (
     Staged,
 )
 from pscommon.core.model_spec import ModelSpec, OptimizerSettings
-from psserver.core.commands.job_commands import PolicyRow, SetPolicy
+from psserver.core.commands.job_commands import PolicySettings, SetPolicy
 from psserver.core.commands.shard_commands import StartReshard
 from psserver.core.commands.worker_commands import Leave, Lose
 from psserver.core.coordinator.machine import CoordinatorMachine
@@ -59,9 +59,9 @@ def test_a_gradient_within_the_clip_norm_is_not_scaled() -> None:
     assert scales(job.news()[-1]) == [1.0, 1.0]
 
 
-@pytest.mark.parametrize("row", [policy("sync"), policy("async"), policy("ssp", 1)])
-def test_an_update_of_one_push_uses_the_norm_reported_with_the_push(row: Policy) -> None:
-    job = ClippedJob(row, workers=1)
+@pytest.mark.parametrize("job_policy", [policy("sync"), policy("async"), policy("ssp", 1)])
+def test_an_update_of_one_push_uses_the_norm_reported_with_the_push(job_policy: Policy) -> None:
+    job = ClippedJob(job_policy, workers=1)
     job.push(1, 1, (4.0, 12.0))
 
     (update,) = job.news()
@@ -175,7 +175,7 @@ def test_a_policy_change_during_the_measurement_lets_each_push_count_alone() -> 
     job = ClippedJob()
     job.push(1, 1, (4.0, 12.0))
     job.push(2, 1, (0.01, 0.01))
-    job.recorder.do(SetPolicy(PolicyRow("async", None, None, 0)), 0.0)
+    job.recorder.do(SetPolicy(PolicySettings("async", None, None, 0)), 0.0)
 
     measure, first, second = job.news()
     assert isinstance(measure, Measure)

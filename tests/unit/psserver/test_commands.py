@@ -10,7 +10,7 @@ from pscommon.core.log_entries import BatchKey
 from psserver.core.commands import data_commands, job_commands, shard_commands, worker_commands
 from psserver.core.commands.command import Command
 from psserver.core.commands.data_commands import LeaseBatches, ReturnBatches
-from psserver.core.commands.job_commands import ContinueJob, PolicyRow, SetPolicy
+from psserver.core.commands.job_commands import ContinueJob, PolicySettings, SetPolicy
 from psserver.core.commands.recorded import DECODERS, RecordedCommand
 from psserver.core.commands.worker_commands import Join, Lose
 
@@ -50,7 +50,7 @@ LINES = {
         ReturnBatches(1, [], used=True)
     ),
     '{"do": "set_policy", "now": 1.5, "row": ["ssp", 2, null, 0]}': (
-        SetPolicy(PolicyRow("ssp", 2))
+        SetPolicy(PolicySettings("ssp", 2))
     ),
     '{"do": "recovered", "now": 1.5, "generation": 3}': ContinueJob(3),
     '{"do": "recovered", "now": 1.5, "generation": 3, "resumes": true}': ContinueJob(3, True),

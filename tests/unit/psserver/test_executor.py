@@ -149,7 +149,7 @@ class WaitingJob:
     """
 
     def __init__(self, broken: list[Exception]) -> None:
-        self.job = Job(workers=4, row=policy("async"))
+        self.job = Job(workers=4, job_policy=policy("async"))
         engine = SimpleNamespace(deliver=lambda log_id, entries: None)
         self.executor = CommandExecutor(
             self.job.recorder, cast(Any, engine), lambda: "", lambda: False, print, broken.append

@@ -34,12 +34,12 @@ ROWS = (policy("sync"), policy("async"), policy("ssp", 1), policy("async", max_s
 
 
 @settings(max_examples=150)
-@given(rng=st.randoms(use_true_random=False), row=st.sampled_from(ROWS))
+@given(rng=st.randoms(use_true_random=False), job_policy=st.sampled_from(ROWS))
 def test_invalid_requests_are_refused_and_a_replay_reaches_the_same_state(
-    rng: random.Random, row: Policy
+    rng: random.Random, job_policy: Policy
 ) -> None:
     """Valid workers are served in between."""
-    job = Job(row)
+    job = Job(job_policy)
     for _ in range(rng.randint(1, 40)):
         job.now += rng.random()
         try:
@@ -54,12 +54,12 @@ def test_invalid_requests_are_refused_and_a_replay_reaches_the_same_state(
 
 
 @settings(max_examples=100)
-@given(rng=st.randoms(use_true_random=False), row=st.sampled_from(ROWS))
+@given(rng=st.randoms(use_true_random=False), job_policy=st.sampled_from(ROWS))
 def test_commands_that_bypassed_the_checks_replay_to_the_same_state(
-    rng: random.Random, row: Policy
+    rng: random.Random, job_policy: Policy
 ) -> None:
     """Logs of earlier releases hold such commands; some of them raised unexpected errors."""
-    job = Job(row)
+    job = Job(job_policy)
     for _ in range(rng.randint(1, 25)):
         job.now += rng.random()
         command = absurd.request(rng, [*job.workers, 999])
@@ -168,12 +168,14 @@ UNFIT = {
 
 
 @pytest.mark.parametrize("name", UNFIT)
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
-def test_an_invalid_push_is_rejected_before_anything_is_applied(name: str, row: Policy) -> None:
+@pytest.mark.parametrize("job_policy", ROWS, ids=lambda job_policy: job_policy.name)
+def test_an_invalid_push_is_rejected_before_anything_is_applied(
+    name: str, job_policy: Policy
+) -> None:
     """The worker keeps its membership, and its next push counts. A base above the version is stale:
     a correct worker may have pulled it from a shard that then rolled back.
     """
-    job = Job(row)
+    job = Job(job_policy)
     first, second = job.workers
     for spec in (LOOP, StreamSpec(2, 2, 3, epochs=0)):
         job.recorder.do(

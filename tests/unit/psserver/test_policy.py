@@ -19,8 +19,8 @@ def ready(*workers: int) -> dict[int, PushKey]:
     return {worker: PushKey(worker, 1) for worker in workers}
 
 
-def chosen(row: Policy, clocks: dict[int, int], *workers: int) -> list[int]:
-    return [key.worker for key in choose(row, clocks, ready(*workers))]
+def chosen(job_policy: Policy, clocks: dict[int, int], *workers: int) -> list[int]:
+    return [key.worker for key in choose(job_policy, clocks, ready(*workers))]
 
 
 def test_each_policy_has_its_rules() -> None:
@@ -71,8 +71,10 @@ def test_the_ssp_bound_matches_its_definition_for_all_small_clocks(bound: int) -
     """After the push, no clock is more than the bound above the smallest. A worker may always equal
     the slowest one.
     """
-    row = policy("ssp", bound)
+    job_policy = policy("ssp", bound)
     for clocks in itertools.product(range(6), repeat=3):
         after = [clocks[0] + 1, *clocks[1:]]
 
-        assert within_bound(row, dict(enumerate(clocks)), 0) == (after[0] - min(after) <= bound)
+        assert within_bound(job_policy, dict(enumerate(clocks)), 0) == (
+            after[0] - min(after) <= bound
+        )

@@ -28,9 +28,9 @@ class PushingJob:
     """A coordinator whose workers push in turn; each shard reports each push by itself."""
 
     def __init__(
-        self, row: Policy, workers: int, shards: int, machine: type[CoordinatorMachine]
+        self, job_policy: Policy, workers: int, shards: int, machine: type[CoordinatorMachine]
     ) -> None:
-        self.recorder = Recorder(machine(shards, JobRules(row, workers)))
+        self.recorder = Recorder(machine(shards, JobRules(job_policy, workers)))
         self.shards = range(shards)
         self.workers = [
             self.recorder.do(Join(rank=rank, host="h", pid=1, device="cpu"), 0.0).worker
@@ -79,7 +79,7 @@ def instructions_of(action: Callable[[], Any]) -> int:
 
 
 def cost_of_push(
-    row: Policy,
+    job_policy: Policy,
     workers: int,
     shards: int,
     blocked: bool,
@@ -89,19 +89,19 @@ def cost_of_push(
 
     blocked: all but one worker are too far ahead.
     """
-    job = PushingJob(row, workers, shards, machine)
+    job = PushingJob(job_policy, workers, shards, machine)
     slow, *fast = job.workers
-    for _ in range(row.bound + 1 if blocked and row.bound is not None else 0):
+    for _ in range(job_policy.bound + 1 if blocked and job_policy.bound is not None else 0):
         job.report(job.reports(fast))
     before, reports = job.version, job.reports([slow] if blocked else job.workers)
     instructions = instructions_of(lambda: job.report(reports))
     counts = job.recorder.coordinator.job.counts
-    return instructions / (job.version - before if not row.barrier else counts["applied"])
+    return instructions / (job.version - before if not job_policy.barrier else counts["applied"])
 
 
 @pytest.mark.parametrize("shards", [1, 4])
 @pytest.mark.parametrize(
-    ("row", "blocked"),
+    ("job_policy", "blocked"),
     [
         (policy("sync"), False),
         (policy("async"), False),
@@ -111,9 +111,9 @@ def cost_of_push(
     ids=["sync", "async", "ssp", "ssp blocked"],
 )
 def test_a_decided_push_costs_the_same_for_any_number_of_workers(
-    row: Policy, blocked: bool, shards: int
+    job_policy: Policy, blocked: bool, shards: int
 ) -> None:
-    few, many = (cost_of_push(row, workers, shards, blocked) for workers in (FEW, MANY))
+    few, many = (cost_of_push(job_policy, workers, shards, blocked) for workers in (FEW, MANY))
 
     assert many < 1.2 * few
 
@@ -128,12 +128,12 @@ def test_a_search_costs_more_with_each_worker() -> None:
     assert many > 1.5 * few
 
 
-def cost_of_request(row: Policy, workers: int, batches: int, tries: int = 1) -> float:
+def cost_of_request(job_policy: Policy, workers: int, batches: int, tries: int = 1) -> float:
     """Return the instructions for each request for a batch.
 
     batches: of the loop; a worker that gets none waits. tries: how often each worker asks.
     """
-    job = PushingJob(row, workers, 1, CoordinatorMachine)
+    job = PushingJob(job_policy, workers, 1, CoordinatorMachine)
     requests = [
         LeaseBatches(worker, LoopSpec(0, size=batches, batch_size=1), 0, 1, idle=True)
         for worker in job.workers
@@ -148,16 +148,16 @@ def cost_of_request(row: Policy, workers: int, batches: int, tries: int = 1) -> 
     return instructions_of(ask) / workers
 
 
-@pytest.mark.parametrize("row", [policy("sync"), policy("async")], ids=["sync", "async"])
+@pytest.mark.parametrize("job_policy", [policy("sync"), policy("async")], ids=["sync", "async"])
 @pytest.mark.parametrize(
     ("batches", "tries"),
     [(3 * MANY, 1), (3 * MANY, 2), (1, 1), (1, 2)],
     ids=["first", "repeated", "waiting", "repeated while waiting"],
 )
 def test_a_request_for_a_batch_costs_the_same_for_any_number_of_workers(
-    row: Policy, batches: int, tries: int
+    job_policy: Policy, batches: int, tries: int
 ) -> None:
-    few, many = (cost_of_request(row, workers, batches, tries) for workers in (FEW, MANY))
+    few, many = (cost_of_request(job_policy, workers, batches, tries) for workers in (FEW, MANY))
 
     assert many < 1.2 * few
 

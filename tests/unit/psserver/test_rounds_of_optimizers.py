@@ -79,9 +79,9 @@ def test_a_worker_that_never_commits_a_batch_delays_the_others_for_some_versions
     assert job.coordinator.job.updates == {"d": 1, "g": MAX_DELAY_VERSIONS + 1}
 
 
-@pytest.mark.parametrize("row", [policy("sync", backup=1), policy("sync", max_staleness=3)])
-def test_a_push_that_would_become_stale_does_not_wait(row: Policy) -> None:
-    job = Job(row, workers=3, model=replace(SEVERAL, optimizer={"d": SGD, "g": SGD}))
+@pytest.mark.parametrize("job_policy", [policy("sync", backup=1), policy("sync", max_staleness=3)])
+def test_a_push_that_would_become_stale_does_not_wait(job_policy: Policy) -> None:
+    job = Job(job_policy, workers=3, model=replace(SEVERAL, optimizer={"d": SGD, "g": SGD}))
     job.ask(1)
     job.push(1, 1, batches=[0], optimizer="d")
     for worker in (2, 3):

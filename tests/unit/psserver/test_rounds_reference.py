@@ -13,7 +13,7 @@ from pscommon.core.log_entries import BatchKey, Measured, PushKey, ShardReport, 
 from pscommon.core.model_spec import ModelSpec, OptimizerSettings, TensorSpec
 from psserver.core.commands.command import Command
 from psserver.core.commands.data_commands import LeaseBatches
-from psserver.core.commands.job_commands import PolicyRow, SetPolicy, UseRules
+from psserver.core.commands.job_commands import PolicySettings, SetPolicy, UseRules
 from psserver.core.commands.recorder import Recorder
 from psserver.core.commands.worker_commands import Join, Leave, Lose, Register
 from psserver.core.coordinator.machine import CoordinatorMachine
@@ -149,7 +149,7 @@ class History:
     def change_policy(self) -> None:
         if self.rng.random() < 0.2:
             name, *bounds = (*self.rng.choice(POLICIES), None, None, None)[:4]
-            self.do(SetPolicy(PolicyRow(name, bounds[0], bounds[1], bounds[2] or 0)))
+            self.do(SetPolicy(PolicySettings(name, bounds[0], bounds[1], bounds[2] or 0)))
 
     def change_rules(self) -> None:
         if self.rng.random() < 0.2:
