@@ -62,7 +62,7 @@ class JobStart:
         states: ShardStateFactory,
         snapshots: SnapshotManager,
         directory: ShardDirectory[Manifest],
-        layout: ShardCountFile,
+        shard_count: ShardCountFile,
         metrics: ServerMetrics,
         is_ending: Callable[[], bool],
         fail: Callable[[PSError], None],
@@ -71,7 +71,7 @@ class JobStart:
     ) -> None:
         self._config, self._identity = config, identity
         self._engine, self._states, self._snapshots = engine, states, snapshots
-        self._directory, self._layout, self._metrics = directory, layout, metrics
+        self._directory, self._shard_count, self._metrics = directory, shard_count, metrics
         self._fail, self._standby_link = fail, standby_link
         self._generations = snapshots.generations
         self._rollback_lock = threading.RLock()
@@ -108,7 +108,7 @@ class JobStart:
         elif recovery is not None and not self.durable:
             recovery.remove_logs(manifest, generation, checks=is_auto)
         if manifest is None:
-            self._layout.forget()
+            self._shard_count.forget()
             self._learn("")
             self.begin(self._trainings.read(forget=self._config.resume == "never"))
         else:
@@ -123,7 +123,7 @@ class JobStart:
         if (data_dir := self._config.data_dir) is None:
             return None
         lost, failed = self._metrics.count_lost_updates, self._metrics.count_log_failure
-        return JobRecovery(data_dir, self._states, self._layout, lost, failed)
+        return JobRecovery(data_dir, self._states, self._shard_count, lost, failed)
 
     def install(self, initial: InitialState) -> Recorder:
         """Begin a log with this state. Return the recorder of its machine.
@@ -266,7 +266,7 @@ class JobStart:
                 raise UnreachableError("the job is being resharded", "NOT_READY")
             model, snapshot = coordinator.model, self._directory.snapshot
             facts = CoordinatorFacts(
-                self._generations.number, snapshot, self.newest, self._layout.stored_values
+                self._generations.number, snapshot, self.newest, self._shard_count.stored_values
             )
             state = coordinator.complete_state()
             yield facts, state | {"model": model_to_json(model) if model else None}
@@ -374,4 +374,4 @@ class JobStart:
     def _learn(self, job: str) -> None:
         """Set the name of the job; the command line takes precedence."""
         name = self._config.job or job or self._identity.job
-        self._identity.learn(name, self._directory.addresses, self._layout.changes)
+        self._identity.learn(name, self._directory.addresses, self._shard_count.changes)

@@ -43,7 +43,7 @@ class ReshardRequests:
         self,
         executor: CommandExecutor,
         directory: ShardDirectory[Manifest],
-        layout: ShardCountFile,
+        shard_count: ShardCountFile,
         engine: ShardEngine,
         snapshots: SnapshotManager,
         identity: ServerIdentity,
@@ -51,7 +51,7 @@ class ReshardRequests:
     ) -> None:
         self._executor, self._directory = executor, directory
         self._engine, self._snapshots = engine, snapshots
-        self._identity, self._config, self._layout = identity, config, layout
+        self._identity, self._config, self._shard_count = identity, config, shard_count
         self._received_nbytes: dict[int, int] = {}  # bytes that a shard received from others
         self._problems: dict[int, str] = {}  # why a shard's last attempt failed
         self._reshard_thread: threading.Thread | None = None
@@ -133,7 +133,7 @@ class ReshardRequests:
 
     def _store_count(self, shards: int) -> None:
         try:
-            self._layout.change(shards)
+            self._shard_count.change(shards)
         except OSError as error:
             raise SnapshotError(f"cannot store the number of servers: {error}") from error
 
@@ -150,7 +150,9 @@ class ReshardRequests:
 
     def learn(self) -> None:
         """Update the addresses that this server gives to others."""
-        self._identity.learn(self._identity.job, self._directory.addresses, self._layout.changes)
+        self._identity.learn(
+            self._identity.job, self._directory.addresses, self._shard_count.changes
+        )
 
     def advance(self) -> None:
         """Advance the reshard: build this shard's new part, and release servers that are no

@@ -60,7 +60,7 @@ class CoordinatorService:
     def __init__(
         self,
         config: ServerConfig,
-        layout: ShardCountFile,
+        shard_count: ShardCountFile,
         identity: ServerIdentity,
         make_engine: Callable[[Coordinator], ShardEngine],
         states: ShardStateFactory,
@@ -71,7 +71,7 @@ class CoordinatorService:
     ) -> None:
         self.config, self.snapshots, self.metrics = config, snapshots, metrics
         self.engine = make_engine(self)
-        self.directory = ShardDirectory[Manifest](layout, identity.address, standby_link)
+        self.directory = ShardDirectory[Manifest](shard_count, identity.address, standby_link)
         self._identity, self._standby_link = identity, standby_link
         self._began_at = self._reported_at = time.monotonic()
         self.stop_reason: str | None = None  # why this server stops
@@ -87,7 +87,7 @@ class CoordinatorService:
             states,
             snapshots,
             self.directory,
-            layout,
+            shard_count,
             metrics,
             lambda: self.stop_reason is not None,
             self._fail,
@@ -100,7 +100,7 @@ class CoordinatorService:
             self.executor, self.history, snapshots, self.directory
         )
         self.reshard_requests = ReshardRequests(
-            self.executor, self.directory, layout, self.engine, snapshots, identity, config
+            self.executor, self.directory, shard_count, self.engine, snapshots, identity, config
         )
         self.shard_connections = self._make_shard_connections()
         self.first_workers = FirstWorkers(config.join_timeout, lambda: self.waiting_for)

@@ -188,7 +188,7 @@ class ShardUpdates:
             term=service.directory[0].term,
             standbys=update.directory.standbys,
             shards=update.directory.shards,
-            layout=update.directory.layout,
+            layout=update.directory.reshard_count,
             move=update.reshard,
             policy=service.policy,
             mends=service.config.gradient_rules.mends,

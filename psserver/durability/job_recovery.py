@@ -103,12 +103,12 @@ class JobRecovery:
         self,
         data_dir: Path,
         states: ShardStateFactory,
-        layout: ShardCountFile,
+        shard_count: ShardCountFile,
         count_lost: Callable[[int], None],
         note_disk_error: Callable[[str], None],
     ) -> None:
         self.unusable_version = 0
-        self._data_dir, self._states, self._layout = data_dir, states, layout
+        self._data_dir, self._states, self._shard_count = data_dir, states, shard_count
         self._count_lost, self._note_disk_error = count_lost, note_disk_error
 
     def recover(
@@ -146,12 +146,12 @@ class JobRecovery:
         self, coordinator: CoordinatorMachine, manifest: Manifest | None
     ) -> None:
         """Use the number of shards of the log, if this server may have been started for it."""
-        layout, wrote = self._layout, coordinator.shards
-        if wrote not in (layout.shards, layout.configured, *layout.past):
-            remedy = f"start {wrote} servers, then `ps-ctl reshard --servers {layout.shards}`"
+        shard_count, wrote = self._shard_count, coordinator.shards
+        if wrote not in (shard_count.shards, shard_count.configured, *shard_count.past):
+            remedy = f"start {wrote} servers, then `ps-ctl reshard --servers {shard_count.shards}`"
             _check_saved(coordinator.version, manifest, f"a log of {wrote} servers", remedy)
-            raise LogUnfitError(f"{wrote} servers wrote it, and there are {layout.shards} now")
-        layout.change(wrote)
+            raise LogUnfitError(f"{wrote} servers wrote it, and there are {shard_count.shards} now")
+        shard_count.change(wrote)
 
     def _report_unusable(self, problem: str, manifest: Manifest | None, reached: int) -> None:
         """Report that the job cannot continue from its log, and how many updates that costs.

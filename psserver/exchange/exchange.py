@@ -89,7 +89,7 @@ class Exchange:
         header, engine = self._header, self._engine
         self._identity.check_job(header.job)
         self._identity.check_term(header.term)
-        engine.live.check_layout(header.shards)
+        engine.live.check_shard_count(header.shards)
         seconds = wait_seconds(header.wait_ms)
         self._note_alive()
         is_push = header.initial or header.seq > 0

@@ -53,7 +53,7 @@ def _describe(
         coordinator=identity.coordinator,
         version_text=installed("paramserver"),
         term=identity.term,
-        layout=identity.layout,
+        layout=identity.reshard_count,
         format=spoken_format(),
         stream_address=identity.stream_address,
         stream_path=identity.stream_path,

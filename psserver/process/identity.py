@@ -13,7 +13,7 @@ class ServerIdentity:
 
     Attributes:
         shards: Number of shards of the job, as far as this server knows.
-        layout: How often that number has changed.
+        reshard_count: How often that number has changed.
         instance: Differs at every start of the process.
         job: Name of the job; empty until it is known.
         only_job: The only job that this server may follow; empty: any. It comes from the command
@@ -40,7 +40,7 @@ class ServerIdentity:
     ) -> None:
         self.shard = shard
         self.shards = shards
-        self.layout = 0
+        self.reshard_count = 0
         self.address = address
         self.instance = uuid.uuid4().hex
         self.job = job
@@ -88,14 +88,14 @@ class ServerIdentity:
             )
             raise UnreachableError(text, "NOT_PRIMARY")
 
-    def learn(self, job: str, addresses: Sequence[str], layout: int) -> None:
+    def learn(self, job: str, addresses: Sequence[str], reshard_count: int) -> None:
         """Record what the coordinator sends."""
         with self._changed:
-            self.job, self._addresses, self.shards, self.layout = (
+            self.job, self._addresses, self.shards, self.reshard_count = (
                 job,
                 list(addresses),
                 len(addresses),
-                layout,
+                reshard_count,
             )
             self.only_job = job
         self._name.store(job)

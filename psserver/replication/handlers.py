@@ -132,7 +132,7 @@ def check_standby(identity: ServerIdentity, hello: pb.ReplicateRequest) -> None:
     """
     if hello.job:
         identity.check_job(hello.job)
-    same_number = hello.shards == identity.shards or identity.layout > 0
+    same_number = hello.shards == identity.shards or identity.reshard_count > 0
     if hello.shard != identity.shard or not same_number:
         mine = f"{identity.shard}/{identity.shards}"
         text = f"a standby of shard {hello.shard}/{hello.shards} cannot follow shard {mine}"

@@ -20,13 +20,13 @@ class CoordinatorFacts:
     generation: number of this start of the job.
     snapshot: the snapshot that the current log continues from; None without one.
     newest: the newest snapshot; None without one.
-    layout: values of ShardCountFile.
+    shard_count: values of ShardCountFile.
     """
 
     generation: int
     snapshot: Manifest | None
     newest: Manifest | None
-    layout: Mapping[str, Any]
+    shard_count: Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class Hello:
             values |= {
                 "generation": facts.generation,
                 "snapshots": snapshots,
-                "layout": dict(facts.layout),
+                "layout": dict(facts.shard_count),
             }
         return values
 

@@ -24,18 +24,18 @@ def build_coordinator(
 ) -> Role:
     """Build shard 0. Arguments as in `open_primary` and CoordinatorService."""
     # before the port is bound: a second attempt without this disk needs it
-    layout = read_shard_count(config, promotion)
+    shard_count = read_shard_count(config, promotion)
     primary = open_primary(config, promotion, deposed, resources)
-    identity = _make_identity(primary, layout.shards)
+    identity = _make_identity(primary, shard_count.shards)
     if promotion is None:
         if config.resume != "never":
             primary.snapshots.check_data_dir()
         primary.snapshots.generations.count()
     service = CoordinatorService(
         config,
-        layout,
+        shard_count,
         identity,
-        partial(primary.make_engine, layout.shards),
+        partial(primary.make_engine, shard_count.shards),
         primary.states,
         primary.snapshots,
         primary.metrics,
@@ -56,14 +56,14 @@ def build_coordinator(
 
 def read_shard_count(config: ServerConfig, promotion: Promotion | None) -> ShardCountFile:
     """Return the number of shards, which shard 0 decides and the others learn from it."""
-    layout = ShardCountFile(config.shards, config.data_dir)
+    shard_count = ShardCountFile(config.shards, config.data_dir)
     standby_state = promotion.standby_state if promotion is not None else None
     # the coordinator decides, so it knows before its shard
     if standby_state is not None and standby_state.coordinator is not None:
         facts = standby_state.hello.facts
         assert facts is not None
-        layout.take_over(facts.layout, standby_state.coordinator.shards)
-    return layout
+        shard_count.take_over(facts.shard_count, standby_state.coordinator.shards)
+    return shard_count
 
 
 def _make_identity(primary: Primary, shards: int) -> ServerIdentity:

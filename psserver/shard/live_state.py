@@ -109,18 +109,18 @@ class LiveShardState:
     def store(self) -> ParameterStore | None:
         return self.state.store
 
-    def check_layout(self, shards: int) -> None:
+    def check_shard_count(self, shards: int) -> None:
         """Raise LayoutError if a request is meant for another number of shards; 0: for any."""
         if shards and shards != self.state.shards:
-            self._refuse_layout(shards, self.state.shards)
+            self._refuse_shard_count(shards, self.state.shards)
 
-    def _refuse_layout(self, shards: int, found: int) -> Never:
+    def _refuse_shard_count(self, shards: int, found: int) -> Never:
         raise LayoutError(f"shard {self.shard} belongs to {found} shards, not {shards}")
 
     def require_store(self, shards: int = 0) -> ParameterStore:
         """Return the arrays.
 
-        shards: as in `check_layout`; a reshard may have changed the arrays since the request came.
+        shards: as in `check_shard_count`; a reshard may have changed the arrays meanwhile.
 
         Raises UnreachableError (NOT_READY) if the model is not known, and LayoutError.
         """
@@ -133,17 +133,17 @@ class LiveShardState:
             )
             raise UnreachableError(f"shard {self.shard} {what}", "NOT_READY")
         if shards and shards != store.shards:
-            self._refuse_layout(shards, store.shards)
+            self._refuse_shard_count(shards, store.shards)
         return store
 
     @contextmanager
     def lock_weights(self, shards: int) -> Iterator[tuple[int, ParameterStore]]:
         """Yield the version and the arrays; nothing is applied meanwhile.
 
-        shards: as in `check_layout`. Raises UnreachableError (NOT_READY) without weights.
+        shards: as in `check_shard_count`. Raises UnreachableError (NOT_READY) without weights.
         """
         with self.apply_lock:
-            self.check_layout(shards)
+            self.check_shard_count(shards)
             state = self.state
             if not state.machine.begun or state.store is None:
                 raise UnreachableError(f"shard {self.shard} has no weights yet", "NOT_READY")

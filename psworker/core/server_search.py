@@ -33,7 +33,7 @@ class ServerDescription:
         shards: Number of shards of the job.
         addresses: Server addresses by shard; empty where unknown.
         coordinator: Address of shard 0; empty if the server does not know it yet.
-        layout: Number of changes of the number of shards, as far as the server knows.
+        reshard_count: Number of changes of the number of shards, as far as the server knows.
     """
 
     job: str
@@ -41,7 +41,7 @@ class ServerDescription:
     shards: int
     addresses: tuple[str, ...]
     coordinator: str
-    layout: int = 0
+    reshard_count: int = 0
 
     @property
     def own(self) -> str:
@@ -90,8 +90,8 @@ class ServerSearch:
 
     @property
     def shards(self) -> int:
-        """Number of shards by the answer with the newest layout; 0 before the first answer."""
-        newest = max(self._answers.values(), key=lambda answer: answer.layout, default=None)
+        """Number of shards by the answer with the newest shard count; 0 before the first answer."""
+        newest = max(self._answers.values(), key=lambda answer: answer.reshard_count, default=None)
         return newest.shards if newest is not None else 0
 
     @property
@@ -187,13 +187,13 @@ class ServerSearch:
 
     def _compare(self, address: str, answer: ServerDescription) -> None:
         # After a reshard to fewer shards, a removed server may still run.
-        leaves = answer.shard >= answer.shards and answer.layout > 0
+        leaves = answer.shard >= answer.shards and answer.reshard_count > 0
         if not (0 <= answer.shard < answer.shards or leaves):
             raise _mismatch(
                 f"the server at {address} claims to be shard {answer.shard} of {answer.shards}"
             )
         for other, earlier in self._answers.items():
-            if earlier.shards != answer.shards and earlier.layout == answer.layout:
+            if earlier.shards != answer.shards and earlier.reshard_count == answer.reshard_count:
                 raise _mismatch(
                     f"{other} is shard {earlier.shard} of {earlier.shards}, but {address} is shard "
                     f"{answer.shard} of {answer.shards}: they are servers of different jobs"

@@ -180,7 +180,7 @@ class GrpcTransport:
         cancellation: Cancellation,
         frames: Iterator[Frame[ps.PushPullHeader]] | None = None,
     ) -> ExchangeAnswer:
-        self._servers.check_layout()
+        self._servers.check_shard_count()
         header.term = self._servers.terms[shard]
         with self._at(shard, EXCHANGE) as channel:
             describe = channel.stubs[DESCRIBE]

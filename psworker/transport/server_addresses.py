@@ -59,7 +59,7 @@ class ServerAddresses:
         self._shards = shards or self._shards
         return shards == len(self.addresses)
 
-    def check_layout(self) -> None:
+    def check_shard_count(self) -> None:
         """Raise LayoutError if the job has another number of shards.
 
         Without this check, a worker could go on with a server that has left the job.

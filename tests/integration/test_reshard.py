@@ -225,7 +225,7 @@ def test_a_push_that_waits_while_the_partition_changes_is_sent_to_the_new_one(
     """It fits the number of shards when it arrives, and no more when there is memory for it."""
     with connected(cluster(1).address, lanes=lanes) as client:
         client.register(ZEROS, EACH)
-        monkeypatch.setattr(LiveShardState, "check_layout", lambda live, shards: None)
+        monkeypatch.setattr(LiveShardState, "check_shard_count", lambda live, shards: None)
         connection = client._connection
         header = ps.PushPullHeader(
             job=connection.membership.job,

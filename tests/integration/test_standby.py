@@ -156,7 +156,7 @@ def test_standbys_follow_a_reshard(cluster: Make) -> None:
         assert (coordinator.shards, standby_state(of_first).shard_state.shards) == (1, 1)
         facts = standby_state(of_first).hello.facts
         assert facts is not None
-        assert facts.layout == {"shards": 1, "past": [2, 3], "changes": 3}
+        assert facts.shard_count == {"shards": 1, "past": [2, 3], "changes": 3}
 
 
 def test_a_checksum_mismatch_is_detected_and_the_state_loaded_again(

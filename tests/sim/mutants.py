@@ -186,7 +186,7 @@ class KeepsStagedInReshard(ShardMachine):
             self.staged.update(staged)
 
 
-def accept_any_layout(live: LiveShardState, shards: int) -> None:
+def accept_any_shard_count(live: LiveShardState, shards: int) -> None:
     """Accept pushes that are partitioned for another number of shards."""
 
 
@@ -356,7 +356,11 @@ PATCHES: dict[str, tuple[Any, str, Any]] = {
         "ShardMachine",
         KeepsStagedInReshard,
     ),
-    "a push for another layout is accepted": (LiveShardState, "check_layout", accept_any_layout),
+    "a push for another shard count is accepted": (
+        LiveShardState,
+        "check_shard_count",
+        accept_any_shard_count,
+    ),
     "a new shard lacks outcomes": (
         shard_state_module,
         "ShardMachine",

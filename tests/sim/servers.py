@@ -108,7 +108,7 @@ class SimShard(SilentCoordinator):
         store: Any = self.engine.live.store
         if store is not None and self.is_ready:
             with suppress(LayoutError, UnreachableError):
-                self.engine.live.check_layout(shards)
+                self.engine.live.check_shard_count(shards)
                 staging: Any = SimStaging(store, values, staged.key.seq == 0)
                 self.engine.stage_push(staged, staging)
 
@@ -234,7 +234,7 @@ class SimShard(SilentCoordinator):
     # ---- resharding
 
     def build_partition(self, reshard: ReshardPhase, log_id: int) -> None:
-        """Build the new partition if all shards of the previous layout are up."""
+        """Build the new partition if all shards of the previous shard count are up."""
         pending = self.engine.prepare_partition(reshard.index)
         if pending is None:
             return

@@ -68,7 +68,7 @@ class ClippedJob:
     def report(self, shard: int, measured: Measured | None = None) -> None:
         staged = tuple(self.staged[shard].values())
         # an unapplied index, so that the coordinator retains all entries
-        report = ShardReport(shard, 0, self.machine.job.layout_index, staged, measured=measured)
+        report = ShardReport(shard, 0, self.machine.job.reshard_index, staged, measured=measured)
         report_to(self.recorder, report, 0.0)
 
     def measure(self, *squares: float, index: int | None = None) -> None:

@@ -123,7 +123,7 @@ def process(reports: PushReports, report: ShardReport, now: float) -> None:
     if report.log_id != job.log_id:
         return
     job.log.reached(report.shard, report.index)
-    if job.is_of_layout(report):
+    if job.is_of_shard_count(report):
         for staged in report.staged:
             reports._record_staged(report, staged, now)
         if job.pending.measurement is not None:

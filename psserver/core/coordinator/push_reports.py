@@ -18,7 +18,7 @@ class PushReports:
         if report.log_id != job.log_id:
             return
         job.log.reached(report.shard, report.index)
-        if not job.is_of_layout(report):
+        if not job.is_of_shard_count(report):
             return
         is_change = False
         for staged in report.staged:
@@ -32,7 +32,7 @@ class PushReports:
     def new_pushes(self, report: ShardReport) -> list[Staged]:
         """Return the pushes that a shard, which follows the log, has not reported before."""
         job, found = self._job, list[Staged]()
-        if not job.is_of_layout(report):
+        if not job.is_of_shard_count(report):
             return found
         for staged in report.staged:
             key = staged.key
@@ -48,7 +48,7 @@ class PushReports:
         measurement = self._job.pending.measurement
         return (
             measurement is not None
-            and self._job.is_of_layout(report)
+            and self._job.is_of_shard_count(report)
             and measurement.is_answered_by(report)
         )
 

@@ -25,7 +25,7 @@ class Resharding:
         job.log.append(Reshard(job.log.next, job.version, shards))
         job.reshard = ReshardPhase(job.shards, shards, job.log.index, writes_snapshot)
         job.is_reshard_saved = False
-        job.set_layout(shards, job.log.index)
+        job.set_shard_count(shards, job.log.index)
         job.log.members(job.following_shards, job.log.index)
         return True
 

@@ -43,7 +43,7 @@ class JobState:
         seed: The seed that the first worker gave which registered, unsigned 64 bits.
         uploading_worker: Number of the worker that uploads the initial weights.
         reshard: The reshard in progress.
-        layout_index: Index of the newest Reshard.
+        reshard_index: Index of the newest Reshard.
         is_reshard_saved: The snapshot that this state continues from ends `reshard`.
         followers: Shards that follow this log.
         evicted: Workers with an Evict entry.
@@ -72,7 +72,7 @@ class JobState:
         self.reported = ReportedValues()
         self.collectives = Collectives()
         self.reshard: ReshardPhase | None = None
-        self.layout_index = 0
+        self.reshard_index = 0
         self.is_reshard_saved = False
         self.model: ModelSpec | None = None
         self.uploading_worker: int | None = None
@@ -166,14 +166,14 @@ class JobState:
         """Number of shards that follow the log."""
         return self.reshard.members if self.reshard is not None else self.shards
 
-    def is_of_layout(self, report: ShardReport) -> bool:
+    def is_of_shard_count(self, report: ShardReport) -> bool:
         """Return whether a report's pushes have the current partition."""
-        return report.shard < self.shards and report.index >= self.layout_index
+        return report.shard < self.shards and report.index >= self.reshard_index
 
-    def set_layout(self, shards: int, index: int) -> None:
+    def set_shard_count(self, shards: int, index: int) -> None:
         """Set the number of shards and drop all pending pushes: they have the old partition."""
         self.shards = self.cuts.shards = shards
-        self.layout_index = index
+        self.reshard_index = index
         self.pending.clear(shards)
 
     # ---- saved and loaded ------------------------------------------------------------------------
@@ -183,7 +183,7 @@ class JobState:
         return {
             "epoch": self.log_id,
             "shards": self.shards,
-            "layout_index": self.layout_index,
+            "layout_index": self.reshard_index,
             "move": self.reshard.state() if self.reshard is not None else None,
             "version": self.version,
             "index": self.log.index,
@@ -237,7 +237,7 @@ class JobState:
     ) -> None:
         """Load a complete state, see CoordinatorMachine.load_state."""
         self.load_numbers(state, model)
-        self.set_layout(state["shards"], state["layout_index"])
+        self.set_shard_count(state["shards"], state["layout_index"])
         self.reshard = ReshardPhase.from_state(state["move"]) if state["move"] else None
         self.is_reshard_saved = self.reshard is not None and self.reshard.index < snapshot_index
         self.log.recover(state["log"])

@@ -60,13 +60,13 @@ class DirectoryView(NamedTuple):
         shards: Number of shards.
         addresses: Primaries by shard; empty where none has connected.
         standbys: Standbys by shard; empty where there is none.
-        layout: How often the number of shards has changed.
+        reshard_count: How often the number of shards has changed.
     """
 
     shards: int
     addresses: list[str]
     standbys: list[str]
-    layout: int
+    reshard_count: int
 
 
 @dataclass(slots=True)

@@ -86,7 +86,7 @@ class ShardDirectory(Generic[SnapshotT]):
     During a reshard to fewer shards, the leaving servers are still here.
 
     Attributes:
-        layout: The number of shards.
+        shard_count: The number of shards.
         snapshot: The snapshot that the current log continues from; None without one.
         candidates: Servers that wait for a reshard, by shard and number of shards.
 
@@ -95,23 +95,23 @@ class ShardDirectory(Generic[SnapshotT]):
     """
 
     def __init__(
-        self, layout: ShardCounts, address: str, standby_link: StandbyView | None = None
+        self, shard_count: ShardCounts, address: str, standby_link: StandbyView | None = None
     ) -> None:
         self.snapshot: SnapshotT | None = None
-        self.layout = layout
+        self.shard_count = shard_count
         self.candidates: dict[tuple[int, int], ServerEntry] = {}
         self._standby_link = standby_link
-        self._servers = [ServerEntry(shard) for shard in range(layout.shards)]
+        self._servers = [ServerEntry(shard) for shard in range(shard_count.shards)]
         self._servers[0].address, self._servers[0].connected = address, True
         self._servers[0].term = standby_link.term if standby_link is not None else 1
 
     @property
     def shards(self) -> int:
         """Number of shards of the job; during a reshard: after it."""
-        return self.layout.shards
+        return self.shard_count.shards
 
     def picture(self) -> DirectoryView:
-        return DirectoryView(self.shards, self.addresses, self.standbys, self.layout.changes)
+        return DirectoryView(self.shards, self.addresses, self.standbys, self.shard_count.changes)
 
     def form(self, members: int) -> None:
         """Set how many servers follow the log: candidates join, superfluous servers leave."""
@@ -174,7 +174,7 @@ class ShardDirectory(Generic[SnapshotT]):
         It is a member, a candidate, or a former member: a process that followed the job's log and
         missed the end of its membership.
         """
-        known = shards == self.shards or shards in self.layout.past
+        known = shards == self.shards or shards in self.shard_count.past
         if known and 0 < shard < len(self._servers):
             return self._servers[shard]
         if known and followed:

@@ -134,13 +134,13 @@ def test_all_possible_addresses_are_listed(places: ServerAddresses) -> None:
 
 def test_another_number_of_servers_is_reported_to_each_exchange(places: ServerAddresses) -> None:
     assert places.count(2)
-    places.check_layout()
+    places.check_shard_count()
 
     assert not places.count(1)
     with pytest.raises(LayoutError, match="the job has 1 servers now, not 2"):
-        places.check_layout()
+        places.check_shard_count()
     places.relocate(["a"])
-    places.check_layout()
+    places.check_shard_count()
 
 
 def test_the_search_tolerates_a_connection_closed_by_another_thread() -> None:

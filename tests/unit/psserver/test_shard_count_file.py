@@ -19,9 +19,9 @@ from tests.support.events import events
 def test_a_restart_with_the_old_flags_keeps_the_current_number_of_shards(
     tmp_path: Path,
 ) -> None:
-    layout = ShardCountFile(2, tmp_path)
-    layout.change(3)
-    layout.change(1)
+    shard_count = ShardCountFile(2, tmp_path)
+    shard_count.change(3)
+    shard_count.change(1)
 
     for given in (1, 2, 3):
         again = ShardCountFile(given, tmp_path)
@@ -60,12 +60,12 @@ def test_a_log_may_have_a_number_from_before_the_last_reshard(
 
 
 def test_a_number_that_returns_is_no_longer_a_former_one(tmp_path: Path) -> None:
-    layout = ShardCountFile(2, tmp_path)
-    layout.change(3)
-    layout.change(2)
-    layout.change(2)
+    shard_count = ShardCountFile(2, tmp_path)
+    shard_count.change(3)
+    shard_count.change(2)
+    shard_count.change(2)
 
-    assert (layout.shards, layout.past, layout.changes) == (2, {3}, 2)
+    assert (shard_count.shards, shard_count.past, shard_count.changes) == (2, {3}, 2)
     assert ShardCountFile(3, tmp_path).shards == 2
 
 
@@ -80,10 +80,10 @@ def test_a_promoted_standby_writes_the_numbers_of_its_primary(tmp_path: Path) ->
     before = ShardCountFile(2, None)
     before.change(3)
 
-    layout = ShardCountFile(2, tmp_path)
-    layout.take_over(before.stored_values, 1)
+    shard_count = ShardCountFile(2, tmp_path)
+    shard_count.take_over(before.stored_values, 1)
 
-    for found in (layout, ShardCountFile(2, tmp_path), ShardCountFile(3, tmp_path)):
+    for found in (shard_count, ShardCountFile(2, tmp_path), ShardCountFile(3, tmp_path)):
         assert (found.shards, found.past, found.changes) == (1, {2, 3}, 2)
 
 
@@ -92,32 +92,34 @@ def test_the_coordinator_records_a_reshard_before_its_shard_applies_it() -> None
     follows.
     """
     standby_state = SimpleNamespace(
-        hello=SimpleNamespace(facts=SimpleNamespace(layout=ShardCountFile(3, None).stored_values)),
+        hello=SimpleNamespace(
+            facts=SimpleNamespace(shard_count=ShardCountFile(3, None).stored_values)
+        ),
         shard_state=SimpleNamespace(shards=3),
         coordinator=SimpleNamespace(shards=1),
     )
     config = ServerConfig(shard=0, shards=3)
 
-    layout = read_shard_count(config, cast(Any, SimpleNamespace(standby_state=standby_state)))
+    shard_count = read_shard_count(config, cast(Any, SimpleNamespace(standby_state=standby_state)))
 
-    assert (layout.shards, layout.past, layout.changes) == (1, {3}, 1)
+    assert (shard_count.shards, shard_count.past, shard_count.changes) == (1, {3}, 1)
 
 
 def test_a_promoted_standby_that_cannot_write_the_file_continues(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    layout = ShardCountFile(2, tmp_path / "gone")
-    layout.take_over({"shards": 3, "past": [2], "changes": 1}, 3)
+    shard_count = ShardCountFile(2, tmp_path / "gone")
+    shard_count.take_over({"shards": 3, "past": [2], "changes": 1}, 3)
 
-    assert (layout.shards, layout.past, layout.changes) == (3, {2}, 1)
+    assert (shard_count.shards, shard_count.past, shard_count.changes) == (3, {2}, 1)
     assert "shard_count_not_stored" in events(caplog)
 
 
 def test_without_a_data_directory_the_number_ends_with_the_process() -> None:
-    layout = ShardCountFile(2, None)
-    layout.change(3)
+    shard_count = ShardCountFile(2, None)
+    shard_count.change(3)
 
-    assert (layout.shards, ShardCountFile(2, None).shards) == (3, 2)
+    assert (shard_count.shards, ShardCountFile(2, None).shards) == (3, 2)
 
 
 @pytest.mark.parametrize(

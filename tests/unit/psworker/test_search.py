@@ -178,26 +178,28 @@ def test_a_server_may_change_its_job_but_not_its_shard_count() -> None:
     assert caught.value.reason == "SHARD_MISMATCH"
 
 
-def test_during_a_reshard_the_newest_layout_counts() -> None:
+def test_during_a_reshard_the_newest_shard_count_counts() -> None:
     """From 2 to 3 shards one server does not know the reshard yet; from 2 to 1 one was removed."""
     search = ServerSearch(["s1:1", "s0:1"], 0.0, GRACE)
     search.answered("s1:1", described(1, shards=2, knows=ALL_SERVERS), 0.0)
-    search.answered("s0:1", replace(described(0, knows=ALL_SERVERS), layout=1), 0.0)
+    search.answered("s0:1", replace(described(0, knows=ALL_SERVERS), reshard_count=1), 0.0)
     assert not search.complete
-    search.answered("s2:1", replace(described(2, knows=ALL_SERVERS), layout=1), 0.0)
+    search.answered("s2:1", replace(described(2, knows=ALL_SERVERS), reshard_count=1), 0.0)
     assert search.cluster().addresses == ("s0:1", "s1:1", "s2:1")
 
     fewer = ServerSearch(["s1:1", "s0:1"], 0.0, GRACE)
     fewer.answered("s1:1", described(1, shards=2), 0.0)
-    fewer.answered("s0:1", replace(described(0, shards=1), layout=1), 0.0)
+    fewer.answered("s0:1", replace(described(0, shards=1), reshard_count=1), 0.0)
     assert fewer.cluster().addresses == ("s0:1",)
 
 
 def test_a_server_removed_by_a_reshard_is_ignored() -> None:
     """From 3 shards to 1, two removed servers still run."""
     search = ServerSearch(["s2:1", "s1:1", "s0:1"], 0.0, GRACE)
-    search.answered("s2:1", replace(described(2, shards=1, knows={0: "s0:1"}), layout=1), 0.0)
+    search.answered(
+        "s2:1", replace(described(2, shards=1, knows={0: "s0:1"}), reshard_count=1), 0.0
+    )
     search.answered("s1:1", described(1, shards=3), 0.0)
-    search.answered("s0:1", replace(described(0, shards=1), layout=1), 0.0)
+    search.answered("s0:1", replace(described(0, shards=1), reshard_count=1), 0.0)
     assert search.cluster().addresses == ("s0:1",)
     search.check(GRACE)
