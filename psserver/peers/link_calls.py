@@ -7,6 +7,7 @@ from typing import Any
 import grpc
 
 from pscommon.core.errors import PSError
+from pscommon.security.credentials import process_credentials
 from pscommon.settings.values import Lanes
 from pscommon.telemetry.logs import get_logger
 from pscommon.wire.blocking_socket import BlockingSocket, socket_addresses
@@ -124,6 +125,8 @@ def open_link(address: str, lanes: Lanes) -> GrpcLink | SocketLink:
         description = call(channel, DESCRIBE, ps.DescribeRequest(), LINK_CONNECT_SECONDS, who)
     hello = stream_pb2.StreamHello(purpose=stream_pb2.StreamHello.PURPOSE_SHARD)
     for found in socket_addresses(description, address, lanes):
+        if process_credentials().tls is not None and not Endpoint(found).is_path:
+            continue  # a link sends and receives at the same time, which TLS does not allow
         try:
             return SocketLink.open(found, hello, who, LINK_CONNECT_SECONDS)
         except PSError as error:

@@ -33,6 +33,7 @@ from pscommon.wire.stream_format import (
     decode_prefix,
     encode_frame,
 )
+from pscommon.wire.tls_socket import AnySocket, TlsSocket
 from psproto.v1 import parameter_server_pb2 as ps
 from psproto.v1 import stream_pb2
 
@@ -61,7 +62,7 @@ class BlockingSocket:
 
     hello = stream_pb2.StreamHello()
 
-    def __init__(self, sock: socket.socket, address: str, peer: str) -> None:
+    def __init__(self, sock: AnySocket, address: str, peer: str) -> None:
         """peer: Names the peer in errors."""
         self.address, self.is_broken = address, False
         self._socket, self._who = sock, f"{peer} (stream {address})"
@@ -115,6 +116,9 @@ class BlockingSocket:
         seconds = min(seconds, SILENCE_SECONDS)
         if seconds != self._silence_seconds:
             self._silence_seconds = seconds
+            if isinstance(self._socket, TlsSocket):
+                self._socket.limit_silence(seconds)
+                return
             timeout = timeout_option(seconds)
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeout)
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeout)
