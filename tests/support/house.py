@@ -8,6 +8,7 @@ ALLOWED: dict[str, set[str]] = {
     "pscommon.optim": {"pscommon.core", "pscommon.system"},
     "pscommon.snapshot": {"pscommon.core", "pscommon.optim"},
     "pscommon.telemetry": set(),
+    "pscommon.security": {"pscommon.core", "pscommon.telemetry"},
     "pscommon.wal": set(),
     "pscommon.wire": {"pscommon.core", "pscommon.telemetry"},
     "psserver.core.data": {"pscommon.core"},
