@@ -2,21 +2,14 @@
 
 import ssl
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import grpc
 
 from pscommon.core.errors import PSError
-from pscommon.security.tls_files import TlsFiles, TlsMaterial, read_tls
+from pscommon.security.tls_files import TlsFiles, TlsMaterial, moment, read_tls
 from pscommon.telemetry.logs import get_logger
-
-SERVER_NAME = "paramserver"
-"""The name in the certificate of each server; clients accept no other, whatever the address."""
-
-CHECK_SECONDS = 10.0
-"""Time after which a process without new connections notices changed files."""
 
 log = get_logger(__name__)
 
@@ -104,7 +97,7 @@ class Tls:
                     self._material, self._contexts = material, contexts
                     self._stamp, self._refused = stamp, None
                     self.generation += 1
-                    log.info("tls_files_replaced", expires=time.ctime(material.expires))
+                    log.info("tls_files_replaced", expires=moment(material.expires))
             return self._contexts
 
 

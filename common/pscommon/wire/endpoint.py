@@ -39,7 +39,7 @@ import grpc
 
 from pscommon.core.errors import InvalidRequestError, TakenError
 from pscommon.security.credentials import Credentials, process_credentials
-from pscommon.security.tls import SERVER_NAME
+from pscommon.security.tls_files import SERVER_NAME
 from pscommon.wire.stream_format import SILENCE_SECONDS
 from pscommon.wire.tls_socket import AnySocket, TlsSocket
 
