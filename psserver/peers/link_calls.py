@@ -12,7 +12,7 @@ from pscommon.settings.values import Lanes
 from pscommon.telemetry.logs import get_logger
 from pscommon.wire.blocking_socket import BlockingSocket, socket_addresses
 from pscommon.wire.endpoint import Endpoint, open_channel
-from pscommon.wire.requests import DESCRIBE, LINK_SHARD, call, stub
+from pscommon.wire.requests import DESCRIBE, LINK_SHARD, Stub, call
 from pscommon.wire.status import error_from
 from psproto.v1 import coordinator_pb2 as pb
 from psproto.v1 import parameter_server_pb2 as ps
@@ -60,7 +60,7 @@ class GrpcLink:
 
         Raises LinkEndedError.
         """
-        self._call = stub(self._channel, LINK_SHARD)(make() for make in requests)
+        self._call = Stub(self._channel, LINK_SHARD)(make() for make in requests)
         try:
             yield from self._call
         except grpc.RpcError as failure:

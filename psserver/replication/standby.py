@@ -15,7 +15,7 @@ from pscommon.system.thread_team import ThreadTeam
 from pscommon.telemetry.http import MetricsServer
 from pscommon.telemetry.logs import get_logger
 from pscommon.wire.endpoint import Endpoint, listen_grpc, listen_http, open_channel
-from pscommon.wire.requests import REPLICATE, STEP_DOWN, call, stub
+from pscommon.wire.requests import REPLICATE, STEP_DOWN, Stub, call
 from pscommon.wire.status import error_from
 from psproto.v1 import standby_pb2 as pb
 from psserver.core.shard.failover import FailoverMachine, LeaseStore, PrimaryRecord
@@ -156,7 +156,7 @@ class Standby:
         try:
             self._find_primary()
             with open_channel(Endpoint(self.primary), tensors=True) as channel:
-                self._call = stub(channel, REPLICATE)(self._requests())
+                self._call = Stub(channel, REPLICATE)(self._requests())
                 if self.ended.is_set() or self._promoted is not None:
                     self._cancel_call()  # a concurrent cancel saw only the previous call
                 for number, record in received(self._observed(self._call)):

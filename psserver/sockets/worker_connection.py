@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from pscommon.core.errors import InvalidRequestError, MismatchError, PSError
 from pscommon.core.formats import check_wire_format, spoken_format
+from pscommon.security.tokens import Role
 from pscommon.telemetry.logs import get_logger
 from pscommon.wire.requests import STREAM_FIELDS
 from pscommon.wire.status import error_for_peer
@@ -22,6 +23,7 @@ from pscommon.wire.stream_format import (
 from pscommon.wire.tls_socket import AnySocket
 from psproto.v1 import parameter_server_pb2 as ps
 from psproto.v1 import stream_pb2 as pb
+from psserver.process.access import check_token
 from psserver.process.handlers import Handlers, answer
 from psserver.process.identity import ServerIdentity
 from psserver.shard.observers import ShardObserver
@@ -162,6 +164,8 @@ class WorkerConnection:
         return hello
 
     def _check(self, hello: pb.StreamHello) -> None:
+        role: Role = "server" if hello.purpose == pb.StreamHello.PURPOSE_SHARD else "worker"
+        check_token(hello.token, role, "a stream")
         if hello.purpose == pb.StreamHello.PURPOSE_SHARD:
             if self._links is None:
                 raise MismatchError("only shard 0 serves other shards", "SHARD_MISMATCH")

@@ -16,7 +16,7 @@ from pscommon.system import signals as interruptible
 from pscommon.system.local_jobs import only_local_job
 from pscommon.telemetry.logs import get_logger
 from pscommon.wire.endpoint import Endpoint, open_channel
-from pscommon.wire.requests import DESCRIBE, INTRODUCE, call, stub
+from pscommon.wire.requests import DESCRIBE, INTRODUCE, Stub, call
 from pscommon.wire.status import translated
 from psproto.v1 import parameter_server_pb2 as ps
 from psworker.connection.retry import LogTimer
@@ -130,7 +130,7 @@ def _ask(search: ServerSearch, channel_to: ChannelTo, timeout: float) -> None:
     calls: list[tuple[str, Any]] = []
     with interruptible.deferred(lambda _: [call.cancel() for _, call in calls]):
         for address in search.to_ask():
-            ask = stub(channel_to(address), DESCRIBE)
+            ask = Stub(channel_to(address), DESCRIBE)
             calls.append((address, ask.future(ps.DescribeRequest(), timeout=timeout)))
         for address, call in calls:
             try:

@@ -10,7 +10,7 @@ ALLOWED: dict[str, set[str]] = {
     "pscommon.telemetry": set(),
     "pscommon.security": {"pscommon.core", "pscommon.telemetry"},
     "pscommon.wal": set(),
-    "pscommon.wire": {"pscommon.core", "pscommon.telemetry"},
+    "pscommon.wire": {"pscommon.core", "pscommon.security", "pscommon.telemetry"},
     "psserver.core.data": {"pscommon.core"},
     "psserver.core.shard": {"pscommon.core"},
     "psserver.core.workers": {"pscommon.core"},
@@ -28,6 +28,7 @@ ALLOWED: dict[str, set[str]] = {
     "psserver.waiting": set(),
     "psserver.process": {
         "pscommon.core",
+        "pscommon.security",
         "pscommon.settings",
         "pscommon.snapshot",
         "pscommon.system",
@@ -252,6 +253,7 @@ ALLOWED: dict[str, set[str]] = {
     "psserver.peers": {
         "pscommon.core",
         "pscommon.optim",
+        "pscommon.security",
         "pscommon.settings",
         "pscommon.snapshot",
         "pscommon.system",
@@ -298,6 +300,7 @@ ALLOWED: dict[str, set[str]] = {
     },
     "psserver.sockets": {
         "pscommon.core",
+        "pscommon.security",
         "pscommon.system",
         "pscommon.telemetry",
         "pscommon.wire",

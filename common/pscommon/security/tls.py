@@ -4,6 +4,7 @@ import ssl
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import grpc
 
@@ -80,7 +81,10 @@ class Tls:
             return _grpc_certificates(found)
 
         first = _grpc_certificates(self.material)
-        return grpc.dynamic_ssl_server_credentials(first, fetch, require_client_authentication=True)
+        changed: Any = fetch  # the stubs lack None: nothing has changed
+        return grpc.dynamic_ssl_server_credentials(
+            first, changed, require_client_authentication=True
+        )
 
     def _refresh(self) -> tuple[ssl.SSLContext, ssl.SSLContext, ssl.SSLContext]:
         with self._lock:

@@ -52,7 +52,7 @@ def read_tokens(path: Path) -> Tokens:
             raise InvalidRequestError(f"{named} has several lines. Try: one line with the token")
         lines = [(number, [path.stem, *words]) for number, words in lines]
     tokens = tuple(_entry(f"line {number} of {named}", words) for number, words in lines)
-    roles = dict((token, role) for role, token in tokens)
+    roles = {token: role for role, token in tokens}
     if any(roles[token] != role for role, token in tokens):
         raise InvalidRequestError(
             f"{named} has the same token for two roles. Try: one token for each role"

@@ -18,6 +18,8 @@ from pscommon.core.errors import (
     UnreachableError,
 )
 from pscommon.core.formats import check_wire_format
+from pscommon.security.credentials import process_credentials
+from pscommon.security.tokens import Role, token_for
 from pscommon.wire.endpoint import MAX_MESSAGE_BYTES, Endpoint, open_stream, timeout_option
 from pscommon.wire.status import error_of, status_of
 from pscommon.wire.stream_format import (
@@ -281,7 +283,7 @@ class BlockingSocket:
 
         try:
             limit()
-            self.send([MAGIC, encode_frame(FrameKind.HELLO, hello.SerializeToString())])
+            self.send([MAGIC, encode_frame(FrameKind.HELLO, _with_token(hello))])
             magic = bytearray(len(MAGIC))
             self.receive([magic], limit)
             self._check_magic(bytes(magic))
@@ -332,6 +334,17 @@ def socket_addresses(description: ps.DescribeResponse, address: str, lanes: str)
     if host in ALL_INTERFACES:
         tcp = f"{address.rpartition(':')[0]}:{port}"
     return [*([path] if path and Path(path).exists() else []), *([tcp] if tcp else [])]
+
+
+def _with_token(hello: stream_pb2.StreamHello) -> bytes:
+    """Return the greeting with this process's token of the role that it needs."""
+    tokens = process_credentials().tokens
+    if tokens is None:
+        return hello.SerializeToString()
+    role: Role = "server" if hello.purpose == stream_pb2.StreamHello.PURPOSE_SHARD else "worker"
+    sent = stream_pb2.StreamHello(token=token_for(tokens.tokens(), role) or "")
+    sent.MergeFrom(hello)
+    return sent.SerializeToString()
 
 
 def _remaining(deadline: float) -> float:
