@@ -8,7 +8,7 @@ ALLOWED: dict[str, set[str]] = {
     "pscommon.optim": {"pscommon.core", "pscommon.system"},
     "pscommon.snapshot": {"pscommon.core", "pscommon.optim"},
     "pscommon.telemetry": set(),
-    "pscommon.security": {"pscommon.core", "pscommon.telemetry"},
+    "pscommon.security": {"pscommon.core", "pscommon.system", "pscommon.telemetry"},
     "pscommon.wal": set(),
     "pscommon.wire": {"pscommon.core", "pscommon.telemetry"},
     "psserver.core.data": {"pscommon.core"},
@@ -28,6 +28,7 @@ ALLOWED: dict[str, set[str]] = {
     "psserver.waiting": set(),
     "psserver.process": {
         "pscommon.core",
+        "pscommon.security",
         "pscommon.settings",
         "pscommon.snapshot",
         "pscommon.system",
@@ -46,6 +47,7 @@ ALLOWED: dict[str, set[str]] = {
     },
     "psworker.session": {
         "pscommon.core",
+        "pscommon.security",
         "pscommon.settings",
         "pscommon.telemetry",
         "pscommon.wire",
@@ -109,6 +111,7 @@ ALLOWED: dict[str, set[str]] = {
         "pscommon",
         "pscommon.core",
         "pscommon.entry",
+        "pscommon.security",
         "pscommon.settings",
         "pscommon.snapshot",
         "pscommon.system",
@@ -148,6 +151,7 @@ ALLOWED: dict[str, set[str]] = {
         "pscommon.core",
         "pscommon.entry",
         "pscommon.optim",
+        "pscommon.security",
         "pscommon.settings",
         "pscommon.system",
         "pscommon.telemetry",
@@ -158,6 +162,7 @@ ALLOWED: dict[str, set[str]] = {
     "psworker.run": {
         "pscommon.core",
         "pscommon.entry",
+        "pscommon.security",
         "pscommon.settings",
         "pscommon.snapshot",
         "pscommon.system",
