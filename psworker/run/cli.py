@@ -14,6 +14,7 @@ from pscommon.core.errors import InvalidRequestError
 from pscommon.core.exit_codes import ExitCode
 from pscommon.core.limits import check_policy
 from pscommon.entry import raise_on_ctrl_c
+from pscommon.security.settings import security_settings
 from pscommon.settings import options
 from pscommon.settings.command import given, run_command
 from pscommon.settings.environment import unread
@@ -119,6 +120,7 @@ def check(settings: dict[str, Any], script: Script) -> None:
     Raises:
         InvalidRequestError: a setting is invalid.
     """
+    security_settings(settings)
     check_policy(settings["policy"], settings["staleness"])
     if settings["min_workers"] > settings["workers"]:
         raise InvalidRequestError(

@@ -1,16 +1,26 @@
-"""Files of certificates, keys and tokens: read once, with checks; errors name file and remedy."""
+"""Files of certificates, keys and tokens: read with checks, and written so that none is replaced.
+
+Each error names the file and a remedy.
+"""
 
 import os
 import stat
 from pathlib import Path
+from typing import Literal
 
 from pscommon.core.errors import InvalidRequestError
+from pscommon.system.small_files import replace_file
 
 MAX_FILE_BYTES = 1 << 20
 PUBLIC_BITS = 0o066
 """Bits for reading and writing by others than the owner."""
 
 GROUP_READ_BIT = 0o040
+FOLDER_MODE = 0o700
+SECRET_MODE = 0o600
+
+FileStates = dict[Path, Literal["written", "kept"]]
+"""What a command has done with each of its files."""
 
 
 def read_file(path: Path, what: str, command: str, is_secret: bool = True) -> bytes:
@@ -53,6 +63,36 @@ def read_file(path: Path, what: str, command: str, is_secret: bool = True) -> by
             f"{named} is larger than {MAX_FILE_BYTES} bytes. Try: the path of the right file"
         )
     return content
+
+
+def make_folder(path: Path) -> None:
+    """Make a folder for this user alone; an existing one stays as it is.
+
+    Raises:
+        InvalidRequestError: the folder cannot be made.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.mkdir(FOLDER_MODE, exist_ok=True)
+    except OSError as error:
+        raise InvalidRequestError(
+            f"the folder {path} cannot be made: {error.strerror}. Try: another DIR"
+        ) from error
+
+
+def write_file(path: Path, text: str, states: FileStates, mode: int = SECRET_MODE) -> None:
+    """Write a file atomically, and note it in `states`.
+
+    Raises:
+        InvalidRequestError: the file cannot be written.
+    """
+    try:
+        replace_file(path, text, mode)
+    except OSError as error:
+        raise InvalidRequestError(
+            f"the file {path} cannot be written: {error.strerror}. Try: another DIR"
+        ) from error
+    states[path] = "written"
 
 
 def _check_mode(named: str, path: Path, found: os.stat_result) -> None:

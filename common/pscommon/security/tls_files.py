@@ -12,6 +12,7 @@ from pscommon.security.secret_files import read_file
 
 if TYPE_CHECKING:
     from cryptography import x509
+    from cryptography.hazmat.primitives.asymmetric.types import PrivateKeyTypes
 
 SERVER_NAME = "paramserver"
 """DNS name in the certificates of all servers; clients accept no other, at any address."""
@@ -21,7 +22,7 @@ MAKE_TLS = "ps-ctl tls init"
 WARNING_SECONDS = 14 * 86400.0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class TlsFiles:
     """Paths of the PEM files of one process.
 
@@ -36,7 +37,7 @@ class TlsFiles:
     key: Path
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class TlsMaterial:
     """Content of TLS files that fit together.
 
@@ -78,8 +79,8 @@ def read_tls(files: TlsFiles, needs_name: str | None = None) -> TlsMaterial:
             f"{', '.join(names) or 'none'}. Try: the certificate of a server"
         )
     now = time.time()
-    _check_dates(f"the certificate {files.cert}", leaf, now)
-    _check_dates(f"the CA file {files.ca}", _latest(authorities, now), now)
+    check_dates(f"the certificate {files.cert}", leaf, now, f"`{MAKE_TLS} DIR --renew`")
+    check_dates(f"the CA file {files.ca}", _latest(authorities, now), now, f"`{MAKE_TLS} NEW_DIR`")
     return TlsMaterial(ca, cert, key, leaf.not_valid_after_utc.timestamp(), names)
 
 
@@ -127,29 +128,57 @@ def moment(seconds: float) -> str:
     return f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%d %H:%M:%S} UTC"
 
 
-def _check_key(files: TlsFiles, leaf: "x509.Certificate", pem: bytes) -> None:
-    """Raise InvalidRequestError if the key cannot be used or is not the certificate's."""
+def private_key_in(pem: bytes, path: Path) -> "PrivateKeyTypes":
+    """Return the private key of a PEM file; `path` names the file in the error."""
     from cryptography.exceptions import UnsupportedAlgorithm
-    from cryptography.hazmat.primitives.serialization import (
-        Encoding,
-        PublicFormat,
-        load_pem_private_key,
-    )
+    from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
-    encoding = Encoding.DER, PublicFormat.SubjectPublicKeyInfo
     try:
-        key = load_pem_private_key(pem, None)
+        return load_pem_private_key(pem, None)
     except TypeError:  # raised only where a passphrase is needed
         raise InvalidRequestError(
-            f"the TLS key {files.key} has a passphrase. Try: `openssl pkey -in {files.key} -out "
-            f"FILE` removes it"
+            f"the TLS key {path} has a passphrase. Try: `openssl pkey -in {path} -out FILE` "
+            "removes it"
         ) from None
     except (ValueError, UnsupportedAlgorithm):  # without the cause: it may quote the file
         raise InvalidRequestError(
-            f"the TLS key {files.key} is no private key in PEM format. Try: a file of "
-            f"`{MAKE_TLS} DIR`"
+            f"the TLS key {path} is no private key in PEM format. Try: a file of `{MAKE_TLS} DIR`"
         ) from None
-    if key.public_key().public_bytes(*encoding) != leaf.public_key().public_bytes(*encoding):
+
+
+def public_bytes(holder: "x509.Certificate | PrivateKeyTypes") -> bytes:
+    """Return the public key of a certificate or of a private key, to compare them."""
+    from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
+
+    return holder.public_key().public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
+
+
+def check_dates(named: str, certificate: "x509.Certificate", now: float, renewal: str) -> None:
+    """Raise AuthenticationError unless a certificate is valid at this Unix time.
+
+    Args:
+        named: what the certificate is, for the message.
+        certificate: the certificate.
+        now: time in seconds.
+        renewal: remedy for an expired certificate.
+    """
+    begin = certificate.not_valid_before_utc.timestamp()
+    end = certificate.not_valid_after_utc.timestamp()
+    if now < begin:
+        raise AuthenticationError(
+            f"{named} is not valid yet: it is valid from {moment(begin)}, and it is {moment(now)} "
+            "now. Try: correct the clock"
+        )
+    if now > end:
+        raise AuthenticationError(
+            f"{named} has expired: it was valid until {moment(end)}, and it is {moment(now)} now. "
+            f"Try: {renewal}"
+        )
+
+
+def _check_key(files: TlsFiles, leaf: "x509.Certificate", pem: bytes) -> None:
+    """Raise InvalidRequestError if the key cannot be used or is not the certificate's."""
+    if public_bytes(private_key_in(pem, files.key)) != public_bytes(leaf):
         raise InvalidRequestError(
             f"the TLS key {files.key} does not fit the certificate {files.cert}. Try: files that "
             f"were made together"
@@ -162,18 +191,3 @@ def _latest(authorities: "Sequence[x509.Certificate]", now: float) -> "x509.Cert
         authorities,
         key=lambda each: (each.not_valid_before_utc.timestamp() <= now, each.not_valid_after_utc),
     )
-
-
-def _check_dates(named: str, certificate: "x509.Certificate", now: float) -> None:
-    begin = certificate.not_valid_before_utc.timestamp()
-    end = certificate.not_valid_after_utc.timestamp()
-    if now < begin:
-        raise AuthenticationError(
-            f"{named} is not valid yet: it is valid from {moment(begin)}, and it is {moment(now)} "
-            f"now. Try: correct the clock"
-        )
-    if now > end:
-        raise AuthenticationError(
-            f"{named} has expired: it was valid until {moment(end)}, and it is {moment(now)} now. "
-            f"Try: `{MAKE_TLS} DIR --renew`"
-        )

@@ -6,6 +6,7 @@ role admin includes all others; every role includes read. Messages never contain
 
 import hmac
 import re
+import secrets
 import threading
 import time
 from collections.abc import Sequence
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from pscommon.core.errors import InvalidRequestError
-from pscommon.security.secret_files import read_file
+from pscommon.security.secret_files import FileStates, make_folder, read_file, write_file
 from pscommon.telemetry.logs import get_logger
 
 Role = Literal["worker", "server", "admin", "read"]
@@ -22,6 +23,7 @@ Tokens = tuple[tuple[Role, str], ...]
 ROLES: tuple[Role, ...] = get_args(Role)
 MAKE_TOKENS = "ps-ctl token init"
 MIN_TOKEN_CHARACTERS = 16
+NEW_TOKEN_BYTES = 32
 TOKEN = re.compile(r"[!-~]+")
 """Characters that are allowed in a header of HTTP, without spaces."""
 
@@ -58,6 +60,37 @@ def read_tokens(path: Path) -> Tokens:
             f"{named} has the same token for two roles. Try: one token for each role"
         )
     return tokens
+
+
+def init_tokens(folder: Path) -> FileStates:
+    """Make the token files that are missing in a folder: `tokens`, and one of each role.
+
+    Args:
+        folder: folder of the files; made with mode 0700 if it does not exist.
+
+    Returns:
+        State of each file.
+
+    Raises:
+        InvalidRequestError: a file cannot be written, or an existing one is not valid.
+    """
+    make_folder(folder)
+    states: FileStates = {}
+    path, own = folder / "tokens", {role: folder / f"{role}{SUFFIX}" for role in ROLES}
+    if path.exists():
+        tokens = read_tokens(path)
+        states[path] = "kept"
+    else:
+        tokens = tuple((role, _token_in(own[role])) for role in ROLES)
+    for role, file in own.items():
+        token = next((token for each, token in tokens if each == role), None)
+        if file.exists():
+            states[file] = "kept"
+        elif token is not None:
+            write_file(file, f"{token}\n", states)
+    if path not in states:
+        write_file(path, "".join(f"{role} {token}\n" for role, token in tokens), states)
+    return states
 
 
 def includes(role: Role, needed: Role) -> bool:
@@ -117,6 +150,11 @@ class TokenFile:
             log.error("token_file_invalid", problem=str(error))
         else:
             log.info("token_file_read", path=str(self.path), tokens=len(self._tokens))
+
+
+def _token_in(path: Path) -> str:
+    """Return the token of a file, or a new one if there is no file."""
+    return read_tokens(path)[0][1] if path.exists() else secrets.token_urlsafe(NEW_TOKEN_BYTES)
 
 
 def _entry(named: str, words: Sequence[str]) -> tuple[Role, str]:
