@@ -35,7 +35,7 @@ def check_token(presented: str, needed: Role, what: str) -> None:
             f"FILE` (PS_TOKEN_FILE)",
             "UNAUTHENTICATED",
         )
-    role = role_of(tokens.tokens(), presented)
+    role = role_of(tokens(), presented)
     if role is None:
         raise AuthenticationError(
             f"{what}: the server does not know the token. Try: the token file of this job",

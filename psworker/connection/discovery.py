@@ -12,8 +12,10 @@ import grpc
 
 from pscommon.core.errors import InvalidRequestError, MismatchError, UnreachableError
 from pscommon.core.formats import check_wire_format
+from pscommon.security.credentials import use_local_tokens
+from pscommon.security.tokens import ROLES
 from pscommon.system import signals as interruptible
-from pscommon.system.local_jobs import only_local_job
+from pscommon.system.local_jobs import local_jobs, only_local_job
 from pscommon.telemetry.logs import get_logger
 from pscommon.wire.endpoint import Endpoint, open_channel
 from pscommon.wire.requests import DESCRIBE, INTRODUCE, Stub, call
@@ -65,6 +67,15 @@ def addresses_of(servers: str | Sequence[str] | None) -> tuple[str, ...]:
     if not found:
         raise InvalidRequestError("the list of servers is empty")
     return found
+
+
+def use_tokens_of(servers: Sequence[str]) -> None:
+    """Send the token of a job of this user on this machine, if it has one of these addresses."""
+    with contextlib.suppress(OSError):
+        for job in local_jobs():
+            role = next((role for role in ROLES if role == job.role), None)
+            if job.address in servers and role is not None:
+                use_local_tokens(((role, job.token),))
 
 
 def discover(

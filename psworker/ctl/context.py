@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from pscommon.security.settings import SecuritySettings, security_settings
+from pscommon.security.credentials import use_environment
+from pscommon.security.settings import security_settings
 from pscommon.settings.options import PROTECTION
 from pscommon.settings.values import SECONDS, ValueType, addresses
 from pscommon.system.local_jobs import only_local_job
@@ -36,25 +37,19 @@ class CommandContext:
     timeout: float = 10.0
     protection: dict[str, Any] = field(default_factory=dict)
 
-    @property
-    def security(self) -> SecuritySettings:
-        """Return the settings for TLS and tokens.
-
-        Raises:
-            InvalidRequestError: some, but not all TLS files are set.
-        """
-        return security_settings(self.protection)
-
     def servers(self) -> "CoordinatorClient":
         """Connect to the coordinator; without an address, to the user's only local job.
 
         Raises:
             InvalidRequestError: no address is set, and the user has no local job or several.
         """
+        from psworker.connection.discovery import use_tokens_of
         from psworker.ctl.job_client import CoordinatorClient
 
-        ps = self.ps or only_local_job("`--ps HOST:PORT` is missing").address
-        return CoordinatorClient(ps.split(","), self.timeout)
+        use_environment(security_settings(self.protection))
+        servers = (self.ps or only_local_job("`--ps HOST:PORT` is missing").address).split(",")
+        use_tokens_of(servers)
+        return CoordinatorClient(servers, self.timeout)
 
 
 waiting = click.option(

@@ -14,7 +14,9 @@ from pscommon.core.errors import InvalidRequestError
 from pscommon.core.exit_codes import ExitCode
 from pscommon.core.limits import check_policy
 from pscommon.entry import raise_on_ctrl_c
+from pscommon.security.credentials import read_credentials, use_credentials
 from pscommon.security.settings import security_settings
+from pscommon.security.tokens import new_tokens, write_tokens
 from pscommon.settings import options
 from pscommon.settings.command import given, run_command
 from pscommon.settings.environment import unread
@@ -84,10 +86,16 @@ def start(
     keep_logs = False
     with outputs(sys.stdout, sys.stderr) as (out, err):
         try:
+            chosen = frozenset(given(ctx))
+            if settings["token_file"] is None:
+                token_file, chosen = folder / "tokens", chosen | {"token_file"}
+                write_tokens(token_file, new_tokens(), {})
+                settings["token_file"] = token_file
+            use_credentials(read_credentials(security_settings(settings)))
             cluster = plan.RunPlan(
                 script,
                 settings,
-                frozenset(given(ctx)),
+                chosen,
                 cores(),
                 folder,
                 server,

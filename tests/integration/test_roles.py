@@ -46,9 +46,9 @@ def token_file(tmp_path: Path) -> Path:
 @pytest.fixture
 def with_tokens(token_file: Path) -> Iterator[None]:
     """Give this process all tokens."""
-    use_credentials(Credentials(tokens=TokenFile(token_file)))
+    use_credentials(Credentials(tokens=TokenFile(token_file).tokens))
     yield
-    use_credentials(Credentials())
+    use_credentials(None)
 
 
 class Answering:
@@ -119,7 +119,7 @@ def test_a_new_token_file_is_used_without_a_restart(
     token_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("pscommon.security.tokens.CHECK_SECONDS", 0.0)
-    use_credentials(Credentials(tokens=TokenFile(token_file)))
+    use_credentials(Credentials(tokens=TokenFile(token_file).tokens))
     server = Server(ServerConfig(bind="127.0.0.1:0"))
     server.start()
     try:
@@ -132,7 +132,7 @@ def test_a_new_token_file_is_used_without_a_restart(
     finally:
         server.stop("test")
         server.close()
-        use_credentials(Credentials())
+        use_credentials(None)
 
 
 @pytest.fixture
@@ -183,6 +183,6 @@ def test_a_client_sends_the_tokens_of_its_process(server: Server, token_file: Pa
     with Client(server.address):
         pass
     token_file.write_text(f"read {TOKENS['read']}\n")
-    use_credentials(Credentials(tokens=TokenFile(token_file)))
+    use_credentials(Credentials(tokens=TokenFile(token_file).tokens))
     with pytest.raises(AuthenticationError, match="role worker"):
         Client(server.address)

@@ -32,12 +32,12 @@ def security_settings(settings: Mapping[str, Any]) -> SecuritySettings:
     Raises:
         InvalidRequestError: some, but not all TLS files are set.
     """
-    paths = {key: settings.get(key) for key in TLS_KEYS}
-    unset = [f"`--{key.replace('_', '-')}`" for key, path in paths.items() if path is None]
-    if 0 < len(unset) < len(TLS_KEYS):
+    paths = {key: path for key in TLS_KEYS if (path := settings.get(key)) is not None}
+    unset = [f"`--{key.replace('_', '-')}`" for key in TLS_KEYS if key not in paths]
+    if paths and unset:
         raise InvalidRequestError(
             f"{' and '.join(unset)} must be set too: TLS needs CA, certificate and key. Try: the "
             f"files of `{MAKE_TLS} DIR`"
         )
-    tls = None if unset else TlsFiles(paths["tls_ca"], paths["tls_cert"], paths["tls_key"])
+    tls = None if unset else TlsFiles(*(paths[key] for key in TLS_KEYS))
     return SecuritySettings(tls, settings.get("token_file"), bool(settings.get("insecure")))

@@ -4,9 +4,6 @@ import ssl
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
-
-import grpc
 
 from pscommon.core.errors import PSError
 from pscommon.security.tls_files import TlsFiles, TlsMaterial, moment, read_tls
@@ -63,29 +60,6 @@ class Tls:
         """Return the context of a metrics port: its clients present no certificate."""
         return self._refresh()[2]
 
-    def channel_credentials(self) -> grpc.ChannelCredentials:
-        """Return what a gRPC channel needs; it keeps this certificate for all its connections."""
-        found = self.material
-        return grpc.ssl_channel_credentials(found.ca, found.key, found.cert)
-
-    def server_credentials(self) -> grpc.ServerCredentials:
-        """Return what a gRPC server needs; each handshake takes the newest files."""
-        used = self.generation
-
-        def fetch() -> grpc.ServerCertificateConfiguration | None:
-            nonlocal used
-            found = self.material
-            if self.generation == used:
-                return None
-            used = self.generation
-            return _grpc_certificates(found)
-
-        first = _grpc_certificates(self.material)
-        changed: Any = fetch  # the stubs lack None: nothing has changed
-        return grpc.dynamic_ssl_server_credentials(
-            first, changed, require_client_authentication=True
-        )
-
     def _refresh(self) -> tuple[ssl.SSLContext, ssl.SSLContext, ssl.SSLContext]:
         with self._lock:
             stamp = _stamp(self.files)
@@ -132,7 +106,3 @@ def _make_contexts(
     for context in (server, client, https):
         context.load_cert_chain(files.cert, files.key)
     return server, client, https
-
-
-def _grpc_certificates(material: TlsMaterial) -> grpc.ServerCertificateConfiguration:
-    return grpc.ssl_server_certificate_configuration([(material.key, material.cert)], material.ca)

@@ -89,8 +89,18 @@ def init_tokens(folder: Path) -> FileStates:
         elif token is not None:
             write_file(file, f"{token}\n", states)
     if path not in states:
-        write_file(path, "".join(f"{role} {token}\n" for role, token in tokens), states)
+        write_tokens(path, tokens, states)
     return states
+
+
+def new_tokens() -> Tokens:
+    """Return a new token of each role."""
+    return tuple((role, secrets.token_urlsafe(NEW_TOKEN_BYTES)) for role in ROLES)
+
+
+def write_tokens(path: Path, tokens: Tokens, states: FileStates) -> None:
+    """Write a file `tokens`; states and errors are those of `write_file`."""
+    write_file(path, "".join(f"{role} {token}\n" for role, token in tokens), states)
 
 
 def includes(role: Role, needed: Role) -> bool:
@@ -141,7 +151,7 @@ class TokenFile:
     def _check(self) -> None:
         self._next_check = time.monotonic() + CHECK_SECONDS
         stamp = _stamp(self.path)  # before reading: a later change gives another one
-        if stamp == self._stamp:
+        if stamp in (self._stamp, ()):  # a removed file is no change: another may take its place
             return
         self._stamp = stamp
         try:

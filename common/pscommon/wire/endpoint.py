@@ -39,6 +39,7 @@ import grpc
 
 from pscommon.core.errors import InvalidRequestError, TakenError
 from pscommon.security.credentials import Credentials, process_credentials
+from pscommon.security.tls import Tls
 from pscommon.security.tls_files import SERVER_NAME
 from pscommon.wire.stream_format import SILENCE_SECONDS
 from pscommon.wire.tls_socket import AnySocket, TlsSocket
@@ -159,7 +160,10 @@ def open_channel(endpoint: Endpoint, tensors: bool = False) -> grpc.Channel:
     if tls is None:
         return grpc.insecure_channel(endpoint.address, options=options)
     named = (*options, ("grpc.ssl_target_name_override", SERVER_NAME))
-    return grpc.secure_channel(endpoint.address, tls.channel_credentials(), options=named)
+    # the channel keeps this certificate for all its connections
+    used = tls.material
+    certificates = grpc.ssl_channel_credentials(used.ca, used.key, used.cert)
+    return grpc.secure_channel(endpoint.address, certificates, options=named)
 
 
 def open_stream(endpoint: Endpoint, seconds: float) -> AnySocket:
@@ -226,7 +230,7 @@ def listen_grpc(
             port = (
                 server.add_insecure_port(endpoint.address)
                 if tls is None
-                else server.add_secure_port(endpoint.address, tls.server_credentials())
+                else server.add_secure_port(endpoint.address, _server_credentials(tls))
             )
             return server, endpoint.with_port(port)
         except RuntimeError as error:
@@ -317,6 +321,29 @@ def accept(listening: socket.socket) -> AnySocket:
 def timeout_option(seconds: float) -> bytes:
     """Return the value of a socket option. The kernel takes zero for no limit."""
     return struct.pack("ll", *divmod(max(1, round(seconds * 1e6)), 1_000_000))
+
+
+def _server_credentials(tls: Tls) -> grpc.ServerCredentials:
+    """Return what a gRPC server needs; each handshake takes the newest files."""
+
+    def certificates() -> grpc.ServerCertificateConfiguration:
+        found = tls.material
+        return grpc.ssl_server_certificate_configuration([(found.key, found.cert)], found.ca)
+
+    used = tls.generation
+
+    def fetch() -> grpc.ServerCertificateConfiguration | None:
+        nonlocal used
+        found = certificates()
+        if tls.generation == used:
+            return None
+        used = tls.generation
+        return found
+
+    changed: Any = fetch  # the stubs lack None: nothing has changed
+    return grpc.dynamic_ssl_server_credentials(
+        certificates(), changed, require_client_authentication=True
+    )
 
 
 def _connect_path(path: str, seconds: float) -> socket.socket:
