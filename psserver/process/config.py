@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pscommon.core.errors import InvalidRequestError
 from pscommon.core.limits import check_policy
-from pscommon.security.settings import SecuritySettings, security_settings
+from pscommon.security.settings import SecuritySettings, check_exposure, security_settings
 from pscommon.settings.values import (
     BadGradients,
     Durability,
@@ -201,6 +201,9 @@ class ServerConfig:
                 f"--bind {self.bind} listens on all interfaces: other processes need one address. "
                 f"Try: `--advertise HOST:PORT`"
             )
+        for flag in ("bind", "stream_bind", "metrics_bind"):
+            if (address := getattr(self, flag)) is not None:
+                check_exposure(f"--{flag.replace('_', '-')}", address, self.security)
         if self.port_file is not None and not self.port_file.resolve().parent.is_dir():
             raise InvalidRequestError(
                 f"--port-file {self.port_file} cannot be written: the folder "

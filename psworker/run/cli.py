@@ -15,7 +15,7 @@ from pscommon.core.exit_codes import ExitCode
 from pscommon.core.limits import check_policy
 from pscommon.entry import raise_on_ctrl_c
 from pscommon.security.credentials import read_credentials, use_credentials
-from pscommon.security.settings import security_settings
+from pscommon.security.settings import check_exposure, security_settings
 from pscommon.security.tokens import new_tokens, write_tokens
 from pscommon.settings import options
 from pscommon.settings.command import given, run_command
@@ -128,7 +128,9 @@ def check(settings: dict[str, Any], script: Script) -> None:
     Raises:
         InvalidRequestError: a setting is invalid.
     """
-    security_settings(settings)
+    security = security_settings(settings)
+    if settings["metrics_bind"] is not None:
+        check_exposure("--metrics-bind", settings["metrics_bind"], security)
     check_policy(settings["policy"], settings["staleness"])
     if settings["min_workers"] > settings["workers"]:
         raise InvalidRequestError(

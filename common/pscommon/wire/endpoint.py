@@ -39,6 +39,7 @@ import grpc
 
 from pscommon.core.errors import InvalidRequestError, TakenError
 from pscommon.security.credentials import Credentials, process_credentials
+from pscommon.security.settings import is_loopback
 from pscommon.security.tls import Tls
 from pscommon.security.tls_files import SERVER_NAME
 from pscommon.wire.stream_format import SILENCE_SECONDS
@@ -158,6 +159,7 @@ def open_channel(endpoint: Endpoint, tensors: bool = False) -> grpc.Channel:
     options = (*CLIENT_OPTIONS, PATIENT if tensors else PROMPT)
     tls = endpoint.credentials.tls
     if tls is None:
+        _check_plain(endpoint)
         return grpc.insecure_channel(endpoint.address, options=options)
     named = (*options, ("grpc.ssl_target_name_override", SERVER_NAME))
     # the channel keeps this certificate for all its connections
@@ -174,6 +176,8 @@ def open_stream(endpoint: Endpoint, seconds: float) -> AnySocket:
     if endpoint.is_path:
         return _connect_path(endpoint.address, seconds)
     deadline = time.monotonic() + seconds
+    if endpoint.credentials.tls is None:
+        _check_plain(endpoint)
     found = socket.getaddrinfo(endpoint.host, endpoint.port, type=socket.SOCK_STREAM)
     names = [str(address[0]) for *_, address in found]
     while True:
@@ -321,6 +325,16 @@ def accept(listening: socket.socket) -> AnySocket:
 def timeout_option(seconds: float) -> bytes:
     """Return the value of a socket option. The kernel takes zero for no limit."""
     return struct.pack("ll", *divmod(max(1, round(seconds * 1e6)), 1_000_000))
+
+
+def _check_plain(endpoint: Endpoint) -> None:
+    """Raise InvalidRequestError if a token would leave this machine in plain text."""
+    own = endpoint.credentials
+    if own.tokens is not None and not own.is_insecure and not is_loopback(endpoint.address):
+        raise InvalidRequestError(
+            f"cannot connect to {endpoint.address} without TLS: the token would be sent in plain "
+            "text. Try: `--tls-ca`, `--tls-cert` and `--tls-key`, or `--insecure`"
+        )
 
 
 def _server_credentials(tls: Tls) -> grpc.ServerCredentials:
