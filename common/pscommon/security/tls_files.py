@@ -111,6 +111,17 @@ def dns_names(leaf: "x509.Certificate", path: Path) -> tuple[str, ...]:
     return tuple(found.value.get_values_for_type(x509.DNSName))
 
 
+def certificate_dates(der: bytes) -> tuple[float, float]:
+    """Return beginning and end of a certificate's validity, in seconds of Unix time.
+
+    Raises ValueError for something else than a certificate.
+    """
+    from cryptography import x509
+
+    leaf = x509.load_der_x509_certificate(der)
+    return leaf.not_valid_before_utc.timestamp(), leaf.not_valid_after_utc.timestamp()
+
+
 def expiry_warning(expires: float, now: float) -> str | None:
     """Return a warning from 14 days before a certificate expires; None before.
 
