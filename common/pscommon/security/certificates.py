@@ -34,7 +34,7 @@ CERTIFICATE_LIFETIME = timedelta(days=365)
 CLOCK_DIFFERENCE = timedelta(hours=1)
 """Certificates are valid from this time ago: the clocks of other machines may be behind."""
 
-PUBLIC_MODE = 0o644
+PUBLIC_MODE_BITS = 0o644
 HOST = re.compile(r"(\*\.)?[a-z0-9]([a-z0-9-]*[a-z0-9])?(\.[a-z0-9]([a-z0-9-]*[a-z0-9])?)*", re.I)
 MAX_HOST_CHARACTERS = 253
 
@@ -74,7 +74,7 @@ def init_tls(folder: Path, hosts: Sequence[str] = (), renew: bool = False) -> Fi
             if renew:
                 names = names if len(names) > 1 else [*names, *_names_of(old)]
             else:
-                _check_kept(cert, key, names, _names_of(old))
+                _check_existing(cert, key, names, _names_of(old))
         _make_pair(authority, cert, key, names, renew, states)
     return states
 
@@ -151,7 +151,7 @@ def _authority(folder: Path, states: FileStates) -> Authority:
     key = _key(key_path, states)
     if not path.exists():
         made = make_authority(key, now - CLOCK_DIFFERENCE, now + AUTHORITY_LIFETIME)
-        write_file(path, certificate_pem(made), states, PUBLIC_MODE)
+        write_file(path, certificate_pem(made), states, PUBLIC_MODE_BITS)
         return Authority(made, key)
     states[path] = "kept"
     found = certificates_in(_read(path), f"the CA file {path}")
@@ -181,7 +181,7 @@ def _make_pair(
     made = make_certificate(authority, key, names, now - CLOCK_DIFFERENCE, end)
     if renew:
         write_file(key_path, key_pem(key), states)
-    write_file(cert, certificate_pem(made), states, PUBLIC_MODE)
+    write_file(cert, certificate_pem(made), states, PUBLIC_MODE_BITS)
 
 
 def _key(path: Path, states: FileStates) -> "SigningKey":
@@ -200,7 +200,7 @@ def _key(path: Path, states: FileStates) -> "SigningKey":
     return found
 
 
-def _check_kept(cert: Path, key: Path, names: Sequence[str], has: Sequence[str]) -> None:
+def _check_existing(cert: Path, key: Path, names: Sequence[str], has: Sequence[str]) -> None:
     """Raise InvalidRequestError if an existing certificate is not what was asked for."""
     if not key.exists():
         raise InvalidRequestError(

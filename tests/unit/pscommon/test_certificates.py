@@ -145,7 +145,7 @@ def test_an_invalid_host_is_refused_before_anything_is_made(host: str, tmp_path:
     assert not (tmp_path / "new").exists()
 
 
-def test_existing_files_are_kept(tmp_path: Path) -> None:
+def test_existing_files_stay(tmp_path: Path) -> None:
     init_tls(tmp_path, ["a.example"])
     before = contents(tmp_path)
 
@@ -201,7 +201,7 @@ def test_what_a_killed_command_left_is_completed(tmp_path: Path) -> None:
         shake_hands(pair(folder), pair(folder, "client-"), "paramserver")
 
 
-def test_the_authoritys_key_may_be_kept_elsewhere(tmp_path: Path) -> None:
+def test_the_authoritys_key_may_lie_elsewhere(tmp_path: Path) -> None:
     init_tls(tmp_path)
     (tmp_path / "ca-key.pem").unlink()
 

@@ -19,7 +19,7 @@ def states(capsys: Output, *args: str) -> dict[str, str]:
     return {Path(row["file"]).name: row["state"] for row in json.loads(capsys.readouterr().out)}
 
 
-def test_tls_init_names_written_and_kept_files(tmp_path: Path, capsys: Output) -> None:
+def test_tls_init_names_new_and_existing_files(tmp_path: Path, capsys: Output) -> None:
     line = ("tls", "init", str(tmp_path / "new"))
 
     assert set(states(capsys, *line, "--host", "a.example").values()) == {"written"}
@@ -33,7 +33,7 @@ def test_tls_init_names_written_and_kept_files(tmp_path: Path, capsys: Output) -
     assert [str(tmp_path / "new" / "cert.pem"), "kept"] in rows
 
 
-def test_token_init_names_written_and_kept_files_and_no_token(
+def test_token_init_names_new_and_existing_files_and_no_token(
     tmp_path: Path, capsys: Output
 ) -> None:
     assert main(["token", "init", str(tmp_path)]) == 0
