@@ -32,7 +32,7 @@ def security_settings(settings: Mapping[str, Any]) -> SecuritySettings:
     Raises:
         InvalidRequestError: some, but not all TLS files are set.
     """
-    paths = {key: settings.get(key) for key in TLS_KEYS}
+    paths: dict[str, Any] = {key: settings.get(key) for key in TLS_KEYS}
     unset = [f"`--{key.replace('_', '-')}`" for key, path in paths.items() if path is None]
     if 0 < len(unset) < len(TLS_KEYS):
         raise InvalidRequestError(
