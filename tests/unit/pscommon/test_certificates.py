@@ -133,6 +133,7 @@ def test_hosts_are_names_of_the_server(tmp_path: Path) -> None:
     names = ["paramserver", "ps.example.org", "10.0.0.7", "::1", "*.local"]
 
     assert names_of(tmp_path / "cert.pem") == names
+    assert set(init_tls(tmp_path, ["0:0:0:0:0:0:0:1"]).values()) == {"kept"}
     assert names_of(tmp_path / "client-cert.pem") == ["paramserver-client"]
     shake_hands(pair(tmp_path), pair(tmp_path, "client-"), "10.0.0.7")
     shake_hands(pair(tmp_path), pair(tmp_path, "client-"), "ps.example.org")

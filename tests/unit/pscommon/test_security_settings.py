@@ -91,7 +91,7 @@ def test_incomplete_tls_files_end_each_command(capsys: pytest.CaptureFixture[str
         assert "must be set too" in capsys.readouterr().err
 
 
-def test_ps_ctl_has_them_before_and_after_the_command() -> None:
+def test_ps_ctl_has_them() -> None:
     settings = context.CommandContext()
     settings.protection.update({key: Path(path) for key, path in FLAGS.items()}, insecure=True)
 

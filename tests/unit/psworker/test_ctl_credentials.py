@@ -1,6 +1,7 @@
 """`ps-ctl tls init`, `ps-ctl token init`, and what `ps-ctl doctor` says about such files."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -51,10 +52,12 @@ def test_an_invalid_host_is_a_usage_error(tmp_path: Path, capsys: Output) -> Non
     assert "--host a:1 is neither" in capsys.readouterr().err
 
 
-def doctor(capsys: Output, monkeypatch: pytest.MonkeyPatch, *args: str) -> dict[str, list[str]]:
-    """Return state, text and remedy of the checks of files."""
+def doctor(
+    capsys: Output, monkeypatch: pytest.MonkeyPatch, *args: str, before: Sequence[str] = ()
+) -> dict[str, list[str]]:
+    """Return state, text and remedy of each check; `before` are flags before the command."""
     monkeypatch.setattr(checks, "loopback", lambda: checks.Finding("ok", ""))
-    main(["doctor", *args, "--output", "json"])
+    main([*before, "doctor", *args, "--output", "json"])
     findings = json.loads(capsys.readouterr().out)
     return {row["check"]: [row["state"], row["text"], row["remedy"]] for row in findings}
 
@@ -64,9 +67,10 @@ def test_doctor_shows_names_and_dates(
 ) -> None:
     files = write_files(tmp_path, ["paramserver", "a.example"])
     monkeypatch.setenv("PS_TLS_CA", str(files.ca))
-    monkeypatch.setenv("PS_TLS_KEY", str(files.key))
+    monkeypatch.setenv("PS_TLS_CERT", "/of/the/environment")
 
-    found = doctor(capsys, monkeypatch, "--tls-cert", str(files.cert))
+    before = ("--tls-key", str(files.key), "--tls-cert", "/before")
+    found = doctor(capsys, monkeypatch, "--tls-cert", str(files.cert), before=before)
 
     state, text, remedy = found["certificate"]
     assert (state, remedy) == ("ok", "")
