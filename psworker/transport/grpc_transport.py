@@ -219,10 +219,7 @@ class GrpcTransport:
             error: PSError | grpc.RpcError = failure
             if isinstance(failure, grpc.RpcError):
                 error = error_from(failure, f"shard {shard} at {address} ({row.name})")
-                tls = process_credentials().tls
-                refusal = cause_of(error, address) if tls is not None else error
-                if refusal is not error:  # it was accepted before: an operator may correct it
-                    error = UnreachableError(f"{error}: {refusal}", "UNREACHABLE")
+                error = _with_tls(error, channel)
             if (
                 isinstance(error, UnreachableError)
                 and error.reason in ("UNREACHABLE", "NOT_PRIMARY")
@@ -255,6 +252,19 @@ class GrpcTransport:
         _inherited.extend(self._channels.values())
         self._lock, self._channels = threading.Lock(), {}
         self._sockets.drop_inherited()
+
+
+def _with_tls(error: PSError, channel: ServerChannel) -> PSError:
+    """Return the error of a call, with the cause if TLS has failed.
+
+    The server accepted this process before: an operator may correct its files meanwhile.
+    """
+    tls = process_credentials().tls
+    if tls is None or not isinstance(error, UnreachableError):
+        return error
+    cause = cause_of(error, channel.address)
+    channel.close_if_outdated(tls)
+    return error if cause is error else UnreachableError(f"{error}: {cause}", error.reason)
 
 
 _transports: "weakref.WeakSet[GrpcTransport]" = weakref.WeakSet()

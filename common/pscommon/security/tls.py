@@ -48,6 +48,11 @@ class Tls:
         self._refresh()
         return self._material
 
+    def refreshed_generation(self) -> int:
+        """Return the generation, after a look at the files."""
+        self._refresh()
+        return self.generation
+
     def server_context(self) -> ssl.SSLContext:
         """Return the context of a stream port: its clients present a certificate."""
         return self._refresh()[0]

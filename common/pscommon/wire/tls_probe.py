@@ -63,8 +63,11 @@ def find_refusal(endpoint: Endpoint) -> AuthenticationError | None:
     return None
 
 
-def _shake_hands(endpoint: Endpoint, context: ssl.SSLContext) -> bytes:
-    """Shake hands as gRPC does, and return the server's certificate. Raises OSError."""
+def _shake_hands(endpoint: Endpoint, context: ssl.SSLContext, reads: bool = True) -> bytes:
+    """Shake hands as gRPC does, and return the server's certificate. Raises OSError.
+
+    reads: Wait for what the server answers; it may refuse this process.
+    """
     deadline = time.monotonic() + PROBE_SECONDS
     with socket.create_connection((endpoint.host, endpoint.port), PROBE_SECONDS) as sock:
         sock.settimeout(max(0.001, deadline - time.monotonic()))
@@ -72,7 +75,7 @@ def _shake_hands(endpoint: Endpoint, context: ssl.SSLContext) -> bytes:
             certificate = secured.getpeercert(binary_form=True) or b""
             secured.settimeout(ANSWER_SECONDS)
             with suppress(TimeoutError):
-                if not secured.recv(1):
+                if reads and not secured.recv(1):
                     raise ssl.SSLError("the server has closed the connection")
             return certificate
 
@@ -134,7 +137,7 @@ def _bad_server(
 def _dates(endpoint: Endpoint) -> tuple[str, str]:
     """Return the beginning and the end of the validity of the server's certificate."""
     try:
-        begins, ends = certificate_dates(_shake_hands(endpoint, _open_context()))
+        begins, ends = certificate_dates(_shake_hands(endpoint, _open_context(), reads=False))
     except (OSError, ValueError):
         return "?", "?"
     return moment(begins), moment(ends)
