@@ -114,7 +114,9 @@ class Server:
         """Return the metrics endpoint; a promoted standby keeps its own."""
         monitor = self._promotion.monitor if self._promotion is not None else None
         if monitor is None:
-            return MetricsServer(listen_http(Endpoint(bind)), self.metrics.registry, self.ready)
+            return MetricsServer(
+                listen_http(Endpoint(bind)), self.metrics.registry, self.ready, is_insecure=True
+            )
         monitor.show(self.metrics.registry, self.ready)
         return monitor
 

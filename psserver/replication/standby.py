@@ -83,7 +83,9 @@ class Standby:
         self._grpc.add_generic_rpc_handlers((*services, NotPrimary(lambda: self.primary)))
         shown = standby_metrics(config.shard, lambda: self.version)
         self.monitor = (
-            MetricsServer(listen_http(Endpoint(config.metrics_bind)), shown, self.ready)
+            MetricsServer(
+                listen_http(Endpoint(config.metrics_bind)), shown, self.ready, is_insecure=True
+            )
             if config.metrics_bind is not None
             else None
         )
