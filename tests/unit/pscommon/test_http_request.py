@@ -35,7 +35,7 @@ def head(*lines: str) -> bytes:
     return "".join(f"{line}\r\n" for line in (*lines, "")).encode("latin-1")
 
 
-def parsed(*lines: str) -> Request:
+def parsed(*lines: str) -> HttpRequest:
     request = parse_request(head(*lines))
     assert request is not None
     return request
@@ -159,6 +159,9 @@ def test_a_refused_client_learns_how_to_send_the_token() -> None:
 )
 def test_the_token_of_a_header(header: str, token: str) -> None:
     assert token_of(header) == token
+
+
+HEADERS = {"host": "a", "accept": "x, y"}
 
 
 def test_a_request_is_parsed() -> None:
