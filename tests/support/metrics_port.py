@@ -1,18 +1,15 @@
 """A metrics port in the process of the test, and raw connections to it."""
 
-import datetime
 import socket
 import ssl
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
-
+from pscommon.security.certificates import init_tls
+from pscommon.security.tls import Tls
+from pscommon.security.tls_files import TlsFiles
 from pscommon.telemetry.http import MetricsServer, new_registry
 from pscommon.wire.endpoint import Endpoint, listen_http
 
@@ -81,36 +78,13 @@ def many(probe: Probe, number: int) -> Iterator[list[socket.socket]]:
             sock.close()
 
 
-def server_context(folder: Path, name: str) -> ssl.SSLContext:
-    """Return the context of a server with a new certificate of its own for 127.0.0.1.
+def server_tls(folder: Path) -> Tls:
+    """Return the TLS of a server for 127.0.0.1; the folder gets its files, or has them."""
+    init_tls(folder, ["127.0.0.1"])
+    files = TlsFiles(folder / "ca.pem", folder / "cert.pem", folder / "key.pem")
+    return Tls(files)
 
-    name: Common name of the certificate; `folder / name` is its file.
-    """
-    key = ec.generate_private_key(ec.SECP256R1())
-    subject = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, name)])
-    now = datetime.datetime.now(datetime.UTC)
-    certificate = (
-        x509.CertificateBuilder()
-        .subject_name(subject)
-        .issuer_name(subject)
-        .public_key(key.public_key())
-        .serial_number(x509.random_serial_number())
-        .not_valid_before(now - datetime.timedelta(hours=1))
-        .not_valid_after(now + datetime.timedelta(hours=1))
-        .add_extension(
-            x509.SubjectAlternativeName([x509.IPAddress(ip_address("127.0.0.1"))]), critical=False
-        )
-        .sign(key, hashes.SHA256())
-    )
-    path, key_path = folder / name, folder / f"{name}.key"
-    path.write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
-    key_path.write_bytes(
-        key.private_bytes(
-            serialization.Encoding.PEM,
-            serialization.PrivateFormat.PKCS8,
-            serialization.NoEncryption(),
-        )
-    )
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(path, key_path)
-    return context
+
+def browser_context(folder: Path) -> ssl.SSLContext:
+    """Return the context of a client without a certificate."""
+    return ssl.create_default_context(cafile=folder / "ca.pem")

@@ -9,19 +9,31 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
+from http.client import HTTPSConnection
 from pathlib import Path
 from urllib.request import urlopen
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from prometheus_client import Metric
+from prometheus_client import Gauge, Metric
 from prometheus_client.registry import Collector
 
-from pscommon.telemetry.http import MAX_CONNECTIONS_COUNT
+from pscommon.security.credentials import Credentials, use_credentials
+from pscommon.security.tokens import Tokens
+from pscommon.telemetry.http import MAX_CONNECTIONS_COUNT, new_registry
+from pscommon.wire.metrics_port import serve_metrics
 from tests.support.events import events
 from tests.support.machine_time import machine_seconds
-from tests.support.metrics_port import SECONDS, Probe, ended, many, read_all, server_context
+from tests.support.metrics_port import (
+    SECONDS,
+    Probe,
+    browser_context,
+    ended,
+    many,
+    read_all,
+    server_tls,
+)
 
 SILENT_COUNT = 1000
 LIVEZ = b"GET /livez HTTP/1.1\r\nConnection: close\r\n\r\n"
@@ -67,8 +79,8 @@ def test_livez_answers_beside_silent_connections(
     has_tls: bool, tmp_path: Path, open_files: None
 ) -> None:
     """With TLS they are silent before their handshakes."""
-    probe = Probe(tls=server_context(tmp_path, "one") if has_tls else None)
-    client = ssl.create_default_context(cafile=tmp_path / "one") if has_tls else None
+    probe = Probe(tls=server_tls(tmp_path).https_context if has_tls else None)
+    client = browser_context(tmp_path) if has_tls else None
     scheme = "https" if has_tls else "http"
     with closing(probe.monitor), many(probe, SILENT_COUNT) as silent:
         for _ in range(3):
@@ -119,11 +131,12 @@ def test_a_request_ends_at_its_limit() -> None:
 
 
 def test_a_peer_that_reads_nothing_is_closed() -> None:
-    """Its answers would fill the memory."""
+    """Its answers would fill the memory. They are larger than the buffers of the kernel."""
     probe = Probe(request_seconds=0.3)
-    requests = b"GET /livez HTTP/1.1\r\n\r\n" * 1_000_000
+    Gauge("ps_large", "a" * 1_000_000, registry=probe.registry)
+    requests = b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n" * 50
     with closing(probe.monitor), probe.connect() as sock, pytest.raises(ConnectionError):
-        sock.sendall(requests)
+        sock.sendall(requests + bytes(30_000_000))
 
 
 def test_an_idle_connection_has_the_limit_after_each_answer() -> None:
@@ -185,7 +198,7 @@ def test_any_bytes_instead_of_a_handshake_end_the_connection(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Plain HTTP too; the log says it once."""
-    probe = Probe(tls=server_context(tmp_path, "one"))
+    probe = Probe(tls=server_tls(tmp_path).https_context())
     with closing(probe.monitor):
 
         @settings(max_examples=50)
@@ -195,7 +208,7 @@ def test_any_bytes_instead_of_a_handshake_end_the_connection(
 
         send()
         probe.send(LIVEZ)
-        client = ssl.create_default_context(cafile=tmp_path / "one")
+        client = browser_context(tmp_path)
         with client.wrap_socket(probe.connect(), server_hostname="127.0.0.1") as sock:
             sock.sendall(LIVEZ)
             assert read_all(sock).startswith(b"HTTP/1.1 200 ")
@@ -206,21 +219,51 @@ def test_any_bytes_instead_of_a_handshake_end_the_connection(
 
 def test_new_connections_use_the_present_certificate(tmp_path: Path) -> None:
     """A rotated certificate needs no restart; open connections stay."""
-    contexts = [server_context(tmp_path, "one")]
+    contexts = [server_tls(tmp_path / "old").https_context()]
     probe = Probe(tls=lambda: contexts[-1])
 
     def connect(name: str) -> ssl.SSLSocket:
-        client = ssl.create_default_context(cafile=tmp_path / name)
+        client = browser_context(tmp_path / name)
         return client.wrap_socket(probe.connect(), server_hostname="127.0.0.1")
 
-    with closing(probe.monitor), connect("one") as old:
-        contexts.append(server_context(tmp_path, "two"))
-        with connect("two") as new:
+    with closing(probe.monitor), connect("old") as old:
+        contexts.append(server_tls(tmp_path / "new").https_context())
+        with connect("new") as new:
             for sock in (old, new):
                 sock.sendall(LIVEZ)
                 assert b"alive" in read_all(sock)
         with pytest.raises(ssl.SSLCertVerificationError):
-            connect("one")
+            connect("old")
+
+
+@pytest.fixture
+def with_credentials(tmp_path: Path) -> Iterator[None]:
+    """Give this process certificates and tokens."""
+    tokens: Tokens = (("worker", "a worker's token"), ("read", "a reader's token"))
+    use_credentials(Credentials(server_tls(tmp_path), lambda: tokens))
+    yield
+    use_credentials(None)
+
+
+@pytest.mark.parametrize(
+    ("token", "status"),
+    [("a reader's token", 200), ("a worker's token", 200), ("no token", 401), ("", 401)],
+)
+def test_the_port_of_a_process_uses_its_credentials(
+    token: str,
+    status: int,
+    with_credentials: None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It asks for no client certificate; every role may read."""
+    monkeypatch.setattr("pscommon.telemetry.http.is_loopback", lambda _: False)
+    with closing(serve_metrics("127.0.0.1:0", new_registry(), lambda: (True, "ready"))) as monitor:
+        for path, expected in (("/livez", 200), ("/metrics", status)):
+            connection = HTTPSConnection(monitor.address, context=browser_context(tmp_path))
+            with closing(connection):
+                connection.request("GET", path, headers={"Authorization": f"Bearer {token}"})
+                assert connection.getresponse().status == expected
 
 
 def test_a_context_that_cannot_be_loaded_is_logged(caplog: pytest.LogCaptureFixture) -> None:
@@ -236,7 +279,7 @@ def test_a_context_that_cannot_be_loaded_is_logged(caplog: pytest.LogCaptureFixt
 def test_close_waits_for_no_connection(tmp_path: Path) -> None:
     """Idle ones, handshakes, and a scrape that is under way or waits for its turn."""
     before = set(threading.enumerate())
-    plain, secret = Probe(), Probe(tls=server_context(tmp_path, "one"))
+    plain, secret = Probe(), Probe(tls=server_tls(tmp_path).https_context())
     slow = Slow()
     plain.registry.register(slow)
     with ExitStack() as connections:
