@@ -13,7 +13,7 @@ from pscommon.core.exit_codes import ExitCode
 from pscommon.snapshot import DataDirLock
 from pscommon.telemetry.http import MetricsServer
 from pscommon.telemetry.logs import get_logger
-from pscommon.wire.endpoint import Endpoint, listen_http
+from pscommon.wire.metrics_port import serve_metrics
 from psserver.coordinator.service import CoordinatorService
 from psserver.durability.data_formats import check_data_formats
 from psserver.peers.coordinator_link import CoordinatorLink
@@ -114,7 +114,7 @@ class Server:
         """Return the metrics endpoint; a promoted standby keeps its own."""
         monitor = self._promotion.monitor if self._promotion is not None else None
         if monitor is None:
-            return MetricsServer(listen_http(Endpoint(bind)), self.metrics.registry, self.ready)
+            return serve_metrics(bind, self.metrics.registry, self.ready)
         monitor.show(self.metrics.registry, self.ready)
         return monitor
 

@@ -17,9 +17,9 @@ from pscommon.core.errors import (
 )
 from pscommon.core.formats import check_wire_format, spoken_format
 from pscommon.system.thread_team import ThreadTeam
-from pscommon.telemetry.http import MetricsServer
 from pscommon.telemetry.logs import get_logger
-from pscommon.wire.endpoint import Endpoint, listen_grpc, listen_http, open_channel
+from pscommon.wire.endpoint import Endpoint, listen_grpc, open_channel
+from pscommon.wire.metrics_port import serve_metrics
 from pscommon.wire.requests import REPLICATE, STEP_DOWN, Stub, call
 from pscommon.wire.status import error_from
 from pscommon.wire.tls_probe import cause_of
@@ -89,7 +89,7 @@ class Standby:
         self._grpc.add_generic_rpc_handlers((*services, NotPrimary(lambda: self.primary)))
         shown = standby_metrics(config.shard, lambda: self.version)
         self.monitor = (
-            MetricsServer(listen_http(Endpoint(config.metrics_bind)), shown, self.ready)
+            serve_metrics(config.metrics_bind, shown, self.ready)
             if config.metrics_bind is not None
             else None
         )
