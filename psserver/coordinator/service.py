@@ -137,7 +137,7 @@ class CoordinatorService:
                     "samples": job.samples,
                 }
         coordinator = self._coordinator
-        self.engine.deliver(coordinator.log_id, coordinator.entries_after(0))
+        self.engine.deliver(coordinator.job.log_id, coordinator.log.after(0))
         self._report_all()
         if ticking:
             self._ticker.start()
@@ -184,7 +184,7 @@ class CoordinatorService:
 
     @property
     def policy(self) -> str:
-        return self._coordinator.policy.name
+        return self._coordinator.job.policy.name
 
     @property
     def ledger(self) -> DataLedger:
@@ -231,11 +231,11 @@ class CoordinatorService:
     @property
     def begun(self) -> bool:
         """Whether every shard has weights."""
-        return self._coordinator.begun and not self.directory.missing
+        return self._coordinator.job.begun and not self.directory.missing
 
     @property
     def version(self) -> int:
-        return self._coordinator.version
+        return self._coordinator.job.version
 
     @property
     def seed(self) -> int:
@@ -249,9 +249,9 @@ class CoordinatorService:
 
     @property
     def plan(self) -> PartitionPlan:
-        if self._coordinator.model is None:
+        if self._coordinator.job.model is None:
             raise UnreachableError("no worker has registered a model yet", "NOT_READY")
-        return PartitionPlan(self._coordinator.model, self._coordinator.shards)
+        return PartitionPlan(self._coordinator.job.model, self._coordinator.job.shards)
 
     def restore(self, version: int, seconds: float) -> None:
         """Roll all shards back to the snapshot of this version; workers rejoin by themselves."""

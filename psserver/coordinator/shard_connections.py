@@ -151,7 +151,7 @@ class ShardConnections:
             return ShardUpdate(
                 delivery.cursor,
                 coordinator.log.base,
-                coordinator.model,
+                coordinator.job.model,
                 delivery.catch_up,
                 self._history.newest if recovers else directory.snapshot,
                 delivery.entries,
@@ -175,8 +175,8 @@ class ShardConnections:
             if (
                 delivery is None
                 or delivery.catch_up is not CatchUp.FOLLOW
-                or coordinator.reshard is not None
-                or coordinator.model is not model
+                or coordinator.job.reshard is not None
+                or coordinator.job.model is not model
             ):
                 return None
             return delivery.cursor, delivery.entries

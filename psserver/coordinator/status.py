@@ -43,7 +43,7 @@ class JobView:
 
 def describe(view: JobView, coordinator: CoordinatorMachine) -> dict[str, Any]:
     """Return the status. The caller holds the executor's lock."""
-    policy, snapshots, now = coordinator.policy, view.snapshots, time.monotonic()
+    policy, snapshots, now = coordinator.job.policy, view.snapshots, time.monotonic()
     return {
         "job": view.job,
         "training": coordinator.job.trainings.current,
@@ -52,7 +52,7 @@ def describe(view: JobView, coordinator: CoordinatorMachine) -> dict[str, Any]:
         "staleness": policy.bound if policy.name == "ssp" else None,
         "max_staleness": policy.max_staleness,
         "state": state(view, coordinator),
-        "version": coordinator.version,
+        "version": coordinator.job.version,
         "steps": coordinator.job.counts["applied"],
         "samples": coordinator.job.samples,
         "resumed": snapshots.resumed,
@@ -67,7 +67,7 @@ def describe(view: JobView, coordinator: CoordinatorMachine) -> dict[str, Any]:
             {"shard": shard, "shards": shards, "address": server.address}
             for (shard, shards), server in sorted(view.directory.candidates.items())
         ],
-        "moving_to": view.directory.shards if coordinator.reshard is not None else None,
+        "moving_to": view.directory.shards if coordinator.job.reshard is not None else None,
         "workers": workers(coordinator, now),
         "progress": view.progress.describe(coordinator, now),
         "data": data(coordinator),
@@ -120,7 +120,7 @@ def in_force(view: JobView, coordinator: CoordinatorMachine) -> list[dict[str, A
     name, staleness, max_staleness, _ = coordinator.job.policy_settings()
     chosen = {"policy": name, "staleness": staleness, "max_staleness": max_staleness}
     given = {field.name: _plain(getattr(view.config, field.name)) for field in fields(view.config)}
-    known = {"job": view.job, "shards": coordinator.shards}
+    known = {"job": view.job, "shards": coordinator.job.shards}
     shared = {key: value for key, value in given.items() if key not in PER_SERVER_SETTINGS}
     rows = {**shared, **known, **chosen}
     return [
@@ -144,11 +144,11 @@ def state(view: JobView, coordinator: CoordinatorMachine) -> str:
         return "stopping"
     if not all(server.connected for server in view.directory):
         return "waiting for servers"
-    if not coordinator.begun:
+    if not coordinator.job.begun:
         return "waiting for a model"
-    if coordinator.reshard is not None:
+    if coordinator.job.reshard is not None:
         return "moving"
-    return "running" if coordinator.started else "waiting for workers"
+    return "running" if coordinator.job.started else "waiting for workers"
 
 
 def servers(directory: ShardDirectory[Manifest]) -> list[dict[str, Any]]:
@@ -223,14 +223,14 @@ def _data_size(spec: LoopSpec | StreamSpec, committed: int) -> dict[str, Any]:
 
 
 def model(coordinator: CoordinatorMachine) -> dict[str, Any] | None:
-    spec = coordinator.model
+    spec = coordinator.job.model
     if spec is None:
         return None
     return {
         "tensors": len(spec.tensors),
         "parameters": sum(t.size for t in spec.tensors),
         "bytes": sum(t.nbytes for t in spec.tensors),
-        "plan_digest": PartitionPlan(spec, coordinator.shards).digest,
+        "plan_digest": PartitionPlan(spec, coordinator.job.shards).digest,
         "optimizer": ", ".join(
             f"{name}: {settings.name}" if name else settings.name
             for name, settings in spec.optimizers.items()

@@ -147,7 +147,7 @@ def _admit(
     coordinator = recorder.coordinator
     current = coordinator.membership.current()
     if not coordinator.job.trainings.admits(command.training):
-        return None if current or coordinator.reshard is not None else BEGIN
+        return None if current or coordinator.job.reshard is not None else BEGIN
     others = [m for m in current if command.rank is None or m.rank != command.rank]
     if len(others) >= max_workers:
         raise InvalidRequestError(
@@ -205,7 +205,7 @@ async def _register(
         InvalidRequestError: No file or server can hold the model.
     """
     executor, worker, spec = service.executor, command.worker, command.spec
-    shards, asked = executor.coordinator.shards, time.monotonic()
+    shards, asked = executor.coordinator.job.shards, time.monotonic()
     check_memory(spec, shards, usable_memory())
     nbytes = push_nbytes(spec, shards)
 
@@ -215,15 +215,15 @@ async def _register(
         if coordinator.registration.unresolved_peer(worker, asked):
             coordinator.job.member(worker, now)
             return None
-        if coordinator.model is None:
+        if coordinator.job.model is None:
             check_tensor_names(spec)
-        before = coordinator.model
+        before = coordinator.job.model
         state = recorder.do(command, now)
-        log_changed_hyper_parameters(before, coordinator.model)
+        log_changed_hyper_parameters(before, coordinator.job.model)
         return None if state == "pending" else state
 
     answer: RegistrationReply | None = await executor.until(ask, seconds, waiter)
-    if (model := executor.coordinator.model) is not None:
+    if (model := executor.coordinator.job.model) is not None:
         service.engine.set_model(model)
     return answer or "pending"
 

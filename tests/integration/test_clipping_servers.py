@@ -85,5 +85,5 @@ def test_a_standby_follows_measurements_and_clipped_updates(cluster: Make, shard
         )
         coordinator = standby_state(following).coordinator
         if coordinator is not None and primary.service is not None:
-            assert coordinator.state() == primary.service._coordinator.state()
+            assert coordinator.job.as_json() == primary.service._coordinator.job.as_json()
     assert distance(servers.address) == pytest.approx(CLIP * 5, rel=1e-4)

@@ -287,13 +287,13 @@ class ShardDirectory(Generic[SnapshotT]):
         """Return what a server has not received yet; None if it is no member."""
         if not self.is_member(server):
             return None
-        index = cursor.reached if cursor.log_id == coordinator.log_id else coordinator.log.base
-        entries = coordinator.entries_after(index) if server.ready else []
+        index = cursor.reached if cursor.log_id == coordinator.job.log_id else coordinator.log.base
+        entries = coordinator.log.after(index) if server.ready else []
         reached = max(index, coordinator.log.index) if server.ready else index
-        is_new = (cursor.log_id, cursor.catch_up) != (coordinator.log_id, server.catch_up)
+        is_new = (cursor.log_id, cursor.catch_up) != (coordinator.job.log_id, server.catch_up)
         catch_up = (server.catch_up or CatchUp.FOLLOW) if is_new else CatchUp.FOLLOW
         return Delivery(
-            DeliveryCursor(coordinator.log_id, reached, server.catch_up), catch_up, entries
+            DeliveryCursor(coordinator.job.log_id, reached, server.catch_up), catch_up, entries
         )
 
     def _choose_catch_up(

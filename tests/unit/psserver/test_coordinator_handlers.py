@@ -29,7 +29,7 @@ class ReshardingService:
 
     def __init__(self) -> None:
         self.server = ServerEntry(1, "s1:1", connected=True, connection=1)
-        self.registry: Any = [ServerEntry(0, term=3)]
+        self.directory: Any = [ServerEntry(0, term=3)]
         self.stopped, self.worker_exits = threading.Event(), WorkerExits()
         self.reshard_requests = self.report = self.disconnect = self.check_job = Mock()
         self.shard_connections, self.executor = self, MagicMock()
@@ -40,7 +40,7 @@ class ReshardingService:
     def next_update(self, server: ServerEntry, cursor: DeliveryCursor) -> ShardUpdate:
         servers = SimpleNamespace(shards=1, addresses=["s0:1"], standbys=[""], layout=1, term=3)
         reshard = pb.Move(index=7, sources=BEFORE.addresses)
-        self.registry = type(
+        self.directory = type(
             "After", (), {**vars(servers), "__getitem__": lambda servers, shard: servers}
         )()
         self.reshard_requests.describe.return_value = None
