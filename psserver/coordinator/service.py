@@ -3,7 +3,6 @@
 import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
 
 from pscommon.core.errors import MismatchError, PSError, UnreachableError
 from pscommon.core.partition import PartitionPlan
@@ -14,7 +13,6 @@ from psserver.coordinator.job_start import JobStart
 from psserver.coordinator.resharding import ReshardRequests
 from psserver.coordinator.shard_connections import ShardConnections
 from psserver.coordinator.snapshot_jobs import SnapshotScheduler
-from psserver.coordinator.status import JobView, describe
 from psserver.core.commands.job_commands import PolicySettings, SetPolicy
 from psserver.core.commands.waiting import waiting_for
 from psserver.core.commands.worker_commands import DrainWorker
@@ -55,6 +53,7 @@ class CoordinatorService:
         executor: Every change of the machine goes through it.
         history: Begins the job and its trainings, and keeps the journal.
         first_workers: Checks the wait for --min-workers.
+        began_at: When this server started, in monotonic seconds.
     """
 
     def __init__(
@@ -73,7 +72,7 @@ class CoordinatorService:
         self.engine = make_engine(self)
         self.directory = ShardDirectory[Manifest](shard_count, identity.address, standby_link)
         self._identity, self._standby_link = identity, standby_link
-        self._began_at = self._reported_at = time.monotonic()
+        self.began_at = self._reported_at = time.monotonic()
         self.stop_reason: str | None = None  # why this server stops
         self.is_over = False  # the job ends with this server
         self.failure: PSError | None = None  # the error that ended the job
@@ -349,20 +348,3 @@ class CoordinatorService:
         )
         if self._ticker.is_alive():
             self._ticker.join()
-
-    def status(self) -> dict[str, Any]:
-        """Return the answer to GetStatus (see psserver/coordinator/status.py)."""
-        listing = list(self.snapshots.listing())
-        with self.executor.changed:
-            view = JobView(
-                self.job,
-                self.config,
-                self.directory,
-                self.snapshots,
-                self.progress,
-                self.waiting_for,
-                self.stop_reason,
-                listing,
-                self._began_at,
-            )
-            return describe(view, self._coordinator)

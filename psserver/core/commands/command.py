@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, Generic, TypeVar
 
 from psserver.core.coordinator.machine import CoordinatorMachine
@@ -29,7 +29,7 @@ class Command(ABC, Generic[Reply]):
 
         They are the fields, unless a command has another form there.
         """
-        return {field.name: getattr(self, field.name) for field in fields(self)}
+        return asdict(self)
 
     @classmethod
     def from_json(cls, *args: Any, **arguments: Any) -> "Command[Any]":

@@ -26,7 +26,6 @@ from psserver.core.servers.catch_up import CatchUp, choose_catch_up
 from psserver.core.servers.server_entry import (
     Delivery,
     DeliveryCursor,
-    DirectoryView,
     ReportDecision,
     ServerEntry,
 )
@@ -109,9 +108,6 @@ class ShardDirectory(Generic[SnapshotT]):
     def shards(self) -> int:
         """Number of shards of the job; during a reshard: after it."""
         return self.shard_count.shards
-
-    def picture(self) -> DirectoryView:
-        return DirectoryView(self.shards, self.addresses, self.standbys, self.shard_count.changes)
 
     def form(self, members: int) -> None:
         """Set how many servers follow the log: candidates join, superfluous servers leave."""
