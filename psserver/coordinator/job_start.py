@@ -368,7 +368,7 @@ class JobStart:
             if self._standby_link is not None:
                 self._standby_link.announce_snapshot(manifest.as_json())
         self._snapshots.prune()
-        self._engine.retire_log(manifest.version)
+        self._engine.log.remove_before(manifest.version)
         self.journal.remove_before(manifest.version)
 
     def _learn(self, job: str) -> None:

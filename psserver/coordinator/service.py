@@ -18,7 +18,6 @@ from psserver.core.commands.waiting import waiting_for
 from psserver.core.commands.worker_commands import DrainWorker
 from psserver.core.coordinator.admission import check_switch
 from psserver.core.coordinator.machine import CoordinatorMachine
-from psserver.core.data.data_ledger import DataLedger
 from psserver.core.job.snapshot_schedule import PartReport
 from psserver.core.servers.shard_directory import ShardDirectory
 from psserver.durability.record_sink import StandbyLink
@@ -38,6 +37,12 @@ from psserver.shard.engine import REPORT_INTERVAL_SECONDS, Coordinator, ShardEng
 
 END_SECONDS = 2.0
 """Time for the other shards to learn that the job is over."""
+
+FAREWELL_SECONDS = 2.0
+"""Time for workers to learn that the job is over, to end their steps and to leave.
+
+Workers ask once a second.
+"""
 
 log = get_logger(__name__)
 
@@ -101,22 +106,19 @@ class CoordinatorService:
         self.reshard_requests = ReshardRequests(
             self.executor, self.directory, shard_count, self.engine, snapshots, identity, config
         )
-        self.shard_connections = self._make_shard_connections()
-        self.first_workers = FirstWorkers(config.join_timeout, lambda: self.waiting_for)
-        self._worker_monitor = WorkerMonitor(metrics, config.on_worker_loss.seconds)
-        self.worker_exits = WorkerExits()
-        self._ticker = threading.Thread(target=self._tick_forever, name="ticker", daemon=True)
-
-    def _make_shard_connections(self) -> ShardConnections:
-        return ShardConnections(
+        self.shard_connections = ShardConnections(
             self.executor,
             self.directory,
             self.history,
-            self.snapshots,
+            snapshots,
             self.snapshot_scheduler,
             self.reshard_requests,
             self.stopped,
         )
+        self.first_workers = FirstWorkers(config.join_timeout, lambda: self.waiting_for)
+        self._worker_monitor = WorkerMonitor(metrics, config.on_worker_loss.seconds)
+        self.worker_exits = WorkerExits()
+        self._ticker = threading.Thread(target=self._tick_forever, name="ticker", daemon=True)
 
     def start(self, ticking: bool = True, promotion: Promotion | None = None) -> None:
         """Continue the job or begin one, then start the clock.
@@ -174,25 +176,16 @@ class CoordinatorService:
             waiting = self.directory.missing or self.reshard_requests.waiting_for
             return waiting or waiting_for(self._coordinator, time.monotonic())
 
-    @property
-    def training(self) -> str:
-        """Name of the current training; empty: no worker has named it."""
-        return self._coordinator.job.trainings.current
-
     # ---- the job ---------------------------------------------------------------------------------
 
     @property
     def policy(self) -> str:
         return self._coordinator.job.policy.name
 
-    @property
-    def ledger(self) -> DataLedger:
-        return self._coordinator.ledger
-
     def passes_begun(self) -> Mapping[str, tuple[int, list[int]]]:
         """Return the passes that have begun, see PassNumbers.begun."""
         with self.executor.changed:
-            return self.ledger.passes.begun()
+            return self._coordinator.ledger.passes.begun()
 
     def check_goes_on(self) -> None:
         """Raise UnreachableError once this server begins to stop."""
@@ -235,16 +228,6 @@ class CoordinatorService:
     @property
     def version(self) -> int:
         return self._coordinator.job.version
-
-    @property
-    def seed(self) -> int:
-        """The seed that the first worker gave which registered."""
-        return self._coordinator.job.seed
-
-    @property
-    def update_counts(self) -> Mapping[str, int]:
-        """Number of updates of each optimizer; empty if the job has one."""
-        return self._coordinator.job.updates
 
     @property
     def plan(self) -> PartitionPlan:
@@ -322,7 +305,9 @@ class CoordinatorService:
     def _end_job(self) -> None:
         try:
             if self.is_over:
-                self.executor.wait_for_workers_to_leave()
+                self.executor.wait_until(
+                    lambda: not self._coordinator.membership.current(), FAREWELL_SECONDS
+                )
             self.not_saved = save_final_state(
                 self.job,
                 self.config.save,

@@ -56,7 +56,7 @@ class SnapshotScheduler:
                 "NOT_READY",
             )
         version = self._written(wanted, seconds)
-        if version is None and self._executor.ending:
+        if version is None and self._executor.is_ending():
             raise UnreachableError(
                 "cannot save: the servers are stopping, and take a last snapshot if possible",
                 "STOPPING",

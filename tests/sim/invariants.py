@@ -64,7 +64,7 @@ def check_update(apply: Apply, coordinator: CoordinatorMachine) -> list[list[int
     if job_policy.barrier:
         least = max(1, len(active) - job_policy.backup)
         first, *others = workers_of_round(coordinator, active)
-        ready = coordinator.pending.ready.workers & active.keys()
+        ready = coordinator.pending.ready.by_worker.keys() & active.keys()
         check(
             counted == first and len(ready) >= least,
             "round {} counts workers {}, ready are {}, active are {}",
@@ -96,7 +96,7 @@ def workers_of_round(coordinator: CoordinatorMachine, active: Iterable[int]) -> 
     keys = [
         min(key for key in ready if key.worker == worker)
         for worker in active
-        if worker in coordinator.pending.ready.workers
+        if worker in coordinator.pending.ready.by_worker
     ]
     within = [key for key in keys if ready[key].optimizer and not ready[key].batches]
     may_wait = coordinator.job.policy.age_limit is None

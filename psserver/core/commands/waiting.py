@@ -49,7 +49,7 @@ def waiting_for_call(coordinator: CoordinatorMachine, key: CallKey, now: float) 
 
 def late(coordinator: CoordinatorMachine) -> list[Member]:
     """Return the active workers whose push would unblock the others."""
-    active, ready = coordinator.membership.active(), coordinator.pending.ready.workers
+    active, ready = coordinator.membership.active(), coordinator.pending.ready.by_worker
     if not ready or not coordinator.job.started:
         return []
     if coordinator.job.policy.barrier:
