@@ -13,6 +13,7 @@ import torch
 
 from pscommon.core.errors import InvalidRequestError, SnapshotError, TakenError
 from pscommon.core.exit_codes import ExitCode
+from pscommon.security.settings import is_loopback
 from pscommon.system import shared_memory
 from pscommon.system import signals as interruptible
 from pscommon.system.process_limits import tune_malloc
@@ -31,6 +32,7 @@ def run(config: ServerConfig) -> int:
     """Run ps-server and return its exit code. Errors before the start are raised as PSError."""
     shared_memory.sweep()
     warn_of_loopback(config.bind)
+    warn_of_exposure(config)
     tune_malloc()
     # the engine has its own threads; torch would start some for every calling thread
     torch.set_num_threads(1)
@@ -68,6 +70,26 @@ def warn_of_loopback(bind: str) -> None:
             effect="processes on other machines cannot reach this server",
             remedy=f"--bind 0.0.0.0:{port} --advertise HOST:PORT, with the "
             "address that other machines use",
+        )
+
+
+def warn_of_exposure(config: ServerConfig) -> None:
+    """Warn, once per start, of what this server does not protect."""
+    security = config.security
+    opened = {config.bind, config.stream_bind, config.metrics_bind} - {None}
+    exposed = sorted(str(each) for each in opened if not is_loopback(str(each)))
+    if security.tls is None and exposed:
+        log.warning(
+            "plain_text_permitted",
+            addresses=exposed,
+            effect="all who reach these addresses can read and change the job's traffic",
+            remedy="--tls-ca, --tls-cert and --tls-key instead of --insecure",
+        )
+    if security.tls is not None and security.token_file is None:
+        log.warning(
+            "roles_not_checked",
+            effect="each certificate of the CA has all roles: also workers may stop the job",
+            remedy="--token-file with the tokens of `ps-ctl token init DIR`",
         )
 
 

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 import click
 
 from pscommon.entry import raise_on_ctrl_c
+from pscommon.security.credentials import read_credentials, use_credentials
+from pscommon.security.tls_files import SERVER_NAME
 from pscommon.settings import options
 from pscommon.settings.command import run_command
 from pscommon.settings.environment import unread
@@ -43,6 +45,7 @@ def start(ctx: click.Context) -> int:
     logs.set_up(config.log_level, config.log_format, shard=config.shard, job=config.job)
     for warning in unread(os.environ):
         log.warning("environment_variable_unknown", problem=warning)
+    use_credentials(read_credentials(config.security, SERVER_NAME))
     with quick_imports():
         from psserver import app  # imports torch, which --help and usage errors do not need
     if config.optimizers is not None:

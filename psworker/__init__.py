@@ -8,6 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, SupportsFloat
 
 from pscommon.core.errors import (
+    AuthenticationError,
     FencedError,
     InvalidRequestError,
     MismatchError,
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     __version__: str
 
 __all__ = [
+    "AuthenticationError",
     "Client",
     "DistributedTraining",
     "DrainedError",

@@ -4,12 +4,15 @@ import os
 import sys
 from collections.abc import MutableMapping, Sequence
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import click
 
 from pscommon.core.errors import InvalidRequestError
 from pscommon.entry import raise_on_ctrl_c
+from pscommon.security.credentials import read_credentials, use_credentials
+from pscommon.security.settings import TLS_KEYS, check_exposure, security_settings
 from pscommon.settings import options
 from pscommon.settings.command import run_command
 from pscommon.settings.environment import unread
@@ -90,6 +93,9 @@ def start(ctx: click.Context) -> int:
             "`--ps HOST:PORT` is missing. Try: the address of any server, or PS_LOCAL=1 to train "
             "without servers"
         )
+    if settings["metrics_bind"] is not None:
+        check_exposure("--metrics-bind", settings["metrics_bind"], security_settings(settings))
+    use_credentials(read_credentials(security_settings(settings)))
     script = Script(settings["script"], settings["module"], tuple(settings["args"]))
     # not worker=: in logs and metrics of the servers that is the worker number
     logs.set_up_worker(
@@ -130,9 +136,16 @@ def export(settings: dict[str, Any], environ: MutableMapping[str, str]) -> None:
         "PS_OVERLAP": settings["overlap"],
         "PS_WORKER_RANK": settings["worker_rank"],
         "PS_WORKER_COUNT": settings["worker_count"],
+        **{f"PS_{key.upper()}": _absolute(settings[key]) for key in (*TLS_KEYS, "token_file")},
+        "PS_INSECURE": "1" if settings["insecure"] else None,
         "PS_DEVICE": choose_device(settings["device"], settings["worker_rank"] or 0),
     }
     environ.update({name: str(value) for name, value in variables.items() if value is not None})
+
+
+def _absolute(path: Path | None) -> Path | None:
+    """Return a path that is still right after the script has changed its folder."""
+    return None if path is None else path.absolute()
 
 
 def _import_first(threads: int | None) -> None:

@@ -6,10 +6,13 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 
 from pscommon.core.errors import PSError, UnreachableError, error_for
 from pscommon.core.exit_codes import ExitCode
+from pscommon.security.credentials import are_tokens_named, use_local_tokens
+from pscommon.security.tokens import Tokens, new_tokens, write_tokens
 from psworker.launch.orphan_guard import spawn
 
 START_TIMEOUT_SECONDS = 60.0
@@ -26,6 +29,8 @@ def local_servers(
 ) -> Iterator[str]:
     """Run this number of servers on free ports of 127.0.0.1; yield the address of shard 0.
 
+    They accept only tokens of this process, unless the user has named tokens for other servers.
+
     Raises:
         UnreachableError: A server does not start; the message has the end of its log.
         InvalidRequestError: A server refuses its settings.
@@ -37,6 +42,11 @@ def local_servers(
     try:
         # only during the start: a signal that ends this process later leaves no folder
         with tempfile.TemporaryDirectory(prefix="paramserver-") as folder:
+            if not are_tokens_named():
+                token_file, tokens = Path(folder) / "tokens", _tokens()
+                write_tokens(token_file, tokens, {})
+                use_local_tokens(tokens)
+                flags += ["--token-file", str(token_file)]
             address = ""
             for shard in range(count):
                 join = ["--join", address] if shard else []
@@ -46,6 +56,12 @@ def local_servers(
         yield address
     finally:
         _stop(processes)
+
+
+@cache
+def _tokens() -> Tokens:
+    """Return the tokens of all servers that this process starts: several may run at a time."""
+    return new_tokens()
 
 
 def _start(

@@ -94,6 +94,7 @@ PER_SERVER_SETTINGS = (
     "port_file",
     "metrics_bind",
     "standby_of",
+    "security",
 )
 """Settings of one process, which differ from server to server."""
 

@@ -7,11 +7,12 @@ from typing import Any
 import grpc
 
 from pscommon.core.errors import PSError
+from pscommon.security.credentials import process_credentials
 from pscommon.settings.values import Lanes
 from pscommon.telemetry.logs import get_logger
 from pscommon.wire.blocking_socket import BlockingSocket, socket_addresses
 from pscommon.wire.endpoint import Endpoint, open_channel
-from pscommon.wire.requests import DESCRIBE, LINK_SHARD, call, stub
+from pscommon.wire.requests import DESCRIBE, LINK_SHARD, Stub, call
 from pscommon.wire.status import error_from
 from psproto.v1 import coordinator_pb2 as pb
 from psproto.v1 import parameter_server_pb2 as ps
@@ -59,7 +60,7 @@ class GrpcLink:
 
         Raises LinkEndedError.
         """
-        self._call = stub(self._channel, LINK_SHARD)(make() for make in requests)
+        self._call = Stub(self._channel, LINK_SHARD)(make() for make in requests)
         try:
             yield from self._call
         except grpc.RpcError as failure:
@@ -124,6 +125,8 @@ def open_link(address: str, lanes: Lanes) -> GrpcLink | SocketLink:
         description = call(channel, DESCRIBE, ps.DescribeRequest(), LINK_CONNECT_SECONDS, who)
     hello = stream_pb2.StreamHello(purpose=stream_pb2.StreamHello.PURPOSE_SHARD)
     for found in socket_addresses(description, address, lanes):
+        if process_credentials().tls is not None and not Endpoint(found).is_path:
+            continue  # a link sends and receives at the same time, which TLS does not allow
         try:
             return SocketLink.open(found, hello, who, LINK_CONNECT_SECONDS)
         except PSError as error:

@@ -11,7 +11,7 @@ from pscommon.core.model_spec import ROLES
 from pscommon.core.partition import ByteRange, PartitionPlan
 from pscommon.optim.specs import Scalars, scalars_from_json
 from pscommon.wire.endpoint import Endpoint, open_channel
-from pscommon.wire.requests import READ_SHARD, stub
+from pscommon.wire.requests import READ_SHARD, Stub
 from pscommon.wire.status import translated
 from psproto.v1 import shard_pb2 as pb
 from psserver.parameters.frozen_shard import FrozenBytes, FrozenDescription
@@ -47,7 +47,7 @@ class PeerShard:
         self.nbytes = 0
         self._address = address
         self.channel = open_channel(Endpoint(address), tensors=True)
-        self._read = stub(self.channel, READ_SHARD)
+        self._read = Stub(self.channel, READ_SHARD)
         self._template = pb.ReadShardRequest(job=job, epoch=log_id, index=index, current=current)
 
     @property

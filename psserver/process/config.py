@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from pscommon.core.errors import InvalidRequestError
 from pscommon.core.limits import check_policy
+from pscommon.security.settings import SecuritySettings, check_exposure, security_settings
 from pscommon.settings.values import (
     BadGradients,
     Durability,
@@ -28,6 +29,7 @@ from psserver.core.job.snapshot_schedule import SnapshotInterval
 FIRST_PORT = 50051
 LAST_PORT = 65535
 DROP_LOST_WORKERS = OnWorkerLoss()
+NO_SECURITY = SecuritySettings()
 MAX_CONCURRENT_CALLS = 1024
 """Concurrent gRPC calls of one server; more are refused with RESOURCE_EXHAUSTED. A call that waits
 occupies a thread.
@@ -127,6 +129,8 @@ class ServerConfig:
     """HOST:PORT of the stream port; None: the port of `bind` plus 1000, or any free port."""
     advertise_stream: str | None = None
     """HOST:PORT that workers open streams to; None: the host of `advertise` and the bound port."""
+    security: SecuritySettings = NO_SECURITY
+    """TLS files and token file, and whether plain text may leave this machine."""
     in_flight: int = 0
     """Bytes of pushes and pulls held at a time; 0 becomes half of the memory."""
     threads: int | None = None
@@ -197,6 +201,9 @@ class ServerConfig:
                 f"--bind {self.bind} listens on all interfaces: other processes need one address. "
                 f"Try: `--advertise HOST:PORT`"
             )
+        for flag in ("bind", "stream_bind", "metrics_bind"):
+            if (address := getattr(self, flag)) is not None:
+                check_exposure(f"--{flag.replace('_', '-')}", address, self.security)
         if self.port_file is not None and not self.port_file.resolve().parent.is_dir():
             raise InvalidRequestError(
                 f"--port-file {self.port_file} cannot be written: the folder "
@@ -260,6 +267,7 @@ class ServerConfig:
             "bind": settings["bind"] or "",
         }
         chosen |= {"in_flight": settings["in_flight"] or 0}
+        chosen |= {"security": security_settings(settings)}
         return cls(**chosen)
 
 

@@ -18,6 +18,7 @@ from pscommon.core.errors import InvalidRequestError
 from pscommon.telemetry.logs import get_logger
 from pscommon.wire.requests import REQUESTS, AnyRequest
 from pscommon.wire.status import answering
+from psserver.process.access import check_call
 from psserver.waiting import ThreadWaiter, Waiter, run
 
 Handlers = Mapping[AnyRequest, Callable[..., Any]]
@@ -85,6 +86,7 @@ def _method(
 
     def unary(message: Any, context: grpc.ServicerContext) -> Any:
         with _timing(row, context, record), answering(context):
+            check_call(context, row.role, str(row))
             if row.is_framed:
                 return driver(message, context)
             _check(row, message, context)
@@ -92,6 +94,7 @@ def _method(
 
     def stream(messages: Any, context: grpc.ServicerContext) -> Iterator[Any]:
         with _timing(row, context, record), answering(context):
+            check_call(context, row.role, str(row))
             if row.kind == "unary_stream":
                 _check(row, messages, context)
             elif not row.is_framed:

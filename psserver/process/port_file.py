@@ -6,6 +6,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from pscommon.core.errors import InvalidRequestError
+from pscommon.security.credentials import process_credentials
 from pscommon.system.local_jobs import JobAnnouncement
 from pscommon.system.small_files import is_special, remove_file, replace_file
 from pscommon.telemetry.logs import get_logger
@@ -57,8 +58,10 @@ def announce(job: str, address: str) -> Callable[[], object]:
 
     Returns a function that ends the announcement.
     """
+    tokens = process_credentials().tokens
+    role, token = min(tokens(), key=lambda each: each[0] != "admin") if tokens else ("", "")
     try:
-        return JobAnnouncement(job, address).remove
+        return JobAnnouncement(job, address, role, token).remove
     except OSError as error:
         log.warning("job_not_announced", problem=str(error), remedy="give commands --ps")
         return lambda: None

@@ -11,7 +11,7 @@ import grpc
 
 from pscommon.core.errors import TakenError
 from pscommon.wire.endpoint import Endpoint, open_channel
-from pscommon.wire.requests import DESCRIBE, stub
+from pscommon.wire.requests import DESCRIBE, Stub
 from psproto.v1.parameter_server_pb2 import DescribeRequest
 from psserver.core.shard.failover import LeaseStore, PrimaryRecord, acquire_primary_record
 from psserver.process.config import ServerConfig
@@ -153,7 +153,7 @@ def _check_holder(config: ServerConfig, lease: LeaseStore | None, address: str) 
         return
     with open_channel(Endpoint(found.holder)) as channel:
         try:
-            answer = stub(channel, DESCRIBE)(DescribeRequest(), timeout=ANSWER_TIMEOUT_SECONDS)
+            answer = Stub(channel, DESCRIBE)(DescribeRequest(), timeout=ANSWER_TIMEOUT_SECONDS)
         except grpc.RpcError as failure:
             if failure.code() is grpc.StatusCode.UNAVAILABLE:
                 return  # no server answers there

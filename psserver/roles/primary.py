@@ -6,7 +6,7 @@ from typing import NamedTuple, Never
 
 import grpc
 from grpc_health.v1 import health, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
+from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 
 from pscommon.system.thread_team import ThreadTeam
 from pscommon.telemetry.http import new_registry
@@ -20,6 +20,7 @@ from psserver.durability.snapshots import SnapshotManager
 from psserver.exchange.handlers import data_plane_handlers
 from psserver.peers.coordinator_link import CoordinatorLink
 from psserver.peers.peer_handlers import peer_handlers
+from psserver.process.access import Reflection
 from psserver.process.config import MAX_CONCURRENT_CALLS, ServerConfig
 from psserver.process.handlers import grpc_services
 from psserver.process.identity import ServerIdentity
@@ -148,7 +149,6 @@ def add_services(role: Role) -> tuple[health.HealthServicer, Set[str]]:
     primary.grpc.add_generic_rpc_handlers(grpc_services(handlers, primary.metrics.record_call))
     health_servicer = health.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(health_servicer, primary.grpc)
-    reflection.enable_server_reflection(
-        (*names, health.SERVICE_NAME, reflection.SERVICE_NAME), primary.grpc
-    )
+    shown = (*names, health.SERVICE_NAME, reflection.SERVICE_NAME)
+    reflection_pb2_grpc.add_ServerReflectionServicer_to_server(Reflection(shown), primary.grpc)
     return health_servicer, names

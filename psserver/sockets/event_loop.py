@@ -1,7 +1,6 @@
 """Threads that run event loops with a part of the connections each; how work in them waits."""
 
 import asyncio
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -12,6 +11,7 @@ from typing import NamedTuple, TypeVar
 
 from pscommon.core.errors import REASONS, PSError
 from pscommon.wire.stream_format import ALIVE_INTERVAL_SECONDS
+from pscommon.wire.tls_socket import AnySocket
 from psserver.process.identity import ServerIdentity
 from psserver.shard.engine import ShardEngine
 from psserver.waiting import TaskWaiter
@@ -20,7 +20,7 @@ MAX_LOOPS_COUNT = 4
 
 T = TypeVar("T")
 
-Serve = Callable[[socket.socket], tuple["asyncio.Task[None]", Callable[[], None]]]
+Serve = Callable[[AnySocket], tuple["asyncio.Task[None]", Callable[[], None]]]
 """Begins to serve a connection in the event loop that calls it. Returns the task that serves it and
 closes it at its end, and what sends a sign of life if the peer waits for an answer.
 """
@@ -47,7 +47,7 @@ class EventLoopThread(threading.Thread):
         finally:
             self.loop.close()
 
-    def add(self, sock: socket.socket, serve: Serve) -> None:
+    def add(self, sock: AnySocket, serve: Serve) -> None:
         """Serve a connection. From any thread."""
         self.loop.call_soon_threadsafe(self._add, sock, serve)
 
@@ -56,7 +56,7 @@ class EventLoopThread(threading.Thread):
         self.loop.call_soon_threadsafe(self.loop.create_task, self._end())
         self.join()
 
-    def _add(self, sock: socket.socket, serve: Serve) -> None:
+    def _add(self, sock: AnySocket, serve: Serve) -> None:
         task, keep_alive = serve(sock)
         self._connections[task] = keep_alive
         task.add_done_callback(self._remove)

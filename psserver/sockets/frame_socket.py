@@ -17,6 +17,7 @@ from pscommon.wire.stream_format import (
     decode_prefix,
     encode_frame,
 )
+from pscommon.wire.tls_socket import AnySocket, TlsSocket
 from psserver.parameters.weight_reads import WeightRead
 
 PIECES_PER_TURN_COUNT = 4
@@ -34,19 +35,34 @@ class FrameSocket:
 
     Attributes:
         is_moving: Bytes are being received or sent.
+        is_secured: The connection uses TLS.
     """
 
     def __init__(
-        self, sock: socket.socket, loop: asyncio.AbstractEventLoop, lost: Callable[[], None]
+        self,
+        sock: AnySocket,
+        loop: asyncio.AbstractEventLoop,
+        lost: Callable[[], None],
     ) -> None:
         """lost: Called if the peer hangs up while nothing is received or sent."""
-        self.is_moving = False
+        self.is_moving, self.is_secured = False, isinstance(sock, TlsSocket)
         self._socket, self._loop, self._lost = sock, loop, lost
         self._step: Callable[[], bool] | None = None
         self._moved: asyncio.Future[None] | None = None
         self._is_writing = False
         self._is_reading = True
         loop.add_reader(sock.fileno(), self._on_readable)
+
+    async def shake_hands(self) -> None:
+        """Make the TLS handshake, if the connection has one. Raises OSError."""
+        sock = self._socket
+        if isinstance(sock, TlsSocket):
+
+            def shake() -> bool:
+                sock.do_handshake()
+                return True
+
+            await self._move(shake, is_writing=False)
 
     async def receive(
         self,
@@ -179,7 +195,8 @@ class FrameSocket:
             self._socket.close()
 
     def detach(self) -> socket.socket:
-        """Return the socket, blocking, and forget it."""
+        """Return the socket, blocking, and forget it. It has no TLS."""
+        assert isinstance(self._socket, socket.socket)
         self._loop.remove_reader(self._socket.fileno())
         family, kind, protocol = self._socket.family, self._socket.type, self._socket.proto
         detached = socket.socket(family, kind, protocol, fileno=self._socket.detach())
@@ -221,6 +238,9 @@ class FrameSocket:
         try:
             if self._repeat(self._step):
                 moved.set_result(None)
+            elif isinstance(self._socket, TlsSocket) and self._socket.pending():
+                # received already, so the loop will not call for it
+                self._loop.call_soon(self._continue)
         except Exception as error:
             moved.set_exception(error)
 

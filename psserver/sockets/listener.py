@@ -1,10 +1,10 @@
 """Serves the streams of workers and shards on a primary."""
 
 import asyncio
-import socket
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
+from pscommon.wire.tls_socket import AnySocket
 from psserver.coordinator.handlers import coordinator_handlers
 from psserver.coordinator.service import CoordinatorService
 from psserver.process.handlers import Handlers
@@ -57,7 +57,7 @@ class SocketListener:
             self._links.close()
         self._pool.shutdown()
 
-    def _serve(self, sock: socket.socket) -> tuple["asyncio.Task[None]", Callable[[], None]]:
+    def _serve(self, sock: AnySocket) -> tuple["asyncio.Task[None]", Callable[[], None]]:
         stream = WorkerConnection(
             sock,
             self._identity,

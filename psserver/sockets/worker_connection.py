@@ -1,12 +1,13 @@
 """A worker's connection over a stream: its greeting, then one exchange after another."""
 
 import asyncio
-import socket
+import ssl
 import threading
 from collections.abc import Callable
 
 from pscommon.core.errors import InvalidRequestError, MismatchError, PSError
 from pscommon.core.formats import check_wire_format, spoken_format
+from pscommon.security.tokens import Role
 from pscommon.telemetry.logs import get_logger
 from pscommon.wire.requests import STREAM_FIELDS
 from pscommon.wire.status import error_for_peer
@@ -19,8 +20,10 @@ from pscommon.wire.stream_format import (
     decode_message,
     encode_frame,
 )
+from pscommon.wire.tls_socket import AnySocket
 from psproto.v1 import parameter_server_pb2 as ps
 from psproto.v1 import stream_pb2 as pb
+from psserver.process.access import check_token
 from psserver.process.handlers import Handlers, answer
 from psserver.process.identity import ServerIdentity
 from psserver.shard.observers import ShardObserver
@@ -82,7 +85,7 @@ class WorkerConnection:
 
     def __init__(
         self,
-        sock: socket.socket,
+        sock: AnySocket,
         identity: ServerIdentity,
         service: SocketService,
         streams: OpenConnections,
@@ -161,9 +164,13 @@ class WorkerConnection:
         return hello
 
     def _check(self, hello: pb.StreamHello) -> None:
+        role: Role = "server" if hello.purpose == pb.StreamHello.PURPOSE_SHARD else "worker"
+        check_token(hello.token, role, "a stream")
         if hello.purpose == pb.StreamHello.PURPOSE_SHARD:
             if self._links is None:
                 raise MismatchError("only shard 0 serves other shards", "SHARD_MISMATCH")
+            if self._socket.is_secured:
+                raise MismatchError("shards use gRPC where there is TLS", "SHARD_MISMATCH")
             return  # its first message is checked as over gRPC
         check_wire_format(hello.format, f"worker {hello.worker}", "this server")
         self._identity.check_job(hello.job)
@@ -209,7 +216,7 @@ class WorkerConnection:
 
 
 def refuse_connection(
-    sock: socket.socket, error: PSError, refused: Callable[[str], None]
+    sock: AnySocket, error: PSError, refused: Callable[[str], None]
 ) -> tuple["asyncio.Task[None]", Callable[[], None]]:
     """Answer the greeting on one connection with an error, as a standby does.
 
@@ -239,6 +246,7 @@ async def _receive_hello(sock: FrameSocket) -> pb.StreamHello:
     """Return the greeting of a peer. Raises InvalidRequestError if it sends none in time."""
     try:
         async with asyncio.timeout(HELLO_SECONDS):
+            await sock.shake_hands()
             magic = bytearray(len(MAGIC))
             await sock.receive([magic])
             if magic != MAGIC:
@@ -248,6 +256,8 @@ async def _receive_hello(sock: FrameSocket) -> pb.StreamHello:
             prefix, message = await sock.receive_frame(MAX_HELLO_BYTES)
     except TimeoutError:
         raise InvalidRequestError(f"no greeting within {HELLO_SECONDS:.0f} s") from None
+    except ssl.SSLError as error:
+        raise InvalidRequestError(f"no TLS connection: {error.reason or error}") from None
     if prefix.kind is not FrameKind.HELLO:
         raise InvalidRequestError(f"the peer began with {prefix.kind.name}")
     return decode_message(pb.StreamHello, message)

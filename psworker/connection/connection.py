@@ -13,13 +13,14 @@ from dataclasses import replace
 
 from pscommon.core.errors import InvalidRequestError, PSError
 from pscommon.core.formats import check_wire_format, spoken_format
+from pscommon.security.credentials import use_environment
 from pscommon.settings.values import Lanes
 from pscommon.system.process_id import process_id
 from pscommon.telemetry.logs import get_logger
 from pscommon.wire.requests import DESCRIBE, JOIN, LEAVE
 from psproto.v1 import coordinator_pb2 as co
 from psproto.v1 import parameter_server_pb2 as ps
-from psworker.connection.discovery import addresses_of, discover
+from psworker.connection.discovery import addresses_of, discover, use_tokens_of
 from psworker.connection.membership import Heartbeat, WorkerMembership
 from psworker.connection.retry import (
     FIRST_PAUSE_SECONDS,
@@ -28,6 +29,7 @@ from psworker.connection.retry import (
     TimeLimits,
 )
 from psworker.session import metrics
+from psworker.session.arguments import security_of
 from psworker.session.drain import Drain
 from psworker.session.reports import ReportBuffer, ValueReport
 from psworker.transport.executor import SequentialExecutor, ShardExecutor
@@ -304,7 +306,9 @@ def connected(
     job = environment.get("PS_JOB", "")
     if transport is not None:
         return Connection(transport, limits, WorkerMembership(job, 0))
+    use_environment(security_of(os.environ))
     given = addresses_of(servers)
+    use_tokens_of(given)
     cluster = discover(given, limits.connect)
     return Connection(
         GrpcTransport(cluster.addresses, given, lanes),

@@ -10,14 +10,22 @@ from typing import Any
 
 import grpc
 
-from pscommon.core.errors import InvalidRequestError, MismatchError, UnreachableError
+from pscommon.core.errors import (
+    AuthenticationError,
+    InvalidRequestError,
+    MismatchError,
+    UnreachableError,
+)
 from pscommon.core.formats import check_wire_format
+from pscommon.security.credentials import use_local_tokens
+from pscommon.security.tokens import ROLES
 from pscommon.system import signals as interruptible
-from pscommon.system.local_jobs import only_local_job
+from pscommon.system.local_jobs import local_jobs, only_local_job
 from pscommon.telemetry.logs import get_logger
 from pscommon.wire.endpoint import Endpoint, open_channel
-from pscommon.wire.requests import DESCRIBE, INTRODUCE, call, stub
+from pscommon.wire.requests import DESCRIBE, INTRODUCE, Stub, call
 from pscommon.wire.status import translated
+from pscommon.wire.tls_probe import cause_of
 from psproto.v1 import parameter_server_pb2 as ps
 from psworker.connection.retry import LogTimer
 from psworker.core.server_search import JobServers, ServerDescription, ServerSearch
@@ -65,6 +73,15 @@ def addresses_of(servers: str | Sequence[str] | None) -> tuple[str, ...]:
     if not found:
         raise InvalidRequestError("the list of servers is empty")
     return found
+
+
+def use_tokens_of(servers: Sequence[str]) -> None:
+    """Send the token of a job of this user on this machine, if it has one of these addresses."""
+    with contextlib.suppress(OSError):
+        for job in local_jobs():
+            role = next((role for role in ROLES if role == job.role), None)
+            if job.address in servers and role is not None:
+                use_local_tokens(((role, job.token),))
 
 
 def discover(
@@ -130,13 +147,16 @@ def _ask(search: ServerSearch, channel_to: ChannelTo, timeout: float) -> None:
     calls: list[tuple[str, Any]] = []
     with interruptible.deferred(lambda _: [call.cancel() for _, call in calls]):
         for address in search.to_ask():
-            ask = stub(channel_to(address), DESCRIBE)
+            ask = Stub(channel_to(address), DESCRIBE)
             calls.append((address, ask.future(ps.DescribeRequest(), timeout=timeout)))
         for address, call in calls:
             try:
                 with translated(f"the server at {address}"):
                     answer = _described(call.result(), address)
             except UnreachableError as error:
+                refusal = cause_of(error, address)
+                if isinstance(refusal, AuthenticationError):
+                    raise refusal from error
                 search.failed(address, str(error))
             else:
                 search.answered(address, answer, time.monotonic())

@@ -14,6 +14,7 @@ from psworker.ctl import views
 from psworker.ctl.checks import doctor
 from psworker.ctl.config import config
 from psworker.ctl.context import CommandContext, pass_settings, shared, with_environment
+from psworker.ctl.credentials import tls, token
 from psworker.ctl.job_actions import CommandGroup, drain, policy, promote, reshard, stop
 from psworker.ctl.output import show
 from psworker.ctl.snapshot import snapshot
@@ -37,10 +38,13 @@ Examples:
   ps-ctl promote host1:50061
   ps-ctl --ps host0:50051 reshard --servers 3
   ps-ctl snapshot verify /data/job
+  ps-ctl tls init certificates
+  ps-ctl token init tokens
   ps-ctl doctor
   ps-ctl explain 12
 
-Environment variables of the options: PS_SERVERS or PS_PS, PS_OUTPUT, PS_TIMEOUT.""",
+Environment variables of the options: PS_SERVERS or PS_PS, PS_OUTPUT, PS_TIMEOUT, PS_TLS_CA,
+PS_TLS_CERT, PS_TLS_KEY, PS_TOKEN_FILE, PS_INSECURE.""",
 )
 @with_environment
 @click.version_option(package_name="paramserver", message="%(prog)s %(version)s")
@@ -95,7 +99,18 @@ def explain(settings: CommandContext, code: str) -> None:
     show(settings.output, document, lambda: [explaining.table(document)])
 
 
-for _command in (config, doctor, drain, policy, promote, reshard, snapshot, stop):
+for _command in (
+    config,
+    doctor,
+    drain,
+    policy,
+    promote,
+    reshard,
+    snapshot,
+    stop,
+    tls,
+    token,
+):
     ps_ctl.add_command(_command)
 
 

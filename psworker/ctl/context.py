@@ -1,17 +1,22 @@
 """Options shared by all commands of ps-ctl, accepted before or after the command name."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import click
 from click.core import ParameterSource
 
+from pscommon.security.credentials import use_environment
+from pscommon.security.settings import security_settings
+from pscommon.settings.options import PROTECTION
 from pscommon.settings.values import SECONDS, ValueType, addresses
 from pscommon.system.local_jobs import only_local_job
 
 if TYPE_CHECKING:
     from psworker.ctl.job_client import CoordinatorClient
+
+PROTECTION_KEYS = frozenset(option.key for option in PROTECTION)
 
 
 @dataclass(slots=True)
@@ -23,12 +28,14 @@ class CommandContext:
         is_ps_flag: whether `ps` comes from the command line, not from the environment.
         output: "table" or "json".
         timeout: seconds for one call to a server.
+        protection: options for TLS and tokens that are set, by key.
     """
 
     ps: str = ""
     is_ps_flag: bool = False
     output: str = "table"
     timeout: float = 10.0
+    protection: dict[str, Any] = field(default_factory=dict)
 
     def servers(self) -> "CoordinatorClient":
         """Connect to the coordinator; without an address, to the user's only local job.
@@ -36,10 +43,13 @@ class CommandContext:
         Raises:
             InvalidRequestError: no address is set, and the user has no local job or several.
         """
+        from psworker.connection.discovery import use_tokens_of
         from psworker.ctl.job_client import CoordinatorClient
 
-        ps = self.ps or only_local_job("`--ps HOST:PORT` is missing").address
-        return CoordinatorClient(ps.split(","), self.timeout)
+        use_environment(security_settings(self.protection))
+        servers = (self.ps or only_local_job("`--ps HOST:PORT` is missing").address).split(",")
+        use_tokens_of(servers)
+        return CoordinatorClient(servers, self.timeout)
 
 
 waiting = click.option(
@@ -70,6 +80,12 @@ def _with_options(command: Callable[..., Any], environment: bool) -> Callable[..
             flag, envvar=names, expose_value=False, callback=_store_option, **rest
         )(command)
 
+    for each in reversed(PROTECTION):
+        variables = list(each.variables)
+        if each.is_flag:
+            option(each.flag, variables, is_flag=True, default=None, help=each.help)
+        else:
+            option(each.flag, variables, type=each.type, help=each.help)
     option(
         "--timeout",
         ["PS_TIMEOUT"],
@@ -95,6 +111,9 @@ def _store_option(ctx: click.Context, parameter: click.Parameter, value: Any) ->
     if value is None:
         return
     settings = ctx.ensure_object(CommandContext)
+    if parameter.name in PROTECTION_KEYS:
+        settings.protection[str(parameter.name)] = value
+        return
     setattr(settings, str(parameter.name), value)
     if parameter.name == "ps":
         settings.is_ps_flag = ctx.get_parameter_source("ps") is ParameterSource.COMMANDLINE

@@ -149,8 +149,9 @@ class RunPlan:
     def _flags(self, chosen: Sequence[Option]) -> list[str]:
         line: list[str] = []
         for option in chosen:
-            if option.key in self.chosen:
-                line += [option.flag, str(self.settings[option.key])]
+            value = self.settings[option.key]
+            if option.key in self.chosen and value is not False:
+                line += [option.flag] if value is True else [option.flag, str(value)]
         return line
 
 

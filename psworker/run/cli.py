@@ -14,6 +14,9 @@ from pscommon.core.errors import InvalidRequestError
 from pscommon.core.exit_codes import ExitCode
 from pscommon.core.limits import check_policy
 from pscommon.entry import raise_on_ctrl_c
+from pscommon.security.credentials import read_credentials, use_credentials
+from pscommon.security.settings import check_exposure, security_settings
+from pscommon.security.tokens import new_tokens, write_tokens
 from pscommon.settings import options
 from pscommon.settings.command import given, run_command
 from pscommon.settings.environment import unread
@@ -83,10 +86,16 @@ def start(
     keep_logs = False
     with outputs(sys.stdout, sys.stderr) as (out, err):
         try:
+            chosen = frozenset(given(ctx))
+            if settings["token_file"] is None:
+                token_file, chosen = folder / "tokens", chosen | {"token_file"}
+                write_tokens(token_file, new_tokens(), {})
+                settings["token_file"] = token_file
+            use_credentials(read_credentials(security_settings(settings)))
             cluster = plan.RunPlan(
                 script,
                 settings,
-                frozenset(given(ctx)),
+                chosen,
                 cores(),
                 folder,
                 server,
@@ -119,6 +128,9 @@ def check(settings: dict[str, Any], script: Script) -> None:
     Raises:
         InvalidRequestError: a setting is invalid.
     """
+    security = security_settings(settings)
+    if settings["metrics_bind"] is not None:
+        check_exposure("--metrics-bind", settings["metrics_bind"], security)
     check_policy(settings["policy"], settings["staleness"])
     if settings["min_workers"] > settings["workers"]:
         raise InvalidRequestError(

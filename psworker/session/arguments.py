@@ -6,10 +6,12 @@ All functions raise InvalidRequestError for an invalid value; its text describes
 import operator
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from pscommon.core.errors import InvalidRequestError
 from pscommon.core.model_spec import is_clip_norm
+from pscommon.security.settings import TLS_KEYS, SecuritySettings, security_settings
 from pscommon.settings.values import LANES, Lanes, seconds
 
 CONNECT_SECONDS = "60"
@@ -95,9 +97,18 @@ def lanes_of(given: Lanes | None, environment: Mapping[str, str]) -> Lanes:
     return chosen
 
 
-def is_on(name: str) -> bool:
-    """Return whether an environment variable is switched on."""
-    text = os.environ.get(name, "")
+def security_of(environment: Mapping[str, str]) -> SecuritySettings:
+    """Return the security settings of PS_TLS_CA, PS_TLS_CERT, PS_TLS_KEY, PS_TOKEN_FILE and
+    PS_INSECURE.
+    """
+    names = {key: environment.get(f"PS_{key.upper()}") for key in (*TLS_KEYS, "token_file")}
+    paths = {key: Path(name) for key, name in names.items() if name}
+    return security_settings({**paths, "insecure": is_on("PS_INSECURE", environment)})
+
+
+def is_on(name: str, environment: Mapping[str, str] | None = None) -> bool:
+    """Return whether a variable is switched on; None: in the environment of this process."""
+    text = (os.environ if environment is None else environment).get(name, "")
     word = text.strip().lower()
     if word not in ON + OFF:
         raise InvalidRequestError(f"{name}={text} is not valid. Try: {', '.join((*ON, *OFF[1:]))}")

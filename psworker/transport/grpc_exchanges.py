@@ -17,7 +17,7 @@ from pscommon.wire.frames import (
     encode_data,
     encode_header,
 )
-from pscommon.wire.requests import REQUESTS, stub
+from pscommon.wire.requests import REQUESTS, Stub
 from psproto.v1 import parameter_server_pb2 as ps
 from psworker.transport.exchange_calls import (
     AnswerReceiver,
@@ -26,7 +26,7 @@ from psworker.transport.exchange_calls import (
     receive_answer,
 )
 
-WORKER_ROWS = [row for row in REQUESTS if "worker" in row.senders and not row.is_framed]
+WORKER_ROWS = [row for row in REQUESTS if row.role in ("worker", "read") and not row.is_framed]
 
 
 class ServerChannel:
@@ -46,7 +46,7 @@ class ServerChannel:
         self.is_closed = False
         self._channel = channel = open_channel(Endpoint(address), tensors)
         self.exchanges = ExchangeStub(channel)
-        self.stubs = {row: stub(channel, row) for row in WORKER_ROWS}
+        self.stubs = {row: Stub(channel, row) for row in WORKER_ROWS}
 
     def close(self) -> None:
         """Close the channel, which ends all its calls. May be called again."""

@@ -15,6 +15,7 @@ import grpc
 
 from pscommon.core.errors import InvalidRequestError, PSError, UnreachableError
 from pscommon.core.formats import check_wire_format
+from pscommon.security.credentials import process_credentials
 from pscommon.settings.values import Lanes
 from pscommon.system import signals as interruptible
 from pscommon.wire.frames import Frame
@@ -29,6 +30,7 @@ from pscommon.wire.requests import (
     Request,
 )
 from pscommon.wire.status import error_from, translated
+from pscommon.wire.tls_probe import cause_of
 from psproto.v1 import parameter_server_pb2 as ps
 from psworker.core.clock import Clock
 from psworker.transport.exchange_calls import (
@@ -214,9 +216,13 @@ class GrpcTransport:
         try:
             yield channel
         except (grpc.RpcError, UnreachableError) as failure:
-            error: Exception = failure
+            error: PSError | grpc.RpcError = failure
             if isinstance(failure, grpc.RpcError):
                 error = error_from(failure, f"shard {shard} at {address} ({row.name})")
+                tls = process_credentials().tls
+                refusal = cause_of(error, address) if tls is not None else error
+                if refusal is not error:  # it was accepted before: an operator may correct it
+                    error = UnreachableError(f"{error}: {refusal}", "UNREACHABLE")
             if (
                 isinstance(error, UnreachableError)
                 and error.reason in ("UNREACHABLE", "NOT_PRIMARY")

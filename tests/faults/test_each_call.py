@@ -12,6 +12,7 @@ from pscommon.wire.requests import (
     DESCRIBE,
     EXCHANGE,
     EXCHANGE_ONCE,
+    GET_HISTORY,
     INTRODUCE,
     REQUESTS,
     STREAM_FIELDS,
@@ -37,7 +38,8 @@ TIMES = {"CoordinatorService.Leave": 1, "CoordinatorService.Heartbeat": 1}
 METHODS = [
     str(row)
     for row in REQUESTS
-    if "worker" in row.senders and row not in (DESCRIBE, INTRODUCE, EXCHANGE_ONCE)
+    if row.role in ("worker", "read")
+    and row not in (DESCRIBE, INTRODUCE, EXCHANGE_ONCE, GET_HISTORY)
 ]
 """Calls of workers that have joined. Each exchange counts as one call."""
 

@@ -86,6 +86,7 @@ HOMES = {
         "psworker.session.metrics",
         "psworker.simulation",
     },
+    "cryptography": {"pscommon.security"},
     "click": {*COMMANDS, "psworker.run", "psworker.ctl"},
     "rich": {"psworker.run", "psworker.ctl"},
     "structlog": {"pscommon.telemetry.logs"},

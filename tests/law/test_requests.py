@@ -67,9 +67,10 @@ def page() -> str:
         "- A request that *may wait* is held by the server until it can answer.",
         "- One that *may be repeated* is sent again by a worker that gets no answer.",
         "- *Over streams*: it uses a stream where the server has one, else gRPC.",
-        "- *Sent by* is not enforced yet.",
+        "- *Role* is that of the token that it needs, where servers have tokens. Every role may",
+        "  send what `read` may, and `admin` everything.",
         "",
-        "| request | messages | sent by | may wait | may be repeated | over streams |",
+        "| request | messages | role | may wait | may be repeated | over streams |",
         "| --- | --- | --- | --- | --- | --- |",
     ]
     for row in REQUESTS:
@@ -83,7 +84,7 @@ def page() -> str:
         cells = [
             f"`{row}`",
             " to ".join(kinds),
-            ", ".join(sorted(row.senders)),
+            row.role,
             *("yes" if fact else "" for fact in facts),
         ]
         lines.append("| " + " | ".join(cells) + " |")
@@ -118,7 +119,7 @@ def test_each_kind_of_coordinator_request_is_a_row() -> None:
     fields = [field.name for field in stream_pb2.CoordinatorRequest.DESCRIPTOR.fields]
 
     assert sorted(STREAM_FIELDS.values()) == sorted(fields)
-    assert all(row.kind == "unary_unary" and "worker" in row.senders for row in STREAM_FIELDS)
+    assert all(row.kind == "unary_unary" and row.role == "worker" for row in STREAM_FIELDS)
 
 
 def bound() -> Iterator[tuple[AnyRequest, Callable[..., Any]]]:
@@ -157,7 +158,9 @@ def test_a_handler_takes_the_message_of_its_row() -> None:
 
 
 @pytest.mark.parametrize(
-    "row", [row for row in REQUESTS if "worker" in row.senders and not row.is_framed], ids=str
+    "row",
+    [row for row in REQUESTS if row.role in ("worker", "read") and not row.is_framed],
+    ids=str,
 )
 def test_a_worker_repeats_what_may_be_repeated_and_nothing_else(row: AnyRequest) -> None:
     answer = row.response()

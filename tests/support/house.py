@@ -8,8 +8,9 @@ ALLOWED: dict[str, set[str]] = {
     "pscommon.optim": {"pscommon.core", "pscommon.system"},
     "pscommon.snapshot": {"pscommon.core", "pscommon.optim"},
     "pscommon.telemetry": set(),
+    "pscommon.security": {"pscommon.core", "pscommon.system", "pscommon.telemetry"},
     "pscommon.wal": set(),
-    "pscommon.wire": {"pscommon.core", "pscommon.telemetry"},
+    "pscommon.wire": {"pscommon.core", "pscommon.security", "pscommon.telemetry"},
     "psserver.core.data": {"pscommon.core"},
     "psserver.core.shard": {"pscommon.core"},
     "psserver.core.workers": {"pscommon.core"},
@@ -27,6 +28,7 @@ ALLOWED: dict[str, set[str]] = {
     "psserver.waiting": set(),
     "psserver.process": {
         "pscommon.core",
+        "pscommon.security",
         "pscommon.settings",
         "pscommon.snapshot",
         "pscommon.system",
@@ -45,6 +47,7 @@ ALLOWED: dict[str, set[str]] = {
     },
     "psworker.session": {
         "pscommon.core",
+        "pscommon.security",
         "pscommon.settings",
         "pscommon.telemetry",
         "pscommon.wire",
@@ -108,6 +111,7 @@ ALLOWED: dict[str, set[str]] = {
         "pscommon",
         "pscommon.core",
         "pscommon.entry",
+        "pscommon.security",
         "pscommon.settings",
         "pscommon.snapshot",
         "pscommon.system",
@@ -147,6 +151,7 @@ ALLOWED: dict[str, set[str]] = {
         "pscommon.core",
         "pscommon.entry",
         "pscommon.optim",
+        "pscommon.security",
         "pscommon.settings",
         "pscommon.system",
         "pscommon.telemetry",
@@ -157,6 +162,7 @@ ALLOWED: dict[str, set[str]] = {
     "psworker.run": {
         "pscommon.core",
         "pscommon.entry",
+        "pscommon.security",
         "pscommon.settings",
         "pscommon.snapshot",
         "pscommon.system",
@@ -251,6 +257,7 @@ ALLOWED: dict[str, set[str]] = {
     "psserver.peers": {
         "pscommon.core",
         "pscommon.optim",
+        "pscommon.security",
         "pscommon.settings",
         "pscommon.snapshot",
         "pscommon.system",
@@ -297,6 +304,7 @@ ALLOWED: dict[str, set[str]] = {
     },
     "psserver.sockets": {
         "pscommon.core",
+        "pscommon.security",
         "pscommon.system",
         "pscommon.telemetry",
         "pscommon.wire",

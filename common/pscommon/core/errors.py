@@ -83,6 +83,15 @@ class FormatError(MismatchError, SnapshotError):
     exit_code = 11
 
 
+class AuthenticationError(PSError):
+    """A peer refused this process's certificate or token, or its certificate is out of date.
+
+    Correct the file that the message names; repeating the request cannot help.
+    """
+
+    exit_code = 13
+
+
 class NotSavedError(PSError):
     """The final weights could not be written. Free or repair the disk that the message names."""
 
@@ -219,6 +228,17 @@ REASONS: dict[str, ReasonRow] = {
         "the worker sent too many bad gradients in a row; check its data and device",
     ),
     "NO_SNAPSHOT": ReasonRow(SnapshotError, "there is no valid snapshot to load"),
+    "UNAUTHENTICATED": ReasonRow(
+        AuthenticationError,
+        "a certificate or token is missing, unknown or out of date; correct --tls-cert or "
+        "--token-file",
+        "UNAUTHENTICATED",
+    ),
+    "PERMISSION_DENIED": ReasonRow(
+        AuthenticationError,
+        "the role of the token does not allow the request; use a token of the role in the message",
+        "PERMISSION_DENIED",
+    ),
     "NOT_SAVED": ReasonRow(NotSavedError, "the final weights are in no snapshot, log or file"),
     "NON_FINITE": ReasonRow(NonFiniteError, "a gradient contains NaN or Inf"),
     "OUTLIER": ReasonRow(NonFiniteError, "the norm of a gradient is above --max-norm"),

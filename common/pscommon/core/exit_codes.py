@@ -44,7 +44,11 @@ EXPLANATIONS: dict[ExitCode, tuple[str, str]] = {
         "no valid snapshot",
         "`ps-ctl snapshot verify DIR` shows the damage; `--resume never` starts a new job",
     ),
-    ExitCode.AUTHENTICATION: ("authentication failed", "check the token"),
+    ExitCode.AUTHENTICATION: (
+        "authentication failed",
+        "the message names the certificate or token to correct; `ps-ctl tls init DIR --renew` "
+        "makes new certificates, `ps-ctl token init DIR` makes tokens",
+    ),
     ExitCode.NON_FINITE: (
         "a gradient contained NaN or Inf",
         "lower the learning rate or clip; the message names the worker and the tensor",

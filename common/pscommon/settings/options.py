@@ -12,6 +12,7 @@ from pscommon.settings.command import (
     LOCAL,
     OUTPUT,
     PLACE,
+    SECURITY,
     Option,
     Setting,
     SettingsCommand,
@@ -75,6 +76,30 @@ LANES = Option(
     default="auto",
     help="Tensor transport: shm (shared memory), stream (TCP), grpc; auto: the first possible one.",
 )
+
+PROTECTION = (
+    Option(
+        "--tls-ca",
+        section=SECURITY,
+        type=FILE,
+        help="CA certificates of the accepted peers, PEM; with it all connections use TLS.",
+    ),
+    Option("--tls-cert", section=SECURITY, type=FILE, help="Certificate of this process, PEM."),
+    Option("--tls-key", section=SECURITY, type=FILE, help="Its private key, PEM, mode 0600."),
+    Option(
+        "--token-file",
+        section=SECURITY,
+        type=FILE,
+        help="File of tokens, mode 0600; servers: of all roles, others: of their own.",
+    ),
+    Option(
+        "--insecure",
+        section=SECURITY,
+        is_flag=True,
+        help="Permit plain text beyond loopback: anyone in the network can read and change data.",
+    ),
+)
+"""Options of all commands for TLS and tokens; `security_settings` reads them."""
 
 OVERLAP = Option(
     "--overlap",
@@ -201,6 +226,7 @@ SERVER: tuple[Option, ...] = (
     *SERVER_JOB,
     *DURABILITY,
     *STANDBY,
+    *PROTECTION,
     *SERVER_LOCAL,
     *LOGGING,
 )
@@ -212,6 +238,7 @@ WORKER: tuple[Option, ...] = (
     WORKER_COUNT,
     JOB_NAME,
     OPTIMIZERS,
+    *PROTECTION,
     DEVICE,
     LANES,
     OVERLAP,
@@ -224,6 +251,7 @@ FORWARDED_TO_SERVERS: tuple[Option, ...] = (
     *POLICY,
     OPTIMIZERS,
     *DURABILITY,
+    *PROTECTION,
     LANES,
     IN_FLIGHT,
 )
@@ -232,6 +260,7 @@ FORWARDED_TO_WORKERS: tuple[Option, ...] = (
     JOB_NAME,
     OPTIMIZERS,
     CONNECT_TIMEOUT,
+    *PROTECTION,
     DEVICE,
     LANES,
     OVERLAP,

@@ -13,7 +13,7 @@ import os
 import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -34,12 +34,15 @@ class LocalJob:
         address: HOST:PORT of shard 0.
         pid: PID of shard 0.
         process: process name of shard 0 (process_id); empty if unsupported.
+        role, token: a token of the servers with the most rights, and its role; empty: none.
     """
 
     job: str
     address: str
     pid: int
     process: str = ""
+    role: str = ""
+    token: str = field(default="", repr=False)
 
     def __str__(self) -> str:
         return f"job {self.job} at {self.address} (pid {self.pid})"
@@ -48,10 +51,11 @@ class LocalJob:
 class JobAnnouncement:
     """File of one running shard 0; the constructor raises OSError if it cannot be written."""
 
-    def __init__(self, job: str, address: str) -> None:
+    def __init__(self, job: str, address: str, role: str = "", token: str = "") -> None:
+        """role, token: as in LocalJob; only this user can read the file."""
         pid = os.getpid()
         self._name = f"{pid}-{address.rpartition(':')[2]}{SUFFIX}"
-        entry = LocalJob(job, address, pid, process_id())
+        entry = LocalJob(job, address, pid, process_id(), role, token)
         with _folder(make=True) as folder:
             list(_running(folder))  # removes the files of ended processes
             _write(folder, self._name, json.dumps(asdict(entry)).encode())
@@ -168,12 +172,13 @@ def _read(folder: int, name: str) -> LocalJob | None:
 
 
 def _entry(raw: Any) -> LocalJob | None:
-    kinds = {"job": str, "address": str, "pid": int, "process": str}
-    if not isinstance(raw, dict) or any(
-        type(raw.get(name)) is not kind for name, kind in kinds.items()
-    ):
+    kinds = {"job": str, "address": str, "pid": int, "process": str, "role": str, "token": str}
+    if not isinstance(raw, dict):
         return None
-    return LocalJob(**{name: raw[name] for name in kinds})
+    found = {"role": "", "token": "", **raw}  # both are absent in a file of an earlier release
+    if any(type(found.get(name)) is not kind for name, kind in kinds.items()):
+        return None
+    return LocalJob(**{name: found[name] for name in kinds})
 
 
 def _answers_signals(pid: int) -> bool:

@@ -25,10 +25,11 @@ def why_no_file(path: Path) -> str:
     return ""
 
 
-def replace_file(path: Path, text: str) -> None:
+def replace_file(path: Path, text: str, mode: int = 0o666) -> None:
     """Replace a file atomically, but not durably; a symbolic link stays.
 
-    A special file is written directly; a pipe blocks until its reader opens it.
+    A special file is written directly; a pipe blocks until its reader opens it. A regular file gets
+    this mode, less the umask, before it has content.
 
     Raises:
         OSError: the file cannot be written; no temporary file is left.
@@ -42,8 +43,11 @@ def replace_file(path: Path, text: str) -> None:
         return
     path = path.resolve()
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.unlink(missing_ok=True)  # left by a process with the same number
     try:
-        temporary.write_text(text, encoding="utf-8")
+        number = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
+        with open(number, "w", encoding="utf-8") as file:
+            file.write(text)
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)

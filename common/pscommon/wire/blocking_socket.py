@@ -18,6 +18,8 @@ from pscommon.core.errors import (
     UnreachableError,
 )
 from pscommon.core.formats import check_wire_format
+from pscommon.security.credentials import process_credentials
+from pscommon.security.tokens import Role, token_for
 from pscommon.wire.endpoint import MAX_MESSAGE_BYTES, Endpoint, open_stream, timeout_option
 from pscommon.wire.status import error_of, status_of
 from pscommon.wire.stream_format import (
@@ -33,6 +35,7 @@ from pscommon.wire.stream_format import (
     decode_prefix,
     encode_frame,
 )
+from pscommon.wire.tls_socket import AnySocket, TlsSocket
 from psproto.v1 import parameter_server_pb2 as ps
 from psproto.v1 import stream_pb2
 
@@ -61,7 +64,7 @@ class BlockingSocket:
 
     hello = stream_pb2.StreamHello()
 
-    def __init__(self, sock: socket.socket, address: str, peer: str) -> None:
+    def __init__(self, sock: AnySocket, address: str, peer: str) -> None:
         """peer: Names the peer in errors."""
         self.address, self.is_broken = address, False
         self._socket, self._who = sock, f"{peer} (stream {address})"
@@ -115,6 +118,9 @@ class BlockingSocket:
         seconds = min(seconds, SILENCE_SECONDS)
         if seconds != self._silence_seconds:
             self._silence_seconds = seconds
+            if isinstance(self._socket, TlsSocket):
+                self._socket.limit_silence(seconds)
+                return
             timeout = timeout_option(seconds)
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeout)
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeout)
@@ -277,7 +283,7 @@ class BlockingSocket:
 
         try:
             limit()
-            self.send([MAGIC, encode_frame(FrameKind.HELLO, hello.SerializeToString())])
+            self.send([MAGIC, encode_frame(FrameKind.HELLO, _with_token(hello))])
             magic = bytearray(len(MAGIC))
             self.receive([magic], limit)
             self._check_magic(bytes(magic))
@@ -328,6 +334,17 @@ def socket_addresses(description: ps.DescribeResponse, address: str, lanes: str)
     if host in ALL_INTERFACES:
         tcp = f"{address.rpartition(':')[0]}:{port}"
     return [*([path] if path and Path(path).exists() else []), *([tcp] if tcp else [])]
+
+
+def _with_token(hello: stream_pb2.StreamHello) -> bytes:
+    """Return the greeting with this process's token of the role that it needs."""
+    tokens = process_credentials().tokens
+    if tokens is None:
+        return hello.SerializeToString()
+    role: Role = "server" if hello.purpose == stream_pb2.StreamHello.PURPOSE_SHARD else "worker"
+    sent = stream_pb2.StreamHello(token=token_for(tokens(), role) or "")
+    sent.MergeFrom(hello)
+    return sent.SerializeToString()
 
 
 def _remaining(deadline: float) -> float:

@@ -1,7 +1,8 @@
 """Opens all connections and all listening sockets of a process.
 
 An Endpoint is made where it is opened, and an address is text elsewhere: credentials belong to the
-process, so they will be a field whose default the settings set once at the start.
+process, so they are a field whose default the settings set once at the start. With certificates,
+all TCP connections use TLS; Unix sockets never do.
 
 Measured effects of settings that differ from the defaults (gRPC core documents channel arguments
 and keepalive); two more settings are in pscommon/__init__.py:
@@ -37,7 +38,12 @@ from typing import Any, NamedTuple
 import grpc
 
 from pscommon.core.errors import InvalidRequestError, TakenError
+from pscommon.security.credentials import Credentials, process_credentials
+from pscommon.security.settings import is_loopback
+from pscommon.security.tls import Tls
+from pscommon.security.tls_files import SERVER_NAME
 from pscommon.wire.stream_format import SILENCE_SECONDS
+from pscommon.wire.tls_socket import AnySocket, TlsSocket
 
 BACKLOG_COUNT = 1024
 RETRY_PAUSE_SECONDS = 0.05
@@ -108,9 +114,15 @@ class Endpoint(NamedTuple):
 
     Attributes:
         address: HOST:PORT, or the path of a Unix socket.
+        chosen: Credentials; None: those of the process.
     """
 
     address: str
+    chosen: Credentials | None = None
+
+    @property
+    def credentials(self) -> Credentials:
+        return process_credentials() if self.chosen is None else self.chosen
 
     @property
     def is_path(self) -> bool:
@@ -145,17 +157,27 @@ def open_channel(endpoint: Endpoint, tensors: bool = False) -> grpc.Channel:
             "multiprocessing's spawn or forkserver, or connect in the children only"
         )
     options = (*CLIENT_OPTIONS, PATIENT if tensors else PROMPT)
-    return grpc.insecure_channel(endpoint.address, options=options)
+    tls = endpoint.credentials.tls
+    if tls is None:
+        _check_plain(endpoint)
+        return grpc.insecure_channel(endpoint.address, options=options)
+    named = (*options, ("grpc.ssl_target_name_override", SERVER_NAME))
+    # the channel keeps this certificate for all its connections
+    used = tls.material
+    certificates = grpc.ssl_channel_credentials(used.ca, used.key, used.cert)
+    return grpc.secure_channel(endpoint.address, certificates, options=named)
 
 
-def open_stream(endpoint: Endpoint, seconds: float) -> socket.socket:
-    """Return a connected blocking socket. Raises OSError.
+def open_stream(endpoint: Endpoint, seconds: float) -> AnySocket:
+    """Return a connected blocking socket. Raises OSError, an ssl.SSLError among them.
 
-    seconds: Time for all addresses of the host; each one has its share.
+    seconds: Time for all addresses of the host, each one has its share, and for TLS.
     """
     if endpoint.is_path:
         return _connect_path(endpoint.address, seconds)
     deadline = time.monotonic() + seconds
+    if endpoint.credentials.tls is None:
+        _check_plain(endpoint)
     found = socket.getaddrinfo(endpoint.host, endpoint.port, type=socket.SOCK_STREAM)
     names = [str(address[0]) for *_, address in found]
     while True:
@@ -169,7 +191,16 @@ def open_stream(endpoint: Endpoint, seconds: float) -> socket.socket:
                 raise
     sock.settimeout(None)
     _set_tcp_options(sock)
-    return sock
+    tls = endpoint.credentials.tls
+    if tls is None:
+        return sock
+    try:
+        sock.settimeout(max(0.001, deadline - time.monotonic()))
+        secured = tls.client_context().wrap_socket(sock, server_hostname=SERVER_NAME)
+    except BaseException:
+        sock.close()
+        raise
+    return TlsSocket(secured)
 
 
 def listen_grpc(
@@ -199,7 +230,13 @@ def listen_grpc(
             maximum_concurrent_rpcs=calls,
         )
         try:
-            return server, endpoint.with_port(server.add_insecure_port(endpoint.address))
+            tls = endpoint.credentials.tls
+            port = (
+                server.add_insecure_port(endpoint.address)
+                if tls is None
+                else server.add_secure_port(endpoint.address, _server_credentials(tls))
+            )
+            return server, endpoint.with_port(port)
         except RuntimeError as error:
             if time.monotonic() >= deadline:
                 raise TakenError(
@@ -257,8 +294,11 @@ def listen_http(endpoint: Endpoint) -> socket.socket:
         ) from error
 
 
-def accept(listening: socket.socket) -> socket.socket:
-    """Accept a connection and return its non-blocking socket.
+def accept(listening: socket.socket, tls: Tls | None) -> AnySocket:
+    """Accept a connection and return its non-blocking socket; its TLS handshake is still to be
+    made.
+
+    tls: Certificates for connections over TCP; None: plain text.
 
     Raises:
         PermissionError: The peer at a Unix socket runs as another user.
@@ -266,17 +306,59 @@ def accept(listening: socket.socket) -> socket.socket:
     """
     sock, _ = listening.accept()
     sock.setblocking(False)
-    if sock.family != socket.AF_UNIX:
+    try:
+        if sock.family == socket.AF_UNIX:
+            if _uid_of(sock) != os.geteuid():
+                raise PermissionError("the peer runs as another user")
+            return sock
         _set_tcp_options(sock)
-    elif _uid_of(sock) != os.geteuid():
+        if tls is None:
+            return sock
+        secured = tls.server_context().wrap_socket(
+            sock, server_side=True, do_handshake_on_connect=False
+        )
+    except BaseException:
         sock.close()
-        raise PermissionError("the peer runs as another user")
-    return sock
+        raise
+    return TlsSocket(secured)
 
 
 def timeout_option(seconds: float) -> bytes:
     """Return the value of a socket option. The kernel takes zero for no limit."""
     return struct.pack("ll", *divmod(max(1, round(seconds * 1e6)), 1_000_000))
+
+
+def _check_plain(endpoint: Endpoint) -> None:
+    """Raise InvalidRequestError if a token would leave this machine in plain text."""
+    own = endpoint.credentials
+    if own.tokens is not None and not own.is_insecure and not is_loopback(endpoint.address):
+        raise InvalidRequestError(
+            f"cannot connect to {endpoint.address} without TLS: the token would be sent in plain "
+            "text. Try: `--tls-ca`, `--tls-cert` and `--tls-key`, or `--insecure`"
+        )
+
+
+def _server_credentials(tls: Tls) -> grpc.ServerCredentials:
+    """Return what a gRPC server needs; each handshake takes the newest files."""
+
+    def certificates() -> grpc.ServerCertificateConfiguration:
+        found = tls.material
+        return grpc.ssl_server_certificate_configuration([(found.key, found.cert)], found.ca)
+
+    used = tls.generation
+
+    def fetch() -> grpc.ServerCertificateConfiguration | None:
+        nonlocal used
+        found = certificates()
+        if tls.generation == used:
+            return None
+        used = tls.generation
+        return found
+
+    changed: Any = fetch  # the stubs lack None: nothing has changed
+    return grpc.dynamic_ssl_server_credentials(
+        certificates(), changed, require_client_authentication=True
+    )
 
 
 def _connect_path(path: str, seconds: float) -> socket.socket:

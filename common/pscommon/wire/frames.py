@@ -13,7 +13,7 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from pscommon.core.errors import InvalidRequestError
-from pscommon.wire.requests import EXCHANGE, EXCHANGE_ONCE, stub
+from pscommon.wire.requests import EXCHANGE, EXCHANGE_ONCE, Stub
 from psproto.v1 import parameter_server_pb2 as pb
 
 FRAME_BYTES = 1 << 20
@@ -108,9 +108,9 @@ class ExchangeStub:
     requests of one frame, `once` (ExchangeOnce) where one frame each way is enough."""
 
     def __init__(self, channel: grpc.Channel) -> None:
-        self.stream: grpc.StreamStreamMultiCallable[bytes, bytes] = stub(channel, EXCHANGE)
-        self.ask: grpc.UnaryStreamMultiCallable[bytes, bytes] = channel.unary_stream(EXCHANGE.path)
-        self.once: grpc.UnaryUnaryMultiCallable[bytes, bytes] = stub(channel, EXCHANGE_ONCE)
+        self.stream = Stub(channel, EXCHANGE)
+        self.ask = Stub(channel, EXCHANGE, "unary_stream")
+        self.once = Stub(channel, EXCHANGE_ONCE)
 
 
 def _flat(view: memoryview) -> memoryview:

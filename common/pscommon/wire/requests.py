@@ -1,16 +1,18 @@
 """All requests between the processes of a job: one row for each RPC of proto/psproto/v1.
 
-Clients call a row (`call`, `stub`), servers bind a handler to it (psserver/process/handlers.py).
+Clients call a row (`call`, `Stub`), servers bind a handler to it (psserver/process/handlers.py).
 docs/reference/requests.md shows the table.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Generic, TypeVar
 
 import grpc
 from google.protobuf.message import Message
 
+from pscommon.security.credentials import process_credentials
+from pscommon.security.tokens import Role, token_for
 from pscommon.wire.status import translated
 from psproto.v1 import coordinator_pb2 as co
 from psproto.v1 import parameter_server_pb2 as ps
@@ -18,7 +20,6 @@ from psproto.v1 import shard_pb2, standby_pb2, stream_pb2
 
 Q = TypeVar("Q", bound=Message)
 A = TypeVar("A", bound=Message)
-Sender = Literal["worker", "server", "admin", "read"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,7 +29,7 @@ class Request(Generic[Q, A]):
     Attributes:
         request: Type of the message that is sent.
         response: Type of the answer.
-        senders: Who may send it. Not enforced yet.
+        role: The role that may send it; admin may send everything, and every role what read may.
         may_wait: The server may hold the call until it can answer.
         may_repeat: A worker that gets no answer sends the message again.
         is_framed: Messages are encoded by hand (frames.py).
@@ -39,7 +40,7 @@ class Request(Generic[Q, A]):
 
     request: type[Q]
     response: type[A]
-    senders: frozenset[Sender]
+    role: Role
     may_wait: bool = False
     may_repeat: bool = False
     is_framed: bool = False
@@ -67,65 +68,68 @@ class Request(Generic[Q, A]):
 
 AnyRequest = Request[Any, Any]
 
-WORKER = frozenset[Sender]({"worker"})
-SERVER = frozenset[Sender]({"server"})
-ADMIN = frozenset[Sender]({"admin"})
-READ = frozenset[Sender]({"worker", "read"})
-SHOWN = READ | ADMIN
+TOKEN_KEY = "authorization"
+"""Key of the metadata with the token, as in HTTP: "Bearer TOKEN"."""
 
-JOIN = Request(co.JoinRequest, co.JoinResponse, WORKER, may_wait=True, may_repeat=True)
-REGISTER = Request(co.RegisterRequest, co.RegisterResponse, SHOWN, may_wait=True, may_repeat=True)
+JOIN = Request(co.JoinRequest, co.JoinResponse, "worker", may_wait=True, may_repeat=True)
+REGISTER = Request(co.RegisterRequest, co.RegisterResponse, "read", may_wait=True, may_repeat=True)
 # the next heartbeat takes the place of one without an answer
-HEARTBEAT = Request(co.HeartbeatRequest, co.HeartbeatResponse, WORKER)
-REPORT_EXIT = Request(co.ReportExitRequest, co.ReportExitResponse, ADMIN)
+HEARTBEAT = Request(co.HeartbeatRequest, co.HeartbeatResponse, "worker")
+REPORT_EXIT = Request(co.ReportExitRequest, co.ReportExitResponse, "admin")
 # the end of the lease takes the place of one without an answer
-LEAVE = Request(co.LeaveRequest, co.LeaveResponse, WORKER)
+LEAVE = Request(co.LeaveRequest, co.LeaveResponse, "worker")
 NEXT_BATCH = Request(
-    co.NextBatchRequest, co.NextBatchResponse, WORKER, may_wait=True, may_repeat=True
+    co.NextBatchRequest, co.NextBatchResponse, "worker", may_wait=True, may_repeat=True
 )
-RETURN_BATCHES = Request(co.ReturnBatchesRequest, co.ReturnBatchesResponse, WORKER, may_repeat=True)
+RETURN_BATCHES = Request(
+    co.ReturnBatchesRequest, co.ReturnBatchesResponse, "worker", may_repeat=True
+)
 COLLECTIVE = Request(
-    co.CollectiveRequest, co.CollectiveResponse, WORKER, may_wait=True, may_repeat=True
+    co.CollectiveRequest, co.CollectiveResponse, "worker", may_wait=True, may_repeat=True
 )
-REPORT_METRICS = Request(co.ReportMetricsRequest, co.ReportMetricsResponse, WORKER, may_repeat=True)
-GET_HISTORY = Request(co.GetHistoryRequest, co.GetHistoryResponse, SHOWN - WORKER)
-GET_STATUS = Request(co.GetStatusRequest, co.GetStatusResponse, SHOWN, may_repeat=True)
-SAVE_SNAPSHOT = Request(co.SaveSnapshotRequest, co.SaveSnapshotResponse, ADMIN, may_wait=True)
-DRAIN = Request(co.DrainRequest, co.DrainResponse, ADMIN)
+REPORT_METRICS = Request(
+    co.ReportMetricsRequest, co.ReportMetricsResponse, "worker", may_repeat=True
+)
+GET_HISTORY = Request(co.GetHistoryRequest, co.GetHistoryResponse, "read")
+GET_STATUS = Request(co.GetStatusRequest, co.GetStatusResponse, "read", may_repeat=True)
+SAVE_SNAPSHOT = Request(co.SaveSnapshotRequest, co.SaveSnapshotResponse, "admin", may_wait=True)
+DRAIN = Request(co.DrainRequest, co.DrainResponse, "admin")
 RESTORE_SNAPSHOT = Request(
-    co.RestoreSnapshotRequest, co.RestoreSnapshotResponse, ADMIN, may_wait=True
+    co.RestoreSnapshotRequest, co.RestoreSnapshotResponse, "admin", may_wait=True
 )
-SET_POLICY = Request(co.SetPolicyRequest, co.SetPolicyResponse, ADMIN)
-RESHARD = Request(co.ReshardRequest, co.ReshardResponse, ADMIN, may_wait=True)
-STOP_JOB = Request(co.StopJobRequest, co.StopJobResponse, ADMIN)
-LINK_SHARD = Request(co.LinkShardRequest, co.LinkShardResponse, SERVER, may_wait=True)
+SET_POLICY = Request(co.SetPolicyRequest, co.SetPolicyResponse, "admin")
+RESHARD = Request(co.ReshardRequest, co.ReshardResponse, "admin", may_wait=True)
+STOP_JOB = Request(co.StopJobRequest, co.StopJobResponse, "admin")
+LINK_SHARD = Request(co.LinkShardRequest, co.LinkShardResponse, "server", may_wait=True)
 
-DESCRIBE = Request(ps.DescribeRequest, ps.DescribeResponse, SHOWN | SERVER, may_repeat=True)
-INTRODUCE = Request(ps.IntroduceRequest, ps.IntroduceResponse, SHOWN)
+DESCRIBE = Request(ps.DescribeRequest, ps.DescribeResponse, "read", may_repeat=True)
+INTRODUCE = Request(ps.IntroduceRequest, ps.IntroduceResponse, "worker")
 EXCHANGE = Request(
-    ps.ExchangeRequest, ps.ExchangeResponse, READ, may_wait=True, may_repeat=True, is_framed=True
+    ps.ExchangeRequest, ps.ExchangeResponse, "read", may_wait=True, may_repeat=True, is_framed=True
 )
 EXCHANGE_ONCE = Request(
     ps.ExchangeRequest,
     ps.ExchangeResponse,
-    READ,
+    "read",
     may_wait=True,
     may_repeat=True,
     is_framed=True,
     name="ExchangeOnce",
 )
 # the next exchange makes a new offer
-ATTACH_MEMORY = Request(ps.AttachMemoryRequest, ps.AttachMemoryResponse, READ)
+ATTACH_MEMORY = Request(ps.AttachMemoryRequest, ps.AttachMemoryResponse, "read")
 
-READ_SHARD = Request(shard_pb2.ReadShardRequest, shard_pb2.ReadShardResponse, SERVER, may_wait=True)
+READ_SHARD = Request(
+    shard_pb2.ReadShardRequest, shard_pb2.ReadShardResponse, "server", may_wait=True
+)
 
 REPLICATE = Request(
-    standby_pb2.ReplicateRequest, standby_pb2.ReplicateResponse, SERVER, may_wait=True
+    standby_pb2.ReplicateRequest, standby_pb2.ReplicateResponse, "server", may_wait=True
 )
 STEP_DOWN = Request(
-    standby_pb2.StepDownRequest, standby_pb2.StepDownResponse, SERVER, may_wait=True
+    standby_pb2.StepDownRequest, standby_pb2.StepDownResponse, "server", may_wait=True
 )
-PROMOTE = Request(standby_pb2.PromoteRequest, standby_pb2.PromoteResponse, ADMIN, may_wait=True)
+PROMOTE = Request(standby_pb2.PromoteRequest, standby_pb2.PromoteResponse, "admin", may_wait=True)
 
 REQUESTS: tuple[AnyRequest, ...] = tuple(
     row for row in list(globals().values()) if isinstance(row, Request)
@@ -141,12 +145,32 @@ STREAM_FIELDS: Mapping[AnyRequest, str] = {
 """What workers send over streams where they can, and the field of a CoordinatorRequest for it."""
 
 
-def stub(channel: grpc.Channel, row: AnyRequest) -> Any:
-    """Return gRPC's function that makes calls of this row. The channel must be open."""
-    encode, decode = (
-        (None, None) if row.is_framed else (row.request.SerializeToString, row.response.FromString)
-    )
-    return getattr(channel, row.kind)(row.path, encode, decode)
+class Stub:
+    """Makes calls of one row, and sends a token of its role where the process has tokens."""
+
+    def __init__(self, channel: grpc.Channel, row: AnyRequest, kind: str = "") -> None:
+        """kind: That of gRPC's function; empty: the row's. The channel must be open."""
+        encode, decode = (
+            (None, None)
+            if row.is_framed
+            else (row.request.SerializeToString, row.response.FromString)
+        )
+        self._call = getattr(channel, kind or row.kind)(row.path, encode, decode)
+        self._role = row.role
+
+    def __call__(self, message: Any, timeout: float | None = None) -> Any:
+        """Return the answer, or an iterator over a stream of answers. Raises grpc.RpcError."""
+        return self._call(message, timeout=timeout, metadata=self._metadata())
+
+    def future(self, message: Any, timeout: float | None = None) -> Any:
+        """Send the message without waiting for the answer."""
+        return self._call.future(message, timeout=timeout, metadata=self._metadata())
+
+    def _metadata(self) -> Sequence[tuple[str, str]] | None:
+        tokens = process_credentials().tokens
+        if tokens is None:
+            return None
+        return ((TOKEN_KEY, f"Bearer {token_for(tokens(), self._role) or ''}"),)
 
 
 def call(channel: grpc.Channel, row: Request[Q, A], message: Q, timeout: float, who: str) -> A:
@@ -160,5 +184,5 @@ def call(channel: grpc.Channel, row: Request[Q, A], message: Q, timeout: float, 
         PSError: The server has answered with an error, or not in time.
     """
     with translated(who):
-        answer: A = stub(channel, row)(message, timeout=timeout)
+        answer: A = Stub(channel, row)(message, timeout)
     return answer

@@ -15,7 +15,14 @@ from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
-from pscommon.core.errors import REASONS, MismatchError, PSError, UnreachableError, error_for
+from pscommon.core.errors import (
+    REASONS,
+    AuthenticationError,
+    MismatchError,
+    PSError,
+    UnreachableError,
+    error_for,
+)
 from pscommon.telemetry.logs import get_logger
 
 DOMAIN = "paramserver"
@@ -63,6 +70,8 @@ def error_from(failure: grpc.RpcError, who: str) -> PSError:
             return UnreachableError(f"{who} accepts no more calls: {text}", "UNREACHABLE")
         case grpc.StatusCode.DEADLINE_EXCEEDED:
             return UnreachableError(f"{who} did not answer in time", "UNREACHABLE")
+        case grpc.StatusCode.UNAUTHENTICATED | grpc.StatusCode.PERMISSION_DENIED:
+            return AuthenticationError(f"{who} refused the call: {text}", code.name)
         case grpc.StatusCode.UNIMPLEMENTED:
             return MismatchError(
                 f"{who} is not a parameter server of this release: {text}", "SHARD_MISMATCH"

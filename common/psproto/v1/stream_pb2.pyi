@@ -56,6 +56,7 @@ class StreamHello(google.protobuf.message.Message):
     WORKER_FIELD_NUMBER: builtins.int
     TERM_FIELD_NUMBER: builtins.int
     PURPOSE_FIELD_NUMBER: builtins.int
+    TOKEN_FIELD_NUMBER: builtins.int
     format: builtins.int
     """format of the messages that the worker speaks; absent: 1"""
     job: builtins.str
@@ -65,6 +66,8 @@ class StreamHello(google.protobuf.message.Message):
     term: builtins.int
     """the highest term of this shard's primary that the worker knows"""
     purpose: global___StreamHello.Purpose.ValueType
+    token: builtins.str
+    """of the role worker or server; empty: the peer has none"""
     def __init__(
         self,
         *,
@@ -74,9 +77,10 @@ class StreamHello(google.protobuf.message.Message):
         worker: builtins.int = ...,
         term: builtins.int = ...,
         purpose: global___StreamHello.Purpose.ValueType = ...,
+        token: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_format", b"_format", "format", b"format"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_format", b"_format", "format", b"format", "job", b"job", "purpose", b"purpose", "shard", b"shard", "term", b"term", "worker", b"worker"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_format", b"_format", "format", b"format", "job", b"job", "purpose", b"purpose", "shard", b"shard", "term", b"term", "token", b"token", "worker", b"worker"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_format", b"_format"]) -> typing.Literal["format"] | None: ...
 
 global___StreamHello = StreamHello

@@ -38,7 +38,9 @@ class ReshardingService:
         return self.server, self.server.connection
 
     def next_update(self, server: ServerEntry, cursor: DeliveryCursor) -> ShardUpdate:
-        servers = SimpleNamespace(shards=1, addresses=["s0:1"], standbys=[""], layout=1, term=3)
+        servers = SimpleNamespace(
+            shards=1, addresses=["s0:1"], standbys=[""], reshard_count=1, term=3
+        )
         reshard = pb.Move(index=7, sources=ADDRESSES)
         self.directory = type(
             "After", (), {**vars(servers), "__getitem__": lambda servers, shard: servers}

@@ -1,0 +1,71 @@
+"""Who may send which request: the role of a token that a peer presents."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import grpc
+from grpc_reflection.v1alpha import reflection
+
+from pscommon.core.errors import AuthenticationError
+from pscommon.security.credentials import process_credentials
+from pscommon.security.tokens import Role, includes, role_of
+from pscommon.wire.requests import TOKEN_KEY
+from pscommon.wire.status import answering
+
+SCHEME = "Bearer "
+
+
+def check_token(presented: str, needed: Role, what: str) -> None:
+    """Check a token, if this server has tokens.
+
+    Args:
+        presented: The token; empty: there is none.
+        needed: Least role for what it does.
+        what: That, for the message.
+
+    Raises:
+        AuthenticationError: The token is absent, unknown, or of another role.
+    """
+    tokens = process_credentials().tokens
+    if tokens is None:
+        return
+    if not presented:
+        raise AuthenticationError(
+            f"{what} needs a token of the role {needed}, and there is none. Try: `--token-file "
+            f"FILE` (PS_TOKEN_FILE)",
+            "UNAUTHENTICATED",
+        )
+    role = role_of(tokens(), presented)
+    if role is None:
+        raise AuthenticationError(
+            f"{what}: the server does not know the token. Try: the token file of this job",
+            "UNAUTHENTICATED",
+        )
+    if not includes(role, needed):
+        raise AuthenticationError(
+            f"{what} needs a token of the role {needed}, and this one is of the role {role}. Try: "
+            f"`--token-file` with a token of that role",
+            "PERMISSION_DENIED",
+        )
+
+
+def check_call(context: grpc.ServicerContext, needed: Role, what: str) -> None:
+    """Check the token of a gRPC call; see `check_token`."""
+    if process_credentials().tokens is None:
+        return
+    metadata: Any = context.invocation_metadata() or ()
+    values = [value for key, value in metadata if key == TOKEN_KEY]
+    presented = str(values[0]) if len(values) == 1 else ""
+    check_token(presented.removeprefix(SCHEME), needed, what)
+
+
+class Reflection(reflection.ReflectionServicer):  # type: ignore[misc]
+    """gRPC's description of the services, for those who may read."""
+
+    def ServerReflectionInfo(
+        self, request_iterator: Iterator[Any], context: grpc.ServicerContext
+    ) -> Iterator[Any]:
+        """Answer as gRPC's reflection does, after a check of the token."""
+        with answering(context):
+            check_call(context, "read", "reflection")
+        yield from super().ServerReflectionInfo(request_iterator, context)
