@@ -299,7 +299,7 @@ class CoordinatorLink:
             self.engine.live.discard_frozen()
         if response.snapshots:
             self._snapshots.retain(response.snapshots, response.job)
-            self.engine.retire_log(max(response.snapshots))
+            self.engine.log.remove_before(max(response.snapshots))
 
     def _build_partition(self, log_id: int, reshard: pb.Move) -> None:
         """Build this shard's new partition. After a failure the next response tries again."""
