@@ -1,13 +1,16 @@
 """TLS between our processes: every lane, causes of a refusal, and files that are replaced."""
 
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from threading import Timer
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
+from prometheus_client import CollectorRegistry
 
 from pscommon.core.errors import AuthenticationError
 from pscommon.core.model_spec import OptimizerSettings
@@ -15,6 +18,7 @@ from pscommon.security.credentials import NONE, Credentials, use_credentials
 from pscommon.security.tls import Tls
 from pscommon.security.tls_files import CLIENT_NAME, SERVER_NAME, TlsFiles, TlsMaterial
 from pscommon.settings.values import Lanes
+from pscommon.wire.metrics_port import show_expiry
 from psserver.process.config import ServerConfig
 from psserver.server import Server
 from psworker import Client
@@ -121,6 +125,24 @@ def test_files_that_do_not_fit_are_not_used(tmp_path: Path) -> None:
     assert tls.material.cert == (folder / "cert.pem").read_bytes() != certificate
     assert tls.generation == 1
     assert tls.server_context() is not context
+
+
+def test_an_expiry_is_shown_and_warned_of_once_a_day(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tls = Tls(write_files(tmp_path, end=10.0))
+    registry = CollectorRegistry()
+    show_expiry(registry, tls)
+    times = iter([0.0, 9e3, 8e4, 9e4])
+    start = time.time()
+    ended = Mock(wait=Mock(side_effect=[False, False, False, False, True]))
+
+    tls.watch(ended, now=lambda: start + next(times))
+
+    warnings = [each for each in caplog.records if "certificate_expires" in each.getMessage()]
+    assert len(warnings) == 2
+    shown = registry.get_sample_value("ps_tls_certificate_expiry_timestamp_seconds")
+    assert shown == tls.material.expires == pytest.approx(start + 10 * 86400, abs=60)
 
 
 @pytest.mark.parametrize("is_new_client", [True, False])

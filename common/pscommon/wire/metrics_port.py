@@ -1,8 +1,9 @@
 """The metrics port of a process, with the process's credentials."""
 
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, Gauge
 
 from pscommon.security.credentials import process_credentials
+from pscommon.security.tls import Tls
 from pscommon.security.tokens import role_of
 from pscommon.telemetry.http import MetricsServer, Ready
 from pscommon.wire.endpoint import Endpoint, listen_http
@@ -16,6 +17,8 @@ def serve_metrics(bind: str, registry: CollectorRegistry, ready: Ready) -> Metri
     """
     own = process_credentials()
     tokens = own.tokens
+    if own.tls is not None:
+        show_expiry(registry, own.tls)
     return MetricsServer(
         listen_http(Endpoint(bind)),
         registry,
@@ -24,3 +27,12 @@ def serve_metrics(bind: str, registry: CollectorRegistry, ready: Ready) -> Metri
         tls=None if own.tls is None else own.tls.https_context,
         is_insecure=own.is_insecure,
     )
+
+
+def show_expiry(registry: CollectorRegistry, tls: Tls) -> None:
+    """Add the end of the validity of this process's certificate."""
+    Gauge(
+        "ps_tls_certificate_expiry_timestamp_seconds",
+        "End of the validity of this process's certificate",
+        registry=registry,
+    ).set_function(lambda: tls.material.expires)
