@@ -85,6 +85,20 @@ def test_a_run_is_closed_to_processes_without_its_tokens(programs: Programs, add
     assert all("token" in each.output for each in refused)
 
 
+def test_a_token_of_another_role_is_named(programs: Programs, address: str) -> None:
+    (folder,) = programs.temporary.glob("ps-run-*")
+    lines = (folder / "tokens").read_text().splitlines(keepends=True)
+    workers = programs.folder / "workers"
+    workers.touch(0o600)
+    workers.write_text("".join(line for line in lines if line.startswith("worker ")))
+
+    refused = programs.run("ps-ctl", "--ps", address, "stop", "--yes", PS_TOKEN_FILE=workers)
+
+    assert refused.wait() == 13
+    assert "PERMISSION_DENIED" in refused.err
+    assert "needs a token of the role admin, and this one is of the role worker" in refused.err
+
+
 def test_commands_of_the_same_user_find_the_token(programs: Programs, address: str) -> None:
     """Also with --ps, and a Client."""
     assert programs.run("ps-ctl", "status").wait() == 0

@@ -170,7 +170,7 @@ class Stub:
         tokens = process_credentials().tokens
         if tokens is None:
             return None
-        return ((TOKEN_KEY, f"Bearer {token_for(tokens(), self._role) or ''}"),)
+        return ((TOKEN_KEY, f"Bearer {token_for(tokens(), self._role)}"),)
 
 
 def call(channel: grpc.Channel, row: Request[Q, A], message: Q, timeout: float, who: str) -> A:
