@@ -165,15 +165,12 @@ class LocalClient:
         """Return False: each run is a new job."""
         return False
 
-    def return_batches(self, batches: Sequence[BatchKey]) -> None:
-        for batch in batches:
+    def return_batches(self, batches: Sequence[BatchKey], used: bool = False) -> None:
+        for batch in () if used else batches:
             if batch.loop in self._laps:
                 self._laps[batch.loop].put_back(batch)
             else:
                 self._free[batch.loop].put_back(batch.number)
-
-    def drop_batches(self, batches: Sequence[BatchKey]) -> None:
-        """Do nothing: a leased batch is not leased again."""
 
     def report_soon(self, values: Mapping[str, Any]) -> None:
         self._reports.add(values, self.version)

@@ -252,4 +252,3 @@ class WorkerClient:
         """Leave the job as done, and free threads and connections. May be repeated."""
         self.model.abandon()
         self._connection.close()
-        self.model.close()

@@ -78,11 +78,6 @@ class ModelExchange:
         """
         return self._connection.membership.update_counts
 
-    def close(self) -> None:
-        """Free the flat buffers. Views of them stay valid."""
-        if self._shards is not None:
-            self._shards.buffers.close()
-
     def agree(self, spec: ModelSpec | None) -> PartitionPlan:
         """Register the model and return its partition, in the job's order of tensors.
 
