@@ -13,7 +13,6 @@ from pscommon.wire.requests import COLLECTIVE, GET_STATUS, REPORT_METRICS
 from psproto.v1 import coordinator_pb2 as co
 from psworker.client.batch_client import BatchClient
 from psworker.connection.connection import Connection
-from psworker.connection.membership import StepProgress
 from psworker.core.clock import Clock
 from psworker.core.results import CollectiveCall, CollectiveResult
 from psworker.exchange.model_exchange import ModelExchange
@@ -218,7 +217,12 @@ class WorkerClient:
         connection, membership = self._connection, self._connection.membership
         connection.reports.settle()
         connection.touch()
-        membership.progress = StepProgress(steps, step_seconds, samples_per_second, phase)
+        membership.progress = co.HeartbeatRequest(
+            steps=steps,
+            step_seconds=step_seconds,
+            samples_per_second=samples_per_second,
+            phase=phase,
+        )
         if connection.transport.direct:
             membership.send_heartbeat(
                 connection.transport, connection.limits.call, connection.drain

@@ -14,6 +14,7 @@ Theory of operation:
 import threading
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
+from functools import partial
 
 from pscommon.core.errors import InvalidRequestError, LayoutError, PSError
 from pscommon.core.log_entries import BatchKey
@@ -220,6 +221,7 @@ class OpenPush:
                     shard,
                     header,
                     upload,
+                    partial(transfer.views, shard),
                     download,
                     part.nbytes,
                     connection.limits,

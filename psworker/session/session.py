@@ -110,6 +110,9 @@ class JobFacts:
 class Session(JobFacts):
     """The state of one run, from the first call of the script to its last.
 
+    Args:
+        register_model: Registers a model whose parts the script has handed over, if there is one.
+
     Attributes:
         client: The connection to the job.
         stats: Time of the steps by phase.
@@ -117,18 +120,19 @@ class Session(JobFacts):
         loops: Loops that the script is in.
         passes: Passes that the script's loaders have begun, by size of the data set and seed.
         model: The job's model; None before it is registered.
-        register_model: Registers a model whose parts the script has handed over; None without one.
         is_closed: The job is closed.
     """
 
-    def __init__(self, client: JobClient) -> None:
+    def __init__(
+        self, client: JobClient, register_model: Callable[["Session"], None] = lambda session: None
+    ) -> None:
         super().__init__(client)
+        self._register_model = register_model
         self.stats = StepStats()
         self.consumed = ConsumedBatches()
         self.loops = OpenLoops()
         self.passes: dict[tuple[int, int], int] = {}
         self.model: TrainedModel | None = None
-        self.register_model: Callable[[], None] | None = None
         self.is_closed = False
         self._stop_reason = ""  # empty until the script is to end
         self._rejoins = 0
@@ -167,8 +171,8 @@ class Session(JobFacts):
         Raises:
             InvalidRequestError: There is none. refusal: How the message begins.
         """
-        if self.model is None and self.register_model is not None:
-            self.register_model()
+        if self.model is None:
+            self._register_model(self)
         if self.model is None:
             raise InvalidRequestError(
                 f"{refusal}: there is no model yet. Try: call job.optimizer first"
