@@ -192,16 +192,17 @@ RUN_ONLY: tuple[Option, ...] = (
 )
 """Options that only ps-run has."""
 
-SERVER_JOB = (*POLICY, EXIT_WHEN_DONE, OPTIMIZERS)
-
-SERVER_LOCAL = (LANES, IN_FLIGHT, METRICS_BIND, THREADS)
-
 SERVER: tuple[Option, ...] = (
     *PLACEMENT,
-    *SERVER_JOB,
+    *POLICY,
+    EXIT_WHEN_DONE,
+    OPTIMIZERS,
     *DURABILITY,
     *STANDBY,
-    *SERVER_LOCAL,
+    LANES,
+    IN_FLIGHT,
+    METRICS_BIND,
+    THREADS,
     *LOGGING,
 )
 

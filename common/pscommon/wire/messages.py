@@ -27,7 +27,6 @@ from pscommon.core.log_entries import (
     ShardReport,
     Staged,
 )
-from pscommon.core.metric_row import MetricRow
 from pscommon.core.model_spec import (
     InvalidModelError,
     ModelSpec,
@@ -227,23 +226,8 @@ def report_to_proto(report: ShardReport) -> co.Report:
         digest=report.digest,
         log_broken=report.log_broken,
         moving=report.is_resharding,
-        measured=measured_to_proto(report.measured) if report.measured is not None else None,
+        measured=co.Measured(**report.measured._asdict()) if report.measured else None,
     )
-
-
-def history_row_to_proto(row: MetricRow) -> co.HistoryRow:
-    return co.HistoryRow(
-        time=row.time,
-        version=row.version,
-        worker=row.worker,
-        rank=row.rank,
-        name=row.name,
-        value=row.value,
-    )
-
-
-def measured_to_proto(measured: Measured) -> co.Measured:
-    return co.Measured(index=measured.index, square_norm=measured.square_norm)
 
 
 def report_from_proto(shard: int, message: co.Report) -> ShardReport:
