@@ -251,37 +251,28 @@ def report_from_proto(shard: int, message: co.Report) -> ShardReport:
 
 
 def entry_to_proto(entry: Entry) -> co.Entry:
+    body: dict[str, Any]
     match entry:
         case Begin():
-            return co.Entry(index=entry.index, begin=co.Begin(worker=entry.worker))
+            body = {"begin": co.Begin(worker=entry.worker)}
         case Apply():
             contributions = _contributions_to_proto(entry.contributions)
-            return co.Entry(
-                index=entry.index,
-                apply=co.Apply(version=entry.version, contributions=contributions),
-            )
+            body = {"apply": co.Apply(version=entry.version, contributions=contributions)}
         case Measure():
             contributions = _contributions_to_proto(entry.contributions)
-            return co.Entry(index=entry.index, measure=co.Measure(contributions=contributions))
+            body = {"measure": co.Measure(contributions=contributions)}
         case SetBuffers():
-            return co.Entry(
-                index=entry.index, set_buffers=co.SetBuffers(key=key_to_proto(entry.key))
-            )
+            body = {"set_buffers": co.SetBuffers(key=key_to_proto(entry.key))}
         case Reject():
-            reject = co.Reject(
-                key=key_to_proto(entry.key), reason=entry.reason, detail=entry.detail
-            )
-            return co.Entry(index=entry.index, reject=reject)
+            key = key_to_proto(entry.key)
+            body = {"reject": co.Reject(key=key, reason=entry.reason, detail=entry.detail)}
         case Evict():
-            return co.Entry(
-                index=entry.index, evict=co.Evict(worker=entry.worker, reason=entry.reason)
-            )
+            body = {"evict": co.Evict(worker=entry.worker, reason=entry.reason)}
         case Cut():
-            return co.Entry(index=entry.index, cut=co.Cut(version=entry.version))
+            body = {"cut": co.Cut(version=entry.version)}
         case Reshard():
-            return co.Entry(
-                index=entry.index, reshard=co.Reshard(version=entry.version, shards=entry.shards)
-            )
+            body = {"reshard": co.Reshard(version=entry.version, shards=entry.shards)}
+    return co.Entry(index=entry.index, **body)
 
 
 def _contributions_to_proto(contributions: Iterable[Contribution]) -> list[co.Contribution]:
