@@ -175,12 +175,9 @@ class WorkerClient:
 
     def report(self, **values: SupportsFloat) -> None:
         """Report values for the job's summary, metrics and logs."""
-        numbers, connection = (
-            {name: float(value) for name, value in values.items()},
-            self._connection,
-        )
+        numbers = {name: float(value) for name, value in values.items()}
         request = co.ReportMetricsRequest(job=self.job, worker=self.worker, metrics=numbers)
-        connection.new_retry("reporting").ask(REPORT_METRICS, request)
+        self._connection.new_retry("reporting").ask(REPORT_METRICS, request)
         for name, value in numbers.items():
             metrics.reported(name, value)
 

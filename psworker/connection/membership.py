@@ -54,7 +54,6 @@ class WorkerMembership:
         job: The job's identifier.
         training: Name of the training.
         worker: The worker's number; 0 for an observer.
-        open_loop: Number of a loop: all earlier loops had ended when the worker joined.
         policy: The job's policy, as of the last heartbeat.
         reports: Values that the script has reported.
         workers: Number of workers that train or will begin to, as of the last answer.
@@ -71,7 +70,6 @@ class WorkerMembership:
         self,
         job: str,
         worker: int,
-        open_loop: int = 0,
         policy: str = "",
         passes: Iterable[co.LoaderPasses] = (),
         known_loops: int = 0,
@@ -80,7 +78,6 @@ class WorkerMembership:
         self.job = job
         self.training = training
         self.worker = worker
-        self.open_loop = open_loop
         self._passes = {each.loader: (each.begun, frozenset(each.open)) for each in passes}
         # an earlier release wrote the job: its loops get their names one after another
         self._has_unnamed_loops = known_loops > sum(begun for begun, _ in self._passes.values())

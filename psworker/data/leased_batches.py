@@ -150,7 +150,6 @@ class LeasedBatches:
         return not self._has_ended
 
     def _take(self, lease: Lease) -> None:
-        """Take leased batches."""
         self._session.reset_rejoin_count()
         if lease.loop is not None:  # the job's number of the pass
             self.spec = replace(self.spec, loop=lease.loop)

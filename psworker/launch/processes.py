@@ -259,7 +259,6 @@ class PreloadedServer:
 
     @property
     def pid(self) -> int:
-        """Return the process id."""
         return self._process.pid
 
     def begin(self, arguments: Sequence[str]) -> "subprocess.Popen[bytes] | None":
@@ -281,7 +280,6 @@ class PreloadedServer:
         self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout, self._process.stderr):
             if pipe is not None:
-                with contextlib.suppress(
-                    OSError
-                ):  # closing flushes data that the process did not read
+                # closing flushes data that the process did not read
+                with contextlib.suppress(OSError):
                     pipe.close()

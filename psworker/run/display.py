@@ -183,11 +183,9 @@ class LogWriter(io.TextIOBase):
 def open_display(out: Output, err: Output) -> Display:
     """Return a LiveDisplay for a terminal that can move its cursor, otherwise a PlainDisplay."""
     console = Console(file=cast(TextIO, err))
-    return (
-        LiveDisplay(console, out, err)
-        if err.isatty() and not console.is_dumb_terminal
-        else PlainDisplay(out, err)
-    )
+    if err.isatty() and not console.is_dumb_terminal:
+        return LiveDisplay(console, out, err)
+    return PlainDisplay(out, err)
 
 
 def progress(status: Status) -> str:

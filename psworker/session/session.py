@@ -316,35 +316,36 @@ class Session(JobFacts):
         back to before something that the script has done, or after MAX_REJOINS in a row; Stopping
         where the worker is to leave.
         """
+        client, is_renewed = self.client, False
         try:
-            self._rejoin(error)
+            while not is_renewed:
+                self.check_stopping()
+                if isinstance(error, QuarantinedError) or self._rejoins == MAX_REJOINS:
+                    raise error
+                self._rejoins += 1
+                log.warning(
+                    "rejoin_started", worker=client.worker, job=client.job, reason=str(error)
+                )
+                self._drop_membership(error)
+                client.rejoin()
+                try:
+                    if self.model is not None:
+                        self.model.renew()
+                    is_renewed = True
+                except FencedError as again:
+                    error = again
         except DrainedError as drained:
             self.stop(str(drained), "drained")
-
-    def _rejoin(self, error: FencedError) -> None:
-        while True:
-            self.check_stopping()
-            self._count_rejoin(error)
-            log.warning(
-                "rejoin_started", worker=self.client.worker, job=self.client.job, reason=str(error)
+        log.info("rejoined", job=client.job, worker=client.worker, version=client.version)
+        if self.loops.come_again(client.data.has_ended, client.version):
+            raise FencedError(
+                f"cannot continue: the servers rolled back to version {client.version}, in an "
+                "earlier loop. Try: start the script again"
             )
-            self._drop_membership(error)
-            self.client.rejoin()
-            try:
-                self._renew_model()
-            except FencedError as again:
-                error = again
-            else:
-                return self._check_rollback()
 
     def reset_rejoin_count(self) -> None:
         """Record that a request has succeeded, so the membership is valid."""
         self._rejoins = 0
-
-    def _count_rejoin(self, error: FencedError) -> None:
-        if isinstance(error, QuarantinedError) or self._rejoins == MAX_REJOINS:
-            raise error
-        self._rejoins += 1
 
     def _drop_membership(self, error: PSError) -> None:
         """Use nothing of the old membership any more."""
@@ -353,15 +354,3 @@ class Session(JobFacts):
         for batches in self.loops.open:
             batches.forget()
         self.consumed.lose(error)
-
-    def _renew_model(self) -> None:
-        if self.model is not None:
-            self.model.renew()
-        log.info("rejoined", job=self.client.job, worker=self.client.worker, version=self.version)
-
-    def _check_rollback(self) -> None:
-        if self.loops.come_again(self.client.data.has_ended, self.version):
-            raise FencedError(
-                f"cannot continue: the servers rolled back to version {self.version}, in an "
-                "earlier loop. Try: start the script again"
-            )
