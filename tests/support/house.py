@@ -133,6 +133,7 @@ ALLOWED: dict[str, set[str]] = {
         "pscommon.core",
         "pscommon.optim",
         "pscommon.settings",
+        "pscommon.snapshot",
         "pscommon.system",
         "pscommon.telemetry",
         "pscommon.wire",
@@ -174,7 +175,6 @@ ALLOWED: dict[str, set[str]] = {
         "pscommon.telemetry",
         "psworker.client",
         "psworker.job",
-        "psworker.optim",
         "psworker.session",
     },
     "psserver.core.coordinator": {
