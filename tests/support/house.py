@@ -137,6 +137,7 @@ ALLOWED: dict[str, set[str]] = {
         "pscommon.core",
         "pscommon.optim",
         "pscommon.settings",
+        "pscommon.snapshot",
         "pscommon.system",
         "pscommon.telemetry",
         "pscommon.wire",
@@ -180,7 +181,6 @@ ALLOWED: dict[str, set[str]] = {
         "pscommon.telemetry",
         "psworker.client",
         "psworker.job",
-        "psworker.optim",
         "psworker.session",
     },
     "psserver.core.coordinator": {

@@ -148,7 +148,7 @@ def test_the_search_tolerates_a_connection_closed_by_another_thread() -> None:
     with closing(GrpcTransport([f"127.0.0.1:{free_port()}"])) as lane:
         assert not lane.find_primaries("job", 0.1)
         for line in lane._channels.values():
-            line.close()
+            line.cancel()
         assert not lane.find_primaries("job", 0.1)
 
 
