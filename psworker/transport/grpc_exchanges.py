@@ -54,7 +54,7 @@ class ServerChannel:
     def close_if_outdated(self, tls: Tls) -> None:
         """Close the channel if its certificate was replaced: gRPC would connect with it again."""
         if tls.refreshed_generation() != self._generation:
-            self.close()
+            self.cancel()
 
     def cancel(self, cause: object = None) -> None:
         """Close the channel, which ends all its calls; those that are still needed are retried.

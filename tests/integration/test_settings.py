@@ -86,7 +86,9 @@ def test_advertise(serve: Serve) -> None:
 def test_the_stream_port(serve: Serve) -> None:
     port = free_port()
     server = serve("--stream-bind", f"127.0.0.1:{port}")
-    advertised = serve("--stream-bind", "0.0.0.0:0", "--insecure", "--advertise-stream", f"localhost:{port}")
+    advertised = serve(
+        "--stream-bind", "0.0.0.0:0", "--insecure", "--advertise-stream", f"localhost:{port}"
+    )
 
     assert describe(server.address).stream_address == f"127.0.0.1:{port}"
     assert describe(advertised.address).stream_address == f"localhost:{port}"

@@ -96,7 +96,8 @@ def test_a_start_with_plain_text_warns_once(caplog: pytest.LogCaptureFixture) ->
     warn_of_plain_text(["10.0.0.1:1", "10.0.0.1:1", "127.0.0.1:1", "[::]:2", None], INSECURE)
 
     assert events(caplog) == ["plain_text_permitted"]
-    assert "10.0.0.1:1" in caplog.text and "[::]:2" in caplog.text
+    assert "10.0.0.1:1" in caplog.text
+    assert "[::]:2" in caplog.text
     assert "127.0.0.1" not in caplog.text
 
 
