@@ -43,7 +43,10 @@ CLIENTS = {
     "xmlrpc",
 }
 SERVERS = {"http.server"}
-ALLOWED = {"pscommon.telemetry.http": {"self._listening.accept"}}  # it gets a listening socket
+ALLOWED = {  # the metrics server gets a listening socket and contexts
+    "pscommon.telemetry.http": {"self._listening.accept"},
+    "pscommon.telemetry.http_connection": {"context.wrap_socket"},
+}
 
 
 def openings(source: Source) -> set[str]:
