@@ -61,7 +61,7 @@ ALLOWED: dict[str, set[str]] = {
         "pscommon.telemetry",
         "psworker.session",
     },
-    "psworker.local_servers": {"pscommon.core", "psworker.launch"},
+    "psworker.local_servers": {"pscommon.core", "pscommon.security", "psworker.launch"},
     "psworker.steps": {
         "pscommon.core",
         "pscommon.system",
@@ -91,6 +91,7 @@ ALLOWED: dict[str, set[str]] = {
     "psworker.integrations": {"pscommon.core", "psworker.data", "psworker.job"},
     "psworker.transport": {
         "pscommon.core",
+        "pscommon.security",
         "pscommon.settings",
         "pscommon.system",
         "pscommon.telemetry",
@@ -99,6 +100,7 @@ ALLOWED: dict[str, set[str]] = {
     },
     "psworker.connection": {
         "pscommon.core",
+        "pscommon.security",
         "pscommon.settings",
         "pscommon.system",
         "pscommon.telemetry",
@@ -333,6 +335,7 @@ ALLOWED: dict[str, set[str]] = {
     "psworker.training": {
         "pscommon.core",
         "pscommon.optim",
+        "pscommon.security",
         "pscommon.settings",
         "pscommon.telemetry",
         "psworker.client",
@@ -358,6 +361,7 @@ ALLOWED: dict[str, set[str]] = {
     },
     "psserver.server": {
         "pscommon.core",
+        "pscommon.security",
         "pscommon.snapshot",
         "pscommon.telemetry",
         "pscommon.wire",
@@ -371,6 +375,7 @@ ALLOWED: dict[str, set[str]] = {
     },
     "psserver.app": {
         "pscommon.core",
+        "pscommon.security",
         "pscommon.system",
         "pscommon.telemetry",
         "psserver.coordinator",
@@ -383,6 +388,7 @@ ALLOWED: dict[str, set[str]] = {
     "psserver.cli": {
         "pscommon.entry",
         "pscommon.optim",
+        "pscommon.security",
         "pscommon.settings",
         "pscommon.system",
         "pscommon.telemetry",

@@ -43,9 +43,9 @@ def check_exposure(flag: str, address: str, settings: SecuritySettings) -> None:
     """
     if settings.tls is None and not settings.insecure and not is_loopback(address):
         raise InvalidRequestError(
-            f"{flag} {address} can be reached from other machines, without protection. Try: "
-            f"`--tls-ca`, `--tls-cert` and `--tls-key` with the files of `{MAKE_TLS} DIR`, or "
-            f"`--insecure` in a network where all may read and change the job"
+            f"{flag} {address} is open to other machines. Try: `--tls-ca`, `--tls-cert` and "
+            f"`--tls-key` with the files of `{MAKE_TLS} DIR`, or `--insecure` where everyone in "
+            f"the network may change the job"
         )
 
 

@@ -10,4 +10,6 @@ __all__ = [
     "requests",
     "status",
     "stream_format",
+    "tls_probe",
+    "tls_socket",
 ]
