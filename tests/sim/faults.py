@@ -136,7 +136,7 @@ class WorkerFaults:
         rng, coordinator = random.Random(self.rng.random()), self.coordinator
         worker = self.recorder.do(Join(rank=None, host="h", pid=1, device="cpu"), self.now).worker
         for _ in range(5):
-            command = invalid_requests.request(rng, [worker, 0, 2**64 - 1])
+            command = invalid_requests.request(rng, [worker, 0, 2**63 - 1])
             if isinstance(command, invalid_requests.JOB_WIDE_REQUESTS) or (
                 isinstance(command, LeaseBatches) and command.spec.loop == 0
             ):
@@ -152,6 +152,7 @@ class WorkerFaults:
                 )
             except PSError:
                 continue
+            invalid_requests.encode(coordinator)
         with suppress(ZeroDivisionError, PSError):
             self.recorder.do(ReportMetrics(worker, {invalid_requests.FAULT: 1.0}), self.now)
         self.report_unfit_push(rng, worker)

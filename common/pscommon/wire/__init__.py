@@ -6,6 +6,7 @@ __all__ = [
     "frames",
     "messages",
     "push",
+    "ranges",
     "requests",
     "status",
     "stream_format",
