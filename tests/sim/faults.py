@@ -138,9 +138,10 @@ class WorkerFaults:
         for _ in range(5):
             command = invalid_requests.request(rng, [worker, 0, 2**63 - 1])
             if isinstance(command, invalid_requests.JOB_WIDE_REQUESTS) or (
-                isinstance(command, LeaseBatches) and command.spec.loop == 0
+                isinstance(command, LeaseBatches)
+                and (command.spec.loop == 0 or not coordinator.ledger.passes.begun())
             ):
-                continue  # the first request for loop 0 would define it for all workers
+                continue  # the first request for a loop without a name would define it for all
             before = json.dumps(coordinator.state())
             try:
                 self.recorder.do(command, self.now)
