@@ -137,10 +137,10 @@ def _decoded(
     Another thread may read all but the first one, so the refusal of those only ends the call.
     """
     for number, message in enumerate(messages):
+        if number == 0:
+            _check(row, message, context)
         if isinstance(message, InvalidRequestError):
             _log(row, message, context)
-            if number == 0:
-                raise message
             context.cancel()
             return
         yield message

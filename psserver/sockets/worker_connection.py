@@ -19,7 +19,6 @@ from pscommon.wire.stream_format import (
     decode_message,
     encode_frame,
 )
-from psproto.v1 import parameter_server_pb2 as ps
 from psproto.v1 import stream_pb2 as pb
 from psserver.process.handlers import Handlers, answer
 from psserver.process.identity import ServerIdentity
@@ -145,13 +144,14 @@ class WorkerConnection:
         self._links.serve(self._socket.detach())
 
     async def _greet(self) -> pb.StreamHello:
-        hello = await _receive_hello(self._socket)
-        self._worker = hello.worker
+        message = await _receive_hello(self._socket)
         try:
+            hello = decode_message(pb.StreamHello, message)
             self._check(hello)
         except PSError as error:
             await _refuse(self._socket, error)
             raise
+        self._worker = hello.worker
         welcome = pb.StreamWelcome(format=spoken_format())
         if hello.purpose == pb.StreamHello.PURPOSE_UNSPECIFIED:
             self._streams.opened(self._worker, self.close)
@@ -181,8 +181,7 @@ class WorkerConnection:
         self._answers_since = self._loop.time()
         try:
             if prefix.kind is FrameKind.EXCHANGE:
-                header = decode_message(ps.PushPullHeader, message)
-                await serve_exchange(self._service, self._socket, header, prefix.data_nbytes)
+                await serve_exchange(self._service, self._socket, message, prefix.data_nbytes)
             elif prefix.kind is FrameKind.REQUEST and self._handlers is not None:
                 await self._answer(self._handlers, message)
             else:
@@ -235,7 +234,7 @@ def refuse_connection(
     return task, lambda: None  # the answer takes no time
 
 
-async def _receive_hello(sock: FrameSocket) -> pb.StreamHello:
+async def _receive_hello(sock: FrameSocket) -> bytes:
     """Return the greeting of a peer. Raises InvalidRequestError if it sends none in time."""
     try:
         async with asyncio.timeout(HELLO_SECONDS):
@@ -250,7 +249,7 @@ async def _receive_hello(sock: FrameSocket) -> pb.StreamHello:
         raise InvalidRequestError(f"no greeting within {HELLO_SECONDS:.0f} s") from None
     if prefix.kind is not FrameKind.HELLO:
         raise InvalidRequestError(f"the peer began with {prefix.kind.name}")
-    return decode_message(pb.StreamHello, message)
+    return message
 
 
 async def _refuse(sock: FrameSocket, error: PSError) -> None:

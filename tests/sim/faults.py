@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 
 from pscommon.core.errors import InvalidRequestError, PSError
-from psserver.core.commands.data_commands import LeaseBatches, ReportMetrics
+from psserver.core.commands.data_commands import ReportMetrics
 from psserver.core.commands.job_commands import PolicySettings, SetPolicy
 from psserver.core.commands.recorder import Recorder
 from psserver.core.commands.worker_commands import Join, Leave
@@ -137,11 +137,8 @@ class WorkerFaults:
         worker = self.recorder.do(Join(rank=None, host="h", pid=1, device="cpu"), self.now).worker
         for _ in range(5):
             command = invalid_requests.request(rng, [worker, 0, 2**63 - 1])
-            if isinstance(command, invalid_requests.JOB_WIDE_REQUESTS) or (
-                isinstance(command, LeaseBatches)
-                and (command.spec.loop == 0 or not coordinator.ledger.passes.begun())
-            ):
-                continue  # the first request for a loop without a name would define it for all
+            if isinstance(command, invalid_requests.JOB_WIDE_REQUESTS):
+                continue
             before = json.dumps(coordinator.state())
             try:
                 self.recorder.do(command, self.now)

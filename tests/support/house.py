@@ -288,7 +288,6 @@ ALLOWED: dict[str, set[str]] = {
         "pscommon.core",
         "pscommon.system",
         "pscommon.wire",
-        "psserver.core.commands",
         "psserver.core.shard",
         "psserver.parameters",
         "psserver.process",

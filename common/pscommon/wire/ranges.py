@@ -161,6 +161,8 @@ REMEDIES: Mapping[str, str] = {
     "ReshardRequest.shards": "fewer servers",
 }
 
+OTHER_RELEASE = "the same release of paramserver on every machine of the job"
+
 
 class _ListRule(NamedTuple):
     """What a list or map may have.
@@ -250,7 +252,8 @@ def _check_number(message: Message, name: str, number: int, allowed: Collection[
 
 def _refuse(message: Message, name: str, problem: str, reason: str = "OUT_OF_RANGE") -> NoReturn:
     where = f"{message.DESCRIPTOR.name}.{name}"
-    remedy = REMEDIES.get(where, "the documented values, and the same release on all machines")
+    usual = "a number in this range" if reason == "OUT_OF_RANGE" else OTHER_RELEASE
+    remedy = REMEDIES.get(where, usual)
     raise InvalidRequestError(f"{where} refused: {problem}. Try: {remedy}", reason)
 
 
