@@ -162,7 +162,7 @@ class Exchange:
             )
         traffic.shared_buffers.check_network_allowed()
         nbytes = store.nbytes if header.initial else store.step_nbytes
-        claim = await traffic.budget.take(header.worker, nbytes, seconds, io)
+        claim = await traffic.budget.take(header.worker, nbytes, seconds, io, is_push=True)
         try:
             staging = store.allocate_staging(header.absent, header.initial, parts)
         except BaseException:
@@ -246,7 +246,7 @@ class Exchange:
             return await io.send(result, weights, self._note_alive)
         budget = engine.traffic.budget
         try:
-            claim = await budget.take(header.worker, nbytes, seconds, io)
+            claim = await budget.take(header.worker, nbytes, seconds, io, is_push=False)
         except InFlightError as full:
             return await io.send(self._pending(str(full)), None, self._note_alive)
         try:

@@ -3,10 +3,11 @@
 import asyncio
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from pscommon.core.errors import InvalidRequestError, MismatchError, PSError
 from pscommon.core.formats import check_wire_format, spoken_format
+from pscommon.core.limits import MAX_REQUEST_STREAMS, MAX_UNGREETED_STREAMS
 from pscommon.telemetry.logs import get_logger
 from pscommon.wire.requests import STREAM_FIELDS
 from pscommon.wire.status import error_for_peer
@@ -31,34 +32,57 @@ from psserver.sockets.socket_exchange import serve_exchange
 ALIVE = encode_frame(FrameKind.ALIVE)
 ROWS = {name: row for row, name in STREAM_FIELDS.items()}
 
+UNGREETED = (-1, -1)
+"""In place of worker and purpose, until the peer has greeted this server."""
+
+MAX_STREAMS: Mapping[int, int] = {
+    pb.StreamHello.PURPOSE_UNSPECIFIED: 1,
+    pb.StreamHello.PURPOSE_REQUESTS: MAX_REQUEST_STREAMS,
+}
+"""Streams of one worker, by purpose."""
+
 log = get_logger(__name__)
 
 
-class OpenConnections(ShardObserver):
-    """The open stream of each worker. Thread-safe.
+Close = Callable[[bool], None]
+"""Closes a stream without waiting; with False only if it is receiving a push, or sending."""
 
-    A worker has one stream. A newer one closes it: the worker has given it up.
+
+class OpenConnections(ShardObserver):
+    """The open streams of a port, by worker and purpose. Thread-safe.
+
+    Where there are too many, the newest closes the oldest: a worker has given up an earlier stream
+    for tensors. The streams whose peers have not greeted this server yet count together.
     """
 
     def __init__(self) -> None:
-        self._closers: dict[int, Callable[[bool], None]] = {}
+        self._closers: dict[tuple[int, int], dict[Close, None]] = {}  # oldest first
         self._lock = threading.Lock()
 
-    def opened(self, worker: int, close: Callable[[bool], None]) -> None:
-        """Record the stream of a worker; observers (worker 0) may have any number.
+    def opened(self, key: tuple[int, int], close: Close) -> None:
+        """Count a stream of a worker and a purpose, or one of UNGREETED.
 
-        close: closes the stream without waiting; with False only if it is receiving a push.
+        Observers (worker 0) may have any number.
         """
+        worker, purpose = key
+        most = MAX_UNGREETED_STREAMS if key == UNGREETED else MAX_STREAMS[purpose]
         if worker:
             with self._lock:
-                older, self._closers[worker] = self._closers.get(worker), close
-            if older is not None:
-                older(True)
+                closers = self._closers.setdefault(key, {})
+                closers[close] = None
+                oldest = next(iter(closers)) if len(closers) > most else None
+                if oldest is not None:
+                    del closers[oldest]
+            if oldest is not None:
+                oldest(True)
 
-    def closed(self, worker: int, close: Callable[[bool], None]) -> None:
+    def closed(self, key: tuple[int, int], close: Close) -> None:
+        """Count a stream no longer. Repeating it is harmless."""
         with self._lock:
-            if self._closers.get(worker) == close:
-                del self._closers[worker]
+            closers = self._closers.get(key, {})
+            closers.pop(close, None)
+            if not closers:
+                self._closers.pop(key, None)
 
     def on_evict(self, worker: int) -> None:
         """End the transfer of a worker that is no longer a member, and free its memory.
@@ -66,8 +90,8 @@ class OpenConnections(ShardObserver):
         A stream that moves no bytes stays: the worker's next request is answered with the reason.
         """
         with self._lock:
-            close = self._closers.get(worker)
-        if close is not None:
+            closers = list(self._closers.get((worker, pb.StreamHello.PURPOSE_UNSPECIFIED), ()))
+        for close in closers:
             close(False)
 
 
@@ -93,9 +117,10 @@ class WorkerConnection:
         self._identity, self._service = identity, service
         self._streams, self._refused = streams, refused
         self._handlers, self._links = handlers, links
-        self._worker = 0
+        self._key = UNGREETED
         self._answers_since: float | None = None
         self._socket = FrameSocket(sock, self._loop, self._cancel)
+        streams.opened(self._key, self.close)
         self.task = self._loop.create_task(self._run())
         self.task.add_done_callback(self._clean_up)  # also if the task has never started
 
@@ -130,12 +155,12 @@ class WorkerConnection:
             while True:
                 await self._serve_frame()
         except (ConnectionLostError, OSError):
-            log.debug("stream_closed", worker=self._worker)
+            log.debug("stream_closed", worker=self._key[0])
         except PSError as error:
             self._refused(str(error))
 
     def _clean_up(self, task: "asyncio.Task[None]") -> None:
-        self._streams.closed(self._worker, self.close)
+        self._streams.closed(self._key, self.close)
         self._socket.close()
 
     def _hand_over(self) -> None:
@@ -151,10 +176,11 @@ class WorkerConnection:
         except PSError as error:
             await _refuse(self._socket, error)
             raise
-        self._worker = hello.worker
+        self._streams.closed(self._key, self.close)
         welcome = pb.StreamWelcome(format=spoken_format())
-        if hello.purpose == pb.StreamHello.PURPOSE_UNSPECIFIED:
-            self._streams.opened(self._worker, self.close)
+        if hello.purpose in MAX_STREAMS:
+            self._key = hello.worker, hello.purpose
+            self._streams.opened(self._key, self.close)
         await self._socket.send(
             [MAGIC, encode_frame(FrameKind.WELCOME, welcome.SerializeToString())]
         )
@@ -208,7 +234,10 @@ class WorkerConnection:
 
 
 def refuse_connection(
-    sock: socket.socket, error: PSError, refused: Callable[[str], None]
+    sock: socket.socket,
+    error: PSError,
+    refused: Callable[[str], None],
+    streams: OpenConnections,
 ) -> tuple["asyncio.Task[None]", Callable[[], None]]:
     """Answer the greeting on one connection with an error, as a standby does.
 
@@ -227,10 +256,18 @@ def refuse_connection(
     def cancel() -> None:
         task.cancel()
 
+    def close(always: bool) -> None:
+        loop.call_soon_threadsafe(cancel)
+
+    def clean_up(task: "asyncio.Task[None]") -> None:
+        streams.closed(UNGREETED, close)
+        frames.close()
+
     loop = asyncio.get_running_loop()
     frames = FrameSocket(sock, loop, cancel)
+    streams.opened(UNGREETED, close)
     task = loop.create_task(answer())
-    task.add_done_callback(lambda task: frames.close())
+    task.add_done_callback(clean_up)
     return task, lambda: None  # the answer takes no time
 
 

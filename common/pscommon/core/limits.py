@@ -55,6 +55,18 @@ MAX_TENSORS = 100_000
 MAX_DIMENSIONS = 64
 """Sides of a tensor's shape; numpy and torch have the same bound."""
 
+MAX_UNGREETED_STREAMS = 1000
+"""Connections to a stream port whose peers have not greeted the server yet."""
+
+MAX_REQUEST_STREAMS = 8
+"""Streams of a worker for requests to the coordinator. It has one stream for tensors."""
+
+MAX_PUSHES_PER_WORKER = 2
+"""Pushes of a worker whose bytes a shard holds: one that is received, one that is not decided."""
+
+MAX_PULLS_PER_WORKER = 1
+"""Pulls of a worker whose bytes a shard is sending."""
+
 MAX_NAME_CHARACTERS = 256
 """Characters in the name of a host, device, phase or reported value."""
 
