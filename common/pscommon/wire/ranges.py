@@ -312,11 +312,13 @@ def _make_rules(kind: type[Message]) -> _Rules:
     )
 
 
-def _make_list_rule(field: FieldDescriptor, length: int, allowed: range | None) -> _ListRule:
-    integers, of_type = None, INTEGERS.get(field.type)
+def _make_list_rule(field: Any, length: int, allowed: range | None) -> _ListRule:
+    """field: A FieldDescriptor, of either implementation."""
+    of_type, entry = INTEGERS.get(field.type), field.message_type
+    integers: Callable[[Any], Iterable[int]] | None = None
     if of_type is not None:
         integers = iter
-    elif (entry := field.message_type).GetOptions().map_entry:
+    elif entry.GetOptions().map_entry:
         of_type = INTEGERS.get(entry.fields_by_name["value"].type)
         integers = methodcaller("keys" if of_type is None else "values")
     return _ListRule(field.name, length, integers, None if allowed == of_type else allowed)
