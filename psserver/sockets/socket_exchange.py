@@ -66,15 +66,18 @@ class SocketIO(SocketWaiter):
 
 
 async def serve_exchange(
-    service: SocketService, socket: FrameSocket, header: pb.PushPullHeader, data_nbytes: int
+    service: SocketService, socket: FrameSocket, message: bytes, data_nbytes: int
 ) -> None:
     """Carry out an exchange and answer it; errors are answered too.
+
+    message: The header, encoded.
 
     Raises ConnectionLostError or OSError if the connection is lost.
     """
     io = SocketIO(service, socket, data_nbytes)
     try:
         with service.timing("Exchange"):
+            header = decode_message(pb.PushPullHeader, message)
             await Exchange(service.engine, service.identity, header).run(io)
     except (ConnectionLostError, OSError):
         raise

@@ -297,7 +297,6 @@ ALLOWED: dict[str, set[str]] = {
         "pscommon.core",
         "pscommon.system",
         "pscommon.wire",
-        "psserver.core.commands",
         "psserver.core.shard",
         "psserver.parameters",
         "psserver.process",

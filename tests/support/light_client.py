@@ -1,7 +1,7 @@
 """Workers that consist of a socket: a test can have thousands of them."""
 
 import socket
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -18,13 +18,23 @@ class LightClient:
     """A worker that consists of a socket."""
 
     def __init__(self, job: str, worker: int, address: str) -> None:
+        hello = stream_pb2.StreamHello(format=2, job=job, worker=worker)
         self._job, self._worker = job, worker
+        self.greet(address, hello.SerializeToString())
+        assert self.answer()[0] is FrameKind.WELCOME
+
+    @classmethod
+    def unanswered(cls, address: str, hello: bytes) -> Self:
+        """Connect and send a greeting, whose answer is not received yet."""
+        client = cls.__new__(cls)
+        client.greet(address, hello)
+        return client
+
+    def greet(self, address: str, hello: bytes) -> None:
         host, _, port = address.rpartition(":")
         self.sock = socket.create_connection((host, int(port)), 60.0)
-        hello = stream_pb2.StreamHello(format=2, job=job, worker=worker)
-        self.sock.sendall(MAGIC + encode_frame(FrameKind.HELLO, hello.SerializeToString()))
+        self.sock.sendall(MAGIC + encode_frame(FrameKind.HELLO, hello))
         assert self._receive(len(MAGIC)) == MAGIC
-        assert self.answer()[0] is FrameKind.WELCOME
 
     def push(self, seq: int, floats: int) -> None:
         """Send a small push of ones without waiting for the answer."""

@@ -28,7 +28,8 @@ class DataDirLock:
 
     def __enter__(self) -> "DataDirLock":
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
+            # no other user may write to it, whatever the umask
+            self.path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
             while self._descriptor < 0:
                 self._descriptor = self._try()
         except OSError as error:

@@ -9,7 +9,7 @@ from typing import Any
 from pscommon.core.data_loop import LoopSpec
 from pscommon.core.data_stream import Spec, StreamSpec
 from pscommon.core.errors import InvalidRequestError
-from pscommon.core.limits import MAX_TENSORS, loop_problem
+from pscommon.core.limits import loop_problem
 from pscommon.core.log_entries import (
     Apply,
     BatchKey,
@@ -79,11 +79,6 @@ def model_from_proto(message: mo.ModelSpec) -> ModelSpec:
     Raises:
         InvalidRequestError: the model cannot be trained.
     """
-    if len(message.tensors) > MAX_TENSORS:
-        why = f"it has {len(message.tensors)} tensors, above {MAX_TENSORS}"
-        raise InvalidRequestError(
-            f"the model refused: {why}. Try: join small tensors", "OUT_OF_RANGE"
-        )
     try:
         optimizer = optimizers_from_json(json.loads(message.optimizer_json))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
