@@ -84,6 +84,7 @@ async def join(
         standbys=service.directory.standbys,
         format=spoken_format(),
         training=service.training,
+        key=service.worker_keys.key_of(member.worker),
         **standing(service, member.worker),
     )
 

@@ -5,7 +5,12 @@ import ssl
 import threading
 from collections.abc import Callable
 
-from pscommon.core.errors import InvalidRequestError, MismatchError, PSError
+from pscommon.core.errors import (
+    AuthenticationError,
+    InvalidRequestError,
+    MismatchError,
+    PSError,
+)
 from pscommon.core.formats import check_wire_format, spoken_format
 from pscommon.security.tokens import Role
 from pscommon.telemetry.logs import get_logger
@@ -94,10 +99,10 @@ class WorkerConnection:
         links: ShardLinks | None,
     ) -> None:
         self._loop = asyncio.get_running_loop()
-        self._identity, self._service = identity, service
+        self._identity, self._service, self._keys = identity, service, identity.worker_keys
         self._streams, self._refused = streams, refused
         self._handlers, self._links = handlers, links
-        self._worker = 0
+        self._worker, self._job_key = 0, b""
         self._answers_since: float | None = None
         self._socket = FrameSocket(sock, self._loop, self._cancel)
         self.task = self._loop.create_task(self._run())
@@ -179,6 +184,8 @@ class WorkerConnection:
                 f"this is shard {self._identity.shard}, not shard {hello.shard}", "SHARD_MISMATCH"
             )
         self._identity.check_term(hello.term)
+        self._job_key = self._keys.job_key
+        self._keys.check(hello.worker, hello.key)
 
     async def _serve_frame(self) -> None:
         prefix, message = await self._socket.receive_frame()
@@ -189,6 +196,10 @@ class WorkerConnection:
         try:
             if prefix.kind is FrameKind.EXCHANGE:
                 header = decode_message(ps.PushPullHeader, message)
+                if header.worker != self._worker or self._keys.job_key is not self._job_key:
+                    problem = self._sender_problem(header.worker)
+                    await self._socket.send_error(problem)
+                    raise problem
                 await serve_exchange(self._service, self._socket, header, prefix.data_nbytes)
             elif prefix.kind is FrameKind.REQUEST and self._handlers is not None:
                 await self._answer(self._handlers, message)
@@ -196,6 +207,16 @@ class WorkerConnection:
                 raise InvalidRequestError(f"a worker sent {prefix.kind.name}")
         finally:
             self._answers_since = None
+
+    def _sender_problem(self, worker: int) -> PSError:
+        """Return the error for a message that its sender may not send on this stream."""
+        if worker == self._worker:  # the key of its greeting was of an earlier job key
+            raise ConnectionLostError
+        return AuthenticationError(
+            f"a request of worker {worker} is refused: worker {self._worker} has opened the "
+            "stream. Try: a stream for each worker",
+            "UNAUTHENTICATED",
+        )
 
     async def _answer(self, handlers: Handlers, message: bytes) -> None:
         """Answer a request to the coordinator. One that waits occupies no thread."""
@@ -205,6 +226,8 @@ class WorkerConnection:
             if name is None:
                 raise InvalidRequestError("the coordinator does not know this request")
             row, request, waiter = ROWS[name], getattr(sent, name), SocketWaiter(self._service)
+            if request.worker != self._worker or self._keys.job_key is not self._job_key:
+                raise self._sender_problem(request.worker)
             with self._service.timing(row.name):
                 response = await answer(handlers, row, request, waiter)
         except (ConnectionLostError, OSError):
