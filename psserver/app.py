@@ -13,6 +13,7 @@ import torch
 
 from pscommon.core.errors import InvalidRequestError, SnapshotError, TakenError
 from pscommon.core.exit_codes import ExitCode
+from pscommon.security.credentials import process_credentials
 from pscommon.security.settings import is_loopback
 from pscommon.system import shared_memory
 from pscommon.system import signals as interruptible
@@ -36,6 +37,11 @@ def run(config: ServerConfig) -> int:
     tune_malloc()
     # the engine has its own threads; torch would start some for every calling thread
     torch.set_num_threads(1)
+    tls = process_credentials().tls
+    if tls is not None:
+        threading.Thread(
+            target=tls.watch, args=(threading.Event(),), name="certificate", daemon=True
+        ).start()
     if config.standby_of is None:
         return serve(Server(config))
     with ExitStack() as resources:

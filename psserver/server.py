@@ -10,10 +10,11 @@ from grpc_health.v1 import health_pb2
 
 from pscommon.core.errors import PSError
 from pscommon.core.exit_codes import ExitCode
+from pscommon.security.credentials import process_credentials
 from pscommon.snapshot import DataDirLock
 from pscommon.telemetry.http import MetricsServer
 from pscommon.telemetry.logs import get_logger
-from pscommon.wire.endpoint import Endpoint, listen_http
+from pscommon.wire.metrics_port import serve_metrics, show_expiry
 from psserver.coordinator.service import CoordinatorService
 from psserver.durability.data_formats import check_data_formats
 from psserver.peers.coordinator_link import CoordinatorLink
@@ -114,7 +115,10 @@ class Server:
         """Return the metrics endpoint; a promoted standby keeps its own."""
         monitor = self._promotion.monitor if self._promotion is not None else None
         if monitor is None:
-            return MetricsServer(listen_http(Endpoint(bind)), self.metrics.registry, self.ready)
+            return serve_metrics(bind, self.metrics.registry, self.ready)
+        tls = process_credentials().tls
+        if tls is not None:
+            show_expiry(self.metrics.registry, tls)
         monitor.show(self.metrics.registry, self.ready)
         return monitor
 

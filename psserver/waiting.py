@@ -186,7 +186,7 @@ class Registrations(Generic[K]):
         return list(self._functions)
 
     @contextmanager
-    def calling(self, wake: Callable[[], None], key: K) -> Iterator[None]:
+    def watch(self, key: K, wake: Callable[[], None]) -> Iterator[None]:
         """Call `wake` for this key until the block ends."""
         with self._lock:
             self._functions.setdefault(key, []).append(wake)

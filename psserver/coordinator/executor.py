@@ -28,23 +28,18 @@ T = TypeVar("T")
 CHECK_INTERVAL_SECONDS = 0.2
 """Longest time between two checks by a waiting request."""
 
-FAREWELL_SECONDS = 2.0
-"""Time for workers to learn that the job is over, to end their steps and to leave.
-
-Workers ask once a second.
-"""
-
 
 class CommandExecutor:
     """Owner of the coordinator's machine.
 
     Args:
         missing: Returns which servers the job waits for, in words; empty if all are ready.
-        ending: Returns whether the job or this server ends.
+        is_ending: As the attribute.
         failed: Called with the error that ends the job.
         broken: Called with the error that keeps this process's own shard from following the log.
 
     Attributes:
+        is_ending: Returns whether the job or this server ends.
         revision: Increases with every change that waiting requests must see.
     """
 
@@ -53,7 +48,7 @@ class CommandExecutor:
         recorder: Recorder,
         engine: ShardEngine,
         missing: Callable[[], str],
-        ending: Callable[[], bool],
+        is_ending: Callable[[], bool],
         failed: Callable[[PSError], None],
         broken: Callable[[Exception], None],
     ) -> None:
@@ -61,7 +56,8 @@ class CommandExecutor:
         self._registrations = Registrations[int | None](self.changed)
         self._recorder = recorder
         self._engine = engine
-        self._missing, self._ending, self._failed, self._broken = missing, ending, failed, broken
+        self._missing, self.is_ending = missing, is_ending
+        self._failed, self._broken = failed, broken
         self._refusals = RefusalNotice()
         self._announcements: list[Callable[[], object]] = []
         self.revision = 0
@@ -71,11 +67,6 @@ class CommandExecutor:
     @property
     def coordinator(self) -> CoordinatorMachine:
         return self._recorder.coordinator
-
-    @property
-    def ending(self) -> bool:
-        """Whether the job or this server ends."""
-        return self._ending()
 
     def replace_recorder(self, begin: Callable[[], Recorder]) -> Recorder:
         """Use another machine from now on. No command is executed while `begin` creates it."""
@@ -211,7 +202,7 @@ class CommandExecutor:
             if not self._missing():
                 answer = attempt() if waiter.may_act_here else await waiter.do(attempt)
             left, quiet = deadline - time.monotonic(), True
-            is_over = waiter.is_over or (self._ending() and not stopping)
+            is_over = waiter.is_over or (self.is_ending() and not stopping)
             if answer is not None or left <= 0 or is_over:
                 return answer
             if not self._waits_for_itself(worker):
@@ -241,7 +232,7 @@ class CommandExecutor:
         """
         with self.changed:
             key = worker if self._waits_for_itself(worker) else None
-        return self._registrations.calling(wake, key)
+        return self._registrations.watch(key, wake)
 
     def watch_all(self, wake: Callable[[], None]) -> AbstractContextManager[None]:
         """Call `wake` at each call of `CommandExecutor.wake`: anything may have changed.
@@ -249,7 +240,7 @@ class CommandExecutor:
         Args:
             wake: As in `watch`.
         """
-        return self._registrations.calling(wake, 0)  # the number of no worker
+        return self._registrations.watch(0, wake)  # the number of no worker
 
     def _waits_for_itself(self, worker: int | None) -> bool:
         """Return whether the machine knows what the worker waits for, and says when it is there."""
@@ -258,10 +249,6 @@ class CommandExecutor:
         return member is not None and (
             member.waiting is not None or job.collectives.is_waiting(member.worker)
         )
-
-    def wait_for_workers_to_leave(self) -> None:
-        """Wait until no worker is left, at most FAREWELL_SECONDS."""
-        self.wait_until(lambda: not self.coordinator.membership.current(), FAREWELL_SECONDS)
 
     def wait_until(self, done: Callable[[], bool], seconds: float) -> None:
         """Wait in this thread until `done` returns True, at most this time."""

@@ -41,7 +41,7 @@ def save_final_state(
     Returns why something is not saved; empty if everything is.
     """
     coordinator = scheduler.coordinator
-    if not coordinator.begun or coordinator.model is None:
+    if not coordinator.job.begun or coordinator.job.model is None:
         return ""
     missing = directory.missing
     problems = [lost_data_dir]
@@ -53,7 +53,7 @@ def save_final_state(
     elif save is not None:
         try:
             addresses = directory.addresses
-            write_final_weights(engine.live, addresses, job, coordinator.model, save)
+            write_final_weights(engine.live, addresses, job, coordinator.job.model, save)
             log.info("weights_written", file=str(save), version=engine.live.version)
         except NotSavedError as error:
             problems.append(str(error))
@@ -81,7 +81,7 @@ def _last_snapshot_problem(
     saved = "there is no snapshot"
     if snapshots.newest_version is not None:
         saved = f"the newest snapshot is of version {snapshots.newest_version}"
-    return f"version {scheduler.coordinator.version} is not saved, and {saved}: {problem}"
+    return f"version {scheduler.coordinator.job.version} is not saved, and {saved}: {problem}"
 
 
 def conclude(failure: PSError | None, not_saved: str, code: int) -> int:

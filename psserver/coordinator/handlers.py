@@ -13,13 +13,14 @@ from psproto.v1 import coordinator_pb2 as pb
 from psserver.coordinator import heartbeats, worker_handlers
 from psserver.coordinator.service import CoordinatorService
 from psserver.coordinator.shard_stream import serve_shard
+from psserver.coordinator.status import describe
 from psserver.core.commands.request_checks import wait_seconds
 from psserver.process.handlers import Handlers, when_ended
 from psserver.waiting import Waiter
 
 
 def get_status(service: CoordinatorService, request: pb.GetStatusRequest) -> pb.GetStatusResponse:
-    return pb.GetStatusResponse(status_json=strict_json.dumps(service.status()))
+    return pb.GetStatusResponse(status_json=strict_json.dumps(describe(service)))
 
 
 async def save_snapshot(

@@ -148,7 +148,7 @@ class JobStart:
         first = initial.first_record(
             self._directory.shards, self._generations.number, self._identity.job
         )
-        self.journal.begin_segment(coordinator.version, first)
+        self.journal.begin_segment(coordinator.job.version, first)
         self._coordinator = coordinator
         return Recorder(coordinator, self.journal)
 
@@ -162,7 +162,7 @@ class JobStart:
         coordinator.ledger.origin = self._snapshots.describe(manifest, logged=True)
         recorder.do(UseRules(self._rules), time.monotonic())
         coordinator.membership.departed.begin_next_run(self._config.min_workers)
-        log.info("resumed_from_log", version=coordinator.version)
+        log.info("resumed_from_log", version=coordinator.job.version)
 
     def install_promotion(self, promotion: Promotion) -> None:
         """Continue as the coordinator that this process replicated; the shards reconnect."""
@@ -189,8 +189,8 @@ class JobStart:
         ):
             self.go_back(
                 "the standby lacks the end of its primary's log",
-                coordinator.log_id,
-                coordinator.version,
+                coordinator.job.log_id,
+                coordinator.job.version,
             )
 
     def begin(self, trainings: Trainings) -> None:
@@ -201,9 +201,9 @@ class JobStart:
         coordinator, shards = self._new_machine(), self._directory.shards
         coordinator.job.trainings = trainings
         if self._coordinator is not None:
-            coordinator.job.policy = self._coordinator.policy
+            coordinator.job.policy = self._coordinator.job.policy
             coordinator.reported.recover(self._coordinator.reported.state())
-        shard = self._states.fresh(coordinator.log_id, 0, shards)
+        shard = self._states.fresh(coordinator.job.log_id, 0, shards)
         self.install(InitialState(Origin.FRESH, coordinator, shard))
         self._engine.coordinator.request_report()
 
@@ -240,7 +240,7 @@ class JobStart:
             )
             log.info("resumed_from_snapshot", version=manifest.version)
             # after the others have been asked: all shards load at the same time
-            self.loaded(0, manifest.version, self._load(coordinator.log_id, manifest))
+            self.loaded(0, manifest.version, self._load(coordinator.job.log_id, manifest))
         self._engine.coordinator.request_report()
 
     def _load(self, log_id: int, manifest: Manifest) -> str:
@@ -262,9 +262,9 @@ class JobStart:
         """
         with self.executor.changed:
             coordinator = self.executor.coordinator
-            if coordinator.reshard is not None:
+            if coordinator.job.reshard is not None:
                 raise UnreachableError("the job is being resharded", "NOT_READY")
-            model, snapshot = coordinator.model, self._directory.snapshot
+            model, snapshot = coordinator.job.model, self._directory.snapshot
             facts = CoordinatorFacts(
                 self._generations.number, snapshot, self.newest, self._shard_count.stored_values
             )
@@ -297,7 +297,7 @@ class JobStart:
             manifest = self._snapshots.find(version)
             log.warning("rollback_requested", version=version)
             if self._coordinator is not None:
-                self._accounted_version = self._coordinator.version  # discarded on request
+                self._accounted_version = self._coordinator.job.version  # discarded on request
             self.resume(manifest, self._generations.count)
 
     def go_back(self, why: str, log_id: int, version: int) -> None:
@@ -310,7 +310,7 @@ class JobStart:
         log_id, version: Those at the time of the loss.
         """
         with self._rollback_lock:
-            if self._coordinator is None or log_id != self._coordinator.log_id:
+            if self._coordinator is None or log_id != self._coordinator.job.log_id:
                 return
             manifest = self._snapshots.find_newest()
             if manifest is None and self._is_recovered:
@@ -349,7 +349,7 @@ class JobStart:
     def commit_snapshot(self, coordinator: CoordinatorMachine) -> bool:
         """Commit the finished snapshot if its log is current; return whether there is one."""
         with self._rollback_lock:
-            finished, model = coordinator.cuts.finished, coordinator.model
+            finished, model = coordinator.cuts.finished, coordinator.job.model
             if coordinator is self._coordinator and finished is not None and model is not None:
                 manifest = self._snapshots.commit(finished, self._identity.job, model)
                 if manifest is not None:
@@ -368,7 +368,7 @@ class JobStart:
             if self._standby_link is not None:
                 self._standby_link.announce_snapshot(manifest.as_json())
         self._snapshots.prune()
-        self._engine.retire_log(manifest.version)
+        self._engine.log.remove_before(manifest.version)
         self.journal.remove_before(manifest.version)
 
     def _learn(self, job: str) -> None:

@@ -79,7 +79,7 @@ class ReshardRequests:
         self._executor.wake()
         left = max(0.0, deadline - time.monotonic())
         ended = self._executor.wait(
-            lambda recorder, now: now if recorder.coordinator.reshard is None else None, left
+            lambda recorder, now: now if recorder.coordinator.job.reshard is None else None, left
         )
         self.advance()
         if ended is None:
@@ -99,11 +99,11 @@ class ReshardRequests:
                 raise InvalidRequestError(
                     f"--servers {shards} changes nothing: the job has this number already"
                 )
-            if coordinator.reshard is not None:
+            if coordinator.job.reshard is not None:
                 raise InvalidRequestError(
                     f"a reshard to {now} servers is in progress and waits for {self.waiting_for}"
                 )
-            if not coordinator.begun:
+            if not coordinator.job.begun:
                 raise UnreachableError(
                     "there is nothing to reshard: no weights have arrived yet", "NOT_READY"
                 )
@@ -140,7 +140,7 @@ class ReshardRequests:
     @property
     def waiting_for(self) -> str:
         """The shards that a reshard waits for, in words; empty without a reshard."""
-        reshard = self._executor.coordinator.reshard
+        reshard = self._executor.coordinator.job.reshard
         if reshard is None:
             return ""
         late = [shard for shard in range(reshard.shards) if shard not in reshard.loaded_shards]
@@ -160,7 +160,7 @@ class ReshardRequests:
         """
         with self._executor.changed:
             coordinator = self._executor.coordinator
-            reshard, log_id = coordinator.reshard, coordinator.log_id
+            reshard, log_id = coordinator.job.reshard, coordinator.job.log_id
             self.dismiss()
             if reshard is None:
                 self._engine.live.discard_frozen()
@@ -193,7 +193,7 @@ class ReshardRequests:
         self.partition_built(0, nbytes, problem)
 
     def _sources(self) -> list[str]:
-        if (reshard := self._executor.coordinator.reshard) is None:
+        if (reshard := self._executor.coordinator.job.reshard) is None:
             return []
         return [server.address for server in list(self._directory)[: reshard.before]]
 
@@ -209,7 +209,7 @@ class ReshardRequests:
         """Return the state for a shard that is new in a reshard; None before this process's own
         shard has it.
         """
-        reshard = self._executor.coordinator.reshard
+        reshard = self._executor.coordinator.job.reshard
         return self._engine.live.state_after(reshard.index) if reshard is not None else None
 
     def describe(self, adopts: Mapping[str, Any] | None) -> pb.Move | None:
@@ -218,7 +218,7 @@ class ReshardRequests:
         adopts: The state for a shard that is new in this reshard.
         """
         with self._executor.changed:
-            reshard = self._executor.coordinator.reshard
+            reshard = self._executor.coordinator.job.reshard
             if reshard is None:
                 return None
             state = json.dumps(adopts) if adopts is not None else ""

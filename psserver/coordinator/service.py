@@ -3,7 +3,6 @@
 import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
 
 from pscommon.core.errors import MismatchError, PSError, UnreachableError
 from pscommon.core.partition import PartitionPlan
@@ -14,13 +13,11 @@ from psserver.coordinator.job_start import JobStart
 from psserver.coordinator.resharding import ReshardRequests
 from psserver.coordinator.shard_connections import ShardConnections
 from psserver.coordinator.snapshot_jobs import SnapshotScheduler
-from psserver.coordinator.status import JobView, describe
 from psserver.core.commands.job_commands import PolicySettings, SetPolicy
 from psserver.core.commands.waiting import waiting_for
 from psserver.core.commands.worker_commands import DrainWorker
 from psserver.core.coordinator.admission import check_switch
 from psserver.core.coordinator.machine import CoordinatorMachine
-from psserver.core.data.data_ledger import DataLedger
 from psserver.core.job.snapshot_schedule import PartReport
 from psserver.core.servers.shard_directory import ShardDirectory
 from psserver.durability.record_sink import StandbyLink
@@ -41,6 +38,12 @@ from psserver.shard.engine import REPORT_INTERVAL_SECONDS, Coordinator, ShardEng
 END_SECONDS = 2.0
 """Time for the other shards to learn that the job is over."""
 
+FAREWELL_SECONDS = 2.0
+"""Time for workers to learn that the job is over, to end their steps and to leave.
+
+Workers ask once a second.
+"""
+
 log = get_logger(__name__)
 
 
@@ -55,6 +58,7 @@ class CoordinatorService:
         executor: Every change of the machine goes through it.
         history: Begins the job and its trainings, and keeps the journal.
         first_workers: Checks the wait for --min-workers.
+        began_at: When this server started, in monotonic seconds.
     """
 
     def __init__(
@@ -74,7 +78,7 @@ class CoordinatorService:
         self.directory = ShardDirectory[Manifest](shard_count, identity.address, standby_link)
         self._identity, self._standby_link = identity, standby_link
         self.worker_keys = identity.worker_keys
-        self._began_at = self._reported_at = time.monotonic()
+        self.began_at = self._reported_at = time.monotonic()
         self.stop_reason: str | None = None  # why this server stops
         self.is_over = False  # the job ends with this server
         self.failure: PSError | None = None  # the error that ended the job
@@ -103,22 +107,19 @@ class CoordinatorService:
         self.reshard_requests = ReshardRequests(
             self.executor, self.directory, shard_count, self.engine, snapshots, identity, config
         )
-        self.shard_connections = self._make_shard_connections()
-        self.first_workers = FirstWorkers(config.join_timeout, lambda: self.waiting_for)
-        self._worker_monitor = WorkerMonitor(metrics, config.on_worker_loss.seconds)
-        self.worker_exits = WorkerExits()
-        self._ticker = threading.Thread(target=self._tick_forever, name="ticker", daemon=True)
-
-    def _make_shard_connections(self) -> ShardConnections:
-        return ShardConnections(
+        self.shard_connections = ShardConnections(
             self.executor,
             self.directory,
             self.history,
-            self.snapshots,
+            snapshots,
             self.snapshot_scheduler,
             self.reshard_requests,
             self.stopped,
         )
+        self.first_workers = FirstWorkers(config.join_timeout, lambda: self.waiting_for)
+        self._worker_monitor = WorkerMonitor(metrics, config.on_worker_loss.seconds)
+        self.worker_exits = WorkerExits()
+        self._ticker = threading.Thread(target=self._tick_forever, name="ticker", daemon=True)
 
     def start(self, ticking: bool = True, promotion: Promotion | None = None) -> None:
         """Continue the job or begin one, then start the clock.
@@ -138,7 +139,7 @@ class CoordinatorService:
                     "samples": job.samples,
                 }
         coordinator = self._coordinator
-        self.engine.deliver(coordinator.log_id, coordinator.entries_after(0))
+        self.engine.deliver(coordinator.job.log_id, coordinator.log.after(0))
         self._report_all()
         if ticking:
             self._ticker.start()
@@ -176,25 +177,16 @@ class CoordinatorService:
             waiting = self.directory.missing or self.reshard_requests.waiting_for
             return waiting or waiting_for(self._coordinator, time.monotonic())
 
-    @property
-    def training(self) -> str:
-        """Name of the current training; empty: no worker has named it."""
-        return self._coordinator.job.trainings.current
-
     # ---- the job ---------------------------------------------------------------------------------
 
     @property
     def policy(self) -> str:
-        return self._coordinator.policy.name
-
-    @property
-    def ledger(self) -> DataLedger:
-        return self._coordinator.ledger
+        return self._coordinator.job.policy.name
 
     def passes_begun(self) -> Mapping[str, tuple[int, list[int]]]:
         """Return the passes that have begun, see PassNumbers.begun."""
         with self.executor.changed:
-            return self.ledger.passes.begun()
+            return self._coordinator.ledger.passes.begun()
 
     def check_goes_on(self) -> None:
         """Raise UnreachableError once this server begins to stop."""
@@ -232,27 +224,17 @@ class CoordinatorService:
     @property
     def begun(self) -> bool:
         """Whether every shard has weights."""
-        return self._coordinator.begun and not self.directory.missing
+        return self._coordinator.job.begun and not self.directory.missing
 
     @property
     def version(self) -> int:
-        return self._coordinator.version
-
-    @property
-    def seed(self) -> int:
-        """The seed that the first worker gave which registered."""
-        return self._coordinator.job.seed
-
-    @property
-    def update_counts(self) -> Mapping[str, int]:
-        """Number of updates of each optimizer; empty if the job has one."""
-        return self._coordinator.job.updates
+        return self._coordinator.job.version
 
     @property
     def plan(self) -> PartitionPlan:
-        if self._coordinator.model is None:
+        if self._coordinator.job.model is None:
             raise UnreachableError("no worker has registered a model yet", "NOT_READY")
-        return PartitionPlan(self._coordinator.model, self._coordinator.shards)
+        return PartitionPlan(self._coordinator.job.model, self._coordinator.job.shards)
 
     def restore(self, version: int, seconds: float) -> None:
         """Roll all shards back to the snapshot of this version; workers rejoin by themselves."""
@@ -324,7 +306,9 @@ class CoordinatorService:
     def _end_job(self) -> None:
         try:
             if self.is_over:
-                self.executor.wait_for_workers_to_leave()
+                self.executor.wait_until(
+                    lambda: not self._coordinator.membership.current(), FAREWELL_SECONDS
+                )
             self.not_saved = save_final_state(
                 self.job,
                 self.config.save,
@@ -350,20 +334,3 @@ class CoordinatorService:
         )
         if self._ticker.is_alive():
             self._ticker.join()
-
-    def status(self) -> dict[str, Any]:
-        """Return the answer to GetStatus (see psserver/coordinator/status.py)."""
-        listing = list(self.snapshots.listing())
-        with self.executor.changed:
-            view = JobView(
-                self.job,
-                self.config,
-                self.directory,
-                self.snapshots,
-                self.progress,
-                self.waiting_for,
-                self.stop_reason,
-                listing,
-                self._began_at,
-            )
-            return describe(view, self._coordinator)

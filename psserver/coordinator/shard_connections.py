@@ -15,7 +15,7 @@ from psserver.coordinator.snapshot_jobs import SnapshotScheduler
 from psserver.core.commands.job_commands import RecordPart
 from psserver.core.job.snapshot_schedule import PartReport
 from psserver.core.servers.catch_up import CatchUp
-from psserver.core.servers.server_entry import DeliveryCursor, DirectoryView, ServerEntry
+from psserver.core.servers.server_entry import DeliveryCursor, ServerEntry
 from psserver.core.servers.shard_directory import ShardDirectory
 from psserver.core.servers.shard_protocol import process_report, replace_process
 from psserver.durability.snapshots import SnapshotManager
@@ -33,6 +33,10 @@ class ShardUpdate(NamedTuple):
         base: Index of the log entry at which the log starts.
         catch_up: What the shard must do before it can follow the log.
         snapshots: Versions of the snapshots that are kept.
+        shards: Number of shards.
+        addresses: Primaries by shard; empty where none has connected.
+        standbys: Standbys by shard; empty where there is none.
+        reshard_count: How often the number of shards has changed.
         reshard: The reshard in progress; None without one.
     """
 
@@ -43,7 +47,10 @@ class ShardUpdate(NamedTuple):
     snapshot: Manifest | None
     entries: list[Entry]
     snapshots: list[int]
-    directory: DirectoryView
+    shards: int
+    addresses: list[str]
+    standbys: list[str]
+    reshard_count: int
     reshard: pb.Move | None
 
 
@@ -146,17 +153,22 @@ class ShardConnections:
             adopts = None
             if delivery.catch_up is CatchUp.ADOPT:
                 adopts = self._reshard_requests.state()
-                delivery = delivery if adopts is not None else delivery.with_repetition()
+                if adopts is None:  # the next delivery repeats the action
+                    cursor = delivery.cursor._replace(catch_up=None)
+                    delivery = delivery._replace(cursor=cursor)
             recovers = delivery.catch_up is CatchUp.RECOVER
             return ShardUpdate(
                 delivery.cursor,
                 coordinator.log.base,
-                coordinator.model,
+                coordinator.job.model,
                 delivery.catch_up,
                 self._history.newest if recovers else directory.snapshot,
                 delivery.entries,
                 self._snapshots.retained,
-                directory.picture(),
+                directory.shards,
+                directory.addresses,
+                directory.standbys,
+                directory.shard_count.changes,
                 self._reshard_requests.describe(adopts),
             )
 
@@ -175,8 +187,8 @@ class ShardConnections:
             if (
                 delivery is None
                 or delivery.catch_up is not CatchUp.FOLLOW
-                or coordinator.reshard is not None
-                or coordinator.model is not model
+                or coordinator.job.reshard is not None
+                or coordinator.job.model is not model
             ):
                 return None
             return delivery.cursor, delivery.entries

@@ -178,7 +178,7 @@ class ShardUpdates:
             return waits
         response = pb.LinkShardResponse(
             job=service.job,
-            addresses=update.directory.addresses,
+            addresses=update.addresses,
             waiting_for=service.waiting_for,
             stop=is_over,
             epoch=update.cursor.log_id,
@@ -186,9 +186,9 @@ class ShardUpdates:
             entries=[entry_to_proto(entry) for entry in update.entries],
             snapshots=update.snapshots,
             term=service.directory[0].term,
-            standbys=update.directory.standbys,
-            shards=update.directory.shards,
-            layout=update.directory.reshard_count,
+            standbys=update.standbys,
+            shards=update.shards,
+            layout=update.reshard_count,
             move=update.reshard,
             policy=service.policy,
             mends=service.config.gradient_rules.mends,

@@ -47,7 +47,7 @@ class SnapshotScheduler:
         if not self._snapshots.enabled:
             raise SnapshotError("these servers have no --data-dir", "NO_SNAPSHOT")
         wanted = self._executor.wait(
-            lambda r, now: r.coordinator.version if r.coordinator.begun else None, seconds
+            lambda r, now: r.coordinator.job.version if r.coordinator.job.begun else None, seconds
         )
         if wanted is None:
             raise UnreachableError(
@@ -56,7 +56,7 @@ class SnapshotScheduler:
                 "NOT_READY",
             )
         version = self._written(wanted, seconds)
-        if version is None and self._executor.ending:
+        if version is None and self._executor.is_ending():
             raise UnreachableError(
                 "cannot save: the servers are stopping, and take a last snapshot if possible",
                 "STOPPING",
@@ -96,7 +96,7 @@ class SnapshotScheduler:
     def last(self) -> str:
         """Write the last snapshot of a job; return why it is missing, empty if it is written."""
         self._snapshots.logs_failures = False  # the caller reports it with the outcome
-        version, seconds = self.coordinator.version, LAST_SNAPSHOT_SECONDS
+        version, seconds = self.coordinator.job.version, LAST_SNAPSHOT_SECONDS
         try:
             written = self._written(version, seconds, LAST_SNAPSHOT_ATTEMPTS)
         except SnapshotError as error:
@@ -125,7 +125,7 @@ class SnapshotScheduler:
         No worker would repeat these updates.
         """
         coordinator = self._executor.coordinator
-        new = coordinator.begun and coordinator.version > coordinator.cuts.last_version
+        new = coordinator.job.begun and coordinator.job.version > coordinator.cuts.last_version
         return new and coordinator.membership.departed.is_run_done(1)
 
     def _finish(self) -> None:
@@ -150,7 +150,7 @@ class SnapshotScheduler:
         def written(recorder: Recorder, now: float) -> int | None:
             nonlocal failures, again
             newest = self._snapshots.newest_version
-            if newest is not None and newest >= min(wanted, recorder.coordinator.version):
+            if newest is not None and newest >= min(wanted, recorder.coordinator.job.version):
                 return newest
             if self._snapshots.failures - before > failures:
                 failures, again = self._snapshots.failures - before, now + RETRY_PAUSE_SECONDS

@@ -1,7 +1,7 @@
 """The answer to GetStatus: everything about the job in one JSON object. Its keys are promised."""
 
 import time
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -9,75 +9,60 @@ from pscommon.core.data_loop import LoopSpec
 from pscommon.core.data_stream import StreamSpec
 from pscommon.core.partition import PartitionPlan
 from pscommon.snapshot import Manifest
+from psserver.coordinator.service import CoordinatorService
 from psserver.core.commands.recorder import HUNG
 from psserver.core.coordinator.machine import CoordinatorMachine
 from psserver.core.servers.shard_directory import ShardDirectory
 from psserver.core.workers.members import Member, WorkerState
-from psserver.durability.snapshots import SnapshotManager
-from psserver.monitoring.pass_progress import PassProgress
 from psserver.monitoring.worker_monitor import find_conditions
 from psserver.process.config import ServerConfig
 
 
-@dataclass(frozen=True, slots=True)
-class JobView:
-    """What the status shows beside the coordinator's machine.
-
-    Attributes:
-        waiting_for: What the job waits for, in words; empty if it waits for nothing.
-        stop_reason: Why this server stops; None while it runs.
-        listing: The snapshots on disk.
-        began_at: When this server started, in monotonic seconds.
-    """
-
-    job: str
-    config: ServerConfig
-    directory: ShardDirectory[Manifest]
-    snapshots: SnapshotManager
-    progress: PassProgress
-    waiting_for: str
-    stop_reason: str | None
-    listing: list[dict[str, Any]]
-    began_at: float
+def describe(service: CoordinatorService) -> dict[str, Any]:
+    """Return the status."""
+    listing = list(service.snapshots.listing())
+    with service.executor.changed:
+        return _describe(service, listing)
 
 
-def describe(view: JobView, coordinator: CoordinatorMachine) -> dict[str, Any]:
-    """Return the status. The caller holds the executor's lock."""
-    policy, snapshots, now = coordinator.policy, view.snapshots, time.monotonic()
+def _describe(service: CoordinatorService, listing: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the status with these snapshots on disk. The caller holds the executor's lock."""
+    coordinator, snapshots, now = service.executor.coordinator, service.snapshots, time.monotonic()
+    policy = coordinator.job.policy
     return {
-        "job": view.job,
+        "job": service.job,
         "training": coordinator.job.trainings.current,
         "trainings_finished": list(coordinator.job.trainings.finished),
         "policy": policy.name,
         "staleness": policy.bound if policy.name == "ssp" else None,
         "max_staleness": policy.max_staleness,
-        "state": state(view, coordinator),
-        "version": coordinator.version,
+        "state": state(service, coordinator),
+        "version": coordinator.job.version,
         "steps": coordinator.job.counts["applied"],
         "samples": coordinator.job.samples,
         "resumed": snapshots.resumed,
-        "seconds": round(now - view.began_at, 3),
-        "waiting_for": view.waiting_for,
+        "seconds": round(now - service.began_at, 3),
+        "waiting_for": service.waiting_for,
         "min_workers": coordinator.job.min_workers,
         "backup_workers": policy.backup,
-        **settings(view.config),
-        "settings": in_force(view, coordinator),
-        "servers": servers(view.directory),
+        **settings(service.config),
+        "settings": in_force(service, coordinator),
+        "servers": servers(service.directory),
         "candidates": [  # they wait for ps-ctl reshard
             {"shard": shard, "shards": shards, "address": server.address}
-            for (shard, shards), server in sorted(view.directory.candidates.items())
+            for (shard, shards), server in sorted(service.directory.candidates.items())
         ],
-        "moving_to": view.directory.shards if coordinator.reshard is not None else None,
+        "moving_to": service.directory.shards if coordinator.job.reshard is not None else None,
         "workers": workers(coordinator, now),
-        "progress": view.progress.describe(coordinator, now),
+        "progress": service.progress.describe(coordinator, now),
         "data": data(coordinator),
-        "snapshots": view.listing,
+        "snapshots": listing,
         "snapshot_age_seconds": round(time.time() - snapshots.newest_time, 3)
         if snapshots.newest_time
         else None,
         "snapshot_problem": snapshots.problem,
         "pushes": coordinator.job.counts
-        | {"duplicate": sum(int(s.stats.get("duplicates", 0)) for s in view.directory)},
+        | {"duplicate": sum(int(s.stats.get("duplicates", 0)) for s in service.directory)},
         "metrics": {
             name: value for name, (_, value) in sorted(coordinator.reported.latest.items())
         },
@@ -114,14 +99,15 @@ PER_SERVER_SETTINGS = (
 """Settings of one process, which differ from server to server."""
 
 
-def in_force(view: JobView, coordinator: CoordinatorMachine) -> list[dict[str, Any]]:
+def in_force(service: CoordinatorService, coordinator: CoordinatorMachine) -> list[dict[str, Any]]:
     """Return the job's settings for `ps-ctl config`: shard 0's flags and the policy that a
     command set.
     """
     name, staleness, max_staleness, _ = coordinator.job.policy_settings()
     chosen = {"policy": name, "staleness": staleness, "max_staleness": max_staleness}
-    given = {field.name: _plain(getattr(view.config, field.name)) for field in fields(view.config)}
-    known = {"job": view.job, "shards": coordinator.shards}
+    config = service.config
+    given = {field.name: _plain(getattr(config, field.name)) for field in fields(config)}
+    known = {"job": service.job, "shards": coordinator.job.shards}
     shared = {key: value for key, value in given.items() if key not in PER_SERVER_SETTINGS}
     rows = {**shared, **known, **chosen}
     return [
@@ -140,16 +126,16 @@ def _plain(value: Any) -> Any:
     return value if value is None or isinstance(value, bool | int | float | str) else str(value)
 
 
-def state(view: JobView, coordinator: CoordinatorMachine) -> str:
-    if view.stop_reason is not None:
+def state(service: CoordinatorService, coordinator: CoordinatorMachine) -> str:
+    if service.stop_reason is not None:
         return "stopping"
-    if not all(server.connected for server in view.directory):
+    if not all(server.connected for server in service.directory):
         return "waiting for servers"
-    if not coordinator.begun:
+    if not coordinator.job.begun:
         return "waiting for a model"
-    if coordinator.reshard is not None:
+    if coordinator.job.reshard is not None:
         return "moving"
-    return "running" if coordinator.started else "waiting for workers"
+    return "running" if coordinator.job.started else "waiting for workers"
 
 
 def servers(directory: ShardDirectory[Manifest]) -> list[dict[str, Any]]:
@@ -224,14 +210,14 @@ def _data_size(spec: LoopSpec | StreamSpec, committed: int) -> dict[str, Any]:
 
 
 def model(coordinator: CoordinatorMachine) -> dict[str, Any] | None:
-    spec = coordinator.model
+    spec = coordinator.job.model
     if spec is None:
         return None
     return {
         "tensors": len(spec.tensors),
         "parameters": sum(t.size for t in spec.tensors),
         "bytes": sum(t.nbytes for t in spec.tensors),
-        "plan_digest": PartitionPlan(spec, coordinator.shards).digest,
+        "plan_digest": PartitionPlan(spec, coordinator.job.shards).digest,
         "optimizer": ", ".join(
             f"{name}: {settings.name}" if name else settings.name
             for name, settings in spec.optimizers.items()

@@ -67,15 +67,16 @@ async def join(
             waiting_for=_waiting_to_join(service, request.training), format=spoken_format()
         )
     service.worker_exits.learn(member.worker, request.process[:MAX_NAME_CHARACTERS])
+    coordinator = service.executor.coordinator
     return pb.JoinResponse(
         job=service.job,
         worker=member.worker,
         addresses=service.directory.addresses,
         lease_ms=round(service.config.lease * 1000),
         policy=service.policy,
-        open_loop=service.ledger.open_loop,
-        known_loops=service.ledger.known_loops,
-        open_loops=service.ledger.open_loops,
+        open_loop=coordinator.ledger.open_loop,
+        known_loops=coordinator.ledger.known_loops,
+        open_loops=coordinator.ledger.open_loops,
         loaders=[
             pb.LoaderPasses(loader=loader, begun=begun, open=still_open)
             for loader, (begun, still_open) in service.passes_begun().items()
@@ -83,7 +84,7 @@ async def join(
         bad_gradients=service.config.bad_gradients,
         standbys=service.directory.standbys,
         format=spoken_format(),
-        training=service.training,
+        training=coordinator.job.trainings.current,
         key=service.worker_keys.key_of(member.worker),
         **standing(service, member.worker),
     )
@@ -129,7 +130,7 @@ async def add_member(
         "worker_joined",
         worker=member.worker,
         rank=member.rank,
-        training=service.training,
+        training=executor.coordinator.job.trainings.current,
         host=member.host,
         pid=member.pid,
     )
@@ -148,7 +149,7 @@ def _admit(
     coordinator = recorder.coordinator
     current = coordinator.membership.current()
     if not coordinator.job.trainings.admits(command.training):
-        return None if current or coordinator.reshard is not None else BEGIN
+        return None if current or coordinator.job.reshard is not None else BEGIN
     others = [m for m in current if command.rank is None or m.rank != command.rank]
     if len(others) >= max_workers:
         raise InvalidRequestError(
@@ -161,9 +162,11 @@ def _admit(
 
 def _waiting_to_join(service: CoordinatorService, training: str) -> str:
     """Return a phrase for people about the workers that the next training waits for."""
-    members = service.executor.coordinator.membership.current()
+    coordinator = service.executor.coordinator
+    members = coordinator.membership.current()
     named = ", ".join(map(str, members[:MAX_NAMED_COUNT])) or "a reshard"
-    return f"the end of training {service.training!r} before {training!r} can begin: {named}"
+    current = coordinator.job.trainings.current
+    return f"the end of training {current!r} before {training!r} can begin: {named}"
 
 
 async def register(
@@ -183,15 +186,15 @@ async def register(
         state = states.get(reply, answer.STATE_PENDING)
     if state == answer.STATE_PENDING:
         return answer(state=state, waiting_for=service.waiting_for)
-    plan = service.plan
+    plan, job = service.plan, service.executor.coordinator.job
     return answer(
         state=state,
         model=model_to_proto(plan.spec),
         plan_digest=plan.digest,
         version=service.version,
         groups_json=groups_of(service.engine.live.store),
-        updates=service.update_counts,
-        seed=service.seed,
+        updates=job.updates,
+        seed=job.seed,
         **standing(service, worker),
     )
 
@@ -206,7 +209,7 @@ async def _register(
         InvalidRequestError: No file or server can hold the model.
     """
     executor, worker, spec = service.executor, command.worker, command.spec
-    shards, asked = executor.coordinator.shards, time.monotonic()
+    shards, asked = executor.coordinator.job.shards, time.monotonic()
     check_memory(spec, shards, usable_memory())
     nbytes = push_nbytes(spec, shards)
 
@@ -216,15 +219,15 @@ async def _register(
         if coordinator.registration.unresolved_peer(worker, asked):
             coordinator.job.member(worker, now)
             return None
-        if coordinator.model is None:
+        if coordinator.job.model is None:
             check_tensor_names(spec)
-        before = coordinator.model
+        before = coordinator.job.model
         state = recorder.do(command, now)
-        log_changed_hyper_parameters(before, coordinator.model)
+        log_changed_hyper_parameters(before, coordinator.job.model)
         return None if state == "pending" else state
 
     answer: RegistrationReply | None = await executor.until(ask, seconds, waiter)
-    if (model := executor.coordinator.model) is not None:
+    if (model := executor.coordinator.job.model) is not None:
         service.engine.set_model(model)
     return answer or "pending"
 
@@ -271,7 +274,7 @@ def never_begun(ledger: DataLedger, worker: int) -> dict[PassName, int]:
     """
     return {
         loop.name: len(ready)
-        for loop in ledger.live()
+        for loop in ledger.live.values()
         if (ready := loop.leases.ready(worker))
         and loop.name
         and loop.was_left

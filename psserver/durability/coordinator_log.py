@@ -41,7 +41,7 @@ class CoordinatorLog(RecordSink):
             self.append(CoordinatorRecordKind.COMMAND, recorded)
 
     def rotate(self, coordinator: CoordinatorMachine) -> None:
-        self.begin_segment(coordinator.version, coordinator.complete_state())
+        self.begin_segment(coordinator.job.version, coordinator.complete_state())
 
     def begin_segment(self, version: int, state: Mapping[str, Any]) -> None:
         """Begin a segment with this state, which has at least job and log id (key "epoch")."""

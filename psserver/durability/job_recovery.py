@@ -74,7 +74,7 @@ class InitialState:
             coordinator.complete_state()
             if self.origin is not Origin.FRESH
             else {
-                "epoch": coordinator.log_id,
+                "epoch": coordinator.job.log_id,
                 "version": 0,
                 "generation": generation,
                 "policy": [*coordinator.job.policy_settings()],
@@ -129,9 +129,9 @@ class JobRecovery:
             if found is not None:
                 coordinator, job = found
                 self._change_shard_count(coordinator, manifest)
-                reached, reshard = coordinator.version, coordinator.reshard
-                possible_shards = {coordinator.shards, *([reshard.before] if reshard else [])}
-                shard = self._states.from_log(coordinator.log_id, manifest, possible_shards)
+                reached, reshard = coordinator.job.version, coordinator.job.reshard
+                possible_shards = {coordinator.job.shards, *([reshard.before] if reshard else [])}
+                shard = self._states.from_log(coordinator.job.log_id, manifest, possible_shards)
                 if coordinator.log.can_go_on(shard.machine.report()):
                     return InitialState(Origin.LOG, coordinator, shard, manifest, manifest, job)
                 problem = (
@@ -146,10 +146,10 @@ class JobRecovery:
         self, coordinator: CoordinatorMachine, manifest: Manifest | None
     ) -> None:
         """Use the number of shards of the log, if this server may have been started for it."""
-        shard_count, wrote = self._shard_count, coordinator.shards
+        shard_count, wrote = self._shard_count, coordinator.job.shards
         if wrote not in (shard_count.shards, shard_count.configured, *shard_count.past):
             remedy = f"start {wrote} servers, then `ps-ctl reshard --servers {shard_count.shards}`"
-            _check_saved(coordinator.version, manifest, f"a log of {wrote} servers", remedy)
+            _check_saved(coordinator.job.version, manifest, f"a log of {wrote} servers", remedy)
             raise LogUnfitError(f"{wrote} servers wrote it, and there are {shard_count.shards} now")
         shard_count.change(wrote)
 
@@ -198,7 +198,7 @@ class JobRecovery:
         remedy = (
             "start the servers with `--durability log`, then `ps-ctl stop`, which takes a snapshot"
         )
-        return _check_saved(found[0].version, manifest, "the log of an earlier start", remedy)
+        return _check_saved(found[0].job.version, manifest, "the log of an earlier start", remedy)
 
 
 def recover_coordinator(
@@ -264,7 +264,7 @@ def _begin(
 
 def _check_continues(base: Mapping[str, Any], coordinator: CoordinatorMachine) -> None:
     """Raise LogUnfitError unless a segment begins where the commands before it ended."""
-    state = json.loads(json.dumps(coordinator.state()))
+    state = json.loads(json.dumps(coordinator.job.as_json()))
     if differing := [key for key in state if base.get(key) != state[key]]:
         raise LogUnfitError(
             f"commands before version {base.get('version')} are missing: {', '.join(differing)}"

@@ -30,7 +30,7 @@ class PassProgress:
             self._coordinator, self._loop, self._counted = coordinator, None, {}
             self._samples.clear()
         known = self._counted
-        self._counted = {loop.spec.loop: _counted(loop) for loop in coordinator.ledger.live()}
+        self._counted = {number: _counted(loop) for number, loop in coordinator.ledger.live.items()}
         grown = [
             number for number, counted in self._counted.items() if counted > known.get(number, 0)
         ]

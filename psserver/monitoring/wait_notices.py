@@ -31,7 +31,7 @@ class WaitNotice:
 
     def update(self, coordinator: CoordinatorMachine, missing: str, now: float) -> None:
         """Log a long wait. missing: What the job waits for, in words; empty: for nothing."""
-        step = (coordinator.log_id, coordinator.version + 1)
+        step = (coordinator.job.log_id, coordinator.job.version + 1)
         if not missing or step != self._step:
             self._step, self._since, self._logged_at = step, now, now
         elif now - self._logged_at >= NOTICE_INTERVAL_SECONDS:
@@ -102,7 +102,9 @@ class FirstWorkers:
 
     def update(self, coordinator: CoordinatorMachine) -> None:
         is_waiting = (
-            coordinator.begun and not coordinator.started and coordinator.membership.registered()
+            coordinator.job.begun
+            and not coordinator.job.started
+            and coordinator.membership.registered()
         )
         self._since = (self._since or time.monotonic()) if is_waiting else None
 

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 
 from pscommon.core.errors import (
+    AuthenticationError,
     MismatchError,
     PSError,
     SnapshotError,
@@ -18,6 +19,7 @@ from pscommon.settings.values import Lanes
 from pscommon.snapshot import Manifest
 from pscommon.telemetry.logs import get_logger
 from pscommon.wire.messages import entry_from_proto, model_from_proto
+from pscommon.wire.tls_probe import cause_of
 from psproto.v1 import coordinator_pb2 as pb
 from psserver.core.job.settings import GradientRules
 from psserver.core.job.snapshot_schedule import PartReport
@@ -131,7 +133,11 @@ class CoordinatorLink:
                 self._fail(error)
                 return
             except PSError as error:
-                self._handle_silence(f"shard 0 at {address}", str(error))
+                problem = cause_of(error, address)
+                if isinstance(problem, AuthenticationError) and not self._term:
+                    self._fail(problem)  # it was accepted never before
+                    return
+                self._handle_silence(f"shard 0 at {address}", str(problem))
             self._is_connected = False
             if self._is_leaving:
                 self.stopped.set()
@@ -295,7 +301,7 @@ class CoordinatorLink:
             self.engine.live.discard_frozen()
         if response.snapshots:
             self._snapshots.retain(response.snapshots, response.job)
-            self.engine.retire_log(max(response.snapshots))
+            self.engine.log.remove_before(max(response.snapshots))
 
     def _build_partition(self, log_id: int, reshard: pb.Move) -> None:
         """Build this shard's new partition. After a failure the next response tries again."""

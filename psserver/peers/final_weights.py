@@ -5,7 +5,6 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Protocol
 
 from pscommon.core.errors import NotSavedError, PSError, UnreachableError
 from pscommon.core.model_spec import ROLES, ModelSpec
@@ -24,14 +23,6 @@ RETRY_INTERVAL_SECONDS = 0.1
 
 CHUNK_BYTES = 64 << 20
 """Bytes copied at a time while nothing is applied."""
-
-
-class WeightSource(Protocol):
-    """One shard's current weights. Both raise UnreachableError if the shard does not answer."""
-
-    @property
-    def version(self) -> int: ...
-    def read(self, kind: str, span: ByteRange) -> Iterator[FrozenBytes]: ...
 
 
 class LocalShard:
@@ -78,10 +69,10 @@ def write_final_weights(
     """
     plan = PartitionPlan(model, len(addresses))
     with ExitStack() as stack:
-        sources: list[WeightSource] = [LocalShard(live)]
+        sources: list[LocalShard | PeerShard] = [LocalShard(live)]
         for address in addresses[1:]:
             peer = PeerShard(address, job, current=True)
-            stack.callback(peer.close)
+            stack.enter_context(peer.channel)
             sources.append(peer)
         try:
             write_model(
@@ -92,7 +83,7 @@ def write_final_weights(
 
 
 def _read_one_version(
-    plan: PartitionPlan, sources: Sequence[WeightSource], seconds: float
+    plan: PartitionPlan, sources: Sequence[LocalShard | PeerShard], seconds: float
 ) -> bytearray:
     """Return a flat buffer of one version, read while no shard changed its version."""
     deadline, timer = time.monotonic() + seconds, threading.Event()
@@ -109,7 +100,7 @@ def _read_one_version(
         timer.wait(RETRY_INTERVAL_SECONDS)
 
 
-def _read_all(plan: PartitionPlan, sources: Sequence[WeightSource]) -> bytearray:
+def _read_all(plan: PartitionPlan, sources: Sequence[LocalShard | PeerShard]) -> bytearray:
     buffer = bytearray(plan.nbytes)
     for shard, source in enumerate(sources):
         for role in ROLES:

@@ -37,6 +37,7 @@ class PeerShard:
     """Another server's partition.
 
     current: read its current partition instead of the one before a reshard.
+    channel: the connection; the caller closes it.
     nbytes: bytes received so far.
     """
 
@@ -45,8 +46,8 @@ class PeerShard:
     ) -> None:
         self.nbytes = 0
         self._address = address
-        self._channel = open_channel(Endpoint(address), tensors=True)
-        self._read = Stub(self._channel, READ_SHARD)
+        self.channel = open_channel(Endpoint(address), tensors=True)
+        self._read = Stub(self.channel, READ_SHARD)
         self._template = pb.ReadShardRequest(job=job, epoch=log_id, index=index, current=current)
 
     @property
@@ -79,9 +80,6 @@ class PeerShard:
             yield from self._read(
                 request, timeout=CALL_TIMEOUT_SECONDS + span.nbytes / MIN_BYTES_PER_SECOND
             )
-
-    def close(self) -> None:
-        self._channel.close()
 
 
 class ReshardReader:
@@ -187,7 +185,7 @@ def build_partition(
     with ExitStack() as stack:
         peers = [PeerShard(address, job, log_id, index) for address in addresses]
         for peer in peers:
-            stack.callback(peer.close)
+            stack.enter_context(peer.channel)
         try:
             sources: list[PreviousShard] = list(peers)
             if engine.live.shard < len(peers):

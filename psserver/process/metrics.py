@@ -39,6 +39,13 @@ def standby_metrics(shard: int, version: Callable[[], int]) -> CollectorRegistry
 class ServerMetrics:
     """All metrics of one shard in `registry`. Every method is cheap and thread-safe; every series
     has a shard label.
+
+    Attributes:
+        version: Updates in this shard's weights.
+        barrier_wait: Seconds from the staging of a push to its decision.
+        backup_workers: Workers that a round does not wait for under the current policy.
+        standby_divergences: Standbys whose state differed from the primary's.
+        standby_losses: Standbys that were silent or disconnected.
     """
 
     def __init__(self, registry: CollectorRegistry, *, shard: int) -> None:
@@ -53,10 +60,6 @@ class ServerMetrics:
     def show_shard(self, about: Callable[[], Mapping[str, str]]) -> None:
         """Add ps_shard_info. Its labels beside the shard are what `about` returns at a scrape."""
         self.registry.register(_ShardInfo(lambda: {"shard": self._shard, **about()}))
-
-    def set_version(self, version: int) -> None:
-        """Set the number of updates in this shard's weights."""
-        self._version.set(version)
 
     def set_model_size(self, parameters: int, nbytes: int) -> None:
         """Set the size of this shard's part of the model, in elements and in bytes."""
@@ -73,10 +76,6 @@ class ServerMetrics:
         """Count an update of the weights: its duration and the number of workers in it."""
         self._apply.observe(seconds)
         self._contributors.observe(contributors)
-
-    def record_barrier_wait(self, seconds: float) -> None:
-        """Record the seconds from the staging of a push to its decision."""
-        self._barrier.observe(seconds)
 
     def count_bytes(self, received: int = 0, sent: int = 0) -> None:
         """Count bytes of received gradients and of sent weights."""
@@ -95,10 +94,6 @@ class ServerMetrics:
         count, duration = self._calls[method, code]
         count.inc()
         duration.observe(seconds)
-
-    def set_backup_workers(self, count: int) -> None:
-        """Set the number of workers that a round does not wait for under the current policy."""
-        self._backup.set(count)
 
     def set_workers(self, counts: Mapping[str, int]) -> None:
         """Set the number of members by state; a missing state counts zero."""
@@ -157,14 +152,6 @@ class ServerMetrics:
         self._standby_in_sync.set(in_sync)
         self._standby_behind.set(behind)
 
-    def count_standby_divergence(self) -> None:
-        """Count a standby whose state differed from the primary's."""
-        self._standby_divergences.inc()
-
-    def count_lost_standby(self) -> None:
-        """Count a standby that is silent or disconnected."""
-        self._standby_losses.inc()
-
     def _label(self, worker: str) -> str:
         if worker in self._known:
             return worker
@@ -201,20 +188,16 @@ class ServerMetrics:
         )
 
     def _create_training(self) -> None:
-        self._version = self._gauge("ps_version", "Updates in this shard's weights").labels(
-            self._shard
-        )
-        self._parameters = self._gauge(
-            "ps_parameters", "Elements of the model on this shard"
-        ).labels(self._shard)
+        self.version = self._gauge("ps_version", "Updates in this shard's weights")
+        self._parameters = self._gauge("ps_parameters", "Elements of the model on this shard")
         self._parameter_bytes = self._gauge(
             "ps_parameter_bytes", "Bytes of the model on this shard"
-        ).labels(self._shard)
+        )
         self._apply = self._histogram(
             "ps_push_apply_seconds", "Optimizer's time for one update", SECONDS
         )
         self._contributors = self._histogram("ps_apply_pushes", "Pushes in one update", _PUSHES)
-        self._barrier = self._histogram(
+        self.barrier_wait = self._histogram(
             "ps_barrier_wait_seconds", "Time a push was staged until decided", SECONDS
         )
         self._staleness = self._histogram(
@@ -227,10 +210,8 @@ class ServerMetrics:
         }
 
     def _create_network(self) -> None:
-        self._received = self._counter("ps_bytes_received_total", "Bytes of pushes").labels(
-            self._shard
-        )
-        self._sent = self._counter("ps_bytes_sent_total", "Bytes of pulls").labels(self._shard)
+        self._received = self._counter("ps_bytes_received_total", "Bytes of pushes")
+        self._sent = self._counter("ps_bytes_sent_total", "Bytes of pulls")
         self._rpcs = self._counter("ps_rpc_requests_total", "Finished calls", "method", "code")
         self._calls: dict[
             tuple[str, str], tuple[Counter, Histogram]
@@ -246,9 +227,9 @@ class ServerMetrics:
 
     def _create_membership(self) -> None:
         self._workers = self._gauge("ps_workers", "Workers by state", "state")
-        self._backup = self._gauge(
+        self.backup_workers = self._gauge(
             "ps_backup_workers", "Workers that a round need not wait for"
-        ).labels(self._shard)
+        )
         self._clock = self._gauge("ps_worker_clock", "Steps that a worker has finished", "worker")
         self._last_push = self._gauge(
             "ps_worker_last_push_timestamp_seconds", "Time of the last applied push", "worker"
@@ -262,51 +243,45 @@ class ServerMetrics:
         self._snapshot_seconds = self._histogram(
             "ps_snapshot_duration_seconds", "Time to write one part", SECONDS
         )
-        self._snapshot_bytes = self._gauge("ps_snapshot_bytes", "Bytes of the newest part").labels(
-            self._shard
-        )
+        self._snapshot_bytes = self._gauge("ps_snapshot_bytes", "Bytes of the newest part")
         name = "ps_snapshot_last_success_timestamp_seconds"
-        self._snapshot_success = self._gauge(
-            name, "Time of the newest complete part; 0: none"
-        ).labels(self._shard)
+        self._snapshot_success = self._gauge(name, "Time of the newest complete part; 0: none")
         self._snapshot_failures = self._counter(
             "ps_snapshot_failures_total", "Failed snapshots", "reason"
         )
-        for reason in SNAPSHOT_FAILURES:
-            self._snapshot_failures.labels(self._shard, reason)
         self._log_failures = self._counter(
             "ps_log_failures_total", "Failed writes to the log", "reason"
         )
-        for reason in SNAPSHOT_FAILURES:
-            self._log_failures.labels(self._shard, reason)
-        lost = self._counter("ps_updates_lost_total", "Updates lost by rollbacks")
-        self._lost = lost.labels(self._shard)
+        for failures in (self._snapshot_failures, self._log_failures):
+            for reason in SNAPSHOT_FAILURES:
+                failures.labels(self._shard, reason)
+        self._lost = self._counter("ps_updates_lost_total", "Updates lost by rollbacks")
         # an equal counter in a restarted process, or in a standby, shows no increase
-        last_loss_time = self._gauge(
+        self._last_loss_time = self._gauge(
             "ps_updates_lost_timestamp_seconds", "Time of the last lost updates; 0: never"
         )
-        self._last_loss_time = last_loss_time.labels(self._shard)
-        in_sync = self._gauge("ps_standby_in_sync", "1: a standby could take over")
-        self._standby_in_sync = in_sync.labels(self._shard)
-        behind = self._gauge(
+        self._standby_in_sync = self._gauge("ps_standby_in_sync", "1: a standby could take over")
+        self._standby_behind = self._gauge(
             "ps_standby_behind_records", "Records that the standby does not have yet"
         )
-        self._standby_behind = behind.labels(self._shard)
-        diverged = self._counter("ps_standby_divergences_total", "Standby checksum mismatches")
-        self._standby_divergences = diverged.labels(self._shard)
-        losses = self._counter("ps_standby_losses_total", "Lost standbys")
-        self._standby_losses = losses.labels(self._shard)
+        self.standby_divergences = self._counter(
+            "ps_standby_divergences_total", "Standby checksum mismatches"
+        )
+        self.standby_losses = self._counter("ps_standby_losses_total", "Lost standbys")
 
     def _gauge(self, name: str, about: str, *labels: str) -> Gauge:
-        return Gauge(name, about, ("shard", *labels), registry=self.registry)
+        """Return the gauge; without further labels the series of this shard."""
+        gauge = Gauge(name, about, ("shard", *labels), registry=self.registry)
+        return gauge if labels else gauge.labels(self._shard)
 
     def _counter(self, name: str, about: str, *labels: str) -> Counter:
-        return Counter(name, about, ("shard", *labels), registry=self.registry)
+        """Return the counter; without further labels the series of this shard."""
+        counter = Counter(name, about, ("shard", *labels), registry=self.registry)
+        return counter if labels else counter.labels(self._shard)
 
     def _histogram(self, name: str, about: str, buckets: tuple[float, ...]) -> Histogram:
-        return Histogram(name, about, ("shard",), buckets=buckets, registry=self.registry).labels(
-            self._shard
-        )
+        histogram = Histogram(name, about, ("shard",), buckets=buckets, registry=self.registry)
+        return histogram.labels(self._shard)
 
 
 class _ShardInfo(Collector):

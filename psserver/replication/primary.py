@@ -251,7 +251,7 @@ class PrimaryReplicator:
         log.info("standby_loading", standby=hello.address, term=machine.term)
         if hello.problem:
             log.error("standby_diverged", standby=hello.address, problem=hello.problem)
-            self._metrics.count_standby_divergence()
+            self._metrics.standby_divergences.inc()
         return link_id
 
     def _end_link(self, hello: pb.ReplicateRequest) -> None:
@@ -306,7 +306,7 @@ class PrimaryReplicator:
         self._check()
         if was_connected and not self.has_standby:
             log.warning("standby_lost", standby=self._address)
-            self._metrics.count_lost_standby()
+            self._metrics.standby_losses.inc()
             self._address = ""
             self._queue.clear()
             self._queued_nbytes = 0

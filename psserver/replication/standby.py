@@ -9,14 +9,20 @@ from typing import Any
 
 import grpc
 
-from pscommon.core.errors import MismatchError, PSError, UnreachableError
+from pscommon.core.errors import (
+    AuthenticationError,
+    MismatchError,
+    PSError,
+    UnreachableError,
+)
 from pscommon.core.formats import check_wire_format, spoken_format
 from pscommon.system.thread_team import ThreadTeam
-from pscommon.telemetry.http import MetricsServer
 from pscommon.telemetry.logs import get_logger
-from pscommon.wire.endpoint import Endpoint, listen_grpc, listen_http, open_channel
+from pscommon.wire.endpoint import Endpoint, listen_grpc, open_channel
+from pscommon.wire.metrics_port import serve_metrics
 from pscommon.wire.requests import REPLICATE, STEP_DOWN, Stub, call
 from pscommon.wire.status import error_from
+from pscommon.wire.tls_probe import cause_of
 from psproto.v1 import standby_pb2 as pb
 from psserver.core.shard.failover import FailoverMachine, LeaseStore, PrimaryRecord
 from psserver.core.shard.state_machine import LogInvariantError
@@ -83,7 +89,7 @@ class Standby:
         self._grpc.add_generic_rpc_handlers((*services, NotPrimary(lambda: self.primary)))
         shown = standby_metrics(config.shard, lambda: self.version)
         self.monitor = (
-            MetricsServer(listen_http(Endpoint(config.metrics_bind)), shown, self.ready)
+            serve_metrics(config.metrics_bind, shown, self.ready)
             if config.metrics_bind is not None
             else None
         )
@@ -167,11 +173,13 @@ class Standby:
                     self._busy = False
         except grpc.RpcError as failure:
             error = error_from(failure, f"the primary at {self.primary}")
+            problem = cause_of(error, self.primary)
             # every record that has arrived is complete, however the connection ends
+            is_refused = isinstance(problem, AuthenticationError) and not self._failover.has_state
             self._handle_end(
-                error
-                if isinstance(error, MismatchError)
-                else UnreachableError(str(error), error.reason)
+                problem
+                if is_refused or isinstance(error, MismatchError)
+                else UnreachableError(str(problem), error.reason)
             )
         except (
             PSError,
@@ -243,12 +251,14 @@ class Standby:
         Everything else is retried.
         """
         self._why = str(error)
-        unfit = not isinstance(error, (UnreachableError, MismatchError))
+        unfit = not isinstance(error, (UnreachableError, MismatchError, AuthenticationError))
         if unfit:
             self._failover.has_state = False
         if self.ended.is_set() or self._promoted is not None:
             return
-        if isinstance(error, MismatchError) and error.reason not in self._retried_reasons:
+        if isinstance(error, AuthenticationError) or (
+            isinstance(error, MismatchError) and error.reason not in self._retried_reasons
+        ):
             self.failure = error
             self.ended.set()
         elif unfit:

@@ -68,7 +68,7 @@ def read_shard_count(config: ServerConfig, promotion: Promotion | None) -> Shard
     if standby_state is not None and standby_state.coordinator is not None:
         facts = standby_state.hello.facts
         assert facts is not None
-        shard_count.take_over(facts.shard_count, standby_state.coordinator.shards)
+        shard_count.take_over(facts.shard_count, standby_state.coordinator.job.shards)
     return shard_count
 
 

@@ -106,7 +106,7 @@ class ShardEngine:
             for event in ("on_receive", "on_repeat", "on_update")
         )
         self._start_snapshot = start_snapshot
-        self._log = log or ShardLog(state.shard)
+        self.log = log or ShardLog(state.shard)
 
     # ---- the model -------------------------------------------------------------------------------
 
@@ -122,7 +122,7 @@ class ShardEngine:
         with self.live.apply_lock, self.live.changed:
             if self.live.state is state:
                 self._install_model(spec, store)
-                self._log.write_model(spec)
+                self.log.write_model(spec)
 
     def _install_model(self, spec: ModelSpec, store: ParameterStore) -> None:
         self.live.state.install_model(spec, store)
@@ -143,13 +143,13 @@ class ShardEngine:
                 observer.on_install(state)
                 observer.on_model(state)
             if not continues_log:
-                self._log.clear()
+                self.log.clear()
             self._begin_segment()
             self.live.changes.notify_all()
 
     def _begin_segment(self) -> None:
         state = self.live.state
-        self._log.begin_segment(state.base(), state.model, state.staged_pushes())
+        self.log.begin_segment(state.base(), state.model, state.staged_pushes())
 
     # ---- resharding ------------------------------------------------------------------------------
 
@@ -173,7 +173,7 @@ class ShardEngine:
                 or not state.machine.is_resharding
             ):
                 return
-            self._log.reset_standby("the model was resharded")  # no record describes it
+            self.log.reset_standby("the model was resharded")  # no record describes it
             self._install_model(store.plan.spec, store)
             state.machine.finish_reshard()
         self.coordinator.request_report()
@@ -196,7 +196,7 @@ class ShardEngine:
                 is_known = state.machine.outcome(staged.key) is not None
             is_new = not is_known and store is not None and store.owns(staging)
             if is_new and must_log:
-                self._log.write_push(staged, staging)
+                self.log.write_push(staged, staging)
             with self.live.changed:
                 is_new = is_new and self.live.state.stage(staged, staging)
         for on_receive in self._on_receive:
@@ -268,7 +268,7 @@ class ShardEngine:
     def is_quick(self) -> bool:
         """Whether a request takes well below a millisecond: the partition is small, not logged."""
         store = self.live.state.store
-        return store is not None and store.step_nbytes <= QUICK_BYTES and self._log.is_idle
+        return store is not None and store.step_nbytes <= QUICK_BYTES and self.log.is_idle
 
     # ---- the log ---------------------------------------------------------------------------------
 
@@ -286,7 +286,7 @@ class ShardEngine:
                 with self.live.log_lock if isinstance(entry, Reshard) else nullcontext():
                     self._carry_out(group)
                 if isinstance(entry, Apply):
-                    self._log.send_checksum(entry.version, self.live.state.loaded_store)
+                    self.log.send_checksum(entry.version, self.live.state.loaded_store)
                 elif isinstance(entry, Cut):
                     with self.live.log_lock:
                         self._begin_segment()
@@ -297,7 +297,7 @@ class ShardEngine:
         """Change the arrays as the entries say, then what depends on them, all at once."""
         live, state, square_norm, ended = self.live, self.live.state, 0.0, list[Staging]()
         for entry in group:
-            self._log.write_entry(entry)
+            self.log.write_entry(entry)
             match entry:
                 case Apply():
                     staged_at = [state.staged[c.key].since for c in entry.contributions]
@@ -324,10 +324,6 @@ class ShardEngine:
         for staging in ended:
             self.release(staging)
 
-    def retire_log(self, version: int) -> None:
-        """Remove log segments from before this version: a complete snapshot of it exists."""
-        self._log.remove_before(version)
-
     def make_report(self, only_new: bool = False) -> ShardReport:
         """Return what the coordinator needs to know of this shard.
 
@@ -335,8 +331,8 @@ class ShardEngine:
         """
         with self.live.changed:
             report = self.live.state.machine.report(only_new)
-        self._log.wait_before_report()
-        nbytes, is_broken = self._log.nbytes, self._log.is_broken
+        self.log.wait_before_report()
+        nbytes, is_broken = self.log.nbytes, self.log.is_broken
         return (
             replace(report, log_bytes=nbytes, log_broken=is_broken)
             if nbytes or is_broken

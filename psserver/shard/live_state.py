@@ -7,8 +7,8 @@ log_lock, changed.
 """
 
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, Never
 
@@ -22,28 +22,16 @@ from psserver.parameters.store import ParameterStore
 from psserver.waiting import Registrations, ThreadWaiter, run, until
 
 
-class Changes:
+class Changes(Registrations[PushKey | None]):
     """What waits for a change of a shard's state.
 
     With many workers in async, waking all of them at every update would cost too much. So a wait
-    may be for one push alone.
-
-    lock: The lock of the state; it is held while anything is notified.
+    may be for one push alone: its key. The key None is that of any change.
     """
-
-    def __init__(self, lock: threading.RLock) -> None:
-        self._registrations = Registrations[PushKey | None](lock)
-
-    def watch(self, push: PushKey | None, wake: Callable[[], None]) -> AbstractContextManager[None]:
-        """Call `wake` at any change, or when this push may be decided, until the block ends.
-
-        wake: Never waits, and runs with this lock.
-        """
-        return self._registrations.calling(wake, push)
 
     def notify_all(self) -> None:
         """Wake everything: any part of the state may have changed."""
-        self._registrations.wake(self._registrations.keys)
+        self.wake(self.keys)
 
     def notify_entry(self, entry: Entry) -> None:
         """Wake what waits for the entry's pushes, and what waits for any change."""
@@ -56,12 +44,10 @@ class Changes:
             case Reject() | SetBuffers():
                 keys = [entry.key]
             case Evict():
-                keys = [
-                    key for key in self._registrations.keys if key and key.worker == entry.worker
-                ]
+                keys = [key for key in self.keys if key and key.worker == entry.worker]
             case _:
-                keys = [key for key in self._registrations.keys if key]
-        self._registrations.wake([None, *keys])
+                keys = [key for key in self.keys if key]
+        self.wake([None, *keys])
 
 
 class LiveShardState:

@@ -107,7 +107,7 @@ class TrafficStatistics(ShardObserver):
         return {worker: now - at for worker, at in active.copy().items()}
 
     def on_install(self, state: ShardState) -> None:
-        self._metrics.set_version(state.machine.version)
+        self._metrics.version.set(state.machine.version)
 
     def on_model(self, state: ShardState) -> None:
         if (store := state.store) is not None:
@@ -126,10 +126,10 @@ class TrafficStatistics(ShardObserver):
     ) -> None:
         self.apply_seconds += seconds
         self._metrics.record_update(seconds, len(staged_at))
-        self._metrics.set_version(entry.version)
+        self._metrics.version.set(entry.version)
         for contribution, since in zip(entry.contributions, staged_at, strict=True):
             self._metrics.count_push("applied", entry.version - 1 - contribution.base)
-            self._metrics.record_barrier_wait(began - since)
+            self._metrics.barrier_wait.observe(began - since)
             self._newest[contribution.key.worker] = PushTiming(
                 contribution.key.seq, began - since, seconds
             )

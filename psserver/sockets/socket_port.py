@@ -10,6 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from pscommon.core.errors import PSError, TakenError
+from pscommon.security.credentials import process_credentials
 from pscommon.system.shared_memory import FOLDER
 from pscommon.system.thread_team import cores
 from pscommon.telemetry.logs import get_logger
@@ -49,6 +50,7 @@ class SocketPort:
         self._listening: list[socket.socket] = []
         self._threads: list[EventLoopThread] = []
         self._accepted = 0
+        self._tls = process_credentials().tls
         self._refused, self._noticed_at = 0, -REFUSAL_NOTICE_SECONDS
 
     def open_port(self, bind: str, is_requested: bool) -> None:
@@ -132,7 +134,7 @@ class SocketPort:
     def _accept(self, listening: socket.socket) -> None:
         """Accept one connection; runs in the first event loop."""
         try:
-            sock = accept(listening)
+            sock = accept(listening, self._tls)
         except PermissionError as error:
             self.note_refusal(str(error))
             return

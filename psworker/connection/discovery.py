@@ -10,7 +10,12 @@ from typing import Any
 
 import grpc
 
-from pscommon.core.errors import InvalidRequestError, MismatchError, UnreachableError
+from pscommon.core.errors import (
+    AuthenticationError,
+    InvalidRequestError,
+    MismatchError,
+    UnreachableError,
+)
 from pscommon.core.formats import check_wire_format
 from pscommon.security.credentials import use_local_tokens
 from pscommon.security.tokens import ROLES
@@ -20,6 +25,7 @@ from pscommon.telemetry.logs import get_logger
 from pscommon.wire.endpoint import Endpoint, open_channel
 from pscommon.wire.requests import DESCRIBE, INTRODUCE, Stub, call
 from pscommon.wire.status import translated
+from pscommon.wire.tls_probe import cause_of
 from psproto.v1 import parameter_server_pb2 as ps
 from psworker.connection.retry import LogTimer
 from psworker.core.server_search import JobServers, ServerDescription, ServerSearch
@@ -148,6 +154,9 @@ def _ask(search: ServerSearch, channel_to: ChannelTo, timeout: float) -> None:
                 with translated(f"the server at {address}"):
                     answer = _described(call.result(), address)
             except UnreachableError as error:
+                refusal = cause_of(error, address)
+                if isinstance(refusal, AuthenticationError):
+                    raise refusal from error
                 search.failed(address, str(error))
             else:
                 search.answered(address, answer, time.monotonic())

@@ -15,6 +15,15 @@ from typing import Literal, NamedTuple
 import click
 
 from pscommon.core.errors import PSError
+from pscommon.security.settings import SecuritySettings
+from pscommon.security.tls_files import (
+    TlsFiles,
+    certificates_in,
+    expiry_warning,
+    moment,
+    read_tls,
+)
+from pscommon.security.tokens import read_tokens
 from pscommon.settings.values import FOLDER
 from pscommon.system import thread_team
 from psworker.ctl.context import CommandContext, pass_settings, shared
@@ -22,8 +31,11 @@ from psworker.ctl.output import Table, show, size
 
 State = Literal["ok", "warning", "problem"]
 BYTES_PER_MEBIBYTE = 1 << 20
-PACKAGES = ("paramserver", "grpcio", "protobuf", "numpy", "safetensors")
+PACKAGES = ("paramserver", "grpcio", "protobuf", "numpy", "safetensors", "cryptography")
 SHARED_MEMORY = Path("/dev/shm")
+REMEDY = ". Try: "
+"""Separates cause and remedy in a message."""
+
 SLOW_CALL_MILLISECONDS = 5.0
 SLOW_STREAM_MEGABYTES_PER_SECOND = 100.0
 
@@ -184,8 +196,41 @@ def loopback() -> Finding:
     return Finding("ok", text)
 
 
-def all_checks(ports: tuple[int, ...], folder: Path) -> list[tuple[str, Callable[[], Finding]]]:
+def certificate(files: TlsFiles) -> Finding:
+    """Check the TLS files, and show the names and dates of the certificate."""
+    try:
+        material = read_tls(files)
+        leaf = certificates_in(material.cert, f"the certificate {files.cert}")[0]
+    except PSError as error:
+        return _problem(error)
+    begin, end = leaf.not_valid_before_utc.timestamp(), material.expires
+    names = ", ".join(material.names) or "no DNS name"
+    text = f"{names}; valid from {moment(begin)} to {moment(end)}"
+    warning = expiry_warning(end, time.time())
+    if warning is not None:
+        return Finding("warning", text, warning.partition(REMEDY)[2])
+    return Finding("ok", text)
+
+
+def token_file(path: Path) -> Finding:
+    """Check the token file, and show its roles."""
+    try:
+        tokens = read_tokens(path)
+    except PSError as error:
+        return _problem(error)
+    return Finding("ok", "tokens of " + ", ".join(dict.fromkeys(role for role, _ in tokens)))
+
+
+def _problem(error: PSError) -> Finding:
+    text, _, remedy = str(error).partition(REMEDY)
+    return Finding("problem", text, remedy)
+
+
+def all_checks(
+    ports: tuple[int, ...], folder: Path, security: SecuritySettings
+) -> list[tuple[str, Callable[[], Finding]]]:
     """Return all checks with their names, in display order."""
+    tls, tokens = security.tls, security.token_file
     return [
         ("python", python),
         ("packages", packages),
@@ -196,13 +241,15 @@ def all_checks(ports: tuple[int, ...], folder: Path) -> list[tuple[str, Callable
         *((f"port {number}", partial(port, number)) for number in ports),
         (f"folder {folder}", partial(data_dir, folder)),
         (str(SHARED_MEMORY), shared_memory),
+        *([("certificate", partial(certificate, tls))] if tls is not None else []),
+        *([("token file", partial(token_file, tokens))] if tokens is not None else []),
         ("loopback gRPC", loopback),
     ]
 
 
 @click.command(
     epilog="\b\nExamples:\n  ps-ctl doctor\n  ps-ctl doctor --port 50051 --port 50052 --data-dir "
-    "/data/job"
+    "/data/job\n  ps-ctl doctor --tls-ca ca.pem --tls-cert cert.pem --tls-key key.pem"
 )
 @click.option(
     "--port",
@@ -225,11 +272,12 @@ def all_checks(ports: tuple[int, ...], folder: Path) -> list[tuple[str, Callable
 @shared
 @pass_settings
 def doctor(settings: CommandContext, ports: tuple[int, ...], data_dir: Path) -> int:
-    """Check Python, devices, ports, disk and calls of this machine.
+    """Check Python, devices, ports, disk, certificate and calls of this machine.
 
     Exit code 1 if there is a problem; every problem is shown with a remedy.
     """
-    findings = [(name, check()) for name, check in all_checks(ports, data_dir)]
+    checks = all_checks(ports, data_dir, settings.security)
+    findings = [(name, check()) for name, check in checks]
     rows = [(name, finding.state, finding.text) for name, finding in findings]
     remedies = [(name, finding.remedy) for name, finding in findings if finding.remedy]
     tables = [

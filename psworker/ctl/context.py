@@ -8,7 +8,7 @@ import click
 from click.core import ParameterSource
 
 from pscommon.security.credentials import use_environment
-from pscommon.security.settings import security_settings
+from pscommon.security.settings import SecuritySettings, security_settings
 from pscommon.settings.options import PROTECTION
 from pscommon.settings.values import SECONDS, ValueType, addresses
 from pscommon.system.local_jobs import only_local_job
@@ -37,6 +37,11 @@ class CommandContext:
     timeout: float = 10.0
     protection: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def security(self) -> SecuritySettings:
+        """Return the settings for TLS and tokens. Raises InvalidRequestError; see there."""
+        return security_settings(self.protection)
+
     def servers(self) -> "CoordinatorClient":
         """Connect to the coordinator; without an address, to the user's only local job.
 
@@ -46,7 +51,7 @@ class CommandContext:
         from psworker.connection.discovery import use_tokens_of
         from psworker.ctl.job_client import CoordinatorClient
 
-        use_environment(security_settings(self.protection))
+        use_environment(self.security)
         servers = (self.ps or only_local_job("`--ps HOST:PORT` is missing").address).split(",")
         use_tokens_of(servers)
         return CoordinatorClient(servers, self.timeout)

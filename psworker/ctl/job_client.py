@@ -4,7 +4,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from pscommon.core.errors import UnreachableError
+from pscommon.core.errors import AuthenticationError, UnreachableError
 from pscommon.core.partition import PartitionPlan
 from pscommon.wire.endpoint import Endpoint, open_channel
 from pscommon.wire.messages import model_from_proto
@@ -22,6 +22,7 @@ from pscommon.wire.requests import (
     Request,
     call,
 )
+from pscommon.wire.tls_probe import cause_of
 from psproto.v1 import coordinator_pb2 as pb
 from psworker.connection.discovery import describe
 from psworker.core.server_search import ServerDescription
@@ -112,6 +113,9 @@ def _find_coordinator(addresses: Sequence[str], timeout: float) -> tuple[str, Se
         try:
             described = describe(address, timeout)
         except UnreachableError as error:
+            refusal = cause_of(error, address)
+            if isinstance(refusal, AuthenticationError):
+                raise refusal from error
             problems.append(str(error))
             continue
         if described.shard == 0:

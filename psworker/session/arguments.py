@@ -106,9 +106,9 @@ def security_of(environment: Mapping[str, str]) -> SecuritySettings:
     return security_settings({**paths, "insecure": is_on("PS_INSECURE", environment)})
 
 
-def is_on(name: str, environment: Mapping[str, str] = os.environ) -> bool:
-    """Return whether an environment variable is switched on."""
-    text = environment.get(name, "")
+def is_on(name: str, environment: Mapping[str, str] | None = None) -> bool:
+    """Return whether a variable is switched on; None: in the environment of this process."""
+    text = (os.environ if environment is None else environment).get(name, "")
     word = text.strip().lower()
     if word not in ON + OFF:
         raise InvalidRequestError(f"{name}={text} is not valid. Try: {', '.join((*ON, *OFF[1:]))}")

@@ -89,11 +89,11 @@ def serve(bind: str) -> str:
     global _serving
     with _lock:
         if _serving is None:
-            from pscommon.wire.endpoint import Endpoint, listen_http  # gRPC: not for every import
+            from pscommon.wire.metrics_port import serve_metrics  # gRPC: not for every import
 
-            registry, listening = new_registry(), listen_http(Endpoint(bind))
+            registry = new_registry()
             # A running worker is always ready, because it serves no requests.
-            server = MetricsServer(listening, registry, lambda: (True, "running"))
+            server = serve_metrics(bind, registry, lambda: (True, "running"))
             _serving = WorkerMetrics(registry), server
         return _serving[1].address
 

@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from pscommon.core.errors import UnreachableError
+from pscommon.security.credentials import process_credentials
+from pscommon.security.tls import Tls
 from pscommon.wire.endpoint import Endpoint, open_channel
 from pscommon.wire.frames import (
     FRAME_BYTES,
@@ -45,9 +47,16 @@ class ServerChannel:
     def __init__(self, address: str, tensors: bool, keys: Mapping[int, bytes]) -> None:
         self.address, self.keys = address, keys
         self.is_closed = False
+        tls = process_credentials().tls
+        self._generation = tls.generation if tls is not None else 0
         self._channel = channel = open_channel(Endpoint(address), tensors)
         self.exchanges = ExchangeStub(channel)
         self.stubs = {row: Stub(channel, row) for row in WORKER_ROWS}
+
+    def close_if_outdated(self, tls: Tls) -> None:
+        """Close the channel if its certificate was replaced: gRPC would connect with it again."""
+        if tls.refreshed_generation() != self._generation:
+            self.close()
 
     def close(self) -> None:
         """Close the channel, which ends all its calls. May be called again."""

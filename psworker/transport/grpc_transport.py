@@ -15,6 +15,7 @@ import grpc
 
 from pscommon.core.errors import InvalidRequestError, PSError, UnreachableError
 from pscommon.core.formats import check_wire_format
+from pscommon.security.credentials import process_credentials
 from pscommon.settings.values import Lanes
 from pscommon.system import signals as interruptible
 from pscommon.wire.frames import Frame
@@ -30,6 +31,7 @@ from pscommon.wire.requests import (
     Request,
 )
 from pscommon.wire.status import error_from, translated
+from pscommon.wire.tls_probe import cause_of
 from psproto.v1 import parameter_server_pb2 as ps
 from psworker.core.clock import Clock
 from psworker.transport.exchange_calls import (
@@ -219,9 +221,10 @@ class GrpcTransport:
         try:
             yield channel
         except (grpc.RpcError, UnreachableError) as failure:
-            error: Exception = failure
+            error: PSError | grpc.RpcError = failure
             if isinstance(failure, grpc.RpcError):
                 error = error_from(failure, f"shard {shard} at {address} ({row.name})")
+                error = _with_tls(error, channel)
             if (
                 isinstance(error, UnreachableError)
                 and error.reason in ("UNREACHABLE", "NOT_PRIMARY")
@@ -256,6 +259,19 @@ class GrpcTransport:
         _inherited.extend(self._channels.values())
         self._lock, self._channels = threading.Lock(), {}
         self._sockets.drop_inherited()
+
+
+def _with_tls(error: PSError, channel: ServerChannel) -> PSError:
+    """Return the error of a call, with the cause if TLS has failed.
+
+    The server accepted this process before: an operator may correct its files meanwhile.
+    """
+    tls = process_credentials().tls
+    if tls is None or not isinstance(error, UnreachableError):
+        return error
+    cause = cause_of(error, channel.address)
+    channel.close_if_outdated(tls)
+    return error if cause is error else UnreachableError(f"{error}: {cause}", error.reason)
 
 
 _transports: "weakref.WeakSet[GrpcTransport]" = weakref.WeakSet()

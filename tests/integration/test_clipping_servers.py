@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import psworker
+from psserver.coordinator.status import describe
 from psworker import Client
 from tests.support.cluster import Cluster
 from tests.support.reshards import reshard, weights
@@ -60,7 +61,7 @@ def test_each_update_is_clipped_during_reshards(cluster: Make, policy: str) -> N
     together(lambda: push(0), lambda: push(1), move)
 
     assert servers.servers[0].service is not None
-    version = servers.servers[0].service.status()["version"]
+    version = describe(servers.servers[0].service)["version"]
     assert version >= 6
     assert distance(servers.address) == pytest.approx(CLIP * version, rel=1e-4)
 
@@ -85,5 +86,5 @@ def test_a_standby_follows_measurements_and_clipped_updates(cluster: Make, shard
         )
         coordinator = standby_state(following).coordinator
         if coordinator is not None and primary.service is not None:
-            assert coordinator.state() == primary.service._coordinator.state()
+            assert coordinator.job.as_json() == primary.service._coordinator.job.as_json()
     assert distance(servers.address) == pytest.approx(CLIP * 5, rel=1e-4)

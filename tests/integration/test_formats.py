@@ -17,6 +17,7 @@ from psproto.v1 import coordinator_pb2 as co
 from psproto.v1 import standby_pb2 as sb
 from psproto.v1.coordinator_pb2_grpc import CoordinatorServiceStub
 from psproto.v1.standby_pb2_grpc import StandbyServiceStub
+from psserver.coordinator.status import describe
 from tests.contract.wire.conversation import (
     FIXTURE,
     PLACEHOLDERS,
@@ -155,7 +156,7 @@ def test_a_server_refuses_newer_workers_shards_and_standbys(
         ask(channel)
 
     refusal(caught.value)
-    status = server.service.status() if server.service is not None else {}
+    status = describe(server.service) if server.service is not None else {}
     assert (status["workers"], status["servers"][1]["connected"], server.replicator.state) == (
         [],
         False,

@@ -211,7 +211,7 @@ def test_a_standby_follows_a_job_through_invalid_requests(cluster: Make) -> None
             "the newest update",
         )
         standby, primary = (
-            json.dumps(machine.state())
+            json.dumps(machine.job.as_json())
             for machine in (standby_service.coordinator, service._coordinator)
         )
 

@@ -182,7 +182,7 @@ class SimulatedRace:
 
     def record_decisions(self) -> None:
         """Record the decisions, one update at a time."""
-        for entry in self.coordinator.entries_after(self._seen):
+        for entry in self.coordinator.log.after(self._seen):
             self._seen = entry.index
             for contribution in entry.contributions if isinstance(entry, Apply) else ():
                 worker = contribution.key.worker
@@ -204,7 +204,7 @@ def test_in_100_000_pushes_no_worker_exceeds_the_bound(staleness: int) -> None:
 
     assert max(race.spreads) == staleness
     assert race.delayed > 1000
-    assert race.coordinator.version == race.pushes
+    assert race.coordinator.job.version == race.pushes
 
 
 @pytest.mark.parametrize("staleness", [1, 3])

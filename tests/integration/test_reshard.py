@@ -16,6 +16,7 @@ from pscommon.wire.frames import ExchangeStub, encode_header
 from pscommon.wire.status import translated
 from psproto.v1 import parameter_server_pb2 as ps
 from psserver.coordinator.resharding import ReshardRequests
+from psserver.coordinator.status import describe
 from psserver.shard.live_state import LiveShardState
 from psworker import Client
 from psworker.ctl.cli import main
@@ -64,7 +65,7 @@ def test_each_push_counts_once_during_reshards(
         assert ended_server.failure is None
 
     counted = sum(pusher.counted for pusher in pushers)
-    status = servers.servers[0].service.status()  # type: ignore[union-attr]
+    status = describe(servers.servers[0].service)  # type: ignore[arg-type]
     assert (status["steps"], len(status["servers"]), status["moving_to"]) == (counted, 1, None)
     # under sync an update is the mean of a round
     assert policy == "sync" or status["version"] == counted

@@ -59,7 +59,7 @@ def test_a_standby_has_the_whole_state_of_its_primary(cluster: Make, early: bool
         coordinator = standby_state(following).coordinator
         assert server.service is not None
         assert coordinator is not None
-        assert coordinator.state() == server.service._coordinator.state()
+        assert coordinator.job.as_json() == server.service._coordinator.job.as_json()
         assert standby_state(following).version == 10
 
 
@@ -153,7 +153,7 @@ def test_standbys_follow_a_reshard(cluster: Make) -> None:
         until(lambda: has_same_state(of_first), "the same")
         coordinator = standby_state(of_first).coordinator
         assert coordinator is not None
-        assert (coordinator.shards, standby_state(of_first).shard_state.shards) == (1, 1)
+        assert (coordinator.job.shards, standby_state(of_first).shard_state.shards) == (1, 1)
         facts = standby_state(of_first).hello.facts
         assert facts is not None
         assert facts.shard_count == {"shards": 1, "past": [2, 3], "changes": 3}

@@ -82,6 +82,7 @@ HOMES = {
     "safetensors": {"pscommon.snapshot"},
     "prometheus_client": {
         "pscommon.telemetry.http",
+        "pscommon.wire.metrics_port",
         "psserver.process.metrics",
         "psworker.session.metrics",
         "psworker.simulation",

@@ -7,6 +7,7 @@ import inspect
 import re
 from itertools import chain
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -19,6 +20,7 @@ from pscommon.core.limits import POLICIES
 from pscommon.optim import KINDS
 from pscommon.settings import options
 from pscommon.wire import requests
+from pscommon.wire.metrics_port import show_expiry
 from pscommon.wire.push import parts_from_proto
 from pscommon.wire.requests import REQUESTS
 from psproto.v1 import parameter_server_pb2 as ps
@@ -159,6 +161,7 @@ def test_add_a_metric() -> None:
     registry = CollectorRegistry()
     ServerMetrics(registry, shard=0).show_shard(dict)
     WorkerMetrics(registry)
+    show_expiry(registry, Mock(material=Mock(expires=0.0)))
     families = [*registry.collect(), *standby_metrics(0, int).collect()]
     families = [family for family in families if family.name.startswith("ps_")]
     ends = {"counter": "_total", "info": "_info"}

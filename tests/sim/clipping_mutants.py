@@ -25,7 +25,7 @@ class ClipsByAnyMeasurement(CoordinatorMachine):
 
         def any_square_norm(contributions: tuple[Contribution, ...]) -> float | None:
             if self.pending.measurement is not None:
-                return self.pending.measurement.square_norm(self.shards)
+                return self.pending.measurement.square_norm(self.job.shards)
             return square_norm(contributions)
 
         self.rounds._square_norm = any_square_norm  # type: ignore[method-assign]

@@ -37,7 +37,7 @@ def always_follow(
     restores: bool,
 ) -> CatchUp:
     """Let a shard follow although it lacks entries, or pushes that entries count."""
-    if report.log_id == coordinator.log_id and not blank:
+    if report.log_id == coordinator.job.log_id and not blank:
         return CatchUp.FOLLOW
     return CHOOSE(coordinator, report, blank, can_recover, restores)
 

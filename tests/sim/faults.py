@@ -47,7 +47,7 @@ class WorkerFaults:
             not others
             or self.scenario.restarts_workers
             or self.rng.random() < 0.5
-            or not self.coordinator.started
+            or not self.coordinator.job.started
         ):
             attempt = victim.attempt + 1 if self.rng.random() < 0.5 else victim.attempt
             self.pending_starts += 1
@@ -122,7 +122,7 @@ class WorkerFaults:
             for worker in self.workers
             if worker.is_alive and not worker.has_finished and worker.batches == []
         ]
-        if len(victims) > 1 and self.coordinator.started:
+        if len(victims) > 1 and self.coordinator.job.started:
             self.rng.choice(victims).is_draining = True
 
     def send_invalid_requests(self) -> None:
@@ -141,12 +141,12 @@ class WorkerFaults:
                 isinstance(command, LeaseBatches) and command.spec.loop == 0
             ):
                 continue  # the first request for loop 0 would define it for all workers
-            before = json.dumps(coordinator.state())
+            before = json.dumps(coordinator.job.as_json())
             try:
                 self.recorder.do(command, self.now)
             except InvalidRequestError:
                 check(
-                    json.dumps(coordinator.state()) == before,
+                    json.dumps(coordinator.job.as_json()) == before,
                     "the refused command {} changed the state",
                     command,
                 )
@@ -161,18 +161,20 @@ class WorkerFaults:
     def report_unfit_push(self, rng: random.Random, worker: int) -> None:
         """Report a push of this worker from every shard that must not count."""
         before, push = (
-            self.coordinator.version,
+            self.coordinator.job.version,
             invalid_requests.unfit_push(self.coordinator, rng, worker),
         )
-        for shard in self.shards[: self.coordinator.shards]:
+        for shard in self.shards[: self.coordinator.job.shards]:
             report_to(
                 self.recorder,
                 replace(shard.machine.report(), staged=(push,), measured=None),
                 self.now,
             )
-        check(self.coordinator.version == before, "push {} was applied", push)
-        all_follow = {shard.machine.log_id for shard in self.shards} == {self.coordinator.log_id}
-        if all_follow and self.are_shards_ready and self.coordinator.reshard is None:
+        check(self.coordinator.job.version == before, "push {} was applied", push)
+        all_follow = {shard.machine.log_id for shard in self.shards} == {
+            self.coordinator.job.log_id
+        }
+        if all_follow and self.are_shards_ready and self.coordinator.job.reshard is None:
             check(
                 not self.coordinator.reports.is_undecided(push.key), "push {} was not refused", push
             )

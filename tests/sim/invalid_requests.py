@@ -71,9 +71,9 @@ def send(recorder: Recorder, rng: random.Random, workers: Sequence[int], now: fl
     if rng.random() < 0.7:
         return recorder.do(request(rng, workers), now)
     staged = pushes(rng, workers)
-    for shard in range(coordinator.shards):
+    for shard in range(coordinator.job.shards):
         report_to(
-            recorder, ShardReport(shard, coordinator.log_id, coordinator.log.index, staged), now
+            recorder, ShardReport(shard, coordinator.job.log_id, coordinator.log.index, staged), now
         )
     return None
 
@@ -84,7 +84,7 @@ def unfit_push(coordinator: CoordinatorMachine, rng: random.Random, worker: int)
     return Staged(
         PushKey(worker, min(max(1, push.key.seq), 2**64 - 1)),  # no message has a larger number
         push.samples,
-        coordinator.version + 1 + push.base,
+        coordinator.job.version + 1 + push.base,
         push.batches,
     )
 

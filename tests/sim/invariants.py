@@ -51,7 +51,7 @@ def check_update(apply: Apply, coordinator: CoordinatorMachine) -> list[list[int
     Returns:
         The workers of each further update that the round must make.
     """
-    job_policy = coordinator.policy
+    job_policy = coordinator.job.policy
     active = {m.worker: m.clock for m in coordinator.membership if m.state is WorkerState.ACTIVE}
     counted = workers_of(apply)
     check(
@@ -64,7 +64,7 @@ def check_update(apply: Apply, coordinator: CoordinatorMachine) -> list[list[int
     if job_policy.barrier:
         least = max(1, len(active) - job_policy.backup)
         first, *others = workers_of_round(coordinator, active)
-        ready = coordinator.pending.ready.workers & active.keys()
+        ready = coordinator.pending.ready.by_worker.keys() & active.keys()
         check(
             counted == first and len(ready) >= least,
             "round {} counts workers {}, ready are {}, active are {}",
@@ -96,10 +96,10 @@ def workers_of_round(coordinator: CoordinatorMachine, active: Iterable[int]) -> 
     keys = [
         min(key for key in ready if key.worker == worker)
         for worker in active
-        if worker in coordinator.pending.ready.workers
+        if worker in coordinator.pending.ready.by_worker
     ]
     within = [key for key in keys if ready[key].optimizer and not ready[key].batches]
-    may_wait = coordinator.policy.age_limit is None
+    may_wait = coordinator.job.policy.age_limit is None
     for key in within if within and may_wait else keys:
         found.setdefault(ready[key].optimizer, []).append(key.worker)
     return list(found.values())

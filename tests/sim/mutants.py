@@ -153,7 +153,7 @@ def choose_incomplete_round(rounds: UpdateRounds) -> Sequence[PushKey]:
     if not job.policy.barrier:
         return CHOOSE(rounds)
     ready = job.pending.ready
-    return [ready.oldest(m.worker) for m in job.membership.active() if m.worker in ready.workers]
+    return [ready.oldest(m.worker) for m in job.membership.active() if m.worker in ready.by_worker]
 
 
 class WithoutReturnedBatches(CoordinatorMachine):

@@ -95,7 +95,7 @@ class ServerFailures:
             self.recover_coordinator(standby)
         elif number == 0:
             self.roll_back()
-        was_following = old.machine.log_id == self.coordinator.log_id
+        was_following = old.machine.log_id == self.coordinator.job.log_id
         if (
             was_following
             and standby is not None
@@ -114,11 +114,11 @@ class ServerFailures:
         """Give a server a new standby, and kill the server after a random time."""
         number = self.rng.randrange(self.shard_count)
         shard, coordinator = self.shards[number], self.coordinator
-        if number in self.down_servers or not shard.is_ready or coordinator.reshard is not None:
+        if number in self.down_servers or not shard.is_ready or coordinator.job.reshard is not None:
             return
         with suppress(UnreachableError), shard.engine.live.export_state(0.0) as records:
             state = coordinator.complete_state() | {
-                "model": model_to_json(coordinator.model) if coordinator.model else None
+                "model": model_to_json(coordinator.job.model) if coordinator.job.model else None
             }
             self.disks[number].standby = SimStandby(
                 [*records, *([job_state(state)] if number == 0 else [])]
@@ -154,10 +154,10 @@ class ServerFailures:
         check_each_collective(coordinator, self.collective_calls)
         if initial.origin is not Origin.LOG:
             log.clear()
-        record = initial.first_record(coordinator.shards, self.generation, "simulated")
-        log.begin_segment(coordinator.version, record)
+        record = initial.first_record(coordinator.job.shards, self.generation, "simulated")
+        log.begin_segment(coordinator.job.version, record)
         self.recorder = Recorder(coordinator, log)
-        self.shard_count_file.shards = coordinator.shards
+        self.shard_count_file.shards = coordinator.job.shards
         self.directory.form(coordinator.job.following_shards)
         self.directory.new_log(self.snapshot)
 
@@ -167,7 +167,7 @@ class ServerFailures:
         if promoted_state is not None and standby is not None and standby.lacks_records:
             assert promoted_state.coordinator is not None
             return self.take_over(promoted_state.coordinator)
-        before, log, found = self.coordinator.state(), self.coordinator.log, None
+        before, log, found = self.coordinator.job.as_json(), self.coordinator.log, None
         if promoted_state is not None:
             found = promoted_state.coordinator
         else:
@@ -177,7 +177,7 @@ class ServerFailures:
                 found = recovered[0] if recovered is not None else None
         if found is None:
             return self.roll_back()
-        after = found.state()
+        after = found.job.as_json()
         check(
             json.dumps(before) == json.dumps(after),
             "recovered coordinator {} differs from {}",
@@ -198,7 +198,7 @@ class ServerFailures:
         """Continue with the coordinator of a standby, which may lack acknowledged records."""
         self.generation += 1
         self.install(InitialState(Origin.PROMOTION, coordinator))
-        del self.updates[coordinator.version :]
+        del self.updates[coordinator.job.version :]
         self.rejections = [
             reject for reject in self.rejections if reject.index <= coordinator.log.index
         ]
@@ -207,7 +207,7 @@ class ServerFailures:
         newest = self.snapshot.version if self.snapshot is not None else 0
         if promotion_needs_rollback(coordinator, self.shards[0].machine.report(), newest):
             self.roll_back()
-        if not self.coordinator.started:
+        if not self.coordinator.job.started:
             self.restart_missing_workers()
         self.flush()
 

@@ -164,12 +164,12 @@ class SimShard(SilentCoordinator):
 
     def follow(self, log_id: int, base: int = 0) -> None:
         if self.machine.log_id != log_id:
-            shards = self.world.coordinator.shards
+            shards = self.world.coordinator.job.shards
             self.engine.install(self.states.fresh(log_id, base, shards))
 
     def load(self, snapshot: SimManifest, log_id: int) -> None:
         if self.machine.log_id != log_id:
-            shards = self.world.coordinator.shards
+            shards = self.world.coordinator.job.shards
             self.engine.install(self.states.from_snapshot(log_id, snapshot, shards))  # type: ignore[arg-type]
 
     def adopt(self, state: str, reshard: ReshardPhase, log_id: int) -> None:
@@ -183,8 +183,8 @@ class SimShard(SilentCoordinator):
         if self.has_recovered:
             return
         self.has_recovered = True
-        reshard = self.world.coordinator.reshard
-        possible = {self.world.coordinator.shards, *([reshard.before] if reshard else [])}
+        reshard = self.world.coordinator.job.reshard
+        possible = {self.world.coordinator.job.shards, *([reshard.before] if reshard else [])}
         with suppress(LogUnfitError, SnapshotError):
             state = self.states.from_log(log_id, snapshot, possible)  # type: ignore[arg-type]
             self.engine.install(state, continues_log=True)

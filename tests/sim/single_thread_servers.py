@@ -149,7 +149,7 @@ class DirectServer(SilentCoordinator):
         self.engine.deliver(log_id, update.entries)
         if update.snapshots:
             self.snapshots.retain(update.snapshots, JOB)
-            self.engine.retire_log(max(update.snapshots))
+            self.engine.log.remove_before(max(update.snapshots))
 
     def _install(
         self, manifest: Manifest | None, load: Callable[[], ShardState], continues: bool = False

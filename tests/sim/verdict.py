@@ -57,7 +57,7 @@ def verify_batches(world: "World") -> bool:
 def verify(world: "World") -> None:
     """Check that pushes and batches count once, and that the weights are sums of the pushes."""
     have_all_left = verify_batches(world)
-    if have_all_left and not world.coordinator.begun:
+    if have_all_left and not world.coordinator.job.begun:
         return  # there are no weights
     verify_sums(world)
     verify_counts(world)

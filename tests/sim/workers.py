@@ -152,7 +152,7 @@ class SimWorker(ScriptParts):
                 registration = recorder.coordinator.registration
                 if registration.unresolved_peer(command.worker, now):
                     return None
-                return recorder.do(command, now), recorder.coordinator.version
+                return recorder.do(command, now), recorder.coordinator.job.version
             if isinstance(command, Join):
                 return self.world.admit(command)
             if isinstance(command, CallCollective):
@@ -385,7 +385,7 @@ class SimWorker(ScriptParts):
         is_last = self.training + 1 == self.world.scenario.trainings or self.is_draining
         self.has_finished = is_last
         # the script hung while the ranks without a worker were started again
-        if self.world.takeovers and not self.world.coordinator.started:
+        if self.world.takeovers and not self.world.coordinator.job.started:
             self.world.restart_worker(self.rank)
         self.world.update_is_finished()
         worker, self.worker = self.worker, self.worker if is_last else 0

@@ -175,7 +175,7 @@ class World(WorkerFaults, ServerFailures):
         """Whether every shard has weights and follows the coordinator's log."""
         machines = [shard.machine for shard in self.shards[: self.shard_count] if shard.is_ready]
         following = [
-            m.begun and not m.is_resharding and m.log_id == self.coordinator.log_id
+            m.begun and not m.is_resharding and m.log_id == self.coordinator.job.log_id
             for m in machines
         ]
         return not self.down_servers and len(following) == self.shard_count and all(following)
@@ -245,24 +245,24 @@ class World(WorkerFaults, ServerFailures):
             self.start_server(number)
         self.is_network_perfect = True
         for _ in range(20):
-            if self.coordinator.reshard is not None:
+            if self.coordinator.job.reshard is not None:
                 self.now += (
                     RESHARD_SNAPSHOT_RETRY_SECONDS  # the snapshot that ends it may have failed
                 )
             self.advance()
             if self.are_shards_caught_up:
                 return
-        raise InvariantError(f"shards do not catch up; reshard: {self.coordinator.reshard}")
+        raise InvariantError(f"shards do not catch up; reshard: {self.coordinator.job.reshard}")
 
     @property
     def are_shards_caught_up(self) -> bool:
         """Whether every shard has carried out all entries of the log."""
-        end = self.coordinator.log_id, self.coordinator.log.index
+        end = self.coordinator.job.log_id, self.coordinator.log.index
         are_at_end = all(
             shard.is_ready and (shard.machine.log_id, shard.machine.index) == end
             for shard in self.shards
         )
-        return are_at_end and self.coordinator.reshard is None
+        return are_at_end and self.coordinator.job.reshard is None
 
     # ---- the process of the coordinator
 
@@ -358,19 +358,23 @@ class World(WorkerFaults, ServerFailures):
 
     def set_model(self) -> None:
         """Tell each shard the model; a push that arrives first waits for it."""
-        model = self.coordinator.model
+        model = self.coordinator.job.model
         for shard in self.shards if model is not None else ():
             if shard.is_up and shard.is_ready and shard.engine.live.state.model is None:
                 shard.engine.set_model(model)
 
     def deliver(self, shard: SimShard, cursor: DeliveryCursor) -> None:
         """Send a server its catch-up action and the entries that it has not received."""
-        coordinator, recorder, reshard = self.coordinator, self.recorder, self.coordinator.reshard
+        coordinator, recorder, reshard = (
+            self.coordinator,
+            self.recorder,
+            self.coordinator.job.reshard,
+        )
         delivery = self.directory.next_delivery(shard.server, cursor, coordinator)
         if delivery is None:
             return
         action = self.catch_up_action(shard, delivery.catch_up)
-        log_id, entries = coordinator.log_id, delivery.entries
+        log_id, entries = coordinator.job.log_id, delivery.entries
 
         def arrive() -> None:
             """Carry out the delivery.
@@ -378,11 +382,11 @@ class World(WorkerFaults, ServerFailures):
             A delivery of a killed coordinator arrives before those of its successor, or is lost.
             """
             action()
-            if self.recorder is recorder or self.coordinator.log_id == log_id:
+            if self.recorder is recorder or self.coordinator.job.log_id == log_id:
                 shard.receive_entries(log_id, entries)
                 if (
                     reshard is not None
-                    and reshard is self.coordinator.reshard
+                    and reshard is self.coordinator.job.reshard
                     and (shard.machine.shard < reshard.shards)
                 ):
                     shard.build_partition(reshard, log_id)
@@ -391,11 +395,11 @@ class World(WorkerFaults, ServerFailures):
 
     def catch_up_action(self, shard: SimShard, catch_up: CatchUp) -> Callable[[], None]:
         """Return what a server does before it follows the log."""
-        log_id, base = self.coordinator.log_id, self.coordinator.log.base
+        log_id, base = self.coordinator.job.log_id, self.coordinator.log.base
         newest, log_start, reshard = (
             self.snapshot,
             self.directory.snapshot,
-            self.coordinator.reshard,
+            self.coordinator.job.reshard,
         )
         donor = self.shards[0]
         if catch_up is CatchUp.RECOVER:
@@ -433,7 +437,7 @@ class World(WorkerFaults, ServerFailures):
             cutting.index,
             json.loads(json.dumps(cutting.state)),
             self.model,
-            self.coordinator.shards,
+            self.coordinator.job.shards,
             tuple(self.updates[: cutting.version]),
             tuple(reject for reject in self.rejections if reject.index <= cutting.index),
         )
@@ -451,14 +455,14 @@ class World(WorkerFaults, ServerFailures):
         self.set_model()
         if coordinator.log.index == before:
             return
-        new = coordinator.entries_after(before)
+        new = coordinator.log.after(before)
         self._flushed_index = new[-1].index
         for entry in new:
             self.record_entry(entry)
         for shard in list(self.shards):
             if shard.directory is self.directory and shard.server.ready:
                 self.deliver(
-                    shard, DeliveryCursor(coordinator.log_id, before, shard.server.catch_up)
+                    shard, DeliveryCursor(coordinator.job.log_id, before, shard.server.catch_up)
                 )
 
     def record_entry(self, entry: Entry) -> None:

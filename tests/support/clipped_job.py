@@ -58,7 +58,7 @@ class ClippedJob:
         optimizer: str = "",
     ) -> None:
         """Stage a push on all shards. squares: the sum of squares of each part."""
-        for shard in range(self.machine.shards):
+        for shard in range(self.machine.job.shards):
             key = PushKey(worker, seq)
             self.staged[shard][key] = Staged(
                 key, 8, 0, square_norm=squares[shard], mended=mended, optimizer=optimizer
@@ -78,7 +78,7 @@ class ClippedJob:
             self.report(shard, Measured(at, square))
 
     def news(self) -> list[Entry]:
-        entries = self.machine.entries_after(self.seen_index)
+        entries = self.machine.log.after(self.seen_index)
         self.seen_index = self.machine.log.index
         return entries
 

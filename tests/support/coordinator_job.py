@@ -67,7 +67,7 @@ class Job:
         optimizer: str = "",
     ) -> None:
         keys = tuple(BatchKey(0, number) for number in batches)
-        for shard in shards or range(self.coordinator.shards):
+        for shard in shards or range(self.coordinator.job.shards):
             self._staged[shard].append(
                 Staged(PushKey(worker, seq), 8, base, keys, problem, optimizer=optimizer)
             )
@@ -84,7 +84,7 @@ class Job:
 
     def news(self) -> list[Entry]:
         """Return the log entries since the last call."""
-        entries = self.coordinator.entries_after(self._reported_index)
+        entries = self.coordinator.log.after(self._reported_index)
         self._reported_index = self.coordinator.log.index
         return entries
 

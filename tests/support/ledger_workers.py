@@ -52,8 +52,10 @@ class LoopWorkers:
         return worker
 
     def report(self, key: PushKey, batches: list[BatchKey]) -> None:
-        staged = Staged(key, len(batches), self.coordinator.version, tuple(batches))
-        self.coordinator.reports.process(ShardReport(0, self.coordinator.log_id, 0, (staged,)), 0.0)
+        staged = Staged(key, len(batches), self.coordinator.job.version, tuple(batches))
+        self.coordinator.reports.process(
+            ShardReport(0, self.coordinator.job.log_id, 0, (staged,)), 0.0
+        )
 
     def run(self) -> "LoopWorkers":
         steps = 0

@@ -79,7 +79,7 @@ class Job:
     def push(self, worker: int, *batches: BatchKey) -> None:
         self.seqs[worker] += 1
         self.report(
-            Staged(PushKey(worker, self.seqs[worker]), 1, self.coordinator.version, batches)
+            Staged(PushKey(worker, self.seqs[worker]), 1, self.coordinator.job.version, batches)
         )
 
     def replayed(self) -> CoordinatorMachine:
@@ -95,5 +95,5 @@ def full_state(coordinator: CoordinatorMachine) -> str:
     The positions that shards report are not recorded.
     """
     return json.dumps(
-        coordinator.complete_state() | {"log": [], "failure": str(coordinator.failure)}
+        coordinator.complete_state() | {"log": [], "failure": str(coordinator.job.failure)}
     )

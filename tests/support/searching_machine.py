@@ -149,7 +149,7 @@ def search_in(coordinator: CoordinatorMachine) -> None:
 
     rounds: Any = coordinator.rounds
     rounds._wake_pushing_workers = wake_pushing_workers
-    rounds._choose = lambda: choose(coordinator.policy, clocks_of(coordinator), chosen[0])
+    rounds._choose = lambda: choose(coordinator.job.policy, clocks_of(coordinator), chosen[0])
     rounds._reject_unfit = lambda now: reject_unfit(rounds, now)
     participation: Any = coordinator.participation
     participation.end_loops = lambda: end_loops(participation)

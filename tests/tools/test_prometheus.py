@@ -64,10 +64,10 @@ class MonitoredJob:
         self.steps += 1
         for outcome in ("applied", "duplicate", "stale", "rejected"):
             self.shard.count_push(outcome, staleness=1)
-        self.shard.set_version(self.steps)
+        self.shard.version.set(self.steps)
         self.shard.set_worker(1, clock=self.steps, has_pushed=True)
         self.shard.record_update(0.01, contributors=1)
-        self.shard.record_barrier_wait(0.01)
+        self.shard.barrier_wait.observe(0.01)
         self.shard.count_bytes(received=10, sent=10)
         self.shard.set_model_size(parameters=1, nbytes=4)
         self.shard.record_call("Exchange", "OK", 0.01)

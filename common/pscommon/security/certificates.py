@@ -18,6 +18,7 @@ from pscommon.security.tls_files import (
     SERVER_NAME,
     certificates_in,
     check_dates,
+    names_in,
     private_key_in,
     public_bytes,
 )
@@ -34,7 +35,7 @@ CERTIFICATE_LIFETIME = timedelta(days=365)
 CLOCK_DIFFERENCE = timedelta(hours=1)
 """Certificates are valid from this time ago: the clocks of other machines may be behind."""
 
-PUBLIC_MODE = 0o644
+PUBLIC_MODE_BITS = 0o644
 HOST = re.compile(r"(\*\.)?[a-z0-9]([a-z0-9-]*[a-z0-9])?(\.[a-z0-9]([a-z0-9-]*[a-z0-9])?)*", re.I)
 MAX_HOST_CHARACTERS = 253
 
@@ -61,8 +62,7 @@ def init_tls(folder: Path, hosts: Sequence[str] = (), renew: bool = False) -> Fi
         InvalidRequestError: a file cannot be read or written, or a missing one cannot be made.
         AuthenticationError: the authority has expired.
     """
-    for host in hosts:
-        _name(host)
+    hosts = [str(_name(host).value) for host in hosts]
     make_folder(folder)
     states: FileStates = {}
     authority = _authority(folder, states)
@@ -71,10 +71,11 @@ def init_tls(folder: Path, hosts: Sequence[str] = (), renew: bool = False) -> Fi
         cert, key = folder / f"{prefix}cert.pem", folder / f"{prefix}key.pem"
         if cert.exists():
             old = certificates_in(_read(cert), f"the certificate {cert}")[0]
+            old_names = [name for kind in names_in(old, cert) for name in kind]
             if renew:
-                names = names if len(names) > 1 else [*names, *_names_of(old)]
+                names = names if len(names) > 1 else [*names, *old_names]
             else:
-                _check_kept(cert, key, names, _names_of(old))
+                _check_existing(cert, key, names, old_names)
         _make_pair(authority, cert, key, names, renew, states)
     return states
 
@@ -151,7 +152,7 @@ def _authority(folder: Path, states: FileStates) -> Authority:
     key = _key(key_path, states)
     if not path.exists():
         made = make_authority(key, now - CLOCK_DIFFERENCE, now + AUTHORITY_LIFETIME)
-        write_file(path, certificate_pem(made), states, PUBLIC_MODE)
+        write_file(path, certificate_pem(made), states, PUBLIC_MODE_BITS)
         return Authority(made, key)
     states[path] = "kept"
     found = certificates_in(_read(path), f"the CA file {path}")
@@ -181,7 +182,7 @@ def _make_pair(
     made = make_certificate(authority, key, names, now - CLOCK_DIFFERENCE, end)
     if renew:
         write_file(key_path, key_pem(key), states)
-    write_file(cert, certificate_pem(made), states, PUBLIC_MODE)
+    write_file(cert, certificate_pem(made), states, PUBLIC_MODE_BITS)
 
 
 def _key(path: Path, states: FileStates) -> "SigningKey":
@@ -200,7 +201,7 @@ def _key(path: Path, states: FileStates) -> "SigningKey":
     return found
 
 
-def _check_kept(cert: Path, key: Path, names: Sequence[str], has: Sequence[str]) -> None:
+def _check_existing(cert: Path, key: Path, names: Sequence[str], has: Sequence[str]) -> None:
     """Raise InvalidRequestError if an existing certificate is not what was asked for."""
     if not key.exists():
         raise InvalidRequestError(
@@ -216,15 +217,6 @@ def _check_kept(cert: Path, key: Path, names: Sequence[str], has: Sequence[str])
 
 def _read(path: Path) -> bytes:
     return read_file(path, "certificate", MAKE_TLS, is_secret=False)
-
-
-def _names_of(certificate: "x509.Certificate") -> list[str]:
-    """Return the DNS names and IP addresses of a certificate of this module."""
-    from cryptography import x509
-
-    found = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
-    addresses = found.get_values_for_type(x509.IPAddress)
-    return [*found.get_values_for_type(x509.DNSName), *map(str, addresses)]
 
 
 def _name(text: str) -> "x509.GeneralName":

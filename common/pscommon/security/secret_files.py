@@ -12,12 +12,12 @@ from pscommon.core.errors import InvalidRequestError
 from pscommon.system.small_files import replace_file
 
 MAX_FILE_BYTES = 1 << 20
-PUBLIC_BITS = 0o066
+OTHERS_BITS = 0o066
 """Bits for reading and writing by others than the owner."""
 
-GROUP_READ_BIT = 0o040
-FOLDER_MODE = 0o700
-SECRET_MODE = 0o600
+GROUP_READ_BITS = 0o040
+FOLDER_MODE_BITS = 0o700
+SECRET_MODE_BITS = 0o600
 
 FileStates = dict[Path, Literal["written", "kept"]]
 """What a command has done with each of its files."""
@@ -73,14 +73,14 @@ def make_folder(path: Path) -> None:
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.mkdir(FOLDER_MODE, exist_ok=True)
+        path.mkdir(FOLDER_MODE_BITS, exist_ok=True)
     except OSError as error:
         raise InvalidRequestError(
             f"the folder {path} cannot be made: {error.strerror}. Try: another DIR"
         ) from error
 
 
-def write_file(path: Path, text: str, states: FileStates, mode: int = SECRET_MODE) -> None:
+def write_file(path: Path, text: str, states: FileStates, mode: int = SECRET_MODE_BITS) -> None:
     """Write a file atomically, and note it in `states`.
 
     Raises:
@@ -97,8 +97,8 @@ def write_file(path: Path, text: str, states: FileStates, mode: int = SECRET_MOD
 
 def _check_mode(named: str, path: Path, found: os.stat_result) -> None:
     mode = stat.S_IMODE(found.st_mode)
-    allowed = GROUP_READ_BIT if found.st_uid == 0 else 0
-    if mode & PUBLIC_BITS & ~allowed:
+    allowed = GROUP_READ_BITS if found.st_uid == 0 else 0
+    if mode & OTHERS_BITS & ~allowed:
         raise InvalidRequestError(
             f"{named} is refused: other users can read or write it (mode {mode:04o}). "
             f"Try: `chmod 600 {path}`"

@@ -2,12 +2,22 @@
 
 import ssl
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 from pscommon.core.errors import PSError
-from pscommon.security.tls_files import TlsFiles, TlsMaterial, moment, read_tls
+from pscommon.security.tls_files import (
+    TlsFiles,
+    TlsMaterial,
+    expiry_warning,
+    moment,
+    read_tls,
+)
 from pscommon.telemetry.logs import get_logger
+
+CHECK_SECONDS = 10.0
+DAY_SECONDS = 86400.0
 
 log = get_logger(__name__)
 
@@ -48,6 +58,11 @@ class Tls:
         self._refresh()
         return self._material
 
+    def refreshed_generation(self) -> int:
+        """Return the generation, after a look at the files."""
+        self._refresh()
+        return self.generation
+
     def server_context(self) -> ssl.SSLContext:
         """Return the context of a stream port: its clients present a certificate."""
         return self._refresh()[0]
@@ -59,6 +74,19 @@ class Tls:
     def https_context(self) -> ssl.SSLContext:
         """Return the context of a metrics port: its clients present no certificate."""
         return self._refresh()[2]
+
+    def watch(self, ended: threading.Event, now: Callable[[], float] = time.time) -> None:
+        """Look at the files until `ended`, and warn once a day if the certificate expires soon.
+
+        now: Returns the Unix time in seconds.
+        """
+        next_warning = 0.0
+        while not ended.wait(CHECK_SECONDS):
+            present = now()
+            warning = expiry_warning(self.material.expires, present)
+            if warning is not None and present >= next_warning:
+                next_warning = present + DAY_SECONDS
+                log.warning("certificate_expires", problem=warning)
 
     def _refresh(self) -> tuple[ssl.SSLContext, ssl.SSLContext, ssl.SSLContext]:
         with self._lock:

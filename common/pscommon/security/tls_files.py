@@ -72,7 +72,7 @@ def read_tls(files: TlsFiles, needs_name: str | None = None) -> TlsMaterial:
     authorities = certificates_in(ca, f"the CA file {files.ca}")
     leaf = certificates_in(cert, f"the certificate {files.cert}")[0]
     _check_key(files, leaf, key)
-    names = dns_names(leaf, files.cert)
+    names, _ = names_in(leaf, files.cert)
     if needs_name is not None and needs_name not in names:
         raise InvalidRequestError(
             f"the certificate {files.cert} lacks the DNS name {needs_name}: it has "
@@ -96,19 +96,31 @@ def certificates_in(pem: bytes, named: str) -> "list[x509.Certificate]":
         ) from error
 
 
-def dns_names(leaf: "x509.Certificate", path: Path) -> tuple[str, ...]:
-    """Return the DNS names of a certificate; `path` names it in the error."""
+def names_in(leaf: "x509.Certificate", path: Path) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the DNS names and the IP addresses of a certificate; `path` names it in the error."""
     from cryptography import x509
 
     try:
-        found = leaf.extensions.get_extension_for_class(x509.SubjectAlternativeName)
+        found = leaf.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     except x509.ExtensionNotFound:
-        return ()
+        return (), ()
     except ValueError as error:
         raise InvalidRequestError(
             f"the certificate {path} is damaged: {error}. Try: `{MAKE_TLS} DIR --renew`"
         ) from error
-    return tuple(found.value.get_values_for_type(x509.DNSName))
+    addresses = tuple(map(str, found.get_values_for_type(x509.IPAddress)))
+    return tuple(found.get_values_for_type(x509.DNSName)), addresses
+
+
+def certificate_dates(der: bytes) -> tuple[float, float]:
+    """Return beginning and end of a certificate's validity, in seconds of Unix time.
+
+    Raises ValueError for something else than a certificate.
+    """
+    from cryptography import x509
+
+    leaf = x509.load_der_x509_certificate(der)
+    return leaf.not_valid_before_utc.timestamp(), leaf.not_valid_after_utc.timestamp()
 
 
 def expiry_warning(expires: float, now: float) -> str | None:

@@ -1,19 +1,59 @@
-"""HTTP endpoint for Prometheus and health probes: /metrics, /livez and /readyz."""
+"""HTTP endpoint for Prometheus and health probes: /metrics, /livez and /readyz.
 
+One daemon thread runs an event loop, and one task in it serves a connection. A second thread
+computes what may take long: the metrics take tens of milliseconds, and readiness takes locks.
+So /livez answers at any time. A peer that sends or reads too slowly loses its connection at the
+limit of its request, or earlier when another peer needs it.
+"""
+
+import asyncio
+import gzip
 import socket
-import sys
+import ssl
 import threading
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import partial
 from http import HTTPStatus
-from http.server import ThreadingHTTPServer
-from urllib.parse import urlsplit
+from typing import TypeVar
+from urllib.parse import parse_qs
 
 from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector
-from prometheus_client.exposition import MetricsHandler
+from prometheus_client.exposition import choose_encoder, gzip_accepted
 
+from pscommon.telemetry.http_request import (
+    Access,
+    Answer,
+    HttpRequest,
+    is_loopback,
+    parse_request,
+    refusal,
+    text_answer,
+)
 from pscommon.telemetry.logs import get_logger
 
+MAX_CONNECTIONS_COUNT = 256
+MAX_HEAD_BYTES = 16 << 10
+REQUEST_SECONDS = 10.0
+"""Time of one request with the wait for it: from the accepted connection, or from the answer
+before, to the last byte of its answer.
+"""
+
+LINGER_SECONDS = 1.0
+"""Time in which a peer may read the last answer: what it still sends would reset the connection."""
+
+ACCEPT_PAUSE_SECONDS = 0.1
+"""Time without new connections after the limit of open files was reached."""
+
+NOTICE_SECONDS = 10.0
+"""Time between log lines about failed requests."""
+
+T = TypeVar("T")
+
 Ready = Callable[[], tuple[bool, str]]
+Tls = ssl.SSLContext | Callable[[], ssl.SSLContext]
 
 # buckets of every histogram of durations: from a loopback call to the pull of a large model
 SECONDS = (
@@ -35,6 +75,8 @@ SECONDS = (
     60.0,
 )
 
+_END_OF_HEAD = b"\r\n\r\n"
+
 log = get_logger(__name__)
 
 
@@ -48,86 +90,232 @@ def new_registry() -> CollectorRegistry:
 
 
 class MetricsServer:
-    """HTTP server for one registry, from its construction until close()."""
+    """HTTP server for one registry, from its construction until close().
 
-    def __init__(self, listening: socket.socket, registry: CollectorRegistry, ready: Ready) -> None:
+    Attributes:
+        address: The bound HOST:PORT.
+    """
+
+    def __init__(
+        self,
+        listening: socket.socket,
+        registry: CollectorRegistry,
+        ready: Ready,
+        *,
+        authorize: Callable[[str], bool] | None = None,
+        tls: Tls | None = None,
+        is_insecure: bool = False,
+        request_seconds: float = REQUEST_SECONDS,
+    ) -> None:
         """Start the server.
 
         Args:
             listening: its port; the server closes it.
             registry: metrics to serve.
-            ready: called at every /readyz, must not block; returns whether this process is ready,
-                and the reason in one line.
+            ready: called at every /readyz, in another thread; returns whether this process is
+                ready, and the reason in one line.
+            authorize: returns whether a token permits to read; None: there are no tokens.
+            tls: the context of a connection, which asks for no client certificate; a function
+                returns the present one. None: plain HTTP.
+            is_insecure: permits other machines to read if there are no tokens.
+            request_seconds: limit of one request.
         """
-        self._handler: type[_RequestHandler] = type("Handler", (_RequestHandler,), {})
+        listening.setblocking(False)
+        host, port = listening.getsockname()[:2]
+        self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        url = f"{'http' if tls is None else 'https'}://{self.address}"
+        self._access = Access(url, is_loopback(host), authorize, is_insecure)
+        self._listening, self._tls, self._request_seconds = listening, tls, request_seconds
         self.show(registry, ready)
-        self._server = _HttpServer(listening, self._handler)
-        # close() takes at most 0.1 s
-        self._thread = threading.Thread(
-            target=self._server.serve_forever, args=(0.1,), name="monitor", daemon=True
+        # whether a connection waits for the second thread; the oldest first
+        self._connections: dict[asyncio.Task[None], bool] = {}
+        self._failures, self._noticed_at = 0, -NOTICE_SECONDS
+        self._calls, self._call_turn = ThreadPoolExecutor(1, "monitor-call"), asyncio.Lock()
+        self._loop, self._closing = asyncio.new_event_loop(), asyncio.Event()
+        self._loop.set_exception_handler(
+            lambda _, context: self._note(repr(context.get("exception", context["message"])))
         )
+        self._thread = threading.Thread(target=self._run, name="monitor", daemon=True)
         self._thread.start()
 
     def show(self, registry: CollectorRegistry, ready: Ready) -> None:
         """Replace registry and readiness; the port stays."""
-        self._handler.registry, self._handler.ready = registry, staticmethod(ready)
-
-    @property
-    def address(self) -> str:
-        """Return the bound HOST:PORT."""
-        host, port = self._server.server_address[:2]
-        text = str(host)
-        return f"[{text}]:{port}" if ":" in text else f"{text}:{port}"
+        self._registry, self._ready = registry, ready
 
     def close(self) -> None:
-        """Release the port; idempotent."""
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
+        """Release the port after at most one scrape; idempotent. In a fork, close its copy."""
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._closing.set)
+            self._thread.join()
+        self._listening.close()
+
+    def _run(self) -> None:
+        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+            runner.run(self._serve_until_closed())
+
+    async def _serve_until_closed(self) -> None:
+        self._loop.add_reader(self._listening, self._accept)
+        await self._closing.wait()
+        self._loop.remove_reader(self._listening)
+        # a call that ended after the loop could not report to it
+        self._calls.shutdown(cancel_futures=True)
+
+    def _accept(self) -> None:
+        try:
+            sock, _ = self._listening.accept()
+        except BlockingIOError:
+            return  # the peer is gone already
+        except OSError as error:
+            self._note(str(error))
+            self._loop.remove_reader(self._listening)
+            self._loop.call_later(
+                ACCEPT_PAUSE_SECONDS, self._loop.add_reader, self._listening, self._accept
+            )
+            return
+        sock.setblocking(False)
+        if len(self._connections) >= MAX_CONNECTIONS_COUNT:
+            idle = (task for task, is_busy in self._connections.items() if not is_busy)
+            oldest = next(idle, next(iter(self._connections)))
+            del self._connections[oldest]
+            oldest.cancel()
+        task = self._loop.create_task(self._serve(sock))
+        self._connections[task] = False
+        task.add_done_callback(partial(self._end, sock))
+
+    def _end(self, sock: socket.socket, task: "asyncio.Task[None]") -> None:
+        self._connections.pop(task, None)
+        sock.close()  # for a task that was cancelled before it began
+
+    def _mark(self, is_busy: bool) -> None:
+        """Make the connection of this task the newest one, unless it was closed."""
+        task = asyncio.current_task()
+        assert task is not None
+        if self._connections.pop(task, None) is not None:
+            self._connections[task] = is_busy
+
+    async def _serve(self, sock: socket.socket) -> None:
+        """Serve one connection until its peer, a limit or the server ends it."""
+        reader = asyncio.StreamReader(MAX_HEAD_BYTES, self._loop)
+        protocol = asyncio.StreamReaderProtocol(reader, loop=self._loop)
+        transport: asyncio.Transport | None = None
+        try:
+            async with asyncio.timeout(self._request_seconds) as limit:
+                # a silent peer costs neither a transport nor the 256 KiB of a handshake
+                await self._first_byte(sock)
+                transport, _ = await self._loop.connect_accepted_socket(
+                    lambda: protocol, sock, ssl=self._tls() if callable(self._tls) else self._tls
+                )
+                # drain() waits for the whole answer; with zero for both it never returns over TLS
+                transport.set_write_buffer_limits(high=1, low=0)
+                writer = asyncio.StreamWriter(transport, protocol, reader, self._loop)
+                while await self._answer_one(reader, writer):
+                    self._mark(is_busy=False)
+                    limit.reschedule(self._loop.time() + self._request_seconds)
+                    await asyncio.sleep(0)  # after one request it is another connection's turn
+                limit.reschedule(self._loop.time() + LINGER_SECONDS)
+                await _hang_up(reader, writer)
+        except (ConnectionError, TimeoutError, EOFError):
+            pass  # the peer is gone, or was too slow
+        except Exception as error:
+            self._note(repr(error))
+        finally:
+            with suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)  # a fork of this process may have a copy
+            if transport is not None:
+                transport.abort()
+
+    async def _first_byte(self, sock: socket.socket) -> None:
+        is_readable = asyncio.Event()
+        self._loop.add_reader(sock, is_readable.set)
+        try:
+            await is_readable.wait()
+        finally:
+            self._loop.remove_reader(sock)
+
+    async def _answer_one(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
+        """Answer the next request, and return whether another one may follow."""
+        request = None
+        try:
+            request = parse_request(await reader.readuntil(_END_OF_HEAD))
+        except asyncio.LimitOverrunError:
+            answer = text_answer(
+                HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE,
+                f"the head of the request is larger than {MAX_HEAD_BYTES} bytes",
+            )
+        else:
+            if request is None:
+                answer = text_answer(HTTPStatus.BAD_REQUEST, "this is no request of HTTP/1.1")
+            else:
+                answer = await self._answer(request)
+        is_head = request is not None and request.method == "HEAD"
+        may_follow = request is not None and request.keeps_connection
+        writer.write(answer.encode(is_head, may_follow))
+        await writer.drain()
+        return may_follow
+
+    async def _answer(self, request: HttpRequest) -> Answer:
+        try:
+            refused = refusal(request, self._access)
+            if refused is not None:
+                return refused
+            match request.path:
+                case "/livez":
+                    return text_answer(HTTPStatus.OK, "alive")
+                case "/readyz":
+                    ok, reason = await self._call(self._ready)
+                    return text_answer(
+                        HTTPStatus.OK if ok else HTTPStatus.SERVICE_UNAVAILABLE, reason
+                    )
+                case "/metrics" if request.method == "HEAD":
+                    return text_answer(HTTPStatus.OK, "")
+                case "/metrics":
+                    return await self._call(lambda: _render(self._registry, request))
+            return text_answer(HTTPStatus.NOT_FOUND, "try /metrics, /livez or /readyz")
+        except Exception as error:
+            self._note(repr(error))
+            return text_answer(
+                HTTPStatus.INTERNAL_SERVER_ERROR, "the request failed: the log says why"
+            )
+
+    async def _call(self, function: Callable[[], T]) -> T:
+        """Return what the second thread computes, one call at a time."""
+        self._mark(is_busy=True)
+        try:
+            # a queue of the executor would keep the process from ending
+            async with self._call_turn:
+                return await self._loop.run_in_executor(self._calls, function)
+        finally:
+            self._mark(is_busy=False)
+
+    def _note(self, problem: str) -> None:
+        """Log a failure, at most one in NOTICE_SECONDS: a peer could fill the disk."""
+        self._failures += 1
+        now = time.monotonic()
+        if now - self._noticed_at >= NOTICE_SECONDS:
+            log.warning("http_request_failed", problem=problem, failures=self._failures)
+            self._failures, self._noticed_at = 0, now
 
 
-class _HttpServer(ThreadingHTTPServer):
-    daemon_threads = True
+async def _hang_up(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """End a connection such that its peer can read the last answer."""
+    with suppress(OSError):
+        if writer.can_write_eof():
+            writer.write_eof()
+            while await reader.read(MAX_HEAD_BYTES):
+                pass
+        else:  # TLS
+            writer.close()
+            await writer.wait_closed()
 
-    def __init__(self, listening: socket.socket, handler: type[MetricsHandler]) -> None:
-        super().__init__(listening.getsockname()[:2], handler, bind_and_activate=False)
-        self.socket.close()
-        self.socket = listening
 
-    def handle_error(self, request: object, client_address: object) -> None:
-        # a scraper that hangs up is no reason for a traceback on stderr
-        log.warning("http_request_failed", client=client_address, problem=repr(sys.exc_info()[1]))
-
-
-class _RequestHandler(MetricsHandler):
-    ready: Ready
-    timeout = 10.0  # a peer that connects and says nothing is dropped
-
-    def do_HEAD(self) -> None:
-        """How `wget --spider` and many load balancers probe: the same answers without their
-        text.
-        """
-        self.do_GET()
-
-    def do_GET(self) -> None:
-        match urlsplit(self.path).path:
-            case "/metrics" if self.command == "HEAD":
-                self._answer(HTTPStatus.OK, "")
-            case "/metrics":
-                super().do_GET()
-            case "/livez":
-                self._answer(HTTPStatus.OK, "alive")
-            case "/readyz":
-                ok, reason = self.ready()
-                self._answer(HTTPStatus.OK if ok else HTTPStatus.SERVICE_UNAVAILABLE, reason)
-            case _:
-                self._answer(HTTPStatus.NOT_FOUND, "try /metrics, /livez or /readyz")
-
-    def _answer(self, status: HTTPStatus, text: str) -> None:
-        body = (" ".join(text.split()) + "\n").encode()
-        self.send_response(status)
-        self.send_header("Content-Type", "text/plain; charset=utf-8")
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(body)
+def _render(registry: CollectorRegistry, request: HttpRequest) -> Answer:
+    try:
+        render, kind = choose_encoder(request.headers.get("accept", ""))
+    except TypeError:  # it compares a version that is no number with numbers
+        render, kind = choose_encoder("")
+    names = parse_qs(request.query).get("name[]")
+    body = render(registry.restricted_registry(names) if names else registry)
+    if gzip_accepted(request.headers.get("accept-encoding", "")):
+        packed = "Content-Encoding: gzip"
+        return Answer(HTTPStatus.OK, gzip.compress(body), (f"Content-Type: {kind}", packed))
+    return Answer(HTTPStatus.OK, body, (f"Content-Type: {kind}",))

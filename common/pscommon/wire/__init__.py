@@ -5,6 +5,7 @@ __all__ = [
     "endpoint",
     "frames",
     "messages",
+    "metrics_port",
     "push",
     "requests",
     "status",

@@ -294,9 +294,11 @@ def listen_http(endpoint: Endpoint) -> socket.socket:
         ) from error
 
 
-def accept(listening: socket.socket) -> AnySocket:
+def accept(listening: socket.socket, tls: Tls | None) -> AnySocket:
     """Accept a connection and return its non-blocking socket; its TLS handshake is still to be
     made.
+
+    tls: Certificates for connections over TCP; None: plain text.
 
     Raises:
         PermissionError: The peer at a Unix socket runs as another user.
@@ -310,7 +312,6 @@ def accept(listening: socket.socket) -> AnySocket:
                 raise PermissionError("the peer runs as another user")
             return sock
         _set_tcp_options(sock)
-        tls = process_credentials().tls
         if tls is None:
             return sock
         secured = tls.server_context().wrap_socket(

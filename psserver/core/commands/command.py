@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, Generic, TypeVar
 
 from psserver.core.coordinator.machine import CoordinatorMachine
@@ -25,8 +25,16 @@ class Command(ABC, Generic[Reply]):
         """Carry out the command. The reply depends only on the state, the arguments and `now`."""
 
     def as_json(self) -> Mapping[str, Any]:
-        """Return the arguments as JSON values, in the order in which they are on disk."""
-        return {}
+        """Return the arguments as JSON values, in the order in which they are on disk.
+
+        They are the fields, unless a command has another form there.
+        """
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, *args: Any, **arguments: Any) -> "Command[Any]":
+        """Return the command with these arguments of `as_json`."""
+        return cls(*args, **arguments)
 
     def check(self, coordinator: CoordinatorMachine) -> None:
         """Raise InvalidRequestError if no correct process sends these arguments.

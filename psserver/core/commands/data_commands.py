@@ -97,9 +97,6 @@ class ReportValues(Command[None]):
         member = coordinator.job.member(self.worker, now)
         coordinator.reported.take(member, self.values, coordinator.membership)
 
-    def as_json(self) -> Mapping[str, Any]:
-        return {"worker": self.worker, "values": list(self.values)}
-
     @staticmethod
     def from_json(worker: int, values: list[Any]) -> "ReportValues":
         return ReportValues(worker, [ReportedValue(*value) for value in values])
@@ -120,9 +117,6 @@ class ReportMetrics(Command[None]):
         member = coordinator.job.member(self.worker, now)
         for name, value in self.metrics.items():
             coordinator.reported.take_latest(member, name, value)
-
-    def as_json(self) -> Mapping[str, Any]:
-        return {"worker": self.worker, "metrics": dict(self.metrics)}
 
     def check(self, coordinator: CoordinatorMachine) -> None:
         check_value_names(coordinator, list(self.metrics))

@@ -90,9 +90,6 @@ class RecordPart(Command[None]):
     def perform(self, coordinator: CoordinatorMachine, now: float) -> None:
         coordinator.cuts.part(self.shard, self.part)
 
-    def as_json(self) -> Mapping[str, Any]:
-        return {"shard": self.shard, "part": self.part}
-
     @staticmethod
     def from_json(shard: int, part: list[Any]) -> "RecordPart":
         return RecordPart(shard, PartReport(*part))
@@ -105,7 +102,7 @@ class FinishSnapshot(Command[None]):
     wire_name: ClassVar[str] = "filed"
 
     def perform(self, coordinator: CoordinatorMachine, now: float) -> None:
-        coordinator.cuts.filed()
+        coordinator.cuts.finished = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,75 +1,44 @@
 """Commands in logs on disk: JSON with the name, the time and the arguments."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from psserver.core.commands import data_commands, job_commands, shard_commands, worker_commands
 from psserver.core.commands.command import Command
-from psserver.core.commands.data_commands import (
-    CallCollective,
-    LeaseBatches,
-    ReportMetrics,
-    ReportValues,
-    ReturnBatches,
-)
-from psserver.core.commands.job_commands import (
-    Advance,
-    ContinueJob,
-    FinishSnapshot,
-    RecordPart,
-    SetPolicy,
-    StartCut,
-    UseRules,
-)
-from psserver.core.commands.shard_commands import (
-    AddFollower,
-    DropShardReports,
-    FinishReshard,
-    ProcessReport,
-    RecordLoadedShard,
-    RefusePush,
-    RestartShard,
-    StartReshard,
-)
-from psserver.core.commands.worker_commands import (
-    DrainWorker,
-    EndAbsence,
-    ForgetDeparted,
-    Join,
-    KeepPlace,
-    Leave,
-    Lose,
-    Register,
+
+COMMANDS: Sequence[type[Command[Any]]] = (
+    worker_commands.Join,
+    worker_commands.Register,
+    worker_commands.Leave,
+    worker_commands.DrainWorker,
+    worker_commands.KeepPlace,
+    worker_commands.EndAbsence,
+    worker_commands.Lose,
+    worker_commands.ForgetDeparted,
+    data_commands.LeaseBatches,
+    data_commands.ReturnBatches,
+    data_commands.ReportValues,
+    data_commands.ReportMetrics,
+    data_commands.CallCollective,
+    shard_commands.ProcessReport,
+    shard_commands.RefusePush,
+    shard_commands.AddFollower,
+    shard_commands.RestartShard,
+    shard_commands.DropShardReports,
+    shard_commands.StartReshard,
+    shard_commands.RecordLoadedShard,
+    shard_commands.FinishReshard,
+    job_commands.SetPolicy,
+    job_commands.UseRules,
+    job_commands.Advance,
+    job_commands.StartCut,
+    job_commands.RecordPart,
+    job_commands.FinishSnapshot,
+    job_commands.ContinueJob,
 )
 
 DECODERS: Mapping[str, Callable[..., Command[Any]]] = {
-    Join.wire_name: Join,
-    Register.wire_name: Register.from_json,
-    Leave.wire_name: Leave,
-    DrainWorker.wire_name: DrainWorker,
-    KeepPlace.wire_name: KeepPlace,
-    EndAbsence.wire_name: EndAbsence,
-    Lose.wire_name: Lose,
-    ForgetDeparted.wire_name: ForgetDeparted,
-    LeaseBatches.wire_name: LeaseBatches.from_json,
-    ReturnBatches.wire_name: ReturnBatches.from_json,
-    ReportValues.wire_name: ReportValues.from_json,
-    ReportMetrics.wire_name: ReportMetrics,
-    CallCollective.wire_name: CallCollective.from_json,
-    ProcessReport.wire_name: ProcessReport.from_json,
-    RefusePush.wire_name: RefusePush,
-    AddFollower.wire_name: AddFollower,
-    RestartShard.wire_name: RestartShard,
-    DropShardReports.wire_name: DropShardReports,
-    StartReshard.wire_name: StartReshard.from_json,
-    RecordLoadedShard.wire_name: RecordLoadedShard,
-    FinishReshard.wire_name: FinishReshard,
-    SetPolicy.wire_name: SetPolicy.from_json,
-    UseRules.wire_name: UseRules.from_json,
-    Advance.wire_name: Advance,
-    StartCut.wire_name: StartCut,
-    RecordPart.wire_name: RecordPart.from_json,
-    FinishSnapshot.wire_name: FinishSnapshot,
-    ContinueJob.wire_name: ContinueJob,
+    command.wire_name: command.from_json for command in COMMANDS
 }
 """Makes a command of its arguments on disk, by its name on disk."""
 

@@ -122,7 +122,7 @@ class Recorder:
 
     def end_reshard(self, now: float) -> None:
         """End a reshard once all shards have their parts: with a snapshot, or at once without."""
-        reshard = self.coordinator.reshard
+        reshard = self.coordinator.job.reshard
         if reshard is not None and reshard.complete:
             if reshard.writes_snapshot:
                 self.cut(now)
@@ -166,8 +166,8 @@ class Recorder:
         """Start a snapshot because a log is broken: all logs begin a segment at a Cut."""
         coordinator = self.coordinator
         if (
-            coordinator.begun
-            and not (coordinator.cuts.busy or coordinator.reshard)
+            coordinator.job.begun
+            and not (coordinator.cuts.busy or coordinator.job.reshard)
             and coordinator.cuts.age(now) >= LOG_REPAIR_INTERVAL_SECONDS
         ):
             self.cut(now)
@@ -206,7 +206,7 @@ def choose_for_ended_leases(
     A worker whose lease has ended is removed, or its place is kept (`--on-worker-loss`).
     """
     membership, on_loss = coordinator.membership, coordinator.job.rules.on_loss
-    if coordinator.failure is not None:
+    if coordinator.job.failure is not None:
         return []  # members are to learn of the failure, not that they are fenced
     expired = membership.leases.ended(now)
     late: list[tuple[Member, Command[None]]] = [

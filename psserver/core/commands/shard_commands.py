@@ -53,14 +53,6 @@ class RefusePush(Command[None]):
     def perform(self, coordinator: CoordinatorMachine, now: float) -> None:
         coordinator.reports.refuse(self.worker, self.seq, self.reason, self.detail, now)
 
-    def as_json(self) -> Mapping[str, Any]:
-        return {
-            "worker": self.worker,
-            "seq": self.seq,
-            "reason": self.reason,
-            "detail": self.detail,
-        }
-
 
 @dataclass(frozen=True, slots=True)
 class AddFollower(Command[None]):
@@ -71,9 +63,6 @@ class AddFollower(Command[None]):
 
     def perform(self, coordinator: CoordinatorMachine, now: float) -> None:
         coordinator.job.followers.add(self.shard)
-
-    def as_json(self) -> Mapping[str, Any]:
-        return {"shard": self.shard}
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,9 +75,6 @@ class RestartShard(Command[None]):
     def perform(self, coordinator: CoordinatorMachine, now: float) -> None:
         coordinator.resharding.restart_shard(self.shard)
 
-    def as_json(self) -> Mapping[str, Any]:
-        return {"shard": self.shard}
-
 
 @dataclass(frozen=True, slots=True)
 class DropShardReports(Command[None]):
@@ -99,9 +85,6 @@ class DropShardReports(Command[None]):
 
     def perform(self, coordinator: CoordinatorMachine, now: float) -> None:
         coordinator.pending.shard_lost(self.shard)
-
-    def as_json(self) -> Mapping[str, Any]:
-        return {"shard": self.shard}
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,9 +123,6 @@ class RecordLoadedShard(Command[None]):
 
     def perform(self, coordinator: CoordinatorMachine, now: float) -> None:
         coordinator.resharding.record_loaded(self.shard)
-
-    def as_json(self) -> Mapping[str, Any]:
-        return {"shard": self.shard}
 
 
 @dataclass(frozen=True, slots=True)

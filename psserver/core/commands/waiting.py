@@ -11,12 +11,12 @@ MAX_NAMED_COUNT = 3
 
 def waiting_for(coordinator: CoordinatorMachine, now: float) -> str:
     """Return a phrase for people; empty if the job waits for nothing."""
-    if not coordinator.begun:
+    if not coordinator.job.begun:
         uploader = coordinator.job.uploader
         return (
             f"the initial weights from {uploader}" if uploader else "a worker to register a model"
         )
-    if not coordinator.started:
+    if not coordinator.job.started:
         here = len(coordinator.membership.registered())
         return f"workers: {here} of --min-workers {coordinator.job.min_workers} are here"
     members = late(coordinator)
@@ -49,12 +49,12 @@ def waiting_for_call(coordinator: CoordinatorMachine, key: CallKey, now: float) 
 
 def late(coordinator: CoordinatorMachine) -> list[Member]:
     """Return the active workers whose push would unblock the others."""
-    active, ready = coordinator.membership.active(), coordinator.pending.ready.workers
-    if not ready or not coordinator.started:
+    active, ready = coordinator.membership.active(), coordinator.pending.ready.by_worker
+    if not ready or not coordinator.job.started:
         return []
-    if coordinator.policy.barrier:
+    if coordinator.job.policy.barrier:
         return [member for member in active if member.worker not in ready]
-    if coordinator.policy.bound is None:
+    if coordinator.job.policy.bound is None:
         return []
     slowest = min((member.clock for member in active), default=0)
     return [member for member in active if member.clock == slowest]

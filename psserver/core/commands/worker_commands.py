@@ -99,9 +99,6 @@ class Leave(Command[None]):
     def perform(self, coordinator: CoordinatorMachine, now: float) -> None:
         coordinator.registration.leave(self.worker, self.reason, now)
 
-    def as_json(self) -> Mapping[str, Any]:
-        return {"worker": self.worker, "reason": self.reason}
-
 
 @dataclass(frozen=True, slots=True)
 class DrainWorker(Command[None]):
@@ -113,9 +110,6 @@ class DrainWorker(Command[None]):
     def perform(self, coordinator: CoordinatorMachine, now: float) -> None:
         coordinator.registration.drain(self.worker)
 
-    def as_json(self) -> Mapping[str, Any]:
-        return {"worker": self.worker}
-
 
 @dataclass(frozen=True, slots=True)
 class KeepPlace(Command[None]):
@@ -125,10 +119,7 @@ class KeepPlace(Command[None]):
     worker: int
 
     def perform(self, coordinator: CoordinatorMachine, now: float) -> None:
-        coordinator.registration.keep_place(self.worker, now)
-
-    def as_json(self) -> Mapping[str, Any]:
-        return {"worker": self.worker}
+        coordinator.membership.members[self.worker].missing_since = now
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,10 +130,7 @@ class EndAbsence(Command[None]):
     worker: int
 
     def perform(self, coordinator: CoordinatorMachine, now: float) -> None:
-        coordinator.registration.end_absence(self.worker)
-
-    def as_json(self) -> Mapping[str, Any]:
-        return {"worker": self.worker}
+        coordinator.membership.members[self.worker].missing_since = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,9 +144,6 @@ class Lose(Command[None]):
     def perform(self, coordinator: CoordinatorMachine, now: float) -> None:
         coordinator.registration.lose(self.worker, self.reason, now)
 
-    def as_json(self) -> Mapping[str, Any]:
-        return {"worker": self.worker, "reason": self.reason}
-
 
 @dataclass(frozen=True, slots=True)
 class ForgetDeparted(Command[None]):
@@ -169,6 +154,3 @@ class ForgetDeparted(Command[None]):
 
     def perform(self, coordinator: CoordinatorMachine, now: float) -> None:
         coordinator.participation.forget_departed(self.keep)
-
-    def as_json(self) -> Mapping[str, Any]:
-        return {"keep": self.keep}

@@ -35,21 +35,25 @@ def check_registration(
         InvalidRequestError: It does not.
     """
     others = [member for member in coordinator.membership.registered() if member.worker != worker]
-    _check_round(coordinator.policy, 1 + len(others), nbytes, in_flight)
+    _check_round(coordinator.job.policy, 1 + len(others), nbytes, in_flight)
 
 
 def check_switch(coordinator: CoordinatorMachine, policy: Policy, in_flight: int) -> None:
     """Raise InvalidRequestError if a round under another policy does not fit --in-flight."""
-    if coordinator.model is not None:
+    if coordinator.job.model is not None:
         workers = len(coordinator.membership.registered())
-        _check_round(policy, workers, push_nbytes(coordinator.model, coordinator.shards), in_flight)
+        _check_round(
+            policy, workers, push_nbytes(coordinator.job.model, coordinator.job.shards), in_flight
+        )
 
 
 def check_reshard(coordinator: CoordinatorMachine, shards: int, in_flight: int) -> None:
     """Raise InvalidRequestError if a round on `shards` servers does not fit --in-flight."""
-    if coordinator.model is not None:
+    if coordinator.job.model is not None:
         workers = len(coordinator.membership.registered())
-        _check_round(coordinator.policy, workers, push_nbytes(coordinator.model, shards), in_flight)
+        _check_round(
+            coordinator.job.policy, workers, push_nbytes(coordinator.job.model, shards), in_flight
+        )
 
 
 def _check_round(policy: Policy, workers: int, nbytes: int, in_flight: int) -> None:
@@ -80,11 +84,11 @@ def is_full(coordinator: CoordinatorMachine, log_bytes: int) -> bool:
 
     It bounds the time of a restart and the use of the disk.
     """
-    if log_bytes <= MIN_LOG_BYTES or coordinator.model is None or coordinator.cuts.busy:
+    if log_bytes <= MIN_LOG_BYTES or coordinator.job.model is None or coordinator.cuts.busy:
         return False
     return (
         log_bytes
         > MAX_LOG_TO_MODEL_RATIO
-        * sum(tensor.nbytes for tensor in coordinator.model.tensors)
-        / coordinator.shards
+        * sum(tensor.nbytes for tensor in coordinator.job.model.tensors)
+        / coordinator.job.shards
     )

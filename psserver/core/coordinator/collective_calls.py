@@ -66,7 +66,7 @@ class CollectiveCalls:
     def _let_others_read(self, worker: int) -> None:
         """Free the sources that a worker reads: the others may have no data without them."""
         ledger = self._job.ledger
-        for loop in ledger.live():
+        for loop in ledger.live.values():
             if isinstance(loop, StreamLoop):
                 loop.rest(worker)
         ledger.news += 1

@@ -39,8 +39,7 @@ Invariants:
 from collections.abc import Mapping
 from typing import Any
 
-from pscommon.core.errors import PSError
-from pscommon.core.log_entries import Cut, Entry
+from pscommon.core.log_entries import Cut
 from pscommon.core.model_spec import ModelSpec
 from psserver.core.coordinator.collective_calls import CollectiveCalls
 from psserver.core.coordinator.data_requests import DataRequests
@@ -77,48 +76,6 @@ class CoordinatorMachine:
         self.collectives = CollectiveCalls(job, self.rounds, self.participation)
         self.resharding = Resharding(job, self.rounds)
 
-    # ---- what other threads and processes read ---------------------------------------------------
-
-    @property
-    def log_id(self) -> int:
-        return self.job.log_id
-
-    @property
-    def version(self) -> int:
-        return self.job.version
-
-    @property
-    def shards(self) -> int:
-        return self.job.shards
-
-    @property
-    def begun(self) -> bool:
-        return self.job.begun
-
-    @property
-    def started(self) -> bool:
-        return self.job.started
-
-    @property
-    def model(self) -> ModelSpec | None:
-        return self.job.model
-
-    @property
-    def policy(self) -> Policy:
-        return self.job.policy
-
-    @property
-    def reshard(self) -> ReshardPhase | None:
-        return self.job.reshard
-
-    @property
-    def failure(self) -> PSError | None:
-        return self.job.failure
-
-    def entries_after(self, index: int) -> list[Entry]:
-        """Return the entries that a shard needs after `index`."""
-        return self.log.after(index)
-
     # ---- settings --------------------------------------------------------------------------------
 
     def set_policy(self, policy: Policy, now: float) -> None:
@@ -154,16 +111,18 @@ class CoordinatorMachine:
         job.log.append(Cut(job.log.next, job.version))
         cuts.begin(job.version, job.log.index, now, {})
         assert cuts.cutting is not None
-        cuts.cutting.state = self.state()
+        cuts.cutting.state = job.as_json()
         return True
 
-    def state(self) -> dict[str, Any]:
-        """Return all decisions as JSON values. Reports of shards and workers are not included."""
-        return self.job.as_json()
-
     def complete_state(self) -> dict[str, Any]:
-        """Return `state` with the entries that some shard may need, for `become`."""
-        return self.job.with_entries()
+        """Return `JobState.as_json` with the entries that some shard may need, for `load_state`."""
+        job = self.job
+        return job.as_json() | {
+            "begun": job.begun,
+            "uploader": job.uploading_worker,
+            "log": job.log.state(),
+            "cut": job.cuts.parts(),
+        }
 
     def restore(
         self,
@@ -189,7 +148,7 @@ class CoordinatorMachine:
         # where all workers had left, as at the end of a run, a new run begins
         job.min_workers = max(1, min(job.min_workers, state["registered"] or expected, expected))
         if before is not None:
-            job.policy = before.policy
+            job.policy = before.job.policy
         elif JobRules.from_json(state["rules"]).policy == job.rules.policy:
             job.policy = policy(*state["policy"])
         self.reported.recover(state)
@@ -209,7 +168,26 @@ class CoordinatorMachine:
             now: The time.
             snapshot: Index of the newest snapshot's Cut; a reshard before it is complete.
         """
-        self.job.load(state, model, now, snapshot)
+        job = self.job
+        job.load_numbers(state, model)
+        job.set_shard_count(state["shards"], state["layout_index"])
+        job.reshard = ReshardPhase.from_state(state["move"]) if state["move"] else None
+        job.is_reshard_saved = job.reshard is not None and job.reshard.index < snapshot
+        job.log.recover(state["log"])
+        job.begun, job.uploading_worker = state["begun"], state["uploader"]
+        job.log_id, job.started = state["epoch"], state["started"]
+        job.is_resumed = state["resumed"]
+        job.policy = policy(*state["policy"])
+        job.reported.recover(state)
+        job.collectives.recover(state)
+        job.membership.recover(state["roster"], now)
+        job.pending.recover(state["pending"])
+        job.ledger.recover(state["loops"], state.get("places", ()))
+        if state.get("extendable"):
+            job.ledger.resumes()
+        job.evicted, job.followers = set(state["evicted"]), set(state["followers"])
+        job.min_workers = state["min_workers"]
+        job.cuts.recover(state["last_cut"], state["cut"], now)
 
     def recovered(self, now: float, generation: int, resumes: bool = False) -> None:
         """Continue in a new process after a replay. Leases begin now; a snapshot is abandoned.

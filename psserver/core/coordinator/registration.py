@@ -84,14 +84,6 @@ class Registration:
             )
         member.draining = True
 
-    def keep_place(self, worker: int, now: float) -> None:
-        """Note that a lease has ended and the worker's place is kept for a while."""
-        self._job.membership.members[worker].missing_since = now
-
-    def end_absence(self, worker: int) -> None:
-        """Note that a missing worker has shown a sign of life."""
-        self._job.membership.members[worker].missing_since = None
-
     def lose(self, worker: int, reason: str, now: float) -> None:
         """Remove a worker whose lease has ended."""
         member = self._job.membership.members[worker]

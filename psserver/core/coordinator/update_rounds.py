@@ -109,10 +109,10 @@ class UpdateRounds:
         job, ready, policy = self._job, self._job.pending.ready, self._job.policy
         if policy.barrier:
             enough = max(1, job.membership.index.active_clocks.count - policy.backup)
-            if len(ready.workers) < enough:
+            if len(ready.by_worker) < enough:
                 return ()
             active = [m.worker for m in job.membership.active()]
-            keys = [ready.oldest(worker) for worker in active if worker in ready.workers]
+            keys = [ready.oldest(worker) for worker in active if worker in ready.by_worker]
             return keys if len(keys) >= enough else ()
         if policy.bound is None:
             members = job.membership.members

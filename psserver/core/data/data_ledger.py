@@ -38,6 +38,8 @@ class DataLedger:
 
     Attributes:
         loops: Loops by number.
+        live: The loops in which a batch may still be committed, by number, and some that have ended
+            since a worker last reached a loop.
         news: Grows when batches may have become free, or a loop has ended or got more epochs:
             workers that wait for data then ask again.
         extendable: Whether the first worker to reach the last loop may raise its epochs: the job
@@ -55,8 +57,7 @@ class DataLedger:
         self.loops: dict[int, MapLoop | StreamLoop] = {}
         self._resumed: frozenset[int] = frozenset()  # the loops that were there then
         self._last = -1  # the highest number of a loop
-        # without the ended and idle loops of the time when a worker last reached a loop
-        self._live: dict[int, MapLoop | StreamLoop] = {}
+        self.live: dict[int, MapLoop | StreamLoop] = {}
         self.places = ScriptPlaces()
         self.passes = PassNumbers(self.loops)
 
@@ -76,11 +77,7 @@ class DataLedger:
     @property
     def open_loops(self) -> list[int]:
         """Numbers of the loops with uncommitted batches."""
-        return [number for number, loop in self._live.items() if not (loop.ended or loop.done)]
-
-    def live(self) -> Iterable[MapLoop | StreamLoop]:
-        """Return the loops in which a batch may still be committed."""
-        return self._live.values()
+        return [number for number, loop in self.live.items() if not (loop.ended or loop.done)]
 
     def open(
         self,
@@ -116,13 +113,13 @@ class DataLedger:
 
     def leave_loops(self, worker: int, place: ScriptPlace | int, workers: Iterable[int]) -> None:
         """Record that a worker has left loops, without opening one. Arguments as in `open`."""
-        before = self.places.get(worker)
+        before = self.places.by_worker.get(worker)
         if isinstance(place, ScriptPlace) or (isinstance(before, int) and place > before):
             self._move(worker, place, workers)
 
     def _move(self, worker: int, place: ScriptPlace | int, workers: Iterable[int]) -> None:
         if self.places.move(worker, place):
-            for loop in self._live.values():
+            for loop in self.live.values():
                 if self.places.has_left(worker, loop):
                     loop.leave(worker)
                     self.news += 1
@@ -145,19 +142,19 @@ class DataLedger:
         loop.extend(spec)
         self.news += 1
         self.extensions += 1
-        self._live[spec.loop] = loop
+        self.live[spec.loop] = loop
 
     def place(self, worker: int, loop: int) -> tuple[Any, ...]:
         """Return which loops the worker has left, and what is dealt of this one."""
         dealt = self.loops[loop].dealt() if loop in self.loops else None
-        return self.places.get(worker), dealt
+        return self.places.by_worker.get(worker), dealt
 
     def _add(self, spec: Spec, name: PassName | None) -> MapLoop | StreamLoop:
         has_left = self.places.has_left
         loop = (
             StreamLoop(spec, has_left) if isinstance(spec, StreamSpec) else MapLoop(spec, has_left)
         )
-        self.loops[spec.loop] = self._live[spec.loop] = loop
+        self.loops[spec.loop] = self.live[spec.loop] = loop
         self._last = max(self._last, spec.loop)
         if name is not None:
             self.passes.give(loop, name)
@@ -168,7 +165,7 @@ class DataLedger:
 
         A later worker does not train on them alone.
         """
-        left = [loop for loop in self._live.values() if self.places.has_left(worker, loop)]
+        left = [loop for loop in self.live.values() if self.places.has_left(worker, loop)]
         if not left:
             return  # without a search in the workers: each of them comes here once for each loop
         others = list(workers)
@@ -176,15 +173,15 @@ class DataLedger:
             if others and all(self.places.has_left(other, loop) for other in others):
                 loop.end()
                 self.news += 1
-        self._live = {
-            number: loop for number, loop in self._live.items() if not (loop.ended and loop.is_idle)
+        self.live = {
+            number: loop for number, loop in self.live.items() if not (loop.ended and loop.is_idle)
         }
 
     def commit(self, worker: int, batches: Sequence[BatchKey]) -> None:
         """Commit the batches of a push that counts."""
         for loop, batch in self._known(batches) if batches else ():
             loop.commit(worker, batch.number)
-        for loop in self._live.values():
+        for loop in self.live.values():
             loop.settle(worker)
 
     def drop(self, worker: int, batches: Iterable[BatchKey]) -> None:
@@ -218,12 +215,12 @@ class DataLedger:
         """Free all batches of a departed worker."""
         self.news += 1
         self.places.drop(worker)
-        for loop in self._live.values():
+        for loop in self.live.values():
             loop.lose(worker)
 
     def transfer(self, old: int, new: int) -> None:
         """Give the leases of a dead worker to the one that replaces it."""
-        for loop in self._live.values():
+        for loop in self.live.values():
             loop.transfer(old, new)
 
     def state(self) -> list[dict[str, Any]]:
@@ -255,7 +252,7 @@ class DataLedger:
 
     def _load(self, states: Iterable[Mapping[str, Any]]) -> None:
         """Replace all loops by those of the states, without their batches."""
-        self.places, self.loops, self._live, self._last = ScriptPlaces(), {}, {}, -1
+        self.places, self.loops, self.live, self._last = ScriptPlaces(), {}, {}, -1
         self.passes = PassNumbers(self.loops)
         for state in states:
             name = state.get("name")

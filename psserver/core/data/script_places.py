@@ -16,29 +16,29 @@ class ScriptPlaces:
 
     A worker that names no loaders leaves its loops in the order of their numbers: its place is the
     number of the first one that it has not left.
+
+    Attributes:
+        by_worker: The places; only `move`, `drop` and `recover` change them.
     """
 
     def __init__(self) -> None:
-        self._places: dict[int, ScriptPlace | int] = {}
+        self.by_worker: dict[int, ScriptPlace | int] = {}
 
     def move(self, worker: int, place: ScriptPlace | int) -> bool:
         """Record a worker's place; return whether it is another one."""
         if isinstance(place, ScriptPlace):
             place = replace(place, current=None, training_passes=0)
-        is_other = self._places.get(worker) != place
-        self._places[worker] = place
+        is_other = self.by_worker.get(worker) != place
+        self.by_worker[worker] = place
         return is_other
-
-    def get(self, worker: int) -> ScriptPlace | int | None:
-        return self._places.get(worker)
 
     def drop(self, worker: int) -> None:
         """Forget a departed worker."""
-        self._places.pop(worker, None)
+        self.by_worker.pop(worker, None)
 
     def has_left(self, worker: int, loop: LoopLedger) -> bool:
         """Return whether a worker will not ask for batches of this loop any more."""
-        place = self._places.get(worker)
+        place = self.by_worker.get(worker)
         if isinstance(place, ScriptPlace):
             return loop.name is not None and place.has_left(loop.name)
         return place is not None and loop.spec.loop < place
@@ -46,7 +46,7 @@ class ScriptPlaces:
     def first_open_workers(self) -> Mapping[int, list[int]]:
         """Return the workers whose place is a number, by this number, as loops store them."""
         found: dict[int, list[int]] = {}
-        for worker, place in self._places.items():
+        for worker, place in self.by_worker.items():
             if isinstance(place, int):
                 found.setdefault(place, []).append(worker)
         return {number: sorted(workers) for number, workers in found.items()}
@@ -55,7 +55,7 @@ class ScriptPlaces:
         """Return the named places as JSON values for `recover`; empty without any."""
         places = [
             [worker, place.as_json()]
-            for worker, place in self._places.items()
+            for worker, place in self.by_worker.items()
             if isinstance(place, ScriptPlace)
         ]
         return {"places": places} if places else {}
@@ -64,10 +64,10 @@ class ScriptPlaces:
         self, states: Iterable[Mapping[str, Any]], places: Iterable[tuple[int, Any]]
     ) -> None:
         """Load the places from the states of all loops, and those of `as_json`."""
-        self._places = {}
+        self.by_worker = {}
         for state in states:
-            self._places |= dict.fromkeys(state["here"], state["spec"]["loop"])
-        self._places |= {worker: place_from_json(place) for worker, place in places}
+            self.by_worker |= dict.fromkeys(state["here"], state["spec"]["loop"])
+        self.by_worker |= {worker: place_from_json(place) for worker, place in places}
 
 
 class PassNumbers:

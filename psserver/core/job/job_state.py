@@ -14,7 +14,6 @@ from psserver.core.data.data_ledger import DataLedger
 from psserver.core.data.map_loop import units_of
 from psserver.core.job.entry_log import EntryLog
 from psserver.core.job.pending_pushes import PendingPushes
-from psserver.core.job.policy import policy
 from psserver.core.job.reshard_phase import ReshardPhase
 from psserver.core.job.settings import JobRules
 from psserver.core.job.snapshot_schedule import SnapshotSchedule
@@ -213,15 +212,6 @@ class JobState:
             **self.ledger.places.as_json(),
         }
 
-    def with_entries(self) -> dict[str, Any]:
-        """Return `as_json` with the entries that some shard may need, for `load`."""
-        return self.as_json() | {
-            "begun": self.begun,
-            "uploader": self.uploading_worker,
-            "log": self.log.state(),
-            "cut": self.cuts.parts(),
-        }
-
     def load_numbers(self, state: Mapping[str, Any], model: ModelSpec | None) -> None:
         """Load the numbers that a snapshot and a complete state both have."""
         self.model, self.begun = model, True
@@ -231,27 +221,3 @@ class JobState:
         self.counts = dict(state["counts"])
         self.trainings = Trainings.from_json(state)
         self.log.start(state["index"])
-
-    def load(
-        self, state: Mapping[str, Any], model: ModelSpec | None, now: float, snapshot_index: int
-    ) -> None:
-        """Load a complete state, see CoordinatorMachine.load_state."""
-        self.load_numbers(state, model)
-        self.set_shard_count(state["shards"], state["layout_index"])
-        self.reshard = ReshardPhase.from_state(state["move"]) if state["move"] else None
-        self.is_reshard_saved = self.reshard is not None and self.reshard.index < snapshot_index
-        self.log.recover(state["log"])
-        self.begun, self.uploading_worker = state["begun"], state["uploader"]
-        self.log_id, self.started = state["epoch"], state["started"]
-        self.is_resumed = state["resumed"]
-        self.policy = policy(*state["policy"])
-        self.reported.recover(state)
-        self.collectives.recover(state)
-        self.membership.recover(state["roster"], now)
-        self.pending.recover(state["pending"])
-        self.ledger.recover(state["loops"], state.get("places", ()))
-        if state.get("extendable"):
-            self.ledger.resumes()
-        self.evicted, self.followers = set(state["evicted"]), set(state["followers"])
-        self.min_workers = state["min_workers"]
-        self.cuts.recover(state["last_cut"], state["cut"], now)

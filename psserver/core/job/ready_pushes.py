@@ -3,7 +3,7 @@ the first of the workers that may not be too far ahead of the slowest one (ssp).
 """
 
 import heapq
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from pscommon.core.log_entries import PushKey, Staged
@@ -16,6 +16,8 @@ class ReadyPushes(dict[PushKey, Staged]):
     A lookup costs the same for any number of pushes. A worker has one or few.
 
     Attributes:
+        by_worker: For each worker with a ready push, the places of its pushes in the order of
+            arrival, by number of the push.
         arrived: Pushes that have become ready; the reader clears it.
         changed: Workers whose ready pushes have changed; the reader clears it.
     """
@@ -24,7 +26,7 @@ class ReadyPushes(dict[PushKey, Staged]):
         super().__init__()
         self.arrived: list[PushKey] = []
         self.changed: set[int] = set()
-        self._arrivals: dict[int, dict[int, int]] = {}  # by worker and number of the push
+        self.by_worker: dict[int, dict[int, int]] = {}
         self._arrival_count = 0
         self._bases = Smallest()
 
@@ -32,7 +34,7 @@ class ReadyPushes(dict[PushKey, Staged]):
         """Add a push that is not ready yet."""
         self[key] = staged
         self._arrival_count += 1
-        self._arrivals.setdefault(key.worker, {})[key.seq] = self._arrival_count
+        self.by_worker.setdefault(key.worker, {})[key.seq] = self._arrival_count
         self._bases.add(staged.base)
         self.arrived.append(key)
         self.changed.add(key.worker)
@@ -44,10 +46,10 @@ class ReadyPushes(dict[PushKey, Staged]):
             return
         self._bases.remove(staged.base)
         self.changed.add(key.worker)
-        arrivals = self._arrivals[key.worker]
+        arrivals = self.by_worker[key.worker]
         del arrivals[key.seq]
         if not arrivals:
-            del self._arrivals[key.worker]
+            del self.by_worker[key.worker]
 
     def replace(self, keys: Iterator[PushKey]) -> None:
         """Bring the pushes into this order of arrival, as if they all had just arrived."""
@@ -63,22 +65,17 @@ class ReadyPushes(dict[PushKey, Staged]):
         self.arrived = [*self]
 
     @property
-    def workers(self) -> Collection[int]:
-        """Workers with a ready push."""
-        return self._arrivals.keys()
-
-    @property
     def oldest_base(self) -> int | None:
         """The smallest version that a push was computed from; None without a push."""
         return self._bases.value
 
     def oldest(self, worker: int) -> PushKey:
         """Return the oldest push of a worker, which has one."""
-        return PushKey(worker, min(self._arrivals[worker]))
+        return PushKey(worker, min(self.by_worker[worker]))
 
     def arrival(self, worker: int) -> int | None:
         """Return the place of a worker's first push in the order of arrival; None without one."""
-        arrivals = self._arrivals.get(worker)
+        arrivals = self.by_worker.get(worker)
         return min(arrivals.values()) if arrivals is not None else None
 
 

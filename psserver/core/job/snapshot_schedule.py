@@ -74,6 +74,7 @@ class SnapshotSchedule:
     shards: number of shards.
     cutting: the snapshot in progress.
     finished: a complete snapshot whose manifest is not written yet.
+    last_version: version of the newest cut, or the version that training started from.
     """
 
     def __init__(self, every: SnapshotInterval, shards: int) -> None:
@@ -81,12 +82,12 @@ class SnapshotSchedule:
         self.cutting: SnapshotInProgress | None = None
         self.finished: SnapshotInProgress | None = None
         self.shards = shards
-        self._last_version = 0
+        self.last_version = 0
         self._last_time = 0.0
 
     def started(self, version: int, now: float) -> None:
         """Record that training starts at this version (0 or restored), which needs no snapshot."""
-        self._last_version, self._last_time = version, now
+        self.last_version, self._last_time = version, now
 
     @property
     def busy(self) -> bool:
@@ -96,13 +97,11 @@ class SnapshotSchedule:
     def due_at(self, version: int) -> bool:
         """Return whether a snapshot of exactly this version is due, before any further update."""
         steps = self.every.steps
-        return (
-            steps is not None and version // steps > self._last_version // steps and not self.busy
-        )
+        return steps is not None and version // steps > self.last_version // steps and not self.busy
 
     def due(self, version: int, now: float) -> bool:
         """Return whether a snapshot should be cut at this version now."""
-        if version <= self._last_version:
+        if version <= self.last_version:
             return False
         seconds = self.every.seconds
         is_late = seconds is not None and now - self._last_time >= seconds
@@ -111,15 +110,6 @@ class SnapshotSchedule:
     def age(self, now: float) -> float:
         """Return the seconds since the newest cut, or since training started."""
         return now - self._last_time
-
-    def filed(self) -> None:
-        """Record that the manifest of the finished snapshot is written, or failed."""
-        self.finished = None
-
-    @property
-    def last_version(self) -> int:
-        """Version of the newest cut, or the version that training started from."""
-        return self._last_version
 
     def abandon(self) -> None:
         """Abandon the snapshot: the process that would write the manifest was replaced."""
@@ -157,7 +147,7 @@ class SnapshotSchedule:
 
     def begin(self, version: int, index: int, now: float, state: dict[str, Any]) -> None:
         self.cutting = SnapshotInProgress(version, index, now, state)
-        self._last_version, self._last_time = version, now
+        self.last_version, self._last_time = version, now
 
     def part(self, shard: int, part: PartReport) -> None:
         """Record a shard's part or its failure. Repeated and late reports have no effect."""

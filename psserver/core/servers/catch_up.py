@@ -36,7 +36,7 @@ def promotion_needs_rollback(
         own_report: Report of the standby's own shard.
         newest_version: Version of the newest snapshot on disk that others may continue from.
     """
-    return newest_version > coordinator.version or not coordinator.log.can_go_on(own_report)
+    return newest_version > coordinator.job.version or not coordinator.log.can_go_on(own_report)
 
 
 def choose_catch_up(
@@ -55,14 +55,18 @@ def choose_catch_up(
         can_recover: The shard may have a log on disk that it was not asked to replay.
         restores: This log began with a snapshot.
     """
-    if report.log_id == coordinator.log_id and not blank:
+    if report.log_id == coordinator.job.log_id and not blank:
         fits = coordinator.log.can_go_on(report) and not coordinator.resharding.is_stranded(report)
         return CatchUp.FOLLOW if fits else CatchUp.GO_BACK
-    if blank and coordinator.reshard is not None and report.shard >= coordinator.reshard.before:
+    if (
+        blank
+        and coordinator.job.reshard is not None
+        and report.shard >= coordinator.job.reshard.before
+    ):
         return CatchUp.ADOPT  # it had no part before the reshard
     followed = report.shard in coordinator.job.followers
     if blank and can_recover and followed:
         return CatchUp.RECOVER
-    if coordinator.begun and followed:
+    if coordinator.job.begun and followed:
         return CatchUp.GO_BACK  # it had weights of this log, and has lost them
     return CatchUp.RESTORE if restores else CatchUp.BEGIN

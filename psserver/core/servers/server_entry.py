@@ -35,10 +35,6 @@ class Delivery(NamedTuple):
     catch_up: CatchUp
     entries: list[Entry]
 
-    def with_repetition(self) -> "Delivery":
-        """Return this delivery such that the next one repeats the catch-up action."""
-        return self._replace(cursor=self.cursor._replace(catch_up=None))
-
 
 class ReportDecision(NamedTuple):
     """What follows from a shard's report.
@@ -51,22 +47,6 @@ class ReportDecision(NamedTuple):
 
     catch_up: CatchUp | None
     is_change: bool
-
-
-class DirectoryView(NamedTuple):
-    """The job's servers at one moment.
-
-    Attributes:
-        shards: Number of shards.
-        addresses: Primaries by shard; empty where none has connected.
-        standbys: Standbys by shard; empty where there is none.
-        reshard_count: How often the number of shards has changed.
-    """
-
-    shards: int
-    addresses: list[str]
-    standbys: list[str]
-    reshard_count: int
 
 
 @dataclass(slots=True)

@@ -26,7 +26,6 @@ from psserver.core.servers.catch_up import CatchUp, choose_catch_up
 from psserver.core.servers.server_entry import (
     Delivery,
     DeliveryCursor,
-    DirectoryView,
     ReportDecision,
     ServerEntry,
 )
@@ -109,9 +108,6 @@ class ShardDirectory(Generic[SnapshotT]):
     def shards(self) -> int:
         """Number of shards of the job; during a reshard: after it."""
         return self.shard_count.shards
-
-    def picture(self) -> DirectoryView:
-        return DirectoryView(self.shards, self.addresses, self.standbys, self.shard_count.changes)
 
     def form(self, members: int) -> None:
         """Set how many servers follow the log: candidates join, superfluous servers leave."""
@@ -287,13 +283,13 @@ class ShardDirectory(Generic[SnapshotT]):
         """Return what a server has not received yet; None if it is no member."""
         if not self.is_member(server):
             return None
-        index = cursor.reached if cursor.log_id == coordinator.log_id else coordinator.log.base
-        entries = coordinator.entries_after(index) if server.ready else []
+        index = cursor.reached if cursor.log_id == coordinator.job.log_id else coordinator.log.base
+        entries = coordinator.log.after(index) if server.ready else []
         reached = max(index, coordinator.log.index) if server.ready else index
-        is_new = (cursor.log_id, cursor.catch_up) != (coordinator.log_id, server.catch_up)
+        is_new = (cursor.log_id, cursor.catch_up) != (coordinator.job.log_id, server.catch_up)
         catch_up = (server.catch_up or CatchUp.FOLLOW) if is_new else CatchUp.FOLLOW
         return Delivery(
-            DeliveryCursor(coordinator.log_id, reached, server.catch_up), catch_up, entries
+            DeliveryCursor(coordinator.job.log_id, reached, server.catch_up), catch_up, entries
         )
 
     def _choose_catch_up(

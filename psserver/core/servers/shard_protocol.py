@@ -101,7 +101,7 @@ def finish_snapshot(recorder: Recorder, now: float, is_written: bool, has_logs: 
     then enough. With logs a new segment needs a snapshot, so another one is tried.
     """
     recorder.do(FinishSnapshot(), now)
-    if recorder.coordinator.reshard is not None and (is_written or not has_logs):
+    if recorder.coordinator.job.reshard is not None and (is_written or not has_logs):
         recorder.do(FinishReshard(), now)
 
 

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from pscommon.core.data_loop import LoopSpec
 from pscommon.core.data_stream import StreamSpec
 from pscommon.wal.format import RecordReader
+from psserver.coordinator.status import describe
 from psserver.process.job_files import ShardCountFile
 from psserver.server import Server
 from tests.contract.promised import found
@@ -55,9 +56,9 @@ def _trained(first: Server, data_dir: Path, lock: Path) -> JobNames:
         assert client.push_pull(ONES).status == "applied"
         begun = _segment_keys(data_dir / "log-job", found.STATE_MAPS)
         first.service.snapshot_scheduler.save(20.0)
-        until(lambda: first.service and first.service.status()["candidates"], "a candidate")
+        until(lambda: first.service and describe(first.service)["candidates"], "a candidate")
         until(lambda: _families_without_series(first) == set(), "a sample of each metric")
-        status = json.loads(json.dumps(first.service.status()))
+        status = json.loads(json.dumps(describe(first.service)))
         metrics = found.metrics(first.metrics.registry)
     ShardCountFile(2, data_dir).change(3)  # as after a reshard
     return JobNames(

@@ -22,6 +22,20 @@ def test_a_link_stays_and_its_target_is_replaced(tmp_path: Path) -> None:
     assert (link.is_symlink(), list((tmp_path / "there").iterdir())) == (True, [])
 
 
+def test_a_file_has_its_mode_from_the_start(tmp_path: Path) -> None:
+    """Also where a killed process of the same number has left a readable file."""
+    file, left = tmp_path / "file", tmp_path / f".file.{os.getpid()}"
+    left.write_text("left")
+    left.chmod(0o666)
+    reader = left.open()
+
+    replace_file(file, "7\n", 0o600)
+
+    assert (file.read_text(), file.stat().st_mode & 0o777) == ("7\n", 0o600)
+    assert reader.read() == "left"
+    reader.close()
+
+
 def test_a_pipe_is_written_to_and_not_replaced(tmp_path: Path) -> None:
     path = tmp_path / "pipe"
     os.mkfifo(path)

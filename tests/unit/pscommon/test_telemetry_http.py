@@ -1,17 +1,24 @@
 """Metrics and probes of a process over HTTP, and a port that is not available."""
 
+import gzip
 import socket
+from base64 import b64encode
 from collections.abc import Iterator
 from contextlib import closing
 from http.client import HTTPConnection
 from typing import NamedTuple
 
 import pytest
-from prometheus_client import Counter
+from prometheus_client import Counter, Metric
+from prometheus_client.registry import Collector
 
 from pscommon.core.errors import InvalidRequestError, TakenError
 from pscommon.telemetry.http import MetricsServer, new_registry
 from pscommon.wire.endpoint import Endpoint, listen_http
+from tests.support.events import events
+from tests.support.metrics_port import Probe, read_all
+
+GZIP = {"Accept-Encoding": "gzip"}
 
 
 class Answer(NamedTuple):
@@ -27,20 +34,6 @@ def get(address: str, path: str, accept: str = "text/plain", method: str = "GET"
         return Answer(response.status, response.headers["Content-Type"], response.read().decode())
 
 
-class Probe:
-    """Fake process with a readiness that the test sets."""
-
-    def __init__(self) -> None:
-        self.state = (True, "serving version 7")
-        self.registry = new_registry()
-        self.monitor = MetricsServer(
-            listen_http(Endpoint("127.0.0.1:0")), self.registry, lambda: self.state
-        )
-
-    def get(self, path: str, accept: str = "text/plain") -> Answer:
-        return get(self.monitor.address, path, accept)
-
-
 @pytest.fixture
 def probe() -> Iterator[Probe]:
     probe = Probe()
@@ -52,10 +45,10 @@ def test_metrics_include_the_registry_and_the_process(probe: Probe) -> None:
     """Own metrics, process_* and python_* are read for each scrape."""
     steps = Counter("ps_steps", "steps", registry=probe.registry)
     steps.inc()
-    probe.get("/metrics")
+    get(probe.monitor.address, "/metrics")
     steps.inc()
 
-    lines = probe.get("/metrics").body.splitlines()
+    lines = get(probe.monitor.address, "/metrics").body.splitlines()
 
     assert "ps_steps_total 2.0" in lines
     assert any(line.startswith("process_resident_memory_bytes ") for line in lines)
@@ -63,28 +56,30 @@ def test_metrics_include_the_registry_and_the_process(probe: Probe) -> None:
 
 
 def test_metrics_use_openmetrics_if_the_client_accepts_it(probe: Probe) -> None:
-    answer = probe.get("/metrics", accept="application/openmetrics-text; version=1.0.0")
+    answer = get(
+        probe.monitor.address, "/metrics", accept="application/openmetrics-text; version=1.0.0"
+    )
 
     assert answer.kind.startswith("application/openmetrics-text")
     assert answer.body.endswith("# EOF\n")
-    assert probe.get("/metrics").kind.startswith("text/plain")
+    assert get(probe.monitor.address, "/metrics").kind.startswith("text/plain")
 
 
 def test_liveness_does_not_depend_on_readiness(probe: Probe) -> None:
     """A waiting server is alive; an orchestrator would otherwise kill it."""
     probe.state = (False, "waiting for shard 1 of 2")
 
-    assert probe.get("/livez").status == 200
-    assert probe.get("/readyz").status == 503
+    assert get(probe.monitor.address, "/livez").status == 200
+    assert get(probe.monitor.address, "/readyz").status == 503
 
 
 def test_readiness_gives_the_reason_in_one_line(probe: Probe) -> None:
     """Both responses carry the reason, whatever white space it contains."""
-    assert probe.get("/readyz")[::2] == (200, "serving version 7\n")
+    assert get(probe.monitor.address, "/readyz")[::2] == (200, "serving version 7\n")
 
     probe.state = (False, "waiting for\n  shard 1 of 2")
 
-    assert probe.get("/readyz")[::2] == (503, "waiting for shard 1 of 2\n")
+    assert get(probe.monitor.address, "/readyz")[::2] == (503, "waiting for shard 1 of 2\n")
 
 
 def test_a_probe_may_use_the_head_method(probe: Probe) -> None:
@@ -98,9 +93,135 @@ def test_a_probe_may_use_the_head_method(probe: Probe) -> None:
     assert statuses == [(200, ""), (503, ""), (200, ""), (404, "")]
 
 
+def test_metrics_are_compressed_and_selected_on_request(probe: Probe) -> None:
+    """Prometheus compresses; `name[]` selects."""
+    Counter("ps_steps", "steps", registry=probe.registry).inc()
+    with closing(HTTPConnection(probe.monitor.address, timeout=5)) as connection:
+        connection.request("GET", "/metrics?name[]=ps_steps_total", headers=GZIP)
+        response = connection.getresponse()
+        body = gzip.decompress(response.read()).decode()
+
+    assert response.headers["Content-Encoding"] == "gzip"
+    assert "ps_steps_total 1.0" in body.splitlines()
+    assert "python_info" not in body
+
+
+@pytest.mark.parametrize("version", ["x", "1.0.x", "9" * 5000, ""])
+def test_an_unusual_version_in_accept_is_answered(probe: Probe, version: str) -> None:
+    """prometheus_client compares some of them with a number, and fails."""
+    for kind in ("application/openmetrics-text", "text/plain"):
+        answer = get(probe.monitor.address, "/metrics", f"{kind}; version={version}")
+        assert answer.status == 200
+
+
+def test_a_connection_serves_several_requests(probe: Probe) -> None:
+    """Prometheus keeps its connections; with TLS a new one costs a handshake."""
+    with closing(HTTPConnection(probe.monitor.address, timeout=5)) as connection:
+        connection.connect()
+        used = connection.sock
+        for method, path, status in (
+            ("GET", "/livez", 200),
+            ("HEAD", "/metrics", 200),
+            ("GET", "/nothing", 404),
+            ("GET", "/metrics", 200),
+        ):
+            connection.request(method, path)
+            with connection.getresponse() as response:
+                response.read()
+                assert response.status == status
+            assert connection.sock is used
+
+
+def test_requests_may_follow_each_other_before_the_answers(probe: Probe) -> None:
+    with probe.connect() as sock:
+        sock.sendall(2 * b"GET /livez HTTP/1.1\r\n\r\n" + b"GET /livez HTTP/1.0\r\n\r\n")
+        received = read_all(sock)
+
+    assert received.count(b"HTTP/1.1 200 OK\r\n") == 3
+    assert received.count(b"Connection: close") == 1
+
+
+@pytest.mark.parametrize(
+    ("lines", "status"),
+    [
+        (("POST /metrics HTTP/1.1", "Host: localhost"), 405),
+        (("GET /metrics HTTP/1.1", "Host: attacker.example"), 403),
+        (("GET /metrics HTTP/1.1",), 400),
+        (("hello",), 400),
+        (("GET /livez HTTP/1.1", "A: " + "a" * 16_000), 200),
+        (("GET /livez HTTP/1.1", "A: " + "a" * 16_400), 431),
+        (("GET /livez HTTP/1.1", *["A: a"] * 4000), 431),
+    ],
+)
+def test_other_requests_are_refused(
+    probe: Probe, lines: tuple[str, ...], status: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The client learns why. The log does not: otherwise a scanner could fill the disk."""
+    assert probe.status(*lines) == status
+    assert not events(caplog)
+
+
+def test_a_refused_body_does_not_reset_the_answer(probe: Probe) -> None:
+    """The client sends on while the answer travels."""
+    with probe.connect() as sock:
+        sock.sendall(b"POST /metrics HTTP/1.1\r\nContent-Length: 2000000\r\n\r\n")
+        sock.sendall(bytes(2_000_000))
+
+        assert read_all(sock).startswith(b"HTTP/1.1 405 ")
+
+
+@pytest.mark.parametrize(
+    ("header", "status"),
+    [
+        ("Authorization: Bearer secret", 200),
+        ("Authorization: Basic " + b64encode(b"prometheus:secret").decode(), 200),
+        ("Authorization: Bearer wrong", 401),
+        ("Accept: */*", 401),
+    ],
+)
+def test_other_machines_need_a_token(
+    header: str, status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The address looks like that of another interface; probes need no token."""
+    monkeypatch.setattr("pscommon.telemetry.http.is_loopback", lambda _: False)
+    probe = Probe(authorize=lambda token: token == "secret")
+    with closing(probe.monitor):
+        assert probe.status("GET /metrics HTTP/1.1", "Host: server-0:9464", header) == status
+        assert probe.status("GET /readyz HTTP/1.1", "Host: server-0:9464") == 200
+
+
+@pytest.mark.parametrize(("is_insecure", "status"), [(False, 403), (True, 200)])
+def test_without_tokens_other_machines_need_the_flag(
+    is_insecure: bool, status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Closed by default."""
+    monkeypatch.setattr("pscommon.telemetry.http.is_loopback", lambda _: False)
+    probe = Probe(is_insecure=is_insecure)
+    with closing(probe.monitor):
+        assert probe.status("GET /metrics HTTP/1.1", "Host: server-0:9464") == status
+
+
+def test_a_failure_is_answered_and_logged_once(
+    probe: Probe, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One line in ten seconds, without a traceback."""
+
+    class Broken(Collector):
+        def collect(self) -> Iterator[Metric]:
+            raise RuntimeError("no such state")
+
+    probe.registry.register(Broken())
+    answers = [get(probe.monitor.address, "/metrics") for _ in range(3)]
+
+    assert {answer.status for answer in answers} == {500}
+    assert events(caplog) == ["http_request_failed"]
+    assert "no such state" in caplog.records[0].getMessage()
+    assert caplog.records[0].exc_info is None
+
+
 def test_other_paths_are_not_found(probe: Probe) -> None:
     """A wrong path must not look healthy."""
-    assert probe.get("/healthz").status == 404
+    assert get(probe.monitor.address, "/healthz").status == 404
 
 
 def test_registries_are_independent() -> None:
@@ -109,8 +230,8 @@ def test_registries_are_independent() -> None:
     with closing(one.monitor), closing(two.monitor):
         Counter("ps_steps", "steps", registry=one.registry).inc()
 
-        assert "ps_steps_total" in one.get("/metrics").body
-        assert "ps_steps_total" not in two.get("/metrics").body
+        assert "ps_steps_total" in get(one.monitor.address, "/metrics").body
+        assert "ps_steps_total" not in get(two.monitor.address, "/metrics").body
 
 
 def test_a_taken_port_is_an_error_with_the_address(probe: Probe) -> None:

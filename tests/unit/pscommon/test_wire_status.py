@@ -7,7 +7,14 @@ from concurrent.futures import ThreadPoolExecutor
 import grpc
 import pytest
 
-from pscommon.core.errors import REASONS, MismatchError, PSError, UnreachableError, error_for
+from pscommon.core.errors import (
+    REASONS,
+    AuthenticationError,
+    MismatchError,
+    PSError,
+    UnreachableError,
+    error_for,
+)
 from pscommon.wire import status
 from pscommon.wire.endpoint import SERVER_OPTIONS, Endpoint, open_channel
 from psproto.v1 import parameter_server_pb2 as pb
@@ -92,6 +99,20 @@ def test_every_reason_survives_the_connection(
     assert str(error) == "what, who and what to do: größer"
     assert isinstance(error.__cause__, grpc.RpcError)
     assert error.__cause__.code().name == REASONS[reason].status  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("code", ["UNAUTHENTICATED", "PERMISSION_DENIED"])
+def test_a_refusal_without_a_reason_is_an_authentication_error(
+    code: str, failing: Failing, stub: ParameterServerServiceStub
+) -> None:
+    """As of a proxy."""
+    failing.how = lambda context: context.abort(grpc.StatusCode[code], "no token")
+
+    error = failure(stub)
+
+    assert (type(error), error.reason, error.exit_code) == (AuthenticationError, code, 13)
+    assert "no token" in str(error)
+    assert not REASONS[code].retryable
 
 
 @pytest.mark.parametrize("reason", REASONS)

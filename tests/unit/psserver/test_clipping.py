@@ -84,7 +84,7 @@ def test_without_a_clip_norm_nothing_is_measured() -> None:
     job.push(2, 1)
 
     assert job.news() == [Apply(2, 1, (part(1), part(2)))]
-    assert "measurement" not in job.machine.state()["pending"]
+    assert "measurement" not in job.machine.job.as_json()["pending"]
 
 
 def test_the_clip_norm_applies_to_the_gradient_after_max_norm() -> None:
@@ -126,7 +126,7 @@ def test_a_quarantined_worker_does_not_make_its_round_count_twice() -> None:
     job.measure(0.1, 0.1)
 
     assert [type(entry) for entry in job.news()] == [Measure, Apply, Evict]
-    assert job.machine.version == 1
+    assert job.machine.job.version == 1
 
 
 def test_evicting_a_contributor_voids_the_measurement() -> None:
@@ -208,7 +208,7 @@ def test_a_reshard_during_the_measurement_voids_it() -> None:
     job.report(0)
     job.measure(12.0, 12.0, index=2)
 
-    assert job.machine.version == 0
+    assert job.machine.job.version == 0
     assert job.machine.pending.measurement is not None
     assert job.machine.pending.measurement.square_norms == {}
     job.measure(16.0)
@@ -221,7 +221,7 @@ def test_a_recovered_coordinator_waits_for_the_same_answers() -> None:
     job.push(2, 1)
     job.measure(4.0)
     again = job.again()
-    assert again.state() == job.machine.state()
+    assert again.job.as_json() == job.machine.job.as_json()
     other = CoordinatorMachine(2, job.rules)
     other.load_state(json.loads(json.dumps(job.machine.complete_state())), MODEL, 0.0)
     assert other.complete_state() == job.machine.complete_state()
@@ -230,7 +230,7 @@ def test_a_recovered_coordinator_waits_for_the_same_answers() -> None:
         machine.reports.process(
             ShardReport(1, 0, 2, tuple(job.staged[1].values()), measured=Measured(2, 12.0)), 0.0
         )
-        (update,) = machine.entries_after(2)
+        (update,) = machine.log.after(2)
         assert scales(update) == [1.0 / (4.0 + 1e-6)] * 2
 
 
@@ -277,5 +277,5 @@ def test_a_failed_job_does_not_apply_a_measured_round() -> None:
     job.report(0)
     job.measure(1.0, 1.0)
 
-    assert job.machine.failure is not None
-    assert job.machine.version == 0
+    assert job.machine.job.failure is not None
+    assert job.machine.job.version == 0

@@ -204,7 +204,7 @@ def test_a_repetition_that_lets_calls_begin_is_recorded() -> None:
 
     assert worker == 2
     assert coordinator.job.collectives.has_begun
-    assert replayed.state() == coordinator.state()
+    assert replayed.job.as_json() == coordinator.job.as_json()
 
 
 @pytest.mark.parametrize("is_done", [False, True], ids=["open", "done"])
@@ -283,13 +283,13 @@ def test_requests_that_no_correct_worker_sends_are_refused() -> None:
         CallCollective(1, 1, mean(**{"x" * 300: 0.0}), first_open=0),
         CallCollective(1, 1, value("x" * 65536), first_open=0),
     ]
-    before = job.coordinator.state()
+    before = job.coordinator.job.as_json()
     for request in requests:
         with pytest.raises(InvalidRequestError) as caught:
             job.recorder.do(request, job.now)
         assert caught.value.reason == "OUT_OF_RANGE"
 
-    assert job.coordinator.state() == before
+    assert job.coordinator.job.as_json() == before
 
 
 def test_a_replay_and_a_standby_have_the_same_calls() -> None:
@@ -317,7 +317,7 @@ def test_a_replay_and_a_standby_have_the_same_calls() -> None:
 
         assert copied is not None
         replay(copied, written.commands)
-        assert json.dumps(copied.state()) == json.dumps(job.coordinator.state())
+        assert json.dumps(copied.job.as_json()) == json.dumps(job.coordinator.job.as_json())
 
 
 def test_a_snapshot_keeps_results_and_drops_open_calls() -> None:
@@ -325,7 +325,7 @@ def test_a_snapshot_keeps_results_and_drops_open_calls() -> None:
     for worker in (1, 2):
         call(job, worker, 1, mean(loss=1.0))
     call(job, 1, 2)
-    state = json.loads(json.dumps(job.coordinator.state()))
+    state = json.loads(json.dumps(job.coordinator.job.as_json()))
 
     restored = CoordinatorMachine(1, job.coordinator.job.rules, 1)
     restored.restore(state, MODEL, 0.0)

@@ -34,7 +34,7 @@ def test_the_first_worker_to_register_uploads_and_the_others_wait() -> None:
     coordinator.reports.process(ShardReport(1, 0, 0, (upload,)), 0.0)
 
     assert coordinator.registration.register(second, MODEL, 0.0) == "ready"
-    assert coordinator.entries_after(0) == [Begin(1, first)]
+    assert coordinator.log.after(0) == [Begin(1, first)]
 
 
 def test_another_worker_uploads_when_the_uploader_leaves() -> None:
@@ -267,10 +267,10 @@ def test_the_log_retains_entries_until_every_shard_has_applied_them() -> None:
     job = Job(policy("async"), workers=1, shards=2)
     job.push(1, 1)
     job.report(0, index=2)
-    assert [entry.index for entry in job.coordinator.entries_after(0)] == [1, 2]
+    assert [entry.index for entry in job.coordinator.log.after(0)] == [1, 2]
 
     job.report(1, index=1)
-    assert [entry.index for entry in job.coordinator.entries_after(0)] == [2]
+    assert [entry.index for entry in job.coordinator.log.after(0)] == [2]
     assert job.coordinator.log.base == 1
 
 
@@ -287,7 +287,7 @@ def test_a_restored_snapshot_continues_with_its_data_and_remembers_pushes() -> N
     again.coordinator.restore(cutting.state, MODEL, 0.0)
     worker = again.add()
 
-    assert (again.coordinator.version, again.coordinator.job.samples) == (1, 8)
+    assert (again.coordinator.job.version, again.coordinator.job.samples) == (1, 8)
     assert again.ask(worker) == BatchesReply((1,))
     with pytest.raises(FencedError):
         again.coordinator.job.member(1, 0.0)
@@ -322,7 +322,7 @@ def test_an_abandoned_partial_push_is_refused_and_releases_its_memory() -> None:
     job.push(1, 1, shards=[0])
     job.push(1, 2, shards=[1])
     job.news()
-    assert Reject(2, PushKey(1, 1), "STALE", GIVEN_UP) in job.coordinator.entries_after(0)
+    assert Reject(2, PushKey(1, 1), "STALE", GIVEN_UP) in job.coordinator.log.after(0)
 
     job.push(1, 2, shards=[0])
     assert job.applied() == [[1]]
@@ -349,4 +349,4 @@ def test_no_push_counts_once_the_job_has_failed() -> None:
     job.push(2, 1)
 
     assert job.applied() == []
-    assert job.coordinator.failure is not None
+    assert job.coordinator.job.failure is not None

@@ -15,10 +15,10 @@ from psserver.coordinator.shard_connections import ShardUpdate
 from psserver.coordinator.shard_stream import MAX_SILENCE_SECONDS, ShardListener
 from psserver.core.job.settings import GradientRules
 from psserver.core.servers.catch_up import CatchUp
-from psserver.core.servers.server_entry import DeliveryCursor, DirectoryView, ServerEntry
+from psserver.core.servers.server_entry import DeliveryCursor, ServerEntry
 from psserver.process.worker_exits import WorkerExits
 
-BEFORE = DirectoryView(2, ["s0:1", "s1:1"], ["", "b1:1"], 0)
+ADDRESSES, STANDBYS = ["s0:1", "s1:1"], ["", "b1:1"]
 
 
 class ReshardingService:
@@ -41,7 +41,7 @@ class ReshardingService:
         servers = SimpleNamespace(
             shards=1, addresses=["s0:1"], standbys=[""], reshard_count=1, term=3
         )
-        reshard = pb.Move(index=7, sources=BEFORE.addresses)
+        reshard = pb.Move(index=7, sources=ADDRESSES)
         self.directory = type(
             "After", (), {**vars(servers), "__getitem__": lambda servers, shard: servers}
         )()
@@ -54,7 +54,10 @@ class ReshardingService:
             None,
             [],
             [],
-            BEFORE,
+            2,
+            ADDRESSES,
+            STANDBYS,
+            0,
             reshard,
         )
 
@@ -71,10 +74,10 @@ def first_response(service: Any, request: pb.LinkShardRequest) -> pb.LinkShardRe
     return response
 
 
-def test_the_status_is_strict_json() -> None:
-    service = Mock()
-    service.status.return_value = {"metrics": {"loss": math.nan, "accuracy": 0.5}}
-    answer = get_status(service, pb.GetStatusRequest())
+def test_the_status_is_strict_json(monkeypatch: pytest.MonkeyPatch) -> None:
+    status = {"metrics": {"loss": math.nan, "accuracy": 0.5}}
+    monkeypatch.setattr("psserver.coordinator.handlers.describe", lambda service: status)
+    answer = get_status(Mock(), pb.GetStatusRequest())
 
     assert answer.status_json == '{"metrics": {"loss": null, "accuracy": 0.5}}'
 
@@ -91,11 +94,8 @@ def test_one_response_to_a_shard_describes_one_state() -> None:
         "ssp",
     )
     assert response.durable
-    assert (list(response.addresses), list(response.standbys)) == (
-        BEFORE.addresses,
-        BEFORE.standbys,
-    )
-    assert list(response.move.sources) == BEFORE.addresses
+    assert (list(response.addresses), list(response.standbys)) == (ADDRESSES, STANDBYS)
+    assert list(response.move.sources) == ADDRESSES
 
 
 def test_an_unlinked_shard_learns_the_possible_addresses_of_shard_0() -> None:

@@ -149,5 +149,5 @@ def test_a_report_on_the_old_log_does_not_count_for_a_log_that_begins_meanwhile(
     history.begin(Trainings())
     reporting.join()
 
-    assert report.log_id != service._coordinator.log_id
+    assert report.log_id != service._coordinator.job.log_id
     assert (server.ready, server.catch_up) == (False, CatchUp.BEGIN)

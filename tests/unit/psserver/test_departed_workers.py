@@ -39,10 +39,10 @@ def test_a_job_with_many_departed_workers_stays_small() -> None:
 
     assert membership.departed_count <= 2 * MAX_DEPARTED_COUNT
     assert len(coordinator.job.evicted) <= MAX_EVICTED_COUNT
-    assert len(json.dumps(coordinator.state())) < 100_000
+    assert len(json.dumps(coordinator.job.as_json())) < 100_000
     assert (membership.departed.done_count, membership.counts()[WorkerState.LEFT]) == (JOINS, JOINS)
     assert membership.departed_count + membership.departed.done == len(departed)
-    assert coordinator.version == JOINS
+    assert coordinator.job.version == JOINS
 
 
 def test_a_restart_and_a_standby_forget_the_same_departed_workers() -> None:
@@ -54,7 +54,7 @@ def test_a_restart_and_a_standby_forget_the_same_departed_workers() -> None:
 
     assert job.coordinator.membership.departed.states[WorkerState.LEFT] > 0
     assert full_state(again) == full_state(job.coordinator)
-    assert json.dumps(standby.state()) == json.dumps(again.state())
+    assert json.dumps(standby.job.as_json()) == json.dumps(again.job.as_json())
     assert standby.membership.counts() == again.membership.counts()
 
 
@@ -67,7 +67,7 @@ def test_an_unknown_departed_worker_is_fenced_for_every_request() -> None:
         job.coordinator.job.member(unknown, job.now)
     index = job.coordinator.log.index
     report_to(job.recorder, ShardReport(0, 5, index, (Staged(PushKey(unknown, 2), 1, 0),)), job.now)
-    (entry,) = job.coordinator.entries_after(index)
+    (entry,) = job.coordinator.log.after(index)
     assert isinstance(entry, Evict)
     assert entry.worker == unknown
 
@@ -84,7 +84,7 @@ def test_a_staged_push_of_a_worker_unknown_to_its_shard_is_evicted_again() -> No
     for _ in range(2):
         report_to(job.recorder, ShardReport(1, 5, before, staged), job.now)
 
-    assert [type(entry) for entry in job.coordinator.entries_after(before)] == [Evict]
+    assert [type(entry) for entry in job.coordinator.log.after(before)] == [Evict]
 
 
 def test_a_shard_drops_its_oldest_evicted_workers_and_learns_of_them_again() -> None:

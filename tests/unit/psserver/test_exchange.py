@@ -163,7 +163,7 @@ class Case:
         assert (budget.used, budget.waiting) == (0, 0)
         assert not store._reads._open_reads
         assert not store._reads._read_counts
-        assert not engine.live.changes._registrations.keys
+        assert not engine.live.changes.keys
 
 
 def make_engine(elements: int) -> ShardEngine:

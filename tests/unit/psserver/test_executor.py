@@ -174,11 +174,11 @@ class WaitingJob:
 
     def push(self, worker: int, seq: int, batches: Sequence[int] = ()) -> None:
         keys = tuple(BatchKey(0, number) for number in batches)
-        version = self.executor.coordinator.version
+        version = self.executor.coordinator.job.version
         report = ShardReport(0, 0, 0, (Staged(PushKey(worker, seq), 8, version, keys),))
         with self.executor.step(quiet=True) as (recorder, now):
             report_to(recorder, report, now)
-        assert self.executor.coordinator.version == version + 1
+        assert self.executor.coordinator.job.version == version + 1
 
     def end(self) -> None:
         """Count the last batch: the data have ended for all."""

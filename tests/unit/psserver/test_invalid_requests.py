@@ -107,7 +107,7 @@ def test_an_unexpected_error_leaves_the_same_state_live_and_after_replay() -> No
 
     assert failed == ["report_metrics: planted"]
     assert full_state(again) == full_state(job.coordinator)
-    assert again.version == 2
+    assert again.job.version == 2
 
 
 def test_a_memory_error_is_not_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,18 +182,18 @@ def test_an_invalid_push_is_rejected_before_anything_is_applied(
             LeaseBatches(worker=first, spec=spec, received=0, count=1, idle=False), job.now
         )
     job.step(first, STREAM), job.step(second, STREAM)
-    version = job.coordinator.version
+    version = job.coordinator.job.version
     push = Staged(PushKey(first, 2), **{"samples": 1, "base": version, **UNFIT[name]})  # type: ignore[arg-type]
     job.report(push)
-    rejected = [entry for entry in job.coordinator.entries_after(0) if isinstance(entry, Reject)]
+    rejected = [entry for entry in job.coordinator.log.after(0) if isinstance(entry, Reject)]
 
     reason = "STALE" if "base" in UNFIT[name] else "INVALID_REQUEST"
     assert [(entry.key, entry.reason) for entry in rejected] == [(push.key, reason)]
-    assert job.coordinator.version == version
+    assert job.coordinator.job.version == version
     assert full_state(job.replayed()) == full_state(job.coordinator)
     job.seqs[first] = 2
     job.push(first), job.push(second)
-    assert job.coordinator.version > version
+    assert job.coordinator.job.version > version
 
 
 def test_an_invalid_push_during_a_reshard_is_rejected_after_it() -> None:
@@ -204,12 +204,12 @@ def test_an_invalid_push_during_a_reshard_is_rejected_after_it() -> None:
     push = Staged(PushKey(worker, 1), 1, 10**6)
     index = job.coordinator.log.index
     report_to(job.recorder, ShardReport(0, 5, index, (push,), is_resharding=True), job.now)
-    assert job.coordinator.reshard is not None
+    assert job.coordinator.job.reshard is not None
     report_to(job.recorder, ShardReport(0, 5, index, (push,)), job.now)
     report_to(job.recorder, ShardReport(0, 5, index, (push,)), job.now)
-    entries = job.coordinator.entries_after(index)
+    entries = job.coordinator.log.after(index)
 
-    assert job.coordinator.reshard is None
+    assert job.coordinator.job.reshard is None
     assert [type(entry) for entry in entries] == [Reject]
     assert full_state(job.replayed()) == full_state(job.coordinator)
 
@@ -219,7 +219,7 @@ def test_a_push_of_a_departed_worker_is_fenced_whatever_its_base() -> None:
     job = Job(policy("async"))
     job.report(Staged(PushKey(77, 3), 1, base=100))
 
-    assert not any(isinstance(entry, Reject) for entry in job.coordinator.entries_after(0))
+    assert not any(isinstance(entry, Reject) for entry in job.coordinator.log.after(0))
     with pytest.raises(FencedError):
         job.recorder.do(ReturnBatches(77, []), job.now)
 
@@ -230,7 +230,7 @@ def test_a_worker_removed_during_a_round_does_not_apply_the_round_twice() -> Non
     first, second = job.workers
     job.report(Staged(PushKey(first, 1), 1, 0, square_norm=100.0))
     job.report(Staged(PushKey(second, 1), 1, 0, square_norm=0.1))
-    applied = [entry for entry in job.coordinator.entries_after(0) if isinstance(entry, Apply)]
+    applied = [entry for entry in job.coordinator.log.after(0) if isinstance(entry, Apply)]
 
     assert [[part.key for part in entry.contributions] for entry in applied] == [
         [PushKey(first, 1), PushKey(second, 1)]

@@ -68,7 +68,7 @@ def test_a_restart_a_snapshot_and_a_standby_keep_it() -> None:
 
     replay(replayed, job.journal.commands, lambda *_: pytest.fail("not replayed"))
     promoted.load_state(stored(job.coordinator.complete_state()), MODEL, 0.0)
-    restored.restore(stored(job.coordinator.state()), MODEL, 0.0)
+    restored.restore(stored(job.coordinator.job.as_json()), MODEL, 0.0)
 
     for again in (replayed, promoted, restored):
         assert again.job.seed == LARGEST
@@ -79,7 +79,7 @@ def test_a_restart_a_snapshot_and_a_standby_keep_it() -> None:
 
 def test_a_state_of_an_earlier_release_has_the_seed_0() -> None:
     """There it was the default of job.batches."""
-    state = stored(Registered(0).coordinator.state())
+    state = stored(Registered(0).coordinator.job.as_json())
     assert "seed" not in state
     again = machine()
     again.restore(state, MODEL, 0.0)

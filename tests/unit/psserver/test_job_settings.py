@@ -40,9 +40,9 @@ def test_changed_settings_apply_after_the_restart() -> None:
         job.now,
     )
 
-    assert (coordinator.job.min_workers, coordinator.policy) == (3, policy("ssp", 2))
+    assert (coordinator.job.min_workers, coordinator.job.policy) == (3, policy("ssp", 2))
     assert coordinator.membership.leases.seconds_to_end(job.now) == 9.0
     job.push(job.add(), 1)
     assert isinstance(job.news()[-1], Cut)
     coordinator.use_rules(replace(coordinator.job.rules, policy=policy("async")), job.now)
-    assert coordinator.policy == policy("async")
+    assert coordinator.job.policy == policy("async")

@@ -70,8 +70,8 @@ def test_progress_gauges_show_the_last_value(
     registry: CollectorRegistry, metrics: ServerMetrics
 ) -> None:
     metrics.set_model_size(parameters=1000, nbytes=4000)
-    metrics.set_version(6)
-    metrics.set_version(7)
+    metrics.version.set(6)
+    metrics.version.set(7)
 
     names = ("ps_version", "ps_parameters", "ps_parameter_bytes")
     assert [value(registry, name) for name in names] == [7, 1000, 4000]
@@ -96,7 +96,7 @@ def test_durations_are_counted_in_their_bucket(
     registry: CollectorRegistry, metrics: ServerMetrics
 ) -> None:
     metrics.record_update(0.0004, contributors=3)
-    metrics.record_barrier_wait(20.0)
+    metrics.barrier_wait.observe(20.0)
 
     assert value(registry, "ps_push_apply_seconds_bucket", le="0.0005") == 1
     assert value(registry, "ps_apply_pushes_sum") == 3
@@ -216,7 +216,7 @@ def test_shards_in_one_process_have_separate_metrics() -> None:
     """One registry each; the same object never has two shards."""
     registries = [new_registry(), new_registry()]
     shards = [ServerMetrics(registry, shard=shard) for shard, registry in enumerate(registries)]
-    shards[0].set_version(5)
+    shards[0].version.set(5)
 
     assert registries[0].get_sample_value("ps_version", {"shard": "0"}) == 5
     assert registries[1].get_sample_value("ps_version", {"shard": "1"}) == 0

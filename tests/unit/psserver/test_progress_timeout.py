@@ -68,7 +68,7 @@ def test_with_abort_a_hanging_worker_ends_the_job() -> None:
 
     beat(job, 0.0, TIMEOUT + 0.5)
 
-    assert isinstance(job.coordinator.failure, TooFewWorkersError)
+    assert isinstance(job.coordinator.job.failure, TooFewWorkersError)
 
 
 def test_without_a_timeout_a_hanging_worker_is_reported_and_stays() -> None:

@@ -20,7 +20,7 @@ def test_buffers_of_the_newest_version_are_taken_without_an_update() -> None:
     send_buffers(job, 1, 2, base=1)
 
     (entry,) = job.news()
-    assert (entry, job.coordinator.version) == (SetBuffers(entry.index, PushKey(1, 2)), 1)
+    assert (entry, job.coordinator.job.version) == (SetBuffers(entry.index, PushKey(1, 2)), 1)
     job.push(1, 3, base=1)
     assert job.applied() == [[1]]
 

@@ -196,11 +196,11 @@ def test_a_standby_that_connects_later_has_the_same_history() -> None:
         report(second / 3, 1.0 / second)
 
     assert len(standby.reported.history) > 60
-    assert json.dumps(standby.state()) == json.dumps(recorder.coordinator.state())
+    assert json.dumps(standby.job.as_json()) == json.dumps(recorder.coordinator.job.as_json())
 
 
 def test_a_coordinator_without_reported_values_has_the_state_of_earlier_releases() -> None:
-    state = CoordinatorMachine(1, JobRules(policy("async"))).state()
+    state = CoordinatorMachine(1, JobRules(policy("async"))).job.as_json()
 
     assert "history" not in state
     assert state["metrics"] == {}

@@ -35,7 +35,7 @@ class ReshardJob:
         self.report(0, 1, seqs=[0])
         self.machine.registration.register(1, MODEL, 0.0)
         self.report(0, 1, seqs=[1])
-        assert self.machine.version == 1
+        assert self.machine.job.version == 1
 
     @property
     def machine(self) -> CoordinatorMachine:
@@ -62,36 +62,36 @@ def test_staged_pushes_are_void_and_count_once_after_they_are_repeated() -> None
     job.report(0, seqs=[2])
     before = job.machine.log.index
     assert job.recorder.do(StartReshard(3, False), 0.0)
-    assert job.machine.entries_after(before) == [Reshard(before + 1, 1, 3)]
+    assert job.machine.log.after(before) == [Reshard(before + 1, 1, 3)]
 
     job.report(1, seqs=[2], index=before)
     assert not job.machine.pending.ready
     job.report(0, 1, 2)
     job.report(0, 1, seqs=[2])
-    assert job.machine.version == 1
+    assert job.machine.job.version == 1
     job.report(2, seqs=[2])
-    assert job.machine.version == 2
+    assert job.machine.job.version == 2
 
 
 def test_pushes_wait_until_all_shards_have_their_partition_and_the_snapshot() -> None:
     job = ReshardJob()
     job.recorder.do(StartReshard(1, True), 0.0)
     job.report(0, is_resharding=True)
-    assert not job.machine.reshard.complete  # type: ignore[union-attr]
+    assert not job.machine.job.reshard.complete  # type: ignore[union-attr]
     job.report(0)
-    assert isinstance(job.machine.entries_after(job.machine.log.index - 1)[0], Cut)
+    assert isinstance(job.machine.log.after(job.machine.log.index - 1)[0], Cut)
 
     job.report(0, seqs=[2])
     cut = job.machine.log.index
     job.recorder.do(RecordPart(0, PartReport(1, cut - 1, "f", 1, "s")), 0.0)
     assert job.machine.cuts.finished is None, "a part of another cut"
     job.recorder.do(RecordPart(0, PartReport(1, cut, "f", 1, "s")), 0.0)
-    assert job.machine.version == 1
+    assert job.machine.job.version == 1
     job.recorder.do(FinishSnapshot(), 0.0)
     job.recorder.do(FinishReshard(), 0.0)
 
-    assert job.machine.reshard is None
-    assert job.machine.version == 2
+    assert job.machine.job.reshard is None
+    assert job.machine.job.version == 2
 
 
 def test_a_reshard_is_refused_during_another_one_a_snapshot_or_before_all_follow() -> None:
@@ -115,9 +115,9 @@ def test_a_shard_that_dies_in_a_reshard_repeats_its_part() -> None:
     job.report(0, 1)
     job.recorder.do(RestartShard(1), 0.0)
     job.report(2)
-    assert job.machine.reshard is not None
+    assert job.machine.job.reshard is not None
     job.report(1)
-    assert job.machine.reshard is None
+    assert job.machine.job.reshard is None
 
 
 def test_a_new_shard_adopts_and_an_unsuccessful_one_is_rolled_back() -> None:
@@ -156,10 +156,10 @@ def test_a_recovered_coordinator_knows_whether_its_snapshot_ended_the_reshard(
     again = CoordinatorMachine(1, JobRules(policy("async"), 1, 5.0, SnapshotInterval()))
     state = json.loads(json.dumps(job.machine.complete_state()))
     again.load_state(state, MODEL, 0.0, job.machine.log.index if is_over else before)
-    assert again.reshard is not None
+    assert again.job.reshard is not None
     again.recovered(0.0, 0)
-    assert (again.reshard is None, again.shards, again.version) == (is_over, 1, 1)
-    assert again.reshard is None or again.reshard.loaded_shards == set()
+    assert (again.job.reshard is None, again.job.shards, again.job.version) == (is_over, 1, 1)
+    assert again.job.reshard is None or again.job.reshard.loaded_shards == set()
 
 
 def test_a_new_process_of_a_shard_may_be_behind_the_former_one() -> None:
@@ -169,16 +169,16 @@ def test_a_new_process_of_a_shard_may_be_behind_the_former_one() -> None:
     job = ReshardJob()
     before = job.machine.log.index
     job.report(0, 1, seqs=[2])
-    decided = job.machine.entries_after(before)
+    decided = job.machine.log.after(before)
     job.report(1)
 
     job.recorder.do(RestartShard(1), 0.0)
     job.report(1, index=before)
     job.report(0)
 
-    assert [*decided] == job.machine.entries_after(before) != []
+    assert [*decided] == job.machine.log.after(before) != []
     job.report(1)
-    assert job.machine.entries_after(before) == []
+    assert job.machine.log.after(before) == []
 
 
 def test_a_new_shard_that_was_restarted_with_the_coordinator_builds_its_partition_again() -> None:
@@ -187,8 +187,8 @@ def test_a_new_shard_that_was_restarted_with_the_coordinator_builds_its_partitio
     job.report(0, 1, seqs=[])
     assert job.recorder.do(StartReshard(3, True), 0.0)
     job.report(0, 1, 2)
-    assert job.machine.reshard is not None
-    assert job.machine.reshard.loaded_shards == {0, 1, 2}
+    assert job.machine.job.reshard is not None
+    assert job.machine.job.reshard.loaded_shards == {0, 1, 2}
 
     counts = SimpleNamespace(shards=3, past=set())
     directory = ShardDirectory[PartReport](counts, "shard 0")
@@ -201,4 +201,4 @@ def test_a_new_shard_that_was_restarted_with_the_coordinator_builds_its_partitio
     )
 
     assert (replaces, decision.catch_up) == (False, CatchUp.ADOPT)
-    assert job.machine.reshard.loaded_shards == {0, 1}
+    assert job.machine.job.reshard.loaded_shards == {0, 1}

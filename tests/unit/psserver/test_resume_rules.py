@@ -53,7 +53,7 @@ class JobRun:
     def push(self, worker: int, seq: int, *batches: BatchKey) -> None:
         self._staged.append(Staged(PushKey(worker, seq), 1, 0, batches))
         report_to(
-            self.recorder, ShardReport(0, self.coordinator.log_id, 0, tuple(self._staged)), 0.0
+            self.recorder, ShardReport(0, self.coordinator.job.log_id, 0, tuple(self._staged)), 0.0
         )
 
     def ask(
@@ -80,17 +80,17 @@ class JobRun:
 
 def from_snapshot(run: JobRun) -> JobRun:
     """Return the next run, resumed from a snapshot of everything that has counted."""
-    coordinator = CoordinatorMachine(1, RULES, run.coordinator.log_id + 1)
-    assert run.coordinator.model is not None
-    state = json.loads(json.dumps(run.coordinator.state()))
-    coordinator.restore(state, run.coordinator.model, 0.0)
+    coordinator = CoordinatorMachine(1, RULES, run.coordinator.job.log_id + 1)
+    assert run.coordinator.job.model is not None
+    state = json.loads(json.dumps(run.coordinator.job.as_json()))
+    coordinator.restore(state, run.coordinator.job.model, 0.0)
     coordinator.ledger.origin = ORIGIN
     return JobRun(coordinator)
 
 
 def from_log(run: JobRun) -> JobRun:
     """Return the next run, recovered from the log with the coordinator's history."""
-    run.recorder.recovered(0.0, run.coordinator.log_id + 1, resumes=True)
+    run.recorder.recovered(0.0, run.coordinator.job.log_id + 1, resumes=True)
     run.coordinator.ledger.origin = ORIGIN
     return run
 
@@ -131,7 +131,7 @@ def test_the_hyper_parameters_of_the_first_worker_are_adopted(
     run = resumed()
     run.worker(SLOWER)
 
-    assert run.coordinator.model == SLOWER
+    assert run.coordinator.job.model == SLOWER
     text = refusal("MODEL_MISMATCH", lambda: run.worker(MODEL))
     assert "not the job's" in text
     assert ORIGIN not in text  # this run has set the hyper-parameters
@@ -259,9 +259,9 @@ def test_the_raised_number_of_epochs_is_replayed_and_stored_in_snapshots(
     done = len(run.journal.commands)
     run.ask(run.worker(), replace(LOOP, epochs=3))
 
-    assert run.coordinator.model is not None
+    assert run.coordinator.job.model is not None
     again = CoordinatorMachine(1, RULES, 1, before["epoch"])
-    again.load_state(before, run.coordinator.model, 0.0)
+    again.load_state(before, run.coordinator.job.model, 0.0)
     replay(again, run.journal.commands[done:])
     assert again.complete_state() == run.coordinator.complete_state()
     assert from_snapshot(run).coordinator.ledger.loops[0].spec.epochs == 3
@@ -324,7 +324,7 @@ def test_states_of_earlier_releases_have_no_new_field() -> None:
     """A job that was not resumed writes none."""
     run = JobRun(CoordinatorMachine(1, RULES))
     run.worker()
-    assert "extendable" not in run.coordinator.state()
+    assert "extendable" not in run.coordinator.job.as_json()
     assert (
-        from_snapshot(run).coordinator.state().get("extendable") is None
+        from_snapshot(run).coordinator.job.as_json().get("extendable") is None
     )  # the job has no loop yet

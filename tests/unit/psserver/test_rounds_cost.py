@@ -43,7 +43,7 @@ class PushingJob:
 
     @property
     def version(self) -> int:
-        return self.recorder.coordinator.version
+        return self.recorder.coordinator.job.version
 
     def reports(self, workers: Iterable[int], initial: bool = False) -> list[ShardReport]:
         """Return the reports of the next push of each worker."""

@@ -39,7 +39,7 @@ def test_a_round_makes_one_update_for_each_optimizer() -> None:
         Apply(2, 1, (part(1), part(3))),
         Apply(3, 2, (part(2),)),
     ]
-    state = job.coordinator.state()
+    state = job.coordinator.job.as_json()
     assert (state["version"], state["updates"]) == (2, {"d": 1, "g": 1})
     assert (state["samples"], state["counts"]["applied"]) == (8, 3)
     assert [member.clock for member in job.coordinator.membership] == [1, 1, 1]
@@ -50,7 +50,7 @@ def test_a_clock_counts_each_update_of_a_worker() -> None:
     for seq, name in enumerate("dg", 1):
         job.push(1, seq, optimizer=name)
 
-    assert job.coordinator.state()["version"] == 2
+    assert job.coordinator.job.as_json()["version"] == 2
     assert [member.clock for member in job.coordinator.membership] == [2]
 
 
@@ -106,8 +106,8 @@ def test_a_job_with_one_optimizer_counts_no_updates_by_name() -> None:
     job = Job(workers=1)
     job.push(1, 1)
 
-    assert job.coordinator.version == 1
-    assert "updates" not in job.coordinator.state()
+    assert job.coordinator.job.version == 1
+    assert "updates" not in job.coordinator.job.as_json()
 
 
 def test_a_round_of_two_optimizers_measures_each_update() -> None:
@@ -131,7 +131,7 @@ def test_a_round_of_two_optimizers_measures_each_update() -> None:
         staged = tuple(job.staged[shard].values())
         report = ShardReport(shard, 0, 3, staged, measured=Measured(3, square))
         other.reports.process(report, 0.0)
-    assert other.entries_after(3) == [generator, discriminator]
+    assert other.log.after(3) == [generator, discriminator]
     assert other.job.updates == job.machine.job.updates == {"d": 1, "g": 1}
 
 

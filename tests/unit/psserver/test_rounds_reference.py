@@ -109,7 +109,7 @@ class History:
     def push(self) -> None:
         worker = self.rng.choice(self.workers)
         self.seqs[worker] = self.seqs.get(worker, 0) + 1
-        base = max(0, self.coordinator.version - self.rng.choice([0, 0, 0, 1, 2, 5]))
+        base = max(0, self.coordinator.job.version - self.rng.choice([0, 0, 0, 1, 2, 5]))
         batches = tuple(BatchKey(0, self.rng.randrange(90)) for _ in range(self.rng.randint(0, 1)))
         problem = "NON_FINITE: tensor w" if self.rng.random() < 0.05 else ""
         norm = self.rng.choice([1.0, 1.0, 9.0])
@@ -156,7 +156,7 @@ class History:
             self.do(UseRules(self.draw_rules()))
 
     def outcome(self) -> dict[str, Any]:
-        return {**self.coordinator.complete_state(), "failure": repr(self.coordinator.failure)}
+        return {**self.coordinator.complete_state(), "failure": repr(self.coordinator.job.failure)}
 
 
 @pytest.mark.every(2)
@@ -169,7 +169,7 @@ def test_random_histories_have_the_decisions_of_a_search(part: int) -> None:
             shipped.event()
             searching.event()
             assert shipped.outcome() == searching.outcome(), (seed, number)
-        update_count += shipped.coordinator.version
+        update_count += shipped.coordinator.job.version
 
     assert update_count > 500
 

@@ -96,7 +96,7 @@ def test_the_coordinator_records_a_reshard_before_its_shard_applies_it() -> None
             facts=SimpleNamespace(shard_count=ShardCountFile(3, None).stored_values)
         ),
         shard_state=SimpleNamespace(shards=3),
-        coordinator=SimpleNamespace(shards=1),
+        coordinator=SimpleNamespace(job=SimpleNamespace(shards=1)),
     )
     config = ServerConfig(shard=0, shards=3)
 

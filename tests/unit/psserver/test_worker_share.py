@@ -38,7 +38,7 @@ def dealt(job: Job, workers: int, loop: LoopSpec) -> list[int]:
                     break
             if hands:
                 seqs[worker - 1] += 1
-                job.push(worker, seqs[worker - 1], job.coordinator.version, hands)
+                job.push(worker, seqs[worker - 1], job.coordinator.job.version, hands)
             else:
                 job.ask(worker, counts[worker - 1], idle=True, loop=loop)
     return counts

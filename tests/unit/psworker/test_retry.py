@@ -7,7 +7,12 @@ from unittest.mock import Mock
 
 import pytest
 
-from pscommon.core.errors import FencedError, UnreachableError, WaitTimeoutError
+from pscommon.core.errors import (
+    AuthenticationError,
+    FencedError,
+    UnreachableError,
+    WaitTimeoutError,
+)
 from pscommon.wire.requests import NEXT_BATCH
 from psproto.v1 import coordinator_pb2 as co
 from psworker.connection.retry import PendingRequests, RetryDeadline, TimeLimits
@@ -148,6 +153,19 @@ def test_ask_retries_after_unreachable_and_timeout_errors(time: Time) -> None:
 
     deadline = RetryDeadline("x", time.lane(answer), TimeLimits(connect=10, wait=10))
     assert deadline.ask(NEXT_BATCH, co.NextBatchRequest()) == "here"
+
+
+def test_a_refused_credential_is_not_retried(time: Time) -> None:
+    calls: list[object] = []
+
+    def refuse(*arguments: Any) -> str:
+        calls.append(arguments)
+        raise AuthenticationError("the token is unknown")
+
+    deadline = RetryDeadline("x", time.lane(refuse), TimeLimits(connect=10, wait=10))
+    with pytest.raises(AuthenticationError):
+        deadline.ask(NEXT_BATCH, co.NextBatchRequest())
+    assert len(calls) == 1
 
 
 def test_a_wait_is_logged_within_ten_seconds(time: Time, caplog: pytest.LogCaptureFixture) -> None:

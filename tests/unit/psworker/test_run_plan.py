@@ -15,6 +15,7 @@ from pscommon.settings.command import given
 from psworker.launch.plan import RunPlan
 from psworker.launch.script import Script
 from psworker.run.cli import COMMAND, has_terminal
+from tests.support.settings_coverage import run_setting
 
 FOLDER = Path("/tmp/x")
 BOUND = {"s0": "127.0.0.1:4000"}
@@ -94,16 +95,43 @@ SERVER_VALUES = {
     "in_flight": "3000000",
     "optimizers": "json",
     "save": "/weights.safetensors",
+    "tls_ca": "/ca.pem",
+    "tls_cert": "/cert.pem",
+    "tls_key": "/key.pem",
+    "token_file": "/tokens",
 }
 
 
-@pytest.mark.parametrize("option", options.FORWARDED_TO_SERVERS, ids=lambda option: str(option.key))
+@pytest.mark.parametrize(
+    "option",
+    [option for option in options.FORWARDED_TO_SERVERS if not option.is_flag],
+    ids=lambda option: str(option.key),
+)
 def test_server_flags_are_forwarded_to_every_server(option: Any) -> None:
     value = SERVER_VALUES[option.key]
     cluster = plan("--servers", "2", option.flag, value)
 
     for name in ("s0", "s1"):
         assert flags(cluster.command(name, BOUND))[option.flag] == value
+
+
+@run_setting("tls_ca", "tls_cert", "tls_key", "token_file", "insecure")
+def test_files_and_permissions_are_passed_to_every_process() -> None:
+    names = ("tls_ca", "tls_cert", "tls_key", "token_file")
+    given = {f"--{name.replace('_', '-')}": SERVER_VALUES[name] for name in names}
+    cluster = plan(*(word for pair in given.items() for word in pair), "--insecure")
+
+    for name in ("s0", "w0"):
+        line = cluster.command(name, BOUND)
+        assert given.items() <= flags(line).items()
+        assert line.count("--insecure") == 1
+    assert "--insecure" not in plan().command("s0", {})
+
+
+def test_a_flag_that_is_switched_off_is_not_passed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PS_INSECURE", "0")
+
+    assert "--insecure" not in plan().command("s0", {})
 
 
 def test_unset_settings_are_not_passed_to_the_servers() -> None:
