@@ -85,6 +85,7 @@ async def join(
         standbys=service.directory.standbys,
         format=spoken_format(),
         training=coordinator.job.trainings.current,
+        key=service.worker_keys.key_of(member.worker),
         **standing(service, member.worker),
     )
 

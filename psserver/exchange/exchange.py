@@ -179,6 +179,8 @@ class Exchange:
             self._note_alive()
         if closing.parts:
             raise InvalidRequestError("the parts of a push are named before its data")
+        if closing.worker not in (0, self._header.worker):
+            raise InvalidRequestError("a push begins and ends with the same worker")
         receiver.close(closing.absent)
         self._header.MergeFrom(closing)
 

@@ -19,7 +19,8 @@ from pscommon.telemetry.logs import get_logger
 from pscommon.wire.requests import REQUESTS, AnyRequest
 from pscommon.wire.status import answering
 from pscommon.wire.stream_format import decode_message
-from psserver.process.access import check_call
+from psserver.process.access import check_call, check_sender
+from psserver.process.identity import ServerIdentity
 from psserver.waiting import ThreadWaiter, Waiter, run
 
 Handlers = Mapping[AnyRequest, Callable[..., Any]]
@@ -43,11 +44,14 @@ async def answer(handlers: Handlers, row: AnyRequest, message: Any, waiter: Wait
 
 
 def grpc_services(
-    handlers: Handlers, record: Record = lambda name, code, seconds: None
+    handlers: Handlers,
+    identity: ServerIdentity | None = None,
+    record: Record = lambda name, code, seconds: None,
 ) -> list[grpc.GenericRpcHandler]:
     """Return the gRPC services of these rows.
 
     Args:
+        identity: Has the keys of workers; None: no row is sent by workers.
         record: Called at the end of each call; a stream ends with its last response or a
             cancellation.
 
@@ -59,7 +63,7 @@ def grpc_services(
     }
     for row in REQUESTS:
         if row.service in services:
-            services[row.service][row.name] = _method(handlers, row, record)
+            services[row.service][row.name] = _method(handlers, row, identity, record)
     return list(map(grpc.method_handlers_generic_handler, services, services.values()))
 
 
@@ -75,7 +79,7 @@ def when_ended(context: grpc.ServicerContext, action: Callable[[], object]) -> N
 
 
 def _method(
-    handlers: Handlers, row: AnyRequest, record: Record
+    handlers: Handlers, row: AnyRequest, identity: ServerIdentity | None, record: Record
 ) -> "grpc.RpcMethodHandler[Any, Any]":
     driver = handlers[row]
 
@@ -85,6 +89,8 @@ def _method(
             if row.is_framed:
                 return driver(message, context)
             _check(row, message, context)
+            if row.names_sender and identity is not None:
+                check_sender(context, identity, message)
             return run(answer(handlers, row, message, ThreadWaiter(context)))
 
     def stream(messages: Any, context: grpc.ServicerContext) -> Iterator[Any]:

@@ -5,7 +5,12 @@ import ssl
 import threading
 from collections.abc import Callable, Mapping
 
-from pscommon.core.errors import InvalidRequestError, MismatchError, PSError
+from pscommon.core.errors import (
+    AuthenticationError,
+    InvalidRequestError,
+    MismatchError,
+    PSError,
+)
 from pscommon.core.formats import check_wire_format, spoken_format
 from pscommon.core.limits import MAX_REQUEST_STREAMS, MAX_UNGREETED_STREAMS
 from pscommon.security.tokens import Role
@@ -117,10 +122,10 @@ class WorkerConnection:
         links: ShardLinks | None,
     ) -> None:
         self._loop = asyncio.get_running_loop()
-        self._identity, self._service = identity, service
+        self._identity, self._service, self._keys = identity, service, identity.worker_keys
         self._streams, self._refused = streams, refused
         self._handlers, self._links = handlers, links
-        self._key = UNGREETED
+        self._key, self._job_key = UNGREETED, b""
         self._answers_since: float | None = None
         self._socket = FrameSocket(sock, self._loop, self._cancel)
         streams.opened(self._key, self.close)
@@ -205,6 +210,8 @@ class WorkerConnection:
                 f"this is shard {self._identity.shard}, not shard {hello.shard}", "SHARD_MISMATCH"
             )
         self._identity.check_term(hello.term)
+        self._job_key = self._keys.job_key
+        self._keys.check(hello.worker, hello.key)
 
     async def _serve_frame(self) -> None:
         prefix, message = await self._socket.receive_frame()
@@ -214,13 +221,32 @@ class WorkerConnection:
         self._answers_since = self._loop.time()
         try:
             if prefix.kind is FrameKind.EXCHANGE:
-                await serve_exchange(self._service, self._socket, message, prefix.data_nbytes)
+                await serve_exchange(
+                    self._service, self._socket, message, prefix.data_nbytes, self._check_sender
+                )
             elif prefix.kind is FrameKind.REQUEST and self._handlers is not None:
                 await self._answer(self._handlers, message)
             else:
                 raise InvalidRequestError(f"a worker sent {prefix.kind.name}")
         finally:
             self._answers_since = None
+
+    def _check_sender(self, worker: int) -> None:
+        """Check that a message of this worker may come on this stream.
+
+        Raises:
+            AuthenticationError: Another worker has opened it.
+            ConnectionLostError: The key of its greeting was of an earlier job key.
+        """
+        own = self._key[0]
+        if worker != own:
+            raise AuthenticationError(
+                f"a request of worker {worker} is refused: worker {own} has opened the stream. "
+                "Try: a stream for each worker",
+                "UNAUTHENTICATED",
+            )
+        if self._keys.job_key is not self._job_key:
+            raise ConnectionLostError
 
     async def _answer(self, handlers: Handlers, message: bytes) -> None:
         """Answer a request to the coordinator. One that waits occupies no thread."""
@@ -230,6 +256,7 @@ class WorkerConnection:
             if name is None:
                 raise InvalidRequestError("the coordinator does not know this request")
             row, request, waiter = ROWS[name], getattr(sent, name), SocketWaiter(self._service)
+            self._check_sender(request.worker)
             with self._service.timing(row.name):
                 response = await answer(handlers, row, request, waiter)
         except (ConnectionLostError, OSError):

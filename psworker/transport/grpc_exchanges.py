@@ -2,7 +2,7 @@
 
 import itertools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from pscommon.core.errors import UnreachableError
@@ -37,13 +37,14 @@ class ServerChannel:
 
     Attributes:
         address: HOST:PORT of the server.
+        keys: The keys of this process's workers by number, which their exchanges carry.
         is_closed: The channel is closed.
         exchanges: Stub of the Exchange call.
         stubs: Those of all other requests of workers.
     """
 
-    def __init__(self, address: str, tensors: bool) -> None:
-        self.address = address
+    def __init__(self, address: str, tensors: bool, keys: Mapping[int, bytes]) -> None:
+        self.address, self.keys = address, keys
         self.is_closed = False
         tls = process_credentials().tls
         self._generation = tls.generation if tls is not None else 0
@@ -126,12 +127,13 @@ def grpc_exchange(
 
     open_calls: The streaming calls that are under way; this one is among them meanwhile.
     """
+    key = channel.keys.get(header.worker, b"")
     if header.memory:
         request = encode_header(header)
-        return _exchange_once(channel, request, receiver, timeout, cancellation, True)
+        return _exchange_once(channel, request, key, receiver, timeout, cancellation, True)
     if frames is None and _fits_once(header, send, receiver):
         request = encode_header(header, *(send if header.has_data else ()))
-        return _exchange_once(channel, request, receiver, timeout, cancellation)
+        return _exchange_once(channel, request, key, receiver, timeout, cancellation)
     messages: Iterator[bytes] | None = None
     if frames is not None:
         messages = map(_encode, frames)
@@ -141,9 +143,9 @@ def grpc_exchange(
     open_calls.add(call)
     try:
         return call.answer(
-            stub.ask(encode_header(header))
+            stub.ask(encode_header(header), key=key)
             if messages is None
-            else stub.stream(call.watch(messages)),
+            else stub.stream(call.watch(messages), key=key),
             cancellation,
         )
     except Exception as error:
@@ -180,6 +182,7 @@ def _fits_once(
 def _exchange_once(
     channel: ServerChannel,
     request: bytes,
+    key: bytes,
     receiver: AnswerReceiver,
     timeout: float,
     cancellation: Cancellation,
@@ -190,10 +193,10 @@ def _exchange_once(
     call: Any = channel
     started = time.monotonic()
     if not cancellation.is_alone:  # a blocking call spares one of gRPC's threads
-        call = once.future(request, timeout=timeout)
+        call = once.future(request, timeout=timeout, key=key)
     cancellation.attach(call)
     try:
-        answer = once(request, timeout=timeout) if call is channel else call.result()
+        answer = once(request, timeout, key) if call is channel else call.result()
     finally:
         cancellation.detach(call)
     result = receive_answer(iter([decode_response(answer)]), receiver, in_memory)

@@ -23,6 +23,7 @@ from pscommon.wire.requests import (
     DESCRIBE,
     EXCHANGE,
     INTRODUCE,
+    JOIN,
     STREAM_FIELDS,
     A,
     AnyRequest,
@@ -67,7 +68,8 @@ class GrpcTransport:
         self._lock = threading.Lock()
         self._channels: dict[tuple[str, bool], ServerChannel] = {}
         self._open_calls: set[TransferCall] = set()
-        self._sockets = SocketPool(lanes)
+        self._keys: dict[int, bytes] = {}  # of the workers as which this process has joined
+        self._sockets = SocketPool(lanes, self._keys)
         self._introductions: list[object] = []  # keeps the futures alive, so their calls go on
         self._is_closed = False
         _transports.add(self)
@@ -157,12 +159,15 @@ class GrpcTransport:
     def request(self, row: Request[Q, A], message: Q, timeout: float, shard: int = 0) -> A:
         with self._at(shard, row) as channel:
             if row in STREAM_FIELDS:
-                with self._sockets.for_requests(channel.address) as connection:
+                with self._sockets.for_requests(channel.address, message) as connection:
                     if connection is not None:
                         with interruptible.deferred(lambda _: connection.cancel()):
                             return connection.request(row, message, timeout)
             with interruptible.deferred(channel.cancel):
-                answer: A = channel.stubs[row](message, timeout=timeout)
+                worker = message.worker if row.names_sender else 0  # type: ignore[attr-defined]
+                answer: A = channel.stubs[row](message, timeout, self._keys.get(worker, b""))
+                if row is JOIN:
+                    self._keys[answer.worker] = answer.key  # type: ignore[attr-defined]
                 return answer
 
     def relocate(self, addresses: Sequence[str]) -> bool:
@@ -252,7 +257,9 @@ class GrpcTransport:
                 raise InvalidRequestError("this Client is closed")
             channel = self._channels.get((address, tensors))
             if channel is None or channel.is_closed:
-                channel = self._channels[address, tensors] = ServerChannel(address, tensors)
+                channel = self._channels[address, tensors] = ServerChannel(
+                    address, tensors, self._keys
+                )
             return channel
 
     def drop_inherited_channels(self) -> None:
