@@ -17,7 +17,7 @@ from pscommon.core.data_stream import StreamSpec
 from pscommon.core.limits import MAX_BATCHES_PER_REQUEST, loop_problem
 from pscommon.core.log_entries import BatchKey, PushKey, ShardReport, Staged
 from pscommon.core.model_spec import ModelSpec, OptimizerSettings, TensorSpec
-from pscommon.wire.messages import entry_to_proto, history_row_to_proto
+from pscommon.wire.messages import entry_to_proto
 from pscommon.wire.ranges import RANGES
 from psproto.v1 import coordinator_pb2 as co
 from psproto.v1 import parameter_server_pb2 as ps
@@ -108,10 +108,10 @@ def encode(coordinator: CoordinatorMachine) -> None:
             for loader, (begun, still_open) in ledger.passes.begun().items()
         ],
     )
-    for entry in coordinator.entries_after(max(0, coordinator.log.index - NEWEST_ENTRIES_COUNT)):
+    for entry in coordinator.job.log.after(max(0, coordinator.log.index - NEWEST_ENTRIES_COUNT)):
         entry_to_proto(entry)
     for row in coordinator.reported.history.rows():
-        history_row_to_proto(row)
+        co.HistoryRow(**row._asdict())
 
 
 def unfit_push(coordinator: CoordinatorMachine, rng: random.Random, worker: int) -> Staged:

@@ -8,7 +8,7 @@ import grpc
 import pytest
 
 from pscommon.core.errors import LayoutError, UnreachableError
-from pscommon.wire.requests import AnyRequest, stub
+from pscommon.wire.requests import AnyRequest, Stub
 from psworker.transport.grpc_transport import GrpcTransport
 from psworker.transport.server_addresses import ServerAddresses
 from tests.support.fake_server import FakeCluster
@@ -163,9 +163,9 @@ def test_a_connection_is_not_closed_before_all_its_stubs_exist(
         if not leaving:
             leaving.append(pool.submit(lane.relocate, []))
             early.extend(wait(leaving, 0.1).done)
-        return stub(channel, row)
+        return Stub(channel, row)
 
-    monkeypatch.setattr("psworker.transport.grpc_exchanges.stub", making)
+    monkeypatch.setattr("psworker.transport.grpc_exchanges.Stub", making)
     with (
         closing(GrpcTransport([f"127.0.0.1:{free_port()}"])) as lane,
         ThreadPoolExecutor(1) as pool,
