@@ -13,7 +13,7 @@ PAGE = ROOT / "docs/reference/limits.md"
 
 REFUSED = "the request is refused (OUT_OF_RANGE)"
 OLDEST = "the oldest is closed"
-UNITS = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
+UNITS = (("PiB", 1 << 50), ("MiB", 1 << 20), ("KiB", 1 << 10))
 
 
 class Limit(NamedTuple):
@@ -87,9 +87,7 @@ ROWS = (
     ),
     Limit("rank of a worker", "MAX_RANK"),
     Limit("starts of a worker before this one", "MAX_ATTEMPT"),
-    Limit(
-        "characters in the name of a host, device, phase, loader or value", "MAX_NAME_CHARACTERS"
-    ),
+    Limit("characters in the name of a host, device, loader or value", "MAX_NAME_CHARACTERS"),
     Limit("characters in a reason for leaving", "MAX_REASON_CHARACTERS", "the text is cut"),
     # model and pushes
     Limit("tensors of a model", "MAX_TENSORS"),
@@ -122,15 +120,12 @@ def number_of(limit: Limit) -> str:
     if name.endswith("BYTES"):
         for unit, nbytes in UNITS:
             if value % nbytes == 0 and value >= nbytes:
-                return f"{value // nbytes:,} {unit}".replace(",", " ")
+                return f"{value // nbytes} {unit}"
+    if value == 2**63 - 1:
+        return "2^63 - 1"
     if value > 10**9:
-        exponent = value.bit_length() - (value & (value + 1) != 0)
-        return f"2^{exponent}" + (" - 1" if value & (value + 1) == 0 else "")
-    return (
-        f"{value:,g}".replace(",", " ")
-        if isinstance(value, float)
-        else f"{value:,}".replace(",", " ")
-    )
+        return f"2^{value.bit_length() - 1}"
+    return f"{int(value):,}".replace(",", " ")
 
 
 def source_of(limit: Limit) -> str:
@@ -144,12 +139,12 @@ def page() -> str:
     lines = [
         "# Limits",
         "",
-        "What servers accept. Constants without a module are in `pscommon/core/limits.py`; none can be",
-        "set. `python -m tests.law.test_limits` writes this page.",
+        "What servers accept. Constants without a module are in `pscommon/core/limits.py`. Only",
+        "flags can be set. `python -m tests.law.test_limits` writes this page.",
         "",
-        "Every integer of every request has a range: `pscommon/wire/ranges.py` has one row for each. A",
-        "number beyond it is refused when the message is decoded, before memory is taken. The error",
-        "names the message, the field, the number and the range.",
+        "Every integer of every request has a range: one row of `pscommon/wire/ranges.py`. A number",
+        "beyond it is refused when the message is decoded, before memory is taken. The error names",
+        "the message, the field, the number and the range.",
         "",
         "There is no limit per address: many workers on one host are normal.",
         "",
