@@ -142,7 +142,7 @@ def page() -> str:
         "What servers accept. Constants without a module are in `pscommon/core/limits.py`. Only",
         "flags can be set. `python -m tests.law.test_limits` writes this page.",
         "",
-        "Every integer of every request has a range: one row of `pscommon/wire/ranges.py`. A number",
+        "Each integer of each request has a range: one row of `pscommon/wire/ranges.py`. A number",
         "beyond it is refused when the message is decoded, before memory is taken. The error names",
         "the message, the field, the number and the range.",
         "",
