@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from pscommon.core.errors import MismatchError, SnapshotError
-from pscommon.security.secret_files import SECRET_MODE, read_file
+from pscommon.security.secret_files import SECRET_MODE_BITS, read_file
 from pscommon.snapshot.atomic_files import AtomicFiles, publish
 from pscommon.telemetry.logs import get_logger
 from psserver.core.job.trainings import Trainings
@@ -210,7 +210,7 @@ def store_job_key(data_dir: Path | None, key: bytes) -> None:
     """Write the job's key to the data directory of shard 0, if there is one."""
     if data_dir is not None:
         try:
-            _replace(data_dir / "job-key", key.hex(), SECRET_MODE)
+            _replace(data_dir / "job-key", key.hex(), SECRET_MODE_BITS)
         except OSError as error:
             log.error("job_key_not_stored", problem=str(error))
 

@@ -12,16 +12,20 @@ from psproto.v1 import coordinator_pb2 as co
 from psproto.v1 import parameter_server_pb2 as ps
 from psproto.v1 import stream_pb2
 from psproto.v1.coordinator_pb2_grpc import CoordinatorServiceStub
+from tests.support.wire_calls import sent_by
 
 
 class LightClient:
     """A worker that consists of a socket."""
 
-    def __init__(self, job: str, worker: int, address: str) -> None:
-        self._job, self._worker = job, worker
+    def __init__(self, joined: co.JoinResponse, address: str) -> None:
+        """joined: What `join` has returned. address: The server's stream port."""
+        self._job, self._worker = joined.job, joined.worker
         host, _, port = address.rpartition(":")
         self.sock = socket.create_connection((host, int(port)), 60.0)
-        hello = stream_pb2.StreamHello(format=2, job=job, worker=worker)
+        hello = stream_pb2.StreamHello(
+            format=3, job=joined.job, worker=joined.worker, key=joined.key
+        )
         self.sock.sendall(MAGIC + encode_frame(FrameKind.HELLO, hello.SerializeToString()))
         assert self._receive(len(MAGIC)) == MAGIC
         assert self.answer()[0] is FrameKind.WELCOME
@@ -67,10 +71,10 @@ class LightClient:
         return bytes(found)
 
 
-def join(stub: CoordinatorServiceStub, job: str, model: ModelSpec) -> int:
-    """Join and register; return the worker's number."""
-    worker = stub.Join(co.JoinRequest(format=2, job=job), timeout=60).worker
-    request = co.RegisterRequest(job=job, worker=worker, model=model_to_proto(model))
-    answer = stub.Register(request, timeout=60)
+def join(stub: CoordinatorServiceStub, job: str, model: ModelSpec) -> co.JoinResponse:
+    """Join and register; return the answer to the first."""
+    joined = stub.Join(co.JoinRequest(format=3, job=job), timeout=60)
+    request = co.RegisterRequest(job=job, worker=joined.worker, model=model_to_proto(model))
+    answer = stub.Register(request, timeout=60, metadata=sent_by(joined.key))
     assert answer.state == co.RegisterResponse.STATE_READY
-    return worker
+    return joined
