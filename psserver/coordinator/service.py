@@ -77,6 +77,7 @@ class CoordinatorService:
         self.engine = make_engine(self)
         self.directory = ShardDirectory[Manifest](shard_count, identity.address, standby_link)
         self._identity, self._standby_link = identity, standby_link
+        self.worker_keys = identity.worker_keys
         self.began_at = self._reported_at = time.monotonic()
         self.stop_reason: str | None = None  # why this server stops
         self.is_over = False  # the job ends with this server

@@ -154,7 +154,7 @@ class ShardUpdates:
         self._is_complete_due, self._complete_at = False, time.monotonic()
         response = self._describe_update()
         self.has_stopped = response.stop
-        response.format = spoken_format()
+        response.format, response.job_key = spoken_format(), self._service.worker_keys.job_key
         return response
 
     def _describe_update(self) -> pb.LinkShardResponse:

@@ -25,6 +25,7 @@ from psproto.v1 import parameter_server_pb2 as pb
 from psserver.exchange.exchange import Exchange, Moved, Weights
 from psserver.exchange.push_receiver import OpenPushReceiver
 from psserver.parameters.weight_reads import WeightRead
+from psserver.process.access import check_sender
 from psserver.process.handlers import Handlers
 from psserver.process.identity import ServerIdentity
 from psserver.shard.engine import ShardEngine
@@ -74,6 +75,8 @@ def _exchange(
 ) -> Iterator[bytes]:
     """Yield the frames of the answer. Without a context the caller is in this process."""
     io = StreamingIO(frames, context)
+    if context is not None:
+        check_sender(context, identity, io.header)
     exchange = Exchange(engine, identity, io.header).run(io)
     try:
         while True:
@@ -88,9 +91,10 @@ def _exchange_once(
     engine: ShardEngine,
     identity: ServerIdentity,
     request: bytes,
-    context: grpc.ServicerContext | None,
+    context: grpc.ServicerContext,
 ) -> bytes:
     io = UnaryIO(iter((request,)), context)
+    check_sender(context, identity, io.header)
     run(Exchange(engine, identity, io.header).run(io))
     return io.answer
 

@@ -259,6 +259,8 @@ class CoordinatorLink:
         self._identity.standbys = response.standbys
         # also one that is lost now: it may be back when it is needed
         self._remember_addresses(*response.standbys[:1])
+        if response.job_key:
+            self._identity.worker_keys.learn(response.job_key)
         self._waiting_for = response.waiting_for
         self._messages.watch_workers(response.processes)
         if response.addresses:  # else the job does not use this shard, yet or any longer

@@ -1,4 +1,4 @@
-"""Who may send which request: the role of a token that a peer presents."""
+"""Who may send which request: the role of a peer's token, and the worker of its key."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -9,8 +9,9 @@ from grpc_reflection.v1alpha import reflection
 from pscommon.core.errors import AuthenticationError
 from pscommon.security.credentials import process_credentials
 from pscommon.security.tokens import Role, includes, role_of
-from pscommon.wire.requests import TOKEN_KEY
+from pscommon.wire.requests import TOKEN_KEY, WORKER_KEY
 from pscommon.wire.status import answering
+from psserver.process.identity import ServerIdentity
 
 SCHEME = "Bearer "
 
@@ -57,6 +58,29 @@ def check_call(context: grpc.ServicerContext, needed: Role, what: str) -> None:
     values = [value for key, value in metadata if key == TOKEN_KEY]
     presented = str(values[0]) if len(values) == 1 else ""
     check_token(presented.removeprefix(SCHEME), needed, what)
+
+
+def check_sender(context: grpc.ServicerContext, identity: ServerIdentity, message: Any) -> None:
+    """Check that a gRPC call comes from the worker that its message names.
+
+    Args:
+        message: With the fields `job` and `worker`.
+
+    Raises:
+        MismatchError: It is for another job.
+        PSError: As WorkerKeys.check.
+    """
+    worker, key = message.worker, b""
+    if not worker:
+        return
+    metadata: Any = context.invocation_metadata() or ()
+    for name, value in metadata:
+        if name == WORKER_KEY:
+            key = value
+    if not identity.worker_keys.is_valid(worker, key):
+        if message.job:
+            identity.check_job(message.job)
+        identity.worker_keys.check(worker, key)
 
 
 class Reflection(reflection.ReflectionServicer):  # type: ignore[misc]

@@ -1,8 +1,8 @@
 """Bind the rows of the table of requests to what answers them.
 
 Every transport calls the same handler of a row, through `answer`. Over gRPC, each call is timed,
-and a message that cannot be decoded is refused with a reason and one log line, where gRPC logs a
-traceback.
+and a message that cannot be decoded, or has a number out of its range, is refused with a reason,
+where gRPC logs a traceback.
 """
 
 import threading
@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import grpc
 
@@ -18,7 +18,9 @@ from pscommon.core.errors import InvalidRequestError
 from pscommon.telemetry.logs import get_logger
 from pscommon.wire.requests import REQUESTS, AnyRequest
 from pscommon.wire.status import answering
-from psserver.process.access import check_call
+from pscommon.wire.stream_format import decode_message
+from psserver.process.access import check_call, check_sender
+from psserver.process.identity import ServerIdentity
 from psserver.waiting import ThreadWaiter, Waiter, run
 
 Handlers = Mapping[AnyRequest, Callable[..., Any]]
@@ -42,11 +44,14 @@ async def answer(handlers: Handlers, row: AnyRequest, message: Any, waiter: Wait
 
 
 def grpc_services(
-    handlers: Handlers, record: Record = lambda name, code, seconds: None
+    handlers: Handlers,
+    identity: ServerIdentity | None = None,
+    record: Record = lambda name, code, seconds: None,
 ) -> list[grpc.GenericRpcHandler]:
     """Return the gRPC services of these rows.
 
     Args:
+        identity: Has the keys of workers; None: no row is sent by workers.
         record: Called at the end of each call; a stream ends with its last response or a
             cancellation.
 
@@ -58,7 +63,7 @@ def grpc_services(
     }
     for row in REQUESTS:
         if row.service in services:
-            services[row.service][row.name] = _method(handlers, row, record)
+            services[row.service][row.name] = _method(handlers, row, identity, record)
     return list(map(grpc.method_handlers_generic_handler, services, services.values()))
 
 
@@ -73,14 +78,8 @@ def when_ended(context: grpc.ServicerContext, action: Callable[[], object]) -> N
     )
 
 
-class Undecodable(NamedTuple):
-    """Replaces a message that could not be decoded."""
-
-    problem: str
-
-
 def _method(
-    handlers: Handlers, row: AnyRequest, record: Record
+    handlers: Handlers, row: AnyRequest, identity: ServerIdentity | None, record: Record
 ) -> "grpc.RpcMethodHandler[Any, Any]":
     driver = handlers[row]
 
@@ -90,6 +89,8 @@ def _method(
             if row.is_framed:
                 return driver(message, context)
             _check(row, message, context)
+            if row.names_sender and identity is not None:
+                check_sender(context, identity, message)
             return run(answer(handlers, row, message, ThreadWaiter(context)))
 
     def stream(messages: Any, context: grpc.ServicerContext) -> Iterator[Any]:
@@ -103,9 +104,9 @@ def _method(
 
     def decode(raw: bytes) -> Any:
         try:
-            return row.request.FromString(raw)
-        except Exception as error:
-            return Undecodable(str(error) or type(error).__name__)
+            return decode_message(row.request, raw)
+        except InvalidRequestError as error:  # gRPC would log a traceback
+            return error
 
     make: Callable[..., grpc.RpcMethodHandler[Any, Any]]
     make = getattr(grpc, f"{row.kind}_rpc_method_handler")
@@ -131,24 +132,28 @@ def _timing(row: AnyRequest, context: Any, record: Record) -> Iterator[None]:
 
 
 def _check(row: AnyRequest, message: Any, context: grpc.ServicerContext) -> None:
-    if isinstance(message, Undecodable):
-        _log(row, message, context)
-        raise InvalidRequestError(f"{row.path}: the message cannot be decoded: {message.problem}")
+    if isinstance(message, InvalidRequestError):
+        if message.reason != "OUT_OF_RANGE":
+            _log(row, message, context)
+        raise message
 
 
 def _decoded(
     row: AnyRequest, messages: Iterator[Any], context: grpc.ServicerContext
 ) -> Iterator[Any]:
-    """Yield the messages of a stream, which ends at one that cannot be decoded."""
-    for message in messages:
-        if isinstance(message, Undecodable):
+    """Yield the messages of a stream, which ends at one that is refused.
+
+    Another thread may read all but the first one, so the refusal of those only ends the call.
+    """
+    for number, message in enumerate(messages):
+        if number == 0:
+            _check(row, message, context)
+        if isinstance(message, InvalidRequestError):
             _log(row, message, context)
             context.cancel()
             return
         yield message
 
 
-def _log(row: AnyRequest, message: Undecodable, context: grpc.ServicerContext) -> None:
-    log.warning(
-        "message_undecodable", method=row.path, peer=context.peer(), problem=message.problem
-    )
+def _log(row: AnyRequest, error: InvalidRequestError, context: grpc.ServicerContext) -> None:
+    log.warning("message_undecodable", method=row.path, peer=context.peer(), problem=str(error))

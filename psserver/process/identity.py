@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from pscommon.core.errors import MismatchError, UnreachableError
 from psserver.process.job_files import JobIdFile
+from psserver.process.worker_keys import WorkerKeys
 
 
 class ServerIdentity:
@@ -22,6 +23,7 @@ class ServerIdentity:
         coordinator: Address of shard 0; empty until it is known.
         term: This server's term as the shard's primary.
         standbys: Addresses of the standbys by shard; empty where there is none.
+        worker_keys: The keys by which workers are known.
         stream_address: HOST:PORT of this server's stream port; empty: it has none.
         stream_path: This server's Unix socket; empty: it has none.
         coordinator_hint: A possible address of shard 0, from a worker of the job or from the
@@ -50,6 +52,7 @@ class ServerIdentity:
         self.coordinator = address if shard == 0 else coordinator
         self.term = 1
         self.standbys: Sequence[str] = ()
+        self.worker_keys = WorkerKeys(shard)
         self.stream_address = self.stream_path = ""
         self.coordinator_hint = ""
         self._addresses = [address if index == shard else "" for index in range(shards)]

@@ -1,7 +1,7 @@
 """What a data directory keeps of its job beside snapshots and logs: the number of shards, because
 servers restart with command lines from before a reshard; the names of the trainings, for a start
-before a training has its first snapshot or log; and the name of the job, because another job must
-not touch the directory.
+before a training has its first snapshot or log; the name of the job, because another job must
+not touch the directory; and the job's key, so that workers stay known.
 """
 
 import json
@@ -12,9 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from pscommon.core.errors import MismatchError, SnapshotError
+from pscommon.security.secret_files import SECRET_MODE_BITS, read_file
 from pscommon.snapshot.atomic_files import AtomicFiles, publish
 from pscommon.telemetry.logs import get_logger
 from psserver.core.job.trainings import Trainings
+from psserver.process.worker_keys import JOB_KEY_BYTES
 
 GENERATED_NAME = re.compile("job-[0-9a-f]{8}")
 
@@ -176,8 +178,50 @@ class JobIdFile:
                 log.error("job_name_not_stored", problem=str(error))
 
 
-def _replace(path: Path, text: str) -> None:
-    """Replace a file; it is on the disk when this returns. Raises OSError."""
+def stored_job_key(data_dir: Path | None, key: bytes) -> bytes:
+    """Return the job's key in the data directory of shard 0; without one, store this key.
+
+    If the disk refuses, the job continues nevertheless: after a restart its workers join again.
+
+    Raises:
+        SnapshotError: The file is damaged.
+        InvalidRequestError: It cannot be read, or others can read it.
+    """
+    if data_dir is None:
+        return key
+    path = data_dir / "job-key"
+    if not path.exists():
+        store_job_key(data_dir, key)
+        return key
+    text = read_file(path, "job key", "ps-server --data-dir")
+    try:
+        stored = bytes.fromhex(text.decode())
+    except ValueError:
+        stored = b""
+    if len(stored) != JOB_KEY_BYTES:
+        raise SnapshotError(
+            f"{path} is damaged: the key of the job is unknown. Try: `rm {path}`; workers that are "
+            "running join again"
+        )
+    return stored
+
+
+def store_job_key(data_dir: Path | None, key: bytes) -> None:
+    """Write the job's key to the data directory of shard 0, if there is one."""
+    if data_dir is not None:
+        try:
+            _replace(data_dir / "job-key", key.hex(), SECRET_MODE_BITS)
+        except OSError as error:
+            log.error("job_key_not_stored", problem=str(error))
+
+
+def _replace(path: Path, text: str, mode: int = 0o666) -> None:
+    """Replace a file; it is on the disk when this returns. Raises OSError.
+
+    mode: Of the new file, less the umask.
+    """
     files, temporary = AtomicFiles(), path.with_suffix(".tmp")
+    temporary.unlink(missing_ok=True)
+    temporary.touch(mode)  # before it has content
     files.write(temporary, text.encode())
     publish(files, temporary, path)

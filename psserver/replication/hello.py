@@ -39,6 +39,7 @@ class Hello:
     standbys: addresses of the standbys, by shard.
     settings: settings that a primary and its standby must share, for JSON.
     optimizers: digest of the user-defined optimizers.
+    job_key: the job's key in hexadecimal digits; empty if unknown.
     facts: what only shard 0 sends.
     """
 
@@ -48,6 +49,7 @@ class Hello:
     standbys: Sequence[str]
     settings: Mapping[str, Any]
     optimizers: str
+    job_key: str = ""
     facts: CoordinatorFacts | None = None
 
     def as_json(self) -> dict[str, Any]:
@@ -59,6 +61,7 @@ class Hello:
             "standbys": list(self.standbys),
             "settings": dict(self.settings),
             "optimizers": self.optimizers,
+            "job_key": self.job_key,
         }
         if (facts := self.facts) is not None:
             snapshots = [
@@ -86,6 +89,7 @@ class Hello:
             values["standbys"],
             values["settings"],
             values.get("optimizers", ""),
+            values.get("job_key", ""),
             facts,
         )
 
@@ -129,6 +133,7 @@ def whole_state(
         identity.standbys,
         shared_settings(config),
         digest_of_user_defined(),
+        identity.worker_keys.job_key.hex(),
         facts,
     )
     return [

@@ -9,7 +9,13 @@ from psserver.coordinator.service import CoordinatorService
 from psserver.durability.state_records import StateRecord
 from psserver.process.config import ServerConfig
 from psserver.process.identity import ServerIdentity
-from psserver.process.job_files import JobIdFile, ShardCountFile, generate_job_name
+from psserver.process.job_files import (
+    JobIdFile,
+    ShardCountFile,
+    generate_job_name,
+    store_job_key,
+    stored_job_key,
+)
 from psserver.replication.hello import whole_state
 from psserver.replication.standby_state import Promotion
 from psserver.roles.primary import STATE_COPY_TIMEOUT_SECONDS, Primary, Role, open_primary
@@ -72,4 +78,10 @@ def _make_identity(primary: Primary, shards: int) -> ServerIdentity:
     bound = replicated or config.job or name.stored_job
     if promotion is None and config.resume != "never":
         name.check(bound)
-    return primary.make_identity(shards, bound or generate_job_name(), bound, name)
+    identity = primary.make_identity(shards, bound or generate_job_name(), bound, name)
+    keys = identity.worker_keys
+    if promotion is not None and promotion.standby_state.hello.job_key:
+        store_job_key(config.data_dir, keys.job_key)  # that of the former primary
+    else:
+        keys.learn(stored_job_key(config.data_dir, keys.job_key))
+    return identity

@@ -85,6 +85,8 @@ class Primary(NamedTuple):
         )
         identity.standbys, identity.coordinator_hint = hello.standbys if hello else (), known
         identity.term = self.replicator.term
+        if hello is not None and hello.job_key:
+            identity.worker_keys.learn(bytes.fromhex(hello.job_key))
         return identity
 
 
@@ -146,7 +148,8 @@ def add_services(role: Role) -> tuple[health.HealthServicer, Set[str]]:
         **(coordinator_handlers(role.service) if role.service is not None else {}),
     }
     names = {row.service for row in handlers}
-    primary.grpc.add_generic_rpc_handlers(grpc_services(handlers, primary.metrics.record_call))
+    services = grpc_services(handlers, identity, primary.metrics.record_call)
+    primary.grpc.add_generic_rpc_handlers(services)
     health_servicer = health.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(health_servicer, primary.grpc)
     shown = (*names, health.SERVICE_NAME, reflection.SERVICE_NAME)

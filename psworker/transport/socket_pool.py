@@ -7,8 +7,9 @@ possible, gRPC carries the exchanges, and the next attempt follows after RETRY_S
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from typing import Any
 
 from pscommon.core.errors import InvalidRequestError, PSError, UnreachableError
 from pscommon.core.formats import spoken_format
@@ -31,10 +32,11 @@ class SocketPool:
     """The socket connections of one worker, by the gRPC address of the server. Thread-safe.
 
     lanes: The transports that the worker may use.
+    keys: The keys of this process's workers by number.
     """
 
-    def __init__(self, lanes: Lanes) -> None:
-        self._lanes = lanes
+    def __init__(self, lanes: Lanes, keys: Mapping[int, bytes]) -> None:
+        self._lanes, self._keys = lanes, keys
         self._lock = threading.Lock()
         self._connections: dict[str, SocketConnection] = {}
         self._requests = RequestSockets()
@@ -96,13 +98,13 @@ class SocketPool:
         return connection
 
     @contextmanager
-    def for_requests(self, address: str) -> Iterator[SocketConnection | None]:
+    def for_requests(self, address: str, message: Any) -> Iterator[SocketConnection | None]:
         """Yield a connection for one request to shard 0; None: use gRPC.
 
-        There is one while exchanges with shard 0 use a connection.
+        There is one while exchanges of the same worker with shard 0 use a connection.
         """
         exchanges = self._connections.get(address)
-        if exchanges is None or exchanges.is_broken:
+        if exchanges is None or exchanges.is_broken or exchanges.hello.worker != message.worker:
             yield None
             return
         with self._requests.borrowed(exchanges, address) as connection:
@@ -122,6 +124,7 @@ class SocketPool:
             shard=shard,
             worker=header.worker,
             term=header.term,
+            key=self._keys.get(header.worker, b""),
         )
         server = f"shard {shard} at {address}"
         found = socket_addresses(description, address, self._lanes)
@@ -217,7 +220,7 @@ class RequestSockets:
             exchanges: The worker's connection for exchanges with the same server.
             server: The server.
         """
-        connection = self._take_idle(exchanges.address, server) or self._try_open(exchanges, server)
+        connection = self._take_idle(exchanges, server) or self._try_open(exchanges, server)
         try:
             yield connection
         finally:
@@ -242,12 +245,13 @@ class RequestSockets:
             connection.close()
         self._open, self._idle = {}, []
 
-    def _take_idle(self, address: str, server: str) -> SocketConnection | None:
-        """Return an idle connection to this address; close those to earlier ones of the server."""
+    def _take_idle(self, exchanges: SocketConnection, server: str) -> SocketConnection | None:
+        """Return an idle connection; close those to earlier addresses or of earlier memberships."""
+        wanted = exchanges.address, exchanges.hello.worker
         with self._lock:
             own = [each for each in self._idle if self._open[each] == server]
-            found = next((each for each in own if each.address == address), None)
-            old = [each for each in own if each.address != address]
+            old = [each for each in own if (each.address, each.hello.worker) != wanted]
+            found = next((each for each in own if each not in old), None)
             for connection in old:
                 del self._open[connection]
             self._idle = [each for each in self._idle if each is not found and each not in old]

@@ -50,7 +50,9 @@ class Raw:
     def greet(self, **fields: Any) -> tuple[FrameKind, bytes]:
         """Send a hello; return the answer."""
         identity = self._server.identity
-        hello = stream_pb2.StreamHello(**{"format": 2, "job": identity.job, "worker": 1, **fields})
+        usual = {"format": 3, "job": identity.job, "worker": 1}
+        usual["key"] = identity.worker_keys.key_of(1)
+        hello = stream_pb2.StreamHello(**{**usual, **fields})
         self.sock.sendall(MAGIC + encode_frame(FrameKind.HELLO, hello.SerializeToString()))
         assert self.receive(len(MAGIC)) == MAGIC
         return self.frame()
@@ -243,9 +245,7 @@ def test_many_slow_uploads_occupy_no_thread_and_delay_no_worker(cluster: Make) -
         clients, data = [], ones.tobytes()
         threads = threading.active_count()
         for _ in range(64):
-            client = LightClient(
-                described.job, join(stub, described.job, model), described.stream_address
-            )
+            client = LightClient(join(stub, described.job, model), described.stream_address)
             stack.callback(client.sock.close)
             client.begin_push(1, len(data))
             kind, message, _ = client.answer()

@@ -139,6 +139,7 @@ ALLOWED: dict[str, set[str]] = {
         "pscommon.core",
         "pscommon.optim",
         "pscommon.settings",
+        "pscommon.snapshot",
         "pscommon.system",
         "pscommon.telemetry",
         "pscommon.wire",
@@ -182,7 +183,6 @@ ALLOWED: dict[str, set[str]] = {
         "pscommon.telemetry",
         "psworker.client",
         "psworker.job",
-        "psworker.optim",
         "psworker.session",
     },
     "psserver.core.coordinator": {
@@ -297,7 +297,6 @@ ALLOWED: dict[str, set[str]] = {
         "pscommon.core",
         "pscommon.system",
         "pscommon.wire",
-        "psserver.core.commands",
         "psserver.core.shard",
         "psserver.parameters",
         "psserver.process",

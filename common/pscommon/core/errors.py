@@ -230,8 +230,8 @@ REASONS: dict[str, ReasonRow] = {
     "NO_SNAPSHOT": ReasonRow(SnapshotError, "there is no valid snapshot to load"),
     "UNAUTHENTICATED": ReasonRow(
         AuthenticationError,
-        "a certificate or token is missing, unknown or out of date; correct --tls-cert or "
-        "--token-file",
+        "a certificate, token or worker key is missing, wrong or out of date; correct --tls-cert "
+        "or --token-file, or start the worker again",
         "UNAUTHENTICATED",
     ),
     "PERMISSION_DENIED": ReasonRow(

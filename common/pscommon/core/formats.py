@@ -2,7 +2,7 @@
 
 from pscommon.core.errors import FormatError
 
-WIRE_FORMAT = 2
+WIRE_FORMAT = 3
 """Format of messages between workers and servers, and of records for a standby."""
 
 

@@ -7,6 +7,7 @@ __all__ = [
     "messages",
     "metrics_port",
     "push",
+    "ranges",
     "requests",
     "status",
     "stream_format",

@@ -33,6 +33,7 @@ class Request(Generic[Q, A]):
         may_wait: The server may hold the call until it can answer.
         may_repeat: A worker that gets no answer sends the message again.
         is_framed: Messages are encoded by hand (frames.py).
+        names_sender: The message names the worker that sends it, whose key is checked.
         name: Its name; by default that of the message.
         service: Full name of its service.
         kind: Which messages are streams, as in the names of gRPC's functions.
@@ -47,6 +48,7 @@ class Request(Generic[Q, A]):
     name: str = ""
     service: str = field(init=False)
     kind: str = field(init=False)
+    names_sender: bool = field(init=False)
 
     def __post_init__(self) -> None:
         (service,) = self.request.DESCRIPTOR.file.services_by_name.values()
@@ -54,7 +56,14 @@ class Request(Generic[Q, A]):
         method = service.methods_by_name[name]
         streams = method.client_streaming, method.server_streaming
         kind = "_".join("stream" if each else "unary" for each in streams)
-        for attribute, value in (("name", name), ("service", service.full_name), ("kind", kind)):
+        has_worker = self.is_framed or "worker" in self.request.DESCRIPTOR.fields_by_name
+        values = {
+            "name": name,
+            "service": service.full_name,
+            "kind": kind,
+            "names_sender": has_worker and self.role in ("worker", "read"),
+        }
+        for attribute, value in values.items():
             object.__setattr__(self, attribute, value)
 
     @property
@@ -70,6 +79,9 @@ AnyRequest = Request[Any, Any]
 
 TOKEN_KEY = "authorization"
 """Key of the metadata with the token, as in HTTP: "Bearer TOKEN"."""
+
+WORKER_KEY = "ps-worker-key-bin"
+"""Key of the metadata with the sending worker's own key."""
 
 JOIN = Request(co.JoinRequest, co.JoinResponse, "worker", may_wait=True, may_repeat=True)
 REGISTER = Request(co.RegisterRequest, co.RegisterResponse, "read", may_wait=True, may_repeat=True)
@@ -158,19 +170,23 @@ class Stub:
         self._call = getattr(channel, kind or row.kind)(row.path, encode, decode)
         self._role = row.role
 
-    def __call__(self, message: Any, timeout: float | None = None) -> Any:
-        """Return the answer, or an iterator over a stream of answers. Raises grpc.RpcError."""
-        return self._call(message, timeout=timeout, metadata=self._metadata())
+    def __call__(self, message: Any, timeout: float | None = None, key: bytes = b"") -> Any:
+        """Return the answer, or an iterator over a stream of answers. Raises grpc.RpcError.
 
-    def future(self, message: Any, timeout: float | None = None) -> Any:
+        key: That of the worker which the message names; empty: none.
+        """
+        return self._call(message, timeout=timeout, metadata=self._metadata(key))
+
+    def future(self, message: Any, timeout: float | None = None, key: bytes = b"") -> Any:
         """Send the message without waiting for the answer."""
-        return self._call.future(message, timeout=timeout, metadata=self._metadata())
+        return self._call.future(message, timeout=timeout, metadata=self._metadata(key))
 
-    def _metadata(self) -> Sequence[tuple[str, str]] | None:
+    def _metadata(self, key: bytes) -> Sequence[tuple[str, str | bytes]] | None:
+        own = ((WORKER_KEY, key),) if key else ()
         tokens = process_credentials().tokens
         if tokens is None:
-            return None
-        return ((TOKEN_KEY, f"Bearer {token_for(tokens(), self._role)}"),)
+            return own or None
+        return ((TOKEN_KEY, f"Bearer {token_for(tokens(), self._role)}"), *own)
 
 
 def call(channel: grpc.Channel, row: Request[Q, A], message: Q, timeout: float, who: str) -> A:

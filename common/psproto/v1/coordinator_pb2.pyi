@@ -101,6 +101,7 @@ class JoinResponse(google.protobuf.message.Message):
     LOADERS_FIELD_NUMBER: builtins.int
     WAITING_FOR_FIELD_NUMBER: builtins.int
     TRAINING_FIELD_NUMBER: builtins.int
+    KEY_FIELD_NUMBER: builtins.int
     job: builtins.str
     worker: builtins.int
     lease_ms: builtins.int
@@ -119,6 +120,10 @@ class JoinResponse(google.protobuf.message.Message):
     """the job is in another training: ask again; as text for people. Only format is set, too"""
     training: builtins.str
     """name of the training"""
+    key: builtins.bytes
+    """proves that a request comes from this worker: metadata `ps-worker-key-bin` of gRPC, and
+    StreamHello
+    """
     @property
     def addresses(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]: ...
     @property
@@ -150,9 +155,10 @@ class JoinResponse(google.protobuf.message.Message):
         loaders: collections.abc.Iterable[global___LoaderPasses] | None = ...,
         waiting_for: builtins.str = ...,
         training: builtins.str = ...,
+        key: builtins.bytes = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_format", b"_format", "format", b"format"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_format", b"_format", "addresses", b"addresses", "bad_gradients", b"bad_gradients", "first", b"first", "format", b"format", "job", b"job", "known_loops", b"known_loops", "lease_ms", b"lease_ms", "loaders", b"loaders", "open_loop", b"open_loop", "open_loops", b"open_loops", "policy", b"policy", "standbys", b"standbys", "training", b"training", "waiting_for", b"waiting_for", "worker", b"worker", "workers", b"workers"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_format", b"_format", "addresses", b"addresses", "bad_gradients", b"bad_gradients", "first", b"first", "format", b"format", "job", b"job", "key", b"key", "known_loops", b"known_loops", "lease_ms", b"lease_ms", "loaders", b"loaders", "open_loop", b"open_loop", "open_loops", b"open_loops", "policy", b"policy", "standbys", b"standbys", "training", b"training", "waiting_for", b"waiting_for", "worker", b"worker", "workers", b"workers"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_format", b"_format"]) -> typing.Literal["format"] | None: ...
 
 global___JoinResponse = JoinResponse
@@ -1529,6 +1535,7 @@ class LinkShardResponse(google.protobuf.message.Message):
     PROCESSES_FIELD_NUMBER: builtins.int
     FORMAT_FIELD_NUMBER: builtins.int
     ONLY_ENTRIES_FIELD_NUMBER: builtins.int
+    JOB_KEY_FIELD_NUMBER: builtins.int
     job: builtins.str
     stop: builtins.bool
     waiting_for: builtins.str
@@ -1559,6 +1566,8 @@ class LinkShardResponse(google.protobuf.message.Message):
     """only epoch, entries and term are set; everything else is as before. Over a stream only, as requests
     without an instance: a complete message follows within a second
     """
+    job_key: builtins.bytes
+    """the job's key, with which the shard checks the keys of workers"""
     @property
     def addresses(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]: ...
     @property
@@ -1612,9 +1621,10 @@ class LinkShardResponse(google.protobuf.message.Message):
         processes: collections.abc.Mapping[builtins.int, builtins.str] | None = ...,
         format: builtins.int | None = ...,
         only_entries: builtins.bool = ...,
+        job_key: builtins.bytes = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_format", b"_format", "format", b"format", "model", b"model", "move", b"move", "restore", b"restore"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_format", b"_format", "addresses", b"addresses", "base", b"base", "begin", b"begin", "durable", b"durable", "entries", b"entries", "epoch", b"epoch", "format", b"format", "job", b"job", "layout", b"layout", "mends", b"mends", "model", b"model", "move", b"move", "norms", b"norms", "only_entries", b"only_entries", "policy", b"policy", "processes", b"processes", "recover", b"recover", "restore", b"restore", "shards", b"shards", "snapshots", b"snapshots", "standbys", b"standbys", "stop", b"stop", "term", b"term", "waiting_for", b"waiting_for"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_format", b"_format", "addresses", b"addresses", "base", b"base", "begin", b"begin", "durable", b"durable", "entries", b"entries", "epoch", b"epoch", "format", b"format", "job", b"job", "job_key", b"job_key", "layout", b"layout", "mends", b"mends", "model", b"model", "move", b"move", "norms", b"norms", "only_entries", b"only_entries", "policy", b"policy", "processes", b"processes", "recover", b"recover", "restore", b"restore", "shards", b"shards", "snapshots", b"snapshots", "standbys", b"standbys", "stop", b"stop", "term", b"term", "waiting_for", b"waiting_for"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_format", b"_format"]) -> typing.Literal["format"] | None: ...
 
 global___LinkShardResponse = LinkShardResponse

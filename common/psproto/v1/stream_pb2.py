@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from psproto.v1 import coordinator_pb2 as psproto_dot_v1_dot_coordinator__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17psproto/v1/stream.proto\x12\npsproto.v1\x1a\x1cpsproto/v1/coordinator.proto\"\xf5\x01\n\x0bStreamHello\x12\x13\n\x06\x66ormat\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x0b\n\x03job\x18\x02 \x01(\t\x12\r\n\x05shard\x18\x03 \x01(\r\x12\x0e\n\x06worker\x18\x04 \x01(\x04\x12\x0c\n\x04term\x18\x05 \x01(\x04\x12\x30\n\x07purpose\x18\x06 \x01(\x0e\x32\x1f.psproto.v1.StreamHello.Purpose\x12\r\n\x05token\x18\x07 \x01(\t\"K\n\x07Purpose\x12\x17\n\x13PURPOSE_UNSPECIFIED\x10\x00\x12\x14\n\x10PURPOSE_REQUESTS\x10\x01\x12\x11\n\rPURPOSE_SHARD\x10\x02\x42\t\n\x07_format\"\xb3\x02\n\x12\x43oordinatorRequest\x12\x31\n\theartbeat\x18\x01 \x01(\x0b\x32\x1c.psproto.v1.HeartbeatRequestH\x00\x12\x32\n\nnext_batch\x18\x02 \x01(\x0b\x32\x1c.psproto.v1.NextBatchRequestH\x00\x12:\n\x0ereturn_batches\x18\x03 \x01(\x0b\x32 .psproto.v1.ReturnBatchesRequestH\x00\x12\x33\n\ncollective\x18\x04 \x01(\x0b\x32\x1d.psproto.v1.CollectiveRequestH\x00\x12:\n\x0ereport_metrics\x18\x05 \x01(\x0b\x32 .psproto.v1.ReportMetricsRequestH\x00\x42\t\n\x07request\"/\n\rStreamWelcome\x12\x13\n\x06\x66ormat\x18\x01 \x01(\rH\x00\x88\x01\x01\x42\t\n\x07_formatb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17psproto/v1/stream.proto\x12\npsproto.v1\x1a\x1cpsproto/v1/coordinator.proto\"\x82\x02\n\x0bStreamHello\x12\x13\n\x06\x66ormat\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x0b\n\x03job\x18\x02 \x01(\t\x12\r\n\x05shard\x18\x03 \x01(\r\x12\x0e\n\x06worker\x18\x04 \x01(\x04\x12\x0c\n\x04term\x18\x05 \x01(\x04\x12\x30\n\x07purpose\x18\x06 \x01(\x0e\x32\x1f.psproto.v1.StreamHello.Purpose\x12\r\n\x05token\x18\x07 \x01(\t\x12\x0b\n\x03key\x18\x08 \x01(\x0c\"K\n\x07Purpose\x12\x17\n\x13PURPOSE_UNSPECIFIED\x10\x00\x12\x14\n\x10PURPOSE_REQUESTS\x10\x01\x12\x11\n\rPURPOSE_SHARD\x10\x02\x42\t\n\x07_format\"\xb3\x02\n\x12\x43oordinatorRequest\x12\x31\n\theartbeat\x18\x01 \x01(\x0b\x32\x1c.psproto.v1.HeartbeatRequestH\x00\x12\x32\n\nnext_batch\x18\x02 \x01(\x0b\x32\x1c.psproto.v1.NextBatchRequestH\x00\x12:\n\x0ereturn_batches\x18\x03 \x01(\x0b\x32 .psproto.v1.ReturnBatchesRequestH\x00\x12\x33\n\ncollective\x18\x04 \x01(\x0b\x32\x1d.psproto.v1.CollectiveRequestH\x00\x12:\n\x0ereport_metrics\x18\x05 \x01(\x0b\x32 .psproto.v1.ReportMetricsRequestH\x00\x42\t\n\x07request\"/\n\rStreamWelcome\x12\x13\n\x06\x66ormat\x18\x01 \x01(\rH\x00\x88\x01\x01\x42\t\n\x07_formatb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,11 +33,11 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'psproto.v1.stream_pb2', _gl
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_STREAMHELLO']._serialized_start=70
-  _globals['_STREAMHELLO']._serialized_end=315
-  _globals['_STREAMHELLO_PURPOSE']._serialized_start=229
-  _globals['_STREAMHELLO_PURPOSE']._serialized_end=304
-  _globals['_COORDINATORREQUEST']._serialized_start=318
-  _globals['_COORDINATORREQUEST']._serialized_end=625
-  _globals['_STREAMWELCOME']._serialized_start=627
-  _globals['_STREAMWELCOME']._serialized_end=674
+  _globals['_STREAMHELLO']._serialized_end=328
+  _globals['_STREAMHELLO_PURPOSE']._serialized_start=242
+  _globals['_STREAMHELLO_PURPOSE']._serialized_end=317
+  _globals['_COORDINATORREQUEST']._serialized_start=331
+  _globals['_COORDINATORREQUEST']._serialized_end=638
+  _globals['_STREAMWELCOME']._serialized_start=640
+  _globals['_STREAMWELCOME']._serialized_end=687
 # @@protoc_insertion_point(module_scope)

@@ -57,6 +57,7 @@ class StreamHello(google.protobuf.message.Message):
     TERM_FIELD_NUMBER: builtins.int
     PURPOSE_FIELD_NUMBER: builtins.int
     TOKEN_FIELD_NUMBER: builtins.int
+    KEY_FIELD_NUMBER: builtins.int
     format: builtins.int
     """format of the messages that the worker speaks; absent: 1"""
     job: builtins.str
@@ -68,6 +69,8 @@ class StreamHello(google.protobuf.message.Message):
     purpose: global___StreamHello.Purpose.ValueType
     token: builtins.str
     """of the role worker or server; empty: the peer has none"""
+    key: builtins.bytes
+    """of JoinResponse; later messages must name the same worker. Empty: an observer, or a shard"""
     def __init__(
         self,
         *,
@@ -78,9 +81,10 @@ class StreamHello(google.protobuf.message.Message):
         term: builtins.int = ...,
         purpose: global___StreamHello.Purpose.ValueType = ...,
         token: builtins.str = ...,
+        key: builtins.bytes = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_format", b"_format", "format", b"format"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_format", b"_format", "format", b"format", "job", b"job", "purpose", b"purpose", "shard", b"shard", "term", b"term", "token", b"token", "worker", b"worker"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_format", b"_format", "format", b"format", "job", b"job", "key", b"key", "purpose", b"purpose", "shard", b"shard", "term", b"term", "token", b"token", "worker", b"worker"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_format", b"_format"]) -> typing.Literal["format"] | None: ...
 
 global___StreamHello = StreamHello
