@@ -13,7 +13,6 @@ import torch
 from torch.utils.data import TensorDataset
 
 from pscommon.core.errors import PSError
-from pscommon.security import credentials
 from pscommon.security.credentials import process_credentials
 from pscommon.security.tokens import init_tokens
 from pscommon.system.local_jobs import local_jobs
@@ -49,7 +48,6 @@ with psworker.connect() as job:
 @pytest.fixture
 def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Programs]:
     """Programs with a registry of jobs of their own; a stranger has another one."""
-    monkeypatch.setattr(credentials, "_Process", type("Process", (credentials._Process,), {}))
     for user in ("owner", "stranger"):
         (tmp_path / user).mkdir(mode=0o700)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "owner"))
