@@ -12,6 +12,7 @@ from google.protobuf.message import Message
 
 from pscommon.core.data_loop import LoopSpec
 from pscommon.core.errors import PSError
+from pscommon.core.limits import MAX_BATCHES_PER_PUSH
 from pscommon.core.log_entries import BatchKey
 from pscommon.core.script_place import PassName, ScriptPlace
 from pscommon.wire import requests as rows
@@ -187,6 +188,22 @@ def test_numbers_over_a_stream_are_checked_and_the_stream_goes_on(cluster: Make)
             kind, message, _ = own.answer()
             assert kind is FrameKind.RESULT
             assert ps.ExchangeResult.FromString(message).outcome == ps.OUTCOME_APPLIED
+
+
+def test_the_headers_of_an_open_push_are_checked_together(cluster: Make) -> None:
+    """Shard 0 would refuse the report of a shard that names too many batches."""
+    servers = cluster(1, policy="async")
+    with counter(servers.address) as client:
+        server, batches = servers.servers[0], [ps.Batch()] * MAX_BATCHES_PER_PUSH
+        own = LightClient(server.identity.job, client.worker, server.identity.stream_address)
+        with own.sock:
+            own.begin_push(1, 0, open=True, batches=batches)
+            assert own.answer()[0] is FrameKind.GO
+            closing = ps.PushPullHeader(batches=batches[:1]).SerializeToString()
+            data = bytes(server.engine.live.require_store().step_nbytes)
+            own.sock.sendall(encode_frame(FrameKind.DATA, data_nbytes=len(data)) + data)
+            own.sock.sendall(encode_frame(FrameKind.CLOSE, closing))
+            assert "PushPullHeader.batches refused: 65537 items" in refusal(own)
 
 
 def test_numbers_of_a_greeting_are_checked(cluster: Make) -> None:
