@@ -21,8 +21,8 @@ log = get_logger(__name__)
 def check_data_dir_mode(data_dir: Path, is_secured: bool) -> None:
     """Refuse a data directory that other users can write, or warn of it.
 
-    They could change the weights. A group may write if root has let it, as Kubernetes mounts volumes
-    (fsGroup), or if it is the user's own: some systems make directories so that it can.
+    They could change the weights. A group may write if root has let it, as Kubernetes mounts
+    volumes (fsGroup), or if it is the user's own: some systems make directories so that it can.
 
     Args:
         data_dir: The directory. It exists.
