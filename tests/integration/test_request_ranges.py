@@ -12,6 +12,7 @@ from google.protobuf.message import Message
 
 from pscommon.core.data_loop import LoopSpec
 from pscommon.core.errors import PSError
+from pscommon.core.limits import MAX_BATCHES_PER_PUSH
 from pscommon.core.log_entries import BatchKey
 from pscommon.core.script_place import PassName, ScriptPlace
 from pscommon.wire import requests as rows
@@ -27,6 +28,7 @@ from psserver.server import Server
 from tests.support.cluster import Cluster
 from tests.support.light_client import LightClient
 from tests.support.request_numbers import NumberCase, cases
+from tests.support.wire_calls import OwnKeys
 from tests.support.workers import count, counter, digest
 
 Make = Callable[..., Cluster]
@@ -54,7 +56,7 @@ def bases(server: Server, worker: int) -> Mapping[AnyRequest, Message]:
         header=header, data=bytes(server.engine.live.require_store().step_nbytes)
     )
     return {
-        rows.JOIN: co.JoinRequest(format=2),
+        rows.JOIN: co.JoinRequest(format=3),
         rows.REGISTER: co.RegisterRequest(model=model_to_proto(spec), **own),
         rows.HEARTBEAT: co.HeartbeatRequest(values=[co.ReportedValue(name="x")], **own),
         rows.LEAVE: co.LeaveRequest(job=job, worker=10**6),
@@ -68,14 +70,14 @@ def bases(server: Server, worker: int) -> Mapping[AnyRequest, Message]:
         rows.SET_POLICY: co.SetPolicyRequest(policy="async"),
         rows.RESHARD: co.ReshardRequest(shards=1),
         rows.LINK_SHARD: co.LinkShardRequest(
-            format=2, shard=1, shards=2, address="127.0.0.1:1", instance="i", term=1
+            format=3, shard=1, shards=2, address="127.0.0.1:1", instance="i", term=1
         ),
         rows.EXCHANGE: exchange,
         rows.EXCHANGE_ONCE: exchange,
         rows.ATTACH_MEMORY: ps.AttachMemoryRequest(name="none", **own),
         rows.READ_SHARD: shard_pb2.ReadShardRequest(job=job, current=True),
         rows.REPLICATE: standby_pb2.ReplicateRequest(
-            shards=1, instance="s", address="127.0.0.1:1", format=2
+            shards=1, instance="s", address="127.0.0.1:1", format=3
         ),
         rows.PROMOTE: standby_pb2.PromoteRequest(),
     }
@@ -128,7 +130,9 @@ def test_workers_join_and_the_servers_restart_after_each_number(
     with counter(servers.address) as client, counter(servers.address) as victim:
         count(client)
         numbered = bases(servers.servers[0], victim.worker)
-        with open_channel(Endpoint(servers.address)) as channel:
+        keys = OwnKeys(servers.servers[0].identity.worker_keys)
+        with open_channel(Endpoint(servers.address)) as opened:
+            channel = grpc.intercept_channel(opened, keys)
             for row, case in all_cases(numbered):
                 check(case, send(channel, row, case.put(numbered[row])), row)
         train(servers.address)
@@ -160,7 +164,10 @@ def test_numbers_over_a_stream_are_checked_and_the_stream_goes_on(cluster: Make)
         server = servers.servers[0]
         job, address = server.identity.job, server.identity.stream_address
         numbered = bases(server, client.worker)
-        own = LightClient(job, client.worker, address)
+        joined = co.JoinResponse(
+            job=job, worker=client.worker, key=server.identity.worker_keys.key_of(client.worker)
+        )
+        own = LightClient(joined, address)
         with own.sock:
             for row, field in STREAM_FIELDS.items():
                 for case in cases(row.request):
@@ -183,11 +190,27 @@ def test_numbers_over_a_stream_are_checked_and_the_stream_goes_on(cluster: Make)
             assert ps.ExchangeResult.FromString(message).outcome == ps.OUTCOME_APPLIED
 
 
+def test_the_headers_of_an_open_push_are_checked_together(cluster: Make) -> None:
+    """Shard 0 would refuse the report of a shard that names too many batches."""
+    servers = cluster(1, policy="async")
+    with counter(servers.address) as client:
+        server, batches = servers.servers[0], [ps.Batch()] * MAX_BATCHES_PER_PUSH
+        own = LightClient(server.identity.job, client.worker, server.identity.stream_address)
+        with own.sock:
+            own.begin_push(1, 0, open=True, batches=batches)
+            assert own.answer()[0] is FrameKind.GO
+            closing = ps.PushPullHeader(batches=batches[:1]).SerializeToString()
+            data = bytes(server.engine.live.require_store().step_nbytes)
+            own.sock.sendall(encode_frame(FrameKind.DATA, data_nbytes=len(data)) + data)
+            own.sock.sendall(encode_frame(FrameKind.CLOSE, closing))
+            assert "PushPullHeader.batches refused: 65537 items" in refusal(own)
+
+
 def test_numbers_of_a_greeting_are_checked(cluster: Make) -> None:
     servers = cluster(1)
     server = servers.servers[0]
     server.identity.job = "job"
-    hello = stream_pb2.StreamHello(format=2, job="job")
+    hello = stream_pb2.StreamHello(format=3, job="job")
     for case in cases(stream_pb2.StreamHello):
         if not case.is_allowed:
             raw = case.put(hello).SerializeToString()
@@ -200,7 +223,7 @@ def test_numbers_of_a_shard_are_checked_over_a_stream(cluster: Make) -> None:
     servers = cluster(1)
     server = servers.servers[0]
     hello = stream_pb2.StreamHello(purpose=stream_pb2.StreamHello.PURPOSE_SHARD)
-    base = co.LinkShardRequest(format=2, shard=1, shards=2, address="127.0.0.1:1", instance="i")
+    base = co.LinkShardRequest(format=3, shard=1, shards=2, address="127.0.0.1:1", instance="i")
     for case in cases(co.LinkShardRequest):
         if not case.is_allowed:
             peer = LightClient.unanswered(server.identity.stream_address, hello.SerializeToString())

@@ -97,9 +97,10 @@ def test_a_worker_has_a_few_streams_for_requests(cluster: Make, stack: ExitStack
     server = servers.servers[0]
     with counter(servers.address, lanes="grpc") as client:
         hello = stream_pb2.StreamHello(
-            format=2,
+            format=3,
             job=server.identity.job,
             worker=client.worker,
+            key=server.identity.worker_keys.key_of(client.worker),
             purpose=stream_pb2.StreamHello.PURPOSE_REQUESTS,
         ).SerializeToString()
         peers = []
