@@ -22,11 +22,16 @@ POLL_INTERVAL_SECONDS = 0.05
 """Seconds between two looks whether a standby is in sync."""
 
 
-def configure(setup: Setup) -> None:
+def configure(setup: Setup, is_server: bool = False) -> None:
     """Servers and workers that this process starts or becomes take their lane and budget from
     its environment.
     """
     os.environ["PS_LANES"] = setup.lanes
+    if setup.tls:
+        prefix = "" if is_server else "client-"
+        os.environ["PS_TLS_CA"] = f"{setup.tls}/ca.pem"
+        os.environ["PS_TLS_CERT"] = f"{setup.tls}/{prefix}cert.pem"
+        os.environ["PS_TLS_KEY"] = f"{setup.tls}/{prefix}key.pem"
     if setup.in_flight:
         os.environ["PS_IN_FLIGHT"] = str(setup.in_flight)
 
@@ -34,7 +39,7 @@ def configure(setup: Setup) -> None:
 @contextmanager
 def servers(setup: Setup) -> Iterator[str]:
     """Yield the address of shard 0. Snapshots are taken when they are asked for."""
-    configure(setup)
+    configure(setup, is_server=True)
     with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
         if setup.durability:
             os.environ |= {

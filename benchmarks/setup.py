@@ -21,7 +21,8 @@ class Setup:
     network is really trained. network: which of benchmarks.networks; empty: layers of equal size.
     overlap: push while gradients are still being computed.
     durability: "snapshot" or "log", on a disk; empty: nothing is written. fsync: of the log.
-    standby: of the only server. clips: updates keep to a clip norm, which none exceeds.
+    tls: folder with certificates of `ps-ctl tls init`; empty: plain text. standby: of the only
+    server. clips: updates keep to a clip norm, which none exceeds.
     """
 
     nbytes: int
@@ -39,6 +40,7 @@ class Setup:
     overlap: bool = False
     durability: str = ""
     fsync: str = "everysec"
+    tls: str = ""
     standby: bool = False
     clips: bool = False
 

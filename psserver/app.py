@@ -14,7 +14,7 @@ import torch
 from pscommon.core.errors import InvalidRequestError, SnapshotError, TakenError
 from pscommon.core.exit_codes import ExitCode
 from pscommon.security.credentials import process_credentials
-from pscommon.security.settings import is_loopback
+from pscommon.security.settings import warn_of_plain_text
 from pscommon.system import shared_memory
 from pscommon.system import signals as interruptible
 from pscommon.system.process_limits import tune_malloc
@@ -82,15 +82,7 @@ def warn_of_loopback(bind: str) -> None:
 def warn_of_exposure(config: ServerConfig) -> None:
     """Warn, once per start, of what this server does not protect."""
     security = config.security
-    opened = {config.bind, config.stream_bind, config.metrics_bind} - {None}
-    exposed = sorted(str(each) for each in opened if not is_loopback(str(each)))
-    if security.tls is None and exposed:
-        log.warning(
-            "plain_text_permitted",
-            addresses=exposed,
-            effect="all who reach these addresses can read and change the job's traffic",
-            remedy="--tls-ca, --tls-cert and --tls-key instead of --insecure",
-        )
+    warn_of_plain_text((config.bind, config.stream_bind, config.metrics_bind), security)
     if security.tls is not None and security.token_file is None:
         log.warning(
             "roles_not_checked",

@@ -16,7 +16,7 @@ from pscommon.telemetry.http import MetricsServer
 from pscommon.telemetry.logs import get_logger
 from pscommon.wire.metrics_port import serve_metrics, show_expiry
 from psserver.coordinator.service import CoordinatorService
-from psserver.durability.data_formats import check_data_formats
+from psserver.durability.data_formats import check_data_dir_mode, check_data_formats
 from psserver.peers.coordinator_link import CoordinatorLink
 from psserver.process.config import ServerConfig
 from psserver.process.port_file import PortFile, announce
@@ -70,6 +70,7 @@ class Server:
         config, promotion, resources = self.config, self._promotion, self._resources
         if config.data_dir is not None:
             resources.enter_context(DataDirLock(config.data_dir, config.shard))
+            check_data_dir_mode(config.data_dir, is_secured=False)
             check_data_formats(config.data_dir, config.resume)
         role = (
             build_coordinator(config, promotion, lost_data_dir, self._deposed, resources)

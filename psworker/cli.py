@@ -12,7 +12,12 @@ import click
 from pscommon.core.errors import InvalidRequestError
 from pscommon.entry import raise_on_ctrl_c
 from pscommon.security.credentials import read_credentials, use_credentials
-from pscommon.security.settings import TLS_KEYS, check_exposure, security_settings
+from pscommon.security.settings import (
+    TLS_KEYS,
+    check_exposure,
+    security_settings,
+    warn_of_plain_text,
+)
 from pscommon.settings import options
 from pscommon.settings.command import run_command
 from pscommon.settings.environment import unread
@@ -93,9 +98,10 @@ def start(ctx: click.Context) -> int:
             "`--ps HOST:PORT` is missing. Try: the address of any server, or PS_LOCAL=1 to train "
             "without servers"
         )
+    security = security_settings(settings)
     if settings["metrics_bind"] is not None:
-        check_exposure("--metrics-bind", settings["metrics_bind"], security_settings(settings))
-    use_credentials(read_credentials(security_settings(settings)))
+        check_exposure("--metrics-bind", settings["metrics_bind"], security)
+    use_credentials(read_credentials(security))
     script = Script(settings["script"], settings["module"], tuple(settings["args"]))
     # not worker=: in logs and metrics of the servers that is the worker number
     logs.set_up_worker(
@@ -107,6 +113,7 @@ def start(ctx: click.Context) -> int:
     if "PS_WORKER_ATTEMPT" not in os.environ:  # ps-run has shown these warnings
         for warning in unread(os.environ):
             log.warning("environment_variable_unknown", problem=warning)
+    warn_of_plain_text((settings["metrics_bind"],), security)
     tune_malloc()
     _import_first(settings["threads"])
     if settings["optimizers"]:

@@ -47,12 +47,12 @@ class Job(JobFacts):
         self, client: JobClient, rank: int = 0, device: torch.device | None = None
     ) -> None:
         super().__init__(client)
-        self.session = Session(client)
+        self._optimizers = OptimizerSet()
+        self.session = Session(client, self._optimizers.register)
         self.stats = self.session.stats
         self._collectives = ScriptCollectives(self.session)
         self.rank = rank
         self.device = device or torch.device("cpu")
-        self._optimizers = OptimizerSet(self.session)
 
     @property
     def last(self) -> PushResult | None:
@@ -143,7 +143,9 @@ class Job(JobFacts):
             strategy = "overlapped"
         if self.session.model is None:
             self.client.seed = script_seed.read()
-        return self._optimizers.add(name, optimizer, model, clip_norm, buffers, strategy)
+        return self._optimizers.add(
+            self.session, name, optimizer, model, clip_norm, buffers, strategy
+        )
 
     def batches(
         self,

@@ -15,7 +15,6 @@ from pscommon.system import signals as interruptible
 from pscommon.telemetry.logs import get_logger
 from psworker.client.client import Client
 from psworker.job import Job
-from psworker.optim.optimizer import ServerOptimizer
 from psworker.session.drain import Stopping
 
 log = get_logger(__name__)
@@ -157,35 +156,28 @@ def _train(job: Job, task: TrainingTask, model: nn.Module, result: TrainingNode)
     optimizer = job.optimizer(
         task.make_optimizer(model.parameters()), model, clip_norm=task.clip_norm
     )
+    loss_function, logged_at = _loss_on_device(task.loss, job.device), time.monotonic()
     try:
-        _train_batches(job, task, model, optimizer, result)
+        for batch in job.batches(task.data, task.batch_size, task.epochs, task.shuffle, task.seed):
+            inputs, target = _to_device(_check_pair(batch), job.device)
+            loss = _check_scalar(loss_function(model(inputs), target))
+            loss.backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            optimizer.zero_grad()
+            result.steps += 1
+            result.samples = job.stats.samples
+            result.loss = loss.item()
+            if time.monotonic() - logged_at >= LOG_INTERVAL_SECONDS:
+                logged_at = time.monotonic()
+                log.info(
+                    "training_progress",
+                    rank=job.rank,
+                    steps=result.steps,
+                    loss=round(result.loss, 4),
+                )
     finally:
         result.state = copy_state(model)
     log.info("training_finished", rank=job.rank, steps=result.steps, loss=round(result.loss, 4))
-
-
-def _train_batches(
-    job: Job,
-    task: TrainingTask,
-    model: nn.Module,
-    optimizer: ServerOptimizer,
-    result: TrainingNode,
-) -> None:
-    loss_function, logged_at = _loss_on_device(task.loss, job.device), time.monotonic()
-    for batch in job.batches(task.data, task.batch_size, task.epochs, task.shuffle, task.seed):
-        inputs, target = _to_device(_check_pair(batch), job.device)
-        loss = _check_scalar(loss_function(model(inputs), target))
-        loss.backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-        optimizer.zero_grad()
-        result.steps += 1
-        result.samples = job.stats.samples
-        result.loss = loss.item()
-        if time.monotonic() - logged_at >= LOG_INTERVAL_SECONDS:
-            logged_at = time.monotonic()
-            log.info(
-                "training_progress", rank=job.rank, steps=result.steps, loss=round(result.loss, 4)
-            )
 
 
 def _check_pair(batch: Any) -> Any:

@@ -27,7 +27,8 @@ def server(setup: Setup, namespace: str) -> Iterator[str]:
     with tempfile.TemporaryDirectory() as folder:
         port_file = Path(folder) / "port"
         command = [*link.inside(namespace), sys.executable, "-m", "psserver", "--shard", "0/1"]
-        command += ["--bind", f"{link.SERVER_ADDRESS}:0", "--port-file", str(port_file)]
+        command += ["--bind", f"{link.SERVER_ADDRESS}:0", "--insecure"]
+        command += ["--port-file", str(port_file)]
         command += ["--log-level", "warning"]
         guard = [sys.executable, "-I", "-S", str(ORPHAN_GUARD), str(os.getpid())]
         process = subprocess.Popen(

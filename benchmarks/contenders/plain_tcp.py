@@ -1,12 +1,15 @@
-"""Contender: a plain TCP connection between two processes that do the work of a step: receive the
-gradients, check them for NaN and Inf, SGD, send the weights. Args: SETUP [server].
+"""Contender: a TCP connection between two processes that do the work of a step: receive the
+gradients, check them for NaN and Inf, SGD, send the weights; through Python's TLS where there are
+certificates. Args: SETUP [server].
 """
 
 import math
 import socket
+import ssl
 import struct
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -15,6 +18,7 @@ from benchmarks.contenders.bare import bare_server
 from benchmarks.contenders.exchange import check_weights
 from benchmarks.setup import Setup
 from benchmarks.speaker import Measurements, serve
+from pscommon.security.tls_files import SERVER_NAME
 from pscommon.system.process_limits import tune_malloc
 
 WARM_UP_COUNT = 3
@@ -27,11 +31,29 @@ def receive(sock: socket.socket, memory: memoryview) -> bool:
     position = 0
     while position < len(memory):
         part = memory[position : position + PIECE_BYTES]
-        nbytes = sock.recv_into(part, 0, socket.MSG_WAITALL)
+        nbytes = (
+            sock.recv_into(part)
+            if isinstance(sock, ssl.SSLSocket)
+            else sock.recv_into(part, 0, socket.MSG_WAITALL)
+        )
         if not nbytes:
             return False
         position += nbytes
     return True
+
+
+def secured(sock: socket.socket, setup: Setup, is_server: bool = False) -> socket.socket:
+    """Return the socket, with TLS if there are certificates."""
+    if not setup.tls:
+        return sock
+    folder = Path(setup.tls)
+    kind = ssl.PROTOCOL_TLS_SERVER if is_server else ssl.PROTOCOL_TLS_CLIENT
+    context, prefix = ssl.SSLContext(kind), "" if is_server else "client-"
+    context.verify_mode = ssl.CERT_REQUIRED
+    context.load_verify_locations(folder / "ca.pem")
+    context.load_cert_chain(folder / f"{prefix}cert.pem", folder / f"{prefix}key.pem")
+    name = None if is_server else SERVER_NAME
+    return context.wrap_socket(sock, server_side=is_server, server_hostname=name)
 
 
 def server(setup: Setup) -> None:
@@ -44,7 +66,7 @@ def server(setup: Setup) -> None:
         print(listening.getsockname()[1], flush=True)
         sock, _ = listening.accept()
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    with sock:
+    with secured(sock, setup, is_server=True) as sock:
         while receive(sock, memoryview(request)) and receive(sock, memory):
             if not math.isfinite(gradients.sum().item()):
                 raise RuntimeError("the gradients are not finite")
@@ -59,8 +81,9 @@ def client(setup: Setup, address: str) -> None:
     weights, updates = np.zeros_like(gradients), 0
     answer = bytearray(REQUEST.size)
     host, _, port = address.rpartition(":")
-    with socket.create_connection((host, int(port))) as sock:
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock = socket.create_connection((host, int(port)))
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    with secured(sock, setup) as sock:
 
         def turn() -> Measurements:
             nonlocal updates

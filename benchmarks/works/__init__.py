@@ -18,6 +18,7 @@ from benchmarks.works import (
     snapshots,
     standby,
     tail,
+    tls,
     training,
     two_workers,
     workers,
@@ -50,4 +51,6 @@ WORKS: tuple[Work, ...] = (
     clipping.LARGE,
     clipping.SMALL,
     clipping.ALONE,
+    tls.LARGE,
+    tls.SMALL,
 )

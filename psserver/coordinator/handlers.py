@@ -14,7 +14,6 @@ from psserver.coordinator import heartbeats, worker_handlers
 from psserver.coordinator.service import CoordinatorService
 from psserver.coordinator.shard_stream import serve_shard
 from psserver.coordinator.status import describe
-from psserver.core.commands.request_checks import wait_seconds
 from psserver.process.handlers import Handlers, when_ended
 from psserver.waiting import Waiter
 
@@ -26,8 +25,7 @@ def get_status(service: CoordinatorService, request: pb.GetStatusRequest) -> pb.
 async def save_snapshot(
     service: CoordinatorService, request: pb.SaveSnapshotRequest, waiter: Waiter
 ) -> pb.SaveSnapshotResponse:
-    seconds = wait_seconds(request.wait_ms)
-    version = await waiter.do(partial(service.snapshot_scheduler.save, seconds))
+    version = await waiter.do(partial(service.snapshot_scheduler.save, request.wait_ms / 1000))
     return pb.SaveSnapshotResponse(version=version, path=service.snapshots.path(version))
 
 
@@ -39,8 +37,7 @@ def drain(service: CoordinatorService, request: pb.DrainRequest) -> pb.DrainResp
 async def restore_snapshot(
     service: CoordinatorService, request: pb.RestoreSnapshotRequest, waiter: Waiter
 ) -> pb.RestoreSnapshotResponse:
-    seconds = wait_seconds(request.wait_ms)
-    await waiter.do(partial(service.restore, request.version, seconds))
+    await waiter.do(partial(service.restore, request.version, request.wait_ms / 1000))
     return pb.RestoreSnapshotResponse()
 
 
@@ -55,7 +52,7 @@ async def reshard(
     service: CoordinatorService, request: pb.ReshardRequest, waiter: Waiter
 ) -> pb.ReshardResponse:
     seconds, nbytes = await waiter.do(
-        partial(service.reshard_requests.reshard, request.shards, wait_seconds(request.wait_ms))
+        partial(service.reshard_requests.reshard, request.shards, request.wait_ms / 1000)
     )
     return pb.ReshardResponse(seconds=seconds, nbytes=nbytes)
 

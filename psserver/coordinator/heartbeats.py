@@ -7,7 +7,6 @@ from typing import Any
 from pscommon.core.errors import FencedError, InvalidRequestError
 from pscommon.core.limits import MAX_NAME_CHARACTERS
 from pscommon.telemetry.logs import get_logger
-from pscommon.wire.messages import history_row_to_proto
 from psproto.v1 import coordinator_pb2 as pb
 from psserver.coordinator.service import CoordinatorService
 from psserver.core.commands.data_commands import ReportValues
@@ -119,4 +118,4 @@ def get_history(
 ) -> pb.GetHistoryResponse:
     with service.executor.step(quiet=True) as (recorder, _):
         rows = recorder.coordinator.reported.history.rows()
-    return pb.GetHistoryResponse(rows=map(history_row_to_proto, rows))
+    return pb.GetHistoryResponse(rows=[pb.HistoryRow(**row._asdict()) for row in rows])

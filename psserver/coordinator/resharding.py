@@ -19,7 +19,6 @@ from pscommon.telemetry.logs import get_logger
 from psproto.v1 import coordinator_pb2 as pb
 from psserver.coordinator.executor import CommandExecutor
 from psserver.core.commands.recorder import Recorder
-from psserver.core.commands.request_checks import check_shards
 from psserver.core.coordinator.admission import check_reshard
 from psserver.core.servers.shard_directory import ShardDirectory
 from psserver.core.servers.shard_protocol import start_reshard
@@ -92,7 +91,6 @@ class ReshardRequests:
         return ended - began, nbytes
 
     def _check(self, shards: int) -> None:
-        check_shards(shards)
         with self._executor.changed:
             now, coordinator = self._directory.shards, self._executor.coordinator
             if shards == now:

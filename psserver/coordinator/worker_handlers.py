@@ -33,7 +33,7 @@ from psserver.coordinator.heartbeats import report_beside, standing
 from psserver.coordinator.service import CoordinatorService
 from psserver.core.commands.data_commands import CallCollective, LeaseBatches, ReturnBatches
 from psserver.core.commands.recorder import Recorder
-from psserver.core.commands.request_checks import check_memory, wait_seconds
+from psserver.core.commands.request_checks import check_memory
 from psserver.core.commands.waiting import MAX_NAMED_COUNT, waiting_for_call
 from psserver.core.commands.worker_commands import Join, Leave, Register
 from psserver.core.coordinator.admission import check_registration, push_nbytes
@@ -61,7 +61,7 @@ async def join(
     command = Join(
         rank, request.host, request.pid, request.device, request.attempt, request.training
     )
-    member = await add_member(service, command, wait_seconds(request.wait_ms), waiter)
+    member = await add_member(service, command, request.wait_ms / 1000, waiter)
     if member is None:
         return pb.JoinResponse(
             waiting_for=_waiting_to_join(service, request.training), format=spoken_format()
@@ -181,7 +181,7 @@ async def register(
         for settings, tensors in spec.parts().values():
             check_numbers(settings, tensors)
         command = Register(worker, spec, request.seed)
-        reply = await _register(service, command, wait_seconds(request.wait_ms), waiter)
+        reply = await _register(service, command, request.wait_ms / 1000, waiter)
         states = {"ready": answer.STATE_READY, "upload": answer.STATE_UPLOAD}
         state = states.get(reply, answer.STATE_PENDING)
     if state == answer.STATE_PENDING:
@@ -314,7 +314,7 @@ async def next_batch(
     )
     batches = await service.executor.until(
         lambda recorder, now: recorder.do(command, now),
-        wait_seconds(request.wait_ms),
+        request.wait_ms / 1000,
         waiter,
         worker=command.worker,
     )
@@ -370,7 +370,7 @@ async def collective(
     command = CallCollective(request.worker, request.number, given, request.first_open, place)
     result = await service.executor.until(
         lambda recorder, now: recorder.do(command, now),
-        wait_seconds(request.wait_ms),
+        request.wait_ms / 1000,
         waiter,
         worker=command.worker,
     )

@@ -1,14 +1,46 @@
-"""Refusal of a data directory that a newer release has written."""
+"""Refusal of a data directory that a newer release has written, or that other users can write."""
 
+import os
+import stat
 from pathlib import Path
 
-from pscommon.core.errors import SnapshotError
+from pscommon.core.errors import InvalidRequestError, SnapshotError
 from pscommon.core.formats import check_file_format
 from pscommon.snapshot.manifest import FORMAT, MANIFEST, format_of_manifest
+from pscommon.telemetry.logs import get_logger
 from pscommon.wal.format import MAGIC, format_of_segment
 
 HEAD_BYTES = 4096
 """Bytes at the start of a file that contain its format number."""
+
+log = get_logger(__name__)
+
+
+def check_data_dir_mode(data_dir: Path, is_secured: bool) -> None:
+    """Refuse a data directory that other users can write, or warn of it.
+
+    They could change the weights. A group that root has let write is accepted: Kubernetes mounts
+    volumes so (fsGroup).
+
+    Args:
+        data_dir: The directory. It exists.
+        is_secured: The server uses TLS or tokens, so a warning is not enough.
+
+    Raises:
+        InvalidRequestError: Other users can write it, and the server is secured.
+    """
+    facts = data_dir.stat()
+    mode, owner = stat.S_IMODE(facts.st_mode), facts.st_uid
+    writers = stat.S_IWOTH if owner == 0 else stat.S_IWOTH | stat.S_IWGRP
+    if owner in (0, os.geteuid()) and not mode & writers:
+        return
+    problem = f"its mode is {mode:04o} and its owner is user {owner}, so other users can write it"
+    remedy = f"chmod go-w {data_dir}"
+    if owner not in (0, os.geteuid()):
+        remedy = "a directory of the user that runs the server"
+    if is_secured:
+        raise InvalidRequestError(f"data directory {data_dir} refused: {problem}. Try: {remedy}")
+    log.warning("data_dir_writable", path=str(data_dir), problem=problem, remedy=remedy)
 
 
 def check_data_formats(data_dir: Path, resume: str | int) -> None:

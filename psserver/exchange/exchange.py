@@ -19,7 +19,6 @@ from pscommon.wire.messages import batches_from_proto
 from pscommon.wire.push import parts_from_proto
 from pscommon.wire.stream_format import EAGER_BYTES
 from psproto.v1 import parameter_server_pb2 as pb
-from psserver.core.commands.request_checks import wait_seconds
 from psserver.core.shard.state_machine import PushOutcome
 from psserver.exchange.push_receiver import OpenPushReceiver
 from psserver.parameters.staging import Staging
@@ -90,7 +89,7 @@ class Exchange:
         self._identity.check_job(header.job)
         self._identity.check_term(header.term)
         engine.live.check_shard_count(header.shards)
-        seconds = wait_seconds(header.wait_ms)
+        seconds = header.wait_ms / 1000
         self._note_alive()
         is_push = header.initial or header.seq > 0
         key = PushKey(header.worker, header.seq) if is_push else None
@@ -163,7 +162,7 @@ class Exchange:
             )
         traffic.shared_buffers.check_network_allowed()
         nbytes = store.nbytes if header.initial else store.step_nbytes
-        claim = await traffic.budget.take(header.worker, nbytes, seconds, io)
+        claim = await traffic.budget.take(header.worker, nbytes, seconds, io, is_push=True)
         try:
             staging = store.allocate_staging(header.absent, header.initial, parts)
         except BaseException:
@@ -249,7 +248,7 @@ class Exchange:
             return await io.send(result, weights, self._note_alive)
         budget = engine.traffic.budget
         try:
-            claim = await budget.take(header.worker, nbytes, seconds, io)
+            claim = await budget.take(header.worker, nbytes, seconds, io, is_push=False)
         except InFlightError as full:
             return await io.send(self._pending(str(full)), None, self._note_alive)
         try:

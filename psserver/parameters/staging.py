@@ -16,11 +16,13 @@ class MemoryClaim:
     """Bytes for one worker, waiting or granted.
 
     wake: called, without waiting, when the claim may be granted.
+    is_push: they are for a push; otherwise for a pull.
     """
 
-    __slots__ = ("nbytes", "wake", "worker")
+    __slots__ = ("is_push", "nbytes", "wake", "worker")
 
-    def __init__(self, worker: int, nbytes: int, wake: Callable[[], None]) -> None:
+    def __init__(self, worker: int, nbytes: int, wake: Callable[[], None], is_push: bool) -> None:
+        self.is_push = is_push
         self.worker = worker
         self.nbytes = nbytes
         self.wake = wake

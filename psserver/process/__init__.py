@@ -1,6 +1,7 @@
 """What every part of a server process needs: configuration, identity, metrics, and handlers."""
 
 __all__ = [
+    "access",
     "config",
     "generation_file",
     "handlers",

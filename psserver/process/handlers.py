@@ -1,8 +1,8 @@
 """Bind the rows of the table of requests to what answers them.
 
 Every transport calls the same handler of a row, through `answer`. Over gRPC, each call is timed,
-and a message that cannot be decoded is refused with a reason and one log line, where gRPC logs a
-traceback.
+and a message that cannot be decoded, or has a number out of its range, is refused with a reason,
+where gRPC logs a traceback.
 """
 
 import threading
@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import grpc
 
@@ -18,6 +18,7 @@ from pscommon.core.errors import InvalidRequestError
 from pscommon.telemetry.logs import get_logger
 from pscommon.wire.requests import REQUESTS, AnyRequest
 from pscommon.wire.status import answering
+from pscommon.wire.stream_format import decode_message
 from psserver.process.access import check_call, check_sender
 from psserver.process.identity import ServerIdentity
 from psserver.waiting import ThreadWaiter, Waiter, run
@@ -77,12 +78,6 @@ def when_ended(context: grpc.ServicerContext, action: Callable[[], object]) -> N
     )
 
 
-class Undecodable(NamedTuple):
-    """Replaces a message that could not be decoded."""
-
-    problem: str
-
-
 def _method(
     handlers: Handlers, row: AnyRequest, identity: ServerIdentity | None, record: Record
 ) -> "grpc.RpcMethodHandler[Any, Any]":
@@ -109,9 +104,9 @@ def _method(
 
     def decode(raw: bytes) -> Any:
         try:
-            return row.request.FromString(raw)
-        except Exception as error:
-            return Undecodable(str(error) or type(error).__name__)
+            return decode_message(row.request, raw)
+        except InvalidRequestError as error:  # gRPC would log a traceback
+            return error
 
     make: Callable[..., grpc.RpcMethodHandler[Any, Any]]
     make = getattr(grpc, f"{row.kind}_rpc_method_handler")
@@ -137,24 +132,28 @@ def _timing(row: AnyRequest, context: Any, record: Record) -> Iterator[None]:
 
 
 def _check(row: AnyRequest, message: Any, context: grpc.ServicerContext) -> None:
-    if isinstance(message, Undecodable):
-        _log(row, message, context)
-        raise InvalidRequestError(f"{row.path}: the message cannot be decoded: {message.problem}")
+    if isinstance(message, InvalidRequestError):
+        if message.reason != "OUT_OF_RANGE":
+            _log(row, message, context)
+        raise message
 
 
 def _decoded(
     row: AnyRequest, messages: Iterator[Any], context: grpc.ServicerContext
 ) -> Iterator[Any]:
-    """Yield the messages of a stream, which ends at one that cannot be decoded."""
-    for message in messages:
-        if isinstance(message, Undecodable):
+    """Yield the messages of a stream, which ends at one that is refused.
+
+    Another thread may read all but the first one, so the refusal of those only ends the call.
+    """
+    for number, message in enumerate(messages):
+        if number == 0:
+            _check(row, message, context)
+        if isinstance(message, InvalidRequestError):
             _log(row, message, context)
             context.cancel()
             return
         yield message
 
 
-def _log(row: AnyRequest, message: Undecodable, context: grpc.ServicerContext) -> None:
-    log.warning(
-        "message_undecodable", method=row.path, peer=context.peer(), problem=message.problem
-    )
+def _log(row: AnyRequest, error: InvalidRequestError, context: grpc.ServicerContext) -> None:
+    log.warning("message_undecodable", method=row.path, peer=context.peer(), problem=str(error))

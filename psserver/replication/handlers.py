@@ -16,7 +16,6 @@ from pscommon.core.formats import check_wire_format
 from pscommon.wire.requests import PROMOTE, REPLICATE, STEP_DOWN
 from pscommon.wire.status import answering
 from psproto.v1 import standby_pb2 as pb
-from psserver.core.commands.request_checks import wait_seconds
 from psserver.process.handlers import Handlers, when_ended
 from psserver.process.identity import ServerIdentity
 from psserver.replication.primary import CopyState, PrimaryReplicator
@@ -80,7 +79,7 @@ async def _step_down(
 async def _promote(
     promote: Callable[[float], pb.PromoteResponse], request: pb.PromoteRequest, waiter: Waiter
 ) -> pb.PromoteResponse:
-    return await waiter.do(partial(promote, wait_seconds(request.wait_ms)))
+    return await waiter.do(partial(promote, request.wait_ms / 1000))
 
 
 async def _refuse_promotion(request: pb.PromoteRequest, waiter: Waiter) -> Never:

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
 from pscommon.core.errors import InFlightError, InvalidRequestError
+from pscommon.core.limits import MAX_PULLS_PER_WORKER, MAX_PUSHES_PER_WORKER
 from psserver.parameters.staging import MemoryClaim
 from psserver.waiting import Waiter, until
 
@@ -16,6 +17,10 @@ class MemoryBudget:
 
     Fair: the waiting worker that has the fewest bytes comes first, then the oldest claim. A claim
         that does not fit yet holds up the ones behind it, so that a large one does not starve.
+
+    A worker has one pull at a time, and one push beside one that is not decided yet: it gives that
+        one up with its next push. Its other claims wait, and hold up nothing. Observers (worker 0)
+        may have any number.
     """
 
     def __init__(self, limit: int) -> None:
@@ -24,14 +29,17 @@ class MemoryBudget:
         self._lock = threading.Lock()
         self._waiting: list[MemoryClaim] = []
         self._used_by_worker: Counter[int] = Counter()
+        self._claims: Counter[tuple[int, bool]] = Counter()  # by worker and is_push
 
     @property
     def waiting(self) -> int:
         """The number of waiting claims."""
         return len(self._waiting)
 
-    async def take(self, worker: int, nbytes: int, seconds: float, waiter: Waiter) -> MemoryClaim:
-        """Wait for free bytes and return the claim.
+    async def take(
+        self, worker: int, nbytes: int, seconds: float, waiter: Waiter, *, is_push: bool
+    ) -> MemoryClaim:
+        """Wait for free bytes and return the claim, for a push or a pull.
 
         Raises InFlightError if there is none within `seconds`, InvalidRequestError if the claim can
         never fit.
@@ -41,7 +49,7 @@ class MemoryBudget:
                 f"{nbytes} bytes do not fit the server's --in-flight of {self.limit}. "
                 f"Try: a larger `--in-flight`, or more shards"
             )
-        claim = MemoryClaim(worker, nbytes, waiter.wake)
+        claim = MemoryClaim(worker, nbytes, waiter.wake, is_push)
         with self._lock:
             self._waiting.append(claim)
         granted = None
@@ -52,6 +60,8 @@ class MemoryBudget:
                 self._withdraw(claim)
         if granted is None:
             used = f"{self.used} of {self.limit} bytes are in flight"
+            if not self._is_eligible(claim):
+                used = f"worker {worker} has another {'push' if is_push else 'pull'} in flight"
             raise InFlightError(f"{used}, no room for {nbytes} more (--in-flight)")
         return granted
 
@@ -63,6 +73,7 @@ class MemoryBudget:
             self._waiting.remove(claim)
             self.used += claim.nbytes
             self._used_by_worker[claim.worker] += claim.nbytes
+            self._claims[claim.worker, claim.is_push] += 1
             self._wake_next()
             return claim
 
@@ -78,15 +89,24 @@ class MemoryBudget:
             self._used_by_worker[claim.worker] -= claim.nbytes
             if not self._used_by_worker[claim.worker]:
                 del self._used_by_worker[claim.worker]
+            self._claims[claim.worker, claim.is_push] -= 1
+            if not self._claims[claim.worker, claim.is_push]:
+                del self._claims[claim.worker, claim.is_push]
             self._wake_next()
 
     def _wake_next(self) -> None:
         """Wake one claim; when it has its bytes it wakes the next."""
-        if self._waiting:
-            self._next().wake()
+        if (claim := self._next()) is not None:
+            claim.wake()
 
-    def _next(self) -> MemoryClaim:
-        return min(self._waiting, key=lambda claim: self._used_by_worker[claim.worker])
+    def _next(self) -> MemoryClaim | None:
+        eligible = filter(self._is_eligible, self._waiting)
+        return min(eligible, key=lambda claim: self._used_by_worker[claim.worker], default=None)
+
+    def _is_eligible(self, claim: MemoryClaim) -> bool:
+        """Return whether the worker may have one more such claim."""
+        most = MAX_PUSHES_PER_WORKER if claim.is_push else MAX_PULLS_PER_WORKER
+        return not claim.worker or self._claims[claim.worker, claim.is_push] < most
 
 
 def _is_watched(wake: Callable[[], None]) -> AbstractContextManager[None]:

@@ -47,7 +47,7 @@ class AttachedBuffers(ShardObserver):
         if self._lanes in ("grpc", "stream"):
             return f"the server runs with --lanes {self._lanes}"
         try:
-            mapping = attach(MemoryOffer(request.name, request.token, request.nbytes)).memory
+            mapping = attach(MemoryOffer(request.name, request.token, request.nbytes))
         except NotSharedError as error:
             return str(error)
         memory = (

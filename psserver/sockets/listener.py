@@ -13,7 +13,7 @@ from psserver.shard.engine import ShardEngine
 from psserver.sockets.event_loop import SocketService
 from psserver.sockets.shard_links import ShardLinks
 from psserver.sockets.socket_port import SocketPort
-from psserver.sockets.worker_connection import OpenConnections, WorkerConnection
+from psserver.sockets.worker_connection import WorkerConnection
 
 POOL_THREADS_COUNT = 32
 """Threads for exchanges that wait for a disk, a standby or a long update."""
@@ -35,9 +35,9 @@ class SocketListener:
         record: Callable[[str, str, float], None],
         coordinator: CoordinatorService | None = None,
     ) -> None:
-        self._port, self._identity, self._streams = port, identity, OpenConnections()
+        self._port, self._identity = port, identity
         identity.stream_address, identity.stream_path = port.advertised, port.path
-        engine.traffic.observers.append(self._streams)
+        engine.traffic.observers.append(port.streams)
         self._pool = ThreadPoolExecutor(POOL_THREADS_COUNT, thread_name_prefix="stream-work")
         self._service = SocketService(engine, identity, self._pool, record)
         self._handlers: Handlers | None = None
@@ -62,7 +62,7 @@ class SocketListener:
             sock,
             self._identity,
             self._service,
-            self._streams,
+            self._port.streams,
             self._port.note_refusal,
             self._handlers,
             self._links,

@@ -91,6 +91,9 @@ def _until_lost(
         yield from link.messages(pb.LinkShardRequest)
     except (OSError, PSError) as error:
         log.debug("shard_link_ended", problem=str(error))
+        if isinstance(error, PSError):
+            with suppress(OSError):
+                link.send_error(error)
     finally:
         link.is_broken = True
         for action in actions:

@@ -66,15 +66,24 @@ class SocketIO(SocketWaiter):
 
 
 async def serve_exchange(
-    service: SocketService, socket: FrameSocket, header: pb.PushPullHeader, data_nbytes: int
+    service: SocketService,
+    socket: FrameSocket,
+    message: bytes,
+    data_nbytes: int,
+    check_sender: Callable[[int], None],
 ) -> None:
     """Carry out an exchange and answer it; errors are answered too.
+
+    message: The header, encoded.
+    check_sender: Raises an error where its worker may not use this connection.
 
     Raises ConnectionLostError or OSError if the connection is lost.
     """
     io = SocketIO(service, socket, data_nbytes)
     try:
         with service.timing("Exchange"):
+            header = decode_message(pb.PushPullHeader, message)
+            check_sender(header.worker)
             await Exchange(service.engine, service.identity, header).run(io)
     except (ConnectionLostError, OSError):
         raise

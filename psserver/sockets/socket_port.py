@@ -17,7 +17,7 @@ from pscommon.telemetry.logs import get_logger
 from pscommon.wire.endpoint import Endpoint, accept, listen, open_stream
 from psserver.process.config import ServerConfig
 from psserver.sockets.event_loop import MAX_LOOPS_COUNT, EventLoopThread, Serve
-from psserver.sockets.worker_connection import refuse_connection
+from psserver.sockets.worker_connection import OpenConnections, refuse_connection
 
 LAST_PORT = 65535
 STARTING_SECONDS = 5.0
@@ -42,9 +42,11 @@ class SocketPort:
         address: HOST:PORT of the port; empty without one.
         advertised: Its address for workers.
         path: Path of the Unix socket; empty without one.
+        streams: The open streams.
     """
 
     def __init__(self) -> None:
+        self.streams = OpenConnections()
         self.address = self.advertised = self.path = ""
         self._serve: Serve | None = None
         self._listening: list[socket.socket] = []
@@ -97,7 +99,9 @@ class SocketPort:
 
     def refuse_all(self, make_error: Callable[[], PSError]) -> None:
         """Begin to answer each greeting with an error."""
-        self.start(lambda sock: refuse_connection(sock, make_error(), self.note_refusal))
+        self.start(
+            lambda sock: refuse_connection(sock, make_error(), self.note_refusal, self.streams)
+        )
 
     def stop(self) -> None:
         """End all streams and threads. The port stays open: new connections wait for `start`."""

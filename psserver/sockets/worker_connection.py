@@ -3,7 +3,7 @@
 import asyncio
 import ssl
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from pscommon.core.errors import (
     AuthenticationError,
@@ -12,6 +12,7 @@ from pscommon.core.errors import (
     PSError,
 )
 from pscommon.core.formats import check_wire_format, spoken_format
+from pscommon.core.limits import MAX_REQUEST_STREAMS, MAX_UNGREETED_STREAMS
 from pscommon.security.tokens import Role
 from pscommon.telemetry.logs import get_logger
 from pscommon.wire.requests import STREAM_FIELDS
@@ -26,7 +27,6 @@ from pscommon.wire.stream_format import (
     encode_frame,
 )
 from pscommon.wire.tls_socket import AnySocket
-from psproto.v1 import parameter_server_pb2 as ps
 from psproto.v1 import stream_pb2 as pb
 from psserver.process.access import check_token
 from psserver.process.handlers import Handlers, answer
@@ -40,34 +40,57 @@ from psserver.sockets.socket_exchange import serve_exchange
 ALIVE = encode_frame(FrameKind.ALIVE)
 ROWS = {name: row for row, name in STREAM_FIELDS.items()}
 
+UNGREETED = (-1, -1)
+"""In place of worker and purpose, until the peer has greeted this server."""
+
+MAX_STREAMS: Mapping[int, int] = {
+    pb.StreamHello.PURPOSE_UNSPECIFIED: 1,
+    pb.StreamHello.PURPOSE_REQUESTS: MAX_REQUEST_STREAMS,
+}
+"""Streams of one worker, by purpose."""
+
 log = get_logger(__name__)
 
 
-class OpenConnections(ShardObserver):
-    """The open stream of each worker. Thread-safe.
+Close = Callable[[bool], None]
+"""Closes a stream without waiting; with False only if it is receiving a push, or sending."""
 
-    A worker has one stream. A newer one closes it: the worker has given it up.
+
+class OpenConnections(ShardObserver):
+    """The open streams of a port, by worker and purpose. Thread-safe.
+
+    Where there are too many, the newest closes the oldest: a worker has given up an earlier stream
+    for tensors. The streams whose peers have not greeted this server yet count together.
     """
 
     def __init__(self) -> None:
-        self._closers: dict[int, Callable[[bool], None]] = {}
+        self._closers: dict[tuple[int, int], dict[Close, None]] = {}  # oldest first
         self._lock = threading.Lock()
 
-    def opened(self, worker: int, close: Callable[[bool], None]) -> None:
-        """Record the stream of a worker; observers (worker 0) may have any number.
+    def opened(self, key: tuple[int, int], close: Close) -> None:
+        """Count a stream of a worker and a purpose, or one of UNGREETED.
 
-        close: closes the stream without waiting; with False only if it is receiving a push.
+        Observers (worker 0) may have any number.
         """
+        worker, purpose = key
+        most = MAX_UNGREETED_STREAMS if key == UNGREETED else MAX_STREAMS[purpose]
         if worker:
             with self._lock:
-                older, self._closers[worker] = self._closers.get(worker), close
-            if older is not None:
-                older(True)
+                closers = self._closers.setdefault(key, {})
+                closers[close] = None
+                oldest = next(iter(closers)) if len(closers) > most else None
+                if oldest is not None:
+                    del closers[oldest]
+            if oldest is not None:
+                oldest(True)
 
-    def closed(self, worker: int, close: Callable[[bool], None]) -> None:
+    def closed(self, key: tuple[int, int], close: Close) -> None:
+        """Count a stream no longer. Repeating it is harmless."""
         with self._lock:
-            if self._closers.get(worker) == close:
-                del self._closers[worker]
+            closers = self._closers.get(key, {})
+            closers.pop(close, None)
+            if not closers:
+                self._closers.pop(key, None)
 
     def on_evict(self, worker: int) -> None:
         """End the transfer of a worker that is no longer a member, and free its memory.
@@ -75,8 +98,8 @@ class OpenConnections(ShardObserver):
         A stream that moves no bytes stays: the worker's next request is answered with the reason.
         """
         with self._lock:
-            close = self._closers.get(worker)
-        if close is not None:
+            closers = list(self._closers.get((worker, pb.StreamHello.PURPOSE_UNSPECIFIED), ()))
+        for close in closers:
             close(False)
 
 
@@ -102,9 +125,10 @@ class WorkerConnection:
         self._identity, self._service, self._keys = identity, service, identity.worker_keys
         self._streams, self._refused = streams, refused
         self._handlers, self._links = handlers, links
-        self._worker, self._job_key = 0, b""
+        self._key, self._job_key = UNGREETED, b""
         self._answers_since: float | None = None
         self._socket = FrameSocket(sock, self._loop, self._cancel)
+        streams.opened(self._key, self.close)
         self.task = self._loop.create_task(self._run())
         self.task.add_done_callback(self._clean_up)  # also if the task has never started
 
@@ -139,12 +163,12 @@ class WorkerConnection:
             while True:
                 await self._serve_frame()
         except (ConnectionLostError, OSError):
-            log.debug("stream_closed", worker=self._worker)
+            log.debug("stream_closed", worker=self._key[0])
         except PSError as error:
             self._refused(str(error))
 
     def _clean_up(self, task: "asyncio.Task[None]") -> None:
-        self._streams.closed(self._worker, self.close)
+        self._streams.closed(self._key, self.close)
         self._socket.close()
 
     def _hand_over(self) -> None:
@@ -153,16 +177,18 @@ class WorkerConnection:
         self._links.serve(self._socket.detach())
 
     async def _greet(self) -> pb.StreamHello:
-        hello = await _receive_hello(self._socket)
-        self._worker = hello.worker
+        message = await _receive_hello(self._socket)
         try:
+            hello = decode_message(pb.StreamHello, message)
             self._check(hello)
         except PSError as error:
             await _refuse(self._socket, error)
             raise
+        self._streams.closed(self._key, self.close)
         welcome = pb.StreamWelcome(format=spoken_format())
-        if hello.purpose == pb.StreamHello.PURPOSE_UNSPECIFIED:
-            self._streams.opened(self._worker, self.close)
+        if hello.purpose in MAX_STREAMS:
+            self._key = hello.worker, hello.purpose
+            self._streams.opened(self._key, self.close)
         await self._socket.send(
             [MAGIC, encode_frame(FrameKind.WELCOME, welcome.SerializeToString())]
         )
@@ -195,12 +221,9 @@ class WorkerConnection:
         self._answers_since = self._loop.time()
         try:
             if prefix.kind is FrameKind.EXCHANGE:
-                header = decode_message(ps.PushPullHeader, message)
-                if header.worker != self._worker or self._keys.job_key is not self._job_key:
-                    problem = self._sender_problem(header.worker)
-                    await self._socket.send_error(problem)
-                    raise problem
-                await serve_exchange(self._service, self._socket, header, prefix.data_nbytes)
+                await serve_exchange(
+                    self._service, self._socket, message, prefix.data_nbytes, self._check_sender
+                )
             elif prefix.kind is FrameKind.REQUEST and self._handlers is not None:
                 await self._answer(self._handlers, message)
             else:
@@ -208,15 +231,22 @@ class WorkerConnection:
         finally:
             self._answers_since = None
 
-    def _sender_problem(self, worker: int) -> PSError:
-        """Return the error for a message that its sender may not send on this stream."""
-        if worker == self._worker:  # the key of its greeting was of an earlier job key
+    def _check_sender(self, worker: int) -> None:
+        """Check that a message of this worker may come on this stream.
+
+        Raises:
+            AuthenticationError: Another worker has opened it.
+            ConnectionLostError: The key of its greeting was of an earlier job key.
+        """
+        own = self._key[0]
+        if worker != own:
+            raise AuthenticationError(
+                f"a request of worker {worker} is refused: worker {own} has opened the stream. "
+                "Try: a stream for each worker",
+                "UNAUTHENTICATED",
+            )
+        if self._keys.job_key is not self._job_key:
             raise ConnectionLostError
-        return AuthenticationError(
-            f"a request of worker {worker} is refused: worker {self._worker} has opened the "
-            "stream. Try: a stream for each worker",
-            "UNAUTHENTICATED",
-        )
 
     async def _answer(self, handlers: Handlers, message: bytes) -> None:
         """Answer a request to the coordinator. One that waits occupies no thread."""
@@ -226,8 +256,7 @@ class WorkerConnection:
             if name is None:
                 raise InvalidRequestError("the coordinator does not know this request")
             row, request, waiter = ROWS[name], getattr(sent, name), SocketWaiter(self._service)
-            if request.worker != self._worker or self._keys.job_key is not self._job_key:
-                raise self._sender_problem(request.worker)
+            self._check_sender(request.worker)
             with self._service.timing(row.name):
                 response = await answer(handlers, row, request, waiter)
         except (ConnectionLostError, OSError):
@@ -239,7 +268,10 @@ class WorkerConnection:
 
 
 def refuse_connection(
-    sock: AnySocket, error: PSError, refused: Callable[[str], None]
+    sock: AnySocket,
+    error: PSError,
+    refused: Callable[[str], None],
+    streams: OpenConnections,
 ) -> tuple["asyncio.Task[None]", Callable[[], None]]:
     """Answer the greeting on one connection with an error, as a standby does.
 
@@ -258,14 +290,22 @@ def refuse_connection(
     def cancel() -> None:
         task.cancel()
 
+    def close(always: bool) -> None:
+        loop.call_soon_threadsafe(cancel)
+
+    def clean_up(task: "asyncio.Task[None]") -> None:
+        streams.closed(UNGREETED, close)
+        frames.close()
+
     loop = asyncio.get_running_loop()
     frames = FrameSocket(sock, loop, cancel)
+    streams.opened(UNGREETED, close)
     task = loop.create_task(answer())
-    task.add_done_callback(lambda task: frames.close())
+    task.add_done_callback(clean_up)
     return task, lambda: None  # the answer takes no time
 
 
-async def _receive_hello(sock: FrameSocket) -> pb.StreamHello:
+async def _receive_hello(sock: FrameSocket) -> bytes:
     """Return the greeting of a peer. Raises InvalidRequestError if it sends none in time."""
     try:
         async with asyncio.timeout(HELLO_SECONDS):
@@ -283,7 +323,7 @@ async def _receive_hello(sock: FrameSocket) -> pb.StreamHello:
         raise InvalidRequestError(f"no TLS connection: {error.reason or error}") from None
     if prefix.kind is not FrameKind.HELLO:
         raise InvalidRequestError(f"the peer began with {prefix.kind.name}")
-    return decode_message(pb.StreamHello, message)
+    return message
 
 
 async def _refuse(sock: FrameSocket, error: PSError) -> None:

@@ -106,15 +106,11 @@ class BatchClient:
         """Return whether this pass had ended when this worker joined."""
         return self._connection.membership.has_ended(loop)
 
-    def return_batches(self, batches: Sequence[BatchKey]) -> None:
-        """Return unused batches, so that other workers may lease them."""
-        self._give_back(batches, used=False)
+    def return_batches(self, batches: Sequence[BatchKey], used: bool = False) -> None:
+        """Return unused batches, so that other workers may lease them.
 
-    def drop_batches(self, batches: Sequence[BatchKey]) -> None:
-        """Mark batches as used without a push, so that no other worker leases them."""
-        self._give_back(batches, used=True)
-
-    def _give_back(self, batches: Sequence[BatchKey], used: bool) -> None:
+        used: Mark them as used without a push instead, so that no other worker leases them.
+        """
         connection, membership = self._connection, self._connection.membership
         request = co.ReturnBatchesRequest(
             job=membership.job,

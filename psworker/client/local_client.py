@@ -3,6 +3,7 @@
 import heapq
 import time
 from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from typing import Any, Self
 
 import numpy as np
@@ -16,6 +17,7 @@ from pscommon.core.partition import PartitionPlan
 from pscommon.core.script_place import PassName, ScriptPlace
 from pscommon.optim import KINDS
 from pscommon.optim.specs import groups_from_json, validate_model
+from pscommon.snapshot import tensors_in_buffer
 from psworker.core.clock import Clock
 from psworker.core.protocols import BegunPush
 from psworker.core.results import CollectiveCall, CollectiveResult, Lease, PushResult, Status
@@ -72,14 +74,14 @@ class LocalClient:
         return self._gradients, self._received
 
     def begin(self) -> BegunPush:
-        return BufferedPush(self.exchange, self._gradients, self._received)
+        return BufferedPush(
+            partial(self.exchange, gradients=self._gradients, weights=self._received)
+        )
 
     def start(self, weights: memoryview) -> None:
         """Take the worker's weights as the job's, and create the optimizers."""
         self._buffer = _bytes_of(weights).clone()
-        self._weights = [
-            _view(self._buffer, self.plan, index) for index in range(len(self.plan.spec.tensors))
-        ]
+        self._weights = tensors_in_buffer(self.plan, self._buffer.numpy().data)
         members: list[list[Tensor]] = [[] for _ in self.plan.spec.groups]
         for spec, weight in zip(self.plan.spec.tensors, self._weights, strict=True):
             if spec.role == "trainable":
@@ -106,22 +108,23 @@ class LocalClient:
     ) -> PushResult:
         began, problem = time.perf_counter(), ""
         if gradients is not None:
-            pushed = _bytes_of(gradients)
             if samples:
-                problem = self._step(pushed, absent, groups_json, optimizer)
+                problem = self._step(gradients, absent, groups_json, optimizer)
             else:
-                self._take_buffers(pushed)
+                self._take_buffers(gradients)
         if weights is not None:
             moving = self.plan.section("buffer").stop  # frozen tensors never change
             _bytes_of(weights)[:moving].copy_(self._buffer[:moving])
         status: Status = "none" if gradients is None else "rejected" if problem else "applied"
         return PushResult(status, self.version, 0, problem, {"apply": time.perf_counter() - began})
 
-    def _step(self, gradients: Tensor, absent: Collection[int], groups_json: str, name: str) -> str:
+    def _step(
+        self, gradients: memoryview, absent: Collection[int], groups_json: str, name: str
+    ) -> str:
         """Make one step of an optimizer; return why it was rejected, or an empty text."""
         settings, optimizer = self._settings[name], self._optimizers[name]
-        for index, spec in enumerate(self.plan.spec.tensors):
-            pushed = _view(gradients, self.plan, index)
+        for index, pushed in enumerate(tensors_in_buffer(self.plan, gradients)):
+            spec = self.plan.spec.tensors[index]
             if spec.role == "trainable":
                 if index in absent:
                     self._weights[index].grad = None
@@ -133,7 +136,9 @@ class LocalClient:
         self._take_buffers(gradients)
         if groups_json and groups_json != self._groups_json[name]:
             self._groups_json[name] = groups_json
-            _set_groups(optimizer, groups_from_json(groups_json, settings))
+            groups = groups_from_json(groups_json, settings)
+            for mine, new in zip(optimizer.param_groups, groups, strict=True):
+                mine.update(new)
         if settings.clip_norm is not None:
             torch.nn.utils.clip_grad_norm_(self._weights, settings.clip_norm)
         optimizer.step()
@@ -141,9 +146,9 @@ class LocalClient:
         self.update_counts[name] += 1
         return ""
 
-    def _take_buffers(self, pushed: Tensor) -> None:
+    def _take_buffers(self, pushed: memoryview) -> None:
         start, stop = self.plan.section("buffer")
-        self._buffer[start:stop] = pushed[start:stop]
+        self._buffer[start:stop] = _bytes_of(pushed)[start:stop]
 
     def next_batches(
         self,
@@ -165,15 +170,12 @@ class LocalClient:
         """Return False: each run is a new job."""
         return False
 
-    def return_batches(self, batches: Sequence[BatchKey]) -> None:
-        for batch in batches:
+    def return_batches(self, batches: Sequence[BatchKey], used: bool = False) -> None:
+        for batch in () if used else batches:
             if batch.loop in self._laps:
                 self._laps[batch.loop].put_back(batch)
             else:
                 self._free[batch.loop].put_back(batch.number)
-
-    def drop_batches(self, batches: Sequence[BatchKey]) -> None:
-        """Do nothing: a leased batch is not leased again."""
 
     def report_soon(self, values: Mapping[str, Any]) -> None:
         self._reports.add(values, self.version)
@@ -282,15 +284,5 @@ def _make_optimizer(
     return optimizer
 
 
-def _set_groups(optimizer: torch.optim.Optimizer, groups: Sequence[Mapping[str, Any]]) -> None:
-    for mine, new in zip(optimizer.param_groups, groups, strict=True):
-        mine.update(new)
-
-
 def _bytes_of(memory: memoryview) -> Tensor:
     return torch.from_numpy(np.asarray(memory))
-
-
-def _view(buffer: Tensor, plan: PartitionPlan, index: int) -> Tensor:
-    spec, extent = plan.spec.tensors[index], plan.extent(index)
-    return buffer[extent.start : extent.stop].view(getattr(torch, spec.dtype)).view(spec.shape)

@@ -13,7 +13,6 @@ from pscommon.wire.requests import COLLECTIVE, GET_STATUS, REPORT_METRICS
 from psproto.v1 import coordinator_pb2 as co
 from psworker.client.batch_client import BatchClient
 from psworker.connection.connection import Connection
-from psworker.connection.membership import StepProgress
 from psworker.core.clock import Clock
 from psworker.core.results import CollectiveCall, CollectiveResult
 from psworker.exchange.model_exchange import ModelExchange
@@ -176,12 +175,9 @@ class WorkerClient:
 
     def report(self, **values: SupportsFloat) -> None:
         """Report values for the job's summary, metrics and logs."""
-        numbers, connection = (
-            {name: float(value) for name, value in values.items()},
-            self._connection,
-        )
+        numbers = {name: float(value) for name, value in values.items()}
         request = co.ReportMetricsRequest(job=self.job, worker=self.worker, metrics=numbers)
-        connection.new_retry("reporting").ask(REPORT_METRICS, request)
+        self._connection.new_retry("reporting").ask(REPORT_METRICS, request)
         for name, value in numbers.items():
             metrics.reported(name, value)
 
@@ -218,7 +214,12 @@ class WorkerClient:
         connection, membership = self._connection, self._connection.membership
         connection.reports.settle()
         connection.touch()
-        membership.progress = StepProgress(steps, step_seconds, samples_per_second, phase)
+        membership.progress = co.HeartbeatRequest(
+            steps=steps,
+            step_seconds=step_seconds,
+            samples_per_second=samples_per_second,
+            phase=phase,
+        )
         if connection.transport.direct:
             membership.send_heartbeat(
                 connection.transport, connection.limits.call, connection.drain
@@ -252,4 +253,3 @@ class WorkerClient:
         """Leave the job as done, and free threads and connections. May be repeated."""
         self.model.abandon()
         self._connection.close()
-        self.model.close()

@@ -148,7 +148,6 @@ class Connection:
         self.membership = WorkerMembership(
             answer.job,
             answer.worker,
-            answer.open_loop,
             answer.policy,
             answer.loaders,
             answer.known_loops,

@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 
 from pscommon.core.errors import (
     FencedError,
@@ -44,23 +43,6 @@ FINAL_ERRORS = (FencedError, MismatchError, NonFiniteError, SnapshotError, TooFe
 log = get_logger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class StepProgress:
-    """Progress of a worker, which heartbeats report for the status.
-
-    Attributes:
-        steps: Number of finished steps.
-        step_seconds: Duration of the last step.
-        samples_per_second: Throughput of the last step.
-        phase: Current phase of the worker.
-    """
-
-    steps: int = 0
-    step_seconds: float = 0.0
-    samples_per_second: float = 0.0
-    phase: str = ""
-
-
 class WorkerMembership:
     """State that is discarded when the worker is fenced; the client and its heartbeat share it.
 
@@ -72,7 +54,6 @@ class WorkerMembership:
         job: The job's identifier.
         training: Name of the training.
         worker: The worker's number; 0 for an observer.
-        open_loop: Number of a loop: all earlier loops had ended when the worker joined.
         policy: The job's policy, as of the last heartbeat.
         reports: Values that the script has reported.
         workers: Number of workers that train or will begin to, as of the last answer.
@@ -81,7 +62,7 @@ class WorkerMembership:
         received_batches: Number of batches received so far, by pass or numbered loop.
         min_version: Smallest version that a pull may return.
         update_counts: Number of updates of each optimizer at the registration; empty with one.
-        progress: Progress for the next heartbeat.
+        progress: Steps and phase for the next heartbeat.
         stopping: The job ends.
     """
 
@@ -89,7 +70,6 @@ class WorkerMembership:
         self,
         job: str,
         worker: int,
-        open_loop: int = 0,
         policy: str = "",
         passes: Iterable[co.LoaderPasses] = (),
         known_loops: int = 0,
@@ -98,7 +78,6 @@ class WorkerMembership:
         self.job = job
         self.training = training
         self.worker = worker
-        self.open_loop = open_loop
         self._passes = {each.loader: (each.begun, frozenset(each.open)) for each in passes}
         # an earlier release wrote the job: its loops get their names one after another
         self._has_unnamed_loops = known_loops > sum(begun for begun, _ in self._passes.values())
@@ -109,7 +88,7 @@ class WorkerMembership:
         self.received_batches: dict[PassName | int, int] = {}
         self.min_version = 0
         self.update_counts: dict[str, int] = {}
-        self.progress = StepProgress()
+        self.progress = co.HeartbeatRequest()
         self.stopping = False
         self._lost: PSError | None = None
 
@@ -154,18 +133,15 @@ class WorkerMembership:
         timeout: Deadline in seconds.
         no_call_seconds: Time since the script's last call.
         """
-        now, reports = self.progress, self.reports.unsent()
+        reports = self.reports.unsent()
         request = co.HeartbeatRequest(
             job=self.job,
             worker=self.worker,
-            steps=now.steps,
-            step_seconds=now.step_seconds,
-            samples_per_second=now.samples_per_second,
-            phase=now.phase,
             process=process_id(),
             no_call_seconds=no_call_seconds,
             values=self.wire_values(reports),
         )
+        request.MergeFrom(self.progress)
         try:
             answer = transport.request(HEARTBEAT, request, timeout)
         except FINAL_ERRORS as error:

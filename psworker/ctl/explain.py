@@ -47,7 +47,6 @@ def explanation(word: str) -> dict[str, Any]:
 
 
 def table(document: dict[str, Any]) -> Table:
-    """Return an explanation as a table."""
     rows = [
         (name.replace("_", " "), ", ".join(value) if isinstance(value, list) else value)
         for name, value in document.items()

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 import click
 
 from pscommon.core.limits import POLICIES, check_policy
+from pscommon.security.credentials import use_environment
 from pscommon.settings.values import ADDRESS, COUNT, COUNT_OR_NONE, TEXT
 from pscommon.wire.endpoint import Endpoint, open_channel
 from pscommon.wire.requests import PROMOTE, call
@@ -116,6 +117,7 @@ def promote(settings: CommandContext, standby: str) -> None:
     """
     request, timeout = pb.PromoteRequest(), HANDOVER_SECONDS + settings.timeout
     request.wait_ms = round(HANDOVER_SECONDS * 1000)
+    use_environment(settings.security)
     with open_channel(Endpoint(standby)) as channel:
         answer = call(channel, PROMOTE, request, timeout, f"the standby at {standby}")
     document = {

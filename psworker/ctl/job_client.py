@@ -41,7 +41,6 @@ class CoordinatorClient:
         self._channel = open_channel(Endpoint(self.address))
 
     def status(self) -> dict[str, Any]:
-        """Return the status document of the job."""
         return dict(json.loads(self._call(GET_STATUS, pb.GetStatusRequest()).status_json))
 
     def plan(self) -> PartitionPlan:

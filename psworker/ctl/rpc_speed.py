@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import grpc
 
+from pscommon.security.credentials import NONE
 from pscommon.wire.endpoint import Endpoint, listen_grpc, open_channel
 from pscommon.wire.frames import FRAME_BYTES
 from pscommon.wire.status import translated
@@ -36,11 +37,11 @@ def measure() -> RpcSpeed:
     Raises:
         PSError: calls over 127.0.0.1 fail.
     """
-    server, address = listen_grpc(Endpoint("127.0.0.1:0"), CALL_COUNT, [_Echo()])
+    server, address = listen_grpc(Endpoint("127.0.0.1:0", NONE), CALL_COUNT, [_Echo()])
     try:
         server.start()
         with (
-            open_channel(Endpoint(address)) as channel,
+            open_channel(Endpoint(address, NONE)) as channel,
             translated(f"the test server at {address}"),
         ):
             return RpcSpeed(_round_trip(channel), _rate(channel))

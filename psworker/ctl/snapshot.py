@@ -80,7 +80,9 @@ def list_(settings: CommandContext, directory: Path | None) -> None:
     The command does not read their parts; `verify` does.
     """
     if directory is not None:
-        rows = _rows(*_snapshots(directory, None))
+        snapshots, only = _snapshots(directory, None)
+        versions = snapshots.versions() if only is None else [only]
+        rows = [_row(snapshots, version) for version in versions]
     else:
         with settings.servers() as servers:
             rows = [
@@ -172,10 +174,6 @@ def _newest(snapshots: "SnapshotDirectory") -> int:
             "shows the damage"
         )
     return newest.manifest.version
-
-
-def _rows(snapshots: "SnapshotDirectory", only: int | None) -> list[dict[str, Any]]:
-    return [_row(snapshots, version) for version in snapshots.versions() if only in (None, version)]
 
 
 def _row(snapshots: "SnapshotDirectory", version: int) -> dict[str, Any]:

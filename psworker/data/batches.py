@@ -76,7 +76,7 @@ class BatchLoader:
         Raises:
             TypeError: The data is a stream, or its sampler has no length.
         """
-        share = self._pass.share if self._pass is not None else None
+        share = self._pass.leases.share if self._pass is not None else None
         if share is not None and not self._source.has_changed():
             return share
         return self._session.client.data.share(self._source.spec())
@@ -85,7 +85,7 @@ class BatchLoader:
         loops = self._session.loops
         spec, read = self._source.next_pass(loops.count)
         if self._pass is not None:
-            self._session.consumed.decide(self._pass.loop)
+            self._session.consumed.decide(self._pass.leases.spec.loop)
         if (
             self._pass is not None
             and self._iterator is not None
@@ -169,19 +169,9 @@ class DataPass:
         self._was_finished = session.client.data.has_ended(name)
 
     @property
-    def loop(self) -> int:
-        """The job's number of the pass, once it has given a batch."""
-        return self.leases.spec.loop
-
-    @property
     def is_skipped(self) -> bool:
         """The loop had ended before this worker began it."""
         return self._was_finished and self.leases.is_empty
-
-    @property
-    def share(self) -> int | None:
-        """Batches that this worker can expect, fixed at the beginning; None before."""
-        return self.leases.share
 
     def batches(self) -> Generator[Any, None, None]:
         """Yield the batches that the script receives. Only one call is valid."""
@@ -210,7 +200,7 @@ class DataPass:
                 if self._marks_updates and leases.waits_for_rest:
                     yield UPDATES  # the script pushes the rest, and then waits like the others
                     more = leases.continue_after_rest()
-            consumed.decide(self.loop)
+            consumed.decide(leases.spec.loop)
             leases.drop_evaluated()
             session.enter("compute")
             if self._marks_updates and not self.is_skipped:

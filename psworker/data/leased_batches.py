@@ -116,7 +116,7 @@ class LeasedBatches:
                 )
                 self._take(lease)
                 if lease.sat_out and not self._is_idle:
-                    self._refresh()
+                    self._session.refresh(keeps_weights=not self._has_stepped)
         if not self._ready or self.is_finished:
             raise StopIteration
         return self._ready.popleft()
@@ -127,7 +127,7 @@ class LeasedBatches:
         Afterwards the model has the newest weights, or those that the script has set to evaluate
         them.
         """
-        if self._session.stats.steps > self._steps:
+        if self._has_stepped:
             self._session.store_buffers()
         self._pace.pause()
         self._is_idle = True
@@ -136,7 +136,7 @@ class LeasedBatches:
                 self._ready.appendleft(next(self))
         self._is_idle = False
         if not self._session.client.stopping:
-            self._refresh()
+            self._session.refresh(keeps_weights=not self._has_stepped)
         return not self.is_finished
 
     @property
@@ -150,7 +150,6 @@ class LeasedBatches:
         return not self._has_ended
 
     def _take(self, lease: Lease) -> None:
-        """Take leased batches."""
         self._session.reset_rejoin_count()
         if lease.loop is not None:  # the job's number of the pass
             self.spec = replace(self.spec, loop=lease.loop)
@@ -167,9 +166,10 @@ class LeasedBatches:
         if self._has_ended and not self._session.consumed.batches:
             self._session.loops.passed(self.name)
 
-    def _refresh(self) -> None:
-        """Load the newest weights. A pass without a step evaluates: weights of the script stay."""
-        self._session.refresh(keeps_weights=self._session.stats.steps == self._steps)
+    @property
+    def _has_stepped(self) -> bool:
+        """False in a pass that evaluates: weights that the script has set stay."""
+        return self._session.stats.steps > self._steps
 
     def _count_to_lease(self) -> int:
         """Return how many batches to ask for.
@@ -207,7 +207,7 @@ class LeasedBatches:
             for start in range(0, len(keys), MAX_DROPS_PER_REQUEST):
                 some = keys[start : start + MAX_DROPS_PER_REQUEST]
                 with self._session.rejoin_on_fence():
-                    self._session.client.data.drop_batches(some)
+                    self._session.client.data.return_batches(some, used=True)
 
     def find_end(self, key: BatchKey) -> None:
         """Report a batch without samples: its source ends before it."""

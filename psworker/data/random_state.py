@@ -36,6 +36,8 @@ class ScriptSeed:
 
 script_seed = ScriptSeed()
 
+_has_accelerator = cache(torch.accelerator.is_available)
+
 
 def reseed(*entropy: int) -> None:
     """Seed the global generators of torch, numpy and random.
@@ -62,11 +64,6 @@ def _seed_torch(seed: int) -> None:
     if has_cuda:
         torch.cuda.manual_seed_all(seed)
     torch.default_generator.manual_seed(seed)
-
-
-@cache
-def _has_accelerator() -> bool:
-    return torch.accelerator.is_available()
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from psworker.core.results import PushResult
 from psworker.exchange.client_buffers import ClientBuffers
 from psworker.exchange.shard_exchange import SentBefore, ShardExchange, combined
 from psworker.exchange.transfer import ShardTransfer
-from psworker.transport.exchange_calls import AnswerReceiver, Cancellation
+from psworker.transport.exchange_calls import Cancellation
 
 log = get_logger(__name__)
 
@@ -65,7 +65,7 @@ class AllShards:
                         shard,
                         shard_header,
                         part.sent,
-                        AnswerReceiver(partial(transfer.views, shard)),
+                        partial(transfer.views, shard),
                         part.nbytes,
                         connection.limits,
                         cancellation,

@@ -199,10 +199,6 @@ class ClientBuffers:
         if self._detach_on_unpin:
             self.detach()
 
-    def close(self) -> None:
-        """Remove the shared file's name. Views that are still in use stay valid."""
-        self._region.hide()
-
     def _offer(
         self, transport: Transport, membership: WorkerMembership, timeout: float
     ) -> Sequence[str]:

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 
 from pscommon.core.errors import (
     FencedError,
@@ -77,11 +78,6 @@ class ModelExchange:
         Empty in a job with one optimizer.
         """
         return self._connection.membership.update_counts
-
-    def close(self) -> None:
-        """Free the flat buffers. Views of them stay valid."""
-        if self._shards is not None:
-            self._shards.buffers.close()
 
     def agree(self, spec: ModelSpec | None) -> PartitionPlan:
         """Register the model and return its partition, in the job's order of tensors.
@@ -335,7 +331,7 @@ class ModelExchange:
                 shards.offer_memory()
             pushes = self._connection.membership.pushes
             if pushes.in_doubt or self._connection.transport.direct:
-                return BufferedPush(self.exchange, gradients, weights)
+                return BufferedPush(partial(self.exchange, gradients=gradients, weights=weights))
             seq, _ = pushes.open()
             header = ps.PushPullHeader(seq=seq, base=shards.version, pull=ps.PULL_STEP)
             self._open_push = push = OpenPush(shards, transfer, header, self._release)

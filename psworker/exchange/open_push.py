@@ -14,6 +14,7 @@ Theory of operation:
 import threading
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
+from functools import partial
 
 from pscommon.core.errors import InvalidRequestError, LayoutError, PSError
 from pscommon.core.log_entries import BatchKey
@@ -86,10 +87,6 @@ class OpenPush:
             self._thread.start()
 
     def send(self, start: int, stop: int) -> None:
-        """Queue bytes [start, stop) of the gradient buffer for sending; never blocks.
-
-        Bytes that were sent before are replaced.
-        """
         for upload in self._uploads:
             upload.send(ByteRange(start, stop))
 
@@ -101,7 +98,6 @@ class OpenPush:
         batches: Sequence[BatchKey] = (),
         groups_json: str = "",
     ) -> PushResult:
-        """Send the rest and return the outcome of the push; its weights may still be arriving."""
         if self._is_finished or samples < 1:
             raise InvalidRequestError(
                 "this push is finished" if self._is_finished else f"samples={samples} < 1"
@@ -134,7 +130,6 @@ class OpenPush:
         return result
 
     def wait(self, start: int, stop: int) -> None:
-        """Wait for bytes [start, stop) of the weights buffer; raise what an exchange raises."""
         if not self._is_finished:
             raise InvalidRequestError(
                 "the weights of a push arrive after finish(). Try: call finish() before wait()"
@@ -146,10 +141,6 @@ class OpenPush:
         )
 
     def close(self) -> None:
-        """Wait until all weights have arrived; give up a push that is not finished or has failed.
-
-        May be called again.
-        """
         self._is_finished = True
         with interruptible.deferred(lambda _: None):
             for upload in self._uploads:
@@ -220,6 +211,7 @@ class OpenPush:
                     shard,
                     header,
                     upload,
+                    partial(transfer.views, shard),
                     download,
                     part.nbytes,
                     connection.limits,
@@ -267,36 +259,15 @@ class BufferedPush:
     `ModelExchange.begin` uses it with a transport without threads, and while the outcome of the
     worker's last push is unknown.
 
-    exchange: Has the signature of `ModelExchange.exchange`.
+    Attributes:
+        finish: Pushes all gradients, pulls the weights, and returns the outcome of the push.
     """
 
-    def __init__(
-        self, exchange: Callable[..., PushResult], gradients: memoryview, weights: memoryview
-    ) -> None:
-        self._exchange = exchange
-        self._gradients, self._weights = gradients, weights
+    def __init__(self, finish: Callable[..., PushResult]) -> None:
+        self.finish = finish
 
     def send(self, start: int, stop: int) -> None:
         """Do nothing: `finish` sends all bytes."""
-
-    def finish(
-        self,
-        *,
-        absent: Collection[int] = (),
-        samples: int = 1,
-        batches: Sequence[BatchKey] = (),
-        groups_json: str = "",
-    ) -> PushResult:
-        """Push all gradients, pull the weights, and return the outcome of the push."""
-        return self._exchange(
-            gradients=self._gradients,
-            weights=self._weights,
-            absent=absent,
-            samples=samples,
-            batches=batches,
-            groups_json=groups_json,
-            base=None,
-        )
 
     def wait(self, start: int, stop: int) -> None:
         """Return at once: all weights arrive in `finish`."""

@@ -30,9 +30,9 @@ from pscommon.wire.frames import Frame
 from psproto.v1 import parameter_server_pb2 as ps
 from psworker.connection.retry import SLICE_SECONDS, RetryDeadline, TimeLimits
 from psworker.core.results import PushResult, Status
-from psworker.exchange.shard_pieces import ShardUpload
+from psworker.exchange.shard_pieces import ShardDownload, ShardUpload
 from psworker.exchange.transfer import STATUS
-from psworker.transport.exchange_calls import AnswerReceiver, Cancellation, ExchangeAnswer
+from psworker.transport.exchange_calls import AnswerReceiver, Cancellation, ExchangeAnswer, Views
 from psworker.transport.interface import Transport
 
 REFUSALS = (FencedError, MismatchError, InvalidRequestError)
@@ -64,7 +64,7 @@ class SentBefore(Enum):
 class ShardExchange:
     """One shard's push and pull, repeated until it is decided.
 
-    `send` and the views of `receiver` are the shard's byte ranges of the caller's flat buffers.
+    `send` and `views` are the shard's byte ranges of the caller's flat buffers.
     The attributes are valid once the exchange is finished.
 
     Attributes:
@@ -80,7 +80,7 @@ class ShardExchange:
         shard: int,
         header: ps.PushPullHeader,
         send: Sequence[memoryview],
-        receiver: AnswerReceiver,
+        views: Views,
         nbytes: int,
         limits: TimeLimits,
         cancellation: Cancellation,
@@ -94,7 +94,6 @@ class ShardExchange:
         self._shard = shard
         self._header = header
         self._send = send
-        self._receiver = receiver
         self._cancellation = cancellation
         self._sent = sent
         # Every shard must receive the push, also one that gets no bytes of it.
@@ -103,7 +102,7 @@ class ShardExchange:
             min(SPARE_SECONDS, limits.connect / 2) + nbytes / SLOWEST_BYTES_PER_SECOND
         )
         self.retry = RetryDeadline(self._name(), transport, limits, cancellation.check)
-        receiver.on_frame = self.retry.record_frame
+        self._receiver = AnswerReceiver(views, self.retry.record_frame)
         self._started = self._ended = transport.clock.now()
         self._pull_seconds = 0.0
         self._attempts = 0
@@ -233,6 +232,7 @@ class OpenShardExchange(ShardExchange):
     """A shard's exchange whose first attempt begins before the push is complete.
 
     upload: The bytes of the push for this shard.
+    download: The weights from this shard.
     """
 
     def __init__(
@@ -241,12 +241,16 @@ class OpenShardExchange(ShardExchange):
         shard: int,
         header: ps.PushPullHeader,
         upload: ShardUpload,
-        receiver: AnswerReceiver,
+        views: Views,
+        download: ShardDownload,
         nbytes: int,
         limits: TimeLimits,
         cancellation: Cancellation,
     ) -> None:
-        super().__init__(transport, shard, header, (), receiver, nbytes, limits, cancellation)
+        super().__init__(transport, shard, header, (), views, nbytes, limits, cancellation)
+        self._receiver = AnswerReceiver(
+            views, self.retry.record_frame, download.begin, download.record_bytes
+        )
         self._upload = upload
         self._is_complete = False
 

@@ -8,7 +8,6 @@ from pscommon.core.partition import ByteRange, PartitionPlan
 from pscommon.wire.frames import FRAME_BYTES, NOTHING, Frame
 from psproto.v1 import parameter_server_pb2 as ps
 from psworker.exchange.transfer import STATUS, ShardTransfer
-from psworker.transport.exchange_calls import AnswerReceiver
 
 
 class ShardUpload:
@@ -89,7 +88,7 @@ def _without(span: ByteRange, sent: Sequence[ByteRange]) -> Iterator[ByteRange]:
         yield ByteRange(position, span.stop)
 
 
-class ShardDownload(AnswerReceiver):
+class ShardDownload:
     """The answer of one shard to an open push, while it arrives.
 
     Attributes:
@@ -100,7 +99,6 @@ class ShardDownload(AnswerReceiver):
 
     def __init__(self, changed: threading.Condition, transfer: ShardTransfer, shard: int) -> None:
         """changed: Notified at each change; its lock guards all attributes."""
-        super().__init__(lambda result: transfer.received(shard, result.unchanged))
         self._changed = changed
         self._transfer, self._shard = transfer, shard
         self.result: ps.ExchangeResult | None = None
@@ -108,6 +106,7 @@ class ShardDownload(AnswerReceiver):
         self.order: Sequence[ByteRange] = ()
 
     def begin(self, result: ps.ExchangeResult) -> Sequence[memoryview]:
+        """Record the answer's header; return the memory for its bytes."""
         with self._changed:
             if STATUS.get(result.outcome):
                 self.result, self.nbytes = result, 0
@@ -115,7 +114,7 @@ class ShardDownload(AnswerReceiver):
                     self._transfer.incoming(self._shard, result.unchanged) if result.nbytes else ()
                 )
             self._changed.notify_all()
-        return super().begin(result)
+        return self._transfer.views(self._shard, result)
 
     def record_bytes(self, nbytes: int) -> None:
         with self._changed:

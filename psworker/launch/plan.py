@@ -47,12 +47,10 @@ class RunPlan:
 
     @property
     def servers(self) -> int:
-        """Return the number of servers."""
         return int(self.settings["servers"])
 
     @property
     def workers(self) -> int:
-        """Return the number of workers."""
         return int(self.settings["workers"])
 
     def is_interactive(self, name: str) -> bool:

@@ -22,7 +22,6 @@ from psworker.launch.orphan_guard import spawn
 
 Stream = Literal["stdout", "stderr"]
 OnLine = Callable[[str, Stream, str], None]
-OnPrompt = Callable[[str, str], None]
 OnExit = Callable[["ManagedProcess", int], None]
 
 TAIL_LINES = 20
@@ -72,7 +71,6 @@ class LogFile:
         self._is_failing = False
 
     def write(self, data: bytes) -> None:
-        """Append to the file."""
         try:
             with self._path.open("ab") as file:
                 file.write(data)
@@ -110,7 +108,7 @@ class ManagedProcess:
         traceback_file: Path,
         on_line: OnLine,
         on_exit: OnExit,
-        on_prompt: OnPrompt | None = None,
+        on_prompt: OnLine | None = None,
         spawned: "subprocess.Popen[bytes] | None" = None,
     ) -> None:
         """Start the process, or adopt a preloaded one (`spawned`); call from the main thread.
@@ -222,7 +220,7 @@ class ManagedProcess:
             stream, lines = key.data
             if stream == "stdout" and (text := lines.take_prompt()):
                 self.tail.append(text)
-                self._on_prompt(self.name, text)
+                self._on_prompt(self.name, stream, text)
 
     def _has_ended(self) -> bool:
         """Return whether the process has ended; kill its children then."""
@@ -261,7 +259,6 @@ class PreloadedServer:
 
     @property
     def pid(self) -> int:
-        """Return the process id."""
         return self._process.pid
 
     def begin(self, arguments: Sequence[str]) -> "subprocess.Popen[bytes] | None":
@@ -283,7 +280,6 @@ class PreloadedServer:
         self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout, self._process.stderr):
             if pipe is not None:
-                with contextlib.suppress(
-                    OSError
-                ):  # closing flushes data that the process did not read
+                # closing flushes data that the process did not read
+                with contextlib.suppress(OSError):
                     pipe.close()

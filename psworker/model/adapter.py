@@ -157,19 +157,15 @@ class ModelAdapter:
             Spec indices of the trainable tensors of which no gradient is copied.
         """
         own = self._members.get(optimizer)
-        grads = (
-            self._gather_many(own)
-            if len(self.trainable.tensors) >= THREADED_TENSOR_COUNT
-            else self._gather_few(own)
-        )
+        if len(self.trainable.tensors) >= THREADED_TENSOR_COUNT:
+            grads = self._gather_many(own)
+        else:
+            self.reattach()
+            grads = self._gather_between(own, 0, None)
         self.write_buffers()
         self.gradients.to_host([self.moving]).synchronize()
         self.changes.step(absent := self.absent(grads))
         return absent
-
-    def _gather_few(self, own: Sequence[bool] | None) -> list[Tensor | None]:
-        self.reattach()
-        return self._gather_between(own, 0, None)
 
     def _gather_many(self, own: Sequence[bool] | None) -> list[Tensor | None]:
         # torch's calls release the GIL half of the time, so a second thread pays off

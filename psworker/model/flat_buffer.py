@@ -210,11 +210,9 @@ def tensor_of(memory: memoryview) -> Tensor:
     """Return a uint8 tensor that shares `memory`."""
     # frombuffer refuses empty memory; the device is explicit because the script may have changed
     # the default
-    return (
-        torch.frombuffer(memory, dtype=torch.uint8)
-        if memory.nbytes
-        else torch.empty(0, dtype=torch.uint8, device="cpu")
-    )
+    if not memory.nbytes:
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
+    return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 def _dtype(name: str) -> torch.dtype:

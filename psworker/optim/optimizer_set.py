@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,9 +33,8 @@ class OptimizerSet:
         model: The registered model; None before.
     """
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self) -> None:
         self.model: ServedModel | None = None
-        self._session = session
         self._optimizers: dict[str, ServerOptimizer] = {}
         self._networks: dict[str, nn.Module] = {}
         self._members: dict[str, OptimizerMembers] = {}
@@ -42,6 +42,7 @@ class OptimizerSet:
 
     def add(
         self,
+        session: Session,
         name: str,
         optimizer: torch.optim.Optimizer,
         network: nn.Module,
@@ -51,7 +52,7 @@ class OptimizerSet:
     ) -> ServerOptimizer:
         """Add an optimizer and the network whose parameters it updates; see `Job.optimizer`."""
         is_single = name == DEFAULT_NAME
-        self._check_name(name)
+        self._check_name(session, name)
         key = "" if is_single else name
         networks = {**self._networks, key: network}
         members = {
@@ -60,42 +61,45 @@ class OptimizerSet:
         }
         _check_disjoint(members)
         adapter = ModelAdapter(_joined(networks), members)
-        added = ServerOptimizer(optimizer, key, self._session, self._register_for_step)
+        register = partial(self._register_for_step, session)
+        added = ServerOptimizer(optimizer, key, session, register)
         if is_single:
-            self._register(network, adapter, {key: added}, strategy)
+            self._register(session, network, adapter, {key: added}, strategy)
         self._networks, self._members = networks, members
         self._optimizers[key] = added
         added.refuse_original()
-        if not is_single:
-            self._session.register_model = self.register
         return added
 
-    def register(self) -> None:
-        """Register the model of several optimizers."""
+    def register(self, session: Session) -> None:
+        """Register the model of several optimizers; without one, do nothing."""
+        if not self._networks:
+            return
         # the script may have changed the networks since the calls of job.optimizer
         module = _joined(self._networks)
-        self._register(module, ModelAdapter(module, self._members), self._optimizers, "plain")
+        adapter = ModelAdapter(module, self._members)
+        self._register(session, module, adapter, self._optimizers, "plain")
 
-    def _register_for_step(self) -> None:
+    def _register_for_step(self, session: Session) -> None:
         """Register the model. Gradients of weights that this changes do not count."""
         parameters = [p for network in self._networks.values() for p in network.parameters()]
         before = [parameter.detach().clone() for parameter in parameters]
-        self.register()
+        self.register(session)
         if not all(map(torch.equal, parameters, before)):
             for optimizer in self._optimizers.values():
                 optimizer.void_gradients()
 
     def _register(
         self,
+        session: Session,
         module: nn.Module,
         adapter: ModelAdapter,
         optimizers: Mapping[str, ServerOptimizer],
         strategy: StepStrategyName,
     ) -> None:
-        model = ServedModel(self._session, module, adapter, optimizers, strategy)
+        model = ServedModel(session, module, adapter, optimizers, strategy)
         for name, optimizer in optimizers.items():
             optimizer.attach(model, counts_samples=name == min(optimizers))
-        self.model = self._session.model = model
+        self.model = session.model = model
         for scheduler in self._resumed:
             self.resume(scheduler)
 
@@ -124,8 +128,8 @@ class OptimizerSet:
         if self.model is not None:
             self.model.strategy.close()
 
-    def _check_name(self, name: Any) -> None:
-        if self.model is not None and self._session.has_begun:
+    def _check_name(self, session: Session, name: Any) -> None:
+        if self.model is not None and session.has_begun:
             raise InvalidRequestError(
                 "job.optimizer failed: training has begun with other optimizers. Try: at the "
                 "start, list all parameters and switch requires_grad and lr later; or begin a "

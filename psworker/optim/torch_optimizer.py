@@ -123,11 +123,9 @@ def _are_same(some: Sequence[Any], others: Sequence[Any]) -> bool:
 
 def _is_constant(value: Any) -> bool:
     """Return False for a tensor or a list: it may have changed in place."""
-    return (
-        all(map(_is_constant, value))
-        if type(value) is tuple
-        else isinstance(value, (float, int, str, type(None)))
-    )
+    if type(value) is tuple:
+        return all(map(_is_constant, value))
+    return isinstance(value, (float, int, str, type(None)))
 
 
 def checked_weight(samples: Any) -> int:

@@ -28,13 +28,11 @@ class Display(Protocol):
     Only `line` blocks while the reader of the output is slow, and not after `stop_blocking`.
     """
 
-    def line(self, name: str, stream: Stream, text: str) -> None:
-        """Show a line of output of process `name`."""
+    def line(self, name: str, stream: Stream, text: str, is_prompt: bool = False) -> None:
+        """Show a line of output of process `name`.
 
-    def prompt(self, name: str, text: str) -> None:
-        """Show a line of stdout of process `name` that is not complete: it may wait for input.
-
-        The next output of that process continues the line.
+        is_prompt: It is not complete and may wait for input. The next output of that process
+            continues the line.
         """
 
     def show_message(self, text: str) -> None:
@@ -74,12 +72,9 @@ class PlainDisplay:
         self._last = ""
         self._open = OpenLine()
 
-    def line(self, name: str, stream: Stream, text: str) -> None:
-        if self._streams[stream].wait_for_space():
-            self._write(stream, name, text + "\n")
-
-    def prompt(self, name: str, text: str) -> None:
-        self._write("stdout", name, text, is_prompt=True)
+    def line(self, name: str, stream: Stream, text: str, is_prompt: bool = False) -> None:
+        if is_prompt or self._streams[stream].wait_for_space():
+            self._write(stream, name, text if is_prompt else text + "\n", is_prompt)
 
     def show_message(self, text: str) -> None:
         self._write("stderr", "run", text + "\n")
@@ -128,16 +123,13 @@ class LiveDisplay:
             redirect_stderr=False,
         )
 
-    def line(self, name: str, stream: Stream, text: str) -> None:
-        if stream == "stdout" and self._out is not None:
+    def line(self, name: str, stream: Stream, text: str, is_prompt: bool = False) -> None:
+        """As Display says; the panel goes until a prompt's line is complete."""
+        if stream == "stdout" and self._out is not None and not is_prompt:
             if self._out.wait_for_space():
                 self._out.write(f"[{name}] {text}\n")
-        elif self._err.wait_for_space():
-            self._print(name, text)
-
-    def prompt(self, name: str, text: str) -> None:
-        """As Display says; the panel goes until the line is complete."""
-        self._print(name, text, is_prompt=True)
+        elif is_prompt or self._err.wait_for_space():
+            self._print(name, text, is_prompt)
 
     def show_message(self, text: str) -> None:
         self._print("run", text)
@@ -191,11 +183,9 @@ class LogWriter(io.TextIOBase):
 def open_display(out: Output, err: Output) -> Display:
     """Return a LiveDisplay for a terminal that can move its cursor, otherwise a PlainDisplay."""
     console = Console(file=cast(TextIO, err))
-    return (
-        LiveDisplay(console, out, err)
-        if err.isatty() and not console.is_dumb_terminal
-        else PlainDisplay(out, err)
-    )
+    if err.isatty() and not console.is_dumb_terminal:
+        return LiveDisplay(console, out, err)
+    return PlainDisplay(out, err)
 
 
 def progress(status: Status) -> str:

@@ -130,7 +130,8 @@ class JobPoller:
         self._highest_version = 0
         self._is_polling = True
         self._steps: tuple[int, int] | None = None  # first and highest count
-        self._requests: queue.SimpleQueue[Callable[[], bool]] = queue.SimpleQueue()
+        # None ends the thread
+        self._requests: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
 
     def start(self, address: str) -> None:
@@ -165,20 +166,24 @@ class JobPoller:
     def close(self) -> None:
         """End the thread; one that is blocked in a call ends with the process."""
         if self._address:
-            self._requests.put(lambda: False)
+            self._requests.put(None)
             self._thread.join(JOIN_SECONDS)
 
     def _run(self) -> None:
         # before the first step: the steps of a resumed job do not belong to this run
         self._attempt(self._poll)
-        is_running = True
-        while is_running:
+        while True:
             try:
-                is_running = self._requests.get(timeout=POLL_SECONDS)()
+                request = self._requests.get(timeout=POLL_SECONDS)
             except queue.Empty:
                 if self._is_polling:
                     self._attempt(self._poll)
-        self._attempt(self._disconnect)
+                continue
+            if request is None:
+                break
+            request()
+        if self._observer is not None:
+            self._attempt(self._observer.close)
 
     def _attempt(self, call: Callable[[], None]) -> str:
         """Call and return the error text, or "". No error of the poller may end the run."""
@@ -203,7 +208,7 @@ class JobPoller:
         if status.get("metrics") and (is_stopping or time.monotonic() >= self._next_history):
             self._refresh_history()
 
-    def _collect(self) -> bool:
+    def _collect(self) -> None:
         poll_error, digests = self._attempt(self._poll), list[str]()
         problem = "" if poll_error else _why_no_weights(self.status)  # an old status proves nothing
         if not problem:
@@ -217,12 +222,10 @@ class JobPoller:
         self._on_result(
             JobResult(self.status, weights, problem, undone, idle, self.resumed, self.history)
         )
-        return True
 
-    def _refresh_history(self) -> bool:
+    def _refresh_history(self) -> None:
         self._next_history = time.monotonic() + HISTORY_SECONDS
         self._attempt(self._store_history)
-        return True
 
     def _store_history(self) -> None:
         self.history = self._connected().history()
@@ -231,23 +234,17 @@ class JobPoller:
         first, highest = self._steps or (0, 0)
         return _why_idle(self.status) if highest == first else ""
 
-    def _stop_job(self) -> bool:
+    def _stop_job(self) -> None:
         self.stop_polling()
         self._on_stopped(self._attempt(lambda: self._connected().stop()))
-        return True
 
-    def _report_exit(self, process: str, reason: str) -> bool:
+    def _report_exit(self, process: str, reason: str) -> None:
         self._attempt(lambda: self._connected().report_exit(process, reason))
-        return True
 
     def _connected(self) -> JobObserver:
         if self._observer is None:
             self._observer = self._connect(self._address)
         return self._observer
-
-    def _disconnect(self) -> None:
-        if self._observer is not None:
-            self._observer.close()
 
 
 def _why_no_weights(status: Status) -> str:

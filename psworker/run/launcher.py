@@ -157,7 +157,9 @@ class Launcher:
             traceback_file=self._plan.traceback_file(name),
             on_line=self._display.line,
             on_exit=self._handle_exit,
-            on_prompt=self._display.prompt if self._plan.is_interactive(name) else None,
+            on_prompt=partial(self._display.line, is_prompt=True)
+            if self._plan.is_interactive(name)
+            else None,
             spawned=spawned,
         )
 

@@ -41,11 +41,9 @@ class Output(io.TextIOBase):
 
     @property
     def encoding(self) -> str:  # type: ignore[override]  # rich chooses its characters by it
-        """Return the encoding of the stream."""
         return self._encoding
 
     def isatty(self) -> bool:
-        """Return whether the stream is a terminal."""
         return self._stream is not None and self._stream.isatty()
 
     @property
@@ -54,7 +52,6 @@ class Output(io.TextIOBase):
         return self._size > 0
 
     def write(self, text: str) -> int:
-        """Queue a text."""
         data = text.encode(self._encoding, "backslashreplace")
         with self._changed:
             if not self._is_broken:

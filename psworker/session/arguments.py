@@ -52,11 +52,9 @@ def seed_of(value: Any) -> int:
 
 def rank_of(given: int | None, environment: Mapping[str, str]) -> int | None:
     """Return the worker's place in a round's sum: the given one, else PS_WORKER_RANK."""
-    return (
-        _from_environment("PS_WORKER_RANK", environment)
-        if given is None
-        else check_integer("rank", given, 0, MAX_RANK)
-    )
+    if given is None:
+        return _from_environment("PS_WORKER_RANK", environment)
+    return check_integer("rank", given, 0, MAX_RANK)
 
 
 def attempt_of(environment: Mapping[str, str]) -> int:

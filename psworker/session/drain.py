@@ -50,6 +50,7 @@ class Drain:
 
     Attributes:
         deadline: Time of the clock until which the worker waits for others; infinite until asked.
+        pid: The worker's process, of which this one may be a fork.
         given_up: The servers do not answer, and get no more requests.
     """
 
@@ -60,7 +61,7 @@ class Drain:
         self._watch = watch
         self._renewed = False
         self._now = clock.now
-        self._pid = os.getpid()
+        self.pid = os.getpid()
 
     @property
     def asked(self) -> bool:
@@ -110,10 +111,6 @@ class Drain:
         """Remove the worker from `ask_all`. May be called again."""
         _open.discard(self)
 
-    def here(self) -> bool:
-        """Return False in a fork of the worker's process."""
-        return self._pid == os.getpid()
-
 
 _open: "weakref.WeakSet[Drain]" = weakref.WeakSet()
 
@@ -123,7 +120,7 @@ def ask_all() -> bool:
 
     For signal handlers: takes no lock and writes no log.
     """
-    fresh = [drain for drain in list(_open) if drain.here() and not drain.asked]
+    fresh = [drain for drain in list(_open) if drain.pid == os.getpid() and not drain.asked]
     for drain in fresh:
         drain.ask()
     return bool(fresh)

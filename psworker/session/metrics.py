@@ -16,7 +16,11 @@ MAX_REPORTED_NAMES = 64
 
 
 class WorkerMetrics:
-    """All metrics of one worker in `registry`."""
+    """All metrics of one worker in `registry`.
+
+    Attributes:
+        in_job: 1 while the worker has a membership, even if the servers do not answer.
+    """
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._phases = Histogram(
@@ -34,7 +38,7 @@ class WorkerMetrics:
         self._samples = Counter(
             "ps_worker_samples_total", "Samples that this worker has used", registry=registry
         )
-        self._in_job = Gauge(
+        self.in_job = Gauge(
             "ps_worker_in_job", "1: this worker has a place in a job", registry=registry
         )
         self._loss = Gauge(
@@ -48,10 +52,6 @@ class WorkerMetrics:
             registry=registry,
         )
         self._names: set[str] = set()
-
-    def in_job(self, is_in: bool) -> None:
-        """Record whether this worker has a membership, even if the servers do not answer."""
-        self._in_job.set(is_in)
 
     def step(self, phases: Mapping[str, float], samples: int) -> None:
         """Record a finished step.
@@ -108,9 +108,9 @@ def close() -> None:
 
 
 def in_job(is_in: bool) -> None:
-    """Call WorkerMetrics.in_job if the metrics are served."""
+    """Set WorkerMetrics.in_job if the metrics are served."""
     if _serving is not None:
-        _serving[0].in_job(is_in)
+        _serving[0].in_job.set(is_in)
 
 
 def step(phases: Mapping[str, float], samples: int) -> None:

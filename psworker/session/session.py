@@ -110,6 +110,9 @@ class JobFacts:
 class Session(JobFacts):
     """The state of one run, from the first call of the script to its last.
 
+    Args:
+        register_model: Registers a model whose parts the script has handed over, if there is one.
+
     Attributes:
         client: The connection to the job.
         stats: Time of the steps by phase.
@@ -117,18 +120,19 @@ class Session(JobFacts):
         loops: Loops that the script is in.
         passes: Passes that the script's loaders have begun, by size of the data set and seed.
         model: The job's model; None before it is registered.
-        register_model: Registers a model whose parts the script has handed over; None without one.
         is_closed: The job is closed.
     """
 
-    def __init__(self, client: JobClient) -> None:
+    def __init__(
+        self, client: JobClient, register_model: Callable[["Session"], None] = lambda session: None
+    ) -> None:
         super().__init__(client)
+        self._register_model = register_model
         self.stats = StepStats()
         self.consumed = ConsumedBatches()
         self.loops = OpenLoops()
         self.passes: dict[tuple[int, int], int] = {}
         self.model: TrainedModel | None = None
-        self.register_model: Callable[[], None] | None = None
         self.is_closed = False
         self._stop_reason = ""  # empty until the script is to end
         self._rejoins = 0
@@ -167,8 +171,8 @@ class Session(JobFacts):
         Raises:
             InvalidRequestError: There is none. refusal: How the message begins.
         """
-        if self.model is None and self.register_model is not None:
-            self.register_model()
+        if self.model is None:
+            self._register_model(self)
         if self.model is None:
             raise InvalidRequestError(
                 f"{refusal}: there is no model yet. Try: call job.optimizer first"
@@ -312,35 +316,36 @@ class Session(JobFacts):
         back to before something that the script has done, or after MAX_REJOINS in a row; Stopping
         where the worker is to leave.
         """
+        client, is_renewed = self.client, False
         try:
-            self._rejoin(error)
+            while not is_renewed:
+                self.check_stopping()
+                if isinstance(error, QuarantinedError) or self._rejoins == MAX_REJOINS:
+                    raise error
+                self._rejoins += 1
+                log.warning(
+                    "rejoin_started", worker=client.worker, job=client.job, reason=str(error)
+                )
+                self._drop_membership(error)
+                client.rejoin()
+                try:
+                    if self.model is not None:
+                        self.model.renew()
+                    is_renewed = True
+                except FencedError as again:
+                    error = again
         except DrainedError as drained:
             self.stop(str(drained), "drained")
-
-    def _rejoin(self, error: FencedError) -> None:
-        while True:
-            self.check_stopping()
-            self._count_rejoin(error)
-            log.warning(
-                "rejoin_started", worker=self.client.worker, job=self.client.job, reason=str(error)
+        log.info("rejoined", job=client.job, worker=client.worker, version=client.version)
+        if self.loops.come_again(client.data.has_ended, client.version):
+            raise FencedError(
+                f"cannot continue: the servers rolled back to version {client.version}, in an "
+                "earlier loop. Try: start the script again"
             )
-            self._drop_membership(error)
-            self.client.rejoin()
-            try:
-                self._renew_model()
-            except FencedError as again:
-                error = again
-            else:
-                return self._check_rollback()
 
     def reset_rejoin_count(self) -> None:
         """Record that a request has succeeded, so the membership is valid."""
         self._rejoins = 0
-
-    def _count_rejoin(self, error: FencedError) -> None:
-        if isinstance(error, QuarantinedError) or self._rejoins == MAX_REJOINS:
-            raise error
-        self._rejoins += 1
 
     def _drop_membership(self, error: PSError) -> None:
         """Use nothing of the old membership any more."""
@@ -349,15 +354,3 @@ class Session(JobFacts):
         for batches in self.loops.open:
             batches.forget()
         self.consumed.lose(error)
-
-    def _renew_model(self) -> None:
-        if self.model is not None:
-            self.model.renew()
-        log.info("rejoined", job=self.client.job, worker=self.client.worker, version=self.version)
-
-    def _check_rollback(self) -> None:
-        if self.loops.come_again(self.client.data.has_ended, self.version):
-            raise FencedError(
-                f"cannot continue: the servers rolled back to version {self.version}, in an "
-                "earlier loop. Try: start the script again"
-            )

@@ -43,11 +43,8 @@ class StepStats:
         for phase, seconds in self._current.items():
             self.total[phase] += seconds
         self.last, self._current = self._current, dict.fromkeys(PHASES, 0.0)
-        self.steps, self.samples, self._last_samples = (
-            self.steps + 1,
-            self.samples + samples,
-            samples,
-        )
+        self.steps += 1
+        self.samples, self._last_samples = self.samples + samples, samples
 
     @property
     def step_seconds(self) -> float:

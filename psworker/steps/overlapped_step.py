@@ -284,7 +284,7 @@ class OverlappedStep(PlainStep):
     def drop(self, error: PSError) -> None:
         with suppress(PSError):
             self._gates.settle()
-        super().drop(error)
+        self._sender.drop()
 
     def close(self) -> None:
         self._gates.close()

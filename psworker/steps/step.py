@@ -143,7 +143,6 @@ class PlainStep:
 
     def drop(self, error: PSError) -> None:
         """End or drop a push under way: the worker has lost its membership with this error."""
-        self.skip()
 
     def renew(self) -> None:
         """Load all of the job's weights, frozen tensors too: the worker has a new membership."""

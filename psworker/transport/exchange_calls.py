@@ -8,6 +8,9 @@ from pscommon.core.errors import PSError
 from pscommon.wire.frames import Filler, Frame
 from psproto.v1 import parameter_server_pb2 as ps
 
+Views = Callable[[ps.ExchangeResult], Sequence[memoryview]]
+"""Returns the memory for the bytes of an answer with this header."""
+
 
 class AnswerReceiver:
     """Receives the bytes of an answer into memory views, one after another.
@@ -15,18 +18,19 @@ class AnswerReceiver:
     Attributes:
         views: Returns the views for an answer's header.
         on_frame: Called for each frame that a streaming call sends or receives.
+        begin: As `views`, called once the header has arrived; by default `views` itself.
+        record_bytes: Called with the number of bytes of the answer that have arrived in total.
     """
 
-    def __init__(self, views: Callable[[ps.ExchangeResult], Sequence[memoryview]]) -> None:
-        self.views = views
-        self.on_frame: Callable[[], None] = lambda: None
-
-    def begin(self, result: ps.ExchangeResult) -> Sequence[memoryview]:
-        """Return the views for the bytes of an answer whose header has arrived."""
-        return self.views(result)
-
-    def record_bytes(self, nbytes: int) -> None:
-        """Record that `nbytes` bytes of the answer have arrived in total."""
+    def __init__(
+        self,
+        views: Views,
+        on_frame: Callable[[], None] = lambda: None,
+        begin: Views | None = None,
+        record_bytes: Callable[[int], None] = lambda nbytes: None,
+    ) -> None:
+        self.views, self.on_frame = views, on_frame
+        self.begin, self.record_bytes = begin or views, record_bytes
 
 
 class ExchangeAnswer(NamedTuple):

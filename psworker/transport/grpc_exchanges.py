@@ -3,7 +3,6 @@
 import itertools
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 from pscommon.core.errors import UnreachableError
@@ -56,19 +55,15 @@ class ServerChannel:
     def close_if_outdated(self, tls: Tls) -> None:
         """Close the channel if its certificate was replaced: gRPC would connect with it again."""
         if tls.refreshed_generation() != self._generation:
-            self.close()
-
-    def close(self) -> None:
-        """Close the channel, which ends all its calls. May be called again."""
-        self.is_closed = True
-        self._channel.close()
+            self.cancel()
 
     def cancel(self, cause: object = None) -> None:
-        """End a call that blocks the thread which made it; only closing the channel does.
+        """Close the channel, which ends all its calls; those that are still needed are retried.
 
-        Calls of other threads on this channel are retried.
+        Nothing else ends a call that blocks the thread which made it. May be called again.
         """
-        self.close()
+        self.is_closed = True
+        self._channel.close()
 
 
 class TransferCall:
@@ -118,65 +113,51 @@ class TransferCall:
             self._call.cancel()
 
 
-class GrpcExchanges:
-    """Makes exchanges over gRPC, and keeps the streaming calls that are under way."""
+def grpc_exchange(
+    channel: ServerChannel,
+    header: ps.PushPullHeader,
+    send: Sequence[memoryview],
+    receiver: AnswerReceiver,
+    timeout: float,
+    cancellation: Cancellation,
+    frames: Iterator[Frame[ps.PushPullHeader]] | None,
+    open_calls: set[TransferCall],
+) -> ExchangeAnswer:
+    """Make an exchange over gRPC; see `Transport.exchange`.
 
-    def __init__(self) -> None:
-        self._open: set[TransferCall] = set()
-
-    @contextmanager
-    def _opened(
-        self, address: str, seconds: float, receiver: AnswerReceiver
-    ) -> Iterator[TransferCall]:
-        """Track a call during the `with` block. Raises UnreachableError if it stalled."""
-        call = TransferCall(seconds, receiver)
-        self._open.add(call)
-        try:
-            yield call
-        except Exception as error:
-            if call.is_stalled:
-                text = f"no bytes have moved between this worker and {address} for {seconds:.0f} s"
-                raise UnreachableError(text, "UNREACHABLE") from error
-            raise
-        finally:
-            self._open.discard(call)
-
-    def end_stalled(self) -> None:
-        """End stalled calls. Call it periodically, from a thread that waits for no call."""
-        for call in list(self._open):
-            call.end_if_stalled()
-
-    def exchange(
-        self,
-        channel: ServerChannel,
-        header: ps.PushPullHeader,
-        send: Sequence[memoryview],
-        receiver: AnswerReceiver,
-        timeout: float,
-        cancellation: Cancellation,
-        frames: Iterator[Frame[ps.PushPullHeader]] | None,
-    ) -> ExchangeAnswer:
-        """Make an exchange; see `Transport.exchange`."""
-        key = channel.keys.get(header.worker, b"")
-        if header.memory:
-            request = encode_header(header)
-            return _exchange_once(channel, request, key, receiver, timeout, cancellation, True)
-        if frames is None and _fits_once(header, send, receiver):
-            request = encode_header(header, *(send if header.has_data else ()))
-            return _exchange_once(channel, request, key, receiver, timeout, cancellation)
-        messages: Iterator[bytes] | None = None
-        if frames is not None:
-            messages = map(_encode, frames)
-        elif header.has_data:
-            messages = itertools.chain([encode_header(header)], chunks(send))
-        with self._opened(channel.address, timeout, receiver) as call:
-            stub = channel.exchanges
-            return call.answer(
-                stub.ask(encode_header(header), key=key)
-                if messages is None
-                else stub.stream(call.watch(messages), key=key),
-                cancellation,
-            )
+    open_calls: The streaming calls that are under way; this one is among them meanwhile.
+    """
+    key = channel.keys.get(header.worker, b"")
+    if header.memory:
+        request = encode_header(header)
+        return _exchange_once(channel, request, key, receiver, timeout, cancellation, True)
+    if frames is None and _fits_once(header, send, receiver):
+        request = encode_header(header, *(send if header.has_data else ()))
+        return _exchange_once(channel, request, key, receiver, timeout, cancellation)
+    messages: Iterator[bytes] | None = None
+    if frames is not None:
+        messages = map(_encode, frames)
+    elif header.has_data:
+        messages = itertools.chain([encode_header(header)], chunks(send))
+    call, stub = TransferCall(timeout, receiver), channel.exchanges
+    open_calls.add(call)
+    try:
+        return call.answer(
+            stub.ask(encode_header(header), key=key)
+            if messages is None
+            else stub.stream(call.watch(messages), key=key),
+            cancellation,
+        )
+    except Exception as error:
+        if call.is_stalled:
+            raise UnreachableError(
+                f"no bytes have moved between this worker and {channel.address} for "
+                f"{timeout:.0f} s",
+                "UNREACHABLE",
+            ) from error
+        raise
+    finally:
+        open_calls.discard(call)
 
 
 def _encode(frame: Frame[ps.PushPullHeader]) -> bytes:

@@ -39,7 +39,7 @@ from psworker.transport.exchange_calls import (
     Cancellation,
     ExchangeAnswer,
 )
-from psworker.transport.grpc_exchanges import GrpcExchanges, ServerChannel
+from psworker.transport.grpc_exchanges import ServerChannel, TransferCall, grpc_exchange
 from psworker.transport.server_addresses import ServerAddresses
 from psworker.transport.socket_pool import SocketPool
 
@@ -67,7 +67,7 @@ class GrpcTransport:
         self._servers = ServerAddresses(addresses, given)
         self._lock = threading.Lock()
         self._channels: dict[tuple[str, bool], ServerChannel] = {}
-        self._calls = GrpcExchanges()
+        self._open_calls: set[TransferCall] = set()
         self._keys: dict[int, bytes] = {}  # of the workers as which this process has joined
         self._sockets = SocketPool(lanes, self._keys)
         self._introductions: list[object] = []  # keeps the futures alive, so their calls go on
@@ -113,7 +113,7 @@ class GrpcTransport:
                 self._channels.pop(key) for key in list(self._channels) if key[0] in addresses
             ]
         for channel in channels:
-            channel.close()
+            channel.cancel()
         for address in addresses:
             self._sockets.drop(address)
 
@@ -153,7 +153,7 @@ class GrpcTransport:
         with self._lock:
             channels, self._channels = list(self._channels.values()), {}
         for channel in channels:
-            channel.close()
+            channel.cancel()
         self._sockets.drop_all()
 
     def request(self, row: Request[Q, A], message: Q, timeout: float, shard: int = 0) -> A:
@@ -193,8 +193,15 @@ class GrpcTransport:
             describe = channel.stubs[DESCRIBE]
             connection = self._sockets.find(shard, channel.address, header, describe, timeout)
             if connection is None:
-                answer = self._calls.exchange(
-                    channel, header, send, receiver, timeout, cancellation, frames
+                answer = grpc_exchange(
+                    channel,
+                    header,
+                    send,
+                    receiver,
+                    timeout,
+                    cancellation,
+                    frames,
+                    self._open_calls,
                 )
             else:
                 cancellation.attach(connection)
@@ -206,7 +213,8 @@ class GrpcTransport:
             return answer
 
     def end_stalled(self) -> None:
-        self._calls.end_stalled()
+        for call in list(self._open_calls):
+            call.end_if_stalled()
 
     def close(self) -> None:
         """Close all channels. May be called again, and in a forked child."""

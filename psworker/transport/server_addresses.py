@@ -43,13 +43,8 @@ class ServerAddresses:
     @property
     def known_addresses(self) -> list[str]:
         """All known addresses, each once."""
-        return list(
-            dict.fromkeys(
-                address
-                for address in (*self._given, *self.addresses, *self._alternatives)
-                if address
-            )
-        )
+        known = dict.fromkeys((*self._given, *self.addresses, *self._alternatives))
+        return [address for address in known if address]
 
     def count(self, shards: int) -> bool:
         """Record the job's number of shards; return whether it equals the size of this table.

@@ -71,7 +71,9 @@ def start_wired(programs: Programs, cable: Cable) -> Program:
         return programs.start(str(shutil.which(prefix)), *rest, *command, PYTHONPATH=MODULES)
 
     flags = ("--policy", "async", "--lease", "60s", "--lanes", "grpc")
-    within(cable.server, BIN / "ps-server", "--bind", ADDRESS, *flags).wait_for("listening")
+    within(cable.server, BIN / "ps-server", "--bind", ADDRESS, "--insecure", *flags).wait_for(
+        "listening"
+    )
     worker = within(cable.worker, BIN / "python", programs.script(SCRIPT))
     worker.wait_for("pushed", times=20)
     return worker

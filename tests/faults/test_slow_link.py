@@ -40,7 +40,7 @@ def test_a_large_push_completes_over_a_slow_link(tmp_path: Path, lanes: str) -> 
             prefix, *rest = inside(name)
             return str(shutil.which(prefix)), *rest
 
-        flags = ("--bind", ADDRESS, "--lanes", lanes)
+        flags = ("--bind", ADDRESS, "--insecure", "--lanes", lanes)
         server = programs.start(
             *within(cable.server), BIN / "ps-server", *flags, PYTHONPATH=MODULES
         )

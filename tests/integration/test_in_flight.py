@@ -135,7 +135,7 @@ def test_a_push_that_waits_too_long_fails_for_lack_of_memory(
             "push_pull": lambda: client.push_pull(ONE),
             "pull": client.pull,
         }
-        claim = run(budget_of(full).take(99, 5_000_000, DEADLINE, ThreadWaiter()))
+        claim = run(budget_of(full).take(99, 5_000_000, DEADLINE, ThreadWaiter(), is_push=True))
         message = (
             r"5000000 of 8000000 bytes are in flight, no room for 4000000 more \(--in-flight\)"
         )
@@ -152,7 +152,7 @@ def test_a_push_that_waits_too_long_fails_for_lack_of_memory(
 @each_network_lane
 def test_a_push_proceeds_when_memory_is_released(full: Cluster, lanes: str) -> None:
     with joined(full.address, lanes) as client:
-        claim = run(budget_of(full).take(99, 8_000_000, DEADLINE, ThreadWaiter()))
+        claim = run(budget_of(full).take(99, 8_000_000, DEADLINE, ThreadWaiter(), is_push=True))
         push = threading.Thread(target=client.push, args=(ONE,))
         push.start()
         until(lambda: budget_of(full).waiting, "a push that waits")
@@ -165,7 +165,7 @@ def test_a_push_proceeds_when_memory_is_released(full: Cluster, lanes: str) -> N
 
 def test_shared_memory_uses_no_bytes_in_flight(full: Cluster) -> None:
     with joined(full.address, lanes="shm", wait_timeout=5.0) as client:
-        claim = run(budget_of(full).take(99, 8_000_000, DEADLINE, ThreadWaiter()))
+        claim = run(budget_of(full).take(99, 8_000_000, DEADLINE, ThreadWaiter(), is_push=True))
         assert client.push_pull(ONE).status == "applied"
         budget_of(full).release(claim)
 
@@ -188,7 +188,7 @@ def test_on_the_wire_a_full_budget_is_resource_exhausted_with_a_retry_time(
 ) -> None:
     expected = ("RESOURCE_EXHAUSTED", "IN_FLIGHT", {"ErrorInfo", "RetryInfo"})
     with joined(full.address) as client:
-        claim = run(budget_of(full).take(99, 8_000_000, DEADLINE, ThreadWaiter()))
+        claim = run(budget_of(full).take(99, 8_000_000, DEADLINE, ThreadWaiter(), is_push=True))
         push = header(client, seq=1, has_data=True, samples=1, open=opened)
         with pytest.raises(grpc.RpcError) as streamed:
             list(exchange(channel(full.address), [push], key_of(client)))

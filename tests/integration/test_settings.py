@@ -77,7 +77,7 @@ def test_bind(serve: Serve) -> None:
 @server_setting("advertise")
 def test_advertise(serve: Serve) -> None:
     port = free_port()
-    serve("--bind", f"0.0.0.0:{port}", "--advertise", f"localhost:{port}")
+    serve("--bind", f"0.0.0.0:{port}", "--insecure", "--advertise", f"localhost:{port}")
 
     assert status(f"127.0.0.1:{port}")["servers"][0]["address"] == f"localhost:{port}"
 
@@ -86,7 +86,9 @@ def test_advertise(serve: Serve) -> None:
 def test_the_stream_port(serve: Serve) -> None:
     port = free_port()
     server = serve("--stream-bind", f"127.0.0.1:{port}")
-    advertised = serve("--stream-bind", "0.0.0.0:0", "--advertise-stream", f"localhost:{port}")
+    advertised = serve(
+        "--stream-bind", "0.0.0.0:0", "--insecure", "--advertise-stream", f"localhost:{port}"
+    )
 
     assert describe(server.address).stream_address == f"127.0.0.1:{port}"
     assert describe(advertised.address).stream_address == f"localhost:{port}"
@@ -96,8 +98,8 @@ def test_the_stream_port(serve: Serve) -> None:
 def test_the_stream_port_by_default(serve: Serve) -> None:
     """1000 above the port of --bind, on the host of --advertise."""
     port, bound = free_port_below(1000), free_port()
-    server = serve("--bind", f"0.0.0.0:{port}", "--advertise", f"localhost:{port}")
-    other = serve("--stream-bind", f"0.0.0.0:{bound}", "--advertise", "localhost:1")
+    server = serve("--bind", f"0.0.0.0:{port}", "--insecure", "--advertise", f"localhost:{port}")
+    other = serve("--stream-bind", f"0.0.0.0:{bound}", "--insecure", "--advertise", "localhost:1")
 
     assert describe(server.address).stream_address == f"localhost:{port + 1000}"
     assert describe(other.address).stream_address == f"localhost:{bound}"

@@ -166,7 +166,7 @@ def test_a_push_without_free_memory_is_refused_before_it_is_sent(
     job: PushJob, opened: bool
 ) -> None:
     client = job.open(job.join())
-    claim = run(job.budget.take(99, 2 * PUSH, DEADLINE, ThreadWaiter()))
+    claim = run(job.budget.take(99, 2 * PUSH, DEADLINE, ThreadWaiter(), is_push=True))
 
     client.begin_push(1, 0 if opened else PUSH, wait_ms=100, open=opened)
 
@@ -178,7 +178,7 @@ def test_a_push_without_free_memory_is_refused_before_it_is_sent(
 
 def test_a_push_is_sent_as_soon_as_memory_is_free(job: PushJob) -> None:
     client = job.open(job.join())
-    claim = run(job.budget.take(99, 2 * PUSH, DEADLINE, ThreadWaiter()))
+    claim = run(job.budget.take(99, 2 * PUSH, DEADLINE, ThreadWaiter(), is_push=True))
 
     client.begin_push(1, PUSH)
 
@@ -217,7 +217,7 @@ def test_a_push_that_ends_midway_leaves_no_bytes_in_flight(
 @pytest.mark.parametrize("end", ["lost", "replaced"])
 def test_a_push_that_ends_while_it_waits_for_memory_waits_no_more(job: PushJob, end: str) -> None:
     client = job.open(joined := job.join())
-    claim = run(job.budget.take(99, 2 * PUSH, DEADLINE, ThreadWaiter()))
+    claim = run(job.budget.take(99, 2 * PUSH, DEADLINE, ThreadWaiter(), is_push=True))
     client.begin_push(1, PUSH)
     until(lambda: job.budget.waiting, "a push that waits")
 

@@ -230,6 +230,7 @@ def test_a_message_that_is_too_long_ends_the_connection_of_a_shard(cluster: Make
     link = BlockingSocket.open(servers.servers[0].identity.stream_address, hello, "shard 0")
     link.send([encode_frame(FrameKind.LINK, data_nbytes=MAX_MESSAGE_BYTES + 1)])
 
+    assert link.next_frame(None)[0].kind is FrameKind.ERROR
     with pytest.raises(OSError, match="closed"):
         link.next_frame(None)
     link.close()

@@ -52,7 +52,8 @@ def test_both_ends_of_a_stream_notice_a_lost_peer(cluster: Make) -> None:
     with connected(servers.address, lanes="stream") as client:
         make_step(client)
         (stream,) = streams_of(client)
-        closers = servers.servers[0]._streams._streams._closers.values()
+        by_worker = servers.servers[0]._streams._port.streams._closers.values()
+        closers = [close for streams in by_worker for close in streams]
         ends = [close.__self__._socket._socket for close in closers]  # type: ignore[attr-defined]
         found = [sock for sock in ends if sock.getpeername() == stream._socket.getsockname()]
         assert len(found) == 1

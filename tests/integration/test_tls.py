@@ -33,8 +33,8 @@ SGD = OptimizerSettings("sgd", ({"lr": 1.0},))
 
 def unchecked(files: TlsFiles, needs_name: str | None) -> TlsMaterial:
     """Read files that a process would not start with."""
-    parts = (path.read_bytes() for path in (files.ca, files.cert, files.key))
-    return TlsMaterial(*parts, 0.0, ())
+    ca, cert, key = (path.read_bytes() for path in (files.ca, files.cert, files.key))
+    return TlsMaterial(ca, cert, key, 0.0, ())
 
 
 def make(folder: Path, **options: Any) -> Credentials:

@@ -43,7 +43,13 @@ CLIENTS = {
     "xmlrpc",
 }
 SERVERS = {"http.server"}
-ALLOWED = {"pscommon.telemetry.http": {"self._listening.accept"}}  # it gets a listening socket
+ALLOWED = {
+    # the metrics server gets a listening socket and contexts
+    "pscommon.telemetry.http": {"self._listening.accept"},
+    "pscommon.telemetry.http_connection": {"context.wrap_socket"},
+    # it finds out why a connection fails, and needs contexts that no connection may use
+    "pscommon.wire.tls_probe": {"context.wrap_socket", "socket.create_connection"},
+}
 
 
 def openings(source: Source) -> set[str]:

@@ -72,13 +72,14 @@ def assigned_from_outside(source: Source, names: set[str]) -> Iterator[int]:
                     yield node.lineno
 
 
-def test_servers_pass_callbacks_to_constructors() -> None:
+@pytest.mark.parametrize("package", ["psserver", "psworker"])
+def test_callbacks_are_passed_to_constructors(package: str) -> None:
     """A Protocol, or a function, is passed once; no default waits to be replaced from outside."""
-    servers = [source for source in packages() if source.module.startswith("psserver")]
-    names = callbacks(servers)
+    sources = [source for source in packages() if source.module.startswith(package)]
+    names = callbacks(sources)
     found = [
         f"{source.path}:{line}"
-        for source in servers
+        for source in sources
         for line in assigned_from_outside(source, names)
     ]
 

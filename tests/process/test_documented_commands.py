@@ -1,4 +1,4 @@
-"""Every shell command of README.md and of the tutorial runs, except targets of make.
+"""Every command in a shell block of these pages runs, except targets of make.
 
 Each section starts in an empty folder with the page's files. If the title of a block names a
 terminal and the block starts a server or worker, it stays running; each of these must exit with 0.
@@ -19,7 +19,11 @@ from tests.support.documentation_pages import ROOT, Block, blocks
 from tests.support.namespaces import Cable
 from tests.support.programs import BIN, Program, Programs, programs_in
 
-PAGES = (ROOT / "README.md", ROOT / "docs/tutorial.md")
+COMPLETE = (ROOT / "README.md", ROOT / "docs/tutorial.md")
+"""Pages that name the language of each block."""
+
+OPERATIONS = ROOT / "docs/operations"
+PAGES = (*COMPLETE, OPERATIONS / "deploy.md", OPERATIONS / "security.md")
 LIMIT = 200.0
 
 SECTIONS = [
@@ -94,7 +98,7 @@ def test_commands_of_a_section_succeed(
     page: Path, section: str, programs: Programs, machines: list[tuple[str, ...]]
 ) -> None:
     for block in blocks(page):
-        if block.language == "python":
+        if block.language in ("python", "toml") and block.title:
             programs.script(block.text, block.title)
     runner = SectionRunner(programs, machines)
     for block in blocks(page):
@@ -103,8 +107,13 @@ def test_commands_of_a_section_succeed(
     runner.finish()
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", COMPLETE, ids=lambda page: page.stem)
 def test_every_block_is_a_command_or_a_file(page: Path) -> None:
     """The test above therefore runs every command."""
-    assert {block.language for block in blocks(page)} == {"sh", "python"}
-    assert all(block.title.endswith(".py") for block in blocks(page) if block.language == "python")
+    suffixes = {"python": ".py", "toml": ".toml"}
+
+    assert {"sh", "python"} <= {block.language for block in blocks(page)} <= {"sh", *suffixes}
+    assert all(
+        block.language == "sh" or block.title.endswith(suffixes[block.language])
+        for block in blocks(page)
+    )

@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 
 from pscommon.core.errors import InvalidRequestError, PSError
-from psserver.core.commands.data_commands import LeaseBatches, ReportMetrics
+from psserver.core.commands.data_commands import ReportMetrics
 from psserver.core.commands.job_commands import PolicySettings, SetPolicy
 from psserver.core.commands.recorder import Recorder
 from psserver.core.commands.worker_commands import Join, Leave
@@ -136,11 +136,9 @@ class WorkerFaults:
         rng, coordinator = random.Random(self.rng.random()), self.coordinator
         worker = self.recorder.do(Join(rank=None, host="h", pid=1, device="cpu"), self.now).worker
         for _ in range(5):
-            command = invalid_requests.request(rng, [worker, 0, 2**64 - 1])
-            if isinstance(command, invalid_requests.JOB_WIDE_REQUESTS) or (
-                isinstance(command, LeaseBatches) and command.spec.loop == 0
-            ):
-                continue  # the first request for loop 0 would define it for all workers
+            command = invalid_requests.request(rng, [worker, 0, 2**63 - 1])
+            if isinstance(command, invalid_requests.JOB_WIDE_REQUESTS):
+                continue
             before = json.dumps(coordinator.job.as_json())
             try:
                 self.recorder.do(command, self.now)
@@ -152,6 +150,7 @@ class WorkerFaults:
                 )
             except PSError:
                 continue
+            invalid_requests.encode(coordinator)
         with suppress(ZeroDivisionError, PSError):
             self.recorder.do(ReportMetrics(worker, {invalid_requests.FAULT: 1.0}), self.now)
         self.report_unfit_push(rng, worker)

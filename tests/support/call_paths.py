@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from pscommon.wire.frames import ExchangeStub
-from pscommon.wire.requests import AnyRequest, stub
+from pscommon.wire.requests import AnyRequest, Stub
 from psworker.transport import executor, grpc_exchanges
 from psworker.transport.socket_connection import SocketConnection
 from tests.support.sources import ROOT
@@ -80,7 +80,7 @@ def recorded_paths(monkeypatch: pytest.MonkeyPatch) -> Iterator[RequestPaths]:
         return exchanges
 
     def request_stub(channel: Any, row: AnyRequest) -> Any:
-        return Recorded(stub(channel, row), paths, row.name)
+        return Recorded(Stub(channel, row), paths, row.name)
 
     def recorded(method: Any) -> Any:
         def call(*args: Any) -> Any:
@@ -93,7 +93,7 @@ def recorded_paths(monkeypatch: pytest.MonkeyPatch) -> Iterator[RequestPaths]:
         patch.setattr(threading.Thread, "start", start_with_path)
         patch.setattr(executor, "Future", SubmittedFuture)
         patch.setattr(grpc_exchanges, "ExchangeStub", exchange_stub)
-        patch.setattr(grpc_exchanges, "stub", request_stub)
+        patch.setattr(grpc_exchanges, "Stub", request_stub)
         patch.setattr(SocketConnection, "_push", recorded(SocketConnection._push))
         patch.setattr(SocketConnection, "_push_open", recorded(SocketConnection._push_open))
         yield paths

@@ -61,7 +61,7 @@ ALLOWED: dict[str, set[str]] = {
         "pscommon.telemetry",
         "psworker.session",
     },
-    "psworker.local_servers": {"pscommon.core", "psworker.launch"},
+    "psworker.local_servers": {"pscommon.core", "pscommon.security", "psworker.launch"},
     "psworker.steps": {
         "pscommon.core",
         "pscommon.system",
@@ -91,6 +91,7 @@ ALLOWED: dict[str, set[str]] = {
     "psworker.integrations": {"pscommon.core", "psworker.data", "psworker.job"},
     "psworker.transport": {
         "pscommon.core",
+        "pscommon.security",
         "pscommon.settings",
         "pscommon.system",
         "pscommon.telemetry",
@@ -99,6 +100,7 @@ ALLOWED: dict[str, set[str]] = {
     },
     "psworker.connection": {
         "pscommon.core",
+        "pscommon.security",
         "pscommon.settings",
         "pscommon.system",
         "pscommon.telemetry",
@@ -137,6 +139,7 @@ ALLOWED: dict[str, set[str]] = {
         "pscommon.core",
         "pscommon.optim",
         "pscommon.settings",
+        "pscommon.snapshot",
         "pscommon.system",
         "pscommon.telemetry",
         "pscommon.wire",
@@ -180,7 +183,6 @@ ALLOWED: dict[str, set[str]] = {
         "pscommon.telemetry",
         "psworker.client",
         "psworker.job",
-        "psworker.optim",
         "psworker.session",
     },
     "psserver.core.coordinator": {
@@ -295,7 +297,6 @@ ALLOWED: dict[str, set[str]] = {
         "pscommon.core",
         "pscommon.system",
         "pscommon.wire",
-        "psserver.core.commands",
         "psserver.core.shard",
         "psserver.parameters",
         "psserver.process",
@@ -333,6 +334,7 @@ ALLOWED: dict[str, set[str]] = {
     "psworker.training": {
         "pscommon.core",
         "pscommon.optim",
+        "pscommon.security",
         "pscommon.settings",
         "pscommon.telemetry",
         "psworker.client",
@@ -358,6 +360,7 @@ ALLOWED: dict[str, set[str]] = {
     },
     "psserver.server": {
         "pscommon.core",
+        "pscommon.security",
         "pscommon.snapshot",
         "pscommon.telemetry",
         "pscommon.wire",
@@ -371,6 +374,7 @@ ALLOWED: dict[str, set[str]] = {
     },
     "psserver.app": {
         "pscommon.core",
+        "pscommon.security",
         "pscommon.system",
         "pscommon.telemetry",
         "psserver.coordinator",
@@ -383,6 +387,7 @@ ALLOWED: dict[str, set[str]] = {
     "psserver.cli": {
         "pscommon.entry",
         "pscommon.optim",
+        "pscommon.security",
         "pscommon.settings",
         "pscommon.system",
         "pscommon.telemetry",

@@ -1,7 +1,7 @@
 """Workers that consist of a socket: a test can have thousands of them."""
 
 import socket
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -21,14 +21,24 @@ class LightClient:
     def __init__(self, joined: co.JoinResponse, address: str) -> None:
         """joined: What `join` has returned. address: The server's stream port."""
         self._job, self._worker = joined.job, joined.worker
-        host, _, port = address.rpartition(":")
-        self.sock = socket.create_connection((host, int(port)), 60.0)
         hello = stream_pb2.StreamHello(
             format=3, job=joined.job, worker=joined.worker, key=joined.key
         )
-        self.sock.sendall(MAGIC + encode_frame(FrameKind.HELLO, hello.SerializeToString()))
-        assert self._receive(len(MAGIC)) == MAGIC
+        self.greet(address, hello.SerializeToString())
         assert self.answer()[0] is FrameKind.WELCOME
+
+    @classmethod
+    def unanswered(cls, address: str, hello: bytes) -> Self:
+        """Connect and send a greeting, whose answer is not received yet."""
+        client = cls.__new__(cls)
+        client.greet(address, hello)
+        return client
+
+    def greet(self, address: str, hello: bytes) -> None:
+        host, _, port = address.rpartition(":")
+        self.sock = socket.create_connection((host, int(port)), 60.0)
+        self.sock.sendall(MAGIC + encode_frame(FrameKind.HELLO, hello))
+        assert self._receive(len(MAGIC)) == MAGIC
 
     def push(self, seq: int, floats: int) -> None:
         """Send a small push of ones without waiting for the answer."""

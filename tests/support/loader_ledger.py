@@ -30,12 +30,12 @@ class Ledger(LocalClient):
             self.loops.append(loop)
         return super().next_batches(loop, count, idle, first_open)
 
-    def return_batches(self, batches: Any) -> None:
-        self.returned += batches
-        super().return_batches(batches)
-
-    def drop_batches(self, batches: Any) -> None:
-        self.dropped += batches
+    def return_batches(self, batches: Any, used: bool = False) -> None:
+        if used:
+            self.dropped += batches
+        else:
+            self.returned += batches
+        super().return_batches(batches, used)
 
     def exchange(self, **call: Any) -> PushResult:
         if call["gradients"] is not None:

@@ -46,13 +46,13 @@ class Probe:
 
 def read_all(sock: socket.socket) -> bytes:
     """Return all bytes until the peer ends the stream or the connection."""
-    received = b""
+    received = bytearray()
     try:
         while data := sock.recv(1 << 16):
             received += data
     except ConnectionResetError:
         pass
-    return received
+    return bytes(received)
 
 
 def ended(sock: socket.socket) -> bool:

@@ -6,14 +6,21 @@ deploy/test-compose tests what needs a Docker engine.
 import json
 import os
 import re
+import ssl
 import subprocess
 import sys
+import threading
 from contextlib import closing
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from importlib.util import find_spec
+from pathlib import Path
 
 import click
 import pytest
 
+from pscommon.security.certificates import init_tls
+from pscommon.security.tls_files import CLIENT_NAME, SERVER_NAME
+from pscommon.security.tokens import init_tokens
 from pscommon.telemetry.http import MetricsServer, new_registry
 from pscommon.wire.endpoint import Endpoint, listen_http
 from psserver.cli import COMMAND as SERVER
@@ -35,7 +42,16 @@ def service(name: str) -> str:
 
 def server(shard: int) -> ServerConfig:
     flags = re.findall(r"^ +- (--\S+)$", service(f"server-{shard}"), re.M)
+    flags += protection("x-server: &server")
     return ServerConfig.from_settings(SERVER.make_context("ps-server", flags).params)
+
+
+def protection(heading: str) -> list[str]:
+    """Return the flags of the PS_TLS_ and PS_TOKEN_FILE variables below a heading."""
+    text = COMPOSE.partition(heading)[2].partition("\n\n")[0]
+    found = re.findall(r"PS_(TLS_\w+|TOKEN_FILE): (\S+)$", text, re.M)
+    flags = [(f"--{name.lower().replace('_', '-')}", path) for name, path in found]
+    return [each for flag in flags for each in flag]
 
 
 def test_both_servers_form_one_job() -> None:
@@ -63,6 +79,7 @@ def test_workers_run_an_existing_example_against_both_servers() -> None:
     command = re.search(r"command: &train \[(.*)\]", service("worker-0"))
     assert command
     args = [arg.strip('"') for arg in re.findall(r'"[^"]*"|[^\s,"]+', command[1])]
+    args = [*protection("x-worker-environment"), *args]
     settings = WORKER.make_context("ps-worker", args).params
 
     assert re.search("command: [*]train", service("worker-1"))
@@ -91,26 +108,88 @@ def test_prometheus_scrapes_every_container() -> None:
     ]
     # with --scale a name has several addresses
     assert f"{{names: [worker-0, worker-1], type: A, port: {bind[1]}, " in workers
-    assert f"http://127.0.0.1:{bind[1]}/readyz" in DOCKERFILE
+    assert f"://127.0.0.1:{bind[1]}/readyz" in DOCKERFILE
+
+
+def test_all_services_use_the_files_that_one_makes_first(tmp_path: Path) -> None:
+    """Each name of a file below /credentials is one that the service `credentials` writes."""
+    made = {path.name for path in (*init_tls(tmp_path), *init_tokens(tmp_path))}
+    config = (DEPLOY / "prometheus.yml").read_text()
+    used = re.findall(r"/credentials/([\w.-]+)", COMPOSE + config)
+
+    assert "ps-ctl tls init /credentials && ps-ctl token init /credentials" in COMPOSE
+    assert made >= set(used) >= {"cert.pem", "client-cert.pem", "tokens", "worker.token"}
+    # YAML merges the variables of a service only if it names them
+    assert all("<<: *worker-environment" in service(f"worker-{n}") for n in (0, 1))
+    waiting = "credentials: {condition: service_completed_successfully}"
+    assert COMPOSE.count(waiting) == 1
+    assert COMPOSE.count("depends_on: *credentials") == 2
+    assert "depends_on:\n    <<: *credentials\n" in COMPOSE
+    assert "install -d -o 10001 -g 10001 -m 0700 /credentials" in DOCKERFILE
+
+
+def test_prometheus_reads_over_https_with_the_read_token() -> None:
+    """It runs as the user of the files. Servers and workers have different certificates."""
+    for name, owner in (("servers", SERVER_NAME), ("workers", CLIENT_NAME)):
+        job = (DEPLOY / "prometheus.yml").read_text().partition(f"job_name: {name}\n")[2]
+        assert job.startswith(
+            "    scheme: https\n"
+            f"    tls_config: {{ca_file: /credentials/ca.pem, server_name: {owner}}}\n"
+            "    authorization: {credentials_file: /credentials/read.token}\n"
+        )
+    assert re.search('user: "10001:10001"', service("prometheus"))
 
 
 @pytest.mark.parametrize(("ready", "code"), [(True, 0), (False, 1)])
 def test_health_check_ignores_the_configured_proxy(ready: bool, code: int) -> None:
     """Docker sets proxy variables in containers."""
+    with closing(
+        MetricsServer(listen_http(Endpoint("127.0.0.1:0")), new_registry(), lambda: (ready, ""))
+    ) as monitor:
+        assert health_check(monitor.address, PS_TLS_CERT="") == code
+
+
+class ReadyPage(BaseHTTPRequestHandler):
+    """Answers /readyz."""
+
+    def do_GET(self) -> None:
+        self.send_response(200 if self.path == "/readyz" else 404)
+        self.end_headers()
+
+
+def test_health_check_does_not_verify_the_certificate(tmp_path: Path) -> None:
+    """It asks the port by address, and the CA is not that of the system."""
+    init_tls(tmp_path)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(tmp_path / "cert.pem", tmp_path / "key.pem")
+    with HTTPServer(("127.0.0.1", 0), ReadyPage) as server:
+        server.socket = context.wrap_socket(server.socket, server_side=True)
+        serving = threading.Thread(target=server.serve_forever)
+        serving.start()
+        address = f"127.0.0.1:{server.server_port}"
+        try:
+            assert health_check(address, PS_TLS_CERT=str(tmp_path / "cert.pem")) == 0
+            assert health_check(address, PS_TLS_CERT="") == 1
+        finally:
+            server.shutdown()
+            serving.join()
+
+
+def health_check(address: str, **environment: str) -> int:
+    """Run the image's health check against an address; return its exit code."""
     command = re.search(r"HEALTHCHECK .* CMD (\[.*?\])$", DOCKERFILE.replace("\\\n", ""), re.M)
     assert command
     name, *arguments = json.loads(command[1])
     assert name == "python"
-    away = {"http_proxy": "http://127.0.0.1:9"}
-    with closing(
-        MetricsServer(listen_http(Endpoint("127.0.0.1:0")), new_registry(), lambda: (ready, ""))
-    ) as monitor:
-        here = [text.replace("127.0.0.1:9464", monitor.address) for text in arguments]
-        done = subprocess.run(
-            [sys.executable, *here], env=os.environ | away, stderr=subprocess.DEVNULL, timeout=60
-        )
-
-    assert done.returncode == code
+    here = [text.replace("127.0.0.1:9464", address) for text in arguments]
+    away = {"http_proxy": "http://127.0.0.1:9", "https_proxy": "http://127.0.0.1:9"}
+    done = subprocess.run(
+        [sys.executable, *here],
+        env=os.environ | away | environment,
+        stderr=subprocess.DEVNULL,
+        timeout=60,
+    )
+    return done.returncode
 
 
 def test_the_shm_overlay_covers_all_four_services() -> None:
@@ -121,7 +200,8 @@ def test_the_shm_overlay_covers_all_four_services() -> None:
 
     assert found == {"server-0": "shareable", **dict.fromkeys(joined, "service:server-0")}
     assert re.search(r"^  server-0:\n    ipc: .*\n    shm_size: \${SHM_SIZE:-\w+}$", overlay, re.M)
-    assert all("depends_on: [server-0" in text for text in (overlay, COMPOSE))
+    assert "depends_on: [server-0]" in overlay
+    assert "server-0: {condition: service_started}" in COMPOSE
 
 
 def test_processes_in_the_image_do_not_run_as_root() -> None:

@@ -113,17 +113,11 @@ class LoopSpec:
 
         Fields for samplers are present only if they are set.
         """
-        of_samplers = {"order": self.order, "sampler": self.sampler, "batches": self.batches}
+        values = {name: getattr(self, name) for name in self.__slots__}
         return {
-            "loop": self.loop,
-            "size": self.size,
-            "batch_size": self.batch_size,
-            "epochs": self.epochs,
-            "drop_last": self.drop_last,
-            "shuffle": self.shuffle,
-            "seed": self.seed,
-            "first_epoch": self.first_epoch,
-            **{key: value for key, value in of_samplers.items() if value},
+            name: value
+            for name, value in values.items()
+            if value or name not in ("order", "sampler", "batches")
         }
 
 

@@ -59,12 +59,7 @@ class StreamSpec:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the fields, JSON-ready; spec_from_dict is the inverse."""
-        return {
-            "loop": self.loop,
-            "sources": self.sources,
-            "batch_size": self.batch_size,
-            "epochs": self.epochs,
-        }
+        return {name: getattr(self, name) for name in self.__slots__}
 
 
 Spec = LoopSpec | StreamSpec

@@ -43,8 +43,29 @@ MAX_ATTEMPT = 1_000_000
 MAX_SHARDS = 4096
 """Servers of a job."""
 
+MAX_SHARD_NBYTES = 2**50
+"""Bytes of one shard's part of the model, of its file in a snapshot, or of its log."""
+
+MAX_MEMBERS = 100_000
+"""Workers in one report of a shard."""
+
 MAX_TENSORS = 100_000
 """Tensors of a model."""
+
+MAX_DIMENSIONS = 64
+"""Sides of a tensor's shape; numpy and torch have the same bound."""
+
+MAX_UNGREETED_STREAMS = 1000
+"""Connections to a stream port whose peers have not greeted the server yet."""
+
+MAX_REQUEST_STREAMS = 8
+"""Streams of a worker for requests to the coordinator. It has one stream for tensors."""
+
+MAX_PUSHES_PER_WORKER = 2
+"""Pushes of a worker whose bytes a shard holds: one that is received, one that is not decided."""
+
+MAX_PULLS_PER_WORKER = 1
+"""Pulls of a worker whose bytes a shard is sending."""
 
 MAX_NAME_CHARACTERS = 256
 """Characters in the name of a host, device, phase or reported value."""
@@ -54,9 +75,6 @@ MAX_REASON_CHARACTERS = 2000
 
 MAX_METRICS = 1000
 """Names of reported values in a job."""
-
-MAX_COLLECTIVE_CALLS = 2**63 - 1
-"""Collective calls of a job, by the largest number."""
 
 MAX_COLLECTIVE_VALUES = 256
 """Values of one all_reduce."""

@@ -292,11 +292,9 @@ def _fit(mine: TensorSpec, theirs: TensorSpec) -> bool:
 
 def _tensor_difference(mine: TensorSpec, theirs: TensorSpec) -> str:
     text = f"{mine.name}: {mine.describe()}, the job has {theirs.describe()}"
-    return (
-        text
-        if mine.group == theirs.group
-        else f"{text}; group {mine.group}, the job has {theirs.group}"
-    )
+    if mine.group == theirs.group:
+        return text
+    return f"{text}; group {mine.group}, the job has {theirs.group}"
 
 
 def _optimizers_differences(

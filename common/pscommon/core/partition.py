@@ -167,9 +167,8 @@ class PartitionPlan:
 
     def extent(self, tensor: int) -> ByteRange:
         """Return the byte range of a whole tensor, without padding."""
-        return ByteRange(
-            self.starts[tensor], self.starts[tensor] + self.spec.tensors[tensor].nbytes
-        )
+        start = self.starts[tensor]
+        return ByteRange(start, start + self.spec.tensors[tensor].nbytes)
 
     def segments(self, span: ByteRange) -> list[TrainableRange]:
         """Split the range `span` where dtype, parameter group or treatment changes."""

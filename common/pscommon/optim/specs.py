@@ -213,11 +213,9 @@ def check_rates(groups: Groups, like: OptimizerSettings) -> None:
 
 def scalars_to_json(scalars: Scalars) -> str:
     """Return state per tensor as JSON, which keeps every bit; empty: there is none."""
-    return (
-        json.dumps({name: dict(values) for name, values in scalars.items()}, sort_keys=True)
-        if scalars
-        else ""
-    )
+    if not scalars:
+        return ""
+    return json.dumps({name: dict(values) for name, values in scalars.items()}, sort_keys=True)
 
 
 def scalars_from_json(text: str) -> dict[str, dict[int, float]]:

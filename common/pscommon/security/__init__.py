@@ -1,3 +1,11 @@
 """Files for security: certificates, keys and tokens; how they are read, checked and made."""
 
-__all__ = ["certificates", "secret_files", "settings", "tls_files", "tokens"]
+__all__ = [
+    "certificates",
+    "credentials",
+    "secret_files",
+    "settings",
+    "tls",
+    "tls_files",
+    "tokens",
+]

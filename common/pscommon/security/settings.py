@@ -1,7 +1,7 @@
 """What a process uses to prove itself and to know others, from its settings."""
 
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from ipaddress import ip_address
 from pathlib import Path
@@ -9,6 +9,9 @@ from typing import Any
 
 from pscommon.core.errors import InvalidRequestError
 from pscommon.security.tls_files import MAKE_TLS, TlsFiles
+from pscommon.telemetry.logs import get_logger
+
+log = get_logger(__name__)
 
 TLS_KEYS = ("tls_ca", "tls_cert", "tls_key")
 
@@ -40,9 +43,21 @@ def check_exposure(flag: str, address: str, settings: SecuritySettings) -> None:
     """
     if settings.tls is None and not settings.insecure and not is_loopback(address):
         raise InvalidRequestError(
-            f"{flag} {address} can be reached from other machines, without protection. Try: "
-            f"`--tls-ca`, `--tls-cert` and `--tls-key` with the files of `{MAKE_TLS} DIR`, or "
-            f"`--insecure` in a network where all may read and change the job"
+            f"{flag} {address} is open to other machines. Try: `--tls-ca`, `--tls-cert` and "
+            f"`--tls-key` with the files of `{MAKE_TLS} DIR`, or `--insecure` where everyone in "
+            f"the network may change the job"
+        )
+
+
+def warn_of_plain_text(addresses: Iterable[str | None], settings: SecuritySettings) -> None:
+    """Warn, once per start, if others can reach addresses of this process without TLS."""
+    exposed = sorted({each for each in addresses if each is not None and not is_loopback(each)})
+    if exposed and settings.tls is None:
+        log.warning(
+            "plain_text_permitted",
+            addresses=exposed,
+            effect="all who reach these addresses can read and change the job's traffic",
+            remedy="--tls-ca, --tls-cert and --tls-key instead of --insecure",
         )
 
 

@@ -217,17 +217,18 @@ RUN_ONLY: tuple[Option, ...] = (
 )
 """Options that only ps-run has."""
 
-SERVER_JOB = (*POLICY, EXIT_WHEN_DONE, OPTIMIZERS)
-
-SERVER_LOCAL = (LANES, IN_FLIGHT, METRICS_BIND, THREADS)
-
 SERVER: tuple[Option, ...] = (
     *PLACEMENT,
-    *SERVER_JOB,
+    *POLICY,
+    EXIT_WHEN_DONE,
+    OPTIMIZERS,
     *DURABILITY,
     *STANDBY,
     *PROTECTION,
-    *SERVER_LOCAL,
+    LANES,
+    IN_FLIGHT,
+    METRICS_BIND,
+    THREADS,
     *LOGGING,
 )
 

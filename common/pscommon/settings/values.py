@@ -70,9 +70,6 @@ class ValueType(ParamType):
 class PathType(click.Path):
     """Path of a file or folder; refuses an empty path, as from an unset shell variable."""
 
-    def __init__(self, **remaining: Any) -> None:
-        super().__init__(path_type=Path, **remaining)
-
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """Check a value; called by click."""
         if value == "":
@@ -296,8 +293,8 @@ def device(text: str) -> str:
 COUNT = ValueType("INTEGER", count, int)
 COUNT_OR_NONE = ValueType("INTEGER", count_or_none, int)
 VERSION = ValueType("INTEGER", version, int)
-FOLDER = PathType(file_okay=False)
-FILE = PathType(dir_okay=False)
+FOLDER = PathType(file_okay=False, path_type=Path)
+FILE = PathType(dir_okay=False, path_type=Path)
 SECONDS = ValueType("SECONDS", seconds, int, float)
 LISTEN = ValueType("HOST:PORT", listening)
 ADDRESS = ValueType("HOST:PORT", address)

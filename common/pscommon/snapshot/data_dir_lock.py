@@ -28,7 +28,8 @@ class DataDirLock:
 
     def __enter__(self) -> "DataDirLock":
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
+            # no other user may write to it, whatever the umask
+            self.path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
             while self._descriptor < 0:
                 self._descriptor = self._try()
         except OSError as error:
@@ -50,7 +51,8 @@ class DataDirLock:
         # a file that cannot be removed (another user's folder) is not locked afterwards
         with contextlib.suppress(OSError):
             self.path.unlink(missing_ok=True)
-        self._close()
+        os.close(self._descriptor)
+        self._descriptor = -1
 
     def _try(self) -> int:
         """Return the locked descriptor; -1 if the previous holder has just removed the file."""
@@ -77,8 +79,3 @@ class DataDirLock:
             return os.path.samestat(os.fstat(descriptor), self.path.lstat())
         except FileNotFoundError:
             return False
-
-    def _close(self) -> None:
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1

@@ -104,7 +104,7 @@ class Manifest:
             "coordinator": dict(self.coordinator),
             "libraries": dict(self.libraries),
         }
-        return _render(_checksum(body), body)
+        return _sealed(body)
 
     @staticmethod
     def from_json(text: str) -> "Manifest":
@@ -147,8 +147,9 @@ def _render(checksum: str, body: Mapping[str, Any]) -> str:
     return json.dumps({"sha256": checksum, **body}, indent=1) + "\n"
 
 
-def _checksum(body: Mapping[str, Any]) -> str:
-    return hashlib.sha256(_render("", body).encode("ascii")).hexdigest()
+def _sealed(body: Mapping[str, Any]) -> str:
+    """Return the text of these fields, with the checksum of the text without one."""
+    return _render(hashlib.sha256(_render("", body).encode("ascii")).hexdigest(), body)
 
 
 def _checked(text: str) -> dict[str, Any]:
@@ -161,8 +162,8 @@ def _checked(text: str) -> dict[str, Any]:
         body = json.loads(text)
         if not isinstance(body, dict):
             raise SnapshotError("damaged: not a JSON object")
-        checksum = body.pop("sha256", None)
-        is_intact = checksum == _checksum(body) and text == _render(checksum, body)
+        body.pop("sha256", None)
+        is_intact = text == _sealed(body)
     except (ValueError, RecursionError) as error:
         raise SnapshotError(f"damaged: not JSON: {error}") from error
     if not is_intact:

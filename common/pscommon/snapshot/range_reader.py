@@ -79,10 +79,8 @@ class SnapshotReader:
         gaps = self._fill(kind, span, torch.frombuffer(target, dtype=torch.uint8))
         missing = next((found for gap in gaps for found in self._plan.slices(gap)), None)
         if missing is not None and kind == "weight":
-            name, folder = (
-                self.model.tensors[missing.tensor].name,
-                self._snapshots.path(self._manifest.version),
-            )
+            name = self.model.tensors[missing.tensor].name
+            folder = self._snapshots.path(self._manifest.version)
             files = ", ".join(
                 self._manifest.parts[shard].file for shard in self._holders(ByteRange(*missing[1:]))
             )

@@ -40,15 +40,10 @@ def process_id(pid: int | None = None) -> str:
 def is_running(name: str) -> bool:
     """Return whether this process runs and is visible to this process."""
     process = _parsed(name)
-    stat = (
-        _stat(process.pid) if process is not None and process.namespace == pid_namespace() else None
-    )
-    return (
-        process is not None
-        and stat is not None
-        and stat[1] == process.started
-        and not _is_dead(process.pid, stat[0])
-    )
+    if process is None or process.namespace != pid_namespace():
+        return False
+    stat = _stat(process.pid)
+    return stat is not None and stat[1] == process.started and not _is_dead(process.pid, stat[0])
 
 
 def has_ended(name: str) -> bool:

@@ -188,23 +188,8 @@ class SharedRegion:
         return file
 
 
-class AttachedRegion:
-    """The region of another process.
-
-    Attributes:
-        memory: Writable view of the same bytes, format "B".
-    """
-
-    def __init__(self, memory: memoryview) -> None:
-        self.memory = memory
-
-    def close(self) -> None:
-        """Release the memory; `memory` is empty then. Existing views stay valid. Idempotent."""
-        self.memory = memoryview(bytearray())
-
-
-def attach(offer: MemoryOffer, folder: Path = FOLDER) -> AttachedRegion:
-    """Map the region of an offer.
+def attach(offer: MemoryOffer, folder: Path = FOLDER) -> memoryview:
+    """Map the region of an offer; return a writable view of its bytes, format "B".
 
     Raises:
         NotSharedError: The offer is not valid here; the message has the reason.
@@ -221,9 +206,8 @@ def attach(offer: MemoryOffer, folder: Path = FOLDER) -> AttachedRegion:
     try:
         if fault := _fault(descriptor, offer):
             raise NotSharedError(f"{path} {fault}")
-        return AttachedRegion(
-            memoryview(_own(_map(HEADER_BYTES + offer.nbytes, descriptor), offer.nbytes)).cast("B")
-        )
+        mapping = _own(_map(HEADER_BYTES + offer.nbytes, descriptor), offer.nbytes)
+        return memoryview(mapping).cast("B")
     except OSError as error:
         raise NotSharedError(f"{path}: {error.strerror}") from error
     finally:

@@ -38,11 +38,9 @@ class ThreadTeam:
 
     def parts(self, nbytes: int) -> int:
         """Return the number of parts for a pass over `nbytes` bytes."""
-        return (
-            max(1, min(self._threads * PARTS_PER_THREAD, nbytes // PART_BYTES))
-            if self._threads > 1
-            else 1
-        )
+        if self._threads <= 1:
+            return 1
+        return max(1, min(self._threads * PARTS_PER_THREAD, nbytes // PART_BYTES))
 
     def map(self, work: Callable[[T], R], items: Sequence[T]) -> list[R]:
         """Return the results of `work` for all items; threads take items one after another.

@@ -14,7 +14,6 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from functools import partial
 from http import HTTPStatus
 from typing import TypeVar
@@ -23,6 +22,7 @@ from urllib.parse import parse_qs
 from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector
 from prometheus_client.exposition import choose_encoder, gzip_accepted
 
+from pscommon.telemetry.http_connection import HttpConnection
 from pscommon.telemetry.http_request import (
     Access,
     Answer,
@@ -53,7 +53,6 @@ NOTICE_SECONDS = 10.0
 T = TypeVar("T")
 
 Ready = Callable[[], tuple[bool, str]]
-Tls = ssl.SSLContext | Callable[[], ssl.SSLContext]
 
 # buckets of every histogram of durations: from a loopback call to the pull of a large model
 SECONDS = (
@@ -74,8 +73,6 @@ SECONDS = (
     30.0,
     60.0,
 )
-
-_END_OF_HEAD = b"\r\n\r\n"
 
 log = get_logger(__name__)
 
@@ -103,7 +100,7 @@ class MetricsServer:
         ready: Ready,
         *,
         authorize: Callable[[str], bool] | None = None,
-        tls: Tls | None = None,
+        tls: Callable[[], ssl.SSLContext] | None = None,
         is_insecure: bool = False,
         request_seconds: float = REQUEST_SECONDS,
     ) -> None:
@@ -115,8 +112,8 @@ class MetricsServer:
             ready: called at every /readyz, in another thread; returns whether this process is
                 ready, and the reason in one line.
             authorize: returns whether a token permits to read; None: there are no tokens.
-            tls: the context of a connection, which asks for no client certificate; a function
-                returns the present one. None: plain HTTP.
+            tls: returns the context for the next connection, which asks for no client certificate;
+                None: plain HTTP.
             is_insecure: permits other machines to read if there are no tokens.
             request_seconds: limit of one request.
         """
@@ -172,19 +169,19 @@ class MetricsServer:
                 ACCEPT_PAUSE_SECONDS, self._loop.add_reader, self._listening, self._accept
             )
             return
-        sock.setblocking(False)
         if len(self._connections) >= MAX_CONNECTIONS_COUNT:
             idle = (task for task, is_busy in self._connections.items() if not is_busy)
             oldest = next(idle, next(iter(self._connections)))
             del self._connections[oldest]
             oldest.cancel()
-        task = self._loop.create_task(self._serve(sock))
+        connection = HttpConnection(sock)
+        task = self._loop.create_task(self._serve(connection))
         self._connections[task] = False
-        task.add_done_callback(partial(self._end, sock))
+        task.add_done_callback(partial(self._end, connection))
 
-    def _end(self, sock: socket.socket, task: "asyncio.Task[None]") -> None:
+    def _end(self, connection: HttpConnection, task: "asyncio.Task[None]") -> None:
         self._connections.pop(task, None)
-        sock.close()  # for a task that was cancelled before it began
+        connection.close()
 
     def _mark(self, is_busy: bool) -> None:
         """Make the connection of this task the newest one, unless it was closed."""
@@ -193,64 +190,39 @@ class MetricsServer:
         if self._connections.pop(task, None) is not None:
             self._connections[task] = is_busy
 
-    async def _serve(self, sock: socket.socket) -> None:
+    async def _serve(self, connection: HttpConnection) -> None:
         """Serve one connection until its peer, a limit or the server ends it."""
-        reader = asyncio.StreamReader(MAX_HEAD_BYTES, self._loop)
-        protocol = asyncio.StreamReaderProtocol(reader, loop=self._loop)
-        transport: asyncio.Transport | None = None
         try:
             async with asyncio.timeout(self._request_seconds) as limit:
-                # a silent peer costs neither a transport nor the 256 KiB of a handshake
-                await self._first_byte(sock)
-                transport, _ = await self._loop.connect_accepted_socket(
-                    lambda: protocol, sock, ssl=self._tls() if callable(self._tls) else self._tls
-                )
-                # drain() waits for the whole answer; with zero for both it never returns over TLS
-                transport.set_write_buffer_limits(high=1, low=0)
-                writer = asyncio.StreamWriter(transport, protocol, reader, self._loop)
-                while await self._answer_one(reader, writer):
+                if self._tls is not None:
+                    await connection.begin(self._tls)
+                while await self._answer_next(connection):
                     self._mark(is_busy=False)
                     limit.reschedule(self._loop.time() + self._request_seconds)
                     await asyncio.sleep(0)  # after one request it is another connection's turn
                 limit.reschedule(self._loop.time() + LINGER_SECONDS)
-                await _hang_up(reader, writer)
-        except (ConnectionError, TimeoutError, EOFError):
+                await connection.hang_up()
+        except (ConnectionError, TimeoutError, EOFError, ssl.SSLEOFError):
             pass  # the peer is gone, or was too slow
         except Exception as error:
             self._note(repr(error))
-        finally:
-            with suppress(OSError):
-                sock.shutdown(socket.SHUT_RDWR)  # a fork of this process may have a copy
-            if transport is not None:
-                transport.abort()
 
-    async def _first_byte(self, sock: socket.socket) -> None:
-        is_readable = asyncio.Event()
-        self._loop.add_reader(sock, is_readable.set)
-        try:
-            await is_readable.wait()
-        finally:
-            self._loop.remove_reader(sock)
-
-    async def _answer_one(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
+    async def _answer_next(self, connection: HttpConnection) -> bool:
         """Answer the next request, and return whether another one may follow."""
-        request = None
-        try:
-            request = parse_request(await reader.readuntil(_END_OF_HEAD))
-        except asyncio.LimitOverrunError:
+        head = await connection.read_head(MAX_HEAD_BYTES)
+        request = None if head is None else parse_request(head)
+        if head is None:
             answer = text_answer(
                 HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE,
                 f"the head of the request is larger than {MAX_HEAD_BYTES} bytes",
             )
+        elif request is None:
+            answer = text_answer(HTTPStatus.BAD_REQUEST, "this is no request of HTTP/1.1")
         else:
-            if request is None:
-                answer = text_answer(HTTPStatus.BAD_REQUEST, "this is no request of HTTP/1.1")
-            else:
-                answer = await self._answer(request)
+            answer = await self._answer(request)
         is_head = request is not None and request.method == "HEAD"
         may_follow = request is not None and request.keeps_connection
-        writer.write(answer.encode(is_head, may_follow))
-        await writer.drain()
+        await connection.send(answer.encode(is_head, may_follow))
         return may_follow
 
     async def _answer(self, request: HttpRequest) -> Answer:
@@ -294,18 +266,6 @@ class MetricsServer:
         if now - self._noticed_at >= NOTICE_SECONDS:
             log.warning("http_request_failed", problem=problem, failures=self._failures)
             self._failures, self._noticed_at = 0, now
-
-
-async def _hang_up(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """End a connection such that its peer can read the last answer."""
-    with suppress(OSError):
-        if writer.can_write_eof():
-            writer.write_eof()
-            while await reader.read(MAX_HEAD_BYTES):
-                pass
-        else:  # TLS
-            writer.close()
-            await writer.wait_closed()
 
 
 def _render(registry: CollectorRegistry, request: HttpRequest) -> Answer:

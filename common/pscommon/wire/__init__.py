@@ -7,7 +7,10 @@ __all__ = [
     "messages",
     "metrics_port",
     "push",
+    "ranges",
     "requests",
     "status",
     "stream_format",
+    "tls_probe",
+    "tls_socket",
 ]

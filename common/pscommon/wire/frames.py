@@ -13,6 +13,7 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from pscommon.core.errors import InvalidRequestError
+from pscommon.wire.ranges import check_ranges
 from pscommon.wire.requests import EXCHANGE, EXCHANGE_ONCE, Stub
 from psproto.v1 import parameter_server_pb2 as pb
 
@@ -48,8 +49,14 @@ def encode_data(*views: memoryview, offset: int = 0) -> bytes:
 
 
 def decode_request(raw: bytes) -> Frame[pb.PushPullHeader]:
-    """A frame that a server received. InvalidRequestError if it is none."""
-    return _read(raw, pb.PushPullHeader) or _parsed(raw, pb.ExchangeRequest)
+    """A frame that a server received. InvalidRequestError if it is none, or if a number of its
+    header is out of its range.
+    """
+    frame: Frame[pb.PushPullHeader]
+    frame = _read(raw, pb.PushPullHeader) or _parsed(raw, pb.ExchangeRequest)
+    if frame.header is not None:
+        check_ranges(frame.header)
+    return frame
 
 
 def decode_response(raw: bytes) -> Frame[pb.ExchangeResult]:

@@ -9,7 +9,7 @@ from typing import Any
 from pscommon.core.data_loop import LoopSpec
 from pscommon.core.data_stream import Spec, StreamSpec
 from pscommon.core.errors import InvalidRequestError
-from pscommon.core.limits import MAX_TENSORS, loop_problem
+from pscommon.core.limits import loop_problem
 from pscommon.core.log_entries import (
     Apply,
     BatchKey,
@@ -27,7 +27,6 @@ from pscommon.core.log_entries import (
     ShardReport,
     Staged,
 )
-from pscommon.core.metric_row import MetricRow
 from pscommon.core.model_spec import (
     InvalidModelError,
     ModelSpec,
@@ -80,11 +79,6 @@ def model_from_proto(message: mo.ModelSpec) -> ModelSpec:
     Raises:
         InvalidRequestError: the model cannot be trained.
     """
-    if len(message.tensors) > MAX_TENSORS:
-        why = f"it has {len(message.tensors)} tensors, above {MAX_TENSORS}"
-        raise InvalidRequestError(
-            f"the model refused: {why}. Try: join small tensors", "OUT_OF_RANGE"
-        )
     try:
         optimizer = optimizers_from_json(json.loads(message.optimizer_json))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -227,23 +221,8 @@ def report_to_proto(report: ShardReport) -> co.Report:
         digest=report.digest,
         log_broken=report.log_broken,
         moving=report.is_resharding,
-        measured=measured_to_proto(report.measured) if report.measured is not None else None,
+        measured=co.Measured(**report.measured._asdict()) if report.measured else None,
     )
-
-
-def history_row_to_proto(row: MetricRow) -> co.HistoryRow:
-    return co.HistoryRow(
-        time=row.time,
-        version=row.version,
-        worker=row.worker,
-        rank=row.rank,
-        name=row.name,
-        value=row.value,
-    )
-
-
-def measured_to_proto(measured: Measured) -> co.Measured:
-    return co.Measured(index=measured.index, square_norm=measured.square_norm)
 
 
 def report_from_proto(shard: int, message: co.Report) -> ShardReport:
@@ -267,37 +246,28 @@ def report_from_proto(shard: int, message: co.Report) -> ShardReport:
 
 
 def entry_to_proto(entry: Entry) -> co.Entry:
+    body: dict[str, Any]
     match entry:
         case Begin():
-            return co.Entry(index=entry.index, begin=co.Begin(worker=entry.worker))
+            body = {"begin": co.Begin(worker=entry.worker)}
         case Apply():
             contributions = _contributions_to_proto(entry.contributions)
-            return co.Entry(
-                index=entry.index,
-                apply=co.Apply(version=entry.version, contributions=contributions),
-            )
+            body = {"apply": co.Apply(version=entry.version, contributions=contributions)}
         case Measure():
             contributions = _contributions_to_proto(entry.contributions)
-            return co.Entry(index=entry.index, measure=co.Measure(contributions=contributions))
+            body = {"measure": co.Measure(contributions=contributions)}
         case SetBuffers():
-            return co.Entry(
-                index=entry.index, set_buffers=co.SetBuffers(key=key_to_proto(entry.key))
-            )
+            body = {"set_buffers": co.SetBuffers(key=key_to_proto(entry.key))}
         case Reject():
-            reject = co.Reject(
-                key=key_to_proto(entry.key), reason=entry.reason, detail=entry.detail
-            )
-            return co.Entry(index=entry.index, reject=reject)
+            key = key_to_proto(entry.key)
+            body = {"reject": co.Reject(key=key, reason=entry.reason, detail=entry.detail)}
         case Evict():
-            return co.Entry(
-                index=entry.index, evict=co.Evict(worker=entry.worker, reason=entry.reason)
-            )
+            body = {"evict": co.Evict(worker=entry.worker, reason=entry.reason)}
         case Cut():
-            return co.Entry(index=entry.index, cut=co.Cut(version=entry.version))
+            body = {"cut": co.Cut(version=entry.version)}
         case Reshard():
-            return co.Entry(
-                index=entry.index, reshard=co.Reshard(version=entry.version, shards=entry.shards)
-            )
+            body = {"reshard": co.Reshard(version=entry.version, shards=entry.shards)}
+    return co.Entry(index=entry.index, **body)
 
 
 def _contributions_to_proto(contributions: Iterable[Contribution]) -> list[co.Contribution]:

@@ -158,8 +158,5 @@ def _text(failure: grpc.RpcError) -> str:
 
 
 def _shortened(text: str) -> str:
-    return (
-        text
-        if len(text) <= MAX_TEXT_CHARACTERS
-        else f"{text[:MAX_TEXT_CHARACTERS]}... ({len(text) - MAX_TEXT_CHARACTERS} more characters)"
-    )
+    more = len(text) - MAX_TEXT_CHARACTERS
+    return text if more <= 0 else f"{text[:MAX_TEXT_CHARACTERS]}... ({more} more characters)"

@@ -30,6 +30,7 @@ from typing import NamedTuple, TypeVar
 from google.protobuf.message import DecodeError, Message
 
 from pscommon.core.errors import InvalidRequestError
+from pscommon.wire.ranges import CHECKED, check_ranges
 
 MAGIC = b"PSstrm01"
 
@@ -125,11 +126,18 @@ def decode_prefix(
 
 
 def decode_message(kind: type[M], raw: bytes | bytearray) -> M:
-    """Return the message of a frame. Raises InvalidRequestError if it is none of this kind."""
+    """Return the message of a frame or a call.
+
+    Raises:
+        InvalidRequestError: It is none of this kind, or a number of a request is out of its range.
+    """
     try:
-        return kind.FromString(bytes(raw))
+        message = kind.FromString(bytes(raw))
     except DecodeError as error:
         raise InvalidRequestError(f"not a {kind.__name__}: {error}") from error
+    if kind in CHECKED:
+        check_ranges(message)
+    return message
 
 
 _KINDS = {int(kind): kind for kind in FrameKind}

@@ -24,7 +24,7 @@ NO_TLS = ("WRONG_VERSION_NUMBER", "UNEXPECTED_EOF_WHILE_READING", "RECORD_LAYER_
 """What OpenSSL says of an answer that is not TLS, or of none."""
 
 _DATES = {9: "is not valid yet", 10: "has expired"}
-_NAME = 62
+_WRONG_NAME_CODE = 62
 """Results of a verification (X509_V_ERR_ of OpenSSL's x509_vfy.h)."""
 
 _answers: dict[str, tuple[float, AuthenticationError | None]] = {}
@@ -123,7 +123,7 @@ def _bad_server(
             f"{moment(time.time())} here. Try: a new one (`ps-ctl tls init DIR --renew`), or "
             "correct the clock"
         )
-    if error.verify_code == _NAME:
+    if error.verify_code == _WRONG_NAME_CODE:
         return _error(
             f"{who} is not for servers: it lacks the DNS name {SERVER_NAME}. Try: `--tls-cert` of "
             "the server with cert.pem, not client-cert.pem"

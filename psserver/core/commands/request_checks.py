@@ -1,7 +1,9 @@
 """Checks of requests before they become commands of the coordinator.
 
-A refused request changes nothing and is not recorded, so a replay does not contain it. The state
-machine does not call these checks: it replays commands of earlier releases unchanged.
+They depend on the job's state, or on texts. The numbers are in their ranges: that was checked when
+the message was decoded (pscommon/wire/ranges.py). A refused request changes nothing and is not
+recorded, so a replay does not contain it. The state machine does not call these checks: it replays
+commands of earlier releases unchanged.
 """
 
 from collections.abc import Iterable, Sequence
@@ -53,9 +55,7 @@ def push_problem(coordinator: CoordinatorMachine, staged: Staged) -> UnfitPush |
         text = f"computed from version {staged.base}, but the job is at version {version}"
         return UnfitPush("STALE", text)
     problem = ""
-    if not 0 <= staged.samples <= limits.MAX_SAMPLES_PER_PUSH:
-        problem = f"samples={staged.samples} is not between 0 and {limits.MAX_SAMPLES_PER_PUSH}"
-    elif not staged.square_norm >= 0:
+    if not staged.square_norm >= 0:
         problem = f"the square of its norm is {staged.square_norm}"
     elif staged.batches:
         problem = batches_problem(coordinator, staged.batches)
@@ -64,8 +64,6 @@ def push_problem(coordinator: CoordinatorMachine, staged: Staged) -> UnfitPush |
 
 def batches_problem(coordinator: CoordinatorMachine, batches: Sequence[BatchKey]) -> str:
     """Return why batches of a push or of a return cannot be the job's, or an empty string."""
-    if len(batches) > limits.MAX_BATCHES_PER_PUSH:
-        return f"it names {len(batches)} batches, above {limits.MAX_BATCHES_PER_PUSH}"
     loops = coordinator.ledger.loops
     known = ((loops[batch.loop].spec, batch) for batch in batches if batch.loop in loops)
     return next((problem for spec, batch in known if (problem := _batch_problem(spec, batch))), "")
@@ -76,44 +74,16 @@ def _batch_problem(spec: Spec, batch: BatchKey) -> str:
     if isinstance(spec, LoopSpec):
         return (
             ""
-            if 0 <= batch.number < spec.total
+            if batch.number < spec.total
             else f"{name} does not exist: the loop has {spec.total} batches"
         )
-    if spec.laps == 0 or not 0 <= batch.number <= limits.MAX_BATCH_NUMBER:
+    if spec.laps == 0:
         return (
             f"{name} does not exist: the loop has {spec.epochs} epochs over {spec.sources} sources"
         )
-    if not 0 <= batch.count <= spec.batch_size:
+    if batch.count > spec.batch_size:
         return f"{name} has {batch.count} samples, above the loop's batch_size {spec.batch_size}"
     return ""
-
-
-def wait_seconds(wait_ms: int) -> float:
-    """Return the maximum wait of a request, in seconds.
-
-    Args:
-        wait_ms: The requested maximum, in milliseconds.
-
-    Raises:
-        InvalidRequestError: It is negative, or above a day.
-    """
-    if not 0 <= wait_ms <= limits.MAX_WAIT_MS:
-        refuse(
-            "waiting",
-            f"wait_ms {wait_ms} is not between 0 and {limits.MAX_WAIT_MS}",
-            "ask again later instead",
-        )
-    return wait_ms / 1000
-
-
-def check_shards(shards: int) -> None:
-    """Raise InvalidRequestError if a job cannot have this number of servers."""
-    if not 1 <= shards <= limits.MAX_SHARDS:
-        refuse(
-            "reshard",
-            f"--servers {shards} is not between 1 and {limits.MAX_SHARDS}",
-            "fewer servers",
-        )
 
 
 def check_memory(spec: ModelSpec, shards: int, usable_nbytes: int) -> None:
@@ -132,15 +102,8 @@ def check_memory(spec: ModelSpec, shards: int, usable_nbytes: int) -> None:
 
 def check_batch_request(coordinator: CoordinatorMachine, request: BatchRequest) -> None:
     """Raise InvalidRequestError if no worker asks for batches in this way."""
-    spec, count, global_batch = request.spec, request.count, coordinator.job.rules.global_batch
-    if not 1 <= count <= limits.MAX_BATCHES_PER_REQUEST:
-        least = f"is not between 1 and {limits.MAX_BATCHES_PER_REQUEST}"
-        refuse("data", f"count {count} {least}", "ask for fewer batches at a time")
-    if not 0 <= request.received <= limits.MAX_BATCH_NUMBER:
-        refuse("data", f"{request.received} batches cannot have been received", "send their number")
-    check_place(f"data of loop {spec.loop}", request.place, spec.loop, request.first_open or 0)
-    if problem := limits.loop_problem(spec):
-        refuse(f"data of loop {spec.loop}", problem, "a smaller number of epochs")
+    spec, global_batch = request.spec, coordinator.job.rules.global_batch
+    check_place(f"data of loop {spec.loop}", request.place)
     if global_batch is not None and global_batch // spec.batch_size > limits.MAX_BATCHES_PER_PUSH:
         batches = global_batch // spec.batch_size
         units = f"--global-batch {global_batch} takes {batches} batches of {spec.batch_size}"
@@ -151,22 +114,11 @@ def check_batch_request(coordinator: CoordinatorMachine, request: BatchRequest) 
         )
 
 
-def check_place(what: str, place: ScriptPlace | None, *numbers: int) -> None:
-    """Raise InvalidRequestError if no script can be there.
-
-    numbers: Numbers of loops beside those of the place.
-    """
+def check_place(what: str, place: ScriptPlace | None) -> None:
+    """Raise InvalidRequestError if a loader has too long a name."""
     if place is not None:
         name = place.current or PassName("", 0)
-        if len(place.first_open) > limits.MAX_LOADERS:
-            count = f"{len(place.first_open)} loaders are above {limits.MAX_LOADERS}"
-            refuse(what, count, "one loader for many passes")
         check_names(what, (name.loader, *place.first_open))
-        counts = name.number, place.training_passes, place.first_loader
-        numbers = (*numbers, *counts, *place.first_open.values())
-    if not 0 <= min(numbers) <= max(numbers) <= limits.MAX_LOOPS:
-        bounds = f"loop {max(numbers)} is not between 0 and {limits.MAX_LOOPS}"
-        refuse(what, bounds, "one loop for many passes: job.batches(epochs=N)")
 
 
 def check_returned_batches(coordinator: CoordinatorMachine, batches: Sequence[BatchKey]) -> None:
@@ -196,17 +148,13 @@ KINDS = ("barrier", "all_reduce", "broadcast")
 def check_collective(request: CollectiveRequest) -> None:
     """Raise InvalidRequestError if no worker makes this collective call."""
     given, what = request.contribution, f"collective {request.number}"
-    is_numbered = 1 <= request.number <= limits.MAX_COLLECTIVE_CALLS
-    if given.kind not in KINDS or not is_numbered or len(given.names) != len(given.values):
+    if given.kind not in KINDS or len(given.names) != len(given.values):
         refuse(what, f"it is no {', '.join(KINDS)}", "the methods of psworker's Job")
-    check_place(what, request.place, request.first_open)
+    check_place(what, request.place)
     if len(given.names) > limits.MAX_COLLECTIVE_VALUES:
         count = f"{len(given.names)} values are above {limits.MAX_COLLECTIVE_VALUES}"
         refuse(what, count, "fewer values; tensors travel with optimizer.step()")
     check_names(what, given.names)
-    if not 0 <= given.samples <= limits.MAX_SAMPLES_PER_PUSH:
-        bounds = f"0 and {limits.MAX_SAMPLES_PER_PUSH}"
-        refuse(what, f"samples={given.samples} is not between {bounds}", "a number of samples")
     if (nbytes := len(given.text.encode())) > limits.MAX_BROADCAST_NBYTES:
         size = f"its value has {nbytes} bytes of JSON, above {limits.MAX_BROADCAST_NBYTES}"
         refuse(what, size, "a smaller value, or a file")

@@ -6,7 +6,6 @@ from typing import Any, ClassVar
 
 from pscommon.core.log_entries import Measured, ShardReport
 from psserver.core.commands.command import Command
-from psserver.core.commands.request_checks import check_shards
 from psserver.core.coordinator.machine import CoordinatorMachine
 from psserver.core.job.pending_pushes import staged_from_json, staged_to_json
 
@@ -109,9 +108,6 @@ class StartReshard(Command[bool]):
     @staticmethod
     def from_json(shards: int, keeps: bool) -> "StartReshard":
         return StartReshard(shards, keeps)
-
-    def check(self, coordinator: CoordinatorMachine) -> None:
-        check_shards(self.shards)
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,10 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from pscommon.core import limits
 from pscommon.core.model_spec import ModelSpec, model_from_json, model_to_json
 from psserver.core.commands.command import Command
-from psserver.core.commands.request_checks import check_names, refuse
+from psserver.core.commands.request_checks import check_names
 from psserver.core.coordinator.machine import CoordinatorMachine
 from psserver.core.coordinator.registration import RegistrationReply
 from psserver.core.workers.members import Member
@@ -48,18 +47,6 @@ class Join(Command[Member]):
         }
 
     def check(self, coordinator: CoordinatorMachine) -> None:
-        if self.rank is not None and not 0 <= self.rank <= limits.MAX_RANK:
-            refuse(
-                "join",
-                f"rank {self.rank} is not between 0 and {limits.MAX_RANK}",
-                "set PS_WORKER_RANK to a smaller number",
-            )
-        if not 0 <= self.attempt <= limits.MAX_ATTEMPT:
-            refuse(
-                "join",
-                f"attempt {self.attempt} is not between 0 and {limits.MAX_ATTEMPT}",
-                "unset PS_WORKER_ATTEMPT",
-            )
         check_names("join", (self.host, self.device, self.training))
 
 

@@ -143,7 +143,7 @@ class DataRequests:
         """Wake the worker that got batches now, and those for which batches wait in the loop."""
         membership = self._job.membership
         waiting = membership.index.waiting.get(loop.spec.loop, {})
-        receivers = [w for w in waiting.keys() & loop.leases.with_ready() if loop.has_dealt(w)]
+        receivers = [w for w in waiting.keys() & loop.leases.dealt.keys() if loop.has_dealt(w)]
         for worker in sorted({*receivers, *([] if served is None else [served])}):
             if (member := membership.members[worker]).is_registered:
                 self._participation.wake(member)

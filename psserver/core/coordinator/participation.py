@@ -49,7 +49,7 @@ class Participation:
             loop = ledger.loops[number]
             if loop.name is None:
                 continue
-            for worker in sorted(loop.leases.with_ready() - index.waiting[number].keys()):
+            for worker in sorted(loop.leases.dealt.keys() - index.waiting[number].keys()):
                 loop.give_back(worker, list(loop.leases.ready(worker)))
                 ledger.news += 1
 

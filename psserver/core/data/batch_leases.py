@@ -5,7 +5,7 @@ gone.
 
 import heapq
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 
@@ -94,6 +94,7 @@ class BatchLeases:
     acknowledges it, because the response may be lost.
 
     Attributes:
+        dealt: The ready numbers of each worker that has some, in order; only methods change them.
         revision: Changes with every deal, send, acknowledgement and end of a lease.
     """
 
@@ -101,7 +102,7 @@ class BatchLeases:
         self.revision = 0
         self._holders: dict[int, int] = {}
         self._leased: dict[int, dict[int, None]] = {}  # the same by worker, in the same order
-        self._dealt: dict[int, deque[int]] = {}
+        self.dealt: dict[int, deque[int]] = {}
         self._sent: dict[int, deque[tuple[int, int]]] = {}
         self._received: dict[int, int] = {}
 
@@ -131,18 +132,14 @@ class BatchLeases:
 
     def ready(self, worker: int) -> Sequence[int]:
         """Return the numbers that are dealt to a worker and not yet sent, in order."""
-        return self._dealt.get(worker, ())
-
-    def with_ready(self) -> Set[int]:
-        """Return the workers that have ready numbers."""
-        return self._dealt.keys()
+        return self.dealt.get(worker, ())
 
     def deal(self, worker: int, number: int) -> None:
         """Lease the number to this worker."""
         self.revision += 1
         self._holders[number] = worker
         self._leased.setdefault(worker, {})[number] = None
-        self._dealt.setdefault(worker, deque()).append(number)
+        self.dealt.setdefault(worker, deque()).append(number)
 
     def has_asked(self, worker: int) -> bool:
         """Return whether this worker has asked for numbers."""
@@ -167,7 +164,7 @@ class BatchLeases:
     def send(self, worker: int, received: int) -> int:
         """Return the worker's first ready number; mark it as sent, at position `received` + 1."""
         self.revision += 1
-        number = self._dealt[worker][0]
+        number = self.dealt[worker][0]
         self._remove_ready(worker, number)
         self._sent[worker].append((received + 1, number))
         return number
@@ -185,14 +182,14 @@ class BatchLeases:
         return True
 
     def _remove_ready(self, worker: int, number: int) -> None:
-        self._dealt[worker].remove(number)
-        if not self._dealt[worker]:
-            del self._dealt[worker]
+        self.dealt[worker].remove(number)
+        if not self.dealt[worker]:
+            del self.dealt[worker]
 
     def forget(self, worker: int) -> None:
         """Discard what is ready for, sent to and acknowledged by a worker that has left."""
         self.revision += 1
-        self._dealt.pop(worker, None)
+        self.dealt.pop(worker, None)
         self._sent.pop(worker, None)
         self._received.pop(worker, None)
 
@@ -206,7 +203,7 @@ class BatchLeases:
         self._holders.update(dict.fromkeys(mine, new))
         self._index_holders()
         if ready := deque([*mine, *self.ready(new)]):
-            self._dealt[new] = ready
+            self.dealt[new] = ready
 
     def _index_holders(self) -> None:
         self._leased = {}
@@ -220,7 +217,7 @@ class BatchLeases:
         """
         return {
             "leases": [list(pair) for pair in self._holders.items()],
-            "dealt": [[worker, list(numbers)] for worker, numbers in sorted(self._dealt.items())],
+            "dealt": [[worker, list(numbers)] for worker, numbers in sorted(self.dealt.items())],
             "sent": [
                 [worker, [list(pair) for pair in sent]]
                 for worker, sent in sorted(self._sent.items())
@@ -234,7 +231,7 @@ class BatchLeases:
         leases = BatchLeases()
         leases._holders = dict(state["leases"])
         leases._index_holders()
-        leases._dealt = {worker: deque(numbers) for worker, numbers in state["dealt"]}
+        leases.dealt = {worker: deque(numbers) for worker, numbers in state["dealt"]}
         leases._sent = {
             worker: deque((place, number) for place, number in sent)
             for worker, sent in state["sent"]

@@ -98,7 +98,8 @@ class DataLedger:
         """
         name = place.current if isinstance(place, ScriptPlace) else None
         if spec.loop not in self.loops:
-            self._add(spec, name)
+            loop = self._add(spec)
+            loop.is_numbered = name is None
         loop = self.loops[spec.loop]
         is_last = spec.loop == self._last
         if loop.spec != spec:
@@ -149,15 +150,13 @@ class DataLedger:
         dealt = self.loops[loop].dealt() if loop in self.loops else None
         return self.places.by_worker.get(worker), dealt
 
-    def _add(self, spec: Spec, name: PassName | None) -> MapLoop | StreamLoop:
+    def _add(self, spec: Spec) -> MapLoop | StreamLoop:
         has_left = self.places.has_left
         loop = (
             StreamLoop(spec, has_left) if isinstance(spec, StreamSpec) else MapLoop(spec, has_left)
         )
         self.loops[spec.loop] = self.live[spec.loop] = loop
         self._last = max(self._last, spec.loop)
-        if name is not None:
-            self.passes.give(loop, name)
         return loop
 
     def _end_left(self, worker: int, workers: Iterable[int]) -> None:
@@ -256,5 +255,6 @@ class DataLedger:
         self.passes = PassNumbers(self.loops)
         for state in states:
             name = state.get("name")
-            loop = self._add(spec_from_dict(state["spec"]), None)
+            loop = self._add(spec_from_dict(state["spec"]))
+            loop.is_numbered = state.get("numbered", False)
             self.passes.add(loop, PassName(*name) if name is not None else None)

@@ -32,6 +32,8 @@ class LoopLedger(ABC):
 
     spec: the loop.
     name: the pass that it is; None: it has a number only.
+    is_numbered: a client chose its number, so no pass will be this loop. False also for loops that
+        an earlier release has stored without a name.
     ended: no worker gets more batches of it.
     was_left: in this process's time a worker has completed its part, or gone on to a later pass.
     dropped: batches that scripts discarded; they are committed.
@@ -46,7 +48,7 @@ class LoopLedger(ABC):
     def __init__(self, spec: Spec, has_left: HasLeft = never_left) -> None:
         self.spec = spec
         self.name: PassName | None = None
-        self.ended = self.was_left = False
+        self.is_numbered = self.ended = self.was_left = False
         self.dropped = 0
         self.duplicates = 0
         self.units: int | None = None
@@ -196,6 +198,7 @@ class LoopLedger(ABC):
         return {
             "spec": self.spec.as_dict(),
             **({"name": list(self.name)} if self.name is not None else {}),
+            **({"numbered": True} if self.is_numbered else {}),
             "ended": self.ended,
             "dropped": self.dropped,
             "duplicates": self.duplicates,

@@ -86,10 +86,10 @@ class PassNumbers:
 
     def add(self, loop: LoopLedger, name: PassName | None) -> None:
         """Add a loop that is stored under this name; None: it has none yet."""
-        if name is None:
-            self._unnamed.append(loop.spec.loop)
-        else:
+        if name is not None:
             self.give(loop, name)
+        elif not loop.is_numbered:
+            self._unnamed.append(loop.spec.loop)
 
     def give(self, loop: LoopLedger, name: PassName) -> None:
         """Let a loop be the pass of this name."""

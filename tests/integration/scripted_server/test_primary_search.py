@@ -8,7 +8,7 @@ import grpc
 import pytest
 
 from pscommon.core.errors import LayoutError, UnreachableError
-from pscommon.wire.requests import AnyRequest, stub
+from pscommon.wire.requests import AnyRequest, Stub
 from psworker.transport.grpc_transport import GrpcTransport
 from psworker.transport.server_addresses import ServerAddresses
 from tests.support.fake_server import FakeCluster
@@ -148,7 +148,7 @@ def test_the_search_tolerates_a_connection_closed_by_another_thread() -> None:
     with closing(GrpcTransport([f"127.0.0.1:{free_port()}"])) as lane:
         assert not lane.find_primaries("job", 0.1)
         for line in lane._channels.values():
-            line.close()
+            line.cancel()
         assert not lane.find_primaries("job", 0.1)
 
 
@@ -163,9 +163,9 @@ def test_a_connection_is_not_closed_before_all_its_stubs_exist(
         if not leaving:
             leaving.append(pool.submit(lane.relocate, []))
             early.extend(wait(leaving, 0.1).done)
-        return stub(channel, row)
+        return Stub(channel, row)
 
-    monkeypatch.setattr("psworker.transport.grpc_exchanges.stub", making)
+    monkeypatch.setattr("psworker.transport.grpc_exchanges.Stub", making)
     with (
         closing(GrpcTransport([f"127.0.0.1:{free_port()}"])) as lane,
         ThreadPoolExecutor(1) as pool,

@@ -83,13 +83,16 @@ def test_livez_answers_beside_silent_connections(
     client = browser_context(tmp_path) if has_tls else None
     scheme = "https" if has_tls else "http"
     with closing(probe.monitor), many(probe, SILENT_COUNT) as silent:
-        for _ in range(3):
+
+        def ask() -> float:
             began = time.monotonic()
-            with urlopen(
-                f"{scheme}://{probe.monitor.address}/livez", timeout=SECONDS, context=client
-            ) as answer:
+            url = f"{scheme}://{probe.monitor.address}/livez"
+            with urlopen(url, timeout=SECONDS, context=client) as answer:
                 assert answer.status == 200
-            assert machine_seconds(began) < 1.0
+            return machine_seconds(began)
+
+        ask()  # behind the others in the queue of the kernel
+        assert max(ask() for _ in range(5)) < 1.0
 
         # the oldest were closed
         is_open = [not ended(sock) for sock in silent]
@@ -198,7 +201,7 @@ def test_any_bytes_instead_of_a_handshake_end_the_connection(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Plain HTTP too; the log says it once."""
-    probe = Probe(tls=server_tls(tmp_path).https_context())
+    probe = Probe(tls=server_tls(tmp_path).https_context)
     with closing(probe.monitor):
 
         @settings(max_examples=50)
@@ -215,6 +218,31 @@ def test_any_bytes_instead_of_a_handshake_end_the_connection(
     assert set(events(caplog)) == {"http_request_failed"}
     assert len(events(caplog)) < 3
     assert all(record.exc_info is None for record in caplog.records)
+
+
+def test_a_large_answer_fits_through_a_slow_connection(tmp_path: Path) -> None:
+    """It is larger than the buffers of the kernel: TLS waits until the socket takes more."""
+    probe = Probe(tls=server_tls(tmp_path).https_context)
+    Gauge("ps_large", "a" * 12_000_000, registry=probe.registry)
+    client = browser_context(tmp_path)
+    with (
+        closing(probe.monitor),
+        client.wrap_socket(probe.connect(), server_hostname="127.0.0.1") as sock,
+    ):
+        sock.sendall(b"GET /metrics?name[]=ps_large HTTP/1.0\r\n\r\n")
+
+        assert read_all(sock).count(b"a") > 12_000_000
+
+
+def test_a_peer_that_leaves_a_handshake_is_not_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A probe of a load balancer connects, and ends the connection."""
+    probe = Probe(tls=server_tls(tmp_path).https_context)
+    with closing(probe.monitor):
+        for sent in (b"", b"\x16\x03\x01"):
+            assert b"HTTP" not in probe.send(sent)
+    assert not events(caplog)
 
 
 def test_new_connections_use_the_present_certificate(tmp_path: Path) -> None:
@@ -279,7 +307,7 @@ def test_a_context_that_cannot_be_loaded_is_logged(caplog: pytest.LogCaptureFixt
 def test_close_waits_for_no_connection(tmp_path: Path) -> None:
     """Idle ones, handshakes, and a scrape that is under way or waits for its turn."""
     before = set(threading.enumerate())
-    plain, secret = Probe(), Probe(tls=server_tls(tmp_path).https_context())
+    plain, secret = Probe(), Probe(tls=server_tls(tmp_path).https_context)
     slow = Slow()
     plain.registry.register(slow)
     with ExitStack() as connections:

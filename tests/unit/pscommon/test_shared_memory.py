@@ -72,23 +72,22 @@ def test_an_attached_region_is_the_same_memory_until_detach(nbytes: int, tmp_pat
     region.memory[:] = pattern(nbytes)
     attached = attach(region.share(), tmp_path)
     region.hide()
-    assert (bytes(attached.memory), attached.memory.readonly, attached.memory.format) == (
+    assert (bytes(attached), attached.readonly, attached.format) == (
         pattern(nbytes),
         False,
         "B",
     )
 
     region.memory[:] = bytes(nbytes)
-    assert attached.memory == bytes(nbytes)
-    attached.memory[:] = b"\x01" * nbytes
+    assert attached == bytes(nbytes)
+    attached[:] = b"\x01" * nbytes
     assert region.memory == b"\x01" * nbytes
 
     region.detach()
     region.memory[:] = b"\x02" * nbytes
-    assert attached.memory == b"\x01" * nbytes
-    attached.memory[:] = b"\x03" * nbytes
+    assert attached == b"\x01" * nbytes
+    attached[:] = b"\x03" * nbytes
     assert region.memory == b"\x02" * nbytes
-    attached.close()
     region.close()
 
 
@@ -100,7 +99,7 @@ def test_sharing_again_disconnects_the_old_file(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == [offer.name]
 
     region.memory[0] = 9
-    assert (first.memory[0], second.memory[0]) == (0, 9)
+    assert (first[0], second[0]) == (0, 9)
     region.close()
 
 
@@ -110,7 +109,7 @@ def test_arrays_and_tensors_never_move(tmp_path: Path) -> None:
     tensor = torch.frombuffer(region.memory, dtype=torch.float32)
     array[:] = np.arange(1024)
     attached = attach(region.share(), tmp_path)
-    theirs = torch.frombuffer(attached.memory, dtype=torch.float32)
+    theirs = torch.frombuffer(attached, dtype=torch.float32)
     assert torch.equal(theirs, torch.arange(1024, dtype=torch.float32))
 
     theirs.mul_(2)
@@ -154,12 +153,12 @@ def test_memory_is_freed_after_close_and_the_last_view(tmp_path: Path) -> None:
     attached = attach(offer, tmp_path)
     array, tensor = (
         np.frombuffer(region.memory, dtype=np.uint8),
-        torch.frombuffer(attached.memory, dtype=torch.uint8),
+        torch.frombuffer(attached, dtype=torch.uint8),
     )
+    del attached
     for _ in range(2):
         region.close()
-        attached.close()
-    assert (len(region.memory), len(attached.memory), region.is_shared) == (0, 0, False)
+    assert (len(region.memory), region.is_shared) == (0, False)
     region.detach()
     with pytest.raises(ValueError, match="closed"):
         region.share()
@@ -181,10 +180,10 @@ def test_a_view_that_is_released_does_not_free_the_memory(tmp_path: Path) -> Non
     with region.memory as memory:
         memory[0] = 5
     gc.collect()
-    attached.memory[1] = 6
+    attached[1] = 6
 
     region.detach()
-    assert attached.memory[:2] == bytes([5, 6])
+    assert attached[:2] == bytes([5, 6])
     region.close()
 
 
@@ -224,7 +223,7 @@ def test_the_default_folder_is_found() -> None:
     try:
         assert Path("/dev/shm", offer.name).stat().st_mode & 0o7777 == 0o600
         assert offer.name not in sweep()
-        attach(offer).memory[0] = 4
+        attach(offer)[0] = 4
     finally:
         region.close()
     assert region.is_shared is False

@@ -47,8 +47,8 @@ print("attached", flush=True)
 for line in sys.stdin:
     index, *value = map(int, line.split())
     if value:
-        attached.memory[index] = value[0]
-    print(attached.memory[index], flush=True)
+        attached[index] = value[0]
+    print(attached[index], flush=True)
 """
 
 
@@ -141,9 +141,9 @@ def test_writes_of_a_fork_are_private(tmp_path: Path, closed: bool) -> None:
         return grandchild and (was, memory[0], memory[4999]) == (7, 1, 7)
 
     assert in_fork(writes)
-    assert memory[0] == other.memory[0] == 7
+    assert memory[0] == other[0] == 7
     memory[1] = 8
-    assert other.memory[1] == 8, "it is shared as before"
+    assert other[1] == 8, "it is shared as before"
 
 
 def test_forks_of_a_large_region_take_no_memory(tmp_path: Path) -> None:
@@ -187,7 +187,7 @@ def test_a_creator_killed_before_hide_leaves_a_file_for_sweep(tmp_path: Path) ->
     assert [path.name for path in tmp_path.iterdir()] == [offer.name]
     assert sweep(tmp_path) == [offer.name]
     assert list(tmp_path.iterdir()) == []
-    assert attached.memory == b"\7" * 5000  # attached processes keep the memory
+    assert attached == b"\7" * 5000  # attached processes keep the memory
 
 
 def test_a_creator_killed_after_hide_leaves_nothing(tmp_path: Path) -> None:
@@ -218,7 +218,7 @@ def test_a_fork_that_ends_removes_neither_name_nor_lock(tmp_path: Path) -> None:
         offer = offered(creator)
 
         assert sweep(tmp_path) == []
-        assert attach(offer, tmp_path).memory == b"\7" * 5000
+        assert attach(offer, tmp_path) == b"\7" * 5000
 
 
 def test_a_fork_that_lives_keeps_the_file_until_it_ends(tmp_path: Path) -> None:
@@ -283,7 +283,7 @@ def test_sweep_may_run_before_the_creator_has_its_lock(
         os.close(descriptor)
     assert [path.name for path in tmp_path.iterdir()] == [offer.name] != [victims[0].name]
     assert sweep(tmp_path) == []
-    attach(offer, tmp_path).memory[0] = 2
+    attach(offer, tmp_path)[0] = 2
     assert region.memory[0] == 2
     region.close()
     gc.collect()

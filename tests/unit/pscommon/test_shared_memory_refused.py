@@ -105,7 +105,7 @@ def test_a_failed_share_leaves_the_former_one(tmp_path: Path) -> None:
 
     region.memory[0] = 3
     assert region.is_shared
-    assert attached.memory[0] == 3
+    assert attached[0] == 3
     region.close()
 
 
@@ -126,7 +126,7 @@ def test_only_the_owner_has_access_for_any_umask(
         os.umask(before)
 
     assert stat.S_IMODE((tmp_path / offer.name).stat().st_mode) == 0o600
-    attach(offer, tmp_path).close()
+    attach(offer, tmp_path)
 
 
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o610, 0o601])

@@ -161,13 +161,22 @@ def test_other_requests_are_refused(
     assert not events(caplog)
 
 
-def test_a_refused_body_does_not_reset_the_answer(probe: Probe) -> None:
-    """The client sends on while the answer travels."""
+def test_a_client_that_sends_a_body_can_read_the_answer(probe: Probe) -> None:
+    """The connection does not end before the client has sent all."""
     with probe.connect() as sock:
         sock.sendall(b"POST /metrics HTTP/1.1\r\nContent-Length: 2000000\r\n\r\n")
+        received = sock.recv(9)
         sock.sendall(bytes(2_000_000))
 
-        assert read_all(sock).startswith(b"HTTP/1.1 405 ")
+        assert (received + read_all(sock)).startswith(b"HTTP/1.1 405 ")
+
+
+def test_an_endless_head_is_refused(probe: Probe) -> None:
+    """Before its end, which would never come."""
+    with probe.connect() as sock:
+        sock.sendall(b"GET /livez HTTP/1.1\r\nA: " + b"a" * 20_000)
+
+        assert sock.recv(1000).startswith(b"HTTP/1.1 431 ")
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from pscommon.core.errors import InvalidRequestError, TakenError
+from pscommon.security.settings import TLS_KEYS, SecuritySettings
 from pscommon.settings import options
 from pscommon.settings.values import SnapshotEvery
 from psserver import cli
@@ -57,8 +58,8 @@ def test_defaults(started_configurations: list[ServerConfig]) -> None:
 
 def test_every_flag_sets_its_field(started_configurations: list[ServerConfig]) -> None:
     line = (
-        "--shard 1/3 --bind 0.0.0.0:7 --advertise me:7 --join first:9 --join-timeout 11 --policy "
-        "ssp --staleness 2 --max-staleness 5 --min-workers 4 --lease 2s --job otter "
+        "--shard 1/3 --bind 0.0.0.0:7 --insecure --advertise me:7 --join first:9 --join-timeout 11 "
+        "--policy ssp --staleness 2 --max-staleness 5 --min-workers 4 --lease 2s --job otter "
         "--exit-when-done --data-dir data --snapshot-every 500steps --snapshot-keep 6 --resume 12 "
         "--metrics-bind 127.0.0.1:0 --port-file port --threads 3 --log-level debug --log-format "
         "json"
@@ -90,14 +91,17 @@ def test_every_flag_sets_its_field(started_configurations: list[ServerConfig]) -
             threads=3,
             log_level="debug",
             log_format="json",
+            security=SecuritySettings(insecure=True),
         )
     ]
 
 
 def test_every_field_has_an_option_and_every_option_a_field() -> None:
-    fields = set(ServerConfig.__dataclass_fields__) - {"shards"}
+    fields = set(ServerConfig.__dataclass_fields__) - {"shards", "security"}
+    protection = {option.key for option in options.PROTECTION}
 
-    assert fields == {option.key for option in options.SERVER}
+    assert fields == {option.key for option in options.SERVER} - protection
+    assert protection == {*TLS_KEYS, *SecuritySettings.__dataclass_fields__} - {"tls"}
 
 
 def test_defaults_that_depend_on_other_settings() -> None:

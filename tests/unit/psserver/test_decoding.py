@@ -56,7 +56,7 @@ def test_an_undecodable_request_is_refused_with_one_log_line(
             ) if streams else channel.unary_unary(path)(GARBAGE)
         error = error_from(raised.value, "the server")
         assert (error.reason, error.exit_code) == ("INVALID_REQUEST", 2)
-        assert method in str(error)
+        assert f"{method.partition('/')[2]}Request" in str(error)
 
     assert lines(caplog) == [path] * 3
     assert (

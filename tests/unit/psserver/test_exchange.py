@@ -202,7 +202,7 @@ def count_before(engine: ShardEngine) -> None:
 
 
 def fill_budget(engine: ShardEngine) -> None:
-    engine.full = run(engine.traffic.budget.take(9, BUDGET, 0.0, ThreadWaiter()))  # type: ignore[attr-defined]
+    engine.full = run(engine.traffic.budget.take(9, BUDGET, 0.0, ThreadWaiter(), is_push=True))  # type: ignore[attr-defined]
 
 
 def free_budget(engine: ShardEngine) -> None:

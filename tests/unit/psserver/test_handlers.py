@@ -20,7 +20,7 @@ from pscommon.wire.requests import (
     REPLICATE,
     STEP_DOWN,
     AnyRequest,
-    stub,
+    Stub,
 )
 from psproto.v1 import parameter_server_pb2 as ps
 from psproto.v1 import shard_pb2, standby_pb2
@@ -108,7 +108,7 @@ def next_call(recorded: Recorded) -> tuple[str, str]:
 
 
 def test_unary_calls_are_recorded_once(channel: grpc.Channel, recorded: Recorded) -> None:
-    assert stub(channel, DESCRIBE)(ps.DescribeRequest(), timeout=10).shards == 2
+    assert Stub(channel, DESCRIBE)(ps.DescribeRequest(), timeout=10).shards == 2
 
     assert next_call(recorded) == ("Describe", "OK")
     assert recorded.empty()
@@ -119,7 +119,7 @@ def test_a_handler_that_waits_has_the_waiter_of_its_thread(
 ) -> None:
     request = standby_pb2.PromoteRequest(wait_ms=1)
 
-    assert stub(channel, PROMOTE)(request, timeout=10).term == 7
+    assert Stub(channel, PROMOTE)(request, timeout=10).term == 7
     assert next_call(recorded) == ("Promote", "OK")
 
 
@@ -130,7 +130,7 @@ def test_an_error_is_recorded_with_the_code_that_the_client_sees(
     channel: grpc.Channel, recorded: Recorded, row: AnyRequest, code: str
 ) -> None:
     with pytest.raises(grpc.RpcError) as caught:
-        stub(channel, row)(row.request(), timeout=10)
+        Stub(channel, row)(row.request(), timeout=10)
 
     assert caught.value.code().name == code
     assert next_call(recorded) == (row.name, code)
@@ -140,20 +140,20 @@ def test_a_stream_is_recorded_when_its_last_response_is_sent(
     channel: grpc.Channel, recorded: Recorded
 ) -> None:
     frames = iter([b"a", b"b"])
-    assert list(stub(channel, EXCHANGE)(frames, timeout=10)) == [b"a", b"a", b"b", b"b"]
+    assert list(Stub(channel, EXCHANGE)(frames, timeout=10)) == [b"a", b"a", b"b", b"b"]
     assert next_call(recorded) == ("Exchange", "OK")
 
-    assert stub(channel, EXCHANGE_ONCE)(b"a", timeout=10) == b"aa"
+    assert Stub(channel, EXCHANGE_ONCE)(b"a", timeout=10) == b"aa"
     assert next_call(recorded) == ("ExchangeOnce", "OK")
 
     requests = iter([standby_pb2.ReplicateRequest(format=format) for format in (1, 2)])
-    answers = stub(channel, REPLICATE)(requests, timeout=10)
+    answers = Stub(channel, REPLICATE)(requests, timeout=10)
     assert [answer.format for answer in answers] == [1, 2]
     assert next_call(recorded) == ("Replicate", "OK")
 
 
 def test_a_cancelled_stream_is_recorded_as_ended(channel: grpc.Channel, recorded: Recorded) -> None:
-    call = stub(channel, READ_SHARD)(shard_pb2.ReadShardRequest(start=3), timeout=10)
+    call = Stub(channel, READ_SHARD)(shard_pb2.ReadShardRequest(start=3), timeout=10)
     assert next(call).start == 3
     call.cancel()
 

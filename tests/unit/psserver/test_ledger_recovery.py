@@ -48,7 +48,7 @@ def test_what_is_stored_about_leases_equals_a_search() -> None:
                     found = [number for number, holder in leases.items() if holder == worker]
                     assert leases.leased_by(worker) == found
                     assert leases.has_sent(worker) is (len(found) > len(leases.ready(worker)))
-                assert leases.with_ready() == {w for w in workers if leases.ready(w)}
+                assert leases.dealt.keys() == {w for w in workers if leases.ready(w)}
                 now = leases, leases.revision, leases.state()
                 was = before.get(loop.spec.loop, now)
                 assert was[:2] != now[:2] or was == now

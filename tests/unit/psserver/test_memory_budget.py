@@ -34,8 +34,9 @@ def take(
     nbytes: int,
     seconds: float = LONG,
     caller: ThreadWaiter | None = None,
+    is_push: bool = True,
 ) -> MemoryClaim:
-    return run(budget.take(worker, nbytes, seconds, caller or ThreadWaiter()))
+    return run(budget.take(worker, nbytes, seconds, caller or ThreadWaiter(), is_push=is_push))
 
 
 class Waiters:
@@ -126,6 +127,32 @@ def test_64_threads_never_exceed_the_limit() -> None:
     assert 400 < highest <= 1000
     assert counts == [40] * 64
     assert (budget.used, budget.waiting) == (0, 0)
+
+
+def test_a_worker_has_two_pushes_and_one_pull_at_most(
+    budget_of_ten: MemoryBudget, waiters: Waiters
+) -> None:
+    """Its further claims hold up no other worker, and come when it has released one."""
+    pushes = [take(budget_of_ten, 1, 1), take(budget_of_ten, 1, 1)]
+    pull = take(budget_of_ten, 1, 1, is_push=False)
+    for is_push in (True, False):
+        with pytest.raises(InFlightError, match="worker 1 has another pu"):
+            take(budget_of_ten, 1, 1, 0.0, is_push=is_push)
+    waiters.wait(1, 1)
+    budget_of_ten.release(take(budget_of_ten, 2, 7, 0.0))
+    budget_of_ten.release(pull)
+    assert not waiters.granted
+    budget_of_ten.release(pushes[0])
+    waiters.expect(1)
+    budget_of_ten.release(pushes[1])
+
+
+def test_observers_have_any_number_of_pulls(budget_of_ten: MemoryBudget) -> None:
+    claims = [take(budget_of_ten, 0, 1, 0.0, is_push=False) for _ in range(10)]
+    for claim in claims:
+        budget_of_ten.release(claim)
+
+    assert budget_of_ten.used == 0
 
 
 def test_the_worker_with_the_fewest_bytes_comes_first(

@@ -16,7 +16,7 @@ from pscommon.core.log_entries import BatchKey
 from pscommon.core.model_spec import ModelSpec, OptimizerSettings, TensorSpec
 from pscommon.wire.messages import loop_from_proto, loop_to_proto
 from psserver.core.commands.data_commands import LeaseBatches, ReportMetrics, ReturnBatches
-from psserver.core.commands.request_checks import check_memory, check_shards, wait_seconds
+from psserver.core.commands.request_checks import check_memory
 from psserver.core.commands.worker_commands import Join
 from psserver.core.job.policy import policy
 from psworker.client.local_client import LocalClient
@@ -45,24 +45,6 @@ def reason(call: Callable[[], object]) -> str:
     with pytest.raises(InvalidRequestError) as caught:
         call()
     return caught.value.reason
-
-
-@pytest.mark.parametrize("name", ["sync", "async"])
-@pytest.mark.parametrize("count", [0, limits.MAX_BATCHES_PER_REQUEST + 1, 20_000_000, 2**32 - 1])
-def test_a_request_for_too_many_batches_is_refused_at_no_cost(name: str, count: int) -> None:
-    job = Job(policy(name))
-    loop = LoopSpec(0, size=10**9, batch_size=1)
-
-    with bounded(MEGABYTE, 0.5):
-        asked = {
-            "worker": job.workers[0],
-            "spec": loop,
-            "received": 0,
-            "count": count,
-            "idle": False,
-        }
-        assert reason(lambda: job.recorder.do(LeaseBatches(**asked), job.now)) == "OUT_OF_RANGE"
-    assert not job.coordinator.ledger.loops
 
 
 def test_the_largest_batch_request_is_cheap_with_many_workers() -> None:
@@ -138,9 +120,6 @@ def test_a_local_loop_ends_with_its_last_batch() -> None:
 def test_a_loop_with_unrepresentable_batch_numbers_is_refused(spec: LoopSpec | StreamSpec) -> None:
     """Batch numbers have 64 bits on the wire."""
     assert reason(lambda: loop_from_proto(loop_to_proto(spec))) == "OUT_OF_RANGE"
-    job = Job(policy("async"))
-    asked = {"worker": job.workers[0], "spec": spec, "received": 0, "count": 1, "idle": False}
-    assert reason(lambda: job.recorder.do(LeaseBatches(**asked), job.now)) == "OUT_OF_RANGE"
 
 
 def test_a_loop_of_the_maximal_length_is_accepted() -> None:
@@ -161,16 +140,6 @@ def test_many_returned_batches_are_looked_up_directly() -> None:
     assert len(job.coordinator.ledger.loops[0].leases) == 0
 
 
-@pytest.mark.parametrize("shards", [-1, 0, limits.MAX_SHARDS + 1, 100_000_000])
-def test_an_invalid_number_of_servers_is_refused(shards: int) -> None:
-    assert reason(lambda: check_shards(shards)) == "OUT_OF_RANGE"
-
-
-def test_a_wait_of_more_than_a_day_is_refused() -> None:
-    assert wait_seconds(86_400_000) == 86_400.0
-    assert reason(lambda: wait_seconds(86_400_001)) == "OUT_OF_RANGE"
-
-
 @pytest.mark.parametrize("role", ["trainable", "frozen"])
 def test_a_model_larger_than_the_memory_of_the_servers_is_refused(role: str) -> None:
     tensor = TensorSpec("w", (2**31, 2**31), "float64", role)  # type: ignore[arg-type]
@@ -179,20 +148,12 @@ def test_a_model_larger_than_the_memory_of_the_servers_is_refused(role: str) -> 
     assert reason(lambda: check_memory(spec, 2, 10**12)) == "OUT_OF_RANGE"
 
 
-@pytest.mark.parametrize(
-    "args",
-    [
-        {"rank": limits.MAX_RANK + 1},
-        {"rank": 2**32 - 1},
-        {"host": "h" * 257},
-        {"attempt": 2**32 - 1},
-    ],
-)
-def test_an_invalid_rank_or_clock_of_a_worker_is_refused(args: dict[str, object]) -> None:
-    job = Job(policy("async"))
-    join = {"rank": None, "host": "h", "pid": 1, "device": "cpu", "attempt": 0, **args}
+def test_a_worker_with_too_long_a_host_name_is_refused() -> None:
+    join = Join(rank=None, host="h" * 257, pid=1, device="cpu")
 
-    assert reason(lambda: job.recorder.do(Join(**join), job.now)) == "OUT_OF_RANGE"
+    assert (
+        reason(lambda: (job := Job(policy("async"))).recorder.do(join, job.now)) == "OUT_OF_RANGE"
+    )
 
 
 def test_the_names_of_reported_values_are_bounded() -> None:

@@ -40,9 +40,9 @@ class Groups(LocalClient):
             self.pushed.append((tuple(key.number for key in call["batches"]), call["samples"]))
         return super().exchange(**call)
 
-    def return_batches(self, batches: Sequence[BatchKey]) -> None:
-        self.returned += batches
-        super().return_batches(batches)
+    def return_batches(self, batches: Sequence[BatchKey], used: bool = False) -> None:
+        self.returned += () if used else batches
+        super().return_batches(batches, used)
 
 
 def started(client: LocalClient, overlap: bool = False) -> tuple[Job, ServerOptimizer, nn.Module]:

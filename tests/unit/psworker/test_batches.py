@@ -40,9 +40,9 @@ class Ledger(LocalClient):
             self.loops.append(loop)
         return super().next_batches(loop, count, idle, first_open)
 
-    def return_batches(self, batches: Sequence[BatchKey]) -> None:
-        self.returned += batches
-        super().return_batches(batches)
+    def return_batches(self, batches: Sequence[BatchKey], used: bool = False) -> None:
+        self.returned += () if used else batches
+        super().return_batches(batches, used)
 
     def exchange(self, **call: Any) -> PushResult:
         if call["gradients"] is None:
@@ -331,7 +331,7 @@ class QuarantinedClient(Ledger):
     def exchange(self, **call: Any) -> PushResult:
         raise QuarantinedError("3 bad gradients in a row")
 
-    def return_batches(self, batches: Sequence[BatchKey]) -> None:
+    def return_batches(self, batches: Sequence[BatchKey], used: bool = False) -> None:
         raise QuarantinedError("3 bad gradients in a row")
 
 

@@ -274,9 +274,9 @@ class StrictClient(BlockedClient):
         assert not (lease.end and idle) or len(self.pushes) == loop.total + len(self.returned)
         return lease if idle or lease.numbers else Lease()
 
-    def return_batches(self, batches: Any) -> None:
-        self.returned += [batch.number for batch in batches]
-        super().return_batches(batches)
+    def return_batches(self, batches: Any, used: bool = False) -> None:
+        self.returned += [batch.number for batch in batches if not used]
+        super().return_batches(batches, used)
 
 
 def test_the_loop_ends_with_every_batch_counted(caplog: pytest.LogCaptureFixture) -> None:

@@ -144,12 +144,12 @@ def test_a_prompt_is_shown_at_once_and_continued_by_its_process(
     """As a debugger shows it; without progress meanwhile. Another line ends it."""
     display = PlainDisplay(terminal, terminal)
 
-    display.prompt("w0", "(Pdb) ")
+    display.line("w0", "stdout", "(Pdb) ", is_prompt=True)
     assert terminal.text() == "[w0] (Pdb) "
     display.tick(STATUS, 1e9)
     display.line("w0", "stdout", "42")
-    display.prompt("w0", "..")
-    display.prompt("w0", "..")
+    display.line("w0", "stdout", "..", is_prompt=True)
+    display.line("w0", "stdout", "..", is_prompt=True)
     display.line("s0", "stderr", "event")
     display.line("w0", "stdout", "done")
 
@@ -162,7 +162,7 @@ def test_the_panel_goes_for_a_prompt_and_returns_below_the_next_lines(
     console = Console(file=cast(TextIO, terminal), force_terminal=True, color_system=None)
     with closing(LiveDisplay(console, terminal, terminal)) as display:
         display.tick(STATUS, 1.0)
-        display.prompt("w0", "(Pdb) ")
+        display.line("w0", "stdout", "(Pdb) ", is_prompt=True)
         before = terminal.text()
         assert before.endswith("[w0] (Pdb) ")
         display.tick(STATUS, 2.0)

@@ -39,7 +39,7 @@ def test_the_description_and_all_ways_to_a_server_share_one_limit(
     monkeypatch.setattr(SocketConnection, "open", open_stream)
     header = ps.PushPullHeader(worker=1)
 
-    assert SocketPool("auto").find(0, "a:1", header, describe, TIMEOUT) is None
+    assert SocketPool("auto", {}).find(0, "a:1", header, describe, TIMEOUT) is None
     assert limits == [0.75, 0.75]
     assert clock.now == 100.0 + CONNECT_SECONDS
 
@@ -54,4 +54,4 @@ def test_the_reason_for_no_stream_names_what_the_server_offers(
         return ps.DescribeResponse(format=3, addresses=["a:1"], features=features)
 
     with pytest.raises(InvalidRequestError, match=f"{why}. Try: `--lanes auto`"):
-        SocketPool("stream").find(0, "a:1", ps.PushPullHeader(worker=1), describe, TIMEOUT)
+        SocketPool("stream", {}).find(0, "a:1", ps.PushPullHeader(worker=1), describe, TIMEOUT)
