@@ -146,7 +146,7 @@ def server(with_tokens: None) -> Iterator[Server]:
 
 def greet(server: Server, token: str, purpose: Any = 0) -> None:
     hello = stream_pb2.StreamHello(
-        format=spoken_format(), job=server.identity.job, worker=1, purpose=purpose, token=token
+        format=spoken_format(), job=server.identity.job, purpose=purpose, token=token
     )
     BlockingSocket.open(server.identity.stream_address, hello, "the server").close()
 

@@ -15,6 +15,7 @@ from psserver.sockets.socket_port import SocketPort
 from psserver.sockets.worker_connection import UNGREETED
 from tests.support.cluster import Cluster
 from tests.support.light_client import LightClient
+from tests.support.wire_calls import key_of
 from tests.support.workers import DEADLINE, count, counted, counter, until
 
 Make = Callable[..., Cluster]
@@ -97,7 +98,8 @@ def test_a_worker_has_a_few_streams_for_requests(cluster: Make, stack: ExitStack
     server = servers.servers[0]
     with counter(servers.address, lanes="grpc") as client:
         hello = stream_pb2.StreamHello(
-            format=2,
+            format=3,
+            key=key_of(client),
             job=server.identity.job,
             worker=client.worker,
             purpose=stream_pb2.StreamHello.PURPOSE_REQUESTS,
