@@ -19,12 +19,12 @@ from tests.support.wire_calls import key_of
 from tests.support.workers import DEADLINE, count, counted, counter, until
 
 Make = Callable[..., Cluster]
-MOST = 5
+FEW_COUNT = 5
 
 
 @pytest.fixture
 def few_ungreeted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker_connection, "MAX_UNGREETED_STREAMS", MOST)
+    monkeypatch.setattr(worker_connection, "MAX_UNGREETED_STREAMS", FEW_COUNT)
 
 
 @pytest.fixture
@@ -68,9 +68,9 @@ def test_the_newest_silent_connection_closes_the_oldest(cluster: Make, stack: Ex
     port = servers.servers[0]._streams._port
     with counter(servers.address, lanes="stream") as client:
         count(client)
-        opened = open_silent(stack, port, MOST + 3)
+        opened = open_silent(stack, port, FEW_COUNT + 3)
         assert all(is_closed(sock) for sock in opened[:3])
-        assert len(port.streams._closers[UNGREETED]) == MOST
+        assert len(port.streams._closers[UNGREETED]) == FEW_COUNT
         for sock in opened[3:]:
             sock.setblocking(False)
             with pytest.raises(BlockingIOError):
@@ -85,9 +85,9 @@ def test_a_standby_closes_the_oldest_silent_connection(stack: ExitStack) -> None
     port.open_port("127.0.0.1:0", is_requested=True)
     port.refuse_all(lambda: MismatchError("a standby", "NOT_PRIMARY"))
     try:
-        opened = open_silent(stack, port, MOST + 1)
+        opened = open_silent(stack, port, FEW_COUNT + 1)
         assert is_closed(opened[0])
-        assert len(port.streams._closers[UNGREETED]) == MOST
+        assert len(port.streams._closers[UNGREETED]) == FEW_COUNT
     finally:
         port.close()
     assert not port.streams._closers

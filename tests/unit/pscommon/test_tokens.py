@@ -182,7 +182,7 @@ def test_a_broken_file_keeps_the_tokens_and_is_logged_once(
 
     path.unlink()
     assert [tokens_later() for _ in range(3)] == [(("worker", WORKER),)] * 3
-    assert events() == ["token_file_invalid"]
+    assert events() == []  # another file may take its place
 
     write(path, f"admin {ADMIN}\n", 0o644)
     assert tokens_later() == (("worker", WORKER),)
