@@ -200,7 +200,7 @@ def test_peers_of_the_first_format_are_refused(cluster: Make) -> None:
 
 def with_newer_manifest(data_dir: Path) -> Path:
     *_, path = sorted(data_dir.glob("snapshots/*/MANIFEST.json"))
-    path.write_text(path.read_text().replace('"format": 1', '"format": 3', 1))
+    path.write_text(path.read_text().replace('"format": 1', '"format": 4', 1))
     return path
 
 

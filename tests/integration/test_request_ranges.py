@@ -12,7 +12,6 @@ from google.protobuf.message import Message
 
 from pscommon.core.data_loop import LoopSpec
 from pscommon.core.errors import PSError
-from pscommon.core.limits import MAX_BATCHES_PER_PUSH
 from pscommon.core.log_entries import BatchKey
 from pscommon.core.script_place import PassName, ScriptPlace
 from pscommon.wire import requests as rows
@@ -24,11 +23,12 @@ from pscommon.wire.stream_format import FrameKind, encode_frame
 from psproto.v1 import coordinator_pb2 as co
 from psproto.v1 import parameter_server_pb2 as ps
 from psproto.v1 import shard_pb2, standby_pb2, stream_pb2
+from psserver.process.worker_keys import WorkerKeys
 from psserver.server import Server
 from tests.support.cluster import Cluster
 from tests.support.light_client import LightClient
 from tests.support.request_numbers import NumberCase, cases
-from tests.support.wire_calls import OwnKeys
+from tests.support.wire_calls import key_of, sent_by
 from tests.support.workers import count, counter, digest
 
 Make = Callable[..., Cluster]
@@ -83,16 +83,23 @@ def bases(server: Server, worker: int) -> Mapping[AnyRequest, Message]:
     }
 
 
-def send(channel: grpc.Channel, row: AnyRequest, message: Message) -> str:
-    """Return the refusal of a request, as reason and text; empty if it was accepted."""
+def send(channel: grpc.Channel, row: AnyRequest, message: Any, keys: WorkerKeys) -> str:
+    """Return the refusal of a request, as reason and text; empty if it was accepted.
+
+    It has the key of the worker that it names.
+    """
     raw: Any = message.SerializeToString()
+    worker = (message.header if row.is_framed else message).worker if row.names_sender else 0
+    own = sent_by(keys.key_of(worker))
     call = getattr(channel, row.kind)(row.path)
     try:
         if row.kind == "unary_unary":
-            call(raw, timeout=CALL_SECONDS)
+            call(raw, timeout=CALL_SECONDS, metadata=own)
         else:
             answers = call(
-                iter([raw]) if row.kind == "stream_stream" else raw, timeout=CALL_SECONDS
+                iter([raw]) if row.kind == "stream_stream" else raw,
+                timeout=CALL_SECONDS,
+                metadata=own,
             )
             next(answers, None)
             answers.cancel()
@@ -130,11 +137,11 @@ def test_workers_join_and_the_servers_restart_after_each_number(
     with counter(servers.address) as client, counter(servers.address) as victim:
         count(client)
         numbered = bases(servers.servers[0], victim.worker)
-        keys = OwnKeys(servers.servers[0].identity.worker_keys)
-        with open_channel(Endpoint(servers.address)) as opened:
-            channel = grpc.intercept_channel(opened, keys)
+        keys = servers.servers[0].identity.worker_keys
+        with open_channel(Endpoint(servers.address)) as channel:
             for row, case in all_cases(numbered):
-                check(case, send(channel, row, case.put(numbered[row])), row)
+                refused = send(channel, row, case.put(numbered[row]), keys)
+                check(case, refused, row)
         train(servers.address)
         count(client)
     before = digest(servers.address)
@@ -164,9 +171,7 @@ def test_numbers_over_a_stream_are_checked_and_the_stream_goes_on(cluster: Make)
         server = servers.servers[0]
         job, address = server.identity.job, server.identity.stream_address
         numbered = bases(server, client.worker)
-        joined = co.JoinResponse(
-            job=job, worker=client.worker, key=server.identity.worker_keys.key_of(client.worker)
-        )
+        joined = co.JoinResponse(job=job, worker=client.worker, key=key_of(client))
         own = LightClient(joined, address)
         with own.sock:
             for row, field in STREAM_FIELDS.items():
@@ -188,22 +193,6 @@ def test_numbers_over_a_stream_are_checked_and_the_stream_goes_on(cluster: Make)
             kind, message, _ = own.answer()
             assert kind is FrameKind.RESULT
             assert ps.ExchangeResult.FromString(message).outcome == ps.OUTCOME_APPLIED
-
-
-def test_the_headers_of_an_open_push_are_checked_together(cluster: Make) -> None:
-    """Shard 0 would refuse the report of a shard that names too many batches."""
-    servers = cluster(1, policy="async")
-    with counter(servers.address) as client:
-        server, batches = servers.servers[0], [ps.Batch()] * MAX_BATCHES_PER_PUSH
-        own = LightClient(server.identity.job, client.worker, server.identity.stream_address)
-        with own.sock:
-            own.begin_push(1, 0, open=True, batches=batches)
-            assert own.answer()[0] is FrameKind.GO
-            closing = ps.PushPullHeader(batches=batches[:1]).SerializeToString()
-            data = bytes(server.engine.live.require_store().step_nbytes)
-            own.sock.sendall(encode_frame(FrameKind.DATA, data_nbytes=len(data)) + data)
-            own.sock.sendall(encode_frame(FrameKind.CLOSE, closing))
-            assert "PushPullHeader.batches refused: 65537 items" in refusal(own)
 
 
 def test_numbers_of_a_greeting_are_checked(cluster: Make) -> None:
