@@ -119,8 +119,9 @@ class Program:
 
 
 class Programs:
-    """Starts commands in `folder` with their own TMPDIR (`temporary`) and without other PS_ variables than
-    those of `protection_of`.
+    """Starts commands in `folder` with their own TMPDIR (`temporary`).
+
+    Of the variables PS_ they have only those of `protection_of`.
     """
 
     def __init__(self, folder: Path) -> None:

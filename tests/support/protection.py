@@ -6,7 +6,6 @@ run it names none, and all of this has no effect.
 
 import os
 import ssl
-from pathlib import Path
 
 from pscommon.security.credentials import use_environment
 from psworker.session.arguments import security_of

@@ -108,10 +108,14 @@ def includes(role: Role, needed: Role) -> bool:
     return role in (needed, "admin") or needed == "read"
 
 
-def token_for(tokens: Tokens, role: Role) -> str | None:
-    """Return the token to send: the first of this role, else the first that includes it."""
+def token_for(tokens: Tokens, role: Role) -> str:
+    """Return the token to send: the first of this role, else the first that includes it.
+
+    Without one it is the first token: the server's refusal then names its role.
+    """
     own = [token for each, token in tokens if each == role]
-    return next(iter(own + [token for each, token in tokens if includes(each, role)]), None)
+    including = [token for each, token in tokens if includes(each, role)]
+    return (own + including + [token for _, token in tokens])[0]
 
 
 def role_of(tokens: Tokens, presented: str) -> Role | None:
