@@ -111,11 +111,11 @@ def includes(role: Role, needed: Role) -> bool:
 def token_for(tokens: Tokens, role: Role) -> str:
     """Return the token to send: the first of this role, else the first that includes it.
 
-    Without one it is the first token: the server's refusal then names its role.
+    Without one it is any other token, so that the server says which role that has.
     """
     own = [token for each, token in tokens if each == role]
-    including = [token for each, token in tokens if includes(each, role)]
-    return (own + including + [token for _, token in tokens])[0]
+    fitting = [token for each, token in tokens if includes(each, role)]
+    return [*own, *fitting, *(token for _, token in tokens)][0]
 
 
 def role_of(tokens: Tokens, presented: str) -> Role | None:
