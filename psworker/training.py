@@ -37,7 +37,7 @@ log = get_logger(__name__)
 class DistributedTraining:
     """Trains a model on several workers and servers with one call.
 
-    Servers that it starts accept only this user's processes. For running servers with TLS or tokens,
+    Servers that it starts accept only this process. For running servers with TLS or tokens,
     PS_TLS_CA, PS_TLS_CERT, PS_TLS_KEY, PS_TOKEN_FILE and PS_INSECURE count as for
     `psworker.connect`.
 

@@ -103,13 +103,13 @@ def server_with(certificate: TlsFiles) -> Iterator[str]:
         use_credentials(None)
 
 
-def test_a_worker_without_tls_is_told_that_the_server_uses_it(programs: Programs) -> None:
+def test_a_worker_without_tls_names_a_server_that_uses_it(programs: Programs) -> None:
     address = server(programs, *tls_flags(programs.folder / "server"))
 
     check_refused(worker(programs, address), "uses TLS, and this process has no certificate")
 
 
-def test_a_worker_with_tls_is_told_that_the_server_does_not_use_it(programs: Programs) -> None:
+def test_a_worker_with_tls_names_a_server_that_does_not_use_it(programs: Programs) -> None:
     flags = tls_flags(programs.folder / "worker", names=[CLIENT_NAME])
 
     check_refused(
