@@ -277,8 +277,8 @@ def test_a_push_whose_stream_is_lost_counts_once(cluster: Make) -> None:
         def close_streams() -> None:
             while not stop.wait(0.013):
                 for server in servers.servers:
-                    closers = server._streams._streams._closers
-                    for close in list(closers.values()):
+                    closers = server._streams._port.streams._closers
+                    for close in [each for own in list(closers.values()) for each in list(own)]:
                         close(True)
 
         thread = threading.Thread(target=close_streams)
