@@ -15,7 +15,6 @@ from psserver.sockets.socket_port import SocketPort
 from psserver.sockets.worker_connection import UNGREETED
 from tests.support.cluster import Cluster
 from tests.support.light_client import LightClient
-from tests.support.wire_calls import key_of
 from tests.support.workers import DEADLINE, count, counted, counter, until
 
 Make = Callable[..., Cluster]
@@ -99,9 +98,9 @@ def test_a_worker_has_a_few_streams_for_requests(cluster: Make, stack: ExitStack
     with counter(servers.address, lanes="grpc") as client:
         hello = stream_pb2.StreamHello(
             format=3,
-            key=key_of(client),
             job=server.identity.job,
             worker=client.worker,
+            key=server.identity.worker_keys.key_of(client.worker),
             purpose=stream_pb2.StreamHello.PURPOSE_REQUESTS,
         ).SerializeToString()
         peers = []

@@ -30,6 +30,7 @@ from psworker import OptimizerSpec
 from tests.support.cluster import Cluster
 from tests.support.events import records_of
 from tests.support.light_client import LightClient, join
+from tests.support.stream_peers import close_all
 from tests.support.stream_training import ONES, START, make_step, streams_of, train
 from tests.support.workers import connected, until
 
@@ -277,9 +278,7 @@ def test_a_push_whose_stream_is_lost_counts_once(cluster: Make) -> None:
         def close_streams() -> None:
             while not stop.wait(0.013):
                 for server in servers.servers:
-                    closers = server._streams._port.streams._closers
-                    for close in [each for own in list(closers.values()) for each in list(own)]:
-                        close(True)
+                    close_all(server)
 
         thread = threading.Thread(target=close_streams)
         thread.start()

@@ -103,6 +103,7 @@ ROWS = (
     Limit("sources x epochs of a stream", "MAX_LAPS"),
     # values
     Limit("names of reported values in a job", "MAX_METRICS", f"{REFUSED}; in a heartbeat dropped"),
+    Limit("reported values in one request", "MAX_REPORTED_VALUES"),
     Limit("values of one all_reduce", "MAX_COLLECTIVE_VALUES"),
     Limit("bytes of the JSON text of a broadcast", "MAX_BROADCAST_NBYTES"),
 )

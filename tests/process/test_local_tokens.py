@@ -13,7 +13,6 @@ import torch
 from torch.utils.data import TensorDataset
 
 from pscommon.core.errors import PSError
-from pscommon.security import credentials
 from pscommon.security.credentials import process_credentials
 from pscommon.security.tokens import init_tokens
 from pscommon.system.local_jobs import local_jobs
@@ -49,7 +48,6 @@ with psworker.connect() as job:
 @pytest.fixture
 def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Programs]:
     """Programs with a registry of jobs of their own; a stranger has another one."""
-    monkeypatch.setattr(credentials, "_Process", type("Process", (credentials._Process,), {}))
     for user in ("owner", "stranger"):
         (tmp_path / user).mkdir(mode=0o700)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "owner"))
@@ -85,10 +83,27 @@ def test_a_run_is_closed_to_processes_without_its_tokens(programs: Programs, add
     assert all("token" in each.output for each in refused)
 
 
+def test_a_token_of_another_role_is_named(programs: Programs, address: str) -> None:
+    (folder,) = programs.temporary.glob("ps-run-*")
+    lines = (folder / "tokens").read_text().splitlines(keepends=True)
+    workers = programs.folder / "workers"
+    workers.touch(0o600)
+    workers.write_text("".join(line for line in lines if line.startswith("worker ")))
+
+    refused = programs.run("ps-ctl", "--ps", address, "stop", "--yes", PS_TOKEN_FILE=workers)
+
+    assert refused.wait() == 13
+    assert "PERMISSION_DENIED" in refused.err
+    assert "needs a token of the role admin, and this one is of the role worker" in refused.err
+
+
 def test_commands_of_the_same_user_find_the_token(programs: Programs, address: str) -> None:
-    """Also with --ps, and a Client."""
+    """Also with --ps, by another name of loopback, and a Client."""
+    local = address.replace("127.0.0.1", "localhost")
+
     assert programs.run("ps-ctl", "status").wait() == 0
     assert programs.run("ps-ctl", "--ps", address, "status").wait() == 0
+    assert programs.run("ps-ctl", "--ps", local, "status").wait() == 0
     assert programs.run("python", "stranger.py", address).wait() == 0
 
 

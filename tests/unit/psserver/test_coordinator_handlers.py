@@ -33,6 +33,7 @@ class ReshardingService:
         self.stopped, self.worker_exits = threading.Event(), WorkerExits()
         self.reshard_requests = self.report = self.disconnect = self.check_job = Mock()
         self.shard_connections, self.executor = self, MagicMock()
+        self.worker_keys = SimpleNamespace(job_key=b"")
 
     def connect(self, *args: object) -> tuple[ServerEntry, int]:
         return self.server, self.server.connection

@@ -11,7 +11,6 @@ import torch
 from prometheus_client import CollectorRegistry
 
 from pscommon.core.errors import PSError
-from pscommon.core.limits import MAX_BATCHES_PER_PUSH
 from pscommon.core.log_entries import Apply, Begin, Contribution, Evict, PushKey, Reject, Staged
 from pscommon.core.model_spec import ModelSpec, OptimizerSettings, TensorSpec
 from pscommon.system.shared_memory import SharedRegion
@@ -312,16 +311,6 @@ CASES = {
     "an open push that names parts at its end": (
         Case(push(open=True), closing=pb.PushPullHeader(parts=[part(0, 64)])),
         [*(f"receive piece {number}" for number in (1, 2, 3)), REFUSED],
-    ),
-    "an open push whose headers together name too many batches": (
-        Case(
-            push(open=True, batches=[pb.Batch()] * MAX_BATCHES_PER_PUSH),
-            closing=pb.PushPullHeader(batches=[pb.Batch()]),
-        ),
-        [
-            *(f"receive piece {number}" for number in (1, 2, 3)),
-            "InvalidRequestError OUT_OF_RANGE",
-        ],
     ),
     "a pull": (
         Case(push(seq=0, has_data=False)),
