@@ -32,8 +32,8 @@ def check_token(presented: str, needed: Role, what: str) -> None:
         return
     if not presented:
         raise AuthenticationError(
-            f"{what} needs a token of the role {needed}, and there is none. Try: `--token-file "
-            f"FILE` (PS_TOKEN_FILE)",
+            f"{what} needs a token of the role {needed}, and there is none. Try: `--token-file` "
+            f"(PS_TOKEN_FILE) with {needed}.token of this job",
             "UNAUTHENTICATED",
         )
     role = role_of(tokens(), presented)
