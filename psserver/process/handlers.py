@@ -156,4 +156,10 @@ def _decoded(
 
 
 def _log(row: AnyRequest, error: InvalidRequestError, context: grpc.ServicerContext) -> None:
-    log.warning("message_undecodable", method=row.path, peer=context.peer(), problem=str(error))
+    log.warning(
+        "message_undecodable",
+        limited=True,
+        method=row.path,
+        peer=context.peer(),
+        problem=str(error),
+    )
