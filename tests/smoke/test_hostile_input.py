@@ -31,7 +31,7 @@ def attack(job: HostileJob, requests: int, byte_count: int, seed_number: int) ->
     batches = -(-requests // BATCH_COUNT)
     bytes_per_batch = -(-byte_count // batches)
     _, found = job.new_member()
-    own = found[0]
+    own, failures = found[0], list[Exception]()
 
     @seed(seed_number)
     @settings(
@@ -51,6 +51,14 @@ def attack(job: HostileJob, requests: int, byte_count: int, seed_number: int) ->
         st.sampled_from(range(SHARDS + 1)),
     )
     def send(batch: Any, strings: Any, target: int) -> None:
+        if failures:
+            return
+        try:
+            send_one(batch, strings, target)
+        except Exception as failure:  # hypothesis would send the batch again
+            failures.append(failure)
+
+    def send_one(batch: Any, strings: Any, target: int) -> None:
         member, _ = job.new_member()
         job.send(batch, member, target)
         for port, sent, frames in strings:
@@ -60,6 +68,8 @@ def attack(job: HostileJob, requests: int, byte_count: int, seed_number: int) ->
         job.check_alive()
 
     send()
+    if failures:
+        raise failures[0]
 
 
 def check_logs(job: HostileJob) -> None:

@@ -188,9 +188,13 @@ class HostileJob(ForkedJob):
             sock.settimeout(PEER_SECONDS)
             sock.connect(address if is_path else (host, int(port)))
             found = bytearray()
-            with suppress(ConnectionError):  # the port may be the first to end
+            try:
                 sock.sendall(sent)
                 sock.shutdown(socket.SHUT_WR)
+            except TimeoutError:
+                raise
+            except OSError:  # the port may be the first to end
+                pass
             with suppress(ConnectionError):
                 while data := sock.recv(1 << 16):
                     found += data
