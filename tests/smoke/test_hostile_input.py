@@ -3,15 +3,10 @@
 `make fuzz` sends 100 000 requests and 10 000 byte strings: FUZZ_REQUESTS, FUZZ_BYTES, FUZZ_SEED.
 """
 
-import os
-import random
 from collections import defaultdict
-from collections.abc import Callable
 from datetime import datetime
-from pathlib import Path
 from typing import Any
 
-import pytest
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 

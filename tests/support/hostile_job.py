@@ -124,9 +124,7 @@ class HostileJob(ForkedJob):
         """Make a step of the honest worker, and check the weights."""
         gradients, _ = self.honest.model.flat_buffers()
         gradients[:] = self._ones(len(gradients))
-        result = self.honest.model.exchange(
-            gradients=gradients, weights=None, groups_json=RATE_ONE
-        )
+        result = self.honest.model.exchange(gradients=gradients, weights=None, groups_json=RATE_ONE)
         assert result.status == "applied", result
         self.steps += 1
         assert counted(self.honest.pull()) == self.steps
@@ -207,8 +205,8 @@ class HostileJob(ForkedJob):
         for kind, message in answers(found):
             if kind is FrameKind.ERROR:
                 error = error_of(message, "the server")
-                text = f"{error.reason} {error} after {frames!r:.3000}"
-                assert error.reason != "INTERNAL" and not text.startswith("ERROR"), text
+                text = f"{error.reason} {error} after {frames!r:.900}"
+                assert error.reason not in ("INTERNAL", "ERROR", "UNKNOWN"), text
 
     # ---- the servers -----------------------------------------------------------------------------
 
@@ -269,12 +267,13 @@ def check(sent: Sent, failure: grpc.RpcError | None) -> None:
     if failure is None:
         return
     code, error = failure.code(), error_from(failure, str(sent.row))  # type: ignore[attr-defined]
-    text = f"{code} {error.reason} {error} of sender {sent.who} after {sent.frames!r:.3000}"
+    text = f"{code} {error.reason} {error} of sender {sent.who} after {sent.frames!r:.900}"
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
         assert sent.may_wait, text
         return
     assert code.name not in REFUSED, text
-    assert error.reason != "UNREACHABLE" or code is grpc.StatusCode.CANCELLED, text
+    if error.reason == "UNREACHABLE":
+        assert code in (grpc.StatusCode.CANCELLED, grpc.StatusCode.RESOURCE_EXHAUSTED), text
 
 
 def answers(found: bytes) -> Iterator[tuple[FrameKind, bytes]]:

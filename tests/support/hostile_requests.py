@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
-from google.protobuf.message_factory import GetMessageClass
 from hypothesis import strategies as st
 
 from pscommon.wire.ranges import INTEGERS, LENGTHS, RANGES
@@ -18,7 +17,10 @@ Draw = Callable[[st.SearchStrategy[Any]], Any]
 Bases = Mapping[AnyRequest, Any]
 
 MAX_CHANGES_COUNT = 4
-LONG_WAIT_MS = 2_000
+MAX_REPEATED_NBYTES = 50
+"""Size of an item that may come many times."""
+
+LONG_WAIT_MS = 10_000
 
 TEXTS = (
     "",
@@ -152,12 +154,12 @@ def _change_items(draw: Draw, message: Any, field: FieldDescriptor) -> None:
     elif inner is not None:
         item = items.add()
         _change(draw, item)
-        if draw(st.integers(0, 9)) == 0:
+        if item.ByteSize() < MAX_REPEATED_NBYTES and draw(st.integers(0, 9)) == 0:
             items.extend([item] * _many(draw, message, name))
     else:
         value = draw(_values(type(message), field))
         items.extend([value] * draw(st.integers(1, 3)))
-        if len(str(value)) < 100 and draw(st.integers(0, 9)) == 0:
+        if len(str(value)) < MAX_REPEATED_NBYTES and draw(st.integers(0, 9)) == 0:
             items.extend([value] * _many(draw, message, name))
 
 
@@ -282,5 +284,3 @@ def greeting_message(job: str, shard: int, worker: int, key: bytes, token: str) 
         format=3, job=job, shard=shard, worker=worker, key=key, token=token
     )
     return MAGIC + encode_frame(FrameKind.HELLO, hello.SerializeToString())
-
-
