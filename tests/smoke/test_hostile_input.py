@@ -25,8 +25,7 @@ def attack(job: HostileJob, requests: int, byte_count: int, seed_number: int) ->
     """
     batches = -(-requests // BATCH_COUNT)
     bytes_per_batch = -(-byte_count // batches)
-    _, found = job.new_member()
-    own, failures = found[0], list[Exception]()
+    failures = list[Exception]()
 
     @seed(seed_number)
     @settings(
@@ -37,9 +36,9 @@ def attack(job: HostileJob, requests: int, byte_count: int, seed_number: int) ->
         suppress_health_check=list(HealthCheck),
     )
     @given(
-        st.lists(calls(own, SENDERS), min_size=BATCH_COUNT, max_size=BATCH_COUNT),
+        st.lists(calls(job.bases, SENDERS), min_size=BATCH_COUNT, max_size=BATCH_COUNT),
         st.lists(
-            st.tuples(st.sampled_from(range(10)), byte_strings(), streams(own)),
+            st.tuples(st.sampled_from(range(10)), byte_strings(), streams(job.bases)),
             min_size=bytes_per_batch,
             max_size=bytes_per_batch,
         ),
@@ -54,13 +53,12 @@ def attack(job: HostileJob, requests: int, byte_count: int, seed_number: int) ->
             failures.append(failure)
 
     def send_one(batch: Any, strings: Any, target: int) -> None:
-        member, _ = job.new_member()
-        job.send(batch, member, target)
+        job.send(batch, target)
         for port, sent, frames in strings:
             job.send_bytes(job.ports[port], sent)
-            job.send_stream(port % SHARDS, member, frames)
+            job.send_stream(port % SHARDS, frames)
         job.step()
-        job.check_alive()
+        job.join()
 
     send()
     if failures:

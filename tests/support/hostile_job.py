@@ -10,7 +10,6 @@ from typing import Any, NamedTuple, Self
 import grpc
 
 from pscommon.core.errors import PSError
-from pscommon.core.partition import PartitionPlan
 from pscommon.security.credentials import Credentials, use_credentials
 from pscommon.security.tokens import ROLES, TokenFile
 from pscommon.wire import requests as rows
@@ -20,7 +19,7 @@ from pscommon.wire.status import error_from, error_of
 from pscommon.wire.stream_format import HEAD_BYTES, MAGIC, FrameKind, decode_prefix
 from psproto.v1 import parameter_server_pb2 as ps
 from tests.support.forked_job import ForkedJob
-from tests.support.hostile_requests import Bases, Sent, greeting_message
+from tests.support.hostile_requests import Sent, greeting_message
 from tests.support.ports import free_ports
 from tests.support.request_bases import bases
 from tests.support.worker_scripts import count
@@ -60,6 +59,7 @@ class HostileJob(ForkedJob):
         self._monitors = dict(zip(self.names, ports[1:4], strict=True))
         self._streams = dict(zip(self.names, ports[4:7], strict=True))
         self.steps = 0
+        self.bases: dict[AnyRequest, Any] = {}
 
     def __enter__(self) -> Self:
         use_credentials(Credentials(tokens=TokenFile(self.token_file).tokens))
@@ -69,6 +69,7 @@ class HostileJob(ForkedJob):
         self.channels = [open_channel(Endpoint(self.grpc_of(name))) for name in self.names]
         self.step()
         self.path = self.describe().stream_path
+        self.join()
         return self
 
     def __exit__(self, *args: Any) -> None:
@@ -142,16 +143,14 @@ class HostileJob(ForkedJob):
 
     # ---- the hostile peer ------------------------------------------------------------------------
 
-    def new_member(self) -> tuple[Member, Sequence[Bases]]:
-        """Join with the worker's token; return valid requests of this member to each shard."""
-        spec = self.honest.model.shards.plan.spec
-        nbytes = [PartitionPlan(spec, SHARDS).shard_nbytes(shard) for shard in range(SHARDS)]
-        joined = rows.JOIN.response.FromString(
-            self._ask(rows.JOIN, bases("", spec, 0, 0)[rows.JOIN])
-        )
-        found = [bases(self.job, spec, joined.worker, n) for n in nbytes]
-        self._ask(rows.REGISTER, found[0][rows.REGISTER], joined.key)
-        return Member(joined.worker, joined.key), found
+    def join(self) -> None:
+        """Join with the worker's token: `member` and `bases` are of the new member."""
+        plan = self.honest.model.shards.plan
+        made = bases("", plan.spec, 0, 0)
+        joined = rows.JOIN.response.FromString(self._ask(rows.JOIN, made[rows.JOIN]))
+        self.member = Member(joined.worker, joined.key)
+        self.bases.update(bases(self.job, plan.spec, joined.worker, plan.shard_nbytes(0)))
+        self._ask(rows.REGISTER, self.bases[rows.REGISTER], joined.key)
 
     def _ask(self, row: AnyRequest, message: Any, key: bytes = b"") -> bytes:
         metadata = [(TOKEN_KEY, f"Bearer {TOKENS['worker']}")]
@@ -162,15 +161,15 @@ class HostileJob(ForkedJob):
         )
         return answer
 
-    def send(self, batch: Sequence[Sent], member: Member, target: int) -> None:
+    def send(self, batch: Sequence[Sent], target: int) -> None:
         """Send all calls at once to one server, and check how each ends."""
         channel = self.channels[target]
-        begun = [(sent, self._begin(channel, sent, member)) for sent in batch]
+        begun = [(sent, self._begin(channel, sent)) for sent in batch]
         for sent, call in begun:
             check(sent, outcome(call, sent.row.kind))
 
-    def _begin(self, channel: grpc.Channel, sent: Sent, member: Member) -> Any:
-        options = {"timeout": CALL_SECONDS, "metadata": metadata(sent.who, member)}
+    def _begin(self, channel: grpc.Channel, sent: Sent) -> Any:
+        options = {"timeout": CALL_SECONDS, "metadata": metadata(sent.who, self.member)}
         method = getattr(channel, sent.row.kind)(sent.row.path)
         if sent.row.kind == "unary_unary":
             return method.future(sent.frames[0], **options)
@@ -198,9 +197,9 @@ class HostileJob(ForkedJob):
                     found += data
             return bytes(found)
 
-    def send_stream(self, shard: int, member: Member, frames: Sequence[bytes]) -> None:
+    def send_stream(self, shard: int, frames: Sequence[bytes]) -> None:
         """Send frames after the greeting of a member, and check the answers."""
-        hello = greeting_message(self.job, shard, *member, TOKENS["worker"])
+        hello = greeting_message(self.job, shard, *self.member, TOKENS["worker"])
         found = self.send_bytes(self.stream_addresses[shard], hello + b"".join(frames))
         for kind, message in answers(found):
             if kind is FrameKind.ERROR:

@@ -102,11 +102,9 @@ def encoded(draw: Draw, base: Message) -> bytes:
     raw: bytes = draw(changed(base)).SerializeToString()
     if form == 1:
         return raw + bytes(draw(st.sampled_from(UNKNOWN_FIELDS)))
-    if form == 2 and raw:
-        place = draw(st.integers(0, len(raw) - 1))
-        return raw[:place] + bytes([draw(st.integers(0, 255))]) + raw[place + 1 :]
-    if form == 3:
-        return raw[: draw(st.integers(0, len(raw)))]
+    if form in (2, 3):  # what is drawn must not depend on the job: here it would on the length
+        place, byte = draw(st.integers(0, 999)) * len(raw) // 1000, draw(st.integers(0, 255))
+        return raw[:place] + (bytes([byte]) + raw[place + 1 :] if form == 2 else b"")
     if form == 4:
         return raw + raw
     return raw
