@@ -22,7 +22,7 @@ BATCH_COUNT = 20
 """Requests that are sent at once, before the next step of the honest worker."""
 MAX_GROWTH_NBYTES = 50 << 20
 CLOCK_SECONDS = 0.1
-WARM_UP_PARTS = 4
+WARM_UP_PARTS = 2
 """The first of so many parts of an attack may take memory that the servers keep for later: malloc
 returns none to the system (process_limits.py).
 """

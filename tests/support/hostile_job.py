@@ -97,6 +97,13 @@ class HostileJob(ForkedJob):
         ]
 
     @property
+    def tcp_ports(self) -> Sequence[str]:
+        """The TCP ports of both shards."""
+        of_shards = ("s0", "s1")
+        found = (self.grpc_of, self._streams.__getitem__, self._monitors.__getitem__)
+        return [port(name) for name in of_shards for port in found]
+
+    @property
     def stream_addresses(self) -> Sequence[str]:
         """Of the shards."""
         return [self._streams["s0"], self._streams["s1"]]
@@ -123,11 +130,18 @@ class HostileJob(ForkedJob):
 
     def step(self) -> None:
         """Make a step of the honest worker, and check the weights."""
+        self.push()
+        self.check_weights()
+
+    def push(self) -> None:
         gradients, _ = self.honest.model.flat_buffers()
         gradients[:] = self._ones(len(gradients))
         result = self.honest.model.exchange(gradients=gradients, weights=None, groups_json=RATE_ONE)
         assert result.status == "applied", result
         self.steps += 1
+
+    def check_weights(self) -> None:
+        """Check that each push of the honest worker counts once, and nothing else."""
         assert counted(self.honest.pull()) == self.steps
 
     @staticmethod
