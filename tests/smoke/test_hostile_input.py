@@ -20,6 +20,8 @@ from tests.support.hostile_requests import byte_strings, calls, streams
 
 BATCH_COUNT = 20
 """Requests that are sent at once, before the next step of the honest worker."""
+TARGETS = (0, 0, 0, 0, 1, 2)
+"""Mostly shard 0, which answers all requests; also shard 1 and the standby."""
 MAX_GROWTH_NBYTES = 50 << 20
 CLOCK_SECONDS = 0.1
 WARM_UP_PARTS = 2
@@ -50,7 +52,7 @@ def attack(job: HostileJob, requests: int, byte_count: int, seed_number: int) ->
             min_size=count,
             max_size=count,
         ),
-        st.sampled_from(range(SHARDS + 1)),
+        st.sampled_from(TARGETS),
     )
     def send(batch: Any, strings: Any, target: int) -> None:
         if failures:
@@ -112,6 +114,6 @@ def test_hostile_input_stops_nothing(tmp_path: Path) -> None:
 @pytest.mark.timeout(3600 * 12)
 def test_more_hostile_input_stops_nothing(tmp_path: Path) -> None:
     """About three minutes, of another seed each time."""
-    requests = int(os.environ.get("FUZZ_REQUESTS", "12000"))
-    byte_count = int(os.environ.get("FUZZ_BYTES", "1200"))
+    requests = int(os.environ.get("FUZZ_REQUESTS", "20000"))
+    byte_count = int(os.environ.get("FUZZ_BYTES", "2000"))
     run(tmp_path, requests, byte_count, int(os.environ.get("FUZZ_SEED") or secrets.randbits(32)))
