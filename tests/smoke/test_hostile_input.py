@@ -24,9 +24,9 @@ TARGETS = (0, 0, 0, 0, 1, 2)
 """Mostly shard 0, which answers all requests; also shard 1 and the standby."""
 MAX_GROWTH_NBYTES = 50 << 20
 CLOCK_SECONDS = 0.1
-WARM_UP_PARTS = 2
-"""Parts of an attack. In the first one, servers may take memory that they keep for later: their
-malloc returns none to the system (process_limits.py).
+PARTS = 4
+"""Parts of an attack. Malloc returns no memory to the system (process_limits.py), so servers keep
+what the largest requests took. The last part repeats the one before: it must not need more.
 """
 
 SETTINGS = settings(
@@ -90,16 +90,16 @@ def run(folder: Path, requests: int, byte_count: int, seed_number: int) -> None:
     print(f"FUZZ_SEED={seed_number} FUZZ_REQUESTS={requests} FUZZ_BYTES={byte_count}")
     with HostileJob(folder) as job:
         try:
-            first = requests // WARM_UP_PARTS, byte_count // WARM_UP_PARTS
-            attack(job, *first, seed_number)
+            for part in range(PARTS - 1):
+                attack(job, requests // PARTS, byte_count // PARTS, seed_number + part)
             before = job.memory_nbytes()
-            attack(job, requests - first[0], byte_count - first[1], seed_number + 1)
+            attack(job, requests // PARTS, byte_count // PARTS, seed_number + PARTS - 2)
             growth = {name: after - before[name] for name, after in job.memory_nbytes().items()}
             print(f"growth in bytes: {growth}")
             job.restart()
             job.step()
             job.join()
-            attack(job, BATCH_COUNT, 1, seed_number + 2)
+            attack(job, BATCH_COUNT, 1, seed_number + PARTS)
         except BaseException:
             print("\n".join(map(job.tail, job.names)))
             raise
