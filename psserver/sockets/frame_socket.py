@@ -254,8 +254,8 @@ class FrameSocket:
             return
         except OSError:
             has_hung_up = True
+        # readable from now on: the loop would call again and again
+        self._loop.remove_reader(self._socket.fileno())
+        self._is_reading = False
         if has_hung_up:
             self._lost()
-        else:  # data that no coroutine wants yet
-            self._loop.remove_reader(self._socket.fileno())
-            self._is_reading = False

@@ -1,5 +1,6 @@
 """Servers with tokens: which role may send which request, over gRPC and in a stream's greeting."""
 
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -21,11 +22,12 @@ from pscommon.wire.status import translated
 from psproto.v1 import coordinator_pb2 as co
 from psproto.v1 import stream_pb2
 from psserver.process.config import ServerConfig
-from psserver.process.handlers import grpc_services
+from psserver.process.handlers import grpc_handler
 from psserver.server import Server
 from psworker import Client
 
 TOKENS: dict[Role, str] = {role: f"{role}-0123456789abcdef" for role in ROLES}
+READER = f"Bearer {TOKENS['read']}"
 UNKNOWN = "unknown-0123456789ab"
 PRESENTED: dict[str, Role | None] = {
     **{f"Bearer {token}": role for role, token in TOKENS.items()},
@@ -84,7 +86,7 @@ class Answering:
 @pytest.fixture
 def answering(with_tokens: None) -> Iterator[tuple[grpc.Channel, Answering]]:
     found = Answering()
-    server = grpc.server(ThreadPoolExecutor(4), handlers=grpc_services(found.handlers))
+    server = grpc.server(ThreadPoolExecutor(4), handlers=[grpc_handler(found.handlers)])
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
     try:
@@ -120,6 +122,25 @@ def test_each_request_needs_its_role(answering: tuple[grpc.Channel, Answering]) 
             assert refused.value.reason == expected, (row, presented)
             assert not found.called
             assert not any(token in str(refused.value) for token in TOKENS.values())
+
+
+def test_a_call_without_a_role_is_refused_before_its_message_is_received(
+    answering: tuple[grpc.Channel, Answering],
+) -> None:
+    """Strangers could fill the memory with large messages."""
+    channel, _ = answering
+    is_over = threading.Event()
+
+    def messages() -> Iterator[bytes]:
+        is_over.wait()
+        yield b""
+
+    try:
+        for row in REQUESTS:
+            with pytest.raises(AuthenticationError), translated("the server"):
+                channel.stream_unary(row.path)(messages(), timeout=10)
+    finally:
+        is_over.set()
 
 
 def test_a_new_token_file_is_used_without_a_restart(
@@ -184,6 +205,32 @@ def test_health_needs_no_token_and_reflection_that_of_a_reader(server: Server) -
         assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
         metadata = ((TOKEN_KEY, f"Bearer {TOKENS['read']}"),)
         assert list(reflection(iter([asked]), timeout=10, metadata=metadata))
+
+
+def test_health_without_a_token_takes_neither_memory_nor_a_call(server: Server) -> None:
+    is_over = threading.Event()
+
+    def messages() -> Iterator[bytes]:
+        is_over.wait()
+        yield b""
+
+    with open_channel(Endpoint(server.address)) as channel:
+        health = health_pb2_grpc.HealthStub(channel)
+        named, metadata = health_pb2.HealthCheckRequest(service="no such"), ((TOKEN_KEY, READER),)
+        try:
+            answer = channel.stream_unary("/grpc.health.v1.Health/Check")(messages(), timeout=10)
+            assert health_pb2.HealthCheckResponse.FromString(answer).status == 1
+        finally:
+            is_over.set()
+        with pytest.raises(grpc.RpcError) as refused:
+            next(health.Watch(named, timeout=10))
+        assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
+        watched = health.Watch(health_pb2.HealthCheckRequest(), timeout=10, metadata=metadata)
+        assert next(watched).status == 1
+        watched.cancel()
+        with pytest.raises(grpc.RpcError) as unknown:
+            health.Check(named, timeout=10, metadata=metadata)
+        assert unknown.value.code() is grpc.StatusCode.NOT_FOUND
 
 
 def test_a_client_sends_the_tokens_of_its_process(server: Server, token_file: Path) -> None:
