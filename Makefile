@@ -107,11 +107,11 @@ $(TF_VENV)/.setup-done:
 chaos: setup # random faults over real processes; CHAOS_MINUTES=60 CHAOS_SEED=7 for an hour that can be had again
 	$(BIN)/python -m tests.chaos --minutes $(CHAOS_MINUTES) $(if $(CHAOS_SEED),--seed $(CHAOS_SEED))
 
-audit: # in an environment of its own: pip-audit is no dependency
+audit: # in an environment of its own; strict: a package that pypi.org does not tell about is an error
 	@set -e; folder=$$(mktemp -d); trap 'rm -rf "$$folder"' EXIT; \
 	$(PYTHON) -m venv "$$folder"; \
 	"$$folder/bin/pip" install --quiet --disable-pip-version-check pip-audit; \
-	"$$folder/bin/pip-audit" --requirement constraints.txt --no-deps --disable-pip
+	"$$folder/bin/pip-audit" --strict --requirement constraints.txt --no-deps --disable-pip
 
 test-compose: # 2 servers and 2 workers in containers; needs a Docker engine
 	deploy/test-compose
