@@ -8,7 +8,7 @@ possible, gRPC carries the exchanges, and the next attempt follows after RETRY_S
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 
 from pscommon.core.errors import InvalidRequestError, PSError, UnreachableError
@@ -43,6 +43,7 @@ class SocketPool:
         self._retry_at: dict[str, float] = {}
         self._reached: dict[int, str] = {}  # how each shard is reached
         self._problems: dict[int, str] = {}  # why a shard is not reached over a socket
+        self._no_path: dict[int, PSError] = {}  # why not over its Unix socket
 
     def find(
         self,
@@ -87,7 +88,8 @@ class SocketPool:
             self._requests.drop(address)
             if self._lanes == "stream":
                 raise
-            self._retry_at[address] = time.monotonic() + RETRY_SECONDS
+            if not isinstance(error, UnreachableError) or error.reason == "UNREACHABLE":
+                self._retry_at[address] = time.monotonic() + RETRY_SECONDS
             self._note(shard, len(description.addresses), "grpc", str(error))
             return None
         with self._lock:
@@ -95,6 +97,27 @@ class SocketPool:
         self._retry_at.pop(address, None)
         kind = "unix" if connection.address.startswith("/") else "tcp"
         self._note(shard, len(description.addresses), kind, "")
+        return connection
+
+    def find_path(
+        self,
+        shard: int,
+        address: str,
+        header: ps.PushPullHeader,
+        describe: Describe,
+        timeout: float,
+    ) -> SocketConnection:
+        """Return an open connection to a server's Unix socket; arguments as for `find`.
+
+        Raises:
+            UnreachableError: The server does not answer.
+            InvalidRequestError: Its Unix socket cannot be used.
+        """
+        connection = self.find(shard, address, header, describe, timeout)
+        if connection is None:
+            raise self._no_path[shard].with_traceback(None)
+        if not connection.address.startswith("/"):
+            raise InvalidRequestError(str(self._no_path[shard]))
         return connection
 
     @contextmanager
@@ -128,6 +151,11 @@ class SocketPool:
         )
         server = f"shard {shard} at {address}"
         found = socket_addresses(description, address, self._lanes)
+        self._no_path[shard] = InvalidRequestError(
+            f"the server's Unix socket {description.stream_path} cannot be reached from here"
+            if description.stream_path
+            else f"the server has no Unix socket, and offers {', '.join(description.features)}"
+        )
         if not found and self._lanes == "shm":
             raise UnreachableError(f"{server} is on another host")
         if not found:
@@ -139,12 +167,16 @@ class SocketPool:
             )
         *others, last = found
         for other in others:
-            with suppress(UnreachableError):
+            try:
                 share = (deadline - time.monotonic()) / len(found)
                 return SocketConnection.open(other, hello, server, share)
+            except UnreachableError as error:
+                self._no_path[shard] = error
         try:
             return SocketConnection.open(last, hello, server, deadline - time.monotonic())
         except UnreachableError as error:
+            if last.startswith("/"):
+                self._no_path[shard] = error
             if last.startswith("/") or error.reason != "UNREACHABLE":
                 raise
             remedy = "let workers reach this port (--stream-bind, --advertise-stream, firewalls)"

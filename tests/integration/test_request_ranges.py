@@ -72,7 +72,6 @@ def bases(server: Server, worker: int) -> Mapping[AnyRequest, Message]:
         ),
         rows.EXCHANGE: exchange,
         rows.EXCHANGE_ONCE: exchange,
-        rows.ATTACH_MEMORY: ps.AttachMemoryRequest(name="none", **own),
         rows.READ_SHARD: shard_pb2.ReadShardRequest(job=job, current=True),
         rows.REPLICATE: standby_pb2.ReplicateRequest(
             shards=1, instance="s", address="127.0.0.1:1", format=2

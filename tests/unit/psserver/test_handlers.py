@@ -10,8 +10,8 @@ import pytest
 
 from pscommon.core.errors import MismatchError
 from pscommon.wire.requests import (
-    ATTACH_MEMORY,
     DESCRIBE,
+    DRAIN,
     EXCHANGE,
     EXCHANGE_ONCE,
     INTRODUCE,
@@ -22,6 +22,7 @@ from pscommon.wire.requests import (
     AnyRequest,
     Stub,
 )
+from psproto.v1 import coordinator_pb2 as co
 from psproto.v1 import parameter_server_pb2 as ps
 from psproto.v1 import shard_pb2, standby_pb2
 from psserver.process.handlers import Handlers, grpc_services
@@ -38,7 +39,7 @@ def refuse(request: ps.IntroduceRequest) -> ps.IntroduceResponse:
     raise MismatchError("not now", "SHARD_MISMATCH")
 
 
-def crash(request: ps.AttachMemoryRequest) -> ps.AttachMemoryResponse:
+def crash(request: co.DrainRequest) -> co.DrainResponse:
     raise ZeroDivisionError
 
 
@@ -74,7 +75,7 @@ async def promote(request: standby_pb2.PromoteRequest, waiter: Waiter) -> object
 HANDLERS: Handlers = {
     DESCRIBE: describe,
     INTRODUCE: refuse,
-    ATTACH_MEMORY: crash,
+    DRAIN: crash,
     EXCHANGE: repeat,
     EXCHANGE_ONCE: once,
     READ_SHARD: forever,
@@ -123,9 +124,7 @@ def test_a_handler_that_waits_has_the_waiter_of_its_thread(
     assert next_call(recorded) == ("Promote", "OK")
 
 
-@pytest.mark.parametrize(
-    ("row", "code"), [(INTRODUCE, "FAILED_PRECONDITION"), (ATTACH_MEMORY, "INTERNAL")]
-)
+@pytest.mark.parametrize(("row", "code"), [(INTRODUCE, "FAILED_PRECONDITION"), (DRAIN, "INTERNAL")])
 def test_an_error_is_recorded_with_the_code_that_the_client_sees(
     channel: grpc.Channel, recorded: Recorded, row: AnyRequest, code: str
 ) -> None:
