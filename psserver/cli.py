@@ -26,11 +26,14 @@ COMMAND = options.command(
 Examples:
   ps-server --policy sync --min-workers 2                      the only shard, on port 50051
   ps-server --shard 0/2 --data-dir /data/job --policy async    the first of two
-  ps-server --shard 1/2 --data-dir /data/job --join host0:50051 \\
-    --bind 0.0.0.0:50052 --advertise host1:50052
-  ps-server --shard 1/2 --join host0:50051 --failover-lock /run/job \\
-    --standby-of host1:50052 --bind 127.0.0.1:50062
-  ps-server --config cluster.toml --shard 1/2                  other settings from a file""",
+  ps-server --config job.toml --shard 1/2 --join host0:50051 \\
+    --bind 0.0.0.0:50052 --advertise host1:50052               other settings from a file
+  ps-server --config job.toml --shard 1/2 --join host0:50051 --failover-lock /run/job \\
+    --standby-of host1:50052 --bind host2:50052
+
+\b
+Ports that other machines reach need --tls-ca, --tls-cert and --tls-key (in job.toml, for example);
+`ps-ctl tls init` and `ps-ctl token init` make the files.""",
 )
 
 

@@ -70,7 +70,7 @@ class Server:
         config, promotion, resources = self.config, self._promotion, self._resources
         if config.data_dir is not None:
             resources.enter_context(DataDirLock(config.data_dir, config.shard))
-            check_data_dir_mode(config.data_dir, is_secured=False)
+            check_data_dir_mode(config.data_dir, config.security.is_secured)
             check_data_formats(config.data_dir, config.resume)
         role = (
             build_coordinator(config, promotion, lost_data_dir, self._deposed, resources)

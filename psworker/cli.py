@@ -49,9 +49,13 @@ COMMAND = options.command(
     "psworker.Client().",
     epilog="""\b
 Examples:
-  ps-worker --ps host0:50051 train.py --epochs 3
-  ps-worker --ps host0:50051,host1:50052 --device cuda:1 -m my_package.train
+  ps-worker --ps 127.0.0.1:50051 train.py --epochs 3
+  ps-worker --config job.toml --ps host0:50051,host1:50052 --device cuda:1 -m my_package.train
   PS_LOCAL=1 ps-worker train.py                 plain training without servers, for debugging
+
+\b
+Servers on other machines need --tls-ca, --tls-cert, --tls-key and --token-file (in job.toml, for
+example).
 
 \b
 The script gets PS_SERVERS, PS_JOB, PS_DEVICE, PS_WORKER_RANK and PS_WORKER_COUNT in its

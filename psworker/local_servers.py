@@ -11,7 +11,7 @@ from pathlib import Path
 
 from pscommon.core.errors import PSError, UnreachableError, error_for
 from pscommon.core.exit_codes import ExitCode
-from pscommon.security.credentials import are_tokens_named, use_local_tokens
+from pscommon.security.credentials import own_servers
 from pscommon.security.tokens import Tokens, new_tokens, write_tokens
 from psworker.launch.orphan_guard import spawn
 
@@ -29,7 +29,7 @@ def local_servers(
 ) -> Iterator[str]:
     """Run this number of servers on free ports of 127.0.0.1; yield the address of shard 0.
 
-    They accept only tokens of this process, unless the user has named tokens for other servers.
+    They accept only tokens of this process, which connects only to them meanwhile.
 
     Raises:
         UnreachableError: A server does not start; the message has the end of its log.
@@ -42,18 +42,17 @@ def local_servers(
     try:
         # only during the start: a signal that ends this process later leaves no folder
         with tempfile.TemporaryDirectory(prefix="paramserver-") as folder:
-            if not are_tokens_named():
-                token_file, tokens = Path(folder) / "tokens", _tokens()
-                write_tokens(token_file, tokens, {})
-                use_local_tokens(tokens)
-                flags += ["--token-file", str(token_file)]
+            token_file = Path(folder) / "tokens"
+            write_tokens(token_file, _tokens(), {})
+            flags += ["--token-file", str(token_file)]
             address = ""
             for shard in range(count):
                 join = ["--join", address] if shard else []
                 line = ["--shard", f"{shard}/{count}", *flags, *join]
                 started = _start(shard, line, environ, Path(folder), processes)
                 address = address or started
-        yield address
+        with own_servers(_tokens()):
+            yield address
     finally:
         _stop(processes)
 

@@ -14,14 +14,13 @@ from torch.utils.data import DataLoader
 
 from pscommon.core.errors import InvalidRequestError
 from pscommon.optim import KINDS
-from pscommon.security.credentials import use_environment
 from pscommon.settings.environment import without_settings
 from pscommon.telemetry.logs import get_logger
 from psworker.client.client import Client
 from psworker.connect import choose_device
 from psworker.data.random_state import preserved_generators
 from psworker.local_servers import local_servers
-from psworker.session.arguments import check_integer, security_of
+from psworker.session.arguments import check_integer
 from psworker.training_nodes import (
     Loss,
     MakeOptimizer,
@@ -151,7 +150,6 @@ class DistributedTraining:
             return
         # settings in the environment (a data directory, a port) are meant for another job
         environ = without_settings(os.environ)
-        use_environment(security_of(os.environ))
         with local_servers(self.servers, nodes, self.policy, self.staleness, environ) as address:
             yield TrainingCluster(lambda node: Client(address, rank=node))
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+from pscommon.security import credentials
 from psworker.connect import Connects
 from tests.support.process_slots import ProcessSlots, slots_of
 
@@ -44,6 +45,13 @@ settings.load_profile("any machine")
 def first_connect(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a test's connects begin at training "0", as those of a process do."""
     monkeypatch.setattr(sys.modules["psworker.connect"], "connects", Connects())
+
+
+@pytest.fixture(autouse=True)
+def own_credentials(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forget after a test which credentials its commands and clients have set."""
+    of_test = type("OfTest", (credentials._Process,), {})
+    monkeypatch.setattr(credentials, "_Process", of_test)
 
 
 slots_key = pytest.StashKey[ProcessSlots]()

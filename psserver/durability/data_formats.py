@@ -1,6 +1,8 @@
 """Refusal of a data directory that a newer release has written, or that other users can write."""
 
+import grp
 import os
+import pwd
 import stat
 from pathlib import Path
 
@@ -19,8 +21,8 @@ log = get_logger(__name__)
 def check_data_dir_mode(data_dir: Path, is_secured: bool) -> None:
     """Refuse a data directory that other users can write, or warn of it.
 
-    They could change the weights. A group that root has let write is accepted: Kubernetes mounts
-    volumes so (fsGroup).
+    They could change the weights. A group may write if root has let it, as Kubernetes mounts
+    volumes (fsGroup), or if it is the user's own: some systems make directories so that it can.
 
     Args:
         data_dir: The directory. It exists.
@@ -31,7 +33,8 @@ def check_data_dir_mode(data_dir: Path, is_secured: bool) -> None:
     """
     facts = data_dir.stat()
     mode, owner = stat.S_IMODE(facts.st_mode), facts.st_uid
-    writers = stat.S_IWOTH if owner == 0 else stat.S_IWOTH | stat.S_IWGRP
+    is_own_group = owner == 0 or _is_private(facts.st_gid, owner)
+    writers = stat.S_IWOTH if is_own_group else stat.S_IWOTH | stat.S_IWGRP
     if owner in (0, os.geteuid()) and not mode & writers:
         return
     problem = f"its mode is {mode:04o} and its owner is user {owner}, so other users can write it"
@@ -41,6 +44,14 @@ def check_data_dir_mode(data_dir: Path, is_secured: bool) -> None:
     if is_secured:
         raise InvalidRequestError(f"data directory {data_dir} refused: {problem}. Try: {remedy}")
     log.warning("data_dir_writable", path=str(data_dir), problem=problem, remedy=remedy)
+
+
+def _is_private(group: int, user: int) -> bool:
+    """Return whether a group is that of one user alone, who has the same name."""
+    try:
+        return grp.getgrgid(group).gr_name == pwd.getpwuid(user).pw_name
+    except KeyError:
+        return False
 
 
 def check_data_formats(data_dir: Path, resume: str | int) -> None:

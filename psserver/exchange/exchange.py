@@ -17,6 +17,7 @@ from pscommon.core.errors import InFlightError, InvalidRequestError, out_of_the_
 from pscommon.core.log_entries import PushKey, Staged
 from pscommon.wire.messages import batches_from_proto
 from pscommon.wire.push import parts_from_proto
+from pscommon.wire.ranges import check_ranges
 from pscommon.wire.stream_format import EAGER_BYTES
 from psproto.v1 import parameter_server_pb2 as pb
 from psserver.core.shard.state_machine import PushOutcome
@@ -183,6 +184,7 @@ class Exchange:
             raise InvalidRequestError("a push begins and ends with the same worker")
         receiver.close(closing.absent)
         self._header.MergeFrom(closing)
+        check_ranges(self._header)  # its lists are longer now
 
     def _note_filled(self, staging: Staging, nbytes: int) -> None:
         staging.mark_filled(nbytes)

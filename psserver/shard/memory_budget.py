@@ -105,8 +105,8 @@ class MemoryBudget:
 
     def _is_eligible(self, claim: MemoryClaim) -> bool:
         """Return whether the worker may have one more such claim."""
-        most = MAX_PUSHES_PER_WORKER if claim.is_push else MAX_PULLS_PER_WORKER
-        return not claim.worker or self._claims[claim.worker, claim.is_push] < most
+        limit = MAX_PUSHES_PER_WORKER if claim.is_push else MAX_PULLS_PER_WORKER
+        return not claim.worker or self._claims[claim.worker, claim.is_push] < limit
 
 
 def _is_watched(wake: Callable[[], None]) -> AbstractContextManager[None]:

@@ -73,12 +73,12 @@ class OpenConnections(ShardObserver):
         Observers (worker 0) may have any number.
         """
         worker, purpose = key
-        most = MAX_UNGREETED_STREAMS if key == UNGREETED else MAX_STREAMS[purpose]
+        limit = MAX_UNGREETED_STREAMS if key == UNGREETED else MAX_STREAMS[purpose]
         if worker:
             with self._lock:
                 closers = self._closers.setdefault(key, {})
                 closers[close] = None
-                oldest = next(iter(closers)) if len(closers) > most else None
+                oldest = next(iter(closers)) if len(closers) > limit else None
                 if oldest is not None:
                     del closers[oldest]
             if oldest is not None:

@@ -38,10 +38,12 @@ Examples:
   ps-ctl promote host1:50061
   ps-ctl --ps host0:50051 reshard --servers 3
   ps-ctl snapshot verify /data/job
-  ps-ctl tls init certificates
-  ps-ctl token init tokens
+  ps-ctl tls init security
+  ps-ctl token init security
   ps-ctl doctor
   ps-ctl explain 12
+
+Servers on other machines need TLS files and a token file.
 
 Environment variables of the options: PS_SERVERS or PS_PS, PS_OUTPUT, PS_TIMEOUT, PS_TLS_CA,
 PS_TLS_CERT, PS_TLS_KEY, PS_TOKEN_FILE, PS_INSECURE.""",

@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -22,6 +23,7 @@ from pscommon.core.log_entries import (
     Reshard,
     SetBuffers,
 )
+from pscommon.wire.metrics_port import show_expiry
 from psserver.core.commands.recorded import DECODERS, RecordedCommand
 from psserver.core.commands.recorder import replay
 from psserver.core.coordinator.machine import CoordinatorMachine
@@ -206,6 +208,7 @@ def test_data_directory_has_the_promised_files(running_job: JobNames) -> None:
 def test_metrics_have_the_promised_names_and_labels(running_job: JobNames) -> None:
     registry = worker_metrics.CollectorRegistry()
     worker_metrics.WorkerMetrics(registry).reported("loss", 0.5)
+    show_expiry(registry, Mock(material=Mock(expires=0.0)))
     workers, standby = found.metrics(registry), found.metrics(standby_metrics(0, int))
     check("metrics", running_job.metrics | workers | standby)
 

@@ -23,7 +23,7 @@ from psworker import Client, OptimizerSpec
 from tests.support.cluster import Cluster
 from tests.support.process_job import stop
 from tests.support.programs import Program, programs_in
-from tests.support.wire_calls import WAIT, Open, exchange, reason_of, serve
+from tests.support.wire_calls import WAIT, Open, exchange, keyed, reason_of, serve
 from tests.support.workers import ONES, connected, count, counted, counter, status
 
 Make = Callable[..., Cluster]
@@ -118,7 +118,7 @@ def test_reflection_lists_and_describes_services(cluster: Make, channel: Open) -
 ANOTHER = "another-job"
 CALLS: dict[str, tuple[Callable[[CoordinatorServiceStub, str], object], str, str]] = {
     "another job": (
-        lambda stub, job: stub.Join(co.JoinRequest(format=2, job=ANOTHER), timeout=WAIT),
+        lambda stub, job: stub.Join(co.JoinRequest(format=3, job=ANOTHER), timeout=WAIT),
         "FAILED_PRECONDITION",
         "JOB_MISMATCH",
     ),
@@ -166,11 +166,11 @@ CALLS: dict[str, tuple[Callable[[CoordinatorServiceStub, str], object], str, str
 def test_errors_have_a_reason_code(
     cluster: Make, channel: Open, call: Callable[[Any, str], object], code: str, reason: str
 ) -> None:
-    address = cluster(1).address
-    stub = CoordinatorServiceStub(channel(address))
+    servers = cluster(1)
+    stub = CoordinatorServiceStub(keyed(channel(servers.address), servers.servers[0]))
 
     with pytest.raises(grpc.RpcError) as caught:
-        call(stub, status(address)["job"])
+        call(stub, status(servers.address)["job"])
 
     assert reason_of(caught.value) == (code, reason, {"ErrorInfo"})
 
@@ -218,12 +218,13 @@ GARBAGE: dict[str, Callable[[str, int], list[bytes]]] = {
 def test_an_invalid_exchange_is_refused_without_effect(
     cluster: Make, channel: Open, frames: Callable[[str, int], list[bytes]]
 ) -> None:
-    address = cluster(1).address
+    servers = cluster(1)
+    address, key = servers.address, servers.servers[0].identity.worker_keys.key_of(99)
     with counter(address) as client:
         count(client)
 
         with pytest.raises(grpc.RpcError) as caught:
-            list(exchange(channel(address), frames(client.job, 99)))
+            list(exchange(channel(address), frames(client.job, 99), key))
 
         assert reason_of(caught.value)[:2] == ("INVALID_ARGUMENT", "INVALID_REQUEST")
         count(client)
@@ -244,7 +245,8 @@ def test_the_server_survives_bytes_that_are_no_request(cluster: Make, channel: O
 
 
 def test_a_push_of_an_unknown_worker_is_fenced(cluster: Make, channel: Open) -> None:
-    address = cluster(1).address
+    servers = cluster(1)
+    address, key = servers.address, servers.servers[0].identity.worker_keys.key_of(99)
     with counter(address) as client:
         frames = [
             header(client.job, 99, pull=ps.PULL_NONE, wait_ms=5000),
@@ -252,7 +254,7 @@ def test_a_push_of_an_unknown_worker_is_fenced(cluster: Make, channel: Open) -> 
         ]
 
         with pytest.raises(grpc.RpcError) as caught:
-            list(exchange(channel(address), frames))
+            list(exchange(channel(address), frames, key))
 
         assert reason_of(caught.value)[:2] == ("FAILED_PRECONDITION", "FENCED")
         count(client)

@@ -43,7 +43,7 @@ from tests.contract.wire.player import WAIT_SECONDS, Player
 from tests.support.snapshot_files import unpack
 
 RECORDED = Conversation.load(FIXTURE)
-NEWER = 3
+NEWER = 4
 
 
 def marked(method: str, kind: str = "") -> Conversation:
@@ -73,7 +73,7 @@ def refusal(error: BaseException | None) -> str:
     assert isinstance(error, FormatError), repr(error)
     assert (error.reason, error.exit_code) == ("FORMAT", 11)
     assert re.search(
-        r"format 3\b.* 2\. Try: install the newer release of paramserver for ", str(error)
+        r"format 4\b.* 3\. Try: install the newer release of paramserver for ", str(error)
     ), str(error)
     return str(error)
 
@@ -114,7 +114,7 @@ def test_a_shard_refuses_a_newer_shard_0(cluster: Make) -> None:
         player.play()
 
         assert server.ended.wait(WAIT_SECONDS)
-        assert "this shard uses format 2" in refusal(server.failure)
+        assert "this shard uses format 3" in refusal(server.failure)
 
 
 def test_a_standby_refuses_a_newer_primary() -> None:
@@ -122,7 +122,7 @@ def test_a_standby_refuses_a_newer_primary() -> None:
         player.play()
 
         assert standby.ended.wait(WAIT_SECONDS)
-        assert "this standby uses format 2" in refusal(standby.failure)
+        assert "this standby uses format 3" in refusal(standby.failure)
 
 
 # ---- newer requests ------------------------------------------------------------------------------
@@ -189,7 +189,7 @@ def test_peers_of_the_first_format_are_refused(cluster: Make) -> None:
     for ask in (join, link_shard, replicate):
         with (
             open_channel(Endpoint(server.address)) as channel,
-            pytest.raises(FormatError, match=r"message format 1\b.* format 2\. Try: .* for "),
+            pytest.raises(FormatError, match=r"message format 1\b.* format 3\. Try: .* for "),
             translated("shard 0"),
         ):
             ask(channel, None)
@@ -200,7 +200,7 @@ def test_peers_of_the_first_format_are_refused(cluster: Make) -> None:
 
 def with_newer_manifest(data_dir: Path) -> Path:
     *_, path = sorted(data_dir.glob("snapshots/*/MANIFEST.json"))
-    path.write_text(path.read_text().replace('"format": 1', '"format": 3', 1))
+    path.write_text(path.read_text().replace('"format": 1', '"format": 4', 1))
     return path
 
 
@@ -232,7 +232,7 @@ def test_a_server_refuses_a_newer_data_directory_and_changes_nothing(
         cluster(1, data_dir=data_dir, durability=durability)
 
     assert caught.value.exit_code == 11
-    assert f"{path} has format 3, but this release reads formats up to 1. Try: the release" in str(
+    assert f"{path} has format 4, but this release reads formats up to 1. Try: the release" in str(
         caught.value
     )
     assert contents(data_dir) == before

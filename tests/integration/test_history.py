@@ -18,6 +18,7 @@ from psproto.v1 import coordinator_pb2 as co
 from psproto.v1.coordinator_pb2_grpc import CoordinatorServiceStub
 from psworker import Job
 from tests.support.cluster import Cluster
+from tests.support.wire_calls import sent_by
 from tests.support.workers import connected, count, counter, status, together, until
 
 Make = Callable[..., Cluster]
@@ -85,16 +86,20 @@ def test_values_beyond_the_bounds_are_dropped_and_heartbeats_continue(cluster: M
     address = cluster().address
     with open_channel(Endpoint(address)) as channel:
         stub = CoordinatorServiceStub(channel)
-        worker = stub.Join(co.JoinRequest(format=2, rank=0), timeout=10).worker
+        joined = stub.Join(co.JoinRequest(format=3, rank=0), timeout=10)
+        worker, own = joined.worker, sent_by(joined.key)
         for values in (
             [co.ReportedValue(name="x" * 300, value=1.0)],
             [co.ReportedValue(name=f"{number}", value=1.0) for number in range(1001)],
         ):
-            answer = stub.Heartbeat(co.HeartbeatRequest(worker=worker, values=values), timeout=10)
+            beat = co.HeartbeatRequest(worker=worker, values=values)
+            answer = stub.Heartbeat(beat, timeout=10, metadata=own)
             assert not answer.stopping
             with pytest.raises(grpc.RpcError) as caught:
                 stub.ReportMetrics(
-                    co.ReportMetricsRequest(worker=worker, values=values), timeout=10
+                    co.ReportMetricsRequest(worker=worker, values=values),
+                    timeout=10,
+                    metadata=own,
                 )
             assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
         assert history(address) == []
@@ -158,9 +163,11 @@ def test_the_reporting_worker_is_replaced_when_it_is_lost(cluster: Make) -> None
     with connected(made.address, rank=1) as second:
         with open_channel(Endpoint(made.address)) as channel:
             stub = CoordinatorServiceStub(channel)
-            worker = stub.Join(co.JoinRequest(format=2, rank=0), timeout=10).worker
+            joined = stub.Join(co.JoinRequest(format=3, rank=0), timeout=10)
             stub.ReportMetrics(
-                co.ReportMetricsRequest(worker=worker, metrics={"loss": 1.0}), timeout=10
+                co.ReportMetricsRequest(worker=joined.worker, metrics={"loss": 1.0}),
+                timeout=10,
+                metadata=sent_by(joined.key),
             )
         second.report(loss=2.0)
         assert status(made.address)["metrics"] == {"loss": 1.0}

@@ -21,7 +21,7 @@ from psworker import Client, OptimizerSpec
 from tests.support.cluster import Cluster
 from tests.support.lanes import each_network_lane
 from tests.support.programs import programs_in
-from tests.support.wire_calls import Open, exchange, reason_of, serve
+from tests.support.wire_calls import Open, exchange, key_of, reason_of, sent_by, serve
 from tests.support.workers import DEADLINE, connected, counted, together, until, weights_of
 
 Make = Callable[..., Cluster]
@@ -191,12 +191,12 @@ def test_on_the_wire_a_full_budget_is_resource_exhausted_with_a_retry_time(
         claim = run(budget_of(full).take(99, 8_000_000, DEADLINE, ThreadWaiter(), is_push=True))
         push = header(client, seq=1, has_data=True, samples=1, open=opened)
         with pytest.raises(grpc.RpcError) as streamed:
-            list(exchange(channel(full.address), [push]))
+            list(exchange(channel(full.address), [push], key_of(client)))
         once: grpc.UnaryUnaryMultiCallable[bytes, bytes] = channel(full.address).unary_unary(
             EXCHANGE_ONCE.path
         )
         with pytest.raises(grpc.RpcError) as asked:
-            once(push, timeout=DEADLINE)
+            once(push, timeout=DEADLINE, metadata=sent_by(key_of(client)))
         budget_of(full).release(claim)
 
         assert reason_of(streamed.value) == reason_of(asked.value) == expected
@@ -215,7 +215,7 @@ def test_a_cancelled_call_releases_its_bytes(full: Cluster) -> None:
         silent.wait(DEADLINE)
 
     with joined(full.address) as client, closing(open_channel(Endpoint(full.address))) as raw:
-        calls = [cast(Any, exchange(raw, frames(client))) for _ in range(3)]
+        calls = [cast(Any, exchange(raw, frames(client), key_of(client))) for _ in range(3)]
         until(
             lambda: budget.used == 8_000_000 and budget.waiting == 1,
             "two that send and one that waits",
@@ -236,7 +236,7 @@ def test_an_unread_pull_releases_its_bytes_when_it_is_cancelled(full: Cluster) -
         pull = ps.PushPullHeader(
             job=client.job, worker=client.worker, pull=ps.PULL_STEP, wait_ms=1000
         )
-        call = cast(Any, exchange(raw, [encode_header(pull)]))
+        call = cast(Any, exchange(raw, [encode_header(pull)], key_of(client)))
         next(call)
         until(lambda: budget.used == PUSH, "a pull under way")
         call.cancel()

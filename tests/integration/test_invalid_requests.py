@@ -22,11 +22,13 @@ from psproto.v1 import model_pb2 as mo
 from psproto.v1 import parameter_server_pb2 as ps
 from psproto.v1.coordinator_pb2_grpc import CoordinatorServiceStub
 from psserver.core.coordinator.registration import Registration
+from psserver.server import Server
 from psworker import Client
 from psworker.ctl.job_client import CoordinatorClient
 from tests.support.cluster import Cluster
 from tests.support.events import events
 from tests.support.standbys import RunningStandby
+from tests.support.wire_calls import keyed
 from tests.support.workers import count, counted, counter, digest, status, until
 
 Make = Callable[..., Cluster]
@@ -59,8 +61,8 @@ def requests(worker: int) -> Iterator[tuple[str, Any, str]]:
         yield method, request, "OUT_OF_RANGE"
     huge, loop = model_to_proto(HUGE), loop_to_proto(LOOP)
     endless = loop_to_proto(StreamSpec(2, 2**20, 1, 2**31))
-    yield "Join", co.JoinRequest(format=2, rank=LARGEST), "OUT_OF_RANGE"
-    yield "Join", co.JoinRequest(format=2, host="h" * 100_000), "OUT_OF_RANGE"
+    yield "Join", co.JoinRequest(format=3, rank=LARGEST), "OUT_OF_RANGE"
+    yield "Join", co.JoinRequest(format=3, host="h" * 100_000), "OUT_OF_RANGE"
     yield "Register", co.RegisterRequest(worker=worker, model=huge), "OUT_OF_RANGE"
     yield "Register", co.RegisterRequest(worker=worker, model=huge, wait_ms=LARGEST), "OUT_OF_RANGE"
     tensors = [mo.TensorSpec(name="w")] * (MAX_TENSORS + 1)
@@ -120,10 +122,10 @@ def returned(worker: int, *batches: ps.Batch) -> co.ReturnBatchesRequest:
     return co.ReturnBatchesRequest(worker=worker, batches=batches)
 
 
-def refusals(address: str, worker: int) -> Iterator[tuple[str, str, str]]:
+def refusals(server: Server, worker: int) -> Iterator[tuple[str, str, str]]:
     """Return method, reason and expected reason of each request."""
-    with open_channel(Endpoint(address)) as channel:
-        stub = CoordinatorServiceStub(channel)
+    with open_channel(Endpoint(server.address)) as channel:
+        stub = CoordinatorServiceStub(keyed(channel, server))
         for method, request, expected in requests(worker):
             with pytest.raises(PSError) as caught, translated(method):
                 getattr(stub, method)(request, timeout=10.0)
@@ -156,7 +158,7 @@ def test_every_invalid_request_is_refused_and_the_job_restarts(
 ) -> None:
     """A worker trains in between; the servers' log yields the same job again."""
     with job(cluster, tmp_path) as (servers, client, settings):
-        for method, found, expected in refusals(servers.address, client.worker):
+        for method, found, expected in refusals(servers.servers[0], client.worker):
             assert found == expected, method
             count(client)
         before, weights = status(servers.address), digest(servers.address)
@@ -175,7 +177,7 @@ def test_workers_join_after_each_refused_number_and_after_a_restart(
 ) -> None:
     with job(cluster, tmp_path) as (servers, client, settings):
         with open_channel(Endpoint(servers.address)) as channel:
-            stub = CoordinatorServiceStub(channel)
+            stub = CoordinatorServiceStub(keyed(channel, servers.servers[0]))
             for method, request in largest_numbers(client.worker):
                 with pytest.raises(PSError) as caught, translated(method):
                     getattr(stub, method)(request, timeout=10.0)
@@ -196,7 +198,7 @@ def test_a_standby_follows_a_job_through_invalid_requests(cluster: Make) -> None
         following.in_sync()
         for spec in (LOOP, EMPTY):
             client.data.next_batches(spec, first_open=0)
-        for _method, _found, _expected in refusals(servers.address, client.worker):
+        for _method, _found, _expected in refusals(servers.servers[0], client.worker):
             count(client)
         assert push(client, base=10**6) == "stale"
         service, standby_service = servers.servers[0].service, following.standby._standby_state

@@ -39,6 +39,7 @@ from tests.support.cluster import Cluster
 from tests.support.events import records_of
 from tests.support.metrics_scrape import Metrics
 from tests.support.programs import Program, programs_in
+from tests.support.wire_calls import sent_by
 from tests.support.workers import (
     DEADLINE,
     ONES,
@@ -260,12 +261,14 @@ def silent_worker(address: str, job: str, model: Any, loop: LoopSpec) -> list[in
     """Join as a worker that takes batches and stays silent; return the batches."""
     with closing(open_channel(Endpoint(address))) as channel:
         stub = CoordinatorServiceStub(channel)
-        worker = stub.Join(co.JoinRequest(format=2, job=job), timeout=10).worker
-        stub.Register(co.RegisterRequest(job=job, worker=worker, model=model), timeout=10)
+        joined = stub.Join(co.JoinRequest(format=3, job=job), timeout=10)
+        worker, own = joined.worker, sent_by(joined.key)
+        register = co.RegisterRequest(job=job, worker=worker, model=model)
+        stub.Register(register, timeout=10, metadata=own)
         request = co.NextBatchRequest(
             job=job, worker=worker, loop=codec.loop_to_proto(loop), count=4
         )
-        return list(stub.NextBatch(request, timeout=10).numbers)
+        return list(stub.NextBatch(request, timeout=10, metadata=own).numbers)
 
 
 def test_a_late_worker_counts_from_its_registration(cluster: Make) -> None:
@@ -362,7 +365,7 @@ def test_a_late_end_of_an_old_connection_does_not_disconnect_the_shard() -> None
         ):
             blank, instance = co.Report(epoch=-1), follower.identity.instance
             me = co.LinkShardRequest(
-                format=2,
+                format=3,
                 shard=1,
                 shards=2,
                 address=follower.address,

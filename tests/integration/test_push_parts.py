@@ -11,6 +11,7 @@ from pscommon.core.model_spec import ModelSpec, OptimizerSettings, TensorSpec
 from pscommon.wire.endpoint import Endpoint, open_channel
 from pscommon.wire.frames import encode_data, encode_header
 from pscommon.wire.stream_format import FrameKind
+from psproto.v1 import coordinator_pb2 as co
 from psproto.v1 import parameter_server_pb2 as ps
 from psproto.v1.coordinator_pb2_grpc import CoordinatorServiceStub
 from psserver.server import Server
@@ -37,8 +38,8 @@ PARTS = [
 IN_ORDER_OF_PARTS = DATA[CUT:] + DATA[32:CUT] + DATA[:32]
 
 
-def push_over_stream(server: Server, worker: int) -> None:
-    client = LightClient(server.identity.job, worker, server.identity.stream_address)
+def push_over_stream(server: Server, joined: co.JoinResponse) -> None:
+    client = LightClient(joined, server.identity.stream_address)
     with closing(client.sock):
         client.begin_push(1, len(DATA), parts=PARTS)
         client.sock.sendall(IN_ORDER_OF_PARTS)
@@ -47,10 +48,10 @@ def push_over_stream(server: Server, worker: int) -> None:
     assert ps.ExchangeResult.FromString(message).outcome == ps.OUTCOME_APPLIED
 
 
-def push_over_grpc(server: Server, worker: int) -> None:
+def push_over_grpc(server: Server, joined: co.JoinResponse) -> None:
     header = ps.PushPullHeader(
-        job=server.identity.job,
-        worker=worker,
+        job=joined.job,
+        worker=joined.worker,
         seq=1,
         has_data=True,
         samples=1,
@@ -60,7 +61,7 @@ def push_over_grpc(server: Server, worker: int) -> None:
     )
     with closing(open_channel(Endpoint(server.address))) as channel:
         frames = [encode_header(header), encode_data(memoryview(IN_ORDER_OF_PARTS))]
-        (answer,) = exchange(channel, frames)
+        (answer,) = exchange(channel, frames, joined.key)
     assert ps.ExchangeResponse.FromString(answer).header.outcome == ps.OUTCOME_APPLIED
 
 
@@ -71,15 +72,15 @@ def weights(servers: Cluster) -> list[float]:
 
 @pytest.mark.parametrize("push", [push_over_stream, push_over_grpc])
 def test_named_parts_have_their_bytes_in_any_order(
-    cluster: Make, tmp_path: Path, push: Callable[[Server, int], None]
+    cluster: Make, tmp_path: Path, push: Callable[[Server, co.JoinResponse], None]
 ) -> None:
     lasting = {"policy": "async", "durability": "log", "data_dir": tmp_path}
     servers = cluster(1, **lasting)
     with connected(servers.address) as first:
         first.register({"w": np.zeros(FLOATS, np.float32)}, OptimizerSpec("sgd", lr=1.0))
         with closing(open_channel(Endpoint(servers.address))) as channel:
-            worker = join(CoordinatorServiceStub(channel), servers.servers[0].identity.job, MODEL)
-        push(servers.servers[0], worker)
+            joined = join(CoordinatorServiceStub(channel), servers.servers[0].identity.job, MODEL)
+        push(servers.servers[0], joined)
         assert weights(servers) == (-VALUES).tolist()
 
     servers.close()

@@ -23,10 +23,12 @@ from pscommon.wire.stream_format import FrameKind, encode_frame
 from psproto.v1 import coordinator_pb2 as co
 from psproto.v1 import parameter_server_pb2 as ps
 from psproto.v1 import shard_pb2, standby_pb2, stream_pb2
+from psserver.process.worker_keys import WorkerKeys
 from psserver.server import Server
 from tests.support.cluster import Cluster
 from tests.support.light_client import LightClient
 from tests.support.request_numbers import NumberCase, cases
+from tests.support.wire_calls import key_of, sent_by
 from tests.support.workers import count, counter, digest
 
 Make = Callable[..., Cluster]
@@ -54,7 +56,7 @@ def bases(server: Server, worker: int) -> Mapping[AnyRequest, Message]:
         header=header, data=bytes(server.engine.live.require_store().step_nbytes)
     )
     return {
-        rows.JOIN: co.JoinRequest(format=2),
+        rows.JOIN: co.JoinRequest(format=3),
         rows.REGISTER: co.RegisterRequest(model=model_to_proto(spec), **own),
         rows.HEARTBEAT: co.HeartbeatRequest(values=[co.ReportedValue(name="x")], **own),
         rows.LEAVE: co.LeaveRequest(job=job, worker=10**6),
@@ -68,28 +70,35 @@ def bases(server: Server, worker: int) -> Mapping[AnyRequest, Message]:
         rows.SET_POLICY: co.SetPolicyRequest(policy="async"),
         rows.RESHARD: co.ReshardRequest(shards=1),
         rows.LINK_SHARD: co.LinkShardRequest(
-            format=2, shard=1, shards=2, address="127.0.0.1:1", instance="i", term=1
+            format=3, shard=1, shards=2, address="127.0.0.1:1", instance="i", term=1
         ),
         rows.EXCHANGE: exchange,
         rows.EXCHANGE_ONCE: exchange,
         rows.READ_SHARD: shard_pb2.ReadShardRequest(job=job, current=True),
         rows.REPLICATE: standby_pb2.ReplicateRequest(
-            shards=1, instance="s", address="127.0.0.1:1", format=2
+            shards=1, instance="s", address="127.0.0.1:1", format=3
         ),
         rows.PROMOTE: standby_pb2.PromoteRequest(),
     }
 
 
-def send(channel: grpc.Channel, row: AnyRequest, message: Message) -> str:
-    """Return the refusal of a request, as reason and text; empty if it was accepted."""
+def send(channel: grpc.Channel, row: AnyRequest, message: Any, keys: WorkerKeys) -> str:
+    """Return the refusal of a request, as reason and text; empty if it was accepted.
+
+    It has the key of the worker that it names.
+    """
     raw: Any = message.SerializeToString()
+    worker = (message.header if row.is_framed else message).worker if row.names_sender else 0
+    own = sent_by(keys.key_of(worker))
     call = getattr(channel, row.kind)(row.path)
     try:
         if row.kind == "unary_unary":
-            call(raw, timeout=CALL_SECONDS)
+            call(raw, timeout=CALL_SECONDS, metadata=own)
         else:
             answers = call(
-                iter([raw]) if row.kind == "stream_stream" else raw, timeout=CALL_SECONDS
+                iter([raw]) if row.kind == "stream_stream" else raw,
+                timeout=CALL_SECONDS,
+                metadata=own,
             )
             next(answers, None)
             answers.cancel()
@@ -127,9 +136,11 @@ def test_workers_join_and_the_servers_restart_after_each_number(
     with counter(servers.address) as client, counter(servers.address) as victim:
         count(client)
         numbered = bases(servers.servers[0], victim.worker)
+        keys = servers.servers[0].identity.worker_keys
         with open_channel(Endpoint(servers.address)) as channel:
             for row, case in all_cases(numbered):
-                check(case, send(channel, row, case.put(numbered[row])), row)
+                refused = send(channel, row, case.put(numbered[row]), keys)
+                check(case, refused, row)
         train(servers.address)
         count(client)
     before = digest(servers.address)
@@ -159,7 +170,8 @@ def test_numbers_over_a_stream_are_checked_and_the_stream_goes_on(cluster: Make)
         server = servers.servers[0]
         job, address = server.identity.job, server.identity.stream_address
         numbered = bases(server, client.worker)
-        own = LightClient(job, client.worker, address)
+        joined = co.JoinResponse(job=job, worker=client.worker, key=key_of(client))
+        own = LightClient(joined, address)
         with own.sock:
             for row, field in STREAM_FIELDS.items():
                 for case in cases(row.request):
@@ -186,7 +198,7 @@ def test_numbers_of_a_greeting_are_checked(cluster: Make) -> None:
     servers = cluster(1)
     server = servers.servers[0]
     server.identity.job = "job"
-    hello = stream_pb2.StreamHello(format=2, job="job")
+    hello = stream_pb2.StreamHello(format=3, job="job")
     for case in cases(stream_pb2.StreamHello):
         if not case.is_allowed:
             raw = case.put(hello).SerializeToString()
@@ -199,7 +211,7 @@ def test_numbers_of_a_shard_are_checked_over_a_stream(cluster: Make) -> None:
     servers = cluster(1)
     server = servers.servers[0]
     hello = stream_pb2.StreamHello(purpose=stream_pb2.StreamHello.PURPOSE_SHARD)
-    base = co.LinkShardRequest(format=2, shard=1, shards=2, address="127.0.0.1:1", instance="i")
+    base = co.LinkShardRequest(format=3, shard=1, shards=2, address="127.0.0.1:1", instance="i")
     for case in cases(co.LinkShardRequest):
         if not case.is_allowed:
             peer = LightClient.unanswered(server.identity.stream_address, hello.SerializeToString())

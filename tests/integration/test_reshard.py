@@ -27,6 +27,7 @@ from tests.support.lanes import each_lane, each_network_lane
 from tests.support.metrics_scrape import Metrics
 from tests.support.ports import free_port
 from tests.support.reshards import EACH, ONES, ZEROS, pushing, reshard, weights
+from tests.support.wire_calls import key_of
 from tests.support.workers import connected, until
 
 Make = Callable[..., Cluster]
@@ -189,7 +190,7 @@ def test_a_request_with_another_number_of_shards_is_refused(reshardable_job: Clu
             pytest.raises(LayoutError),
             translated("it"),
         ):
-            ExchangeStub(channel).once(encode_header(header), timeout=5)
+            ExchangeStub(channel).once(encode_header(header), timeout=5, key=key_of(client))
 
 
 def test_a_server_of_before_the_reshard_ends(reshardable_job: Cluster) -> None:

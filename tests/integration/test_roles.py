@@ -16,8 +16,9 @@ from pscommon.security.credentials import Credentials, use_credentials
 from pscommon.security.tokens import ROLES, Role, TokenFile, includes
 from pscommon.wire.blocking_socket import BlockingSocket
 from pscommon.wire.endpoint import Endpoint, open_channel
-from pscommon.wire.requests import REQUESTS, TOKEN_KEY, AnyRequest
+from pscommon.wire.requests import COLLECTIVE, REQUESTS, RESHARD, TOKEN_KEY, AnyRequest
 from pscommon.wire.status import translated
+from psproto.v1 import coordinator_pb2 as co
 from psproto.v1 import stream_pb2
 from psserver.process.config import ServerConfig
 from psserver.process.handlers import grpc_services
@@ -33,6 +34,11 @@ PRESENTED: dict[str, Role | None] = {
     f"Bearer {UNKNOWN}": None,
     TOKENS["admin"][:-1]: None,
 }
+SMALLEST = {
+    COLLECTIVE: co.CollectiveRequest(number=1).SerializeToString(),
+    RESHARD: co.ReshardRequest(shards=1).SerializeToString(),
+}
+"""Requests that are out of range without a number; all others may be empty."""
 
 
 @pytest.fixture
@@ -91,7 +97,8 @@ def answering(with_tokens: None) -> Iterator[tuple[grpc.Channel, Answering]]:
 def send(channel: grpc.Channel, row: AnyRequest, presented: str) -> None:
     metadata = ((TOKEN_KEY, presented),) if presented else ()
     call = getattr(channel, row.kind)(row.path)
-    message = b"" if row.kind.startswith("unary") else iter([b""])
+    raw = SMALLEST.get(row, b"")
+    message = raw if row.kind.startswith("unary") else iter([raw])
     with translated("the server"):
         answer = call(message, timeout=10, metadata=metadata)
         if row.kind.endswith("stream"):
@@ -146,7 +153,7 @@ def server(with_tokens: None) -> Iterator[Server]:
 
 def greet(server: Server, token: str, purpose: Any = 0) -> None:
     hello = stream_pb2.StreamHello(
-        format=spoken_format(), job=server.identity.job, worker=1, purpose=purpose, token=token
+        format=spoken_format(), job=server.identity.job, purpose=purpose, token=token
     )
     BlockingSocket.open(server.identity.stream_address, hello, "the server").close()
 

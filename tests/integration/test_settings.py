@@ -238,7 +238,7 @@ def test_lease(serve: Serve) -> None:
 def silent_joins(server: Server) -> None:
     """Join as a worker that stays silent."""
     with closing(open_channel(Endpoint(server.address))) as channel:
-        CoordinatorServiceStub(channel).Join(co.JoinRequest(format=2), timeout=20)
+        CoordinatorServiceStub(channel).Join(co.JoinRequest(format=3), timeout=20)
 
 
 @server_setting("job")

@@ -24,6 +24,7 @@ from tests.support.metrics_scrape import Metrics
 from tests.support.settings_coverage import server_setting
 from tests.support.settings_server import Serve, configured
 from tests.support.standbys import RunningStandby, silent_standby
+from tests.support.wire_calls import sent_by
 from tests.support.workers import ONES, OUTLIVED, count, counted, counter, status, until
 
 NANS = {name: np.full_like(one, np.nan) for name, one in ONES.items()}
@@ -69,9 +70,10 @@ def falls_silent(client: Client) -> Iterator[None]:
     """Register a second worker, of rank 1, that stays silent."""
     with closing(open_channel(Endpoint(client.addresses[0]))) as channel:
         stub = CoordinatorServiceStub(channel)
-        worker = stub.Join(co.JoinRequest(format=2, rank=1), timeout=20).worker
+        joined = stub.Join(co.JoinRequest(format=3, rank=1), timeout=20)
         model = codec.model_to_proto(client.plan.spec)
-        stub.Register(co.RegisterRequest(worker=worker, model=model), timeout=20)
+        register = co.RegisterRequest(worker=joined.worker, model=model)
+        stub.Register(register, timeout=20, metadata=sent_by(joined.key))
         yield
 
 

@@ -114,7 +114,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Program, Pro
             with closing(
                 open_channel(Endpoint(f"127.0.0.1:{path.read_text().strip()}"))
             ) as channel:
-                CoordinatorServiceStub(channel).Join(co.JoinRequest(format=2), timeout=20)
+                CoordinatorServiceStub(channel).Join(co.JoinRequest(format=3), timeout=20)
             server.wait_for("worker_lost")
             server.send(signal.SIGTERM)
             assert server.wait() == 143, server.output

@@ -365,7 +365,7 @@ def test_the_end_of_a_connection_blocks_no_other_while_shard_0_waits(
 
     def words() -> Iterator[co.LinkShardRequest]:
         yield co.LinkShardRequest(
-            format=2, shard=1, shards=2, address="nowhere:1", instance="candidate"
+            format=3, shard=1, shards=2, address="nowhere:1", instance="candidate"
         )
         ended.wait()
 

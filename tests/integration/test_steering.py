@@ -24,6 +24,7 @@ from tests.support.ctl_output import ctl
 from tests.support.data_training import assert_each_once, train
 from tests.support.events import events, records_of
 from tests.support.programs import Programs, programs_in
+from tests.support.wire_calls import sent_by
 from tests.support.workers import (
     DEADLINE,
     ONES,
@@ -252,9 +253,11 @@ def test_a_silent_worker_is_shown_as_silent_before_it_is_lost(cluster: Make) -> 
     address = cluster(1, lease=OUTLIVED).address
     with counter(address, 0) as client, closing(open_channel(Endpoint(address))) as channel:
         stub = CoordinatorServiceStub(channel)
-        worker = stub.Join(co.JoinRequest(format=2), timeout=10).worker
+        joined = stub.Join(co.JoinRequest(format=3), timeout=10)
+        worker = joined.worker
         model = codec.model_to_proto(client.plan.spec)
-        stub.Register(co.RegisterRequest(worker=worker, model=model), timeout=10)
+        register = co.RegisterRequest(worker=worker, model=model)
+        stub.Register(register, timeout=10, metadata=sent_by(joined.key))
         assert row_of(address, worker)["health"] == "live"
 
         until(lambda: row_of(address, worker)["health"] == "silent", "one that is silent")

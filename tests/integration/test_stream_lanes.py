@@ -103,7 +103,7 @@ WRONG = {
     "another job": (MismatchError, 11, "job.*Try: .*--advertise-stream"),
     "another shard": (MismatchError, 11, "this is shard 1, not shard 0.*Try: .*--advertise-stream"),
     "another release": (MismatchError, 11, "another release.*PSstrm02.*Try: the same release"),
-    "a newer format": (FormatError, 11, "message format 3.*Try: install the newer release"),
+    "a newer format": (FormatError, 11, "message format 4.*Try: install the newer release"),
     "no frame": (MismatchError, 11, "another release.*not a frame.*Try: the same release"),
 }
 

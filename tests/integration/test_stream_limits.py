@@ -18,12 +18,12 @@ from tests.support.light_client import LightClient
 from tests.support.workers import DEADLINE, count, counted, counter, until
 
 Make = Callable[..., Cluster]
-MOST = 5
+FEW_COUNT = 5
 
 
 @pytest.fixture
 def few_ungreeted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker_connection, "MAX_UNGREETED_STREAMS", MOST)
+    monkeypatch.setattr(worker_connection, "MAX_UNGREETED_STREAMS", FEW_COUNT)
 
 
 @pytest.fixture
@@ -67,9 +67,9 @@ def test_the_newest_silent_connection_closes_the_oldest(cluster: Make, stack: Ex
     port = servers.servers[0]._streams._port
     with counter(servers.address, lanes="stream") as client:
         count(client)
-        opened = open_silent(stack, port, MOST + 3)
+        opened = open_silent(stack, port, FEW_COUNT + 3)
         assert all(is_closed(sock) for sock in opened[:3])
-        assert len(port.streams._closers[UNGREETED]) == MOST
+        assert len(port.streams._closers[UNGREETED]) == FEW_COUNT
         for sock in opened[3:]:
             sock.setblocking(False)
             with pytest.raises(BlockingIOError):
@@ -84,9 +84,9 @@ def test_a_standby_closes_the_oldest_silent_connection(stack: ExitStack) -> None
     port.open_port("127.0.0.1:0", is_requested=True)
     port.refuse_all(lambda: MismatchError("a standby", "NOT_PRIMARY"))
     try:
-        opened = open_silent(stack, port, MOST + 1)
+        opened = open_silent(stack, port, FEW_COUNT + 1)
         assert is_closed(opened[0])
-        assert len(port.streams._closers[UNGREETED]) == MOST
+        assert len(port.streams._closers[UNGREETED]) == FEW_COUNT
     finally:
         port.close()
     assert not port.streams._closers
@@ -97,9 +97,10 @@ def test_a_worker_has_a_few_streams_for_requests(cluster: Make, stack: ExitStack
     server = servers.servers[0]
     with counter(servers.address, lanes="grpc") as client:
         hello = stream_pb2.StreamHello(
-            format=2,
+            format=3,
             job=server.identity.job,
             worker=client.worker,
+            key=server.identity.worker_keys.key_of(client.worker),
             purpose=stream_pb2.StreamHello.PURPOSE_REQUESTS,
         ).SerializeToString()
         peers = []

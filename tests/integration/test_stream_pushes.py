@@ -24,6 +24,7 @@ from psserver.waiting import ThreadWaiter, run
 from psworker import OptimizerSpec
 from tests.support.cluster import Cluster
 from tests.support.light_client import LightClient, join
+from tests.support.wire_calls import sent_by
 from tests.support.workers import DEADLINE, connected, until
 
 Make = Callable[..., Cluster]
@@ -57,20 +58,20 @@ class PushJob:
     def job(self) -> str:
         return self.server.identity.job
 
-    def join(self) -> int:
-        """Return the number of a new worker."""
+    def join(self) -> co.JoinResponse:
+        """Return the answer to a new worker."""
         return join(self.stub, self.job, MODEL)
 
-    def open(self, worker: int) -> LightClient:
+    def open(self, joined: co.JoinResponse) -> LightClient:
         """Return a new stream of a worker."""
-        client = LightClient(self.job, worker, self.server.identity.stream_address)
+        client = LightClient(joined, self.server.identity.stream_address)
         self._stack.callback(client.sock.close)
         return client
 
-    def end(self, client: LightClient, worker: int, how: str) -> LightClient | None:
+    def end(self, client: LightClient, joined: co.JoinResponse, how: str) -> LightClient | None:
         """Close a worker's stream (`lost`), or replace it by a newer one and return that."""
         if how == "replaced":
-            return self.open(worker)
+            return self.open(joined)
         client.sock.close()
         return None
 
@@ -116,9 +117,10 @@ def job(cluster: Make) -> Iterator[PushJob]:
 
 @pytest.mark.parametrize("opened", [False, True])
 def test_a_fenced_worker_is_refused_before_it_sends_a_push(job: PushJob, opened: bool) -> None:
-    client = job.open(worker := job.join())
+    client = job.open(joined := job.join())
     job.push(client, 1)
-    job.stub.Leave(co.LeaveRequest(job=job.job, worker=worker), timeout=10)
+    leave, worker = co.LeaveRequest(job=job.job, worker=joined.worker), joined.worker
+    job.stub.Leave(leave, timeout=10, metadata=sent_by(joined.key))
     machine = job.server.engine.live.machine
     until(lambda: machine.outcome(PushKey(worker, 2)) is not None, "the end of the membership")
 
@@ -199,44 +201,44 @@ def test_a_push_is_sent_as_soon_as_memory_is_free(job: PushJob) -> None:
 def test_a_push_that_ends_midway_leaves_no_bytes_in_flight(
     job: PushJob, end: str, sent: int
 ) -> None:
-    client = job.open(worker := job.join())
+    client = job.open(joined := job.join())
     client.begin_push(1, PUSH)
     assert client.answer()[0] is FrameKind.GO
     client.sock.sendall(DATA[:sent])
     assert job.budget.used == PUSH
 
-    newer = job.end(client, worker, end)
+    newer = job.end(client, joined, end)
 
     until(lambda: job.budget.used == 0, "memory given back")
-    job.push(newer or job.open(worker), 1)
+    job.push(newer or job.open(joined), 1)
     assert job.weight() == -1.0
 
 
 @pytest.mark.parametrize("end", ["lost", "replaced"])
 def test_a_push_that_ends_while_it_waits_for_memory_waits_no_more(job: PushJob, end: str) -> None:
-    client = job.open(worker := job.join())
+    client = job.open(joined := job.join())
     claim = run(job.budget.take(99, 2 * PUSH, DEADLINE, ThreadWaiter(), is_push=True))
     client.begin_push(1, PUSH)
     until(lambda: job.budget.waiting, "a push that waits")
 
-    newer = job.end(client, worker, end)
+    newer = job.end(client, joined, end)
 
     until(lambda: not job.budget.waiting, "no push that waits")
     job.budget.release(claim)
     assert job.budget.used == 0
-    job.push(newer or job.open(worker), 1)
+    job.push(newer or job.open(joined), 1)
 
 
 @pytest.mark.parametrize("end", ["lost", "replaced"])
 def test_a_pull_that_is_not_read_and_ends_leaves_no_bytes_in_flight(job: PushJob, end: str) -> None:
-    client = job.open(worker := job.join())
+    client = job.open(joined := job.join())
     client.begin_push(0, 0, has_data=False, samples=0)
     until(lambda: job.budget.used == PUSH, "a pull that is being sent")
 
-    newer = job.end(client, worker, end)
+    newer = job.end(client, joined, end)
 
     until(lambda: job.budget.used == 0, "memory given back")
-    job.push(newer or job.open(worker), 1)
+    job.push(newer or job.open(joined), 1)
 
 
 # ---- many buffers --------------------------------------------------------------------------------

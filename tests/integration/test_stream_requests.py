@@ -20,6 +20,7 @@ from psworker import OptimizerSpec
 from tests.support.cluster import Cluster
 from tests.support.events import events
 from tests.support.lanes import each_network_lane
+from tests.support.stream_peers import close_all
 from tests.support.stream_training import ONES, START
 from tests.support.workers import (
     DEADLINE,
@@ -127,8 +128,7 @@ def test_lost_streams_lose_no_request(cluster: Make, monkeypatch: pytest.MonkeyP
     def close_streams() -> None:
         while not stop.wait(0.02):
             for server in servers.servers:
-                for close in list(server._streams._streams._closers.values()):
-                    close(True)
+                close_all(server)
 
     closing = threading.Thread(target=close_streams)
     closing.start()

@@ -30,6 +30,7 @@ from psworker import OptimizerSpec
 from tests.support.cluster import Cluster
 from tests.support.events import records_of
 from tests.support.light_client import LightClient, join
+from tests.support.stream_peers import close_all
 from tests.support.stream_training import ONES, START, make_step, streams_of, train
 from tests.support.workers import connected, until
 
@@ -50,7 +51,9 @@ class Raw:
     def greet(self, **fields: Any) -> tuple[FrameKind, bytes]:
         """Send a hello; return the answer."""
         identity = self._server.identity
-        hello = stream_pb2.StreamHello(**{"format": 2, "job": identity.job, "worker": 1, **fields})
+        usual = {"format": 3, "job": identity.job, "worker": 1}
+        usual["key"] = identity.worker_keys.key_of(1)
+        hello = stream_pb2.StreamHello(**{**usual, **fields})
         self.sock.sendall(MAGIC + encode_frame(FrameKind.HELLO, hello.SerializeToString()))
         assert self.receive(len(MAGIC)) == MAGIC
         return self.frame()
@@ -243,9 +246,7 @@ def test_many_slow_uploads_occupy_no_thread_and_delay_no_worker(cluster: Make) -
         clients, data = [], ones.tobytes()
         threads = threading.active_count()
         for _ in range(64):
-            client = LightClient(
-                described.job, join(stub, described.job, model), described.stream_address
-            )
+            client = LightClient(join(stub, described.job, model), described.stream_address)
             stack.callback(client.sock.close)
             client.begin_push(1, len(data))
             kind, message, _ = client.answer()
@@ -277,9 +278,7 @@ def test_a_push_whose_stream_is_lost_counts_once(cluster: Make) -> None:
         def close_streams() -> None:
             while not stop.wait(0.013):
                 for server in servers.servers:
-                    closers = server._streams._streams._closers
-                    for close in list(closers.values()):
-                        close(True)
+                    close_all(server)
 
         thread = threading.Thread(target=close_streams)
         thread.start()

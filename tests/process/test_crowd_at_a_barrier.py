@@ -63,9 +63,7 @@ def test_waiting_workers_occupy_no_threads(programs: Programs) -> None:
 
         def add(count: int) -> list[LightClient]:
             added = [
-                LightClient(
-                    described.job, join(stub, described.job, MODEL), described.stream_address
-                )
+                LightClient(join(stub, described.job, MODEL), described.stream_address)
                 for _ in range(count)
             ]
             for client in added:

@@ -344,6 +344,10 @@ USAGE = {
         ["--metrics-bind", "127.0.0.1:65535", "train.py"],
         "use port 65536",
     ),
+    "metrics for other machines": (
+        ["--metrics-bind", "0.0.0.0:9000", "train.py"],
+        "`--insecure`",
+    ),
     "log file that is a folder": (
         ["--log-dir", ".", "--workers", "2", "train.py"],
         "w1.log is a folder",

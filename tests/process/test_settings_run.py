@@ -44,7 +44,7 @@ def second():
 with psworker.Client() as client:
     client.register({"w": np.zeros(100)}, psworker.OptimizerSpec("sgd", lr=1.0))
     with closing(open_channel(Endpoint(client.addresses[0]))) as channel:
-        joined = CoordinatorServiceStub(channel).Join(co.JoinRequest(format=2), timeout=20)
+        joined = CoordinatorServiceStub(channel).Join(co.JoinRequest(format=3), timeout=20)
     alive = [
         urllib.request.urlopen(f"http://{address}/livez", timeout=20).status
         for address in sys.argv[1:]

@@ -153,7 +153,7 @@ class Cluster(CoordinatorServiceServicer, ParameterServerServiceServicer):
     ) -> ps.DescribeResponse:
         self.hang.wait(30)
         return ps.DescribeResponse(
-            format=2,
+            format=3,
             job="job-7",
             shard=self.shard,
             shards=self.shards,

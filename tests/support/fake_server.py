@@ -93,7 +93,7 @@ class FakeServer(CoordinatorServiceServicer):
     ) -> ps.DescribeResponse:
         self.cluster.calls["Describe"] += 1
         return ps.DescribeResponse(
-            format=2,
+            format=3,
             job=self.job,
             shard=self.shard,
             shards=self.shards,
@@ -240,7 +240,7 @@ class FakeServer(CoordinatorServiceServicer):
                 open_loop=self.cluster.open_loop,
                 known_loops=self.cluster.open_loop,
                 loaders=[co.LoaderPasses(loader="0", begun=self.cluster.open_loop)],
-                format=2,
+                format=3,
             )
 
     def Register(

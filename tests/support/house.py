@@ -334,7 +334,6 @@ ALLOWED: dict[str, set[str]] = {
     "psworker.training": {
         "pscommon.core",
         "pscommon.optim",
-        "pscommon.security",
         "pscommon.settings",
         "pscommon.telemetry",
         "psworker.client",

@@ -12,14 +12,18 @@ from psproto.v1 import coordinator_pb2 as co
 from psproto.v1 import parameter_server_pb2 as ps
 from psproto.v1 import stream_pb2
 from psproto.v1.coordinator_pb2_grpc import CoordinatorServiceStub
+from tests.support.wire_calls import sent_by
 
 
 class LightClient:
     """A worker that consists of a socket."""
 
-    def __init__(self, job: str, worker: int, address: str) -> None:
-        hello = stream_pb2.StreamHello(format=2, job=job, worker=worker)
-        self._job, self._worker = job, worker
+    def __init__(self, joined: co.JoinResponse, address: str) -> None:
+        """joined: What `join` has returned. address: The server's stream port."""
+        self._job, self._worker = joined.job, joined.worker
+        hello = stream_pb2.StreamHello(
+            format=3, job=joined.job, worker=joined.worker, key=joined.key
+        )
         self.greet(address, hello.SerializeToString())
         assert self.answer()[0] is FrameKind.WELCOME
 
@@ -77,10 +81,10 @@ class LightClient:
         return bytes(found)
 
 
-def join(stub: CoordinatorServiceStub, job: str, model: ModelSpec) -> int:
-    """Join and register; return the worker's number."""
-    worker = stub.Join(co.JoinRequest(format=2, job=job), timeout=60).worker
-    request = co.RegisterRequest(job=job, worker=worker, model=model_to_proto(model))
-    answer = stub.Register(request, timeout=60)
+def join(stub: CoordinatorServiceStub, job: str, model: ModelSpec) -> co.JoinResponse:
+    """Join and register; return the answer to the first."""
+    joined = stub.Join(co.JoinRequest(format=3, job=job), timeout=60)
+    request = co.RegisterRequest(job=job, worker=joined.worker, model=model_to_proto(model))
+    answer = stub.Register(request, timeout=60, metadata=sent_by(joined.key))
     assert answer.state == co.RegisterResponse.STATE_READY
-    return worker
+    return joined

@@ -59,7 +59,7 @@ def silent_standby(server: Server) -> Iterator[threading.Event]:
 
     def requests() -> Iterator[pb.ReplicateRequest]:
         yield pb.ReplicateRequest(
-            format=2, shard=0, shards=1, instance="silent", address="nowhere:1"
+            format=3, shard=0, shards=1, instance="silent", address="nowhere:1"
         )
         while not done.wait(0.05):
             if server.replicator.state == "loading" or is_acknowledging.is_set():

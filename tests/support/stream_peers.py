@@ -4,6 +4,8 @@ import socket
 import threading
 from contextlib import suppress
 
+from psserver.server import Server
+
 
 class Peer(threading.Thread):
     """Listens on a port, sends the same bytes to everyone who says something, and waits.
@@ -53,3 +55,12 @@ class Peer(threading.Thread):
         self._listening.shutdown(socket.SHUT_RDWR)
         self._listening.close()
         self.join()
+
+
+def close_all(server: Server) -> None:
+    """Close all streams of workers with a server."""
+    streams = server._streams._port.streams
+    with streams._lock:
+        closers = [close for each in streams._closers.values() for close in each]
+    for close in closers:
+        close(True)

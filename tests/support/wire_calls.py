@@ -1,7 +1,7 @@
 """Exchanges with a server, message by message."""
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import cast
+from typing import Any, cast
 
 import grpc
 import pytest
@@ -9,7 +9,9 @@ from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
 from pscommon.wire.endpoint import Endpoint, open_channel
-from pscommon.wire.requests import EXCHANGE
+from pscommon.wire.requests import EXCHANGE, WORKER_KEY
+from psserver.process.worker_keys import WorkerKeys
+from psserver.server import Server
 from tests.support.programs import Program, Programs
 from tests.support.workers import until
 
@@ -51,10 +53,36 @@ def reason_of(failure: grpc.RpcError) -> tuple[str, str, set[str]]:
     )
 
 
-def exchange(channel: grpc.Channel, frames: Iterable[bytes]) -> Iterator[bytes]:
-    """Make a raw Exchange."""
+def sent_by(key: bytes) -> tuple[tuple[str, bytes], ...]:
+    """Return the metadata of calls of the worker with this key."""
+    return ((WORKER_KEY, key),)
+
+
+def key_of(client: Any) -> bytes:
+    """Return the key of a client's worker."""
+    return bytes(client._connection.transport._keys[client.worker])
+
+
+class OwnKeys(grpc.UnaryUnaryClientInterceptor):  # type: ignore[type-arg]
+    """Sends each request with the key of the worker that it names."""
+
+    def __init__(self, keys: WorkerKeys) -> None:
+        self._keys = keys
+
+    def intercept_unary_unary(self, continuation: Any, details: Any, request: Any) -> Any:
+        own = sent_by(self._keys.key_of(getattr(request, "worker", 0)))
+        return continuation(details._replace(metadata=own), request)
+
+
+def keyed(channel: grpc.Channel, server: Server) -> grpc.Channel:
+    """Return a channel for requests of any worker of this server's job."""
+    return grpc.intercept_channel(channel, OwnKeys(server.identity.worker_keys))
+
+
+def exchange(channel: grpc.Channel, frames: Iterable[bytes], key: bytes = b"") -> Iterator[bytes]:
+    """Make a raw Exchange. key: The worker's."""
     call: grpc.StreamStreamMultiCallable[bytes, bytes] = channel.stream_stream(EXCHANGE.path)
-    return call(iter(frames), timeout=WAIT)
+    return call(iter(frames), timeout=WAIT, metadata=sent_by(key))
 
 
 def serve(programs: Programs, start: Callable[..., Program], *flags: object) -> tuple[Program, str]:

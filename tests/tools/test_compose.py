@@ -117,8 +117,10 @@ def test_all_services_use_the_files_that_one_makes_first(tmp_path: Path) -> None
     config = (DEPLOY / "prometheus.yml").read_text()
     used = re.findall(r"/credentials/([\w.-]+)", COMPOSE + config)
 
-    assert "ps-ctl tls init /credentials && ps-ctl token init /credentials" in COMPOSE
-    assert made >= set(used) >= {"cert.pem", "client-cert.pem", "tokens", "worker.token"}
+    assert re.search("ps-ctl tls init /credentials\n +ps-ctl token init /credentials\n", COMPOSE)
+    assert made | {"worker-tokens"} >= set(used) >= {"cert.pem", "client-cert.pem", "read.token"}
+    # all lines of a worker's file are roles that it needs: its own, and that of Prometheus
+    assert "grep -E '^(worker|read) ' /credentials/tokens > /credentials/worker-tokens" in COMPOSE
     # YAML merges the variables of a service only if it names them
     assert all("<<: *worker-environment" in service(f"worker-{n}") for n in (0, 1))
     waiting = "credentials: {condition: service_completed_successfully}"

@@ -76,6 +76,9 @@ MAX_REASON_CHARACTERS = 2000
 MAX_METRICS = 1000
 """Names of reported values in a job."""
 
+MAX_REPORTED_VALUES = 10_000
+"""Reported values in one request. A worker sends at most one for each of its MAX_METRICS names."""
+
 MAX_COLLECTIVE_VALUES = 256
 """Values of one all_reduce."""
 

@@ -1,6 +1,8 @@
 """What this process shows to others, and asks of them."""
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from pscommon.security.settings import SecuritySettings
@@ -33,7 +35,11 @@ class _Process:
     environment = NONE
     settings = SecuritySettings()  # those of `environment`
     local_tokens: Tokens | None = None
+    own_servers, of_own_servers = 0, NONE
     used = NONE
+
+
+_lock = threading.Lock()
 
 
 def process_credentials() -> Credentials:
@@ -48,29 +54,39 @@ def use_credentials(credentials: Credentials | None) -> None:
 
 
 def use_environment(settings: SecuritySettings) -> None:
-    """Use these settings of the environment unless `use_credentials` has set others.
+    """Use these settings of the environment unless others are set.
 
     Raises:
         InvalidRequestError: A file is invalid.
         AuthenticationError: A certificate is not valid now.
     """
-    if settings != _Process.settings:
+    if settings != _Process.settings and not _Process.own_servers:
         _Process.environment, _Process.settings = read_credentials(settings), settings
         _update()
 
 
-def are_tokens_named() -> bool:
-    """Return whether the user has named tokens: with a flag, or in the environment."""
-    return (_Process.chosen or _Process.environment).tokens is not None
-
-
 def use_local_tokens(tokens: Tokens) -> None:
-    """Send these tokens from now on, unless the user has named others.
-
-    They are those of servers on this machine: from the user's registry of jobs, or of children.
-    """
+    """Send these tokens of the user's registry of jobs, unless the user has named others."""
     _Process.local_tokens = tokens
     _update()
+
+
+@contextmanager
+def own_servers(tokens: Tokens) -> Iterator[None]:
+    """Connect with these tokens and without TLS, to servers that this process has started.
+
+    What the user has named is for other servers. Such blocks may overlap, with the same tokens.
+    """
+    with _lock:
+        _Process.own_servers += 1
+        _Process.of_own_servers = Credentials(tokens=lambda: tokens)
+        _update()
+    try:
+        yield
+    finally:
+        with _lock:
+            _Process.own_servers -= 1
+            _update()
 
 
 def read_credentials(settings: SecuritySettings, needs_name: str | None = None) -> Credentials:
@@ -84,6 +100,8 @@ def read_credentials(settings: SecuritySettings, needs_name: str | None = None) 
 
 def _update() -> None:
     found, tokens = _Process.chosen or _Process.environment, _Process.local_tokens
+    if _Process.own_servers:
+        found = _Process.of_own_servers
     if found.tokens is None and tokens is not None:
         found = replace(found, tokens=lambda: tokens)
     _Process.used = found

@@ -30,6 +30,11 @@ class SecuritySettings:
     token_file: Path | None = None
     insecure: bool = False
 
+    @property
+    def is_secured(self) -> bool:
+        """Return whether strangers are kept out."""
+        return self.tls is not None or self.token_file is not None
+
 
 def check_exposure(flag: str, address: str, settings: SecuritySettings) -> None:
     """Check that an address to listen on is closed to strangers.

@@ -108,10 +108,14 @@ def includes(role: Role, needed: Role) -> bool:
     return role in (needed, "admin") or needed == "read"
 
 
-def token_for(tokens: Tokens, role: Role) -> str | None:
-    """Return the token to send: the first of this role, else the first that includes it."""
+def token_for(tokens: Tokens, role: Role) -> str:
+    """Return the token to send: the first of this role, else the first that includes it.
+
+    Without one it is any other token, so that the server says which role that has.
+    """
     own = [token for each, token in tokens if each == role]
-    return next(iter(own + [token for each, token in tokens if includes(each, role)]), None)
+    fitting = [token for each, token in tokens if includes(each, role)]
+    return [*own, *fitting, *(token for _, token in tokens)][0]
 
 
 def role_of(tokens: Tokens, presented: str) -> Role | None:

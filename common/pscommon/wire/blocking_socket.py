@@ -342,7 +342,7 @@ def _with_token(hello: stream_pb2.StreamHello) -> bytes:
     if tokens is None:
         return hello.SerializeToString()
     role: Role = "server" if hello.purpose == stream_pb2.StreamHello.PURPOSE_SHARD else "worker"
-    sent = stream_pb2.StreamHello(token=token_for(tokens(), role) or "")
+    sent = stream_pb2.StreamHello(token=token_for(tokens(), role))
     sent.MergeFrom(hello)
     return sent.SerializeToString()
 

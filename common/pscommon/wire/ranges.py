@@ -133,9 +133,9 @@ RANGES: Mapping[type[Message], Mapping[str, range]] = {
 LENGTHS: Mapping[type[Message], Mapping[str, int]] = {
     model_pb2.ModelSpec: {"tensors": limits.MAX_TENSORS},
     model_pb2.TensorSpec: {"shape": limits.MAX_DIMENSIONS},
-    co.HeartbeatRequest: {"values": limits.MAX_METRICS},
-    co.LeaveRequest: {"values": limits.MAX_METRICS},
-    co.ReportMetricsRequest: {"values": limits.MAX_METRICS},
+    co.HeartbeatRequest: {"values": limits.MAX_REPORTED_VALUES},
+    co.LeaveRequest: {"values": limits.MAX_REPORTED_VALUES},
+    co.ReportMetricsRequest: {"values": limits.MAX_REPORTED_VALUES},
     co.ScriptPlace: {"first_open": limits.MAX_LOADERS},
     co.ReturnBatchesRequest: {"batches": limits.MAX_BATCHES_PER_PUSH},
     co.LinkShardRequest: {"alive": limits.MAX_MEMBERS, "ended": limits.MAX_MEMBERS},

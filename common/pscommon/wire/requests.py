@@ -184,7 +184,7 @@ class Stub:
         tokens = process_credentials().tokens
         if tokens is None:
             return own or None
-        return ((TOKEN_KEY, f"Bearer {token_for(tokens(), self._role) or ''}"), *own)
+        return ((TOKEN_KEY, f"Bearer {token_for(tokens(), self._role)}"), *own)
 
 
 def call(channel: grpc.Channel, row: Request[Q, A], message: Q, timeout: float, who: str) -> A:

@@ -119,6 +119,7 @@ class ReplicationMachine:
         """Note that the standby has all records up to this one."""
         if link_id != self.link_id or self.phase is ReplicationPhase.ALONE:
             return
+        number = min(number, self.last_sent)  # it cannot have what was not sent
         if number > self.last_acknowledged or not self.unacknowledged:
             self._last_progress_at = now
         self._last_contact_at = now

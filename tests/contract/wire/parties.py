@@ -1,13 +1,16 @@
 """The processes of the conversation: the worker's steps and the servers' settings."""
 
 from collections.abc import Callable, Mapping
-from contextlib import closing
+from contextlib import AbstractContextManager, closing
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 
 from pscommon.core.data_loop import LoopSpec
 from pscommon.core.log_entries import BatchKey
+from psserver.process import worker_keys
+from psserver.process.worker_keys import JOB_KEY_BYTES, WorkerKeys
 from psworker import Client, OptimizerSpec
 from psworker.client.arrays import ArrayBuffer
 from tests.contract.wire.conversation import EXCHANGE, HEARTBEAT
@@ -20,6 +23,21 @@ SETTINGS: Mapping[str, Any] = {
     "lanes": "grpc",
     "bad_gradients": "skip",
 }
+
+JOB_KEY = bytes(range(JOB_KEY_BYTES))
+
+
+def key_of_worker() -> bytes:
+    """Return the key of the conversation's worker, which has the number 1."""
+    keys = WorkerKeys(1)
+    keys.learn(JOB_KEY)
+    return keys.key_of(1)
+
+
+def fixed_job_key() -> AbstractContextManager[object]:
+    """Let each shard 0 have this key of the job, so that workers have the same keys again."""
+    return patch.object(worker_keys.secrets, "token_bytes", lambda nbytes: JOB_KEY)
+
 
 LOOP = LoopSpec(0, size=10, batch_size=4, epochs=1, seed=3)
 WEIGHTS = {

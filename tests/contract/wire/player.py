@@ -37,6 +37,8 @@ from tests.contract.wire.conversation import (
     repeatable,
     unmasked,
 )
+from tests.contract.wire.parties import fixed_job_key, key_of_worker
+from tests.support.wire_calls import sent_by
 from tests.support.workers import until
 
 WAIT_SECONDS = 30.0
@@ -154,6 +156,7 @@ class Player:
     def __enter__(self) -> Self:
         threading.Thread(target=self._repeat, daemon=True).start()
         self._resources.callback(self._ended.set)
+        self._resources.enter_context(fixed_job_key())
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -245,7 +248,7 @@ class Player:
             channel = open_channel(server, tensors=True)
             self._resources.callback(channel.close)
             answers: Any = channel.stream_stream(call.method)(
-                line.outgoing(), timeout=4 * WAIT_SECONDS
+                line.outgoing(), timeout=4 * WAIT_SECONDS, metadata=sent_by(key_of_worker())
             )
             self._resources.callback(answers.cancel)
             threading.Thread(

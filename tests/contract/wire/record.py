@@ -39,9 +39,17 @@ from tests.contract.wire.conversation import (
     masked,
     parsed,
 )
-from tests.contract.wire.parties import SETTINGS, numbers_of, read_only, work
+from tests.contract.wire.parties import (
+    SETTINGS,
+    fixed_job_key,
+    key_of_worker,
+    numbers_of,
+    read_only,
+    work,
+)
 from tests.support.cluster import Cluster
 from tests.support.standbys import RunningStandby
+from tests.support.wire_calls import sent_by
 from tests.support.workers import until
 
 QUIET = 0.05
@@ -168,7 +176,9 @@ class RecordingProxy(grpc.GenericRpcHandler):
                 recorder.closed(number)
 
         with closing(open_channel(Endpoint(self.target))) as channel:
-            upstream: Any = channel.stream_stream(method)(passed())
+            upstream: Any = channel.stream_stream(method)(
+                passed(), metadata=sent_by(key_of_worker())
+            )
             context.add_callback(upstream.cancel)
             try:
                 for data in upstream:
@@ -189,6 +199,7 @@ def record_conversation() -> Conversation:
         first, second = proxies = [RecordingProxy(recorder, name) for name in (SHARD_0, SHARD_1)]
         for proxy in proxies:
             stack.callback(proxy.close)
+        stack.enter_context(fixed_job_key())
         servers = Cluster(0)
         stack.callback(servers.close)
 

@@ -23,6 +23,7 @@ OTHER_PROGRAMS = frozenset(
         "--scale",
         "--build-arg",
         "--ipc",
+        "--rm",
         "--only",
         "--rounds",
         "--pushes",

@@ -72,6 +72,32 @@ def test_folder_and_file_are_private(runtime: Path) -> None:
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
 
 
+def test_a_token_is_in_the_file_and_in_no_text(runtime: Path) -> None:
+    """Messages list jobs."""
+    JobAnnouncement("mine", "127.0.0.1:1", "admin", "0123456789abcdef")
+    (job,) = local_jobs.local_jobs()
+
+    assert (job.role, job.token) == ("admin", "0123456789abcdef")
+    assert "0123456789abcdef" not in f"{job} {job!r}"
+
+
+def test_a_file_of_an_earlier_release_has_no_token(runtime: Path) -> None:
+    JobAnnouncement("mine", "127.0.0.1:1", "admin", "0123456789abcdef")
+    (file,) = (runtime / "paramserver").iterdir()
+    written = json.loads(file.read_text())
+    file.write_text(json.dumps({name: written[name] for name in ("job", "address", "pid")}))
+    without_process = local_jobs.local_jobs()
+    file.write_text(json.dumps({**written, "token": 7}))
+    invalid = local_jobs.local_jobs()
+    del written["role"], written["token"]
+    file.write_text(json.dumps(written))
+
+    assert [(job.address, job.role, job.token) for job in local_jobs.local_jobs()] == [
+        ("127.0.0.1:1", "", "")
+    ]
+    assert without_process == invalid == []
+
+
 def test_the_file_of_a_killed_process_is_removed(
     runtime: Path, other: "subprocess.Popen[str]"
 ) -> None:

@@ -6,7 +6,7 @@ import pytest
 from google.protobuf.message import Message
 
 from pscommon.core.errors import InvalidRequestError
-from pscommon.core.limits import MAX_DIMENSIONS, MAX_METRICS, MAX_TENSORS
+from pscommon.core.limits import MAX_DIMENSIONS, MAX_REPORTED_VALUES, MAX_TENSORS
 from pscommon.wire.frames import decode_request, encode_header
 from pscommon.wire.ranges import CHECKED, LENGTHS, check_ranges
 from pscommon.wire.stream_format import decode_message
@@ -69,7 +69,7 @@ def test_messages_of_clients_and_disks_are_not_checked() -> None:
 LONG = {
     "tensors": model_pb2.ModelSpec(tensors=[model_pb2.TensorSpec()] * (MAX_TENSORS + 1)),
     "shape": model_pb2.TensorSpec(shape=[1] * (MAX_DIMENSIONS + 1)),
-    "values": co.HeartbeatRequest(values=[co.ReportedValue()] * (MAX_METRICS + 1)),
+    "values": co.HeartbeatRequest(values=[co.ReportedValue()] * (MAX_REPORTED_VALUES + 1)),
 }
 
 

@@ -112,12 +112,13 @@ def test_admin_includes_all_and_read_is_included_in_all() -> None:
         ((("worker", WORKER), ("worker", SERVER)), "worker", WORKER),
         ((("read", READ), ("admin", ADMIN)), "worker", ADMIN),
         ((("worker", WORKER),), "read", WORKER),
-        ((("worker", WORKER),), "admin", None),
-        ((("read", READ),), "worker", None),
+        # the server says that the role does not allow it
+        ((("worker", WORKER),), "admin", WORKER),
+        ((("read", READ),), "worker", READ),
     ],
 )
 def test_a_client_sends_the_token_of_its_role(
-    tokens: tokens_module.Tokens, role: Role, sent: str | None
+    tokens: tokens_module.Tokens, role: Role, sent: str
 ) -> None:
     assert token_for(tokens, role) == sent
 
@@ -182,7 +183,7 @@ def test_a_broken_file_keeps_the_tokens_and_is_logged_once(
 
     path.unlink()
     assert [tokens_later() for _ in range(3)] == [(("worker", WORKER),)] * 3
-    assert events() == ["token_file_invalid"]
+    assert events() == []  # another file may take its place
 
     write(path, f"admin {ADMIN}\n", 0o644)
     assert tokens_later() == (("worker", WORKER),)

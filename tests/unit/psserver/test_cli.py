@@ -131,6 +131,9 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "no threads": ({"threads": 0}, "--threads 0"),
     "listening everywhere without an address": ({"bind": "0.0.0.0:1"}, "--advertise"),
     "and in IPv6": ({"bind": "[::]:1"}, "--advertise"),
+    "open to others": ({"bind": "10.0.0.1:1"}, "--bind 10.0.0.1:1 is open to other machines"),
+    "open streams": ({"stream_bind": "0.0.0.0:1"}, "--stream-bind 0.0.0.0:1 is open"),
+    "open metrics": ({"metrics_bind": "[::]:1"}, "--metrics-bind [::]:1 is open"),
     "snapshots into nowhere": ({"snapshot_every": SnapshotEvery(steps=1)}, "--data-dir"),
     "a version of nothing": ({"resume": 3}, "--resume 3"),
     "a log into nowhere": ({"durability": "log"}, "--data-dir"),
@@ -227,5 +230,5 @@ def test_python_m_psserver_is_the_same_command_and_help_loads_no_torch() -> None
     )
 
     assert result.returncode == 0
-    assert "ps-server --shard 1/2" in result.stdout
+    assert "ps-server --shard 0/2" in result.stdout
     assert result.stdout.splitlines()[-1] == "False"

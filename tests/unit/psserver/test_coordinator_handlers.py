@@ -33,6 +33,7 @@ class ReshardingService:
         self.stopped, self.worker_exits = threading.Event(), WorkerExits()
         self.reshard_requests = self.report = self.disconnect = self.check_job = Mock()
         self.shard_connections, self.executor = self, MagicMock()
+        self.worker_keys = SimpleNamespace(job_key=b"")
 
     def connect(self, *args: object) -> tuple[ServerEntry, int]:
         return self.server, self.server.connection
@@ -84,7 +85,7 @@ def test_the_status_is_strict_json(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_one_response_to_a_shard_describes_one_state() -> None:
     """A catch-up action from before the end of a reshard must not come with the new servers."""
-    request = pb.LinkShardRequest(format=2, shard=1, shards=2, address="s1:1", instance="i")
+    request = pb.LinkShardRequest(format=3, shard=1, shards=2, address="s1:1", instance="i")
     response = first_response(ReshardingService(), request)
 
     assert (response.recover, response.shards, response.layout, response.policy) == (
@@ -106,7 +107,7 @@ def test_an_unlinked_shard_learns_the_possible_addresses_of_shard_0() -> None:
     service.directory.__getitem__.return_value = ServerEntry(0, term=3)
 
     response = first_response(
-        service, pb.LinkShardRequest(format=2, shard=2, shards=3, address="s2:1", instance="i")
+        service, pb.LinkShardRequest(format=3, shard=2, shards=3, address="s2:1", instance="i")
     )
 
     assert (list(response.addresses), list(response.standbys), response.term) == (
@@ -134,7 +135,7 @@ def test_silence_counts_only_while_the_coordinator_listens(monkeypatch: pytest.M
 
     service.shard_connections.report = update
     for _ in range(2):
-        listener.handle(pb.LinkShardRequest(format=2, report=pb.Report()))
+        listener.handle(pb.LinkShardRequest(format=3, report=pb.Report()))
         found.append(listener.silent)
     clock.now += MAX_SILENCE_SECONDS
 
@@ -146,7 +147,7 @@ def test_silence_counts_only_while_the_coordinator_listens(monkeypatch: pytest.M
 def test_only_the_current_process_of_a_shard_describes_it(connection: int) -> None:
     """Else the status would show the standby of a former primary as that of the present one."""
     server = ServerEntry(1, connection=2, standby="b1:1")
-    sent = pb.LinkShardRequest(format=2, instance="i", standby="old:1", stats_json='{"version": 7}')
+    sent = pb.LinkShardRequest(format=3, instance="i", standby="old:1", stats_json='{"version": 7}')
 
     ShardListener(Mock(), server, connection, iter([])).handle(sent)
 

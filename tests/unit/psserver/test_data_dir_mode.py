@@ -1,6 +1,8 @@
 """A data directory that other users can write is refused, or the log warns of it."""
 
+import grp
 import os
+import pwd
 import stat
 from pathlib import Path
 from unittest.mock import Mock
@@ -15,10 +17,12 @@ from tests.support.events import events
 ME, ROOT, OTHER = 1000, 0, 1001
 
 
-def owned(monkeypatch: pytest.MonkeyPatch, owner: int, mode: int) -> Mock:
-    """Return a directory with this owner and mode, seen by user ME."""
+def owned(monkeypatch: pytest.MonkeyPatch, owner: int, mode: int, group: int = 50) -> Mock:
+    """Return a directory with this owner, mode and group, seen by user ME."""
     monkeypatch.setattr(os, "geteuid", lambda: ME)
-    facts = Mock(st_uid=owner, st_mode=stat.S_IFDIR | mode)
+    facts = Mock(st_uid=owner, st_gid=group, st_mode=stat.S_IFDIR | mode)
+    monkeypatch.setattr(pwd, "getpwuid", lambda user: Mock(pw_name=f"name{user}"))
+    monkeypatch.setattr(grp, "getgrgid", lambda group: Mock(gr_name=f"name{group}"))
     return Mock(spec=Path, stat=lambda: facts, __str__=lambda self: "/data/job")
 
 
@@ -64,6 +68,10 @@ def test_a_directory_that_others_can_write_is_refused_or_warned_of(
     assert f"its mode is {mode:04o} and its owner is user {owner}" in str(caught.value)
     assert str(caught.value).endswith(f"Try: {remedy}")
     assert caught.value.exit_code == 2
+
+
+def test_the_group_of_the_user_alone_may_write(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_data_dir_mode(owned(monkeypatch, ME, 0o775, group=ME), is_secured=True)
 
 
 def test_a_directory_that_the_server_creates_is_accepted(tmp_path: Path) -> None:

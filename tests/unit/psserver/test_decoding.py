@@ -81,7 +81,7 @@ def test_a_stream_ends_at_a_later_undecodable_message(
 ) -> None:
     call = channel.stream_stream("/psproto.v1.CoordinatorService/LinkShard")
     # the first message is valid, so the server reads the next one
-    request = co.LinkShardRequest(format=2, shard=1, shards=2, address="h:1", instance="i")
+    request = co.LinkShardRequest(format=3, shard=1, shards=2, address="h:1", instance="i")
     with suppress(grpc.RpcError):
         list(call(iter([request.SerializeToString(), GARBAGE]), timeout=10))
     until(lambda: "message_undecodable" in events(caplog), "a log line")

@@ -108,6 +108,16 @@ def test_a_primary_without_its_standby_continues_if_the_lease_allows(lease: Brok
     assert lease.read() == FIRST
 
 
+def test_a_standby_cannot_acknowledge_a_record_that_was_not_sent(lease: BrokenLease) -> None:
+    primary = replicator(lease)
+    link_id, _ = primary.last_position
+
+    primary.handle_acknowledgement(link_id, 2**63 - 1)
+    primary.send(RecordSource.SHARD, 4, b"entry")
+
+    assert primary.unacknowledged == 1
+
+
 def test_a_primary_that_finds_another_tenure_ends(lease: BrokenLease) -> None:
     primary = replicator(lease)
     sent = primary.send(RecordSource.SHARD, 4, b"entry")

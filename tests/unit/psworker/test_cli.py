@@ -210,6 +210,24 @@ def test_threads_sets_the_threads_of_torch(started_scripts: list[Script]) -> Non
         torch.set_num_threads(before)
 
 
+def test_metrics_that_other_machines_reach_need_tls_or_insecure(
+    started_scripts: list[Script],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Where plain text is permitted, the start warns."""
+    monkeypatch.setattr("psworker.session.metrics.serve", lambda bind: None)
+    line = ["--ps", "a:1", "--metrics-bind", "0.0.0.0:0", "train.py"]
+
+    assert cli.main(line) == 2
+    assert "--metrics-bind 0.0.0.0:0 is open to other machines" in capsys.readouterr().err
+    assert started_scripts == []
+
+    assert cli.main(["--insecure", *line]) == 0
+    assert events(caplog) == ["plain_text_permitted"]
+
+
 def test_metrics_are_served_at_the_given_address(
     started_scripts: list[Script], monkeypatch: pytest.MonkeyPatch
 ) -> None:

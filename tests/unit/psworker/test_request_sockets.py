@@ -15,6 +15,7 @@ class FakeStream:
     """A connection of which only the address matters."""
 
     is_broken = is_closed = False
+    hello = stream_pb2.StreamHello()
 
     def __init__(self, address: str) -> None:
         self.address = address

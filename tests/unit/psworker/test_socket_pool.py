@@ -28,7 +28,7 @@ def test_the_description_and_all_ways_to_a_server_share_one_limit(
         assert timeout == CONNECT_SECONDS
         clock.now += 0.5
         return ps.DescribeResponse(
-            format=2, addresses=["a:1"], stream_path=str(tmp_path / "socket"), stream_address="a:2"
+            format=3, addresses=["a:1"], stream_path=str(tmp_path / "socket"), stream_address="a:2"
         )
 
     def open_stream(address: str, hello: object, server: str, seconds: float) -> Any:
@@ -51,7 +51,7 @@ def test_the_reason_for_no_stream_names_what_the_server_offers(
     features: list[str], why: str
 ) -> None:
     def describe(request: ps.DescribeRequest, timeout: float) -> ps.DescribeResponse:
-        return ps.DescribeResponse(format=2, addresses=["a:1"], features=features)
+        return ps.DescribeResponse(format=3, addresses=["a:1"], features=features)
 
     with pytest.raises(InvalidRequestError, match=f"{why}. Try: `--lanes auto`"):
         SocketPool("stream", {}).find(0, "a:1", ps.PushPullHeader(worker=1), describe, TIMEOUT)
