@@ -111,7 +111,7 @@ async def serve_offer(
     The arguments and errors are those of `serve_exchange`.
     """
     engine, waiter = service.engine, SocketWaiter(service)
-    descriptor = await socket.receive_descriptor()
+    descriptor, failure = await socket.receive_descriptor(), None
     try:
         header = decode_message(pb.PushPullHeader, message)
         check_sender(header.worker)
@@ -129,13 +129,15 @@ async def serve_offer(
         await waiter.do(partial(_attach, engine, header, descriptor))
     except (ConnectionLostError, OSError):
         raise
-    except Exception as failure:
-        await socket.send_error(error_for_peer(failure))
-        return
+    except Exception as error:
+        failure = error_for_peer(error)
     finally:
         if descriptor is not None:
             os.close(descriptor)
-    await socket.send_frame(FrameKind.RESULT)
+    if failure is not None:
+        await socket.send_error(failure)
+    else:
+        await socket.send_frame(FrameKind.RESULT)
 
 
 def _attach(engine: ShardEngine, header: pb.PushPullHeader, descriptor: int) -> None:

@@ -54,7 +54,7 @@ def test_a_restarted_shard_that_does_not_know_its_job_yet_asks_for_a_retry(
         ServerConfig(shard=1, shards=2, bind="127.0.0.1:0", join=f"127.0.0.1:{free_port()}")
     )
     server.start()
-    with closing(server), closing(GrpcTransport(["", server.address])) as lane:
+    with closing(server), closing(GrpcTransport(["", server.address], lanes="auto")) as lane:
         with pytest.raises(UnreachableError) as caught:
             call(lane)
 

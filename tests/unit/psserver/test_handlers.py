@@ -11,7 +11,6 @@ import pytest
 from pscommon.core.errors import MismatchError
 from pscommon.wire.requests import (
     DESCRIBE,
-    DRAIN,
     EXCHANGE,
     EXCHANGE_ONCE,
     INTRODUCE,
@@ -22,7 +21,6 @@ from pscommon.wire.requests import (
     AnyRequest,
     Stub,
 )
-from psproto.v1 import coordinator_pb2 as co
 from psproto.v1 import parameter_server_pb2 as ps
 from psproto.v1 import shard_pb2, standby_pb2
 from psserver.process.handlers import Handlers, grpc_services
@@ -36,11 +34,9 @@ def describe(request: ps.DescribeRequest) -> ps.DescribeResponse:
 
 
 def refuse(request: ps.IntroduceRequest) -> ps.IntroduceResponse:
+    if request.job == "crash":
+        raise ZeroDivisionError
     raise MismatchError("not now", "SHARD_MISMATCH")
-
-
-def crash(request: co.DrainRequest) -> co.DrainResponse:
-    raise ZeroDivisionError
 
 
 def repeat(frames: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
@@ -75,7 +71,6 @@ async def promote(request: standby_pb2.PromoteRequest, waiter: Waiter) -> object
 HANDLERS: Handlers = {
     DESCRIBE: describe,
     INTRODUCE: refuse,
-    DRAIN: crash,
     EXCHANGE: repeat,
     EXCHANGE_ONCE: once,
     READ_SHARD: forever,
@@ -124,15 +119,15 @@ def test_a_handler_that_waits_has_the_waiter_of_its_thread(
     assert next_call(recorded) == ("Promote", "OK")
 
 
-@pytest.mark.parametrize(("row", "code"), [(INTRODUCE, "FAILED_PRECONDITION"), (DRAIN, "INTERNAL")])
+@pytest.mark.parametrize(("job", "code"), [("", "FAILED_PRECONDITION"), ("crash", "INTERNAL")])
 def test_an_error_is_recorded_with_the_code_that_the_client_sees(
-    channel: grpc.Channel, recorded: Recorded, row: AnyRequest, code: str
+    channel: grpc.Channel, recorded: Recorded, job: str, code: str
 ) -> None:
     with pytest.raises(grpc.RpcError) as caught:
-        Stub(channel, row)(row.request(), timeout=10)
+        Stub(channel, INTRODUCE)(ps.IntroduceRequest(job=job), timeout=10)
 
     assert caught.value.code().name == code
-    assert next_call(recorded) == (row.name, code)
+    assert next_call(recorded) == ("Introduce", code)
 
 
 def test_a_stream_is_recorded_when_its_last_response_is_sent(
