@@ -89,7 +89,9 @@ def recorded() -> Recorded:
 def channel(recorded: Recorded) -> Iterator[grpc.Channel]:
     with ThreadPoolExecutor(2) as pool:
         server = grpc.server(pool, options=[("grpc.so_reuseport", 0)])
-        server.add_generic_rpc_handlers(grpc_services(HANDLERS, lambda *call: recorded.put(call)))
+        server.add_generic_rpc_handlers(
+            grpc_services(HANDLERS, record=lambda *call: recorded.put(call))
+        )
         port = server.add_insecure_port("127.0.0.1:0")
         server.start()
         with closing(grpc.insecure_channel(f"127.0.0.1:{port}")) as channel:
