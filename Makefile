@@ -1,6 +1,8 @@
 # make demo    train a CNN on handwritten digits with 2 servers and 2 workers on this machine
 # make test    the quick tiers of the test suite, at most five minutes on two cores; make check adds ruff and mypy
 # make test-all  the whole test suite, at most twenty minutes on two cores
+# make test-tls  the fault tests with certificates and tokens, which it makes
+# make audit   known vulnerabilities of the packages in constraints.txt (asks pypi.org)
 # make test-scripts  third-party kinds of scripts, plain and under each policy (up to twenty minutes)
 # make house   print the packages, their charters, and which may import which
 # make docs    build the documentation into site/
@@ -20,7 +22,7 @@ FRAMEWORK_TESTS := tests/unit/psworker/test_integrations.py tests/unit/psworker/
 	tests/integration/test_clipping.py tests/integration/test_frameworks.py \
 	tests/integration/test_framework_trainers.py
 
-.PHONY: setup demo test test-all test-scripts check lint house docs proto bench bench-quick bench-tf chaos test-compose clean
+.PHONY: setup demo test test-all test-tls test-scripts check lint house docs proto bench bench-quick bench-tf chaos test-compose audit clean
 
 setup: $(VENV)/.setup-done
 
@@ -43,6 +45,14 @@ test: setup
 
 test-all: setup
 	$(PYTEST)
+
+# the processes of a test get the variables by tests/support/protection.py
+test-tls: setup
+	@set -e; folder=$$(mktemp -d); trap 'rm -rf "$$folder"' EXIT; \
+	$(BIN)/ps-ctl tls init "$$folder"; $(BIN)/ps-ctl token init "$$folder"; \
+	export PS_TLS_CA="$$folder/ca.pem" PS_TLS_CERT="$$folder/cert.pem" PS_TLS_KEY="$$folder/key.pem"; \
+	export PS_TOKEN_FILE="$$folder/tokens"; \
+	$(PYTEST) tests/faults
 
 check: lint test
 
@@ -89,6 +99,12 @@ $(TF_VENV)/.setup-done:
 
 chaos: setup # random faults over real processes; CHAOS_MINUTES=60 CHAOS_SEED=7 for an hour that can be had again
 	$(BIN)/python -m tests.chaos --minutes $(CHAOS_MINUTES) $(if $(CHAOS_SEED),--seed $(CHAOS_SEED))
+
+audit: # in an environment of its own: pip-audit is no dependency
+	@set -e; folder=$$(mktemp -d); trap 'rm -rf "$$folder"' EXIT; \
+	$(PYTHON) -m venv "$$folder"; \
+	"$$folder/bin/pip" install --quiet --disable-pip-version-check pip-audit; \
+	"$$folder/bin/pip-audit" --requirement constraints.txt --no-deps --disable-pip
 
 test-compose: # 2 servers and 2 workers in containers; needs a Docker engine
 	deploy/test-compose

@@ -13,6 +13,7 @@ from mkdocs.structure.files import File, Files
 ROOT = Path(__file__).parent.parent
 PAGES = {
     "FAULTS.md": "faults.md",
+    "SECURITY.md": "threats.md",
     "CHANGELOG.md": "changelog.md",
     "ARCHITECTURE.md": "architecture.md",
     "CONTRIBUTING.md": "contributing.md",

@@ -33,6 +33,10 @@ def connect(
     With PS_LOCAL=1 in the environment there are no servers: the script trains alone, in this
     process, for debugging.
 
+    Where servers use TLS or tokens, PS_TLS_CA, PS_TLS_CERT, PS_TLS_KEY and PS_TOKEN_FILE name this
+    process's files; ps-worker and ps-run set them. The token of a job of the same user on this
+    machine is found without them. PS_INSECURE=1 permits a token in plain text to other machines.
+
     Args:
         servers: "HOST:PORT,..." of any of the servers. Default: PS_SERVERS, which ps-worker and
             ps-run set.
@@ -53,6 +57,8 @@ def connect(
     Raises:
         InvalidRequestError: No servers are named, an argument is out of range, or this process
             has not closed its last job.
+        AuthenticationError: The servers refuse this process's certificate or token, or it refuses
+            theirs.
         UnreachableError: The servers do not answer.
         MismatchError: The servers run another job, or are not one complete set.
         TrainingOver: The training is over. A script that was started again goes on with its next

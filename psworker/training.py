@@ -37,6 +37,10 @@ log = get_logger(__name__)
 class DistributedTraining:
     """Trains a model on several workers and servers with one call.
 
+    Servers that it starts accept only this process. For running servers with TLS or tokens,
+    PS_TLS_CA, PS_TLS_CERT, PS_TLS_KEY, PS_TOKEN_FILE and PS_INSECURE count as for
+    `psworker.connect`.
+
     Args:
         servers: Number of shards that hold the weights.
         policy: sync, async or ssp, as of ps-server.

@@ -7,7 +7,9 @@ not touch the directory; and the job's key, so that workers stay known.
 import json
 import re
 import secrets
+import stat
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -193,6 +195,8 @@ def stored_job_key(data_dir: Path | None, key: bytes) -> bytes:
     if not path.exists():
         store_job_key(data_dir, key)
         return key
+    with suppress(OSError):  # Kubernetes opens files to the group of a volume (fsGroup)
+        path.chmod(path.stat().st_mode & ~stat.S_IRWXG)
     text = read_file(path, "job key", "ps-server --data-dir")
     try:
         stored = bytes.fromhex(text.decode())

@@ -37,6 +37,9 @@ class Client(WorkerClient):
     of a DataLoader, may run and end freely, but cannot use or make a Client: gRPC does not
     survive a fork.
 
+    Where servers use TLS or tokens, PS_TLS_CA, PS_TLS_CERT, PS_TLS_KEY, PS_TOKEN_FILE and
+    PS_INSECURE count as for `psworker.connect`.
+
     Args:
         servers: "HOST:PORT,..." or a sequence of them; one is enough. None: PS_SERVERS, and then
             PS_JOB, PS_WORKER_RANK and PS_CONNECT_TIMEOUT count as well.
@@ -50,6 +53,8 @@ class Client(WorkerClient):
         training: Name of the script's training, see `psworker.connect`; empty: that of the job.
 
     Raises:
+        AuthenticationError: The servers refuse this process's certificate or token, or it refuses
+            theirs.
         UnreachableError: A server does not answer. Any call may raise this and what follows.
         WaitTimeoutError: Another worker is late; the message names it.
         FencedError: The job went on without this worker; `rejoin` brings it back.

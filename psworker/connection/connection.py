@@ -306,8 +306,7 @@ def connected(
     if transport is not None:
         return Connection(transport, limits, WorkerMembership(job, 0))
     use_environment(security_of(os.environ))
-    given = addresses_of(servers)
-    use_tokens_of(given)
+    given = use_tokens_of(addresses_of(servers))
     cluster = discover(given, limits.connect)
     return Connection(
         GrpcTransport(cluster.addresses, given, lanes),

@@ -18,6 +18,7 @@ from pscommon.core.errors import (
 )
 from pscommon.core.formats import check_wire_format
 from pscommon.security.credentials import use_local_tokens
+from pscommon.security.settings import is_loopback
 from pscommon.security.tokens import ROLES
 from pscommon.system import signals as interruptible
 from pscommon.system.local_jobs import local_jobs, only_local_job
@@ -75,13 +76,29 @@ def addresses_of(servers: str | Sequence[str] | None) -> tuple[str, ...]:
     return found
 
 
-def use_tokens_of(servers: Sequence[str]) -> None:
-    """Send the token of a job of this user on this machine, if it has one of these addresses."""
+def use_tokens_of(servers: Sequence[str]) -> tuple[str, ...]:
+    """Send the token of a job of this user on this machine, if it has one of these addresses.
+
+    Returns the addresses. Another one of loopback with the job's port becomes the job's own: at
+    "localhost" a server of another user might get the token.
+    """
+    found = list(servers)
     with contextlib.suppress(OSError):
         for job in local_jobs():
             role = next((role for role in ROLES if role == job.role), None)
-            if job.address in servers and role is not None:
-                use_local_tokens(((role, job.token),))
+            if role is None:
+                continue
+            for index, server in enumerate(servers):
+                if server == job.address or _is_same_port(server, job.address):
+                    use_local_tokens(((role, job.token),))
+                    found[index] = job.address
+    return tuple(found)
+
+
+def _is_same_port(server: str, address: str) -> bool:
+    """Return whether two addresses are of loopback and have the same port."""
+    same = server.rpartition(":")[2] == address.rpartition(":")[2]
+    return same and is_loopback(address) and is_loopback(server)
 
 
 def discover(

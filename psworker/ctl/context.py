@@ -53,8 +53,7 @@ class CommandContext:
 
         use_environment(self.security)
         servers = (self.ps or only_local_job("`--ps HOST:PORT` is missing").address).split(",")
-        use_tokens_of(servers)
-        return CoordinatorClient(servers, self.timeout)
+        return CoordinatorClient(use_tokens_of(servers), self.timeout)
 
 
 waiting = click.option(

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.machine_time import machine_seconds
+from tests.support.protection import protection_of
 from tests.support.proxied_job import (
     ProxiedJob,
     lines,
@@ -106,7 +107,9 @@ def test_the_call_of_an_unreachable_worker_is_cancelled(jobs: JobStarter) -> Non
 def between_servers(jobs: JobStarter, servers: str) -> ProxiedJob:
     """Start a job whose servers are connected as --lanes says; its workers use gRPC."""
     job = jobs("async", "60s", lanes=("grpc", "grpc"), server_lanes=servers)
-    assert bool(job.stream_proxies[0].accepted) is (servers == "stream")
+    # a link sends and receives at the same time, which a TLS stream does not allow
+    is_stream = servers == "stream" and not protection_of("ps-server")
+    assert bool(job.stream_proxies[0].accepted) is is_stream
     return job
 
 

@@ -14,8 +14,8 @@ import pytest
 from pscommon.core.errors import PSError
 from pscommon.core.exit_codes import ExitCode
 from pscommon.wire.endpoint import Endpoint, open_channel
+from pscommon.wire.requests import PROMOTE, Stub
 from psproto.v1 import standby_pb2 as pb
-from psproto.v1.standby_pb2_grpc import StandbyServiceStub
 from psserver.core.shard.failover import TAKEOVER_TIMEOUT_SECONDS
 from psserver.process.generation_file import GENERATION
 from psworker.connection.discovery import describe
@@ -210,7 +210,7 @@ def test_promote_switches_without_losing_pushes(tmp_path: Path, shard: int, lock
 def promote(address: str) -> dict[str, Any]:
     """Promote a standby as ps-ctl does; return the answer."""
     with open_channel(Endpoint(address)) as channel:
-        answer = StandbyServiceStub(channel).Promote(pb.PromoteRequest(wait_ms=10_000), timeout=15)
+        answer = Stub(channel, PROMOTE)(pb.PromoteRequest(wait_ms=10_000), timeout=15)
     return {"term": answer.term, "version": answer.version, "note": answer.note}
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from pscommon.wire.endpoint import Endpoint, open_channel
+from pscommon.wire.requests import DRAIN, Stub
 from psproto.v1 import coordinator_pb2 as co
-from psproto.v1.coordinator_pb2_grpc import CoordinatorServiceStub
 from tests.support.counted_steps import LEASE, PAUSE, check_data, job, steps, wait_for_steps
 from tests.support.forked_job import ForkedJob
 from tests.support.machine_time import machine_seconds
@@ -109,7 +109,7 @@ def first_log_time(job: ForkedJob, name: str, word: str) -> float:
 
 def drain(address: str, worker: int) -> None:
     with closing(open_channel(Endpoint(address))) as channel:
-        CoordinatorServiceStub(channel).Drain(co.DrainRequest(worker=worker), timeout=10)
+        Stub(channel, DRAIN)(co.DrainRequest(worker=worker), timeout=10)
 
 
 def test_a_backup_worker_hides_a_slow_worker_without_loss(tmp_path: Path) -> None:

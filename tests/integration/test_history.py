@@ -107,7 +107,7 @@ def test_values_beyond_the_bounds_are_dropped_and_heartbeats_continue(cluster: M
             co.ReportedValue(name=f"{age}", value=1.0, age_seconds=age)
             for age in (1e30, -5.0, math.nan)
         ]
-        stub.Heartbeat(co.HeartbeatRequest(worker=worker, values=aged), timeout=10)
+        stub.Heartbeat(co.HeartbeatRequest(worker=worker, values=aged), timeout=10, metadata=own)
 
     times = [row.time for row in history(address)]
     assert len(times) == 3

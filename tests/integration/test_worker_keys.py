@@ -189,13 +189,13 @@ def test_a_worker_that_rejoins_uses_its_new_key(cluster: Make, lanes: str) -> No
     servers = cluster(1, policy="async")
     with counter(servers.address, lanes=lanes) as client:
         count(client)
-        assert client.data.next_batches(LOOP).numbers == [0]
+        assert client.data.next_batches(LOOP).numbers == (0,)
         old = client.worker
         client.rejoin()
         assert client.worker != old
-        assert client.data.next_batches(LOOP).numbers == [0]
+        assert client.data.next_batches(LOOP).numbers == (0,)
         count(client)
-        assert client.data.next_batches(LOOP).numbers == [1]
+        assert client.data.next_batches(LOOP).numbers == (1,)
 
 
 # ---- the job key ---------------------------------------------------------------------------------

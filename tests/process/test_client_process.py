@@ -168,12 +168,12 @@ class Operations(tuple):
 
 def managed(
     flags, method, host, deadline, metadata, credentials, operations, *rest,
-    start=describe._managed_call,
+    start=describe._call._managed_call,
 ):
     operations = tuple(map(Operations, operations))
     return start(flags, method, host, deadline, metadata, credentials, operations, *rest)
 
-collected, describe._managed_call = [], managed
+collected, describe._call._managed_call = [], managed
 answer = describe.future(DescribeRequest(), timeout=5)
 assert any(collected)
 """

@@ -98,9 +98,12 @@ def test_a_token_of_another_role_is_named(programs: Programs, address: str) -> N
 
 
 def test_commands_of_the_same_user_find_the_token(programs: Programs, address: str) -> None:
-    """Also with --ps, and a Client."""
+    """Also with --ps, by another name of loopback, and a Client."""
+    local = address.replace("127.0.0.1", "localhost")
+
     assert programs.run("ps-ctl", "status").wait() == 0
     assert programs.run("ps-ctl", "--ps", address, "status").wait() == 0
+    assert programs.run("ps-ctl", "--ps", local, "status").wait() == 0
     assert programs.run("python", "stranger.py", address).wait() == 0
 
 

@@ -27,8 +27,8 @@ import json, os, sys, urllib.request
 import numpy as np, torch, psworker
 from contextlib import closing
 from pscommon.wire.endpoint import Endpoint, open_channel
+from pscommon.wire.requests import JOIN, Stub
 from psproto.v1 import coordinator_pb2 as co
-from psproto.v1.coordinator_pb2_grpc import CoordinatorServiceStub
 
 VARIABLES = ("PS_DEVICE", "PS_CONNECT_TIMEOUT", "PS_LANES", "PS_OVERLAP")
 
@@ -44,7 +44,7 @@ def second():
 with psworker.Client() as client:
     client.register({"w": np.zeros(100)}, psworker.OptimizerSpec("sgd", lr=1.0))
     with closing(open_channel(Endpoint(client.addresses[0]))) as channel:
-        joined = CoordinatorServiceStub(channel).Join(co.JoinRequest(format=3), timeout=20)
+        joined = Stub(channel, JOIN)(co.JoinRequest(format=3), timeout=20)
     alive = [
         urllib.request.urlopen(f"http://{address}/livez", timeout=20).status
         for address in sys.argv[1:]

@@ -11,6 +11,7 @@ ROOT_PAGES = (
     "CHANGELOG.md",
     "CONTRIBUTING.md",
     "FAULTS.md",
+    "SECURITY.md",
     "deploy/README.md",
 )
 

@@ -6,6 +6,8 @@ from typing import NamedTuple
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests.support.protection import https_context
+
 SECONDS = 20.0
 
 
@@ -39,8 +41,10 @@ class Metrics:
 
 
 def get(address: str, path: str) -> Answer:
+    context = https_context()
+    url = f"{'http' if context is None else 'https'}://{address}{path}"
     try:
-        with urllib.request.urlopen(f"http://{address}{path}", timeout=SECONDS) as response:
+        with urllib.request.urlopen(url, timeout=SECONDS, context=context) as response:
             return Answer(response.status, response.read().decode())
     except urllib.error.HTTPError as error:
         with error:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Literal
 
 from tests.support.fork_server import Forked
+from tests.support.protection import protection_of
 
 LIMIT = 60.0
 BIN = Path(sys.executable).parent
@@ -118,7 +119,10 @@ class Program:
 
 
 class Programs:
-    """Starts commands in `folder` with their own TMPDIR (`temporary`) and without PS_ variables."""
+    """Starts commands in `folder` with their own TMPDIR (`temporary`).
+
+    Of the variables PS_ they have only those of `protection_of`.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -133,7 +137,7 @@ class Programs:
         process = subprocess.Popen(
             line,
             cwd=self.folder,
-            env=self._environment(environment),
+            env=self._environment(line, environment),
             text=True,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -145,14 +149,19 @@ class Programs:
         """Start a process faster than `start`, by a fork; not for tests of starting commands."""
         line = [command, *map(str, args)]
         return self._add(
-            Program(line, Forked(line[0], line[1:], self.folder, self._environment(environment)))
+            Program(
+                line, Forked(line[0], line[1:], self.folder, self._environment(line, environment))
+            )
         )
 
-    def _environment(self, chosen: dict[str, object]) -> dict[str, str]:
+    def _environment(self, line: Sequence[str], chosen: dict[str, object]) -> dict[str, str]:
         around = {name: value for name, value in os.environ.items() if not name.startswith("PS_")}
         own = {"TMPDIR": str(self.temporary), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
         # otherwise torch creates it in TMPDIR
         own["TORCHINDUCTOR_CACHE_DIR"] = str(self.folder / "inductor")
+        # also behind another program, such as unshare
+        ours = (name for word in line if (name := Path(word).name) in ("ps-server", "ps-ctl"))
+        own |= protection_of(next(ours, "ps-worker"))
         return around | own | {name: str(value) for name, value in chosen.items()}
 
     def _add(self, program: Program) -> Program:

@@ -8,8 +8,8 @@ from types import TracebackType
 from typing import Any, Self
 
 from pscommon.wire.endpoint import Endpoint, open_channel
+from pscommon.wire.requests import REPLICATE, Stub
 from psproto.v1 import standby_pb2 as pb
-from psproto.v1.standby_pb2_grpc import StandbyServiceStub
 from psserver.durability.state_records import checksum
 from psserver.replication.lease_directory import lease_of
 from psserver.replication.standby import Standby
@@ -75,7 +75,7 @@ def silent_standby(server: Server) -> Iterator[threading.Event]:
             assert done.is_set()
 
     with closing(open_channel(Endpoint(server.address))) as channel:
-        call = StandbyServiceStub(channel).Replicate(requests())
+        call = Stub(channel, REPLICATE)(requests())
         receiver = threading.Thread(target=receive, args=(call,))
         receiver.start()
         try:

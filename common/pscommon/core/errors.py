@@ -84,7 +84,7 @@ class FormatError(MismatchError, SnapshotError):
 
 
 class AuthenticationError(PSError):
-    """A peer refused this process's certificate or token, or its certificate is out of date.
+    """A peer refused this process's certificate, token or worker key, or one is out of date.
 
     Correct the file that the message names; repeating the request cannot help.
     """

@@ -42,8 +42,8 @@ def test_a_key_is_that_of_one_worker_and_one_job_key(shard: int) -> None:
     assert not keys.is_valid(7, keys.key_of(8))
     for wrong in (b"", b"x", own[:-1], own + b"x", keys.key_of(8), own[:8] + bytes(32)):
         assert refusal(keys, 7, wrong) is AuthenticationError, wrong
-    forgotten = UnreachableError if shard else FencedError
-    assert refusal(keys, 7, other.key_of(7)) is forgotten
+    expected = UnreachableError if shard else FencedError
+    assert refusal(keys, 7, other.key_of(7)) is expected
     assert refusal(keys, 0, b"") is None
 
 
@@ -77,8 +77,11 @@ def test_the_job_key_is_stored_once_for_its_owner_only(tmp_path: Path) -> None:
     assert stored_job_key(tmp_path, JOB_KEY) == JOB_KEY
     assert path.stat().st_mode & 0o777 == 0o600
     assert stored_job_key(tmp_path, OTHER) == JOB_KEY
+    path.chmod(0o660)
+    assert stored_job_key(tmp_path, OTHER) == JOB_KEY
+    assert path.stat().st_mode & 0o777 == 0o600
     path.chmod(0o644)
-    with pytest.raises(InvalidRequestError, match="mode 0644"):
+    with pytest.raises(InvalidRequestError, match="mode 0604"):
         stored_job_key(tmp_path, OTHER)
 
 
