@@ -174,9 +174,7 @@ def shared_memory(path: Path = SHARED_MEMORY) -> Finding:
         )
     text = f"{size(usage.free)} free of {size(usage.total)}"
     if usage.free <= 64 * BYTES_PER_MEBIBYTE:
-        return Finding(
-            "warning", text, "use docker run --shm-size=1g if a DataLoader has workers"
-        )
+        return Finding("warning", text, "use docker run --shm-size=1g if a DataLoader has workers")
     return Finding("ok", text)
 
 

@@ -52,6 +52,7 @@ class SocketPool:
         header: ps.PushPullHeader,
         describe: Describe,
         timeout: float,
+        for_memory: bool = False,
     ) -> SocketConnection | None:
         """Return an open connection to a server; None: use gRPC.
 
@@ -61,10 +62,12 @@ class SocketPool:
             header: Header of the request, with job, worker and term.
             describe: Asks the server for its description.
             timeout: Deadline of the exchange in seconds.
+            for_memory: Open none to a server without a Unix socket here.
 
         Raises:
             UnreachableError: The server does not answer, or --lanes stream and its port does not.
-            InvalidRequestError: --lanes stream, and the server has no stream port.
+            InvalidRequestError: --lanes stream, and the server has no stream port; or `for_memory`,
+                and there is no Unix socket here.
             MismatchError: --lanes stream, and the port belongs to another job or shard.
         """
         connection = self._connections.get(address)
@@ -82,6 +85,9 @@ class SocketPool:
         seconds = min(CONNECT_SECONDS, timeout)
         deadline = time.monotonic() + seconds
         description = describe(ps.DescribeRequest(), seconds)
+        self._no_path[shard] = _missing_path(description)
+        if for_memory and not socket_addresses(description, address, "shm"):
+            raise self._no_path[shard]
         try:
             connection = self._open(shard, address, header, description, deadline)
         except PSError as error:
@@ -113,7 +119,7 @@ class SocketPool:
             UnreachableError: The server does not answer.
             InvalidRequestError: Its Unix socket cannot be used.
         """
-        connection = self.find(shard, address, header, describe, timeout)
+        connection = self.find(shard, address, header, describe, timeout, for_memory=True)
         if connection is None:
             raise self._no_path[shard].with_traceback(None)
         if not connection.address.startswith("/"):
@@ -151,11 +157,6 @@ class SocketPool:
         )
         server = f"shard {shard} at {address}"
         found = socket_addresses(description, address, self._lanes)
-        self._no_path[shard] = InvalidRequestError(
-            f"the server's Unix socket {description.stream_path} cannot be reached from here"
-            if description.stream_path
-            else f"the server has no Unix socket, and offers {', '.join(description.features)}"
-        )
         if not found and self._lanes == "shm":
             raise UnreachableError(f"{server} is on another host")
         if not found:
@@ -228,6 +229,15 @@ class SocketPool:
             **{name: found for name, found in reached.items() if found},
             **({"reason": reason} if reason else {}),
         )
+
+
+def _missing_path(description: ps.DescribeResponse) -> InvalidRequestError:
+    """Return the reason why a server's Unix socket cannot be used, unless connecting says more."""
+    return InvalidRequestError(
+        f"the server's Unix socket {description.stream_path} cannot be reached from here"
+        if description.stream_path
+        else f"the server has no Unix socket, and offers {', '.join(description.features)}"
+    )
 
 
 class RequestSockets:
