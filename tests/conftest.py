@@ -14,6 +14,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from pscommon.security import credentials
+from pscommon.telemetry.logs import forget_limits
 from psworker.connect import Connects
 from tests.support.process_slots import ProcessSlots, slots_of
 
@@ -52,6 +53,12 @@ def own_credentials(monkeypatch: pytest.MonkeyPatch) -> None:
     """Forget after a test which credentials its commands and clients have set."""
     of_test = type("OfTest", (credentials._Process,), {})
     monkeypatch.setattr(credentials, "_Process", of_test)
+
+
+@pytest.fixture(autouse=True)
+def unlimited_logs() -> None:
+    """Let the log lines of one test leave out none of the next one."""
+    forget_limits()
 
 
 slots_key = pytest.StashKey[ProcessSlots]()

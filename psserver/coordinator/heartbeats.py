@@ -110,7 +110,7 @@ def report_beside(
     try:
         _report(service, worker, values)
     except (FencedError, InvalidRequestError) as error:
-        log.warning("reported_values_dropped", worker=worker, problem=str(error))
+        log.warning("reported_values_dropped", limited=True, worker=worker, problem=str(error))
 
 
 def get_history(

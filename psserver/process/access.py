@@ -1,6 +1,6 @@
 """Who may send which request: the role of a peer's token, and the worker of its key."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import grpc
@@ -32,8 +32,8 @@ def check_token(presented: str, needed: Role, what: str) -> None:
         return
     if not presented:
         raise AuthenticationError(
-            f"{what} needs a token of the role {needed}, and there is none. Try: `--token-file "
-            f"FILE` (PS_TOKEN_FILE)",
+            f"{what} needs a token of the role {needed}, and there is none. Try: `--token-file` "
+            f"(PS_TOKEN_FILE) with {needed}.token of this job",
             "UNAUTHENTICATED",
         )
     role = role_of(tokens(), presented)
@@ -50,12 +50,11 @@ def check_token(presented: str, needed: Role, what: str) -> None:
         )
 
 
-def check_call(context: grpc.ServicerContext, needed: Role, what: str) -> None:
-    """Check the token of a gRPC call; see `check_token`."""
+def check_call(metadata: Iterable[Any] | None, needed: Role, what: str) -> None:
+    """Check the token of a gRPC call, which is in its metadata; see `check_token`."""
     if process_credentials().tokens is None:
         return
-    metadata: Any = context.invocation_metadata() or ()
-    values = [value for key, value in metadata if key == TOKEN_KEY]
+    values = [value for key, value in metadata or () if key == TOKEN_KEY]
     presented = str(values[0]) if len(values) == 1 else ""
     check_token(presented.removeprefix(SCHEME), needed, what)
 
@@ -91,5 +90,5 @@ class Reflection(reflection.ReflectionServicer):  # type: ignore[misc]
     ) -> Iterator[Any]:
         """Answer as gRPC's reflection does, after a check of the token."""
         with answering(context):
-            check_call(context, "read", "reflection")
+            check_call(context.invocation_metadata(), "read", "reflection")
         yield from super().ServerReflectionInfo(request_iterator, context)

@@ -10,11 +10,11 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import grpc
 
-from pscommon.core.errors import InvalidRequestError
+from pscommon.core.errors import AuthenticationError, InvalidRequestError
 from pscommon.telemetry.logs import get_logger
 from pscommon.wire.requests import REQUESTS, AnyRequest
 from pscommon.wire.status import answering
@@ -31,6 +31,7 @@ Handlers = Mapping[AnyRequest, Callable[..., Any]]
 - a row with streams or frames: its driver for gRPC, a function of messages and ServicerContext
 """
 
+Method: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 Record = Callable[[str, str, float], None]  # name of the row, canonical status code, seconds
 
 log = get_logger(__name__)
@@ -43,12 +44,12 @@ async def answer(handlers: Handlers, row: AnyRequest, message: Any, waiter: Wait
     return await waiter.do(partial(handlers[row], message))
 
 
-def grpc_services(
+def grpc_handler(
     handlers: Handlers,
     identity: ServerIdentity | None = None,
     record: Record = lambda name, code, seconds: None,
-) -> list[grpc.GenericRpcHandler]:
-    """Return the gRPC services of these rows.
+) -> grpc.GenericRpcHandler:
+    """Return gRPC's handler of all rows of the services that these rows belong to.
 
     Args:
         identity: Has the keys of workers; None: no row is sent by workers.
@@ -58,13 +59,10 @@ def grpc_services(
     Raises:
         KeyError: A row of one of the services has no handler.
     """
-    services: dict[str, dict[str, grpc.RpcMethodHandler[Any, Any]]] = {
-        row.service: {} for row in handlers
-    }
-    for row in REQUESTS:
-        if row.service in services:
-            services[row.service][row.name] = _method(handlers, row, identity, record)
-    return list(map(grpc.method_handlers_generic_handler, services, services.values()))
+    names = {row.service for row in handlers}
+    rows = [row for row in REQUESTS if row.service in names]
+    methods = {row.path: (row, _method(handlers, row, identity, record)) for row in rows}
+    return _Rows(methods, record)
 
 
 def when_ended(context: grpc.ServicerContext, action: Callable[[], object]) -> None:
@@ -78,14 +76,42 @@ def when_ended(context: grpc.ServicerContext, action: Callable[[], object]) -> N
     )
 
 
+class _Rows(grpc.GenericRpcHandler):
+    """Finds the method of a call, and refuses a call without the role of its row.
+
+    It does so before the call's messages are received: each may take MAX_MESSAGE_BYTES.
+    """
+
+    def __init__(self, methods: Mapping[str, tuple[AnyRequest, Method]], record: Record) -> None:
+        """methods: By their paths."""
+        self._methods, self._record = methods, record
+
+    def service(self, details: grpc.HandlerCallDetails) -> "Method | None":
+        """Return what answers a call; None: there is no such row."""
+        row, method = self._methods.get(details.method, (None, None))
+        if row is not None:
+            try:
+                check_call(details.invocation_metadata, row.role, str(row))
+            except AuthenticationError as refusal:
+                return self._refusing(row, refusal)
+        return method
+
+    def _refusing(self, row: AnyRequest, refusal: AuthenticationError) -> Method:
+        def refuse(messages: Any, context: grpc.ServicerContext) -> Any:
+            with _timing(row, context, self._record), answering(context):
+                raise refusal
+
+        # of a stream, no message is received until the handler asks for it
+        return grpc.stream_unary_rpc_method_handler(refuse)
+
+
 def _method(
     handlers: Handlers, row: AnyRequest, identity: ServerIdentity | None, record: Record
-) -> "grpc.RpcMethodHandler[Any, Any]":
+) -> Method:
     driver = handlers[row]
 
     def unary(message: Any, context: grpc.ServicerContext) -> Any:
         with _timing(row, context, record), answering(context):
-            check_call(context, row.role, str(row))
             if row.is_framed:
                 return driver(message, context)
             _check(row, message, context)
@@ -95,7 +121,6 @@ def _method(
 
     def stream(messages: Any, context: grpc.ServicerContext) -> Iterator[Any]:
         with _timing(row, context, record), answering(context):
-            check_call(context, row.role, str(row))
             if row.kind == "unary_stream":
                 _check(row, messages, context)
             elif not row.is_framed:
@@ -108,7 +133,7 @@ def _method(
         except InvalidRequestError as error:  # gRPC would log a traceback
             return error
 
-    make: Callable[..., grpc.RpcMethodHandler[Any, Any]]
+    make: Callable[..., Method]
     make = getattr(grpc, f"{row.kind}_rpc_method_handler")
     behaviour = unary if row.kind == "unary_unary" else stream
     codecs = () if row.is_framed else (decode, row.response.SerializeToString)
@@ -156,4 +181,10 @@ def _decoded(
 
 
 def _log(row: AnyRequest, error: InvalidRequestError, context: grpc.ServicerContext) -> None:
-    log.warning("message_undecodable", method=row.path, peer=context.peer(), problem=str(error))
+    log.warning(
+        "message_undecodable",
+        limited=True,
+        method=row.path,
+        peer=context.peer(),
+        problem=str(error),
+    )

@@ -30,7 +30,7 @@ from psserver.durability.record_sink import RecordSource
 from psserver.durability.shard_state import LogUnfitError
 from psserver.durability.state_records import StateRecord, StateRecordKind, received
 from psserver.process.config import ServerConfig
-from psserver.process.handlers import grpc_services
+from psserver.process.handlers import grpc_handler
 from psserver.process.job_files import JobIdFile
 from psserver.process.metrics import standby_metrics
 from psserver.replication.handlers import NotPrimary, standby_handlers
@@ -85,8 +85,8 @@ class Standby:
         self._grpc, self.address = listen_grpc(Endpoint(config.bind), MAX_CONCURRENT_CALLS)
         self.advertised = config.advertise or self.address
         self._failover = FailoverMachine(self.name, self.advertised, lease, time.monotonic())
-        services = grpc_services(standby_handlers(self.promote))
-        self._grpc.add_generic_rpc_handlers((*services, NotPrimary(lambda: self.primary)))
+        handler = grpc_handler(standby_handlers(self.promote))
+        self._grpc.add_generic_rpc_handlers((handler, NotPrimary(lambda: self.primary)))
         shown = standby_metrics(config.shard, lambda: self.version)
         self.monitor = (
             serve_metrics(config.metrics_bind, shown, self.ready)

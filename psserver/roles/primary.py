@@ -22,7 +22,7 @@ from psserver.peers.coordinator_link import CoordinatorLink
 from psserver.peers.peer_handlers import peer_handlers
 from psserver.process.access import Reflection
 from psserver.process.config import MAX_CONCURRENT_CALLS, ServerConfig
-from psserver.process.handlers import grpc_services
+from psserver.process.handlers import grpc_handler
 from psserver.process.identity import ServerIdentity
 from psserver.process.job_files import JobIdFile
 from psserver.process.metrics import ServerMetrics
@@ -148,8 +148,8 @@ def add_services(role: Role) -> tuple[health.HealthServicer, Set[str]]:
         **(coordinator_handlers(role.service) if role.service is not None else {}),
     }
     names = {row.service for row in handlers}
-    services = grpc_services(handlers, identity, primary.metrics.record_call)
-    primary.grpc.add_generic_rpc_handlers(services)
+    handler = grpc_handler(handlers, identity, primary.metrics.record_call)
+    primary.grpc.add_generic_rpc_handlers((handler,))
     health_servicer = health.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(health_servicer, primary.grpc)
     shown = (*names, health.SERVICE_NAME, reflection.SERVICE_NAME)

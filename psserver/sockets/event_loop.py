@@ -5,7 +5,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cached_property
 from typing import NamedTuple, TypeVar
 
@@ -134,7 +134,11 @@ class SocketWaiter(TaskWaiter):
         try:
             return await asyncio.shield(future)
         except asyncio.CancelledError:
-            await asyncio.wait([future])
-            if abandoned is not None and future.exception() is None:
+            while not future.done():
+                with suppress(asyncio.CancelledError):  # more than one reason may end the task
+                    await asyncio.wait([future])
+            # asked for in any case, or asyncio logs a traceback of a failed action
+            has_failed = future.exception() is not None
+            if abandoned is not None and not has_failed:
                 abandoned(future.result())
             raise

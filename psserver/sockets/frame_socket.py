@@ -283,8 +283,12 @@ class FrameSocket:
             return
         except OSError:
             has_hung_up = True
+        # readable from now on: the loop would call again and again
+        self._loop.remove_reader(self._socket.fileno())
+        self._is_reading = False
         if has_hung_up:
             self._lost()
+<<<<<<< HEAD
         else:  # data that no coroutine wants yet
             self._loop.remove_reader(self._socket.fileno())
             self._is_reading = False
@@ -293,3 +297,5 @@ class FrameSocket:
 def _close_all(descriptors: list[int]) -> None:
     while descriptors:
         os.close(descriptors.pop())
+=======
+>>>>>>> main

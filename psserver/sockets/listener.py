@@ -63,7 +63,6 @@ class SocketListener:
             self._identity,
             self._service,
             self._port.streams,
-            self._port.note_refusal,
             self._handlers,
             self._links,
         )

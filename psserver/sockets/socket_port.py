@@ -16,7 +16,7 @@ from pscommon.telemetry.logs import get_logger
 from pscommon.wire.endpoint import Endpoint, accept, listen, open_stream
 from psserver.process.config import ServerConfig
 from psserver.sockets.event_loop import MAX_LOOPS_COUNT, EventLoopThread, Serve
-from psserver.sockets.worker_connection import OpenConnections, refuse_connection
+from psserver.sockets.worker_connection import OpenConnections, log_refusal, refuse_connection
 
 FOLDER = Path("/dev/shm")
 """Folder of Unix sockets. Containers that share it reach each other without the network."""
@@ -30,9 +30,6 @@ PROBE_SECONDS = 1.0
 
 ACCEPT_PAUSE_SECONDS = 1.0
 """Time without new connections after the limit of open files was reached."""
-
-REFUSAL_NOTICE_SECONDS = 10.0
-"""Time between log lines about refused peers."""
 
 log = get_logger(__name__)
 
@@ -55,7 +52,6 @@ class SocketPort:
         self._threads: list[EventLoopThread] = []
         self._accepted = 0
         self._tls = process_credentials().tls
-        self._refused, self._noticed_at = 0, -REFUSAL_NOTICE_SECONDS
 
     def open_port(self, bind: str, is_requested: bool) -> None:
         """Listen on HOST:PORT.
@@ -101,9 +97,7 @@ class SocketPort:
 
     def refuse_all(self, make_error: Callable[[], PSError]) -> None:
         """Begin to answer each greeting with an error."""
-        self.start(
-            lambda sock: refuse_connection(sock, make_error(), self.note_refusal, self.streams)
-        )
+        self.start(lambda sock: refuse_connection(sock, make_error(), self.streams))
 
     def stop(self) -> None:
         """End all streams and threads. The port stays open: new connections wait for `start`."""
@@ -121,14 +115,6 @@ class SocketPort:
         for sock in self._listening:
             sock.close()
 
-    def note_refusal(self, problem: str) -> None:
-        """Log a refused peer, at most one in REFUSAL_NOTICE_SECONDS."""
-        self._refused += 1
-        now = time.monotonic()
-        if now - self._noticed_at >= REFUSAL_NOTICE_SECONDS:
-            log.warning("stream_refused", problem=problem, refused=self._refused)
-            self._refused, self._noticed_at = 0, now
-
     def _watch(self, sock: socket.socket) -> None:
         loop = self._threads[0].loop
         loop.call_soon_threadsafe(loop.add_reader, sock.fileno(), self._accept, sock)
@@ -142,12 +128,13 @@ class SocketPort:
         try:
             sock = accept(listening, self._tls)
         except PermissionError as error:
-            self.note_refusal(str(error))
+            log_refusal(str(error))
             return
         except OSError as error:
             if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
                 log.warning(
                     "connections_refused",
+                    limited=True,
                     problem=error.strerror,
                     remedy="raise the limit of open files (ulimit -n)",
                 )

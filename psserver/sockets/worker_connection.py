@@ -106,7 +106,6 @@ class OpenConnections(ShardObserver):
 class WorkerConnection:
     """Serves one connection in an event loop until either side closes it.
 
-    refused: called with the reason when a peer is refused.
     handlers: answer requests to the coordinator; None on other shards.
     links: serves connections of other shards; None on other shards.
     """
@@ -117,14 +116,12 @@ class WorkerConnection:
         identity: ServerIdentity,
         service: SocketService,
         streams: OpenConnections,
-        refused: Callable[[str], None],
         handlers: Handlers | None,
         links: ShardLinks | None,
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._identity, self._service, self._keys = identity, service, identity.worker_keys
-        self._streams, self._refused = streams, refused
-        self._handlers, self._links = handlers, links
+        self._streams, self._handlers, self._links = streams, handlers, links
         self._key, self._job_key = UNGREETED, b""
         self._answers_since: float | None = None
         self._socket = FrameSocket(sock, self._loop, self._cancel)
@@ -165,7 +162,7 @@ class WorkerConnection:
         except (ConnectionLostError, OSError):
             log.debug("stream_closed", worker=self._key[0])
         except PSError as error:
-            self._refused(str(error))
+            log_refusal(str(error))
 
     def _clean_up(self, task: "asyncio.Task[None]") -> None:
         self._streams.closed(self._key, self.close)
@@ -272,13 +269,9 @@ class WorkerConnection:
 def refuse_connection(
     sock: AnySocket,
     error: PSError,
-    refused: Callable[[str], None],
     streams: OpenConnections,
 ) -> tuple["asyncio.Task[None]", Callable[[], None]]:
-    """Answer the greeting on one connection with an error, as a standby does.
-
-    refused: called with the reason when the peer sends no greeting.
-    """
+    """Answer the greeting on one connection with an error, as a standby does."""
 
     async def answer() -> None:
         try:
@@ -287,7 +280,7 @@ def refuse_connection(
         except (ConnectionLostError, OSError) as lost:
             log.debug("stream_closed", problem=str(lost))
         except PSError as problem:
-            refused(str(problem))
+            log_refusal(str(problem))
 
     def cancel() -> None:
         task.cancel()
@@ -305,6 +298,11 @@ def refuse_connection(
     task = loop.create_task(answer())
     task.add_done_callback(clean_up)
     return task, lambda: None  # the answer takes no time
+
+
+def log_refusal(problem: str) -> None:
+    """Log that a peer of the stream port was refused."""
+    log.warning("stream_refused", limited=True, problem=problem)
 
 
 async def _receive_hello(sock: FrameSocket) -> bytes:

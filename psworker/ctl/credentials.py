@@ -66,8 +66,9 @@ def tls_init(
 ) -> None:
     """Make a CA and certificates for servers and clients in DIR.
 
-    The CA is valid for 10 years, the certificates for one. Existing files are kept. Processes read
-    new files without a restart.
+    One pair of files serves all servers: processes accept them by the name paramserver, at any
+    address. The CA is valid for 10 years, the certificates for one. Existing files are kept.
+    Processes read new files without a restart.
     """
     _show(output or settings.output, init_tls(folder, hosts, renew))
 

@@ -44,6 +44,8 @@ from psworker.transport.server_addresses import ServerAddresses
 from psworker.transport.socket_pool import SocketPool
 
 INTRODUCTION_SECONDS = 5.0
+CLOSED = "Socket closed"
+"""What gRPC says of a connection that its server has ended."""
 
 
 class GrpcTransport:
@@ -286,13 +288,15 @@ class GrpcTransport:
 def _with_tls(error: PSError, channel: ServerChannel) -> PSError:
     """Return the error of a call, with the cause if TLS has failed.
 
-    The server accepted this process before: an operator may correct its files meanwhile.
+    The server accepted this process before: an operator may correct its files meanwhile. Without
+    TLS here, a server that now uses it closes the connection; one that is silent is not asked.
     """
     tls = process_credentials().tls
-    if tls is None or not isinstance(error, UnreachableError):
+    if not isinstance(error, UnreachableError) or (tls is None and CLOSED not in str(error)):
         return error
     cause = cause_of(error, channel.address)
-    channel.close_if_outdated(tls)
+    if tls is not None:
+        channel.close_if_outdated(tls)
     return error if cause is error else UnreachableError(f"{error}: {cause}", error.reason)
 
 

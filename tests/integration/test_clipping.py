@@ -130,6 +130,7 @@ def test_gpt_on_two_workers_equals_one_process_with_the_double_batch(
     )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("make", [sgd, adamw])
 def test_gpt2_of_transformers_on_two_workers_equals_one_process(
     cluster: Make, make: Optimizer

@@ -62,6 +62,7 @@ class TestTransformers:
             callbacks=callbacks,
         )
 
+    @pytest.mark.full
     @each_policy
     def test_the_best_weights_are_loaded_on_all_ranks(
         self, cluster: Make, tmp_path: Path, policy: dict[str, Any]

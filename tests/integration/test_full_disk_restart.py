@@ -127,6 +127,7 @@ def test_without_a_snapshot_a_missing_log_costs_all_updates(
         assert counted(client.pull()) == 0
 
 
+@pytest.mark.full
 def test_a_deliberately_abandoned_log_is_not_missed(
     cluster: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -73,6 +73,7 @@ def test_training_is_the_same_for_any_number_of_workers(cluster: Make, workers: 
         torch.testing.assert_close(weights, plain(), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("workers", [2, 3])
 def test_two_runs_give_the_same_bits(cluster: Make, workers: int) -> None:
     """Over gRPC and simulated, with and without prefetching loaders."""

@@ -136,6 +136,7 @@ def test_the_seconds_of_a_push_are_those_of_the_exchange(
         assert share == pytest.approx(1.0, rel=0.05)
 
 
+@pytest.mark.full
 def test_a_loop_with_overlap_equals_the_loop_without(
     cluster: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,5 +1,6 @@
 """Servers with tokens: which role may send which request, over gRPC and in a stream's greeting."""
 
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -21,7 +22,7 @@ from pscommon.wire.status import translated
 from psproto.v1 import coordinator_pb2 as co
 from psproto.v1 import stream_pb2
 from psserver.process.config import ServerConfig
-from psserver.process.handlers import grpc_services
+from psserver.process.handlers import grpc_handler
 from psserver.server import Server
 from psworker import Client
 
@@ -84,7 +85,7 @@ class Answering:
 @pytest.fixture
 def answering(with_tokens: None) -> Iterator[tuple[grpc.Channel, Answering]]:
     found = Answering()
-    server = grpc.server(ThreadPoolExecutor(4), handlers=grpc_services(found.handlers))
+    server = grpc.server(ThreadPoolExecutor(4), handlers=[grpc_handler(found.handlers)])
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
     try:
@@ -120,6 +121,25 @@ def test_each_request_needs_its_role(answering: tuple[grpc.Channel, Answering]) 
             assert refused.value.reason == expected, (row, presented)
             assert not found.called
             assert not any(token in str(refused.value) for token in TOKENS.values())
+
+
+def test_a_call_without_a_role_is_refused_before_its_message_is_received(
+    answering: tuple[grpc.Channel, Answering],
+) -> None:
+    """Strangers could fill the memory with large messages."""
+    channel, _ = answering
+    is_over = threading.Event()
+
+    def messages() -> Iterator[bytes]:
+        is_over.wait()
+        yield b""
+
+    try:
+        for row in REQUESTS:
+            with pytest.raises(AuthenticationError), translated("the server"):
+                channel.stream_unary(row.path)(messages(), timeout=10)
+    finally:
+        is_over.set()
 
 
 def test_a_new_token_file_is_used_without_a_restart(

@@ -38,9 +38,10 @@ LASTING = {"durability": "log", "log_fsync": "always", "metrics_bind": ANY}
 BROKEN, MENDED = "log_unwritable", "log_writable_again"
 
 # Sampled operations of `job`, different ones for each kind of failure. There are about 240 with a
-# log and 50 without. The first ones are left out: without a generation file no server starts.
-LOGGED = {trouble: range(12 + 24 * start, 230, 96) for start, trouble in enumerate(TROUBLES)}
-SNAPSHOT_ONLY = {trouble: [9 + 12 * start] for start, trouble in enumerate(TROUBLES)}
+# log and 50 without. The first ones are left out: without a generation file no server starts, and
+# before that the job key is stored.
+LOGGED = {trouble: range(16 + 24 * start, 230, 96) for start, trouble in enumerate(TROUBLES)}
+SNAPSHOT_ONLY = {trouble: [13 + 12 * start] for start, trouble in enumerate(TROUBLES)}
 
 
 def job(servers: Cluster) -> None:

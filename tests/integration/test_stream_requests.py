@@ -119,6 +119,7 @@ def test_requests_use_a_stream_while_an_exchange_waits(
     assert not push.is_alive()
 
 
+@pytest.mark.full
 def test_lost_streams_lose_no_request(cluster: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """The servers close all streams again and again; each batch counts once."""
     monkeypatch.setenv("PS_LANES", "stream")

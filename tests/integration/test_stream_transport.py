@@ -268,6 +268,7 @@ def test_many_slow_uploads_occupy_no_thread_and_delay_no_worker(cluster: Make) -
 # ---- lost connections ----------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_a_push_whose_stream_is_lost_counts_once(cluster: Make) -> None:
     """The server closes every stream at some moment of 30 pushes."""
     servers = cluster(2, policy="async")

@@ -213,6 +213,7 @@ def test_constructor_values_of_an_optimizer_apply(as_it_is: bool) -> None:
     torch.testing.assert_close(model.weight, alone.weight)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("simulate", [True, False])
 def test_the_random_state_of_the_caller_does_not_change(simulate: bool) -> None:
     def draw() -> list[float]:

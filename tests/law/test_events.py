@@ -31,7 +31,7 @@ RESERVED = {*vars(logging.makeLogRecord({})), "message", "asctime", "event", "le
     "extra",
 }
 """Field names that records or our handlers use themselves."""
-ARGUMENTS = {"exc_info"}
+ARGUMENTS = {"exc_info", "limited"}
 
 
 class Statement(NamedTuple):

@@ -213,19 +213,35 @@ def test_a_server_that_shard_0_refuses_ends(programs: Programs, kind: str, cause
     check_refused(refused, problem)
 
 
-def test_a_worker_that_trained_before_logs_the_cause_and_retries(programs: Programs) -> None:
+@pytest.mark.parametrize(
+    ("before", "after", "problem"),
+    [
+        ({}, {"authority": new_authority()}, "is not of the CA in"),
+        ({}, None, "does not use TLS, and this process does"),
+        (None, {}, "uses TLS, and this process has no certificate"),
+    ],
+    ids=["foreign CA", "plain server", "plain worker"],
+)
+def test_a_worker_that_trained_before_logs_the_cause_and_retries(
+    programs: Programs,
+    before: dict[str, Any] | None,
+    after: dict[str, Any] | None,
+    problem: str,
+) -> None:
     """The operator may be replacing files: it ends only after `--connect-timeout`."""
-    of_server, other = programs.folder / "server", programs.folder / "other"
+
+    def flags(name: str, options: dict[str, Any] | None) -> tuple[object, ...]:
+        return () if options is None else tls_flags(programs.folder / name, **options)
+
     address = f"127.0.0.1:{free_ports(1)[0]}"
-    first = start_server(programs, address, *tls_flags(of_server))
-    flags = tls_flags(programs.folder / "worker", names=[CLIENT_NAME])
-    started = worker(programs, address, *flags, "--connect-timeout", "12s", "--lanes", "grpc")
+    first = start_server(programs, address, *flags("server", before))
+    started = worker(programs, address, *flags("worker", before), "--connect-timeout", "15s")
     started.wait_for("pushed")
     kill(first)
 
-    start_server(programs, address, *tls_flags(other, authority=new_authority()))
+    start_server(programs, address, *flags("other", after))
 
-    started.wait_for("is not of the CA in")
+    started.wait_for(problem)
     assert started.process.poll() is None
     assert started.wait() == ExitCode.UNREACHABLE
     assert "request_repeated" in started.output

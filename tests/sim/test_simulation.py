@@ -89,6 +89,7 @@ def test_a_history_takes_few_calls() -> None:
     assert calls <= 40 * CALLS_PER_HISTORY_COUNT
 
 
+@pytest.mark.full
 def test_seeds_reach_each_fault() -> None:
     """The histories keep every invariant, and contain enough of each kind of fault."""
     seen: Counter[str] = Counter()

@@ -52,6 +52,7 @@ def test_a_standby_takes_over_from_a_killed_primary(tmp_path: Path) -> None:
         stop_and_check(job, "sync")
 
 
+@pytest.mark.full
 def test_a_running_job_reshards_to_more_and_to_fewer_servers(programs: Programs) -> None:
     """ps-ctl starts each reshard; no push is lost or counted twice."""
     flags = (*POLICIES["async"], "--min-workers", 2, "--durability", "log")
@@ -86,6 +87,7 @@ def test_ps_server_ps_worker_and_ps_ctl_train_together(programs: Programs) -> No
     assert (worker.wait(), server.wait()) == (0, 0), worker.output + server.output
 
 
+@pytest.mark.full
 def test_ps_run_restarts_a_killed_worker(programs: Programs) -> None:
     programs.script(SCRIPT)
     run = programs.run(

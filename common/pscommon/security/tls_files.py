@@ -76,7 +76,7 @@ def read_tls(files: TlsFiles, needs_name: str | None = None) -> TlsMaterial:
     if needs_name is not None and needs_name not in names:
         raise InvalidRequestError(
             f"the certificate {files.cert} lacks the DNS name {needs_name}: it has "
-            f"{', '.join(names) or 'none'}. Try: the certificate of a server"
+            f"{', '.join(names) or 'none'}. Try: cert.pem of `{MAKE_TLS} DIR`"
         )
     now = time.time()
     check_dates(f"the certificate {files.cert}", leaf, now, f"`{MAKE_TLS} DIR --renew`")

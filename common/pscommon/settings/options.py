@@ -82,7 +82,7 @@ PROTECTION = (
         "--tls-ca",
         section=SECURITY,
         type=FILE,
-        help="CA certificates of the accepted peers, PEM; with it all connections use TLS.",
+        help="CA certificates of accepted peers, PEM (`ps-ctl tls init`); switches TLS on.",
     ),
     Option("--tls-cert", section=SECURITY, type=FILE, help="Certificate of this process, PEM."),
     Option("--tls-key", section=SECURITY, type=FILE, help="Its private key, PEM, mode 0600."),
@@ -90,7 +90,7 @@ PROTECTION = (
         "--token-file",
         section=SECURITY,
         type=FILE,
-        help="File of tokens, mode 0600; servers: of all roles, others: of their own.",
+        help="File of tokens (`ps-ctl token init`), mode 0600; servers: all, others: their own.",
     ),
     Option(
         "--insecure",

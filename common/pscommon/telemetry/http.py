@@ -11,7 +11,6 @@ import gzip
 import socket
 import ssl
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -46,9 +45,6 @@ LINGER_SECONDS = 1.0
 
 ACCEPT_PAUSE_SECONDS = 0.1
 """Time without new connections after the limit of open files was reached."""
-
-NOTICE_SECONDS = 10.0
-"""Time between log lines about failed requests."""
 
 T = TypeVar("T")
 
@@ -126,11 +122,10 @@ class MetricsServer:
         self.show(registry, ready)
         # whether a connection waits for the second thread; the oldest first
         self._connections: dict[asyncio.Task[None], bool] = {}
-        self._failures, self._noticed_at = 0, -NOTICE_SECONDS
         self._calls, self._call_turn = ThreadPoolExecutor(1, "monitor-call"), asyncio.Lock()
         self._loop, self._closing = asyncio.new_event_loop(), asyncio.Event()
         self._loop.set_exception_handler(
-            lambda _, context: self._note(repr(context.get("exception", context["message"])))
+            lambda _, context: _note(repr(context.get("exception", context["message"])))
         )
         self._thread = threading.Thread(target=self._run, name="monitor", daemon=True)
         self._thread.start()
@@ -163,7 +158,7 @@ class MetricsServer:
         except BlockingIOError:
             return  # the peer is gone already
         except OSError as error:
-            self._note(str(error))
+            _note(str(error))
             self._loop.remove_reader(self._listening)
             self._loop.call_later(
                 ACCEPT_PAUSE_SECONDS, self._loop.add_reader, self._listening, self._accept
@@ -205,7 +200,7 @@ class MetricsServer:
         except (ConnectionError, TimeoutError, EOFError, ssl.SSLEOFError):
             pass  # the peer is gone, or was too slow
         except Exception as error:
-            self._note(repr(error))
+            _note(repr(error))
 
     async def _answer_next(self, connection: HttpConnection) -> bool:
         """Answer the next request, and return whether another one may follow."""
@@ -244,7 +239,7 @@ class MetricsServer:
                     return await self._call(lambda: _render(self._registry, request))
             return text_answer(HTTPStatus.NOT_FOUND, "try /metrics, /livez or /readyz")
         except Exception as error:
-            self._note(repr(error))
+            _note(repr(error))
             return text_answer(
                 HTTPStatus.INTERNAL_SERVER_ERROR, "the request failed: the log says why"
             )
@@ -259,13 +254,9 @@ class MetricsServer:
         finally:
             self._mark(is_busy=False)
 
-    def _note(self, problem: str) -> None:
-        """Log a failure, at most one in NOTICE_SECONDS: a peer could fill the disk."""
-        self._failures += 1
-        now = time.monotonic()
-        if now - self._noticed_at >= NOTICE_SECONDS:
-            log.warning("http_request_failed", problem=problem, failures=self._failures)
-            self._failures, self._noticed_at = 0, now
+
+def _note(problem: str) -> None:
+    log.warning("http_request_failed", limited=True, problem=problem)
 
 
 def _render(registry: CollectorRegistry, request: HttpRequest) -> Answer:

@@ -8,6 +8,8 @@ import io
 import logging
 import os
 import sys
+import threading
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -29,6 +31,13 @@ _EXTRA = structlog.stdlib.ExtraAdder()
 WORKER_LOGGERS = ("psworker", "pscommon")
 """Loggers that have a handler and a level in a worker."""
 
+LIMITED_SECONDS = 10.0
+"""Time between two lines of a limited event."""
+
+# by logger and event: the time of the last line, and the number of those left out since
+_limited: dict[tuple[str, str], tuple[float, int]] = {}
+_limited_lock = threading.Lock()
+
 # frames of structlog between a statement and the standard library's logger
 _STRUCTLOG_FRAME_COUNT = 3
 
@@ -49,10 +58,33 @@ def get_logger(name: str) -> structlog.stdlib.BoundLogger:
 
     Its events travel through the standard library's logging, with or without `set_up`: in a user's
     process they reach the user's handlers and obey the user's levels.
+
+    An event that a peer can cause has `limited=True`: or a peer could fill the disk. It is logged
+    at most once in LIMITED_SECONDS; its field `omitted` counts the lines left out before it.
     """
     return structlog.stdlib.BoundLogger(
-        logging.getLogger(name), [structlog.stdlib.filter_by_level, _to_record], {}
+        logging.getLogger(name), [structlog.stdlib.filter_by_level, _limit, _to_record], {}
     )
+
+
+def _limit(logger: logging.Logger, _: str, fields: EventDict) -> EventDict:
+    if fields.pop("limited", False):
+        key, now = (logger.name, fields["event"]), time.monotonic()
+        with _limited_lock:
+            logged_at, omitted = _limited.get(key, (-LIMITED_SECONDS, 0))
+            if now - logged_at < LIMITED_SECONDS:
+                _limited[key] = logged_at, omitted + 1
+                raise structlog.DropEvent
+            _limited[key] = now, 0
+        if omitted:
+            fields["omitted"] = omitted
+    return fields
+
+
+def forget_limits() -> None:
+    """Log the next event of each kind."""
+    with _limited_lock:
+        _limited.clear()
 
 
 def _to_record(logger: logging.Logger, _: str, fields: EventDict) -> EventDict:

@@ -125,7 +125,7 @@ def error_for_peer(failure: Exception) -> PSError:
     """The error to answer a request with. Anything but a PSError is logged as a bug."""
     if isinstance(failure, PSError):
         return failure
-    log.error("rpc_failed", exc_info=failure)
+    log.error("rpc_failed", limited=True, exc_info=failure)
     return PSError(f"{type(failure).__name__}: {failure}")
 
 

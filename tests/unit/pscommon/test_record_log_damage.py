@@ -50,6 +50,7 @@ def test_a_truncated_file_gives_the_records_before_the_cut(tmp_path: Path, recyc
     assert len(raw) > ends()[-1] + 8 or not recycled
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("recycled", [False, True])
 def test_a_flipped_bit_never_yields_a_wrong_record(tmp_path: Path, recycled: bool) -> None:
     """It is an error before the last record; in the last record or the mark it looks like a torn

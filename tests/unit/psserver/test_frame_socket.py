@@ -71,3 +71,19 @@ async def send(stream: FrameSocket, peer: socket.socket) -> None:
 )
 def test_a_hang_up_is_noticed(serve: Serve) -> None:
     asyncio.run(hang_up(serve))
+
+
+def test_a_hang_up_is_reported_once() -> None:
+    """The socket stays readable while the stream's task ends: the loop would spin."""
+
+    async def count_reports() -> int:
+        reports = list[int]()
+        one, peer = socket.socketpair()
+        one.setblocking(False)
+        stream = FrameSocket(one, asyncio.get_running_loop(), lambda: reports.append(1))
+        peer.close()
+        await turn(20)
+        stream.close()
+        return len(reports)
+
+    assert asyncio.run(count_reports()) == 1

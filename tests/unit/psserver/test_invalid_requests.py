@@ -54,6 +54,7 @@ def test_invalid_requests_are_refused_and_a_replay_reaches_the_same_state(
     assert full_state(job.replayed()) == full_state(job.coordinator)
 
 
+@pytest.mark.full
 @settings(max_examples=100)
 @given(rng=st.randoms(use_true_random=False), job_policy=st.sampled_from(ROWS))
 def test_commands_that_bypassed_the_checks_replay_to_the_same_state(

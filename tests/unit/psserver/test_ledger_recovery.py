@@ -19,6 +19,7 @@ def through_json(ledger: DataLedger) -> list[dict[str, Any]]:
     return states
 
 
+@pytest.mark.full
 def test_a_recovered_ledger_continues_exactly_as_the_lost_one() -> None:
     """2000 random histories, cut at a random point: all later answers and the state are
     the same.

@@ -4,6 +4,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[3]
 
 STEPS = """
@@ -23,6 +25,7 @@ print("torch" in sys.modules, "torch._dynamo" in sys.modules)
 """
 
 
+@pytest.mark.full
 def test_a_server_that_steps_has_not_loaded_the_compiler() -> None:
     """Loading takes a second, while workers wait for a restarted server."""
     command = [sys.executable, "-c", STEPS]

@@ -188,6 +188,7 @@ def simulated(seed: int, coordinator: type[CoordinatorMachine]) -> tuple[object,
     return world.updates, world.rejections, world.messages, world.weights, world.now
 
 
+@pytest.mark.full
 def test_simulated_histories_have_the_decisions_of_a_search() -> None:
     """Also over restarts, failovers and reshards."""
     for seed in range(120):

@@ -223,6 +223,7 @@ def test_a_copy_returns_to_the_pool() -> None:
         store.release(staging)
 
 
+@pytest.mark.full
 def test_memory_is_bounded_over_200_updates_with_slow_readers() -> None:
     """Four readers, each one frame per update: at most one copy each, besides the push's buffer."""
     job, buffers = CountingShard(), set()

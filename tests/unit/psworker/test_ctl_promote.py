@@ -11,7 +11,7 @@ import pytest
 from pscommon.core.errors import MismatchError
 from pscommon.wire.endpoint import SERVER_OPTIONS
 from psproto.v1 import standby_pb2 as pb
-from psserver.process.handlers import grpc_services
+from psserver.process.handlers import grpc_handler
 from psserver.replication.handlers import primary_handlers, standby_handlers
 from psworker.ctl import views
 from psworker.ctl.cli import main
@@ -30,7 +30,7 @@ def serve() -> Iterator[Serve]:
         handlers = (
             standby_handlers(promote) if promote else primary_handlers(Mock(), Mock(), Mock())
         )
-        server.add_generic_rpc_handlers(grpc_services(handlers))
+        server.add_generic_rpc_handlers((grpc_handler(handlers),))
         port = server.add_insecure_port("127.0.0.1:0")
         server.start()
         servers.append(server)

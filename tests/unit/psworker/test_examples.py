@@ -116,6 +116,7 @@ def test_charlm_reads_the_same_text_each_time() -> None:
     assert bytes(rows[0].tolist()) == text[: charlm.CONTEXT_BYTES + 1]
 
 
+@pytest.mark.full
 def test_gpt2_reduces_its_loss(run: Run) -> None:
     pytest.importorskip("transformers", reason="transformers is an extra")
 
