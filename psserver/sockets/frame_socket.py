@@ -288,14 +288,8 @@ class FrameSocket:
         self._is_reading = False
         if has_hung_up:
             self._lost()
-<<<<<<< HEAD
-        else:  # data that no coroutine wants yet
-            self._loop.remove_reader(self._socket.fileno())
-            self._is_reading = False
 
 
 def _close_all(descriptors: list[int]) -> None:
     while descriptors:
         os.close(descriptors.pop())
-=======
->>>>>>> main
