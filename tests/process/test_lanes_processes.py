@@ -152,7 +152,7 @@ def test_a_worker_killed_at_any_stage_leaves_no_shared_memory(programs: Programs
     assert len(set(weights_of(address)["w"])) == 1
 
 
-def test_a_worker_reports_the_end_of_servers_that_had_its_memory(programs: Programs) -> None:
+def test_a_worker_ends_with_an_error_after_a_shard_is_killed(programs: Programs) -> None:
     shards, address = start_servers(programs)
     client = start_worker(programs, address)
     client.wait_for("step 5")
