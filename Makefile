@@ -3,6 +3,7 @@
 # make test-all  the whole test suite, at most twenty minutes on two cores
 # make test-tls  the fault tests with certificates and tokens, which it makes
 # make audit   known vulnerabilities of the packages in constraints.txt (asks pypi.org)
+# make fuzz    100 000 hostile requests and 10 000 byte strings beside an honest worker (about twenty minutes)
 # make test-scripts  third-party kinds of scripts, plain and under each policy (up to twenty minutes)
 # make house   print the packages, their charters, and which may import which
 # make docs    build the documentation into site/
@@ -16,13 +17,15 @@ TEST_PROCESSES ?= 2
 # byte code is kept, or each process of the suite would compile each module
 PYTEST = PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadgroup --no-loadscope-reorder --max-worker-restart 0
 CHAOS_MINUTES ?= 5
+FUZZ_REQUESTS ?= 100000
+FUZZ_BYTES ?= 10000
 TENSORFLOW ?= tensorflow-cpu==2.21.0
 # skipped by make test where the extras are missing
 FRAMEWORK_TESTS := tests/unit/psworker/test_integrations.py tests/unit/psworker/test_examples.py \
 	tests/integration/test_clipping.py tests/integration/test_frameworks.py \
 	tests/integration/test_framework_trainers.py
 
-.PHONY: setup demo test test-all test-tls test-scripts check lint house docs proto bench bench-quick bench-tf chaos test-compose audit clean
+.PHONY: setup demo test fuzz test-all test-tls test-scripts check lint house docs proto bench bench-quick bench-tf chaos test-compose audit clean
 
 setup: $(VENV)/.setup-done
 
@@ -53,6 +56,10 @@ test-tls: setup
 	export PS_TLS_CA="$$folder/ca.pem" PS_TLS_CERT="$$folder/cert.pem" PS_TLS_KEY="$$folder/key.pem"; \
 	export PS_TOKEN_FILE="$$folder/tokens"; \
 	$(PYTEST) tests/faults
+
+fuzz: setup # make fuzz FUZZ_SEED=7 FUZZ_REQUESTS=1000 FUZZ_BYTES=100: a shorter one that can be had again
+	FUZZ_REQUESTS=$(FUZZ_REQUESTS) FUZZ_BYTES=$(FUZZ_BYTES) FUZZ_SEED=$(FUZZ_SEED) \
+		$(BIN)/python -m pytest -n 0 -s -k more_hostile tests/smoke/test_hostile_input.py
 
 check: lint test
 

@@ -5,6 +5,7 @@ import json
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 
 from pscommon.core.errors import (
     AuthenticationError,
@@ -122,7 +123,7 @@ class CoordinatorLink:
         ):
             self._handle_silence(
                 "shard 0",
-                "its address is unknown: give `--join`, or let a worker list all servers",
+                lambda: "its address is unknown: give `--join`, or let a worker list all servers",
             )
         self._last_contact = self._last_logged = time.monotonic()
         while not self.stopped.is_set():
@@ -133,11 +134,12 @@ class CoordinatorLink:
                 self._fail(error)
                 return
             except PSError as error:
-                problem = cause_of(error, address)
+                # a silent server takes a second to ask: after the first contact only for the log
+                problem = error if self._term else cause_of(error, address)
                 if isinstance(problem, AuthenticationError) and not self._term:
                     self._fail(problem)  # it was accepted never before
                     return
-                self._handle_silence(f"shard 0 at {address}", str(problem))
+                self._handle_silence(f"shard 0 at {address}", partial(cause_of, problem, address))
             self._is_connected = False
             if self._is_leaving:
                 self.stopped.set()
@@ -157,19 +159,21 @@ class CoordinatorLink:
     def _remember_addresses(self, *addresses: str) -> None:
         self._addresses.update(dict.fromkeys(filter(None, addresses)))
 
-    def _handle_silence(self, waiting_for: str, problem: str) -> None:
-        """Log now and then that nothing answers; give up after the timeout."""
+    def _handle_silence(self, waiting_for: str, find_problem: Callable[[], object]) -> None:
+        """Log now and then that nothing answers, and why; give up after the timeout."""
         now = time.monotonic()
         silent = now - self._last_contact
         if silent >= self._timeout_seconds:
-            self._fail(UnreachableError(f"{waiting_for}: nothing for {silent:.0f} s: {problem}"))
+            self._fail(
+                UnreachableError(f"{waiting_for}: nothing for {silent:.0f} s: {find_problem()}")
+            )
         elif now - self._last_logged >= WAIT_LOG_INTERVAL_SECONDS:
             self._last_logged = now
             log.info(
                 "waiting_for_coordinator",
                 waiting_for=waiting_for,
                 seconds=round(silent),
-                problem=problem,
+                problem=str(find_problem()),
             )
 
     def _fail(self, error: PSError) -> None:

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import grpc
+from grpc_health.v1 import health, health_pb2
 from grpc_reflection.v1alpha import reflection
 
 from pscommon.core.errors import AuthenticationError
@@ -14,6 +15,7 @@ from pscommon.wire.status import answering
 from psserver.process.identity import ServerIdentity
 
 SCHEME = "Bearer "
+CHECK_HEALTH, WATCH_HEALTH = (f"/{health.SERVICE_NAME}/{name}" for name in ("Check", "Watch"))
 
 
 def check_token(presented: str, needed: Role, what: str) -> None:
@@ -92,3 +94,43 @@ class Reflection(reflection.ReflectionServicer):  # type: ignore[misc]
         with answering(context):
             check_call(context.invocation_metadata(), "read", "reflection")
         yield from super().ServerReflectionInfo(request_iterator, context)
+
+
+class Health(grpc.GenericRpcHandler):
+    """gRPC's health service. Without a token, a peer learns only whether this server serves.
+
+    The message of such a call is not received: it may take MAX_MESSAGE_BYTES. To watch needs a
+    token: each watcher occupies one of the calls that a server can serve at a time.
+    """
+
+    def __init__(self, servicer: health.HealthServicer) -> None:
+        request, response = health_pb2.HealthCheckRequest, health_pb2.HealthCheckResponse
+        codecs = request.FromString, response.SerializeToString
+        self._methods = {
+            CHECK_HEALTH: grpc.unary_unary_rpc_method_handler(servicer.Check, *codecs),
+            WATCH_HEALTH: grpc.unary_stream_rpc_method_handler(servicer.Watch, *codecs),
+        }
+        self._open = grpc.stream_unary_rpc_method_handler(
+            lambda _, context: servicer.Check(request(), context), *codecs
+        )
+
+    def service(self, details: grpc.HandlerCallDetails) -> "grpc.RpcMethodHandler[Any, Any] | None":
+        """Return what answers a call; None: it is for another service."""
+        method = self._methods.get(details.method)
+        if method is not None:
+            try:
+                check_call(details.invocation_metadata, "read", "to watch the health")
+            except AuthenticationError as refusal:
+                return self._open if details.method == CHECK_HEALTH else refusing(refusal)
+        return method
+
+
+def refusing(refusal: AuthenticationError) -> "grpc.RpcMethodHandler[Any, Any]":
+    """Return a method that refuses a call without receiving its messages."""
+
+    def refuse(messages: Any, context: grpc.ServicerContext) -> Any:
+        with answering(context):
+            raise refusal
+
+    # of a stream, no message is received until the method asks for it
+    return grpc.stream_unary_rpc_method_handler(refuse)

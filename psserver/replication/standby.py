@@ -75,6 +75,7 @@ class Standby:
         self._progress = threading.Condition()
         self._received = self._acknowledged = 0
         self._busy = False
+        self._is_answered = False  # the connection has brought a message
         self._problem = ""  # reported to the primary
         self._why = ""  # why the state is not loaded
         self._call: Any = None
@@ -159,6 +160,7 @@ class Standby:
         """Follow one connection until it ends; then take over if the primary has been silent long
         enough.
         """
+        self._is_answered = False
         try:
             self._find_primary()
             with open_channel(Endpoint(self.primary), tensors=True) as channel:
@@ -173,7 +175,8 @@ class Standby:
                     self._busy = False
         except grpc.RpcError as failure:
             error = error_from(failure, f"the primary at {self.primary}")
-            problem = cause_of(error, self.primary)
+            # a connection that had an answer did not fail by TLS, and a takeover may be due
+            problem = error if self._is_answered else cause_of(error, self.primary)
             # every record that has arrived is complete, however the connection ends
             is_refused = isinstance(problem, AuthenticationError) and not self._failover.has_state
             self._handle_end(
@@ -198,8 +201,9 @@ class Standby:
         self.ended.wait(TICK_SECONDS)
 
     def _observed(self, call: Iterator[pb.ReplicateResponse]) -> Iterator[pb.ReplicateResponse]:
-        for count, message in enumerate(call):
-            if not count:
+        for message in call:
+            if not self._is_answered:
+                self._is_answered = True
                 check_wire_format(message.format, f"the primary at {self.primary}", "this standby")
             self._failover.note_contact(time.monotonic())
             yield message

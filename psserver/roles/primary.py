@@ -5,7 +5,7 @@ from contextlib import ExitStack
 from typing import NamedTuple, Never
 
 import grpc
-from grpc_health.v1 import health, health_pb2_grpc
+from grpc_health.v1 import health
 from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 
 from pscommon.system.thread_team import ThreadTeam
@@ -20,7 +20,7 @@ from psserver.durability.snapshots import SnapshotManager
 from psserver.exchange.handlers import data_plane_handlers
 from psserver.peers.coordinator_link import CoordinatorLink
 from psserver.peers.peer_handlers import peer_handlers
-from psserver.process.access import Reflection
+from psserver.process.access import Health, Reflection
 from psserver.process.config import MAX_CONCURRENT_CALLS, ServerConfig
 from psserver.process.handlers import grpc_handler
 from psserver.process.identity import ServerIdentity
@@ -149,9 +149,8 @@ def add_services(role: Role) -> tuple[health.HealthServicer, Set[str]]:
     }
     names = {row.service for row in handlers}
     handler = grpc_handler(handlers, identity, primary.metrics.record_call)
-    primary.grpc.add_generic_rpc_handlers((handler,))
     health_servicer = health.HealthServicer()
-    health_pb2_grpc.add_HealthServicer_to_server(health_servicer, primary.grpc)
+    primary.grpc.add_generic_rpc_handlers((handler, Health(health_servicer)))
     shown = (*names, health.SERVICE_NAME, reflection.SERVICE_NAME)
     reflection_pb2_grpc.add_ServerReflectionServicer_to_server(Reflection(shown), primary.grpc)
     return health_servicer, names

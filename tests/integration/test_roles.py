@@ -27,6 +27,7 @@ from psserver.server import Server
 from psworker import Client
 
 TOKENS: dict[Role, str] = {role: f"{role}-0123456789abcdef" for role in ROLES}
+READER = f"Bearer {TOKENS['read']}"
 UNKNOWN = "unknown-0123456789ab"
 PRESENTED: dict[str, Role | None] = {
     **{f"Bearer {token}": role for role, token in TOKENS.items()},
@@ -204,6 +205,32 @@ def test_health_needs_no_token_and_reflection_that_of_a_reader(server: Server) -
         assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
         metadata = ((TOKEN_KEY, f"Bearer {TOKENS['read']}"),)
         assert list(reflection(iter([asked]), timeout=10, metadata=metadata))
+
+
+def test_health_without_a_token_takes_neither_memory_nor_a_call(server: Server) -> None:
+    is_over = threading.Event()
+
+    def messages() -> Iterator[bytes]:
+        is_over.wait()
+        yield b""
+
+    with open_channel(Endpoint(server.address)) as channel:
+        health = health_pb2_grpc.HealthStub(channel)
+        named, metadata = health_pb2.HealthCheckRequest(service="no such"), ((TOKEN_KEY, READER),)
+        try:
+            answer = channel.stream_unary("/grpc.health.v1.Health/Check")(messages(), timeout=10)
+            assert health_pb2.HealthCheckResponse.FromString(answer).status == 1
+        finally:
+            is_over.set()
+        with pytest.raises(grpc.RpcError) as refused:
+            next(health.Watch(named, timeout=10))
+        assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
+        watched = health.Watch(health_pb2.HealthCheckRequest(), timeout=10, metadata=metadata)
+        assert next(watched).status == 1
+        watched.cancel()
+        with pytest.raises(grpc.RpcError) as unknown:
+            health.Check(named, timeout=10, metadata=metadata)
+        assert unknown.value.code() is grpc.StatusCode.NOT_FOUND
 
 
 def test_a_client_sends_the_tokens_of_its_process(server: Server, token_file: Path) -> None:

@@ -23,7 +23,7 @@ CLOSED_SECONDS = 10.0
 LATE_SECONDS = 5.0
 """What a loaded machine may add to that."""
 
-pytestmark = pytest.mark.timing
+pytestmark = [pytest.mark.timing, pytest.mark.timeout(600)]
 
 
 @pytest.fixture

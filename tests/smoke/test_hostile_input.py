@@ -20,11 +20,13 @@ from tests.support.hostile_requests import byte_strings, calls, streams
 
 BATCH_COUNT = 20
 """Requests that are sent at once, before the next step of the honest worker."""
+TARGETS = (0, 0, 0, 0, 1, 2)
+"""Mostly shard 0, which answers all requests; also shard 1 and the standby."""
 MAX_GROWTH_NBYTES = 50 << 20
 CLOCK_SECONDS = 0.1
-WARM_UP_PARTS = 2
-"""The first of so many parts of an attack may take memory that the servers keep for later: malloc
-returns none to the system (process_limits.py).
+PARTS = 4
+"""Parts of an attack. Malloc returns no memory to the system (process_limits.py), so servers keep
+what the largest requests took. The last part repeats the one before: it must not need more.
 """
 
 SETTINGS = settings(
@@ -50,7 +52,7 @@ def attack(job: HostileJob, requests: int, byte_count: int, seed_number: int) ->
             min_size=count,
             max_size=count,
         ),
-        st.sampled_from(range(SHARDS + 1)),
+        st.sampled_from(TARGETS),
     )
     def send(batch: Any, strings: Any, target: int) -> None:
         if failures:
@@ -74,9 +76,10 @@ def check_logs(job: HostileJob) -> None:
     """Check that there is no traceback, and that what a peer causes is logged rarely."""
     last: dict[tuple[str, str], datetime] = {}
     for name, line in job.log_lines():
-        assert "exception" not in line, f"{name}: {line}"
+        assert "exception" not in line or line["logger"].startswith("grpc"), f"{name}: {line}"
         if line["level"] in ("warning", "error") and "worker" not in line:
-            key, time = (name, line["event"]), datetime.fromisoformat(line["time"][:-1])
+            kind = line["logger"] if line["logger"].startswith("grpc") else line["event"]
+            key, time = (name, kind), datetime.fromisoformat(line["time"][:-1])
             pause = (time - last.get(key, datetime.min)).total_seconds()
             assert pause > LIMITED_SECONDS - CLOCK_SECONDS, f"after {pause} s: {name}: {line}"
             last[key] = time
@@ -87,16 +90,16 @@ def run(folder: Path, requests: int, byte_count: int, seed_number: int) -> None:
     print(f"FUZZ_SEED={seed_number} FUZZ_REQUESTS={requests} FUZZ_BYTES={byte_count}")
     with HostileJob(folder) as job:
         try:
-            first = requests // WARM_UP_PARTS, byte_count // WARM_UP_PARTS
-            attack(job, *first, seed_number)
+            for part in range(PARTS - 1):
+                attack(job, requests // PARTS, byte_count // PARTS, seed_number + part)
             before = job.memory_nbytes()
-            attack(job, requests - first[0], byte_count - first[1], seed_number + 1)
+            attack(job, requests // PARTS, byte_count // PARTS, seed_number + PARTS - 2)
             growth = {name: after - before[name] for name, after in job.memory_nbytes().items()}
             print(f"growth in bytes: {growth}")
             job.restart()
             job.step()
             job.join()
-            attack(job, BATCH_COUNT, 1, seed_number + 2)
+            attack(job, BATCH_COUNT, 1, seed_number + PARTS)
         except BaseException:
             print("\n".join(map(job.tail, job.names)))
             raise
@@ -112,6 +115,6 @@ def test_hostile_input_stops_nothing(tmp_path: Path) -> None:
 @pytest.mark.timeout(3600 * 12)
 def test_more_hostile_input_stops_nothing(tmp_path: Path) -> None:
     """About three minutes, of another seed each time."""
-    requests = int(os.environ.get("FUZZ_REQUESTS", "12000"))
-    byte_count = int(os.environ.get("FUZZ_BYTES", "1200"))
+    requests = int(os.environ.get("FUZZ_REQUESTS", "20000"))
+    byte_count = int(os.environ.get("FUZZ_BYTES", "2000"))
     run(tmp_path, requests, byte_count, int(os.environ.get("FUZZ_SEED") or secrets.randbits(32)))

@@ -17,7 +17,7 @@ from typing import Any, Self
 
 from tests.support.fork_server import CONTEXT
 from tests.support.ports import free_ports
-from tests.support.protection import protection_of
+from tests.support.protection import protect_this_process, protection_of
 
 POLL_SECONDS = 0.02
 """Seconds between two checks of a condition."""
@@ -42,6 +42,7 @@ def work(
     _redirect_output(log)
     os.environ |= {"PS_WORKER_ATTEMPT": str(attempt), "OMP_NUM_THREADS": "1"}
     os.environ |= protection_of("ps-worker")
+    protect_this_process()  # a script may ask servers before it makes a client
     logs.set_up("info", "text")
     script(address, rank, **options)
 

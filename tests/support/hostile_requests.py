@@ -162,8 +162,8 @@ def _change_items(draw: Draw, message: Any, field: FieldDescriptor) -> None:
 
 
 def _many(draw: Draw, message: Message, name: str) -> int:
-    most = LENGTHS.get(type(message), {}).get(name, 1000)
-    return int(draw(st.sampled_from((most - 1, most, 2 * most))))
+    limit = LENGTHS.get(type(message), {}).get(name, 1000)
+    return int(draw(st.sampled_from((limit - 1, limit, 2 * limit))))
 
 
 def _values(
@@ -220,6 +220,26 @@ def frame(draw: Draw) -> bytes:
 
 
 @st.composite
+def grpc_call(draw: Draw) -> bytes:
+    """Draw a call with any bytes as its path and in its metadata."""
+    path = draw(st.sampled_from((b"/\xff\xfe", b"/", *(row.path.encode() for row in REQUESTS))))
+    names = (b"authorization", b"ps-worker-key-bin", b"grpc-timeout", b"content-type", b"x-bin")
+    fields = [(b"content-type", b"application/grpc"), (b"te", b"trailers")]
+    fields += draw(st.lists(st.tuples(st.sampled_from(names), st.binary(max_size=20)), max_size=2))
+    head = b"\x83\x86" + b"\x04" + _text(path) + b"\x01" + _text(b"a")  # POST, http, path, host
+    head += b"".join(b"\0" + _text(name) + _text(value) for name, value in fields)
+    frames = ((4, 0, 0, b""), (1, 4, 1, head), (0, 1, 1, bytes(5)))
+    return PREFACE + b"".join(
+        struct.pack(">I", len(body))[1:] + bytes([kind, flags]) + struct.pack(">I", stream) + body
+        for kind, flags, stream, body in frames
+    )
+
+
+def _text(value: bytes) -> bytes:
+    return bytes([len(value)]) + value
+
+
+@st.composite
 def http2(draw: Draw) -> bytes:
     """Draw the beginning of a gRPC connection with any frames."""
     parts = [PREFACE]
@@ -242,6 +262,7 @@ def byte_strings() -> st.SearchStrategy[bytes]:
         st.binary(max_size=300),
         st.sampled_from(HTTP),
         http2(),
+        grpc_call(),
         frame().map(lambda sent: MAGIC + sent),
         greeting,
     )

@@ -34,6 +34,9 @@ WORKER_LOGGERS = ("psworker", "pscommon")
 LIMITED_SECONDS = 10.0
 """Time between two lines of a limited event."""
 
+LIMITED_LIBRARIES = ("asyncio", "grpc")
+"""Their loggers are limited, too: gRPC logs a traceback for metadata that it cannot decode."""
+
 # by logger and event: the time of the last line, and the number of those left out since
 _limited: dict[tuple[str, str], tuple[float, int]] = {}
 _limited_lock = threading.Lock()
@@ -69,16 +72,35 @@ def get_logger(name: str) -> structlog.stdlib.BoundLogger:
 
 def _limit(logger: logging.Logger, _: str, fields: EventDict) -> EventDict:
     if fields.pop("limited", False):
-        key, now = (logger.name, fields["event"]), time.monotonic()
-        with _limited_lock:
-            logged_at, omitted = _limited.get(key, (-LIMITED_SECONDS, 0))
-            if now - logged_at < LIMITED_SECONDS:
-                _limited[key] = logged_at, omitted + 1
-                raise structlog.DropEvent
-            _limited[key] = now, 0
+        omitted = _take_turn(logger.name, fields["event"])
+        if omitted is None:
+            raise structlog.DropEvent
         if omitted:
             fields["omitted"] = omitted
     return fields
+
+
+def _limit_library(record: logging.LogRecord) -> bool:
+    """Return whether to log a record, which may be of a library that logs what peers send."""
+    if record.name.partition(".")[0] in LIMITED_LIBRARIES:
+        omitted = _take_turn(record.name, "")
+        if omitted is None:
+            return False
+        if omitted:
+            record.omitted = omitted
+    return True
+
+
+def _take_turn(logger: str, event: str) -> int | None:
+    """Return how many lines were left out since the last one; None: leave out this one, too."""
+    now = time.monotonic()
+    with _limited_lock:
+        logged_at, omitted = _limited.get((logger, event), (-LIMITED_SECONDS, 0))
+        if now - logged_at < LIMITED_SECONDS:
+            _limited[logger, event] = logged_at, omitted + 1
+            return None
+        _limited[logger, event] = now, 0
+    return omitted
 
 
 def forget_limits() -> None:
@@ -156,6 +178,7 @@ def _handler(log_format: Format, stream: TextIO | io.TextIOBase) -> logging.Hand
     as_json = log_format == "json" or (log_format == "auto" and not stream.isatty())
     handler = logging.StreamHandler(stream)
     handler.setFormatter(_formatter(as_json, colors=not as_json and _coloured(stream)))
+    handler.addFilter(_limit_library)
     return handler
 
 

@@ -358,30 +358,6 @@ def test_own_exceptions_have_a_traceback() -> None:
     assert "ValueError: bad data" in event["exception"]
 
 
-def test_a_limited_event_is_logged_once_in_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The next line says how many were left out; each event and each module has its own count."""
-    stream, now = io.StringIO(), 5.0
-    logs.set_up(stream=stream)
-    monkeypatch.setattr(logs.time, "monotonic", lambda: now)
-    log, other = logs.get_logger("a"), logs.get_logger("b")
-    for _ in range(4):
-        log.warning("peer_refused", limited=True, problem="no greeting")
-    log.warning("call_refused", limited=True)
-    other.warning("peer_refused", limited=True)
-    log.debug("peer_refused", limited=True)  # below the level, so it is not counted
-    now += logs.LIMITED_SECONDS
-    log.warning("peer_refused", limited=True)
-    log.warning("peer_refused", limited=True)
-
-    lines = [(line["logger"], line["event"], line.get("omitted", 0)) for line in json_lines(stream)]
-    assert lines == [
-        ("a", "peer_refused", 0),
-        ("a", "call_refused", 0),
-        ("b", "peer_refused", 0),
-        ("a", "peer_refused", 3),
-    ]
-
-
 @pytest.mark.parametrize("kind", [logging.Logger, structlog.stdlib._FixedFindCallerLogger])
 def test_a_script_without_set_up_gets_events_through_its_handlers(
     capsys: pytest.CaptureFixture[str],

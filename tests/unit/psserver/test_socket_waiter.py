@@ -27,12 +27,10 @@ async def cancel_twice(pool: ThreadPoolExecutor, problem: Exception | None) -> l
     service: Any = SimpleNamespace(engine=SimpleNamespace(is_quick=False), pool=pool)
     abandoned = list[str]()
     task = asyncio.create_task(SocketWaiter(service).do(act, abandoned.append))
-    while not has_begun.is_set():
-        await asyncio.sleep(0)
+    await asyncio.get_running_loop().run_in_executor(None, has_begun.wait)
     for _ in range(2):
         task.cancel()
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
+        await asyncio.wait([task], timeout=0.01)
         assert not task.done()
     may_end.set()
     await asyncio.wait([task], timeout=SECONDS)
