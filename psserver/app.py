@@ -15,7 +15,6 @@ from pscommon.core.errors import InvalidRequestError, SnapshotError, TakenError
 from pscommon.core.exit_codes import ExitCode
 from pscommon.security.credentials import process_credentials
 from pscommon.security.settings import warn_of_plain_text
-from pscommon.system import shared_memory
 from pscommon.system import signals as interruptible
 from pscommon.system.process_limits import tune_malloc
 from pscommon.telemetry.logs import get_logger
@@ -31,7 +30,6 @@ log = get_logger(__name__)
 
 def run(config: ServerConfig) -> int:
     """Run ps-server and return its exit code. Errors before the start are raised as PSError."""
-    shared_memory.sweep()
     warn_of_loopback(config.bind)
     warn_of_exposure(config)
     tune_malloc()

@@ -15,11 +15,10 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry
 
-from pscommon.core.errors import PSError
+from pscommon.core.errors import InvalidRequestError, PSError
 from pscommon.system.thread_team import ALONE
 from pscommon.wire.frames import Frame, chunks, decode_response, encode_header
 from pscommon.wire.requests import (
-    ATTACH_MEMORY,
     COLLECTIVE,
     EXCHANGE,
     NEXT_BATCH,
@@ -180,7 +179,7 @@ class SimulatedCluster:
         links = [SimulatedLink(self.service, make_engine) for make_engine in make_engines[1:]]
         self._engines = [self.service.engine, *(link.engine for link in links)]
         self._cursors = [DeliveryCursor() for _ in self._engines]
-        self.handlers = simulated_handlers(self.service)
+        self.handlers = coordinator_handlers(self.service)
         self.shards = [self._connect(engine) for engine in self._engines]
         self.deliver()
 
@@ -223,12 +222,6 @@ class SimulatedCluster:
                 if update.model is not None:
                     engine.set_model(update.model)
                 engine.deliver(update.cursor.log_id, update.entries)
-
-
-def simulated_handlers(service: CoordinatorService) -> Handlers:
-    """Return what answers the requests of workers in this process."""
-    refusal = ps.AttachMemoryResponse(reason="the servers are in this process")
-    return {**coordinator_handlers(service), ATTACH_MEMORY: lambda message: refusal}
 
 
 class DirectTransport:
@@ -301,6 +294,11 @@ class DirectTransport:
         if may_wait and (pushed_last or result.outcome == ps.OUTCOME_PENDING):
             self._pass_on()
         return ExchangeAnswer(result, 0.0, 0.0)
+
+    def offer_memory(
+        self, shard: int, header: ps.PushPullHeader, share: Callable[[], int], timeout: float
+    ) -> None:
+        raise InvalidRequestError("the servers are in this process")
 
     def relocate(self, addresses: Sequence[str]) -> bool:
         raise PSError("cannot reshard: a simulated job keeps its number of servers")

@@ -47,7 +47,7 @@ STEPS = Work(
     "memory",
     "The server's resident memory at its peak in each round, beyond that of a server without a "
     "model: 400 MB model, Adam, 1 worker, 20 steps a round. What a worker shares with it through "
-    "/dev/shm is the worker's and shown apart.",
+    "shared memory is the worker's and shown apart.",
     steps,
 )
 CROWD = Work(

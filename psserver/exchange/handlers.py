@@ -15,7 +15,6 @@ from pscommon.core.partition import piece_nbytes
 from pscommon.system.imports import installed
 from pscommon.wire.frames import FRAME_BYTES, Filler, decode_request, encode_data, encode_header
 from pscommon.wire.requests import (
-    ATTACH_MEMORY,
     DESCRIBE,
     EXCHANGE,
     EXCHANGE_ONCE,
@@ -39,7 +38,6 @@ def data_plane_handlers(engine: ShardEngine, identity: ServerIdentity) -> Handle
         INTRODUCE: partial(_introduce, identity),
         EXCHANGE: partial(_exchange, engine, identity),
         EXCHANGE_ONCE: partial(_exchange_once, engine, identity),
-        ATTACH_MEMORY: partial(_attach_memory, engine, identity),
     }
 
 
@@ -97,14 +95,6 @@ def _exchange_once(
     check_sender(context, identity, io.header)
     run(Exchange(engine, identity, io.header).run(io))
     return io.answer
-
-
-def _attach_memory(
-    engine: ShardEngine, identity: ServerIdentity, request: pb.AttachMemoryRequest
-) -> pb.AttachMemoryResponse:
-    identity.check_job(request.job)
-    reason = engine.traffic.shared_buffers.attach(request)
-    return pb.AttachMemoryResponse(attached=not reason, reason=reason)
 
 
 class FramesIO(ThreadWaiter):

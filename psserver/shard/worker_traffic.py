@@ -3,13 +3,13 @@ workers on this host, writes pulls to it, and counts what moves.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 
 from pscommon.core.errors import InvalidRequestError, UnreachableError
 from pscommon.settings.values import Lanes
-from pscommon.system.shared_memory import MemoryOffer, NotSharedError, attach, sweep
+from pscommon.system.shared_memory import NotSharedError, attach
 from pscommon.telemetry.logs import get_logger
 from psproto.v1 import parameter_server_pb2 as pb
 from psserver.durability.shard_state import ShardState
@@ -31,6 +31,24 @@ class WorkerBuffers(NamedTuple):
     gradients: WorkerBuffer
     weights: WorkerBuffer
 
+    @classmethod
+    def attached(cls, number: int, descriptor: int, nbytes: int) -> Self:
+        """Map the buffers that a worker has offered, of `nbytes` bytes each.
+
+        Raises:
+            InvalidRequestError: The descriptor is not that of such buffers.
+        """
+        try:
+            mapping = attach(descriptor, 2 * nbytes)
+        except NotSharedError as error:
+            raise InvalidRequestError(f"the offered memory is refused: {error}") from error
+        memory = (
+            torch.frombuffer(mapping, dtype=torch.uint8)
+            if nbytes
+            else torch.empty(0, dtype=torch.uint8)
+        )
+        return cls(number, WorkerBuffer(memory[:nbytes]), WorkerBuffer(memory[nbytes:]))
+
 
 class AttachedBuffers(ShardObserver):
     """The newest shared memory that each worker offered.
@@ -42,25 +60,10 @@ class AttachedBuffers(ShardObserver):
         self._lanes = lanes
         self._buffers: dict[int, WorkerBuffers] = {}
 
-    def attach(self, request: pb.AttachMemoryRequest) -> str:
-        """Map the offered memory. Return why that is not possible; empty on success."""
-        if self._lanes in ("grpc", "stream"):
-            return f"the server runs with --lanes {self._lanes}"
-        try:
-            mapping = attach(MemoryOffer(request.name, request.token, request.nbytes))
-        except NotSharedError as error:
-            return str(error)
-        memory = (
-            torch.frombuffer(mapping, dtype=torch.uint8)
-            if request.nbytes
-            else torch.empty(0, dtype=torch.uint8)
-        )
-        gradients, weights = memory[: request.nbytes // 2], memory[request.nbytes // 2 :]
-        self._buffers[request.worker] = WorkerBuffers(
-            request.memory, WorkerBuffer(gradients), WorkerBuffer(weights)
-        )
-        log.info("shared_memory_attached", worker=request.worker, nbytes=request.nbytes)
-        return ""
+    def add(self, worker: int, buffers: WorkerBuffers) -> None:
+        """Use these buffers of a worker from now on."""
+        self._buffers[worker] = buffers
+        log.info("shared_memory_attached", worker=worker, nbytes=2 * len(buffers.weights.flat))
 
     def check_network_allowed(self) -> None:
         """Raise InvalidRequestError if pushes must not come over the network."""
@@ -84,12 +87,10 @@ class AttachedBuffers(ShardObserver):
     def on_install(self, state: ShardState) -> None:
         """Drop the buffers of all workers: they offer them again."""
         self._buffers.clear()
-        sweep()
 
     def on_evict(self, worker: int) -> None:
-        """Drop the buffers of a worker that has left, and unlink its file after a crash."""
+        """Drop the buffers of a worker that has left."""
         self._buffers.pop(worker, None)
-        sweep()
 
 
 FEATURES: Mapping[Lanes, Sequence[str]] = {

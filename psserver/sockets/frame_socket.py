@@ -1,7 +1,9 @@
 """A non-blocking socket in an event loop: frames, and bytes from and to the caller's memory."""
 
 import asyncio
+import os
 import socket
+import struct
 from collections.abc import Callable, Sequence
 
 from pscommon.core.errors import PSError
@@ -109,6 +111,33 @@ class FrameSocket:
             return not queue.remaining_nbytes
 
         await self._move(fill, is_writing=False)
+
+    async def receive_descriptor(self) -> int | None:
+        """Receive one byte, and return the one file descriptor that came with it; None: not one.
+
+        The caller closes it. Raises ConnectionLostError or OSError.
+        """
+        sock, found = self._socket, list[int]()
+        assert isinstance(sock, socket.socket)
+
+        def take() -> bool:
+            most_nbytes = socket.CMSG_LEN(struct.calcsize("i"))
+            byte, ancillary, flags, _ = sock.recvmsg(1, most_nbytes, socket.MSG_CMSG_CLOEXEC)
+            for _, kind, data in ancillary:
+                if kind == socket.SCM_RIGHTS:
+                    found.extend(struct.unpack("i", data))
+            if not byte:
+                raise ConnectionLostError
+            if flags & socket.MSG_CTRUNC:  # the kernel has dropped further ones
+                _close_all(found)
+            return True
+
+        try:
+            await self._move(take, is_writing=False)
+        except BaseException:
+            _close_all(found)
+            raise
+        return found[0] if found else None
 
     async def send(self, buffers: Sequence[memoryview | bytes]) -> None:
         """Send the buffers, one after another. Raises OSError."""
@@ -259,3 +288,8 @@ class FrameSocket:
         self._is_reading = False
         if has_hung_up:
             self._lost()
+
+
+def _close_all(descriptors: list[int]) -> None:
+    while descriptors:
+        os.close(descriptors.pop())

@@ -1,16 +1,24 @@
-"""The bytes of one exchange over a stream. GO asks for a push that is too large to send unasked."""
+"""The bytes of one exchange over a stream. GO asks for a push that is too large to send unasked.
+Shared memory that a worker offers for its exchanges.
+"""
 
+import os
 from collections.abc import Callable, Sequence
+from functools import partial
 
-from pscommon.core.errors import InvalidRequestError
+from pscommon.core.errors import InvalidRequestError, out_of_the_job
+from pscommon.core.log_entries import PushKey
 from pscommon.wire.status import error_for_peer
 from pscommon.wire.stream_format import EAGER_BYTES, FrameKind, decode_message
 from psproto.v1 import parameter_server_pb2 as pb
 from psserver.exchange.exchange import Exchange, Moved, Weights
 from psserver.exchange.push_receiver import OpenPushReceiver
 from psserver.parameters.weight_reads import WeightRead
+from psserver.shard.engine import ShardEngine
+from psserver.shard.worker_traffic import WorkerBuffers
 from psserver.sockets.event_loop import SocketService, SocketWaiter
 from psserver.sockets.frame_socket import ConnectionLostError, FrameSocket
+from psserver.waiting import until
 
 
 class SocketIO(SocketWaiter):
@@ -90,3 +98,64 @@ async def serve_exchange(
     except Exception as failure:
         await io.discard()
         await socket.send_error(error_for_peer(failure))
+
+
+async def serve_offer(
+    service: SocketService,
+    socket: FrameSocket,
+    message: bytes,
+    check_sender: Callable[[int], None],
+) -> None:
+    """Attach the memory that a worker offers, and answer; errors are answered too.
+
+    The arguments and errors are those of `serve_exchange`.
+    """
+    engine, waiter = service.engine, SocketWaiter(service)
+    descriptor, failure = await socket.receive_descriptor(), None
+    try:
+        header = decode_message(pb.PushPullHeader, message)
+        check_sender(header.worker)
+        service.identity.check_job(header.job)
+        service.identity.check_term(header.term)
+        if descriptor is None:
+            raise InvalidRequestError("the offered memory is refused: not one descriptor came")
+        live, seconds = engine.live, header.wait_ms / 1000
+        await until(
+            lambda: live.store or live.stop_reason or None,
+            partial(live.changes.watch, None),
+            seconds,
+            waiter,
+        )
+        await waiter.do(partial(_attach, engine, header, descriptor))
+    except (ConnectionLostError, OSError):
+        raise
+    except Exception as error:
+        failure = error_for_peer(error)
+    finally:
+        if descriptor is not None:
+            os.close(descriptor)
+    if failure is not None:
+        await socket.send_error(failure)
+    else:
+        await socket.send_frame(FrameKind.RESULT)
+
+
+def _attach(engine: ShardEngine, header: pb.PushPullHeader, descriptor: int) -> None:
+    """Map offered memory and use it, unless its worker is no member of the job.
+
+    Raises FencedError, InvalidRequestError or UnreachableError.
+    """
+
+    def check_member() -> None:
+        outcome = engine.live.machine.outcome(PushKey(header.worker, 0))
+        if outcome is not None and outcome.reason == "FENCED":
+            raise out_of_the_job(header.worker, outcome.detail)
+        if not header.worker:
+            raise InvalidRequestError("an observer has no memory to share")
+
+    check_member()
+    nbytes = engine.live.require_store().plan.nbytes
+    buffers = WorkerBuffers.attached(header.memory, descriptor, nbytes)
+    with engine.live.apply_lock:
+        check_member()  # it may have left meanwhile
+        engine.traffic.shared_buffers.add(header.worker, buffers)

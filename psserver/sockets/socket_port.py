@@ -11,13 +11,15 @@ from pathlib import Path
 
 from pscommon.core.errors import PSError, TakenError
 from pscommon.security.credentials import process_credentials
-from pscommon.system.shared_memory import FOLDER
 from pscommon.system.thread_team import cores
 from pscommon.telemetry.logs import get_logger
 from pscommon.wire.endpoint import Endpoint, accept, listen, open_stream
 from psserver.process.config import ServerConfig
 from psserver.sockets.event_loop import MAX_LOOPS_COUNT, EventLoopThread, Serve
 from psserver.sockets.worker_connection import OpenConnections, log_refusal, refuse_connection
+
+FOLDER = Path("/dev/shm")
+"""Folder of Unix sockets. Containers that share it reach each other without the network."""
 
 LAST_PORT = 65535
 STARTING_SECONDS = 5.0
@@ -72,7 +74,7 @@ class SocketPort:
         self.address = endpoint.with_port(sock.getsockname()[1])
 
     def open_path(self) -> None:
-        """Listen on a Unix socket beside the files of shared memory, if the host has a folder."""
+        """Listen on a Unix socket, if the host has a folder for it."""
         remove_dead_paths()
         path = str(FOLDER / f"paramserver-{secrets.token_hex(8)}.sock")
         try:

@@ -35,7 +35,7 @@ from psserver.shard.observers import ShardObserver
 from psserver.sockets.event_loop import SocketService, SocketWaiter
 from psserver.sockets.frame_socket import ConnectionLostError, FrameSocket
 from psserver.sockets.shard_links import ShardLinks
-from psserver.sockets.socket_exchange import serve_exchange
+from psserver.sockets.socket_exchange import serve_exchange, serve_offer
 
 ALIVE = encode_frame(FrameKind.ALIVE)
 ROWS = {name: row for row, name in STREAM_FIELDS.items()}
@@ -221,6 +221,8 @@ class WorkerConnection:
                 await serve_exchange(
                     self._service, self._socket, message, prefix.data_nbytes, self._check_sender
                 )
+            elif prefix.kind is FrameKind.MEMORY and not self._socket.is_secured:
+                await serve_offer(self._service, self._socket, message, self._check_sender)
             elif prefix.kind is FrameKind.REQUEST and self._handlers is not None:
                 await self._answer(self._handlers, message)
             else:

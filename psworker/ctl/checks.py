@@ -165,7 +165,7 @@ def data_dir(path: Path) -> Finding:
 
 
 def shared_memory(path: Path = SHARED_MEMORY) -> Finding:
-    """Check the free space for shared memory."""
+    """Check the free space for what the processes of a DataLoader pass on."""
     try:
         usage = shutil.disk_usage(path)
     except OSError as error:
@@ -174,9 +174,7 @@ def shared_memory(path: Path = SHARED_MEMORY) -> Finding:
         )
     text = f"{size(usage.free)} free of {size(usage.total)}"
     if usage.free <= 64 * BYTES_PER_MEBIBYTE:
-        return Finding(
-            "warning", text, "use docker run --shm-size=1g; DataLoader workers may need more"
-        )
+        return Finding("warning", text, "use docker run --shm-size=1g if a DataLoader has workers")
     return Finding("ok", text)
 
 

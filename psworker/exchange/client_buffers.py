@@ -15,10 +15,9 @@ from pscommon.core.errors import (
 )
 from pscommon.core.partition import PartitionPlan
 from pscommon.settings.values import Lanes
-from pscommon.system.shared_memory import NoSharedMemoryError, SharedRegion, sweep
+from pscommon.system.shared_memory import NoSharedMemoryError, SharedRegion
 from pscommon.telemetry.logs import get_logger
 from pscommon.wire.frames import Filler
-from pscommon.wire.requests import ATTACH_MEMORY
 from psproto.v1 import parameter_server_pb2 as ps
 from psworker.connection.membership import WorkerMembership
 from psworker.exchange.shard_exchange import ShardExchange
@@ -203,30 +202,33 @@ class ClientBuffers:
         self, transport: Transport, membership: WorkerMembership, timeout: float
     ) -> Sequence[str]:
         """Return the reason of each shard that did not attach the memory."""
-        sweep()
-        try:
-            offer = self._region.share()
-        except NoSharedMemoryError as error:
-            return [str(error)]
         self._offers += 1
-        request = ps.AttachMemoryRequest(
+        header = ps.PushPullHeader(
             job=membership.job,
             worker=membership.worker,
             memory=self._offers,
-            name=offer.name,
-            nbytes=offer.nbytes,
-            token=offer.token,
+            wait_ms=round(timeout * 1000 / 2),
         )
-        try:
-            answers = {
-                shard: _attach(transport, shard, request, timeout)
-                for shard in range(len(transport.addresses))
-            }
-        finally:
-            self._region.hide()
+        descriptor: int | None = None
+
+        def share() -> int:
+            nonlocal descriptor
+            descriptor = self._region.share() if descriptor is None else descriptor
+            return descriptor
+
+        reasons: dict[int, str] = {}
+        for shard in range(len(transport.addresses)):
+            try:
+                transport.offer_memory(shard, header, share, timeout)
+            except NoSharedMemoryError as error:
+                return [str(error)]
+            except (UnreachableError, FencedError, MismatchError):
+                raise
+            except PSError as error:
+                reasons[shard] = f"shard {shard}: {error}"
         self.number = self._offers
-        self.shards = frozenset(shard for shard, reason in answers.items() if not reason)
-        return [f"shard {shard}: {reason}" for shard, reason in answers.items() if reason]
+        self.shards = frozenset(range(len(transport.addresses))).difference(reasons)
+        return list(reasons.values())
 
 
 LANES: Mapping[Lanes, Callable[[int], ClientBuffers]] = {
@@ -242,19 +244,3 @@ def _copy(sources: Sequence[memoryview], targets: Sequence[memoryview]) -> None:
     filler = Filler(targets)
     for source in sources:
         filler.fill(source)
-
-
-def _attach(
-    transport: Transport, shard: int, request: ps.AttachMemoryRequest, timeout: float
-) -> str:
-    """Return why the shard did not attach the memory; empty if it did.
-
-    Raises UnreachableError, FencedError or MismatchError.
-    """
-    try:
-        answer = transport.request(ATTACH_MEMORY, request, timeout, shard)
-    except (UnreachableError, FencedError, MismatchError):
-        raise
-    except PSError as error:
-        return str(error)
-    return "" if answer.attached else answer.reason or "no reason given"

@@ -7,7 +7,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -213,6 +213,20 @@ class GrpcTransport:
                     cancellation.detach(connection)
             self._servers.check(shard, answer.result.term)
             return answer
+
+    def offer_memory(
+        self, shard: int, header: ps.PushPullHeader, share: Callable[[], int], timeout: float
+    ) -> None:
+        header.term = self._servers.terms[shard]
+        with self._at(shard, EXCHANGE) as channel:
+            describe = channel.stubs[DESCRIBE]
+            with interruptible.deferred(channel.cancel):
+                connection = self._sockets.find_path(
+                    shard, channel.address, header, describe, timeout
+                )
+            descriptor = share()
+            with interruptible.deferred(lambda _: connection.cancel()):
+                connection.offer_memory(header, descriptor, timeout)
 
     def end_stalled(self) -> None:
         for call in list(self._open_calls):

@@ -4,7 +4,7 @@ Implementations: `GrpcTransport` for servers in other processes, `psworker.simul
 in this process. The layers above are the same over both.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 from pscommon.wire.frames import Frame
@@ -100,6 +100,22 @@ class Transport(Protocol):
             timeout: Deadline in seconds.
             cancellation: Ends the call from another thread.
             frames: Frames of an open push, to send instead of `header` and `send`.
+        """
+        ...
+
+    def offer_memory(
+        self, shard: int, header: ps.PushPullHeader, share: Callable[[], int], timeout: float
+    ) -> None:
+        """Let a server on this host map the worker's memory.
+
+        Args:
+            shard: Index of the shard.
+            header: Names the job, the worker and the number of the memory.
+            share: Returns the memory's descriptor; called if the server can be reached.
+            timeout: Deadline in seconds.
+
+        Raises:
+            InvalidRequestError: The server cannot use it; the message has the reason.
         """
         ...
 

@@ -1,5 +1,8 @@
-"""A worker's socket connection to one server: exchanges, or requests to the coordinator."""
+"""A worker's socket connection to one server: exchanges and their memory, or requests to the
+coordinator.
+"""
 
+import socket
 import time
 from collections.abc import Iterator, Sequence
 
@@ -60,10 +63,28 @@ class SocketConnection(BlockingSocket):
 
         timeout: Longest time in seconds to the answer.
         """
+        sent = stream_pb2.CoordinatorRequest(**{STREAM_FIELDS[row]: message})  # type: ignore[arg-type]
+        frame = encode_frame(FrameKind.REQUEST, sent.SerializeToString())
+        return decode_message(row.response, self._ask(frame, timeout))
+
+    def offer_memory(self, header: ps.PushPullHeader, descriptor: int, timeout: float) -> None:
+        """Let the server map the shared memory with this descriptor. Raises why it does not.
+
+        header: Names the worker and the number of the memory.
+        timeout: Longest time in seconds to the answer.
+        """
+        self._ask(
+            encode_frame(FrameKind.MEMORY, header.SerializeToString(), 1), timeout, descriptor
+        )
+
+    def _ask(self, frame: bytes, timeout: float, descriptor: int | None = None) -> bytes:
+        """Send a frame, and a descriptor after it; return the message of the answer."""
         try:
             self.limit_silence(timeout)
-            sent = stream_pb2.CoordinatorRequest(**{STREAM_FIELDS[row]: message})  # type: ignore[arg-type]
-            self.send([encode_frame(FrameKind.REQUEST, sent.SerializeToString())])
+            self.send([frame])
+            if descriptor is not None:
+                assert isinstance(self._socket, socket.socket)
+                socket.send_fds(self._socket, [b"\0"], [descriptor])
             prefix, answer = self.next_frame(time.monotonic() + timeout)
         except OSError as error:
             raise self.lost(error) from error
@@ -72,7 +93,7 @@ class SocketConnection(BlockingSocket):
             raise
         if prefix.kind is FrameKind.ERROR:
             raise error_of(answer, self._who)
-        return decode_message(row.response, answer)
+        return answer
 
     def _push(
         self, header: ps.PushPullHeader, send: Sequence[memoryview], receiver: AnswerReceiver

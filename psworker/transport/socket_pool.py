@@ -8,7 +8,7 @@ possible, gRPC carries the exchanges, and the next attempt follows after RETRY_S
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 
 from pscommon.core.errors import InvalidRequestError, PSError, UnreachableError
@@ -43,6 +43,7 @@ class SocketPool:
         self._retry_at: dict[str, float] = {}
         self._reached: dict[int, str] = {}  # how each shard is reached
         self._problems: dict[int, str] = {}  # why a shard is not reached over a socket
+        self._no_path: dict[int, PSError] = {}  # why not over its Unix socket
 
     def find(
         self,
@@ -51,6 +52,7 @@ class SocketPool:
         header: ps.PushPullHeader,
         describe: Describe,
         timeout: float,
+        for_memory: bool = False,
     ) -> SocketConnection | None:
         """Return an open connection to a server; None: use gRPC.
 
@@ -60,10 +62,12 @@ class SocketPool:
             header: Header of the request, with job, worker and term.
             describe: Asks the server for its description.
             timeout: Deadline of the exchange in seconds.
+            for_memory: Open none to a server without a Unix socket here.
 
         Raises:
             UnreachableError: The server does not answer, or --lanes stream and its port does not.
-            InvalidRequestError: --lanes stream, and the server has no stream port.
+            InvalidRequestError: --lanes stream, and the server has no stream port; or `for_memory`,
+                and there is no Unix socket here.
             MismatchError: --lanes stream, and the port belongs to another job or shard.
         """
         connection = self._connections.get(address)
@@ -81,13 +85,17 @@ class SocketPool:
         seconds = min(CONNECT_SECONDS, timeout)
         deadline = time.monotonic() + seconds
         description = describe(ps.DescribeRequest(), seconds)
+        self._no_path[shard] = _missing_path(description)
+        if for_memory and not socket_addresses(description, address, "shm"):
+            raise self._no_path[shard]
         try:
             connection = self._open(shard, address, header, description, deadline)
         except PSError as error:
             self._requests.drop(address)
             if self._lanes == "stream":
                 raise
-            self._retry_at[address] = time.monotonic() + RETRY_SECONDS
+            if not isinstance(error, UnreachableError) or error.reason == "UNREACHABLE":
+                self._retry_at[address] = time.monotonic() + RETRY_SECONDS
             self._note(shard, len(description.addresses), "grpc", str(error))
             return None
         with self._lock:
@@ -95,6 +103,27 @@ class SocketPool:
         self._retry_at.pop(address, None)
         kind = "unix" if connection.address.startswith("/") else "tcp"
         self._note(shard, len(description.addresses), kind, "")
+        return connection
+
+    def find_path(
+        self,
+        shard: int,
+        address: str,
+        header: ps.PushPullHeader,
+        describe: Describe,
+        timeout: float,
+    ) -> SocketConnection:
+        """Return an open connection to a server's Unix socket; arguments as for `find`.
+
+        Raises:
+            UnreachableError: The server does not answer.
+            InvalidRequestError: Its Unix socket cannot be used.
+        """
+        connection = self.find(shard, address, header, describe, timeout, for_memory=True)
+        if connection is None:
+            raise self._no_path[shard].with_traceback(None)
+        if not connection.address.startswith("/"):
+            raise InvalidRequestError(str(self._no_path[shard]))
         return connection
 
     @contextmanager
@@ -139,12 +168,16 @@ class SocketPool:
             )
         *others, last = found
         for other in others:
-            with suppress(UnreachableError):
+            try:
                 share = (deadline - time.monotonic()) / len(found)
                 return SocketConnection.open(other, hello, server, share)
+            except UnreachableError as error:
+                self._no_path[shard] = error
         try:
             return SocketConnection.open(last, hello, server, deadline - time.monotonic())
         except UnreachableError as error:
+            if last.startswith("/"):
+                self._no_path[shard] = error
             if last.startswith("/") or error.reason != "UNREACHABLE":
                 raise
             remedy = "let workers reach this port (--stream-bind, --advertise-stream, firewalls)"
@@ -196,6 +229,15 @@ class SocketPool:
             **{name: found for name, found in reached.items() if found},
             **({"reason": reason} if reason else {}),
         )
+
+
+def _missing_path(description: ps.DescribeResponse) -> InvalidRequestError:
+    """Return the reason why a server's Unix socket cannot be used, unless connecting says more."""
+    return InvalidRequestError(
+        f"the server's Unix socket {description.stream_path} cannot be reached from here"
+        if description.stream_path
+        else f"the server has no Unix socket, and offers {', '.join(description.features)}"
+    )
 
 
 class RequestSockets:

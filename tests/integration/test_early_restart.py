@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from pscommon.core.errors import UnreachableError
-from pscommon.wire.requests import ATTACH_MEMORY
 from psproto.v1 import parameter_server_pb2 as ps
 from psserver.process.config import ServerConfig
 from psserver.server import Server
@@ -42,7 +41,8 @@ def exchange(lane: GrpcTransport) -> None:
 
 
 def attach(lane: GrpcTransport) -> None:
-    lane.request(ATTACH_MEMORY, ps.AttachMemoryRequest(job="otter"), SECONDS, 1)
+    header = ps.PushPullHeader(job="otter", worker=1)
+    lane.offer_memory(1, header, lambda: -1, SECONDS)
 
 
 @pytest.mark.parametrize("call", [exchange, attach])
@@ -54,7 +54,7 @@ def test_a_restarted_shard_that_does_not_know_its_job_yet_asks_for_a_retry(
         ServerConfig(shard=1, shards=2, bind="127.0.0.1:0", join=f"127.0.0.1:{free_port()}")
     )
     server.start()
-    with closing(server), closing(GrpcTransport(["", server.address])) as lane:
+    with closing(server), closing(GrpcTransport(["", server.address], lanes="auto")) as lane:
         with pytest.raises(UnreachableError) as caught:
             call(lane)
 

@@ -1,47 +1,45 @@
-"""Shared memory between real processes that are killed at any stage or mount different /dev/shm."""
+"""Shared memory between real processes that are killed at any stage or have other Unix sockets."""
 
 import re
 import shutil
 import signal
-import stat
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.support.programs import BIN, Program, Programs, programs_in
+from tests.support.shared_memory import mapped_count
 from tests.support.workers import digest, until, weights_of
 
-SHM = Path("/dev/shm")
 STAGES = ("connected", "offered", "attached", "pushing")
 
-# Pauses at a stage, or pushes ones until it is killed. The stage `offered` is in the attach call of
-# a shard, between share and hide.
+# Pauses at a stage, or pushes ones until it is killed. At the stage `offered` the memory is shared,
+# and at `attached` shard 0 has attached it.
 WORKER = """
 import itertools, logging, signal, sys
 import numpy as np
 import psworker
-from pscommon.wire.requests import ATTACH_MEMORY
 from psworker.transport.grpc_transport import GrpcTransport
 
 logging.basicConfig(level="INFO", format="%(message)s")
 address, stage, steps = sys.argv[1], sys.argv[2], int(sys.argv[3])
-send = GrpcTransport.request
+offer = GrpcTransport.offer_memory
 
 def here(name, *rest):
     print(name, *rest)
     if stage == name:
         signal.pause()
 
-def attach_slowly(lane, row, message, *rest):
-    if row is not ATTACH_MEMORY:
-        return send(lane, row, message, *rest)
-    here("offered", message.name)
-    answer = send(lane, row, message, *rest)
-    here("attached", message.name)
-    return answer
+def offer_slowly(lane, shard, header, share, timeout):
+    def shared():
+        descriptor = share()
+        here("offered")
+        return descriptor
+    offer(lane, shard, header, shared, timeout)
+    here("attached")
 
-GrpcTransport.request = attach_slowly
+GrpcTransport.offer_memory = offer_slowly
 with psworker.Client(address, connect_timeout=5.0, wait_timeout=30.0) as client:
     here("connected")
     client.register({"w": np.zeros(500_000, np.float32)}, psworker.OptimizerSpec("sgd", lr=1.0))
@@ -111,20 +109,9 @@ def start_worker(
     )
 
 
-def mapped_files(program: Program) -> dict[str, bool]:
-    """Return the names of mapped paramserver files and whether each file still exists."""
-    try:
-        maps = Path(f"/proc/{program.pid}/maps").read_text()
-    except OSError:
-        return {}
-    return {
-        name: not deleted
-        for name, deleted in re.findall(r"/dev/shm/(paramserver-\w+)( \(deleted\))?$", maps, re.M)
-    }
-
-
-def offered_name(program: Program) -> str:
-    return program.wait_for("offered").split()[1]
+def mapped(*programs: Program) -> list[int]:
+    """Return how many regions of shared memory each process has mapped."""
+    return [mapped_count(program.pid) for program in programs]
 
 
 def lanes_of(worker: Program) -> list[str]:
@@ -137,61 +124,43 @@ def kill(program: Program) -> None:
 
 
 def test_a_normal_exit_leaves_no_shared_memory(programs: Programs) -> None:
-    """During training all three processes map one unlinked file; afterwards none of them does."""
+    """During training all three processes map one region; afterwards none of them does."""
     shards, address = start_servers(programs)
     client = start_worker(programs, address, steps=300)
     client.wait_for("step 5")
-    mappings = [mapped_files(program) for program in (client, *shards)]
 
-    assert mappings == [{offered_name(client): False}] * 3
+    assert mapped(client, *shards) == [1, 1, 1]
     assert client.wait() == 0, client.output
     assert "ends with -300.0" in client.out
     assert "shared_memory_used shards=[0, 1]" in client.err
-    until(lambda: not any(map(mapped_files, shards)), "the servers let go of a worker that left")
-    assert not (SHM / offered_name(client)).exists()
+    until(lambda: not any(mapped(*shards)), "the servers let go of a worker that left")
 
 
 def test_a_worker_killed_at_any_stage_leaves_no_shared_memory(programs: Programs) -> None:
-    """A file has a name only between offer and attach. The next worker that shares memory removes a
-    remaining one.
-    """
     shards, address = start_servers(programs)
-    names = set()
+    regions = []
     for stage in STAGES:
         killed = start_worker(programs, address, stage)
         killed.wait_for(stage if stage != "pushing" else "step 5")
-        names |= set(mapped_files(killed))
-        if stage in ("offered", "attached"):
-            assert mapped_files(killed) == {offered_name(killed): True}
-            assert stat.S_IMODE((SHM / offered_name(killed)).stat().st_mode) == 0o600
+        regions += mapped(killed)
         kill(killed)
     last = start_worker(programs, address, steps=3)
 
     assert last.wait() == 0, last.output
-    assert len(names) == 3
-    assert not [name for name in names if (SHM / name).exists()]
-    until(
-        lambda: not any(map(mapped_files, shards)), "the servers let go of what the dead had shared"
-    )
+    assert regions == [0, 1, 1, 1]
+    until(lambda: not any(mapped(*shards)), "the servers let go of what the dead had shared")
     assert len(set(weights_of(address)["w"])) == 1
 
 
-@pytest.mark.parametrize("victim", ["a server", "all processes"])
-def test_servers_killed_during_pushes_leave_no_shared_memory(
-    victim: str, programs: Programs
-) -> None:
+def test_a_worker_ends_with_an_error_after_a_shard_is_killed(programs: Programs) -> None:
     shards, address = start_servers(programs)
     client = start_worker(programs, address)
     client.wait_for("step 5")
-    names = set(mapped_files(client))
-    for killed in {"a server": shards[1:], "all processes": [*shards, client]}[victim]:
-        kill(killed)
+    kill(shards[1])
 
-    assert names == {offered_name(client)}
-    if victim != "all processes":
-        assert client.wait() == 1
-        assert "UnreachableError" in client.err
-    assert not [name for name in names if (SHM / name).exists()]
+    assert client.wait() == 1
+    assert "UnreachableError" in client.err
+    kill(shards[0])
 
 
 def train_job(programs: Programs, lanes: str) -> str:
@@ -219,8 +188,8 @@ def test_both_lanes_train_to_the_same_weights(programs: Programs) -> None:
 
 @pytest.fixture
 def small_shm(programs: Programs) -> tuple[str, ...]:
-    """Return a command prefix that mounts a private /dev/shm of 1 MiB."""
-    script = 'mount -t tmpfs -o size=1m none /dev/shm && exec "$@"'
+    """Return a command prefix that mounts a private /dev/shm of 64 KiB, as containers have one."""
+    script = 'mount -t tmpfs -o size=64k none /dev/shm && exec "$@"'
     within = ("unshare", "--map-root-user", "--mount", "sh", "-c", script, "sh")
     if (
         shutil.which("unshare") is None
@@ -230,27 +199,12 @@ def small_shm(programs: Programs) -> tuple[str, ...]:
     return (str(shutil.which("unshare")), *within[1:])
 
 
-def test_a_too_small_shm_falls_back_with_one_log_line(
+def test_processes_with_a_small_common_folder_share_memory(
     small_shm: tuple[str, ...], programs: Programs
 ) -> None:
-    _, address = start_servers(programs)
-    client = start_worker(programs, address, "none", 20, *small_shm)
-
-    assert client.wait() == 0, client.output
-    assert "ends with -20.0" in client.out
-    lines = [line for line in client.err.splitlines() if "shared_memory" in line]
-    assert len(lines) == 1
-    assert lines[0].startswith(
-        "shared_memory_unavailable reason=/dev/shm is too small: 3.8 MiB are needed and "
-        "1.0 MiB are free"
-    )
-    assert lanes_of(client) == ["lanes_chosen lanes=auto tcp=[0, 1]"]  # sockets are in /dev/shm
-
-
-def test_a_too_small_shm_of_both_sides_leaves_the_unix_socket(
-    small_shm: tuple[str, ...], programs: Programs
-) -> None:
-    """The worker has the /dev/shm of shard 0; shard 1 has its own."""
+    """The worker has the /dev/shm of shard 0, as containers with one volume. Shard 1 has its own.
+    A region of 3.8 MiB does not count there.
+    """
     shards, address = start_servers(programs, *small_shm)
     enter = ("--preserve-credentials", "--user", "--mount", f"--target={shards[0].pid}")
     within = (str(shutil.which("nsenter")), *enter)  # it comes with unshare
@@ -258,11 +212,12 @@ def test_a_too_small_shm_of_both_sides_leaves_the_unix_socket(
 
     assert client.wait() == 0, client.output
     assert "ends with -20.0" in client.out
-    assert "shared_memory_unavailable reason=/dev/shm is too small" in client.err
+    (line,) = [line for line in client.err.splitlines() if "shared_memory" in line]
+    assert line.startswith("shared_memory_used shards=[0] not_shared=shard 1: the server's Unix")
     assert lanes_of(client) == ["lanes_chosen lanes=auto unix=[0] tcp=[1]"]
 
 
-def test_servers_with_another_shm_are_reached_over_grpc(
+def test_servers_whose_unix_socket_is_elsewhere_are_reached_over_tcp(
     small_shm: tuple[str, ...], programs: Programs
 ) -> None:
     """Host name, network and user are the same."""
@@ -271,10 +226,9 @@ def test_servers_with_another_shm_are_reached_over_grpc(
 
     assert client.wait() == 0, client.output
     assert "ends with -20.0" in client.out
-    lines = [line for line in client.err.splitlines() if "shared_memory" in line]
-    name = offered_name(client)
-    assert lines == [
-        f"shared_memory_unavailable reason=shard 0: /dev/shm/{name}: No such file or directory"
-    ]
-    assert not (SHM / name).exists()
-    assert not any(map(mapped_files, shards))
+    (line,) = [line for line in client.err.splitlines() if "shared_memory" in line]
+    assert line.startswith(
+        "shared_memory_unavailable reason=shard 0: the server's Unix socket /dev/shm/paramserver-"
+    )
+    assert lanes_of(client) == ["lanes_chosen lanes=auto tcp=[0, 1]"]
+    assert not any(mapped(*shards))

@@ -25,6 +25,7 @@ from pscommon.system.thread_team import ALONE
 from pscommon.wire.frames import Frame, chunks, decode_response, encode_header
 from pscommon.wire.requests import EXCHANGE, AnyRequest
 from psproto.v1 import parameter_server_pb2 as ps
+from psserver.coordinator.handlers import coordinator_handlers
 from psserver.coordinator.service import CoordinatorService
 from psserver.coordinator.shard_connections import ShardUpdate
 from psserver.core.job.snapshot_schedule import PartReport
@@ -45,12 +46,7 @@ from psserver.process.metrics import ServerMetrics
 from psserver.shard.engine import ShardEngine
 from psserver.shard.worker_traffic import WorkerTraffic
 from psworker.core.clock import Clock
-from psworker.simulation import (
-    ENDLESS_LEASE_SECONDS,
-    UNLIMITED_BYTES,
-    DirectTransport,
-    simulated_handlers,
-)
+from psworker.simulation import ENDLESS_LEASE_SECONDS, UNLIMITED_BYTES, DirectTransport
 from psworker.transport.exchange_calls import (
     AnswerReceiver,
     Cancellation,
@@ -230,7 +226,7 @@ class DirectServers:
     @property
     def handlers(self) -> Handlers:
         """They answer the worker's requests."""
-        return simulated_handlers(self.service)
+        return coordinator_handlers(self.service)
 
     # ---- processes -------------------------------------------------------------------------------
 

@@ -35,8 +35,7 @@ WORKERS = 2
 LANES = {"sync": ("grpc", "auto"), "async": ("stream", "auto"), "ssp": ("stream", "grpc")}
 """Lanes of worker 0 and worker 1, by policy."""
 
-RULES = "*.AttachMemory=0:0%:0%,*=-1:2%:2%:2%"
-"""No faults for AttachMemory: a worker whose call is lost continues without shared memory."""
+RULES = "*=-1:2%:2%:2%"
 KILLS = 2
 RESET_SECONDS = 1.0
 SECONDS_A_PUSH = 0.1

@@ -123,11 +123,6 @@ class FakeServer(CoordinatorServiceServicer):
             result, views = self._answer(iter([request]))
             return encode_header(result, *views)
 
-    def AttachMemory(
-        self, request: ps.AttachMemoryRequest, context: grpc.ServicerContext
-    ) -> ps.AttachMemoryResponse:
-        return ps.AttachMemoryResponse(reason="a fake has no memory")
-
     def _answer(self, requests: Iterator[bytes]) -> tuple[ps.ExchangeResult, list[memoryview]]:
         header, first, _ = decode_request(next(requests))
         assert header is not None

@@ -19,7 +19,6 @@ def add_parameter_server_to_server(servicer: Any, server: grpc.Server) -> None:
     handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
         "Describe": _unary(servicer.Describe, pb.DescribeRequest),
         "Introduce": _unary(servicer.Introduce, pb.IntroduceRequest),
-        "AttachMemory": _unary(servicer.AttachMemory, pb.AttachMemoryRequest),
         "ExchangeOnce": grpc.unary_unary_rpc_method_handler(servicer.ExchangeOnce),
         "Exchange": grpc.stream_stream_rpc_method_handler(servicer.Exchange),
     }

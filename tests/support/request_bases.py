@@ -46,7 +46,6 @@ def bases(job: str, model: ModelSpec, worker: int, push_nbytes: int) -> Mapping[
         ),
         rows.EXCHANGE: exchange,
         rows.EXCHANGE_ONCE: exchange,
-        rows.ATTACH_MEMORY: ps.AttachMemoryRequest(name="none", **own),
         rows.READ_SHARD: shard_pb2.ReadShardRequest(job=job, current=True),
         rows.REPLICATE: standby_pb2.ReplicateRequest(
             shards=1, instance="s", address="127.0.0.1:1", **speaks

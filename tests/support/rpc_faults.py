@@ -145,6 +145,11 @@ class FaultyLane:
     def relocate(self, addresses: Sequence[str]) -> bool:
         return self.lane.relocate(addresses)
 
+    def offer_memory(
+        self, shard: int, header: ps.PushPullHeader, share: Callable[[], int], timeout: float
+    ) -> None:
+        self.lane.offer_memory(shard, header, share, timeout)
+
     def request(self, row: Request[Q, A], message: Q, timeout: float, shard: int = 0) -> A:
         call = partial(self.lane.request, row, message, timeout, shard)
         return self._carried(str(row), shard, call, call)

@@ -25,6 +25,7 @@ from pscommon.telemetry.http import MetricsServer, new_registry
 from pscommon.wire.endpoint import Endpoint, listen_http
 from psserver.cli import COMMAND as SERVER
 from psserver.process.config import ServerConfig
+from psserver.sockets import socket_port
 from psserver.sockets.socket_port import default_bind
 from psworker.cli import COMMAND as WORKER
 from tests.support.prometheus_queries import DEPLOY
@@ -195,15 +196,14 @@ def health_check(address: str, **environment: str) -> int:
 
 
 def test_the_shm_overlay_covers_all_four_services() -> None:
-    """server-0 owns the memory, the others depend on it; its size is configurable."""
+    """All have the servers' Unix sockets, and no namespace of another container."""
     overlay = (DEPLOY / "docker-compose.shm.yml").read_text()
-    found = dict(re.findall(r"^  ([\w-]+):\n    ipc: (\S+)$", overlay, re.M))
-    joined = ("server-1", "worker-0", "worker-1")
+    found = dict(re.findall(r"^  ([\w-]+):\n    volumes: \[\"sockets:(\S+)\"\]$", overlay, re.M))
 
-    assert found == {"server-0": "shareable", **dict.fromkeys(joined, "service:server-0")}
-    assert re.search(r"^  server-0:\n    ipc: .*\n    shm_size: \${SHM_SIZE:-\w+}$", overlay, re.M)
-    assert "depends_on: [server-0]" in overlay
-    assert "server-0: {condition: service_started}" in COMPOSE
+    names = ("server-0", "server-1", "worker-0", "worker-1")
+    assert found == dict.fromkeys(names, str(socket_port.FOLDER))
+    assert "\n  sockets:\n    driver_opts: {type: tmpfs, device: tmpfs," in overlay
+    assert not re.search("ipc|shm_size|network", overlay)
 
 
 def test_processes_in_the_image_do_not_run_as_root() -> None:

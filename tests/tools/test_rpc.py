@@ -9,8 +9,7 @@ from psworker.core.clock import Clock
 from tests.support.rpc_faults import Faults, FaultyLane, Rule
 
 EXCHANGE = "ParameterServerService.Exchange"
-ALL = "*.AttachMemory=0:0%:0%,*=-1:10%:10%:10%"
-"""But for the offer of shared memory: one that is lost makes a worker go on without."""
+ALL = "*=-1:10%:10%:10%"
 PUSHES = 40
 
 

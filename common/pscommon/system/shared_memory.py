@@ -1,9 +1,8 @@
 """Shared memory between a worker and the servers on one host.
 
-A worker's memory is private at first. `share` gives it a file in /dev/shm and returns a
-MemoryOffer for the servers. A server that can `attach` sees the same /dev/shm: it has found the
-random token of the offer in the file. After all servers have attached, `hide` removes the name;
-the kernel frees the memory when the last process unmaps it or dies.
+A worker's memory is private at first. `share` moves it to a new memfd and returns its descriptor,
+which reaches a server over a Unix socket. A server that can `attach` it sees the same bytes. The
+memory has no name: the kernel frees it when the last process unmaps it or dies.
 
 **Addresses never change.** `share` and `detach` make a new mapping elsewhere, fill it, and move it
 over the old one in one system call (mremap). So arrays and tensors that are views of `memory` stay
@@ -14,49 +13,30 @@ register after `share`, and unregister before `detach`.
 **Ownership.** A view owns the mapping: the mapping ends with its last view, never earlier. `close`
 drops only the references of the object itself, so a tensor may outlive the object.
 
-**A name lives as long as its creator.** Between `share` and `hide` the creator holds a lock (flock)
-on the file. `sweep` removes files that are not locked. If sweep removes a file before its creator
-has locked it, the creator notices that the name is missing and makes another file. The lock belongs
-to the open file, so a fork of the creator (a DataLoader worker) shares it: the end of the fork does
-not release the lock. If the creator is killed before `hide`, sweep leaves the file until its forks
-have ended too. A fork never removes the creator's name.
+**Seals.** The size of the memory can never change, so no process can end another one by SIGBUS. A
+server checks the seals and the size before it maps anything. Only a memfd can have these seals.
 
 **What a fork writes is its own.** In a fork a private copy-on-write mapping replaces the shared
 mapping; that costs no memory, whatever the number of forks. Later writes of other processes still
 show in pages that the fork has not written to: a fork that reads for long, such as an evaluator,
 needs a copy.
 
-**Access.** The file belongs to its creator's user (mode 0600). A file that another user owns or may
-use is refused. Processes of one user trust each other: a process that truncates the file would end
-the others by SIGBUS.
-
-Linux only. `detach` needs the memory twice while it runs.
+Linux only. `share` and `detach` need the memory twice while they run.
 """
 
 import ctypes
-import errno
 import fcntl
-import hmac
 import mmap
 import os
-import re
-import secrets
-import stat
 import sys
 import weakref
-from contextlib import suppress
 from ctypes import c_int, c_long, c_size_t, c_void_p
-from dataclasses import dataclass
-from pathlib import Path
 
-FOLDER = Path("/dev/shm")
-NAME = re.compile(r"paramserver-[0-9a-f]{32}")
-TOKEN_BYTES = 32
-# the header holds the token; it is a page, because the memory after it must start on a page
-HEADER_BYTES = mmap.PAGESIZE
 MREMAP_MAYMOVE, MREMAP_FIXED = 1, 2
 MAP_FIXED = 0x10
 MAP_FAILED = c_void_p(-1).value
+SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+"""The size is fixed, and no other seal can be added."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = c_void_p
@@ -72,22 +52,7 @@ class NoSharedMemoryError(Exception):
 
 
 class NotSharedError(Exception):
-    """An offer is not valid here: another host, another user, or another file."""
-
-
-@dataclass(frozen=True, slots=True)
-class MemoryOffer:
-    """What a server needs to attach a region.
-
-    Attributes:
-        name: Name of the file, without its folder.
-        token: TOKEN_BYTES random bytes, which are in the file too.
-        nbytes: Size of the region in bytes, without the header.
-    """
-
-    name: str
-    token: bytes
-    nbytes: int
+    """A descriptor is not that of a region of the expected size; the message has the reason."""
 
 
 class SharedRegion:
@@ -105,209 +70,108 @@ class SharedRegion:
         OSError: There is not enough memory.
     """
 
-    def __init__(self, nbytes: int, folder: Path = FOLDER) -> None:
+    def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
         self.is_shared = False
-        self._folder = folder
-        self._file: _SharedFile | None = None
-        self._length = HEADER_BYTES + nbytes
-        self._address = _map(self._length)
+        self._address = _map(nbytes)
         self._owner: object = (owner := _own(self._address, nbytes))
         self.memory = memoryview(owner).cast("B")
 
-    def share(self) -> MemoryOffer:
-        """Move the bytes to a new file of the folder, and return an offer for it.
+    def share(self) -> int:
+        """Move the bytes to a new memfd, and return its descriptor.
 
-        A region that is shared already leaves its old file to the processes that have it.
+        The descriptor is valid until the next call of `share`, `detach` or `close`. A region that
+        is shared already leaves its old memory to the processes that have it.
 
         Raises:
-            NoSharedMemoryError: The memory cannot be shared. Nothing has changed, and no file is
-                left.
+            NoSharedMemoryError: The memory cannot be shared. Nothing has changed.
             ValueError: The region is closed.
         """
         if self._owner is None:
             raise ValueError("the region is closed")
         if sys.platform != "linux":
             raise NoSharedMemoryError(f"cannot share memory on {sys.platform}, only on Linux")
-        token = secrets.token_bytes(TOKEN_BYTES)
         try:
-            file = self._fill(token)
+            descriptor = _sealed_memory(self.nbytes)
+            try:
+                self._move_to(descriptor)
+            except BaseException:
+                os.close(descriptor)
+                raise
         except OSError as error:
-            raise NoSharedMemoryError(_reason(self._folder, self._length, error)) from error
-        self.hide()
-        self._file, self.is_shared = file, True
-        return MemoryOffer(file.path.name, token, self.nbytes)
-
-    def hide(self) -> None:
-        """Remove the name of the file; later attempts to attach fail. Idempotent."""
-        if self._file is not None:
-            self._file.remove()
-            self._file = None
+            raise NoSharedMemoryError(
+                f"cannot share {self.nbytes / (1 << 20):.1f} MiB: {error.strerror}. Try: a larger "
+                "memory limit, a system that permits memfd_create, or `--lanes stream`"
+            ) from error
+        _shared[self._address], self.is_shared = (self.nbytes, descriptor), True
+        return descriptor
 
     def detach(self) -> None:
-        """Make the bytes private again. Other processes keep the file as it was. Idempotent.
+        """Make the bytes private again. Other processes keep the memory as it was. Idempotent.
 
         Raises:
             OSError: There is not enough memory for a copy. Nothing has changed.
         """
         if self.is_shared:
-            copy = _map(self._length)
-            ctypes.memmove(copy + HEADER_BYTES, self._address + HEADER_BYTES, self.nbytes)
-            _replace(self._address, copy, self._length)
-            _forget(self._address)
+            self._move_to(None)
             self.is_shared = False
-        self.hide()
 
     def close(self) -> None:
         """Release the memory; `memory` is empty then. Existing views stay valid. Idempotent."""
-        self.hide()
         self.is_shared = False
         self.memory, self._owner = memoryview(bytearray()), None
 
-    def _fill(self, token: bytes) -> "_SharedFile":
-        """Write token and contents to a new file, and map it over the memory."""
-        file = _SharedFile(self._folder)
-        try:
-            while not file.lock():
-                file.remove()
-                file = _SharedFile(self._folder)
-            os.posix_fallocate(file.descriptor, 0, self._length)
-            _write(file.descriptor, token, 0)
-            _write(file.descriptor, self.memory, HEADER_BYTES)
-            descriptor = os.dup(file.descriptor)
-            try:
-                _replace(self._address, _map(self._length, descriptor), self._length)
-            except BaseException:
-                os.close(descriptor)
-                raise
-            _forget(self._address)
-            _shared[self._address] = self._length, descriptor
-        except BaseException:
-            file.remove()
-            raise
-        return file
+    def _move_to(self, descriptor: int | None) -> None:
+        """Map a memfd, or None new private memory, with the same bytes over the memory."""
+        new = _map(self.nbytes, descriptor)
+        ctypes.memmove(new, self._address, self.nbytes)
+        _replace(self._address, new, self.nbytes)
+        _forget(self._address)
 
 
-def attach(offer: MemoryOffer, folder: Path = FOLDER) -> memoryview:
-    """Map the region of an offer; return a writable view of its bytes, format "B".
+def attach(descriptor: int, nbytes: int) -> memoryview:
+    """Map the region of a descriptor; return a writable view of its bytes, format "B".
+
+    The caller closes the descriptor.
 
     Raises:
-        NotSharedError: The offer is not valid here; the message has the reason.
+        NotSharedError: It is no region of this size, or the region cannot be mapped.
     """
-    if not NAME.fullmatch(offer.name):
-        raise NotSharedError(f"{offer.name!r} is not a name of a shared region")
-    path = folder / offer.name
     try:
-        descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
+    except OSError:  # no memory file
+        seals = 0
+    if seals & SEALS != SEALS:
+        raise NotSharedError("it is not a memfd with the seals SHRINK, GROW and SEAL")
+    size = os.fstat(descriptor).st_size
+    if size != _length(nbytes):
+        raise NotSharedError(f"it has {size} bytes, not {_length(nbytes)}")
+    try:
+        return memoryview(_own(_map(nbytes, descriptor), nbytes)).cast("B")
     except OSError as error:
-        raise NotSharedError(
-            f"{path}: {'is a symlink' if error.errno == errno.ELOOP else error.strerror}"
-        ) from error
+        raise NotSharedError(f"it cannot be mapped: {error.strerror}") from error
+
+
+def _length(nbytes: int) -> int:
+    """Return the size of a mapping, which cannot be empty."""
+    return max(1, nbytes)
+
+
+def _sealed_memory(nbytes: int) -> int:
+    """Return the descriptor of a memfd whose size is fixed. Raises OSError."""
+    descriptor = os.memfd_create("paramserver", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
-        if fault := _fault(descriptor, offer):
-            raise NotSharedError(f"{path} {fault}")
-        mapping = _own(_map(HEADER_BYTES + offer.nbytes, descriptor), offer.nbytes)
-        return memoryview(mapping).cast("B")
-    except OSError as error:
-        raise NotSharedError(f"{path}: {error.strerror}") from error
-    finally:
+        os.posix_fallocate(descriptor, 0, _length(nbytes))
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, SEALS)
+    except BaseException:
         os.close(descriptor)
-
-
-def sweep(folder: Path = FOLDER) -> list[str]:
-    """Remove this user's files whose creators died before `hide`; return their names."""
-    try:
-        names = sorted(name for name in os.listdir(folder) if NAME.fullmatch(name))
-    except OSError:
-        return []
-    return [name for name in names if _sweep(folder / name)]
-
-
-class _SharedFile:
-    """A new file, to be locked against sweep. Its name ends with this object at the latest."""
-
-    def __init__(self, folder: Path) -> None:
-        self.path = folder / f"paramserver-{secrets.token_hex(16)}"
-        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-        self.descriptor = os.open(self.path, flags, 0o600)
-        self.remove = weakref.finalize(self, _remove, self.path, self.descriptor, os.getpid())
-
-    def lock(self) -> bool:
-        """Lock the file; return False if sweep has removed it."""
-        os.fchmod(self.descriptor, 0o600)  # a umask may have removed the owner's rights
-        try:
-            fcntl.flock(self.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        return os.fstat(self.descriptor).st_nlink > 0
-
-
-def _remove(path: Path, descriptor: int, creator: int) -> None:
-    if os.getpid() == creator:  # a fork has a copy of the object, but must not remove the file
-        with suppress(OSError):  # already removed or replaced by another process
-            path.unlink()
-    os.close(descriptor)
-
-
-def _sweep(path: Path) -> bool:
-    """Remove the file if it has no owner; return whether it was removed."""
-    try:
-        # O_NONBLOCK: if this is a pipe, open would wait for a writer
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
-    except OSError:
-        return False
-    try:
-        found = os.fstat(descriptor)
-        if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
-            return False
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        path.unlink()
-    except OSError:
-        return False
-    finally:
-        os.close(descriptor)
-    return True
-
-
-def _fault(descriptor: int, offer: MemoryOffer) -> str:
-    """Return why this is not the offered file; empty: it is."""
-    found = os.fstat(descriptor)
-    if not stat.S_ISREG(found.st_mode):
-        return "is not a regular file"
-    if found.st_uid != os.geteuid():
-        return f"belongs to user {found.st_uid}, not to the server's user {os.geteuid()}"
-    if found.st_mode & 0o077:
-        return f"is accessible to others: mode {stat.S_IMODE(found.st_mode):04o}"
-    if found.st_size != HEADER_BYTES + max(offer.nbytes, 0):
-        return f"has {found.st_size} bytes, not the header and {offer.nbytes} more"
-    if not hmac.compare_digest(os.pread(descriptor, TOKEN_BYTES, 0), offer.token):
-        return "holds another token"
-    return ""
-
-
-def _reason(folder: Path, needed: int, error: OSError) -> str:
-    if error.errno != errno.ENOSPC:
-        return f"cannot share memory in {folder}: {error.strerror}"
-    free = "an unknown amount"
-    with suppress(OSError):
-        space = os.statvfs(folder)
-        free = f"{space.f_bavail * space.f_frsize / (1 << 20):.1f} MiB"
-    return (
-        f"{folder} is too small: {needed / (1 << 20):.1f} MiB are needed and {free} are free. Try: "
-        "make it larger (shm_size in compose, `--shm-size` in docker run), or `--lanes grpc`"
-    )
-
-
-def _write(descriptor: int, data: bytes | memoryview, offset: int) -> None:
-    remaining = memoryview(data)
-    while remaining:  # one system call writes at most 2 GiB
-        written = os.pwrite(descriptor, remaining, offset)
-        remaining, offset = remaining[written:], offset + written
+        raise
+    return descriptor
 
 
 def _map(
-    length: int,
-    descriptor: int = -1,
+    nbytes: int,
+    descriptor: int | None = None,
     flags: int = mmap.MAP_SHARED | mmap.MAP_POPULATE,
     fixed_address: int = 0,
 ) -> int:
@@ -315,23 +179,28 @@ def _map(
 
     Returns its address. Raises OSError.
     """
-    if descriptor < 0:
+    if descriptor is None:
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     address = _libc.mmap(
-        fixed_address or None, length, mmap.PROT_READ | mmap.PROT_WRITE, flags, descriptor, 0
+        fixed_address or None,
+        _length(nbytes),
+        mmap.PROT_READ | mmap.PROT_WRITE,
+        flags,
+        -1 if descriptor is None else descriptor,
+        0,
     )
     if address == MAP_FAILED:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
     return int(address)
 
 
-def _replace(address: int, new: int, length: int) -> None:
+def _replace(address: int, new: int, nbytes: int) -> None:
     """Move a mapping over another one, atomically for readers.
 
     Raises:
         OSError: The move failed; the new mapping is released.
     """
-    mremap = _libc.mremap
+    mremap, length = _libc.mremap, _length(nbytes)
     mremap.restype, mremap.argtypes = c_void_p, [c_void_p, c_size_t, c_size_t, c_int, c_void_p]
     if mremap(new, length, length, MREMAP_MAYMOVE | MREMAP_FIXED, address) == MAP_FAILED:
         error = OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
@@ -340,23 +209,23 @@ def _replace(address: int, new: int, length: int) -> None:
 
 
 def _own(address: int, nbytes: int) -> "ctypes.Array[ctypes.c_ubyte]":
-    """Return the bytes after a mapping's header.
+    """Return the bytes of a mapping.
 
     All views of them refer to the returned object, and the mapping ends with it.
     """
-    owner = (ctypes.c_ubyte * nbytes).from_address(address + HEADER_BYTES)
+    owner = (ctypes.c_ubyte * nbytes).from_address(address)
     # not at exit: other threads may read then, and the kernel unmaps in any case
-    weakref.finalize(owner, _unmap, address, HEADER_BYTES + nbytes).atexit = False
+    weakref.finalize(owner, _unmap, address, nbytes).atexit = False
     return owner
 
 
-def _unmap(address: int, length: int) -> None:
+def _unmap(address: int, nbytes: int) -> None:
     _forget(address)
-    _libc.munmap(address, length)
+    _libc.munmap(address, _length(nbytes))
 
 
 def _forget(address: int) -> None:
-    """Close the file of a mapping that is no longer shared."""
+    """Close the descriptor of a mapping that is no longer shared."""
     if address in _shared:
         os.close(_shared.pop(address)[1])
 
@@ -364,8 +233,8 @@ def _forget(address: int) -> None:
 def _make_private() -> None:
     """Replace shared mappings by private ones, in a fork."""
     while _shared:
-        address, (length, descriptor) = _shared.popitem()
-        _map(length, descriptor, mmap.MAP_PRIVATE | MAP_FIXED, address)
+        address, (nbytes, descriptor) = _shared.popitem()
+        _map(nbytes, descriptor, mmap.MAP_PRIVATE | MAP_FIXED, address)
         os.close(descriptor)
 
 

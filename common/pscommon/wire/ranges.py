@@ -102,7 +102,6 @@ RANGES: Mapping[type[Message], Mapping[str, range]] = {
     co.SnapshotPart: {"version": COUNTER, "nbytes": NBYTES, "index": COUNTER},
     co.MoveResult: {"index": COUNTER, "nbytes": NBYTES},
     co.RestoreResult: {"version": COUNTER},
-    ps.AttachMemoryRequest: {"worker": COUNTER, "memory": U32, "nbytes": NBYTES},
     ps.ExchangeRequest: {"offset": U64},
     ps.PushPullHeader: {
         "worker": COUNTER,

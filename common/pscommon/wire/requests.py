@@ -128,8 +128,6 @@ EXCHANGE_ONCE = Request(
     is_framed=True,
     name="ExchangeOnce",
 )
-# the next exchange makes a new offer
-ATTACH_MEMORY = Request(ps.AttachMemoryRequest, ps.AttachMemoryResponse, "read")
 
 READ_SHARD = Request(
     shard_pb2.ReadShardRequest, shard_pb2.ReadShardResponse, "server", may_wait=True

@@ -11,6 +11,11 @@ states the purpose of the connection. For exchanges, the worker makes one at a t
 - An open push (header.open) always waits for GO. Then DATA frames carry pieces with their offset,
   and CLOSE the closing header.
 
+Before an exchange, a worker at a Unix socket may offer shared memory: MEMORY with a PushPullHeader
+(job, worker, term, and the number of the memory). Its data are one byte, and with that byte comes
+the descriptor of a sealed memfd. RESULT without a message says that the server has mapped it, ERROR
+why not. The kernel drops descriptors that come with any other byte.
+
 For requests to the coordinator, the worker sends one at a time: REQUEST with a CoordinatorRequest,
 answered by RESULT with the response, or by ERROR. ALIVE comes every second before the answer.
 
@@ -76,6 +81,7 @@ class FrameKind(IntEnum):
     ALIVE = 9
     REQUEST = 10
     LINK = 11
+    MEMORY = 12
 
 
 class FramePrefix(NamedTuple):

@@ -207,57 +207,6 @@ class IntroduceResponse(google.protobuf.message.Message):
 global___IntroduceResponse = IntroduceResponse
 
 @typing.final
-class AttachMemoryRequest(google.protobuf.message.Message):
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    JOB_FIELD_NUMBER: builtins.int
-    WORKER_FIELD_NUMBER: builtins.int
-    MEMORY_FIELD_NUMBER: builtins.int
-    NAME_FIELD_NUMBER: builtins.int
-    NBYTES_FIELD_NUMBER: builtins.int
-    TOKEN_FIELD_NUMBER: builtins.int
-    job: builtins.str
-    worker: builtins.int
-    memory: builtins.int
-    """number of this offer among those of the worker, from 1"""
-    name: builtins.str
-    """file in /dev/shm, its size without the first page, and the content of that page"""
-    nbytes: builtins.int
-    token: builtins.bytes
-    def __init__(
-        self,
-        *,
-        job: builtins.str = ...,
-        worker: builtins.int = ...,
-        memory: builtins.int = ...,
-        name: builtins.str = ...,
-        nbytes: builtins.int = ...,
-        token: builtins.bytes = ...,
-    ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["job", b"job", "memory", b"memory", "name", b"name", "nbytes", b"nbytes", "token", b"token", "worker", b"worker"]) -> None: ...
-
-global___AttachMemoryRequest = AttachMemoryRequest
-
-@typing.final
-class AttachMemoryResponse(google.protobuf.message.Message):
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    ATTACHED_FIELD_NUMBER: builtins.int
-    REASON_FIELD_NUMBER: builtins.int
-    attached: builtins.bool
-    reason: builtins.str
-    """why the memory is not attached, as text for people"""
-    def __init__(
-        self,
-        *,
-        attached: builtins.bool = ...,
-        reason: builtins.str = ...,
-    ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["attached", b"attached", "reason", b"reason"]) -> None: ...
-
-global___AttachMemoryResponse = AttachMemoryResponse
-
-@typing.final
 class ExchangeRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -328,7 +277,9 @@ class PushPullHeader(google.protobuf.message.Message):
     wait_ms: builtins.int
     """maximum time until the server answers"""
     memory: builtins.int
-    """number of the shared memory for the bytes of push and pull; 0: bytes are in the messages"""
+    """number of the shared memory for the bytes of push and pull, from 1 in the order in which the
+    worker offers memory over its Unix socket; 0: bytes are in the messages
+    """
     open: builtins.bool
     """the push is not complete yet: a closing header will come"""
     have: builtins.int

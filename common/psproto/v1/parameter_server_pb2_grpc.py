@@ -58,11 +58,6 @@ class ParameterServerServiceStub(object):
                 request_serializer=psproto_dot_v1_dot_parameter__server__pb2.ExchangeRequest.SerializeToString,
                 response_deserializer=psproto_dot_v1_dot_parameter__server__pb2.ExchangeResponse.FromString,
                 _registered_method=True)
-        self.AttachMemory = channel.unary_unary(
-                '/psproto.v1.ParameterServerService/AttachMemory',
-                request_serializer=psproto_dot_v1_dot_parameter__server__pb2.AttachMemoryRequest.SerializeToString,
-                response_deserializer=psproto_dot_v1_dot_parameter__server__pb2.AttachMemoryResponse.FromString,
-                _registered_method=True)
 
 
 class ParameterServerServiceServicer(object):
@@ -121,16 +116,6 @@ class ParameterServerServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def AttachMemory(self, request, context):
-        """Offers shared memory of a worker on this host for its pushes and pulls (header.memory). The
-        server proves that it is on the same host by reading the token. A server that cannot or must
-        not do so (--lanes grpc) answers attached = false. A later offer of the same worker replaces
-        the earlier one.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
 
 def add_ParameterServerServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -153,11 +138,6 @@ def add_ParameterServerServiceServicer_to_server(servicer, server):
                     servicer.ExchangeOnce,
                     request_deserializer=psproto_dot_v1_dot_parameter__server__pb2.ExchangeRequest.FromString,
                     response_serializer=psproto_dot_v1_dot_parameter__server__pb2.ExchangeResponse.SerializeToString,
-            ),
-            'AttachMemory': grpc.unary_unary_rpc_method_handler(
-                    servicer.AttachMemory,
-                    request_deserializer=psproto_dot_v1_dot_parameter__server__pb2.AttachMemoryRequest.FromString,
-                    response_serializer=psproto_dot_v1_dot_parameter__server__pb2.AttachMemoryResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -272,33 +252,6 @@ class ParameterServerService(object):
             '/psproto.v1.ParameterServerService/ExchangeOnce',
             psproto_dot_v1_dot_parameter__server__pb2.ExchangeRequest.SerializeToString,
             psproto_dot_v1_dot_parameter__server__pb2.ExchangeResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def AttachMemory(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/psproto.v1.ParameterServerService/AttachMemory',
-            psproto_dot_v1_dot_parameter__server__pb2.AttachMemoryRequest.SerializeToString,
-            psproto_dot_v1_dot_parameter__server__pb2.AttachMemoryResponse.FromString,
             options,
             channel_credentials,
             insecure,

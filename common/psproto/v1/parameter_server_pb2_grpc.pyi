@@ -72,16 +72,6 @@ class ParameterServerServiceStub:
     ]
     """Exchange with one message in each direction: for small parts and for shared memory."""
 
-    AttachMemory: grpc.UnaryUnaryMultiCallable[
-        psproto.v1.parameter_server_pb2.AttachMemoryRequest,
-        psproto.v1.parameter_server_pb2.AttachMemoryResponse,
-    ]
-    """Offers shared memory of a worker on this host for its pushes and pulls (header.memory). The
-    server proves that it is on the same host by reading the token. A server that cannot or must
-    not do so (--lanes grpc) answers attached = false. A later offer of the same worker replaces
-    the earlier one.
-    """
-
 class ParameterServerServiceAsyncStub:
     """Requests of workers to every shard: gradients in, weights out.
 
@@ -135,16 +125,6 @@ class ParameterServerServiceAsyncStub:
         psproto.v1.parameter_server_pb2.ExchangeResponse,
     ]
     """Exchange with one message in each direction: for small parts and for shared memory."""
-
-    AttachMemory: grpc.aio.UnaryUnaryMultiCallable[
-        psproto.v1.parameter_server_pb2.AttachMemoryRequest,
-        psproto.v1.parameter_server_pb2.AttachMemoryResponse,
-    ]
-    """Offers shared memory of a worker on this host for its pushes and pulls (header.memory). The
-    server proves that it is on the same host by reading the token. A server that cannot or must
-    not do so (--lanes grpc) answers attached = false. A later offer of the same worker replaces
-    the earlier one.
-    """
 
 class ParameterServerServiceServicer(metaclass=abc.ABCMeta):
     """Requests of workers to every shard: gradients in, weights out.
@@ -207,17 +187,5 @@ class ParameterServerServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[psproto.v1.parameter_server_pb2.ExchangeResponse, collections.abc.Awaitable[psproto.v1.parameter_server_pb2.ExchangeResponse]]:
         """Exchange with one message in each direction: for small parts and for shared memory."""
-
-    @abc.abstractmethod
-    def AttachMemory(
-        self,
-        request: psproto.v1.parameter_server_pb2.AttachMemoryRequest,
-        context: _ServicerContext,
-    ) -> typing.Union[psproto.v1.parameter_server_pb2.AttachMemoryResponse, collections.abc.Awaitable[psproto.v1.parameter_server_pb2.AttachMemoryResponse]]:
-        """Offers shared memory of a worker on this host for its pushes and pulls (header.memory). The
-        server proves that it is on the same host by reading the token. A server that cannot or must
-        not do so (--lanes grpc) answers attached = false. A later offer of the same worker replaces
-        the earlier one.
-        """
 
 def add_ParameterServerServiceServicer_to_server(servicer: ParameterServerServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

@@ -3,11 +3,12 @@ time.
 """
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import pytest
 
+from pscommon.core.errors import InvalidRequestError
 from pscommon.core.model_spec import OptimizerSettings
 from pscommon.wire.frames import Frame
 from pscommon.wire.requests import A, Q, Request
@@ -37,6 +38,11 @@ class DirectLane:
     def find_primaries(self, job: str, timeout: float) -> bool: ...
 
     def end_stalled(self) -> None: ...
+
+    def offer_memory(
+        self, shard: int, header: ps.PushPullHeader, share: Callable[[], int], timeout: float
+    ) -> None:
+        raise InvalidRequestError("a fake has no memory")
 
     def request(self, row: Request[Q, A], message: Q, timeout: float, shard: int = 0) -> A:
         answer: A = getattr(self._cluster.servers[shard], row.name)(message, None)

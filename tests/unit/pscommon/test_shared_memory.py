@@ -1,4 +1,4 @@
-"""A region keeps its bytes and address, whatever happens to its file; within one process."""
+"""A region keeps its bytes and address, whatever happens to its memfd; within one process."""
 
 import gc
 import mmap
@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from pscommon.system.shared_memory import MemoryOffer, SharedRegion, attach, sweep
+from pscommon.system.shared_memory import SharedRegion, attach
+from tests.support.shared_memory import mapped_count
 
 SIZES = [0, 1, mmap.PAGESIZE - 1, mmap.PAGESIZE, mmap.PAGESIZE + 1, 1_000_003]
 
@@ -23,29 +24,19 @@ def pattern(nbytes: int) -> bytes:
     return np.random.default_rng(7).bytes(nbytes)
 
 
-def mapped(name: str) -> bool:
-    return name in Path("/proc/self/maps").read_text()
-
-
 def address_space() -> int:
     """Return the bytes that this process has mapped."""
     return int(Path("/proc/self/statm").read_text().split()[0]) * mmap.PAGESIZE
 
 
-def opened(folder: Path) -> list[str]:
-    """Return this process's open files in the folder, removed ones included."""
-    links = []
-    for entry in os.listdir("/proc/self/fd"):
-        try:
-            links.append(os.readlink(f"/proc/self/fd/{entry}"))
-        except FileNotFoundError:  # the descriptor of the listed folder
-            continue
-    return [link for link in links if link.startswith(str(folder))]
+def opened() -> int:
+    """Return how many descriptors this process has."""
+    return len(os.listdir("/proc/self/fd"))
 
 
 @pytest.mark.parametrize("nbytes", SIZES)
-def test_bytes_and_address_do_not_change(nbytes: int, tmp_path: Path) -> None:
-    region = SharedRegion(nbytes, tmp_path)
+def test_bytes_and_address_do_not_change(nbytes: int) -> None:
+    region = SharedRegion(nbytes)
     start, expected = address(region.memory), pattern(nbytes)
     assert (bytes(region.memory), region.memory.format, region.memory.readonly) == (
         bytes(nbytes),
@@ -54,8 +45,7 @@ def test_bytes_and_address_do_not_change(nbytes: int, tmp_path: Path) -> None:
     )
     region.memory[:] = expected
 
-    shared = [region.share, region.hide, region.hide]
-    private = [region.detach, region.detach]
+    shared, private = [region.share], [region.detach, region.detach]
     for change in (*shared, *private, *shared, region.share, *private):
         change()
         assert region.is_shared == (change not in private)
@@ -63,15 +53,13 @@ def test_bytes_and_address_do_not_change(nbytes: int, tmp_path: Path) -> None:
         assert address(region.memory) == start
         assert nbytes == 0 or start % mmap.PAGESIZE == 0
     region.close()
-    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("nbytes", SIZES)
-def test_an_attached_region_is_the_same_memory_until_detach(nbytes: int, tmp_path: Path) -> None:
-    region = SharedRegion(nbytes, tmp_path)
+def test_an_attached_region_is_the_same_memory_until_detach(nbytes: int) -> None:
+    region = SharedRegion(nbytes)
     region.memory[:] = pattern(nbytes)
-    attached = attach(region.share(), tmp_path)
-    region.hide()
+    attached = attach(region.share(), nbytes)
     assert (bytes(attached), attached.readonly, attached.format) == (
         pattern(nbytes),
         False,
@@ -91,24 +79,22 @@ def test_an_attached_region_is_the_same_memory_until_detach(nbytes: int, tmp_pat
     region.close()
 
 
-def test_sharing_again_disconnects_the_old_file(tmp_path: Path) -> None:
-    region = SharedRegion(100, tmp_path)
-    first = attach(region.share(), tmp_path)
-    offer = region.share()
-    second = attach(offer, tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == [offer.name]
+def test_sharing_again_disconnects_the_old_memory() -> None:
+    region = SharedRegion(100)
+    first = attach(region.share(), 100)
+    second = attach(region.share(), 100)
 
     region.memory[0] = 9
     assert (first[0], second[0]) == (0, 9)
     region.close()
 
 
-def test_arrays_and_tensors_never_move(tmp_path: Path) -> None:
-    region = SharedRegion(4096, tmp_path)
+def test_arrays_and_tensors_never_move() -> None:
+    region = SharedRegion(4096)
     array = np.frombuffer(region.memory, dtype=np.float32)
     tensor = torch.frombuffer(region.memory, dtype=torch.float32)
     array[:] = np.arange(1024)
-    attached = attach(region.share(), tmp_path)
+    attached = attach(region.share(), 4096)
     theirs = torch.frombuffer(attached, dtype=torch.float32)
     assert torch.equal(theirs, torch.arange(1024, dtype=torch.float32))
 
@@ -121,9 +107,9 @@ def test_arrays_and_tensors_never_move(tmp_path: Path) -> None:
     region.close()
 
 
-def test_a_reader_sees_the_same_bytes_during_a_remap(tmp_path: Path) -> None:
+def test_a_reader_sees_the_same_bytes_during_a_remap() -> None:
     """A mapping that is filled after the switch would show zeros."""
-    region = SharedRegion(1 << 20, tmp_path)
+    region = SharedRegion(1 << 20)
     region.memory[:] = b"\x05" * (1 << 20)
     array = np.frombuffer(region.memory, dtype=np.uint8)
     done, started, seen = threading.Event(), threading.Event(), set[int]()
@@ -147,10 +133,10 @@ def test_a_reader_sees_the_same_bytes_during_a_remap(tmp_path: Path) -> None:
     region.close()
 
 
-def test_memory_is_freed_after_close_and_the_last_view(tmp_path: Path) -> None:
-    region = SharedRegion(5000, tmp_path)
-    offer = region.share()
-    attached = attach(offer, tmp_path)
+def test_memory_is_freed_after_close_and_the_last_view() -> None:
+    before = mapped_count()
+    region = SharedRegion(5000)
+    attached = attach(region.share(), 5000)
     array, tensor = (
         np.frombuffer(region.memory, dtype=np.uint8),
         torch.frombuffer(attached, dtype=torch.uint8),
@@ -167,16 +153,16 @@ def test_memory_is_freed_after_close_and_the_last_view(tmp_path: Path) -> None:
     assert int(tensor[4999]) == 8
     del array
     gc.collect()
-    assert mapped(offer.name)
+    assert mapped_count() == before + 1
     assert int(tensor[4999]) == 8
     del tensor
     gc.collect()
-    assert not mapped(offer.name)
+    assert mapped_count() == before
 
 
-def test_a_view_that_is_released_does_not_free_the_memory(tmp_path: Path) -> None:
-    region = SharedRegion(5000, tmp_path)
-    attached = attach(region.share(), tmp_path)
+def test_a_view_that_is_released_does_not_free_the_memory() -> None:
+    region = SharedRegion(5000)
+    attached = attach(region.share(), 5000)
     with region.memory as memory:
         memory[0] = 5
     gc.collect()
@@ -195,47 +181,16 @@ def test_private_memory_is_freed_too() -> None:
     assert address_space() - before < 1 << 30
 
 
-def test_a_hidden_file_has_no_name_and_one_descriptor_while_shared(tmp_path: Path) -> None:
+def test_shared_memory_has_one_descriptor() -> None:
     """Forks map it again."""
-    region = SharedRegion(100, tmp_path)
-    region.share()
-    assert len(set(opened(tmp_path))) == len(list(tmp_path.iterdir())) == 1
-    for _ in range(2):
-        region.hide()
-        assert (len(opened(tmp_path)), list(tmp_path.iterdir())) == (1, [])
-    assert region.is_shared
-    region.close()
-    assert opened(tmp_path) == []
-
-
-def test_an_unreferenced_region_removes_its_file(tmp_path: Path) -> None:
-    region = SharedRegion(100, tmp_path)
+    before = opened()
+    region = SharedRegion(100)
+    for _ in range(3):
+        attach(region.share(), 100)
+        assert opened() == before + 1
+    region.detach()
+    assert opened() == before
     region.share()
     del region
     gc.collect()
-
-    assert (opened(tmp_path), list(tmp_path.iterdir())) == ([], [])
-
-
-def test_the_default_folder_is_found() -> None:
-    region = SharedRegion(10)
-    offer = region.share()
-    try:
-        assert Path("/dev/shm", offer.name).stat().st_mode & 0o7777 == 0o600
-        assert offer.name not in sweep()
-        attach(offer)[0] = 4
-    finally:
-        region.close()
-    assert region.is_shared is False
-    assert not Path("/dev/shm", offer.name).exists()
-
-
-def test_an_offer_identifies_its_region_uniquely(tmp_path: Path) -> None:
-    region = SharedRegion(10, tmp_path)
-    first, second = region.share(), region.share()
-
-    assert isinstance(first, MemoryOffer)
-    assert (first.nbytes, len(first.token), "/" in first.name) == (10, 32, False)
-    assert first.name != second.name
-    assert first.token != second.token
-    region.close()
+    assert opened() == before

@@ -1,8 +1,7 @@
 """Regions between processes, some of which are killed."""
 
-import fcntl
-import gc
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -11,44 +10,31 @@ from pathlib import Path
 
 import pytest
 
-from pscommon.system.shared_memory import MemoryOffer, SharedRegion, attach, sweep
-
-# Shares 5000 bytes of 7, prints the offer and waits. A fork waits, or closes its copy and exits.
-CREATOR = """
-import os, sys
-from pathlib import Path
-from pscommon.system.shared_memory import SharedRegion
-region = SharedRegion(5000, Path(sys.argv[1]))
-region.memory[:] = b"\\7" * 5000
-offer = region.share()
-if "hide" in sys.argv:
-    region.hide()
-if "fork" in sys.argv or "ended" in sys.argv:
-    child = os.fork()
-    if not child and "ended" in sys.argv:
-        region.close()
-        del region
-        sys.exit()
-    if child and "ended" in sys.argv:
-        os.waitpid(child, 0)
-if "fork" not in sys.argv or child:
-    print(offer.name, offer.token.hex(), offer.nbytes, flush=True)
-os.read(0, 1)
-"""
+from pscommon.system.shared_memory import SharedRegion, attach
+from tests.support.shared_memory import mapped_count
 
 # reads "index" or "index value", writes the value, and prints the byte at the index
 PEER = """
 import sys
-from pathlib import Path
-from pscommon.system.shared_memory import MemoryOffer, attach
-offer = MemoryOffer(sys.argv[2], bytes.fromhex(sys.argv[3]), int(sys.argv[4]))
-attached = attach(offer, Path(sys.argv[1]))
+from pscommon.system.shared_memory import attach
+attached = attach(int(sys.argv[1]), int(sys.argv[2]))
 print("attached", flush=True)
 for line in sys.stdin:
     index, *value = map(int, line.split())
     if value:
         attached[index] = value[0]
     print(attached[index], flush=True)
+"""
+
+# shares 5000 bytes of 7, sends the descriptor over a Unix socket and waits
+CREATOR = """
+import os, socket, sys
+from pscommon.system.shared_memory import SharedRegion
+region = SharedRegion(5000)
+region.memory[:] = b"\\7" * 5000
+with socket.socket(fileno=int(sys.argv[1])) as sock:
+    socket.send_fds(sock, [b"x"], [region.share()])
+os.read(0, 1)
 """
 
 
@@ -71,10 +57,15 @@ class Program:
 
 
 @contextmanager
-def program(text: str, *arguments: str) -> Iterator[Program]:
-    command = [sys.executable, "-c", text, *arguments]
+def program(text: str, descriptor: int, *arguments: object) -> Iterator[Program]:
+    """Start a program that inherits a descriptor, whose number is its first argument."""
+    command = [sys.executable, "-c", text, str(descriptor), *map(str, arguments)]
     with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        pass_fds=[descriptor],
     ) as process:
         try:
             yield Program(process)
@@ -82,23 +73,17 @@ def program(text: str, *arguments: str) -> Iterator[Program]:
             process.kill()
 
 
-def offered(creator: Program) -> MemoryOffer:
-    name, token, nbytes = creator.ask().split()
-    return MemoryOffer(name, bytes.fromhex(token), int(nbytes))
-
-
 @contextmanager
-def peer(offer: MemoryOffer, folder: Path) -> Iterator[Program]:
-    with program(PEER, str(folder), offer.name, offer.token.hex(), str(offer.nbytes)) as attached:
+def peer(region: SharedRegion) -> Iterator[Program]:
+    with program(PEER, region.share(), region.nbytes) as attached:
         assert attached.ask() == "attached"
         yield attached
 
 
-def test_two_processes_see_each_other_until_detach(tmp_path: Path) -> None:
-    region = SharedRegion(10_000_000, tmp_path)
+def test_two_processes_see_each_other_until_detach() -> None:
+    region = SharedRegion(10_000_000)
     region.memory[9_999_999] = 1
-    with peer(region.share(), tmp_path) as other:
-        region.hide()
+    with peer(region) as other:
         assert other.ask("9999999") == "1"
         region.memory[5_000_000] = 2
         assert other.ask("5000000") == "2"
@@ -125,11 +110,10 @@ def in_fork(body: Callable[[], bool]) -> bool:
 
 
 @pytest.mark.parametrize("closed", [False, True])
-def test_writes_of_a_fork_are_private(tmp_path: Path, closed: bool) -> None:
-    region = SharedRegion(5000, tmp_path)
+def test_writes_of_a_fork_are_private(closed: bool) -> None:
+    region = SharedRegion(5000)
     region.memory[:] = b"\7" * 5000
-    other = attach(region.share(), tmp_path)
-    region.hide()
+    other = attach(region.share(), 5000)
     memory = region.memory
     if closed:
         region.close()
@@ -146,10 +130,9 @@ def test_writes_of_a_fork_are_private(tmp_path: Path, closed: bool) -> None:
     assert other[1] == 8, "it is shared as before"
 
 
-def test_forks_of_a_large_region_take_no_memory(tmp_path: Path) -> None:
-    region = SharedRegion(64 << 20, tmp_path)
+def test_forks_of_a_large_region_take_no_memory() -> None:
+    region = SharedRegion(64 << 20)
     region.share()
-    region.hide()
 
     def own() -> int:
         """Return the private bytes in this process's mappings of files."""
@@ -166,42 +149,39 @@ def test_forks_of_a_large_region_take_no_memory(tmp_path: Path) -> None:
     assert in_fork(lambda: bool(region.memory[1 << 20] == 0) and own() < 48 << 20)
 
 
-def test_descriptors_are_passed_with_the_region(tmp_path: Path) -> None:
-    before = len(os.listdir("/proc/self/fd"))
-    region = SharedRegion(5000, tmp_path)
-    for _ in range(3):
-        region.share()
-        region.hide()
-    assert len(os.listdir("/proc/self/fd")) == before + 1
-    region.detach()
-    assert len(os.listdir("/proc/self/fd")) == before
+def test_a_fork_has_no_descriptor_of_shared_memory() -> None:
+    region = SharedRegion(5000)
+    descriptor = region.share()
+
+    def is_closed() -> bool:
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            return True
+        return False
+
+    assert in_fork(is_closed)
+    assert os.fstat(descriptor).st_size == 5000
 
 
-def test_a_creator_killed_before_hide_leaves_a_file_for_sweep(tmp_path: Path) -> None:
-    with program(CREATOR, str(tmp_path)) as creator:
-        offer = offered(creator)
-        attached = attach(offer, tmp_path)
-        assert sweep(tmp_path) == []
+def test_memory_of_a_killed_creator_stays_until_it_is_unmapped() -> None:
+    before = mapped_count()
+    ours, theirs = socket.socketpair()
+    with ours, theirs, program(CREATOR, theirs.fileno()) as creator:
+        _, (descriptor,), _, _ = socket.recv_fds(ours, 1, 1)
+        attached = attach(descriptor, 5000)
+        os.close(descriptor)
         creator.kill()
 
-    assert [path.name for path in tmp_path.iterdir()] == [offer.name]
-    assert sweep(tmp_path) == [offer.name]
-    assert list(tmp_path.iterdir()) == []
-    assert attached == b"\7" * 5000  # attached processes keep the memory
+    assert attached == b"\7" * 5000
+    assert mapped_count() == before + 1
+    del attached
+    assert mapped_count() == before
 
 
-def test_a_creator_killed_after_hide_leaves_nothing(tmp_path: Path) -> None:
-    with program(CREATOR, str(tmp_path), "hide") as creator:
-        offered(creator)
-        creator.kill()
-
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_killed_attacher_leaves_nothing_and_harms_no_other(tmp_path: Path) -> None:
-    region = SharedRegion(5000, tmp_path)
-    with peer(region.share(), tmp_path) as other:
-        region.hide()
+def test_a_killed_attacher_harms_no_other() -> None:
+    region = SharedRegion(5000)
+    with peer(region) as other:
         assert other.ask("4999 6") == "6"
         other.kill()
 
@@ -210,80 +190,3 @@ def test_a_killed_attacher_leaves_nothing_and_harms_no_other(tmp_path: Path) -> 
     region.detach()
     assert region.memory[4999] == 6
     region.close()
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_fork_that_ends_removes_neither_name_nor_lock(tmp_path: Path) -> None:
-    with program(CREATOR, str(tmp_path), "ended") as creator:
-        offer = offered(creator)
-
-        assert sweep(tmp_path) == []
-        assert attach(offer, tmp_path) == b"\7" * 5000
-
-
-def test_a_fork_that_lives_keeps_the_file_until_it_ends(tmp_path: Path) -> None:
-    with program(CREATOR, str(tmp_path), "fork") as creator:
-        offer = offered(creator)
-        creator.kill()
-        assert sweep(tmp_path) == []
-
-        descriptor = os.open(tmp_path / offer.name, os.O_RDONLY)
-        assert creator.process.stdin is not None
-        creator.process.stdin.close()  # the fork reads EOF and exits
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        os.close(descriptor)
-        assert sweep(tmp_path) == [offer.name]
-
-
-def test_a_script_that_ends_without_closing_leaves_nothing(tmp_path: Path) -> None:
-    with program(CREATOR, str(tmp_path)) as creator:
-        offered(creator)
-        assert creator.process.stdin is not None
-        creator.process.stdin.close()
-        assert creator.process.wait(30) == 0
-
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_sweep_removes_only_own_files(tmp_path: Path) -> None:
-    ours = "paramserver-" + "0" * 32
-    names = ["paramserver-", f"{ours}0", "paramserver-" + "g" * 32, "other"]
-    for name in [*names, ours]:
-        (tmp_path / name).write_text("")
-    (tmp_path / ("paramserver-" + "1" * 32)).mkdir()
-    (tmp_path / ("paramserver-" + "2" * 32)).symlink_to(tmp_path / "other")
-    os.mkfifo(tmp_path / ("paramserver-" + "3" * 32))
-
-    assert sweep(tmp_path) == [ours]
-    assert len(list(tmp_path.iterdir())) == len(names) + 3
-
-
-@pytest.mark.parametrize("holds", [False, True])
-def test_sweep_may_run_before_the_creator_has_its_lock(
-    holds: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It runs between open and flock, and has finished or still runs when the creator locks."""
-    region, real = SharedRegion(100, tmp_path), fcntl.flock
-    victims: list[Path] = []
-    sizes: list[int] = []
-
-    def sweep_first(descriptor: int, operation: int) -> None:
-        monkeypatch.setattr(fcntl, "flock", real)
-        victims.extend(tmp_path.iterdir())
-        if holds:
-            sizes.append(os.open(victims[0], os.O_RDONLY))
-            real(sizes[0], fcntl.LOCK_EX)
-        else:
-            assert sweep(tmp_path) == [victims[0].name]
-        real(descriptor, operation)
-
-    monkeypatch.setattr(fcntl, "flock", sweep_first)
-    offer = region.share()
-    for descriptor in sizes:
-        os.close(descriptor)
-    assert [path.name for path in tmp_path.iterdir()] == [offer.name] != [victims[0].name]
-    assert sweep(tmp_path) == []
-    attach(offer, tmp_path)[0] = 2
-    assert region.memory[0] == 2
-    region.close()
-    gc.collect()

@@ -1,112 +1,59 @@
-"""Regions that cannot be shared or must not be attached, each with its reason."""
+"""Regions that cannot be shared, and descriptors that must not be mapped, each with its reason."""
 
-import mmap
+import fcntl
 import os
-import stat
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from errno import ENOMEM, ENOSYS
 from pathlib import Path
 
 import pytest
 
-from pscommon.system.shared_memory import (
-    MemoryOffer,
-    NoSharedMemoryError,
-    NotSharedError,
-    SharedRegion,
-    attach,
-    sweep,
-)
+from pscommon.system import shared_memory
+from pscommon.system.shared_memory import NoSharedMemoryError, NotSharedError, SharedRegion, attach
 
-NOBODY = 65534
-
-# tries to share 4 MiB in the small folder and prints the error
-TOO_LARGE = """
-import os, sys
-from pathlib import Path
-from pscommon.system.shared_memory import NoSharedMemoryError, SharedRegion
-region = SharedRegion(4 << 20, Path(sys.argv[1]))
-region.memory[:3] = b"abc"
-try:
-    region.share()
-except NoSharedMemoryError as error:
-    print(error)
-assert os.listdir(sys.argv[1]) == [], os.listdir(sys.argv[1])
-assert bytes(region.memory[:4]) == b"abc\\0" and not region.is_shared
-small = SharedRegion(100_000, Path(sys.argv[1]))
-if sys.argv[2] == "fits":
-    small.share()
-    small.memory[:] = bytes(100_000)
-small.close()
-"""
+NBYTES = 5000
+SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 @pytest.fixture
-def region(tmp_path: Path) -> Iterator[SharedRegion]:
-    region = SharedRegion(5000, tmp_path)
+def region() -> Iterator[SharedRegion]:
+    region = SharedRegion(NBYTES)
     yield region
     region.close()
 
 
-def in_tmpfs(options: str, folder: Path, *arguments: str) -> str:
-    """Return what TOO_LARGE prints with a private tmpfs at the folder."""
-    mount = f'mount -t tmpfs -o {options} none "$0"'
-    unshare = ["unshare", "--map-root-user", "--mount", "sh", "-c"]
-    if subprocess.run([*unshare, mount, str(folder)], capture_output=True, timeout=60).returncode:
-        pytest.skip("this user may not mount a tmpfs in a mount namespace of its own")
-    script = f'{mount} && exec "$1" -c "$2" "$0" "$3"'
-    done = subprocess.run(
-        [*unshare, script, str(folder), sys.executable, TOO_LARGE, *arguments],
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+def test_a_system_without_memfd_is_an_error(
+    region: SharedRegion, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attached = attach(region.share(), NBYTES)
 
+    def refuse(*arguments: object) -> int:
+        raise OSError(ENOSYS, os.strerror(ENOSYS))
 
-def test_a_small_tmpfs_is_an_error_at_once_with_numbers_and_remedy(tmp_path: Path) -> None:
-    message = in_tmpfs("size=1m", tmp_path, "fits")
-
-    assert f"{tmp_path} is too small: 4.0 MiB are needed and 1.0 MiB are free" in message
-    assert "shm_size" in message
-    assert "--lanes grpc" in message
-
-
-def test_a_read_only_tmpfs_is_an_error(tmp_path: Path) -> None:
-    assert "Read-only file system" in in_tmpfs("ro", tmp_path, "")
-
-
-def test_a_missing_folder_is_an_error(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    for folder, words in (
-        (tmp_path / "missing", "No such file"),
-        (tmp_path / "file", "Not a directory"),
-    ):
-        region = SharedRegion(10, folder)
-        with pytest.raises(NoSharedMemoryError, match=f"{folder}: {words}"):
-            region.share()
-        assert not region.is_shared
-        assert sweep(folder) == []
-        region.close()
-
-
-def test_a_failed_share_leaves_the_former_one(tmp_path: Path) -> None:
-    folder = tmp_path / "folder"
-    folder.mkdir()
-    region = SharedRegion(10, folder)
-    attached = attach(region.share(), folder)
-    region.hide()
-    folder.rmdir()
-    with pytest.raises(NoSharedMemoryError):
+    monkeypatch.setattr(os, "memfd_create", refuse)
+    with pytest.raises(NoSharedMemoryError, match=r"not implemented\. Try: .*`--lanes stream`"):
         region.share()
 
     region.memory[0] = 3
-    assert region.is_shared
-    assert attached[0] == 3
-    region.close()
+    assert (region.is_shared, attached[0]) == (True, 3), "the former memory stays"
+
+
+def test_too_little_memory_is_an_error_that_changes_nothing(
+    region: SharedRegion, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    region.memory[:3] = b"abc"
+    before = len(os.listdir("/proc/self/fd"))
+
+    def refuse(*arguments: object) -> None:
+        raise OSError(ENOMEM, os.strerror(ENOMEM))
+
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    with pytest.raises(NoSharedMemoryError, match=r"cannot share 0\.0 MiB: Cannot allocate"):
+        region.share()
+
+    assert (region.is_shared, region.memory[:4]) == (False, b"abc\0")
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_other_systems_cannot_share(region: SharedRegion, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,113 +62,69 @@ def test_other_systems_cannot_share(region: SharedRegion, monkeypatch: pytest.Mo
         region.share()
 
 
-@pytest.mark.parametrize("umask", [0, 0o777])
-def test_only_the_owner_has_access_for_any_umask(
-    umask: int, region: SharedRegion, tmp_path: Path
+def test_the_size_of_shared_memory_never_changes(region: SharedRegion) -> None:
+    """A process that truncates it would end the others by SIGBUS."""
+    descriptor = region.share()
+
+    for nbytes in (0, NBYTES - 1, NBYTES + 1):
+        with pytest.raises(PermissionError):
+            os.truncate(descriptor, nbytes)
+    with pytest.raises(PermissionError):
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE)
+
+
+def memfd(seals: int, nbytes: int = NBYTES) -> int:
+    descriptor = os.memfd_create("other", os.MFD_ALLOW_SEALING)
+    os.truncate(descriptor, nbytes)
+    fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
+    return descriptor
+
+
+def regular_file(path: Path) -> int:
+    path.write_bytes(bytes(NBYTES))
+    return os.open(path, os.O_RDWR)
+
+
+UNFIT: dict[str, tuple[Callable[[Path], int], str]] = {
+    "no seals": (lambda path: memfd(0), "seals SHRINK, GROW and SEAL"),
+    **{
+        f"a missing seal {seal}": (lambda path, seal=seal: memfd(SEALS & ~seal), "seals SHRINK")
+        for seal in (fcntl.F_SEAL_SHRINK, fcntl.F_SEAL_GROW, fcntl.F_SEAL_SEAL)
+    },
+    "no memfd": (lambda path: os.memfd_create("other", 0), "seals SHRINK"),
+    "a file": (regular_file, "seals SHRINK"),
+    "a file in /dev/shm": (
+        lambda path: regular_file(Path(f"/dev/shm/{path.parent.name}-{os.getpid()}")),
+        "seals SHRINK",
+    ),
+    "a folder": (lambda path: os.open(path.parent, os.O_RDONLY), "seals SHRINK"),
+    "a pipe": (lambda path: os.pipe()[0], "seals SHRINK"),
+    "empty": (lambda path: memfd(SEALS, 0), "has 0 bytes, not 5000"),
+    "too small": (lambda path: memfd(SEALS, NBYTES - 1), "has 4999 bytes, not 5000"),
+    "too large": (lambda path: memfd(SEALS, NBYTES + 1), "has 5001 bytes, not 5000"),
+    "sealed against writing": (
+        lambda path: memfd(SEALS | fcntl.F_SEAL_WRITE),
+        "cannot be mapped: Operation not permitted",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", UNFIT)
+def test_an_unfit_descriptor_is_refused_before_it_is_mapped(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before = os.umask(umask)
+    make, words = UNFIT[case]
+    mapped = list[object]()
+    real = shared_memory._map
+    monkeypatch.setattr(
+        shared_memory, "_map", lambda *arguments: mapped.append(1) or real(*arguments)
+    )
+    descriptor = make(tmp_path / "file")
     try:
-        offer = region.share()
+        with pytest.raises(NotSharedError, match=words):
+            attach(descriptor, NBYTES)
     finally:
-        os.umask(before)
+        os.close(descriptor)
+        Path(f"/dev/shm/{tmp_path.name}-{os.getpid()}").unlink(missing_ok=True)
 
-    assert stat.S_IMODE((tmp_path / offer.name).stat().st_mode) == 0o600
-    attach(offer, tmp_path)
-
-
-@pytest.mark.parametrize("mode", [0o640, 0o604, 0o610, 0o601])
-def test_a_file_accessible_for_others_is_refused(
-    mode: int, region: SharedRegion, tmp_path: Path
-) -> None:
-    offer = region.share()
-    (tmp_path / offer.name).chmod(mode)
-
-    with pytest.raises(NotSharedError, match=f"accessible to others: mode {mode:04o}"):
-        attach(offer, tmp_path)
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
-def test_a_file_of_another_user_is_refused(region: SharedRegion, tmp_path: Path) -> None:
-    offer = region.share()
-    os.chown(tmp_path / offer.name, NOBODY, NOBODY)
-    with pytest.raises(NotSharedError, match=f"belongs to user {NOBODY}"):
-        attach(offer, tmp_path)
-
-    other = tmp_path / ("paramserver-" + "0" * 32)
-    other.write_text("")
-    os.chown(other, NOBODY, NOBODY)
-    assert sweep(tmp_path) == []
-
-
-def symlink(path: Path) -> None:
-    path.rename(path.parent / "elsewhere")
-    path.symlink_to(path.parent / "elsewhere")
-
-
-def pipe(path: Path) -> None:
-    path.unlink()
-    os.mkfifo(path, 0o600)
-
-
-def folder(path: Path) -> None:
-    path.unlink()
-    path.mkdir()
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        (Path.unlink, "No such file"),
-        (symlink, "is a symlink"),
-        (pipe, "not a regular file"),
-        (folder, "Is a directory"),
-        (lambda path: os.truncate(path, 9000), "has 9000 bytes"),
-        (lambda path: os.truncate(path, 0), "has 0 bytes"),
-    ],
-)
-def test_a_path_that_is_no_regular_file_is_refused(
-    change: Callable[[Path], None], words: str, region: SharedRegion, tmp_path: Path
-) -> None:
-    offer = region.share()
-    change(tmp_path / offer.name)
-
-    with pytest.raises(NotSharedError, match=words):
-        attach(offer, tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("wrong", "words"),
-    [
-        ({"token": bytes(32)}, "another token"),
-        ({"token": b""}, "another token"),
-        ({"nbytes": 4999}, "has .* bytes"),
-        ({"nbytes": -1}, "has .* bytes"),
-        ({"name": "paramserver-" + "0" * 32}, "No such file"),
-        ({"name": "../paramserver-" + "0" * 32}, "not a name"),
-        ({"name": ""}, "not a name"),
-    ],
-)
-def test_an_offer_for_another_file_is_refused(
-    wrong: dict[str, object], words: str, region: SharedRegion, tmp_path: Path
-) -> None:
-    offer: MemoryOffer = replace(region.share(), **wrong)  # type: ignore[arg-type]
-
-    with pytest.raises(NotSharedError, match=words):
-        attach(offer, tmp_path)
-
-
-def test_an_offer_of_a_negative_size_is_refused(region: SharedRegion, tmp_path: Path) -> None:
-    """The file has the size that such an offer implies, and holds the token."""
-    offer = region.share()
-    os.truncate(tmp_path / offer.name, mmap.PAGESIZE - 1)
-
-    with pytest.raises(NotSharedError, match=f"has {mmap.PAGESIZE - 1} bytes"):
-        attach(replace(offer, nbytes=-1), tmp_path)
-
-
-def test_a_hidden_region_cannot_be_attached(region: SharedRegion, tmp_path: Path) -> None:
-    offer = region.share()
-    region.hide()
-
-    with pytest.raises(NotSharedError, match="No such file"):
-        attach(offer, tmp_path)
+    assert bool(mapped) == ("cannot be mapped" in words)

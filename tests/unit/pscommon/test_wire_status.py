@@ -42,11 +42,6 @@ class Failing:
     ) -> pb.IntroduceResponse:
         return pb.IntroduceResponse()
 
-    def AttachMemory(
-        self, request: pb.AttachMemoryRequest, context: grpc.ServicerContext
-    ) -> pb.AttachMemoryResponse:
-        return pb.AttachMemoryResponse()
-
     def ExchangeOnce(self, request: bytes, context: grpc.ServicerContext) -> bytes:
         with status.answering(context):
             self.how(context)

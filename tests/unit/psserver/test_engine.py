@@ -12,7 +12,7 @@ from psproto.v1 import parameter_server_pb2 as pb
 from psserver.durability.shard_state import ShardState
 from psserver.process.metrics import ServerMetrics
 from psserver.shard.engine import ShardEngine
-from psserver.shard.worker_traffic import WorkerTraffic
+from psserver.shard.worker_traffic import WorkerBuffers, WorkerTraffic
 from tests.support.coordinators import SilentCoordinator, no_snapshot
 
 SPEC = ModelSpec((TensorSpec("w", (4,), "float32"),), OptimizerSettings("sgd", ({"lr": 1.0},)))
@@ -63,12 +63,7 @@ def test_the_push_that_ends_the_job_is_answered(engine: ShardEngine) -> None:
 def test_shared_memory_of_workers_is_dropped_with_the_log_they_joined(engine: ShardEngine) -> None:
     """After a rollback they return as new workers and offer their memory again."""
     region = SharedRegion(2 * 4096)
-    offer = region.share()
-    request = pb.AttachMemoryRequest(
-        worker=1, memory=1, name=offer.name, nbytes=offer.nbytes, token=offer.token
-    )
-    assert engine.traffic.shared_buffers.attach(request) == ""
-    region.hide()
+    engine.traffic.shared_buffers.add(1, WorkerBuffers.attached(1, region.share(), 4096))
 
     engine.install(following(2))
 

@@ -25,7 +25,7 @@ from psserver.parameters.weight_reads import WeightRead
 from psserver.process.identity import ServerIdentity
 from psserver.process.metrics import ServerMetrics
 from psserver.shard.engine import ShardEngine
-from psserver.shard.worker_traffic import WorkerTraffic
+from psserver.shard.worker_traffic import WorkerBuffers, WorkerTraffic
 from psserver.waiting import ThreadWaiter, run
 from tests.support.coordinators import SilentCoordinator, no_snapshot
 
@@ -375,12 +375,8 @@ def test_a_failure_at_any_call_releases_everything(
 
 def test_shared_memory_moves_no_bytes() -> None:
     engine, region = make_engine(SMALL), SharedRegion(8 * SMALL)
-    offer = region.share()
-    request = pb.AttachMemoryRequest(
-        worker=1, memory=1, name=offer.name, nbytes=offer.nbytes, token=offer.token
-    )
-    assert engine.traffic.shared_buffers.attach(request) == ""
-    region.hide()
+    buffers = WorkerBuffers.attached(1, region.share(), 4 * SMALL)
+    engine.traffic.shared_buffers.add(1, buffers)
     case = Case(push(memory=1), during=count)
     case.engine = engine
 

@@ -2,9 +2,7 @@
 needed.
 """
 
-import gc
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,12 +11,13 @@ from pscommon.core.errors import InvalidRequestError, UnreachableError
 from pscommon.core.model_spec import OptimizerSettings
 from pscommon.core.partition import PartitionPlan
 from pscommon.settings.values import Lanes
-from pscommon.system.shared_memory import MemoryOffer, SharedRegion
+from pscommon.system.shared_memory import SharedRegion
 from pscommon.system.thread_team import ThreadTeam
 from psproto.v1 import parameter_server_pb2 as pb
 from psserver.parameters.partition import MAX_CACHED_VIEWS, ShardPartition, WorkerBuffer
 from psserver.parameters.store import ParameterStore
-from psserver.shard.worker_traffic import AttachedBuffers
+from psserver.shard.worker_traffic import AttachedBuffers, WorkerBuffers
+from tests.support.shared_memory import mapped_count
 from tests.support.stores import SGD, Shards, begun, model, noise, one_thread  # noqa: F401
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -36,28 +35,22 @@ def memories() -> AttachedBuffers:
 def region() -> Iterator[SharedRegion]:
     region = SharedRegion(2 * BUFFER)
     yield region
-    region.hide()
+    region.close()
 
 
-def requested(offer: MemoryOffer, worker: int = 1, memory: int = 1) -> pb.AttachMemoryRequest:
-    return pb.AttachMemoryRequest(
-        worker=worker, memory=memory, name=offer.name, nbytes=offer.nbytes, token=offer.token
-    )
+def attach(memories: AttachedBuffers, region: SharedRegion, number: int = 1) -> None:
+    """Share the region, and attach it as the memory of worker 1 with this number."""
+    descriptor = region.share()
+    memories.add(1, WorkerBuffers.attached(number, descriptor, region.nbytes // 2))
 
 
 def header(worker: int = 1, memory: int = 1) -> pb.PushPullHeader:
     return pb.PushPullHeader(worker=worker, memory=memory)
 
 
-def mapped() -> int:
-    """Return how many mappings of shared regions this process has, its own included."""
-    gc.collect()
-    return Path("/proc/self/maps").read_text().count("/paramserver-")
-
-
 def test_both_sides_see_the_same_bytes(memories: AttachedBuffers, region: SharedRegion) -> None:
     region.memory[:3] = b"abc"
-    assert memories.attach(requested(region.share())) == ""
+    attach(memories, region)
     buffers = memories.find(header())
     region.memory[3:5] = b"de"
     buffers.weights.flat[:4] = torch.tensor([1, 2, 3, 4], dtype=torch.uint8)
@@ -71,14 +64,6 @@ def test_both_sides_see_the_same_bytes(memories: AttachedBuffers, region: Shared
     )
 
 
-def test_a_server_without_the_lane_refuses_an_offer(region: SharedRegion) -> None:
-    memories = AttachedBuffers("grpc")
-
-    assert "--lanes grpc" in memories.attach(requested(region.share()))
-    with pytest.raises(UnreachableError):
-        memories.find(header())
-
-
 @pytest.mark.parametrize(("lanes", "allowed"), [("grpc", True), ("auto", True), ("shm", False)])
 def test_a_server_for_shared_memory_refuses_pushes_over_grpc(lanes: Lanes, allowed: bool) -> None:
     if allowed:
@@ -88,31 +73,22 @@ def test_a_server_for_shared_memory_refuses_pushes_over_grpc(lanes: Lanes, allow
         AttachedBuffers(lanes).check_network_allowed()
 
 
-@pytest.mark.parametrize("spoiled", ["name", "token", "nbytes"])
-def test_a_region_that_cannot_be_attached_leaves_the_former_offer(
-    memories: AttachedBuffers, region: SharedRegion, spoiled: str
+def test_a_region_of_another_size_is_refused_and_leaves_the_former_offer(
+    memories: AttachedBuffers, region: SharedRegion
 ) -> None:
-    offer = region.share()
-    assert memories.attach(requested(offer)) == ""
-    other: dict[str, pb.AttachMemoryRequest] = {
-        "name": requested(
-            MemoryOffer("paramserver-" + "0" * 32, offer.token, offer.nbytes), memory=2
-        ),
-        "token": requested(MemoryOffer(offer.name, bytes(32), offer.nbytes), memory=2),
-        "nbytes": requested(MemoryOffer(offer.name, offer.token, offer.nbytes * 2), memory=2),
-    }
+    attach(memories, region)
+    other = SharedRegion(2 * BUFFER - 2)
 
-    assert offer.name in memories.attach(other[spoiled]) or spoiled == "name"
+    with pytest.raises(InvalidRequestError, match=rf"has {2 * BUFFER - 2} bytes, not {2 * BUFFER}"):
+        WorkerBuffers.attached(2, other.share(), BUFFER)
     assert memories.find(header(memory=1)).number == 1
-    with pytest.raises(UnreachableError):
-        memories.find(header(memory=2))
 
 
 def test_only_the_newest_offer_of_a_worker_is_valid(
     memories: AttachedBuffers, region: SharedRegion
 ) -> None:
     for number in (1, 2):
-        assert memories.attach(requested(region.share(), memory=number)) == ""
+        attach(memories, region, number)
     memories.find(header(memory=2)).weights.flat[0] = 9
 
     assert region.memory[BUFFER] == 9
@@ -125,26 +101,24 @@ def test_only_the_newest_offer_of_a_worker_is_valid(
 def test_the_memory_of_a_removed_worker_is_detached(
     memories: AttachedBuffers, region: SharedRegion
 ) -> None:
-    before = mapped()
-    assert memories.attach(requested(region.share())) == ""
+    before = mapped_count()
+    attach(memories, region)
     gradients = memories.find(header()).gradients
     memories.on_evict(1)
     memories.on_evict(1)
-    assert mapped() == before + 2  # the staged push keeps its mappings
+    assert mapped_count() == before + 2  # the staged push keeps its mappings
     gradients.flat[0] = 7
     assert region.memory[0] == 7
     del gradients
 
-    assert mapped() == before + 1  # the mapping of the worker
+    assert mapped_count() == before + 1  # the mapping of the worker
     with pytest.raises(UnreachableError):
         memories.find(header())
 
 
 def test_a_model_without_bytes_can_be_attached(memories: AttachedBuffers) -> None:
-    region = SharedRegion(0)
-    assert memories.attach(requested(region.share())) == ""
+    attach(memories, SharedRegion(0))
     buffers = memories.find(header())
-    region.hide()
 
     assert (len(buffers.gradients.flat), len(buffers.weights.flat)) == (0, 0)
 

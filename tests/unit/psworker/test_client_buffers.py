@@ -1,9 +1,8 @@
 """The worker's shared buffers, with fake servers that attach or refuse the memory."""
 
 import logging
-import stat
+import os
 from collections.abc import Callable, Collection
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,13 +12,7 @@ import pytest
 from pscommon.core.errors import FencedError, InvalidRequestError, UnreachableError
 from pscommon.core.model_spec import ModelSpec, OptimizerSettings, TensorSpec
 from pscommon.core.partition import PartitionPlan
-from pscommon.system.shared_memory import (
-    FOLDER,
-    MemoryOffer,
-    NotSharedError,
-    attach,
-)
-from pscommon.wire.requests import ATTACH_MEMORY, AnyRequest
+from pscommon.system.shared_memory import attach
 from psproto.v1 import parameter_server_pb2 as ps
 from psworker.connection.membership import WorkerMembership
 from psworker.exchange.client_buffers import LANES, ClientBuffers
@@ -37,24 +30,22 @@ class Servers:
 
     def __init__(self) -> None:
         self.addresses = ["shard 0", "shard 1"]
-        self.requests: list[tuple[int, ps.AttachMemoryRequest]] = []
-        self.modes: list[int] = []
+        self.requests: list[tuple[int, ps.PushPullHeader]] = []
         self.memory: dict[int, memoryview] = {}
         self.refuses: dict[int, str] = {}
         self.before: Hook = lambda: None
 
-    def request(
-        self, row: AnyRequest, request: ps.AttachMemoryRequest, timeout: float, shard: int
-    ) -> ps.AttachMemoryResponse:
-        assert row is ATTACH_MEMORY
-        self.requests.append((shard, request))
-        self.modes.append(stat.S_IMODE((FOLDER / request.name).stat().st_mode))
+    def offer_memory(
+        self, shard: int, header: ps.PushPullHeader, share: Callable[[], int], timeout: float
+    ) -> None:
+        sent = ps.PushPullHeader()
+        sent.CopyFrom(header)
+        self.requests.append((shard, sent))
         if shard == 1:
             self.before()
         if shard in self.refuses:
-            return ps.AttachMemoryResponse(reason=self.refuses[shard])
-        self.memory[shard] = attach(MemoryOffer(request.name, request.token, request.nbytes))
-        return ps.AttachMemoryResponse(attached=True)
+            raise InvalidRequestError(self.refuses[shard])
+        self.memory[shard] = attach(share(), 2 * PLAN.nbytes)
 
     def memory_half(self, shard: int, half: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
         """Return half 0 (gradients) or 1 (weights) of the memory that the server has attached."""
@@ -75,21 +66,13 @@ def finished(lost: Collection[int]) -> Any:
     return [SimpleNamespace(version=1, lost_memory=shard in lost) for shard in range(2)]
 
 
-def files(servers: Servers) -> list[Path]:
-    return [
-        FOLDER / request.name for _, request in servers.requests if (FOLDER / request.name).exists()
-    ]
-
-
-def test_an_offer_is_one_private_file_that_is_unlinked_afterwards() -> None:
+def test_an_offer_is_one_region_for_all_servers() -> None:
     buffers, servers = offered()
 
     assert [shard for shard, _ in servers.requests] == [0, 1]
-    assert {(r.job, r.worker, r.memory, r.nbytes) for _, r in servers.requests} == {
-        ("job-1", 7, 1, 2 * PLAN.nbytes)
-    }
-    assert servers.modes == [0o600, 0o600]
-    assert files(servers) == []
+    assert {(r.job, r.worker, r.memory) for _, r in servers.requests} == {("job-1", 7, 1)}
+    servers.memory[0][0] = 5
+    assert servers.memory[1][0] == 5
     assert (buffers.number, sorted(buffers.shards)) == (1, [0, 1])
 
 
@@ -246,7 +229,23 @@ def test_lanes_grpc_makes_no_offer() -> None:
     assert (servers.requests, buffers.number) == ([], 0)
 
 
-def test_an_interrupted_offer_leaves_no_file_and_can_be_repeated() -> None:
+def test_a_system_without_memfd_is_logged_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*arguments: object) -> int:
+        raise PermissionError(1, "Operation not permitted")
+
+    caplog.set_level(logging.INFO, "psworker")
+    monkeypatch.setattr(os, "memfd_create", refuse)
+    buffers, servers = offered()
+    buffers.offer(servers, PLACE, 5.0)
+
+    (line,) = [r.getMessage() for r in caplog.records]
+    assert line.startswith("shared_memory_unavailable reason=cannot share")
+    assert (len(servers.requests), buffers.number) == (1, 0)
+
+
+def test_an_interrupted_offer_can_be_repeated() -> None:
     servers: Any = Servers()
     buffers = ClientBuffers(PLAN.nbytes)
 
@@ -256,15 +255,14 @@ def test_an_interrupted_offer_leaves_no_file_and_can_be_repeated() -> None:
     servers.before = interrupt
     with pytest.raises(KeyboardInterrupt):
         buffers.offer(servers, PLACE, 5.0)
-    assert files(servers) == []
     assert buffers.number == 0
+    first = servers.memory[0]
     servers.before = lambda: None
     buffers.offer(servers, PLACE, 5.0)
 
     assert (buffers.number, sorted(buffers.shards)) == (2, [0, 1])
-    _, request = servers.requests[-1]
-    with pytest.raises(NotSharedError, match="No such file"):
-        attach(MemoryOffer(request.name, request.token, request.nbytes))
+    first[0] = 200
+    assert buffers.gradients[0] == 0
 
 
 def test_views_outlive_the_buffers() -> None:
