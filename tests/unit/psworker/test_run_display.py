@@ -48,6 +48,12 @@ STATUS: dict[str, Any] = {
 }
 
 
+@pytest.fixture(autouse=True)
+def terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have a terminal that can show a panel, whatever the test's own is."""
+    monkeypatch.setenv("TERM", "xterm-256color")
+
+
 class FileOutput(Output):
     """Output that writes to a file. text() returns the written text."""
 
