@@ -49,7 +49,7 @@ STATUS: dict[str, Any] = {
 
 
 @pytest.fixture(autouse=True)
-def terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+def capable_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have a terminal that can show a panel, whatever the test's own is."""
     monkeypatch.setenv("TERM", "xterm-256color")
 
