@@ -3,6 +3,7 @@
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -55,3 +56,9 @@ def test_the_reason_for_no_stream_names_what_the_server_offers(
 
     with pytest.raises(InvalidRequestError, match=f"{why}. Try: `--lanes auto`"):
         SocketPool("stream", {}).find(0, "a:1", ps.PushPullHeader(worker=1), describe, TIMEOUT)
+
+
+def test_a_worker_with_grpc_only_has_no_path_for_memory() -> None:
+    header = ps.PushPullHeader(worker=1)
+    with pytest.raises(InvalidRequestError, match="gRPC only"):
+        SocketPool("grpc", {}).find_path(0, "a:1", header, Mock(), TIMEOUT)
