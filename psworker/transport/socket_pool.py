@@ -120,12 +120,11 @@ class SocketPool:
             InvalidRequestError: Its Unix socket cannot be used.
         """
         connection = self.find(shard, address, header, describe, timeout, for_memory=True)
-        if connection is None and shard not in self._no_path:
-            raise InvalidRequestError("this worker uses gRPC only")
+        no_path = self._no_path.get(shard) or InvalidRequestError("this worker uses gRPC only")
         if connection is None:
-            raise self._no_path[shard].with_traceback(None)
+            raise no_path.with_traceback(None)
         if not connection.address.startswith("/"):
-            raise InvalidRequestError(str(self._no_path[shard]))
+            raise InvalidRequestError(str(no_path))
         return connection
 
     @contextmanager

@@ -10,6 +10,7 @@ import grpc
 import numpy as np
 import pytest
 
+from benchmarks.processes import memory_bytes
 from pscommon.core.errors import InvalidRequestError, WaitTimeoutError
 from pscommon.wire.endpoint import Endpoint, open_channel
 from pscommon.wire.frames import encode_data, encode_header
@@ -51,16 +52,6 @@ the first.
 """
 
 
-def resident(pid: int) -> int:
-    """Return the resident bytes of a process."""
-    (line,) = [
-        line
-        for line in Path(f"/proc/{pid}/status").read_text().splitlines()
-        if line.startswith("VmRSS")
-    ]
-    return int(line.split()[1]) << 10
-
-
 class CompetingClients:
     """Clients that push as fast as they can until there are PUSHES; memory: of process `pid`, after
     each.
@@ -79,7 +70,7 @@ class CompetingClients:
             assert client.push(ONE).status == "applied"
             with self._lock:
                 self.made[number] += 1
-                self.memory.append(resident(self._pid))
+                self.memory.append(memory_bytes(self._pid)["now"])
 
 
 @pytest.mark.full
@@ -105,7 +96,7 @@ def test_64_clients_share_16_mb_and_none_starves(tmp_path: Path, lanes: str) -> 
         clients = [
             stack.enter_context(joined(address, lanes, wait_timeout=100.0)) for _ in range(CLIENTS)
         ]
-        before, race = resident(server.pid), CompetingClients(server.pid)
+        before, race = memory_bytes(server.pid)["now"], CompetingClients(server.pid)
         together(*[lambda n=n, c=c: race.run(c, n) for n, c in enumerate(clients)])
 
         assert counted(weights_of(address)) == sum(race.made) >= PUSHES

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Self
 
 import grpc
 
+from benchmarks.processes import memory_bytes
 from pscommon.core.errors import PSError
 from pscommon.security.credentials import Credentials, use_credentials
 from pscommon.security.tokens import ROLES, TokenFile
@@ -225,7 +226,9 @@ class HostileJob(ForkedJob):
 
     def memory_nbytes(self) -> Mapping[str, int]:
         """Resident memory of each server."""
-        return {name: resident(self.processes[name].process.pid or 0) for name in self.names}
+        return {
+            name: memory_bytes(self.processes[name].process.pid or 0)["now"] for name in self.names
+        }
 
     def restart(self) -> None:
         """Kill all servers and start them again from their data directories."""
@@ -299,13 +302,3 @@ def answers(found: bytes) -> Iterator[tuple[FrameKind, bytes]]:
         message = prefix.message(bytearray(view[:HEAD_BYTES]), bytearray(view[HEAD_BYTES:end]))
         yield prefix.kind, message
         view = view[end + prefix.data_nbytes :]
-
-
-def resident(pid: int) -> int:
-    """Return the bytes of a process that are in memory."""
-    (line,) = [
-        line
-        for line in Path(f"/proc/{pid}/status").read_text().splitlines()
-        if line.startswith("VmRSS")
-    ]
-    return int(line.split()[1]) << 10
