@@ -45,6 +45,7 @@ def states_of_ddp(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Named]:
     return {kind.__name__: torch.load(folder / kind.__name__, weights_only=True) for kind in KINDS}
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 def test_queues_and_momentum_encoders_equal_those_of_ddp(

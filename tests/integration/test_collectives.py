@@ -161,6 +161,7 @@ def test_a_text_of_64_kib_is_broadcast(cluster: Make) -> None:
             job.broadcast(text + "x")
 
 
+@pytest.mark.full
 def test_a_drained_worker_leaves_a_barrier_and_releases_the_others(cluster: Make) -> None:
     servers = cluster(min_workers=3)
     address = servers.address

@@ -222,6 +222,7 @@ def test_a_stopping_server_is_awaited_by_its_workers(cluster: Make, tmp_path: Pa
         assert not second.ended.is_set()
 
 
+@pytest.mark.full
 def test_a_worker_waiting_for_data_gets_it_after_the_server_restarts(
     cluster: Make, tmp_path: Path
 ) -> None:

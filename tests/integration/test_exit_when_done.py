@@ -33,6 +33,7 @@ def test_servers_of_a_finished_job_end_again_after_a_restart(
     assert status(again.address)["version"] == VERSIONS
 
 
+@pytest.mark.full
 def test_workers_of_an_earlier_run_do_not_end_restarted_servers(
     cluster: Make, tmp_path: Path
 ) -> None:

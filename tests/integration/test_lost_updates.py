@@ -64,6 +64,7 @@ def test_deliberately_abandoned_updates_are_not_reported_as_lost(
     assert lost(servers) == 0
 
 
+@pytest.mark.full
 def test_workers_from_before_a_restart_do_not_count_as_lost(
     cluster: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

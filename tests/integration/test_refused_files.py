@@ -17,6 +17,7 @@ def refuse(path: Path) -> None:
     path.mkdir()
 
 
+@pytest.mark.full
 def test_all_shards_roll_back_although_the_generation_cannot_be_stored(
     cluster: Callable[..., Cluster], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

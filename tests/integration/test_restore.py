@@ -235,6 +235,7 @@ def test_newer_snapshots_are_moved_aside_and_the_log_starts_there(
         count(client)
 
 
+@pytest.mark.full
 def test_a_snapshot_in_progress_is_abandoned(
     cluster: Make, capsys: Output, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

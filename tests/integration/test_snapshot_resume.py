@@ -101,6 +101,7 @@ def test_a_restarted_finished_job_has_nothing_left(cluster: Make, tmp_path: Path
     assert (status(again.address)["version"], digest(again.address)) == (VERSIONS, before)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("durability", ["snapshot", "log"])
 def test_a_run_that_all_workers_left_waits_for_the_same_number(
     cluster: Make, tmp_path: Path, uninterrupted_weights: str, durability: str
@@ -123,6 +124,7 @@ def test_a_run_that_all_workers_left_waits_for_the_same_number(
     assert digest(again.address) == uninterrupted_weights
 
 
+@pytest.mark.full
 def test_pushes_from_before_a_restart_do_not_count_again(cluster: Make, tmp_path: Path) -> None:
     """A worker that slept through the restart gets an error, and may rejoin."""
     first = cluster(1, data_dir=tmp_path)

@@ -215,6 +215,7 @@ def test_an_invalid_policy_is_refused_and_the_old_one_stays(cluster: Make, capsy
 # ---- health --------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_a_slow_worker_is_found_by_its_own_part_of_the_steps(
     cluster: Make, capsys: Output, caplog: pytest.LogCaptureFixture
 ) -> None:

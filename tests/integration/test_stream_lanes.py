@@ -151,6 +151,7 @@ def test_a_wrong_stream_address_ends_a_worker_that_requires_streams(misled: str,
     assert "127.0.0.1" in str(caught.value)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("answer", "pace"), [(b"", 0.0), (MAGIC, 0.7)], ids=["silent", "byte by byte"]
 )
@@ -172,6 +173,7 @@ def test_a_port_that_does_not_answer_delays_the_first_step_by_2_seconds(
     assert "grpc=[0]" in line.getMessage()
 
 
+@pytest.mark.full
 def test_ports_that_do_not_answer_are_tried_at_the_same_time(
     cluster: Make, caplog: pytest.LogCaptureFixture
 ) -> None:

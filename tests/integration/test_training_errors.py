@@ -116,6 +116,7 @@ def test_an_error_of_the_user_is_raised_once(simulate: bool) -> None:
     assert child_pids() == before
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("simulate", [True, False])
 def test_when_one_node_fails_the_others_stop(simulate: bool) -> None:
     data, before = FailingDataset(at=100), child_pids()

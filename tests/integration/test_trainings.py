@@ -154,6 +154,7 @@ def test_a_worker_with_another_name_waits_for_the_members(cluster: Make) -> None
     assert (caught.value.reason, caught.value.exit_code) == ("TRAINING_OVER", 11)
 
 
+@pytest.mark.full
 @pytest.mark.every(3)
 @pytest.mark.parametrize("durability", ["snapshot", "log"])
 @pytest.mark.parametrize("stops", [True, False], ids=["stopped", "killed"])

@@ -37,6 +37,7 @@ def programs(tmp_path: Path) -> Iterator[Programs]:
         yield programs
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_pushes_count_once_although_both_servers_are_killed(policy: str, tmp_path: Path) -> None:
     """The servers recover from their logs; requests and replies are lost and repeated."""

@@ -202,6 +202,7 @@ def test_a_fence_during_a_data_request_loses_nothing(cluster: FakeCluster, worke
     assert cluster.counted[-1][0] == 2
 
 
+@pytest.mark.full
 def test_batches_prefetched_before_the_fence_are_skipped(cluster: FakeCluster) -> None:
     """A batch that the new worker has leased again is used once."""
     cluster.deal(0, 1, 2, 3, 2, 3, None)

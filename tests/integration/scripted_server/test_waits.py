@@ -152,6 +152,7 @@ def test_no_call_survives_connect_timeout(cluster: FakeCluster, what: str) -> No
             CALLS[what](client)
 
 
+@pytest.mark.full
 def test_a_refusing_port_is_found_soon_after_it_listens(cluster: FakeCluster) -> None:
     """Pauses between attempts to connect are short in gRPC and in the client."""
     with connect(cluster) as client, ThreadPoolExecutor(1) as pool:

@@ -263,6 +263,7 @@ SnapshotDirectory(Path(sys.argv[1])).write_part(2, 0, 1, {"weight@0": torch.zero
 """
 
 
+@pytest.mark.full
 def test_a_truncated_write_is_an_error(tmp_path: Path) -> None:
     """In a child process: the limit applies to every file of a process, its output included."""
     save_tiny(SnapshotDirectory(tmp_path), 1)

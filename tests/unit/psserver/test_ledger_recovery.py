@@ -56,6 +56,7 @@ def test_what_is_stored_about_leases_equals_a_search() -> None:
                 before[loop.spec.loop] = now
 
 
+@pytest.mark.full
 def test_every_batch_counts_once_or_was_discarded_after_any_loss() -> None:
     """2000 random histories, completed by one worker that stays."""
     for seed in range(2000):

@@ -231,6 +231,7 @@ class StreamJob:
         self.ledgers.append(twin)
 
 
+@pytest.mark.full
 def test_every_sample_of_every_source_counts_once_after_any_loss() -> None:
     """1500 random jobs, in sync and without a barrier, with a recovered ledger that must agree."""
     for seed in range(1500):
