@@ -129,7 +129,6 @@ def test_the_parent_of_a_worker_may_report_its_end(cluster: Make, worker: Start)
         assert (lost["state"], lost["reason"]) == ("lost", "its process was killed by SIGKILL")
 
 
-@pytest.mark.full
 def test_a_suspended_worker_is_fenced_and_may_rejoin(cluster: Make, worker: Start) -> None:
     """Nothing that it sends afterwards counts."""
     address = cluster(1, policy="async", lease=LONG_LEASE).address
@@ -149,7 +148,6 @@ def test_a_suspended_worker_is_fenced_and_may_rejoin(cluster: Make, worker: Star
     assert (back["state"], back["worker"] > fenced) == ("left", True)
 
 
-@pytest.mark.full
 def test_a_worker_that_computes_for_long_is_not_dropped(cluster: Make) -> None:
     """Its heartbeats renew the lease, whatever its script does meanwhile."""
     address = cluster(1, min_workers=2, lease=OUTLIVED).address
