@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.certificates import write_files
 from tests.support.prometheus_queries import ALERTS, DEPLOY, alert_queries
 
 pytestmark = pytest.mark.skipif(
@@ -18,9 +19,15 @@ def promtool(*args: str | Path) -> tuple[int, str]:
     return done.returncode, done.stdout + done.stderr
 
 
-def test_prometheus_configuration_is_valid() -> None:
-    """This includes the alert rules that it names."""
-    code, output = promtool("check", "config", "--lint=all", DEPLOY / "prometheus.yml")
+def test_prometheus_configuration_is_valid(tmp_path: Path) -> None:
+    """This includes the alert rules that it names. Promtool wants to see the credentials too."""
+    write_files(tmp_path)
+    tmp_path.joinpath("read.token").write_text("a token of sixteen or more characters")
+    shutil.copy(ALERTS, tmp_path)
+    config = tmp_path / "prometheus.yml"
+    deployed = (DEPLOY / "prometheus.yml").read_text()
+    config.write_text(deployed.replace("/credentials/", f"{tmp_path}/"))
+    code, output = promtool("check", "config", "--lint=all", config)
 
     assert code == 0, output
     assert f"{len(alert_queries())} rules found" in output

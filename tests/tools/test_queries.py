@@ -8,22 +8,28 @@ from collections import Counter
 import pytest
 from prometheus_client import CollectorRegistry
 
+from pscommon.security.tls import Tls
 from pscommon.telemetry.http import new_registry
+from pscommon.wire.metrics_port import show_expiry
 from psserver.process.metrics import ServerMetrics, standby_metrics
 from psworker.session.metrics import WorkerMetrics
 from tests.support import prometheus_queries as queries
+from tests.support.certificates import write_files
 from tests.support.prometheus_queries import DEPLOY, Query
 
 ALL = [*queries.dashboard_queries(), *queries.annotation_queries(), *queries.alert_queries()]
 SCRAPED = {"up": {"job", "instance"}}  # what Prometheus adds itself
 
 
-def exported_series() -> dict[str, set[str]]:
+@pytest.fixture(scope="module")
+def series(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[str]]:
     """Return all series names of server, standby and worker, with their labels and those of a
     scrape.
     """
     series: dict[str, set[str]] = dict(SCRAPED)
+    tls = Tls(write_files(tmp_path_factory.mktemp("tls")))
     for registry in (server(), standby_metrics(0, lambda: 1), worker()):
+        show_expiry(registry, tls)
         for family in registry.collect():
             for sample in family.samples:
                 series.setdefault(sample.name, {"job", "instance"}).update(sample.labels)
@@ -49,9 +55,10 @@ def worker() -> CollectorRegistry:
 
 
 @pytest.mark.parametrize("query", ALL, ids=lambda query: query.where)
-def test_every_metric_and_label_in_a_query_exists(query: Query) -> None:
+def test_every_metric_and_label_in_a_query_exists(
+    query: Query, series: dict[str, set[str]]
+) -> None:
     """The names come from real metric objects, not from a list."""
-    series = exported_series()
     used = queries.names(query.expr)
 
     assert used, "a query without a metric"
@@ -59,13 +66,11 @@ def test_every_metric_and_label_in_a_query_exists(query: Query) -> None:
     assert queries.labels(query.expr) <= set().union(*(series[name] for name in used))
 
 
-def test_every_metric_is_shown_in_a_panel() -> None:
+def test_every_metric_is_shown_in_a_panel(series: dict[str, set[str]]) -> None:
     """A metric without a panel is missing there or superfluous."""
     shown = set().union(*(queries.names(query.expr) for query in ALL))
     families = {
-        re.sub(r"_(bucket|sum|count)$", "", name)
-        for name in exported_series()
-        if name.startswith("ps_")
+        re.sub(r"_(bucket|sum|count)$", "", name) for name in series if name.startswith("ps_")
     }
     watched = {re.sub(r"_(bucket|sum|count)$", "", name) for name in shown}
     unwatched = {name for name in families if not name.endswith("_created")} - watched
