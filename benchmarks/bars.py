@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from benchmarks.record import Result
 from benchmarks.sample import Ratio, ratio, sample
 from benchmarks.scale import FULL
-from benchmarks.works import decisions, many_tensors, memory, overlap, small_step, snapshots
+from benchmarks.works import decisions, many_tensors, memory, overlap, small_step, snapshots, tls
 from benchmarks.works.entrants import (
     CALL,
     COPY,
@@ -18,6 +18,7 @@ from benchmarks.works.entrants import (
     STREAM,
     TCP,
     TENSORFLOW,
+    TLS,
     ours,
     team,
 )
@@ -290,6 +291,10 @@ BARS: tuple[Bar, ...] = tuple(
             *_small_step("shm"),
             _arrays("stream", 1.0),
             _arrays("shm", 0.9),
+            versus(20, "tls", tls.secured("stream"), TLS, 1.25),
+            versus(20, "tls", tls.secured("stream"), LANE, 2.6),
+            versus(20, "tls", tls.secured("grpc"), GRPC, 2.2),
+            versus(20, "tls", tls.secured("shm"), SHM, 1.05),
             memory_bar("memory_crowd", memory.MANY),
             hidden(),
             same_weights(),
