@@ -18,6 +18,8 @@ from psworker.data.batches import BatchLoader
 from psworker.data.data_source import LoaderArguments, PassSettings
 from psworker.data.loader import make_loader
 from psworker.data.random_state import script_seed
+from psworker.group.client import GroupClient
+from psworker.group.wrapped import unwrapped, weigh_by_samples
 from psworker.optim.optimizer import ServerOptimizer
 from psworker.optim.optimizer_set import DEFAULT_NAME, OptimizerSet, fast_forward
 from psworker.optim.served_model import StepStrategyName
@@ -123,6 +125,8 @@ class Job(JobFacts):
             InvalidRequestError: An argument does not fit.
             MismatchError: The job trains another model.
         """
+        self._check_group(overlap, pipeline)
+        network = unwrapped(model, self.client)
         if pipeline and (overlap or self.policy == "sync"):
             raise InvalidRequestError(
                 "pipeline=True excludes overlap=True. Try: leave out one of them"
@@ -143,9 +147,20 @@ class Job(JobFacts):
             strategy = "overlapped"
         if self.session.model is None:
             self.client.seed = script_seed.read()
-        return self._optimizers.add(
-            self.session, name, optimizer, model, clip_norm, buffers, strategy
+        added = self._optimizers.add(
+            self.session, name, optimizer, network, clip_norm, buffers, strategy
         )
+        if network is not model:
+            weigh_by_samples(model, added.share)
+        return added
+
+    def _check_group(self, overlap: bool | None, pipeline: bool) -> None:
+        given = overlap or pipeline or (overlap is None and is_on("PS_OVERLAP"))
+        if given and isinstance(self.client, GroupClient):
+            raise InvalidRequestError(
+                "a group excludes overlap, PS_OVERLAP and pipeline. Try: leave them out; "
+                "DistributedDataParallel overlaps its reduction with backward"
+            )
 
     def batches(
         self,
