@@ -127,15 +127,15 @@ def _in_group(
     from psworker.client.client import Client
     from psworker.core.clock import Clock
     from psworker.group.client import GroupClient
-    from psworker.group.link import GroupLink
-    from psworker.group.process_group import join_process_group, shared_name
+    from psworker.group.process_group import join_process_group, open_link
 
+    link = open_link(place, os.environ)
     join_process_group(place, device)
-    greeting = {"release": installed("paramserver"), "training": training, "device": device.type}
-    link = GroupLink(place, shared_name(device), greeting, wait_timeout)
+    link.timeout = wait_timeout
     return GroupClient(
         link,
         connect_worker,
+        {"release": installed("paramserver"), "training": training, "device": device.type},
         Clock(time.monotonic, time.sleep),
         lambda: Client(servers or None, observe=True),
     )

@@ -1,6 +1,5 @@
 """The report that a worker is lost, from another process of its group."""
 
-from collections.abc import Sequence
 from contextlib import closing
 from typing import NamedTuple
 

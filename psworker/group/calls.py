@@ -69,10 +69,14 @@ class GroupCalls:
         facts: What the ranks know of the job.
     """
 
-    def __init__(self, link: GroupLink, connect: Callable[[], JobClient]) -> None:
+    def __init__(
+        self, link: GroupLink, connect: Callable[[], JobClient], own: Mapping[str, str]
+    ) -> None:
         """Connect the worker on rank 0, and raise its error on all ranks.
 
-        connect: Returns the worker's client.
+        Args:
+            connect: Returns the worker's client.
+            own: What must be equal on all ranks, by name.
         """
         self.link = link
         self.inner: JobClient | None = None
@@ -80,8 +84,10 @@ class GroupCalls:
         self._values: dict[str, Any] = {}
         self._sent_at = -math.inf
         self._reporters: dict[str, int] = {}
+        found = link.gather("connect", dict(own))
         if not link.rank:
             try:
+                check_equal(found)
                 self.inner = connect()
             except PSError as error:
                 link.spread(["connect", None, [error.reason, str(error)], self.facts])
@@ -171,3 +177,15 @@ class GroupCalls:
 def _error(reason: str, text: str) -> PSError:
     return DrainedError(text) if reason == "DRAINED" else error_for(reason, text)
 
+
+def check_equal(found: Sequence[Mapping[str, str]]) -> None:
+    """Raise MismatchError if ranks differ in something that must be equal."""
+    for rank, each in enumerate(found):
+        for name, value in each.items():
+            if value != found[0][name]:
+                raise MismatchError(
+                    f"the ranks of this group differ in {name}: rank 0 has {found[0][name]!r}, "
+                    f"rank {rank} {value!r}. Try: the same script, release and settings on all "
+                    "ranks",
+                    "COLLECTIVE_MISMATCH",
+                )

@@ -1,21 +1,13 @@
 """The client of a job for each rank of a group."""
 
-import os
-import signal
-import sys
-import threading
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict
-from typing import Any, NoReturn
+from typing import Any
 
 from pscommon.core.data_stream import Spec
-from pscommon.core.errors import PSError
-from pscommon.core.exit_codes import ExitCode
 from pscommon.core.log_entries import BatchKey
 from pscommon.core.partition import PartitionPlan
 from pscommon.core.script_place import PassName, ScriptPlace
-from pscommon.telemetry.logs import get_logger
 from psworker.connection.loss import LossTicket, report_loss
 from psworker.core.clock import Clock
 from psworker.core.protocols import GroupPlace, JobClient
@@ -24,8 +16,6 @@ from psworker.group.calls import GroupCalls
 from psworker.group.link import GroupLink
 from psworker.group.shared_model import GroupModel
 from psworker.session.drain import Drain
-
-log = get_logger(__name__)
 
 
 class GroupData:
@@ -70,6 +60,7 @@ class GroupClient:
 
     Args:
         connect: Returns the worker's client; called on rank 0.
+        facts: What must be equal on all ranks, by name.
         clock: The source of all times.
         observe: Returns a client of the job that only reads, for another rank than 0.
 
@@ -82,21 +73,20 @@ class GroupClient:
         self,
         link: GroupLink,
         connect: Callable[[], JobClient],
+        facts: Mapping[str, str],
         clock: Clock,
         observe: Callable[[], JobClient],
     ) -> None:
         self.clock = clock
         self._link, self._observe = link, observe
-        self._has_failed = False
         self._drain = Drain(clock, self._ask_to_leave)
-        self._calls = GroupCalls(link, connect)
+        self._calls = GroupCalls(link, connect, facts)
         self._inner = self._calls.inner
         if self._inner is None:  # a signal to this process asks the worker to leave
             self._drain.opens()
         self.model = GroupModel(self._calls)
         self.data = GroupData(self._calls)
-        link.notified = self._notified
-        link.lost = self._lost
+        link.listener = self
 
     @property
     def job(self) -> str:
@@ -195,14 +185,13 @@ class GroupClient:
         if not reason:
             self._calls.gathered("close", None, lambda client, _: client.leave())
             return
-        self._has_failed = True
         self._link.settle()  # if another rank has ended, this process ends here
         if self._inner is not None:
             self._inner.leave(reason)
 
     def close(self) -> None:
         self._drain.closes()
-        self._link.close(is_done=not self._has_failed)
+        self._link.listener = None
         if self._inner is not None:
             self._inner.close()
 
@@ -211,25 +200,16 @@ class GroupClient:
     def _ask_to_leave(self) -> None:
         self._link.notify("drain")
 
-    def _notified(self, rank: int, message: Any) -> None:
-        if message == "drain" and self._inner is not None:
-            drain = getattr(self._inner, "drain", None)
-            if drain is not None:
-                drain()
+    def hear(self, message: Any) -> None:
+        """Take a message of another rank; in the watching thread."""
+        drain = getattr(self._inner, "drain", None)
+        if message == "drain" and drain is not None:
+            drain()
 
-    def _lost(self, rank: int, why: str) -> NoReturn:
-        """End this process: the group cannot go on without a rank."""
-        reason = f"rank {rank} of its group {why}"
+    def report_loss(self, reason: str) -> None:
+        """Tell the servers that the worker is lost; in the watching thread."""
         if (ticket := self._calls.facts.ticket) is not None:
-            with suppress(Exception):
-                report_loss(LossTicket(*ticket), reason)
-        print(
-            f"psworker: rank {self._link.rank} ends: rank {rank} of this group {why}. Try: the log "
-            f"of rank {rank}; a restarted group takes its place",
-            file=sys.stderr,
-            flush=True,
-        )
-        os._exit(ExitCode.TOO_FEW_WORKERS)
+            report_loss(LossTicket(*ticket), reason)
 
 
 def combined(calls: Sequence[CollectiveCall]) -> CollectiveCall:

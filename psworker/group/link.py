@@ -14,13 +14,20 @@ import os
 import select
 import socket
 import struct
+import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
-from pscommon.core.errors import MismatchError, TooFewWorkersError, UnreachableError, WaitTimeoutError
+from pscommon.core.errors import (
+    MismatchError,
+    TooFewWorkersError,
+    UnreachableError,
+    WaitTimeoutError,
+)
+from pscommon.core.exit_codes import ExitCode
 from pscommon.telemetry.logs import get_logger
 from psworker.core.protocols import GroupPlace
 
@@ -31,7 +38,10 @@ CREDENTIALS = struct.Struct("iII")
 
 OPEN_SECONDS = 60.0
 """Longest time between the first and the last rank that calls connect()."""
+POLL_SECONDS = 0.02
 BEAT_SECONDS = 0.5
+SILENT_SECONDS = 12.0
+"""A rank without a sign of life for this time is stopped: the default lease of a worker and 2 s."""
 NOTICE_SECONDS = 10.0
 """A wait for another rank is logged after this time."""
 END_SECONDS = 1.0
@@ -78,38 +88,42 @@ class Channel:
         return bytes(data)
 
 
+class LinkListener(Protocol):
+    """What a job does in the watching thread."""
+
+    def hear(self, message: JSON) -> None:
+        """Take a message of another rank."""
+
+    def report_loss(self, reason: str) -> None:
+        """Tell the servers that the worker is lost."""
+
+
 class GroupLink:
     """Connects the ranks of a group; rank 0 is in the middle.
 
+    It lasts as long as the process, over several jobs.
+
     Args:
         place: This rank.
-        name: A secret name that all ranks know.
-        greeting: What must be equal on all ranks, by name.
-        timeout: Seconds that a rank waits for another one in a call of the group.
+        name: Name that the ranks of this group have, and no other group on this machine.
 
     Attributes:
-        lost: Called in the watching thread when a rank has ended or is stopped, with the rank and
-            what is known; then this process ends.
-        notified: Called in the watching thread with a rank and its message.
-        silent_seconds: Time without a sign of life after which a rank counts as stopped.
+        listener: What a job does with messages of other ranks; None: there is no job.
+        timeout: Seconds that rank 0 waits for another one in a call of the group.
     """
 
-    def __init__(
-        self, place: GroupPlace, name: str, greeting: Mapping[str, Any], timeout: float
-    ) -> None:
+    def __init__(self, place: GroupPlace, name: str) -> None:
         self.rank, self.size = place
-        self.lost: Callable[[int, str], NoReturn | None] = lambda rank, why: None
-        self.notified: Callable[[int, JSON], None] = lambda rank, message: None
-        self.silent_seconds = 12.0
-        self._timeout = timeout
+        self.listener: LinkListener | None = None
+        self.timeout = OPEN_SECONDS
         self._is_closed = False
-        address = f"\0paramserver-group-{name}"
-        if self.rank:
-            self._calls, self._watched = _connect(address, place, greeting)
-        else:
-            self._calls, self._watched = _accept(address, place, greeting)
+        address = f"\0paramserver-group-{os.getuid()}-{name}"
+        self._calls, self._watched = (
+            _connect(address, place) if self.rank else _accept(address, place)
+        )
         self._thread = threading.Thread(target=self._watch, name="group-watch", daemon=True)
         self._thread.start()
+        os.register_at_fork(after_in_child=self._forget)
 
     # ---- calls -----------------------------------------------------------------------------------
 
@@ -126,7 +140,7 @@ class GroupLink:
             return []
         found, differing = [own], list[str]()
         waiting = sorted(self._calls)
-        deadline, notice = time.monotonic() + self._timeout, time.monotonic() + NOTICE_SECONDS
+        deadline, notice = time.monotonic() + self.timeout, time.monotonic() + NOTICE_SECONDS
         for rank in waiting:
             self._await(rank, call, deadline, notice)
             name, value = self._guarded(rank, self._calls[rank].receive)
@@ -147,7 +161,7 @@ class GroupLink:
             now = time.monotonic()
             if now > deadline:
                 raise WaitTimeoutError(
-                    f"rank {rank} of this group did not call {call} within {self._timeout:g} s. "
+                    f"rank {rank} of this group did not call {call} within {self.timeout:g} s. "
                     "Try: find what it does (py-spy dump, `--log-level debug`), or a larger "
                     "wait_timeout of connect()"
                 )
@@ -188,7 +202,8 @@ class GroupLink:
 
     def settle(self) -> None:
         """Wait for the end of another rank, which may be why this one fails; then this one ends."""
-        self._thread.join(END_SECONDS)
+        if not self._is_closed:
+            self._thread.join(END_SECONDS)
 
     def close(self, is_done: bool) -> None:
         """End the connections. May be called again.
@@ -203,6 +218,14 @@ class GroupLink:
         for channel in (*self._calls.values(), *self._watched.values()):
             with suppress(OSError):
                 channel.socket.shutdown(socket.SHUT_RDWR)
+            channel.socket.close()
+
+    def _forget(self) -> None:
+        """Close the sockets in a fork, such as a DataLoader's process: it must not keep them open
+        when this process ends.
+        """
+        self._is_closed = True
+        for channel in (*self._calls.values(), *self._watched.values()):
             channel.socket.close()
 
     def _watch(self) -> None:
@@ -225,8 +248,8 @@ class GroupLink:
                 if self._hear(rank):
                     del heard[rank]
             for rank, since in heard.items():
-                if now - since > self.silent_seconds:
-                    self.lost(rank, f"has shown no sign of life for {now - since:.0f} s")
+                if now - since > SILENT_SECONDS:
+                    self._end(rank, f"has shown no sign of life for {now - since:.0f} s")
 
     def _hear(self, rank: int) -> bool:
         """Receive a message of a rank; return whether it is done."""
@@ -234,16 +257,27 @@ class GroupLink:
             message = self._watched[rank].receive()
         except (EOFError, OSError, ValueError):
             if not self._is_closed:
-                self.lost(rank, "has ended")
+                self._end(rank, "has ended")
             return True
-        if message not in ("beat", "done"):
-            self.notified(rank, message)
+        if message not in ("beat", "done") and self.listener is not None:
+            self.listener.hear(message)
         return bool(message == "done")
 
+    def _end(self, rank: int, why: str) -> NoReturn:
+        """End this process: the group cannot go on without a rank."""
+        if self.listener is not None:
+            with suppress(Exception):
+                self.listener.report_loss(f"rank {rank} of its group {why}")
+        print(
+            f"psworker: rank {self.rank} ends: rank {rank} of this group {why}. Try: the log of "
+            f"rank {rank}; a restarted group takes the worker's place",
+            file=sys.stderr,
+            flush=True,
+        )
+        os._exit(ExitCode.TOO_FEW_WORKERS)
 
-def _accept(
-    address: str, place: GroupPlace, greeting: Mapping[str, Any]
-) -> tuple[dict[int, Channel], dict[int, Channel]]:
+
+def _accept(address: str, place: GroupPlace) -> tuple[dict[int, Channel], dict[int, Channel]]:
     found: dict[str, dict[int, Channel]] = {"calls": {}, "watch": {}}
     deadline = time.monotonic() + OPEN_SECONDS
     with socket.socket(socket.AF_UNIX) as listening:
@@ -257,52 +291,31 @@ def _accept(
                 absent = sorted(set(range(1, place.size)) - found["watch"].keys())
                 raise UnreachableError(
                     f"ranks {absent} of this group did not connect to rank 0 within "
-                    f"{OPEN_SECONDS:g} s. Try: ranks of one machine; psworker.connect() on each"
+                    f"{OPEN_SECONDS:g} s. Try: `ps-worker --group` or psworker.connect() on each"
                 ) from None
             if not _is_own_user(sock):
                 sock.close()
                 continue
             channel = Channel(sock)
-            hello = channel.receive()
-            problem = _difference(hello["greeting"], greeting, hello["rank"])
-            channel.send(problem)
-            if problem:
-                raise MismatchError(problem, "COLLECTIVE_MISMATCH")
-            found[hello["kind"]][hello["rank"]] = channel
+            kind, rank = channel.receive()
+            found[kind][rank] = channel
     return found["calls"], found["watch"]
 
 
 def _is_own_user(sock: socket.socket) -> bool:
+    """Return whether the peer is a process of this user: names of Unix sockets are free for all."""
     data = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size)
     return bool(CREDENTIALS.unpack(data)[1] == os.getuid())
 
 
-def _difference(theirs: Mapping[str, Any], ours: Mapping[str, Any], rank: int) -> str:
-    for name, value in ours.items():
-        if theirs.get(name) != value:
-            return (
-                f"the ranks of this group differ in {name}: rank 0 has {value!r}, rank {rank} "
-                f"{theirs.get(name)!r}. Try: the same script, release and settings on all ranks"
-            )
-    return ""
-
-
-def _connect(
-    address: str, place: GroupPlace, greeting: Mapping[str, Any]
-) -> tuple[dict[int, Channel], dict[int, Channel]]:
-    channels = []
+def _connect(address: str, place: GroupPlace) -> tuple[dict[int, Channel], dict[int, Channel]]:
+    found = []
     deadline = time.monotonic() + OPEN_SECONDS
     for kind in ("calls", "watch"):
         channel = Channel(_reach(address, deadline))
-        channel.send({"kind": kind, "rank": place.rank, "greeting": dict(greeting)})
-        try:
-            problem = channel.receive()
-        except (EOFError, OSError):
-            problem = "rank 0 of this group has ended in connect(). Try: its message"
-        if problem:
-            raise MismatchError(problem, "COLLECTIVE_MISMATCH")
-        channels.append({0: channel})
-    return channels[0], channels[1]
+        channel.send([kind, place.rank])
+        found.append({0: channel})
+    return found[0], found[1]
 
 
 def _reach(address: str, deadline: float) -> socket.socket:
@@ -310,15 +323,15 @@ def _reach(address: str, deadline: float) -> socket.socket:
         sock = socket.socket(socket.AF_UNIX)
         try:
             sock.connect(address)
+            if _is_own_user(sock):
+                return sock
+            problem = "another user has its address"
         except OSError as error:
-            sock.close()
-            if time.monotonic() > deadline:
-                raise UnreachableError(
-                    f"rank 0 of this group was not found on this machine: {error.strerror}. Try: "
-                    "all ranks of a group on one machine, one torchrun for each"
-                ) from error
-            time.sleep(0.02)
-        else:
-            return sock
-
-
+            problem = str(error.strerror)
+        sock.close()
+        if time.monotonic() > deadline:
+            raise UnreachableError(
+                f"rank 0 of this group was not found on this machine: {problem}. Try: all ranks "
+                "of a group on one machine, one torchrun for each"
+            )
+        time.sleep(POLL_SECONDS)

@@ -200,11 +200,15 @@ class GroupModel:
         trainable = min(max(span.start, self._plan.section("trainable").stop), span.stop)
         both = ByteRange(span.start, trainable), ByteRange(trainable, span.stop)
         # buffers without a step are those of rank 0
-        counted = [(each, share / total) for each, share in enumerate(shares) if share] or [(0, 1.0)]
+        counted = [(each, share / total) for each, share in enumerate(shares) if share] or [
+            (0, 1.0)
+        ]
         for segment in chain.from_iterable(map(self._plan.segments, both)):
             dtype = getattr(torch, segment.dtype)
             into, *parts = (
-                torch.frombuffer(memory, dtype=torch.uint8)[segment.start : segment.stop].view(dtype)
+                torch.frombuffer(memory, dtype=torch.uint8)[segment.start : segment.stop].view(
+                    dtype
+                )
                 for memory in (self._gradients, *self._parts)
             )
             if segment.start >= trainable and segment.is_first:

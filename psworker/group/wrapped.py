@@ -56,5 +56,3 @@ def _reduce(share: Share, bucket: dist.GradBucket) -> Future[Tensor]:
 
 def _first(future: Future[list[Tensor]]) -> Tensor:
     return future.value()[0]
-
-
