@@ -19,7 +19,7 @@ from pscommon.optim import KINDS
 from pscommon.optim.specs import groups_from_json, validate_model
 from pscommon.snapshot import tensors_in_buffer
 from psworker.core.clock import Clock
-from psworker.core.protocols import BegunPush, GroupPlace
+from psworker.core.protocols import ALONE, BegunPush
 from psworker.core.results import CollectiveCall, CollectiveResult, Lease, PushResult, Status
 from psworker.exchange.open_push import BufferedPush
 from psworker.session.reports import ReportBuffer
@@ -39,7 +39,7 @@ class LocalClient:
     draining = stopping = False
     workers = 1
     is_first = True
-    place = GroupPlace()
+    place = ALONE
     seed = 0
 
     def __init__(self, training: str = "0") -> None:

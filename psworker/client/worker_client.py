@@ -15,7 +15,7 @@ from psworker.client.batch_client import BatchClient
 from psworker.connection.connection import Connection
 from psworker.connection.loss import LossTicket
 from psworker.core.clock import Clock
-from psworker.core.protocols import GroupPlace
+from psworker.core.protocols import ALONE, GroupPlace
 from psworker.core.results import CollectiveCall, CollectiveResult
 from psworker.exchange.model_exchange import ModelExchange
 from psworker.session import metrics
@@ -82,7 +82,7 @@ class WorkerClient:
     @property
     def place(self) -> GroupPlace:
         """The place of this process among those of the worker: it is the only one."""
-        return GroupPlace()
+        return ALONE
 
     @property
     def loss_ticket(self) -> LossTicket:

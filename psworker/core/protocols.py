@@ -35,6 +35,10 @@ class GroupPlace(NamedTuple):
         return rows[len(rows) * (self.size - 1) // self.size :], 0
 
 
+ALONE = GroupPlace()
+"""The place of a process that is a worker by itself."""
+
+
 class BegunPush(Protocol):
     """A push that is sent in pieces, with weights that arrive in pieces.
 

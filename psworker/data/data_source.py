@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 from pscommon.core.data_stream import Spec
 from pscommon.core.errors import InvalidRequestError
 from pscommon.core.log_entries import BatchKey
-from psworker.core.protocols import GroupPlace
+from psworker.core.protocols import ALONE, GroupPlace
 from psworker.data.leased_batches import LeasedBatches
 
 SpecT = TypeVar("SpecT")
@@ -57,7 +57,7 @@ class PassSettings(NamedTuple):
     sources: int | None = None
     reseed: bool = True
     name: str | None = None
-    place: GroupPlace = GroupPlace()
+    place: GroupPlace = ALONE
 
 
 class BatchFacts(NamedTuple):

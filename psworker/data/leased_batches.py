@@ -186,7 +186,9 @@ class LeasedBatches:
     def use(self, key: BatchKey, samples: int, all_samples: int) -> bool:
         """Record that the script receives this batch; return False if its lease has ended.
 
-        samples, all_samples: Those that count on this rank, and on all ranks of the group. A batch that it receives while gradients are off has no weight in the next step.
+        A batch that it receives while gradients are off has no weight in the next step.
+
+        samples, all_samples: Those that count on this rank, and on all ranks of the group.
         """
         if key.number not in self._unused:
             return False

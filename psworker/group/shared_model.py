@@ -31,6 +31,7 @@ from psproto.v1 import model_pb2
 from psworker.core.protocols import BegunPush, JobClient
 from psworker.core.results import PushResult
 from psworker.group.calls import GroupCalls
+from psworker.model.flat_buffer import tensor_of
 
 
 class GroupModel:
@@ -152,9 +153,7 @@ class GroupModel:
         result = PushResult(**self._calls.gathered("exchange", None, transfer))
         if weights is not None:
             stop = self._plan.section("buffer").stop
-            torch.frombuffer(weights, dtype=torch.uint8)[:stop].copy_(
-                torch.frombuffer(self._weights, dtype=torch.uint8)[:stop]
-            )
+            tensor_of(weights[:stop]).copy_(tensor_of(self._weights[:stop]))
         return result
 
     def each_rank(self, flag: bool) -> Sequence[bool]:
@@ -184,7 +183,7 @@ class GroupModel:
         shares, everywhere, is_uneven = self._calls.gathered("push", own, combine)
         common = frozenset(everywhere)
         if is_uneven:  # a tensor that some ranks have used: the others add nothing
-            part = torch.frombuffer(self._parts[self._calls.link.rank], dtype=torch.uint8)
+            part = tensor_of(self._parts[self._calls.link.rank])
             for index in absent - common:
                 start, stop = self._plan.extent(index)
                 part[start:stop].zero_()
@@ -200,15 +199,12 @@ class GroupModel:
         trainable = min(max(span.start, self._plan.section("trainable").stop), span.stop)
         both = ByteRange(span.start, trainable), ByteRange(trainable, span.stop)
         # buffers without a step are those of rank 0
-        counted = [(each, share / total) for each, share in enumerate(shares) if share] or [
-            (0, 1.0)
-        ]
+        counted = [(each, share / total) for each, share in enumerate(shares) if share]
+        counted = counted or [(0, 1.0)]
         for segment in chain.from_iterable(map(self._plan.segments, both)):
             dtype = getattr(torch, segment.dtype)
             into, *parts = (
-                torch.frombuffer(memory, dtype=torch.uint8)[segment.start : segment.stop].view(
-                    dtype
-                )
+                tensor_of(memory[segment.start : segment.stop]).view(dtype)
                 for memory in (self._gradients, *self._parts)
             )
             if segment.start >= trainable and segment.is_first:
