@@ -7,12 +7,13 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from pscommon.core.errors import InvalidRequestError, TrainingOver
-from psworker.core.protocols import GroupPlace, JobClient
+from psworker.core.group_place import GroupPlace
 from psworker.session.arguments import group_place, is_on, rank_of
 
 if TYPE_CHECKING:
     import torch
 
+    from psworker.core.protocols import JobClient
     from psworker.job import Job
 
 
@@ -84,7 +85,7 @@ def connect(
 
     name = connects.begin(training, is_local)
 
-    def connect_worker() -> JobClient:
+    def connect_worker() -> "JobClient":
         if is_local:
             from psworker.client.local_client import LocalClient
 
@@ -117,11 +118,11 @@ def connect(
 def _in_group(
     place: GroupPlace,
     device: "torch.device",
-    connect_worker: Callable[[], JobClient],
+    connect_worker: "Callable[[], JobClient]",
     servers: str | Sequence[str] | None,
     wait_timeout: float,
     training: str,
-) -> JobClient:
+) -> "JobClient":
     """Return this rank's client: rank 0 connects the worker."""
     from pscommon.system.imports import installed
     from psworker.client.client import Client

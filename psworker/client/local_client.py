@@ -19,7 +19,8 @@ from pscommon.optim import KINDS
 from pscommon.optim.specs import groups_from_json, validate_model
 from pscommon.snapshot import tensors_in_buffer
 from psworker.core.clock import Clock
-from psworker.core.protocols import ALONE, BegunPush
+from psworker.core.group_place import ALONE
+from psworker.core.protocols import BegunPush
 from psworker.core.results import CollectiveCall, CollectiveResult, Lease, PushResult, Status
 from psworker.exchange.open_push import BufferedPush
 from psworker.session.reports import ReportBuffer

@@ -15,7 +15,7 @@ from psworker.client.batch_client import BatchClient
 from psworker.connection.connection import Connection
 from psworker.connection.loss import LossTicket
 from psworker.core.clock import Clock
-from psworker.core.protocols import ALONE, GroupPlace
+from psworker.core.group_place import ALONE, GroupPlace
 from psworker.core.results import CollectiveCall, CollectiveResult
 from psworker.exchange.model_exchange import ModelExchange
 from psworker.session import metrics

@@ -4,7 +4,7 @@
 """
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, Protocol
 
 from pscommon.core.data_stream import Spec
 from pscommon.core.log_entries import BatchKey
@@ -12,31 +12,8 @@ from pscommon.core.model_spec import ModelSpec
 from pscommon.core.partition import PartitionPlan
 from pscommon.core.script_place import PassName, ScriptPlace
 from psworker.core.clock import Clock
+from psworker.core.group_place import GroupPlace
 from psworker.core.results import CollectiveCall, CollectiveResult, Lease, PushResult
-
-T = TypeVar("T")
-
-
-class GroupPlace(NamedTuple):
-    """The place of a process in its group: rank 0, 1, ... of `size` ranks."""
-
-    rank: int = 0
-    size: int = 1
-
-    def own(self, rows: Sequence[T]) -> tuple[Sequence[T], int]:
-        """Return this rank's part of a batch, and how many of its rows count.
-
-        The parts are equal to within one row. A rank without a row gets those of the last rank,
-        which do not count there: it has to compute something.
-        """
-        start, stop = (len(rows) * rank // self.size for rank in (self.rank, self.rank + 1))
-        if start < stop or not rows:
-            return rows[start:stop], stop - start
-        return rows[len(rows) * (self.size - 1) // self.size :], 0
-
-
-ALONE = GroupPlace()
-"""The place of a process that is a worker by itself."""
 
 
 class BegunPush(Protocol):

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 from pscommon.core.data_stream import Spec
 from pscommon.core.errors import InvalidRequestError
 from pscommon.core.log_entries import BatchKey
-from psworker.core.protocols import ALONE, GroupPlace
+from psworker.core.group_place import ALONE, GroupPlace
 from psworker.data.leased_batches import LeasedBatches
 
 SpecT = TypeVar("SpecT")

@@ -19,7 +19,7 @@ from torch.utils.data import (
 from pscommon.core.data_loop import LoopSpec
 from pscommon.core.errors import InvalidRequestError
 from pscommon.core.log_entries import BatchKey
-from psworker.core.protocols import GroupPlace
+from psworker.core.group_place import GroupPlace
 from psworker.data.data_source import (
     FETCH,
     BatchFacts,

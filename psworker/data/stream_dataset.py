@@ -15,7 +15,7 @@ from torch.utils.data import IterableDataset, default_collate
 from pscommon.core.data_stream import StreamSpec
 from pscommon.core.errors import InvalidRequestError
 from pscommon.core.log_entries import BatchKey
-from psworker.core.protocols import ALONE, GroupPlace
+from psworker.core.group_place import ALONE, GroupPlace
 from psworker.data.data_source import (
     FETCH,
     BatchFacts,

@@ -10,7 +10,8 @@ from pscommon.core.partition import PartitionPlan
 from pscommon.core.script_place import PassName, ScriptPlace
 from psworker.connection.loss import LossTicket, report_loss
 from psworker.core.clock import Clock
-from psworker.core.protocols import GroupPlace, JobClient
+from psworker.core.group_place import GroupPlace
+from psworker.core.protocols import JobClient
 from psworker.core.results import CollectiveCall, CollectiveResult, Lease
 from psworker.group.calls import GroupCalls
 from psworker.group.link import GroupLink
@@ -200,7 +201,7 @@ class GroupClient:
     def _ask_to_leave(self) -> None:
         self._link.notify("drain")
 
-    def hear(self, message: Any) -> None:
+    def take(self, message: Any) -> None:
         """Take a message of another rank; in the watching thread."""
         drain = getattr(self._inner, "drain", None)
         if message == "drain" and drain is not None:

@@ -29,7 +29,7 @@ from pscommon.core.errors import (
 )
 from pscommon.core.exit_codes import ExitCode
 from pscommon.telemetry.logs import get_logger
-from psworker.core.protocols import GroupPlace
+from psworker.core.group_place import GroupPlace
 
 JSON = Any
 
@@ -91,7 +91,7 @@ class Channel:
 class LinkListener(Protocol):
     """What a job does in the watching thread."""
 
-    def hear(self, message: JSON) -> None:
+    def take(self, message: JSON) -> None:
         """Take a message of another rank."""
 
     def report_loss(self, reason: str) -> None:
@@ -229,29 +229,29 @@ class GroupLink:
             channel.socket.close()
 
     def _watch(self) -> None:
-        heard = dict.fromkeys(self._watched, time.monotonic())
         beat = time.monotonic()
-        while heard and not self._is_closed:
-            channels = [self._watched[rank] for rank in heard]
+        last = dict.fromkeys(self._watched, beat)  # time of the last message, by rank
+        while last and not self._is_closed:
+            channels = [self._watched[rank] for rank in last]
             try:
                 readable = select.select(channels, [], [], BEAT_SECONDS)[0]
             except (OSError, ValueError):  # closed meanwhile
                 return
             now = time.monotonic()
-            if now - beat > 4 * BEAT_SECONDS:  # this process was stopped: it has heard nobody
-                heard = dict.fromkeys(heard, now)
+            if now - beat > 4 * BEAT_SECONDS:  # this process was stopped
+                last = dict.fromkeys(last, now)
             if now - beat > BEAT_SECONDS:
                 beat = now
                 self.notify("beat")
-            for rank in [rank for rank in heard if self._watched[rank] in readable]:
-                heard[rank] = now
-                if self._hear(rank):
-                    del heard[rank]
-            for rank, since in heard.items():
-                if now - since > SILENT_SECONDS:
-                    self._end(rank, f"has shown no sign of life for {now - since:.0f} s")
+            for rank in [rank for rank in last if self._watched[rank] in readable]:
+                last[rank] = now
+                if self._receive_watched(rank):
+                    del last[rank]
+            for rank, time_of_last in last.items():
+                if now - time_of_last > SILENT_SECONDS:
+                    self._end(rank, f"has shown no sign of life for {now - time_of_last:.0f} s")
 
-    def _hear(self, rank: int) -> bool:
+    def _receive_watched(self, rank: int) -> bool:
         """Receive a message of a rank; return whether it is done."""
         try:
             message = self._watched[rank].receive()
@@ -260,7 +260,7 @@ class GroupLink:
                 self._end(rank, "has ended")
             return True
         if message not in ("beat", "done") and self.listener is not None:
-            self.listener.hear(message)
+            self.listener.take(message)
         return bool(message == "done")
 
     def _end(self, rank: int, why: str) -> NoReturn:

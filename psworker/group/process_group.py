@@ -9,10 +9,13 @@ import torch
 import torch.distributed as dist
 
 from pscommon.core.errors import InvalidRequestError
-from psworker.core.protocols import GroupPlace
+from psworker.core.group_place import GroupPlace
 from psworker.group.link import GroupLink
 
 _links: list[GroupLink] = []
+
+NAMES_OF_GROUP = ("TORCHELASTIC_RUN_ID", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")
+"""Variables that are equal on the ranks of one attempt of a group, and of no other one."""
 
 AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 """If it is True, torch looks for the addresses of a process group where torchrun has written them,
@@ -30,8 +33,7 @@ def open_link(place: GroupPlace, environ: MutableMapping[str, str]) -> GroupLink
     """
     if _links:
         return _links[0]
-    attempt = environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    link = GroupLink(place, f"{environ.get('MASTER_PORT', '')}-{attempt}")
+    link = GroupLink(place, "-".join(environ.get(name, "") for name in NAMES_OF_GROUP))
     _links.append(link)
     atexit.register(_close, link)
     if not dist.is_initialized():

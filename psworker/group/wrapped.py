@@ -29,8 +29,7 @@ def unwrapped(model: nn.Module, client: JobClient) -> nn.Module:
     elif is_wrapped:
         raise InvalidRequestError(
             "job.optimizer failed: DistributedDataParallel averages over processes, and this "
-            "worker has one. Try: the model without it, as the servers average over workers; or "
-            "`ps-worker --group` for several processes as one worker"
+            "worker has one. Try: the model without it, or `ps-worker --group`"
         )
     return model.module if is_wrapped else model
 

@@ -6,7 +6,6 @@ too. The exit code is that of the rank that failed first.
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -23,32 +22,29 @@ GRACE_SECONDS = 3.0
 Processes = Sequence["subprocess.Popen[bytes]"]
 
 
-def environment(rank: int, size: int, port: int) -> dict[str, str]:
-    """Return the environment of a rank."""
+def environment(rank: int, size: int) -> dict[str, str]:
+    """Return the environment of a rank; ps-worker chooses the address of the process group."""
     return {
         **os.environ,
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(size),
         "LOCAL_WORLD_SIZE": str(size),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
+        "TORCHELASTIC_RUN_ID": str(os.getpid()),
     }
 
 
 def main(size: int, command: Sequence[str]) -> int:
     """Run the ranks to their end and return the exit code."""
-    with socket.create_server(("127.0.0.1", 0)) as found:  # held: no other group gets this number
-        port = found.getsockname()[1]
-        processes = [spawn(command, environment(rank, size, port)) for rank in range(size)]
+    processes = [spawn(command, environment(rank, size)) for rank in range(size)]
 
-        def forward(number: int, _: FrameType | None) -> None:
-            for process in processes:
-                process.send_signal(number)
+    def forward(number: int, _: FrameType | None) -> None:
+        for process in processes:
+            process.send_signal(number)
 
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGCONT):
-            signal.signal(number, forward)
-        return _wait(processes)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGCONT):
+        signal.signal(number, forward)
+    return _wait(processes)
 
 
 def _wait(processes: Processes) -> int:

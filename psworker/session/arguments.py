@@ -13,7 +13,7 @@ from pscommon.core.errors import InvalidRequestError
 from pscommon.core.model_spec import is_clip_norm
 from pscommon.security.settings import TLS_KEYS, SecuritySettings, security_settings
 from pscommon.settings.values import LANES, Lanes, seconds
-from psworker.core.protocols import GroupPlace
+from psworker.core.group_place import GroupPlace
 
 CONNECT_SECONDS = "60"
 MAX_RANK = 2**32 - 1
