@@ -3,9 +3,10 @@
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
-from pscommon.core.errors import MismatchError, PSError, error_for
+from pscommon.core.errors import MismatchError, PSError, TooFewWorkersError, error_for
 from psworker.core.protocols import JobClient
 from psworker.group.link import JSON, GroupLink
 from psworker.session.drain import DrainedError
@@ -90,7 +91,7 @@ class GroupCalls:
                 check_equal(found)
                 self.inner = connect()
             except PSError as error:
-                link.spread(["connect", None, [error.reason, str(error)], self.facts])
+                self._spread_error("connect", error)
                 raise
         self.together("connect", lambda client: None)
 
@@ -156,11 +157,15 @@ class GroupCalls:
             result = perform(self.inner)
         except PSError as error:
             self.facts = facts_of(self.inner)
-            self.link.spread([name, None, [error.reason, str(error)], self.facts])
+            self._spread_error(name, error)
             raise
         self.facts = facts_of(self.inner)
         self.link.spread([name, result, None, self.facts], descriptor)
         return result
+
+    def _spread_error(self, name: str, error: PSError) -> None:
+        with suppress(TooFewWorkersError):  # this error counts
+            self.link.spread([name, None, [error.reason, str(error)], self.facts])
 
     def _report(self, client: JobClient, rank: int, values: Mapping[str, float]) -> None:
         """Report values of a rank, unless a lower rank reports these names."""
