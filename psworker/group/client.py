@@ -1,5 +1,6 @@
 """The client of a job for each rank of a group."""
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -17,6 +18,9 @@ from psworker.group.calls import GroupCalls
 from psworker.group.link import GroupLink
 from psworker.group.shared_model import GroupModel
 from psworker.session.drain import Drain
+
+SIGNAL_SECONDS = 0.5
+"""Time in which a signal to all processes of a group reaches all of them."""
 
 
 class GroupData:
@@ -199,6 +203,11 @@ class GroupClient:
     # ---- other threads ---------------------------------------------------------------------------
 
     def _ask_to_leave(self) -> None:
+        """Tell rank 0 that this process was asked to leave; runs in a thread of its own.
+
+        A launcher sends a signal to all ranks: for rank 0 it must not be the second one.
+        """
+        time.sleep(SIGNAL_SECONDS)
         self._link.notify("drain")
 
     def take(self, message: Any) -> None:

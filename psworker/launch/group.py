@@ -1,6 +1,6 @@
 """Start the ranks of a group: `python -m psworker.launch.group RANKS COMMAND...`.
 
-Each rank gets the variables that torchrun gives. When one ends with an error, the others are ended
+Each rank gets the variables that torchrun gives. The output of ranks from 1 on is marked. When one ends with an error, the others are ended
 too. The exit code is that of the rank that failed first.
 """
 
@@ -8,9 +8,11 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from types import FrameType
+from typing import IO, TextIO
 
 from pscommon.core.exit_codes import ExitCode
 from psworker.launch.orphan_guard import spawn
@@ -36,7 +38,15 @@ def environment(rank: int, size: int) -> dict[str, str]:
 
 def main(size: int, command: Sequence[str]) -> int:
     """Run the ranks to their end and return the exit code."""
-    processes = [spawn(command, environment(rank, size)) for rank in range(size)]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    processes = [spawn(command, environment(rank, size), **pipes) for rank in range(size)]
+    readers = [
+        threading.Thread(target=_forward, args=(rank, source, target))
+        for rank, process in enumerate(processes)
+        for source, target in ((process.stdout, sys.stdout), (process.stderr, sys.stderr))
+    ]
+    for reader in readers:
+        reader.start()
 
     def forward(number: int, _: FrameType | None) -> None:
         for process in processes:
@@ -44,7 +54,18 @@ def main(size: int, command: Sequence[str]) -> int:
 
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGCONT):
         signal.signal(number, forward)
-    return _wait(processes)
+    code = _wait(processes)
+    for reader in readers:
+        reader.join()
+    return code
+
+
+def _forward(rank: int, source: IO[bytes], target: TextIO) -> None:
+    """Write complete lines of a rank, so that lines of several ranks do not mix."""
+    prefix = f"[rank {rank}] ".encode() if rank else b""
+    for line in source:
+        target.buffer.write(prefix + line)
+        target.buffer.flush()
 
 
 def _wait(processes: Processes) -> int:
@@ -52,10 +73,10 @@ def _wait(processes: Processes) -> int:
         if all(process.poll() == 0 for process in processes):
             return ExitCode.DONE
         time.sleep(POLL_SECONDS)
-    failed = [code for process in processes if (code := process.poll())]
     deadline = time.monotonic() + GRACE_SECONDS
     while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
         time.sleep(POLL_SECONDS)
+    failed = [code for process in processes if (code := process.poll())]
     for process in processes:
         if process.poll() is None:
             process.kill()
