@@ -1,7 +1,7 @@
 """Start the ranks of a group: `python -m psworker.launch.group RANKS COMMAND...`.
 
-Each rank gets the variables that torchrun gives. The output of ranks from 1 on is marked. When one ends with an error, the others are ended
-too. The exit code is that of the rank that failed first.
+Each rank gets the variables that torchrun gives. The output of ranks from 1 on is marked. When one
+ends with an error, the others are ended too. The exit code is that of the rank that failed first.
 """
 
 import os

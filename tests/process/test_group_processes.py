@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.support.ports import free_port
-from tests.support.programs import Program, Programs, descendants, programs_in
+from tests.support.programs import BIN, Program, Programs, descendants, programs_in
 from tests.support.settings_coverage import run_setting, worker_setting
 
 # rank 0 of worker 0 waits in gloo or in a call of the job when another rank ends
@@ -135,7 +135,7 @@ def test_a_signal_to_one_rank_lets_the_group_leave(programs: Programs, rank: int
     run.wait_for("here 1", times=2)
     run.wait_for("here 0", times=2)
     os.kill(rank_pid(run, "0", rank), signal.SIGTERM)
-    run.wait_for("worker_left")
+    run.wait_for("script_ended")
     run.send(signal.SIGTERM)
 
     assert run.wait() == 128 + signal.SIGTERM, run.output
@@ -181,7 +181,7 @@ def test_torchrun_restarts_a_group(programs: Programs) -> None:
     address = f"127.0.0.1:{free_port()}"
     programs.start("ps-server", "--shard", "0/1", "--bind", address).wait_for("listening")
     line = ("--nproc-per-node", 2, "--max-restarts", 2, "--master-port", 29731, "--no-python")
-    worker = ("ps-worker", "--group", "--ps", address, "--worker-rank", 0, "train.py")
+    worker = (BIN / "ps-worker", "--group", "--ps", address, "--worker-rank", 0, "train.py")
     falls = "00-3:SIGKILL,01-7:SIGKILL"
     launcher = programs.start("torchrun", *line, *worker, FALLS=falls, DDP=1, PS_WORKER_RANK=0)
 
