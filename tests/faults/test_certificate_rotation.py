@@ -18,7 +18,7 @@ from tests.support.workers import counted, status, weights_of
 LANES = ("stream", "grpc", "stream", "grpc")
 FLAGS = ("--policy", "async", "--durability", "log", "--lease", "60s", "--min-workers", len(LANES))
 PAIRS = ("key.pem", "cert.pem", "client-key.pem", "client-cert.pem")
-RENEWALS = 5
+RENEWALS = 10
 
 
 @pytest.fixture
