@@ -18,6 +18,7 @@ from psworker.ctl.credentials import tls, token
 from psworker.ctl.job_actions import CommandGroup, drain, policy, promote, reshard, stop
 from psworker.ctl.output import show
 from psworker.ctl.snapshot import snapshot
+from psworker.ctl.suggest import suggest
 
 
 def main(args: Sequence[str] | None = None) -> int:
@@ -41,6 +42,7 @@ Examples:
   ps-ctl tls init security
   ps-ctl token init security
   ps-ctl doctor
+  ps-ctl suggest batch train.py
   ps-ctl explain 12
 
 Servers on other machines need TLS files and a token file.
@@ -110,6 +112,7 @@ for _command in (
     reshard,
     snapshot,
     stop,
+    suggest,
     tls,
     token,
 ):
