@@ -7,9 +7,9 @@ from typing import Literal, NamedTuple
 KNEE_RATIO = 0.9
 """Part of the best throughput that the knee reaches."""
 
-GAIN_RATIO, FALL_RATIO, FLAT_COUNT = 1.05, 0.8, 2
+GAIN_RATIO, FLAT_COUNT = 1.05, 2
 """The search ends when FLAT_COUNT sizes in a row have less than GAIN_RATIO times the best
-throughput before them, or one has less than FALL_RATIO times the best.
+throughput before them: one alone may be slow because of other work on the machine.
 """
 
 Rule = Literal["linear", "square root"]
@@ -79,7 +79,7 @@ def next_size(tries: Mapping[int, BatchTry], start: int, limits: Limits) -> int 
         rate = done.samples_per_second
         if rate is not None:
             flat = flat + 1 if rate < GAIN_RATIO * best else 0
-            if flat == FLAT_COUNT or rate < FALL_RATIO * best:
+            if flat == FLAT_COUNT:
                 return "larger batches are no faster"
             best = max(best, rate)
         elif not done.is_out_of_memory and not _works_above(tries, size):

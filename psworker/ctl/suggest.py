@@ -27,7 +27,7 @@ from psworker.core.batch_search import (
     scale_factor,
 )
 from psworker.ctl.context import CommandContext, pass_settings
-from psworker.ctl.output import Table, duration, show, size
+from psworker.ctl.output import Table, duration, number, show, size
 from psworker.launch.plan import WORKER
 from psworker.launch.processes import ManagedProcess
 from psworker.launch.script import TRACEBACK_FILE, Script
@@ -215,6 +215,7 @@ class Found(NamedTuple):
         own: Its own batch size.
         result: What its first trial has found.
         tries: The results, by batch size.
+        knee: One of them.
         ended: Why the search ended.
     """
 
@@ -222,16 +223,16 @@ class Found(NamedTuple):
     own: int
     result: TrialResult
     tries: list[BatchTry]
+    knee: BatchTry
     ended: str
 
     def document(self) -> dict[str, Any]:
         """Return the JSON document."""
-        knee = find_knee(self.tries)
         return {
             "script": self.script,
             "device": self.result.device,
             "batch_size": self.own,
-            "knee": knee and knee.batch_size,
+            "knee": self.knee.batch_size,
             "ended": self.ended,
             "tries": [each._asdict() for each in self.tries],
             "optimizers": [
@@ -239,12 +240,9 @@ class Found(NamedTuple):
                     "name": name,
                     "optimizer": kind,
                     "rule": RULES.get(kind),
+                    "factor": (factor := scale_factor(kind, self.knee.batch_size / self.own)),
                     "learning_rates": rates,
-                    "learning_rates_at_knee": [
-                        rate * factor
-                        for rate in rates
-                        if knee and (factor := scale_factor(kind, knee.batch_size / self.own))
-                    ],
+                    "learning_rates_at_knee": [rate * factor for rate in rates if factor],
                 }
                 for name, kind, rates in self.result.optimizers
             ],
@@ -252,8 +250,7 @@ class Found(NamedTuple):
 
     def tables(self) -> list[Table]:
         """Return the tables of the document."""
-        document = self.document()
-        knee = document["knee"]
+        knee = self.knee.batch_size
         rows = [
             (
                 each.batch_size,
@@ -271,22 +268,29 @@ class Found(NamedTuple):
             )
             for each in self.tries
         ]
-        headings = ("batch size", "samples/s", "step", "memory", "GPU memory", "")
         rates = [
             (
                 each["name"],
                 each["optimizer"],
                 each["rule"] or "none is known",
-                _numbers(each["learning_rates"]),
-                _numbers(each["learning_rates_at_knee"]),
+                number(each["factor"]),
+                ", ".join(map(number, each["learning_rates"])),
+                ", ".join(map(number, each["learning_rates_at_knee"])),
             )
-            for each in document["optimizers"]
+            for each in self.document()["optimizers"]
         ]
-        columns = ("name", "optimizer", "rule", f"rate at {self.own}", f"rate at {knee}")
         return [
-            Table(f"{self.script} on {self.result.device}", headings, rows),
+            Table(
+                f"{self.script} on {self.result.device}",
+                ("batch size", "samples/s", "step", "memory", "GPU memory", ""),
+                rows,
+            ),
             Table("", (), [("end of the search", self.ended)]),
-            *([Table(f"Learning rate at the knee, {knee}", columns, rates)] if knee else []),
+            Table(
+                f"Learning rate at the knee, {knee}",
+                ("name", "optimizer", "rule", "factor", f"rate at {self.own}", f"rate at {knee}"),
+                rates,
+            ),
         ]
 
 
@@ -302,10 +306,6 @@ def _step_time(each: BatchTry) -> str:
     return duration(seconds) if seconds >= 1 else f"{seconds * 1000:.3g} ms"
 
 
-def _numbers(values: list[float]) -> str:
-    return ", ".join(f"{value:.4g}" for value in values)
-
-
 def search(
     script: Script, steps: int, start: int | None, largest: int | None, folder: Path
 ) -> Found:
@@ -319,9 +319,10 @@ def search(
     order = TrialOrder(str(folder / "result.json"), steps)
     click.echo(f"{script.target} as it is: ", nl=False, err=True)
     first = run_script(script, order, folder)
+    sizes = "".join(f"batch size {size}, " for size in first.result.batch_sizes if size)
+    click.echo(sizes + _summary(first.as_try(0, steps)), err=True)
     own = _own_size(script.target, first, steps)
     tries = {own: first.as_try(own, steps)}
-    click.echo(f"batch size {own}, {_summary(tries[own])}", err=True)
     length, smallest = first.result.length, start or first_size(own)
     reason = f"`--max {largest}`"
     if length is not None and (largest is None or length < largest):
@@ -335,19 +336,19 @@ def search(
         if tries[tried].problem and not tries[tried].is_out_of_memory:
             _show_end(trial)
     results = sorted(tries.values())
-    if find_knee(results) is None:
+    knee = find_knee(results)
+    if knee is None:
         raise InvalidRequestError(
             f"cannot measure {script.target}: no batch size works: {tried}. Try: a smaller "
             "`--start SIZE`"
         )
-    return Found(script.target, own, first.result, results, tried)
+    return Found(script.target, own, first.result, results, knee, tried)
 
 
 def _own_size(target: str, first: Trial, steps: int) -> int:
     """Return the batch size of the script. Raises InvalidRequestError if it cannot be measured."""
     sizes, tried = first.result.batch_sizes, first.as_try(0, steps)
     if tried.problem and not (sizes and tried.is_out_of_memory):
-        click.echo(tried.problem, err=True)
         _show_end(first)
         raise InvalidRequestError(
             f"cannot measure {target}: it {tried.problem}. Try: "

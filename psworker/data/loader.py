@@ -1,6 +1,6 @@
 """From the arguments of `Job.batches` to a loader."""
 
-from torch.utils.data import DataLoader
+from torch.utils.data import BatchSampler, DataLoader
 
 from pscommon.core.errors import InvalidRequestError
 from psworker.data.batches import BatchLoader
@@ -45,6 +45,13 @@ def _for_trial(
     trial: BatchTrial, arguments: LoaderArguments, settings: PassSettings
 ) -> tuple[LoaderArguments, PassSettings]:
     """Return the arguments of a loader whose batch size may be another one."""
+    if type(given := arguments.batch_sampler) is BatchSampler:  # as DataLoaders of accelerate have
+        arguments = arguments._replace(
+            batch_size=given.batch_size,
+            drop_last=given.drop_last,
+            sampler=given.sampler,
+            batch_sampler=None,
+        )
     arguments = arguments._replace(batch_size=trial.batch_size(arguments.batch_size))
     rows = arguments.dataset
     rows = rows[0] if isinstance(rows, tuple) and rows else rows

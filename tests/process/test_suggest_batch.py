@@ -92,6 +92,7 @@ def test_the_knee_and_the_learning_rate_there(programs: Programs) -> None:
             "name": "",
             "optimizer": "adamw",
             "rule": "square root",
+            "factor": pytest.approx(2**0.5),
             "learning_rates": [0.125],
             "learning_rates_at_knee": [pytest.approx(0.125 * 2**0.5)],
         }
@@ -177,10 +178,13 @@ with psworker.connect() as job:
     table = [line.split() for line in program.out.splitlines()]
     knee = next(row for row in table if "knee" in row)[0]
     rows = {row[0]: row[1:] for row in table if row and row[0] in ("d", "g", "h")}
-    at_knee = {"4": ["0.5,", "0.25", "0.5"], "16": ["2,", "1", "1"]}[knee]
+    d_rates, g_rate, (d_factor, g_factor) = {
+        "4": (["0.5,", "0.25"], "0.5", "11"),
+        "16": (["2,", "1"], "1", "42"),
+    }[knee]
     assert rows == {
-        "d": ["sgd", "linear", "0.5,", "0.25", *at_knee[:2]],
-        "g": ["rmsprop", "square", "root", "0.5", at_knee[2]],
+        "d": ["sgd", "linear", d_factor, "0.5,", "0.25", *d_rates],
+        "g": ["rmsprop", "square", "root", g_factor, "0.5", g_rate],
         "h": ["lion", "none", "is", "known", "0.5"],
     }
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
 import psworker
 from psworker.session.batch_trial import WARM_UP_COUNT, BatchTrial, TrialOrder
@@ -123,6 +123,19 @@ def test_a_batch_sampler_is_noticed(start: Callable[..., psworker.Job], tmp_path
         train(job, job.batches(torch.ones(ROWS, 1), batch_sampler=sampler))
 
     assert results(job, tmp_path)["batch_sizes"] == [0]
+
+
+def test_a_batch_sampler_of_torch_gets_another_batch_size(
+    start: Callable[..., psworker.Job], tmp_path: Path
+) -> None:
+    data, order = torch.ones(ROWS, 1), SequentialSampler(range(ROWS))
+    with start() as job:
+        train(job, job.batches(data, batch_sampler=BatchSampler(order, 8, drop_last=False)))
+    assert results(job, tmp_path)["batch_sizes"] == [8]
+
+    with start(8, 12) as job:
+        sampler = BatchSampler(order, 8, drop_last=True)
+        assert train(job, job.batches(data, batch_sampler=sampler)) == [12] * 3
 
 
 def test_different_batch_sizes_are_noticed(

@@ -146,8 +146,8 @@ def test_the_tables(trials: Trials, capsys: Output) -> None:
         "end of the search  memory is too small for larger batches",
         "",
         "Learning rate at the knee, 32",
-        "optimizer  rule    rate at 32  rate at 32",
-        "sgd        linear  0.5, 0.25   0.5, 0.25",
+        "optimizer  rule    factor  rate at 32  rate at 32",
+        "sgd        linear  1       0.5, 0.25   0.5, 0.25",
     ]
 
 
@@ -181,6 +181,7 @@ def test_the_document(
                 "name": "",
                 "optimizer": "sgd",
                 "rule": "linear",
+                "factor": 2.0,
                 "learning_rates": [0.5, 0.25],
                 "learning_rates_at_knee": [1.0, 0.5],
             }
