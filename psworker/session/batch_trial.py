@@ -28,7 +28,7 @@ WARM_UP_COUNT = 5
 """Steps before the first timed one: they allocate memory and choose kernels."""
 
 MAX_ACCUMULATED_COUNT = 16
-"""A pass is made long enough for a trial of a script that accumulates so many batches."""
+"""Batches of a step for which a training pass is made long enough."""
 
 
 class TrialOrder(NamedTuple):

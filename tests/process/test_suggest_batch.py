@@ -75,8 +75,8 @@ def found(program: Program) -> Any:
 
 def test_the_knee_and_the_learning_rate_there(programs: Programs) -> None:
     write(programs, 'print("chatty")\n' + KNEE_AT_64, "AdamW(model.parameters(), lr=0.125)")
-    kept = programs.folder / "model.safetensors"
-    kept.write_text("weights")
+    saved = programs.folder / "model.safetensors"
+    saved.write_text("weights")
 
     program = suggest(programs, "--start", 16)
 
@@ -101,7 +101,7 @@ def test_the_knee_and_the_learning_rate_there(programs: Programs) -> None:
     assert program.err.startswith("train.py as it is: batch size 32, ")
     assert program.err.count("samples/s") == 5
     assert "chatty" not in program.output
-    assert kept.read_text() == "weights"
+    assert saved.read_text() == "weights"
 
 
 @pytest.mark.parametrize(
