@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import statistics
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -151,14 +150,14 @@ class Trial(NamedTuple):
         """Return what it says of a batch size. steps: Number of timed steps that were asked for."""
         result = self.result
         if len(result.seconds) == steps:
-            # the last batch of an epoch may be smaller
-            full = max(result.samples)
-            seconds = statistics.median(
-                seconds
-                for seconds, samples in zip(result.seconds, result.samples, strict=True)
-                if samples == full
+            seconds = sum(result.seconds)
+            return BatchTry(
+                batch_size,
+                sum(result.samples) / seconds,
+                seconds / steps,
+                result.memory,
+                result.gpu_memory,
             )
-            return BatchTry(batch_size, full / seconds, seconds, result.memory, result.gpu_memory)
         if self.code == 0:
             problem = f"ended after {result.steps} of {WARM_UP_COUNT + steps} steps"
             return BatchTry(batch_size, problem=problem)

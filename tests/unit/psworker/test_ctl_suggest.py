@@ -66,10 +66,10 @@ def refusal(capsys: Output) -> str:
 # ---- one trial -----------------------------------------------------------------------------------
 
 
-def test_steps_with_smaller_batches_do_not_count() -> None:
-    result = TrialResult(seconds=(2.0, 1.0, 4.0, 3.0, 1.0), samples=(8, 2, 8, 8, 2), memory=5)
+def test_the_speed_is_that_of_all_timed_steps() -> None:
+    result = TrialResult(seconds=(1.0, 4.0, 1.0, 2.0), samples=(8, 8, 8, 2), memory=5)
 
-    assert Trial(0, result, []).as_try(8, 5) == BatchTry(8, 8 / 3, 3.0, 5, None)
+    assert Trial(0, result, []).as_try(8, 4) == BatchTry(8, 26 / 8, 2.0, 5, None)
 
 
 @pytest.mark.parametrize(
