@@ -74,7 +74,8 @@ def found(program: Program) -> Any:
 
 
 def test_the_knee_and_the_learning_rate_there(programs: Programs) -> None:
-    write(programs, 'print("chatty")\n' + KNEE_AT_64, "AdamW(model.parameters(), lr=0.125)")
+    code = 'print("chatty")\nassert open("/proc/self/oom_score_adj").read() == "1000\\n"\n'
+    write(programs, code + KNEE_AT_64, "AdamW(model.parameters(), lr=0.125)")
     saved = programs.folder / "model.safetensors"
     saved.write_text("weights")
 

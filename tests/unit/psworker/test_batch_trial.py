@@ -185,6 +185,21 @@ def test_several_optimizers_make_one_step(
     assert found["optimizers"] == [["d", "sgd", [0.5]], ["g", "adam", [0.25]]]
 
 
+def test_memory_of_all_gpus_is_measured(
+    start: Callable[..., psworker.Job], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda gpu: (5, 7)[gpu])
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+    with start() as job:
+        make(job)
+
+    found = results(job, tmp_path)
+    assert found["gpu_memory"] == 12
+    assert found["device"] == "a GPU"
+
+
 def test_a_trial_saves_no_file(start: Callable[..., psworker.Job], tmp_path: Path) -> None:
     with start() as job:
         make(job)
