@@ -85,7 +85,7 @@ def next_size(tries: Mapping[int, BatchTry], start: int, limits: Limits) -> int 
         elif not done.is_out_of_memory and not _works_above(tries, size):
             return f"the script {done.problem} with a batch of {size}"
         size *= 2
-    if any(size >= each.batch_size for each in tries.values() if each.is_out_of_memory):
+    if any(size > each.batch_size for each in tries.values() if each.is_out_of_memory):
         return "memory is too small for larger batches"
     if limits.largest is not None and size > limits.largest:
         return limits.largest_reason

@@ -44,12 +44,13 @@ def test_doubling_leads_from_the_first_size_to_the_own(own: int, first: int) -> 
     assert own in (first, 2 * first, 4 * first)
 
 
-def test_sizes_double_to_the_largest() -> None:
-    limits = Limits(100, "the data set has 100 samples", 1 << 60)
+@pytest.mark.parametrize("largest", [64, 100, 127])
+def test_sizes_double_to_the_largest(largest: int) -> None:
+    limits = Limits(largest, "limit", 1 << 60)
 
     assert searched(16, 4, lambda size: measured(size, size), limits) == (
         [16, 4, 8, 32, 64],
-        "the data set has 100 samples",
+        "limit",
     )
 
 

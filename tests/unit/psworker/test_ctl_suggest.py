@@ -151,7 +151,7 @@ def test_the_tables(trials: Trials, capsys: Output) -> None:
     ]
 
 
-@pytest.mark.parametrize("options", [["--output", "json"], []])
+@pytest.mark.parametrize("options", [["--output", "json"], ["--max", "5000"]])
 def test_the_document(
     trials: Trials, capsys: Output, options: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
