@@ -76,13 +76,18 @@ class BatchTrial:
     """Measures the steps of a script, of all its trainings together.
 
     A step is one of the optimizer whose samples count. Only time within training passes counts.
-    The first training pass writes the results as it begins: they exist if memory ends later.
+    The first training pass writes the results as it begins: they exist if memory ends later. The
+    last timed step writes them, too: what the script does afterwards does not count.
     """
 
     def __init__(self, order: TrialOrder) -> None:
         self._order = order
         self._result = TrialResult()
         self._since = 0.0
+
+    @property
+    def is_complete(self) -> bool:
+        return len(self._result.seconds) == self._order.steps
 
     def batch_size(self, own: Any) -> Any:
         """Return the batch size to use instead of a loader's own one."""
@@ -124,7 +129,7 @@ class BatchTrial:
         samples: Of all its batches; 0: it is no step of the optimizer whose samples count.
         """
         result, now = self._result, time.perf_counter()
-        if samples and len(result.seconds) < self._order.steps:
+        if samples and not self.is_complete:
             self._result = result = result._replace(steps=result.steps + 1)
             if result.steps > WARM_UP_COUNT:
                 self._result = result._replace(
@@ -132,7 +137,9 @@ class BatchTrial:
                     samples=(*result.samples, samples),
                 )
             self._since = now
-        return len(self._result.seconds) == self._order.steps
+            if self.is_complete:
+                self.write()
+        return self.is_complete
 
     def write(self) -> None:
         """Replace the file by the results so far."""
@@ -166,7 +173,7 @@ def trial_of_process() -> BatchTrial | None:
     with suppress(OSError):  # where memory ends, the kernel ends this process, and no other
         Path("/proc/self/oom_score_adj").write_text("1000")
     trial = BatchTrial(TrialOrder(**json.loads(order)))
-    atexit.register(trial.write)
+    atexit.register(lambda: trial.is_complete or trial.write())
     return trial
 
 
