@@ -320,7 +320,7 @@ def search(
     first = run_script(script, order, folder)
     sizes = "".join(f"batch size {size}, " for size in first.result.batch_sizes if size)
     click.echo(sizes + _summary(first.as_try(0, steps)), err=True)
-    own = _own_size(script.target, first, steps)
+    own = _own_size(script, first, steps)
     tries = {own: first.as_try(own, steps)}
     length, smallest = first.result.length, start or first_size(own)
     reason = f"`--max {largest}`"
@@ -344,9 +344,14 @@ def search(
     return Found(script.target, own, first.result, results, knee, tried)
 
 
-def _own_size(target: str, first: Trial, steps: int) -> int:
+def _own_size(script: Script, first: Trial, steps: int) -> int:
     """Return the batch size of the script. Raises InvalidRequestError if it cannot be measured."""
-    sizes, tried = first.result.batch_sizes, first.as_try(0, steps)
+    target, sizes, tried = script.target, first.result.batch_sizes, first.as_try(0, steps)
+    if first.code == 0 and not sizes:
+        raise InvalidRequestError(
+            f"cannot measure {target}: it makes no training pass over job.batches. Try: "
+            "job.batches(dataset, batch_size=...)"
+        )
     if tried.problem and not (sizes and tried.is_out_of_memory):
         _show_end(first)
         raise InvalidRequestError(
@@ -354,13 +359,8 @@ def _own_size(target: str, first: Trial, steps: int) -> int:
             + (
                 f"more data or epochs, or fewer `--steps {steps}`"
                 if first.code == 0
-                else f"make `PS_LOCAL=1 ps-worker {target}` work"
+                else f"make `PS_LOCAL=1 ps-worker {'-m ' if script.module else ''}{target}` work"
             )
-        )
-    if not sizes:
-        raise InvalidRequestError(
-            f"cannot measure {target}: it trains without job.batches. Try: "
-            "job.batches(dataset, batch_size=...)"
         )
     if 0 in sizes:
         raise InvalidRequestError(

@@ -141,6 +141,11 @@ class BatchTrial:
                 self.write()
         return self.is_complete
 
+    def end(self) -> None:
+        """Write the results, unless the last timed step has."""
+        if not self.is_complete:
+            self.write()
+
     def write(self) -> None:
         """Replace the file by the results so far."""
         torch: Any = sys.modules.get("torch")
@@ -173,7 +178,7 @@ def trial_of_process() -> BatchTrial | None:
     with suppress(OSError):  # where memory ends, the kernel ends this process, and no other
         Path("/proc/self/oom_score_adj").write_text("1000")
     trial = BatchTrial(TrialOrder(**json.loads(order)))
-    atexit.register(lambda: trial.is_complete or trial.write())
+    atexit.register(trial.end)
     return trial
 
 

@@ -35,8 +35,7 @@ def start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., pswo
 def results(job: psworker.Job, tmp_path: Path) -> Any:
     """Return the results as of the end of the process."""
     assert job.session.trial is not None
-    if not job.session.trial.is_complete:
-        job.session.trial.write()
+    job.session.trial.end()
     assert [path.name for path in tmp_path.iterdir()] == ["result"]
     return json.loads((tmp_path / "result").read_text())
 

@@ -208,7 +208,7 @@ def test_a_search_without_a_result_is_refused(trials: Trials, capsys: Output) ->
 @pytest.mark.parametrize(
     ("sizes", "words"),
     [
-        ((), "it trains without job.batches"),
+        ((), "it makes no training pass over job.batches"),
         ((0,), "a batch_sampler of train.py decides"),
         ((32, 8), "several: 32, 8"),
     ],
