@@ -71,9 +71,12 @@ def connect(
 
     if is_on("PS_LOCAL"):
         from psworker.client.local_client import LocalClient
+        from psworker.session.batch_trial import trial_of_process
 
         name = connects.begin(training, local=True)
-        return connects.opened(Job(LocalClient(name), rank or 0, chosen))
+        job = Job(LocalClient(name), rank or 0, chosen)
+        job.session.trial = trial_of_process()
+        return connects.opened(job)
     if not servers and not os.environ.get("PS_SERVERS"):
         raise InvalidRequestError(
             "cannot connect: no servers are named. Try: start the script with `ps-run ... SCRIPT` "
