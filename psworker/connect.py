@@ -112,7 +112,12 @@ def connect(
         raise
     if rank is None:
         rank = (max(1, client.worker) - 1) % WORKERS_PER_GENERATION
-    return connects.opened(Job(client, rank, chosen))
+    job = Job(client, rank, chosen)
+    if is_local:
+        from psworker.session.batch_trial import trial_of_process
+
+        job.session.trial = trial_of_process()
+    return connects.opened(job)
 
 
 def _in_group(

@@ -267,7 +267,9 @@ class Job(JobFacts):
             InvalidRequestError: No file can be written there.
             NotSavedError: The disk refuses the file.
         """
-        self.session.require_model("job.save failed").save(file)
+        model = self.session.require_model("job.save failed")
+        if self.session.trial is None:  # a trial leaves the script's files as they are
+            model.save(file)
 
     def barrier(self) -> None:
         """Wait until every worker has made this call.

@@ -2,6 +2,7 @@
 
 __all__ = [
     "activity",
+    "batch_search",
     "clock",
     "group_place",
     "protocols",
