@@ -125,8 +125,8 @@ class Job(JobFacts):
             InvalidRequestError: An argument does not fit.
             MismatchError: The job trains another model.
         """
-        self._check_group(overlap, pipeline)
-        network = unwrapped(model, self.client)
+        overlap = is_on("PS_OVERLAP") and not pipeline if overlap is None else overlap
+        network = unwrapped(model, self.client, overlap or pipeline)
         if pipeline and (overlap or self.policy == "sync"):
             raise InvalidRequestError(
                 "pipeline=True excludes overlap=True. Try: leave out one of them"
@@ -134,7 +134,6 @@ class Job(JobFacts):
                 else "pipeline=True excludes policy sync: its gradients are of the newest weights. "
                 "Try: policy async or ssp"
             )
-        overlap = is_on("PS_OVERLAP") and not pipeline if overlap is None else overlap
         if name != DEFAULT_NAME and (overlap or pipeline):
             raise InvalidRequestError(
                 "several optimizers exclude overlap and pipeline. Try: leave out overlap, pipeline "
@@ -153,14 +152,6 @@ class Job(JobFacts):
         if network is not model:
             weigh_by_samples(model, added.share)
         return added
-
-    def _check_group(self, overlap: bool | None, pipeline: bool) -> None:
-        given = overlap or pipeline or (overlap is None and is_on("PS_OVERLAP"))
-        if given and isinstance(self.client, GroupClient):
-            raise InvalidRequestError(
-                "a group excludes overlap, PS_OVERLAP and pipeline. Try: leave them out; "
-                "DistributedDataParallel overlaps its reduction with backward"
-            )
 
     def batches(
         self,

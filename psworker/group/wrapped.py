@@ -16,13 +16,20 @@ Share = Callable[[], float]
 """Returns the weight of this rank's gradient in the mean of the group."""
 
 
-def unwrapped(model: nn.Module, client: JobClient) -> nn.Module:
+def unwrapped(model: nn.Module, client: JobClient, overlaps: bool) -> nn.Module:
     """Return the model inside of DistributedDataParallel, or the model itself.
+
+    overlaps: The script wants steps that overlap with computing, which a group does not have.
 
     Raises:
         InvalidRequestError: This process is in no group, so torch would average over workers; or
-            the group has models of both kinds.
+            the group has models of both kinds, or overlapping steps.
     """
+    if overlaps and isinstance(client, GroupClient):
+        raise InvalidRequestError(
+            "a group excludes overlap, PS_OVERLAP and pipeline. Try: leave them out; "
+            "DistributedDataParallel overlaps its reduction with backward"
+        )
     is_wrapped = isinstance(model, DistributedDataParallel)
     if isinstance(client, GroupClient):
         client.model.expect_reduced(is_wrapped)

@@ -156,8 +156,8 @@ def rank_pid(run: Program, worker: str, rank: int) -> int:
 def test_kills_change_neither_data_nor_weights(programs: Programs) -> None:
     """With --on-worker-loss wait and the log a run with kills ends with the same bytes."""
     flags = ("--workers", 2, "--on-worker-loss", "wait:120", "--durability", "log")
-    whole = group_run(programs, *flags, "--data-dir", "whole", EPOCHS=4, DDP=1)
-    assert whole.wait(120) == 0, whole.output
+    undisturbed = group_run(programs, *flags, "--data-dir", "undisturbed", EPOCHS=4, DDP=1)
+    assert undisturbed.wait(120) == 0, undisturbed.output
     expected = result(programs)
 
     kills = int(os.environ.get("GROUP_KILLS", "3"))

@@ -187,8 +187,8 @@ def test_collective_calls_add_up_in_the_group_first() -> None:
     def script(job: Job, rank: int) -> tuple[Any, ...]:
         job.barrier()
         mean = job.all_reduce({"a": rank}, samples=rank)
-        said = job.broadcast("second" if rank == 1 else None)
-        return mean, said, job.rank, job.workers, job.is_first
+        value = job.broadcast("second" if rank == 1 else None)
+        return mean, value, job.rank, job.workers, job.is_first
 
     first, second, third = as_group(3, LocalClient, script)
     assert first == ({"a": pytest.approx(5 / 3)}, "second", 0, 1, True)
