@@ -4,6 +4,7 @@ __all__ = [
     "activity",
     "batch_search",
     "clock",
+    "group_place",
     "protocols",
     "push_sequence",
     "results",

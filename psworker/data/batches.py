@@ -193,7 +193,7 @@ class DataPass:
                     if session.client.stopping:
                         break
                     session.enter("compute")
-                    if leases.use(facts.key, facts.samples):
+                    if leases.use(facts.key, facts.samples, facts.all_samples):
                         if self._reseed:
                             reseed(*facts.seeds, COMPUTE)
                         yield batch
