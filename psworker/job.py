@@ -148,7 +148,7 @@ class Job(JobFacts):
         added = self._optimizers.add(
             self.session, name, optimizer, network, clip_norm, buffers, strategy
         )
-        weigh_by_samples(model, added.share)
+        weigh_by_samples(model, self.client, added.share)
         return added
 
     def batches(

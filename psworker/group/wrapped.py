@@ -42,18 +42,19 @@ def unwrapped(model: nn.Module, client: JobClient, overlaps: bool) -> nn.Module:
     return module
 
 
-def weigh_by_samples(model: nn.Module, share: Share) -> None:
+def weigh_by_samples(model: nn.Module, client: JobClient, share: Share) -> None:
     """Let DDP, if the model is one, compute the mean over samples instead of the mean over ranks.
 
     A hook of the script stays; its means are right if all ranks have equally many samples.
     """
-    if not isinstance(model, DistributedDataParallel):
+    if not isinstance(model, DistributedDataParallel) or not isinstance(client, GroupClient):
         return
     try:
         model.register_comm_hook(share, _reduce)
     except RuntimeError as error:  # torch allows one hook
         if "register_comm_hook" not in str(error):
             raise
+        client.model.expect_equal_parts()
 
 
 def _reduce(
