@@ -18,7 +18,6 @@ from psworker.data.batches import BatchLoader
 from psworker.data.data_source import LoaderArguments, PassSettings
 from psworker.data.loader import make_loader
 from psworker.data.random_state import script_seed
-from psworker.group.client import GroupClient
 from psworker.group.wrapped import unwrapped, weigh_by_samples
 from psworker.optim.optimizer import ServerOptimizer
 from psworker.optim.optimizer_set import DEFAULT_NAME, OptimizerSet, fast_forward
@@ -149,8 +148,7 @@ class Job(JobFacts):
         added = self._optimizers.add(
             self.session, name, optimizer, network, clip_norm, buffers, strategy
         )
-        if network is not model:
-            weigh_by_samples(model, added.share)
+        weigh_by_samples(model, self.client, added.share)
         return added
 
     def batches(

@@ -126,7 +126,9 @@ def make_spec(kind: Callable[..., SpecT], *fields: Any) -> SpecT:
 
 def of_group(batch_size: Any, place: GroupPlace) -> Any:
     """Return the size of a group's batches; what is no number is left for `make_spec` to refuse."""
-    return batch_size * place.size if isinstance(batch_size, int) else batch_size
+    if isinstance(batch_size, bool) or not hasattr(batch_size, "__index__"):
+        return batch_size
+    return operator.index(batch_size) * place.size
 
 
 def seeds_of(place: GroupPlace, *seeds: int) -> tuple[int, ...]:

@@ -36,13 +36,12 @@ class GroupData:
         idle: bool = False,
         first_open: ScriptPlace | int | None = None,
     ) -> Lease:
-        found = self._calls.together(
+        found: dict[str, Any] = self._calls.together(
             "next_batches",
             lambda client: asdict(client.data.next_batches(loop, count, idle, first_open)),
         )
-        return Lease(
-            **{key: tuple(each) if isinstance(each, list) else each for key, each in found.items()}
-        )
+        found |= {name: tuple(found[name]) for name in ("numbers", "following")}
+        return Lease(**found)
 
     def share(self, loop: Spec) -> int:
         return int(self._calls.together("len", lambda client: client.data.share(loop)))

@@ -19,6 +19,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any, NoReturn, Protocol
 
 from pscommon.core.errors import (
@@ -172,7 +173,7 @@ class GroupLink:
     def spread(self, message: JSON, descriptor: int | None = None) -> None:
         """Send a message, and perhaps an open file, to all other ranks; only on rank 0."""
         for rank, channel in self._calls.items():
-            self._guarded(rank, lambda channel=channel: channel.send(message, descriptor))
+            self._guarded(rank, partial(channel.send, message, descriptor))
 
     def receive(self) -> JSON:
         """Return the next message that rank 0 spreads; only on other ranks."""
@@ -180,7 +181,7 @@ class GroupLink:
 
     def receive_descriptor(self) -> int:
         """Return the open file that came with the last message; the caller closes it."""
-        return self._guarded(0, self._calls[0].receive_descriptor)
+        return int(self._guarded(0, self._calls[0].receive_descriptor))
 
     def _guarded(self, rank: int, act: Callable[[], Any]) -> Any:
         try:

@@ -39,6 +39,7 @@ class GroupModel:
 
     def __init__(self, calls: GroupCalls) -> None:
         self._is_reduced: bool | None = None
+        self._needs_equal_parts = False
         self._calls = calls
         self._plan: PartitionPlan | None = None
         self._region: SharedRegion | None = None
@@ -59,6 +60,10 @@ class GroupModel:
                 "not. Try: the same for all models of the job"
             )
         self._is_reduced = is_reduced
+
+    def expect_equal_parts(self) -> None:
+        """Refuse steps in which ranks have different numbers of samples."""
+        self._needs_equal_parts = True
 
     def agree(self, spec: ModelSpec) -> PartitionPlan:
         """Register the model, which must be the same on all ranks; as ModelExchange.agree."""
@@ -172,6 +177,11 @@ class GroupModel:
         assert self._plan is not None
 
         def combine(_: JobClient, found: Sequence[Any]) -> list[Any]:
+            if self._needs_equal_parts and len({each[0] for each in found}) > 1:
+                raise InvalidRequestError(
+                    "the ranks of this group have different numbers of samples, and the script's "
+                    "communication hook counts them alike. Try: drop_last=True in job.batches"
+                )
             everywhere = set[int](found[0][1]).intersection(*(each[1] for each in found))
             return [
                 [each[0] for each in found],

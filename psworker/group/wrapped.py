@@ -38,22 +38,29 @@ def unwrapped(model: nn.Module, client: JobClient, overlaps: bool) -> nn.Module:
             "job.optimizer failed: DistributedDataParallel averages over processes, and this "
             "worker has one. Try: the model without it, or `ps-worker --group`"
         )
-    return model.module if is_wrapped else model
+    module: nn.Module = model.module if isinstance(model, DistributedDataParallel) else model
+    return module
 
 
-def weigh_by_samples(model: DistributedDataParallel, share: Share) -> None:
-    """Let DDP compute the mean over samples instead of the mean over ranks.
+def weigh_by_samples(model: nn.Module, client: JobClient, share: Share) -> None:
+    """Let DDP, if the model is one, compute the mean over samples instead of the mean over ranks.
 
     A hook of the script stays; its means are right if all ranks have equally many samples.
     """
+    if not isinstance(model, DistributedDataParallel) or not isinstance(client, GroupClient):
+        return
     try:
         model.register_comm_hook(share, _reduce)
     except RuntimeError as error:  # torch allows one hook
         if "register_comm_hook" not in str(error):
             raise
+        client.model.expect_equal_parts()
 
 
-def _reduce(share: Share, bucket: dist.GradBucket) -> Future[Tensor]:
+def _reduce(
+    share: Share,
+    bucket: dist.GradBucket,  # type: ignore[name-defined]  # torch checks it
+) -> Future[Tensor]:
     gradients = bucket.buffer().mul_(share())
     work: Any = dist.all_reduce(gradients, async_op=True)
     reduced: Future[Tensor] = work.get_future().then(_first)
