@@ -84,6 +84,8 @@ def connect(
     from pscommon.core.limits import WORKERS_PER_GENERATION
 
     name = connects.begin(training, is_local)
+    # for the status
+    shown = str(chosen) if place is None else f"{place.size} ranks, {chosen.type}"
 
     def connect_worker() -> "JobClient":
         if is_local:
@@ -95,7 +97,7 @@ def connect(
         return Client(
             servers or None,
             rank=rank,
-            device=str(chosen),
+            device=shown,
             connect_timeout=connect_timeout,
             wait_timeout=wait_timeout,
             training=name,

@@ -30,6 +30,8 @@ falls = dict(pair.split(":") for pair in os.environ.get("FALLS", "").split(",") 
 with psworker.connect(wait_timeout=60) as job:
     wrapped = nn.parallel.DistributedDataParallel(model) if "DDP" in os.environ else model
     optimizer = job.optimizer(torch.optim.SGD(model.parameters(), lr=0.01), wrapped)
+    if job.client.worker and me == "00":
+        print(job.client.status()["workers"][0]["device"], flush=True)
     print("here", me, dist.get_world_size(), job.is_first, flush=True)
     for x, y in job.batches(data, batch_size=4, epochs=int(os.environ.get("EPOCHS", 1)), seed=3):
         nn.functional.mse_loss(wrapped(x), y).backward()
@@ -79,6 +81,7 @@ def test_a_run_starts_the_ranks_of_each_worker(programs: Programs) -> None:
     for rank, mark in enumerate(["[w0]", "[w0] [rank 1]"]):
         assert f"{mark} here 0{rank} 2 {rank == 0}" in run.out
         assert f"{mark} done 0{rank} {STEPS}" in run.out
+    assert "[w0] 2 ranks, cpu" in run.out
     assert result(programs)["samples"] == 96
     assert list(programs.temporary.iterdir()) == []
 
