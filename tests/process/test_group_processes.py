@@ -95,7 +95,6 @@ def test_a_group_needs_the_variables_of_a_launcher(programs: Programs) -> None:
     assert "torchrun" in worker.err
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("kind", ["plain", "DDP"])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_the_others_end_when_a_rank_is_killed(programs: Programs, rank: int, kind: str) -> None:
@@ -109,7 +108,6 @@ def test_the_others_end_when_a_rank_is_killed(programs: Programs, rank: int, kin
     assert result(programs)["restarts"] == 1
 
 
-@pytest.mark.full
 def test_an_error_of_one_rank_is_the_error_of_the_run(programs: Programs) -> None:
     run = group_run(programs, "--max-restarts", 0, FALLS="01-3:error")
 
@@ -118,7 +116,6 @@ def test_an_error_of_one_rank_is_the_error_of_the_run(programs: Programs) -> Non
     assert "rank 0 ends: rank 1 of this group has ended" in run.output
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("rank", [0, 1])
 def test_the_others_end_when_a_rank_is_stopped(programs: Programs, rank: int) -> None:
     """They cannot know whether it goes on; the launcher ends it then."""
@@ -131,7 +128,6 @@ def test_the_others_end_when_a_rank_is_stopped(programs: Programs, rank: int) ->
     assert result(programs)["restarts"] == 1
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_signal_to_one_rank_lets_the_group_leave(programs: Programs, rank: int) -> None:
     run = group_run(programs, "--workers", 2, EPOCHS=500)
@@ -155,7 +151,6 @@ def rank_pid(run: Program, worker: str, rank: int) -> int:
     raise AssertionError("no such rank")
 
 
-@pytest.mark.full
 def test_kills_change_neither_data_nor_weights(programs: Programs) -> None:
     """With --on-worker-loss wait and the log a run with kills ends with the same bytes."""
     flags = ("--workers", 2, "--on-worker-loss", "wait:120", "--durability", "log")
@@ -178,7 +173,6 @@ def test_kills_change_neither_data_nor_weights(programs: Programs) -> None:
     assert found["weights_sha256"] == expected["weights_sha256"]
 
 
-@pytest.mark.full
 def test_torchrun_restarts_a_group(programs: Programs) -> None:
     """torch itself would find the addresses of the processes before."""
     address = f"127.0.0.1:{free_port()}"
