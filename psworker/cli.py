@@ -168,9 +168,10 @@ def export(settings: dict[str, Any], environ: MutableMapping[str, str]) -> None:
 
 
 def _number_on_machine(settings: dict[str, Any], environ: MutableMapping[str, str]) -> int:
-    """Return the number that chooses a GPU: of a rank of a group, its rank."""
+    """Return the number by which a GPU is chosen: workers of one machine take different ones."""
     place = group_place({**environ, GROUP_VARIABLE: "1"}) if settings["group"] else None
-    return settings["worker_rank"] or 0 if place is None else place.rank
+    worker = int(settings["worker_rank"] or 0)
+    return worker if place is None else worker * place.size + place.rank
 
 
 def _absolute(path: Path | None) -> Path | None:

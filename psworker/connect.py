@@ -4,6 +4,7 @@ import os
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from pscommon.core.errors import InvalidRequestError, TrainingOver
@@ -70,7 +71,7 @@ def connect(
     """
     rank = rank_of(rank, os.environ)
     place = group_place(os.environ)
-    on_machine = rank or 0 if place is None else place.rank
+    on_machine = (rank or 0) * place.size + place.rank if place else rank or 0
     chosen = choose_device(device or os.environ.get("PS_DEVICE") or "auto", on_machine)
     from psworker.job import Job
 
@@ -84,6 +85,7 @@ def connect(
     from pscommon.core.limits import WORKERS_PER_GENERATION
 
     name = connects.begin(training, is_local)
+    shown = f"{place.size} ranks, {chosen.type}" if place else str(chosen)
 
     def connect_worker() -> "JobClient":
         if is_local:
@@ -95,7 +97,7 @@ def connect(
         return Client(
             servers or None,
             rank=rank,
-            device=str(chosen),
+            device=shown,
             connect_timeout=connect_timeout,
             wait_timeout=wait_timeout,
             training=name,
@@ -105,7 +107,7 @@ def connect(
         client = (
             connect_worker()
             if place is None
-            else _in_group(place, chosen, connect_worker, servers, wait_timeout, name)
+            else _in_group(place, chosen, connect_worker, servers, wait_timeout, name, is_local)
         )
     except TrainingOver:
         connects.count += 1
@@ -127,6 +129,7 @@ def _in_group(
     servers: str | Sequence[str] | None,
     wait_timeout: float,
     training: str,
+    is_local: bool,
 ) -> "JobClient":
     """Return this rank's client: rank 0 connects the worker."""
     from pscommon.system.imports import installed
@@ -143,7 +146,7 @@ def _in_group(
         connect_worker,
         {"release": installed("paramserver"), "training": training, "device": device.type},
         Clock(time.monotonic, time.sleep),
-        lambda: Client(servers or None, observe=True),
+        None if is_local else partial(Client, servers or None, observe=True),
     )
 
 

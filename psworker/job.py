@@ -148,6 +148,7 @@ class Job(JobFacts):
         added = self._optimizers.add(
             self.session, name, optimizer, network, clip_norm, buffers, strategy
         )
+        added.is_reduced = network is not model
         weigh_by_samples(model, self.client, added.share)
         return added
 

@@ -6,6 +6,7 @@ from typing import NamedTuple
 from pscommon.wire.endpoint import Endpoint, open_channel
 from pscommon.wire.requests import LEAVE, Stub
 from psproto.v1 import coordinator_pb2 as co
+from psworker.connection.discovery import use_tokens_of
 
 REPORT_SECONDS = 1.0
 
@@ -15,6 +16,8 @@ class LossTicket(NamedTuple):
 
     Attributes:
         address: Address of shard 0.
+        job: The job's identifier.
+        worker: The worker's number.
         key: The worker's key, hexadecimal.
     """
 
@@ -29,6 +32,7 @@ def report_loss(ticket: LossTicket, reason: str) -> None:
 
     Raises grpc.RpcError; then the worker's lease ends later.
     """
+    use_tokens_of([ticket.address])  # the token of a local job is not in this process's settings
     request = co.LeaveRequest(job=ticket.job, worker=ticket.worker, reason=reason, lost=True)
     with closing(open_channel(Endpoint(ticket.address))) as channel:
         Stub(channel, LEAVE)(request, REPORT_SECONDS, bytes.fromhex(ticket.key))

@@ -90,7 +90,7 @@ class GroupCalls:
             try:
                 check_equal(found)
                 self.inner = connect()
-            except PSError as error:
+            except BaseException as error:
                 self._spread_error("connect", error)
                 raise
         self.together("connect", lambda client: None)
@@ -106,18 +106,6 @@ class GroupCalls:
         values, self._values, self._sent_at = self._values, {}, now
         return {name: float(value) for name, value in values.items()}
 
-    def together(
-        self, name: str, perform: Callable[[JobClient], JSON], descriptor: int | None = None
-    ) -> JSON:
-        """Return the result of `perform`, which runs on rank 0 at once.
-
-        Raises what it raises, on all ranks.
-
-        name: Names the call, the same on all ranks.
-        descriptor: On rank 0, an open file for the others, which receive it next.
-        """
-        return self._share(name, perform, descriptor)
-
     def gathered(
         self, name: str, own: JSON, perform: Callable[[JobClient, Sequence[JSON]], JSON]
     ) -> JSON:
@@ -128,7 +116,7 @@ class GroupCalls:
         values = self._take_values(at_once=name in LAST_CALLS)
         if self.inner is None:
             self.link.gather(name, [own, values])
-            return self._share(name, lambda client: None)
+            return self.together(name, lambda client: None)
 
         def with_all(client: JobClient) -> JSON:
             found = self.link.gather(name, [own, values])
@@ -136,26 +124,41 @@ class GroupCalls:
                 self._report(client, rank, reported)
             return perform(client, [each for each, _ in found])
 
-        return self._share(name, with_all)
+        return self.together(name, with_all)
 
-    def _share(
-        self, name: str, perform: Callable[[JobClient], JSON], descriptor: int | None = None
+    def together(
+        self,
+        name: str,
+        perform: Callable[[JobClient], JSON],
+        share: Callable[[], int] | None = None,
     ) -> JSON:
+        """Return the result of `perform`, which runs on rank 0 without waiting for the others.
+
+        Raises what it raises, on all ranks.
+
+        name: Names the call, the same on all ranks.
+        share: On rank 0, returns an open file for the others, which receive it next.
+        """
+        self.link.check()
         if self.inner is None:
             call, result, error, facts = self.link.receive()
             self.facts = GroupFacts(*facts)
             if error:
                 raise _error(*error)
             if call != name:
-                raise MismatchError(
-                    f"the ranks of this group make different calls: rank 0 {call}, rank "
-                    f"{self.link.rank} {name}. Try: the same calls on all ranks in the same order",
-                    "COLLECTIVE_MISMATCH",
+                self.link.fail(
+                    MismatchError(
+                        f"the ranks of this group make different calls: rank 0 {call}, rank "
+                        f"{self.link.rank} {name}. Try: the same calls on all ranks in the same "
+                        "order",
+                        "COLLECTIVE_MISMATCH",
+                    )
                 )
             return result
         try:
             result = perform(self.inner)
-        except PSError as error:
+            descriptor = None if share is None else share()
+        except BaseException as error:
             self.facts = facts_of(self.inner)
             self._spread_error(name, error)
             raise
@@ -163,9 +166,11 @@ class GroupCalls:
         self.link.spread([name, result, None, self.facts], descriptor)
         return result
 
-    def _spread_error(self, name: str, error: PSError) -> None:
+    def _spread_error(self, name: str, error: BaseException) -> None:
+        reason = error.reason if isinstance(error, PSError) else "INTERNAL"
+        text = str(error) if isinstance(error, PSError) else f"rank 0 failed: {error!r}"
         with suppress(TooFewWorkersError):  # this error counts
-            self.link.spread([name, None, [error.reason, str(error)], self.facts])
+            self.link.spread([name, None, [reason, text], self.facts])
 
     def _report(self, client: JobClient, rank: int, values: Mapping[str, float]) -> None:
         """Report values of a rank, unless a lower rank reports these names."""

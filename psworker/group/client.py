@@ -6,6 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from pscommon.core.data_stream import Spec
+from pscommon.core.errors import MismatchError
 from pscommon.core.log_entries import BatchKey
 from pscommon.core.partition import PartitionPlan
 from pscommon.core.script_place import PassName, ScriptPlace
@@ -66,7 +67,8 @@ class GroupClient:
         connect: Returns the worker's client; called on rank 0.
         facts: What must be equal on all ranks, by name.
         clock: The source of all times.
-        observe: Returns a client of the job that only reads, for another rank than 0.
+        observe: Returns a client of the job that only reads, for another rank than 0. None: there
+            are no servers.
 
     Attributes:
         model: The job's model.
@@ -79,7 +81,7 @@ class GroupClient:
         connect: Callable[[], JobClient],
         facts: Mapping[str, str],
         clock: Clock,
-        observe: Callable[[], JobClient],
+        observe: Callable[[], JobClient] | None,
     ) -> None:
         self.clock = clock
         self._link, self._observe = link, observe
@@ -158,7 +160,9 @@ class GroupClient:
         return self._inner.status() if self._inner is not None else {}
 
     def newest(self) -> tuple[PartitionPlan, memoryview, int]:
-        return (self._inner or self._observe()).newest()
+        if self._inner is not None:
+            return self._inner.newest()
+        return self.model.newest() if self._observe is None else self._observe().newest()
 
     def report_soon(self, values: Mapping[str, Any]) -> None:
         """Report values; a name that a lower rank reports too has that rank's value."""
@@ -226,14 +230,19 @@ def combined(calls: Sequence[CollectiveCall]) -> CollectiveCall:
     first = calls[0]
     if first.kind == "broadcast":
         return next((call for call in calls if call.text != "null"), first)
-    if first.kind == "all_reduce":
-        names = {name: None for call in calls for name in call.values}
-        total = sum(call.samples for call in calls)
-        means = {
-            name: sum(call.values[name] * call.samples for call in calls) / total
-            if total
-            else first.values.get(name, 0.0)
-            for name in names
-        }
-        return CollectiveCall("all_reduce", means, total)
-    return first
+    if first.kind == "barrier":
+        return first
+    for rank, call in enumerate(calls):
+        if call.values.keys() != first.values.keys():
+            raise MismatchError(
+                f"the ranks of this group pass other names to job.all_reduce: rank 0 "
+                f"{sorted(first.values)}, rank {rank} {sorted(call.values)}. Try: the same names",
+                "COLLECTIVE_MISMATCH",
+            )
+    counted = [call for call in calls if call.samples]
+    total = sum(call.samples for call in counted)
+    means = {
+        name: sum(call.values[name] * call.samples for call in counted) / total
+        for name in (first.values if total else ())
+    }
+    return CollectiveCall("all_reduce", means or first.values, total)

@@ -24,6 +24,7 @@ from typing import Any, NoReturn, Protocol
 
 from pscommon.core.errors import (
     MismatchError,
+    PSError,
     TooFewWorkersError,
     UnreachableError,
     WaitTimeoutError,
@@ -38,7 +39,7 @@ HEAD = struct.Struct("<I")
 CREDENTIALS = struct.Struct("iII")
 
 OPEN_SECONDS = 60.0
-"""Longest time between the first and the last rank that calls connect()."""
+"""Longest time between the first and the last rank that starts."""
 POLL_SECONDS = 0.02
 BEAT_SECONDS = 0.5
 SILENT_SECONDS = 12.0
@@ -118,6 +119,7 @@ class GroupLink:
         self.listener: LinkListener | None = None
         self.timeout = OPEN_SECONDS
         self._is_closed = False
+        self._failure: PSError | None = None
         address = f"\0paramserver-group-{os.getuid()}-{name}"
         self._calls, self._watched = (
             _connect(address, place) if self.rank else _accept(address, place)
@@ -128,6 +130,16 @@ class GroupLink:
 
     # ---- calls -----------------------------------------------------------------------------------
 
+    def check(self) -> None:
+        """Raise the error after which the ranks are not at the same call any more, if any."""
+        if self._failure is not None:
+            raise self._failure
+
+    def fail(self, error: PSError) -> NoReturn:
+        """Raise an error, and raise it again in each later call."""
+        self._failure = error
+        raise error
+
     def gather(self, call: str, own: JSON) -> list[JSON]:
         """Return what all ranks pass to a call, by rank; empty on other ranks than 0.
 
@@ -136,6 +148,7 @@ class GroupLink:
             WaitTimeoutError: A rank does not make the call in time.
             TooFewWorkersError: A rank has ended.
         """
+        self.check()
         if self.rank:
             self._guarded(0, lambda: self._calls[0].send([call, own]))
             return []
@@ -149,11 +162,13 @@ class GroupLink:
             if name != call:
                 differing.append(f"rank {rank} {name}")
         if differing:
-            raise MismatchError(
-                f"the ranks of this group make different calls: rank 0 {call}, "
-                f"{', '.join(differing)}. Try: the same calls on all ranks in the same order; only "
-                "job.save, job.report and the like may stand under `if job.is_first`",
-                "COLLECTIVE_MISMATCH",
+            self.fail(
+                MismatchError(
+                    f"the ranks of this group make different calls: rank 0 {call}, "
+                    f"{', '.join(differing)}. Try: the same calls on all ranks in the same order; "
+                    "only job.save, job.report and the like may stand under `if job.is_first`",
+                    "COLLECTIVE_MISMATCH",
+                )
             )
         return found
 
@@ -161,10 +176,12 @@ class GroupLink:
         while not select.select([self._calls[rank]], [], [], 1.0)[0]:
             now = time.monotonic()
             if now > deadline:
-                raise WaitTimeoutError(
-                    f"rank {rank} of this group did not call {call} within {self.timeout:g} s. "
-                    "Try: find what it does (py-spy dump, `--log-level debug`), or a larger "
-                    "wait_timeout of connect()"
+                self.fail(
+                    WaitTimeoutError(
+                        f"rank {rank} of this group did not call {call} within "
+                        f"{self.timeout:g} s. Try: find what it does (py-spy dump), or a larger "
+                        "wait_timeout of connect()"
+                    )
                 )
             if now > notice:
                 notice = float("inf")
@@ -196,7 +213,7 @@ class GroupLink:
     # ---- watch -----------------------------------------------------------------------------------
 
     def notify(self, message: JSON) -> None:
-        """Send a message to `notified` of rank 0, or of all others; without waiting for it."""
+        """Send a message to the listener of rank 0, or of all others; without waiting for it."""
         for channel in self._watched.values():
             with suppress(OSError):
                 channel.send(message)
@@ -260,12 +277,15 @@ class GroupLink:
             if not self._is_closed:
                 self._end(rank, "has ended")
             return True
+        if isinstance(message, list):  # rank 0 has seen the end of another rank
+            self._end(*message)
         if message not in ("beat", "done") and self.listener is not None:
             self.listener.take(message)
         return bool(message == "done")
 
     def _end(self, rank: int, why: str) -> NoReturn:
         """End this process: the group cannot go on without a rank."""
+        self.notify([rank, why])
         if self.listener is not None:
             with suppress(Exception):
                 self.listener.report_loss(f"rank {rank} of its group {why}")
@@ -282,7 +302,13 @@ def _accept(address: str, place: GroupPlace) -> tuple[dict[int, Channel], dict[i
     found: dict[str, dict[int, Channel]] = {"calls": {}, "watch": {}}
     deadline = time.monotonic() + OPEN_SECONDS
     with socket.socket(socket.AF_UNIX) as listening:
-        listening.bind(address)
+        try:
+            listening.bind(address)
+        except OSError as error:
+            raise UnreachableError(
+                f"another group on this machine has the name {address[1:]}: {error.strerror}. Try: "
+                "another --master-port of torchrun for each group"
+            ) from error
         listening.listen(2 * place.size)
         while min(map(len, found.values())) < place.size - 1:
             listening.settimeout(max(0.001, deadline - time.monotonic()))

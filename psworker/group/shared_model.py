@@ -15,6 +15,7 @@ import base64
 import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -25,7 +26,7 @@ from pscommon.core.errors import InvalidRequestError, MismatchError
 from pscommon.core.log_entries import BatchKey
 from pscommon.core.model_spec import ModelSpec
 from pscommon.core.partition import ByteRange, PartitionPlan, cut
-from pscommon.system.shared_memory import SharedRegion, attach
+from pscommon.system.shared_memory import NoSharedMemoryError, SharedRegion, attach
 from pscommon.wire import messages as codec
 from psproto.v1 import model_pb2
 from psworker.core.protocols import BegunPush, JobClient
@@ -85,10 +86,11 @@ class GroupModel:
         assert self._plan is not None
         nbytes, link = self._plan.nbytes, self._calls.link
         total_nbytes = (2 + link.size) * nbytes
-        if self._region is None and not link.rank:
-            self._region = SharedRegion(total_nbytes)
-            self._calls.together("share", lambda client: None, self._region.share())
-            memory = self._region.memory
+        if not link.rank:
+            region = SharedRegion(total_nbytes)
+            self._calls.together("share", lambda client: None, partial(_share, region))
+            memory = region.memory
+            self._region = region  # it closes the descriptor
         else:
             self._calls.together("share", lambda client: None)
             descriptor = link.receive_descriptor()
@@ -101,6 +103,12 @@ class GroupModel:
         )
         self._own_weights = torch.zeros(nbytes, dtype=torch.uint8, device="cpu").numpy().data
         return self._parts[link.rank], self._own_weights
+
+    def newest(self) -> tuple[PartitionPlan, memoryview, int]:
+        """Return the weights that this rank received last, as JobClient.newest."""
+        if self._plan is None:
+            raise InvalidRequestError("no model is registered. Try: call job.optimizer first")
+        return self._plan, self._own_weights, self.version
 
     def begin(self) -> BegunPush:
         raise InvalidRequestError(
@@ -238,6 +246,16 @@ def _weighted_mean(into: Tensor, parts: Sequence[tuple[Tensor, float]]) -> None:
         result.add_(part.to(exact), alpha=weight)
     if result is not into:
         into.copy_(result)
+
+
+def _share(region: SharedRegion) -> int:
+    try:
+        return region.share()
+    except NoSharedMemoryError as error:
+        raise InvalidRequestError(
+            f"the ranks of a group share memory: {str(error).partition('. Try')[0]}. Try: a larger "
+            "memory limit, or single processes as workers"
+        ) from error
 
 
 def _text(data: bytes) -> str:

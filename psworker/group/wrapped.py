@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -14,6 +15,9 @@ from psworker.group.client import GroupClient
 
 Share = Callable[[], float]
 """Returns the weight of this rank's gradient in the mean of the group."""
+
+_shares: "WeakKeyDictionary[nn.Module, list[Share]]" = WeakKeyDictionary()
+"""The share of each model's hook."""
 
 
 def unwrapped(model: nn.Module, client: JobClient, overlaps: bool) -> nn.Module:
@@ -49,19 +53,25 @@ def weigh_by_samples(model: nn.Module, client: JobClient, share: Share) -> None:
     """
     if not isinstance(model, DistributedDataParallel) or not isinstance(client, GroupClient):
         return
+    if model in _shares:  # of an earlier job or another optimizer: torch allows one hook
+        _shares[model][0] = share
+        return
+    shares = [share]
     try:
-        model.register_comm_hook(share, _reduce)
-    except RuntimeError as error:  # torch allows one hook
+        model.register_comm_hook(shares, _mean)
+    except RuntimeError as error:  # the script has one
         if "register_comm_hook" not in str(error):
             raise
         client.model.expect_equal_parts()
+    else:
+        _shares[model] = shares
 
 
-def _reduce(
-    share: Share,
+def _mean(
+    shares: list[Share],
     bucket: dist.GradBucket,  # type: ignore[name-defined]  # torch checks it
 ) -> Future[Tensor]:
-    gradients = bucket.buffer().mul_(share())
+    gradients = bucket.buffer().mul_(shares[0]())
     work: Any = dist.all_reduce(gradients, async_op=True)
     reduced: Future[Tensor] = work.get_future().then(_first)
     return reduced

@@ -1,7 +1,7 @@
 """Start the ranks of a group: `python -m psworker.launch.group RANKS COMMAND...`.
 
 Each rank gets the variables that torchrun gives. The output of ranks from 1 on is marked. When one
-ends with an error, the others are ended too. The exit code is that of the rank that failed first.
+ends with an error, the others are ended too. The exit code is that of a rank that failed by itself.
 """
 
 import os
@@ -41,7 +41,7 @@ def main(size: int, command: Sequence[str]) -> int:
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     processes = [spawn(command, environment(rank, size), **pipes) for rank in range(size)]
     readers = [
-        threading.Thread(target=_forward, args=(rank, source, target))
+        threading.Thread(target=_forward, args=(rank, source, target), daemon=True)
         for rank, process in enumerate(processes)
         for source, target in ((process.stdout, sys.stdout), (process.stderr, sys.stderr))
     ]
@@ -55,8 +55,8 @@ def main(size: int, command: Sequence[str]) -> int:
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGCONT):
         signal.signal(number, forward)
     code = _wait(processes)
-    for reader in readers:
-        reader.join()
+    for reader in readers:  # a process that a rank has left behind may keep its output open
+        reader.join(GRACE_SECONDS)
     return code
 
 

@@ -74,6 +74,7 @@ class ServerOptimizer(torch.optim.Optimizer):
         name: Name in the job; empty if it has none.
         original: The script's optimizer.
         model: The registered model; None before.
+        is_reduced: Gradients are the mean over a group's ranks before `step`.
         first_count: Number of its updates in the job when this worker registered the model; 0
             before. Of an optimizer without a name, the job's version then.
     """
@@ -110,6 +111,7 @@ class ServerOptimizer(torch.optim.Optimizer):
         self._parameters = [p for group in self.param_groups for p in group["params"]]
         self._gradients = GradientWatch(self._parameters)
         self._next = session.consumed.new_step(self._gradients)
+        self.is_reduced = False
         self._must_leave = False
         self._accumulation = GradientAccumulation(self._parameters)
         self._original_hook: RemovableHandle | None = None
@@ -187,6 +189,11 @@ class ServerOptimizer(torch.optim.Optimizer):
         self.original._opt_called = True  # type: ignore[attr-defined]
         session, consumed, step = self._session, self._session.consumed, self._next
         groups = self._group_settings.groups_json(self.param_groups)
+        if samples is not None and self.is_reduced:
+            raise InvalidRequestError(
+                "step(samples=...) comes too late: DistributedDataParallel has weighed the ranks "
+                "in backward. Try: leave it out, or the plain model"
+            )
         weight = self._weigh() if samples is None else checked_weight(samples)
         if consumed.has_none_for(step) and not self._gradients.has_gradients():
             self._step_strategy.skip()
@@ -261,6 +268,11 @@ class ServerOptimizer(torch.optim.Optimizer):
         return self.model.strategy
 
     def _accumulate(self, samples: int) -> None:
+        if self.is_reduced:
+            raise InvalidRequestError(
+                "`--global-batch` cannot add up gradients that DistributedDataParallel has "
+                "reduced. Try: the plain model in this group, or one batch per update"
+            )
         self._accumulation.add(samples)
         self._next.forget_samples()
         self._next.is_open = True

@@ -5,6 +5,7 @@ All functions raise InvalidRequestError for an invalid value; its text describes
 
 import operator
 import os
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -94,6 +95,8 @@ def group_place(environ: Mapping[str, str]) -> GroupPlace | None:
             f"a group is the processes of one machine, and here are {local} of {size} ranks. Try: "
             "one torchrun for each machine, without --nnodes"
         )
+    if sys.platform != "linux":
+        raise InvalidRequestError(f"groups need Linux, and this is {sys.platform}. Try: no --group")
     if not 0 <= rank < size:
         raise InvalidRequestError(f"RANK={rank} is not valid. Try: 0 to {size - 1}")
     return GroupPlace(rank, size)

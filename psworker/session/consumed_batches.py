@@ -73,6 +73,8 @@ class NextStep:
         if self.gradients.has_gradients():
             return 0
         unused = min(self.samples, samples)
+        if self.samples:  # ranks have equally large parts
+            self.all_samples -= self.all_samples * unused // self.samples
         self.samples -= unused
         self.weight = 0
         self.has_batches = self.has_batches and self.samples > 0

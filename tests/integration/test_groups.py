@@ -118,6 +118,21 @@ def test_all_policies_train_groups(cluster: Callable[..., Cluster], name: str) -
     assert status(made.address)["samples"] == ROWS * EPOCHS
 
 
+def test_global_batches_are_added_up_on_each_rank(cluster: Callable[..., Cluster]) -> None:
+    """One update per 24 samples: two batches of 12, or four of 6."""
+    found = [
+        group(
+            cluster(1, global_batch=24).address,
+            0,
+            size,
+            partial(train, batch_size=batch_size, has_statistics=False),
+        )
+        for size, batch_size in ((1, 12), (2, 6))
+    ]
+
+    assert_equal(found[1][0], found[0][0], 1e-6)
+
+
 def test_a_lost_group_whose_ranks_live_rejoins(cluster: Callable[..., Cluster]) -> None:
     """The coordinator drops the worker; all ranks come back as a new one, and no batch is lost."""
     made = cluster(1)
@@ -157,7 +172,10 @@ def test_any_rank_saves_the_job(cluster: Callable[..., Cluster], tmp_path: Path)
 
     def script(job: Job, rank: int) -> None:
         train(job, rank, batch_size=BATCH)
-        job.save(tmp_path / f"{rank}.safetensors")
+        for number in range(2):  # one after another: the ranks are one process here
+            if rank == number:
+                job.save(tmp_path / f"{rank}.safetensors")
+            job.barrier()
 
     group(made.address, 0, 2, script)
     first, second = (load_file(tmp_path / f"{rank}.safetensors") for rank in range(2))

@@ -30,6 +30,8 @@ falls = dict(pair.split(":") for pair in os.environ.get("FALLS", "").split(",") 
 with psworker.connect(wait_timeout=60) as job:
     wrapped = nn.parallel.DistributedDataParallel(model) if "DDP" in os.environ else model
     optimizer = job.optimizer(torch.optim.SGD(model.parameters(), lr=0.01), wrapped)
+    if job.client.worker and me == "00":
+        print(job.client.status()["workers"][0]["device"], flush=True)
     print("here", me, dist.get_world_size(), job.is_first, flush=True)
     for x, y in job.batches(data, batch_size=4, epochs=int(os.environ.get("EPOCHS", 1)), seed=3):
         nn.functional.mse_loss(wrapped(x), y).backward()
@@ -79,6 +81,7 @@ def test_a_run_starts_the_ranks_of_each_worker(programs: Programs) -> None:
     for rank, mark in enumerate(["[w0]", "[w0] [rank 1]"]):
         assert f"{mark} here 0{rank} 2 {rank == 0}" in run.out
         assert f"{mark} done 0{rank} {STEPS}" in run.out
+    assert "[w0] 2 ranks, cpu" in run.out
     assert result(programs)["samples"] == 96
     assert list(programs.temporary.iterdir()) == []
 
@@ -92,7 +95,6 @@ def test_a_group_needs_the_variables_of_a_launcher(programs: Programs) -> None:
     assert "torchrun" in worker.err
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("kind", ["plain", "DDP"])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_the_others_end_when_a_rank_is_killed(programs: Programs, rank: int, kind: str) -> None:
@@ -106,7 +108,6 @@ def test_the_others_end_when_a_rank_is_killed(programs: Programs, rank: int, kin
     assert result(programs)["restarts"] == 1
 
 
-@pytest.mark.full
 def test_an_error_of_one_rank_is_the_error_of_the_run(programs: Programs) -> None:
     run = group_run(programs, "--max-restarts", 0, FALLS="01-3:error")
 
@@ -115,7 +116,6 @@ def test_an_error_of_one_rank_is_the_error_of_the_run(programs: Programs) -> Non
     assert "rank 0 ends: rank 1 of this group has ended" in run.output
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("rank", [0, 1])
 def test_the_others_end_when_a_rank_is_stopped(programs: Programs, rank: int) -> None:
     """They cannot know whether it goes on; the launcher ends it then."""
@@ -128,7 +128,6 @@ def test_the_others_end_when_a_rank_is_stopped(programs: Programs, rank: int) ->
     assert result(programs)["restarts"] == 1
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_signal_to_one_rank_lets_the_group_leave(programs: Programs, rank: int) -> None:
     run = group_run(programs, "--workers", 2, EPOCHS=500)
@@ -152,7 +151,6 @@ def rank_pid(run: Program, worker: str, rank: int) -> int:
     raise AssertionError("no such rank")
 
 
-@pytest.mark.full
 def test_kills_change_neither_data_nor_weights(programs: Programs) -> None:
     """With --on-worker-loss wait and the log a run with kills ends with the same bytes."""
     flags = ("--workers", 2, "--on-worker-loss", "wait:120", "--durability", "log")
@@ -175,7 +173,6 @@ def test_kills_change_neither_data_nor_weights(programs: Programs) -> None:
     assert found["weights_sha256"] == expected["weights_sha256"]
 
 
-@pytest.mark.full
 def test_torchrun_restarts_a_group(programs: Programs) -> None:
     """torch itself would find the addresses of the processes before."""
     address = f"127.0.0.1:{free_port()}"

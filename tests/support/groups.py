@@ -40,7 +40,7 @@ def as_group(
         link = GroupLink(GroupPlace(rank, size), name)
         link.timeout = timeout
         try:
-            client = GroupClient(link, connect, {}, Clock(time.monotonic, time.sleep), connect)
+            client = GroupClient(link, connect, {}, Clock(time.monotonic, time.sleep), None)
             with Job(client) as job:
                 return script(job, rank)
         finally:

@@ -1,12 +1,13 @@
 """The ranks of a group without servers: one job, in which each computes a part of each batch."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import IterableDataset
 
 from pscommon.core.errors import InvalidRequestError, MismatchError, WaitTimeoutError
 from psworker import Job
@@ -120,6 +121,26 @@ def test_each_row_of_a_batch_counts_on_one_rank(size: int) -> None:
         assert all(part or not rows for part, _ in parts)
         counts = [count for _, count in parts]
         assert max(counts) - min(counts) <= 1
+
+
+def test_all_ranks_read_a_stream_and_each_keeps_its_part() -> None:
+    class Numbers(IterableDataset[float]):
+        def __iter__(self) -> Iterator[float]:
+            return iter(float(number) for number in range(7))
+
+    def script(job: Job, rank: int) -> list[list[float]]:
+        model = nn.Linear(1, 1)
+        optimizer = job.optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+        found = []
+        for x in job.batches(Numbers(), batch_size=2):
+            found.append(x.tolist())
+            model(x.float()[:, None]).sum().backward()
+            optimizer.step()
+        return found
+
+    first, second = as_group(2, LocalClient, script)
+    assert first == [[0, 1], [4]]
+    assert second == [[2, 3], [5, 6]]
 
 
 def test_buffers_are_combined_like_those_of_workers() -> None:
@@ -250,7 +271,8 @@ def test_different_calls_are_an_error_on_all_ranks() -> None:
         except MismatchError as error:
             errors[rank] = str(error)
 
-    as_group(3, LocalClient, script)
+    with pytest.raises(MismatchError):  # again, when a rank closes its job
+        as_group(3, LocalClient, script)
     assert errors.keys() == {0, 1, 2}
     assert "rank 0 all_reduce, rank 1 barrier" in errors[0]
 
