@@ -16,22 +16,18 @@ from pscommon.optim.specs import (
     all_groups_from_json,
     validate_model,
 )
-from pscommon.system.thread_team import ALONE, ThreadTeam
-from pscommon.wire.push import Part
-from psserver.parameters.finite_check import find_non_finite
-from psserver.parameters.gradient_mean import (
-    GradientMean,
-    mean_of_values,
-    scale_shares,
-    share_of_samples,
-)
-from psserver.parameters.optimizer import FlatOptimizer, StateReader
-from psserver.parameters.partition import (
+from pscommon.parameters.means import mean_of_values, scale_shares, share_of_samples
+from pscommon.parameters.optimizer import FlatOptimizer, StateReader
+from pscommon.parameters.partition import (
     RoleBuffers,
     ShardPartition,
     WorkerBuffer,
     raw,
 )
+from pscommon.system.thread_team import ALONE, ThreadTeam
+from pscommon.wire.push import Part
+from psserver.parameters.finite_check import find_non_finite
+from psserver.parameters.gradient_mean import GradientMean
 from psserver.parameters.push_groups import MAX_CACHED_TEXTS, parse_groups, read_groups
 from psserver.parameters.staging import Staging, StagingPool
 from psserver.parameters.weight_reads import WeightRead, WeightReads

@@ -6,6 +6,7 @@ ALLOWED: dict[str, set[str]] = {
     "pscommon.settings": {"pscommon.core"},
     "pscommon.system": {"pscommon.core"},
     "pscommon.optim": {"pscommon.core", "pscommon.system"},
+    "pscommon.parameters": {"pscommon.core", "pscommon.optim", "pscommon.system"},
     "pscommon.snapshot": {"pscommon.core", "pscommon.optim"},
     "pscommon.telemetry": set(),
     "pscommon.security": {"pscommon.core", "pscommon.system", "pscommon.telemetry"},
@@ -14,14 +15,11 @@ ALLOWED: dict[str, set[str]] = {
     "psserver.core.data": {"pscommon.core"},
     "psserver.core.shard": {"pscommon.core"},
     "psserver.core.workers": {"pscommon.core"},
-    "psserver.core.job": {
-        "pscommon.core",
-        "psserver.core.data",
-        "psserver.core.workers",
-    },
+    "psserver.core.job": {"pscommon.core", "psserver.core.data", "psserver.core.workers"},
     "psserver.parameters": {
         "pscommon.core",
         "pscommon.optim",
+        "pscommon.parameters",
         "pscommon.system",
         "pscommon.wire",
     },
@@ -207,6 +205,7 @@ ALLOWED: dict[str, set[str]] = {
     "psserver.durability": {
         "pscommon.core",
         "pscommon.optim",
+        "pscommon.parameters",
         "pscommon.snapshot",
         "pscommon.system",
         "pscommon.telemetry",
@@ -246,6 +245,7 @@ ALLOWED: dict[str, set[str]] = {
     },
     "psserver.shard": {
         "pscommon.core",
+        "pscommon.parameters",
         "pscommon.settings",
         "pscommon.system",
         "pscommon.telemetry",
