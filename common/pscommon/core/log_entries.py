@@ -49,6 +49,9 @@ class Staged:
     square_norm: sum of squares of this shard's part of the gradient; 0 if norms are not needed.
     mended: name of the tensor in which this shard replaced NaN or Inf by zeros, or empty.
     optimizer: name of the optimizer whose step this is; empty if the job has one without a name.
+    reduce_round: number of the reduce round whose sum its worker has (policy allreduce); 0: none.
+        The push has no bytes, and an update of it changes nothing on a shard.
+    is_upload: it has all weights of version `base`, and no samples: the servers take them.
     """
 
     key: PushKey
@@ -59,6 +62,8 @@ class Staged:
     square_norm: float = 0.0
     mended: str = ""
     optimizer: str = ""
+    reduce_round: int = 0
+    is_upload: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +116,8 @@ class Measure:
 @dataclass(frozen=True, slots=True)
 class SetBuffers:
     """Take the buffers without an average from a push of buffers only; the version stays.
+
+    Of an upload (Staged.is_upload), take all weights.
 
     Such a buffer that a script changes after a step, like the weights of an averaged teacher,
     belongs to the version that the step has made.
