@@ -230,7 +230,7 @@ class UpdateRounds:
         for optimizer, contributions in clipped.items():
             job.count_update(optimizer)
             job.log.append(Apply(job.log.next, job.version, contributions))
-        job.reduction.close()
+        job.reduction.applied(job.version)
         for push, _ in pushes:  # before the counting below, which may append further updates
             self._forget(push.key)
         for push, is_scaled in pushes:

@@ -95,7 +95,8 @@ class Reduction:
         open: The open round; NOTHING: none.
         waiting: The request of each worker that waits for a round.
         answers: Number of each worker's newest request that was answered, and the answer.
-        versions: Version in each worker's newest request.
+        versions: Newest version that each worker is known to have: the one of its requests, and
+            that of each update that its push made.
         uploaded: Version of the weights that the servers have.
     """
 
@@ -123,6 +124,11 @@ class Reduction:
         """Answer a request that waits; the answer is kept, because it may be lost."""
         del self.waiting[request.worker]
         self.answers[request.worker] = request.number, answer
+
+    def applied(self, version: int) -> None:
+        """End the open round: its pushes have made this version, which its workers can make."""
+        self.versions |= dict.fromkeys(self.open.workers, version)
+        self.close()
 
     def close(self, is_void: bool = False) -> None:
         """End the open round. is_void: Its process group may be stuck, so a new one follows."""

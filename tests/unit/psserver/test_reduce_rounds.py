@@ -14,6 +14,7 @@ from psserver.core.job.policy import policy
 from psserver.core.job.reduction import ReduceRequest, ReduceRound
 from psserver.core.job.settings import JobRules
 from psserver.core.job.snapshot_schedule import SnapshotInterval
+from psserver.core.workers.members import WorkerState
 
 WEIGHTS = (TensorSpec("w", (2, 3), "float32"),)
 MODEL = ModelSpec(WEIGHTS, OptimizerSettings("sgd"))
@@ -161,6 +162,18 @@ def test_the_job_fails_when_no_worker_has_the_weights() -> None:
     job.ask(job.join(), -1, 0)
 
     assert isinstance(job.machine.job.failure, TooFewWorkersError)
+
+
+def test_a_worker_has_the_weights_of_its_update_before_it_asks_again() -> None:
+    """It may count as idle: a late repetition of its request for data may arrive."""
+    job = Job()
+    job.step(0)
+    newcomer, index = job.join(), job.machine.membership.index
+    for worker in (1, 2):
+        index.set_state(job.machine.membership.members[worker], WorkerState.IDLE)
+
+    assert job.ask(newcomer, -1, 0) is None
+    assert job.machine.job.failure is None
 
 
 def test_a_snapshot_that_is_due_does_not_block_an_open_round() -> None:
