@@ -137,7 +137,14 @@ class Job(JobFacts):
                 "and PS_OVERLAP"
             )
         strategy: StepStrategyName = "plain"
-        if pipeline and self.policy != "local":
+        if self.policy == "allreduce":
+            if overlap or pipeline or name != DEFAULT_NAME:
+                raise InvalidRequestError(
+                    "policy allreduce excludes overlap, pipeline and named optimizers. Try: leave "
+                    "them out, or policy sync"
+                )
+            strategy = "reduced"
+        elif pipeline and self.policy != "local":
             strategy = "pipelined"
         elif overlap:
             strategy = "overlapped"

@@ -222,6 +222,12 @@ class CoordinatorService:
         log.info("policy_changed", policy=name, staleness=staleness, max_staleness=max_staleness)
 
     @property
+    def wants_weights(self) -> bool:
+        """Whether a worker waits for weights that only workers in other requests have."""
+        job = self._coordinator.job
+        return job.policy.name == "allreduce" and job.reduction.wants_weights(job.version)
+
+    @property
     def begun(self) -> bool:
         """Whether every shard has weights."""
         return self._coordinator.job.begun and not self.directory.missing

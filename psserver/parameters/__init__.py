@@ -6,5 +6,6 @@ __all__ = [
     "push_groups",
     "staging",
     "store",
+    "uploads",
     "weight_reads",
 ]

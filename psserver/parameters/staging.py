@@ -41,6 +41,7 @@ class Staging:
     initial: whether these are initial weights.
     named_parts: the parts that its header names, in the order of its data; empty: none.
     groups: hyper-parameters sent with the push; None if there are none.
+    state_json: of an upload of the weights, optimizer state with one number per tensor.
     claim: claim on the memory budget.
     partition: the partition of the model that the push is for.
     nbytes: bytes of the push.
@@ -64,6 +65,7 @@ class Staging:
         self.absent = absent
         self.initial = initial
         self.groups: PushGroups | None = None
+        self.state_json = ""
         self.claim: MemoryClaim | None = None
         self.partition = partition
         self.named_parts = tuple(parts)

@@ -47,6 +47,8 @@ ALLOWED = {
     # the metrics server gets a listening socket and contexts
     "pscommon.telemetry.http": {"self._listening.accept"},
     "pscommon.telemetry.http_connection": {"context.wrap_socket"},
+    # a datagram socket without a datagram finds the address of this host
+    "psworker.exchange.reduce_client": {"probe.connect"},
     # it finds out why a connection fails, and needs contexts that no connection may use
     "pscommon.wire.tls_probe": {"context.wrap_socket", "socket.create_connection"},
 }

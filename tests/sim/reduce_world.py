@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any, ClassVar
 
 from pscommon.core.limits import WORKERS_PER_GENERATION
-from pscommon.core.log_entries import BatchKey, PushKey, Staged
+from pscommon.core.log_entries import WEIGHT, BatchKey, PushKey, Staged
 from psserver.core.commands.data_commands import CallCollective, LeaseBatches
 from psserver.core.commands.recorder import Recorder
 from psserver.core.commands.worker_commands import AskForReduce
@@ -180,11 +180,11 @@ class ReducingWorker(SimWorker):
         batches: tuple[BatchKey, ...],
         gradients: Weights,
         number: int = 0,
-        upload: bool = False,
+        upload: str = "",
     ) -> None:
         seq, _ = self.sequence.open()
         key, base = PushKey(self.worker, seq), self.version if upload else self.base
-        staged = Staged(key, samples, base, batches, reduce_round=number, is_upload=upload)
+        staged = Staged(key, samples, base, batches, reduce_round=number, upload=upload)
         push = Push(staged, self.rank, gradients)
         self.world.pushes[key] = push
         self.outcomes.clear()
@@ -246,7 +246,7 @@ class ReducingWorker(SimWorker):
 
     def upload(self, then: Callable[[], None]) -> None:
         self.sum, self.after_upload = None, then
-        self.send_staged(0, (), self.weights, upload=True)
+        self.send_staged(0, (), self.weights, upload=WEIGHT)
 
     def finish(self) -> None:
         """Upload, then leave."""

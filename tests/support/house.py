@@ -62,7 +62,10 @@ ALLOWED: dict[str, set[str]] = {
     "psworker.local_servers": {"pscommon.core", "pscommon.security", "psworker.launch"},
     "psworker.steps": {
         "pscommon.core",
+        "pscommon.optim",
+        "pscommon.parameters",
         "pscommon.system",
+        "pscommon.telemetry",
         "psworker.core",
         "psworker.model",
         "psworker.session",

@@ -11,6 +11,9 @@ from pscommon.core.errors import InvalidRequestError
 POLICIES = ("sync", "async", "ssp")
 """The policies that a user can choose."""
 
+ALLREDUCE = "allreduce"
+"""The policy under which workers keep the weights and reduce the gradients among themselves."""
+
 MAX_BATCHES_PER_REQUEST = 1024
 """Batches in one request for data."""
 
@@ -159,8 +162,10 @@ def check_allreduce(**settings: object) -> None:
         "staleness": "it has no bound",
         "max_staleness": "its gradients are of the newest weights",
         "backup_workers": "a sum needs the gradients of all workers",
+        "global_batch": "each worker reduces one gradient for a step",
         "max_norm": "the servers see no gradient",
         "standby_of": "the workers have the weights",
+        "tls_cert": "workers exchange gradients in plain text",
     }
     for name, reason in reasons.items():
         if settings.get(name):
@@ -170,6 +175,7 @@ def check_allreduce(**settings: object) -> None:
             )
     for name, value, reason in (
         ("bad_gradients", "clip", "the servers see no gradient"),
+        ("bad_gradients", "skip", "a sum cannot leave out a gradient"),
         ("durability", "log", "the log would lack the gradients"),
     ):
         if settings.get(name) == value:

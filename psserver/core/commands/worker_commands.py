@@ -88,6 +88,9 @@ class AskForReduce(ReduceRequest, Command[ReduceRound | None]):
     def perform(self, coordinator: CoordinatorMachine, now: float) -> ReduceRound | None:
         return coordinator.reduction.ask(self, now)
 
+    def check(self, coordinator: CoordinatorMachine) -> None:
+        check_names(f"reduce request {self.number}", (self.address,))
+
 
 @dataclass(frozen=True, slots=True)
 class Leave(Command[None]):

@@ -57,7 +57,8 @@ class ReduceRounds:
             return
         asked, registered = reduction.waiting, job.membership.registered()
         requests = [asked[each.worker] for each in registered if each.worker in asked]
-        if job.failure is not None or any(m.worker not in asked for m in job.membership.active()):
+        active = job.membership.active()
+        if job.failure is not None or any(member.worker not in asked for member in active):
             return
         newest = [request for request in requests if request.version == job.version]
         if not newest:
@@ -71,7 +72,9 @@ class ReduceRounds:
             reduction.begin("weights", requests, source)
         elif job.cuts.due(job.version, now) and reduction.uploaded != job.version:
             reduction.begin("upload", newest[:1], source)
-        elif ready and not job.cuts.due_at(job.version):
+        elif job.cuts.due_at(job.version) or not all(asked[m.worker].samples for m in active):
+            return  # a worker that only wanted weights has its answer next, and computes
+        elif ready:
             reduction.begin("gradients", ready)
 
     def _fail_without_weights(self) -> None:

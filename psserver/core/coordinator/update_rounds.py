@@ -28,6 +28,7 @@ from operator import itemgetter
 
 from pscommon.core.errors import QUARANTINED, NonFiniteError
 from pscommon.core.log_entries import (
+    WEIGHT,
     Apply,
     Begin,
     Contribution,
@@ -36,9 +37,10 @@ from pscommon.core.log_entries import (
     Reject,
     SetBuffers,
     Staged,
+    clip_factor,
 )
 from psserver.core.coordinator.participation import Participation
-from psserver.core.job.clipping import Measurement, clip_factor
+from psserver.core.job.clipping import Measurement
 from psserver.core.job.job_state import JobState
 from psserver.core.job.policy import is_bounded
 from psserver.core.job.ready_pushes import WaitingPush, WaitingPushes
@@ -206,7 +208,7 @@ class UpdateRounds:
         else:
             job.log.append(SetBuffers(job.log.next, push.key))
             self._forget(push.key)
-            if push.is_upload:
+            if push.upload == WEIGHT:
                 job.reduction.uploaded = job.version
 
     def _apply(self, keys: Iterable[PushKey], now: float) -> bool:

@@ -165,8 +165,8 @@ def _key(pair: Iterable[int]) -> PushKey:
 
 def _to_json(staged: Staged) -> list[Any]:
     batches = [list(batch) for batch in staged.batches]
-    is_reduced = staged.reduce_round or staged.is_upload
-    reduced = [staged.reduce_round, staged.is_upload] if is_reduced else []
+    is_reduced = staged.reduce_round or staged.upload
+    reduced = [staged.reduce_round, staged.upload] if is_reduced else []
     return [
         *staged.key,
         staged.samples,

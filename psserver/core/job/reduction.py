@@ -47,6 +47,8 @@ class ReduceRequest:
         version: Version of the weights and the optimizer state that it has; NO_WEIGHTS: none.
         samples: Weight of its gradient; 0: it has none, and only needs or offers weights.
         address: HOST:PORT at which it serves a store for a process group.
+        groups_json: Hyper-parameters of its optimizer; those of the worker that joined first count.
+        is_partial: Some of its tensors have no gradient.
     """
 
     worker: int
@@ -54,6 +56,8 @@ class ReduceRequest:
     version: int
     samples: int
     address: str = ""
+    groups_json: str = ""
+    is_partial: bool = False
 
 
 class ReduceRound(NamedTuple):

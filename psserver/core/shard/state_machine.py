@@ -28,6 +28,7 @@ from typing import Any
 
 from pscommon.core.entry_encoding import chained
 from pscommon.core.log_entries import (
+    WEIGHT,
     Apply,
     Begin,
     Cut,
@@ -327,7 +328,7 @@ class ShardMachine:
     def _set_buffers(self, entry: SetBuffers) -> None:
         if self.is_resharding or self.missing(entry):
             raise self._invariant_error(entry)
-        if self.staged[entry.key].is_upload:
+        if self.staged[entry.key].upload == WEIGHT:
             self.uploaded = self.version
         self._decide(entry.key, PushOutcome("applied", self.version))
 

@@ -127,6 +127,22 @@ def test_a_newcomer_gets_the_weights_of_the_first_worker() -> None:
     assert after.group == found.group
 
 
+def test_a_worker_that_has_got_the_weights_is_waited_for() -> None:
+    job = Job()
+    job.step(0)
+    job.ask(1, 1)
+    found = job.ask(2, -1, 0)
+    assert found is not None
+    assert found.kind == "weights"
+
+    assert job.ask(1, 1) is None
+    after = job.ask(2, 1, 0)
+
+    assert after is not None
+    assert after.kind == "none"
+    assert job.machine.job.reduction.open.number == 0
+
+
 def test_servers_with_the_newest_weights_give_them() -> None:
     job = Job()
 
@@ -148,7 +164,7 @@ def test_an_upload_comes_before_a_snapshot() -> None:
     found = job.repeat(1, 1)
     assert found is not None
     assert (found.kind, found.source) == ("upload", 1)
-    job.report(Staged(PushKey(1, 2), 0, 1, is_upload=True))
+    job.report(Staged(PushKey(1, 2), 0, 1, upload="weight"))
 
     assert job.machine.cut(0.0)
 
@@ -180,7 +196,7 @@ def test_a_snapshot_that_is_due_does_not_block_an_open_round() -> None:
     """A snapshot was being written when the round opened, so no upload came before it."""
     job = Job(every=1)
     job.step(0)
-    job.report(Staged(PushKey(1, 2), 0, 1, is_upload=True))
+    job.report(Staged(PushKey(1, 2), 0, 1, upload="weight"))
     assert job.machine.cut(0.0)
     job.ask(1, 1)
     found = job.ask(2, 1)
@@ -208,6 +224,9 @@ def test_a_snapshot_that_is_due_does_not_block_an_open_round() -> None:
         {"backup_workers": 1},
         {"max_norm": 1.0},
         {"standby_of": "host:1"},
+        {"tls_cert": "cert.pem"},
+        {"global_batch": 64},
+        {"bad_gradients": "skip"},
         {"bad_gradients": "clip"},
         {"durability": "log"},
     ],
