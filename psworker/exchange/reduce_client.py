@@ -112,6 +112,10 @@ class ReduceClient:
         answer = connection.new_retry(f"reduce round {number}").ask(REDUCE, request)
         return answer.open, answer.uploaded
 
+    def set_version(self, version: int) -> None:
+        """Note the version of the weights that this worker has, which scripts see."""
+        self._exchange.shards.version = version
+
     @property
     def worker(self) -> int:
         return self._exchange.shards.connection.membership.worker

@@ -89,7 +89,11 @@ class ReducedStep(PlainStep):
         while (found := self._ask(0)).kind != "none":
             self._carry_out(found)
         assert self._own_version is not None
-        self.version = self._own_version
+        self._note_version(self._own_version)
+
+    def _note_version(self, version: int) -> None:
+        self._own_version = self.version = version
+        self._reduction.set_version(version)
 
     def _ask(self, samples: int, groups_json: str = "", is_partial: bool = False) -> ReduceAnswer:
         answer: ReduceAnswer = self._reduction.ask(
@@ -193,7 +197,7 @@ class ReducedStep(PlainStep):
             )
             if result.status in ("applied", "duplicate"):
                 self._step(found, untouched)
-                self._own_version = self.version = base + 1
+                self._note_version(base + 1)
             self._adapter.scatter()
             return result
 
