@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from pscommon.core.errors import InvalidRequestError, PSError
+from pscommon.core.limits import ALLREDUCE
 from pscommon.core.model_spec import Treatment
 from pscommon.telemetry.logs import get_logger
 from psworker.core.protocols import JobClient
@@ -137,7 +138,7 @@ class Job(JobFacts):
                 "and PS_OVERLAP"
             )
         strategy: StepStrategyName = "plain"
-        if self.policy == "allreduce":
+        if self.policy == ALLREDUCE:
             if overlap or pipeline or name != DEFAULT_NAME:
                 raise InvalidRequestError(
                     "policy allreduce excludes overlap, pipeline and named optimizers. Try: leave "

@@ -304,8 +304,13 @@ class ReducedStep(PlainStep):
             self._context.is_closing() or self._context.client.is_first
         ):
             return
+        self.publish()
+
+    def publish(self) -> None:
+        """Upload the weights, unless the servers have these or newer ones."""
         with self._lock:
-            if self._reduction.look_at(1)[1] < self._own_version:
+            version = self._own_version
+            if version is not None and self._reduction.look_at(1)[1] < version:
                 self._upload()
 
     def renew(self) -> None:

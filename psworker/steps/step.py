@@ -139,6 +139,9 @@ class PlainStep:
                 base=self.version,
             )
 
+    def publish(self) -> None:
+        """Let the servers have the newest weights; they have them if they make the steps."""
+
     def settle(self) -> None:
         """Wait until no push is under way and its weights are in the model; raise its error.
 

@@ -6,13 +6,19 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from pscommon.core.errors import InvalidRequestError
+from pscommon.security.settings import SecuritySettings
+from pscommon.security.tls_files import TlsFiles
 from pscommon.settings.values import SnapshotEvery
-from psworker import Job
+from psserver.process.config import ServerConfig
+from psworker import Job, OptimizerSpec
 from tests.support.cluster import Cluster
 from tests.support.training_threads import real
 from tests.support.workers import connected, together
@@ -132,3 +138,54 @@ def test_a_worker_that_comes_later_gets_weights_and_state(
 
     assert versions[0] >= 4
     assert_close(one, other, 0.0)
+
+
+def test_a_saved_file_and_observers_have_the_newest_weights(
+    cluster: Callable[..., Cluster], tmp_path: Path
+) -> None:
+    servers = cluster(shards=2, policy="allreduce")
+    file = tmp_path / "model.safetensors"
+
+    with Job(connected(servers.address, 0), 0, torch.device("cpu")) as job:
+        model = net()
+        optimizer = job.optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+        x, y = data()
+        F.cross_entropy(model(x), y).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        job.save(file)
+        expected = {name: value.clone() for name, value in model.state_dict().items()}
+
+    assert_close(load_file(file), expected, 0.0)
+
+
+@pytest.mark.parametrize(
+    "arguments", [{"overlap": True}, {"pipeline": True}, {"name": "d"}], ids=str
+)
+def test_arguments_of_the_optimizer_are_refused(
+    cluster: Callable[..., Cluster], arguments: dict[str, Any]
+) -> None:
+    servers = cluster(policy="allreduce")
+    model = net()
+
+    with (
+        Job(connected(servers.address, 0), 0, torch.device("cpu")) as job,
+        pytest.raises(InvalidRequestError, match="Try"),
+    ):
+        job.optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, **arguments)
+
+
+def test_the_numpy_client_is_refused(cluster: Callable[..., Cluster]) -> None:
+    servers = cluster(policy="allreduce")
+
+    with connected(servers.address, 0) as client:
+        client.register({"w": np.ones(3, np.float32)}, OptimizerSpec("sgd"))
+        with pytest.raises(InvalidRequestError, match="needs the torch optimizer"):
+            client.push({"w": np.ones(3, np.float32)})
+
+
+def test_tls_is_refused(tmp_path: Path) -> None:
+    """gloo has no TLS."""
+    files = TlsFiles(tmp_path / "ca.pem", tmp_path / "cert.pem", tmp_path / "key.pem")
+
+    with pytest.raises(InvalidRequestError, match="in plain text"):
+        ServerConfig(policy="allreduce", security=SecuritySettings(tls=files))

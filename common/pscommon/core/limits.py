@@ -9,7 +9,7 @@ from pscommon.core.data_stream import Spec, StreamSpec
 from pscommon.core.errors import InvalidRequestError
 
 POLICIES = ("sync", "async", "ssp")
-"""The policies that a user can choose."""
+"""The policies under which the servers make the steps."""
 
 ALLREDUCE = "allreduce"
 """The policy under which workers keep the weights and reduce the gradients among themselves."""

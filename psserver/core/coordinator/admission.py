@@ -5,6 +5,7 @@ at the same time.
 """
 
 from pscommon.core.errors import InvalidRequestError
+from pscommon.core.limits import ALLREDUCE
 from pscommon.core.model_spec import ModelSpec
 from pscommon.core.partition import PartitionPlan
 from psserver.core.coordinator.machine import CoordinatorMachine
@@ -59,7 +60,7 @@ def check_reshard(coordinator: CoordinatorMachine, shards: int, in_flight: int) 
     """Raise InvalidRequestError if the job's policy excludes a reshard, or if a round on `shards`
     servers does not fit --in-flight.
     """
-    if coordinator.job.policy.name == "allreduce":
+    if coordinator.job.policy.name == ALLREDUCE:
         raise InvalidRequestError(
             "reshard refused: policy allreduce keeps the weights in the workers. Try: start the "
             "job with another number of servers"

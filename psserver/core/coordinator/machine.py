@@ -115,7 +115,8 @@ class CoordinatorMachine:
         job, cuts = self.job, self.cuts
         if not job.begun or cuts.busy or (job.reshard is not None and not job.reshard.complete):
             return False
-        if not job.has_newest_weights:
+        job.reduction.is_cut_wanted = not job.has_newest_weights
+        if job.reduction.is_cut_wanted:
             return False
         job.log.append(Cut(job.log.next, job.version))
         cuts.begin(job.version, job.log.index, now, {})

@@ -1,6 +1,7 @@
 """Opens the reduce rounds of policy allreduce; psserver/core/job/reduction.py has the rules."""
 
 from pscommon.core.errors import InvalidRequestError, TooFewWorkersError
+from pscommon.core.limits import ALLREDUCE
 from psserver.core.coordinator.participation import Participation
 from psserver.core.coordinator.update_rounds import UpdateRounds
 from psserver.core.job.job_state import JobState
@@ -21,7 +22,7 @@ class ReduceRounds:
         """
         job, reduction, worker = self._job, self._job.reduction, request.worker
         member = job.member(worker, now)
-        if job.policy.name != "allreduce":
+        if job.policy.name != ALLREDUCE:
             raise InvalidRequestError(
                 f"reduce round refused: the job's policy is {job.policy.name}, not allreduce"
             )
@@ -70,7 +71,9 @@ class ReduceRounds:
         ready = [request for request in newest if request.samples]
         if len(newest) < len(requests):
             reduction.begin("weights", requests, source)
-        elif job.cuts.due(job.version, now) and reduction.uploaded != job.version:
+        elif reduction.uploaded != job.version and (
+            reduction.is_cut_wanted or job.cuts.due(job.version, now)
+        ):
             reduction.begin("upload", newest[:1], source)
         elif job.cuts.due_at(job.version) or not all(asked[m.worker].samples for m in active):
             return  # a worker that only wanted weights has its answer next, and computes

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Literal
 
 from pscommon.core.errors import InvalidRequestError, TooFewWorkersError, out_of_the_job
+from pscommon.core.limits import ALLREDUCE
 from pscommon.core.model_spec import ModelSpec
 from psserver.core.coordinator.update_rounds import UpdateRounds
 from psserver.core.data.resume_rules import adopted_model, model_mismatch
@@ -35,7 +36,7 @@ class Registration:
         """
         job = self._job
         member = job.member(worker, now)
-        if job.policy.name == "allreduce" and isinstance(spec.optimizer, Mapping):
+        if job.policy.name == ALLREDUCE and isinstance(spec.optimizer, Mapping):
             raise InvalidRequestError(
                 "registration refused: policy allreduce serves models of one optimizer, not of "
                 f"{', '.join(spec.optimizer)}. Try: policy sync"

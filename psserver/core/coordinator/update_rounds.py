@@ -27,6 +27,7 @@ from collections.abc import Iterable, Sequence
 from operator import itemgetter
 
 from pscommon.core.errors import QUARANTINED, NonFiniteError
+from pscommon.core.limits import ALLREDUCE
 from pscommon.core.log_entries import (
     WEIGHT,
     Apply,
@@ -109,7 +110,7 @@ class UpdateRounds:
         An empty result means that more pushes are needed.
         """
         job, ready, policy = self._job, self._job.pending.ready, self._job.policy
-        if policy.name == "allreduce":
+        if policy.name == ALLREDUCE:
             workers = job.reduction.open.workers if job.reduction.open.kind == "gradients" else ()
             is_complete = all(worker in ready.by_worker for worker in workers)
             return [ready.oldest(worker) for worker in workers] if is_complete else ()
@@ -169,7 +170,7 @@ class UpdateRounds:
         oldest = ready.oldest_base if limit is not None else None
         is_any_stale = limit is not None and oldest is not None and job.version - oldest > limit
         # other pushes were checked when they arrived
-        is_any_void = job.policy.name == "allreduce"
+        is_any_void = job.policy.name == ALLREDUCE
         for key in [*ready] if is_any_stale or is_any_void else new:
             if (staged := ready.get(key)) is None:
                 continue  # its worker was evicted for an earlier push
@@ -193,7 +194,7 @@ class UpdateRounds:
     def _reduce_problem(self, push: Staged) -> str:
         """Return why a push is not of the open reduce round; empty if it is (policy allreduce)."""
         now_open = self._job.reduction.open
-        if self._job.policy.name != "allreduce":
+        if self._job.policy.name != ALLREDUCE:
             return ""
         request = now_open.request_of(push.key.worker)
         if now_open.kind != "gradients" or push.reduce_round != now_open.number or request is None:
@@ -253,7 +254,7 @@ class UpdateRounds:
         self, clip_norm: float | None, contributions: tuple[Contribution, ...]
     ) -> tuple[Contribution, ...] | None:
         """Return the contributions scaled to the clip norm; None: the norm is not known yet."""
-        if clip_norm is None or self._job.policy.name == "allreduce":
+        if clip_norm is None or self._job.policy.name == ALLREDUCE:
             return contributions  # under allreduce the workers have clipped their sum
         square_norm = self._square_norm(contributions)
         if square_norm is None:

@@ -8,6 +8,7 @@ from typing import Any
 
 from pscommon.core.data_stream import Spec
 from pscommon.core.errors import PSError, out_of_the_job
+from pscommon.core.limits import ALLREDUCE
 from pscommon.core.log_entries import ShardReport
 from pscommon.core.model_spec import ModelSpec
 from psserver.core.data.data_ledger import DataLedger
@@ -118,7 +119,7 @@ class JobState:
     @property
     def has_newest_weights(self) -> bool:
         """Whether the servers have the weights of this version, not the workers alone."""
-        return self.policy.name != "allreduce" or self.reduction.uploaded == self.version
+        return self.policy.name != ALLREDUCE or self.reduction.uploaded == self.version
 
     @property
     def waits_for_cut(self) -> bool:

@@ -102,6 +102,7 @@ class Reduction:
         versions: Newest version that each worker is known to have: the one of its requests, and
             that of each update that its push made.
         uploaded: Version of the weights that the servers have.
+        is_cut_wanted: A snapshot is to follow the next upload, which comes before another update.
     """
 
     def __init__(self) -> None:
@@ -110,6 +111,7 @@ class Reduction:
         self.answers: dict[int, tuple[int, ReduceRound]] = {}
         self.versions: dict[int, int] = {}
         self.uploaded = 0
+        self.is_cut_wanted = False
         self._round_count = self._group_count = 0
         self._group: tuple[int, ...] = ()  # workers of the newest group
         self._through: set[int] = set()  # workers of the open round that have asked again
