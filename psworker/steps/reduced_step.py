@@ -13,6 +13,7 @@ Theory of operation:
 """
 
 import json
+import math
 import threading
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -215,7 +216,7 @@ class ReducedStep(PlainStep):
         tensors: list[Tensor] = []
         narrow: list[tuple[Tensor, Tensor]] = []
         for piece in partition.pieces((frozenset(),)):
-            for span in partition.slices(*piece.span):
+            for span in partition.slices(*piece.span) if absent else ():
                 if span.tensor in absent:
                     partition.view(sums, piece.dtype, span.start, span.stop).zero_()
             view = partition.view(sums, piece.dtype, *piece.span)
@@ -242,6 +243,9 @@ class ReducedStep(PlainStep):
 
     def _check_finite(self, absent: frozenset[int]) -> None:
         for piece in self._partition.pieces((absent,)):
+            whole = self._partition.view(self._sums, piece.dtype, *piece.span)
+            if math.isfinite(whole.sum().item()):  # one pass, and no memory
+                continue
             for span in self._partition.slices(*piece.span):
                 view = self._partition.view(self._sums, piece.dtype, span.start, span.stop)
                 if span.tensor not in absent and not bool(torch.isfinite(view).all()):
