@@ -243,8 +243,8 @@ class ReducedStep(PlainStep):
 
     def _check_finite(self, absent: frozenset[int]) -> None:
         for piece in self._partition.pieces((absent,)):
-            whole = self._partition.view(self._sums, piece.dtype, *piece.span)
-            if math.isfinite(whole.sum().item()):  # one pass, and no memory
+            flat = self._partition.view(self._sums, piece.dtype, *piece.span)
+            if math.isfinite(flat.sum().item()):  # one pass, and no memory
                 continue
             for span in self._partition.slices(*piece.span):
                 view = self._partition.view(self._sums, piece.dtype, span.start, span.stop)
