@@ -142,8 +142,8 @@ class Server:
         for service in ("", *self._services):
             self._health.set(service, health_pb2.HealthCheckResponse.SERVING)
         self._port_file.write(self.address, inherited=self._promotion is not None)
-        if self.service is not None:
-            self._resources.callback(announce(self.identity.job, self.identity.address))
+        identity = self.identity
+        self._resources.callback(announce(identity.job, identity.address, identity.shard))
         # only shard 0 knows the current policy
         policy = {} if self.service is None else {"policy": self.service.policy}
         log.info("listening", address=self.address, shards=self.identity.shards, **policy)

@@ -27,7 +27,7 @@ from pscommon.telemetry import logs
 from pscommon.telemetry.logs import get_logger
 from psworker.connect import choose_device
 from psworker.launch.script import Script, run
-from psworker.session.arguments import is_on
+from psworker.session.arguments import GROUP_VARIABLE, group_place, is_on
 
 log = get_logger(__name__)
 
@@ -52,6 +52,8 @@ Examples:
   ps-worker --ps 127.0.0.1:50051 train.py --epochs 3
   ps-worker --config job.toml --ps host0:50051,host1:50052 --device cuda:1 -m my_package.train
   PS_LOCAL=1 ps-worker train.py                 plain training without servers, for debugging
+  torchrun --nproc-per-node 4 --no-python ps-worker --group --ps host0:50051 train.py
+                                                four processes of this machine as one worker
 
 \b
 Servers on other machines need --tls-ca, --tls-cert, --tls-key and --token-file (in job.toml, for
@@ -125,12 +127,22 @@ def start(ctx: click.Context) -> int:
 
         load_module(settings["optimizers"])
     export(settings, os.environ)
-    if settings["metrics_bind"]:
+    place = group_place(os.environ)
+    if place is not None:
+        from psworker.group.process_group import open_link
+
+        open_link(place, os.environ)
+    if settings["metrics_bind"] and (place is None or place.rank == 0):
         from psworker.session import metrics
 
         metrics.serve(settings["metrics_bind"])
     raise_on_ctrl_c()
-    return run(script, debug=settings["log_level"] == "debug")
+    code = run(script, debug=settings["log_level"] == "debug")
+    if code and place is not None:
+        from psworker.group.process_group import settle
+
+        settle()
+    return code
 
 
 def export(settings: dict[str, Any], environ: MutableMapping[str, str]) -> None:
@@ -149,9 +161,16 @@ def export(settings: dict[str, Any], environ: MutableMapping[str, str]) -> None:
         "PS_WORKER_COUNT": settings["worker_count"],
         **{f"PS_{key.upper()}": _absolute(settings[key]) for key in (*TLS_KEYS, "token_file")},
         "PS_INSECURE": "1" if settings["insecure"] else None,
-        "PS_DEVICE": choose_device(settings["device"], settings["worker_rank"] or 0),
+        GROUP_VARIABLE: "1" if settings["group"] else None,
+        "PS_DEVICE": choose_device(settings["device"], _number_on_machine(settings, environ)),
     }
     environ.update({name: str(value) for name, value in variables.items() if value is not None})
+
+
+def _number_on_machine(settings: dict[str, Any], environ: MutableMapping[str, str]) -> int:
+    """Return the number that chooses a GPU: of a rank of a group, its rank."""
+    place = group_place({**environ, GROUP_VARIABLE: "1"}) if settings["group"] else None
+    return settings["worker_rank"] or 0 if place is None else place.rank
 
 
 def _absolute(path: Path | None) -> Path | None:

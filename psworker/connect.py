@@ -1,16 +1,19 @@
 """`connect`: join the job that arguments or the environment name."""
 
 import os
+import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from pscommon.core.errors import InvalidRequestError, TrainingOver
-from psworker.session.arguments import is_on, rank_of
+from psworker.core.group_place import GroupPlace
+from psworker.session.arguments import group_place, is_on, rank_of
 
 if TYPE_CHECKING:
     import torch
 
+    from psworker.core.protocols import JobClient
     from psworker.job import Job
 
 
@@ -66,26 +69,30 @@ def connect(
         WaitTimeoutError: Workers are still in another training; the message names them.
     """
     rank = rank_of(rank, os.environ)
-    chosen = choose_device(device or os.environ.get("PS_DEVICE") or "auto", rank or 0)
+    place = group_place(os.environ)
+    on_machine = rank or 0 if place is None else place.rank
+    chosen = choose_device(device or os.environ.get("PS_DEVICE") or "auto", on_machine)
     from psworker.job import Job
 
-    if is_on("PS_LOCAL"):
-        from psworker.client.local_client import LocalClient
-
-        name = connects.begin(training, local=True)
-        return connects.opened(Job(LocalClient(name), rank or 0, chosen))
-    if not servers and not os.environ.get("PS_SERVERS"):
+    is_local = is_on("PS_LOCAL")
+    if not is_local and not servers and not os.environ.get("PS_SERVERS"):
         raise InvalidRequestError(
             "cannot connect: no servers are named. Try: start the script with `ps-run ... SCRIPT` "
             "(a job on this machine) or `ps-worker --ps HOST:PORT SCRIPT`, or set PS_SERVERS or "
             "PS_LOCAL=1"
         )
     from pscommon.core.limits import WORKERS_PER_GENERATION
-    from psworker.client.client import Client
 
-    name = connects.begin(training)
-    try:
-        client = Client(
+    name = connects.begin(training, is_local)
+
+    def connect_worker() -> "JobClient":
+        if is_local:
+            from psworker.client.local_client import LocalClient
+
+            return LocalClient(name)
+        from psworker.client.client import Client
+
+        return Client(
             servers or None,
             rank=rank,
             device=str(chosen),
@@ -93,11 +100,51 @@ def connect(
             wait_timeout=wait_timeout,
             training=name,
         )
+
+    try:
+        client = (
+            connect_worker()
+            if place is None
+            else _in_group(place, chosen, connect_worker, servers, wait_timeout, name)
+        )
     except TrainingOver:
         connects.count += 1
         raise
-    rank = (client.worker - 1) % WORKERS_PER_GENERATION if rank is None else rank
-    return connects.opened(Job(client, rank, chosen))
+    if rank is None:
+        rank = (max(1, client.worker) - 1) % WORKERS_PER_GENERATION
+    job = Job(client, rank, chosen)
+    if is_local:
+        from psworker.session.batch_trial import trial_of_process
+
+        job.session.trial = trial_of_process()
+    return connects.opened(job)
+
+
+def _in_group(
+    place: GroupPlace,
+    device: "torch.device",
+    connect_worker: "Callable[[], JobClient]",
+    servers: str | Sequence[str] | None,
+    wait_timeout: float,
+    training: str,
+) -> "JobClient":
+    """Return this rank's client: rank 0 connects the worker."""
+    from pscommon.system.imports import installed
+    from psworker.client.client import Client
+    from psworker.core.clock import Clock
+    from psworker.group.client import GroupClient
+    from psworker.group.process_group import join_process_group, open_link
+
+    link = open_link(place, os.environ)
+    join_process_group(place, device)
+    link.timeout = wait_timeout
+    return GroupClient(
+        link,
+        connect_worker,
+        {"release": installed("paramserver"), "training": training, "device": device.type},
+        Clock(time.monotonic, time.sleep),
+        lambda: Client(servers or None, observe=True),
+    )
 
 
 class Connects:

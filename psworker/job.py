@@ -19,6 +19,7 @@ from psworker.data.batches import BatchLoader
 from psworker.data.data_source import LoaderArguments, PassSettings
 from psworker.data.loader import make_loader
 from psworker.data.random_state import script_seed
+from psworker.group.wrapped import unwrapped, weigh_by_samples
 from psworker.optim.optimizer import ServerOptimizer
 from psworker.optim.optimizer_set import DEFAULT_NAME, OptimizerSet, fast_forward
 from psworker.optim.served_model import StepStrategyName
@@ -124,6 +125,8 @@ class Job(JobFacts):
             InvalidRequestError: An argument does not fit.
             MismatchError: The job trains another model.
         """
+        overlap = is_on("PS_OVERLAP") and not pipeline if overlap is None else overlap
+        network = unwrapped(model, self.client, overlap or pipeline)
         if pipeline and (overlap or self.policy == "sync"):
             raise InvalidRequestError(
                 "pipeline=True excludes overlap=True. Try: leave out one of them"
@@ -131,7 +134,6 @@ class Job(JobFacts):
                 else "pipeline=True excludes policy sync: its gradients are of the newest weights. "
                 "Try: policy async or ssp"
             )
-        overlap = is_on("PS_OVERLAP") and not pipeline if overlap is None else overlap
         if name != DEFAULT_NAME and (overlap or pipeline):
             raise InvalidRequestError(
                 "several optimizers exclude overlap and pipeline. Try: leave out overlap, pipeline "
@@ -151,9 +153,11 @@ class Job(JobFacts):
             strategy = "overlapped"
         if self.session.model is None:
             self.client.seed = script_seed.read()
-        return self._optimizers.add(
-            self.session, name, optimizer, model, clip_norm, buffers, strategy
+        added = self._optimizers.add(
+            self.session, name, optimizer, network, clip_norm, buffers, strategy
         )
+        weigh_by_samples(model, self.client, added.share)
+        return added
 
     def batches(
         self,
@@ -260,7 +264,9 @@ class Job(JobFacts):
             InvalidRequestError: No file can be written there.
             NotSavedError: The disk refuses the file.
         """
-        self.session.require_model("job.save failed").save(file)
+        model = self.session.require_model("job.save failed")
+        if self.session.trial is None:  # a trial leaves the script's files as they are
+            model.save(file)
 
     def barrier(self) -> None:
         """Wait until every worker has made this call.

@@ -304,6 +304,9 @@ class DirectTransport:
     def relocate(self, addresses: Sequence[str]) -> bool:
         raise PSError("cannot reshard: a simulated job keeps its number of servers")
 
+    def worker_key(self, worker: int) -> bytes:
+        return b""
+
     def close(self) -> None:
         """Do nothing: no connection is open."""
 

@@ -249,6 +249,9 @@ def leave(service: CoordinatorService, request: pb.LeaveRequest) -> pb.LeaveResp
     service.check_job(request.job)
     report_beside(service, request.worker, request.values)
     worker, reason, executor = request.worker, request.reason, service.executor
+    if request.lost:
+        service.worker_exits.lose(worker, reason[:MAX_REASON_CHARACTERS])
+        return pb.LeaveResponse()
     with executor.changed:
         missed = never_begun(executor.coordinator.ledger, worker) if not reason else {}
     executor.do(Leave(worker, reason[:MAX_REASON_CHARACTERS]))

@@ -53,15 +53,18 @@ class PortFile:
                 remove_file(self._path)
 
 
-def announce(job: str, address: str) -> Callable[[], object]:
+def announce(job: str, address: str, shard: int) -> Callable[[], object]:
     """Let commands of this user on this machine find the job without an address.
 
-    Returns a function that ends the announcement.
+    They find the token for each of the job's addresses: so a shard other than 0 with tokens is
+    announced too. Returns a function that ends the announcement.
     """
     tokens = process_credentials().tokens
+    if shard and tokens is None:
+        return lambda: None
     role, token = min(tokens(), key=lambda each: each[0] != "admin") if tokens else ("", "")
     try:
-        return JobAnnouncement(job, address, role, token).remove
+        return JobAnnouncement(job, address, role, token, shard).remove
     except OSError as error:
         log.warning("job_not_announced", problem=str(error), remedy="give commands --ps")
         return lambda: None

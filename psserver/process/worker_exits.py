@@ -43,6 +43,11 @@ class WorkerExits:
             self._reported.update(dict.fromkeys(workers, reason))
             return workers
 
+    def lose(self, worker: int, reason: str) -> None:
+        """Record that a worker is lost, as reported by another process of its group."""
+        with self._lock:
+            self._reported[worker] = reason
+
     def at(self, place: str) -> dict[int, str]:
         """Return the processes of workers in another PID namespace, for a server there to watch."""
         with self._lock:

@@ -19,6 +19,7 @@ from pscommon.optim import KINDS
 from pscommon.optim.specs import groups_from_json, validate_model
 from pscommon.snapshot import tensors_in_buffer
 from psworker.core.clock import Clock
+from psworker.core.group_place import ALONE
 from psworker.core.protocols import BegunPush
 from psworker.core.results import CollectiveCall, CollectiveResult, Lease, PushResult, Status
 from psworker.exchange.open_push import BufferedPush
@@ -39,6 +40,7 @@ class LocalClient:
     draining = stopping = False
     workers = 1
     is_first = True
+    place = ALONE
     seed = 0
 
     def __init__(self, training: str = "0") -> None:
@@ -117,6 +119,9 @@ class LocalClient:
             _bytes_of(weights)[:moving].copy_(self._buffer[:moving])
         status: Status = "none" if gradients is None else "rejected" if problem else "applied"
         return PushResult(status, self.version, 0, problem, {"apply": time.perf_counter() - began})
+
+    def each_rank(self, flag: bool) -> Sequence[bool]:
+        return (flag,)
 
     def _step(
         self, gradients: memoryview, absent: Collection[int], groups_json: str, name: str

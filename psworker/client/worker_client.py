@@ -13,7 +13,9 @@ from pscommon.wire.requests import COLLECTIVE, GET_STATUS, REPORT_METRICS
 from psproto.v1 import coordinator_pb2 as co
 from psworker.client.batch_client import BatchClient
 from psworker.connection.connection import Connection
+from psworker.connection.loss import LossTicket
 from psworker.core.clock import Clock
+from psworker.core.group_place import ALONE, GroupPlace
 from psworker.core.results import CollectiveCall, CollectiveResult
 from psworker.exchange.model_exchange import ModelExchange
 from psworker.exchange.reduce_client import ReduceClient
@@ -77,6 +79,17 @@ class WorkerClient:
     def bad_gradients(self) -> str:
         """Handling of gradients with NaN or Inf: abort, skip or clip; empty for an observer."""
         return self._connection.bad_gradients
+
+    @property
+    def place(self) -> GroupPlace:
+        """The place of this process among those of the worker: it is the only one."""
+        return ALONE
+
+    @property
+    def loss_ticket(self) -> LossTicket:
+        """With it, another process of the worker's group can report that the worker is lost."""
+        transport, worker = self._connection.transport, self.worker
+        return LossTicket(self.addresses[0], self.job, worker, transport.worker_key(worker).hex())
 
     @property
     def clock(self) -> Clock:

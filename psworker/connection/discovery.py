@@ -21,7 +21,7 @@ from pscommon.security.credentials import use_local_tokens
 from pscommon.security.settings import is_loopback
 from pscommon.security.tokens import ROLES
 from pscommon.system import signals as interruptible
-from pscommon.system.local_jobs import local_jobs, only_local_job
+from pscommon.system.local_jobs import local_shards, only_local_job
 from pscommon.telemetry.logs import get_logger
 from pscommon.wire.endpoint import Endpoint, open_channel
 from pscommon.wire.requests import DESCRIBE, INTRODUCE, Stub, call
@@ -77,21 +77,21 @@ def addresses_of(servers: str | Sequence[str] | None) -> tuple[str, ...]:
 
 
 def use_tokens_of(servers: Sequence[str]) -> tuple[str, ...]:
-    """Send the token of a job of this user on this machine, if it has one of these addresses.
+    """Send the token of a job of this user on this machine, if a shard has one of these addresses.
 
-    Returns the addresses. Another one of loopback with the job's port becomes the job's own: at
+    Returns the addresses. Another one of loopback with the shard's port becomes the shard's own: at
     "localhost" a server of another user might get the token.
     """
     found = list(servers)
     with contextlib.suppress(OSError):
-        for job in local_jobs():
-            role = next((role for role in ROLES if role == job.role), None)
+        for shard in local_shards():
+            role = next((role for role in ROLES if role == shard.role), None)
             if role is None:
                 continue
             for index, server in enumerate(servers):
-                if server == job.address or _is_same_port(server, job.address):
-                    use_local_tokens(((role, job.token),))
-                    found[index] = job.address
+                if server == shard.address or _is_same_port(server, shard.address):
+                    use_local_tokens(((role, shard.token),))
+                    found[index] = shard.address
     return tuple(found)
 
 

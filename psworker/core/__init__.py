@@ -1,3 +1,12 @@
 """The worker's decisions as pure state machines and values."""
 
-__all__ = ["activity", "clock", "protocols", "push_sequence", "results", "server_search"]
+__all__ = [
+    "activity",
+    "batch_search",
+    "clock",
+    "group_place",
+    "protocols",
+    "push_sequence",
+    "results",
+    "server_search",
+]

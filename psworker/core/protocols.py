@@ -12,6 +12,7 @@ from pscommon.core.model_spec import ModelSpec
 from pscommon.core.partition import PartitionPlan
 from pscommon.core.script_place import PassName, ScriptPlace
 from psworker.core.clock import Clock
+from psworker.core.group_place import GroupPlace
 from psworker.core.results import CollectiveCall, CollectiveResult, Lease, PushResult
 
 
@@ -80,6 +81,9 @@ class JobModel(Protocol):
         base: int | None = None,
         optimizer: str = "",
     ) -> PushResult: ...
+    def each_rank(self, flag: bool) -> Sequence[bool]:
+        """Return what each rank of this worker's group passes, by rank."""
+        ...
 
 
 class JobData(Protocol):
@@ -122,6 +126,8 @@ class JobInfo(Protocol):
     def draining(self) -> bool: ...
     @property
     def stopping(self) -> bool: ...
+    @property
+    def place(self) -> GroupPlace: ...
 
 
 class JobClient(JobInfo, Protocol):

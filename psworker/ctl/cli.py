@@ -1,23 +1,51 @@
 """ps-ctl: entry point and the commands that only read."""
 
+import inspect
 import os
+import signal
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 import click
 
+from pscommon.core.errors import REASONS, ReasonRow
+from pscommon.core.exit_codes import EXPLANATIONS, ExitCode
 from pscommon.entry import raise_on_ctrl_c
 from pscommon.settings.command import run_command
 from pscommon.settings.environment import unread
-from psworker.ctl import explain as explaining
 from psworker.ctl import views
 from psworker.ctl.checks import doctor
 from psworker.ctl.config import config
 from psworker.ctl.context import CommandContext, pass_settings, shared, with_environment
 from psworker.ctl.credentials import tls, token
 from psworker.ctl.job_actions import CommandGroup, drain, policy, promote, reshard, stop
-from psworker.ctl.output import show
+from psworker.ctl.output import Table, show
 from psworker.ctl.snapshot import snapshot
+from psworker.ctl.suggest import suggest
+from psworker.launch.decisions import signal_name
+from psworker.session.drain import DrainedError
+
+# REASONS plus the one reason that is never transmitted
+ERRORS = REASONS | {
+    "DRAINED": ReasonRow(
+        DrainedError, "the worker was asked to leave, or the job has ended", "CANCELLED"
+    )
+}
+
+# reasons of a PushResult that are not errors: meaning and remedy
+OUTCOMES = {
+    "STALE": (
+        "a push was too old: older than --max-staleness versions, or its round was closed",
+        "nothing, training continues; if frequent, raise --max-staleness or find out why this "
+        "worker is slow",
+    )
+}
+
+SIGNAL_REMEDY = (
+    "find the sender of the signal: `dmesg` reports SIGKILL after memory exhaustion; "
+    "SIGSEGV, SIGBUS and SIGABRT are crashes of native code, see the log"
+)
 
 
 def main(args: Sequence[str] | None = None) -> int:
@@ -41,6 +69,7 @@ Examples:
   ps-ctl tls init security
   ps-ctl token init security
   ps-ctl doctor
+  ps-ctl suggest batch train.py
   ps-ctl explain 12
 
 Servers on other machines need TLS files and a token file.
@@ -97,8 +126,62 @@ def plan(settings: CommandContext) -> None:
 @pass_settings
 def explain(settings: CommandContext, code: str) -> None:
     """Explain an exit code or an error reason."""
-    document = explaining.explanation(code)
-    show(settings.output, document, lambda: [explaining.table(document)])
+    document = explanation(code)
+    show(settings.output, document, lambda: [_explanation_table(document)])
+
+
+def explanation(word: str) -> dict[str, Any]:
+    """Explain an exit code ("12") or a reason ("NO_SNAPSHOT", in any case).
+
+    Raises:
+        click.BadParameter: the word is neither.
+    """
+    word = word.strip()
+    if word.isdecimal():
+        return _of_code(int(word))
+    return _of_reason(word.upper().replace("-", "_"))
+
+
+def _explanation_table(document: dict[str, Any]) -> Table:
+    rows = [
+        (name.replace("_", " "), ", ".join(value) if isinstance(value, list) else value)
+        for name, value in document.items()
+        if value != []
+    ]
+    return Table("", (), rows)
+
+
+def _of_code(code: int) -> dict[str, Any]:
+    if code in EXPLANATIONS:
+        meaning, remedy = EXPLANATIONS[ExitCode(code)]
+    elif code - 128 in signal.valid_signals():
+        meaning, remedy = f"ended by {signal_name(code - 128)} (128 + {code - 128})", SIGNAL_REMEDY
+    else:
+        known = ", ".join(str(int(exit)) for exit in ExitCode)
+        raise click.BadParameter(
+            f"unknown exit code {code}: they are {known}, and 128 + n for signal n"
+        )
+    reasons = [reason for reason, row in ERRORS.items() if row.error.exit_code == code]
+    return {"exit_code": code, "meaning": meaning, "what_to_do": remedy, "reasons": reasons}
+
+
+def _of_reason(reason: str) -> dict[str, Any]:
+    if reason in OUTCOMES:
+        meaning, remedy = OUTCOMES[reason]
+        return {"reason": reason, "meaning": meaning, "what_to_do": remedy}
+    if reason not in ERRORS:
+        known = ", ".join([*ERRORS, *OUTCOMES])
+        raise click.BadParameter(f"unknown exit code or reason {reason}: reasons are {known}")
+    row = ERRORS[reason]
+    code = ExitCode(row.error.exit_code)
+    return {
+        "reason": reason,
+        "meaning": row.meaning,
+        "error": f"{row.error.__name__}: {' '.join((inspect.getdoc(row.error) or '').split())}",
+        "exit_code": int(code),
+        "what_to_do": EXPLANATIONS[code][1],
+        "may_succeed_if_repeated": row.retryable,
+    }
 
 
 for _command in (
@@ -110,6 +193,7 @@ for _command in (
     reshard,
     snapshot,
     stop,
+    suggest,
     tls,
     token,
 ):

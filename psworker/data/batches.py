@@ -10,6 +10,7 @@ rounds until a lost worker's batches return or the loop ends. The ledger ends a 
 import inspect
 import weakref
 from collections.abc import Generator
+from dataclasses import replace
 from typing import Any, Final, Self
 
 import torch
@@ -84,6 +85,8 @@ class BatchLoader:
     def __iter__(self) -> "BatchIterator":
         loops = self._session.loops
         spec, read = self._source.next_pass(loops.count)
+        if self._session.trial is not None and not torch.is_grad_enabled():
+            spec = replace(spec, epochs=1)  # only training passes repeat for a trial
         if self._pass is not None:
             self._session.consumed.decide(self._pass.leases.spec.loop)
         if (
@@ -190,7 +193,7 @@ class DataPass:
                     if session.client.stopping:
                         break
                     session.enter("compute")
-                    if leases.use(facts.key, facts.samples):
+                    if leases.use(facts.key, facts.samples, facts.all_samples):
                         if self._reseed:
                             reseed(*facts.seeds, COMPUTE)
                         yield batch

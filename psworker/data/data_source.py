@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 from pscommon.core.data_stream import Spec
 from pscommon.core.errors import InvalidRequestError
 from pscommon.core.log_entries import BatchKey
+from psworker.core.group_place import ALONE, GroupPlace
 from psworker.data.leased_batches import LeasedBatches
 
 SpecT = TypeVar("SpecT")
@@ -48,6 +49,7 @@ class PassSettings(NamedTuple):
         sources: Number of sources of a stream; None: not given.
         reseed: Seed the global random generators for each batch.
         name: Name of the loader; None: its place among the loaders without a name.
+        place: Which part of each batch this process computes.
     """
 
     epochs: int = 1
@@ -55,6 +57,7 @@ class PassSettings(NamedTuple):
     sources: int | None = None
     reseed: bool = True
     name: str | None = None
+    place: GroupPlace = ALONE
 
 
 class BatchFacts(NamedTuple):
@@ -62,12 +65,14 @@ class BatchFacts(NamedTuple):
 
     Attributes:
         key: Identifies the batch in the job's ledger.
-        samples: Number of samples in it.
+        samples: Number of samples in it that count on this rank.
+        all_samples: Number of samples in it, of all ranks.
         seeds: Non-negative integers that seed its random numbers.
     """
 
     key: BatchKey
     samples: int
+    all_samples: int
     seeds: tuple[int, ...]
 
 
@@ -117,3 +122,15 @@ def make_spec(kind: Callable[..., SpecT], *fields: Any) -> SpecT:
             f"batch_size, epochs or sources of job.batches is not valid: {error}. Try: positive "
             f"whole numbers"
         ) from error
+
+
+def of_group(batch_size: Any, place: GroupPlace) -> Any:
+    """Return the size of a group's batches; what is no number is left for `make_spec` to refuse."""
+    if isinstance(batch_size, bool) or not hasattr(batch_size, "__index__"):
+        return batch_size
+    return operator.index(batch_size) * place.size
+
+
+def seeds_of(place: GroupPlace, *seeds: int) -> tuple[int, ...]:
+    """Return the seeds of a batch on this rank: other ranks draw other dropout masks."""
+    return seeds if place.size == 1 else (*seeds, place.rank)

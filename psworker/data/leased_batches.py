@@ -183,10 +183,12 @@ class LeasedBatches:
         rest = (self.share - self._leased_count) // 2
         return self._pace.count_in(LEASED_WORK_SECONDS, max(1, min(rest, MAX_LEASED_COUNT)))
 
-    def use(self, key: BatchKey, samples: int) -> bool:
+    def use(self, key: BatchKey, samples: int, all_samples: int) -> bool:
         """Record that the script receives this batch; return False if its lease has ended.
 
         A batch that it receives while gradients are off has no weight in the next step.
+
+        samples, all_samples: Those that count on this rank, and on all ranks of the group.
         """
         if key.number not in self._unused:
             return False
@@ -195,7 +197,7 @@ class LeasedBatches:
         evaluates = not torch.is_grad_enabled()
         if evaluates:
             self._evaluated.append(key)
-        self._session.consumed.add(key, 0 if evaluates else samples, following)
+        self._session.consumed.add(key, None if evaluates else samples, all_samples, following)
         return True
 
     def drop_evaluated(self) -> None:

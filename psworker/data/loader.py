@@ -1,6 +1,6 @@
 """From the arguments of `Job.batches` to a loader."""
 
-from torch.utils.data import DataLoader
+from torch.utils.data import BatchSampler, DataLoader
 
 from pscommon.core.errors import InvalidRequestError
 from psworker.data.batches import BatchLoader
@@ -9,6 +9,7 @@ from psworker.data.map_dataset import MapDataset, is_map_style
 from psworker.data.stream_dataset import StreamSource, is_stream
 from psworker.data.torch_loader import unpack
 from psworker.session.arguments import seed_of
+from psworker.session.batch_trial import BatchTrial
 from psworker.session.session import Session
 
 SOURCE_KINDS = ((is_stream, StreamSource), (is_map_style, MapDataset))
@@ -30,12 +31,36 @@ def make_loader(
     _check_exclusive(arguments)
     if arguments.batch_size is None and arguments.batch_sampler is None:
         raise InvalidRequestError("batch_size is missing. Try: job.batches(dataset, batch_size=32)")
+    if session.trial is not None:
+        arguments, settings = _for_trial(session.trial, arguments, settings)
     given = None if seed is None else seed_of(seed)
     settings = settings._replace(
-        seed=lambda: seed_of(session.read_seed()) if given is None else given
+        seed=lambda: seed_of(session.read_seed()) if given is None else given,
+        place=session.client.place,
     )
     source = _make_source(arguments, settings, session.passes)
     return BatchLoader(session, source, settings.reseed, settings.name)
+
+
+def _for_trial(
+    trial: BatchTrial, arguments: LoaderArguments, settings: PassSettings
+) -> tuple[LoaderArguments, PassSettings]:
+    """Return the arguments of a loader whose batch size may be another one."""
+    if type(given := arguments.batch_sampler) is BatchSampler:  # as DataLoaders of accelerate have
+        arguments = arguments._replace(
+            batch_size=given.batch_size,
+            drop_last=given.drop_last,
+            sampler=given.sampler,
+            batch_sampler=None,
+        )
+    arguments = arguments._replace(batch_size=trial.batch_size(arguments.batch_size))
+    rows = arguments.dataset
+    rows = rows[0] if isinstance(rows, tuple) and rows else rows
+    has_order = arguments.sampler is not None or arguments.batch_sampler is not None
+    if has_order or is_stream(arguments, settings) or not hasattr(rows, "__len__"):
+        return arguments, settings
+    repeats = trial.repeats(arguments.batch_size, len(rows))
+    return arguments, settings._replace(epochs=settings.epochs * repeats)
 
 
 def _make_source(

@@ -19,6 +19,7 @@ from torch.utils.data import (
 from pscommon.core.data_loop import LoopSpec
 from pscommon.core.errors import InvalidRequestError
 from pscommon.core.log_entries import BatchKey
+from psworker.core.group_place import GroupPlace
 from psworker.data.data_source import (
     FETCH,
     BatchFacts,
@@ -27,6 +28,8 @@ from psworker.data.data_source import (
     PassReader,
     PassSettings,
     make_spec,
+    of_group,
+    seeds_of,
 )
 from psworker.data.leased_batches import LeasedBatches
 from psworker.data.order import check_sampler, name_of, order_of
@@ -118,7 +121,7 @@ class MapDataset:
     ) -> None:
         _check_options(arguments.options)
         # gives the order; None: the loop's spec says it
-        self._sampler = _sampler_of(arguments, settings.epochs)
+        self._sampler = _sampler_of(arguments, settings.epochs, settings.place)
         by_batch = arguments.batch_sampler is not None
         dataset: Any = arguments.dataset
         self.dataset = tensor_rows(dataset) if isinstance(dataset, tuple) else dataset
@@ -127,12 +130,13 @@ class MapDataset:
             LoopSpec,
             0,
             len(self.dataset),
-            1 if by_batch else arguments.batch_size,
+            1 if by_batch else of_group(arguments.batch_size, settings.place),
             settings.epochs,
             arguments.drop_last,
             self._sampler is None and (arguments.shuffle is None or arguments.shuffle),
         )
-        self.batch_size = None if by_batch else self._loop.batch_size
+        self.batch_size = None if by_batch else self._loop.batch_size // settings.place.size
+        self._place = settings.place
         self._seed, self._passes, self._options = settings.seed, passes, arguments.options
         collate = arguments.collate_fn or default_collate
         self._fetcher = BatchFetcher(self.dataset, collate, settings.reseed)
@@ -180,7 +184,11 @@ class MapDataset:
         if self._sampler is None:
             return replace(spec, size=len(self._length)), None
         order = order_of(
-            self._sampler, self.batch_size, spec.drop_last, spec.seed, spec.first_epoch
+            self._sampler,
+            None if self.batch_size is None else spec.batch_size,
+            spec.drop_last,
+            spec.seed,
+            spec.first_epoch,
         )
         size, by_batch = len(order.indices), self.batch_size is None
         spec = replace(
@@ -198,7 +206,7 @@ class MapDataset:
     ) -> LoaderDataset:
         # Without a reference to this object. Otherwise a DataLoader with persistent_workers would
         # be part of a reference cycle, and torch waits 5 s for each process of such a loader.
-        return self.load(partial(map, partial(_request, leases, indices), leases))
+        return self.load(partial(map, partial(_request, leases, indices, self._place), leases))
 
     def load(self, requests: Requests) -> LoaderDataset:
         """Return the requested batches; with persistent_workers from the same DataLoader."""
@@ -221,14 +229,18 @@ class MapDataset:
 
 
 def _request(
-    leases: LeasedBatches, indices_of: Callable[[int], list[int]] | None, number: int
+    leases: LeasedBatches,
+    indices_of: Callable[[int], list[int]] | None,
+    place: GroupPlace,
+    number: int,
 ) -> RequestedBatch:
     spec = leases.spec
     assert isinstance(spec, LoopSpec)
-    seeds = spec.seed % 2**64, spec.epoch(number), spec.position(number)
+    seeds = seeds_of(place, spec.seed % 2**64, spec.epoch(number), spec.position(number))
     indices = spec.indices(number).tolist() if indices_of is None else indices_of(number)
-    facts = BatchFacts(BatchKey(spec.loop, number), len(indices), seeds)
-    return RequestedBatch(facts, indices)
+    own, count = place.own(indices)
+    facts = BatchFacts(BatchKey(spec.loop, number), count, len(indices), seeds)
+    return RequestedBatch(facts, list(own))
 
 
 class LookaheadSampler:
@@ -241,13 +253,18 @@ class LookaheadSampler:
         return self.requests()
 
 
-def _sampler_of(arguments: LoaderArguments, epochs: int) -> Iterable[Any] | None:
+def _sampler_of(arguments: LoaderArguments, epochs: int, place: GroupPlace) -> Iterable[Any] | None:
     """Return the sampler or batch sampler; None if there is none."""
     option = "sampler" if arguments.batch_sampler is None else "batch_sampler"
     sampler = arguments.sampler if arguments.batch_sampler is None else arguments.batch_sampler
     if sampler is None:
         return None
     check_sampler(option, sampler)
+    if option == "batch_sampler" and place.size > 1:
+        raise InvalidRequestError(
+            "batch_sampler cannot be used in a group: its batches have no parts for the ranks. "
+            "Try: batch_size, with a sampler for the order"
+        )
     if epochs != 1:
         raise InvalidRequestError(
             f"{option} excludes epochs={epochs!r}: it gives the order of one pass at a time. Try: "

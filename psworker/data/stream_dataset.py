@@ -15,6 +15,7 @@ from torch.utils.data import IterableDataset, default_collate
 from pscommon.core.data_stream import StreamSpec
 from pscommon.core.errors import InvalidRequestError
 from pscommon.core.log_entries import BatchKey
+from psworker.core.group_place import ALONE, GroupPlace
 from psworker.data.data_source import (
     FETCH,
     BatchFacts,
@@ -23,6 +24,8 @@ from psworker.data.data_source import (
     PassReader,
     PassSettings,
     make_spec,
+    of_group,
+    seeds_of,
 )
 from psworker.data.leased_batches import LeasedBatches
 from psworker.data.random_state import reseed
@@ -112,8 +115,11 @@ class StreamSource:
         sources = 1 if settings.sources is None else settings.sources
         self.dataset = arguments.dataset
         # the first pass, with number 0
-        self._spec = make_spec(StreamSpec, 0, sources, arguments.batch_size, settings.epochs)
-        self.batch_size: int | None = self._spec.batch_size
+        self._spec = make_spec(
+            StreamSpec, 0, sources, of_group(arguments.batch_size, settings.place), settings.epochs
+        )
+        self._place = settings.place
+        self.batch_size: int | None = self._spec.batch_size // self._place.size
         self._stream = stream_of(self.dataset, self._spec.sources)
         self._collate = arguments.collate_fn or default_collate
         self._seed = settings.seed if settings.reseed else None
@@ -130,11 +136,13 @@ class StreamSource:
     def next_pass(self, loop: int) -> tuple[StreamSpec, PassReader]:
         spec = replace(self._spec, loop=loop)
         seed = None if self._seed is None else self._seed()
-        return spec, StreamReader(self._stream, self._collate, seed).open
+        return spec, StreamReader(self._stream, self._collate, seed, self._place).open
 
 
 class StreamReader:
     """Reads the batches of one pass, each at the position that its number denotes.
+
+    All ranks of a group read all samples, and each collates its own.
 
     seed: with the position of a sample it seeds the global generators before the sample is read;
         None: they stay as they are.
@@ -145,10 +153,11 @@ class StreamReader:
         dataset: StreamDataset,
         collate: Callable[[list[Any]], Any],
         seed: int | None,
+        place: GroupPlace = ALONE,
     ) -> None:
         self._dataset = dataset
         self._collate = collate
-        self._seed = seed
+        self._seed, self._place = seed, place
         self._leases: LeasedBatches
         self._position = (-1, 0)  # lap, and offset of the sample that was read ahead
         self._iterator: Iterator[Any] = iter(())
@@ -164,7 +173,7 @@ class StreamReader:
             assert isinstance(self._leases.spec, StreamSpec)
             facts, samples = self.read(self._leases.spec, number)
             if samples:
-                yield facts, self._collate(samples)
+                yield facts, self._collate(list(self._place.own(samples)[0]))
             else:
                 self._leases.find_end(facts.key)
 
@@ -181,7 +190,9 @@ class StreamReader:
             self._position = lap, self._position[1] + 1
             self._read_ahead(spec)
         key = BatchKey(spec.loop, number, len(samples), end=self._next_sample is END)
-        return BatchFacts(key, len(samples), self._seeds(spec, lap, offset)), samples
+        seeds = seeds_of(self._place, *self._seeds(spec, lap, offset))
+        _, count = self._place.own(samples)
+        return BatchFacts(key, count, len(samples), seeds), samples
 
     def _read_ahead(self, spec: StreamSpec) -> None:
         if self._seed is not None:

@@ -333,6 +333,10 @@ class ModelExchange:
             pushes.close()
             return result
 
+    def each_rank(self, flag: bool) -> Sequence[bool]:
+        """Return what each rank of this worker's group passes: it has one process."""
+        return (flag,)
+
     # ---- a push that begins before it is complete ------------------------------------------------
 
     def begin(self) -> OpenPush | BufferedPush:

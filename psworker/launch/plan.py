@@ -18,6 +18,7 @@ HOST = "127.0.0.1"
 SERVER = (sys.executable, "-P", "-m", "psserver")
 SPARE = (sys.executable, "-P", "-m", "psserver.preload")
 WORKER = (sys.executable, "-P", "-m", "psworker")
+GROUP = (sys.executable, "-P", "-m", "psworker.launch.group")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +54,13 @@ class RunPlan:
     def workers(self) -> int:
         return int(self.settings["workers"])
 
+    @property
+    def group_size(self) -> int:
+        return int(self.settings["group_size"])
+
     def is_interactive(self, name: str) -> bool:
         """Return whether the process may read from the terminal: the only worker."""
-        return self.has_terminal and not is_server(name) and self.workers == 1
+        return self.has_terminal and not is_server(name) and self.workers == self.group_size == 1
 
     def port_file(self, name: str) -> Path:
         """Return the file for the port of server `name`."""
@@ -79,14 +84,18 @@ class RunPlan:
             return int(self.settings["threads"])
         if self.environ.get("OMP_NUM_THREADS"):
             return None
-        return max(1, self.cores // (self.servers if is_server(name) else self.workers))
+        processes = self.servers if is_server(name) else self.workers * self.group_size
+        return max(1, self.cores // processes)
 
     def command(self, name: str, addresses: Mapping[str, str]) -> list[str]:
         """Return the command line of a process; `addresses` are those of the bound servers."""
         if is_server(name):
             return [*self.server, *self.server_arguments(name, addresses)]
+        size = self.group_size
         return [
+            *([*GROUP, str(size)] if size > 1 else []),
             *self.worker,
+            *(["--group"] if size > 1 else []),
             "--ps",
             addresses["s0"],
             *self._flags(options.FORWARDED_TO_WORKERS),

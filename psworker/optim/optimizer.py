@@ -46,7 +46,7 @@ def _step_of_torch(function: Callable[P, Any]) -> Callable[P, Any]:
     @wraps(function)
     def step(*args: P.args, **kwargs: P.kwargs) -> Any:
         optimizer: Any = args[0]
-        if not optimizer.found_inf:
+        if not optimizer._is_left_out():
             return hooked(*args, **kwargs)
         weight = optimizer._leave_out()
         return without_hooks(optimizer, samples=weight) if weight else None
@@ -187,7 +187,7 @@ class ServerOptimizer(torch.optim.Optimizer):
         self.original._opt_called = True  # type: ignore[attr-defined]
         session, consumed, step = self._session, self._session.consumed, self._next
         groups = self._group_settings.groups_json(self.param_groups)
-        weight = max(1, consumed.weigh(step)) if samples is None else checked_weight(samples)
+        weight = self._weigh() if samples is None else checked_weight(samples)
         if consumed.has_none_for(step) and not self._gradients.has_gradients():
             self._step_strategy.skip()
             return loss
@@ -221,6 +221,12 @@ class ServerOptimizer(torch.optim.Optimizer):
             self.record_outcome(push, result)
         return loss
 
+    def _is_left_out(self) -> bool:
+        """Return whether GradScaler leaves this step out, on any rank of the group."""
+        if not isinstance(self.found_inf, Tensor):
+            return False
+        return any(self._session.client.model.each_rank(bool(self.found_inf)))
+
     def _leave_out(self) -> int:
         """Drop the gradients of a step that GradScaler leaves out.
 
@@ -231,12 +237,23 @@ class ServerOptimizer(torch.optim.Optimizer):
         if self.model is None:
             self._register()
         if self._session.consumed.shared:
-            weight = max(1, self._session.consumed.weigh(self._next))
+            weight = self._weigh()
             self.zero_grad()
             return weight
         self._next.finish()
         self._step_strategy.skip()
         return 0
+
+    def _weigh(self) -> int:
+        """Return the weight of the gradients: 0 on a rank whose batches have no own samples."""
+        step = self._next
+        least = 0 if step.has_batches and not step.samples else 1
+        return max(least, self._session.consumed.weigh(step))
+
+    def share(self) -> float:
+        """Return the part of this rank in the samples since the last step, of all ranks."""
+        step, place = self._next, self._session.client.place
+        return step.samples / step.all_samples if step.all_samples else 1 / place.size
 
     @property
     def _step_strategy(self) -> PlainStep:  # Lightning sets `_strategy` on its subclass

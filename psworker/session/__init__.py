@@ -2,6 +2,7 @@
 
 __all__ = [
     "arguments",
+    "batch_trial",
     "collectives",
     "drain",
     "metrics",

@@ -13,9 +13,13 @@ from pscommon.core.errors import InvalidRequestError
 from pscommon.core.model_spec import is_clip_norm
 from pscommon.security.settings import TLS_KEYS, SecuritySettings, security_settings
 from pscommon.settings.values import LANES, Lanes, seconds
+from psworker.core.group_place import GroupPlace
 
 CONNECT_SECONDS = "60"
 MAX_RANK = 2**32 - 1
+
+GROUP_VARIABLE = "PS_GROUP"
+"""Switched on in the processes of a group, by ps-worker --group."""
 
 ON = ("1", "on", "yes", "true")
 OFF = ("", "0", "off", "no", "false")
@@ -67,6 +71,32 @@ def _from_environment(name: str, environment: Mapping[str, str]) -> int | None:
     if text and not (text.isascii() and text.isdecimal() and int(text) <= MAX_RANK):
         raise InvalidRequestError(f"{name}={text!r} is not valid. Try: a whole number from 0")
     return int(text) if text else None
+
+
+def group_place(environ: Mapping[str, str]) -> GroupPlace | None:
+    """Return this process's place as torchrun's variables have it; None: it is in no group.
+
+    Raises:
+        InvalidRequestError: A variable is missing, or the ranks are those of several machines.
+    """
+    if not is_on(GROUP_VARIABLE, environ):
+        return None
+    try:
+        rank, size = int(environ["RANK"]), int(environ["WORLD_SIZE"])
+    except (KeyError, ValueError):
+        raise InvalidRequestError(
+            "--group needs RANK and WORLD_SIZE. Try: `torchrun --nproc-per-node 4 --no-python "
+            "ps-worker --group --ps HOST:PORT SCRIPT`, or `ps-run --group-size 4 SCRIPT`"
+        ) from None
+    local = environ.get("LOCAL_WORLD_SIZE", str(size))
+    if local != str(size):
+        raise InvalidRequestError(
+            f"a group is the processes of one machine, and here are {local} of {size} ranks. Try: "
+            "one torchrun for each machine, without --nnodes"
+        )
+    if not 0 <= rank < size:
+        raise InvalidRequestError(f"RANK={rank} is not valid. Try: 0 to {size - 1}")
+    return GroupPlace(rank, size)
 
 
 def connect_timeout_of(given: float | None, environment: Mapping[str, str]) -> float:

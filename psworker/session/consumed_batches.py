@@ -32,6 +32,8 @@ class NextStep:
 
     Attributes:
         samples: Samples received since the last step.
+        all_samples: The same, of all ranks of the group.
+        has_batches: A batch was received since the last step.
         weight: Those of them that count.
         undecided: By loop, the newest batch: its samples, and how many changes of gradients were
             known at its delivery.
@@ -55,7 +57,8 @@ class NextStep:
 
     def forget_samples(self) -> None:
         """Forget the batches so far: their gradients are added up, pushed or dropped."""
-        self.samples = self.weight = 0
+        self.samples = self.all_samples = self.weight = 0
+        self.has_batches = False
         self.undecided.clear()
 
     def decide(self, loops: Iterable[int], changes: int) -> None:
@@ -72,9 +75,12 @@ class NextStep:
         unused = min(self.samples, samples)
         self.samples -= unused
         self.weight = 0
+        self.has_batches = self.has_batches and self.samples > 0
         return unused
 
     samples: int
+    all_samples: int
+    has_batches: bool
     weight: int
     lost: PSError | None
     is_open: bool
@@ -102,20 +108,26 @@ class ConsumedBatches:
         self.steps: list[NextStep] = []
         self._clear()
 
-    def add(self, key: BatchKey, samples: int, following: int | None) -> None:
-        """Add a batch; one without samples is not trained on.
+    def add(
+        self, key: BatchKey, samples: int | None, all_samples: int, following: int | None
+    ) -> None:
+        """Add a batch.
 
+        samples: Those that count on this rank; None: the batch is not trained on.
+        all_samples: Those of all ranks.
         following: Batches that belong to the same push; None: each may be a push of its own.
         """
         self.batches = (*self.batches, key)
-        self.samples += samples
+        self.samples += samples or 0
         self.decide(key.loop)
-        for step in self.steps if samples else ():
-            step.samples += samples
-            step.undecided[key.loop] = samples, self._changes
+        for step in self.steps if samples is not None else ():
+            step.samples += samples or 0
+            step.all_samples += all_samples
+            step.has_batches = True
+            step.undecided[key.loop] = samples or 0, self._changes
             step.gradients.mark()
         self.shared = following is not None
-        if samples and following is not None:
+        if samples is not None and following is not None:
             self._check_update_is_open()
             self.following, self._ended = following, following == 0
 
@@ -209,7 +221,7 @@ class ConsumedBatches:
 
     def has_none_for(self, step: NextStep) -> bool:
         """Return whether the script trains on batches of a loop and received none for a step."""
-        return self.dealt and not step.samples and step.lost is None
+        return self.dealt and not step.has_batches and step.lost is None
 
     def _clear(self) -> None:
         self.batches, self.following, self._ended = (), 0, False

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Protocol
 from weakref import WeakValueDictionary
 
+from pscommon.core.data_stream import Spec
 from pscommon.core.errors import InvalidRequestError
 from pscommon.core.limits import MAX_NAME_CHARACTERS
 from pscommon.core.script_place import PassName, ScriptPlace
@@ -15,9 +16,11 @@ class LoopBatches(Protocol):
 
     Attributes:
         name: Name of the pass.
+        spec: The loop.
     """
 
     name: PassName
+    spec: Spec
 
     def forget(self) -> None:
         """Drop all leased and unused batches: the job has given them to other workers."""

@@ -46,7 +46,7 @@ class ReportBuffer:
         """
         now = self._now()
         read = {
-            name: ValueReport(name, _without_wait(name, value), version, now)
+            name: ValueReport(name, number_soon(name, value), version, now)
             for name, value in values.items()
         }
         with self._lock:
@@ -111,7 +111,7 @@ class ReportBuffer:
             raise InvalidRequestError(f"job.report got more than {MAX_METRICS} different names")
 
 
-def _without_wait(name: str, value: Any) -> Any:
+def number_soon(name: str, value: Any) -> Any:
     """Return the value as a float, or a tensor in device memory as a copy.
 
     Later steps do not change the copy.

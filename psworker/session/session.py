@@ -14,6 +14,7 @@ from pscommon.telemetry.logs import get_logger
 from psworker.core.protocols import JobClient
 from psworker.core.results import PushResult
 from psworker.session import metrics
+from psworker.session.batch_trial import BatchTrial
 from psworker.session.consumed_batches import ConsumedBatches
 from psworker.session.drain import DrainedError, Stopping
 from psworker.session.open_loops import LoopBatches, OpenLoops
@@ -120,6 +121,7 @@ class Session(JobFacts):
         loops: Loops that the script is in.
         passes: Passes that the script's loaders have begun, by size of the data set and seed.
         model: The job's model; None before it is registered.
+        trial: What the script runs for instead of training; None: it trains.
         is_closed: The job is closed.
     """
 
@@ -133,6 +135,7 @@ class Session(JobFacts):
         self.loops = OpenLoops()
         self.passes: dict[tuple[int, int], int] = {}
         self.model: TrainedModel | None = None
+        self.trial: BatchTrial | None = None
         self.is_closed = False
         self._stop_reason = ""  # empty until the script is to end
         self._rejoins = 0
@@ -163,6 +166,8 @@ class Session(JobFacts):
         """Count a step and the time of its phases. exchange: PushResult.seconds."""
         self.stats.finish_step(samples, exchange)
         metrics.step(self.stats.last, samples)
+        if self.trial is not None and self.trial.finish_step(samples):
+            self.stop("the trial is complete")
         self.enter("compute")
 
     def require_model(self, refusal: str) -> TrainedModel:
@@ -229,6 +234,8 @@ class Session(JobFacts):
         model = self.require_model("cannot begin this pass")
         self.check_stopping()
         self.loops.begin(batches, trains)
+        if self.trial is not None and trains:
+            self.trial.begin_pass(batches.spec, self.client.newest()[0].spec.optimizers)
         steps = self.stats.steps
         try:
             yield

@@ -111,7 +111,7 @@ class PlainStep:
             keeps_weights: Load nothing if the script has set trained weights.
         """
         self.settle()
-        if keeps_weights and self._adapter.keeps_changes():
+        if keeps_weights and self._is_agreed(self._adapter.keeps_changes()):
             return
         before = self.version
         self._adapter.reattach()
@@ -127,10 +127,10 @@ class PlainStep:
         """
         self.settle()
         self.skip()
-        if self._adapter.keeps_changes():
+        if self._is_agreed(self._adapter.keeps_changes()):
             return  # buffers of other weights than the job's
         self._adapter.reattach()
-        if self._adapter.gather_changed_buffers():
+        if self._is_agreed(self._adapter.gather_changed_buffers()):
             self._model.exchange(
                 gradients=self._adapter.gradients.memory,
                 weights=None,
@@ -141,6 +141,10 @@ class PlainStep:
 
     def publish(self) -> None:
         """Let the servers have the newest weights; they have them if they make the steps."""
+
+    def _is_agreed(self, own: bool) -> bool:
+        """Return what rank 0 of this worker's group finds, so that all ranks decide alike."""
+        return self._model.each_rank(own)[0]
 
     def settle(self) -> None:
         """Wait until no push is under way and its weights are in the model; raise its error.

@@ -232,6 +232,9 @@ class GrpcTransport:
         for call in list(self._open_calls):
             call.end_if_stalled()
 
+    def worker_key(self, worker: int) -> bytes:
+        return self._keys.get(worker, b"")
+
     def close(self) -> None:
         """Close all channels. May be called again, and in a forked child."""
         self._is_closed = True

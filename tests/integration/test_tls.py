@@ -8,6 +8,7 @@ from threading import Timer
 from typing import Any
 from unittest.mock import Mock
 
+import grpc
 import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry
@@ -18,6 +19,7 @@ from pscommon.security.credentials import NONE, Credentials, use_credentials
 from pscommon.security.tls import Tls
 from pscommon.security.tls_files import CLIENT_NAME, SERVER_NAME, TlsFiles, TlsMaterial
 from pscommon.settings.values import Lanes
+from pscommon.wire.endpoint import Endpoint, listen_grpc
 from pscommon.wire.metrics_port import show_expiry
 from psserver.process.config import ServerConfig
 from psserver.server import Server
@@ -101,7 +103,7 @@ def test_the_cause_of_a_refusal(
 def replaced(folder: Path, **options: Any) -> None:
     """Replace the files of a folder one by one, as an operator does."""
     other = folder.with_name(f"{folder.name}-new")
-    other.mkdir()
+    other.mkdir(exist_ok=True)
     write_files(other, **options)
     for name in ("ca.pem", "cert.pem", "key.pem"):
         (other / name).replace(folder / name)
@@ -125,6 +127,31 @@ def test_files_that_do_not_fit_are_not_used(tmp_path: Path) -> None:
     assert tls.material.cert == (folder / "cert.pem").read_bytes() != certificate
     assert tls.generation == 1
     assert tls.server_context() is not context
+
+
+def test_a_grpc_server_uses_files_that_another_thread_finds_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "server"
+    folder.mkdir()
+    tls = Tls(write_files(folder, authority=AUTHORITY))
+    dynamic = Mock(wraps=grpc.dynamic_ssl_server_credentials)
+    monkeypatch.setattr(grpc, "dynamic_ssl_server_credentials", dynamic)
+    listen_grpc(Endpoint("127.0.0.1:0", Credentials(tls)), 1)
+    _, fetch = dynamic.call_args.args
+    replaced(folder, authority=AUTHORITY)
+
+    def make(pairs: Any, ca: bytes) -> Any:
+        made.side_effect = lambda pairs, ca: pairs
+        replaced(folder, authority=AUTHORITY)
+        tls.refreshed_generation()  # as a stream does in its own thread
+        return pairs
+
+    made = Mock(side_effect=make)
+    monkeypatch.setattr(grpc, "ssl_server_certificate_configuration", made)
+    assert fetch() != [(tls.material.key, tls.material.cert)]
+    assert fetch() == [(tls.material.key, tls.material.cert)]
+    assert fetch() is None
 
 
 def test_an_expiry_is_shown_and_warned_of_once_a_day(

@@ -47,6 +47,14 @@ ALLOWED = {
     # the metrics server gets a listening socket and contexts
     "pscommon.telemetry.http": {"self._listening.accept"},
     "pscommon.telemetry.http_connection": {"context.wrap_socket"},
+    # Unix sockets between the processes of one worker, which check each other's user
+    "psworker.group.link": {
+        "listening.accept",
+        "listening.bind",
+        "listening.listen",
+        "sock.connect",
+    },
+    "psworker.group.process_group": {"socket.create_server"},  # finds a free port for torch
     # a datagram socket without a datagram finds the address of this host
     "psworker.exchange.reduce_client": {"probe.connect"},
     # it finds out why a connection fails, and needs contexts that no connection may use

@@ -52,6 +52,7 @@ NUMBERS = {  # the only modules with tensors; the client of psworker needs no fr
     "psworker.ctl.checks",
     "psworker.data",
     "psworker.examples",
+    "psworker.group",
     "psworker.job",
     "psworker.client.local_client",
     "psworker.integrations",

@@ -15,7 +15,7 @@ from torch.utils.data import TensorDataset
 from pscommon.core.errors import PSError
 from pscommon.security.credentials import process_credentials
 from pscommon.security.tokens import init_tokens
-from pscommon.system.local_jobs import local_jobs
+from pscommon.system.local_jobs import local_jobs, local_shards
 from psworker import Client, DistributedTraining, training
 from tests.support.programs import Programs, programs_in
 
@@ -98,23 +98,28 @@ def test_a_token_of_another_role_is_named(programs: Programs, address: str) -> N
 
 
 def test_commands_of_the_same_user_find_the_token(programs: Programs, address: str) -> None:
-    """Also with --ps, by another name of loopback, and a Client."""
+    """Also with --ps, by another name of loopback, by any shard's address, and a Client."""
     local = address.replace("127.0.0.1", "localhost")
+    (other,) = [entry.address for entry in local_shards() if entry.shard == 1]
 
     assert programs.run("ps-ctl", "status").wait() == 0
     assert programs.run("ps-ctl", "--ps", address, "status").wait() == 0
     assert programs.run("ps-ctl", "--ps", local, "status").wait() == 0
+    assert programs.run("ps-ctl", "--ps", other, "status").wait() == 0
     assert programs.run("python", "stranger.py", address).wait() == 0
+    assert programs.run("python", "stranger.py", other).wait() == 0
 
 
 def test_tokens_of_a_run_lie_only_in_private_files(programs: Programs, address: str) -> None:
     """They are no argument, variable or output of a process; the folder goes with the run."""
     (folder,) = programs.temporary.glob("ps-run-*")
     (job,) = local_jobs()
-    (entry,) = (programs.folder / "owner/paramserver").iterdir()
+    entries = list((programs.folder / "owner/paramserver").iterdir())
+    files = (folder / "tokens", *entries)
 
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
-    assert [stat.S_IMODE(path.stat().st_mode) for path in (folder / "tokens", entry)] == [0o600] * 2
+    assert len(entries) == 2
+    assert {stat.S_IMODE(path.stat().st_mode) for path in files} == {0o600}
     assert job.address == address
     assert job.role == "admin"
     lines = dict(line.split() for line in (folder / "tokens").read_text().splitlines())

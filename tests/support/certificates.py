@@ -12,7 +12,10 @@ from pscommon.security.certificates import (
     make_certificate,
     make_key,
 )
+from pscommon.security.credentials import Credentials
+from pscommon.security.tls import Tls
 from pscommon.security.tls_files import SERVER_NAME, TlsFiles
+from pscommon.security.tokens import TokenFile
 
 
 def new_authority(begin: float = -1.0, end: float = 100.0) -> Authority:
@@ -38,6 +41,12 @@ def write_files(
     files.key.touch(0o600)
     files.key.write_text(key_pem(key))
     return files
+
+
+def client_credentials(folder: Path, token_file: str) -> Credentials:
+    """Return those of a client, from the files of `ps-ctl tls init` and `ps-ctl token init`."""
+    files = TlsFiles(folder / "ca.pem", folder / "client-cert.pem", folder / "client-key.pem")
+    return Credentials(Tls(files), TokenFile(folder / token_file).tokens)
 
 
 def _in_days(days: float) -> datetime:

@@ -179,6 +179,9 @@ class FaultyLane:
 
         return self._carried(str(EXCHANGE), shard, lambda: call(header, receiver), unheard, again)
 
+    def worker_key(self, worker: int) -> bytes:
+        return self.lane.worker_key(worker)
+
     def close(self) -> None:
         self.lane.close()
 

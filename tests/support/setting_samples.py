@@ -50,6 +50,8 @@ SAMPLES: dict[str, tuple[str, str]] = {
     "connect_timeout": ("1.5s", '"1.5s"'),
     "worker_rank": ("3", "3"),
     "worker_count": ("4", "4"),
+    "group": ("true", "true"),
+    "group_size": ("2", "2"),
     "device": ("cuda:1", '"cuda:1"'),
     "servers": ("3", "3"),
     "workers": ("3", "3"),

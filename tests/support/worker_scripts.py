@@ -13,9 +13,11 @@ from torch import nn
 from torch.nn import functional as F
 
 import psworker
+from pscommon.security.credentials import use_credentials
 from pscommon.settings.values import Lanes
 from psworker import FencedError
 from tests.support import small_gan
+from tests.support.certificates import client_credentials
 from tests.support.rpc_faults import faulty_lane
 from tests.support.workers import ONES, counter
 
@@ -175,3 +177,18 @@ def count(
             timer.wait(pause)
     faulty = sum(lane.faults.counts.values()) if lane else 0
     print(f"acknowledged {acknowledged}, fenced {fenced}, faults {faulty}", flush=True)
+
+
+def count_over_tls(
+    address: str, rank: int | None, security: Path, until: Path, lanes: tuple[Lanes, ...]
+) -> None:
+    """Push ones without a pause until this file exists; print each acknowledged push.
+
+    security: folder with the files of a client. lanes: by rank.
+    """
+    use_credentials(client_credentials(security, "worker.token"))
+    with counter(address, rank, lanes=lanes[rank or 0], connect_timeout=60.0) as client:
+        while not until.exists():
+            result = client.push_pull(ONES)
+            assert result.status == "applied", result
+            print("pushed", result.version, flush=True)

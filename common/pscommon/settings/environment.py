@@ -8,6 +8,7 @@ from pscommon.settings import options
 
 OTHERS = frozenset(
     {
+        "PS_BATCH_TRIAL",
         "PS_CONFIG",
         "PS_LOCAL",
         "PS_NOT_SAVED_FILE",

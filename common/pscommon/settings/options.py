@@ -109,6 +109,13 @@ OVERLAP = Option(
     help="Overlap communication with backward and forward; see Job.optimizer.",
 )
 
+GROUP = Option(
+    "--group",
+    section=PLACE,
+    is_flag=True,
+    help="This process is one rank of a worker; torchrun or ps-run --group-size starts the ranks.",
+)
+
 OPTIMIZERS = Option(
     "--optimizers",
     section=JOB,
@@ -181,6 +188,14 @@ RUN_ONLY: tuple[Option, ...] = (
         metavar="WORKERS",
     ),
     Option(
+        "--group-size",
+        section=CLUSTER,
+        type=COUNT,
+        default=1,
+        help="Processes of each worker: ranks that share the worker's part of the data.",
+        metavar="RANKS",
+    ),
+    Option(
         "--max-restarts",
         section=CLUSTER,
         type=COUNT_OR_NONE,
@@ -237,6 +252,7 @@ WORKER: tuple[Option, ...] = (
     CONNECT_TIMEOUT,
     WORKER_RANK,
     WORKER_COUNT,
+    GROUP,
     JOB_NAME,
     OPTIMIZERS,
     *PROTECTION,

@@ -1,4 +1,5 @@
-"""Registry of this user's jobs on this machine: shard 0 writes its address to a small file.
+"""Registry of this user's jobs on this machine: shard 0 writes its address to a small file. So do
+the other shards where there are tokens: commands find these by the address of any shard.
 
 The files lie in XDG_RUNTIME_DIR/paramserver if only this user can write to XDG_RUNTIME_DIR, else
 in /tmp/paramserver-UID. The folder has mode 0700 and belongs to the user; a folder that does
@@ -22,19 +23,21 @@ from pscommon.system.process_id import has_ended, is_running, process_id
 
 FALLBACK = "/tmp/paramserver-{uid}"
 MAX_FILE_BYTES = 65536
-SUFFIX = ".json"
+SUFFIX, SHARD_SUFFIX = ".json", ".shard"
+"""Of the files of shard 0 and of other shards, which earlier releases would list as jobs."""
 
 
 @dataclass(frozen=True, slots=True)
 class LocalJob:
-    """A running job.
+    """A running job, or another shard of one.
 
     Attributes:
-        job: name of the job.
-        address: HOST:PORT of shard 0.
-        pid: PID of shard 0.
-        process: process name of shard 0 (process_id); empty if unsupported.
+        job: name of the job; empty if a shard does not know it yet.
+        address: HOST:PORT of the shard.
+        pid: PID of the shard.
+        process: process name of the shard (process_id); empty if unsupported.
         role, token: a token of the servers with the most rights, and its role; empty: none.
+        shard: its number; 0 stands for the job.
     """
 
     job: str
@@ -43,19 +46,22 @@ class LocalJob:
     process: str = ""
     role: str = ""
     token: str = field(default="", repr=False)
+    shard: int = 0
 
     def __str__(self) -> str:
         return f"job {self.job} at {self.address} (pid {self.pid})"
 
 
 class JobAnnouncement:
-    """File of one running shard 0; the constructor raises OSError if it cannot be written."""
+    """File of one running shard; the constructor raises OSError if it cannot be written."""
 
-    def __init__(self, job: str, address: str, role: str = "", token: str = "") -> None:
-        """role, token: as in LocalJob; only this user can read the file."""
-        pid = os.getpid()
-        self._name = f"{pid}-{address.rpartition(':')[2]}{SUFFIX}"
-        entry = LocalJob(job, address, pid, process_id(), role, token)
+    def __init__(
+        self, job: str, address: str, role: str = "", token: str = "", shard: int = 0
+    ) -> None:
+        """role, token, shard: as in LocalJob; only this user can read the file."""
+        pid, suffix = os.getpid(), SHARD_SUFFIX if shard else SUFFIX
+        self._name = f"{pid}-{address.rpartition(':')[2]}{suffix}"
+        entry = LocalJob(job, address, pid, process_id(), role, token, shard)
         with _folder(make=True) as folder:
             list(_running(folder))  # removes the files of ended processes
             _write(folder, self._name, json.dumps(asdict(entry)).encode())
@@ -67,8 +73,14 @@ class JobAnnouncement:
 
 
 def local_jobs() -> list[LocalJob]:
-    """Return the running jobs, by process number. Raises OSError for a folder that is not
-    private.
+    """Return the running jobs, by process number. Raises OSError; see `local_shards`."""
+    return [entry for entry in local_shards() if entry.shard == 0]
+
+
+def local_shards() -> list[LocalJob]:
+    """Return the running jobs, and their other shards where there are tokens, by process number.
+
+    Raises OSError for a folder that is not private.
     """
     try:
         with _folder(make=False) as folder:
@@ -145,8 +157,9 @@ def _write(folder: int, name: str, content: bytes) -> None:
 def _running(folder: int) -> Iterator[LocalJob]:
     """Yield the jobs whose process runs; remove the files of the others."""
     for name in os.listdir(folder):
-        entry = _read(folder, name) if name.endswith(SUFFIX) and not name.startswith(".") else None
-        if entry is None:
+        if name.startswith(".") or not name.endswith((SUFFIX, SHARD_SUFFIX)):
+            continue
+        if (entry := _read(folder, name)) is None:
             continue
         if is_running(entry.process) if entry.process else _answers_signals(entry.pid):
             yield entry
@@ -173,9 +186,11 @@ def _read(folder: int, name: str) -> LocalJob | None:
 
 def _entry(raw: Any) -> LocalJob | None:
     kinds = {"job": str, "address": str, "pid": int, "process": str, "role": str, "token": str}
+    kinds["shard"] = int
     if not isinstance(raw, dict):
         return None
-    found = {"role": "", "token": "", **raw}  # both are absent in a file of an earlier release
+    # absent in a file of an earlier release
+    found = {"role": "", "token": "", "shard": 0, **raw}
     if any(type(found.get(name)) is not kind for name, kind in kinds.items()):
         return None
     return LocalJob(**{name: found[name] for name in kinds})

@@ -7,6 +7,7 @@ limit of its request, or earlier when another peer needs it.
 """
 
 import asyncio
+import errno
 import gzip
 import socket
 import ssl
@@ -200,7 +201,9 @@ class MetricsServer:
         except (ConnectionError, TimeoutError, EOFError, ssl.SSLEOFError):
             pass  # the peer is gone, or was too slow
         except Exception as error:
-            _note(repr(error))
+            # ENOTCONN: the peer is gone too, but Python has no ConnectionError for it
+            if getattr(error, "errno", None) != errno.ENOTCONN:
+                _note(repr(error))
 
     async def _answer_next(self, connection: HttpConnection) -> bool:
         """Answer the next request, and return whether another one may follow."""

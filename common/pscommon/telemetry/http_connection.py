@@ -31,6 +31,7 @@ class HttpConnection:
     async def begin(self, tls: Callable[[], ssl.SSLContext]) -> None:
         """Carry out the handshake. A silent peer costs no memory for TLS."""
         await self._wait(to_write=False)
+        self._sock.getpeername()  # fails for a peer that is gone: wrap_socket would close no socket
         context = tls()
         self._sock = context.wrap_socket(
             self._sock, server_side=True, do_handshake_on_connect=False

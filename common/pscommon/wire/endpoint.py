@@ -349,11 +349,12 @@ def _server_credentials(tls: Tls) -> grpc.ServerCredentials:
 
     def fetch() -> grpc.ServerCertificateConfiguration | None:
         nonlocal used
-        found = certificates()
-        if tls.generation == used:
+        # asked first: another thread may find new files meanwhile, and the next handshake has them
+        generation = tls.refreshed_generation()
+        if generation == used:
             return None
-        used = tls.generation
-        return found
+        used = generation
+        return certificates()
 
     changed: Any = fetch  # the stubs lack None: nothing has changed
     return grpc.dynamic_ssl_server_credentials(

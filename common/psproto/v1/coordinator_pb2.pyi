@@ -483,12 +483,15 @@ class LeaveRequest(google.protobuf.message.Message):
     REASON_FIELD_NUMBER: builtins.int
     VERSION_FIELD_NUMBER: builtins.int
     VALUES_FIELD_NUMBER: builtins.int
+    LOST_FIELD_NUMBER: builtins.int
     job: builtins.str
     worker: builtins.int
     reason: builtins.str
     """why it leaves before the end; empty: it is done"""
     version: builtins.int
     """newest version that this worker knows; after a rollback to an older one, later updates are lost"""
+    lost: builtins.bool
+    """a process of the worker's group has ended: --on-worker-loss decides, as if the worker's had"""
     @property
     def values(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___ReportedValue]:
         """as in HeartbeatRequest"""
@@ -501,8 +504,9 @@ class LeaveRequest(google.protobuf.message.Message):
         reason: builtins.str = ...,
         version: builtins.int = ...,
         values: collections.abc.Iterable[global___ReportedValue] | None = ...,
+        lost: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["job", b"job", "reason", b"reason", "values", b"values", "version", b"version", "worker", b"worker"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["job", b"job", "lost", b"lost", "reason", b"reason", "values", b"values", "version", b"version", "worker", b"worker"]) -> None: ...
 
 global___LeaveRequest = LeaveRequest
 

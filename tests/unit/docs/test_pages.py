@@ -19,6 +19,8 @@ OTHER_PROGRAMS = frozenset(
     {
         # pip, make, docker, python -m benchmarks, pytest
         "--build",
+        "--no-python",  # torchrun
+        "--nproc-per-node",
         "--volumes",
         "--scale",
         "--build-arg",

@@ -81,6 +81,24 @@ def test_a_token_is_in_the_file_and_in_no_text(runtime: Path) -> None:
     assert "0123456789abcdef" not in f"{job} {job!r}"
 
 
+def test_another_shard_has_a_file_and_is_no_job(runtime: Path) -> None:
+    """An earlier release lists the files that end in .json."""
+    JobAnnouncement("mine", "127.0.0.1:1", "admin", "0123456789abcdef")
+    shard = JobAnnouncement("mine", "127.0.0.1:2", "server", "fedcba9876543210", shard=1)
+
+    assert [job.address for job in local_jobs.local_jobs()] == ["127.0.0.1:1"]
+    assert only_local_job("no address").address == "127.0.0.1:1"
+    assert [
+        (entry.address, entry.shard, entry.role, entry.token) for entry in local_jobs.local_shards()
+    ] == [
+        ("127.0.0.1:1", 0, "admin", "0123456789abcdef"),
+        ("127.0.0.1:2", 1, "server", "fedcba9876543210"),
+    ]
+    assert len(list((runtime / "paramserver").glob("*.json"))) == 1
+    shard.remove()
+    assert [entry.shard for entry in local_jobs.local_shards()] == [0]
+
+
 def test_a_file_of_an_earlier_release_has_no_token(runtime: Path) -> None:
     JobAnnouncement("mine", "127.0.0.1:1", "admin", "0123456789abcdef")
     (file,) = (runtime / "paramserver").iterdir()
@@ -89,7 +107,7 @@ def test_a_file_of_an_earlier_release_has_no_token(runtime: Path) -> None:
     without_process = local_jobs.local_jobs()
     file.write_text(json.dumps({**written, "token": 7}))
     invalid = local_jobs.local_jobs()
-    del written["role"], written["token"]
+    del written["role"], written["token"], written["shard"]
     file.write_text(json.dumps(written))
 
     assert [(job.address, job.role, job.token) for job in local_jobs.local_jobs()] == [

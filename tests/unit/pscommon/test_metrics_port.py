@@ -1,6 +1,7 @@
 """The metrics port with slow, silent and malicious peers, with TLS, and at the end of a process."""
 
 import resource
+import socket
 import ssl
 import subprocess
 import sys
@@ -34,6 +35,7 @@ from tests.support.metrics_port import (
     read_all,
     server_tls,
 )
+from tests.support.proxy import NO_LINGER
 
 SILENT_COUNT = 1000
 LIVEZ = b"GET /livez HTTP/1.1\r\nConnection: close\r\n\r\n"
@@ -242,6 +244,12 @@ def test_a_peer_that_leaves_a_handshake_is_not_logged(
     with closing(probe.monitor):
         for sent in (b"", b"\x16\x03\x01"):
             assert b"HTTP" not in probe.send(sent)
+        with probe.connect() as sock:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, NO_LINGER)
+        client = browser_context(tmp_path)
+        with client.wrap_socket(probe.connect(), server_hostname="127.0.0.1") as sock:
+            sock.sendall(LIVEZ)  # the connections before are served
+            assert read_all(sock).startswith(b"HTTP/1.1 200 ")
     assert not events(caplog)
 
 

@@ -1,5 +1,6 @@
 """Regions between processes, some of which are killed."""
 
+import gc
 import os
 import socket
 import subprocess
@@ -165,6 +166,7 @@ def test_a_fork_has_no_descriptor_of_shared_memory() -> None:
 
 
 def test_memory_of_a_killed_creator_stays_until_it_is_unmapped() -> None:
+    gc.collect()  # garbage of earlier tests may own some
     before = mapped_count()
     ours, theirs = socket.socketpair()
     with ours, theirs, program(CREATOR, theirs.fileno()) as creator:

@@ -2,6 +2,7 @@
 needed.
 """
 
+import gc
 from collections.abc import Iterator
 
 import pytest
@@ -101,6 +102,7 @@ def test_only_the_newest_offer_of_a_worker_is_valid(
 def test_the_memory_of_a_removed_worker_is_detached(
     memories: AttachedBuffers, region: SharedRegion
 ) -> None:
+    gc.collect()  # garbage of earlier tests may own some
     before = mapped_count()
     attach(memories, region)
     gradients = memories.find(header()).gradients

@@ -9,8 +9,7 @@ import pytest
 
 from pscommon.core.errors import REASONS
 from pscommon.core.exit_codes import EXPLANATIONS, ExitCode
-from psworker.ctl.cli import main
-from psworker.ctl.explain import ERRORS
+from psworker.ctl.cli import ERRORS, main
 from tests.support.sources import dotted, packages
 
 Output = pytest.CaptureFixture[str]
