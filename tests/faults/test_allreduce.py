@@ -46,12 +46,12 @@ with psworker.connect(sys.argv[1], rank=rank) as job:
 class Script:
     """The process of a worker, and what it has printed."""
 
-    def __init__(self, address: str, rank: int, folder: Path) -> None:
+    def __init__(self, address: str, rank: int, folder: Path, batches: int = BATCHES) -> None:
         self.output = folder / f"{rank}-{time.monotonic_ns()}.txt"
         path = os.pathsep.join([str(ROOT), str(ROOT / "common")])
         with self.output.open("w") as output:
             self.process = subprocess.Popen(
-                [sys.executable, "-c", SCRIPT, address, str(rank), str(BATCHES)],
+                [sys.executable, "-c", SCRIPT, address, str(rank), str(batches)],
                 stdout=output,
                 env=os.environ | {"PYTHONPATH": path},
             )
@@ -97,3 +97,37 @@ def test_others_go_on_after_a_loss(
         assert later[0] - lost_at <= GO_ON_SECONDS
     ledger = servers.servers[0].service.executor.coordinator.ledger
     assert all(loop.ended for loop in ledger.loops.values())
+
+
+KILLS = 20
+STORM_BATCHES = 2400
+
+
+@pytest.mark.full
+@pytest.mark.timeout(400)
+def test_data_is_exact_after_many_kills(cluster: Callable[..., Cluster], tmp_path: Path) -> None:
+    """Each batch counts once, and all workers end with the same weights.
+
+    A worker is killed once all have made a step, so another one always has the newest weights.
+    """
+    servers = cluster(policy="allreduce", min_workers=3, lease=3.0)
+    scripts = [Script(servers.address, rank, tmp_path, STORM_BATCHES) for rank in range(3)]
+    try:
+        for kill in range(KILLS):
+            until(lambda: all(each.steps() for each in scripts), "a step of each worker", 60)
+            rank = kill % 3
+            scripts[rank].process.kill()
+            scripts[rank].process.wait()
+            scripts[rank] = Script(servers.address, rank, tmp_path, STORM_BATCHES)
+        codes = [each.process.wait(120) for each in scripts]
+    finally:
+        for each in scripts:
+            each.process.kill()
+            each.process.wait()
+
+    job = servers.servers[0].service.executor.coordinator.job
+    ends = [each.lines()[-1] for each in scripts]
+    assert codes == [0, 0, 0]
+    assert ends == [ends[0]] * 3
+    assert job.samples == 2 * STORM_BATCHES
+    assert all(loop.ended for loop in job.ledger.loops.values())
