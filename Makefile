@@ -12,7 +12,7 @@ PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
 TF_VENV := .venv-tf
-TEST_PROCESSES ?= 2
+TEST_PROCESSES ?= 3
 # the order is that of tests/conftest.py; a test that crashes its process ends the run, or it would be started again
 # byte code is kept, or each process of the suite would compile each module
 PYTEST = PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadgroup --no-loadscope-reorder --max-worker-restart 0

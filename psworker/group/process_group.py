@@ -44,6 +44,7 @@ def open_link(place: GroupPlace, environ: MutableMapping[str, str]) -> GroupLink
             link.spread(port)
         environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
         environ[AGENT_STORE] = "False"
+        environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # one machine
     return link
 
 
