@@ -10,16 +10,6 @@ Theory of operation:
 - A void round makes the step stale: its batches go back.
 - The weights of `adapter.weights.host` change only here, so what the script does to its model
   between two steps is overwritten, as it is by the servers' weights.
-
-The commands do not offer the policy yet. Missing:
-
-- Uploads of several workers at the same version must not mix: the second one drops the state.
-- gloo must not work on live memory: a stopped worker that goes on may complete a void operation.
-- After a restart of the servers the numbers of process groups begin again: do not reuse a group.
-- `job.save` must fail if the upload was refused. What a pull returns must have its own version.
-- Buffers: integers above 2^53, a check for NaN, and what a script has changed after its last step.
-- Weights that arrive while a script waits must reach its model, and end the gradient of older ones.
-- `close` of the store, the groups and the threads.
 """
 
 import json

@@ -61,9 +61,7 @@ def test_few_modules_are_on_the_path_of_a_push(
     last = "grpc_exchanges" if lanes == "grpc" else "socket_connection"
     assert all(path[-1].module == f"psworker.transport.{last}" for path in found)
     for path in found:
-        # `ReduceClient` stands between the step and the exchange
-        limit = MAX_MODULES + (choice == "reduced")
-        assert len(modules(path)) <= limit, "\n".join(map(str, path))
+        assert len(modules(path)) <= MAX_MODULES, "\n".join(map(str, path))
 
 
 @pytest.mark.parametrize("lanes", ["stream", "shm"])
