@@ -1,6 +1,6 @@
 # make demo    train a CNN on handwritten digits with 2 servers and 2 workers on this machine
 # make test    the quick tiers of the test suite, at most five minutes on two cores; make check adds ruff and mypy
-# make test-all  the whole test suite, at most twenty minutes on two cores
+# make test-all  the whole test suite, about half an hour on two cores
 # make test-tls  the fault tests with certificates and tokens, which it makes
 # make audit   known vulnerabilities of the packages in constraints.txt (asks pypi.org)
 # make fuzz    100 000 hostile requests and 10 000 byte strings beside an honest worker (about twenty minutes)
@@ -12,10 +12,12 @@ PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
 TF_VENV := .venv-tf
-TEST_PROCESSES ?= 3
+# quick tests wait more than they compute; TEST_PROCESSES chooses another number
+PROCESSES = $(or $(TEST_PROCESSES),2)
+test: PROCESSES = $(or $(TEST_PROCESSES),3)
 # the order is that of tests/conftest.py; a test that crashes its process ends the run, or it would be started again
 # byte code is kept, or each process of the suite would compile each module
-PYTEST = PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadgroup --no-loadscope-reorder --max-worker-restart 0
+PYTEST = PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(PROCESSES) --dist loadgroup --no-loadscope-reorder --max-worker-restart 0
 CHAOS_MINUTES ?= 5
 FUZZ_REQUESTS ?= 100000
 FUZZ_BYTES ?= 10000
