@@ -13,7 +13,7 @@ from pscommon.wire.requests import COLLECTIVE, GET_STATUS, REPORT_METRICS
 from psproto.v1 import coordinator_pb2 as co
 from psworker.client.batch_client import BatchClient
 from psworker.connection.connection import Connection
-from psworker.connection.loss import LossTicket
+from psworker.connection.membership import LossTicket
 from psworker.core.clock import Clock
 from psworker.core.group_place import ALONE, GroupPlace
 from psworker.core.results import CollectiveCall, CollectiveResult

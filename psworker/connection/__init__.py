@@ -1,3 +1,3 @@
 """A worker's connection to a job: discovery, membership with heartbeats, and retries."""
 
-__all__ = ["connection", "discovery", "loss", "membership", "retry"]
+__all__ = ["connection", "discovery", "membership", "retry"]

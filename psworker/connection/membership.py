@@ -6,7 +6,8 @@ A membership that the servers have fenced is lost for good: the worker has to re
 import threading
 import time
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
+from typing import NamedTuple
 
 from pscommon.core.errors import (
     FencedError,
@@ -20,8 +21,10 @@ from pscommon.core.errors import (
 from pscommon.core.script_place import PassName
 from pscommon.system.process_id import process_id
 from pscommon.telemetry.logs import get_logger
-from pscommon.wire.requests import HEARTBEAT
+from pscommon.wire.endpoint import Endpoint, open_channel
+from pscommon.wire.requests import HEARTBEAT, LEAVE, Stub
 from psproto.v1 import coordinator_pb2 as co
+from psworker.connection.discovery import use_tokens_of
 from psworker.connection.retry import LogTimer, PendingRequests
 from psworker.core.clock import CallActivity
 from psworker.core.push_sequence import PushSequence
@@ -34,6 +37,7 @@ MIN_CALL_SECONDS = 1.0
 MIN_INTERVAL_SECONDS, MAX_INTERVAL_SECONDS = 0.01, 1.0
 SILENT_SECONDS = 2.0
 """Time without an answer, two heartbeats in a row, before it is logged."""
+REPORT_LOSS_SECONDS = 1.0
 SEARCH_SECONDS = 0.25
 """Longest deadline and longest pause while a worker looks for a new primary."""
 
@@ -275,3 +279,30 @@ class Heartbeat:
             if self._stop.wait(pause):
                 break
         return self._stop.is_set()
+
+
+class LossTicket(NamedTuple):
+    """What a process needs to report a worker.
+
+    Attributes:
+        address: Address of shard 0.
+        job: The job's identifier.
+        worker: The worker's number.
+        key: The worker's key, hexadecimal.
+    """
+
+    address: str
+    job: str
+    worker: int
+    key: str
+
+
+def report_loss(ticket: LossTicket, reason: str) -> None:
+    """Tell the servers that the worker is lost, so that --on-worker-loss decides at once.
+
+    Raises grpc.RpcError; then the worker's lease ends later.
+    """
+    use_tokens_of([ticket.address])  # the token of a local job is not in this process's settings
+    request = co.LeaveRequest(job=ticket.job, worker=ticket.worker, reason=reason, lost=True)
+    with closing(open_channel(Endpoint(ticket.address))) as channel:
+        Stub(channel, LEAVE)(request, REPORT_LOSS_SECONDS, bytes.fromhex(ticket.key))

@@ -146,14 +146,7 @@ class GroupCalls:
             if error:
                 raise _error(*error)
             if call != name:
-                self.link.fail(
-                    MismatchError(
-                        f"the ranks of this group make different calls: rank 0 {call}, rank "
-                        f"{self.link.rank} {name}. Try: the same calls on all ranks in the same "
-                        "order",
-                        "COLLECTIVE_MISMATCH",
-                    )
-                )
+                self.link.refuse(call, {self.link.rank: name})
             return result
         try:
             result = perform(self.inner)

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import asdict
 from typing import Any
 
@@ -10,7 +11,7 @@ from pscommon.core.errors import MismatchError
 from pscommon.core.log_entries import BatchKey
 from pscommon.core.partition import PartitionPlan
 from pscommon.core.script_place import PassName, ScriptPlace
-from psworker.connection.loss import LossTicket, report_loss
+from psworker.connection.membership import LossTicket, report_loss
 from psworker.core.clock import Clock
 from psworker.core.group_place import GroupPlace
 from psworker.core.protocols import JobClient
@@ -162,7 +163,10 @@ class GroupClient:
     def newest(self) -> tuple[PartitionPlan, memoryview, int]:
         if self._inner is not None:
             return self._inner.newest()
-        return self.model.newest() if self._observe is None else self._observe().newest()
+        if self._observe is None:
+            return self.model.newest()
+        with closing(self._observe()) as observer:
+            return observer.newest()
 
     def report_soon(self, values: Mapping[str, Any]) -> None:
         """Report values; a name that a lower rank reports too has that rank's value."""

@@ -17,7 +17,7 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
 from typing import Any, NoReturn, Protocol
@@ -152,25 +152,29 @@ class GroupLink:
         if self.rank:
             self._guarded(0, lambda: self._calls[0].send([call, own]))
             return []
-        found, differing = [own], list[str]()
-        waiting = sorted(self._calls)
+        found, differing = [own], dict[int, str]()
         deadline, notice = time.monotonic() + self.timeout, time.monotonic() + NOTICE_SECONDS
-        for rank in waiting:
+        for rank in sorted(self._calls):
             self._await(rank, call, deadline, notice)
             name, value = self._guarded(rank, self._calls[rank].receive)
             found.append(value)
             if name != call:
-                differing.append(f"rank {rank} {name}")
+                differing[rank] = name
         if differing:
-            self.fail(
-                MismatchError(
-                    f"the ranks of this group make different calls: rank 0 {call}, "
-                    f"{', '.join(differing)}. Try: the same calls on all ranks in the same order; "
-                    "only job.save, job.report and the like may stand under `if job.is_first`",
-                    "COLLECTIVE_MISMATCH",
-                )
-            )
+            self.refuse(call, differing)
         return found
+
+    def refuse(self, call: str, differing: Mapping[int, str]) -> NoReturn:
+        """Fail because ranks make other calls than rank 0. differing: Their calls, by rank."""
+        others = ", ".join(f"rank {rank} {name}" for rank, name in differing.items())
+        self.fail(
+            MismatchError(
+                f"the ranks of this group make different calls: rank 0 {call}, {others}. Try: the "
+                "same calls on all ranks in the same order; only job.save, job.report and the like "
+                "may stand under `if job.is_first`",
+                "COLLECTIVE_MISMATCH",
+            )
+        )
 
     def _await(self, rank: int, call: str, deadline: float, notice: float) -> None:
         while not select.select([self._calls[rank]], [], [], 1.0)[0]:

@@ -111,10 +111,7 @@ class GroupModel:
         return self._plan, self._own_weights, self.version
 
     def begin(self) -> BegunPush:
-        raise InvalidRequestError(
-            "a group excludes overlap=True. Try: leave out overlap and PS_OVERLAP; DDP overlaps "
-            "its reduction with backward"
-        )
+        raise NotImplementedError  # Job.optimizer refuses overlap in a group
 
     def start(self, weights: memoryview) -> None:
         """Upload rank 0's weights if this worker is the job's first; load the job's weights."""

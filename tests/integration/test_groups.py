@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from pscommon.core.errors import MismatchError
 from psworker import Job
-from psworker.connection.loss import report_loss
+from psworker.connection.membership import report_loss
 from tests.support.cluster import Cluster
 from tests.support.groups import as_group
 from tests.support.policies import POLICIES

@@ -40,8 +40,7 @@ def as_group(
         link = GroupLink(GroupPlace(rank, size), name)
         link.timeout = timeout
         try:
-            client = GroupClient(link, connect, {}, Clock(time.monotonic, time.sleep), None)
-            with Job(client) as job:
+            with Job(group_client(link, connect)) as job:
                 return script(job, rank)
         finally:
             link.close(is_done=True)
@@ -52,3 +51,8 @@ def as_group(
     for error in sorted(errors, key=lambda error: isinstance(error, TooFewWorkersError)):
         raise error  # not that of a rank that ended because of another one
     return [end.result() for end in ends]
+
+
+def group_client(link: GroupLink, connect: Callable[[], JobClient]) -> GroupClient:
+    """Return the client of one rank; all ranks make this call."""
+    return GroupClient(link, connect, {}, Clock(time.monotonic, time.sleep), None)

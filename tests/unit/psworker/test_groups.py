@@ -12,11 +12,12 @@ from torch.utils.data import IterableDataset
 from pscommon.core.errors import InvalidRequestError, MismatchError, WaitTimeoutError
 from psworker import Job
 from psworker.client.local_client import LocalClient
-from psworker.core.group_place import GroupPlace
+from psworker.core.group_place import ALONE, GroupPlace
 from psworker.core.results import CollectiveCall
+from psworker.data.data_source import seeds_of
 from psworker.group.client import combined
 from psworker.session.arguments import group_place
-from tests.support.groups import as_group
+from tests.support.groups import as_group, group_client
 
 ROWS = 50
 BATCH = 4
@@ -176,18 +177,24 @@ def test_a_tensor_that_only_one_rank_uses_has_its_part_of_the_mean() -> None:
 
 
 def test_each_rank_draws_its_own_numbers() -> None:
-    def script(job: Job, rank: int) -> list[Any]:
-        facts = []
-        leases = job.batches((torch.ones(8, 1),), batch_size=2, seed=1)
-        read = leases._source.next_pass(0)[0]
-        place = job.client.place
-        from psworker.data.data_source import seeds_of
+    """A worker of one process has the seeds that it had before there were groups."""
+    seeds = [seeds_of(GroupPlace(rank, 3), 7, 8) for rank in range(3)]
 
-        facts.append(seeds_of(place, read.seed, 0, 0))
-        return facts
+    assert len(set(seeds)) == 3
+    assert seeds_of(ALONE, 7, 8) == (7, 8)
 
-    first, second = as_group(2, LocalClient, script)
-    assert first != second
+
+def test_a_group_begins_one_job_after_another() -> None:
+    """As in k-fold cross-validation: the connections between the ranks stay."""
+
+    def script(job: Job, rank: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        first = train(BATCH, sgd)(job, rank)
+        job.close()
+        with Job(group_client(job.client._link, LocalClient)) as second:
+            return first, train(BATCH, sgd)(second, rank)
+
+    for first, second in as_group(2, LocalClient, script):
+        assert_equal(second, first, 0)
 
 
 def test_grad_scaler_leaves_a_step_out_on_all_ranks() -> None:
