@@ -12,6 +12,7 @@ buffer of gradients for each rank. A step has four parts, and all ranks meet aft
 """
 
 import base64
+import mmap
 import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict
@@ -27,18 +28,22 @@ from pscommon.core.log_entries import BatchKey
 from pscommon.core.model_spec import ModelSpec
 from pscommon.core.partition import ByteRange, PartitionPlan, cut
 from pscommon.system.shared_memory import NoSharedMemoryError, SharedRegion, attach
+from pscommon.telemetry.logs import get_logger
 from pscommon.wire import messages as codec
 from psproto.v1 import model_pb2
 from psworker.core.protocols import BegunPush, JobClient
 from psworker.core.results import PushResult
 from psworker.group.calls import GroupCalls
-from psworker.model.flat_buffer import tensor_of
+from psworker.model.flat_buffer import pin, tensor_of
+
+log = get_logger(__name__)
 
 
 class GroupModel:
     """The job's model on one rank (psworker.core.protocols.JobModel)."""
 
-    def __init__(self, calls: GroupCalls) -> None:
+    def __init__(self, calls: GroupCalls, is_on_gpu: bool) -> None:
+        self._is_on_gpu = is_on_gpu
         self._is_reduced: bool | None = None
         self._needs_equal_parts = False
         self._calls = calls
@@ -85,7 +90,8 @@ class GroupModel:
         """Return this rank's flat buffers for gradients and weights."""
         assert self._plan is not None
         nbytes, link = self._plan.nbytes, self._calls.link
-        total_nbytes = (2 + link.size) * nbytes
+        step_nbytes = -(-max(1, nbytes) // mmap.PAGESIZE) * mmap.PAGESIZE
+        total_nbytes = (2 + link.size) * step_nbytes
         if not link.rank:
             region = SharedRegion(total_nbytes)
             self._calls.together("share", lambda client: None, partial(_share, region))
@@ -99,9 +105,12 @@ class GroupModel:
             finally:
                 os.close(descriptor)
         self._weights, self._gradients, *self._parts = (
-            memory[start : start + nbytes] for start in range(0, total_nbytes, max(1, nbytes))
+            memory[start : start + nbytes] for start in range(0, total_nbytes, step_nbytes)
         )
-        self._own_weights = torch.zeros(nbytes, dtype=torch.uint8, device="cpu").numpy().data
+        own = torch.zeros(nbytes, dtype=torch.uint8, device="cpu", pin_memory=self._is_on_gpu)
+        self._own_weights = own.numpy().data
+        if self._is_on_gpu and not pin(self._parts[link.rank]):
+            log.warning("memory_not_pinned", bytes=nbytes)
         return self._parts[link.rank], self._own_weights
 
     def newest(self) -> tuple[PartitionPlan, memoryview, int]:
