@@ -81,7 +81,7 @@ def test_every_kind_of_step_is_ordered(step: Step, overlaps: bool) -> None:
     assert_same(trained(normed, step, False, overlaps=overlaps), plain(normed, step))
 
 
-def test_pinned_client_memory_has_no_mirror() -> None:
+def test_pinned_client_memory_needs_one_copy() -> None:
     """The copies to and from it are ordered with what the client does."""
     step = STEPS["accumulated"]
     found = trained(normed, step, False, overlaps=False, pins_client=True)
