@@ -160,9 +160,13 @@ def workers(coordinator: CoordinatorMachine, now: float) -> list[dict[str, Any]]
             "state": str(m.state),
             "clock": m.clock,
             "steps": m.steps,
+            "staleness": m.staleness,
             "step_seconds": m.heartbeat.step_seconds,
             "samples_per_second": m.heartbeat.samples_per_second,
             "phase": m.heartbeat.phase,
+            "phase_seconds": {
+                phase: round(seconds, 3) for phase, seconds in m.heartbeat.phase_seconds.items()
+            },
             "silent_seconds": round(now - m.last_contact_at, 3) if m.is_current else None,
             "reason": m.reason,
             "health": str(found[m.worker].health if m.is_current else m.state),

@@ -193,6 +193,15 @@ SERVERS: Columns = {
     "standby": _standby,
 }
 
+
+def _largest_phases(row: Json) -> str:
+    """Return where most of a worker's time went: "compute 71%, wait 20%"."""
+    seconds = row.get("phase_seconds") or {}
+    total = sum(seconds.values())
+    largest = sorted(seconds, key=seconds.__getitem__, reverse=True)[:2]
+    return ", ".join(f"{phase} {seconds[phase] / total:.0%}" for phase in largest if total)
+
+
 WORKERS: Columns = {
     "worker": "worker",
     "rank": "rank",
@@ -206,6 +215,8 @@ WORKERS: Columns = {
     "own part": _shown(duration, "own_seconds"),
     "samples/s": _shown(number, "samples_per_second"),
     "phase": "phase",
+    "time": _largest_phases,
+    "staleness": "staleness",
     "silent": _shown(duration, "silent_seconds"),
     "reason": _reason,
 }
