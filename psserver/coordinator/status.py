@@ -54,6 +54,7 @@ def _describe(service: CoordinatorService, listing: list[dict[str, Any]]) -> dic
         ],
         "moving_to": service.directory.shards if coordinator.job.reshard is not None else None,
         "workers": workers(coordinator, now),
+        "goodput": goodput(service),
         "progress": service.progress.describe(coordinator, now),
         "data": data(coordinator),
         "snapshots": listing,
@@ -69,6 +70,12 @@ def _describe(service: CoordinatorService, listing: list[dict[str, Any]]) -> dic
         "model": model(coordinator),
         "finished": coordinator.membership.departed.done_count,
     }
+
+
+def goodput(service: CoordinatorService) -> dict[str, float | None]:
+    """Return which part of the computed samples counted, and of the time was not lost."""
+    shares = service.engine.traffic.goodput.shares()
+    return {name: share if share is None else round(share, 4) for name, share in shares.items()}
 
 
 def settings(config: ServerConfig) -> dict[str, Any]:
