@@ -8,6 +8,7 @@ from pscommon.core.errors import MismatchError, PSError, UnreachableError
 from pscommon.core.partition import PartitionPlan
 from pscommon.snapshot import Manifest
 from pscommon.telemetry.logs import get_logger
+from pscommon.telemetry.recent_events import RecentEvents
 from psserver.coordinator.final_state import save_final_state
 from psserver.coordinator.job_start import JobStart
 from psserver.coordinator.resharding import ReshardRequests
@@ -59,7 +60,11 @@ class CoordinatorService:
         history: Begins the job and its trainings, and keeps the journal.
         first_workers: Checks the wait for --min-workers.
         began_at: When this server started, in monotonic seconds.
+        events: The newest log events of this process, while it is attached.
+        page: URL of the live page; None without one.
     """
+
+    page: str | None = None
 
     def __init__(
         self,
@@ -77,14 +82,13 @@ class CoordinatorService:
         self.engine = make_engine(self)
         metrics.show_goodput(self.engine.traffic.goodput.shares)
         self.directory = ShardDirectory[Manifest](shard_count, identity.address, standby_link)
-        self._identity, self._standby_link = identity, standby_link
-        self.worker_keys = identity.worker_keys
+        self._standby_link, self._lost_data_dir = standby_link, lost_data_dir
+        self._identity, self.worker_keys = identity, identity.worker_keys
         self.began_at = self._reported_at = time.monotonic()
         self.stop_reason: str | None = None  # why this server stops
         self.is_over = False  # the job ends with this server
         self.failure: PSError | None = None  # the error that ended the job
         self.not_saved = ""  # what of the final state is not saved, and why
-        self._lost_data_dir = lost_data_dir
         self.stopped = threading.Event()  # the final state is saved, or cannot be saved
         self.history = JobStart(
             config,
@@ -101,7 +105,7 @@ class CoordinatorService:
             standby_link,
         )
         self.executor = self.history.executor
-        self.progress = PassProgress()
+        self.progress, self.events = PassProgress(), RecentEvents()
         self.snapshot_scheduler = SnapshotScheduler(
             self.executor, self.history, snapshots, self.directory
         )
