@@ -51,10 +51,10 @@ def live_pages(build: Callable[[], Mapping[str, Any]]) -> Pages:
             built_at = time.monotonic()
         return answer
 
-    return {
-        "/status.json": document,
-        **{path: lambda found=found: found for path, found in files.items()},
-    }
+    def part(answer: Answer) -> Callable[[], Answer]:
+        return lambda: answer
+
+    return {"/status.json": document, **{path: part(found) for path, found in files.items()}}
 
 
 def page_url(base: str, address: str) -> str:

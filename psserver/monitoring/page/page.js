@@ -204,6 +204,10 @@ function showCurves(series) {
 
 // ---- workers ----------------------------------------------------------------------------------
 
+byId("legend").append(...PHASES.map((phase) => make("span", {},
+  draw("svg", {viewBox: "0 0 1 1", "aria-hidden": "true"},
+    draw("rect", {class: phase, width: 1, height: 1})), phase)));
+
 const totals = new Map();  // by worker: phase_seconds of the last document that changed them
 const phases = new Map();  // by worker: seconds by phase between the last two that differ
 
@@ -338,7 +342,6 @@ function show(status) {
     ["age", duration(newest.seconds)],
     ["size", size(newest.nbytes)],
     ["complete", "yes"],
-    ["path", newest.path],
     ["newer one", status.snapshot_problem ? "failed" : ""],
   ] : [["complete", status.snapshot_problem ? "no, it failed" : "none yet"]]);
   table(byId("events"), EVENTS, [...status.events].reverse());
