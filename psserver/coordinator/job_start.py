@@ -51,6 +51,7 @@ class JobStart:
     Attributes:
         executor: Executes commands on the machine of the current log.
         newest: The newest snapshot of the current log; None without one.
+        first_version: Version with which the current log began; None before the first log.
         durable: The coordinator writes a write-ahead log.
     """
 
@@ -82,6 +83,7 @@ class JobStart:
         self._rules = config.rules()
         self._trainings = TrainingsFile(config.data_dir)
         self.newest: Manifest | None = None
+        self.first_version: int | None = None
         disk = disk_log(config, LOG_FOLDER, metrics.count_log_failure)
         self.durable = disk is not None
         self.journal = CoordinatorLog(disk, standby_link)
@@ -149,7 +151,7 @@ class JobStart:
             self._directory.shards, self._generations.number, self._identity.job
         )
         self.journal.begin_segment(coordinator.job.version, first)
-        self._coordinator = coordinator
+        self._coordinator, self.first_version = coordinator, coordinator.job.version
         return Recorder(coordinator, self.journal)
 
     def _continue(self, initial: InitialState) -> None:

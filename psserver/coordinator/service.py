@@ -24,6 +24,7 @@ from psserver.durability.record_sink import StandbyLink
 from psserver.durability.shard_recovery import ShardStateFactory
 from psserver.durability.snapshots import SnapshotManager
 from psserver.monitoring.pass_progress import PassProgress
+from psserver.monitoring.training_curves import CurveWriter, JobSample, sample_job
 from psserver.monitoring.wait_notices import FirstWorkers
 from psserver.monitoring.worker_monitor import WorkerMonitor, find_conditions
 from psserver.peers.link_messages import statistics
@@ -119,6 +120,11 @@ class CoordinatorService:
         self.first_workers = FirstWorkers(config.join_timeout, lambda: self.waiting_for)
         self._worker_monitor = WorkerMonitor(metrics, config.on_worker_loss.seconds)
         self.worker_exits = WorkerExits()
+        self._curves = (
+            CurveWriter(config.tensorboard, self._sample_curves)
+            if config.tensorboard is not None
+            else None
+        )
         self._ticker = threading.Thread(target=self._tick_forever, name="ticker", daemon=True)
 
     def start(self, ticking: bool = True, promotion: Promotion | None = None) -> None:
@@ -143,6 +149,8 @@ class CoordinatorService:
         self._report_all()
         if ticking:
             self._ticker.start()
+            if self._curves is not None:
+                self._curves.start()
 
     def _report_all(self) -> None:
         """Make a complete report of this process's own shard."""
@@ -176,6 +184,14 @@ class CoordinatorService:
         with self.executor.changed:
             waiting = self.directory.missing or self.reshard_requests.waiting_for
             return waiting or waiting_for(self._coordinator, time.monotonic())
+
+    def _sample_curves(self) -> JobSample | None:
+        """Return what TensorBoard shows of the job now; None before its log has begun."""
+        store = self.engine.live.state.store
+        groups = store.groups() if store is not None else ()
+        with self.executor.changed:
+            first = self.history.first_version
+            return sample_job(self._coordinator, first, groups) if first is not None else None
 
     # ---- the job ---------------------------------------------------------------------------------
 
@@ -334,3 +350,5 @@ class CoordinatorService:
         )
         if self._ticker.is_alive():
             self._ticker.join()
+        if self._curves is not None:
+            self._curves.close()

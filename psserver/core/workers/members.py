@@ -103,6 +103,8 @@ class Member:
         seq: Number of its newest decided push.
         steps: Number of its pushes that counted.
         clock: Steps for the staleness bound.
+        staleness: Updates between the weights of its newest push that counted and the update that
+            counts it; None: none has counted.
         bad: Number of its latest pushes in a row with a bad gradient.
         waiting: Number of the loop whose data it waits for.
         missing_since: When its lease ended, while its place is kept for it.
@@ -137,6 +139,7 @@ class Member:
     joined_at: float = 0.0
     last_moved: float = 0.0
     death: str = ""
+    staleness: int | None = None
     heartbeat: WorkerHeartbeat = NO_HEARTBEAT
     step_timer: StepTimer = field(default_factory=StepTimer)
 
