@@ -190,8 +190,10 @@ class CoordinatorService:
         store = self.engine.live.state.store
         groups = store.groups() if store is not None else ()
         with self.executor.changed:
-            first = self.history.first_version
-            return sample_job(self._coordinator, first, groups) if first is not None else None
+            first, rows = self.history.first_version, self.history.first_rows
+            if first is None:
+                return None
+            return sample_job(self._coordinator, first, rows, groups)
 
     # ---- the job ---------------------------------------------------------------------------------
 

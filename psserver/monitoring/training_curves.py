@@ -46,7 +46,7 @@ class JobSample(NamedTuple):
 
     training: name of the folder of the current training; empty for the job's first one.
     log_id: id of the job's log.
-    first_version: version with which this log began.
+    first_version, first_rows: version and reported values with which this log began.
     version: newest version.
     values: measured values by tag.
     rows: newest value of each reported name.
@@ -55,19 +55,23 @@ class JobSample(NamedTuple):
     training: str
     log_id: int
     first_version: int
+    first_rows: Sequence[MetricRow]
     version: int
     values: Mapping[str, float]
     rows: Sequence[MetricRow]
 
 
 def sample_job(
-    coordinator: CoordinatorMachine, first_version: int, groups: Sequence[Mapping[str, Any]]
+    coordinator: CoordinatorMachine,
+    first_version: int,
+    first_rows: Sequence[MetricRow],
+    groups: Sequence[Mapping[str, Any]],
 ) -> JobSample:
     """Return a sample. The caller guarantees that the coordinator does not change.
 
     Args:
         coordinator: The job's coordinator.
-        first_version: As in JobSample.
+        first_version, first_rows: As in JobSample.
         groups: Current hyper-parameters of all parameter groups of the model.
     """
     job, values = coordinator.job, dict[str, float]()
@@ -92,6 +96,7 @@ def sample_job(
         training if names.finished else "",
         job.log_id,
         first_version,
+        first_rows,
         job.version,
         values,
         coordinator.reported.latest_rows(),
@@ -115,7 +120,7 @@ class CurveWriter:
         self._file: EventFile | None = None
         self._log_id: int | None = None
         self._purge_step = 0  # of the next file
-        self._written_version = -1  # of the newest measured values
+        self._written_version = 0  # of the newest measured values
         self._seen: dict[str, MetricRow] = {}
         self._has_failed, self._retry_at = False, 0.0
         self._closing = threading.Event()
@@ -170,20 +175,20 @@ class CurveWriter:
     def _begin_log(self, sample: JobSample) -> None:
         self._close_file()
         self._log_id, self._retry_at = sample.log_id, 0.0
+        self._seen = {row.name: row for row in sample.first_rows}
         # a job that begins without updates hides an earlier job, its values at version 0 included
         self._purge_step = sample.first_version + 1 if sample.first_version else 0
-        self._written_version = -1
+        self._written_version = sample.first_version
 
     def _take_new(self, sample: JobSample) -> tuple[list[MetricRow], Mapping[str, float]]:
         """Return what was not returned before.
 
-        A log begins with values that were reported before it; its own are not of earlier versions.
+        A worker may report a value of an update that a rollback has discarded.
         """
         rows = [
             row
             for row in sample.rows
-            if row != self._seen.get(row.name)
-            and sample.first_version <= row.version <= sample.version
+            if row != self._seen.get(row.name) and row.version <= sample.version
         ]
         rows.sort(key=lambda row: (row.version, row.time))
         self._seen = {row.name: row for row in sample.rows}

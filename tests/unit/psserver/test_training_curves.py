@@ -32,6 +32,7 @@ class Job:
     def __init__(self, folder: Path) -> None:
         self.writer = CurveWriter(folder, lambda: None)
         self.log_id, self.first, self.now, self.training = 1, 0, 0.0, ""
+        self.first_rows: tuple[MetricRow, ...] = ()
 
     def __enter__(self) -> Self:
         return self
@@ -39,16 +40,19 @@ class Job:
     def __exit__(self, *_: object) -> None:
         self.writer.close()
 
-    def roll_back(self, version: int) -> None:
-        """Begin a log with this version."""
-        self.log_id, self.first = self.log_id + 1, version
+    def roll_back(self, version: int, *rows: MetricRow) -> None:
+        """Begin a log with this version and these reported values."""
+        self.log_id, self.first, self.first_rows = self.log_id + 1, version, rows
 
     def sample(
         self, version: int, values: Mapping[str, float] | None = None, *rows: MetricRow
     ) -> None:
         self.now += 1.0
         self.writer.write(
-            JobSample(self.training, self.log_id, self.first, version, values or {}, rows), self.now
+            JobSample(
+                self.training, self.log_id, self.first, self.first_rows, version, values or {}, rows
+            ),
+            self.now,
         )
 
 
@@ -77,19 +81,17 @@ def test_a_measured_value_is_written_for_each_new_version(job: Job, tmp_path: Pa
 
 
 def test_a_rollback_cuts_the_curves_before_the_first_new_point(job: Job, tmp_path: Path) -> None:
-    for version in (0, 50, 100, 150):
+    for version in (1, 50, 100, 150):
         job.sample(version, {"job/staleness": version}, row("loss", version, version))
-    job.roll_back(100)
-    before = row("loss", 100, 100)  # restored with the snapshot
+    before = row("loss", 100, 100)
+    job.roll_back(100, before)
     job.sample(100, {}, before)
-    kept: list[tuple[int, float]] = [(0, 0.0), (50, 50.0), (100, 100.0)]
-    assert set(curves(tmp_path)["loss"]) == set(kept)
-    assert curves(tmp_path)["job/staleness"] == kept
+    kept: list[tuple[int, float]] = [(1, 1.0), (50, 50.0), (100, 100.0)]
+    assert curves(tmp_path) == {"loss": kept, "job/staleness": kept}
 
     job.sample(120, {"job/staleness": 1.0}, row("loss", 120, 2.0))
 
-    assert curves(tmp_path)["job/staleness"] == [*kept, (120, 1.0)]
-    assert curves(tmp_path)["loss"][-1] == (120, 2.0)
+    assert curves(tmp_path) == {"loss": [*kept, (120, 2.0)], "job/staleness": [*kept, (120, 1.0)]}
 
 
 def test_a_restart_continues_the_curves(job: Job, tmp_path: Path) -> None:
@@ -120,15 +122,30 @@ def test_a_file_comes_behind_those_of_a_machine_with_a_later_clock(
     assert made.stat().st_size > 0
 
 
-def test_values_of_before_the_log_are_not_written_again(job: Job, tmp_path: Path) -> None:
-    """Also of an earlier training, whose versions the new one has not reached."""
-    job.sample(900, {}, row("loss", 900, 1.0))
-    job.training = "2-fold"
-    job.roll_back(0)
-    job.sample(2, {}, row("loss", 900, 1.0), row("accuracy", 900, 1.0))
-    job.sample(950, {}, row("loss", 900, 1.0), row("accuracy", 900, 1.0), row("loss2", 940, 1.0))
+def test_a_value_at_the_version_of_a_restart_is_written(job: Job, tmp_path: Path) -> None:
+    """As of a script that only evaluates what an earlier run has trained."""
+    job.roll_back(7, row("loss", 7, 0.5))
+    job.sample(7, {}, row("loss", 7, 0.5), row("accuracy", 7, 1.0))
 
-    assert curves(tmp_path / "2-fold") == {"loss2": [(940, 1.0)]}
+    assert curves(tmp_path) == {"accuracy": [(7, 1.0)]}
+
+
+def test_a_value_of_a_discarded_update_is_not_written(job: Job, tmp_path: Path) -> None:
+    job.roll_back(100)
+    job.sample(100, {}, row("loss", 140, 1.0))
+    job.sample(150, {}, row("loss", 140, 1.0), row("accuracy", 150, 1.0))
+
+    assert curves(tmp_path) == {"accuracy": [(150, 1.0)]}
+
+
+def test_a_training_begins_without_the_values_of_the_one_before(job: Job, tmp_path: Path) -> None:
+    old = row("loss", 900, 1.0)
+    job.sample(900, {}, old)
+    job.training = "2-fold"
+    job.roll_back(0, old)
+    job.sample(950, {}, old, row("accuracy", 940, 1.0))
+
+    assert curves(tmp_path / "2-fold") == {"accuracy": [(940, 1.0)]}
     assert curves(tmp_path) == {"loss": [(900, 1.0)]}
 
 
@@ -219,7 +236,7 @@ def test_a_sample_of_a_job_that_clips() -> None:
     machine.reported.take(workers[1], [ReportedValue("loss", 2.0, 0, 7.0)], machine.membership)
     machine.reported.take(workers[0], [ReportedValue("loss", 1.0, 0, 8.0)], machine.membership)
 
-    sample = sample_job(machine, 0, [{"lr": 0.5}])
+    sample = sample_job(machine, 0, (), [{"lr": 0.5}])
 
     assert (sample.training, sample.log_id, sample.version) == ("", machine.job.log_id, 1)
     assert sample.values == {
@@ -236,7 +253,7 @@ def test_a_later_training_has_a_folder_of_its_own() -> None:
     machine = ClippedJob().machine
     machine.job.trainings = Trainings("../fold 2", ("first",))
 
-    assert sample_job(machine, 0, ()).training == "2-..%2Ffold%202"
+    assert sample_job(machine, 0, (), ()).training == "2-..%2Ffold%202"
 
 
 # ---- the folder ----------------------------------------------------------------------------------
