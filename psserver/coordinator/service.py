@@ -120,11 +120,7 @@ class CoordinatorService:
         self.first_workers = FirstWorkers(config.join_timeout, lambda: self.waiting_for)
         self._worker_monitor = WorkerMonitor(metrics, config.on_worker_loss.seconds)
         self.worker_exits = WorkerExits()
-        self._curves = (
-            CurveWriter(config.tensorboard, self._sample_curves)
-            if config.tensorboard is not None
-            else None
-        )
+        self._curves: CurveWriter | None = None
         self._ticker = threading.Thread(target=self._tick_forever, name="ticker", daemon=True)
 
     def start(self, ticking: bool = True, promotion: Promotion | None = None) -> None:
@@ -149,7 +145,8 @@ class CoordinatorService:
         self._report_all()
         if ticking:
             self._ticker.start()
-            if self._curves is not None:
+            if self.config.tensorboard is not None:
+                self._curves = CurveWriter(self.config.tensorboard, self._sample_curves)
                 self._curves.start()
 
     def _report_all(self) -> None:

@@ -86,12 +86,12 @@ def test_a_rollback_cuts_the_curves_before_the_first_new_point(job: Job, tmp_pat
     before = row("loss", 100, 100)
     job.roll_back(100, before)
     job.sample(100, {}, before)
-    kept: list[tuple[int, float]] = [(1, 1.0), (50, 50.0), (100, 100.0)]
-    assert curves(tmp_path) == {"loss": kept, "job/staleness": kept}
+    valid: list[tuple[int, float]] = [(1, 1.0), (50, 50.0), (100, 100.0)]
+    assert curves(tmp_path) == {"loss": valid, "job/staleness": valid}
 
     job.sample(120, {"job/staleness": 1.0}, row("loss", 120, 2.0))
 
-    assert curves(tmp_path) == {"loss": [*kept, (120, 2.0)], "job/staleness": [*kept, (120, 1.0)]}
+    assert curves(tmp_path) == {"loss": [*valid, (120, 2.0)], "job/staleness": [*valid, (120, 1.0)]}
 
 
 def test_a_restart_continues_the_curves(job: Job, tmp_path: Path) -> None:
