@@ -10,8 +10,10 @@ import pytest
 
 from pscommon.core.errors import InvalidRequestError
 from pscommon.core.metric_row import MetricRow
+from pscommon.core.model_spec import ModelSpec, OptimizerSettings, TensorSpec
 from pscommon.system import event_files
 from pscommon.system.event_files import check_tensorboard
+from psserver.core.job.policy import policy
 from psserver.core.job.trainings import Trainings
 from psserver.core.workers.members import WorkerHeartbeat
 from psserver.core.workers.reported_values import ReportedValue
@@ -21,7 +23,7 @@ from psserver.monitoring.training_curves import (
     JobSample,
     sample_job,
 )
-from tests.support.clipped_job import ClippedJob
+from tests.support.clipped_job import MODEL, ClippedJob
 from tests.support.curves import curves
 from tests.support.events import events
 
@@ -247,6 +249,40 @@ def test_a_sample_of_a_job_that_clips() -> None:
         "job/learning_rate": 0.5,
     }
     assert sample.rows == [MetricRow(8.0, 0, workers[0].worker, 0, "loss", 1.0)]
+
+
+def test_without_a_clip_norm_the_norm_is_that_of_the_greatest_push() -> None:
+    plain = ModelSpec(MODEL.tensors, OptimizerSettings("sgd", ({"lr": 0.1},)))
+    job = ClippedJob(model=plain, max_norm=1e9)
+    job.push(1, 1, (4.0, 12.0))
+    job.push(2, 1, (4.0, 5.0))
+
+    assert sample_job(job.machine, 0, (), ()).values["job/gradient_norm"] == 4.0
+
+
+def test_the_staleness_is_that_of_the_newest_push_of_each_worker() -> None:
+    plain = ModelSpec(MODEL.tensors, OptimizerSettings("sgd", ({"lr": 0.1},)))
+    job = ClippedJob(policy("async"), model=plain)
+    job.push(1, 1)
+    job.push(1, 2)
+    job.push(1, 3)
+    job.push(2, 1)
+
+    values = sample_job(job.machine, 0, (), ()).values
+    assert (values["job/staleness"], values["job/staleness_max"]) == (2.5, 3)
+    assert "job/gradient_norm" not in values
+
+
+def test_several_optimizers_and_groups_have_curves_of_their_own() -> None:
+    groups = ({"lr": 0.1}, {"lr": 0.2})
+    tensors = (TensorSpec("w", (2,), "float32"), TensorSpec("v", (2,), "float32"))
+    optimizers = {"a": OptimizerSettings("sgd", groups[:1]), "b": OptimizerSettings("sgd", groups)}
+    machine = ClippedJob().machine
+    machine.job.model = ModelSpec(tensors, optimizers)
+
+    values = sample_job(machine, 0, (), [{"lr": 0.5}, {"lr": 0.25}, {"momentum": 0.9}]).values
+
+    assert values == {"job/learning_rate/a": 0.5, "job/learning_rate/b/group_0": 0.25}
 
 
 def test_a_later_training_has_a_folder_of_its_own() -> None:
