@@ -79,13 +79,12 @@ class CoordinatorService:
         metrics.show_goodput(self.engine.traffic.goodput.shares)
         self.directory = ShardDirectory[Manifest](shard_count, identity.address, standby_link)
         self._identity, self._standby_link = identity, standby_link
-        self.worker_keys = identity.worker_keys
+        self.worker_keys, self._lost_data_dir = identity.worker_keys, lost_data_dir
         self.began_at = self._reported_at = time.monotonic()
         self.stop_reason: str | None = None  # why this server stops
         self.is_over = False  # the job ends with this server
         self.failure: PSError | None = None  # the error that ended the job
         self.not_saved = ""  # what of the final state is not saved, and why
-        self._lost_data_dir = lost_data_dir
         self.stopped = threading.Event()  # the final state is saved, or cannot be saved
         self.history = JobStart(
             config,
