@@ -2,6 +2,8 @@
 
 import errno
 import math
+import subprocess
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Self
@@ -307,3 +309,11 @@ def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
     with pytest.raises(InvalidRequestError, match=r"pip install 'paramserver\[tensorboard\]'"):
         check_tensorboard(tmp_path)
+
+
+def test_the_package_is_imported_by_the_first_file_only() -> None:
+    code = "import pscommon.system.event_files, sys; print('tensorboardX' in sys.modules)"
+
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)
+
+    assert result.stdout == b"False\n"
