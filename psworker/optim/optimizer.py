@@ -191,8 +191,8 @@ class ServerOptimizer(torch.optim.Optimizer):
         groups = self._group_settings.groups_json(self.param_groups)
         if samples is not None and self.is_reduced:
             raise InvalidRequestError(
-                "step(samples=...) comes too late: DistributedDataParallel has weighed the ranks "
-                "in backward. Try: leave it out, or the plain model"
+                "step(samples=...) comes too late: DistributedDataParallel and fully_shard weigh "
+                "the ranks in backward. Try: leave it out, or the plain model"
             )
         weight = self._weigh() if samples is None else checked_weight(samples)
         if consumed.has_none_for(step) and not self._gradients.has_gradients():
@@ -270,8 +270,9 @@ class ServerOptimizer(torch.optim.Optimizer):
     def _accumulate(self, samples: int) -> None:
         if self.is_reduced:
             raise InvalidRequestError(
-                "`--global-batch` cannot add up gradients that DistributedDataParallel has "
-                "reduced. Try: the plain model in this group, or one batch per update"
+                "`--global-batch` cannot add up gradients that DistributedDataParallel or "
+                "fully_shard has reduced. Try: the plain model in this group, or one batch per "
+                "update"
             )
         self._accumulation.add(samples)
         self._next.forget_samples()
