@@ -179,7 +179,7 @@ class BoxTable:
 
     def view(self, memory: memoryview, box: Box) -> Tensor:
         """Return a box of a flat buffer."""
-        index = self.shared(box).index
+        index = self.shared(box).tensor
         tensor = self._plan.spec.tensors[index]
         whole = _typed(memory, *self._plan.extent(index), tensor).view(tensor.shape)
         for dimension, (start, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
