@@ -143,6 +143,7 @@ class BoxTable:
                 reduced[key] = reduced.get(key) or box.reduced_over
         self.part_nbytes = averaged = 0
         self.boxes: dict[Box, SharedBox] = {}
+        self._known_data_ranks: Sequence[int] = ()
         self.holders: dict[int, set[int]] = {index: set() for index in index_of.values()}
         for key, own in holders.items():
             index, combiner, start = index_of[key.name], None, self.part_nbytes
@@ -193,11 +194,37 @@ class BoxTable:
         nbytes = math.prod(box.sizes) * ITEMSIZE[tensor.dtype]
         return _typed(part, start, start + nbytes, tensor).view(box.sizes)
 
-    def check_reduced(self, data_ranks: Sequence[int]) -> None:
-        """Raise InvalidRequestError if torch does not reduce over all data ranks.
+    def combine(
+        self,
+        rank: int,
+        gradients: memoryview,
+        parts: Sequence[memoryview],
+        data_ranks: Sequence[int],
+        samples: Sequence[int],
+    ) -> None:
+        """Write the averages that a rank computes into the group's gradient.
 
-        data_ranks: Which part of a batch each rank computes.
+        Args:
+            rank: The rank.
+            gradients: The flat buffer of the group's gradient.
+            parts: The parts of all ranks.
+            data_ranks: Which part of a batch each rank computes.
+            samples: The weight of each rank's values.
+
+        Raises:
+            InvalidRequestError: torch does not reduce gradients over all ranks with own data.
         """
+        if data_ranks != self._known_data_ranks:
+            self._check_reduced(data_ranks)
+            self._known_data_ranks = data_ranks
+        for box, shared in self.boxes.items():
+            if shared.combiner == rank:
+                ranks = counted(shared.holders, data_ranks, samples)
+                total = sum(weight for _, weight in ranks)
+                means = [(self.view_of_part(parts[e], box), weight / total) for e, weight in ranks]
+                weighted_mean(self.view(gradients, box), means)
+
+    def _check_reduced(self, data_ranks: Sequence[int]) -> None:
         for box, shared in self.boxes.items():
             reduced = {data_ranks[rank] for rank in shared.reduced_over}
             # a rank in `reduced` may hold nothing of a small tensor

@@ -91,7 +91,7 @@ class GroupClient:
         self._inner = self._calls.inner
         if self._inner is None:  # a signal to this process asks the worker to leave
             self._drain.opens()
-        self.model = GroupModel(self._calls)
+        self.model = GroupModel(self._calls, facts["device"] == "cuda")
         self.data = GroupData(self._calls)
         link.listener = self
 

@@ -16,11 +16,12 @@ of the gradient and reads its boxes of the weights. Parts are only for boxes tha
 """
 
 import base64
+import mmap
 import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
-from itertools import chain
+from itertools import accumulate, chain
 from typing import Any, Literal
 
 import torch
@@ -31,6 +32,7 @@ from pscommon.core.log_entries import BatchKey
 from pscommon.core.model_spec import ModelSpec
 from pscommon.core.partition import ByteRange, PartitionPlan, cut
 from pscommon.system.shared_memory import NoSharedMemoryError, SharedRegion, attach
+from pscommon.telemetry.logs import get_logger
 from pscommon.wire import messages as codec
 from psproto.v1 import model_pb2
 from psworker.core.group_place import GroupPlace
@@ -39,7 +41,9 @@ from psworker.core.results import PushResult
 from psworker.group.boxes import Box, BoxTable, SpreadModel, counted, merged, weighted_mean
 from psworker.group.calls import GroupCalls
 from psworker.group.data_division import DataDivision
-from psworker.model.flat_buffer import tensor_of
+from psworker.model.flat_buffer import pin, tensor_of
+
+log = get_logger(__name__)
 
 Kind = Literal["plain", "DistributedDataParallel", "spread"]
 """How the ranks have a model: each the whole one, the same with gradients that torch reduces, or
@@ -58,14 +62,14 @@ class GroupModel:
         table: All boxes of a model that is spread; set by `agree`.
     """
 
-    def __init__(self, calls: GroupCalls) -> None:
+    def __init__(self, calls: GroupCalls, is_on_gpu: bool) -> None:
+        self._is_on_gpu = is_on_gpu
         self.kind: Kind | None = None
         self.division = DataDivision(GroupPlace(calls.link.rank, calls.link.size))
         self.stage: int | None = None
         self.spread = SpreadModel((), 0)
         self.table: BoxTable | None = None
         self._needs_equal_parts = False
-        self._known_data_ranks: Sequence[int] = ()
         self._calls = calls
         self._plan: PartitionPlan | None = None
         self._region: SharedRegion | None = None
@@ -116,7 +120,9 @@ class GroupModel:
         assert self._plan is not None
         nbytes, link = self._plan.nbytes, self._calls.link
         part_nbytes = nbytes if self.table is None else self.table.part_nbytes
-        total_nbytes = 2 * nbytes + link.size * part_nbytes
+        buffers = [nbytes, nbytes, *[part_nbytes] * link.size]
+        starts = list(accumulate(map(_whole_pages, buffers), initial=0))
+        total_nbytes = starts[-1]
         if not link.rank:
             region = SharedRegion(total_nbytes)
             self._calls.together("share", lambda client: None, partial(_share, region))
@@ -129,13 +135,20 @@ class GroupModel:
                 memory = attach(descriptor, total_nbytes)
             finally:
                 os.close(descriptor)
-        self._weights, self._gradients = memory[:nbytes], memory[nbytes : 2 * nbytes]
-        starts = [2 * nbytes + rank * part_nbytes for rank in range(link.size)]
-        self._parts = [memory[start : start + part_nbytes] for start in starts]
+        self._weights, self._gradients, *self._parts = (
+            memory[start : start + size] for start, size in zip(starts, buffers, strict=False)
+        )
+        part = self._parts[link.rank]
+        if self.table is None:
+            own = torch.zeros(nbytes, dtype=torch.uint8, device="cpu", pin_memory=self._is_on_gpu)
+            self._own_weights, to_pin = own.numpy().data, [part]
+        else:
+            self._own_weights, to_pin = self._weights, [self._weights, self._gradients, part]
+        are_pinned = [pin(each) for each in to_pin if self._is_on_gpu and each.nbytes]
+        if not all(are_pinned):
+            log.warning("memory_not_pinned", bytes=nbytes)
         if self.table is not None:
-            self._own_weights = self._weights
             return self._gradients, self._weights
-        self._own_weights = torch.zeros(nbytes, dtype=torch.uint8, device="cpu").numpy().data
         return self._parts[link.rank], self._own_weights
 
     def views(self, box: Box) -> tuple[Tensor, Tensor | None]:
@@ -264,7 +277,7 @@ class GroupModel:
         # buffers without a step are those of rank 0
         ranks = counted(range(size), data_ranks, shares)
         if self.table is not None:
-            self._combine_boxes(self.table, data_ranks, shares)
+            self.table.combine(rank, self._gradients, self._parts, data_ranks, shares)
         else:
             moving = ByteRange(0, self._plan.section("buffer").stop)
             self._combine(cut(moving, size)[rank], ranks)
@@ -301,22 +314,9 @@ class GroupModel:
             else:
                 weighted_mean(into, [(parts[rank], samples / total) for rank, samples in ranks])
 
-    def _combine_boxes(
-        self, table: BoxTable, data_ranks: Sequence[int], shares: Sequence[int]
-    ) -> None:
-        if data_ranks != self._known_data_ranks:
-            table.check_reduced(data_ranks)
-            self._known_data_ranks = data_ranks
-        for box in self.spread.boxes:
-            shared = table.shared(box)
-            if shared.combiner == self._calls.link.rank:
-                ranks = counted(shared.holders, data_ranks, shares)
-                total = sum(samples for _, samples in ranks)
-                parts = [
-                    (table.view_of_part(self._parts[rank], box), samples / total)
-                    for rank, samples in ranks
-                ]
-                weighted_mean(table.view(self._gradients, box), parts)
+
+def _whole_pages(nbytes: int) -> int:
+    return -(-max(1, nbytes) // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 def _share(region: SharedRegion) -> int:

@@ -4,7 +4,7 @@ The tensors of such a model (FSDP2's, those of a tensor-parallel plan, a pipelin
 storage. Each rank copies its boxes: gradients out of the local tensors, weights into them.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import chain
 
@@ -176,8 +176,7 @@ class SpreadAdapter:
             elif held.gradient is not None:
                 targets.append(held.gradient)
                 sources.append(gradient)
-        if sources:
-            torch._foreach_copy_(targets, sources)
+        _copy(targets, sources)
         self.write_buffers()
         self._share_buffers()
         return frozenset(absent)
@@ -219,8 +218,7 @@ class SpreadAdapter:
     def scatter(self, everything: bool = False) -> None:
         """Copy this rank's boxes of the weights to the model; frozen ones with `everything`."""
         moving = [*self._trainable, *self._buffers, *(self._frozen if everything else ())]
-        if moving:
-            torch._foreach_copy_([e.local() for e in moving], [e.weight for e in moving])
+        _copy([held.local() for held in moving], [held.weight for held in moving])
         for held in moving:
             held.record()
         reshard(self._model)
@@ -239,6 +237,17 @@ class SpreadAdapter:
             self._has_warned = True
             warn_of_overwritten(short(changed))
         self._warns_again = False
+
+
+def _copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Copy tensors, and wait until they are copied: other ranks write to shared memory."""
+    streams = {torch.cuda.current_stream(e.device) for e in (*targets, *sources) if e.is_cuda}
+    if sources and not streams:
+        torch._foreach_copy_(targets, sources)
+    for target, source in zip(targets, sources, strict=True) if streams else ():
+        target.copy_(source, non_blocking=True)
+    for stream in streams:
+        stream.synchronize()
 
 
 def reshard(model: nn.Module) -> None:

@@ -211,9 +211,7 @@ class WeighingReduceScatter:
             input_tensor.mul_(weight)
         # since torch 2.13 the other name is deprecated
         reduce = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-        return reduce(
-            output_tensor, input_tensor, group=group, op=op, async_op=async_op
-        )
+        return reduce(output_tensor, input_tensor, group=group, op=op, async_op=async_op)
 
 
 def _has_own_reduction(module: Any) -> bool:
