@@ -7,6 +7,7 @@ from types import TracebackType
 from typing import Any, Self, SupportsFloat
 
 import torch
+from torch import nn
 
 from pscommon.core.errors import InvalidRequestError, PSError
 from pscommon.core.model_spec import Treatment
@@ -17,7 +18,7 @@ from psworker.data.batches import BatchLoader
 from psworker.data.data_source import LoaderArguments, PassSettings
 from psworker.data.loader import make_loader
 from psworker.data.random_state import script_seed
-from psworker.group.wrapped import data_place, unwrapped, weigh_by_samples
+from psworker.group.wrapped import Stage, data_place, unwrapped, weigh_by_samples
 from psworker.optim.optimizer import ServerOptimizer
 from psworker.optim.optimizer_set import DEFAULT_NAME, OptimizerSet, fast_forward
 from psworker.optim.served_model import StepStrategyName
@@ -67,7 +68,7 @@ class Job(JobFacts):
     def optimizer(
         self,
         optimizer: torch.optim.Optimizer,
-        model: Any,
+        model: nn.Module | Stage,
         *,
         name: str = DEFAULT_NAME,
         overlap: bool | None = None,
@@ -147,7 +148,7 @@ class Job(JobFacts):
         added = self._optimizers.add(
             self.session, name, optimizer, network, clip_norm, buffers, strategy, make_adapter
         )
-        added.is_reduced = weigh_by_samples(model, self.client, added.share)
+        added.is_reduced = weigh_by_samples(model, self.client, added.share, added.watch)
         return added
 
     def batches(

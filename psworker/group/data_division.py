@@ -19,15 +19,18 @@ class DataDivision:
 
     def __init__(self, place: GroupPlace) -> None:
         self.place = self.ranks = place
+        self._models = set[GroupPlace | None]()
         self._needs_mesh = self._is_divided = self._excludes_mesh = False
 
     def expect(self, place: GroupPlace | None, excludes_mesh: bool = False) -> None:
-        """Set what the model says.
+        """Set what one of the script's models says.
 
-        place: None: the model does not say it, so a mesh has to.
+        place: None: the model does not say it, so a mesh has to, as for different models.
         excludes_mesh: No mesh can say anything else.
         """
         self._excludes_mesh = excludes_mesh
+        self._models.add(place)
+        place = place if len(self._models) == 1 else None
         if self._is_divided and place is not None and place != self.place:
             raise InvalidRequestError(
                 f"job.optimizer failed: this model divides a batch among {place.size} ranks, and "

@@ -6,7 +6,7 @@ DistributedDataParallel; FSDP2 (fully_shard); tensor-parallel plans (DTensor); p
 import sys
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_leaves
 
 from pscommon.core.errors import InvalidRequestError
 from psworker.core.group_place import GroupPlace
@@ -21,6 +22,7 @@ from psworker.core.protocols import JobClient
 from psworker.group.client import GroupClient
 from psworker.group.data_division import place_in
 from psworker.model.adapter import ModelAdapter
+from psworker.model.gradient_watch import GradientWatch
 
 Share = Callable[[], float]
 """Returns the weight of this rank's gradient in the mean of the group."""
@@ -39,7 +41,17 @@ def _class(module: str, name: str) -> Any:
     return getattr(sys.modules.get(module), name, ())
 
 
-def unwrapped(model: Any, client: JobClient, overlaps: bool) -> tuple[nn.Module, MakeAdapter]:
+class Stage(Protocol):
+    """A part of a model: torch.distributed.pipelining.PipelineStage."""
+
+    submod: nn.Module
+    stage_index: int
+    group_size: int
+
+
+def unwrapped(
+    model: nn.Module | Stage, client: JobClient, overlaps: bool
+) -> tuple[nn.Module, MakeAdapter]:
     """Return the module that has the parameters, and what makes its adapter.
 
     model: The model, or a pipeline stage of it.
@@ -54,12 +66,12 @@ def unwrapped(model: Any, client: JobClient, overlaps: bool) -> tuple[nn.Module,
             "a group excludes overlap, PS_OVERLAP and pipeline. Try: leave them out; "
             "DistributedDataParallel overlaps its reduction with backward"
         )
-    is_stage = not isinstance(model, nn.Module) and hasattr(model, "stage_index")
-    network = model.submod if is_stage else model
+    stage = None if isinstance(model, nn.Module) else model
+    network = model if isinstance(model, nn.Module) else model.submod
     is_wrapped = isinstance(network, DistributedDataParallel)
     inner: nn.Module = network.module if is_wrapped else network
     _refuse_fsdp1(inner)
-    is_spread = is_stage or _is_spread(inner)
+    is_spread = stage is not None or _is_spread(inner)
     if not isinstance(client, GroupClient):
         if is_wrapped or is_spread:
             raise InvalidRequestError(
@@ -77,14 +89,15 @@ def unwrapped(model: Any, client: JobClient, overlaps: bool) -> tuple[nn.Module,
     ranks, shared = client.model.division.ranks, client.model
     if not is_spread:
         shared.expect("DistributedDataParallel" if is_wrapped else "plain")
-        shared.division.expect(ranks, excludes_mesh=is_wrapped)
+        if is_wrapped:
+            shared.division.expect(ranks, excludes_mesh=True)
         return inner, ModelAdapter
     from psworker.group.spread_adapter import SpreadAdapter, reshard
 
     reshard(inner)
     shared.expect("spread")
-    shared.stage = model.stage_index if is_stage else None
-    shared.division.expect(_data_place(inner, model if is_stage else None, ranks))
+    shared.stage = None if stage is None else stage.stage_index
+    shared.division.expect(_data_place(inner, stage, ranks))
     return inner, partial(SpreadAdapter, shared)
 
 
@@ -108,7 +121,7 @@ def _is_spread(model: nn.Module) -> bool:
     return bool(_sharded(model)) or any(isinstance(each, dtensor) for each in model.parameters())
 
 
-def _data_place(model: nn.Module, stage: Any, ranks: GroupPlace) -> GroupPlace | None:
+def _data_place(model: nn.Module, stage: Stage | None, ranks: GroupPlace) -> GroupPlace | None:
     """Return which part of a batch a rank computes by its model; None: that does not say it.
 
     ranks: The place of this rank among all ranks.
@@ -135,11 +148,16 @@ def data_place(client: JobClient, mesh: Any) -> GroupPlace:
     return client.place
 
 
-def weigh_by_samples(model: Any, client: JobClient, share: Share) -> bool:
+def weigh_by_samples(
+    model: nn.Module | Stage, client: JobClient, share: Share, watch: GradientWatch
+) -> bool:
     """Let torch compute the mean over samples where it reduces gradients over ranks.
 
     Its own mean is over ranks. A hook of the script stays; its means are right if all ranks have
     equally many samples.
+
+    share: Returns the weight of this rank.
+    watch: Watches the model's gradients.
 
     Returns:
         Whether torch reduces gradients, so that they are those of the group before a step.
@@ -149,13 +167,24 @@ def weigh_by_samples(model: Any, client: JobClient, share: Share) -> bool:
     if isinstance(model, DistributedDataParallel):
         _hook(model, client, share)
         return True
-    sharded = _sharded(getattr(model, "submod", model))
+    network = model if isinstance(model, nn.Module) else model.submod
+    if not (sharded := _sharded(network)):
+        return False
+    # gradients that are not reduced yet (set_requires_gradient_sync) are nowhere to be seen
+    network.register_forward_hook(partial(_watch_backward, watch))
     for module in sharded:
         if _has_own_reduction(module):
             client.model.expect_equal_parts()
         else:
             module.set_custom_reduce_scatter(WeighingReduceScatter(share, client))
-    return bool(sharded)
+    return True
+
+
+def _watch_backward(watch: GradientWatch, _: nn.Module, __: Any, output: Any) -> None:
+    for tensor in tree_leaves(output):
+        if isinstance(tensor, Tensor) and tensor.requires_grad:
+            tensor.register_hook(watch.record_backward)  # type: ignore[no-untyped-call]
+            return
 
 
 def _hook(model: DistributedDataParallel, client: GroupClient, share: Share) -> None:
@@ -216,6 +245,8 @@ class WeighingReduceScatter:
 
 def _has_own_reduction(module: Any) -> bool:
     """Return whether the script has set a reduce-scatter of its own; torch has no name for it."""
+    if not hasattr(module, "set_custom_reduce_scatter"):  # an old torch
+        return True
     state = module._get_fsdp_state() if hasattr(module, "_get_fsdp_state") else None
     group = getattr(state, "_fsdp_param_group", None)
     known = type(getattr(group, "_reduce_scatter_comm", None))
