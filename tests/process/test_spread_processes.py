@@ -23,7 +23,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from pscommon.core.errors import InvalidRequestError
 
 warnings.simplefilter("ignore")
-rows = torch.randn(250, 5, generator=torch.Generator().manual_seed(5))
+rows = torch.randn(251, 5, generator=torch.Generator().manual_seed(5))
 data = rows, rows.sum(1, keepdim=True)
 loss_of = nn.functional.mse_loss
 
@@ -51,7 +51,7 @@ def sgd(parameters):
 def adam(parameters):
     return torch.optim.Adam(parameters, lr=0.01)
 
-def reference(make, batch_size, clip=None, size=250):
+def reference(make, batch_size, clip=None, size=251):
     # rows in the order of job.batches(shuffle=False)
     model = Net()
     optimizer = make(model.parameters())
@@ -91,17 +91,16 @@ def sharded(kind="nested", precision=None):
         fully_shard(layer, **keys)
     return model if kind == "part" else fully_shard(model, **keys)
 
-def train(job, model, optimizer, batch_size=12, evaluates=False, **options):
-    for number, (x, y) in enumerate(job.batches(data, batch_size, shuffle=False, **options)):
+def train(job, model, optimizer, batch_size=12, evaluates=False):
+    for x, y in job.batches(data, batch_size, shuffle=False):
         optimizer.zero_grad()
         loss_of(model(x), y).backward()
-        optimizer.step()
-        if evaluates and number % 3 == 0:
+        if evaluates:  # torch keeps the weights that a forward without backward has gathered
             with torch.no_grad():
-                for x, y in job.batches(data, 25, shuffle=False, name="test"):
-                    model(x)
+                model(x)
+        optimizer.step()
 
-# 250 rows: the last batch has 10, and in batches of 8 one rank has 2 rows more than the other
+# 251 rows: the last batch has 85, and in batches of 50 it has one, which is not rank 0's
 for kind in ("nested", "True", "False", "part"):
     for make, tolerance in ((sgd, 1e-6), (adam, 1e-5)):
         with psworker.connect() as job:
@@ -119,11 +118,11 @@ with psworker.connect() as job:
     train(job, model, optimizer)
     check("clip_norm", saved(job), reference(sgd, 24, clip=0.3), 2e-6)
 
-with psworker.connect() as job:  # torch keeps gathered weights after a forward without backward
+with psworker.connect() as job:
     model = sharded("False")
     optimizer = job.optimizer(sgd(model.parameters()), model)
-    train(job, model, optimizer, evaluates=True)
-    check("evaluation", saved(job), reference(sgd, 24), 2e-6)
+    train(job, model, optimizer, 25, evaluates=True)
+    check("evaluation", saved(job), reference(sgd, 50), 2e-6)
 
 with psworker.connect() as job:  # as torch alone does it
     precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
