@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from tests.support.ports import free_port
 from tests.support.programs import Programs, programs_in
@@ -276,6 +278,43 @@ for kind in ("2d", "tensor x data", "pipeline x data", "pipeline x fsdp", "hsdp"
         check(kind, saved(job), reference(adam, 24, size=240), 1e-5)
 """
 
+JOB = """
+import os, torch, psworker
+import torch.distributed as dist
+from torch import nn
+
+rows = torch.randn(240, 5, generator=torch.Generator().manual_seed(5))
+data = rows, rows.sum(1, keepdim=True)
+ranks = int(os.environ.get("WORLD_SIZE", 1))
+
+def train(name, make, has_statistics, batch_size):
+    middle = [nn.BatchNorm1d(7)] if has_statistics else []
+    model = nn.Sequential(nn.Linear(5, 7, bias=False), *middle, nn.Tanh(), nn.Linear(7, 1))
+    with torch.no_grad():
+        for number, parameter in enumerate(model.parameters()):
+            parameter.copy_(torch.linspace(-1, 1, parameter.numel()).view_as(parameter) + number)
+    with psworker.connect(wait_timeout=60) as job:
+        if ranks > 1:
+            from torch.distributed.fsdp import fully_shard
+            mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (ranks,))
+            fully_shard(model[0], mesh=mesh)
+            fully_shard(model, mesh=mesh)
+        optimizer = job.optimizer(make(model.parameters(), lr=0.01), model)
+        for x, y in job.batches(data, batch_size=batch_size, epochs=4, seed=1):
+            optimizer.zero_grad()
+            nn.functional.mse_loss(model(x), y).backward()
+            optimizer.step()
+        assert job.version == 20
+        if job.rank == 0 and job.is_first:
+            job.save(os.environ["OUT"] + name)
+
+for number in map(int, os.environ["NUMBERS"]):
+    for make in (torch.optim.SGD, torch.optim.Adam):
+        train(f"-{make.__name__}-{number}", make, number == 0, int(os.environ["BATCH_SIZE"]))
+if ranks > 1:
+    train("-again", torch.optim.Adam, True, 12)
+"""
+
 
 @pytest.fixture
 def programs(tmp_path: Path) -> Iterator[Programs]:
@@ -306,3 +345,27 @@ def test_fsdp2_equals_one_process(programs: Programs) -> None:
 
 def test_meshes_of_two_dimensions_equal_one_process(programs: Programs) -> None:
     assert run_ranks(programs, 4, MESHES, width=8).count("ok ") == 5
+
+
+def test_two_groups_equal_workers(programs: Programs) -> None:
+    """They equal four workers, and without statistics two workers with batches of double size."""
+    programs.script(JOB)
+    for out, numbers, size, *flags in (
+        ("groups", "01", 12, "--workers", 2, "--group-size", 2),
+        ("four", "0", 12, "--workers", 4),
+        ("two", "1", 24, "--workers", 2),
+    ):
+        settings = {"OUT": out, "NUMBERS": numbers, "BATCH_SIZE": size}
+        run = programs.start("ps-run", *flags, "train.py", **settings)
+        assert run.wait(120) == 0, run.output
+
+    for optimizer, tolerance in (("SGD", 1e-6), ("Adam", 1e-5)):
+        for number, other in enumerate(("four", "two")):
+            found = load_file(programs.folder / f"groups-{optimizer}-{number}")
+            expected = load_file(programs.folder / f"{other}-{optimizer}-{number}")
+            assert found.keys() == expected.keys()
+            for name, value in expected.items():
+                limit = tolerance * float(value.abs().max())
+                torch.testing.assert_close(found[name], value, rtol=0, atol=limit, msg=name)
+    first, again = (load_file(programs.folder / f"groups-{end}") for end in ("Adam-0", "again"))
+    assert all(torch.equal(first[name], again[name]) for name in first)
