@@ -166,10 +166,10 @@ class BoxTable:
             by_index.setdefault(shared.tensor, []).append(box)
         for index, tensor in enumerate(self._plan.spec.tensors):
             boxes = by_index.get(index, [])
-            held = sum(math.prod(box.sizes) for box in boxes)
-            if held != tensor.size or any(_overlap(*pair) for pair in combinations(boxes, 2)):
+            count = sum(math.prod(box.sizes) for box in boxes)
+            if count != tensor.size or any(_overlap(*pair) for pair in combinations(boxes, 2)):
                 raise MismatchError(
-                    f"the ranks of this group do not hold tensor {tensor.name} once: {held} of "
+                    f"the ranks of this group do not hold tensor {tensor.name} once: {count} of "
                     f"{tensor.size} elements. Try: device meshes that together have all ranks",
                     "MODEL_MISMATCH",
                 )
@@ -182,10 +182,10 @@ class BoxTable:
         """Return a box of a flat buffer."""
         index = self.shared(box).tensor
         tensor = self._plan.spec.tensors[index]
-        whole = _typed(memory, *self._plan.extent(index), tensor).view(tensor.shape)
+        view = _typed(memory, *self._plan.extent(index), tensor).view(tensor.shape)
         for dimension, (start, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
-            whole = whole.narrow(dimension, start, size)
-        return whole
+            view = view.narrow(dimension, start, size)
+        return view
 
     def view_of_part(self, part: memoryview, box: Box) -> Tensor:
         """Return the room for a box that is averaged, in the part of a rank."""

@@ -102,7 +102,7 @@ class GroupModel:
 
         def register(client: JobClient, found: Sequence[Any]) -> list[Any]:
             ranks = [_spread(fields) for _, _, fields in found]
-            plan = client.model.agree(_whole([each[:2] for each in found], ranks))
+            plan = client.model.agree(_full_model([each[:2] for each in found], ranks))
             return [_text(codec.model_to_proto(plan.spec).SerializeToString()), plan.shards, ranks]
 
         fields = [self.kind, _text(own), self.spread]
@@ -342,7 +342,7 @@ def _spread(fields: Sequence[Any]) -> SpreadModel:
     return SpreadModel(list(map(Box.from_json, boxes)), parameters, stage)
 
 
-def _whole(found: Sequence[Any], ranks: Sequence[SpreadModel]) -> ModelSpec:
+def _full_model(found: Sequence[Any], ranks: Sequence[SpreadModel]) -> ModelSpec:
     """Return the model of a group from kind and model of each rank.
 
     Raises MismatchError if they do not fit together.

@@ -24,7 +24,7 @@ from psworker.model.flat_buffer import FlatBuffer, local_part
 from psworker.model.model_spec import OptimizerMembers, describe_model, persistent_buffers
 
 
-class HeldBox:
+class LocalBox:
     """A box that this rank holds, and where it lies in the group's flat buffers.
 
     Args:
@@ -145,14 +145,14 @@ class SpreadAdapter:
             index for index, tensor in enumerate(plan.spec.tensors) if tensor.role == "trainable"
         ]
         index_of = {tensor.name: index for index, tensor in enumerate(plan.spec.tensors)}
-        held: dict[Role, list[HeldBox]] = {role: [] for role in ROLES}
+        by_role: dict[Role, list[LocalBox]] = {role: [] for role in ROLES}
         for box in self._boxes:
             index = index_of[box.name]
-            added = HeldBox(box, index, self._readers[box.name], self._shared)
-            held[plan.spec.tensors[index].role].append(added)
+            added = LocalBox(box, index, self._readers[box.name], self._shared)
+            by_role[plan.spec.tensors[index].role].append(added)
             if self._shared.writes(box):
                 added.weight.copy_(added.local())
-        self._trainable, self._buffers, self._frozen = (held[role] for role in ROLES)
+        self._trainable, self._buffers, self._frozen = (by_role[role] for role in ROLES)
         firsts = {
             index
             for index, tensor in enumerate(plan.spec.tensors)
@@ -169,12 +169,12 @@ class SpreadAdapter:
         self.reattach()
         members, absent = self._members[optimizer], set()
         targets, sources = [], []
-        for held in self._trainable:
-            gradient = held.local_gradient() if held.name in members else None
+        for box in self._trainable:
+            gradient = box.local_gradient() if box.name in members else None
             if gradient is None:
-                absent.add(held.index)
-            elif held.gradient is not None:
-                targets.append(held.gradient)
+                absent.add(box.index)
+            elif box.gradient is not None:
+                targets.append(box.gradient)
                 sources.append(gradient)
         _copy(targets, sources)
         self.write_buffers()
@@ -183,12 +183,12 @@ class SpreadAdapter:
 
     def write_buffers(self) -> None:
         """Keep a copy of the buffers as they are now."""
-        self._sent = [held.local().cpu().clone() for held in self._buffers]
+        self._sent = [box.local().cpu().clone() for box in self._buffers]
 
     def _share_buffers(self) -> None:
-        for held, value in zip(self._buffers, self._sent, strict=True):
-            if held.gradient is not None:
-                held.gradient.copy_(value)
+        for box, value in zip(self._buffers, self._sent, strict=True):
+            if box.gradient is not None:
+                box.gradient.copy_(value)
 
     @torch.no_grad()
     def gather_changed_buffers(self) -> bool:
@@ -202,25 +202,25 @@ class SpreadAdapter:
     @torch.no_grad()
     def keep_buffers(self) -> None:
         """Return the values of the last `write_buffers` to the buffers without an average."""
-        for held, value in zip(self._buffers, self._sent, strict=True):
-            if held in self._firsts:
-                held.local().copy_(value)
+        for box, value in zip(self._buffers, self._sent, strict=True):
+            if box in self._firsts:
+                box.local().copy_(value)
 
     def own_buffers(self) -> dict[str, Tensor]:
         """Return this rank's buffers without an average, as the script has left them, by name."""
         return {
-            held.name: held.local().cpu()
-            for held in self._firsts
-            if held.weight.shape == self.spec.tensors[held.index].shape
+            box.name: box.local().cpu()
+            for box in self._firsts
+            if box.weight.shape == self.spec.tensors[box.index].shape
         }
 
     @torch.no_grad()
     def scatter(self, everything: bool = False) -> None:
         """Copy this rank's boxes of the weights to the model; frozen ones with `everything`."""
         moving = [*self._trainable, *self._buffers, *(self._frozen if everything else ())]
-        _copy([held.local() for held in moving], [held.weight for held in moving])
-        for held in moving:
-            held.record()
+        _copy([box.local() for box in moving], [box.weight for box in moving])
+        for box in moving:
+            box.record()
         reshard(self._model)
 
     def keeps_changes(self) -> bool:
@@ -232,7 +232,7 @@ class SpreadAdapter:
     def reattach(self) -> None:
         """Warn of weights that the script has changed: others are written next."""
         reshard(self._model)
-        changed = [held.name for held in self._trainable if held.has_changed()]
+        changed = [box.name for box in self._trainable if box.has_changed()]
         if changed and (self._warns_again or not self._has_warned):
             self._has_warned = True
             warn_of_overwritten(short(changed))

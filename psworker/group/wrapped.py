@@ -76,8 +76,8 @@ def unwrapped(
         if is_wrapped or is_spread:
             raise InvalidRequestError(
                 "job.optimizer failed: DistributedDataParallel, fully_shard, parallelize_module "
-                "and pipeline stages are for several processes, and this worker has one. Try: the "
-                "model without them, or `ps-worker --group`"
+                "and pipeline stages need several processes, and this worker has one. Try: leave "
+                "them out, or `ps-worker --group`"
             )
         return inner, ModelAdapter
     if is_wrapped and is_spread:

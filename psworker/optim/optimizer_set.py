@@ -94,8 +94,8 @@ class OptimizerSet:
         parameters = [p for network in self._networks.values() for p in network.parameters()]
         before = [local_part(parameter).clone() for parameter in parameters]
         self.register(session)
-        are_kept = all(map(torch.equal, map(local_part, parameters), before))
-        if any(session.client.model.each_rank(not are_kept)):
+        are_equal = all(map(torch.equal, map(local_part, parameters), before))
+        if any(session.client.model.each_rank(not are_equal)):
             for optimizer in self._optimizers.values():
                 optimizer.void_gradients()
 

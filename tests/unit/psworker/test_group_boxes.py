@@ -13,7 +13,7 @@ from psworker.group.boxes import Box, BoxTable, SpreadModel, counted, merged
 from psworker.model.flat_buffer import tensor_of
 
 SGD = OptimizerSettings("SGD")
-WHOLE = torch.arange(35.0).view(5, 7)
+VALUES = torch.arange(35.0).view(5, 7)
 
 
 def plan_of(*tensors: TensorSpec) -> PartitionPlan:
@@ -24,7 +24,7 @@ def memory_of(nbytes: int) -> memoryview:
     return memoryview(bytearray(nbytes))
 
 
-def whole(plan: PartitionPlan, memory: memoryview, index: int) -> Tensor:
+def tensor_in(plan: PartitionPlan, memory: memoryview, index: int) -> Tensor:
     tensor = plan.spec.tensors[index]
     start, stop = plan.extent(index)
     return tensor_of(memory[start:stop]).view(torch.float32).view(tensor.shape)
@@ -77,7 +77,7 @@ def test_the_boxes_of_all_ranks_make_the_gradient(
     samples = [1 + rank for rank in range(len(ranks))]
     for rank, own in enumerate(ranks):
         for box in own:
-            shared, value = table.shared(box), part(WHOLE, box) * (rank + 1)
+            shared, value = table.shared(box), part(VALUES, box) * (rank + 1)
             if shared.combiner is not None:
                 table.view_of_part(parts[rank], box).copy_(value)
             elif shared.holders[0] == rank:
@@ -90,12 +90,12 @@ def test_the_boxes_of_all_ranks_make_the_gradient(
         holders = [rank for rank, own in enumerate(ranks) if box in own]
         weights = [samples[rank] for rank in holders]
         mean = sum((r + 1) * w for r, w in zip(holders, weights, strict=True)) / sum(weights)
-        part(expected, box).copy_(part(WHOLE, box) * (holders[0] + 1 if is_reduced else mean))
-    torch.testing.assert_close(whole(plan, gradients, 1), expected)
-    assert not whole(plan, gradients, 0).any(), "nothing was written for it"
+        part(expected, box).copy_(part(VALUES, box) * (holders[0] + 1 if is_reduced else mean))
+    torch.testing.assert_close(tensor_in(plan, gradients, 1), expected)
+    assert not tensor_in(plan, gradients, 0).any(), "nothing was written for it"
 
 
-def test_a_tensor_without_an_average_needs_no_room() -> None:
+def test_tensors_without_an_average_need_no_memory() -> None:
     plan = plan_of(TensorSpec("w", (5, 7), "float32"))
     for ranks in (LAYOUTS["uneven rows"], LAYOUTS["two dimensions"]):
         assert BoxTable(plan, [SpreadModel(own, 1) for own in ranks]).part_nbytes == 0
@@ -123,8 +123,8 @@ def test_a_reduction_that_leaves_out_data_is_refused() -> None:
     """Ranks 0 and 1 reduce, and so do 2 and 3: that is right only if rank 2 has rank 0's data."""
     plan = plan_of(TensorSpec("w", (4,), "float32"))
     ranks = [
-        SpreadModel([Box("w", (2 * (rank % 2),), (2,), over)], 1)
-        for rank, over in enumerate([(0, 1), (0, 1), (2, 3), (2, 3)])
+        SpreadModel([Box("w", (2 * (rank % 2),), (2,), ranks_of)], 1)
+        for rank, ranks_of in enumerate([(0, 1), (0, 1), (2, 3), (2, 3)])
     ]
     table = BoxTable(plan, ranks)
     gradients, parts = memory_of(plan.nbytes), [memory_of(0)] * 4

@@ -106,9 +106,9 @@ def test_several_optimizers_on_each_stage() -> None:
         first.step()
         return layers[f"layer{rank}"].weight.detach(), others[f"layer{rank}"].weight.detach()
 
-    for changed, kept in as_group(2, LocalClient, script):
+    for changed, unchanged in as_group(2, LocalClient, script):
         assert changed.tolist() == [[0.5, 0.5]]
-        assert kept.tolist() == [[1, 1]]
+        assert unchanged.tolist() == [[1, 1]]
 
 
 def test_a_name_on_two_stages_is_an_error_on_all_ranks() -> None:
@@ -171,12 +171,12 @@ def test_weights_that_one_rank_changes_stay_for_an_evaluation(
         with torch.no_grad():
             for _ in job.batches((ROWS,), batch_size=8):
                 pass
-        kept = weight.flatten()[0].item()
+        unchanged = weight.flatten()[0].item()
         train(stage.submod, optimizer, ROWS)
-        return kept, weight.flatten()[0].item()
+        return unchanged, weight.flatten()[0].item()
 
-    _, (kept, after) = as_group(2, LocalClient, script)
-    assert kept == 7
+    _, (unchanged, after) = as_group(2, LocalClient, script)
+    assert unchanged == 7
     assert after < 3
     assert caplog.text.count("weights_changed_by_script") == 1
     assert "b.weight" in caplog.text
