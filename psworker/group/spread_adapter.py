@@ -4,7 +4,7 @@ The tensors of such a model (FSDP2's, those of a tensor-parallel plan, a pipelin
 storage. Each rank copies its boxes: gradients out of the local tensors, weights into them.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import chain
 
@@ -239,7 +239,7 @@ class SpreadAdapter:
         self._warns_again = False
 
 
-def _copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+def _copy(targets: list[Tensor], sources: list[Tensor]) -> None:
     """Copy tensors, and wait until they are copied: other ranks write to shared memory."""
     streams = {torch.cuda.current_stream(e.device) for e in (*targets, *sources) if e.is_cuda}
     if sources and not streams:

@@ -69,7 +69,7 @@ def unwrapped(
     stage = None if isinstance(model, nn.Module) else model
     network = model if isinstance(model, nn.Module) else model.submod
     is_wrapped = isinstance(network, DistributedDataParallel)
-    inner: nn.Module = network.module if is_wrapped else network
+    inner: nn.Module = network.module if isinstance(network, DistributedDataParallel) else network
     _refuse_fsdp1(inner)
     is_spread = stage is not None or _is_spread(inner)
     if not isinstance(client, GroupClient):

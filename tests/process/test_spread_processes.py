@@ -21,7 +21,10 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel, PrepareModuleInput, RowwiseParallel, SequenceParallel, parallelize_module
+)
 from pscommon.core.errors import InvalidRequestError
 
 warnings.simplefilter("ignore")
@@ -236,6 +239,13 @@ with psworker.connect() as job:  # what job.optimizer and steps add to what torc
 
 MESHES = """
 plan = {"layers.0": ColwiseParallel(), "layers.1": RowwiseParallel()}
+inputs = {"input_layouts": Shard(0), "desired_input_layouts": Replicate()}
+sequences = {  # gradients of the norm are sums that torch has not added up
+    "layers.0": ColwiseParallel(),
+    "layers.1": RowwiseParallel(output_layouts=Shard(0)),
+    "norm": SequenceParallel(sequence_dim=0),
+    "layers.2": PrepareModuleInput(use_local_output=True, **inputs),
+}
 
 def stage_of(model, stage, **keys):
     for name in list(model.layers):
@@ -251,7 +261,7 @@ for kind in ("2d", "tensor x data", "pipeline x data", "pipeline x fsdp", "hsdp"
         mesh, schedule = init_device_mesh("cpu", (2, 2), mesh_dim_names=names), None
         model = target = Net()
         if kind in ("2d", "tensor x data"):
-            parallelize_module(model, mesh["tp"], plan)
+            parallelize_module(model, mesh["tp"], plan if kind == "2d" else sequences)
         if kind.startswith("pipeline"):
             target = stage_of(model, mesh["pp"].get_local_rank(), group=mesh.get_group("pp"))
             schedule = ScheduleGPipe(target, n_microbatches=2, loss_fn=loss_of)
