@@ -5,6 +5,7 @@ DistributedDataParallel; FSDP2 (fully_shard); tensor-parallel plans (DTensor); p
 
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
@@ -173,10 +174,8 @@ def weigh_by_samples(
     # gradients that are not reduced yet (set_requires_gradient_sync) are nowhere to be seen
     network.register_forward_hook(partial(_watch_backward, watch))
     for module in sharded:
-        if _has_own_reduction(module):
+        if not _set_reduction(module, WeighingReduceScatter(share, client)):
             client.model.expect_equal_parts()
-        else:
-            module.set_custom_reduce_scatter(WeighingReduceScatter(share, client))
     return True
 
 
@@ -243,11 +242,15 @@ class WeighingReduceScatter:
         return reduce(output_tensor, input_tensor, group=group, op=op, async_op=async_op)
 
 
-def _has_own_reduction(module: Any) -> bool:
-    """Return whether the script has set a reduce-scatter of its own; torch has no name for it."""
-    if not hasattr(module, "set_custom_reduce_scatter"):  # an old torch
-        return True
-    state = module._get_fsdp_state() if hasattr(module, "_get_fsdp_state") else None
-    group = getattr(state, "_fsdp_param_group", None)
-    known = type(getattr(group, "_reduce_scatter_comm", None))
-    return known.__module__.partition(".")[0] not in ("torch", "builtins", "psworker")
+def _set_reduction(module: Any, reduction: WeighingReduceScatter) -> bool:
+    """Set the reduce-scatter of a module; return False if the script has set one."""
+    with suppress(AttributeError, AssertionError, ValueError):  # torch has no public name for it
+        group = module._get_fsdp_state()._fsdp_param_group
+        known = type(group._reduce_scatter_comm).__module__
+        if known.partition(".")[0] not in ("torch", "psworker"):
+            return False
+    try:
+        module.set_custom_reduce_scatter(reduction)
+    except (AttributeError, ValueError):  # an old torch; parameters of one module on two meshes
+        return False
+    return True

@@ -183,6 +183,12 @@ with psworker.connect() as job:
         own = {key[2:]: value for key, value in found.items() if key.startswith(name + ".")}
         check(f"optimizer {name}", own, reference(make, 24), 1e-5)
 
+class OwnReduction:
+    def allocate(self, size, *, dtype, device):
+        return torch.empty(*size, dtype=dtype, device=device)
+    def __call__(self, output_tensor, input_tensor, group, op, async_op=False):
+        return dist.reduce_scatter_tensor(output_tensor, input_tensor, op, group, async_op)
+
 def refused(words, act):
     try:
         act()
@@ -204,6 +210,13 @@ with psworker.connect() as job:
     loss_of(model(rows), data[1]).backward()
     refused("step(samples=...) comes too late", lambda: optimizer.step(samples=3))
     optimizer.step()
+
+with psworker.connect() as job:  # the last batch is uneven
+    model = sharded()
+    model.layers["1"].set_custom_reduce_scatter(OwnReduction())
+    optimizer = job.optimizer(sgd(model.parameters()), model)
+    refused("drop_last=True", lambda: train(job, model, optimizer))
+    assert job.version == 10
 
 def anonymous_bytes():
     with open("/proc/self/status") as file:
