@@ -4,7 +4,7 @@ The tensors of such a model (FSDP2's, those of a tensor-parallel plan, a pipelin
 storage. Each rank copies its boxes: gradients out of the local tensors, weights into them.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from itertools import chain
 
@@ -36,6 +36,7 @@ class LocalBox:
     Attributes:
         weight: View of the group's weights.
         gradient: Where this rank writes gradient or buffer; None: another rank does.
+        last: The last result of `local`.
     """
 
     def __init__(
@@ -44,6 +45,7 @@ class LocalBox:
         self.name, self.index, self._read = box.name, index, read
         self.weight, self.gradient = shared.views(box)
         self._known = 0, 0
+        self.last = self.local()
 
     def local(self) -> Tensor:
         """Return this rank's part of the tensor."""
@@ -54,6 +56,7 @@ class LocalBox:
                 f"{local.dtype} {list(local.shape)} since job.optimizer. Try: cast and reshape the "
                 "model before job.optimizer"
             )
+        self.last = local
         return local
 
     def local_gradient(self) -> Tensor | None:
@@ -69,9 +72,8 @@ class LocalBox:
         return gradient
 
     def record(self) -> None:
-        """Compare later values with the current ones."""
-        local = self.local()
-        self._known = local.data_ptr(), local._version
+        """Compare later values with the current ones, which are in `last`."""
+        self._known = self.last.data_ptr(), self.last._version
 
     def has_changed(self) -> bool:
         """Return whether the script has set other values since `record`."""
@@ -98,8 +100,8 @@ class SpreadAdapter:
         self, shared: GroupModel, model: nn.Module, optimizers: Mapping[str, OptimizerMembers]
     ) -> None:
         self._shared = shared
-        self._model = model
-        reshard(model)
+        self._sharded = sharded_modules(model)
+        reshard(self._sharded)
         parameters: dict[str, Tensor] = dict(model.named_parameters())
         known = set(map(id, parameters.values()))
         members = chain.from_iterable(chain(*(each.groups for each in optimizers.values())))
@@ -151,7 +153,7 @@ class SpreadAdapter:
             added = LocalBox(box, index, self._readers[box.name], self._shared)
             by_role[plan.spec.tensors[index].role].append(added)
             if self._shared.writes(box):
-                added.weight.copy_(added.local())
+                added.weight.copy_(added.last)
         self._trainable, self._buffers, self._frozen = (by_role[role] for role in ROLES)
         firsts = {
             index
@@ -216,23 +218,31 @@ class SpreadAdapter:
 
     @torch.no_grad()
     def scatter(self, everything: bool = False) -> None:
-        """Copy this rank's boxes of the weights to the model; frozen ones with `everything`."""
-        moving = [*self._trainable, *self._buffers, *(self._frozen if everything else ())]
-        _copy([box.local() for box in moving], [box.weight for box in moving])
+        """Copy this rank's boxes of the weights to the model; frozen ones with `everything`.
+
+        `reattach` or `attach` comes before: the script has not changed the tensors since.
+        """
+        frozen = self._frozen if everything else []
+        for box in frozen:
+            box.local()
+        moving = [*self._trainable, *self._buffers, *frozen]
+        _copy([box.last for box in moving], [box.weight for box in moving])
         for box in moving:
             box.record()
-        reshard(self._model)
+        reshard(self._sharded)
 
     def keeps_changes(self) -> bool:
         """Return whether the script has set trained weights, which then stay for now."""
-        reshard(self._model)
+        reshard(self._sharded)
         self._warns_again = self._warns_again or any(e.has_changed() for e in self._trainable)
         return self._warns_again
 
     def reattach(self) -> None:
         """Warn of weights that the script has changed: others are written next."""
-        reshard(self._model)
+        reshard(self._sharded)
         changed = [box.name for box in self._trainable if box.has_changed()]
+        for box in self._buffers:  # the script may have replaced it
+            box.local()
         if changed and (self._warns_again or not self._has_warned):
             self._has_warned = True
             warn_of_overwritten(short(changed))
@@ -250,11 +260,15 @@ def _copy(targets: list[Tensor], sources: list[Tensor]) -> None:
         stream.synchronize()
 
 
-def reshard(model: nn.Module) -> None:
+def reshard(modules: Iterable[FSDPModule]) -> None:
     """Let FSDP2 gather the weights again for the next forward."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
+    for module in modules:
+        module.reshard()
+
+
+def sharded_modules(model: nn.Module) -> list[FSDPModule]:
+    """Return the modules that FSDP2 manages."""
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
 def _box(name: str, tensor: Tensor, is_reduced: bool) -> Box:

@@ -95,7 +95,7 @@ def unwrapped(
         return inner, ModelAdapter
     from psworker.group.spread_adapter import SpreadAdapter, reshard
 
-    reshard(inner)
+    reshard(_sharded(inner))
     shared.expect("spread")
     shared.stage = None if stage is None else stage.stage_index
     shared.division.expect(_data_place(inner, stage, ranks))
