@@ -159,7 +159,7 @@ def _timed(folder: str, environment: dict[str, str], *arguments: str) -> float:
 def copies() -> dict[str, Any]:
     """Return the milliseconds of copying 1.4 GB, with client memory that is pinned and not."""
     device, nbytes, found = torch.device("cuda"), 1_400_000_000, {}
-    whole = [ByteRange(0, nbytes)]
+    everything = [ByteRange(0, nbytes)]
     for kind in ("not pinned", "pinned"):
         memory = torch.zeros(nbytes, dtype=torch.uint8).numpy().data
         if kind == "pinned" and not pin(memory):
@@ -167,10 +167,10 @@ def copies() -> dict[str, Any]:
         buffer = CudaBuffer(memory, device)
 
         def out(buffer: CudaBuffer = buffer) -> None:
-            buffer.to_host(whole).synchronize()
+            buffer.to_host(everything).synchronize()
 
         def into(buffer: CudaBuffer = buffer) -> None:
-            buffer.from_host(whole)
+            buffer.from_host(everything)
             buffer.wait_until_read()
 
         found[f"GPU to {kind} ms"] = 1e3 * median_seconds(out, device, 5)

@@ -8,6 +8,7 @@ also sees the packages of this Python.
 """
 
 import argparse
+import os
 import subprocess
 import sys
 import venv
@@ -16,8 +17,12 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 ENVIRONMENT, RESULTS = HERE / "env", HERE / "results"
 PARTS = ("tests", "benchmark")
-PROCESSES = 4
+PLUGINS = ("-p", "xdist.plugin", "-p", "pytest_timeout")
+"""Other plugins that this Python has stay away: PYTEST_DISABLE_PLUGIN_AUTOLOAD."""
+PROCESS_COUNT = 4
 """Of the tests, which share the GPU."""
+TEST_SECONDS = 60
+"""Longest time of one test."""
 
 
 def main() -> int:
@@ -31,8 +36,18 @@ def main() -> int:
     codes = []
     if only != "benchmark":
         files = map(str, sorted((HERE / "tests").rglob("test_*.py")))
-        pytest = ("pytest", "-m", "cuda", "-n", PROCESSES, "--dist", "loadgroup", "-rs")
-        codes.append(run(python, "tests", *pytest, "--durations", 10, *files))
+        pytest = (
+            "pytest",
+            *PLUGINS,
+            "-m",
+            "cuda",
+            "-n",
+            PROCESS_COUNT,
+            "--dist",
+            "loadgroup",
+            "-v",
+        )
+        codes.append(run(python, "tests", *pytest, "--timeout", TEST_SECONDS, *files))
     if only != "tests":
         codes.append(run(python, "benchmark", "benchmarks.gpu.measure", RESULTS))
     return max(codes)
@@ -57,13 +72,18 @@ def run(python: Path, name: str, module: str, *arguments: object) -> int:
     """Run a module; its output appears here and in a file of the results. Return its exit code."""
     command = [str(python), "-u", "-m", module, *map(str, arguments)]
     process = subprocess.Popen(
-        command, cwd=HERE, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        command,
+        cwd=HERE,
+        env={**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
     )
     assert process.stdout is not None
-    with (RESULTS / f"{name}.txt").open("w") as file:
-        for line in process.stdout:
-            print(line, end="", flush=True)
-            file.write(line)
+    with (RESULTS / f"{name}.txt").open("wb", buffering=0) as file:
+        while piece := os.read(process.stdout.fileno(), 1 << 16):
+            sys.stdout.buffer.write(piece)
+            sys.stdout.flush()
+            file.write(piece)
     return process.wait()
 
 

@@ -87,8 +87,9 @@ class WorkerClient:
     @property
     def loss_ticket(self) -> LossTicket:
         """With it, another process of the worker's group can report that the worker is lost."""
-        transport, worker = self._connection.transport, self.worker
-        return LossTicket(self.addresses[0], self.job, worker, transport.worker_key(worker).hex())
+        connection, worker = self._connection, self.worker
+        key = connection.transport.worker_key(worker).hex()
+        return LossTicket(self.addresses[0], self.job, worker, key, connection.lease_seconds)
 
     @property
     def clock(self) -> Clock:

@@ -289,12 +289,14 @@ class LossTicket(NamedTuple):
         job: The job's identifier.
         worker: The worker's number.
         key: The worker's key, hexadecimal.
+        lease_seconds: How long the servers wait for a sign of life of the worker.
     """
 
     address: str
     job: str
     worker: int
     key: str
+    lease_seconds: float
 
 
 def report_loss(ticket: LossTicket, reason: str) -> None:

@@ -25,6 +25,10 @@ SIGNAL_SECONDS = 0.5
 """Time in which a signal to all processes of a group reaches all of them."""
 
 
+AFTER_LEASE_SECONDS = 2.0
+"""A rank is stopped if it shows no sign of life for this time longer than the worker may."""
+
+
 class GroupData:
     """Batches of the job's loops, the same on all ranks (psworker.core.protocols.JobData)."""
 
@@ -93,6 +97,8 @@ class GroupClient:
             self._drain.opens()
         self.model = GroupModel(self._calls, facts["device"] == "cuda")
         self.data = GroupData(self._calls)
+        if (ticket := self._calls.facts.ticket) is not None:
+            link.silent_seconds = LossTicket(*ticket).lease_seconds + AFTER_LEASE_SECONDS
         link.listener = self
 
     @property
