@@ -19,50 +19,47 @@ class DataDivision:
 
     def __init__(self, place: GroupPlace) -> None:
         self.place = self.ranks = place
-        self._models = set[GroupPlace | None]()
-        self._needs_mesh = self._is_divided = self._excludes_mesh = False
+        self._models: set[GroupPlace | None] = set()
+        self._is_divided = self._has_mesh = False
 
-    def expect(self, place: GroupPlace | None, excludes_mesh: bool = False) -> None:
-        """Set what one of the script's models says.
+    def expect(self, place: GroupPlace | None) -> None:
+        """Set what one of the script's models says; None: it does not say it, so a mesh has to.
 
-        place: None: the model does not say it, so a mesh has to, as for different models.
-        excludes_mesh: No mesh can say anything else.
+        The same holds for models that differ.
         """
-        self._excludes_mesh = excludes_mesh
         self._models.add(place)
-        place = place if len(self._models) == 1 else None
-        if self._is_divided and place is not None and place != self.place:
+        wanted = self._of_models()
+        is_known = self._has_mesh if wanted is None else wanted == self.place
+        if self._is_divided and not is_known:
             raise InvalidRequestError(
-                f"job.optimizer failed: this model divides a batch among {place.size} ranks, and "
-                f"job.batches has divided it among {self.place.size}. Try: job.optimizer before "
-                "job.batches, or the mesh= of job.batches"
+                "job.optimizer failed: job.batches has divided batches among "
+                f"{self.place.size} ranks, which does not fit to this model. Try: job.optimizer "
+                "before job.batches; mesh= of job.batches as docs/parallelism.md has it"
             )
-        if not self._is_divided:
-            self._needs_mesh = place is None
-            self.place = place or self.place
+        self.place = self.place if self._is_divided else wanted or self.place
+
+    def _of_models(self) -> GroupPlace | None:
+        return next(iter(self._models)) if len(self._models) == 1 else None
 
     def divide(self, place: GroupPlace | None) -> GroupPlace:
         """Return which part of each batch this rank computes.
 
         place: By the mesh of this call of job.batches; None: it has none.
         """
-        if place is None and self._needs_mesh:
+        wanted = self._of_models()
+        if place is None and self._models and wanted is None and not self._has_mesh:
             raise InvalidRequestError(
                 "job.batches failed: the model does not say which ranks have data of their own. "
                 'Try: job.batches(..., mesh=mesh["dp"]), the dimension of the device mesh along '
                 "which data differ"
             )
-        if place is not None and self._is_divided and place != self.place:
+        if place is not None and place != (self.place if self._is_divided else wanted or place):
             raise InvalidRequestError(
-                f"job.batches failed: batches are divided among {self.place.size} ranks already, "
-                f"and this mesh has {place.size}. Try: the same mesh in all calls"
+                f"job.batches failed: this mesh divides batches among {place.size} ranks, and the "
+                f"model or another call among {self.place.size}. Try: the same mesh in all calls, "
+                "or leave out mesh="
             )
-        if self._excludes_mesh and place not in (None, self.ranks):
-            raise InvalidRequestError(
-                "job.batches failed: with DistributedDataParallel all ranks have data of their "
-                "own. Try: leave out mesh="
-            )
-        self._is_divided, self._needs_mesh = True, False
+        self._is_divided, self._has_mesh = True, self._has_mesh or place is not None
         self.place = place or self.place
         return self.place
 

@@ -91,7 +91,7 @@ def unwrapped(
     if not is_spread:
         shared.expect("DistributedDataParallel" if is_wrapped else "plain")
         if is_wrapped:
-            shared.division.expect(ranks, excludes_mesh=True)
+            shared.division.expect(ranks)
         return inner, ModelAdapter
     from psworker.group.spread_adapter import SpreadAdapter, reshard
 

@@ -19,6 +19,7 @@ from psworker.core.group_place import GroupPlace
 from psworker.core.results import CollectiveCall
 from psworker.group.client import combined
 from psworker.group.data_division import DataDivision, place_in
+from psworker.model.gradient_watch import GradientWatch
 from tests.support.groups import as_group
 
 ROWS = torch.randn(32, 3, generator=torch.Generator().manual_seed(5))
@@ -219,31 +220,65 @@ def test_a_mesh_names_the_part_of_a_batch() -> None:
             place_in(wrong)
 
 
-def test_models_and_meshes_that_differ_are_refused() -> None:
-    alone, first, third = GroupPlace(0, 1), GroupPlace(0, 2), GroupPlace(2, 4)
-    division = DataDivision(third)
-    assert division.divide(None) == third
-    with pytest.raises(InvalidRequestError, match="divides a batch among 1"):
-        division.expect(alone)
+ALONE, FIRST, ALL = GroupPlace(0, 1), GroupPlace(0, 2), GroupPlace(2, 4)
 
-    division = DataDivision(third)
-    division.expect(alone)
-    assert division.divide(None) == alone
-    with pytest.raises(InvalidRequestError, match="divided among 1 ranks already"):
-        division.divide(first)
 
-    division = DataDivision(third)
-    division.expect(alone)
-    division.expect(third)  # another model of the script
-    with pytest.raises(InvalidRequestError, match="mesh="):
-        division.divide(None)
-    assert division.divide(first) == first
-    assert division.divide(None) == first, "all loaders of a job have one mesh"
+def division_of(*steps: GroupPlace | str | None) -> DataDivision:
+    """Return the division after models with these places; a text is a call of job.batches."""
+    division = DataDivision(ALL)
+    for step in steps:
+        if isinstance(step, str):
+            division.divide(None)
+        else:
+            division.expect(step)
+    return division
 
-    division = DataDivision(third)
-    division.expect(third, excludes_mesh=True)
-    with pytest.raises(InvalidRequestError, match="DistributedDataParallel"):
-        division.divide(first)
+
+def test_models_say_which_ranks_share_data() -> None:
+    assert division_of().divide(None) == ALL
+    assert division_of(ALL).divide(None) == ALL
+    assert division_of(ALONE).divide(None) == ALONE
+    assert division_of().divide(FIRST) == FIRST, "a plain model says nothing"
+    assert division_of("batches", ALL).place == ALL
+
+
+def test_a_mesh_says_it_for_all_loaders() -> None:
+    division = division_of(None)
+    assert division.divide(FIRST) == FIRST
+    assert division.divide(None) == FIRST
+    division.expect(None)
+    with pytest.raises(InvalidRequestError, match="the same mesh in all calls"):
+        division.divide(ALL)
+
+
+@pytest.mark.parametrize("models", [[None], [ALONE, ALL]], ids=["two dimensions", "different"])
+def test_a_mesh_may_be_missing(models: list[GroupPlace | None]) -> None:
+    with pytest.raises(InvalidRequestError, match="does not say which ranks"):
+        division_of(*models).divide(None)
+    assert division_of(*models).divide(FIRST) == FIRST
+
+
+@pytest.mark.parametrize("place", [ALONE, ALL], ids=["tensor parallel", "DDP"])
+def test_a_mesh_that_contradicts_the_model_is_refused(place: GroupPlace) -> None:
+    with pytest.raises(InvalidRequestError, match="this mesh divides batches among 2 ranks"):
+        division_of(place).divide(FIRST)
+
+
+@pytest.mark.parametrize("place", [ALONE, None], ids=["tensor parallel", "two dimensions"])
+def test_batches_that_were_divided_before_the_model_are_refused(place: GroupPlace | None) -> None:
+    with pytest.raises(InvalidRequestError, match="before job"):
+        division_of("batches", place)
+
+
+def test_a_backward_counts_though_its_gradients_come_later() -> None:
+    """As with set_requires_gradient_sync(False) of FSDP2."""
+    watch = GradientWatch([nn.Parameter(torch.ones(1))])
+    watch.mark()
+    assert not watch.has_changed()
+    watch.record_backward()
+    assert watch.has_changed()
+    watch.mark()
+    assert not watch.has_changed()
 
 
 def test_a_mesh_needs_a_group() -> None:
