@@ -75,6 +75,7 @@ class CoordinatorService:
     ) -> None:
         self.config, self.snapshots, self.metrics = config, snapshots, metrics
         self.engine = make_engine(self)
+        metrics.show_goodput(self.engine.traffic.goodput.shares)
         self.directory = ShardDirectory[Manifest](shard_count, identity.address, standby_link)
         self._identity, self._standby_link = identity, standby_link
         self.worker_keys = identity.worker_keys

@@ -15,7 +15,7 @@ from psworker.connection.membership import LossTicket, report_loss
 from psworker.core.clock import Clock
 from psworker.core.group_place import GroupPlace
 from psworker.core.protocols import JobClient
-from psworker.core.results import CollectiveCall, CollectiveResult, Lease
+from psworker.core.results import CollectiveCall, CollectiveResult, Lease, StepProgress
 from psworker.group.calls import GroupCalls
 from psworker.group.link import GroupLink
 from psworker.group.shared_model import GroupModel
@@ -183,16 +183,10 @@ class GroupClient:
     def send_reports(self) -> None:
         self._calls.gathered("send_reports", None, lambda client, _: client.send_reports())
 
-    def progress(
-        self, *, steps: int, step_seconds: float, samples_per_second: float, phase: str
-    ) -> None:
+    def show_progress(self, progress: StepProgress) -> None:
         if self._inner is not None:
-            self._inner.progress(
-                steps=steps,
-                step_seconds=step_seconds,
-                samples_per_second=samples_per_second * self.place.size,
-                phase=phase,
-            )
+            samples_per_second = progress.samples_per_second * self.place.size
+            self._inner.show_progress(progress._replace(samples_per_second=samples_per_second))
 
     def rejoin(self) -> None:
         self._calls.gathered("rejoin", None, lambda client, _: client.rejoin())

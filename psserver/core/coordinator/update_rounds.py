@@ -210,6 +210,8 @@ class UpdateRounds:
         for optimizer, contributions in clipped.items():
             job.count_update(optimizer)
             job.log.append(Apply(job.log.next, job.version, contributions))
+            for part in contributions:
+                job.membership.members[part.key.worker].staleness = job.version - 1 - part.base
         for push, _ in pushes:  # before the counting below, which may append further updates
             self._forget(push.key)
         for push, is_scaled in pushes:
