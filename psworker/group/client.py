@@ -107,7 +107,7 @@ class GroupClient:
 
     @property
     def place(self) -> GroupPlace:
-        return GroupPlace(self._link.rank, self._link.size)
+        return self.model.division.place
 
     @property
     def training(self) -> str:
@@ -158,10 +158,12 @@ class GroupClient:
         self, number: int, call: CollectiveCall, first_open: ScriptPlace | int
     ) -> CollectiveResult:
         def combine(client: JobClient, found: Sequence[Any]) -> dict[str, Any]:
-            calls = [CollectiveCall(**each) for each in found]
-            return asdict(client.collective(number, combined(calls), first_open))
+            calls = [CollectiveCall(**each) for each, _ in found]
+            data_ranks = [data_rank for _, data_rank in found]
+            return asdict(client.collective(number, combined(calls, data_ranks), first_open))
 
-        return CollectiveResult(**self._calls.gathered(call.kind, asdict(call), combine))
+        own = [asdict(call), self.place.rank]
+        return CollectiveResult(**self._calls.gathered(call.kind, own, combine))
 
     def status(self) -> Mapping[str, Any]:
         return self._inner.status() if self._inner is not None else {}
@@ -183,7 +185,7 @@ class GroupClient:
 
     def show_progress(self, progress: StepProgress) -> None:
         if self._inner is not None:
-            samples_per_second = progress.samples_per_second * self._link.size
+            samples_per_second = progress.samples_per_second * self.place.size
             self._inner.show_progress(progress._replace(samples_per_second=samples_per_second))
 
     def rejoin(self) -> None:
@@ -229,8 +231,12 @@ class GroupClient:
             report_loss(LossTicket(*ticket), reason)
 
 
-def combined(calls: Sequence[CollectiveCall]) -> CollectiveCall:
-    """Return the call of a worker from those of its ranks, by rank."""
+def combined(calls: Sequence[CollectiveCall], data_ranks: Sequence[int]) -> CollectiveCall:
+    """Return the call of a worker from those of its ranks, by rank.
+
+    data_ranks: Which part of a batch each rank computes. Of ranks with the same data the lowest
+        with samples counts.
+    """
     first = calls[0]
     if first.kind == "broadcast":
         return next((call for call in calls if call.text != "null"), first)
@@ -243,7 +249,9 @@ def combined(calls: Sequence[CollectiveCall]) -> CollectiveCall:
                 f"{sorted(first.values)}, rank {rank} {sorted(call.values)}. Try: the same names",
                 "COLLECTIVE_MISMATCH",
             )
-    counted = [call for call in calls if call.samples]
+    with_samples = [rank for rank, call in enumerate(calls) if call.samples]
+    lowest = {data_ranks[rank]: calls[rank] for rank in reversed(with_samples)}
+    counted = [lowest[data_rank] for data_rank in sorted(lowest)]
     total = sum(call.samples for call in counted)
     means = {
         name: sum(call.values[name] * call.samples for call in counted) / total

@@ -257,6 +257,13 @@ def tensor_of(memory: memoryview) -> Tensor:
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 
+def local_part(tensor: Tensor) -> Tensor:
+    """Return what this process has of a tensor, without its history: a DTensor is spread."""
+    to_local = getattr(tensor, "to_local", None)  # without an import of DTensor, which takes long
+    local: Tensor = tensor if to_local is None else to_local()
+    return local.detach()
+
+
 def _dtype(name: str) -> torch.dtype:
     dtype = getattr(torch, name)
     assert isinstance(dtype, torch.dtype)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from tests.support.programs import Program, Programs, programs_in
 
@@ -22,8 +23,9 @@ pytestmark = [
 
 # float64: sums of a GPU differ from those of a CPU in the last bits only
 SCRIPT = """
-import json, os, torch, psworker
+import os, torch, psworker
 import torch.distributed as dist
+import torch.distributed.fsdp
 from torch import nn
 from torch.nn import functional as F
 
@@ -34,6 +36,10 @@ data = rows, (3 * rows.mean(1)).long()
 with psworker.connect() as job:
     model = nn.Sequential(*layers).to(job.device, torch.float64)
     wrapped = nn.parallel.DistributedDataParallel(model) if "DDP" in os.environ else model
+    if "FSDP2" in os.environ:
+        mesh = dist.device_mesh.init_device_mesh(job.device.type, (dist.get_world_size(),))
+        dist.fsdp.fully_shard(model[0], mesh=mesh)
+        dist.fsdp.fully_shard(model, mesh=mesh)
     optimizer = job.optimizer(torch.optim.Adam(model.parameters(), lr=0.01), wrapped)
     for x, y in job.batches(data, batch_size=8, epochs=3, seed=3):
         F.cross_entropy(wrapped(x.to(job.device, torch.float64)), y.to(job.device)).backward()
@@ -41,9 +47,7 @@ with psworker.connect() as job:
         optimizer.zero_grad()
     print("process group", dist.get_backend_config(), "on", job.device.type)
     if job.is_first:
-        sizes = {name: float(value.double().norm()) for name, value in model.state_dict().items()}
-        with open("sizes.json", "w") as file:
-            json.dump(sizes, file)
+        job.save("end.safetensors")
 """
 
 
@@ -70,14 +74,21 @@ def sizes(programs: Programs, run: Program) -> dict[str, float]:
     """Return the norms of the model's tensors at the end."""
     assert run.wait(200) == 0, run.output
     assert "memory_not_pinned" not in run.output
-    found: dict[str, float] = json.loads((programs.folder / "sizes.json").read_text())
-    return found
+    weights = load_file(programs.folder / "end.safetensors")
+    return {name: value.double().norm().item() for name, value in weights.items()}
 
 
-@pytest.mark.parametrize("kind", ["plain", "DDP"])
-@pytest.mark.parametrize("group", [one_rank, two_groups], ids=["one rank", "two groups of two"])
+GROUPS = [
+    pytest.param(group, kind, id=f"{name}, {kind}")
+    for group, name in ((one_rank, "one rank"), (two_groups, "two groups of two"))
+    for kind in ("plain", "DDP", "FSDP2")
+    if group is one_rank or kind != "FSDP2"  # gloo lacks what FSDP2 needs on a GPU
+]
+
+
+@pytest.mark.parametrize(("group", "kind"), GROUPS)
 def test_groups_on_a_gpu_train_as_those_on_the_cpu(
-    programs: Programs, kind: str, group: Callable[[Programs, str, str], Program]
+    programs: Programs, group: Callable[[Programs, str, str], Program], kind: str
 ) -> None:
     expected = sizes(programs, group(programs, "cpu", kind))
 

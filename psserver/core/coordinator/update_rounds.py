@@ -23,6 +23,7 @@ The rounds are bulk-synchronous (Valiant, 1990), stale-synchronous (Ho et al., 2
 asynchronous: policy.py has the rules and the papers.
 """
 
+import math
 from collections.abc import Iterable, Sequence
 from operator import itemgetter
 
@@ -197,7 +198,7 @@ class UpdateRounds:
         job, updates = self._job, self._updates(keys)
         clipped = {}
         for optimizer, contributions in updates.items():
-            scaled = self._clipped(job.clip_norm(optimizer), contributions)
+            scaled = self._clipped(optimizer, contributions)
             if scaled is None:
                 return False
             clipped[optimizer] = scaled
@@ -229,14 +230,19 @@ class UpdateRounds:
         return {optimizer: tuple(parts) for optimizer, parts in updates.items()}
 
     def _clipped(
-        self, clip_norm: float | None, contributions: tuple[Contribution, ...]
+        self, optimizer: str, contributions: tuple[Contribution, ...]
     ) -> tuple[Contribution, ...] | None:
         """Return the contributions scaled to the clip norm; None: the norm is not known yet."""
+        job, clip_norm = self._job, self._job.clip_norm(optimizer)
         if clip_norm is None:
+            if job.rules.max_norm:
+                norms = (job.pending.norm(part.key) for part in contributions)
+                job.gradient_norms[optimizer] = max(norms)
             return contributions
         square_norm = self._square_norm(contributions)
         if square_norm is None:
             return None
+        job.gradient_norms[optimizer] = math.sqrt(square_norm)
         factor = clip_factor(clip_norm, square_norm)
         return tuple(each._replace(scale=each.scale * factor) for each in contributions)
 
