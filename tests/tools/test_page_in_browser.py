@@ -171,7 +171,7 @@ def test_markup_from_workers_is_text(browser: Any, servers: Cluster) -> None:
     assert visit.errors == []
 
 
-def test_the_page_says_that_the_server_is_gone_and_back(browser: Any, cluster: Make) -> None:
+def test_the_page_shows_a_lost_server_until_it_answers_again(browser: Any, cluster: Make) -> None:
     servers = cluster(1, metrics_bind="127.0.0.1:0")
     address = servers.servers[0].monitor.address
     visit = Visit(browser, f"http://{address}/", DESKTOP, "light")
