@@ -8,13 +8,18 @@ import os
 import shutil
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from pscommon.settings.values import SnapshotEvery
+from psserver.coordinator.status import describe_page
+from psserver.monitoring.live_page import live_pages
 from tests.support.cluster import Cluster
+from tests.support.metrics_port import Probe
 from tests.support.workers import ONES, connected, counter, snapshots, until
 
 CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium")
@@ -76,10 +81,13 @@ def servers(cluster: Make, tmp_path: Path) -> Cluster:
 class Visit:
     """A page in a window of its own, and what went wrong in it."""
 
-    def __init__(self, browser: Any, url: str, size: dict[str, int], scheme: str) -> None:
+    def __init__(
+        self, browser: Any, url: str, size: dict[str, int], scheme: str, password: str = ""
+    ) -> None:
         self.errors: list[str] = []
         self.asked: list[str] = []
-        self.page = browser.new_page(viewport=size, color_scheme=scheme)
+        typed = {"username": "anyone", "password": password} if password else None
+        self.page = browser.new_page(viewport=size, color_scheme=scheme, http_credentials=typed)
         self.page.on("console", self._note)
         self.page.on("pageerror", lambda error: self.errors.append(str(error)))
         self.page.on("dialog", lambda dialog: self.errors.append(dialog.message))
@@ -189,3 +197,17 @@ def test_the_page_shows_a_lost_server_until_it_answers_again(browser: Any, clust
     assert not visit.page.title().startswith("gone")
     visit.page.close()
     assert all("ERR_CONNECTION_REFUSED" in error for error in visit.errors)
+
+
+def test_the_browser_asks_for_a_token_as_password(
+    browser: Any, cluster: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The address looks like that of another interface."""
+    service = cluster(1).servers[0].service
+    monkeypatch.setattr("pscommon.telemetry.http.is_loopback", lambda _: False)
+    pages = live_pages(partial(describe_page, service))
+    probe = Probe(authorize=lambda token: token == "secret", pages=pages)
+    with closing(probe.monitor):
+        visit = Visit(browser, probe.monitor.url, DESKTOP, "light", "secret")
+        visit.expect("#connection").to_have_text("Connected")
+        visit.page.close()
