@@ -5,6 +5,7 @@
 
 import math
 import os
+import re
 import shutil
 import threading
 from collections.abc import Callable, Iterator
@@ -20,6 +21,7 @@ from psserver.coordinator.status import describe_page
 from psserver.monitoring.live_page import live_pages
 from tests.support.cluster import Cluster
 from tests.support.metrics_port import Probe
+from tests.support.programs import programs_in
 from tests.support.workers import ONES, connected, counter, snapshots, until
 
 CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium")
@@ -30,6 +32,8 @@ Make = Callable[..., Cluster]
 SCRIPT, IMAGE = "<script>alert(1)</script>", "<img src=x onerror=alert(1)>"
 PHONE, DESKTOP = {"width": 375, "height": 812}, {"width": 1280, "height": 900}
 MAX_WAIT_MILLISECONDS = 30_000
+SHOWN_COUNT = 6
+"""Documents that a picture has waited for."""
 
 
 class PushingWorkers:
@@ -130,9 +134,6 @@ def test_the_page_shows_the_job(
         assert width <= size["width"]
         back = page.evaluate("getComputedStyle(document.body).backgroundColor")
         assert (back == "rgb(255, 255, 255)") == (scheme == "light")
-        if folder := os.environ.get("PAGE_SCREENSHOTS"):
-            name = f"live-page-{'phone' if size is PHONE else 'desktop'}-{scheme}.png"
-            page.screenshot(path=Path(folder) / name, full_page=size is DESKTOP)
     page.close()
 
     assert visit.errors == []
@@ -211,3 +212,26 @@ def test_the_browser_asks_for_a_token_as_password(
         visit = Visit(browser, probe.monitor.url, DESKTOP, "light", "secret")
         visit.expect("#connection").to_have_text("Connected")
         visit.page.close()
+
+
+def test_a_run_prints_the_page_that_the_documentation_shows(browser: Any, tmp_path: Path) -> None:
+    """PAGE_SCREENSHOTS names the folder for the pictures."""
+    line = "--servers 2 --workers 2 --device cpu --data-dir data --snapshot-every 5s"
+    script = "-m psworker.examples.digits --epochs 400"
+    with programs_in(tmp_path) as programs:
+        run = programs.start("ps-run", *line.split(), *script.split())
+        url = re.search(r"live page: (\S+)", run.wait_for("live page: "))[1]
+        take_pictures(browser, url)
+
+
+def take_pictures(browser: Any, url: str) -> None:
+    for name, size, scheme in (("phone", PHONE, "dark"), ("desktop", DESKTOP, "light")):
+        visit = Visit(browser, url, size, scheme)
+        visit.expect("#workers .bar").to_have_count(2)
+        visit.expect("#progress").to_be_visible()
+        while visit.asked.count(f"{url}status.json") < SHOWN_COUNT:
+            visit.page.wait_for_event("requestfinished")
+        if folder := os.environ.get("PAGE_SCREENSHOTS"):
+            visit.page.screenshot(path=Path(folder) / f"live-page-{name}.png")
+        visit.page.close()
+        assert visit.errors == []

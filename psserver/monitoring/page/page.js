@@ -323,7 +323,8 @@ function show(status) {
     ["running for", duration(status.seconds)],
     ["model", model && `${number(model.parameters)} parameters, ${size(model.bytes)}`],
     ["optimizer", model && model.optimizer],
-    ["training", status.training],
+    ["training", status.trainings_finished.length
+      ? `${status.training}, number ${status.trainings_finished.length + 1}` : ""],
   ]);
   const percent = progress.percent;
   byId("progress").hidden = !known(percent);
