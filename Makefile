@@ -30,7 +30,7 @@ FRAMEWORK_TESTS := tests/unit/psworker/test_integrations.py tests/unit/psworker/
 	tests/integration/test_clipping.py tests/integration/test_frameworks.py \
 	tests/integration/test_framework_trainers.py
 
-.PHONY: setup demo test fuzz test-all test-tls test-scripts check lint house docs proto bench bench-quick bench-tf chaos test-compose gpu-bundle audit clean
+.PHONY: setup demo test fuzz test-all test-tls test-page test-scripts check lint house docs proto bench bench-quick bench-tf chaos test-compose gpu-bundle audit clean
 
 setup: $(VENV)/.setup-done
 
@@ -67,6 +67,10 @@ fuzz: setup # make fuzz FUZZ_SEED=7 FUZZ_REQUESTS=1000 FUZZ_BYTES=100: a shorter
 		$(BIN)/python -m pytest -n 0 -s -k more_hostile tests/smoke/test_hostile_input.py
 
 check: lint test
+
+test-page: setup # the live page in Debian's chromium; CHROMIUM=... names another one, PAGE_SCREENSHOTS=docs writes pictures
+	$(BIN)/pip install --quiet --disable-pip-version-check 'playwright>=1.50,<2'
+	$(BIN)/python -m pytest -n 0 -rs tests/tools/test_page_in_browser.py
 
 test-scripts: $(VENV)/.scripts-done # scripts of the kinds that people bring, plain and under each policy
 	$(BIN)/python -m pytest $(FRAMEWORK_TESTS)

@@ -4,6 +4,7 @@ import logging
 import os
 import threading
 from contextlib import ExitStack
+from functools import partial
 from typing import Never
 
 from grpc_health.v1 import health_pb2
@@ -16,7 +17,9 @@ from pscommon.telemetry.http import MetricsServer
 from pscommon.telemetry.logs import get_logger
 from pscommon.wire.metrics_port import serve_metrics, show_expiry
 from psserver.coordinator.service import CoordinatorService
+from psserver.coordinator.status import describe_page
 from psserver.durability.data_formats import check_data_dir_mode, check_data_formats
+from psserver.monitoring.live_page import live_pages, page_url
 from psserver.peers.coordinator_link import CoordinatorLink
 from psserver.process.config import ServerConfig
 from psserver.process.port_file import PortFile, announce
@@ -94,9 +97,13 @@ class Server:
         )
         resources.callback(self._streams.close)
         self.metrics.show_shard(self._about)
+        if self.service is not None:
+            resources.enter_context(self.service.events.attached())
         if config.metrics_bind is not None:
             self.monitor = self._make_monitor(config.metrics_bind)
             resources.callback(self.monitor.close)
+            if self.service is not None:
+                self.service.page = page_url(self.monitor.url, self.identity.address)
 
     def _deposed(self, why: str) -> Never:
         """End this process, because it is not primary any more. Nothing more may leave it.
@@ -115,12 +122,13 @@ class Server:
     def _make_monitor(self, bind: str) -> MetricsServer:
         """Return the metrics endpoint; a promoted standby keeps its own."""
         monitor = self._promotion.monitor if self._promotion is not None else None
+        pages = live_pages(partial(describe_page, self.service)) if self.service else None
         if monitor is None:
-            return serve_metrics(bind, self.metrics.registry, self.ready)
+            return serve_metrics(bind, self.metrics.registry, self.ready, pages)
         tls = process_credentials().tls
         if tls is not None:
             show_expiry(self.metrics.registry, tls)
-        monitor.show(self.metrics.registry, self.ready)
+        monitor.show(self.metrics.registry, self.ready, pages)
         return monitor
 
     def _about(self) -> dict[str, str]:

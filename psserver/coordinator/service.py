@@ -8,6 +8,7 @@ from pscommon.core.errors import MismatchError, PSError, UnreachableError
 from pscommon.core.partition import PartitionPlan
 from pscommon.snapshot import Manifest
 from pscommon.telemetry.logs import get_logger
+from pscommon.telemetry.recent_events import RecentEvents
 from psserver.coordinator.final_state import save_final_state
 from psserver.coordinator.job_start import JobStart
 from psserver.coordinator.resharding import ReshardRequests
@@ -60,7 +61,11 @@ class CoordinatorService:
         history: Begins the job and its trainings, and keeps the journal.
         first_workers: Checks the wait for --min-workers.
         began_at: When this server started, in monotonic seconds.
+        events: The newest log events of this process, while it is attached.
+        page: URL of the live page; None without one.
     """
+
+    page: str | None = None
 
     def __init__(
         self,
@@ -101,7 +106,7 @@ class CoordinatorService:
             standby_link,
         )
         self.executor = self.history.executor
-        self.progress = PassProgress()
+        self.progress, self.events = PassProgress(), RecentEvents()
         self.snapshot_scheduler = SnapshotScheduler(
             self.executor, self.history, snapshots, self.directory
         )

@@ -14,6 +14,7 @@ from psserver.core.commands.recorder import HUNG
 from psserver.core.coordinator.machine import CoordinatorMachine
 from psserver.core.servers.shard_directory import ShardDirectory
 from psserver.core.workers.members import Member, WorkerState
+from psserver.monitoring.live_page import curves, slowest_first
 from psserver.monitoring.worker_monitor import find_conditions
 from psserver.process.config import ServerConfig
 
@@ -23,6 +24,25 @@ def describe(service: CoordinatorService) -> dict[str, Any]:
     listing = list(service.snapshots.listing())
     with service.executor.changed:
         return _describe(service, listing)
+
+
+def describe_page(service: CoordinatorService) -> dict[str, Any]:
+    """Return the status for the live page: the slowest workers, and curves."""
+    listing = list(service.snapshots.listing())
+    with service.executor.changed:
+        status, reported = _describe(service, listing), service.executor.coordinator.reported
+        rows = {
+            name: reported.history.series(rank, name) for name, (rank, _) in reported.latest.items()
+        }
+        speeds = service.progress.speeds()
+    shown = slowest_first(status["workers"])
+    omitted = len(status["workers"]) - len(shown)
+    return {
+        **status,
+        "workers": shown,
+        "workers_omitted": omitted,
+        "series": curves(rows, speeds),
+    }
 
 
 def _describe(service: CoordinatorService, listing: list[dict[str, Any]]) -> dict[str, Any]:
@@ -69,6 +89,8 @@ def _describe(service: CoordinatorService, listing: list[dict[str, Any]]) -> dic
         },
         "model": model(coordinator),
         "finished": coordinator.membership.departed.done_count,
+        "page": service.page,
+        "events": service.events.newest(),
     }
 
 

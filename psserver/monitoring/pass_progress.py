@@ -10,10 +10,16 @@ from psserver.core.data.loop import LoopLedger
 WINDOW_SECONDS = 30.0
 SAMPLE_SECONDS = 0.5
 
+SPEED_SECONDS = 2.0
+"""First interval between two values of the speed over time; it doubles when they become too many.
+"""
+
+MAX_SPEEDS_COUNT = 240
+
 
 class PassProgress:
     """The current pass belongs to the loop whose batches counted last; a loop for evaluation
-    counts none.
+    counts none. The speed is that of the whole job.
 
     The caller guarantees that the coordinator does not change.
     """
@@ -23,9 +29,12 @@ class PassProgress:
         self._loop: LoopLedger | None = None
         self._counted: dict[int, int] = {}
         self._samples: deque[tuple[float, int]] = deque()
+        self._speeds: list[tuple[float, float]] = []
+        self._speed_seconds = SPEED_SECONDS
 
     def update(self, coordinator: CoordinatorMachine, now: float) -> None:
         """Record what has counted. Called several times a second."""
+        self._record_speed(coordinator, now)
         if coordinator is not self._coordinator:  # the job went back to a snapshot
             self._coordinator, self._loop, self._counted = coordinator, None, {}
             self._samples.clear()
@@ -74,6 +83,19 @@ class PassProgress:
             "remaining_seconds": self._remaining(0 if loop.ended else length - done, now),
             **common,
         }
+
+    def speeds(self) -> list[tuple[float, float]]:
+        """Return samples per second over the whole time of this server: monotonic time, value."""
+        return list(self._speeds)
+
+    def _record_speed(self, coordinator: CoordinatorMachine, now: float) -> None:
+        """Record the speed; above MAX_SPEEDS_COUNT values every second one is dropped."""
+        if self._speeds and now - self._speeds[-1][0] < self._speed_seconds:
+            return
+        self._speeds.append((now, samples_per_second(coordinator)))
+        if len(self._speeds) > MAX_SPEEDS_COUNT:
+            del self._speeds[1::2]
+            self._speed_seconds *= 2
 
     def _remaining(self, batches: int, now: float) -> float | None:
         if not batches:

@@ -84,6 +84,7 @@ def _summary(document: Json) -> list[tuple[str, object]]:
         ("workers done", document.get("finished")),
         ("snapshots", _snapshots(document)),
         ("snapshot problem", document.get("snapshot_problem")),
+        ("page", document.get("page")),
     ]
 
 

@@ -87,10 +87,16 @@ class RunPlan:
         processes = self.servers if is_server(name) else self.workers * self.group_size
         return max(1, self.cores // processes)
 
-    def command(self, name: str, addresses: Mapping[str, str]) -> list[str]:
-        """Return the command line of a process; `addresses` are those of the bound servers."""
+    def command(self, name: str, addresses: Mapping[str, str], page: str = "") -> list[str]:
+        """Return the command line of a process.
+
+        Args:
+            name: Its name.
+            addresses: Those of the bound servers.
+            page: Address of the live page, once s0 has one.
+        """
         if is_server(name):
-            return [*self.server, *self.server_arguments(name, addresses)]
+            return [*self.server, *self.server_arguments(name, addresses, page)]
         size = self.group_size
         return [
             *([*GROUP, str(size)] if size > 1 else []),
@@ -106,7 +112,9 @@ class RunPlan:
             *self.script.args,
         ]
 
-    def server_arguments(self, name: str, addresses: Mapping[str, str]) -> list[str]:
+    def server_arguments(
+        self, name: str, addresses: Mapping[str, str], page: str = ""
+    ) -> list[str]:
         """Return the arguments of a server, without its command."""
         index = index_of(name)
         # a restarted server binds its old address
@@ -115,6 +123,8 @@ class RunPlan:
         line += ["--port-file", str(self.port_file(name))]
         if index > 0:
             line += ["--join", addresses["s0"]]
+        if index == 0 and self.settings["metrics_bind"] is None:
+            line += ["--metrics-bind", page or f"{HOST}:0"]
         if "min_workers" not in self.chosen:
             line += ["--min-workers", str(self.workers)]
         return [*line, *self._flags(options.FORWARDED_TO_SERVERS), *self._common(name, index)]

@@ -3,13 +3,17 @@
 import queue
 import socket
 import subprocess
+import threading
 import time
+import webbrowser
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from pscommon.settings.values import host_and_port
+from pscommon.telemetry.logs import get_logger
 from psworker.launch.decisions import (
     Action,
     CollectResult,
@@ -37,6 +41,9 @@ START_SECONDS, PRELOADED_START_SECONDS = 5.0, 1.0
 """Start time of a process, and of a preloaded server. The next server is preloaded only after
 this time, so that it does not compete for the cores.
 """
+
+
+log = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +86,7 @@ class Launcher:
         self._addresses: dict[str, str] = {}
         self._preloaded: PreloadedServer | None = None
         self._is_address_shown = self._has_begun_end = False
+        self._page = ""  # URL of the live page
         self._killed_pids: set[int] = set()  # of workers whose script hung
         self._start_deadline = 0.0  # processes that start need the cores until then
         self._result = JobResult({})
@@ -96,6 +104,7 @@ class Launcher:
             while self._outcome is None:
                 self._read_port_files()
                 self._find_hung_workers()
+                self._show_page()
                 event = self._next_event()
                 self._execute(event(time.monotonic()))
                 self._display.tick(self._poller.status, time.monotonic())
@@ -151,7 +160,7 @@ class Launcher:
         self._start_deadline = max(self._start_deadline, time.monotonic() + seconds)
         self._processes[name] = ManagedProcess(
             name,
-            self._plan.command(name, self._addresses),
+            self._plan.command(name, self._addresses, urlsplit(self._page).netloc),
             self._plan.environment(name, attempt),
             log,
             traceback_file=self._plan.traceback_file(name),
@@ -187,7 +196,8 @@ class Launcher:
         if not is_server(name) or self._preloaded is None:
             return None
         preloaded, self._preloaded = self._preloaded, None
-        return preloaded.begin(self._plan.server_arguments(name, self._addresses))
+        page = urlsplit(self._page).netloc
+        return preloaded.begin(self._plan.server_arguments(name, self._addresses, page))
 
     def _read_port_files(self) -> None:
         for name in list(self._supervisor.unbound):
@@ -204,6 +214,15 @@ class Launcher:
         if not self._is_address_shown:
             self._is_address_shown = True
             self._display.show_message(f"inspect this job with: ps-ctl --ps {address} status")
+
+    def _show_page(self) -> None:
+        """Show the address of the live page, which a restarted server keeps."""
+        page = str(self._poller.status.get("page") or "")
+        if page and not self._page:
+            self._page = page
+            self._display.show_message(f"live page: {page}")
+            if self._plan.settings["open"]:
+                open_in_browser(page)
 
     def _find_hung_workers(self) -> None:
         pids = hung_pids(self._poller.status, socket.gethostname()) - self._killed_pids
@@ -256,6 +275,16 @@ def find_successor(status: Status, name: str, own: str) -> str:
         if row["shard"] == index_of(name) and row["connected"] and own not in ("", row["address"]):
             return str(row["address"])
     return ""
+
+
+def open_in_browser(page: str) -> None:
+    """Open a page in the user's browser, in a thread: a browser in a terminal ends with it."""
+
+    def try_to_open() -> None:
+        if not webbrowser.open(page):
+            log.warning("browser_not_opened", page=page)
+
+    threading.Thread(target=try_to_open, name="browser", daemon=True).start()
 
 
 def hung_pids(status: Status, host: str) -> set[int]:

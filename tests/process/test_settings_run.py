@@ -297,3 +297,41 @@ os.kill(os.getpid(), signal.SIGKILL)
     assert run.wait() == 137
     assert 0.5 <= time.monotonic() - began < 9.5  # the default would be 10
     assert run.out.count("falls") == 1
+
+
+# Waits until the page that the browser opened has shown the job.
+OPENED = """
+import os, sys, time, urllib.request
+import numpy as np, psworker
+
+with psworker.Client() as client:
+    client.register({"w": np.zeros(100)}, psworker.OptimizerSpec("sgd", lr=1.0))
+    deadline = time.monotonic() + 30
+    while not os.path.exists(sys.argv[1]) and time.monotonic() < deadline:
+        client.push({"w": np.ones(100)})
+    print("opened", open(sys.argv[1]).read().strip())
+    page = client.status()["page"]
+    print("page", page)
+    print("title", b"<title>paramserver</title>" in urllib.request.urlopen(page).read())
+"""
+
+
+@run_setting("open")
+def test_open(programs: Programs, default: Program) -> None:
+    """It opens the page in the user's browser; every run prints its address."""
+    browser = programs.script(
+        '#!/bin/sh\necho "$1" > opened.new; mv opened.new opened\n', "browser"
+    )
+    browser.chmod(0o755)
+    script = programs.script(OPENED, "opened.py")
+    opened = programs.folder / "opened"
+    assert not opened.exists()
+
+    run = require_success(programs.run("ps-run", "--open", script, opened, BROWSER=f"{browser} %s"))
+
+    page = opened.read_text().strip()
+    assert f"live page: {page}" in run.output
+    assert f"opened {page}" in run.output
+    assert f"page {page}" in run.output
+    assert "title True" in run.output
+    assert "live page: http://127.0.0.1:" in default.output

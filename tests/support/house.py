@@ -137,7 +137,7 @@ ALLOWED: dict[str, set[str]] = {
     ),
     "psserver.server": of(
         pscommon="core security snapshot telemetry wire",
-        psserver="coordinator durability peers process replication roles sockets",
+        psserver="coordinator durability monitoring peers process replication roles sockets",
     ),
     "psserver.app": of(
         pscommon="core security system telemetry",

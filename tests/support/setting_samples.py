@@ -58,6 +58,7 @@ SAMPLES: dict[str, tuple[str, str]] = {
     "max_restarts": ("9", "9"),
     "grace": ("2m", '"2m"'),
     "log_dir": ("logs", '"logs"'),
+    "open": ("true", "true"),
     "summary": ("s.json", '"s.json"'),
     "history": ("h.csv", '"h.csv"'),
     "tensorboard": ("curves", '"curves"'),

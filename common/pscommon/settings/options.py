@@ -229,6 +229,12 @@ RUN_ONLY: tuple[Option, ...] = (
         is_flag=True,
         help="Exit with 0 instead of 16 if the script makes no training step.",
     ),
+    Option(
+        "--open",
+        section=OUTPUT,
+        is_flag=True,
+        help="Open the live page of the job in a browser.",
+    ),
     Option("--summary", section=OUTPUT, type=FILE, help="File for the result of the run, as JSON."),
     Option(
         "--history",

@@ -1,3 +1,3 @@
 """Logs and the HTTP endpoint for metrics and health probes."""
 
-__all__ = ["http", "logs", "strict_json"]
+__all__ = ["http", "http_request", "logs", "recent_events", "strict_json"]

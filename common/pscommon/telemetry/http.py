@@ -1,4 +1,4 @@
-"""HTTP endpoint for Prometheus and health probes: /metrics, /livez and /readyz.
+"""HTTP endpoint for Prometheus, health probes and browsers: /metrics, /livez, /readyz and pages.
 
 One daemon thread runs an event loop, and one task in it serves a connection. A second thread
 computes what may take long: the metrics take tens of milliseconds, and readiness takes locks.
@@ -12,9 +12,9 @@ import gzip
 import socket
 import ssl
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from functools import lru_cache, partial
 from http import HTTPStatus
 from typing import TypeVar
 from urllib.parse import parse_qs
@@ -28,6 +28,7 @@ from pscommon.telemetry.http_request import (
     Answer,
     HttpRequest,
     is_loopback,
+    page_answer,
     parse_request,
     refusal,
     text_answer,
@@ -47,9 +48,23 @@ LINGER_SECONDS = 1.0
 ACCEPT_PAUSE_SECONDS = 0.1
 """Time without new connections after the limit of open files was reached."""
 
+MAX_PACKED_COUNT = 8
+"""Compressed answers that are kept for the next viewer of the same page."""
+
 T = TypeVar("T")
 
 Ready = Callable[[], tuple[bool, str]]
+Pages = Mapping[str, Callable[[], Answer]]
+"""By path, a function that returns the page. The second thread calls it."""
+
+LINKS = page_answer(
+    "text/html; charset=utf-8",
+    b"""<!DOCTYPE html>
+<html lang="en"><meta charset="utf-8"><title>paramserver</title>
+<ul><li><a href="/metrics">/metrics</a><li><a href="/livez">/livez</a>
+<li><a href="/readyz">/readyz</a></ul></html>
+""",
+)
 
 # buckets of every histogram of durations: from a loopback call to the pull of a large model
 SECONDS = (
@@ -88,6 +103,7 @@ class MetricsServer:
 
     Attributes:
         address: The bound HOST:PORT.
+        url: Its beginning of a URL, without a path.
     """
 
     def __init__(
@@ -96,6 +112,7 @@ class MetricsServer:
         registry: CollectorRegistry,
         ready: Ready,
         *,
+        pages: Pages | None = None,
         authorize: Callable[[str], bool] | None = None,
         tls: Callable[[], ssl.SSLContext] | None = None,
         is_insecure: bool = False,
@@ -108,6 +125,7 @@ class MetricsServer:
             registry: metrics to serve.
             ready: called at every /readyz, in another thread; returns whether this process is
                 ready, and the reason in one line.
+            pages: further pages; without one for "/", that path links the others.
             authorize: returns whether a token permits to read; None: there are no tokens.
             tls: returns the context for the next connection, which asks for no client certificate;
                 None: plain HTTP.
@@ -117,10 +135,10 @@ class MetricsServer:
         listening.setblocking(False)
         host, port = listening.getsockname()[:2]
         self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-        url = f"{'http' if tls is None else 'https'}://{self.address}"
-        self._access = Access(url, is_loopback(host), authorize, is_insecure)
+        self.url = f"{'http' if tls is None else 'https'}://{self.address}"
+        self._access = Access(self.url, is_loopback(host), authorize, is_insecure)
         self._listening, self._tls, self._request_seconds = listening, tls, request_seconds
-        self.show(registry, ready)
+        self.show(registry, ready, pages)
         # whether a connection waits for the second thread; the oldest first
         self._connections: dict[asyncio.Task[None], bool] = {}
         self._calls, self._call_turn = ThreadPoolExecutor(1, "monitor-call"), asyncio.Lock()
@@ -131,9 +149,10 @@ class MetricsServer:
         self._thread = threading.Thread(target=self._run, name="monitor", daemon=True)
         self._thread.start()
 
-    def show(self, registry: CollectorRegistry, ready: Ready) -> None:
-        """Replace registry and readiness; the port stays."""
+    def show(self, registry: CollectorRegistry, ready: Ready, pages: Pages | None = None) -> None:
+        """Replace registry, readiness and pages; the port stays."""
         self._registry, self._ready = registry, ready
+        self._pages: Pages = {"/": lambda: LINKS, **(pages or {})}
 
     def close(self) -> None:
         """Release the port after at most one scrape; idempotent. In a fork, close its copy."""
@@ -240,6 +259,8 @@ class MetricsServer:
                     return text_answer(HTTPStatus.OK, "")
                 case "/metrics":
                     return await self._call(lambda: _render(self._registry, request))
+                case path if path in self._pages:
+                    return await self._call(lambda: _packed(self._pages[path](), request))
             return text_answer(HTTPStatus.NOT_FOUND, "try /metrics, /livez or /readyz")
         except Exception as error:
             _note(repr(error))
@@ -269,7 +290,15 @@ def _render(registry: CollectorRegistry, request: HttpRequest) -> Answer:
         render, kind = choose_encoder("")
     names = parse_qs(request.query).get("name[]")
     body = render(registry.restricted_registry(names) if names else registry)
-    if gzip_accepted(request.headers.get("accept-encoding", "")):
-        packed = "Content-Encoding: gzip"
-        return Answer(HTTPStatus.OK, gzip.compress(body), (f"Content-Type: {kind}", packed))
-    return Answer(HTTPStatus.OK, body, (f"Content-Type: {kind}",))
+    return _packed(Answer(HTTPStatus.OK, body, (f"Content-Type: {kind}",)), request)
+
+
+def _packed(answer: Answer, request: HttpRequest) -> Answer:
+    """Return the answer in an encoding that the client accepts."""
+    if not gzip_accepted(request.headers.get("accept-encoding", "")):
+        return answer
+    lines = (*answer.lines, "Content-Encoding: gzip")
+    return answer._replace(body=_compressed(answer.body), lines=lines)
+
+
+_compressed = lru_cache(MAX_PACKED_COUNT)(partial(gzip.compress, compresslevel=6))

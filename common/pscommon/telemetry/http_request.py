@@ -12,6 +12,15 @@ METHODS = ("GET", "HEAD")
 OPEN_PATHS = ("/livez", "/readyz")
 """The kubelet and the health check of an image have no token, and name any host."""
 
+PAGE_LINES = (
+    "Content-Security-Policy: default-src 'none'; script-src 'self'; style-src 'self'; "
+    "connect-src 'self'; img-src 'self'; base-uri 'none'; form-action 'none'; "
+    "frame-ancestors 'none'",
+    "X-Content-Type-Options: nosniff",
+    "Referrer-Policy: no-referrer",
+    "Cache-Control: no-store",
+)
+
 _TOKEN = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 _START = re.compile(rf"({_TOKEN.pattern}) ([!-~]+) HTTP/1\.([01])")
 _CONTROL = re.compile(r"[\x00-\x08\n-\x1f\x7f]")
@@ -84,6 +93,14 @@ def text_answer(status: HTTPStatus, text: str, *lines: str) -> Answer:
     return Answer(status, body, ("Content-Type: text/plain; charset=utf-8", *lines))
 
 
+def page_answer(kind: str, body: bytes) -> Answer:
+    """Return a page for browsers, or a part of one. It may load and ask only this port.
+
+    kind: its Content-Type.
+    """
+    return Answer(HTTPStatus.OK, body, (f"Content-Type: {kind}", *PAGE_LINES))
+
+
 def parse_request(head: bytes) -> HttpRequest | None:
     """Return the request; None: it is not of HTTP/1.
 
@@ -146,7 +163,9 @@ def refusal(request: HttpRequest, access: Access) -> Answer | None:
         HTTPStatus.UNAUTHORIZED,
         "request refused: its token is missing or wrong. Try: `Authorization: Bearer TOKEN` with a "
         "read token, or Basic with the token as password",
-        'WWW-Authenticate: Bearer realm="paramserver", Basic realm="paramserver"',
+        # two lines: Chromium reads only the first challenge of a line, and asks only for Basic
+        'WWW-Authenticate: Bearer realm="paramserver"',
+        'WWW-Authenticate: Basic realm="paramserver"',
     )
 
 

@@ -7,10 +7,15 @@ from typing import Any
 
 
 def dumps(
-    document: object, indent: int | None = None, default: Callable[[Any], Any] | None = None
+    document: object,
+    indent: int | None = None,
+    default: Callable[[Any], Any] | None = None,
+    separators: tuple[str, str] | None = None,
 ) -> str:
     """Return JSON like json.dumps; numbers that are not finite become null, keys strings."""
-    return json.dumps(_strict(document), indent=indent, default=default, allow_nan=False)
+    return json.dumps(
+        _strict(document), indent=indent, default=default, separators=separators, allow_nan=False
+    )
 
 
 def _strict(value: Any) -> Any:

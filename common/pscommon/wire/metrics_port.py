@@ -5,11 +5,13 @@ from prometheus_client import CollectorRegistry, Gauge
 from pscommon.security.credentials import process_credentials
 from pscommon.security.tls import Tls
 from pscommon.security.tokens import role_of
-from pscommon.telemetry.http import MetricsServer, Ready
+from pscommon.telemetry.http import MetricsServer, Pages, Ready
 from pscommon.wire.endpoint import Endpoint, listen_http
 
 
-def serve_metrics(bind: str, registry: CollectorRegistry, ready: Ready) -> MetricsServer:
+def serve_metrics(
+    bind: str, registry: CollectorRegistry, ready: Ready, pages: Pages | None = None
+) -> MetricsServer:
     """Serve metrics and probes on HOST:PORT; see `MetricsServer`. Raises what `listen_http` raises.
 
     It uses the certificates of this process, and accepts each token that this process knows: every
@@ -23,6 +25,7 @@ def serve_metrics(bind: str, registry: CollectorRegistry, ready: Ready) -> Metri
         listen_http(Endpoint(bind)),
         registry,
         ready,
+        pages=pages,
         authorize=None if tokens is None else lambda sent: role_of(tokens(), sent) is not None,
         tls=None if own.tls is None else own.tls.https_context,
         is_insecure=own.is_insecure,

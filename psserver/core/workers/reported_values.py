@@ -84,6 +84,10 @@ class ReportHistory:
             (row for series in self._series.values() for row in series), key=lambda row: row[:5]
         )
 
+    def series(self, rank: int, name: str) -> Series:
+        """Return the rows of a series, by time."""
+        return list(self._series.get((rank, name), ()))
+
     def state(self) -> dict[str, Any]:
         """Return the state, JSON-ready; `recover` is the inverse."""
         series = [[rank, name, _packed(rows)] for (rank, name), rows in self._series.items()]

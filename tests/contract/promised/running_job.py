@@ -16,7 +16,7 @@ from tests.support.cluster import Cluster
 from tests.support.standbys import RunningStandby
 from tests.support.workers import ONES, counter, until
 
-STATUS_MAPS = {"metrics": "NAME"}
+STATUS_MAPS = {"metrics": "NAME", "events[].fields": "NAME"}
 
 
 class JobNames(NamedTuple):

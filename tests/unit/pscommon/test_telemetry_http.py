@@ -14,6 +14,7 @@ from prometheus_client.registry import Collector
 
 from pscommon.core.errors import InvalidRequestError, TakenError
 from pscommon.telemetry.http import MetricsServer, new_registry
+from pscommon.telemetry.http_request import page_answer
 from pscommon.wire.endpoint import Endpoint, listen_http
 from tests.support.events import events
 from tests.support.metrics_port import Probe, read_all
@@ -87,10 +88,10 @@ def test_a_probe_may_use_the_head_method(probe: Probe) -> None:
 
     statuses = [
         get(probe.monitor.address, path, method="HEAD")[::2]
-        for path in ("/livez", "/readyz", "/metrics", "/")
+        for path in ("/livez", "/readyz", "/metrics", "/", "/nothing")
     ]
 
-    assert statuses == [(200, ""), (503, ""), (200, ""), (404, "")]
+    assert statuses == [(200, ""), (503, ""), (200, ""), (200, ""), (404, "")]
 
 
 def test_metrics_are_compressed_and_selected_on_request(probe: Probe) -> None:
@@ -231,6 +232,33 @@ def test_a_failure_is_answered_and_logged_once(
 def test_other_paths_are_not_found(probe: Probe) -> None:
     """A wrong path must not look healthy."""
     assert get(probe.monitor.address, "/healthz").status == 404
+
+
+def test_the_first_page_links_the_others(probe: Probe) -> None:
+    page = get(probe.monitor.address, "/")
+
+    assert page.kind == "text/html; charset=utf-8"
+    for path in ("/metrics", "/livez", "/readyz"):
+        assert f'<a href="{path}">' in page.body
+
+
+def test_further_pages_replace_the_first_one(probe: Probe) -> None:
+    """A promoted standby shows its own; they may load nothing from elsewhere."""
+    document = page_answer("application/json", b'{"version": 7}')
+    probe.monitor.show(probe.registry, lambda: probe.state, {"/": lambda: document})
+    with closing(HTTPConnection(probe.monitor.address, timeout=5)) as connection:
+        connection.request("GET", "/", headers=GZIP)
+        response = connection.getresponse()
+        body = gzip.decompress(response.read())
+
+    assert body == b'{"version": 7}'
+    assert "default-src 'none'; script-src 'self'" in response.headers["Content-Security-Policy"]
+    assert response.headers["X-Content-Type-Options"] == "nosniff"
+    assert response.headers["Cache-Control"] == "no-store"
+
+    probe.monitor.show(probe.registry, lambda: probe.state)
+
+    assert get(probe.monitor.address, "/").kind.startswith("text/html")
 
 
 def test_registries_are_independent() -> None:

@@ -203,6 +203,17 @@ def test_metrics_ports_count_up_over_all_processes() -> None:
     assert ports == [f"127.0.0.1:{port}" for port in (9000, 9001, 9002, 9003)]
 
 
+def test_without_a_metrics_port_only_the_first_server_has_a_page() -> None:
+    """On a free port of this machine; a restarted server keeps it."""
+    cluster = plan("--servers", "2", "--workers", "1")
+
+    assert flags(cluster.command("s0", {}))["--metrics-bind"] == "127.0.0.1:0"
+    restarted = flags(cluster.command("s0", BOUND, "127.0.0.1:9464"))
+    assert restarted["--metrics-bind"] == "127.0.0.1:9464"
+    for name in ("s1", "w0"):
+        assert "--metrics-bind" not in cluster.command(name, BOUND, "127.0.0.1:9464")
+
+
 def test_metrics_port_0_is_passed_to_every_process() -> None:
     assert (
         flags(plan("--metrics-bind", "127.0.0.1:0").command("w0", BOUND))["--metrics-bind"]
