@@ -61,6 +61,7 @@ def test_a_successful_run_writes_summary_and_output(bench: Bench) -> None:
         "trainings_finished": [],
         "steps": 14,
         "samples": 448,
+        "goodput": None,
         "this_run": {"steps": 14, "samples": 448, "resumed_version": None},
         "policy": "sync",
         "staleness": None,

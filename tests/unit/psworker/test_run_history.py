@@ -76,6 +76,7 @@ def test_the_table_shows_first_least_and_greatest_values() -> None:
         "history": digest(ROWS),
         "steps": 4,
         "samples": 8,
+        "goodput": None,
         "seconds": 1.0,
         "policy": "sync",
         "staleness": None,

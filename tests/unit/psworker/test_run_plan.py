@@ -72,6 +72,7 @@ def test_min_workers_is_the_number_of_workers_unless_given() -> None:
 
 
 SERVER_VALUES = {
+    "tensorboard": "curves",
     "policy": "ssp",
     "staleness": "3",
     "max_staleness": "7",
