@@ -31,12 +31,20 @@ class Box(NamedTuple):
         offsets: Its first element in each dimension.
         sizes: Number of elements in each dimension.
         reduced_over: Ranks over which torch reduces its gradient in backward; empty: none.
+        computed_by: Ranks that compute with the tensor together, each with a part of it, so that
+            they have the same data; at most one: no such ranks.
     """
 
     name: str
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
     reduced_over: tuple[int, ...] = ()
+    computed_by: tuple[int, ...] = ()
+
+    @property
+    def part(self) -> "Box":
+        """The box alone, which is equal on all ranks that hold it."""
+        return self._replace(reduced_over=(), computed_by=())
 
     @staticmethod
     def from_json(fields: Sequence[Any]) -> "Box":
@@ -125,6 +133,7 @@ class BoxTable:
 
     Attributes:
         part_nbytes: Bytes that each rank needs for boxes that are averaged.
+        data_ranks: Which part of a batch each rank computes, as far as the boxes say it.
         holders: Ranks that hold anything of a tensor, by index in the spec.
 
     Raises:
@@ -136,14 +145,20 @@ class BoxTable:
         index_of = {tensor.name: index for index, tensor in enumerate(plan.spec.tensors)}
         holders: dict[Box, list[int]] = {}
         reduced: dict[Box, tuple[int, ...]] = {}
+        self._together: dict[tuple[int, ...], str] = {}
         for rank, model in enumerate(ranks):
             for box in model.boxes:
-                key = box._replace(reduced_over=())
+                key = box.part
+                self._together.setdefault(box.computed_by, box.name)
                 holders.setdefault(key, []).append(rank)
                 reduced[key] = reduced.get(key) or box.reduced_over
         self.part_nbytes = averaged = 0
         self.boxes: dict[Box, SharedBox] = {}
         self._known_data_ranks: Sequence[int] = ()
+        self.data_ranks = list(range(len(ranks)))
+        for together in self._together:
+            same = {self.data_ranks[rank] for rank in together}
+            self.data_ranks = [min(same) if e in same else e for e in self.data_ranks]
         self.holders: dict[int, set[int]] = {index: set() for index in index_of.values()}
         for key, own in holders.items():
             index, combiner, start = index_of[key.name], None, self.part_nbytes
@@ -176,7 +191,7 @@ class BoxTable:
 
     def shared(self, box: Box) -> SharedBox:
         """Return what the group knows of a box."""
-        return self.boxes[box._replace(reduced_over=())]
+        return self.boxes[box.part]
 
     def view(self, memory: memoryview, box: Box) -> Tensor:
         """Return a box of a flat buffer."""
@@ -212,10 +227,11 @@ class BoxTable:
             samples: The weight of each rank's values.
 
         Raises:
-            InvalidRequestError: torch does not reduce gradients over all ranks with own data.
+            InvalidRequestError: Ranks have data of their own, and torch does not reduce gradients
+                over them, or they compute the model together.
         """
         if data_ranks != self._known_data_ranks:
-            self._check_reduced(data_ranks)
+            self._check_divided(data_ranks)
             self._known_data_ranks = data_ranks
         for box, shared in self.boxes.items():
             if shared.combiner == rank:
@@ -224,7 +240,14 @@ class BoxTable:
                 means = [(self.view_of_part(parts[e], box), weight / total) for e, weight in ranks]
                 weighted_mean(self.view(gradients, box), means)
 
-    def _check_reduced(self, data_ranks: Sequence[int]) -> None:
+    def _check_divided(self, data_ranks: Sequence[int]) -> None:
+        for together, name in self._together.items():
+            if len({data_ranks[rank] for rank in together}) > 1:
+                raise InvalidRequestError(
+                    f"the ranks {list(together)} compute {name} together, and job.batches gives "
+                    'them different data. Try: job.batches(..., mesh=mesh["dp"]), the dimension of '
+                    "the device mesh along which data differ"
+                )
         for box, shared in self.boxes.items():
             reduced = {data_ranks[rank] for rank in shared.reduced_over}
             # a rank in `reduced` may hold nothing of a small tensor

@@ -38,6 +38,12 @@ class DataDivision:
             )
         self.place = self.place if self._is_divided else wanted or self.place
 
+    @property
+    def data_rank(self) -> int | None:
+        """The rank of `place`; None: neither a model nor job.batches has said it."""
+        is_known = self._is_divided or not self._models or self._of_models() is not None
+        return self.place.rank if is_known else None
+
     def _of_models(self) -> GroupPlace | None:
         return next(iter(self._models)) if len(self._models) == 1 else None
 

@@ -251,7 +251,8 @@ class GroupModel:
             if self._needs_equal_parts and len({each[0] for each in found}) > 1:
                 raise InvalidRequestError(
                     "the ranks of this group have different numbers of samples, and the script's "
-                    "communication hook counts them alike. Try: drop_last=True in job.batches"
+                    "communication hook, or fully_shard whose shard dimension has one rank, counts "
+                    "them alike. Try: drop_last=True in job.batches"
                 )
             on = [set(each[1]) for each in found]
             holders = self.table.holders if self.table is not None else {}
@@ -263,12 +264,12 @@ class GroupModel:
             }
             return [
                 [each[0] for each in found],
-                [each[2] for each in found],
+                self._data_ranks([each[2] for each in found]),
                 sorted(everywhere),
                 len(somewhere) > len(everywhere),
             ]
 
-        own = [samples, sorted(absent), self.division.place.rank]
+        own = [samples, sorted(absent), self.division.data_rank]
         shares, data_ranks, everywhere, is_uneven = self._calls.gathered("push", own, combine)
         common = frozenset(everywhere)
         if is_uneven:  # a tensor that some ranks have used: the others add nothing
@@ -282,6 +283,12 @@ class GroupModel:
             moving = ByteRange(0, self._plan.section("buffer").stop)
             self._combine(cut(moving, size)[rank], ranks)
         return sum(samples for _, samples in ranks) if any(shares) else 0, common
+
+    def _data_ranks(self, found: Sequence[int | None]) -> Sequence[Any]:
+        """Return which part of a batch each rank computes; None: only the model can say it."""
+        if self.table is not None and None in found:
+            return self.table.data_ranks
+        return found
 
     def _clear(self, indices: Collection[int]) -> None:
         assert self._plan is not None

@@ -5,11 +5,14 @@ storage. Each rank copies its boxes: gradients out of the local tensors, weights
 """
 
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from functools import partial
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
@@ -119,7 +122,7 @@ class SpreadAdapter:
                 "model.to_empty(device=job.device), then initialize it"
             )
         reduced = _reduced(model)
-        boxes = [_box(name, tensor, id(tensor) in reduced) for name, tensor in tensors.items()]
+        boxes = [_box(name, tensor, reduced.get(id(tensor))) for name, tensor in tensors.items()]
         self._boxes = [box for box in boxes if 0 not in box.sizes]
         self._readers = {
             name: (lambda tensor=tensor: tensor) if name in parameters else _reader(model, name)
@@ -271,23 +274,60 @@ def sharded_modules(model: nn.Module) -> list[FSDPModule]:
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
-def _box(name: str, tensor: Tensor, is_reduced: bool) -> Box:
+def _box(name: str, tensor: Tensor, mesh: DeviceMesh | None) -> Box:
+    """Return what this rank holds of a tensor. mesh: FSDP2 reduces its gradient over it."""
     if not isinstance(tensor, DTensor):
         return Box(name, (0,) * tensor.dim(), tuple(tensor.shape))
     (chunk,) = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]
-    ranks = tensor.device_mesh.mesh.flatten().tolist() if is_reduced else ()
-    return Box(name, tuple(chunk.offsets), tuple(chunk.sizes), tuple(ranks))
+    reduced = () if mesh is None else tuple(mesh.mesh.flatten().tolist())
+    place = tuple(chunk.offsets), tuple(chunk.sizes)
+    return Box(name, *place, reduced, _computed_by(tensor, set(reduced)))
 
 
-def _reduced(model: nn.Module) -> set[int]:
-    """Return the ids of the parameters whose gradients FSDP2 reduces."""
-    return {
-        id(parameter)
-        for module in model.modules()
-        if isinstance(module, FSDPModule)
-        for parameter in module.parameters()
-        if isinstance(parameter, DTensor)
-    }
+def _computed_by(tensor: DTensor, reduced: set[int]) -> tuple[int, ...]:
+    """Return the ranks that differ from this one only where a plan divides the tensor.
+
+    reduced: Ranks over which FSDP2 reduces the gradient: what differs among them is its part.
+    """
+    mesh, coordinate = tensor.device_mesh, tensor.device_mesh.get_coordinate()
+    assert coordinate is not None
+    index: list[int | slice] = [*coordinate]
+    for dimension, placement in enumerate(tensor.placements):
+        line: list[int | slice] = [*coordinate]
+        line[dimension] = slice(None)
+        if not placement.is_replicate() and not reduced.issuperset(mesh.mesh[tuple(line)].tolist()):
+            index[dimension] = slice(None)
+    return tuple(mesh.mesh[tuple(index)].flatten().tolist())
+
+
+def _param_groups(module: Any) -> list[Any]:
+    """Return what FSDP2 knows of a module's parameters, for which it has no public interface."""
+    state = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)  # since torch 2.12
+    return [e for e in (groups or [state._fsdp_param_group]) if e is not None]
+
+
+def _reduced(model: nn.Module) -> dict[int, DeviceMesh]:
+    """Return the mesh over which FSDP2 reduces the gradient of a parameter, by its id."""
+    found: dict[int, DeviceMesh] = {}
+    for module in sharded_modules(model):
+        try:
+            for group in _param_groups(module):
+                infos = [each._module_info for each in group.fsdp_params]
+                owned = [getattr(info.module, info.param_name) for info in infos]
+                found |= {id(parameter): group.mesh_info.mesh for parameter in owned}
+        except AttributeError:  # another torch
+            both = [(id(e), e.device_mesh) for e in module.parameters() if isinstance(e, DTensor)]
+            found |= {key: mesh for key, mesh in both if key not in found}
+    return found
+
+
+def has_only_replicas(module: FSDPModule) -> bool:
+    """Return whether FSDP2 reduces gradients over replicas only, without a reduce-scatter."""
+    with suppress(AttributeError):
+        meshes = [group.mesh_info for group in _param_groups(module)]
+        return any(e.mesh.size() > 1 and getattr(e, "shard_mesh_size", 1) == 1 for e in meshes)
+    return False
 
 
 def _reader(model: nn.Module, name: str) -> Callable[[], Tensor]:

@@ -171,10 +171,13 @@ def weigh_by_samples(
     network = model if isinstance(model, nn.Module) else model.submod
     if not (sharded := _sharded(network)):
         return False
+    from psworker.group.spread_adapter import has_only_replicas
+
     # gradients that are not reduced yet (set_requires_gradient_sync) are nowhere to be seen
     network.register_forward_hook(partial(_watch_backward, watch))
     for module in sharded:
-        if not _set_reduction(module, WeighingReduceScatter(share, client)):
+        is_set = _set_reduction(module, WeighingReduceScatter(share, client))
+        if not is_set or has_only_replicas(module):
             client.model.expect_equal_parts()
     return True
 
