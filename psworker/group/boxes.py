@@ -58,12 +58,19 @@ class SpreadModel(NamedTuple):
     Attributes:
         boxes: Its boxes, without empty ones.
         parameters: Number of tensors in its spec that are parameters; they come first.
-        stage: Number of its pipeline stage; None: it has none.
+        stages: By what the names of a network's tensors begin with ("" or "d."), the number of
+            its pipeline stage; None: it has none. In the order of the networks.
     """
 
     boxes: Sequence[Box]
     parameters: int
-    stage: int | None = None
+    stages: Mapping[str, int | None] = {}
+
+    def network_of(self, name: str) -> tuple[int, int | None]:
+        """Return the place of a tensor's network among all, and its pipeline stage."""
+        found = enumerate(self.stages.items())
+        networks = ((place, stage) for place, (start, stage) in found if name.startswith(start))
+        return next(networks, (0, None))
 
 
 def merged(specs: Sequence[ModelSpec], models: Sequence[SpreadModel]) -> ModelSpec:
@@ -74,19 +81,21 @@ def merged(specs: Sequence[ModelSpec], models: Sequence[SpreadModel]) -> ModelSp
             tensor with the same name.
     """
     found: dict[str, tuple[TensorSpec, int]] = {}
-    rows = [
-        (number >= model.parameters, model.stage or 0, rank, number, tensor)
-        for rank, (spec, model) in enumerate(zip(specs, models, strict=True))
-        for number, tensor in enumerate(spec.tensors)
-    ]
+    rows = []
+    for rank, (spec, model) in enumerate(zip(specs, models, strict=True)):
+        for number, tensor in enumerate(spec.tensors):
+            network, stage = model.network_of(tensor.name)
+            is_buffer = number >= model.parameters
+            rows.append(((is_buffer, network, stage or 0, rank, number), tensor))
     # parameters first, as in a model on one rank
-    for _, _, rank, _, tensor in sorted(rows, key=lambda row: row[:4]):
+    for (*_, rank, _), tensor in sorted(rows, key=lambda row: row[0]):
         known, first = found.setdefault(tensor.name, (tensor, rank))
-        if models[first].stage != models[rank].stage:
+        stages = [models[each].network_of(tensor.name)[1] for each in (first, rank)]
+        if stages[0] != stages[1]:
             raise MismatchError(
-                f"tensor {tensor.name} is on the pipeline stages {models[first].stage} and "
-                f"{models[rank].stage}. Try: the names of the whole model on each stage, as with "
-                "torch.nn.ModuleDict; a tensor on one stage only",
+                f"tensor {tensor.name} is on the pipeline stages {stages[0]} and {stages[1]}. "
+                "Try: the names of the whole model on each stage, as with torch.nn.ModuleDict; "
+                "a tensor on one stage only",
                 "MODEL_MISMATCH",
             )
         if known != tensor:
@@ -243,11 +252,7 @@ class BoxTable:
     def _check_divided(self, data_ranks: Sequence[int]) -> None:
         for together, name in self._together.items():
             if len({data_ranks[rank] for rank in together}) > 1:
-                raise InvalidRequestError(
-                    f"the ranks {list(together)} compute {name} together, and job.batches gives "
-                    'them different data. Try: job.batches(..., mesh=mesh["dp"]), the dimension of '
-                    "the device mesh along which data differ"
-                )
+                raise different_data(together, name)
         for box, shared in self.boxes.items():
             reduced = {data_ranks[rank] for rank in shared.reduced_over}
             # a rank in `reduced` may hold nothing of a small tensor
@@ -258,6 +263,15 @@ class BoxTable:
                     f"{list(shared.reduced_over)}, and other ranks have data of their own. Try: "
                     "job.batches(..., mesh=...) with the mesh that fully_shard got"
                 )
+
+
+def different_data(ranks: Sequence[int], name: str) -> InvalidRequestError:
+    """Return the error for ranks that compute with a tensor together. name: That of the tensor."""
+    return InvalidRequestError(
+        f"the ranks {list(ranks)} compute {name} together, and job.batches gives them different "
+        'data. Try: job.batches(..., mesh=mesh["dp"]), the dimension of the device mesh along '
+        "which data differ"
+    )
 
 
 def counted(

@@ -23,9 +23,10 @@ from dataclasses import asdict
 from functools import partial
 from itertools import accumulate, chain
 from typing import Any, Literal
+from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pscommon.core.errors import InvalidRequestError, MismatchError
 from pscommon.core.log_entries import BatchKey
@@ -57,7 +58,7 @@ class GroupModel:
     Attributes:
         kind: How the ranks have the model; None before the first call of job.optimizer.
         division: Which part of each batch this rank computes.
-        stage: Number of this rank's pipeline stage; None: it has none.
+        stages: Number of the pipeline stage of each network that is one.
         spread: What this rank holds of a model that is spread; set before `agree`.
         table: All boxes of a model that is spread; set by `agree`.
     """
@@ -66,7 +67,7 @@ class GroupModel:
         self._is_on_gpu = is_on_gpu
         self.kind: Kind | None = None
         self.division = DataDivision(GroupPlace(calls.link.rank, calls.link.size))
-        self.stage: int | None = None
+        self.stages: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
         self.spread = SpreadModel((), 0)
         self.table: BoxTable | None = None
         self._needs_equal_parts = False
@@ -345,8 +346,8 @@ def _model(text: str) -> ModelSpec:
 
 
 def _spread(fields: Sequence[Any]) -> SpreadModel:
-    boxes, parameters, stage = fields
-    return SpreadModel(list(map(Box.from_json, boxes)), parameters, stage)
+    boxes, parameters, stages = fields
+    return SpreadModel(list(map(Box.from_json, boxes)), parameters, stages)
 
 
 def _full_model(found: Sequence[Any], ranks: Sequence[SpreadModel]) -> ModelSpec:

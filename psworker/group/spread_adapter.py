@@ -128,7 +128,11 @@ class SpreadAdapter:
             name: (lambda tensor=tensor: tensor) if name in parameters else _reader(model, name)
             for name, tensor in tensors.items()
         }
-        shared.spread = SpreadModel(self._boxes, len(parameters), shared.stage)
+        networks = {f"{name}." if name else "": name for name in sorted(optimizers)}
+        stages = {
+            start: shared.stages.get(model.get_submodule(name)) for start, name in networks.items()
+        }
+        shared.spread = SpreadModel(self._boxes, len(parameters), stages)
         self._members = {
             name: {self.spec.tensors[index].name for index in indices}
             for name, indices in self.spec.trainable_of().items()

@@ -162,7 +162,7 @@ def on_a_mesh(rank: int, kind: str) -> tuple[SpreadModel, bool]:
             parallelize_module(model, mesh["tp"], plan)  # type: ignore[arg-type]
         if kind != "plan":
             fully_shard(model, mesh=mesh["dp"] if kind == "both" else mesh)
-        shared: Any = SimpleNamespace(stage=None)
+        shared: Any = SimpleNamespace(stages={})
         optimizer = torch.optim.SGD(model.parameters(), lr=1)
         SpreadAdapter(shared, model, {"": OptimizerMembers.of(optimizer, None, None)})
         has_replicas = kind != "plan" and has_only_replicas(model)  # type: ignore[arg-type]
@@ -227,17 +227,24 @@ def test_stages_make_the_model_in_its_order() -> None:
     """Parameters come first, then buffers; the stage counts, not the rank."""
     last = ModelSpec((*tensors("c", "d"), *tensors("d_mean", role="buffer")), SGD)
     first = ModelSpec((*tensors("a"), *tensors("a_mean", role="buffer")), SGD)
-    model = merged([last, first], [SpreadModel([], 2, stage=1), SpreadModel([], 1, stage=0)])
+    model = merged([last, first], [SpreadModel([], 2, {"": 1}), SpreadModel([], 1, {"": 0})])
 
     assert [tensor.name for tensor in model.tensors] == ["a", "c", "d", "a_mean", "d_mean"]
+
+
+def test_a_network_without_stages_stays_in_its_place() -> None:
+    stages = [ModelSpec(tuple(tensors(name, "b.x", "c.x")), SGD) for name in ("a.out", "a.in")]
+    models = [SpreadModel([], 3, {"a.": stage, "b.": None, "c.": None}) for stage in (1, 0)]
+    found = merged(stages, models).tensors
+    assert [tensor.name for tensor in found] == ["a.in", "a.out", "b.x", "c.x"]
 
 
 def test_a_name_on_two_stages_is_refused() -> None:
     stages = [ModelSpec(tuple(tensors("0.weight")), SGD) for _ in range(2)]
     with pytest.raises(MismatchError, match=r"0\.weight is on the pipeline stages 0 and 1"):
-        merged(stages, [SpreadModel([], 1, stage=stage) for stage in range(2)])
+        merged(stages, [SpreadModel([], 1, {"": stage}) for stage in range(2)])
 
-    assert len(merged(stages, [SpreadModel([], 1, stage=0)] * 2).tensors) == 1, "a replica"
+    assert len(merged(stages, [SpreadModel([], 1, {"": 0})] * 2).tensors) == 1, "a replica"
 
 
 def test_ranks_that_describe_a_tensor_differently_are_refused() -> None:

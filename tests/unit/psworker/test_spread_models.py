@@ -20,6 +20,7 @@ from psworker.core.results import CollectiveCall
 from psworker.group.client import combined
 from psworker.group.data_division import DataDivision, place_in
 from psworker.model.gradient_watch import GradientWatch
+from psworker.session.consumed_batches import NextStep
 from tests.support.groups import as_group
 
 ROWS = torch.randn(32, 3, generator=torch.Generator().manual_seed(5))
@@ -127,6 +128,39 @@ def test_a_stage_beside_a_plain_model_is_an_error_on_all_ranks() -> None:
         stage: Any = stage_of(rank)
         with pytest.raises(MismatchError, match="plain"):
             job.optimizer(adam(stage.submod), stage if rank else stage.submod)
+
+    as_group(2, LocalClient, script)
+
+
+@pytest.mark.parametrize("order", ["ab", "ba"])
+def test_a_plain_model_beside_stages(order: str) -> None:
+    """All ranks have model b, and the order of the calls does not matter."""
+
+    def script(job: Job, rank: int) -> list[float]:
+        stage: Any = stage_of(rank)
+        plain = nn.Linear(1, 1, bias=False)
+        nn.init.zeros_(plain.weight)
+        for name in order:
+            if name == "a":
+                job.optimizer(adam(stage.submod), stage, name="a")
+            else:
+                optimizer = job.optimizer(
+                    torch.optim.SGD(plain.parameters(), lr=1), plain, name="b"
+                )
+        for (x,) in job.batches((torch.arange(4.0)[:, None],), 2, shuffle=False):
+            optimizer.zero_grad()
+            plain(x).mean().backward()
+            optimizer.step()
+        return [plain.weight.item()]
+
+    assert as_group(2, LocalClient, script) == [[-3.0]] * 2
+
+
+def test_a_list_of_stages_is_refused() -> None:
+    def script(job: Job, rank: int) -> None:
+        stages: Any = [stage_of(rank)]
+        with pytest.raises(InvalidRequestError, match="a rank has one stage"):
+            job.optimizer(adam(stages[0].submod), stages)
 
     as_group(2, LocalClient, script)
 
@@ -279,6 +313,43 @@ def test_a_backward_counts_though_its_gradients_come_later() -> None:
     assert watch.has_changed()
     watch.mark()
     assert not watch.has_changed()
+
+
+def test_each_reduction_weighs_the_batches_since_the_last_one() -> None:
+    """Also where several are reduced before one step; a closed job weighs ranks alike."""
+    watch = GradientWatch([nn.Parameter(torch.ones(1))])
+    step = NextStep(watch)
+    assert step.share(2) == 1 / 2
+    step.receive(0, 3, 6, 0)
+    assert step.share(2) == 1 / 2
+    step.receive(0, 2, 3, 0)
+    assert step.share(2) == step.share(2) == 2 / 3, "of each module of the model"
+    step.receive(0, 4, 8, 0)
+    step.receive(0, 2, 3, 0)
+    assert step.share(2) == 6 / 11
+    assert (step.samples, step.all_samples) == (11, 20)
+    step.forget_samples()
+    assert step.share(2) == 1 / 2
+
+
+@pytest.mark.parametrize("rows", [12, 9], ids=["even", "uneven"])
+def test_gradients_of_batches_that_ranks_share_differently_are_refused(rows: int) -> None:
+    """Rank 0 has 3 of 6 samples, and then 2 of 3: no weight makes the mean of both batches."""
+
+    def script(job: Job, rank: int) -> float:
+        layer = nn.Linear(1, 1, bias=False)
+        nn.init.zeros_(layer.weight)
+        optimizer = job.optimizer(torch.optim.SGD(layer.parameters(), lr=1), layer)
+        for (x,) in job.batches((torch.arange(float(rows))[:, None],), 3, shuffle=False):
+            (layer(x).mean() / 2).backward()
+        optimizer.step()
+        return layer.weight.item()
+
+    if rows == 12:
+        assert as_group(2, LocalClient, script) == [-5.5] * 2
+    else:
+        with pytest.raises(InvalidRequestError, match="drop_last=True"):
+            as_group(2, LocalClient, script)
 
 
 def test_a_mesh_needs_a_group() -> None:
