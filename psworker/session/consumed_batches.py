@@ -206,9 +206,9 @@ class ConsumedBatches:
         step.decide([*step.undecided], self._changes)
         if len(step.shares) > 1:
             raise InvalidRequestError(
-                "optimizer.step() failed: the ranks of this group have added up gradients of "
-                "batches that they share in different ways, as an uneven last one. Try: "
-                "drop_last=True in job.batches, or a step for each batch"
+                "the ranks of this group have added up gradients of batches that they share in "
+                "different ways, as an uneven last one. Try: drop_last=True in job.batches, or a "
+                "step for each batch"
             )
         return step.weight or used
 
