@@ -61,9 +61,9 @@ class DataDivision:
             )
         if place is not None and place != (self.place if self._is_divided else wanted or place):
             raise InvalidRequestError(
-                f"job.batches failed: this mesh divides batches among {place.size} ranks, and the "
-                f"model or another call among {self.place.size}. Try: the same mesh in all calls, "
-                "or leave out mesh="
+                f"job.batches failed: by this mesh, this rank has part {place.rank} of "
+                f"{place.size}, and by the model or another call part {self.place.rank} of "
+                f"{self.place.size}. Try: the same mesh in all calls, or leave out mesh="
             )
         self._is_divided, self._has_mesh = True, self._has_mesh or place is not None
         self.place = place or self.place
