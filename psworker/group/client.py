@@ -160,8 +160,8 @@ class GroupClient:
         def combine(client: JobClient, found: Sequence[Any]) -> dict[str, Any]:
             calls = [CollectiveCall(**each) for each, _ in found]
             data_ranks = [data_rank for _, data_rank in found]
-            whole = combined(calls, data_ranks, bool(self.model.stages))
-            return asdict(client.collective(number, whole, first_open))
+            joint = combined(calls, data_ranks, bool(self.model.stages))
+            return asdict(client.collective(number, joint, first_open))
 
         own = [asdict(call), self.place.rank]
         return CollectiveResult(**self._calls.gathered(call.kind, own, combine))

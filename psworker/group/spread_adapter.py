@@ -371,7 +371,8 @@ def _param_groups(module: Any) -> list[Any]:
 def _reduced(model: nn.Module) -> dict[int, DeviceMesh]:
     """Return the mesh over which FSDP2 reduces the gradient of a parameter, by its id."""
     found: dict[int, DeviceMesh] = {}
-    for module in sharded_modules(model):
+    sharded: list[Any] = [*sharded_modules(model)]
+    for module in sharded:
         try:
             for group in _param_groups(module):
                 infos = [each._module_info for each in group.fsdp_params]

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.process.test_spread_processes import run_ranks
 from tests.support.programs import Programs, programs_in
+from tests.support.spread import run_ranks
 
 REFUSED = """
 psworker.connect().close()  # torch has its process group from here on
