@@ -364,7 +364,7 @@ def _computed_by(tensor: DTensor, reduced: set[int]) -> tuple[int, ...]:
 def _param_groups(module: Any) -> list[Any]:
     """Return what FSDP2 knows of a module's parameters, for which it has no public interface."""
     state = module._get_fsdp_state()
-    groups = getattr(state, "_fsdp_param_groups", None)  # since torch 2.12
+    groups = getattr(state, "_fsdp_param_groups", None)  # not in older releases
     return [e for e in (groups or [state._fsdp_param_group]) if e is not None]
 
 
