@@ -289,7 +289,8 @@ class Job(JobFacts):
             values: At most 256 numbers, or tensors with one element, by name. All workers pass
                 the same names.
             samples: Weight of this worker's values, for example the number of samples that it has
-                evaluated; 0: they do not count. If no worker's values count, the means are NaN.
+                evaluated; 0: they do not count, as on the stages of a pipeline that do not know
+                them. If no worker's values count, the means are NaN.
         """
         return self._collectives.all_reduce(values, samples)
 

@@ -31,12 +31,20 @@ class Box(NamedTuple):
         offsets: Its first element in each dimension.
         sizes: Number of elements in each dimension.
         reduced_over: Ranks over which torch reduces its gradient in backward; empty: none.
+        computed_by: Ranks that compute with the tensor together, each with a part of it, so that
+            they have the same data; at most one: no such ranks.
     """
 
     name: str
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
     reduced_over: tuple[int, ...] = ()
+    computed_by: tuple[int, ...] = ()
+
+    @property
+    def part(self) -> "Box":
+        """The box alone, which is equal on all ranks that hold it."""
+        return self._replace(reduced_over=(), computed_by=())
 
     @staticmethod
     def from_json(fields: Sequence[Any]) -> "Box":
@@ -50,12 +58,19 @@ class SpreadModel(NamedTuple):
     Attributes:
         boxes: Its boxes, without empty ones.
         parameters: Number of tensors in its spec that are parameters; they come first.
-        stage: Number of its pipeline stage; None: it has none.
+        stages: By what the names of a network's tensors begin with ("" or "d."), the number of
+            its pipeline stage; None: it has none. In the order of the networks.
     """
 
     boxes: Sequence[Box]
     parameters: int
-    stage: int | None = None
+    stages: Mapping[str, int | None] = {}
+
+    def network_of(self, name: str) -> tuple[int, int | None]:
+        """Return the place of a tensor's network among all, and its pipeline stage."""
+        found = enumerate(self.stages.items())
+        networks = ((place, stage) for place, (start, stage) in found if name.startswith(start))
+        return next(networks, (0, None))
 
 
 def merged(specs: Sequence[ModelSpec], models: Sequence[SpreadModel]) -> ModelSpec:
@@ -66,19 +81,21 @@ def merged(specs: Sequence[ModelSpec], models: Sequence[SpreadModel]) -> ModelSp
             tensor with the same name.
     """
     found: dict[str, tuple[TensorSpec, int]] = {}
-    rows = [
-        (number >= model.parameters, model.stage or 0, rank, number, tensor)
-        for rank, (spec, model) in enumerate(zip(specs, models, strict=True))
-        for number, tensor in enumerate(spec.tensors)
-    ]
+    rows = []
+    for rank, (spec, model) in enumerate(zip(specs, models, strict=True)):
+        for number, tensor in enumerate(spec.tensors):
+            network, stage = model.network_of(tensor.name)
+            is_buffer = number >= model.parameters
+            rows.append(((is_buffer, network, stage or 0, rank, number), tensor))
     # parameters first, as in a model on one rank
-    for _, _, rank, _, tensor in sorted(rows, key=lambda row: row[:4]):
+    for (*_, rank, _), tensor in sorted(rows, key=lambda row: row[0]):
         known, first = found.setdefault(tensor.name, (tensor, rank))
-        if models[first].stage != models[rank].stage:
+        stages = [models[each].network_of(tensor.name)[1] for each in (first, rank)]
+        if stages[0] != stages[1]:
             raise MismatchError(
-                f"tensor {tensor.name} is on the pipeline stages {models[first].stage} and "
-                f"{models[rank].stage}. Try: the names of the whole model on each stage, as with "
-                "torch.nn.ModuleDict; a tensor on one stage only",
+                f"tensor {tensor.name} is on the pipeline stages {stages[0]} and {stages[1]}. "
+                "Try: the names of the whole model on each stage, as with torch.nn.ModuleDict; "
+                "a tensor on one stage only",
                 "MODEL_MISMATCH",
             )
         if known != tensor:
@@ -125,6 +142,7 @@ class BoxTable:
 
     Attributes:
         part_nbytes: Bytes that each rank needs for boxes that are averaged.
+        data_ranks: Which part of a batch each rank computes, as far as the boxes say it.
         holders: Ranks that hold anything of a tensor, by index in the spec.
 
     Raises:
@@ -136,14 +154,20 @@ class BoxTable:
         index_of = {tensor.name: index for index, tensor in enumerate(plan.spec.tensors)}
         holders: dict[Box, list[int]] = {}
         reduced: dict[Box, tuple[int, ...]] = {}
+        self._together: dict[tuple[int, ...], str] = {}
         for rank, model in enumerate(ranks):
             for box in model.boxes:
-                key = box._replace(reduced_over=())
+                key = box.part
+                self._together.setdefault(box.computed_by, box.name)
                 holders.setdefault(key, []).append(rank)
                 reduced[key] = reduced.get(key) or box.reduced_over
         self.part_nbytes = averaged = 0
         self.boxes: dict[Box, SharedBox] = {}
         self._known_data_ranks: Sequence[int] = ()
+        self.data_ranks = list(range(len(ranks)))
+        for together in self._together:
+            same = {self.data_ranks[rank] for rank in together}
+            self.data_ranks = [min(same) if e in same else e for e in self.data_ranks]
         self.holders: dict[int, set[int]] = {index: set() for index in index_of.values()}
         for key, own in holders.items():
             index, combiner, start = index_of[key.name], None, self.part_nbytes
@@ -176,7 +200,7 @@ class BoxTable:
 
     def shared(self, box: Box) -> SharedBox:
         """Return what the group knows of a box."""
-        return self.boxes[box._replace(reduced_over=())]
+        return self.boxes[box.part]
 
     def view(self, memory: memoryview, box: Box) -> Tensor:
         """Return a box of a flat buffer."""
@@ -212,10 +236,11 @@ class BoxTable:
             samples: The weight of each rank's values.
 
         Raises:
-            InvalidRequestError: torch does not reduce gradients over all ranks with own data.
+            InvalidRequestError: Ranks have data of their own, and torch does not reduce gradients
+                over them, or they compute the model together.
         """
         if data_ranks != self._known_data_ranks:
-            self._check_reduced(data_ranks)
+            self._check_divided(data_ranks)
             self._known_data_ranks = data_ranks
         for box, shared in self.boxes.items():
             if shared.combiner == rank:
@@ -224,7 +249,10 @@ class BoxTable:
                 means = [(self.view_of_part(parts[e], box), weight / total) for e, weight in ranks]
                 weighted_mean(self.view(gradients, box), means)
 
-    def _check_reduced(self, data_ranks: Sequence[int]) -> None:
+    def _check_divided(self, data_ranks: Sequence[int]) -> None:
+        for together, name in self._together.items():
+            if len({data_ranks[rank] for rank in together}) > 1:
+                raise different_data(together, name)
         for box, shared in self.boxes.items():
             reduced = {data_ranks[rank] for rank in shared.reduced_over}
             # a rank in `reduced` may hold nothing of a small tensor
@@ -235,6 +263,15 @@ class BoxTable:
                     f"{list(shared.reduced_over)}, and other ranks have data of their own. Try: "
                     "job.batches(..., mesh=...) with the mesh that fully_shard got"
                 )
+
+
+def different_data(ranks: Sequence[int], name: str) -> InvalidRequestError:
+    """Return the error for ranks that compute with a tensor together. name: That of the tensor."""
+    return InvalidRequestError(
+        f"the ranks {list(ranks)} compute {name} together, and job.batches gives them different "
+        'data. Try: job.batches(..., mesh=mesh["dp"]), the dimension of the device mesh along '
+        "which data differ"
+    )
 
 
 def counted(

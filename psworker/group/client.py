@@ -160,7 +160,8 @@ class GroupClient:
         def combine(client: JobClient, found: Sequence[Any]) -> dict[str, Any]:
             calls = [CollectiveCall(**each) for each, _ in found]
             data_ranks = [data_rank for _, data_rank in found]
-            return asdict(client.collective(number, combined(calls, data_ranks), first_open))
+            joint = combined(calls, data_ranks, bool(self.model.stages))
+            return asdict(client.collective(number, joint, first_open))
 
         own = [asdict(call), self.place.rank]
         return CollectiveResult(**self._calls.gathered(call.kind, own, combine))
@@ -231,11 +232,17 @@ class GroupClient:
             report_loss(LossTicket(*ticket), reason)
 
 
-def combined(calls: Sequence[CollectiveCall], data_ranks: Sequence[int]) -> CollectiveCall:
+def combined(
+    calls: Sequence[CollectiveCall], data_ranks: Sequence[int], has_stages: bool = False
+) -> CollectiveCall:
     """Return the call of a worker from those of its ranks, by rank.
 
     data_ranks: Which part of a batch each rank computes. Of ranks with the same data the lowest
         with samples counts.
+    has_stages: The ranks are stages of a pipeline, of which only the last one knows a loss.
+
+    Raises:
+        MismatchError: Ranks pass other names; stages with samples pass other values.
     """
     first = calls[0]
     if first.kind == "broadcast":
@@ -251,6 +258,13 @@ def combined(calls: Sequence[CollectiveCall], data_ranks: Sequence[int]) -> Coll
             )
     with_samples = [rank for rank, call in enumerate(calls) if call.samples]
     lowest = {data_ranks[rank]: calls[rank] for rank in reversed(with_samples)}
+    for rank in with_samples if has_stages else ():
+        if str(calls[rank].values) != str(lowest[data_ranks[rank]].values):  # NaN equals NaN
+            raise MismatchError(
+                "the stages of a pipeline pass different values to job.all_reduce. Try: pass "
+                "samples=0 on all stages but the one that knows the values",
+                "COLLECTIVE_MISMATCH",
+            )
     counted = [lowest[data_rank] for data_rank in sorted(lowest)]
     total = sum(call.samples for call in counted)
     means = {

@@ -38,6 +38,12 @@ class DataDivision:
             )
         self.place = self.place if self._is_divided else wanted or self.place
 
+    @property
+    def data_rank(self) -> int | None:
+        """The rank of `place`; None: neither a model nor job.batches has said it."""
+        is_known = self._is_divided or not self._models or self._of_models() is not None
+        return self.place.rank if is_known else None
+
     def _of_models(self) -> GroupPlace | None:
         return next(iter(self._models)) if len(self._models) == 1 else None
 
@@ -55,9 +61,9 @@ class DataDivision:
             )
         if place is not None and place != (self.place if self._is_divided else wanted or place):
             raise InvalidRequestError(
-                f"job.batches failed: this mesh divides batches among {place.size} ranks, and the "
-                f"model or another call among {self.place.size}. Try: the same mesh in all calls, "
-                "or leave out mesh="
+                f"job.batches failed: by this mesh, this rank has part {place.rank} of "
+                f"{place.size}, and by the model or another call part {self.place.rank} of "
+                f"{self.place.size}. Try: the same mesh in all calls, or leave out mesh="
             )
         self._is_divided, self._has_mesh = True, self._has_mesh or place is not None
         self.place = place or self.place

@@ -23,9 +23,10 @@ from dataclasses import asdict
 from functools import partial
 from itertools import accumulate, chain
 from typing import Any, Literal
+from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pscommon.core.errors import InvalidRequestError, MismatchError
 from pscommon.core.log_entries import BatchKey
@@ -57,7 +58,7 @@ class GroupModel:
     Attributes:
         kind: How the ranks have the model; None before the first call of job.optimizer.
         division: Which part of each batch this rank computes.
-        stage: Number of this rank's pipeline stage; None: it has none.
+        stages: Number of the pipeline stage of each network that is one.
         spread: What this rank holds of a model that is spread; set before `agree`.
         table: All boxes of a model that is spread; set by `agree`.
     """
@@ -66,7 +67,7 @@ class GroupModel:
         self._is_on_gpu = is_on_gpu
         self.kind: Kind | None = None
         self.division = DataDivision(GroupPlace(calls.link.rank, calls.link.size))
-        self.stage: int | None = None
+        self.stages: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
         self.spread = SpreadModel((), 0)
         self.table: BoxTable | None = None
         self._needs_equal_parts = False
@@ -251,7 +252,8 @@ class GroupModel:
             if self._needs_equal_parts and len({each[0] for each in found}) > 1:
                 raise InvalidRequestError(
                     "the ranks of this group have different numbers of samples, and the script's "
-                    "communication hook counts them alike. Try: drop_last=True in job.batches"
+                    "communication hook, or fully_shard whose shard dimension has one rank, counts "
+                    "them alike. Try: drop_last=True in job.batches"
                 )
             on = [set(each[1]) for each in found]
             holders = self.table.holders if self.table is not None else {}
@@ -263,12 +265,12 @@ class GroupModel:
             }
             return [
                 [each[0] for each in found],
-                [each[2] for each in found],
+                self._data_ranks([each[2] for each in found]),
                 sorted(everywhere),
                 len(somewhere) > len(everywhere),
             ]
 
-        own = [samples, sorted(absent), self.division.place.rank]
+        own = [samples, sorted(absent), self.division.data_rank]
         shares, data_ranks, everywhere, is_uneven = self._calls.gathered("push", own, combine)
         common = frozenset(everywhere)
         if is_uneven:  # a tensor that some ranks have used: the others add nothing
@@ -282,6 +284,12 @@ class GroupModel:
             moving = ByteRange(0, self._plan.section("buffer").stop)
             self._combine(cut(moving, size)[rank], ranks)
         return sum(samples for _, samples in ranks) if any(shares) else 0, common
+
+    def _data_ranks(self, found: Sequence[int | None]) -> Sequence[Any]:
+        """Return which part of a batch each rank computes; None: only the model can say it."""
+        if self.table is not None and None in found:
+            return self.table.data_ranks
+        return found
 
     def _clear(self, indices: Collection[int]) -> None:
         assert self._plan is not None
@@ -338,8 +346,8 @@ def _model(text: str) -> ModelSpec:
 
 
 def _spread(fields: Sequence[Any]) -> SpreadModel:
-    boxes, parameters, stage = fields
-    return SpreadModel(list(map(Box.from_json, boxes)), parameters, stage)
+    boxes, parameters, stages = fields
+    return SpreadModel(list(map(Box.from_json, boxes)), parameters, stages)
 
 
 def _full_model(found: Sequence[Any], ranks: Sequence[SpreadModel]) -> ModelSpec:

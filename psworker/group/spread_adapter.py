@@ -5,11 +5,14 @@ storage. Each rank copies its boxes: gradients out of the local tensors, weights
 """
 
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from functools import partial
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
@@ -18,10 +21,18 @@ from pscommon.core.model_spec import FLOATING, ROLES, Role
 from pscommon.core.partition import PartitionPlan
 from psworker.group.boxes import Box, SpreadModel
 from psworker.group.shared_model import GroupModel
-from psworker.model.adapter import refuse_sparse
-from psworker.model.change_detector import short, warn_of_overwritten
+from psworker.model.adapter import refuse_sparse, registration_check
+from psworker.model.change_detector import (
+    SAMPLE_TENSOR_COUNT,
+    SAMPLE_WORD_COUNT,
+    short,
+    warn_of_overwritten,
+    warn_of_unstored,
+)
 from psworker.model.flat_buffer import FlatBuffer, local_part
 from psworker.model.model_spec import OptimizerMembers, describe_model, persistent_buffers
+
+_NONE = torch.empty(0, dtype=torch.uint8)
 
 
 class LocalBox:
@@ -59,27 +70,51 @@ class LocalBox:
         self.last = local
         return local
 
-    def local_gradient(self) -> Tensor | None:
-        """Return this rank's part of the gradient; ranks call it together."""
-        tensor = self._read()
-        gradient = tensor.grad
-        if isinstance(gradient, DTensor) and isinstance(tensor, DTensor):
-            if gradient.placements != tensor.placements:  # parts that are still to be added up
-                gradient = gradient.redistribute(placements=tensor.placements)
-            return gradient.to_local()
-        if gradient is not None:
-            refuse_sparse(self.name, gradient)
-        return gradient
-
     def record(self) -> None:
         """Compare later values with the current ones, which are in `last`."""
         self._known = self.last.data_ptr(), self.last._version
 
-    def has_changed(self) -> bool:
-        """Return whether the script has set other values since `record`."""
-        local = self.local()
-        is_known = (local.data_ptr(), local._version) == self._known
-        return not is_known and not torch.equal(local.cpu(), self.weight)
+    def is_recorded(self) -> bool:
+        """Return whether `last` is the tensor of `record`, as far as torch shows changes."""
+        return (self.last.data_ptr(), self.last._version) == self._known
+
+
+class LocalBoxes(list[LocalBox]):
+    """This rank's boxes of one role, which notice what the script changes.
+
+    As in psworker.model.change_detector, a sample shows writes that torch's versions do not.
+    """
+
+    _sample: Mapping[torch.device, Tensor] = {}
+
+    def record(self) -> None:
+        """Compare later values with the current ones."""
+        for box in self:
+            box.record()
+        self._sample = self._sampled()
+
+    def changed(self) -> list[str]:
+        """Return the names of the boxes to which the script has given other values."""
+        for box in self:
+            box.local()
+        sample = self._sampled()
+        same = [key for key in sample if torch.equal(sample[key], self._sample.get(key, _NONE))]
+        return [
+            box.name
+            for box in self
+            if not (box.is_recorded() and box.last.device in same)
+            and not torch.equal(box.last.cpu(), box.weight)
+        ]
+
+    def _sampled(self) -> Mapping[torch.device, Tensor]:
+        """Return bytes of the boxes, by device: one comparison waits for a GPU."""
+        found: dict[torch.device, list[Tensor]] = {}
+        sampled = self[:: len(self) // SAMPLE_TENSOR_COUNT + 1]
+        for box in sampled:
+            stride = box.last.numel() * len(sampled) // SAMPLE_WORD_COUNT | 1
+            words = box.last.reshape(-1)[::stride].contiguous().view(torch.uint8)
+            found.setdefault(box.last.device, []).append(words)
+        return {device: torch.cat(words) for device, words in found.items()}
 
 
 class SpreadAdapter:
@@ -119,18 +154,25 @@ class SpreadAdapter:
                 "model.to_empty(device=job.device), then initialize it"
             )
         reduced = _reduced(model)
-        boxes = [_box(name, tensor, id(tensor) in reduced) for name, tensor in tensors.items()]
+        boxes = [_box(name, tensor, reduced.get(id(tensor))) for name, tensor in tensors.items()]
         self._boxes = [box for box in boxes if 0 not in box.sizes]
         self._readers = {
             name: (lambda tensor=tensor: tensor) if name in parameters else _reader(model, name)
             for name, tensor in tensors.items()
         }
-        shared.spread = SpreadModel(self._boxes, len(parameters), shared.stage)
+        networks = {f"{name}." if name else "": name for name in sorted(optimizers)}
+        stages = {
+            start: shared.stages.get(model.get_submodule(name)) for start, name in networks.items()
+        }
+        shared.spread = SpreadModel(self._boxes, len(parameters), stages)
         self._members = {
             name: {self.spec.tensors[index].name for index in indices}
             for name, indices in self.spec.trainable_of().items()
         }
-        self._has_warned = self._warns_again = False
+        trained = set().union(*self._members.values())
+        self._parameters = {name: each for name, each in parameters.items() if name in trained}
+        self._check_registered = registration_check(model, self._parameters)
+        self._has_warned = self._has_warned_of_frozen = self._warns_again = False
 
     @torch.no_grad()
     def attach(
@@ -147,7 +189,7 @@ class SpreadAdapter:
             index for index, tensor in enumerate(plan.spec.tensors) if tensor.role == "trainable"
         ]
         index_of = {tensor.name: index for index, tensor in enumerate(plan.spec.tensors)}
-        by_role: dict[Role, list[LocalBox]] = {role: [] for role in ROLES}
+        by_role: dict[Role, LocalBoxes] = {role: LocalBoxes() for role in ROLES}
         for box in self._boxes:
             index = index_of[box.name]
             added = LocalBox(box, index, self._readers[box.name], self._shared)
@@ -169,10 +211,17 @@ class SpreadAdapter:
     def gather(self, optimizer: str = "") -> frozenset[int]:
         """Write gradients of an optimizer's tensors, and buffers; as ModelAdapter.gather."""
         self.reattach()
+        self._check_registered()
         members, absent = self._members[optimizer], set()
+        # of tensors without a box, too: ranks add up parts together
+        gradients = {
+            name: _local_gradient(name, tensor)
+            for name, tensor in self._parameters.items()
+            if name in members
+        }
         targets, sources = [], []
         for box in self._trainable:
-            gradient = box.local_gradient() if box.name in members else None
+            gradient = gradients.get(box.name)
             if gradient is None:
                 absent.add(box.index)
             elif box.gradient is not None:
@@ -222,31 +271,46 @@ class SpreadAdapter:
 
         `reattach` or `attach` comes before: the script has not changed the tensors since.
         """
-        frozen = self._frozen if everything else []
-        for box in frozen:
+        roles = [self._trainable, self._buffers, *([self._frozen] if everything else [])]
+        for box in self._frozen if everything else ():
             box.local()
-        moving = [*self._trainable, *self._buffers, *frozen]
+        moving = list(chain(*roles))
         _copy([box.last for box in moving], [box.weight for box in moving])
-        for box in moving:
-            box.record()
+        for boxes in roles:
+            boxes.record()
         reshard(self._sharded)
 
     def keeps_changes(self) -> bool:
         """Return whether the script has set trained weights, which then stay for now."""
         reshard(self._sharded)
-        self._warns_again = self._warns_again or any(e.has_changed() for e in self._trainable)
+        self._warns_again = self._warns_again or bool(self._trainable.changed())
         return self._warns_again
 
     def reattach(self) -> None:
         """Warn of weights that the script has changed: others are written next."""
         reshard(self._sharded)
-        changed = [box.name for box in self._trainable if box.has_changed()]
+        changed = self._trainable.changed()
+        if not self._has_warned_of_frozen and (frozen := self._frozen.changed()):
+            self._has_warned_of_frozen = True
+            warn_of_unstored(short(frozen))
         for box in self._buffers:  # the script may have replaced it
             box.local()
         if changed and (self._warns_again or not self._has_warned):
             self._has_warned = True
             warn_of_overwritten(short(changed))
         self._warns_again = False
+
+
+def _local_gradient(name: str, tensor: Tensor) -> Tensor | None:
+    """Return this rank's part of a gradient; ranks call it together."""
+    gradient = tensor.grad
+    if isinstance(gradient, DTensor) and isinstance(tensor, DTensor):
+        if gradient.placements != tensor.placements:  # parts that are still to be added up
+            gradient = gradient.redistribute(placements=tensor.placements)
+        return gradient.to_local()
+    if gradient is not None:
+        refuse_sparse(name, gradient)
+    return gradient
 
 
 def _copy(targets: list[Tensor], sources: list[Tensor]) -> None:
@@ -271,23 +335,61 @@ def sharded_modules(model: nn.Module) -> list[FSDPModule]:
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
-def _box(name: str, tensor: Tensor, is_reduced: bool) -> Box:
+def _box(name: str, tensor: Tensor, mesh: DeviceMesh | None) -> Box:
+    """Return what this rank holds of a tensor. mesh: FSDP2 reduces its gradient over it."""
     if not isinstance(tensor, DTensor):
         return Box(name, (0,) * tensor.dim(), tuple(tensor.shape))
     (chunk,) = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]
-    ranks = tensor.device_mesh.mesh.flatten().tolist() if is_reduced else ()
-    return Box(name, tuple(chunk.offsets), tuple(chunk.sizes), tuple(ranks))
+    reduced = () if mesh is None else tuple(mesh.mesh.flatten().tolist())
+    place = tuple(chunk.offsets), tuple(chunk.sizes)
+    return Box(name, *place, reduced, _computed_by(tensor, set(reduced)))
 
 
-def _reduced(model: nn.Module) -> set[int]:
-    """Return the ids of the parameters whose gradients FSDP2 reduces."""
-    return {
-        id(parameter)
-        for module in model.modules()
-        if isinstance(module, FSDPModule)
-        for parameter in module.parameters()
-        if isinstance(parameter, DTensor)
-    }
+def _computed_by(tensor: DTensor, reduced: set[int]) -> tuple[int, ...]:
+    """Return the ranks that differ from this one only where a plan divides the tensor.
+
+    reduced: Ranks over which FSDP2 reduces the gradient: what differs among them is its part.
+    """
+    mesh, coordinate = tensor.device_mesh, tensor.device_mesh.get_coordinate()
+    assert coordinate is not None
+    index: list[int | slice] = [*coordinate]
+    for dimension, placement in enumerate(tensor.placements):
+        line: list[int | slice] = [*coordinate]
+        line[dimension] = slice(None)
+        if not placement.is_replicate() and not reduced.issuperset(mesh.mesh[tuple(line)].tolist()):
+            index[dimension] = slice(None)
+    return tuple(mesh.mesh[tuple(index)].flatten().tolist())
+
+
+def _param_groups(module: Any) -> list[Any]:
+    """Return what FSDP2 knows of a module's parameters, for which it has no public interface."""
+    state = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)  # not in older releases
+    return [e for e in (groups or [state._fsdp_param_group]) if e is not None]
+
+
+def _reduced(model: nn.Module) -> dict[int, DeviceMesh]:
+    """Return the mesh over which FSDP2 reduces the gradient of a parameter, by its id."""
+    found: dict[int, DeviceMesh] = {}
+    sharded: list[Any] = [*sharded_modules(model)]
+    for module in sharded:
+        try:
+            for group in _param_groups(module):
+                infos = [each._module_info for each in group.fsdp_params]
+                owned = [getattr(info.module, info.param_name) for info in infos]
+                found |= {id(parameter): group.mesh_info.mesh for parameter in owned}
+        except AttributeError:  # another torch
+            both = [(id(e), e.device_mesh) for e in module.parameters() if isinstance(e, DTensor)]
+            found |= {key: mesh for key, mesh in both if key not in found}
+    return found
+
+
+def has_only_replicas(module: FSDPModule) -> bool:
+    """Return whether FSDP2 reduces gradients over replicas only, without a reduce-scatter."""
+    with suppress(AttributeError):
+        meshes = [group.mesh_info for group in _param_groups(module)]
+        return any(e.mesh.size() > 1 and getattr(e, "shard_mesh_size", 1) == 1 for e in meshes)
+    return False
 
 
 def _reader(model: nn.Module, name: str) -> Callable[[], Tensor]:

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 from pscommon.core.errors import InvalidRequestError
 from psworker.core.group_place import GroupPlace
 from psworker.core.protocols import JobClient
+from psworker.group.boxes import different_data
 from psworker.group.client import GroupClient
 from psworker.group.data_division import place_in
 from psworker.model.adapter import ModelAdapter
@@ -67,6 +68,11 @@ def unwrapped(
             "a group excludes overlap, PS_OVERLAP and pipeline. Try: leave them out; "
             "DistributedDataParallel overlaps its reduction with backward"
         )
+    if not isinstance(model, nn.Module) and not hasattr(model, "submod"):
+        raise InvalidRequestError(
+            f"job.optimizer failed: {type(model).__name__} is no model. Try: a torch module, or a "
+            "pipeline stage; a rank has one stage"
+        )
     stage = None if isinstance(model, nn.Module) else model
     network = model if isinstance(model, nn.Module) else model.submod
     is_wrapped = isinstance(network, DistributedDataParallel)
@@ -97,7 +103,8 @@ def unwrapped(
 
     reshard(_sharded(inner))
     shared.expect("spread")
-    shared.stage = None if stage is None else stage.stage_index
+    if stage is not None:
+        shared.stages[inner] = stage.stage_index
     shared.division.expect(_data_place(inner, stage, ranks))
     return inner, partial(SpreadAdapter, shared)
 
@@ -140,6 +147,10 @@ def _data_place(model: nn.Module, stage: Stage | None, ranks: GroupPlace) -> Gro
 def data_place(client: JobClient, mesh: Any) -> GroupPlace:
     """Return which part of each batch this process computes. mesh: As of Job.batches."""
     if isinstance(client, GroupClient):
+        ranks = set(mesh.mesh.flatten().tolist()) if hasattr(mesh, "mesh") else set()
+        for box in client.model.spread.boxes:
+            if len(ranks.intersection(box.computed_by)) > 1:
+                raise different_data(box.computed_by, box.name)
         return client.model.division.divide(None if mesh is None else place_in(mesh))
     if mesh is not None:
         raise InvalidRequestError(
@@ -171,10 +182,13 @@ def weigh_by_samples(
     network = model if isinstance(model, nn.Module) else model.submod
     if not (sharded := _sharded(network)):
         return False
+    from psworker.group.spread_adapter import has_only_replicas
+
     # gradients that are not reduced yet (set_requires_gradient_sync) are nowhere to be seen
     network.register_forward_hook(partial(_watch_backward, watch))
     for module in sharded:
-        if not _set_reduction(module, WeighingReduceScatter(share, client)):
+        is_set = _set_reduction(module, WeighingReduceScatter(share, client))
+        if not is_set or has_only_replicas(module):
             client.model.expect_equal_parts()
     return True
 

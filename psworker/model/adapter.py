@@ -119,6 +119,8 @@ class ModelAdapter:
             "_parameters" if key in owner._parameters else "_buffers"
             for owner, key in zip(self._owners, self._keys, strict=True)
         ]
+        named = {name: self._tensors[name] for name in self.trainable.names}
+        self._check_registered = registration_check(self._model, named)
         self.weights.to_host([self._all_bytes]).synchronize()
         trainable, members = self.trainable, self.spec.trainable_of()
         self._members = {
@@ -158,6 +160,7 @@ class ModelAdapter:
         Returns:
             Spec indices of the trainable tensors of which no gradient is copied.
         """
+        self._check_registered()
         own = self._members.get(optimizer)
         if len(self.trainable.tensors) >= THREADED_TENSOR_COUNT:
             grads = self._gather_many(own)
@@ -348,6 +351,31 @@ class ModelAdapter:
         weight.copy_(current.detach())
         tensor.data = weight
         getattr(self._owners[index], self._kinds[index])[self._keys[index]] = tensor
+
+
+def registration_check(model: nn.Module, parameters: Mapping[str, Tensor]) -> Callable[[], None]:
+    """Return a function that refuses steps when a module has another parameter in a place.
+
+    It raises InvalidRequestError. A parameter may leave its place, as with parametrizations.
+    """
+    modules = dict(model.named_modules())
+    owned = [(modules[name.rpartition(".")[0]]._parameters, name) for name in parameters]
+    owned = [(slot, name) for slot, name in owned if isinstance(slot, dict)]  # not of TorchScript
+    slots, names = [slot for slot, _ in owned], [name for _, name in owned]
+    keys, known = [e.rpartition(".")[2] for e in names], [parameters[e] for e in names]
+
+    def check() -> None:
+        current = list(map(dict.get, slots, keys))
+        if not any(map(is_not, current, known)):
+            return
+        for name, now, before in zip(names, current, known, strict=True):
+            if now is not None and now is not before:
+                raise InvalidRequestError(
+                    f"{name} is another parameter since job.optimizer, and a step would not change "
+                    "it. Try: fully_shard, parallelize_module and new layers before job.optimizer"
+                )
+
+    return check
 
 
 def refuse_sparse(name: str, gradient: Tensor) -> None:

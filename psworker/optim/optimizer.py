@@ -65,9 +65,9 @@ class ServerOptimizer(torch.optim.Optimizer):
 
     Attributes:
         result: PushResult of the last step that was decided; None before the first. Status
-            "applied" or "duplicate": it counted. "stale": the policy found the gradient too
-            old, or the worker lost its membership and has rejoined (reason FENCED); then its
-            batches went back, and the model holds the job's newest weights.
+            "applied" or "duplicate": it counted. "stale": the policy found the gradient too old, or
+            the worker has rejoined (reason FENCED); its batches went back, and the model holds the
+            job's newest weights.
         pending: The last step only added its gradient to an update of several batches
             (`--global-batch`): it sent nothing, `result` belongs to the update before, and a
             scheduler that steps with every update must not step.
@@ -159,9 +159,9 @@ class ServerOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None, *, samples: int | None = None) -> Any:
         """Send the gradients, wait for the policy's decision, and load the newest weights.
 
-        A parameter whose grad is None stays as it is on all servers. In a script that uses
-        `job.batches`, a step without a gradient and without a new batch does nothing. The
-        samples of a step that GradScaler leaves out weigh nothing later.
+        A parameter whose grad is None stays as it is on all servers. With `job.batches`, a step
+        without a gradient and a new batch does nothing. Samples of a step that GradScaler leaves
+        out weigh nothing later.
 
         Args:
             closure: Evaluates the model and returns the loss, as in torch.
@@ -259,9 +259,8 @@ class ServerOptimizer(torch.optim.Optimizer):
         return max(least, self._session.consumed.weigh(step))
 
     def share(self) -> float:
-        """Return the part of this rank in the samples since the last step, of all ranks."""
-        step, place = self._next, self._session.client.place
-        return step.samples / step.all_samples if step.all_samples else 1 / place.size
+        """Return this rank's part in the samples of gradients that torch reduces now."""
+        return self._next.share(self._session.client.place.size)
 
     @property
     def _step_strategy(self) -> PlainStep:  # Lightning sets `_strategy` on its subclass
@@ -326,6 +325,7 @@ class ServerOptimizer(torch.optim.Optimizer):
 
     def close(self) -> None:
         """Remove the hooks of the parameters and of the script's optimizer."""
+        self._next.forget_samples()  # torch's reduction goes on, of equal parts
         self.watch.close()
         if self._original_hook is not None:
             self._original_hook.remove()

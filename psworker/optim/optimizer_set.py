@@ -69,31 +69,36 @@ class OptimizerSet:
             key: OptimizerMembers.of(optimizer, clip_norm_of(clip_norm), buffers),
         }
         _check_disjoint(members)
-        self._make_adapter = make_adapter
+        if self._make_adapter is not ModelAdapter:  # a network is spread over a group's ranks
+            make_adapter = self._make_adapter
         adapter = make_adapter(_joined(networks), members)
         register = partial(self._register_for_step, session)
         added = ServerOptimizer(optimizer, key, session, register)
         if is_single:
             self._register(session, network, adapter, {key: added}, strategy)
         self._networks, self._members = networks, members
+        self._make_adapter = make_adapter
         self._optimizers[key] = added
         added.refuse_original()
         return added
 
     def register(self, session: Session) -> None:
         """Register the model of several optimizers; without one, do nothing."""
-        if not self._networks:
-            return
-        # the script may have changed the networks since the calls of job.optimizer
+        if self._networks:
+            self._register(session, *self._described(), self._optimizers, "plain")
+
+    def _described(self) -> tuple[nn.Module, Adapter]:
+        """Return the networks as one module, as the script has changed them up to now."""
         module = _joined(self._networks)
-        adapter = self._make_adapter(module, self._members)
-        self._register(session, module, adapter, self._optimizers, "plain")
+        return module, self._make_adapter(module, self._members)
 
     def _register_for_step(self, session: Session) -> None:
         """Register the model. Gradients of weights that this changes do not count."""
-        parameters = [p for network in self._networks.values() for p in network.parameters()]
+        # first the adapter: FSDP2 may still have gathered parameters, and it lets them go
+        module, adapter = self._described()
+        parameters = list(module.parameters())
         before = [local_part(parameter).clone() for parameter in parameters]
-        self.register(session)
+        self._register(session, module, adapter, self._optimizers, "plain")
         are_equal = all(map(torch.equal, map(local_part, parameters), before))
         if any(session.client.model.each_rank(not are_equal)):
             for optimizer in self._optimizers.values():

@@ -35,8 +35,10 @@ class NextStep:
         all_samples: The same, of all ranks of the group.
         has_batches: A batch was received since the last step.
         weight: Those of them that count.
-        undecided: By loop, the newest batch: its samples, and how many changes of gradients were
-            known at its delivery.
+        own, total: Samples of this rank and of all ranks since torch last reduced gradients.
+        shares: This rank's part in the samples of each batch that counts, since then.
+        undecided: By loop, the newest batch: its samples, how many changes of gradients were
+            known at its delivery, and this rank's part in its samples.
         lost: Why the step must not count: its gradients are of another membership, or of weights
             that are not the job's.
         is_open: The step has the gradients of some batches of an update (--global-batch).
@@ -46,7 +48,8 @@ class NextStep:
 
     def __init__(self, gradients: Gradients) -> None:
         self.gradients = gradients
-        self.undecided: dict[int, tuple[int, int]] = {}
+        self.undecided: dict[int, tuple[int, int, float]] = {}
+        self.shares: set[float] = set()
         self.finish()
 
     def finish(self) -> None:
@@ -60,13 +63,39 @@ class NextStep:
         self.samples = self.all_samples = self.weight = 0
         self.has_batches = False
         self.undecided.clear()
+        self._forget_reduced()
+
+    def _forget_reduced(self) -> None:
+        self.own = self.total = 0
+        self.shares.clear()
+        self._is_reduced = False
+
+    def receive(self, loop: int, samples: int, all_samples: int, changes: int) -> None:
+        """Add a batch of a loop. changes: Known up to now."""
+        if self._is_reduced:
+            self._forget_reduced()
+        self.samples += samples
+        self.all_samples += all_samples
+        self.own += samples
+        self.total += all_samples
+        self.has_batches = True
+        self.undecided[loop] = samples, changes, samples / max(1, all_samples)
+
+    def share(self, size: int) -> float:
+        """Return this rank's part in the samples of gradients that torch reduces now.
+
+        size: Number of ranks with data of their own, which are alike without `job.batches`.
+        """
+        self._is_reduced = True
+        return self.own / self.total if self.total else 1 / size
 
     def decide(self, loops: Iterable[int], changes: int) -> None:
         """Decide whether the newest batches of these loops count. changes: Known up to now."""
         for loop in loops:
-            samples, known = self.undecided.pop(loop, (0, changes))
+            samples, known, share = self.undecided.pop(loop, (0, changes, 0.0))
             if changes > known:
                 self.weight += samples
+                self.shares.add(share)
 
     def void(self, samples: int) -> int:
         """Forget up to `samples` received samples if there is no gradient; return how many."""
@@ -76,12 +105,15 @@ class NextStep:
         if self.samples:  # ranks have equally large parts
             self.all_samples -= self.all_samples * unused // self.samples
         self.samples -= unused
-        self.weight = 0
+        self._forget_reduced()
+        self.own, self.total, self.weight = self.samples, self.all_samples, 0
         self.has_batches = self.has_batches and self.samples > 0
         return unused
 
     samples: int
     all_samples: int
+    own: int
+    total: int
     has_batches: bool
     weight: int
     lost: PSError | None
@@ -123,10 +155,7 @@ class ConsumedBatches:
         self.samples += samples or 0
         self.decide(key.loop)
         for step in self.steps if samples is not None else ():
-            step.samples += samples or 0
-            step.all_samples += all_samples
-            step.has_batches = True
-            step.undecided[key.loop] = samples or 0, self._changes
+            step.receive(key.loop, samples or 0, all_samples, self._changes)
             step.gradients.mark()
         self.shared = following is not None
         if samples is not None and following is not None:
@@ -164,14 +193,23 @@ class ConsumedBatches:
     def weigh(self, step: NextStep) -> int:
         """Return the samples of the gradients that a step is about to push.
 
+        One weight cannot make a mean of batches that ranks share in different ways: this raises
+        InvalidRequestError.
+
         If no batch counts, those that were just used do: their gradients came in a way that nothing
         shows. Without any gradient the batches count as zeros.
         """
         if not step.gradients.has_gradients():
             return step.samples
         self._find_changes()
-        used = sum(samples for samples, _ in step.undecided.values())
+        used = sum(samples for samples, *_ in step.undecided.values())
         step.decide([*step.undecided], self._changes)
+        if len(step.shares) > 1:
+            raise InvalidRequestError(
+                "the ranks of this group have added up gradients of batches that they share in "
+                "different ways, as an uneven last one. Try: drop_last=True in job.batches, or a "
+                "step for each batch"
+            )
         return step.weight or used
 
     def drop_gradients(self, step: NextStep) -> None:
@@ -183,8 +221,9 @@ class ConsumedBatches:
             step.gradients.mark()
         if len(self.steps) == 1:
             step.weight = 0
-            for loop, (samples, _) in step.undecided.items():
-                step.undecided[loop] = samples, self._changes
+            step.shares.clear()
+            for loop, (samples, _, share) in step.undecided.items():
+                step.undecided[loop] = samples, self._changes, share
 
     def void(self, samples: int) -> int:
         """Take the weight from all samples after the first `samples`, in steps without gradients.

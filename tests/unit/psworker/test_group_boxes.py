@@ -1,16 +1,20 @@
 """The boxes of a model that is spread over the ranks of a group, in its flat buffers."""
 
 from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 
 from pscommon.core.errors import InvalidRequestError, MismatchError
 from pscommon.core.model_spec import ModelSpec, OptimizerSettings, TensorSpec
 from pscommon.core.partition import PartitionPlan
 from psworker.group.boxes import Box, BoxTable, SpreadModel, counted, merged
 from psworker.model.flat_buffer import tensor_of
+from psworker.model.model_spec import OptimizerMembers
 
 SGD = OptimizerSettings("SGD")
 VALUES = torch.arange(35.0).view(5, 7)
@@ -133,6 +137,81 @@ def test_a_reduction_that_leaves_out_data_is_refused() -> None:
         table.combine(0, gradients, parts, [0, 1, 2, 3], [1] * 4)
 
 
+def on_a_mesh(rank: int, kind: str) -> tuple[SpreadModel, bool]:
+    """Return what a rank of a mesh (2, 2) holds, and whether its root has replicas only.
+
+    Collectives of torch do nothing.
+    """
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    from psworker.group.spread_adapter import SpreadAdapter, has_only_replicas
+
+    dist.init_process_group("fake", rank=rank, world_size=4, store=FakeStore())
+    try:
+        shape = (4, 1) if kind == "replicas" else (2, 2)
+        mesh = dist.init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp"))
+        model = nn.Sequential(nn.Linear(2, 4), nn.Linear(4, 1))
+        if kind in ("plan", "both"):
+            plan = {"0": ColwiseParallel(), "1": RowwiseParallel()}
+            parallelize_module(model, mesh["tp"], plan)  # type: ignore[arg-type]
+        if kind != "plan":
+            fully_shard(model, mesh=mesh["dp"] if kind == "both" else mesh)
+        shared: Any = SimpleNamespace(stages={})
+        optimizer = torch.optim.SGD(model.parameters(), lr=1)
+        SpreadAdapter(shared, model, {"": OptimizerMembers.of(optimizer, None, None)})
+        has_replicas = kind != "plan" and has_only_replicas(model)  # type: ignore[arg-type]
+        return shared.spread, has_replicas
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("kind", "reduced_over", "computed_by"),
+    [
+        ("plan", (), (2, 3)),
+        ("both", (1, 3), (2, 3)),
+        ("shards", (0, 1, 2, 3), (3,)),
+        ("replicas", (0, 1, 2, 3), (3,)),
+    ],
+)
+def test_a_mesh_tells_which_ranks_reduce_and_which_compute_together(
+    kind: str, reduced_over: Sequence[int], computed_by: Sequence[int]
+) -> None:
+    spread, has_replicas = on_a_mesh(3, kind)
+    first, *_ = spread.boxes
+    assert (first.name, first.reduced_over, first.computed_by) == (
+        "0.weight",
+        reduced_over,
+        computed_by,
+    )
+    assert has_replicas == (kind == "replicas"), "torch does not call the reduce-scatter"
+
+
+@pytest.mark.parametrize("is_reduced", [False, True], ids=["plan", "FSDP2 and plan"])
+def test_ranks_that_compute_together_have_the_same_data(is_reduced: bool) -> None:
+    ranks = [
+        SpreadModel([Box("w", (row, column), (1, 1), (), (rank // 2 * 2, rank // 2 * 2 + 1))], 1)
+        if is_reduced
+        else SpreadModel([Box("w", (0, column), (2, 1), (), (rank // 2 * 2, rank // 2 * 2 + 1))], 1)
+        for rank, (row, column) in enumerate([(0, 0), (0, 1), (1, 0), (1, 1)])
+    ]
+    plan = plan_of(TensorSpec("w", (2, 2), "float32"))
+    table = BoxTable(plan, ranks)
+    gradients, parts = memory_of(plan.nbytes), [memory_of(table.part_nbytes) for _ in ranks]
+    assert table.data_ranks == [0, 0, 2, 2], "if neither a model nor job.batches says it"
+    for data_ranks in ([0, 0, 1, 1], table.data_ranks):
+        table.combine(0, gradients, parts, data_ranks, [1] * 4)
+    for wrong in ([0, 1, 0, 1], [0, 1, 2, 3]):
+        with pytest.raises(InvalidRequestError, match=r"ranks \[0, 1\] compute w together"):
+            table.combine(0, gradients, parts, wrong, [1] * 4)
+
+
 def test_of_ranks_with_the_same_data_the_lowest_counts() -> None:
     assert counted([0, 1, 2, 3], [0, 0, 1, 1], [3, 3, 2, 2]) == [(0, 3), (2, 2)]
     assert counted([1, 3], [0, 0, 1, 1], [3, 3, 2, 2]) == [(1, 3), (3, 2)]
@@ -148,17 +227,24 @@ def test_stages_make_the_model_in_its_order() -> None:
     """Parameters come first, then buffers; the stage counts, not the rank."""
     last = ModelSpec((*tensors("c", "d"), *tensors("d_mean", role="buffer")), SGD)
     first = ModelSpec((*tensors("a"), *tensors("a_mean", role="buffer")), SGD)
-    model = merged([last, first], [SpreadModel([], 2, stage=1), SpreadModel([], 1, stage=0)])
+    model = merged([last, first], [SpreadModel([], 2, {"": 1}), SpreadModel([], 1, {"": 0})])
 
     assert [tensor.name for tensor in model.tensors] == ["a", "c", "d", "a_mean", "d_mean"]
+
+
+def test_a_network_without_stages_stays_in_its_place() -> None:
+    stages = [ModelSpec(tuple(tensors(name, "b.x", "c.x")), SGD) for name in ("a.out", "a.in")]
+    models = [SpreadModel([], 3, {"a.": stage, "b.": None, "c.": None}) for stage in (1, 0)]
+    found = merged(stages, models).tensors
+    assert [tensor.name for tensor in found] == ["a.in", "a.out", "b.x", "c.x"]
 
 
 def test_a_name_on_two_stages_is_refused() -> None:
     stages = [ModelSpec(tuple(tensors("0.weight")), SGD) for _ in range(2)]
     with pytest.raises(MismatchError, match=r"0\.weight is on the pipeline stages 0 and 1"):
-        merged(stages, [SpreadModel([], 1, stage=stage) for stage in range(2)])
+        merged(stages, [SpreadModel([], 1, {"": stage}) for stage in range(2)])
 
-    assert len(merged(stages, [SpreadModel([], 1, stage=0)] * 2).tensors) == 1, "a replica"
+    assert len(merged(stages, [SpreadModel([], 1, {"": 0})] * 2).tensors) == 1, "a replica"
 
 
 def test_ranks_that_describe_a_tensor_differently_are_refused() -> None:

@@ -15,11 +15,6 @@ from torch import Tensor, nn
 from pscommon.core.errors import InvalidRequestError, MismatchError
 from psworker import Job
 from psworker.client.local_client import LocalClient
-from psworker.core.group_place import GroupPlace
-from psworker.core.results import CollectiveCall
-from psworker.group.client import combined
-from psworker.group.data_division import DataDivision, place_in
-from psworker.model.gradient_watch import GradientWatch
 from tests.support.groups import as_group
 
 ROWS = torch.randn(32, 3, generator=torch.Generator().manual_seed(5))
@@ -131,6 +126,39 @@ def test_a_stage_beside_a_plain_model_is_an_error_on_all_ranks() -> None:
     as_group(2, LocalClient, script)
 
 
+@pytest.mark.parametrize("order", ["ab", "ba"])
+def test_a_plain_model_beside_stages(order: str) -> None:
+    """All ranks have model b, and the order of the calls does not matter."""
+
+    def script(job: Job, rank: int) -> list[float]:
+        stage: Any = stage_of(rank)
+        plain = nn.Linear(1, 1, bias=False)
+        nn.init.zeros_(plain.weight)
+        for name in order:
+            if name == "a":
+                job.optimizer(adam(stage.submod), stage, name="a")
+            else:
+                optimizer = job.optimizer(
+                    torch.optim.SGD(plain.parameters(), lr=1), plain, name="b"
+                )
+        for (x,) in job.batches((torch.arange(4.0)[:, None],), 2, shuffle=False):
+            optimizer.zero_grad()
+            plain(x).mean().backward()
+            optimizer.step()
+        return [plain.weight.item()]
+
+    assert as_group(2, LocalClient, script) == [[-3.0]] * 2
+
+
+def test_a_list_of_stages_is_refused() -> None:
+    def script(job: Job, rank: int) -> None:
+        stages: Any = [stage_of(rank)]
+        with pytest.raises(InvalidRequestError, match="a rank has one stage"):
+            job.optimizer(adam(stages[0].submod), stages)
+
+    as_group(2, LocalClient, script)
+
+
 def test_an_optimizer_of_other_parameters_is_refused() -> None:
     """As one that was made before fully_shard, which replaces the parameters."""
 
@@ -183,6 +211,46 @@ def test_weights_that_one_rank_changes_stay_for_an_evaluation(
     assert "b.weight" in caplog.text
 
 
+def test_changes_below_torch_and_of_frozen_parameters_are_reported(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Neither shows in the version of a trained tensor; frozen ones are in no saved file."""
+
+    def script(job: Job, rank: int) -> None:
+        stage = stage_of(rank)
+        first, *others = stage.submod.parameters()
+        job_optimizer = job.optimizer(torch.optim.SGD(others or [first], lr=0.1), stage)
+        for _ in range(2):
+            train(stage.submod, job_optimizer, ROWS)
+            if rank == 0:  # layer a: its bias is trained
+                others[0].data.fill_(7)
+            else:
+                first.data.fill_(7)  # layer b
+
+    as_group(2, LocalClient, script)
+    assert caplog.text.count("weights_changed_by_script") == 1
+    assert "a.bias" in caplog.text
+    assert caplog.text.count("frozen_changed_by_script") == 1
+    assert "b.weight" in caplog.text
+
+
+@pytest.mark.parametrize("kind", ["stage", "plain"])
+def test_parameters_that_are_replaced_later_are_refused(kind: str) -> None:
+    """As by fully_shard after job.optimizer: steps would count, and not move the model."""
+
+    def script(job: Job, rank: int) -> None:
+        stage = stage_of(rank)
+        layers = stage.submod if kind == "stage" else model()
+        optimizer = job.optimizer(adam(layers), stage if kind == "stage" else layers)
+        train(layers, optimizer, ROWS)
+        for layer in layers.values():
+            layer.weight = nn.Parameter(layer.weight.detach().clone())
+        with pytest.raises(InvalidRequestError, match="another parameter since job"):
+            train(layers, optimizer, ROWS)
+
+    as_group(2, LocalClient, script)
+
+
 def test_buffers_of_a_stage_stay_as_the_script_has_left_them() -> None:
     """A pass without a newer version keeps them; a buffer that was replaced counts, too."""
 
@@ -201,112 +269,3 @@ def test_buffers_of_a_stage_stay_as_the_script_has_left_them() -> None:
         return found
 
     assert as_group(2, LocalClient, script) == [[1, 2], [2, 4]]
-
-
-# ---- which ranks share data ------------------------------------------------------------------
-
-
-def mesh(coordinates: list[int] | None, *shape: int) -> Any:
-    return SimpleNamespace(
-        get_coordinate=lambda: coordinates, shape=shape, size=lambda: torch.Size(shape).numel()
-    )
-
-
-def test_a_mesh_names_the_part_of_a_batch() -> None:
-    assert place_in(mesh([1], 2)) == GroupPlace(1, 2)
-    assert place_in(mesh([1, 0], 2, 3)) == GroupPlace(3, 6)
-    for wrong in (mesh(None, 2), "dp"):
-        with pytest.raises(InvalidRequestError, match="no device mesh with this rank"):
-            place_in(wrong)
-
-
-ALONE, FIRST, ALL = GroupPlace(0, 1), GroupPlace(0, 2), GroupPlace(2, 4)
-
-
-def division_of(*steps: GroupPlace | str | None) -> DataDivision:
-    """Return the division after models with these places; a text is a call of job.batches."""
-    division = DataDivision(ALL)
-    for step in steps:
-        if isinstance(step, str):
-            division.divide(None)
-        else:
-            division.expect(step)
-    return division
-
-
-def test_models_say_which_ranks_share_data() -> None:
-    assert division_of().divide(None) == ALL
-    assert division_of(ALL).divide(None) == ALL
-    assert division_of(ALONE).divide(None) == ALONE
-    assert division_of().divide(FIRST) == FIRST, "a plain model says nothing"
-    assert division_of("batches", ALL).place == ALL
-
-
-def test_a_mesh_says_it_for_all_loaders() -> None:
-    division = division_of(None)
-    assert division.divide(FIRST) == FIRST
-    assert division.divide(None) == FIRST
-    division.expect(None)
-    with pytest.raises(InvalidRequestError, match="the same mesh in all calls"):
-        division.divide(ALL)
-
-
-@pytest.mark.parametrize("models", [[None], [ALONE, ALL]], ids=["two dimensions", "different"])
-def test_a_mesh_may_be_missing(models: list[GroupPlace | None]) -> None:
-    with pytest.raises(InvalidRequestError, match="does not say which ranks"):
-        division_of(*models).divide(None)
-    assert division_of(*models).divide(FIRST) == FIRST
-
-
-@pytest.mark.parametrize("place", [ALONE, ALL], ids=["tensor parallel", "DDP"])
-def test_a_mesh_that_contradicts_the_model_is_refused(place: GroupPlace) -> None:
-    with pytest.raises(InvalidRequestError, match="this mesh divides batches among 2 ranks"):
-        division_of(place).divide(FIRST)
-
-
-@pytest.mark.parametrize("place", [ALONE, None], ids=["tensor parallel", "two dimensions"])
-def test_batches_that_were_divided_before_the_model_are_refused(place: GroupPlace | None) -> None:
-    with pytest.raises(InvalidRequestError, match="before job"):
-        division_of("batches", place)
-
-
-def test_a_backward_counts_though_its_gradients_come_later() -> None:
-    """As with set_requires_gradient_sync(False) of FSDP2."""
-    watch = GradientWatch([nn.Parameter(torch.ones(1))])
-    watch.mark()
-    assert not watch.has_changed()
-    watch.record_backward()
-    assert watch.has_changed()
-    watch.mark()
-    assert not watch.has_changed()
-
-
-def test_a_mesh_needs_a_group() -> None:
-    with Job(LocalClient()) as job, pytest.raises(InvalidRequestError, match="mesh="):
-        job.batches((ROWS,), batch_size=8, mesh=mesh([0], 1))
-
-
-def test_a_plain_model_may_share_data_too() -> None:
-    """Ranks 0 and 1 have the rows of the first half, and a row counts once."""
-
-    def script(job: Job, rank: int) -> tuple[list[float], float]:
-        layer = nn.Linear(1, 1, bias=False)
-        nn.init.zeros_(layer.weight)
-        optimizer = job.optimizer(torch.optim.SGD(layer.parameters(), lr=1), layer)
-        rows, found = torch.arange(6.0)[:, None], []
-        shared = mesh([rank // 2], 2)
-        for (x,) in job.batches((rows,), batch_size=3, shuffle=False, mesh=shared):
-            found = x.flatten().tolist()
-            layer(x).mean().backward()
-            optimizer.step()
-        return found, layer.weight.item()
-
-    assert as_group(4, LocalClient, script) == [([0, 1, 2], -2.5)] * 2 + [([3, 4, 5], -2.5)] * 2
-
-
-def test_of_ranks_with_the_same_data_one_counts_in_all_reduce() -> None:
-    """The loss of a pipeline is on its last stage: the others pass no samples."""
-    calls = [CollectiveCall("all_reduce", {"x": x}, n) for x, n in ((0, 0), (4, 2), (0, 0), (1, 1))]
-    assert combined(calls, [0, 0, 1, 1]) == CollectiveCall("all_reduce", {"x": 3}, 3)
-    equal = [CollectiveCall("all_reduce", {"x": 2}, 5)] * 2
-    assert combined(equal, [0, 0]) == equal[0]
