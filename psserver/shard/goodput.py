@@ -4,9 +4,9 @@ import statistics
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
-from pscommon.core.log_entries import Apply, Reject
+from pscommon.core.log_entries import Apply, PushKey, Reject, Staged
 from psserver.durability.shard_state import ShardState
 from psserver.shard.observers import ShardObserver
 
@@ -35,6 +35,7 @@ class Goodput(ShardObserver):
         self._first_end = self._last_end = 0.0
         self._lost_seconds = 0.0
         self._lock = threading.Lock()  # several threads look at the time
+        self._state: ShardState | None = None
 
     def shares(self) -> dict[str, float | None]:
         """Return both numbers by name: samples and seconds."""
@@ -87,12 +88,15 @@ class Goodput(ShardObserver):
         self._new_ends.append(self._now())
 
     def on_reject(self, entry: Reject) -> None:
-        staged = self._state.machine.staged.get(entry.key)
+        staged = self._staged().get(entry.key)
         if staged is not None and entry.key.seq:  # 0: initial weights
             self._wasted += staged.samples
 
     def on_evict(self, worker: int) -> None:
-        staged = self._state.machine.staged
         self._wasted += sum(
-            push.samples for key, push in staged.items() if key.worker == worker and key.seq
+            push.samples for key, push in self._staged().items() if key.worker == worker and key.seq
         )
+
+    def _staged(self) -> Mapping[PushKey, Staged]:
+        """Return the pushes that are not decided: the engine calls observers first."""
+        return self._state.machine.staged if self._state is not None else {}
