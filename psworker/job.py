@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from pscommon.core.errors import InvalidRequestError, PSError
+from pscommon.core.limits import ALLREDUCE
 from pscommon.core.model_spec import Treatment
 from pscommon.telemetry.logs import get_logger
 from psworker.core.protocols import JobClient
@@ -139,7 +140,14 @@ class Job(JobFacts):
                 "and PS_OVERLAP"
             )
         strategy: StepStrategyName = "plain"
-        if pipeline and self.policy != "local":
+        if self.policy == ALLREDUCE:
+            if overlap or pipeline or name != DEFAULT_NAME:
+                raise InvalidRequestError(
+                    "policy allreduce excludes overlap, pipeline and named optimizers. Try: leave "
+                    "them out, or policy sync"
+                )
+            strategy = "reduced"
+        elif pipeline and self.policy != "local":
             strategy = "pipelined"
         elif overlap:
             strategy = "overlapped"

@@ -326,7 +326,11 @@ async def next_batch(
     if batches is None:
         service.check_goes_on()
         service.first_workers.check()
-        return pb.NextBatchResponse(waiting_for=service.waiting_for, version=service.version)
+        return pb.NextBatchResponse(
+            waiting_for=service.waiting_for,
+            version=service.version,
+            weights_wanted=service.wants_weights,
+        )
     answer = pb.NextBatchResponse(
         numbers=batches.numbers,
         end=batches.end,
@@ -382,7 +386,9 @@ async def collective(
         service.first_workers.check()
         with service.executor.step(quiet=True) as (recorder, now):
             waiting = waiting_for_call(recorder.coordinator, command.key, now)
-        return pb.CollectiveResponse(waiting_for=waiting or service.waiting_for)
+        return pb.CollectiveResponse(
+            waiting_for=waiting or service.waiting_for, weights_wanted=service.wants_weights
+        )
     return pb.CollectiveResponse(
         done=True, values=result.values, json=result.text, version=service.version
     )

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from pscommon.core.partition import ByteRange, cut
+from pscommon.parameters.partition import DTYPES, RoleBuffers, ShardPartition
 from pscommon.system.thread_team import ThreadTeam
-from psserver.parameters.partition import DTYPES, RoleBuffers, ShardPartition
 from psserver.parameters.staging import Staging
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from pscommon.core.errors import InvalidRequestError, SnapshotError
+from pscommon.core.log_entries import WEIGHT
 from pscommon.core.model_spec import ITEMSIZE, ROLES, ModelSpec, OptimizerSettings, Role, Scalar
 from pscommon.core.partition import ByteRange, PartitionPlan, TrainableRange, cut
 from pscommon.optim.specs import (
@@ -16,22 +17,19 @@ from pscommon.optim.specs import (
     all_groups_from_json,
     validate_model,
 )
-from pscommon.system.thread_team import ALONE, ThreadTeam
-from pscommon.wire.push import Part
-from psserver.parameters.finite_check import find_non_finite
-from psserver.parameters.gradient_mean import (
-    GradientMean,
-    mean_of_values,
-    scale_shares,
-    share_of_samples,
-)
-from psserver.parameters.optimizer import FlatOptimizer, StateReader
-from psserver.parameters.partition import (
+from pscommon.parameters.means import mean_of_values, scale_shares, share_of_samples
+from pscommon.parameters.optimizer import FlatOptimizer, StateReader
+from pscommon.parameters.partition import (
     RoleBuffers,
     ShardPartition,
     WorkerBuffer,
     raw,
 )
+from pscommon.parameters.state_images import StateImages, numbers_from_json
+from pscommon.system.thread_team import ALONE, ThreadTeam
+from pscommon.wire.push import Part
+from psserver.parameters.finite_check import find_non_finite
+from psserver.parameters.gradient_mean import GradientMean
 from psserver.parameters.push_groups import MAX_CACHED_TEXTS, parse_groups, read_groups
 from psserver.parameters.staging import Staging, StagingPool
 from psserver.parameters.weight_reads import WeightRead, WeightReads
@@ -83,6 +81,7 @@ class ParameterStore:
         self.parse_groups = lru_cache(most_texts)(partial(parse_groups, self._parts))
         self.read_groups = lru_cache(most_texts)(partial(read_groups, self._parts))
         self.clipped, self.averaged_last = clipped_optimizers(plan.spec), False
+        self._uploads: dict[str, memoryview] = {}
         self._optimizers = {
             name: FlatOptimizer(
                 self._partition, self._weights, self.settings(name), team, groups.start
@@ -129,6 +128,11 @@ class ParameterStore:
             is_server_memory=False,
             parts=parts,
         )
+
+    def stage_nothing(self) -> Staging:
+        """Return the staging of a push without bytes (policy allreduce)."""
+        every = frozenset[int]().union(*self._trainable.values())
+        return Staging(self._partition, RoleBuffers({}, {}), every, is_server_memory=False)
 
     def check_optimizer(self, staging: Staging, name: str) -> None:
         """Raise InvalidRequestError if a push cannot be a step of this optimizer."""
@@ -180,6 +184,24 @@ class ParameterStore:
         initial = staging.require_memory()
         for role in ROLES:
             self._weights[role].copy_(initial[role])
+
+    def take_upload(self, kind: str, staging: Staging) -> None:
+        """Take the weights that only workers had, after the optimizer's state, or one such state.
+
+        A state lies in place of the trainable tensors. A state that was not sent begins again.
+        """
+        if kind != WEIGHT:
+            self._uploads[kind] = raw(staging.require_memory()["trainable"].clone())
+            return
+        self._reads.freeze()
+        self.set_initial_weights(staging)
+        (optimizer,) = self._optimizers.values()
+        if staging.groups is not None:
+            optimizer.groups = staging.groups.values
+        start = self._partition.ranges["trainable"].start
+        numbers = numbers_from_json(staging.state_json)
+        optimizer.restore(StateImages(self._uploads, numbers, start))
+        self._uploads = {}
 
     def set_buffers(self, staging: Staging) -> None:
         """Copy the buffers without an average from a staging."""

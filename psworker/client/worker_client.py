@@ -18,6 +18,7 @@ from psworker.core.clock import Clock
 from psworker.core.group_place import ALONE, GroupPlace
 from psworker.core.results import CollectiveCall, CollectiveResult
 from psworker.exchange.model_exchange import ModelExchange
+from psworker.exchange.reduce_client import ReduceClient
 from psworker.session import metrics
 
 REJOIN_REASON = "comes back as a new worker"
@@ -106,6 +107,11 @@ class WorkerClient:
         return self.model.shards.plan
 
     @property
+    def reduction(self) -> ReduceClient:
+        """Requests of policy allreduce."""
+        return ReduceClient(self.model)
+
+    @property
     def version(self) -> int:
         """Version of the weights that were pulled last, the smallest over the shards."""
         return self.model.version
@@ -171,6 +177,8 @@ class WorkerClient:
                 membership.require_version(answer.version)
                 values = dict(zip(call.values, answer.values, strict=True))
                 return CollectiveResult(values, answer.json, answer.version)
+            if answer.weights_wanted:
+                self.model.offer_weights()
             try:
                 retry.handle_wait(answer.waiting_for)
             except WaitTimeoutError as error:

@@ -172,6 +172,13 @@ class ShardTransfer:
             yield self.plan.range(shard, "frozen")
 
 
+class EmptyTransfer(ShardTransfer):
+    """A push without bytes."""
+
+    def outgoing(self, shard: int) -> list[ByteRange]:
+        return []
+
+
 def digest_of(transfer: ShardTransfer, content: bytes) -> bytes:
     """Return a digest of a push's bytes and of `content`, the serialized header.
 

@@ -10,6 +10,7 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from pscommon.core.errors import InvalidRequestError
+from pscommon.core.limits import ALLREDUCE
 from psworker.core.protocols import JobClient
 from psworker.group.client import GroupClient
 
@@ -27,12 +28,16 @@ def unwrapped(model: nn.Module, client: JobClient, overlaps: bool) -> nn.Module:
 
     Raises:
         InvalidRequestError: This process is in no group, so torch would average over workers; or
-            the group has models of both kinds, or overlapping steps.
+            the group has models of both kinds, or overlapping steps, or policy allreduce.
     """
     if overlaps and isinstance(client, GroupClient):
         raise InvalidRequestError(
             "a group excludes overlap, PS_OVERLAP and pipeline. Try: leave them out; "
             "DistributedDataParallel overlaps its reduction with backward"
+        )
+    if client.policy == ALLREDUCE and isinstance(client, GroupClient):
+        raise InvalidRequestError(
+            "policy allreduce excludes groups: its workers are single processes. Try: policy sync"
         )
     is_wrapped = isinstance(model, DistributedDataParallel)
     if isinstance(client, GroupClient):

@@ -24,14 +24,16 @@ from psworker.session.drain import DrainedError
 from psworker.session.session import Session
 from psworker.steps.overlapped_step import OverlappedStep
 from psworker.steps.pipelined_step import PipelinedStep
+from psworker.steps.reduced_step import ReducedStep
 from psworker.steps.step import PlainStep, Push, StepContext
 
-StepStrategyName = Literal["plain", "overlapped", "pipelined"]
+StepStrategyName = Literal["plain", "overlapped", "pipelined", "reduced"]
 
 STEP_STRATEGIES: Mapping[StepStrategyName, type[PlainStep]] = {
     "plain": PlainStep,
     "overlapped": OverlappedStep,
     "pipelined": PipelinedStep,
+    "reduced": ReducedStep,
 }
 
 
@@ -75,7 +77,8 @@ class ServedModel:
         self._session, self._optimizers = session, optimizers
         model, strategy_class = session.client.model, STEP_STRATEGIES[strategy]
         plan = session.with_rejoin(lambda: model.agree(adapter.spec))
-        adapter.attach(plan, model.flat_buffers(), double_buffered=strategy_class.is_deferred)
+        is_apart = strategy_class.is_deferred or strategy_class.is_double_buffered
+        adapter.attach(plan, model.flat_buffers(), double_buffered=is_apart)
         session.with_rejoin(lambda: model.start(adapter.weights.memory))
         adapter.scatter(everything=True)
         self.first_version, self.update_counts = model.version, dict(model.update_counts)
@@ -88,8 +91,11 @@ class ServedModel:
                 self._rejoin_in_forward,
                 self.wait,
                 lambda push, result: optimizers[push.optimizer].record_outcome(push, result),
+                lambda: session.is_closed or session.stopping,
             )
         )
+        with torch.no_grad():
+            session.with_rejoin(self.strategy.begin)
 
     @torch.no_grad()
     def pull(self) -> None:
@@ -144,6 +150,7 @@ class ServedModel:
         path = Path(file)
         if problem := why_no_file(path):
             raise InvalidRequestError(f"job.save({fspath(file)!r}) failed: {problem}")
+        self._session.with_rejoin(self.strategy.publish)
         plan, memory, newest = self._session.client.newest()
         # names and order as this worker registered them: the servers may have registered the model
         # with an older release

@@ -44,6 +44,7 @@ class StepContext:
             body and rejoins the job; the model then has the job's weights.
         wait: Waits until no push is under way.
         record_outcome: Takes the outcome of a push that was decided after `push` returned.
+        is_closing: Returns whether the script makes no further step.
     """
 
     adapter: ModelAdapter
@@ -53,6 +54,7 @@ class StepContext:
     rejoin_in_forward: Callable[[], AbstractContextManager[None]]
     wait: Callable[[], None]
     record_outcome: Callable[[Push, PushResult], None]
+    is_closing: Callable[[], bool] = lambda: False
 
 
 class PlainStep:
@@ -62,15 +64,20 @@ class PlainStep:
 
     Attributes:
         is_deferred: `push` returns before the push is decided.
+        is_double_buffered: The client's weights are not those of the model.
         version: Version of the job whose buffers the model has.
     """
 
     is_deferred: ClassVar[bool] = False
+    is_double_buffered: ClassVar[bool] = False
 
     def __init__(self, context: StepContext) -> None:
         self._adapter = context.adapter
         self._model = context.client.model
         self.version = self._model.version
+
+    def begin(self) -> None:
+        """Get what a step needs beside the weights, once the model is registered."""
 
     def push(self, push: Push) -> PushResult | None:
         """Send the model's gradients; return the outcome, or None if it is not known yet."""
@@ -131,6 +138,9 @@ class PlainStep:
                 samples=0,
                 base=self.version,
             )
+
+    def publish(self) -> None:
+        """Let the servers have the newest weights; they have them if they make the steps."""
 
     def _is_agreed(self, own: bool) -> bool:
         """Return what rank 0 of this worker's group finds, so that all ranks decide alike."""

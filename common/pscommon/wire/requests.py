@@ -99,6 +99,7 @@ RETURN_BATCHES = Request(
 COLLECTIVE = Request(
     co.CollectiveRequest, co.CollectiveResponse, "worker", may_wait=True, may_repeat=True
 )
+REDUCE = Request(co.ReduceRequest, co.ReduceResponse, "worker", may_wait=True, may_repeat=True)
 REPORT_METRICS = Request(
     co.ReportMetricsRequest, co.ReportMetricsResponse, "worker", may_repeat=True
 )
@@ -129,9 +130,7 @@ EXCHANGE_ONCE = Request(
     name="ExchangeOnce",
 )
 
-READ_SHARD = Request(
-    shard_pb2.ReadShardRequest, shard_pb2.ReadShardResponse, "server", may_wait=True
-)
+READ_SHARD = Request(shard_pb2.ReadShardRequest, shard_pb2.ReadShardResponse, "read", may_wait=True)
 
 REPLICATE = Request(
     standby_pb2.ReplicateRequest, standby_pb2.ReplicateResponse, "server", may_wait=True

@@ -255,6 +255,9 @@ class PushPullHeader(google.protobuf.message.Message):
     SHARDS_FIELD_NUMBER: builtins.int
     OPTIMIZER_FIELD_NUMBER: builtins.int
     PARTS_FIELD_NUMBER: builtins.int
+    REDUCE_ROUND_FIELD_NUMBER: builtins.int
+    UPLOAD_FIELD_NUMBER: builtins.int
+    STATE_JSON_FIELD_NUMBER: builtins.int
     job: builtins.str
     worker: builtins.int
     seq: builtins.int
@@ -296,6 +299,19 @@ class PushPullHeader(google.protobuf.message.Message):
     """name of the optimizer whose step the push is; empty in a job with one optimizer. Trainable
     tensors of the other optimizers are in `absent`
     """
+    reduce_round: builtins.int
+    """policy allreduce: number of the reduce round whose sum the worker has. The push has no bytes, and
+    an update of it changes nothing on a shard
+    """
+    upload: builtins.str
+    """policy allreduce, with 0 samples: the push has weights that only workers have, all bytes of the
+    model. "weight": the weights, after all others of version `base`. Otherwise torch's name of an
+    optimizer state, in place of the trainable tensors
+    """
+    state_json: builtins.str
+    """upload of "weight": steps of each tensor and state with one number per tensor, as JSON
+    {"steps": {index: number}, "scalars": {name: {index: number}}}
+    """
     @property
     def batches(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Batch]:
         """batches of the data ledger that this push uses up"""
@@ -336,9 +352,12 @@ class PushPullHeader(google.protobuf.message.Message):
         shards: builtins.int = ...,
         optimizer: builtins.str = ...,
         parts: collections.abc.Iterable[global___Part] | None = ...,
+        reduce_round: builtins.int = ...,
+        upload: builtins.str = ...,
+        state_json: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_have", b"_have", "have", b"have"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_have", b"_have", "absent", b"absent", "base", b"base", "batches", b"batches", "groups_json", b"groups_json", "has_data", b"has_data", "have", b"have", "initial", b"initial", "job", b"job", "memory", b"memory", "min_version", b"min_version", "open", b"open", "optimizer", b"optimizer", "parts", b"parts", "pull", b"pull", "samples", b"samples", "seq", b"seq", "shards", b"shards", "term", b"term", "wait_ms", b"wait_ms", "worker", b"worker"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_have", b"_have", "absent", b"absent", "base", b"base", "batches", b"batches", "groups_json", b"groups_json", "has_data", b"has_data", "have", b"have", "initial", b"initial", "job", b"job", "memory", b"memory", "min_version", b"min_version", "open", b"open", "optimizer", b"optimizer", "parts", b"parts", "pull", b"pull", "reduce_round", b"reduce_round", "samples", b"samples", "seq", b"seq", "shards", b"shards", "state_json", b"state_json", "term", b"term", "upload", b"upload", "wait_ms", b"wait_ms", "worker", b"worker"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_have", b"_have"]) -> typing.Literal["have"] | None: ...
 
 global___PushPullHeader = PushPullHeader

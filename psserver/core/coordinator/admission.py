@@ -5,6 +5,7 @@ at the same time.
 """
 
 from pscommon.core.errors import InvalidRequestError
+from pscommon.core.limits import ALLREDUCE
 from pscommon.core.model_spec import ModelSpec
 from pscommon.core.partition import PartitionPlan
 from psserver.core.coordinator.machine import CoordinatorMachine
@@ -39,7 +40,15 @@ def check_registration(
 
 
 def check_switch(coordinator: CoordinatorMachine, policy: Policy, in_flight: int) -> None:
-    """Raise InvalidRequestError if a round under another policy does not fit --in-flight."""
+    """Raise InvalidRequestError for a switch to or from policy allreduce, and if a round under
+    another policy does not fit --in-flight.
+    """
+    before = coordinator.job.policy
+    if before.name != policy.name and "allreduce" in (before.name, policy.name):
+        raise InvalidRequestError(
+            f"policy {policy.name} refused: the job began with {before.name}, and allreduce keeps "
+            f"weights in other places. Try: restart the servers with `--policy {policy.name}`"
+        )
     if coordinator.job.model is not None:
         workers = len(coordinator.membership.registered())
         _check_round(
@@ -48,7 +57,14 @@ def check_switch(coordinator: CoordinatorMachine, policy: Policy, in_flight: int
 
 
 def check_reshard(coordinator: CoordinatorMachine, shards: int, in_flight: int) -> None:
-    """Raise InvalidRequestError if a round on `shards` servers does not fit --in-flight."""
+    """Raise InvalidRequestError if the job's policy excludes a reshard, or if a round on `shards`
+    servers does not fit --in-flight.
+    """
+    if coordinator.job.policy.name == ALLREDUCE:
+        raise InvalidRequestError(
+            "reshard refused: policy allreduce keeps the weights in the workers. Try: start the "
+            "job with another number of servers"
+        )
     if coordinator.job.model is not None:
         workers = len(coordinator.membership.registered())
         _check_round(

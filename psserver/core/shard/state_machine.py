@@ -28,6 +28,7 @@ from typing import Any
 
 from pscommon.core.entry_encoding import chained
 from pscommon.core.log_entries import (
+    WEIGHT,
     Apply,
     Begin,
     Cut,
@@ -85,6 +86,7 @@ class ShardMachine:
         version: Number of applied updates.
         index: Number of entries carried out.
         digest: Digest of these entries.
+        uploaded: Version of its weights where workers have newer ones (policy allreduce).
         begun: Whether it has weights.
         is_resharding: Whether it waits for its part of the model after a Reshard.
         staged: Pushes that are not decided.
@@ -97,6 +99,7 @@ class ShardMachine:
         self.version = 0
         self.index = 0
         self.digest = 0
+        self.uploaded = 0
         self.begun = False
         self.is_resharding = False
         self.staged: dict[PushKey, Staged] = {}
@@ -111,7 +114,7 @@ class ShardMachine:
 
     def restore(self, log_id: int, version: int, index: int) -> None:
         """Continue from a snapshot; the log begins after `index`."""
-        self.version, self.begun = version, True
+        self.version, self.uploaded, self.begun = version, version, True
         self.follow(log_id, index)
 
     def state(self) -> dict[str, Any]:
@@ -325,6 +328,8 @@ class ShardMachine:
     def _set_buffers(self, entry: SetBuffers) -> None:
         if self.is_resharding or self.missing(entry):
             raise self._invariant_error(entry)
+        if self.staged[entry.key].upload == WEIGHT:
+            self.uploaded = self.version
         self._decide(entry.key, PushOutcome("applied", self.version))
 
     def _invariant_error(self, entry: Apply | Measure | SetBuffers) -> LogInvariantError:
