@@ -54,7 +54,8 @@ def save_final_state(
         try:
             addresses = directory.addresses
             write_final_weights(engine.live, addresses, job, coordinator.job.model, save)
-            log.info("weights_written", file=str(save), version=engine.live.version)
+            version = engine.live.machine.weights_version
+            log.info("weights_written", file=str(save), version=version)
         except NotSavedError as error:
             problems.append(str(error))
     text = "; ".join(filter(None, problems))

@@ -30,13 +30,14 @@ from pscommon.wire.messages import (
 )
 from psproto.v1 import coordinator_pb2 as pb
 from psserver.coordinator.heartbeats import report_beside, standing
+from psserver.coordinator.reduce_handlers import largest_push_nbytes
 from psserver.coordinator.service import CoordinatorService
 from psserver.core.commands.data_commands import CallCollective, LeaseBatches, ReturnBatches
 from psserver.core.commands.recorder import Recorder
 from psserver.core.commands.request_checks import check_memory
 from psserver.core.commands.waiting import MAX_NAMED_COUNT, waiting_for_call
 from psserver.core.commands.worker_commands import Join, Leave, Register
-from psserver.core.coordinator.admission import check_registration, push_nbytes
+from psserver.core.coordinator.admission import check_registration
 from psserver.core.coordinator.data_requests import BatchesReply
 from psserver.core.coordinator.registration import RegistrationReply
 from psserver.core.data.data_ledger import DataLedger
@@ -211,7 +212,7 @@ async def _register(
     executor, worker, spec = service.executor, command.worker, command.spec
     shards, asked = executor.coordinator.job.shards, time.monotonic()
     check_memory(spec, shards, usable_memory())
-    nbytes = push_nbytes(spec, shards)
+    nbytes = largest_push_nbytes(spec, shards, executor.coordinator.job.policy.name)
 
     def ask(recorder: Recorder, now: float) -> RegistrationReply | None:
         coordinator = recorder.coordinator

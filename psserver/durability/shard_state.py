@@ -158,8 +158,8 @@ class ShardState:
                 self.loaded_store.set_initial_weights(initial)
             case SetBuffers():
                 staging = self.staged[entry.key].staging
-                if upload := self.machine.staged[entry.key].upload:
-                    self.loaded_store.take_upload(upload, staging)
+                if self.machine.staged[entry.key].upload:
+                    self.loaded_store.take_upload(staging)
                 else:
                     self.loaded_store.set_buffers(staging)
             case Apply() if self.machine.staged[entry.contributions[0].key].reduce_round:

@@ -161,12 +161,14 @@ class Exchange:
         store = live.require_store(header.shards)
         if header.reduce_round:
             return store.stage_nothing()
-        has_all = header.initial or bool(header.upload)
+        has_all = header.initial or header.upload
         if header.memory:
             buffers = traffic.shared_buffers.find(header)
             return store.stage_worker_buffer(buffers.gradients, header.absent, has_all, parts)
-        traffic.shared_buffers.check_network_allowed()
+        if not header.upload:  # it never comes through shared memory
+            traffic.shared_buffers.check_network_allowed()
         nbytes = store.nbytes if has_all else store.step_nbytes
+        nbytes += sum(span.nbytes for part in parts if part.state for span in part.ranges)
         claim = await traffic.budget.take(header.worker, nbytes, seconds, io, is_push=True)
         try:
             staging = store.allocate_staging(header.absent, has_all, parts)
@@ -200,10 +202,7 @@ class Exchange:
         if header.initial:
             return
         store = self._engine.live.require_store()
-        if header.upload:
-            check_upload(store.plan.spec, header.upload, header.state_json)
-            staging.state_json = header.state_json
-        elif not header.samples:
+        if not (header.samples or header.upload):
             if header.batches or store.has_gradients(staging):
                 raise InvalidRequestError("a push of no samples must have buffers only")
             return
@@ -211,6 +210,11 @@ class Exchange:
             store.check_optimizer(staging, header.optimizer)
         if header.groups_json:
             staging.groups = store.parse_groups(header.groups_json, header.optimizer)
+        if header.upload:
+            settings, groups = store.settings(header.optimizer), staging.groups
+            used = groups.values if groups is not None else settings.groups
+            check_upload(settings, used, staging.states, header.state_json)
+            staging.state_json = header.state_json
 
     # ---- the answer ------------------------------------------------------------------------------
 

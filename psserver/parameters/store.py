@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from pscommon.core.errors import InvalidRequestError, SnapshotError
-from pscommon.core.log_entries import WEIGHT
 from pscommon.core.model_spec import ITEMSIZE, ROLES, ModelSpec, OptimizerSettings, Role, Scalar
 from pscommon.core.partition import ByteRange, PartitionPlan, TrainableRange, cut
 from pscommon.optim.specs import (
@@ -81,7 +80,6 @@ class ParameterStore:
         self.parse_groups = lru_cache(most_texts)(partial(parse_groups, self._parts))
         self.read_groups = lru_cache(most_texts)(partial(read_groups, self._parts))
         self.clipped, self.averaged_last = clipped_optimizers(plan.spec), False
-        self._uploads: dict[str, memoryview] = {}
         self._optimizers = {
             name: FlatOptimizer(
                 self._partition, self._weights, self.settings(name), team, groups.start
@@ -185,23 +183,18 @@ class ParameterStore:
         for role in ROLES:
             self._weights[role].copy_(initial[role])
 
-    def take_upload(self, kind: str, staging: Staging) -> None:
-        """Take the weights that only workers had, after the optimizer's state, or one such state.
-
-        A state lies in place of the trainable tensors. A state that was not sent begins again.
-        """
-        if kind != WEIGHT:
-            self._uploads[kind] = raw(staging.require_memory()["trainable"].clone())
-            return
+    def take_upload(self, staging: Staging) -> None:
+        """Take the weights and the optimizer state that only workers had (policy allreduce)."""
         self._reads.freeze()
         self.set_initial_weights(staging)
         (optimizer,) = self._optimizers.values()
         if staging.groups is not None:
             optimizer.groups = staging.groups.values
-        start = self._partition.ranges["trainable"].start
+        images = {name: raw(state) for name, state in staging.states.items()}
         numbers = numbers_from_json(staging.state_json)
-        optimizer.restore(StateImages(self._uploads, numbers, start))
-        self._uploads = {}
+        start = self._partition.ranges["trainable"].start
+        optimizer.restore(StateImages(images, numbers, start))
+        self._count_changes(frozenset())
 
     def set_buffers(self, staging: Staging) -> None:
         """Copy the buffers without an average from a staging."""

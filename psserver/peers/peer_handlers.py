@@ -33,7 +33,7 @@ def _read_shard(
 ) -> Iterator[pb.ReadShardResponse]:
     """Yield the partition from before a reshard, or the current one."""
     identity.check_job(request.job)
-    source, version, uploaded = _find_source(live, request)
+    source, version = _find_source(live, request)
     if not request.kind:
         description = source.describe()
         holding = pb.Holding(
@@ -42,7 +42,6 @@ def _read_shard(
             groups_json=description.groups_json,
             scalars_json=scalars_to_json(description.scalars),
             version=version,
-            uploaded=uploaded,
         )
         yield pb.ReadShardResponse(holding=holding)
         return
@@ -53,11 +52,9 @@ def _read_shard(
             )
 
 
-def _find_source(
-    live: LiveShardState, request: pb.ReadShardRequest
-) -> tuple[PreviousShard, int, int]:
-    """Return what is requested, the version of the shard, and that of its newest upload."""
+def _find_source(live: LiveShardState, request: pb.ReadShardRequest) -> tuple[PreviousShard, int]:
+    """Return what is requested, and the version of the current weights."""
     if request.current:
-        with live.lock_weights(0) as (version, _):
-            return LocalShard(live), version, live.machine.uploaded
-    return live.wait_for_frozen(request.epoch, request.index, FREEZE_TIMEOUT_SECONDS), 0, 0
+        local = LocalShard(live)
+        return local, local.version
+    return live.wait_for_frozen(request.epoch, request.index, FREEZE_TIMEOUT_SECONDS), 0

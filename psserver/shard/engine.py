@@ -12,7 +12,6 @@ from typing import NamedTuple, Protocol
 
 from pscommon.core.errors import UnreachableError
 from pscommon.core.log_entries import (
-    WEIGHT,
     Apply,
     Cut,
     Entry,
@@ -368,7 +367,7 @@ def check_gradient(
 
     If the operator asked for it, NaN and Inf in gradients are replaced by zeros.
     """
-    if staged.reduce_round or staged.upload not in ("", WEIGHT):
+    if staged.reduce_round or staged.upload:
         return staged  # it has no gradient
     tensor = store.find_non_finite(staging)
     if tensor and rules.mends and not staging.initial:

@@ -32,12 +32,14 @@ class WorkerClient:
     Attributes:
         model: The job's model as flat buffers.
         data: Batches of the job's loops.
+        reduction: Requests of policy allreduce.
     """
 
     def __init__(self, connection: Connection, observes: bool, lanes: Lanes) -> None:
         self._connection = connection
         self.model = ModelExchange(connection, observes, lanes)
         self.data = BatchClient(connection, self.model)
+        self.reduction = ReduceClient(connection, self.model)
 
     @property
     def job(self) -> str:
@@ -105,11 +107,6 @@ class WorkerClient:
     def plan(self) -> PartitionPlan:
         """Partition of the model's bytes; InvalidRequestError before a model is registered."""
         return self.model.shards.plan
-
-    @property
-    def reduction(self) -> ReduceClient:
-        """Requests of policy allreduce."""
-        return ReduceClient(self.model)
 
     @property
     def version(self) -> int:

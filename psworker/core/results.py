@@ -108,6 +108,25 @@ class ReduceAnswer:
     is_partial: bool = False
 
 
+@dataclass(slots=True)
+class StoredState:
+    """Weights and optimizer state of the servers.
+
+    Attributes:
+        version: Their version.
+        states: The bytes of each optimizer state, in place of the whole flat buffer.
+        groups_json: Hyper-parameters of the groups.
+        steps: Steps of each tensor.
+        scalars: State with one number per tensor, by name and index of the tensor.
+    """
+
+    version: int
+    states: dict[str, bytearray] = field(default_factory=dict)
+    groups_json: str = ""
+    steps: dict[int, int] = field(default_factory=dict)
+    scalars: dict[str, dict[str, float]] = field(default_factory=dict)
+
+
 @dataclass(frozen=True, slots=True)
 class Lease:
     """Batches of a loop that this worker has leased.

@@ -262,7 +262,7 @@ class ModelExchange:
         base: int | None = None,
         optimizer: str = "",
         reduce_round: int = 0,
-        upload: str = "",
+        states: Mapping[str, memoryview] | None = None,
         state_json: str = "",
     ) -> PushResult:
         """Push, pull, or both.
@@ -282,7 +282,8 @@ class ModelExchange:
             optimizer: Name of the optimizer whose step this is. `absent` has the trainable
                 tensors of the others.
             reduce_round: Number of a reduce round: the push has no bytes.
-            upload, state_json: As in PushPullHeader: `gradients` has weights or optimizer state.
+            states, state_json: Of an upload, the optimizer state as in ShardTransfer and
+                PushPullHeader; `gradients` has the weights.
 
         Returns:
             The outcome of the push; "none" without a push.
@@ -294,8 +295,8 @@ class ModelExchange:
             transfer = shards.buffers.transfer(shards.plan, gradients, weights, absent)
             if reduce_round:
                 transfer = EmptyTransfer(shards.plan, gradients)
-            elif upload:
-                transfer = ShardTransfer(shards.plan, gradients, everything=True)
+            elif states is not None:
+                transfer = ShardTransfer(shards.plan, gradients, everything=True, states=states)
             if gradients is None:
                 return shards.record(*shards.run(transfer, ps.PushPullHeader(pull=pull)))
             if self._observes:
@@ -307,7 +308,7 @@ class ModelExchange:
                 groups_json=groups_json,
                 optimizer=optimizer,
                 reduce_round=reduce_round,
-                upload=upload,
+                upload=states is not None,
                 state_json=state_json,
             )
             content = header.SerializeToString(deterministic=True)

@@ -1,43 +1,26 @@
-"""A worker's requests under policy allreduce: reduce rounds, pushes without bytes, uploads."""
+"""A worker's requests under policy allreduce, beside its pushes: reduce rounds and downloads."""
 
 import json
 import socket
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 
 import grpc
 
-from pscommon.core.log_entries import WEIGHT, BatchKey
 from pscommon.settings.values import host_and_port
 from pscommon.wire.endpoint import Endpoint, open_channel
 from pscommon.wire.requests import READ_SHARD, REDUCE, Stub
 from pscommon.wire.status import translated
 from psproto.v1 import coordinator_pb2 as co
 from psproto.v1 import shard_pb2
-from psworker.core.results import PushResult, ReduceAnswer
+from psworker.connection.connection import Connection
+from psworker.core.results import ReduceAnswer, StoredState
 from psworker.exchange.model_exchange import ModelExchange
+
+ANY_ROUND = 1
+"""A number of a reduce round, where only the rest of the answer counts."""
 
 READ_SECONDS = 30.0
 SLOWEST_BYTES_PER_SECOND = 10e6
-
-
-@dataclass
-class StoredState:
-    """Weights and optimizer state of the servers.
-
-    Attributes:
-        version: Their version.
-        states: The bytes of each optimizer state, in place of the whole flat buffer.
-        groups_json: Hyper-parameters of the groups.
-        steps: Steps of each tensor.
-        scalars: State with one number per tensor, by name and index of the tensor.
-    """
-
-    version: int
-    states: dict[str, bytearray] = field(default_factory=dict)
-    groups_json: str = ""
-    steps: dict[int, int] = field(default_factory=dict)
-    scalars: dict[str, dict[str, float]] = field(default_factory=dict)
 
 
 class ReduceClient:
@@ -46,14 +29,14 @@ class ReduceClient:
     A new membership numbers its requests from 1.
     """
 
-    def __init__(self, exchange: ModelExchange) -> None:
-        self._exchange = exchange
+    def __init__(self, connection: Connection, exchange: ModelExchange) -> None:
+        self._connection, self._exchange = connection, exchange
         self._asked: tuple[int, int] = 0, 0  # worker, and number of its newest request
 
     @property
     def own_host(self) -> str:
         """The address of this host by which other workers reach it, as the servers do."""
-        address = self._exchange.shards.connection.transport.addresses[0]
+        address = self._connection.transport.addresses[0]
         host, port = host_and_port(address)
         family, *_, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
@@ -69,7 +52,7 @@ class ReduceClient:
         is_partial: bool = False,
     ) -> ReduceAnswer:
         """Return the next round of this worker. The arguments are those of `ReduceRequest`."""
-        connection = self._exchange.shards.connection
+        connection = self._connection
         membership = connection.membership
         worker, number = self._asked
         number = number + 1 if worker == membership.worker else 1
@@ -104,13 +87,23 @@ class ReduceClient:
                 )
             retry.handle_wait(answer.waiting_for)
 
-    def look_at(self, number: int) -> tuple[bool, int]:
-        """Return whether a round is open, and the version of the weights that the servers have."""
-        connection = self._exchange.shards.connection
+    def is_open(self, number: int) -> bool:
+        """Return whether a reduce round is open."""
+        return self._look_at(number).open
+
+    def uploaded_version(self) -> int:
+        """Return the version of the weights that the servers have."""
+        return self._look_at(ANY_ROUND).uploaded
+
+    def _look_at(self, number: int) -> co.ReduceResponse:
+        connection = self._connection
         membership = connection.membership
         request = co.ReduceRequest(job=membership.job, worker=membership.worker, within=number)
-        answer = connection.new_retry(f"reduce round {number}").ask(REDUCE, request)
-        return answer.open, answer.uploaded
+        return connection.new_retry(f"reduce round {number}").ask(REDUCE, request)
+
+    def generation(self) -> int:
+        """Return the number of this start of the servers."""
+        return self._look_at(ANY_ROUND).generation
 
     def set_version(self, version: int) -> None:
         """Note the version of the weights that this worker has, which scripts see."""
@@ -118,52 +111,14 @@ class ReduceClient:
 
     @property
     def worker(self) -> int:
-        return self._exchange.shards.connection.membership.worker
-
-    def push(
-        self,
-        number: int,
-        samples: int,
-        base: int,
-        batches: Sequence[BatchKey],
-        groups_json: str,
-    ) -> PushResult:
-        """Send the push of a round, without bytes, and wait for its outcome."""
-        gradients, _ = self._exchange.flat_buffers()
-        return self._exchange.exchange(
-            gradients=gradients,
-            weights=None,
-            samples=samples,
-            batches=batches,
-            groups_json=groups_json,
-            base=base,
-            reduce_round=number,
-        )
-
-    def upload(
-        self, kind: str, memory: memoryview, version: int, groups_json: str, state_json: str
-    ) -> bool:
-        """Send weights or an optimizer state of the newest version to the servers.
-
-        Return False if they have a newer version.
-        """
-        result = self._exchange.exchange(
-            gradients=memory,
-            weights=None,
-            samples=0,
-            groups_json=groups_json,
-            base=version,
-            upload=kind,
-            state_json=state_json,
-        )
-        return result.status in ("applied", "duplicate")
+        return self._connection.membership.worker
 
     def download(self, weights: memoryview) -> StoredState:
-        """Read weights and optimizer state from the servers, of one upload on all of them.
+        """Read optimizer state from the servers, and weights into memory for the flat buffer.
 
-        weights: Memory for the whole flat buffer.
+        All shards have one version of them.
         """
-        connection = self._exchange.shards.connection
+        connection = self._connection
         retry = connection.new_retry("reading weights and optimizer state")
         while True:
             found = StoredState(0)
@@ -195,11 +150,11 @@ class _ShardReader:
             found.scalars.setdefault(name, {}).update(values)
         for kind in before.kinds:
             target = weights
-            if kind != WEIGHT:
+            if kind != "weight":
                 target = memoryview(found.states.setdefault(kind, bytearray(weights.nbytes)))
             for answer in self._ask(kind, weights.nbytes):
                 target[answer.start : answer.start + len(answer.data)] = answer.data
-        return {before.uploaded, self._describe().uploaded}
+        return {before.version, self._describe().version}
 
     def _describe(self) -> shard_pb2.Holding:
         return next(iter(self._ask("", 0))).holding

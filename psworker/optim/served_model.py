@@ -150,8 +150,7 @@ class ServedModel:
         path = Path(file)
         if problem := why_no_file(path):
             raise InvalidRequestError(f"job.save({fspath(file)!r}) failed: {problem}")
-        self._session.with_rejoin(self.strategy.publish)
-        plan, memory, newest = self._session.client.newest()
+        plan, memory, newest = self._session.with_rejoin(self.strategy.newest)
         # names and order as this worker registered them: the servers may have registered the model
         # with an older release
         own = {tensor.name: tensor for tensor in self.adapter.spec.tensors}

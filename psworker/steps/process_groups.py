@@ -1,13 +1,19 @@
-"""Process groups of torch.distributed for policy allreduce, one for each membership.
+"""Process groups of torch.distributed for policy allreduce, one for each set of workers.
 
-The first worker of a group has the store in which the workers find each other. A group whose
-member is lost stays stuck; the next one works beside it.
+The first worker of a group has the store in which the workers find each other.
+
+An operation cannot be ended: where a member is stopped, gloo's thread waits in it, and writes to
+its memory when the member goes on, perhaps much later. So an operation that is given up keeps its
+group and its memory, and the next round has others.
 """
 
+import ctypes
+import socket
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed
 from torch import Tensor
 
@@ -23,8 +29,10 @@ CONNECT_SECONDS = 4.0
 CHECK_INTERVAL_SECONDS = 0.5
 """Time between two questions whether a round is still open."""
 
-LONGEST_SECONDS = 24 * 3600.0
-"""gloo's own limit of an operation; the coordinator decides earlier."""
+OPERATION_SECONDS = 120.0
+"""Time without progress after which gloo ends an operation, and frees its memory. The coordinator
+decides earlier, unless the lease is longer: then the round is void.
+"""
 
 
 class ReduceFailedError(PSError):
@@ -32,21 +40,61 @@ class ReduceFailedError(PSError):
 
 
 class ProcessGroups:
-    """The store of this worker and its newest process group. One thread uses it."""
+    """The store of this worker, its newest process group, and the memory of its operations.
 
-    def __init__(self, host: str) -> None:
-        """host: The address at which other workers reach this one."""
+    Invariant: no operation of a group before the current one writes to `memory`, and operations
+    write to no other memory of the caller. One thread uses it.
+
+    Attributes:
+        memory: Bytes for the caller's operations; a failed operation takes them away.
+        address: HOST:PORT of this worker's store.
+    """
+
+    def __init__(self, host: str, nbytes: int) -> None:
+        """Listen on one address only.
+
+        Args:
+            host: The address at which other workers reach this one.
+            nbytes: Size of `memory`.
+        """
+        self.memory = torch.empty(nbytes, dtype=torch.uint8)
         self._host = host
-        self._store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
-        self.address = f"{host}:{self._store.port}"
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        listener = socket.create_server((host, 0), family=family)  # torch's listens on all
+        port = listener.getsockname()[1]
+        self._store: Any = dist.TCPStore(
+            host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+        )
+        self.address = f"{host}:{port}"
         self._number = 0
         self._group: Any = None
-        self._stuck: list[Any] = []  # destroying one would wait for its operations
+        self._works: Sequence[Any] = ()  # the newest operations of the group
+        self._given_up: list[tuple[Any, Sequence[Any]]] = []
 
     def drop(self) -> None:
-        """Let the next round have another group."""
-        self._stuck.append(self._group)
-        self._number, self._group = 0, None
+        """Let the next round have another group, and memory that no operation uses."""
+        self._forget_ended()
+        if self._group is not None:
+            self._given_up.append((self._group, self._works))
+            self.memory = torch.empty_like(self.memory)
+        self._number, self._group, self._works = 0, None, ()
+
+    def close(self) -> None:
+        """Free store, groups and threads. May be called again."""
+        self._given_up.append((self._group, self._works))
+        self._group, self._works, self._store = None, (), None
+        self._forget_ended()
+        for group, _ in self._given_up:
+            # its destructor would wait for the operation, and so would the end of the process
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+        self._given_up = []
+
+    def _forget_ended(self) -> None:
+        self._given_up = [
+            (group, works)
+            for group, works in self._given_up
+            if not all(work.is_completed() for work in works)
+        ]
 
     def connect(self, found: ReduceAnswer, worker: int) -> None:
         """Form the group of a round, unless it exists.
@@ -56,48 +104,80 @@ class ProcessGroups:
         """
         if self._group is not None and found.group == self._number:
             return
-        if self._group is not None:
-            self.drop()
+        self.drop()
         host, _, port = found.address.rpartition(":")
         try:
             store = dist.TCPStore(
                 host, int(port), is_master=False, timeout=timedelta(seconds=CONNECT_SECONDS)
             )
-            own: Any = dist.ProcessGroupGloo
-            options = own._Options()
-            options._devices = [own.create_device(hostname=self._host)]
+            gloo: Any = dist.ProcessGroupGloo
+            options = gloo._Options()
+            options._devices = [gloo.create_device(hostname=self._host)]
             options._timeout = timedelta(seconds=CONNECT_SECONDS)
             prefix = dist.PrefixStore(f"group {found.group}", store)
-            rank = found.workers.index(worker)
-            self._group = own(prefix, rank, len(found.workers), options)
-            self._store_in_use = store
+            self._group = gloo(prefix, found.workers.index(worker), len(found.workers), options)
         except RuntimeError as error:
             raise ReduceFailedError(f"the process group failed: {_first_line(error)}") from None
         self._number = found.group
 
-    def sum(self, tensors: Sequence[Tensor], is_open: Callable[[], bool]) -> None:
-        """Add up tensors over the group, in place."""
-        options: Any = dist.AllreduceOptions()
-        options.timeout = timedelta(seconds=LONGEST_SECONDS)
-        self._wait([self._group.allreduce([each], options) for each in tensors], is_open)
+    def reduce(
+        self, sums: Sequence[Tensor], own: Tensor, is_open: Callable[[], bool]
+    ) -> list[Tensor]:
+        """Add up tensors over the group, in place, and return `own` of each worker, in order.
+
+        sums: Views of `memory`, or tensors of no other use, like `own`.
+
+        Raises:
+            ReduceFailedError: The round is void.
+        """
+        adding = _options(dist.AllreduceOptions())
+        collecting = _options(dist.distributed_c10d.AllgatherOptions())
+        found = [torch.empty_like(own) for _ in range(self._group.size())]
+        works = [self._group.allreduce([each], adding) for each in sums]
+        if len(own):
+            works.append(self._group.allgather([found], [own], collecting))
+        self._wait(works, is_open)
+        return found
 
     def send(self, tensor: Tensor, source: int, is_open: Callable[[], bool]) -> None:
-        """Copy a tensor of the worker at this place of the group to all others, in place."""
-        options: Any = dist.BroadcastOptions()
-        options.timeout = timedelta(seconds=LONGEST_SECONDS)
+        """Copy a tensor of the worker at this place of the group to all others, in place.
+
+        The tensor is of no other use. Errors as in `reduce`.
+        """
+        options = _options(dist.BroadcastOptions())
         options.rootRank, options.rootTensor = source, 0
         self._wait([self._group.broadcast([tensor], options)], is_open)
 
     def _wait(self, works: Sequence[Any], is_open: Callable[[], bool]) -> None:
-        for work in works:
-            while True:
-                try:
-                    work.wait(timedelta(seconds=CHECK_INTERVAL_SECONDS))
-                    break
-                except RuntimeError as error:
-                    if work.is_completed() or not is_open():
-                        text = f"the reduce failed: {_first_line(error)}"
-                        raise ReduceFailedError(text) from None
+        self._works = works
+        try:
+            for work in works:
+                while not _has_ended(work):
+                    if not is_open():
+                        raise ReduceFailedError("the reduce failed: its round is void")
+        except BaseException:  # also one of `is_open`, and of a signal
+            self.drop()
+            raise
+
+
+def _has_ended(work: Any) -> bool:
+    """Wait for an operation; return whether it has ended.
+
+    Raises:
+        ReduceFailedError: It has failed.
+    """
+    try:
+        work.wait(timedelta(seconds=CHECK_INTERVAL_SECONDS))
+    except RuntimeError as error:
+        if work.is_completed():
+            raise ReduceFailedError(f"the reduce failed: {_first_line(error)}") from None
+        return False
+    return True
+
+
+def _options(options: Any) -> Any:
+    options.timeout = timedelta(seconds=OPERATION_SECONDS)
+    return options
 
 
 def _first_line(error: Exception) -> str:

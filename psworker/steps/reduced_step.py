@@ -2,27 +2,30 @@
 
 Theory of operation:
 
-- This worker has the weights and the optimizer state of version `version`.
-- A step asks for a reduce round. Before a round of gradients, other rounds may come: this worker
-  gets the newest weights, sends them to another one, or uploads them.
+- The client's buffer of weights (`adapter.weights.host`) has the weights of `_held`, a version; the
+  optimizer has its state. They change by steps of this worker, and by rounds of weights: also while
+  the script waits or computes, if another worker needs them.
+- The model has the weights of `version`. It takes those of the client's buffer in a step and in a
+  pull. So what the script does to its weights between two steps is overwritten, as it is by those
+  of servers.
+- A step asks for a reduce round. A gradient counts only if it is of the newest weights: if others
+  arrive first, the step is stale.
 - The gradients are added up, weighted by samples. Then a push without bytes goes to the servers.
 - Once the push counts, every worker of the round makes the same step.
 - A void round makes the step stale: its batches go back.
-- The weights of `adapter.weights.host` change only here, so what the script does to its model
-  between two steps is overwritten, as it is by the servers' weights.
 """
 
 import json
 import math
 import threading
-from collections.abc import Callable
-from typing import Any, ClassVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import ClassVar, cast
 
 import torch
 from torch import Tensor
 
-from pscommon.core.errors import NonFiniteError
-from pscommon.core.log_entries import WEIGHT, clip_factor
+from pscommon.core.errors import NonFiniteError, PSError
+from pscommon.core.log_entries import clip_factor
 from pscommon.core.partition import PartitionPlan
 from pscommon.optim.specs import (
     all_groups_from_json,
@@ -30,20 +33,39 @@ from pscommon.optim.specs import (
     groups_to_json,
     validate_model,
 )
-from pscommon.parameters.means import blocks_of_mean, squares_of_mean, total
+from pscommon.parameters.finite_values import find_in_buffers, find_in_gradients
+from pscommon.parameters.means import (
+    blocks_of_mean,
+    mean_of_values,
+    share_of_samples,
+    squares_of_mean,
+    total,
+)
 from pscommon.parameters.optimizer import FlatOptimizer
-from pscommon.parameters.partition import ShardPartition
+from pscommon.parameters.partition import (
+    BLOCK_BYTES,
+    RoleBuffers,
+    SameGradientRange,
+    ShardPartition,
+    raw,
+)
 from pscommon.parameters.state_images import (
     StateImages,
     images_of,
     numbers_from_json,
     numbers_to_json,
 )
-from pscommon.system.thread_team import ThreadTeam, cores
+from pscommon.system.thread_team import ThreadTeam
 from pscommon.telemetry.logs import get_logger
+from psworker.core.protocols import ReducingClient
 from psworker.core.results import PushResult, ReduceAnswer
+from psworker.model.flat_buffer import tensor_of
 from psworker.steps.process_groups import ProcessGroups, ReduceFailedError
 from psworker.steps.step import PlainStep, Push, StepContext
+
+MAX_OPTIMIZER_THREADS_COUNT = 4
+
+BLOCK_ELEMENTS = BLOCK_BYTES // 4
 
 log = get_logger(__name__)
 
@@ -55,270 +77,337 @@ class ReducedStep(PlainStep):
 
     def __init__(self, context: StepContext) -> None:
         super().__init__(context)
-        client: Any = context.client
-        self._context, self._reduction = context, client.reduction
-        self._groups = ProcessGroups(self._reduction.own_host)
-        spec = validate_model(client.plan.spec)
-        self._spec, self._settings = spec, spec.parts()[""].settings
-        self._partition = ShardPartition(PartitionPlan(spec, 1), 0)
-        self._nbytes = self._partition.plan.nbytes
+        # Job.optimizer uses this strategy with no other client
+        self._client = client = cast(ReducingClient, context.client)
+        self._is_closing = context.is_closing
+        self._reduction = client.reduction
+        self._spec = validate_model(client.plan.spec)
+        self._settings = self._spec.parts()[""].settings
+        self._partition = ShardPartition(PartitionPlan(self._spec, 1), 0)
+        self._groups = ProcessGroups(self._reduction.own_host, self._partition.step_nbytes)
         self._weights = self._partition.split_flat(self._adapter.weights.host)
-        self._sums = self._partition.split_flat(self._adapter.gradients.host)
-        team = ThreadTeam(min(4, cores()))
+        self._own = self._partition.split_flat(self._adapter.gradients.host)
+        team = ThreadTeam(min(MAX_OPTIMIZER_THREADS_COUNT, torch.get_num_threads()))
         self._optimizer = FlatOptimizer(self._partition, self._weights, self._settings, team)
-        self._own_version: int | None = None
+        self._state_nbytes = self._partition.plan.section("trainable").stop
+        self._sums = self._partition.split_packed(self._groups.memory)
+        self._buffers: Sequence[Tensor] = ()  # of each worker of the newest round
+        self._held: int | None = None
+        self._generation = 0  # the start of the servers that `_held` belongs to
+        self._is_member = True
         self._lock = threading.Lock()
         client.model.offer_with(self._offer)
 
-    # ---- rounds ----------------------------------------------------------------------------------
+    # ---- weights ---------------------------------------------------------------------------------
 
     def begin(self) -> None:
         """Get the newest weights, and the optimizer state."""
+        if self._generation != (now := self._reduction.generation()):
+            self._held, self._generation = None, now  # after a rollback versions are others
         with self._lock:
             self._synchronize()
-        self._adapter.scatter(everything=True)
+            self._load(everything=True)
 
-    def _offer(self) -> None:
-        """Send the weights to a worker that waits for them while this one waits elsewhere."""
-        if self._own_version is not None and self._lock.acquire(blocking=False):
-            try:
-                self._synchronize()
-            finally:
-                self._lock.release()
+    def renew(self) -> None:
+        """Get the job's weights: the worker has a new membership."""
+        self._adapter.reattach()
+        self._is_member = True
+        self.begin()
 
-    def _synchronize(self) -> None:
-        while (found := self._ask(0)).kind != "none":
-            self._carry_out(found)
-        assert self._own_version is not None
-        self._note_version(self._own_version)
-
-    def _note_version(self, version: int) -> None:
-        self._own_version = self.version = version
-        self._reduction.set_version(version)
-
-    def _ask(self, samples: int, groups_json: str = "", is_partial: bool = False) -> ReduceAnswer:
-        answer: ReduceAnswer = self._reduction.ask(
-            self._own_version, samples, self._groups.address, groups_json, is_partial
-        )
-        return answer
-
-    def _carry_out(self, found: ReduceAnswer) -> None:
-        """Do what a round without gradients is for."""
-        if found.kind == "download":
-            stored = self._reduction.download(self._adapter.weights.memory)
-            images = {name: memoryview(image) for name, image in stored.states.items()}
-            numbers = json.dumps({"steps": stored.steps, "scalars": stored.scalars})
-            self._restore(stored.version, images, stored.groups_json, numbers)
-        elif found.kind == "upload":
-            self._upload()
-        else:
-            try:
-                self._exchange_weights(found)
-            except ReduceFailedError as error:
-                self._groups.drop()
-                log.debug("reduce_round_void", round=found.number, reason=str(error))
-
-    def _restore(
-        self, version: int, images: dict[str, memoryview], groups_json: str, numbers_json: str
-    ) -> None:
-        self._optimizer.groups = all_groups_from_json(groups_json, self._spec)[""]
-        self._optimizer.restore(StateImages(images, numbers_from_json(numbers_json)))
-        self._own_version = version
-
-    def _is_open(self, found: ReduceAnswer) -> Callable[[], bool]:
-        return lambda: bool(self._reduction.look_at(found.number)[0])
-
-    def _exchange_weights(self, found: ReduceAnswer) -> None:
-        """Send weights and state to the other workers of the round, or receive them."""
-        is_source = found.source == self._reduction.worker
-        self._groups.connect(found, self._reduction.worker)
-        source, is_open = found.workers.index(found.source), self._is_open(found)
-        images, text = {}, b""
-        if is_source:
-            images = images_of(self._optimizer, self._nbytes)
-            text = json.dumps(
-                [
-                    self._own_version,
-                    sorted(images),
-                    groups_to_json(self._optimizer.groups),
-                    numbers_to_json(self._optimizer),
-                ]
-            ).encode()
-        size = torch.tensor([len(text)])
-        self._groups.send(size, source, is_open)
-        header = torch.zeros(int(size), dtype=torch.uint8)
-        if is_source:
-            header.copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
-        self._groups.send(header, source, is_open)
-        version, names, groups_json, numbers = json.loads(bytes(header.tolist()))
-        if not is_source:
-            self._own_version = None  # until all has arrived
-        self._groups.send(self._adapter.weights.host, source, is_open)
-        for name in names:
-            image = images.setdefault(name, memoryview(bytearray(self._nbytes)))
-            self._groups.send(torch.frombuffer(image, dtype=torch.uint8), source, is_open)
-        if not is_source:
-            self._restore(version, images, groups_json, numbers)
-
-    def _upload(self) -> None:
-        """Send weights and state to the servers."""
-        assert self._own_version is not None
-        for name, image in images_of(self._optimizer, self._nbytes).items():
-            if not self._reduction.upload(name, image, self._own_version, "", ""):
-                return
-        self._reduction.upload(
-            WEIGHT,
-            self._adapter.weights.memory,
-            self._own_version,
-            groups_to_json(self._optimizer.groups),
-            numbers_to_json(self._optimizer),
-        )
-
-    # ---- steps -----------------------------------------------------------------------------------
-
-    def push(self, push: Push) -> PushResult:
-        """Reduce the gradients; make the step if the push without bytes counts."""
-        with self._lock:
-            is_partial = bool(self._adapter.absent(self._adapter.grads()))
-            while True:
-                base = self._own_version if self._own_version is not None else 0
-                found = self._ask(push.samples, push.groups_json, is_partial)
-                if found.kind == "gradients":
-                    break
-                self._carry_out(found)
-            try:
-                self._groups.connect(found, self._reduction.worker)
-                untouched = self._sum(found)
-            except ReduceFailedError as error:
-                self._groups.drop()
-                log.debug("reduce_round_void", round=found.number, reason=str(error))
-                return PushResult("stale", base, reason=f"STALE: {error}")
-            result: PushResult = self._reduction.push(
-                found.number, push.samples, base, push.batches, ""
-            )
-            if result.status in ("applied", "duplicate"):
-                self._step(found, untouched)
-                self._note_version(base + 1)
-            self._adapter.scatter()
-            return result
-
-    def _sum(self, found: ReduceAnswer) -> frozenset[int]:
-        """Replace gradients and buffers by their means over the round.
-
-        Returns:
-            The tensors without a gradient on any worker.
-        """
-        partition, sums = self._partition, self._sums
-        place = found.workers.index(self._reduction.worker)
-        share = found.samples[place] / sum(found.samples)
-        absent = self._adapter.gather("")
-        self._check_finite(absent)
-        tensors: list[Tensor] = []
-        narrow: list[tuple[Tensor, Tensor]] = []
-        for piece in partition.pieces((frozenset(),)):
-            for span in partition.slices(*piece.span) if absent else ():
-                if span.tensor in absent:
-                    partition.view(sums, piece.dtype, span.start, span.stop).zero_()
-            view = partition.view(sums, piece.dtype, *piece.span)
-            view.index_fill_(0, partition.padding(piece), 0.0)
-            wide = view if piece.dtype in (torch.float32, torch.float64) else view.float()
-            if wide is not view:
-                narrow.append((view, wide))
-            tensors.append(wide.mul_(share))
-        buffers = self._buffer_values(place, share)
-        trainable = sorted(partition.trainable)
-        present = torch.tensor([float(index not in absent) for index in trainable])
-        extra = [buffers] if buffers is not None else []
-        self._groups.sum(
-            [*tensors, *extra, *([present] if found.is_partial else [])], self._is_open(found)
-        )
-        for view, wide in narrow:
-            view.copy_(wide)
-        self._mean_buffers = buffers
-        if not found.is_partial:
-            return frozenset()
-        return frozenset(
-            index for index, count in zip(trainable, present.tolist(), strict=True) if not count
-        )
-
-    def _check_finite(self, absent: frozenset[int]) -> None:
-        for piece in self._partition.pieces((absent,)):
-            flat = self._partition.view(self._sums, piece.dtype, *piece.span)
-            if math.isfinite(flat.sum().item()):  # one pass, and no memory
-                continue
-            for span in self._partition.slices(*piece.span):
-                view = self._partition.view(self._sums, piece.dtype, span.start, span.stop)
-                if span.tensor not in absent and not bool(torch.isfinite(view).all()):
-                    name = self._partition.name(span.tensor)
-                    raise NonFiniteError(f"the gradient of {name} has NaN or Inf", "NON_FINITE")
-
-    def _buffer_values(self, place: int, share: float) -> Tensor | None:
-        """Return this worker's part of the buffers: a share, or all of the first worker's."""
-        parts = []
-        for segment in self._partition.segments["buffer"]:
-            view = self._partition.view_segment(self._sums, segment).double()
-            if segment.is_first:
-                parts.append(view if place == 0 else torch.zeros_like(view))
-            else:
-                parts.append(view * share)
-        return torch.cat(parts) if parts else None
-
-    def _step(self, found: ReduceAnswer, untouched: frozenset[int]) -> None:
-        """Make the step that the servers would make."""
-        if self._settings.clip_norm is not None:
-            self._clip(self._settings.clip_norm)
-        if found.groups_json:
-            self._optimizer.groups = groups_from_json(found.groups_json, self._settings)
-        self._optimizer.step(self._sums, untouched)
-        values, start = self._mean_buffers, 0
-        for segment in self._partition.segments["buffer"]:
-            target = self._partition.view_segment(self._weights, segment)
-            assert values is not None
-            part = values[start : start + len(target)]
-            target.copy_(part if target.dtype.is_floating_point else part.round())
-            start += len(target)
-
-    def _clip(self, clip_norm: float) -> None:
-        squares: list[float] = []
-        views = []
-        for piece in self._partition.pieces((frozenset(),)):
-            view = self._partition.view(self._sums, piece.dtype, *piece.span)
-            views.append(view)
-            padding = self._partition.padding(piece)
-            for block in blocks_of_mean([view], [1.0], padding):
-                squares += squares_of_mean(block)
-        factor = clip_factor(clip_norm, total(squares))
-        if factor < 1.0:
-            for view in views:
-                view.mul_(factor)
-
-    # ---- the rest of a strategy ------------------------------------------------------------------
+    def drop(self, error: PSError) -> None:
+        self._is_member = False
 
     def pull(self) -> None:
         """Load the newest weights into the model: those of this worker, or of another one."""
         self._adapter.reattach()
         with self._lock:
             self._synchronize()
-        self._adapter.scatter()
+            self._load()
+
+    def newest(self) -> tuple[PartitionPlan, memoryview, int]:
+        """Return the newest weights, of this worker or of another one, as JobClient.newest."""
+        if not self._is_member:  # it has made its upload
+            return super().newest()
+        with self._lock:
+            version = self._synchronize()
+            return (
+                self._partition.plan,
+                memoryview(bytearray(self._adapter.weights.memory)),
+                version,
+            )
+
+    def _load(self, everything: bool = False) -> None:
+        """Load the held weights into the model."""
+        self._adapter.scatter(everything)
+        self._note_version()
+
+    def _note_version(self) -> None:
+        assert self._held is not None
+        self.version = self._held
+        self._reduction.set_version(self._held)
+
+    def _offer(self) -> None:
+        """Send the weights to a worker that waits for them while this one waits elsewhere."""
+        if self._held is not None and self._lock.acquire(blocking=False):
+            try:
+                self._synchronize()
+            finally:
+                self._lock.release()
+
+    def _synchronize(self) -> int:
+        """Hold the newest weights, and return their version."""
+        while (found := self._ask(0)).kind != "none":
+            self._carry_out(found)
+        assert self._held is not None
+        return self._held
+
+    def _ask(self, samples: int, groups_json: str = "", is_partial: bool = False) -> ReduceAnswer:
+        return self._reduction.ask(
+            self._held, samples, self._groups.address, groups_json, is_partial
+        )
+
+    def _carry_out(self, found: ReduceAnswer) -> None:
+        """Do what a round without gradients is for."""
+        if found.kind == "download":
+            self._download()
+        elif found.kind == "upload":
+            self._upload()
+        else:
+            try:
+                self._exchange_weights(found)
+            except ReduceFailedError as error:
+                log.debug("reduce_round_void", round=found.number, reason=str(error))
+
+    def _download(self) -> None:
+        memory = torch.empty_like(self._adapter.weights.host)
+        stored = self._reduction.download(raw(memory))
+        images = {name: memoryview(image) for name, image in stored.states.items()}
+        numbers = json.dumps({"steps": stored.steps, "scalars": stored.scalars})
+        self._hold(stored.version, memory, images, stored.groups_json, numbers)
+
+    def _hold(
+        self,
+        version: int,
+        weights: Tensor,
+        images: Mapping[str, memoryview],
+        groups_json: str,
+        numbers_json: str,
+    ) -> None:
+        """Take complete weights and optimizer state of a version."""
+        self._adapter.weights.host.copy_(weights)
+        self._optimizer.groups = all_groups_from_json(groups_json, self._spec)[""]
+        self._optimizer.restore(StateImages(images, numbers_from_json(numbers_json)))
+        self._held = version
+
+    def _exchange_weights(self, found: ReduceAnswer) -> None:
+        """Send weights and state to the other workers of the round, or receive them.
+
+        Copies travel: after a failure an operation may still read or write them.
+        """
+        self._groups.connect(found, self._reduction.worker)
+        is_source = found.source == self._reduction.worker
+        source, is_open = found.workers.index(found.source), self._is_open(found)
+        images, text = dict[str, memoryview](), b""
+        if is_source:
+            images = images_of(self._optimizer, self._state_nbytes)
+            numbers = numbers_to_json(self._optimizer)
+            groups_json = groups_to_json(self._optimizer.groups)
+            text = json.dumps([self._held, sorted(images), groups_json, numbers]).encode()
+        size = torch.tensor([len(text)])
+        self._groups.send(size, source, is_open)
+        header = tensor_of(memoryview(bytearray(text.ljust(int(size)))))
+        self._groups.send(header, source, is_open)
+        version, names, groups_json, numbers = json.loads(bytes(raw(header)))
+        weights = self._adapter.weights.host.clone()
+        self._groups.send(weights, source, is_open)
+        for name in names:
+            image = images.setdefault(name, memoryview(bytearray(self._state_nbytes)))
+            self._groups.send(tensor_of(image), source, is_open)
+        if not is_source:
+            self._hold(version, weights, images, groups_json, numbers)
+
+    def _is_open(self, found: ReduceAnswer) -> Callable[[], bool]:
+        return lambda: self._reduction.is_open(found.number)
+
+    def _upload(self) -> None:
+        """Send weights and optimizer state to the servers; they take both or, if older, none."""
+        self._client.model.exchange(
+            gradients=self._adapter.weights.memory,
+            weights=None,
+            samples=0,
+            groups_json=groups_to_json(self._optimizer.groups),
+            base=self._held,
+            states=images_of(self._optimizer, self._state_nbytes),
+            state_json=numbers_to_json(self._optimizer),
+        )
 
     def store_buffers(self) -> None:
-        """Upload the weights, if this worker is the first or ends, and the servers lack them."""
-        self.skip()
-        if self._own_version is None or not (
-            self._context.is_closing() or self._context.client.is_first
-        ):
-            return
-        self.publish()
+        """Upload what the servers lack, if this worker is the first, or makes no further step.
 
-    def publish(self) -> None:
-        """Upload the weights, unless the servers have these or newer ones."""
+        These are the weights, and buffers that the script has changed since its last step.
+        """
+        self.skip()
+        if self._held is None or not (self._is_closing() or self._client.is_first):
+            return
+        is_own = self._held == self.version and not self._adapter.keeps_changes()
+        if is_own:
+            self._adapter.reattach()
         with self._lock:
-            version = self._own_version
-            if version is not None and self._reduction.look_at(1)[1] < version:
+            is_changed = is_own and self._take_own_buffers()
+            if is_changed or self._reduction.uploaded_version() < self._held:
                 self._upload()
 
-    def renew(self) -> None:
-        """Get the job's weights: the worker has a new membership."""
-        self._own_version = None
-        self._adapter.reattach()
-        self.begin()
+    def _take_own_buffers(self) -> bool:
+        """Let the held weights have the model's buffers without an average.
+
+        Return whether they had others.
+        """
+        self._adapter.write_buffers()
+        self._adapter.gradients.to_host([self._adapter.buffer_range]).synchronize()
+        self._check_buffers()
+        view = self._partition.view_segment
+        changed = [
+            (held, own)
+            for segment in self._partition.segments["buffer"]
+            if segment.is_first
+            for held, own in [(view(self._weights, segment), view(self._own, segment))]
+            if not torch.equal(held, own)
+        ]
+        for held, own in changed:
+            held.copy_(own)
+        return bool(changed)
+
+    def _check_buffers(self) -> None:
+        if name := find_in_buffers(self._partition, self._own, self._weights):
+            raise NonFiniteError(f"tensor {name} has NaN or Inf", "NON_FINITE")
+
+    # ---- steps -----------------------------------------------------------------------------------
+
+    def push(self, push: Push) -> PushResult:
+        """Reduce the gradients; make the step if the push without bytes counts."""
+        with self._lock:
+            found = self._find_round(push)
+            if found is None:
+                self._adapter.reattach()
+                self._synchronize()
+                self._load()
+                return self._stale("the job has newer weights than this gradient is of")
+            try:
+                self._groups.connect(found, self._reduction.worker)
+                untouched = self._reduce(found)
+            except ReduceFailedError as error:
+                log.debug("reduce_round_void", round=found.number, reason=str(error))
+                return self._stale(str(error))
+            result = self._client.model.exchange(
+                gradients=self._adapter.gradients.memory,
+                weights=None,
+                samples=push.samples,
+                batches=push.batches,
+                groups_json=push.groups_json,
+                base=self.version,
+                reduce_round=found.number,
+            )
+            if result.status in ("applied", "duplicate"):
+                self._step(found, untouched)
+            self._load()
+            return result
+
+    def _find_round(self, push: Push) -> ReduceAnswer | None:
+        """Return the round of this gradient; None if it is of older weights than those held."""
+        is_partial = bool(self._adapter.absent(self._adapter.grads()))
+        while self._held == self.version:
+            found = self._ask(push.samples, push.groups_json, is_partial)
+            if found.kind == "gradients":
+                return found
+            self._carry_out(found)
+        return None
+
+    def _stale(self, reason: str) -> PushResult:
+        return PushResult("stale", self.version, reason=f"STALE: {reason}")
+
+    def _reduce(self, found: ReduceAnswer) -> frozenset[int]:
+        """Compute the sums of gradients, and collect the buffers, of all workers of the round.
+
+        Returns:
+            The tensors without a gradient on any worker.
+        """
+        partition, memory = self._partition, self._groups.memory
+        share = share_of_samples(found.samples)[found.workers.index(self._reduction.worker)]
+        absent = self._adapter.gather()
+        self._check_buffers()
+        self._sums = partition.split_packed(memory)
+        wide = [self._scaled(piece, share, absent) for piece in partition.pieces((frozenset(),))]
+        trainable = sorted(partition.trainable)
+        present = torch.tensor([float(index not in absent) for index in trainable])
+        self._buffers = self._groups.reduce(
+            [*wide, *([present] if found.is_partial else [])],
+            self._own["buffer"].clone(),
+            self._is_open(found),
+        )
+        for piece, values in zip(partition.pieces((frozenset(),)), wide, strict=True):
+            if values.dtype != piece.dtype:
+                partition.view(self._sums, piece.dtype, *piece.span).copy_(values)
+        if not found.is_partial:
+            return frozenset()
+        return frozenset(
+            index for index, count in zip(trainable, present.tolist(), strict=True) if not count
+        )
+
+    def _scaled(self, piece: SameGradientRange, share: float, absent: frozenset[int]) -> Tensor:
+        """Return the share of this worker's gradients in the mean; half precision in float32."""
+        own, sums = (
+            self._partition.view(memory, piece.dtype, *piece.span)
+            for memory in (self._own, self._sums)
+        )
+        target = sums if piece.dtype.itemsize >= 4 else torch.empty(len(own), dtype=torch.float32)
+        is_finite = True
+        for start in range(0, len(own), BLOCK_ELEMENTS):
+            block = target[start : start + BLOCK_ELEMENTS]
+            torch.mul(own[start : start + BLOCK_ELEMENTS], share, out=block)
+            is_finite &= math.isfinite(block.sum().item())  # it is in the cache
+        if not is_finite and (name := find_in_gradients(self._partition, self._own, absent)):
+            raise NonFiniteError(f"tensor {name} has NaN or Inf", "NON_FINITE")
+        for span in self._partition.slices(*piece.span) if absent else ():
+            if span.tensor in absent:
+                first, last = ((at - piece.start) // piece.dtype.itemsize for at in span[1:3])
+                target[first:last].zero_()
+        return target
+
+    def _step(self, found: ReduceAnswer, untouched: frozenset[int]) -> None:
+        """Make the step that the servers would make."""
+        assert self._held is not None
+        version, self._held = self._held + 1, None  # until all has changed
+        partition, optimizer = self._partition, self._optimizer
+        if self._settings.clip_norm is not None:
+            self._clip(self._settings.clip_norm)
+        if found.groups_json:
+            optimizer.groups = groups_from_json(found.groups_json, self._settings)
+        optimizer.step(self._sums, untouched)
+        parts = [RoleBuffers({"buffer": each}, partition.ranges) for each in self._buffers]
+        for segment in partition.segments["buffer"]:
+            values = [partition.view_segment(part, segment) for part in parts]
+            target = partition.view_segment(self._weights, segment)
+            shares = share_of_samples(found.samples)
+            mean_of_values(target, values[:1] if segment.is_first else values, shares)
+        self._held = version
+
+    def _clip(self, clip_norm: float) -> None:
+        squares, views = list[float](), list[Tensor]()
+        for piece in self._partition.pieces((frozenset(),)):
+            views.append(self._partition.view(self._sums, piece.dtype, *piece.span))
+            padding = self._partition.padding(piece)
+            for block in blocks_of_mean([views[-1]], [1.0], padding):
+                squares += squares_of_mean(block)
+        factor = clip_factor(clip_norm, total(squares))
+        if factor < 1.0:
+            for view in views:
+                view.mul_(factor)
+
+    def close(self) -> None:
+        self._client.model.offer_with(_offer_nothing)
+        with self._lock:
+            self._groups.close()
+
+
+def _offer_nothing() -> None:
+    """Do nothing: the worker leaves."""

@@ -9,6 +9,7 @@ from torch import nn
 
 from pscommon.core.errors import PSError
 from pscommon.core.log_entries import BatchKey
+from pscommon.core.partition import PartitionPlan
 from psworker.core.protocols import JobClient
 from psworker.core.results import PushResult
 from psworker.model.adapter import ModelAdapter
@@ -73,7 +74,7 @@ class PlainStep:
 
     def __init__(self, context: StepContext) -> None:
         self._adapter = context.adapter
-        self._model = context.client.model
+        self._model, self._newest = context.client.model, context.client.newest
         self.version = self._model.version
 
     def begin(self) -> None:
@@ -139,8 +140,9 @@ class PlainStep:
                 base=self.version,
             )
 
-    def publish(self) -> None:
-        """Let the servers have the newest weights; they have them if they make the steps."""
+    def newest(self) -> tuple[PartitionPlan, memoryview, int]:
+        """Return the job's newest weights, as JobClient.newest."""
+        return self._newest()
 
     def _is_agreed(self, own: bool) -> bool:
         """Return what rank 0 of this worker's group finds, so that all ranks decide alike."""

@@ -102,7 +102,7 @@ class SimStore:
     def set_initial_weights(self, staging: SimStaging) -> None:
         self.weights = list(staging.values)
 
-    def take_upload(self, kind: str, staging: SimStaging) -> None:
+    def take_upload(self, staging: SimStaging) -> None:
         self.weights = list(staging.values)
 
     def set_buffers(self, staging: SimStaging) -> None:

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any, ClassVar
 
 from pscommon.core.limits import WORKERS_PER_GENERATION
-from pscommon.core.log_entries import WEIGHT, BatchKey, PushKey, Staged
+from pscommon.core.log_entries import BatchKey, PushKey, Staged
 from psserver.core.commands.data_commands import CallCollective, LeaseBatches
 from psserver.core.commands.recorder import Recorder
 from psserver.core.commands.worker_commands import AskForReduce
@@ -180,7 +180,7 @@ class ReducingWorker(SimWorker):
         batches: tuple[BatchKey, ...],
         gradients: Weights,
         number: int = 0,
-        upload: str = "",
+        upload: bool = False,
     ) -> None:
         seq, _ = self.sequence.open()
         key, base = PushKey(self.worker, seq), self.version if upload else self.base
@@ -238,7 +238,7 @@ class ReducingWorker(SimWorker):
         """Pull once the servers have carried out the same upload."""
         world = self.world
         shards = world.shards[: world.shard_count]
-        versions = {shard.machine.uploaded for shard in shards}
+        versions = {shard.machine.weights_version for shard in shards}
         if world.are_shards_ready and len(versions) == 1:
             self.version, self.weights = versions.pop(), tuple(world.weights)
             return then()
@@ -246,7 +246,7 @@ class ReducingWorker(SimWorker):
 
     def upload(self, then: Callable[[], None]) -> None:
         self.sum, self.after_upload = None, then
-        self.send_staged(0, (), self.weights, upload=WEIGHT)
+        self.send_staged(0, (), self.weights, upload=True)
 
     def finish(self) -> None:
         """Upload, then leave."""

@@ -10,9 +10,6 @@ import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
-WEIGHT = "weight"
-"""The upload that comes last: the weights."""
-
 
 class PushKey(NamedTuple):
     """Unique key of a push.
@@ -55,8 +52,8 @@ class Staged:
     optimizer: name of the optimizer whose step this is; empty if the job has one without a name.
     reduce_round: number of the reduce round whose sum its worker has (policy allreduce); 0: none.
         The push has no bytes, and an update of it changes nothing on a shard.
-    upload: what it has of version `base`, with no samples, for the servers: "weight", or the name
-        of an optimizer state; empty: it is no upload.
+    upload: it has the weights of version `base` and the optimizer state, which only workers have
+        (policy allreduce), and no samples.
     """
 
     key: PushKey
@@ -68,7 +65,7 @@ class Staged:
     mended: str = ""
     optimizer: str = ""
     reduce_round: int = 0
-    upload: str = ""
+    upload: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +119,7 @@ class Measure:
 class SetBuffers:
     """Take the buffers without an average from a push of buffers only; the version stays.
 
-    Of an upload (Staged.upload), take what it has; "weight" comes last.
+    Of an upload (Staged.upload), take the weights and the optimizer state.
 
     Such a buffer that a script changes after a step, like the weights of an averaged teacher,
     belongs to the version that the step has made.

@@ -130,7 +130,9 @@ EXCHANGE_ONCE = Request(
     name="ExchangeOnce",
 )
 
-READ_SHARD = Request(shard_pb2.ReadShardRequest, shard_pb2.ReadShardResponse, "read", may_wait=True)
+READ_SHARD = Request(
+    shard_pb2.ReadShardRequest, shard_pb2.ReadShardResponse, "server", may_wait=True
+)
 
 REPLICATE = Request(
     standby_pb2.ReplicateRequest, standby_pb2.ReplicateResponse, "server", may_wait=True

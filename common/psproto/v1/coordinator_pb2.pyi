@@ -899,7 +899,7 @@ class ReduceRequest(google.protobuf.message.Message):
     """HOST:PORT at which it serves a store of torch.distributed"""
     wait_ms: builtins.int
     within: builtins.int
-    """number of a round: the answer is only whether it is open"""
+    """number of a round: the answer is only whether it is open, `uploaded` and `generation`"""
     groups_json: builtins.str
     """hyper-parameters of its optimizer's groups as JSON; those of the worker that joined first count"""
     is_partial: builtins.bool
@@ -940,6 +940,7 @@ class ReduceResponse(google.protobuf.message.Message):
     UPLOADED_FIELD_NUMBER: builtins.int
     GROUPS_JSON_FIELD_NUMBER: builtins.int
     IS_PARTIAL_FIELD_NUMBER: builtins.int
+    GENERATION_FIELD_NUMBER: builtins.int
     kind: builtins.str
     """none: the worker has the newest weights. download: the servers have them. gradients: reduce
     gradients. weights: `source` sends its weights. upload: `source` sends them to the servers.
@@ -947,7 +948,9 @@ class ReduceResponse(google.protobuf.message.Message):
     """
     round: builtins.int
     group: builtins.int
-    """number of the process group: one number means the same workers, and no failure before"""
+    """number of the process group: one number means the same workers, and no failure before. Numbers
+    of rounds and groups are not repeated after a restart of the servers
+    """
     source: builtins.int
     address: builtins.str
     """address of the first worker's store"""
@@ -961,6 +964,8 @@ class ReduceResponse(google.protobuf.message.Message):
     """of the worker that joined first"""
     is_partial: builtins.bool
     """a worker has tensors without a gradient"""
+    generation: builtins.int
+    """number of this start of the servers, for `within`"""
     @property
     def workers(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """the workers of the round, in order, and the weights of their gradients"""
@@ -982,8 +987,9 @@ class ReduceResponse(google.protobuf.message.Message):
         uploaded: builtins.int = ...,
         groups_json: builtins.str = ...,
         is_partial: builtins.bool = ...,
+        generation: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["address", b"address", "group", b"group", "groups_json", b"groups_json", "is_partial", b"is_partial", "kind", b"kind", "open", b"open", "round", b"round", "samples", b"samples", "source", b"source", "uploaded", b"uploaded", "waiting_for", b"waiting_for", "workers", b"workers"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["address", b"address", "generation", b"generation", "group", b"group", "groups_json", b"groups_json", "is_partial", b"is_partial", "kind", b"kind", "open", b"open", "round", b"round", "samples", b"samples", "source", b"source", "uploaded", b"uploaded", "waiting_for", b"waiting_for", "workers", b"workers"]) -> None: ...
 
 global___ReduceResponse = ReduceResponse
 
@@ -1522,7 +1528,7 @@ class Staged(google.protobuf.message.Message):
     optimizer: builtins.str
     """as in PushPullHeader"""
     reduce_round: builtins.int
-    upload: builtins.str
+    upload: builtins.bool
     @property
     def key(self) -> global___PushKey: ...
     @property
@@ -1539,7 +1545,7 @@ class Staged(google.protobuf.message.Message):
         mended: builtins.str = ...,
         optimizer: builtins.str = ...,
         reduce_round: builtins.int = ...,
-        upload: builtins.str = ...,
+        upload: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["key", b"key"]) -> builtins.bool: ...
     def ClearField(self, field_name: typing.Literal["base", b"base", "batches", b"batches", "key", b"key", "mended", b"mended", "optimizer", b"optimizer", "problem", b"problem", "reduce_round", b"reduce_round", "samples", b"samples", "square_norm", b"square_norm", "upload", b"upload"]) -> None: ...

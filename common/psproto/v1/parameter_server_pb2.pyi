@@ -28,12 +28,16 @@ class _TargetEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTyp
     TARGET_UNSPECIFIED: _Target.ValueType  # 0
     TARGET_MODEL: _Target.ValueType  # 1
     """the flat buffer of the model"""
+    TARGET_STATE: _Target.ValueType  # 2
+    """an optimizer state, which lies like the trainable tensors in the flat buffer"""
 
 class Target(_Target, metaclass=_TargetEnumTypeWrapper): ...
 
 TARGET_UNSPECIFIED: Target.ValueType  # 0
 TARGET_MODEL: Target.ValueType  # 1
 """the flat buffer of the model"""
+TARGET_STATE: Target.ValueType  # 2
+"""an optimizer state, which lies like the trainable tensors in the flat buffer"""
 global___Target = Target
 
 class _Encoding:
@@ -303,13 +307,13 @@ class PushPullHeader(google.protobuf.message.Message):
     """policy allreduce: number of the reduce round whose sum the worker has. The push has no bytes, and
     an update of it changes nothing on a shard
     """
-    upload: builtins.str
-    """policy allreduce, with 0 samples: the push has weights that only workers have, all bytes of the
-    model. "weight": the weights, after all others of version `base`. Otherwise torch's name of an
-    optimizer state, in place of the trainable tensors
+    upload: builtins.bool
+    """policy allreduce, with 0 samples: the push has the weights of version `base` and the optimizer
+    state, which only workers have. `parts` names all bytes of the model on this shard, then the
+    trainable range of each state
     """
     state_json: builtins.str
-    """upload of "weight": steps of each tensor and state with one number per tensor, as JSON
+    """of an upload: steps of each tensor and state with one number per tensor, as JSON
     {"steps": {index: number}, "scalars": {name: {index: number}}}
     """
     @property
@@ -353,7 +357,7 @@ class PushPullHeader(google.protobuf.message.Message):
         optimizer: builtins.str = ...,
         parts: collections.abc.Iterable[global___Part] | None = ...,
         reduce_round: builtins.int = ...,
-        upload: builtins.str = ...,
+        upload: builtins.bool = ...,
         state_json: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_have", b"_have", "have", b"have"]) -> builtins.bool: ...
@@ -373,8 +377,11 @@ class Part(google.protobuf.message.Message):
     TARGET_FIELD_NUMBER: builtins.int
     ENCODING_FIELD_NUMBER: builtins.int
     RANGES_FIELD_NUMBER: builtins.int
+    STATE_FIELD_NUMBER: builtins.int
     target: global___Target.ValueType
     encoding: global___Encoding.ValueType
+    state: builtins.str
+    """of TARGET_STATE: torch's name of the optimizer state"""
     @property
     def ranges(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """start and stop of byte ranges of the target, in turns, in the order of the data"""
@@ -385,8 +392,9 @@ class Part(google.protobuf.message.Message):
         target: global___Target.ValueType = ...,
         encoding: global___Encoding.ValueType = ...,
         ranges: collections.abc.Iterable[builtins.int] | None = ...,
+        state: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["encoding", b"encoding", "ranges", b"ranges", "target", b"target"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["encoding", b"encoding", "ranges", b"ranges", "state", b"state", "target", b"target"]) -> None: ...
 
 global___Part = Part
 

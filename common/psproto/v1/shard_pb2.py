@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16psproto/v1/shard.proto\x12\npsproto.v1\"y\n\x10ReadShardRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x03\x12\r\n\x05index\x18\x03 \x01(\x04\x12\x0c\n\x04kind\x18\x04 \x01(\t\x12\r\n\x05start\x18\x05 \x01(\x04\x12\x0c\n\x04stop\x18\x06 \x01(\x04\x12\x0f\n\x07\x63urrent\x18\x07 \x01(\x08\"V\n\x11ReadShardResponse\x12$\n\x07holding\x18\x01 \x01(\x0b\x32\x13.psproto.v1.Holding\x12\r\n\x05start\x18\x02 \x01(\x04\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\"\xc3\x01\n\x07Holding\x12\r\n\x05kinds\x18\x01 \x03(\t\x12-\n\x05steps\x18\x02 \x03(\x0b\x32\x1e.psproto.v1.Holding.StepsEntry\x12\x13\n\x0bgroups_json\x18\x03 \x01(\t\x12\x14\n\x0cscalars_json\x18\x04 \x01(\t\x12\x0f\n\x07version\x18\x05 \x01(\x04\x12\x10\n\x08uploaded\x18\x06 \x01(\x04\x1a,\n\nStepsEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\x32Z\n\x0cShardService\x12J\n\tReadShard\x12\x1c.psproto.v1.ReadShardRequest\x1a\x1d.psproto.v1.ReadShardResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16psproto/v1/shard.proto\x12\npsproto.v1\"y\n\x10ReadShardRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x03\x12\r\n\x05index\x18\x03 \x01(\x04\x12\x0c\n\x04kind\x18\x04 \x01(\t\x12\r\n\x05start\x18\x05 \x01(\x04\x12\x0c\n\x04stop\x18\x06 \x01(\x04\x12\x0f\n\x07\x63urrent\x18\x07 \x01(\x08\"V\n\x11ReadShardResponse\x12$\n\x07holding\x18\x01 \x01(\x0b\x32\x13.psproto.v1.Holding\x12\r\n\x05start\x18\x02 \x01(\x04\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\"\xb1\x01\n\x07Holding\x12\r\n\x05kinds\x18\x01 \x03(\t\x12-\n\x05steps\x18\x02 \x03(\x0b\x32\x1e.psproto.v1.Holding.StepsEntry\x12\x13\n\x0bgroups_json\x18\x03 \x01(\t\x12\x14\n\x0cscalars_json\x18\x04 \x01(\t\x12\x0f\n\x07version\x18\x05 \x01(\x04\x1a,\n\nStepsEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\x32Z\n\x0cShardService\x12J\n\tReadShard\x12\x1c.psproto.v1.ReadShardRequest\x1a\x1d.psproto.v1.ReadShardResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -38,9 +38,9 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_READSHARDRESPONSE']._serialized_start=161
   _globals['_READSHARDRESPONSE']._serialized_end=247
   _globals['_HOLDING']._serialized_start=250
-  _globals['_HOLDING']._serialized_end=445
-  _globals['_HOLDING_STEPSENTRY']._serialized_start=401
-  _globals['_HOLDING_STEPSENTRY']._serialized_end=445
-  _globals['_SHARDSERVICE']._serialized_start=447
-  _globals['_SHARDSERVICE']._serialized_end=537
+  _globals['_HOLDING']._serialized_end=427
+  _globals['_HOLDING_STEPSENTRY']._serialized_start=383
+  _globals['_HOLDING_STEPSENTRY']._serialized_end=427
+  _globals['_SHARDSERVICE']._serialized_start=429
+  _globals['_SHARDSERVICE']._serialized_end=519
 # @@protoc_insertion_point(module_scope)

@@ -103,14 +103,11 @@ class Holding(google.protobuf.message.Message):
     GROUPS_JSON_FIELD_NUMBER: builtins.int
     SCALARS_JSON_FIELD_NUMBER: builtins.int
     VERSION_FIELD_NUMBER: builtins.int
-    UPLOADED_FIELD_NUMBER: builtins.int
     groups_json: builtins.str
     scalars_json: builtins.str
     """optimizer state with one number per tensor, as JSON {name: {tensor index: number}}; empty: none"""
     version: builtins.int
     """version of the weights, for `current`"""
-    uploaded: builtins.int
-    """policy allreduce: version of the weights that the shard has, for `current`"""
     @property
     def kinds(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]: ...
     @property
@@ -125,8 +122,7 @@ class Holding(google.protobuf.message.Message):
         groups_json: builtins.str = ...,
         scalars_json: builtins.str = ...,
         version: builtins.int = ...,
-        uploaded: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["groups_json", b"groups_json", "kinds", b"kinds", "scalars_json", b"scalars_json", "steps", b"steps", "uploaded", b"uploaded", "version", b"version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["groups_json", b"groups_json", "kinds", b"kinds", "scalars_json", b"scalars_json", "steps", b"steps", "version", b"version"]) -> None: ...
 
 global___Holding = Holding

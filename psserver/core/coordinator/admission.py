@@ -6,7 +6,7 @@ at the same time.
 
 from pscommon.core.errors import InvalidRequestError
 from pscommon.core.limits import ALLREDUCE
-from pscommon.core.model_spec import ModelSpec
+from pscommon.core.model_spec import ROLES, ModelSpec
 from pscommon.core.partition import PartitionPlan
 from psserver.core.coordinator.machine import CoordinatorMachine
 from psserver.core.job.policy import Policy
@@ -21,6 +21,19 @@ def push_nbytes(spec: ModelSpec, shards: int) -> int:
     )
 
 
+def upload_nbytes(spec: ModelSpec, shards: int, states: int) -> int:
+    """Return the bytes of an upload of weights and optimizer state, as in `push_nbytes`.
+
+    states: Number of states per weight.
+    """
+    plan = PartitionPlan(spec, shards)
+    return max(
+        sum(plan.range(shard, role).nbytes for role in ROLES)
+        + states * plan.range(shard, "trainable").nbytes
+        for shard in range(shards)
+    )
+
+
 def check_registration(
     coordinator: CoordinatorMachine, worker: int, nbytes: int, in_flight: int
 ) -> None:
@@ -29,7 +42,7 @@ def check_registration(
     Args:
         coordinator: The coordinator.
         worker: The worker.
-        nbytes: Bytes of one push.
+        nbytes: Bytes of one push, or of one upload under policy allreduce.
         in_flight: Limit in bytes.
 
     Raises:
@@ -75,11 +88,11 @@ def check_reshard(coordinator: CoordinatorMachine, shards: int, in_flight: int) 
 def _check_round(policy: Policy, workers: int, nbytes: int, in_flight: int) -> None:
     """Raise InvalidRequestError if the pushes of a round do not fit.
 
-    Under sync and ssp such a round would never close; under async no push waits for another.
-    Pushes through shared memory need no such memory, but it may not be known yet which workers
-    use it, so all are counted.
+    Under sync and ssp such a round would never close; under async no push waits for another, and
+    under allreduce only uploads have bytes, of one worker. Pushes through shared memory need no
+    such memory, but it may not be known yet which workers use it, so all are counted.
     """
-    workers = workers if policy.bound is not None else 1
+    workers = 1 if policy.bound is None or policy.name == ALLREDUCE else workers
     needed = workers * nbytes
     if needed > in_flight:
         raise InvalidRequestError(

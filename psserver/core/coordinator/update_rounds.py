@@ -29,7 +29,6 @@ from operator import itemgetter
 from pscommon.core.errors import QUARANTINED, NonFiniteError
 from pscommon.core.limits import ALLREDUCE
 from pscommon.core.log_entries import (
-    WEIGHT,
     Apply,
     Begin,
     Contribution,
@@ -209,7 +208,7 @@ class UpdateRounds:
         else:
             job.log.append(SetBuffers(job.log.next, push.key))
             self._forget(push.key)
-            if push.upload == WEIGHT:
+            if push.upload:
                 job.reduction.uploaded = job.version
 
     def _apply(self, keys: Iterable[PushKey], now: float) -> bool:

@@ -72,7 +72,7 @@ class JobState:
         self.cuts = SnapshotSchedule(rules.every, shards)
         self.reported = ReportedValues()
         self.collectives = Collectives()
-        self.reduction = Reduction()
+        self.reduction = Reduction(generation)
         self.reshard: ReshardPhase | None = None
         self.reshard_index = 0
         self.is_reshard_saved = False

@@ -165,8 +165,6 @@ def _key(pair: Iterable[int]) -> PushKey:
 
 def _to_json(staged: Staged) -> list[Any]:
     batches = [list(batch) for batch in staged.batches]
-    is_reduced = staged.reduce_round or staged.upload
-    reduced = [staged.reduce_round, staged.upload] if is_reduced else []
     return [
         *staged.key,
         staged.samples,
@@ -175,8 +173,7 @@ def _to_json(staged: Staged) -> list[Any]:
         staged.problem,
         staged.square_norm,
         staged.mended,
-        *([staged.optimizer] if staged.optimizer or reduced else []),
-        *reduced,
+        *([staged.optimizer] if staged.optimizer else []),
     ]
 
 

@@ -34,6 +34,9 @@ from typing import Literal, NamedTuple
 NO_WEIGHTS = -1
 """Version of a worker that has none of the job's weights."""
 
+NUMBERS_PER_GENERATION = 1 << 40
+"""Numbers of rounds, and of process groups, of one start of the servers."""
+
 RoundKind = Literal["none", "download", "gradients", "weights", "upload"]
 
 
@@ -93,9 +96,11 @@ NOTHING, DOWNLOAD = ReduceRound(), ReduceRound(kind="download")
 class Reduction:
     """The open round and the requests that wait for one.
 
-    A restart of the servers begins without any: under this policy it is a rollback.
+    A restart of the servers begins without any: under this policy it is a rollback. Its numbers
+    of rounds and groups are others than before, because process groups of before may be in use.
 
     Attributes:
+        generation: Number of this start of the servers.
         open: The open round; NOTHING: none.
         waiting: The request of each worker that waits for a round.
         answers: Number of each worker's newest request that was answered, and the answer.
@@ -105,14 +110,15 @@ class Reduction:
         is_cut_wanted: A snapshot is to follow the next upload, which comes before another update.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, generation: int = 0) -> None:
+        self.generation = generation
         self.open = NOTHING
         self.waiting: dict[int, ReduceRequest] = {}
         self.answers: dict[int, tuple[int, ReduceRound]] = {}
         self.versions: dict[int, int] = {}
         self.uploaded = 0
         self.is_cut_wanted = False
-        self._round_count = self._group_count = 0
+        self._newest_round = self._newest_group = generation * NUMBERS_PER_GENERATION
         self._group: tuple[int, ...] = ()  # workers of the newest group
         self._through: set[int] = set()  # workers of the open round that have asked again
 
@@ -120,9 +126,11 @@ class Reduction:
         """Open a round of these requests."""
         workers = tuple(request.worker for request in requests)
         if kind != "upload" and workers != self._group:
-            self._group, self._group_count = workers, self._group_count + 1
-        self._round_count += 1
-        self.open = ReduceRound(self._round_count, kind, self._group_count, tuple(requests), source)
+            self._group, self._newest_group = workers, self._newest_group + 1
+        self._newest_round += 1
+        self.open = ReduceRound(
+            self._newest_round, kind, self._newest_group, tuple(requests), source
+        )
         for request in requests:
             self.answer(request, self.open)
 

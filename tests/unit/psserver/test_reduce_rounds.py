@@ -164,7 +164,7 @@ def test_an_upload_comes_before_a_snapshot() -> None:
     found = job.repeat(1, 1)
     assert found is not None
     assert (found.kind, found.source) == ("upload", 1)
-    job.report(Staged(PushKey(1, 2), 0, 1, upload="weight"))
+    job.report(Staged(PushKey(1, 2), 0, 1, upload=True))
 
     assert job.machine.cut(0.0)
 
@@ -196,7 +196,7 @@ def test_a_snapshot_that_is_due_does_not_block_an_open_round() -> None:
     """A snapshot was being written when the round opened, so no upload came before it."""
     job = Job(every=1)
     job.step(0)
-    job.report(Staged(PushKey(1, 2), 0, 1, upload="weight"))
+    job.report(Staged(PushKey(1, 2), 0, 1, upload=True))
     assert job.machine.cut(0.0)
     job.ask(1, 1)
     found = job.ask(2, 1)
