@@ -9,7 +9,8 @@ group and its memory, and the next round has others.
 
 import ctypes
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -46,7 +47,8 @@ class ProcessGroups:
     write to no other memory of the caller. One thread uses it.
 
     Attributes:
-        memory: Bytes for the caller's operations; a failed operation takes them away.
+        memory: Bytes for the caller's operations, zeros at first; a failed operation takes them
+            away.
         address: HOST:PORT of this worker's store.
     """
 
@@ -57,7 +59,7 @@ class ProcessGroups:
             host: The address at which other workers reach this one.
             nbytes: Size of `memory`.
         """
-        self.memory = torch.empty(nbytes, dtype=torch.uint8)
+        self.memory = torch.zeros(nbytes, dtype=torch.uint8)
         self._host = host
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         listener = socket.create_server((host, 0), family=family)  # torch's listens on all
@@ -68,7 +70,7 @@ class ProcessGroups:
         self.address = f"{host}:{port}"
         self._number = 0
         self._group: Any = None
-        self._works: Sequence[Any] = ()  # the newest operations of the group
+        self._works: list[Any] = []  # the newest operations of the group
         self._given_up: list[tuple[Any, Sequence[Any]]] = []
 
     def drop(self) -> None:
@@ -76,13 +78,13 @@ class ProcessGroups:
         self._forget_ended()
         if self._group is not None:
             self._given_up.append((self._group, self._works))
-            self.memory = torch.empty_like(self.memory)
-        self._number, self._group, self._works = 0, None, ()
+            self.memory = torch.zeros_like(self.memory)
+        self._number, self._group, self._works = 0, None, []
 
     def close(self) -> None:
         """Free store, groups and threads. May be called again."""
         self._given_up.append((self._group, self._works))
-        self._group, self._works, self._store = None, (), None
+        self._group, self._works, self._store = None, [], None
         self._forget_ended()
         for group, _ in self._given_up:
             # its destructor would wait for the operation, and so would the end of the process
@@ -121,22 +123,23 @@ class ProcessGroups:
         self._number = found.group
 
     def reduce(
-        self, sums: Sequence[Tensor], own: Tensor, is_open: Callable[[], bool]
+        self, sums: Iterable[Tensor], own: Tensor, is_open: Callable[[], bool]
     ) -> list[Tensor]:
         """Add up tensors over the group, in place, and return `own` of each worker, in order.
 
-        sums: Views of `memory`, or tensors of no other use, like `own`.
+        sums: Views of `memory`, or tensors of no other use, like `own`. Each begins as it comes.
 
         Raises:
             ReduceFailedError: The round is void.
         """
-        adding = _options(dist.AllreduceOptions())
-        collecting = _options(dist.distributed_c10d.AllgatherOptions())
         found = [torch.empty_like(own) for _ in range(self._group.size())]
-        works = [self._group.allreduce([each], adding) for each in sums]
-        if len(own):
-            works.append(self._group.allgather([found], [own], collecting))
-        self._wait(works, is_open)
+        with self._operations() as works:
+            adding = _options(dist.AllreduceOptions())
+            works += (self._group.allreduce([each], adding) for each in sums)
+            if len(own):
+                collecting = _options(dist.distributed_c10d.AllgatherOptions())
+                works.append(self._group.allgather([found], [own], collecting))
+            _wait(works, is_open)
         return found
 
     def send(self, tensor: Tensor, source: int, is_open: Callable[[], bool]) -> None:
@@ -146,18 +149,31 @@ class ProcessGroups:
         """
         options = _options(dist.BroadcastOptions())
         options.rootRank, options.rootTensor = source, 0
-        self._wait([self._group.broadcast([tensor], options)], is_open)
+        with self._operations() as works:
+            works.append(self._group.broadcast([tensor], options))
+            _wait(works, is_open)
 
-    def _wait(self, works: Sequence[Any], is_open: Callable[[], bool]) -> None:
-        self._works = works
+    @contextmanager
+    def _operations(self) -> Iterator[list[Any]]:
+        """Yield a list for operations; give them up with the group if the body fails."""
+        self._works = list[Any]()
         try:
-            for work in works:
-                while not _has_ended(work):
-                    if not is_open():
-                        raise ReduceFailedError("the reduce failed: its round is void")
-        except BaseException:  # also one of `is_open`, and of a signal
+            yield self._works
+        except BaseException:  # also a signal, or that the script's gradient has NaN
             self.drop()
             raise
+
+
+def _wait(works: Iterable[Any], is_open: Callable[[], bool]) -> None:
+    """Wait for operations.
+
+    Raises:
+        ReduceFailedError: One has failed, or the round is void.
+    """
+    for work in works:
+        while not _has_ended(work):
+            if not is_open():
+                raise ReduceFailedError("the reduce failed: its round is void")
 
 
 def _has_ended(work: Any) -> bool:

@@ -16,16 +16,15 @@ Theory of operation:
 """
 
 import json
-import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain, compress
 from typing import ClassVar, cast
 
 import torch
 from torch import Tensor
 
 from pscommon.core.errors import NonFiniteError, PSError
-from pscommon.core.log_entries import clip_factor
 from pscommon.core.partition import PartitionPlan
 from pscommon.optim.specs import (
     all_groups_from_json,
@@ -33,19 +32,11 @@ from pscommon.optim.specs import (
     groups_to_json,
     validate_model,
 )
-from pscommon.parameters.finite_values import find_in_buffers, find_in_gradients
-from pscommon.parameters.means import (
-    blocks_of_mean,
-    mean_of_values,
-    share_of_samples,
-    squares_of_mean,
-    total,
-)
+from pscommon.parameters.finite_values import find_in_buffers
+from pscommon.parameters.means import mean_of_values, share_of_samples
 from pscommon.parameters.optimizer import FlatOptimizer
 from pscommon.parameters.partition import (
-    BLOCK_BYTES,
     RoleBuffers,
-    SameGradientRange,
     ShardPartition,
     raw,
 )
@@ -60,12 +51,11 @@ from pscommon.telemetry.logs import get_logger
 from psworker.core.protocols import ReducingClient
 from psworker.core.results import PushResult, ReduceAnswer
 from psworker.model.flat_buffer import tensor_of
+from psworker.steps.gradient_sums import GradientSums
 from psworker.steps.process_groups import ProcessGroups, ReduceFailedError
 from psworker.steps.step import PlainStep, Push, StepContext
 
 MAX_OPTIMIZER_THREADS_COUNT = 4
-
-BLOCK_ELEMENTS = BLOCK_BYTES // 4
 
 log = get_logger(__name__)
 
@@ -87,16 +77,24 @@ class ReducedStep(PlainStep):
         self._groups = ProcessGroups(self._reduction.own_host, self._partition.step_nbytes)
         self._weights = self._partition.split_flat(self._adapter.weights.host)
         self._own = self._partition.split_flat(self._adapter.gradients.host)
+        group = self._adapter.trainable
+        self._own_gradients = [  # of a GPU
+            self._partition.view(self._own, tensor.dtype, *extent).view(tensor.shape)
+            for tensor, extent in zip(group.tensors, group.extents, strict=True)
+        ]
         team = ThreadTeam(min(MAX_OPTIMIZER_THREADS_COUNT, torch.get_num_threads()))
         self._optimizer = FlatOptimizer(self._partition, self._weights, self._settings, team)
         self._state_nbytes = self._partition.plan.section("trainable").stop
-        self._sums = self._partition.split_packed(self._groups.memory)
-        self._buffers: Sequence[Tensor] = ()  # of each worker of the newest round
+        self._sums = self._new_sums()
+        self._collected: Sequence[Tensor] = ()  # buffers of each worker of the newest round
         self._held: int | None = None
         self._generation = 0  # the start of the servers that `_held` belongs to
         self._is_member = True
         self._lock = threading.Lock()
         client.model.offer_with(self._offer)
+
+    def _new_sums(self) -> GradientSums:
+        return GradientSums(self._partition, self._adapter.trainable, self._groups.memory)
 
     # ---- weights ---------------------------------------------------------------------------------
 
@@ -326,82 +324,58 @@ class ReducedStep(PlainStep):
         return PushResult("stale", self.version, reason=f"STALE: {reason}")
 
     def _reduce(self, found: ReduceAnswer) -> frozenset[int]:
-        """Compute the sums of gradients, and collect the buffers, of all workers of the round.
+        """Add up the gradients, and collect the buffers, of all workers of the round.
 
         Returns:
             The tensors without a gradient on any worker.
         """
-        partition, memory = self._partition, self._groups.memory
-        share = share_of_samples(found.samples)[found.workers.index(self._reduction.worker)]
-        absent = self._adapter.gather()
+        grads = self._gather()
         self._check_buffers()
-        self._sums = partition.split_packed(memory)
-        wide = [self._scaled(piece, share, absent) for piece in partition.pieces((frozenset(),))]
-        trainable = sorted(partition.trainable)
-        present = torch.tensor([float(index not in absent) for index in trainable])
-        self._buffers = self._groups.reduce(
-            [*wide, *([present] if found.is_partial else [])],
+        if self._sums.memory is not self._groups.memory:
+            self._sums = self._new_sums()
+        place = found.workers.index(self._reduction.worker)
+        parts = self._sums.fill(grads, share_of_samples(found.samples)[place])
+        counts = torch.tensor([float(grad is not None) for grad in grads])
+        self._collected = self._groups.reduce(
+            chain(parts, [counts] if found.is_partial else []),
             self._own["buffer"].clone(),
             self._is_open(found),
         )
-        for piece, values in zip(partition.pieces((frozenset(),)), wide, strict=True):
-            if values.dtype != piece.dtype:
-                partition.view(self._sums, piece.dtype, *piece.span).copy_(values)
-        if not found.is_partial:
-            return frozenset()
-        return frozenset(
-            index for index, count in zip(trainable, present.tolist(), strict=True) if not count
-        )
+        indices = self._adapter.trainable.spec_indices
+        is_untouched = (counts == 0).tolist() if found.is_partial else ()
+        return frozenset(compress(indices, is_untouched))
 
-    def _scaled(self, piece: SameGradientRange, share: float, absent: frozenset[int]) -> Tensor:
-        """Return the share of this worker's gradients in the mean; half precision in float32."""
-        own, sums = (
-            self._partition.view(memory, piece.dtype, *piece.span)
-            for memory in (self._own, self._sums)
-        )
-        target = sums if piece.dtype.itemsize >= 4 else torch.empty(len(own), dtype=torch.float32)
-        is_finite = True
-        for start in range(0, len(own), BLOCK_ELEMENTS):
-            block = target[start : start + BLOCK_ELEMENTS]
-            torch.mul(own[start : start + BLOCK_ELEMENTS], share, out=block)
-            is_finite &= math.isfinite(block.sum().item())  # it is in the cache
-        if not is_finite and (name := find_in_gradients(self._partition, self._own, absent)):
-            raise NonFiniteError(f"tensor {name} has NaN or Inf", "NON_FINITE")
-        for span in self._partition.slices(*piece.span) if absent else ():
-            if span.tensor in absent:
-                first, last = ((at - piece.start) // piece.dtype.itemsize for at in span[1:3])
-                target[first:last].zero_()
-        return target
+    def _gather(self) -> Sequence[Tensor | None]:
+        """Return the gradients in the order of the flat buffer, and copy the buffers to it."""
+        adapter, grads = self._adapter, self._adapter.grads()
+        if adapter.device.type == "cuda":
+            absent = adapter.gather()
+            indices = adapter.trainable.spec_indices
+            return [
+                None if index in absent else own
+                for index, own in zip(indices, self._own_gradients, strict=True)
+            ]
+        adapter.reattach()
+        adapter.write_buffers()
+        adapter.changes.step(adapter.absent(grads))
+        return grads
 
     def _step(self, found: ReduceAnswer, untouched: frozenset[int]) -> None:
         """Make the step that the servers would make."""
         assert self._held is not None
         version, self._held = self._held + 1, None  # until all has changed
         partition, optimizer = self._partition, self._optimizer
-        if self._settings.clip_norm is not None:
-            self._clip(self._settings.clip_norm)
+        self._sums.finish(self._settings.clip_norm)
         if found.groups_json:
             optimizer.groups = groups_from_json(found.groups_json, self._settings)
-        optimizer.step(self._sums, untouched)
-        parts = [RoleBuffers({"buffer": each}, partition.ranges) for each in self._buffers]
+        optimizer.step(self._sums.buffers, untouched)
+        parts = [RoleBuffers({"buffer": each}, partition.ranges) for each in self._collected]
         for segment in partition.segments["buffer"]:
             values = [partition.view_segment(part, segment) for part in parts]
             target = partition.view_segment(self._weights, segment)
             shares = share_of_samples(found.samples)
             mean_of_values(target, values[:1] if segment.is_first else values, shares)
         self._held = version
-
-    def _clip(self, clip_norm: float) -> None:
-        squares, views = list[float](), list[Tensor]()
-        for piece in self._partition.pieces((frozenset(),)):
-            views.append(self._partition.view(self._sums, piece.dtype, *piece.span))
-            padding = self._partition.padding(piece)
-            for block in blocks_of_mean([views[-1]], [1.0], padding):
-                squares += squares_of_mean(block)
-        factor = clip_factor(clip_norm, total(squares))
-        if factor < 1.0:
-            for view in views:
-                view.mul_(factor)
 
     def close(self) -> None:
         self._client.model.offer_with(_offer_nothing)
