@@ -17,6 +17,7 @@ from pscommon.core.limits import (
 )
 from pscommon.core.model_spec import ModelSpec
 from pscommon.core.script_place import PassName
+from pscommon.optim import KINDS
 from pscommon.optim.specs import check_numbers, validate_model
 from pscommon.snapshot.tensor_file import RESERVED
 from pscommon.system.process_limits import usable_memory
@@ -30,14 +31,13 @@ from pscommon.wire.messages import (
 )
 from psproto.v1 import coordinator_pb2 as pb
 from psserver.coordinator.heartbeats import report_beside, standing
-from psserver.coordinator.reduce_handlers import largest_push_nbytes
 from psserver.coordinator.service import CoordinatorService
 from psserver.core.commands.data_commands import CallCollective, LeaseBatches, ReturnBatches
 from psserver.core.commands.recorder import Recorder
 from psserver.core.commands.request_checks import check_memory
 from psserver.core.commands.waiting import MAX_NAMED_COUNT, waiting_for_call
 from psserver.core.commands.worker_commands import Join, Leave, Register
-from psserver.core.coordinator.admission import check_registration
+from psserver.core.coordinator.admission import check_registration, largest_push_nbytes
 from psserver.core.coordinator.data_requests import BatchesReply
 from psserver.core.coordinator.registration import RegistrationReply
 from psserver.core.data.data_ledger import DataLedger
@@ -212,7 +212,8 @@ async def _register(
     executor, worker, spec = service.executor, command.worker, command.spec
     shards, asked = executor.coordinator.job.shards, time.monotonic()
     check_memory(spec, shards, usable_memory())
-    nbytes = largest_push_nbytes(spec, shards, executor.coordinator.job.policy.name)
+    states = max(len(KINDS[each.name].states) for each in spec.optimizers.values())
+    nbytes = largest_push_nbytes(executor.coordinator.job.policy, spec, shards, states)
 
     def ask(recorder: Recorder, now: float) -> RegistrationReply | None:
         coordinator = recorder.coordinator

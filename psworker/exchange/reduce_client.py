@@ -16,9 +16,6 @@ from psworker.connection.connection import Connection
 from psworker.core.results import ReduceAnswer, StoredState
 from psworker.exchange.model_exchange import ModelExchange
 
-ANY_ROUND = 1
-"""A number of a reduce round, where only the rest of the answer counts."""
-
 READ_SECONDS = 30.0
 SLOWEST_BYTES_PER_SECOND = 10e6
 
@@ -93,9 +90,10 @@ class ReduceClient:
 
     def uploaded_version(self) -> int:
         """Return the version of the weights that the servers have."""
-        return self._look_at(ANY_ROUND).uploaded
+        return self._look_at().uploaded
 
-    def _look_at(self, number: int) -> co.ReduceResponse:
+    def _look_at(self, number: int = 1) -> co.ReduceResponse:
+        """Ask whether a round is open; with any number, for the rest of the answer."""
         connection = self._connection
         membership = connection.membership
         request = co.ReduceRequest(job=membership.job, worker=membership.worker, within=number)
@@ -103,7 +101,7 @@ class ReduceClient:
 
     def generation(self) -> int:
         """Return the number of this start of the servers."""
-        return self._look_at(ANY_ROUND).generation
+        return self._look_at().generation
 
     def set_version(self, version: int) -> None:
         """Note the version of the weights that this worker has, which scripts see."""

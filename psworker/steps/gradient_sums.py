@@ -17,7 +17,7 @@ from pscommon.core.log_entries import clip_factor
 from pscommon.parameters.finite_values import is_finite
 from pscommon.parameters.means import blocks_of_mean, squares_of_mean, total
 from pscommon.parameters.partition import BLOCK_BYTES, ShardPartition
-from psworker.model.tensor_group import TensorGroup
+from psworker.model.adapter import ModelAdapter
 
 BLOCK_ELEMENTS = BLOCK_BYTES // torch.float32.itemsize
 
@@ -51,10 +51,10 @@ class GradientSums:
         buffers: The same by role; complete after `finish`.
     """
 
-    def __init__(self, partition: ShardPartition, trainable: TensorGroup, memory: Tensor) -> None:
+    def __init__(self, partition: ShardPartition, adapter: ModelAdapter, memory: Tensor) -> None:
         """memory: Zeros. No other code writes to it but the adding up."""
         self.memory, self.buffers = memory, partition.split_packed(memory)
-        self._partition, self._trainable = partition, trainable
+        self._partition, self._trainable = partition, adapter.trainable
         self._pieces = partition.pieces((frozenset(),))
         self._flat = [partition.view(self.buffers, p.dtype, *p.span) for p in self._pieces]
         self._added = [
@@ -69,8 +69,8 @@ class GradientSums:
         for piece, added in zip(self._pieces, self._added, strict=True):
             size, begun = piece.dtype.itemsize, 0
             while first < len(extents) and extents[first].start < piece.stop:
-                most, last = min(piece.stop, extents[first].start + BLOCK_BYTES), first + 1
-                while last < len(extents) and extents[last].stop <= most:
+                limit, last = min(piece.stop, extents[first].start + BLOCK_BYTES), first + 1
+                while last < len(extents) and extents[last].stop <= limit:
                     last += 1
                 is_last = last == len(extents) or extents[last].start >= piece.stop
                 places = [
@@ -80,9 +80,10 @@ class GradientSums:
                     added[low:high].view(tensor.shape)
                     for (low, high), tensor in zip(places, tensors[first:last], strict=True)
                 ]
-                start, stop, complete = places[0][0], places[-1][1], ()
+                start, stop = places[0][0], places[-1][1]
+                complete: tuple[Tensor, ...] = ()
                 if is_last or stop - begun >= ADDED_ELEMENTS:
-                    complete, begun = added[begun:stop].split(ADDED_ELEMENTS), stop
+                    complete, begun = torch.split(added[begun:stop], ADDED_ELEMENTS), stop
                 yield _Run(first, last, added[start:stop], views, complete)
                 first = last
 
@@ -129,11 +130,11 @@ def _fill(run: _Run, sources: Sequence[Tensor | None], share: float) -> bool:
         flat.zero_()
         views = [*compress(views, [grad is not None for grad in sources])]
     if len(flat) > BLOCK_ELEMENTS and given and given[0].is_contiguous():
-        parts = given[0].view(-1).split(BLOCK_ELEMENTS)
-        for block, source in zip(flat.split(BLOCK_ELEMENTS), parts, strict=True):
+        blocks = (torch.split(each, BLOCK_ELEMENTS) for each in (flat, given[0].view(-1)))
+        for block, source in zip(*blocks, strict=True):
             torch.mul(source, share, out=block)
             sums += block.sum().item()
     elif given:
-        torch._foreach_copy_(views, given)
+        torch._foreach_copy_([*views], given)
         sums = flat.mul_(share).sum().item()
     return math.isfinite(sums)

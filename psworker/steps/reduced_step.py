@@ -2,12 +2,11 @@
 
 Theory of operation:
 
-- The client's buffer of weights (`adapter.weights.host`) has the weights of `_held`, a version; the
-  optimizer has its state. They change by steps of this worker, and by rounds of weights: also while
-  the script waits or computes, if another worker needs them.
-- The model has the weights of `version`. It takes those of the client's buffer in a step and in a
-  pull. So what the script does to its weights between two steps is overwritten, as it is by those
-  of servers.
+- This worker has weights, of `_own_version`, in the client's buffer (`adapter.weights.host`), and
+  their optimizer state. Both change by steps, and by rounds of weights: also while the script waits
+  or computes, if another worker needs weights.
+- The model has weights of `version`: it takes those of this worker in a step and in a pull. So what
+  the script does to its model between two steps is overwritten, as it is by servers' weights.
 - A step asks for a reduce round. A gradient counts only if it is of the newest weights: if others
   arrive first, the step is stale.
 - The gradients are added up, weighted by samples. Then a push without bytes goes to the servers.
@@ -87,21 +86,21 @@ class ReducedStep(PlainStep):
         self._state_nbytes = self._partition.plan.section("trainable").stop
         self._sums = self._new_sums()
         self._collected: Sequence[Tensor] = ()  # buffers of each worker of the newest round
-        self._held: int | None = None
-        self._generation = 0  # the start of the servers that `_held` belongs to
+        self._own_version: int | None = None
+        self._generation = 0  # the start of the servers that `_own_version` belongs to
         self._is_member = True
         self._lock = threading.Lock()
         client.model.offer_with(self._offer)
 
     def _new_sums(self) -> GradientSums:
-        return GradientSums(self._partition, self._adapter.trainable, self._groups.memory)
+        return GradientSums(self._partition, self._adapter, self._groups.memory)
 
     # ---- weights ---------------------------------------------------------------------------------
 
     def begin(self) -> None:
         """Get the newest weights, and the optimizer state."""
         if self._generation != (now := self._reduction.generation()):
-            self._held, self._generation = None, now  # after a rollback versions are others
+            self._own_version, self._generation = None, now  # after a rollback versions are others
         with self._lock:
             self._synchronize()
             self._load(everything=True)
@@ -135,18 +134,18 @@ class ReducedStep(PlainStep):
             )
 
     def _load(self, everything: bool = False) -> None:
-        """Load the held weights into the model."""
+        """Load the weights of this worker into the model."""
         self._adapter.scatter(everything)
         self._note_version()
 
     def _note_version(self) -> None:
-        assert self._held is not None
-        self.version = self._held
-        self._reduction.set_version(self._held)
+        assert self._own_version is not None
+        self.version = self._own_version
+        self._reduction.set_version(self._own_version)
 
     def _offer(self) -> None:
         """Send the weights to a worker that waits for them while this one waits elsewhere."""
-        if self._held is not None and self._lock.acquire(blocking=False):
+        if self._own_version is not None and self._lock.acquire(blocking=False):
             try:
                 self._synchronize()
             finally:
@@ -156,12 +155,12 @@ class ReducedStep(PlainStep):
         """Hold the newest weights, and return their version."""
         while (found := self._ask(0)).kind != "none":
             self._carry_out(found)
-        assert self._held is not None
-        return self._held
+        assert self._own_version is not None
+        return self._own_version
 
     def _ask(self, samples: int, groups_json: str = "", is_partial: bool = False) -> ReduceAnswer:
         return self._reduction.ask(
-            self._held, samples, self._groups.address, groups_json, is_partial
+            self._own_version, samples, self._groups.address, groups_json, is_partial
         )
 
     def _carry_out(self, found: ReduceAnswer) -> None:
@@ -181,9 +180,9 @@ class ReducedStep(PlainStep):
         stored = self._reduction.download(raw(memory))
         images = {name: memoryview(image) for name, image in stored.states.items()}
         numbers = json.dumps({"steps": stored.steps, "scalars": stored.scalars})
-        self._hold(stored.version, memory, images, stored.groups_json, numbers)
+        self._take_state(stored.version, memory, images, stored.groups_json, numbers)
 
-    def _hold(
+    def _take_state(
         self,
         version: int,
         weights: Tensor,
@@ -195,7 +194,7 @@ class ReducedStep(PlainStep):
         self._adapter.weights.host.copy_(weights)
         self._optimizer.groups = all_groups_from_json(groups_json, self._spec)[""]
         self._optimizer.restore(StateImages(images, numbers_from_json(numbers_json)))
-        self._held = version
+        self._own_version = version
 
     def _exchange_weights(self, found: ReduceAnswer) -> None:
         """Send weights and state to the other workers of the round, or receive them.
@@ -210,7 +209,7 @@ class ReducedStep(PlainStep):
             images = images_of(self._optimizer, self._state_nbytes)
             numbers = numbers_to_json(self._optimizer)
             groups_json = groups_to_json(self._optimizer.groups)
-            text = json.dumps([self._held, sorted(images), groups_json, numbers]).encode()
+            text = json.dumps([self._own_version, sorted(images), groups_json, numbers]).encode()
         size = torch.tensor([len(text)])
         self._groups.send(size, source, is_open)
         header = tensor_of(memoryview(bytearray(text.ljust(int(size)))))
@@ -222,7 +221,7 @@ class ReducedStep(PlainStep):
             image = images.setdefault(name, memoryview(bytearray(self._state_nbytes)))
             self._groups.send(tensor_of(image), source, is_open)
         if not is_source:
-            self._hold(version, weights, images, groups_json, numbers)
+            self._take_state(version, weights, images, groups_json, numbers)
 
     def _is_open(self, found: ReduceAnswer) -> Callable[[], bool]:
         return lambda: self._reduction.is_open(found.number)
@@ -234,7 +233,7 @@ class ReducedStep(PlainStep):
             weights=None,
             samples=0,
             groups_json=groups_to_json(self._optimizer.groups),
-            base=self._held,
+            base=self._own_version,
             states=images_of(self._optimizer, self._state_nbytes),
             state_json=numbers_to_json(self._optimizer),
         )
@@ -245,34 +244,31 @@ class ReducedStep(PlainStep):
         These are the weights, and buffers that the script has changed since its last step.
         """
         self.skip()
-        if self._held is None or not (self._is_closing() or self._client.is_first):
+        if self._own_version is None or not (self._is_closing() or self._client.is_first):
             return
-        is_own = self._held == self.version and not self._adapter.keeps_changes()
+        is_own = self._own_version == self.version and not self._adapter.keeps_changes()
         if is_own:
             self._adapter.reattach()
         with self._lock:
             is_changed = is_own and self._take_own_buffers()
-            if is_changed or self._reduction.uploaded_version() < self._held:
+            if is_changed or self._reduction.uploaded_version() < self._own_version:
                 self._upload()
 
     def _take_own_buffers(self) -> bool:
-        """Let the held weights have the model's buffers without an average.
-
-        Return whether they had others.
-        """
+        """Take the model's buffers without an average; return whether the script changed them."""
         self._adapter.write_buffers()
         self._adapter.gradients.to_host([self._adapter.buffer_range]).synchronize()
         self._check_buffers()
         view = self._partition.view_segment
         changed = [
-            (held, own)
+            (stored, own)
             for segment in self._partition.segments["buffer"]
             if segment.is_first
-            for held, own in [(view(self._weights, segment), view(self._own, segment))]
-            if not torch.equal(held, own)
+            for stored, own in [(view(self._weights, segment), view(self._own, segment))]
+            if not torch.equal(stored, own)
         ]
-        for held, own in changed:
-            held.copy_(own)
+        for stored, own in changed:
+            stored.copy_(own)
         return bool(changed)
 
     def _check_buffers(self) -> None:
@@ -311,9 +307,9 @@ class ReducedStep(PlainStep):
             return result
 
     def _find_round(self, push: Push) -> ReduceAnswer | None:
-        """Return the round of this gradient; None if it is of older weights than those held."""
+        """Return the round of this gradient; None if this worker has newer weights by now."""
         is_partial = bool(self._adapter.absent(self._adapter.grads()))
-        while self._held == self.version:
+        while self._own_version == self.version:
             found = self._ask(push.samples, push.groups_json, is_partial)
             if found.kind == "gradients":
                 return found
@@ -362,8 +358,8 @@ class ReducedStep(PlainStep):
 
     def _step(self, found: ReduceAnswer, untouched: frozenset[int]) -> None:
         """Make the step that the servers would make."""
-        assert self._held is not None
-        version, self._held = self._held + 1, None  # until all has changed
+        assert self._own_version is not None
+        version, self._own_version = self._own_version + 1, None  # until all has changed
         partition, optimizer = self._partition, self._optimizer
         self._sums.finish(self._settings.clip_norm)
         if found.groups_json:
@@ -375,7 +371,7 @@ class ReducedStep(PlainStep):
             target = partition.view_segment(self._weights, segment)
             shares = share_of_samples(found.samples)
             mean_of_values(target, values[:1] if segment.is_first else values, shares)
-        self._held = version
+        self._own_version = version
 
     def close(self) -> None:
         self._client.model.offer_with(_offer_nothing)

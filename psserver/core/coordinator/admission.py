@@ -21,11 +21,15 @@ def push_nbytes(spec: ModelSpec, shards: int) -> int:
     )
 
 
-def upload_nbytes(spec: ModelSpec, shards: int, states: int) -> int:
-    """Return the bytes of an upload of weights and optimizer state, as in `push_nbytes`.
+def largest_push_nbytes(policy: Policy, spec: ModelSpec, shards: int, states: int) -> int:
+    """Return the bytes of the largest push on the shard with the largest part.
+
+    Under allreduce it is an upload of weights and optimizer state.
 
     states: Number of states per weight.
     """
+    if policy.name != ALLREDUCE:
+        return push_nbytes(spec, shards)
     plan = PartitionPlan(spec, shards)
     return max(
         sum(plan.range(shard, role).nbytes for role in ROLES)
@@ -42,7 +46,7 @@ def check_registration(
     Args:
         coordinator: The coordinator.
         worker: The worker.
-        nbytes: Bytes of one push, or of one upload under policy allreduce.
+        nbytes: Bytes of its largest push.
         in_flight: Limit in bytes.
 
     Raises:

@@ -96,8 +96,8 @@ NOTHING, DOWNLOAD = ReduceRound(), ReduceRound(kind="download")
 class Reduction:
     """The open round and the requests that wait for one.
 
-    A restart of the servers begins without any: under this policy it is a rollback. Its numbers
-    of rounds and groups are others than before, because process groups of before may be in use.
+    A restart of the servers begins without any: under this policy it is a rollback. It gives other
+    numbers to rounds and groups, because workers may still use earlier process groups.
 
     Attributes:
         generation: Number of this start of the servers.
