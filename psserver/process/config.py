@@ -196,9 +196,9 @@ class ServerConfig:
 
     def _check_combinations(self) -> None:
         if self.policy == ALLREDUCE:
-            tls = self.security.tls.cert if self.security.tls is not None else None
+            tls, tokens = self.security.tls, self.security.token_file
             given = {each.name: getattr(self, each.name) for each in fields(self)}
-            check_allreduce(tls_cert=tls, **given)
+            check_allreduce(tls_cert=tls.cert if tls else None, token_file=tokens, **given)
         else:
             check_policy(self.policy, self.staleness, self.backup_workers, self.global_batch)
         if host_and_port(self.bind)[0] in ALL_INTERFACES and not self.advertise:

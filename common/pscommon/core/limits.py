@@ -158,23 +158,27 @@ def check_allreduce(**settings: object) -> None:
     Raises:
         InvalidRequestError: A setting excludes the policy.
     """
+    unseen, unsafe = "the servers see no gradient", "workers exchange gradients in plain text"
     reasons = {
         "staleness": "it has no bound",
         "max_staleness": "its gradients are of the newest weights",
         "backup_workers": "a sum needs the gradients of all workers",
         "global_batch": "each worker reduces one gradient for a step",
-        "max_norm": "the servers see no gradient",
+        "max_norm": unseen,
+        "quarantine_after": unseen,
         "standby_of": "the workers have the weights",
-        "tls_cert": "workers exchange gradients in plain text",
+        "tls_cert": unsafe,
+        "token_file": unsafe,
     }
     for name, reason in reasons.items():
-        if settings.get(name):
+        value = settings.get(name)
+        if value is not None and (value or name != "backup_workers"):  # its default is 0
             raise InvalidRequestError(
-                f"policy allreduce excludes `--{name.replace('_', '-')} {settings[name]}`: "
+                f"policy allreduce excludes `--{name.replace('_', '-')} {value}`: "
                 f"{reason}. Try: policy sync"
             )
     for name, value, reason in (
-        ("bad_gradients", "clip", "the servers see no gradient"),
+        ("bad_gradients", "clip", unseen),
         ("bad_gradients", "skip", "a sum cannot leave out a gradient"),
         ("durability", "log", "the log would lack the gradients"),
     ):
