@@ -13,7 +13,6 @@ import grpc
 
 from pscommon.core.errors import InvalidRequestError, MismatchError, UnreachableError
 from pscommon.core.formats import check_wire_format
-from pscommon.core.limits import ALLREDUCE
 from pscommon.wire.requests import PROMOTE, REPLICATE, STEP_DOWN
 from pscommon.wire.status import answering
 from psproto.v1 import standby_pb2 as pb
@@ -57,10 +56,6 @@ def _replicate(
         return
     check_wire_format(hello.format, "the standby", "its primary")
     check_standby(identity, hello)
-    if identity.policy == ALLREDUCE:
-        raise InvalidRequestError(
-            "standby refused: under policy allreduce the workers have the weights. Try: policy sync"
-        )
     link_id = replicator.attach(hello, copy_state)
     when_ended(context, lambda: replicator.handle_disconnect(link_id))
     listener = threading.Thread(

@@ -13,15 +13,16 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from pscommon.core.errors import InvalidRequestError
+from pscommon.core.errors import InvalidRequestError, MismatchError
 from pscommon.security.settings import SecuritySettings
 from pscommon.security.tls_files import TlsFiles
 from pscommon.settings.values import SnapshotEvery
 from psserver.process.config import ServerConfig
 from psworker import Job, OptimizerSpec
 from tests.support.cluster import Cluster
+from tests.support.standbys import RunningStandby
 from tests.support.training_threads import real
-from tests.support.workers import connected, together
+from tests.support.workers import connected, together, until
 
 Named = dict[str, Tensor]
 Make = Callable[[Any], torch.optim.Optimizer]
@@ -80,7 +81,7 @@ def test_two_workers_get_the_weights_of_sync(cluster: Callable[..., Cluster], na
     expected = run(cluster, "sync", train)
 
     for each in found:
-        assert_close(each, expected[0], 1e-5)
+        assert_close(each, expected[0], 1e-6 if name == "sgd" else 1e-5)
 
 
 def test_a_resumed_job_continues_with_the_optimizer_state(
@@ -183,9 +184,27 @@ def test_the_numpy_client_is_refused(cluster: Callable[..., Cluster]) -> None:
             client.push({"w": np.ones(3, np.float32)})
 
 
-def test_tls_is_refused(tmp_path: Path) -> None:
-    """gloo has no TLS."""
-    files = TlsFiles(tmp_path / "ca.pem", tmp_path / "cert.pem", tmp_path / "key.pem")
+FILES = TlsFiles(Path("ca.pem"), Path("cert.pem"), Path("key.pem"))
 
-    with pytest.raises(InvalidRequestError, match="in plain text"):
-        ServerConfig(policy="allreduce", security=SecuritySettings(tls=files))
+
+@pytest.mark.parametrize(
+    "security", [SecuritySettings(tls=FILES), SecuritySettings(token_file=Path("tokens"))], ids=str
+)
+def test_tls_and_tokens_are_refused(security: SecuritySettings) -> None:
+    """gloo has neither."""
+    with pytest.raises(InvalidRequestError, match=r"in plain text\. Try: policy sync"):
+        ServerConfig(policy="allreduce", security=security)
+
+
+@pytest.mark.parametrize("shard", [0, 1])
+def test_a_standby_is_refused(cluster: Callable[..., Cluster], shard: int) -> None:
+    """With this policy by its own settings, with another one by those of its primary."""
+    server = cluster(2, policy="allreduce").servers[shard]
+
+    with pytest.raises(InvalidRequestError, match="excludes `--standby-of"):
+        RunningStandby(server)
+    with RunningStandby(server, policy="sync") as following:
+        until(lambda: following.ended, "its end")
+        failure = following.standby.failure
+    assert isinstance(failure, MismatchError)
+    assert ": policy (sync, primary: allreduce)" in str(failure)

@@ -8,7 +8,12 @@ from pscommon.core.errors import InvalidRequestError, TooFewWorkersError
 from pscommon.core.limits import check_allreduce
 from pscommon.core.log_entries import PushKey, ShardReport, Staged
 from pscommon.core.model_spec import ModelSpec, OptimizerSettings, TensorSpec
-from psserver.core.coordinator.admission import check_reshard, check_switch
+from psserver.core.coordinator.admission import (
+    check_registration,
+    check_reshard,
+    check_switch,
+    largest_push_nbytes,
+)
 from psserver.core.coordinator.machine import CoordinatorMachine
 from psserver.core.job.policy import policy
 from psserver.core.job.reduction import ReduceRequest, ReduceRound
@@ -23,9 +28,9 @@ MODEL = ModelSpec(WEIGHTS, OptimizerSettings("sgd"))
 class Job:
     """A job with policy allreduce on one shard, with workers 1 to `workers` at version 0."""
 
-    def __init__(self, workers: int = 2, every: int | None = None) -> None:
+    def __init__(self, workers: int = 2, every: int | None = None, generation: int = 0) -> None:
         rules = JobRules(policy("allreduce"), 1, every=SnapshotInterval(steps=every))
-        self.machine = CoordinatorMachine(1, rules)
+        self.machine = CoordinatorMachine(1, rules, generation)
         self.asked: dict[int, int] = {}
         for _ in range(workers):
             self.join()
@@ -224,7 +229,11 @@ def test_a_snapshot_that_is_due_does_not_block_an_open_round() -> None:
         {"backup_workers": 1},
         {"max_norm": 1.0},
         {"standby_of": "host:1"},
+        {"staleness": 0},
+        {"max_staleness": 0},
+        {"quarantine_after": 1},
         {"tls_cert": "cert.pem"},
+        {"token_file": "tokens"},
         {"global_batch": 64},
         {"bad_gradients": "skip"},
         {"bad_gradients": "clip"},
@@ -260,6 +269,32 @@ def test_the_policy_is_not_switched(before: str, after: str) -> None:
 def test_a_reshard_is_refused() -> None:
     with pytest.raises(InvalidRequestError, match="keeps the weights in the workers"):
         check_reshard(Job().machine, 2, 1 << 30)
+
+
+def test_numbers_are_others_after_a_restart_of_the_servers() -> None:
+    """Workers that live on may still use an earlier process group, or its store."""
+    numbers = []
+    for generation in (1, 2):
+        job = Job(0, generation=generation)
+        first, second = job.join(), job.join()
+        job.ask(first, 0)
+        found = job.ask(second, 0)
+        assert found is not None
+        numbers += [found.number, found.group]
+
+    assert len({*numbers[::2]}) == len({*numbers[1::2]}) == 2
+
+
+def test_an_upload_must_fit_the_memory_for_pushes() -> None:
+    """It is refused at the start, not at the end of a training. Gradients take no memory."""
+    reduced, sync = policy("allreduce"), policy("sync")
+    upload = largest_push_nbytes(reduced, MODEL, 1, states=2)
+    machine = Job().machine
+
+    assert (largest_push_nbytes(sync, MODEL, 1, states=2), upload) == (64, 3 * 64)
+    check_registration(machine, 3, upload, upload)
+    with pytest.raises(InvalidRequestError, match="Try: `--in-flight 192`"):
+        check_registration(machine, 3, upload, upload - 1)
 
 
 def test_other_policies_have_no_reduce_rounds() -> None:
