@@ -198,13 +198,14 @@ def test_tls_and_tokens_are_refused(security: SecuritySettings) -> None:
 
 @pytest.mark.parametrize("shard", [0, 1])
 def test_a_standby_is_refused(cluster: Callable[..., Cluster], shard: int) -> None:
-    """With this policy by its own settings, with another one by those of its primary."""
+    """With this policy by its own settings, with another one by those of the job."""
     server = cluster(2, policy="allreduce").servers[shard]
 
     with pytest.raises(InvalidRequestError, match="excludes `--standby-of"):
         RunningStandby(server)
+    until(lambda: shard == 0 or server.identity.policy, "the job's policy")
     with RunningStandby(server, policy="sync") as following:
         until(lambda: following.ended, "its end")
         failure = following.standby.failure
     assert isinstance(failure, MismatchError)
-    assert ": policy (sync, primary: allreduce)" in str(failure)
+    assert "allreduce" in str(failure)
