@@ -11,10 +11,12 @@ from functools import partial
 from typing import Any, ClassVar
 
 from pscommon.core.limits import WORKERS_PER_GENERATION
-from pscommon.core.log_entries import BatchKey, PushKey, Staged
+from pscommon.core.log_entries import BatchKey, PushKey, SetBuffers, Staged
 from psserver.core.commands.data_commands import CallCollective, LeaseBatches
 from psserver.core.commands.recorder import Recorder
 from psserver.core.commands.worker_commands import AskForReduce
+from psserver.core.coordinator.update_rounds import UpdateRounds
+from psserver.core.job import reduction as reduction_module
 from psserver.core.job.job_state import JobState
 from psserver.core.job.policy import policy
 from psserver.core.job.reduction import NO_WEIGHTS, ReduceRequest, ReduceRound, Reduction
@@ -60,6 +62,7 @@ class ReducingWorker(SimWorker):
     Attributes:
         version, weights: The weights that it has; version NO_WEIGHTS: none.
         ask_count: Number of its requests for reduce rounds.
+        worker_before: Its number in its newest membership; 0: none.
         sum: The mean of the round that its push is of.
         blocked: The request that waits for other workers, and what follows its answer.
         after_upload: What follows the outcome of an upload.
@@ -70,7 +73,9 @@ class ReducingWorker(SimWorker):
     world: "ReduceWorld"
 
     def restart(self) -> None:
-        self.version, self.weights = NO_WEIGHTS, (0.0,) * WEIGHT_COUNT
+        if not self.start_count:
+            self.forget_weights()
+            self.worker_before = 0
         self.ask_count = 0
         self.sum: Weights | None = None
         self.blocked: tuple[Any, Callable[[Any], None]] | None = None
@@ -79,6 +84,17 @@ class ReducingWorker(SimWorker):
         self.gradients: Weights = ()
         self.step_batches: tuple[BatchKey, ...] = ()
         super().restart()
+
+    def forget_weights(self) -> None:
+        self.version, self.weights = NO_WEIGHTS, (0.0,) * WEIGHT_COUNT
+
+    def on_joined(self, member: Any) -> None:
+        """Keep the weights after a lost membership, unless the servers have rolled back."""
+        before = self.worker_before // WORKERS_PER_GENERATION
+        if member.worker // WORKERS_PER_GENERATION != before:
+            self.forget_weights()
+        self.worker_before = member.worker
+        super().on_joined(member)
 
     # ---- requests
 
@@ -108,6 +124,8 @@ class ReducingWorker(SimWorker):
 
     def on_round(self, found: ReduceRound, samples: int, then: Callable[[], None]) -> None:
         again = partial(self.ask, samples, then)
+        if samples and found.kind != "gradients":
+            again = partial(self.ask_for_step, samples)
         if found.kind == "none":
             then()
         elif found.kind == "download":
@@ -115,7 +133,8 @@ class ReducingWorker(SimWorker):
         elif found.kind == "upload":
             self.upload(again)
         else:
-            self.world.parts(found.number)[self.worker] = self.part(found)
+            place = found.workers.index(self.worker)
+            self.world.parts(found)[place] = found.kind, self.part(found)
             self.collect(found, again, then)
 
     def part(self, found: ReduceRound) -> Any:
@@ -123,24 +142,27 @@ class ReducingWorker(SimWorker):
             return self.version, self.weights
         job = self.world.coordinator.job
         if job.reduction.open is found:
-            check(self.version == job.version, "{} reduces at {}", self.version, job.version)
+            check(self.base == job.version, "{} reduces at {}", self.base, job.version)
         return self.gradients
 
     def collect(
         self, found: ReduceRound, again: Callable[[], None], then: Callable[[], None]
     ) -> None:
         """Wait until the parts of the others are here, or until the round is void."""
-        parts, rng = self.world.parts(found.number), self.world.rng
-        needed = {found.source} if found.kind == "weights" else {*found.workers}
+        parts, rng = self.world.parts(found), self.world.rng
+        places = {worker: place for place, worker in enumerate(found.workers)}
+        needed = {places[found.source]} if found.kind == "weights" else {*places.values()}
         if needed <= parts.keys() and rng.random() < 0.7:
+            kinds = {kind for kind, _ in parts.values()}
+            check(kinds == {found.kind}, "a round of {} has {}", found.kind, kinds)
             if found.kind == "weights":
-                self.version, self.weights = parts[found.source]
+                _, (self.version, self.weights) = parts[places[found.source]]
                 return again()
             total = sum(request.samples for request in found.requests)
             means = [0.0] * WEIGHT_COUNT
             for request in found.requests:
                 share = request.samples / total
-                pairs = zip(means, parts[request.worker], strict=True)
+                pairs = zip(means, parts[places[request.worker]][1], strict=True)
                 means = [mean + value * share for mean, value in pairs]
             self.sum = tuple(means)
             return self.push_round(found)
@@ -166,7 +188,13 @@ class ReducingWorker(SimWorker):
     ) -> None:
         self.gradients = tuple(gradient(number, self.base, each) for each in range(WEIGHT_COUNT))
         self.step_batches = batches
-        self.ask(samples, self.give_up)
+        self.ask_for_step(samples)
+
+    def ask_for_step(self, samples: int) -> None:
+        """Ask for a round of gradients, unless newer weights have arrived since the gradient."""
+        if self.base == self.version:
+            return self.ask(samples, self.give_up)
+        return self.give_up()
 
     def push_round(self, found: ReduceRound) -> None:
         """Push without bytes: this worker has the sum of the round."""
@@ -261,7 +289,8 @@ class ReduceWorld(World):
     """A job under policy allreduce.
 
     Attributes:
-        exchanged: What the workers of each round have exchanged, by generation and number.
+        exchanged: What the workers of each round have exchanged, by place in the round. As in a
+            store of torch, only the numbers of process group and round tell rounds apart.
         failures: Number of times that all workers with the newest weights were lost.
     """
 
@@ -269,8 +298,8 @@ class ReduceWorld(World):
     failures: int = 0
     worker_class: ClassVar[type[SimWorker]] = ReducingWorker
 
-    def parts(self, number: int) -> dict[int, Any]:
-        return self.exchanged.setdefault((self.generation, number), {})
+    def parts(self, found: ReduceRound) -> dict[int, Any]:
+        return self.exchanged.setdefault((found.group, found.number), {})
 
     def is_current(self, worker: ReducingWorker) -> bool:
         """Return whether a worker belongs to the newest start of the servers."""
@@ -352,7 +381,17 @@ def replace_waiting(reduction: Reduction, worker: int) -> None:
     """Let a worker that asks again without a decision stay in its round."""
 
 
+def take_any_buffers(rounds: UpdateRounds, push: Staged) -> None:
+    """Take an upload of any version for one of the newest."""
+    job = rounds._job
+    job.log.append(SetBuffers(job.log.next, push.key))
+    rounds._forget(push.key)
+    job.reduction.uploaded = job.version
+
+
 PATCHES: dict[str, tuple[Any, str, Any]] = {
+    "numbers begin again after a restart": (reduction_module, "NUMBERS_PER_GENERATION", 0),
+    "an upload of an older version is used": (UpdateRounds, "_set_buffers", take_any_buffers),
     "a round goes on without a lost worker": (Reduction, "drop", shrink_round),
     "workers without the newest weights reduce": (Reduction, "begin", begin_with_outdated),
     "an answer is not kept": (Reduction, "answer", forget_answers),
