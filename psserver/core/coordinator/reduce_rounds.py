@@ -84,8 +84,7 @@ class ReduceRounds:
         job = self._job
         job.fail(
             TooFewWorkersError(
-                f"the weights of version {job.version} are lost with the workers that had them; "
-                f"the servers have version {job.reduction.uploaded}. Try: restart the servers, "
-                "which continue from the newest snapshot"
+                f"{job.reduction.describe_loss(job.version)}. Try: restart the servers, which "
+                "continue from the newest snapshot"
             )
         )

@@ -167,6 +167,13 @@ class Reduction:
         if worker in self.open.workers:
             self.close(is_void=True)
 
+    def describe_loss(self, version: int) -> str:
+        """Return that the weights of the job's version are lost, as text for people."""
+        return (
+            f"the weights of version {version} are lost with the workers that had them; the "
+            f"servers have version {self.uploaded}"
+        )
+
     def wants_weights(self, version: int) -> bool:
         """Return whether a worker waits for the weights of the job's version, and none that has
         them waits.
