@@ -92,6 +92,7 @@ class ServedModel:
                 self.wait,
                 lambda push, result: optimizers[push.optimizer].record_outcome(push, result),
                 lambda: session.is_closed or session.stopping,
+                session.rejoin,
             )
         )
         with torch.no_grad():
@@ -150,7 +151,7 @@ class ServedModel:
         path = Path(file)
         if problem := why_no_file(path):
             raise InvalidRequestError(f"job.save({fspath(file)!r}) failed: {problem}")
-        plan, memory, newest = self._session.with_rejoin(self.strategy.newest)
+        plan, memory, newest = self.strategy.newest()
         # names and order as this worker registered them: the servers may have registered the model
         # with an older release
         own = {tensor.name: tensor for tensor in self.adapter.spec.tensors}

@@ -23,7 +23,7 @@ from typing import ClassVar, cast
 import torch
 from torch import Tensor
 
-from pscommon.core.errors import NonFiniteError, PSError
+from pscommon.core.errors import FencedError, NonFiniteError, PSError
 from pscommon.core.partition import PartitionPlan
 from pscommon.optim.specs import (
     all_groups_from_json,
@@ -68,7 +68,7 @@ class ReducedStep(PlainStep):
         super().__init__(context)
         # Job.optimizer uses this strategy with no other client
         self._client = client = cast(ReducingClient, context.client)
-        self._is_closing = context.is_closing
+        self._is_closing, self._rejoin = context.is_closing, context.rejoin
         self._reduction = client.reduction
         self._spec = validate_model(client.plan.spec)
         self._settings = self._spec.parts()[""].settings
@@ -123,15 +123,15 @@ class ReducedStep(PlainStep):
 
     def newest(self) -> tuple[PartitionPlan, memoryview, int]:
         """Return the newest weights, of this worker or of another one, as JobClient.newest."""
-        if not self._is_member:  # it has made its upload
-            return super().newest()
-        with self._lock:
-            version = self._synchronize()
-            return (
-                self._partition.plan,
-                memoryview(bytearray(self._adapter.weights.memory)),
-                version,
-            )
+        while self._is_member:
+            try:
+                with self._lock:
+                    version = self._synchronize()
+                    weights = memoryview(bytearray(self._adapter.weights.memory))
+                    return self._partition.plan, weights, version
+            except FencedError as error:
+                self._rejoin(error)
+        return super().newest()  # this worker has left the rounds, with an upload
 
     def _load(self, everything: bool = False) -> None:
         """Load the weights of this worker into the model."""
@@ -152,7 +152,7 @@ class ReducedStep(PlainStep):
                 self._lock.release()
 
     def _synchronize(self) -> int:
-        """Hold the newest weights, and return their version."""
+        """Get the newest weights, unless this worker has them; return their version."""
         while (found := self._ask(0)).kind != "none":
             self._carry_out(found)
         assert self._own_version is not None

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from torch import nn
 
-from pscommon.core.errors import PSError
+from pscommon.core.errors import FencedError, PSError
 from pscommon.core.log_entries import BatchKey
 from pscommon.core.partition import PartitionPlan
 from psworker.core.protocols import JobClient
@@ -46,6 +46,7 @@ class StepContext:
         wait: Waits until no push is under way.
         record_outcome: Takes the outcome of a push that was decided after `push` returned.
         is_closing: Returns whether the script makes no further step.
+        rejoin: Rejoins the job after the error of a lost membership.
     """
 
     adapter: ModelAdapter
@@ -55,7 +56,8 @@ class StepContext:
     rejoin_in_forward: Callable[[], AbstractContextManager[None]]
     wait: Callable[[], None]
     record_outcome: Callable[[Push, PushResult], None]
-    is_closing: Callable[[], bool] = lambda: False
+    is_closing: Callable[[], bool]
+    rejoin: Callable[[FencedError], None]
 
 
 class PlainStep:
