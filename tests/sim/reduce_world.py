@@ -24,7 +24,7 @@ from psserver.core.shard.state_machine import PushOutcome
 from tests.sim import verdict
 from tests.sim.arrays import WEIGHT_COUNT
 from tests.sim.invariants import check
-from tests.sim.scenario import SHRINK, Scenario
+from tests.sim.scenario import Scenario
 from tests.sim.workers import Push, SimWorker, gradient
 from tests.sim.world import World
 
@@ -38,7 +38,6 @@ def reducing(seed: int) -> Scenario:
         Scenario.for_seed(seed),
         policy=policy("allreduce"),
         workers=rng.randint(1, 4),
-        on_loss=SHRINK,
         has_log=False,
         has_lagging_standbys=False,
         standbys=0,
