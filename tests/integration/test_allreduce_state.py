@@ -182,7 +182,12 @@ def test_a_gradient_of_older_weights_does_not_count(cluster: Make) -> None:
     other.steps(2)
     other.job.client.collective(1, BARRIER, 0)
     waiting.join()
-    together(late.strategy._offer, other.strategy._offer)
+
+    def receive() -> None:
+        late.strategy._offer()
+        late.job.client.collective(2, BARRIER, 0)
+
+    together(partial(other.job.client.collective, 2, BARRIER, 0), receive)
 
     late.optimizer.step()
 
@@ -320,3 +325,36 @@ def test_a_restart_of_the_servers_rolls_back_to_the_snapshot(cluster: Make, tmp_
     assert made[0].strategy._groups._number != before
     together(*[each.job.close for each in made])
     assert state_of(again)["weight"] == made[0].weights()
+
+
+def test_a_snapshot_on_request_has_the_next_weights(cluster: Make, tmp_path: Path) -> None:
+    """It waits for a step, before which the first worker uploads."""
+    servers = cluster(policy="allreduce", data_dir=tmp_path)
+    service = servers.servers[0].service
+    assert service is not None
+    worker = Worker(servers.address, 0)
+    worker.steps(3)
+
+    saved, status = together(partial(service.snapshot_scheduler.save, 20.0), worker.step)
+
+    assert saved in (3, 4)
+    assert status == "applied"
+    assert weights_version(servers) == saved
+    worker.job.close()
+
+
+def test_a_job_that_ends_without_its_newest_weights_says_so(cluster: Make, tmp_path: Path) -> None:
+    """They are lost with the workers that had them."""
+    servers = cluster(policy="allreduce", data_dir=tmp_path, save=tmp_path / "file")
+    service = servers.servers[0].service
+    assert service is not None
+    worker = Worker(servers.address, 0)
+    worker.steps(3)
+    with service.executor.step() as (recorder, now):
+        recorder.coordinator.registration.lose(worker.job.client.worker, "a test", now)
+
+    service.stop("a test")
+
+    assert servers.servers[0].ended.wait(20)
+    assert "the weights of version 3 are lost" in service.not_saved
+    assert "the servers have version 0" in service.not_saved
