@@ -4,7 +4,8 @@ from collections import Counter
 
 import pytest
 
-from tests.sim.reduce_world import PATCHES, ReduceWorld, reducing
+from tests.sim.reduce_mutants import PATCHES
+from tests.sim.reduce_world import ReduceWorld, reducing
 
 SEEDS = 200
 FULL_SEEDS, PARTS = 6000, 6

@@ -36,8 +36,8 @@ def store() -> ParameterStore:
 def upload(target: ParameterStore, *values: float) -> Staging:
     """Return a complete upload with these values as weights and states."""
     staging = target.allocate_staging((), True, parts(*STATES))
-    whole = torch.cat([torch.full((16,), value) for value in values])
-    Filler(staging.views).fill(raw(whole))
+    flat = torch.cat([torch.full((16,), value) for value in values])
+    Filler(staging.views).fill(raw(flat))
     staging.state_json = NUMBERS
     return staging
 
