@@ -58,7 +58,7 @@ class WorkerClient:
 
     @property
     def policy(self) -> str:
-        """The policy as of the last heartbeat: sync, async or ssp; empty for an observer."""
+        """The policy as of the last heartbeat, see `--policy`; empty for an observer."""
         return self._connection.membership.policy
 
     @property

@@ -80,7 +80,7 @@ class JobFacts:
 
     @property
     def policy(self) -> str:
-        """The policy of the servers: sync, async or ssp; "local" without servers."""
+        """The policy of the servers: sync, async, ssp or allreduce; "local" without servers."""
         return self.client.policy
 
     @property

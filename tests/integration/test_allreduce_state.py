@@ -237,6 +237,27 @@ def test_a_buffer_with_nan_is_refused(cluster: Make) -> None:
     worker.job.close()
 
 
+def test_others_go_on_without_a_worker_whose_gradient_has_nan(cluster: Make) -> None:
+    servers = cluster(policy="allreduce", min_workers=2)
+    bad, good = together(*[partial(Worker, servers.address, rank) for rank in range(2)])
+
+    def fail() -> None:
+        bad.model.weight.grad = torch.tensor([1.0, float("nan"), 1.0])
+        with pytest.raises(NonFiniteError, match="the gradient of weight has NaN or Inf"):
+            bad.optimizer.step()
+        bad.job.close("a bad gradient")
+
+    def go_on() -> None:
+        while good.step() != "applied":
+            pass
+
+    together(fail, go_on)
+
+    assert good.job.version == 1
+    assert good.weights() == pytest.approx([0.5] * 3)
+    good.job.close()
+
+
 @pytest.mark.parametrize("policy", ["allreduce", "sync"])
 def test_a_buffer_that_changes_after_the_last_step_is_stored(cluster: Make, policy: str) -> None:
     """As that of an averaged teacher; the servers have this version's weights already, or not."""
