@@ -58,11 +58,11 @@ class Worker:
         assert isinstance(self.optimizer.model.strategy, ReducedStep)
         return self.optimizer.model.strategy
 
-    def backward(self) -> None:
-        self.model.weight.grad = torch.tensor([1.0, 2.0, 3.0])
+    def backward(self, gradient: float = 1.0) -> None:
+        self.model.weight.grad = gradient * torch.tensor([1.0, 2.0, 3.0])
 
-    def step(self) -> str:
-        self.backward()
+    def step(self, gradient: float = 1.0) -> str:
+        self.backward(gradient)
         self.optimizer.step()
         self.optimizer.zero_grad()
         assert self.optimizer.result is not None
@@ -165,11 +165,11 @@ def test_an_upload_of_an_older_version_is_not_used(cluster: Make) -> None:
     before = state_of(servers)
 
     worker.strategy._own_version = 1
+    worker.strategy._adapter.weights.host.zero_()
     worker.strategy._upload()
 
     assert (state_of(servers), weights_version(servers)) == (before, 2)
-    worker.strategy._own_version = 2
-    worker.job.close()
+    worker.job.close("the test is over")
 
 
 def test_a_gradient_of_older_weights_does_not_count(cluster: Make) -> None:
@@ -322,12 +322,11 @@ def test_a_restart_of_the_servers_rolls_back_to_the_snapshot(cluster: Make, tmp_
     bind = f"127.0.0.1:{free_ports(1)[0]}"
     settings: dict[str, Any] = {
         "policy": "allreduce",
-        "min_workers": 2,
         "data_dir": tmp_path,
         "bind": bind,
         "snapshot_every": SnapshotEvery(steps=2),
     }
-    servers = cluster(**settings)
+    servers = cluster(**settings, min_workers=2)
     made = together(*[partial(Worker, servers.address, rank) for rank in range(2)])
     together(*[partial(each.steps, 5) for each in made])
     before = made[0].strategy._groups._number
@@ -335,13 +334,25 @@ def test_a_restart_of_the_servers_rolls_back_to_the_snapshot(cluster: Make, tmp_
     servers.close()
     again = cluster(**settings)
 
-    def go_on(worker: Worker) -> None:
-        while worker.step() != "applied":
+    first, second = made
+    while (first.job.version, first.strategy._generation) != (5, 2):
+        first.step(-1.0)  # alone it makes another version 5 than the second worker has
+    has_stepped = threading.Event()
+
+    def run_first() -> None:
+        while not has_stepped.is_set():
+            first.step()
+        first.job.barrier()
+
+    def run_second() -> None:
+        while second.step() != "applied":
             pass
+        has_stepped.set()
+        second.job.barrier()
 
-    together(*[partial(go_on, each) for each in made])
+    together(run_first, run_second)
 
-    assert made[0].job.version <= 5
+    assert first.job.version == second.job.version >= 6
     assert made[0].weights() == made[1].weights()
     assert made[0].strategy._groups._number != before
     together(*[each.job.close for each in made])
