@@ -339,23 +339,27 @@ def test_a_restart_of_the_servers_rolls_back_to_the_snapshot(cluster: Make, tmp_
         first.step(-1.0)  # alone it makes another version 5 than the second worker has
     has_stepped = threading.Event()
 
+    membership = again.servers[0].service.executor.coordinator.membership  # type: ignore[union-attr]
+
     def run_first() -> None:
+        until(lambda: len(membership.registered()) == 2, "the second worker")
         while not has_stepped.is_set():
             first.step()
         first.job.barrier()
+        first.job.close()  # a worker that waits for weights then gets them from the servers
 
     def run_second() -> None:
         while second.step() != "applied":
             pass
         has_stepped.set()
         second.job.barrier()
+        second.job.close()
 
     together(run_first, run_second)
 
     assert first.job.version == second.job.version >= 6
     assert made[0].weights() == made[1].weights()
     assert made[0].strategy._groups._number != before
-    together(*[each.job.close for each in made])
     assert state_of(again)["weight"] == made[0].weights()
 
 
