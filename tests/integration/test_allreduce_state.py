@@ -338,19 +338,21 @@ def test_a_restart_of_the_servers_rolls_back_to_the_snapshot(cluster: Make, tmp_
     while (first.job.version, first.strategy._generation) != (5, 2):
         first.step(-1.0)  # alone it makes another version 5 than the second worker has
     has_stepped = threading.Event()
-
+    found, expected = dict[int, list[float]](), dict[int, list[float]]()
     membership = again.servers[0].service.executor.coordinator.membership  # type: ignore[union-attr]
 
     def run_first() -> None:
         until(lambda: len(membership.registered()) == 2, "the second worker")
         while not has_stepped.is_set():
             first.step()
+            found[first.job.version] = first.weights()
         first.job.barrier()
         first.job.close()  # a worker that waits for weights then gets them from the servers
 
     def run_second() -> None:
         while second.step() != "applied":
             pass
+        expected[second.job.version] = second.weights()
         has_stepped.set()
         second.job.barrier()
         second.job.close()
@@ -358,6 +360,7 @@ def test_a_restart_of_the_servers_rolls_back_to_the_snapshot(cluster: Make, tmp_
     together(run_first, run_second)
 
     assert first.job.version == second.job.version >= 6
+    assert expected.items() <= found.items()
     assert made[0].weights() == made[1].weights()
     assert made[0].strategy._groups._number != before
     assert state_of(again)["weight"] == made[0].weights()
