@@ -2,6 +2,7 @@
 # make test    the quick tiers of the test suite, at most five minutes on two cores; make check adds ruff and mypy
 # make test-all  the whole test suite, about half an hour on two cores
 # make test-tls  the fault tests with certificates and tokens, which it makes
+# make gpu-bundle  build/gpu-bundle, a folder for a machine with a GPU: its tests, a benchmark, wheels
 # make audit   known vulnerabilities of the packages in constraints.txt (asks pypi.org)
 # make fuzz    100 000 hostile requests and 10 000 byte strings beside an honest worker (about twenty minutes)
 # make test-scripts  third-party kinds of scripts, plain and under each policy (up to twenty minutes)
@@ -21,13 +22,15 @@ PYTEST = PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(PROCESSES) --dist
 CHAOS_MINUTES ?= 5
 FUZZ_REQUESTS ?= 100000
 FUZZ_BYTES ?= 10000
+GPU_PYTHON ?= 3.12
+GPU_MACHINE ?= x86_64
 TENSORFLOW ?= tensorflow-cpu==2.21.0
 # skipped by make test where the extras are missing
 FRAMEWORK_TESTS := tests/unit/psworker/test_integrations.py tests/unit/psworker/test_examples.py \
 	tests/integration/test_clipping.py tests/integration/test_frameworks.py \
 	tests/integration/test_framework_trainers.py
 
-.PHONY: setup demo test fuzz test-all test-tls test-scripts check lint house docs proto bench bench-quick bench-tf chaos test-compose audit clean
+.PHONY: setup demo test fuzz test-all test-tls test-scripts check lint house docs proto bench bench-quick bench-tf chaos test-compose gpu-bundle audit clean
 
 setup: $(VENV)/.setup-done
 
@@ -108,6 +111,9 @@ $(TF_VENV)/.setup-done:
 
 chaos: setup # random faults over real processes; CHAOS_MINUTES=60 CHAOS_SEED=7 for an hour that can be had again
 	$(BIN)/python -m tests.chaos --minutes $(CHAOS_MINUTES) $(if $(CHAOS_SEED),--seed $(CHAOS_SEED))
+
+gpu-bundle: setup # GPU_PYTHON and GPU_MACHINE: the version of Python and the processor there
+	$(BIN)/python -m benchmarks.gpu.bundle build/gpu-bundle --python $(GPU_PYTHON) --machine $(GPU_MACHINE)
 
 audit: # in an environment of its own; strict: a package that pypi.org does not tell about is an error
 	@set -e; folder=$$(mktemp -d); trap 'rm -rf "$$folder"' EXIT; \

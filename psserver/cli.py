@@ -11,6 +11,7 @@ from pscommon.security.tls_files import SERVER_NAME
 from pscommon.settings import options
 from pscommon.settings.command import run_command
 from pscommon.settings.environment import unread
+from pscommon.system.event_files import check_tensorboard
 from pscommon.system.imports import quick_imports
 from pscommon.telemetry import logs
 from pscommon.telemetry.logs import get_logger
@@ -51,6 +52,8 @@ def start(ctx: click.Context) -> int:
     use_credentials(read_credentials(config.security, SERVER_NAME))
     with quick_imports():
         from psserver import app  # imports torch, which --help and usage errors do not need
+    if config.tensorboard is not None and config.shard == 0:
+        check_tensorboard(config.tensorboard)
     if config.optimizers is not None:
         from pscommon.optim import load_module
 

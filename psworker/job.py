@@ -19,7 +19,7 @@ from psworker.data.batches import BatchLoader
 from psworker.data.data_source import LoaderArguments, PassSettings
 from psworker.data.loader import make_loader
 from psworker.data.random_state import script_seed
-from psworker.group.wrapped import unwrapped, weigh_by_samples
+from psworker.group.wrapped import Stage, data_place, unwrapped, weigh_by_samples
 from psworker.optim.optimizer import ServerOptimizer
 from psworker.optim.optimizer_set import DEFAULT_NAME, OptimizerSet, fast_forward
 from psworker.optim.served_model import StepStrategyName
@@ -69,7 +69,7 @@ class Job(JobFacts):
     def optimizer(
         self,
         optimizer: torch.optim.Optimizer,
-        model: nn.Module,
+        model: nn.Module | Stage,
         *,
         name: str = DEFAULT_NAME,
         overlap: bool | None = None,
@@ -97,7 +97,7 @@ class Job(JobFacts):
                 Parameter groups keep their members. Parameters that are not listed are frozen: a
                 change by the script stays in this worker, and a warning says so, unless `buffers`
                 names them.
-            model: On the device where it will compute.
+            model: A module on the device where it will compute; in a group also a pipeline stage.
             name: Name of the optimizer, which precedes the names of its tensors ("d.0.weight").
                 All workers use the same names. "default": it is the only optimizer of the job.
             overlap: Send gradients during backward, and let forward wait for weights layer by
@@ -126,7 +126,7 @@ class Job(JobFacts):
             MismatchError: The job trains another model.
         """
         overlap = is_on("PS_OVERLAP") and not pipeline if overlap is None else overlap
-        network = unwrapped(model, self.client, overlap or pipeline)
+        network, make_adapter = unwrapped(model, self.client, overlap or pipeline)
         if pipeline and (overlap or self.policy == "sync"):
             raise InvalidRequestError(
                 "pipeline=True excludes overlap=True. Try: leave out one of them"
@@ -154,10 +154,9 @@ class Job(JobFacts):
         if self.session.model is None:
             self.client.seed = script_seed.read()
         added = self._optimizers.add(
-            self.session, name, optimizer, network, clip_norm, buffers, strategy
+            self.session, name, optimizer, network, clip_norm, buffers, strategy, make_adapter
         )
-        added.is_reduced = network is not model
-        weigh_by_samples(model, self.client, added.share)
+        added.is_reduced = weigh_by_samples(model, self.client, added.share, added.watch)
         return added
 
     def batches(
@@ -175,6 +174,7 @@ class Job(JobFacts):
         reseed: bool = True,
         collate_fn: Callable[[list[Any]], Any] | None = None,
         name: str | None = None,
+        mesh: Any = None,
         **loader: Any,
     ) -> BatchLoader:
         """Return a loader of this worker's share of the data: each `iter()` is the next pass.
@@ -226,6 +226,8 @@ class Job(JobFacts):
             name: Name of the loader, the same on all workers. None: its place among the calls
                 without a name. Needed only where workers make these calls in different orders. A
                 later call with this name continues its passes.
+            mesh: In a group whose ranks compute a model together, the device mesh along which data
+                differ, such as `mesh["dp"]`. docs/parallelism.md.
             loader: More keywords of torch.utils.data.DataLoader (num_workers, pin_memory,
                 worker_init_fn).
 
@@ -237,7 +239,8 @@ class Job(JobFacts):
         arguments = LoaderArguments(
             dataset, batch_size, shuffle, drop_last, sampler, batch_sampler, collate_fn, loader
         )
-        settings = PassSettings(epochs, sources=sources, reseed=reseed, name=name)
+        place = data_place(self.client, mesh)
+        settings = PassSettings(epochs, sources=sources, reseed=reseed, name=name, place=place)
         return make_loader(self.session, arguments, settings, seed)
 
     def pull(self) -> None:

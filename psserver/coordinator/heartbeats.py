@@ -34,6 +34,7 @@ def heartbeat(service: CoordinatorService, request: pb.HeartbeatRequest) -> pb.H
         request.samples_per_second,
         request.phase[:MAX_NAME_CHARACTERS],
         request.no_call_seconds,
+        phase_seconds(request.phases),
     )
     with service.executor.step(quiet=True) as (recorder, now):
         member = recorder.coordinator.job.member(request.worker, now)
@@ -55,6 +56,18 @@ def heartbeat(service: CoordinatorService, request: pb.HeartbeatRequest) -> pb.H
         policy=service.policy,
         **numbers,
     )
+
+
+def phase_seconds(phases: pb.PhaseSeconds) -> dict[str, float]:
+    """Return a worker's seconds by phase, as the status shows them."""
+    return {
+        "data": phases.data,
+        "compute": phases.compute,
+        "push": phases.push,
+        "wait": phases.wait,
+        "apply": phases.apply,
+        "pull": phases.pull,
+    }
 
 
 def standing(service: CoordinatorService, worker: int) -> dict[str, Any]:

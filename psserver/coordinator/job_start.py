@@ -5,13 +5,14 @@ after which it starts again.
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 from pscommon.core.errors import PSError, SnapshotError, UnreachableError
 from pscommon.core.limits import WORKERS_PER_GENERATION
+from pscommon.core.metric_row import MetricRow
 from pscommon.core.model_spec import model_to_json
 from pscommon.snapshot import Manifest
 from pscommon.telemetry.logs import get_logger
@@ -51,6 +52,8 @@ class JobStart:
     Attributes:
         executor: Executes commands on the machine of the current log.
         newest: The newest snapshot of the current log; None without one.
+        first_version, first_rows: Version and reported values with which the current log began;
+            None before the first log.
         durable: The coordinator writes a write-ahead log.
     """
 
@@ -82,6 +85,8 @@ class JobStart:
         self._rules = config.rules()
         self._trainings = TrainingsFile(config.data_dir)
         self.newest: Manifest | None = None
+        self.first_version: int | None = None
+        self.first_rows: Sequence[MetricRow] = ()
         disk = disk_log(config, LOG_FOLDER, metrics.count_log_failure)
         self.durable = disk is not None
         self.journal = CoordinatorLog(disk, standby_link)
@@ -150,6 +155,8 @@ class JobStart:
         )
         self.journal.begin_segment(coordinator.job.version, first)
         self._coordinator = coordinator
+        self.first_version = coordinator.job.version
+        self.first_rows = coordinator.reported.latest_rows()
         return Recorder(coordinator, self.journal)
 
     def _continue(self, initial: InitialState) -> None:

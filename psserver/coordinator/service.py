@@ -25,6 +25,7 @@ from psserver.durability.record_sink import StandbyLink
 from psserver.durability.shard_recovery import ShardStateFactory
 from psserver.durability.snapshots import SnapshotManager
 from psserver.monitoring.pass_progress import PassProgress
+from psserver.monitoring.training_curves import CurveWriter, JobSample, sample_job
 from psserver.monitoring.wait_notices import FirstWorkers
 from psserver.monitoring.worker_monitor import WorkerMonitor, find_conditions
 from psserver.peers.link_messages import statistics
@@ -76,15 +77,15 @@ class CoordinatorService:
     ) -> None:
         self.config, self.snapshots, self.metrics = config, snapshots, metrics
         self.engine = make_engine(self)
+        metrics.show_goodput(self.engine.traffic.goodput.shares)
         self.directory = ShardDirectory[Manifest](shard_count, identity.address, standby_link)
         self._identity, self._standby_link = identity, standby_link
-        self.worker_keys = identity.worker_keys
+        self.worker_keys, self._lost_data_dir = identity.worker_keys, lost_data_dir
         self.began_at = self._reported_at = time.monotonic()
         self.stop_reason: str | None = None  # why this server stops
         self.is_over = False  # the job ends with this server
         self.failure: PSError | None = None  # the error that ended the job
         self.not_saved = ""  # what of the final state is not saved, and why
-        self._lost_data_dir = lost_data_dir
         self.stopped = threading.Event()  # the final state is saved, or cannot be saved
         self.history = JobStart(
             config,
@@ -120,6 +121,7 @@ class CoordinatorService:
         self.first_workers = FirstWorkers(config.join_timeout, lambda: self.waiting_for)
         self._worker_monitor = WorkerMonitor(metrics, config.on_worker_loss.seconds)
         self.worker_exits = WorkerExits()
+        self._curves: CurveWriter | None = None
         self._ticker = threading.Thread(target=self._tick_forever, name="ticker", daemon=True)
 
     def start(self, ticking: bool = True, promotion: Promotion | None = None) -> None:
@@ -144,6 +146,9 @@ class CoordinatorService:
         self._report_all()
         if ticking:
             self._ticker.start()
+            if self.config.tensorboard is not None:
+                self._curves = CurveWriter(self.config.tensorboard, self._sample_curves)
+                self._curves.start()
 
     def _report_all(self) -> None:
         """Make a complete report of this process's own shard."""
@@ -177,6 +182,16 @@ class CoordinatorService:
         with self.executor.changed:
             waiting = self.directory.missing or self.reshard_requests.waiting_for
             return waiting or waiting_for(self._coordinator, time.monotonic())
+
+    def _sample_curves(self) -> JobSample | None:
+        """Return what TensorBoard shows of the job now; None before its log has begun."""
+        store = self.engine.live.state.store
+        groups = store.groups() if store is not None else ()
+        with self.executor.changed:
+            first, rows = self.history.first_version, self.history.first_rows
+            if first is None:
+                return None
+            return sample_job(self._coordinator, first, rows, groups)
 
     # ---- the job ---------------------------------------------------------------------------------
 
@@ -341,3 +356,5 @@ class CoordinatorService:
         )
         if self._ticker.is_alive():
             self._ticker.join()
+        if self._curves is not None:
+            self._curves.close()

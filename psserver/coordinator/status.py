@@ -54,6 +54,7 @@ def _describe(service: CoordinatorService, listing: list[dict[str, Any]]) -> dic
         ],
         "moving_to": service.directory.shards if coordinator.job.reshard is not None else None,
         "workers": workers(coordinator, now),
+        "goodput": goodput(service),
         "progress": service.progress.describe(coordinator, now),
         "data": data(coordinator),
         "snapshots": listing,
@@ -69,6 +70,12 @@ def _describe(service: CoordinatorService, listing: list[dict[str, Any]]) -> dic
         "model": model(coordinator),
         "finished": coordinator.membership.departed.done_count,
     }
+
+
+def goodput(service: CoordinatorService) -> dict[str, float | None]:
+    """Return which part of the computed samples counted, and of the time was not lost."""
+    shares = service.engine.traffic.goodput.shares()
+    return {name: share if share is None else round(share, 4) for name, share in shares.items()}
 
 
 def settings(config: ServerConfig) -> dict[str, Any]:
@@ -160,9 +167,13 @@ def workers(coordinator: CoordinatorMachine, now: float) -> list[dict[str, Any]]
             "state": str(m.state),
             "clock": m.clock,
             "steps": m.steps,
+            "staleness": m.staleness,
             "step_seconds": m.heartbeat.step_seconds,
             "samples_per_second": m.heartbeat.samples_per_second,
             "phase": m.heartbeat.phase,
+            "phase_seconds": {
+                phase: round(seconds, 3) for phase, seconds in m.heartbeat.phase_seconds.items()
+            },
             "silent_seconds": round(now - m.last_contact_at, 3) if m.is_current else None,
             "reason": m.reason,
             "health": str(found[m.worker].health if m.is_current else m.state),

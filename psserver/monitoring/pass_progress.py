@@ -54,9 +54,7 @@ class PassProgress:
         loss: the last reported value of this name
         """
         _, loss = coordinator.reported.latest.get("loss", (0, None))
-        members = coordinator.membership.registered()
-        speed = sum(member.heartbeat.samples_per_second for member in members)
-        common = {"samples_per_second": speed, "loss": loss}
+        common = {"samples_per_second": samples_per_second(coordinator), "loss": loss}
         absent = dict.fromkeys(("loop", "pass", "passes", "percent", "remaining_seconds"))
         loop = self._loop if coordinator is self._coordinator else None
         if loop is None:
@@ -85,6 +83,12 @@ class PassProgress:
         since, before = self._samples[0]
         seconds, counted = now - since, _counted(self._loop) - before
         return round(batches * seconds / counted, 1) if counted > 0 and seconds > 0 else None
+
+
+def samples_per_second(coordinator: CoordinatorMachine) -> float:
+    """Return the sum over the workers of what their heartbeats report."""
+    members = coordinator.membership.registered()
+    return sum(member.heartbeat.samples_per_second for member in members)
 
 
 def _counted(loop: LoopLedger) -> int:

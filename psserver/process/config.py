@@ -117,6 +117,8 @@ class ServerConfig:
     """auto: the newest valid snapshot, if any; a number: exactly that version."""
     save: Path | None = None
     """File for the final weights (safetensors), written by shard 0 at its end; None: none."""
+    tensorboard: Path | None = None
+    """Directory for curves that TensorBoard shows, written by shard 0; None: none."""
     metrics_bind: str | None = None
     """HOST:PORT of /metrics, /livez and /readyz; None: off."""
     port_file: Path | None = None

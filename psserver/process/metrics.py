@@ -1,8 +1,10 @@
 """The Prometheus metrics of one shard; dashboards and alerts depend on the names (deploy/)."""
 
+import math
 import platform
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
 from prometheus_client.core import InfoMetricFamily
@@ -60,6 +62,13 @@ class ServerMetrics:
     def show_shard(self, about: Callable[[], Mapping[str, str]]) -> None:
         """Add ps_shard_info. Its labels beside the shard are what `about` returns at a scrape."""
         self.registry.register(_ShardInfo(lambda: {"shard": self._shard, **about()}))
+
+    def show_goodput(self, shares: Callable[[], Mapping[str, float | None]]) -> None:
+        """Add ps_goodput_ratio, whose values are what `shares` returns at a scrape."""
+        gauge = self._gauge("ps_goodput_ratio", "Share that counted; NaN: none yet", "of")
+        for name in shares():
+            value = partial(_share, shares, name)
+            gauge.labels(self._shard, name).set_function(value)
 
     def set_model_size(self, parameters: int, nbytes: int) -> None:
         """Set the size of this shard's part of the model, in elements and in bytes."""
@@ -282,6 +291,11 @@ class ServerMetrics:
     def _histogram(self, name: str, about: str, buckets: tuple[float, ...]) -> Histogram:
         histogram = Histogram(name, about, ("shard",), buckets=buckets, registry=self.registry)
         return histogram.labels(self._shard)
+
+
+def _share(shares: Callable[[], Mapping[str, float | None]], name: str) -> float:
+    share = shares()[name]
+    return math.nan if share is None else share
 
 
 class _ShardInfo(Collector):

@@ -15,6 +15,7 @@ from pscommon.telemetry.logs import get_logger
 from psproto.v1 import parameter_server_pb2 as pb
 from psserver.durability.shard_state import ShardState
 from psserver.process.metrics import ServerMetrics
+from psserver.shard.goodput import Goodput
 from psserver.shard.memory_budget import MemoryBudget
 from psserver.shard.observers import DifferingGroups, ShardObserver, TrafficStatistics
 
@@ -109,6 +110,7 @@ class WorkerTraffic:
     budget: bytes in flight.
     shared_buffers: memory that workers on this host offered.
     statistics: counts of pushes, updates and bytes.
+    goodput: which part of the work counted.
     observers: learn what happens to the shard, in this order.
     """
 
@@ -117,8 +119,10 @@ class WorkerTraffic:
         self.budget = MemoryBudget(in_flight)
         self.shared_buffers = AttachedBuffers(lanes)
         self.statistics = TrafficStatistics(metrics)
+        self.goodput = Goodput()
         self.observers: list[ShardObserver] = [
             self.statistics,
+            self.goodput,
             self.shared_buffers,
             DifferingGroups(),
         ]

@@ -246,6 +246,7 @@ class Client(WorkerClient):
         self._has_made_last_push = is_last
         self._stats.finish_step(samples, result.seconds)
         metrics.step(self._stats.last, samples)
+        self._connection.membership.progress = self._stats.progress()
         return result
 
     def _usable(self, buffer: ArrayBuffer, arrays: Arrays) -> dict[str, Array]:

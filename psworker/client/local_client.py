@@ -21,7 +21,14 @@ from pscommon.snapshot import tensors_in_buffer
 from psworker.core.clock import Clock
 from psworker.core.group_place import ALONE
 from psworker.core.protocols import BegunPush
-from psworker.core.results import CollectiveCall, CollectiveResult, Lease, PushResult, Status
+from psworker.core.results import (
+    CollectiveCall,
+    CollectiveResult,
+    Lease,
+    PushResult,
+    Status,
+    StepProgress,
+)
 from psworker.exchange.open_push import BufferedPush
 from psworker.session.reports import ReportBuffer
 
@@ -209,9 +216,7 @@ class LocalClient:
         """Return an empty status."""
         return {}
 
-    def progress(
-        self, *, steps: int, step_seconds: float, samples_per_second: float, phase: str
-    ) -> None:
+    def show_progress(self, progress: StepProgress) -> None:
         """Do nothing: no server shows the progress."""
 
     def rejoin(self) -> None:

@@ -16,7 +16,7 @@ from psworker.connection.connection import Connection
 from psworker.connection.membership import LossTicket
 from psworker.core.clock import Clock
 from psworker.core.group_place import ALONE, GroupPlace
-from psworker.core.results import CollectiveCall, CollectiveResult
+from psworker.core.results import CollectiveCall, CollectiveResult, StepProgress
 from psworker.exchange.model_exchange import ModelExchange
 from psworker.exchange.reduce_client import ReduceClient
 from psworker.session import metrics
@@ -90,8 +90,9 @@ class WorkerClient:
     @property
     def loss_ticket(self) -> LossTicket:
         """With it, another process of the worker's group can report that the worker is lost."""
-        transport, worker = self._connection.transport, self.worker
-        return LossTicket(self.addresses[0], self.job, worker, transport.worker_key(worker).hex())
+        connection, worker = self._connection, self.worker
+        key = connection.transport.worker_key(worker).hex()
+        return LossTicket(self.addresses[0], self.job, worker, key, connection.lease_seconds)
 
     @property
     def clock(self) -> Clock:
@@ -219,25 +220,12 @@ class WorkerClient:
         connection.new_retry("reporting").ask(REPORT_METRICS, request)
         connection.reports.confirm(reports)
 
-    def progress(
-        self, *, steps: int, step_seconds: float, samples_per_second: float, phase: str
-    ) -> None:
-        """Set what the next heartbeat reports for the status; a direct transport sends it at once.
-
-        Args:
-            steps: Number of finished steps.
-            step_seconds, samples_per_second: Duration and throughput of the last step.
-            phase: "compute", "push", "data" or "idle".
-        """
+    def show_progress(self, progress: StepProgress) -> None:
+        """Set what the next heartbeat reports; a direct transport sends it at once."""
         connection, membership = self._connection, self._connection.membership
         connection.reports.settle()
         connection.touch()
-        membership.progress = co.HeartbeatRequest(
-            steps=steps,
-            step_seconds=step_seconds,
-            samples_per_second=samples_per_second,
-            phase=phase,
-        )
+        membership.progress = progress
         if connection.transport.direct:
             membership.send_heartbeat(
                 connection.transport, connection.limits.call, connection.drain

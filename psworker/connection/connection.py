@@ -62,6 +62,7 @@ class Connection:
         executor: Runs the calls of a request to all shards.
         reports: Values that the script has reported.
         limits: Time limits of this membership's requests.
+        lease_seconds: How long the servers wait for a sign of life; set by `join`.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class Connection:
         self._waits = PendingRequests()
         self.limits = self._watched(limits, membership)
         self._join_request = co.JoinRequest()
+        self.lease_seconds = 0.0
         self._heartbeat: Heartbeat | None = None
         self._pid = os.getpid()
         self._is_closed = False
@@ -159,9 +161,10 @@ class Connection:
         self.membership.learn_standing(answer)
         self.bad_gradients = answer.bad_gradients
         metrics.in_job(True)
+        self.lease_seconds = answer.lease_ms / 1000
         if not transport.direct:
             self._heartbeat = Heartbeat(
-                self.membership, transport, answer.lease_ms / 1000, self.drain, self._waits
+                self.membership, transport, self.lease_seconds, self.drain, self._waits
             )
 
     def new_retry(self, what: str) -> RetryDeadline:

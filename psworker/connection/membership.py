@@ -28,6 +28,7 @@ from psworker.connection.discovery import use_tokens_of
 from psworker.connection.retry import LogTimer, PendingRequests
 from psworker.core.clock import CallActivity
 from psworker.core.push_sequence import PushSequence
+from psworker.core.results import StepProgress
 from psworker.session.drain import Drain
 from psworker.session.reports import ReportBuffer, ValueReport
 from psworker.transport.interface import Transport
@@ -92,7 +93,7 @@ class WorkerMembership:
         self.received_batches: dict[PassName | int, int] = {}
         self.min_version = 0
         self.update_counts: dict[str, int] = {}
-        self.progress = co.HeartbeatRequest()
+        self.progress = StepProgress()
         self.stopping = False
         self._lost: PSError | None = None
 
@@ -137,15 +138,19 @@ class WorkerMembership:
         timeout: Deadline in seconds.
         no_call_seconds: Time since the script's last call.
         """
-        reports = self.reports.unsent()
+        reports, progress = self.reports.unsent(), self.progress
         request = co.HeartbeatRequest(
             job=self.job,
             worker=self.worker,
             process=process_id(),
+            steps=progress.steps,
+            step_seconds=progress.step_seconds,
+            samples_per_second=progress.samples_per_second,
+            phase=progress.phase,
+            phases=co.PhaseSeconds(**progress.phase_seconds),
             no_call_seconds=no_call_seconds,
             values=self.wire_values(reports),
         )
-        request.MergeFrom(self.progress)
         try:
             answer = transport.request(HEARTBEAT, request, timeout)
         except FINAL_ERRORS as error:
@@ -289,12 +294,14 @@ class LossTicket(NamedTuple):
         job: The job's identifier.
         worker: The worker's number.
         key: The worker's key, hexadecimal.
+        lease_seconds: How long the servers wait for a sign of life of the worker.
     """
 
     address: str
     job: str
     worker: int
     key: str
+    lease_seconds: float
 
 
 def report_loss(ticket: LossTicket, reason: str) -> None:

@@ -2,11 +2,28 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from pscommon.core.errors import PSError
 
 Status = Literal["applied", "duplicate", "stale", "rejected", "none"]
+
+
+class StepProgress(NamedTuple):
+    """What a worker tells the status about its steps.
+
+    Attributes:
+        steps: Number of finished steps.
+        step_seconds, samples_per_second: Duration and throughput of the last step.
+        phase: "compute", "push", "pull", "data" or "idle".
+        phase_seconds: Seconds of all finished steps by phase.
+    """
+
+    steps: int = 0
+    step_seconds: float = 0.0
+    samples_per_second: float = 0.0
+    phase: str = ""
+    phase_seconds: Mapping[str, float] = {}
 
 
 @dataclass(frozen=True, slots=True)

@@ -64,6 +64,13 @@ def size(nbytes: float | None) -> str:
     return f"{nbytes:.0f} {UNITS[step]}" if step == 0 else f"{nbytes:.3g} {UNITS[step]}"
 
 
+def goodput_text(goodput: Mapping[str, float | None] | None) -> str:
+    """Return which part of the work counted, as "98.5% of samples, 93.2% of time"."""
+    names = {"samples": "samples", "seconds": "time"}
+    shares = {names[key]: share for key, share in (goodput or {}).items() if share is not None}
+    return ", ".join(f"{share:.1%} of {name}" for name, share in shares.items())
+
+
 def duration(seconds: float | None) -> str:
     """Format a time in seconds: "0.25 s", "3 m 20 s", "2 h 5 m"."""
     if seconds is None:

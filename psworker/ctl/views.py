@@ -8,7 +8,7 @@ from typing import Any
 
 from pscommon.core.model_spec import ROLES
 from pscommon.core.partition import PartitionPlan
-from psworker.ctl.output import Table, duration, number, pass_text, size
+from psworker.ctl.output import Table, duration, goodput_text, number, pass_text, size
 
 Json = Mapping[str, Any]
 Columns = Mapping[str, str | Callable[[Json], object]]
@@ -74,6 +74,7 @@ def _summary(document: Json) -> list[tuple[str, object]]:
         ("running for", duration(document.get("seconds"))),
         ("steps", document.get("steps")),
         ("samples", document.get("samples")),
+        ("goodput", goodput_text(document.get("goodput"))),
         (
             "pushes",
             _list(
@@ -193,6 +194,16 @@ SERVERS: Columns = {
     "standby": _standby,
 }
 
+
+def _largest_phases(row: Json) -> str:
+    """Return where most of a worker's time went: "compute 71%, wait 20%"."""
+    found = row.get("phase_seconds") or {}
+    seconds = {phase: value for phase, value in found.items() if value is not None}
+    total = sum(seconds.values())
+    largest = sorted(seconds, key=seconds.__getitem__, reverse=True)[:2]
+    return ", ".join(f"{phase} {seconds[phase] / total:.0%}" for phase in largest if total)
+
+
 WORKERS: Columns = {
     "worker": "worker",
     "rank": "rank",
@@ -206,6 +217,8 @@ WORKERS: Columns = {
     "own part": _shown(duration, "own_seconds"),
     "samples/s": _shown(number, "samples_per_second"),
     "phase": "phase",
+    "time": _largest_phases,
+    "staleness": "staleness",
     "silent": _shown(duration, "silent_seconds"),
     "reason": _reason,
 }

@@ -36,7 +36,6 @@ def make_loader(
     given = None if seed is None else seed_of(seed)
     settings = settings._replace(
         seed=lambda: seed_of(session.read_seed()) if given is None else given,
-        place=session.client.place,
     )
     source = _make_source(arguments, settings, session.passes)
     return BatchLoader(session, source, settings.reseed, settings.name)

@@ -15,7 +15,7 @@ from psworker.connection.membership import LossTicket, report_loss
 from psworker.core.clock import Clock
 from psworker.core.group_place import GroupPlace
 from psworker.core.protocols import JobClient
-from psworker.core.results import CollectiveCall, CollectiveResult, Lease
+from psworker.core.results import CollectiveCall, CollectiveResult, Lease, StepProgress
 from psworker.group.calls import GroupCalls
 from psworker.group.link import GroupLink
 from psworker.group.shared_model import GroupModel
@@ -23,6 +23,10 @@ from psworker.session.drain import Drain
 
 SIGNAL_SECONDS = 0.5
 """Time in which a signal to all processes of a group reaches all of them."""
+
+
+AFTER_LEASE_SECONDS = 2.0
+"""A rank is stopped if it shows no sign of life for this time longer than the worker may."""
 
 
 class GroupData:
@@ -91,8 +95,10 @@ class GroupClient:
         self._inner = self._calls.inner
         if self._inner is None:  # a signal to this process asks the worker to leave
             self._drain.opens()
-        self.model = GroupModel(self._calls)
+        self.model = GroupModel(self._calls, facts["device"] == "cuda")
         self.data = GroupData(self._calls)
+        if (ticket := self._calls.facts.ticket) is not None:
+            link.silent_seconds = LossTicket(*ticket).lease_seconds + AFTER_LEASE_SECONDS
         link.listener = self
 
     @property
@@ -101,7 +107,7 @@ class GroupClient:
 
     @property
     def place(self) -> GroupPlace:
-        return GroupPlace(self._link.rank, self._link.size)
+        return self.model.division.place
 
     @property
     def training(self) -> str:
@@ -152,10 +158,12 @@ class GroupClient:
         self, number: int, call: CollectiveCall, first_open: ScriptPlace | int
     ) -> CollectiveResult:
         def combine(client: JobClient, found: Sequence[Any]) -> dict[str, Any]:
-            calls = [CollectiveCall(**each) for each in found]
-            return asdict(client.collective(number, combined(calls), first_open))
+            calls = [CollectiveCall(**each) for each, _ in found]
+            data_ranks = [data_rank for _, data_rank in found]
+            return asdict(client.collective(number, combined(calls, data_ranks), first_open))
 
-        return CollectiveResult(**self._calls.gathered(call.kind, asdict(call), combine))
+        own = [asdict(call), self.place.rank]
+        return CollectiveResult(**self._calls.gathered(call.kind, own, combine))
 
     def status(self) -> Mapping[str, Any]:
         return self._inner.status() if self._inner is not None else {}
@@ -175,16 +183,10 @@ class GroupClient:
     def send_reports(self) -> None:
         self._calls.gathered("send_reports", None, lambda client, _: client.send_reports())
 
-    def progress(
-        self, *, steps: int, step_seconds: float, samples_per_second: float, phase: str
-    ) -> None:
+    def show_progress(self, progress: StepProgress) -> None:
         if self._inner is not None:
-            self._inner.progress(
-                steps=steps,
-                step_seconds=step_seconds,
-                samples_per_second=samples_per_second * self._link.size,
-                phase=phase,
-            )
+            samples_per_second = progress.samples_per_second * self.place.size
+            self._inner.show_progress(progress._replace(samples_per_second=samples_per_second))
 
     def rejoin(self) -> None:
         self._calls.gathered("rejoin", None, lambda client, _: client.rejoin())
@@ -229,8 +231,12 @@ class GroupClient:
             report_loss(LossTicket(*ticket), reason)
 
 
-def combined(calls: Sequence[CollectiveCall]) -> CollectiveCall:
-    """Return the call of a worker from those of its ranks, by rank."""
+def combined(calls: Sequence[CollectiveCall], data_ranks: Sequence[int]) -> CollectiveCall:
+    """Return the call of a worker from those of its ranks, by rank.
+
+    data_ranks: Which part of a batch each rank computes. Of ranks with the same data the lowest
+        with samples counts.
+    """
     first = calls[0]
     if first.kind == "broadcast":
         return next((call for call in calls if call.text != "null"), first)
@@ -243,7 +249,9 @@ def combined(calls: Sequence[CollectiveCall]) -> CollectiveCall:
                 f"{sorted(first.values)}, rank {rank} {sorted(call.values)}. Try: the same names",
                 "COLLECTIVE_MISMATCH",
             )
-    counted = [call for call in calls if call.samples]
+    with_samples = [rank for rank, call in enumerate(calls) if call.samples]
+    lowest = {data_ranks[rank]: calls[rank] for rank in reversed(with_samples)}
+    counted = [lowest[data_rank] for data_rank in sorted(lowest)]
     total = sum(call.samples for call in counted)
     means = {
         name: sum(call.values[name] * call.samples for call in counted) / total

@@ -43,7 +43,7 @@ OPEN_SECONDS = 60.0
 POLL_SECONDS = 0.02
 BEAT_SECONDS = 0.5
 SILENT_SECONDS = 12.0
-"""A rank without a sign of life for this time is stopped: the default lease of a worker and 2 s."""
+"""A rank without a sign of life for this time is stopped, if no job says otherwise."""
 NOTICE_SECONDS = 10.0
 """A wait for another rank is logged after this time."""
 END_SECONDS = 1.0
@@ -112,12 +112,14 @@ class GroupLink:
     Attributes:
         listener: What a job does with messages of other ranks; None: there is no job.
         timeout: Seconds that rank 0 waits for another one in a call of the group.
+        silent_seconds: Time after which a rank without a sign of life counts as stopped.
     """
 
     def __init__(self, place: GroupPlace, name: str) -> None:
         self.rank, self.size = place
         self.listener: LinkListener | None = None
         self.timeout = OPEN_SECONDS
+        self.silent_seconds = SILENT_SECONDS
         self._is_closed = False
         self._failure: PSError | None = None
         address = f"\0paramserver-group-{os.getuid()}-{name}"
@@ -270,7 +272,7 @@ class GroupLink:
                 if self._receive_watched(rank):
                     del last[rank]
             for rank, time_of_last in last.items():
-                if now - time_of_last > SILENT_SECONDS:
+                if now - time_of_last > self.silent_seconds:
                     self._end(rank, f"has shown no sign of life for {now - time_of_last:.0f} s")
 
     def _receive_watched(self, rank: int) -> bool:

@@ -71,7 +71,9 @@ def join_process_group(place: GroupPlace, device: torch.device) -> None:
         InvalidRequestError: The script's process group has other ranks.
     """
     if not dist.is_initialized():
-        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        # NCCL refuses ranks that share a GPU; gloo serves them
+        own_gpus = device.type == "cuda" and place.size <= torch.cuda.device_count()
+        backend = "cpu:gloo,cuda:nccl" if own_gpus else "gloo"
         dist.init_process_group(backend, rank=place.rank, world_size=place.size)
     if (dist.get_rank(), dist.get_world_size()) != place:
         raise InvalidRequestError(

@@ -62,6 +62,7 @@ class ModelAdapter:
         gradients: Flat buffer of gradients and outgoing buffers; set by `attach`.
         weights: Flat buffer of weights; set by `attach`.
         trainable: The trainable tensors; set by `attach`.
+        trainable_indices: Indices of all of them in the model spec; set by `attach`.
         moving: Byte range that travels with every step.
         buffer_range: Byte range of the buffers.
         changes: Detector of in-place changes by the script.
@@ -102,6 +103,7 @@ class ModelAdapter:
             TensorGroup(plan, role, self._tensors, self.weights, self.gradients)
             for role in ("trainable", "buffer", "frozen")
         )
+        self.trainable_indices: Sequence[int] = self.trainable.spec_indices
         for group in (self.trainable, buffers, frozen):
             group.attach()
         self._buffers, self._frozen = buffers, frozen
@@ -201,16 +203,10 @@ class ModelAdapter:
             if sources:
                 torch._foreach_copy_(targets, sources)
         except RuntimeError:
-            self._refuse_sparse(first, grads)
+            for index, grad in enumerate(grads, first):
+                if grad is not None:
+                    refuse_sparse(self.trainable.names[index], grad)
             raise
-
-    def _refuse_sparse(self, first: int, grads: Sequence[Tensor | None]) -> None:
-        for index, grad in enumerate(grads, first):
-            if grad is not None and grad.layout is not torch.strided:
-                raise InvalidRequestError(
-                    f"{self.trainable.names[index]} has a sparse gradient, which servers do not "
-                    "support. Try: make its layer with sparse=False"
-                )
 
     def write_buffers(self) -> None:
         """Copy the current buffer values into the gradient buffer."""
@@ -352,6 +348,15 @@ class ModelAdapter:
         weight.copy_(current.detach())
         tensor.data = weight
         getattr(self._owners[index], self._kinds[index])[self._keys[index]] = tensor
+
+
+def refuse_sparse(name: str, gradient: Tensor) -> None:
+    """Raise InvalidRequestError if a gradient is sparse."""
+    if gradient.layout is not torch.strided:
+        raise InvalidRequestError(
+            f"{name} has a sparse gradient, which servers do not support. Try: make its layer with "
+            "sparse=False"
+        )
 
 
 @torch.no_grad()  # torch.no_grad applies to one thread only

@@ -51,6 +51,12 @@ def warn_of_unstored(tensors: str) -> None:
     )
 
 
+def short(names: Sequence[str]) -> str:
+    """Return the first names, and the number of the others."""
+    more = len(names) - MAX_NAMES_COUNT
+    return ", ".join(names[:MAX_NAMES_COUNT]) + (f" and {more} more" if more > 0 else "")
+
+
 class ChangeDetector:
     """Warns about tensors that the script has changed in place.
 
@@ -130,11 +136,7 @@ class ChangeDetector:
         if not numbers or has_warned:
             return
         self.has_warned = True
-        more = len(numbers) - MAX_NAMES_COUNT
-        self._warn(
-            ", ".join(self._names[number] for number in numbers[:MAX_NAMES_COUNT])
-            + (f" and {more} more" if more > 0 else "")
-        )
+        self._warn(short([self._names[number] for number in numbers]))
 
     def _changed(
         self, replaced: Iterable[int], counted: "np.ndarray[tuple[int], np.dtype[np.int64]]"

@@ -5,6 +5,7 @@ bytes are copied between the two.
 """
 
 import ctypes
+import weakref
 from collections.abc import Sequence
 from itertools import compress
 from typing import Protocol
@@ -17,6 +18,9 @@ from pscommon.core.partition import ByteRange
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integer dtype for bitwise comparison, by item size in bytes."""
+
+COPY_PIECE_BYTES = 32 << 20
+"""A GPU copies one piece while the host copies another one."""
 
 _libc = ctypes.CDLL(None)
 _libc.memcmp.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
@@ -108,34 +112,39 @@ class DoubleBuffer(FlatBuffer):
 class HostCopy:
     """A copy from a GPU to memory that the GPU cannot reach.
 
-    The GPU copies to pinned memory. `query` or `synchronize` then copies to the target.
+    The GPU copies piece after piece to pinned memory. `query` or `synchronize` then copies to the
+    target, each piece while the GPU copies the next one.
     """
 
     def __init__(
-        self, done: CopyEvent, ranges: Sequence[ByteRange], source: Tensor, target: Tensor
+        self,
+        pieces: Sequence[tuple[CopyEvent, ByteRange]],
+        source: Tensor,
+        target: Tensor,
     ) -> None:
-        self._done = done
-        self._ranges = ranges
+        self._pieces = pieces
         self._source, self._target = source, target
 
     def query(self) -> bool:
-        if not self._done.query():
+        if not all(done.query() for done, _ in self._pieces[-1:]):
             return False
         self.synchronize()
         return True
 
     def synchronize(self) -> None:
-        self._done.synchronize()
-        for start, stop in self._ranges:
-            self._target[start:stop].copy_(self._source[start:stop])
-        self._ranges = ()
+        for done, (start, stop) in self._pieces:
+            done.synchronize()
+            if self._target is not self._source:
+                self._target[start:stop].copy_(self._source[start:stop])
+        self._pieces = ()
 
 
 class CudaBuffer(FlatBuffer):
     """A flat buffer whose model side is on a GPU.
 
-    A separate stream copies between the GPU and pinned memory, which mirrors client memory. The
-    GPU must not access client memory: memory shared with servers may be remapped at any time.
+    A separate stream copies between the GPU and pinned memory. That is client memory itself if it
+    is pinned (see `pin`), which excludes steps that overlap. Other client memory has a pinned
+    mirror: memory that is shared with servers may be remapped at any time.
 
     The copy stream waits, on the GPU, for the work queued on the model's stream. The host waits
     only where it needs the bytes, so the model keeps computing.
@@ -146,19 +155,27 @@ class CudaBuffer(FlatBuffer):
         super().__init__(memory)
         nbytes = memory.nbytes if stop is None else stop
         self.model_bytes = torch.zeros(nbytes, dtype=torch.uint8, device=device)
-        self._pinned = torch.zeros(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+        self._pinned = (
+            self.host
+            if self.host.is_pinned()
+            else torch.zeros(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+        )
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._last_copy: CopyEvent = _CopyDone()
 
     def to_host(self, ranges: Sequence[ByteRange]) -> CopyEvent:
-        return HostCopy(
-            self._copy(self._pinned, self.model_bytes, ranges), ranges, self._pinned, self.host
-        )
+        self._follow_model()
+        pieces = [
+            (self._copy(self._pinned, self.model_bytes, piece), piece) for piece in _pieces(ranges)
+        ]
+        return HostCopy(pieces, self._pinned, self.host)
 
     def from_host(self, ranges: Sequence[ByteRange]) -> None:
-        for start, stop in ranges:
-            self._pinned[start:stop].copy_(self.host[start:stop])
-        self._last_copy = self._copy(self.model_bytes, self._pinned, ranges)
+        self._follow_model()
+        for start, stop in _pieces(ranges):
+            if self._pinned is not self.host:
+                self._pinned[start:stop].copy_(self.host[start:stop])
+            self._last_copy = self._copy(self.model_bytes, self._pinned, ByteRange(start, stop))
         torch.cuda.current_stream(self.model_bytes.device).wait_stream(self._stream)
 
     def join(self) -> None:
@@ -173,13 +190,38 @@ class CudaBuffer(FlatBuffer):
     def are_equal(self, views: Sequence[Tensor], tensors: Sequence[Tensor]) -> list[bool]:
         return are_equal_on_device(views, tensors)
 
-    def _copy(self, into: Tensor, out_of: Tensor, ranges: Sequence[ByteRange]) -> CopyEvent:
+    def _follow_model(self) -> None:
         self._stream.wait_stream(torch.cuda.current_stream(self.model_bytes.device))
+
+    def _copy(self, into: Tensor, out_of: Tensor, piece: ByteRange) -> CopyEvent:
+        start, stop = piece
         with torch.cuda.stream(self._stream):
-            for start, stop in ranges:
-                into[start:stop].copy_(out_of[start:stop], non_blocking=True)
+            into[start:stop].copy_(out_of[start:stop], non_blocking=True)
         done: CopyEvent = self._stream.record_event()
         return done
+
+
+def _pieces(ranges: Sequence[ByteRange]) -> list[ByteRange]:
+    """Return the ranges in pieces of at most COPY_PIECE_BYTES."""
+    return [
+        ByteRange(first, min(first + COPY_PIECE_BYTES, stop))
+        for start, stop in ranges
+        for first in range(start, stop, COPY_PIECE_BYTES)
+    ]
+
+
+def pin(memory: memoryview) -> bool:
+    """Let GPUs copy from and to memory directly, as long as it exists. Return whether they can.
+
+    memory: Memory that is never remapped; it may be shared between processes.
+    """
+    cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    address, all_gpus = tensor_of(memory).data_ptr(), 1  # cudaHostRegisterPortable
+    if not memory.nbytes or int(cudart.cudaHostRegister(address, memory.nbytes, all_gpus)):
+        return False
+    # called before the memory is unmapped: the finalizer that was made last runs first
+    weakref.finalize(memory.obj, cudart.cudaHostUnregister, address).atexit = False
+    return True
 
 
 def _is_comparable(view: Tensor, tensor: Tensor) -> bool:
@@ -213,6 +255,13 @@ def tensor_of(memory: memoryview) -> Tensor:
     if not memory.nbytes:
         return torch.empty(0, dtype=torch.uint8, device="cpu")
     return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """Return what this process has of a tensor, without its history: a DTensor is spread."""
+    to_local = getattr(tensor, "to_local", None)  # without an import of DTensor, which takes long
+    local: Tensor = tensor if to_local is None else to_local()
+    return local.detach()
 
 
 def _dtype(name: str) -> torch.dtype:

@@ -42,6 +42,7 @@ class GradientWatch:
         self._hooked = range(0, len(self._watched), max(1, stride))
         # the hooks refer to this list only: no cycle keeps the parameters alive
         self._fired, self._known_fired = [0], 0
+        self._has_run_backward = False
         self._hooks = [
             add_gradient_hook(self._watched[place], _counter(self._fired)) for place in self._hooked
         ]
@@ -53,13 +54,20 @@ class GradientWatch:
     def mark(self) -> None:
         """Compare later gradients with the current ones."""
         self._known_fired = self._fired[0]
+        self._has_run_backward = False
         self._marks = [
             (weakref.ref(grad), grad._version) if grad is not None else None
             for grad in self._gradients()
         ]
 
+    def record_backward(self, _: object = None) -> None:
+        """Record a backward whose gradients may come later, all at once."""
+        self._has_run_backward = True
+
     def has_changed(self) -> bool:
         """Return whether a gradient was added since `mark`, and not dropped."""
+        if self._has_run_backward:
+            return True
         changed = set()
         for place, (grad, mark) in enumerate(zip(self._gradients(), self._marks, strict=True)):
             if grad is None:

@@ -6,6 +6,8 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
+from psworker.model.flat_buffer import local_part
+
 
 class GradientAccumulation:
     """The sum of the gradients of one update, if several batches make it (`--global-batch`).
@@ -58,6 +60,7 @@ def unscale(gradients: Sequence[Tensor], scale: Tensor) -> None:
 
     Like GradScaler it refuses half-precision gradients, because a quotient could become 0.
     """
+    gradients = [local_part(gradient) for gradient in gradients]
     if any(gradient.dtype is torch.float16 for gradient in gradients):
         raise ValueError("Attempting to unscale FP16 gradients.")  # the text of GradScaler
     for _, group in groupby(sorted(gradients, key=_dtype), _dtype):

@@ -74,6 +74,7 @@ class ServerOptimizer(torch.optim.Optimizer):
         name: Name in the job; empty if it has none.
         original: The script's optimizer.
         model: The registered model; None before.
+        watch: Watches the gradients.
         is_reduced: Gradients are the mean over a group's ranks before `step`.
         first_count: Number of its updates in the job when this worker registered the model; 0
             before. Of an optimizer without a name, the job's version then.
@@ -109,8 +110,8 @@ class ServerOptimizer(torch.optim.Optimizer):
         self._group_settings = GroupSettings(optimizer)
         self._session = session
         self._parameters = [p for group in self.param_groups for p in group["params"]]
-        self._gradients = GradientWatch(self._parameters)
-        self._next = session.consumed.new_step(self._gradients)
+        self.watch = GradientWatch(self._parameters)
+        self._next = session.consumed.new_step(self.watch)
         self.is_reduced = False
         self._must_leave = False
         self._accumulation = GradientAccumulation(self._parameters)
@@ -132,7 +133,7 @@ class ServerOptimizer(torch.optim.Optimizer):
 
     def void_gradients(self) -> None:
         """Let the next step not count if there are gradients: they are of other weights."""
-        if self._gradients.has_gradients():
+        if self.watch.has_gradients():
             self._next.lost = PSError(
                 "the gradient was computed before this worker had the job's weights. Try: "
                 "job.pull() before the first forward pass",
@@ -191,11 +192,11 @@ class ServerOptimizer(torch.optim.Optimizer):
         groups = self._group_settings.groups_json(self.param_groups)
         if samples is not None and self.is_reduced:
             raise InvalidRequestError(
-                "step(samples=...) comes too late: DistributedDataParallel has weighed the ranks "
-                "in backward. Try: leave it out, or the plain model"
+                "step(samples=...) comes too late: DistributedDataParallel and fully_shard weigh "
+                "the ranks in backward. Try: leave it out, or the plain model"
             )
         weight = self._weigh() if samples is None else checked_weight(samples)
-        if consumed.has_none_for(step) and not self._gradients.has_gradients():
+        if consumed.has_none_for(step) and not self.watch.has_gradients():
             self._step_strategy.skip()
             return loss
         self._check_leaving()
@@ -270,8 +271,9 @@ class ServerOptimizer(torch.optim.Optimizer):
     def _accumulate(self, samples: int) -> None:
         if self.is_reduced:
             raise InvalidRequestError(
-                "`--global-batch` cannot add up gradients that DistributedDataParallel has "
-                "reduced. Try: the plain model in this group, or one batch per update"
+                "`--global-batch` cannot add up gradients that DistributedDataParallel or "
+                "fully_shard has reduced. Try: the plain model in this group, or one batch per "
+                "update"
             )
         self._accumulation.add(samples)
         self._next.forget_samples()
@@ -319,12 +321,12 @@ class ServerOptimizer(torch.optim.Optimizer):
         """Drop gradients of a membership that was lost with this error."""
         self._accumulation.clear()
         # ConsumedBatches knows which steps of a script with passes are void
-        if self.name and self._gradients.has_gradients() and not self._session.consumed.dealt:
+        if self.name and self.watch.has_gradients() and not self._session.consumed.dealt:
             self._next.lost = error
 
     def close(self) -> None:
         """Remove the hooks of the parameters and of the script's optimizer."""
-        self._gradients.close()
+        self.watch.close()
         if self._original_hook is not None:
             self._original_hook.remove()
 

@@ -1,7 +1,7 @@
 """The optimizers of a script, and the registration of its model."""
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -12,11 +12,15 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from pscommon.core.errors import InvalidRequestError
 from pscommon.core.model_spec import Treatment
 from psworker.model.adapter import ModelAdapter
+from psworker.model.flat_buffer import local_part
 from psworker.model.model_spec import OptimizerMembers
 from psworker.optim.optimizer import ServerOptimizer
 from psworker.optim.served_model import ServedModel, StepStrategyName
 from psworker.session.arguments import clip_norm_of
 from psworker.session.session import Session
+from psworker.steps.step import Adapter
+
+MakeAdapter = Callable[[nn.Module, Mapping[str, OptimizerMembers]], Adapter]
 
 DEFAULT_NAME = "default"
 """Name of an optimizer that must be the only one of its job."""
@@ -39,6 +43,7 @@ class OptimizerSet:
         self._networks: dict[str, nn.Module] = {}
         self._members: dict[str, OptimizerMembers] = {}
         self._resumed: list[LRScheduler] = []
+        self._make_adapter: MakeAdapter = ModelAdapter
 
     def add(
         self,
@@ -49,8 +54,12 @@ class OptimizerSet:
         clip_norm: float | None,
         buffers: Mapping[str, Treatment] | None,
         strategy: StepStrategyName,
+        make_adapter: MakeAdapter,
     ) -> ServerOptimizer:
-        """Add an optimizer and the network whose parameters it updates; see `Job.optimizer`."""
+        """Add an optimizer and the network whose parameters it updates; see `Job.optimizer`.
+
+        make_adapter: Makes the adapter of a network and its optimizers.
+        """
         is_single = name == DEFAULT_NAME
         self._check_name(session, name)
         key = "" if is_single else name
@@ -60,7 +69,8 @@ class OptimizerSet:
             key: OptimizerMembers.of(optimizer, clip_norm_of(clip_norm), buffers),
         }
         _check_disjoint(members)
-        adapter = ModelAdapter(_joined(networks), members)
+        self._make_adapter = make_adapter
+        adapter = make_adapter(_joined(networks), members)
         register = partial(self._register_for_step, session)
         added = ServerOptimizer(optimizer, key, session, register)
         if is_single:
@@ -76,15 +86,16 @@ class OptimizerSet:
             return
         # the script may have changed the networks since the calls of job.optimizer
         module = _joined(self._networks)
-        adapter = ModelAdapter(module, self._members)
+        adapter = self._make_adapter(module, self._members)
         self._register(session, module, adapter, self._optimizers, "plain")
 
     def _register_for_step(self, session: Session) -> None:
         """Register the model. Gradients of weights that this changes do not count."""
         parameters = [p for network in self._networks.values() for p in network.parameters()]
-        before = [parameter.detach().clone() for parameter in parameters]
+        before = [local_part(parameter).clone() for parameter in parameters]
         self.register(session)
-        if not all(map(torch.equal, parameters, before)):
+        are_equal = all(map(torch.equal, map(local_part, parameters), before))
+        if any(session.client.model.each_rank(not are_equal)):
             for optimizer in self._optimizers.values():
                 optimizer.void_gradients()
 
@@ -92,7 +103,7 @@ class OptimizerSet:
         self,
         session: Session,
         module: nn.Module,
-        adapter: ModelAdapter,
+        adapter: Adapter,
         optimizers: Mapping[str, ServerOptimizer],
         strategy: StepStrategyName,
     ) -> None:

@@ -19,13 +19,12 @@ from pscommon.core.errors import (
 from pscommon.snapshot import tensors_in_buffer, write_model
 from pscommon.system.small_files import why_no_file
 from psworker.core.results import PushResult
-from psworker.model.adapter import ModelAdapter
 from psworker.session.drain import DrainedError
 from psworker.session.session import Session
 from psworker.steps.overlapped_step import OverlappedStep
 from psworker.steps.pipelined_step import PipelinedStep
 from psworker.steps.reduced_step import ReducedStep
-from psworker.steps.step import PlainStep, Push, StepContext
+from psworker.steps.step import Adapter, PlainStep, Push, StepContext
 
 StepStrategyName = Literal["plain", "overlapped", "pipelined", "reduced"]
 
@@ -68,7 +67,7 @@ class ServedModel:
         self,
         session: Session,
         module: nn.Module,
-        adapter: ModelAdapter,
+        adapter: Adapter,
         optimizers: Mapping[str, SteppingOptimizer],
         strategy: StepStrategyName,
     ) -> None:

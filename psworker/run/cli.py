@@ -21,6 +21,7 @@ from pscommon.settings import options
 from pscommon.settings.command import given, run_command
 from pscommon.settings.environment import unread
 from pscommon.settings.values import host_and_port
+from pscommon.system.event_files import check_tensorboard
 from pscommon.system.imports import check_module
 from pscommon.system.small_files import is_special, why_no_file
 from pscommon.system.thread_team import cores
@@ -157,6 +158,8 @@ def check(settings: dict[str, Any], script: Script) -> None:
         script.spec()
     if settings["optimizers"]:
         check_module("--optimizers", settings["optimizers"])
+    if settings["tensorboard"] is not None:
+        check_tensorboard(settings["tensorboard"])
     for flag in ("summary", "history"):
         if settings[flag]:
             check_output(f"--{flag}", settings[flag])

@@ -12,6 +12,7 @@ from pscommon.core.exit_codes import EXPLANATIONS, ExitCode
 from pscommon.core.metric_row import MetricRow
 from pscommon.system.small_files import replace_file
 from pscommon.telemetry import strict_json
+from psworker.ctl.output import goodput_text
 from psworker.launch.decisions import RunOutcome
 from psworker.run.job_poller import JobResult
 
@@ -35,6 +36,7 @@ def summary(
     Keys whose meaning is not obvious (unknown values are 0 or null):
         training, trainings_finished: the training that the job is in, and those before it.
         steps, samples: totals of the training.
+        goodput: share of the computed samples that counted, and of the time that was not lost.
         this_run: steps and samples added by this run, and the resumed version (null for a new
             job).
         policy, staleness: the last ones in force, which `ps-ctl policy set` may have changed.
@@ -52,6 +54,7 @@ def summary(
         "trainings_finished": result.status.get("trainings_finished", []),
         "steps": result.status.get("steps", 0),
         "samples": result.status.get("samples", 0),
+        "goodput": result.status.get("goodput"),
         "this_run": this_run(result),
         "policy": in_force["policy"],
         "staleness": in_force.get("staleness"),
@@ -167,6 +170,8 @@ def table(content: Mapping[str, Any], coloured: bool = False) -> str:
     rows["steps"] = f"{content['steps']}  ({content['samples']} samples)"
     if (run := content["this_run"])["resumed_version"] is not None:
         rows["this run"] = f"{run['steps']}  ({run['samples']} samples)"
+    if goodput := goodput_text(content["goodput"]):
+        rows["goodput"] = goodput
     rows["seconds"] = f"{content['seconds']:.1f}"
     rows["policy"] = content["policy"] + (
         f" {content['staleness']}" if content["staleness"] is not None else ""

@@ -154,12 +154,7 @@ class Session(JobFacts):
             # Other workers may wait for the outcome of this worker's last push.
             self.model.wait()
         self.stats.enter(phase)
-        self.client.progress(
-            steps=self.stats.steps,
-            step_seconds=self.stats.step_seconds,
-            samples_per_second=self.stats.samples_per_second,
-            phase="idle" if phase == "wait" else phase,
-        )
+        self.client.show_progress(self.stats.progress())
         return before
 
     def finish_step(self, samples: int, exchange: Mapping[str, float]) -> None:

@@ -3,6 +3,8 @@
 import time
 from collections.abc import Mapping
 
+from psworker.core.results import StepProgress
+
 PHASES = ("data", "pull", "compute", "push", "wait", "apply")
 
 
@@ -45,6 +47,13 @@ class StepStats:
         self.last, self._current = self._current, dict.fromkeys(PHASES, 0.0)
         self.steps += 1
         self.samples, self._last_samples = self.samples + samples, samples
+
+    def progress(self) -> StepProgress:
+        """Return what the status shows of these steps."""
+        phase = "idle" if self.phase == "wait" else self.phase
+        return StepProgress(
+            self.steps, self.step_seconds, self.samples_per_second, phase, self.total
+        )
 
     @property
     def step_seconds(self) -> float:

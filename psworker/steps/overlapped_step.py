@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import compress, groupby, repeat
 from operator import is_not
-from typing import ClassVar
+from typing import ClassVar, cast
 
 import torch
 from torch import Tensor
@@ -251,7 +251,9 @@ class OverlappedStep(PlainStep):
     def __init__(self, context: StepContext) -> None:
         super().__init__(context)
         self._gates = WeightGates(context)
-        self._sender = BucketSender(context.adapter, self._begin, self._gates.check)
+        self._sender = BucketSender(
+            cast(ModelAdapter, context.adapter), self._begin, self._gates.check
+        )
 
     def _begin(self) -> BegunPush:
         """Open a push, once the weights of the one before have arrived: a client has one push."""

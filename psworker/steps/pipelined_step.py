@@ -21,6 +21,7 @@ from pscommon.core.errors import FencedError, PSError, UnreachableError
 from pscommon.core.partition import ByteRange
 from pscommon.system import signals as interruptible
 from psworker.core.results import PushResult, lost
+from psworker.model.adapter import ModelAdapter
 from psworker.session.drain import DrainedError
 from psworker.steps.step import PlainStep, Push, StepContext
 from psworker.steps.weight_gates import add_state_gates
@@ -47,6 +48,7 @@ class PipelinedStep(PlainStep):
     """A step whose push is in flight while the script computes. See the module."""
 
     is_deferred: ClassVar[bool] = True
+    _adapter: ModelAdapter
 
     def __init__(self, context: StepContext) -> None:
         super().__init__(context)

@@ -49,6 +49,7 @@ from pscommon.system.thread_team import ThreadTeam
 from pscommon.telemetry.logs import get_logger
 from psworker.core.protocols import ReducingClient
 from psworker.core.results import PushResult, ReduceAnswer
+from psworker.model.adapter import ModelAdapter
 from psworker.model.flat_buffer import tensor_of
 from psworker.steps.gradient_sums import GradientSums
 from psworker.steps.process_groups import ProcessGroups, ReduceFailedError
@@ -63,6 +64,7 @@ class ReducedStep(PlainStep):
     """A step whose gradients the workers reduce. See the module."""
 
     is_double_buffered: ClassVar[bool] = True
+    _adapter: ModelAdapter
 
     def __init__(self, context: StepContext) -> None:
         super().__init__(context)

@@ -1,18 +1,47 @@
 """Steps: how the gradients of one reach the servers and the new weights come back."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Protocol
 
-from torch import nn
+from torch import Tensor, nn
 
 from pscommon.core.errors import FencedError, PSError
 from pscommon.core.log_entries import BatchKey
+from pscommon.core.model_spec import ModelSpec
 from pscommon.core.partition import PartitionPlan
 from psworker.core.protocols import JobClient
 from psworker.core.results import PushResult
-from psworker.model.adapter import ModelAdapter
+from psworker.model.flat_buffer import FlatBuffer
+
+
+class Adapter(Protocol):
+    """How a model reaches the flat buffers of the client.
+
+    ModelAdapter documents it; in a group, SpreadAdapter implements it for models of which each
+    rank has a part.
+    """
+
+    spec: ModelSpec
+    gradients: FlatBuffer
+    weights: FlatBuffer
+    trainable_indices: Sequence[int]
+
+    def attach(
+        self,
+        plan: PartitionPlan,
+        memory: tuple[memoryview, memoryview],
+        double_buffered: bool = False,
+    ) -> None: ...
+    def gather(self, optimizer: str = "") -> frozenset[int]: ...
+    def scatter(self, everything: bool = False) -> None: ...
+    def reattach(self) -> None: ...
+    def keeps_changes(self) -> bool: ...
+    def write_buffers(self) -> None: ...
+    def keep_buffers(self) -> None: ...
+    def gather_changed_buffers(self) -> bool: ...
+    def own_buffers(self) -> Mapping[str, Tensor]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +78,7 @@ class StepContext:
         rejoin: Rejoins the job after the error of a lost membership.
     """
 
-    adapter: ModelAdapter
+    adapter: Adapter
     client: JobClient
     model: nn.Module
     begin_phase: Callable[[str], str]
@@ -137,7 +166,7 @@ class PlainStep:
             self._model.exchange(
                 gradients=self._adapter.gradients.memory,
                 weights=None,
-                absent=frozenset(self._adapter.trainable.spec_indices),
+                absent=frozenset(self._adapter.trainable_indices),
                 samples=0,
                 base=self.version,
             )
@@ -147,8 +176,8 @@ class PlainStep:
         return self._newest()
 
     def _is_agreed(self, own: bool) -> bool:
-        """Return what rank 0 of this worker's group finds, so that all ranks decide alike."""
-        return self._model.each_rank(own)[0]
+        """Return whether any rank of this worker's group finds it, so that all decide alike."""
+        return any(self._model.each_rank(own))
 
     def settle(self) -> None:
         """Wait until no push is under way and its weights are in the model; raise its error.

@@ -13,7 +13,7 @@ Theory of operation:
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -21,6 +21,7 @@ from torch import nn
 from pscommon.core.errors import InvalidRequestError
 from pscommon.core.partition import ALIGNMENT_BYTES, ByteRange
 from psworker.core.protocols import BegunPush
+from psworker.model.adapter import ModelAdapter
 from psworker.steps.step import StepContext
 
 Owners = tuple[int, ...]
@@ -138,7 +139,7 @@ class WeightGates:
 
     def __init__(self, context: StepContext) -> None:
         model = context.model
-        self._adapter = adapter = context.adapter
+        self._adapter = adapter = cast(ModelAdapter, context.adapter)
         self._begin_phase = context.begin_phase
         self._rejoin_in_forward = context.rejoin_in_forward
         self._begun: BegunPush | None = None

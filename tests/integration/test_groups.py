@@ -1,8 +1,9 @@
 """Groups and servers: a group is one worker of the job."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -135,11 +136,23 @@ def test_global_batches_are_added_up_on_each_rank(cluster: Callable[..., Cluster
 
 def test_a_lost_group_whose_ranks_live_rejoins(cluster: Callable[..., Cluster]) -> None:
     """The coordinator drops the worker; all ranks come back as a new one, and no batch is lost."""
-    made = cluster(1)
+    check_rejoin(cluster(1), is_spread=False)
 
+
+@pytest.mark.full
+def test_a_lost_group_with_a_pipeline_rejoins(cluster: Callable[..., Cluster]) -> None:
+    check_rejoin(cluster(1), is_spread=True)
+
+
+def check_rejoin(made: Cluster, is_spread: bool) -> None:
     def script(job: Job, rank: int) -> tuple[int, bool]:
         model = network(False)
-        optimizer = job.optimizer(torch.optim.SGD(model.parameters(), lr=0.01), model)
+        target: Any = model
+        if is_spread:
+            model = nn.Sequential(nn.Linear(5, 1))
+            model.register_module(str(rank), model.pop(0))
+            target = SimpleNamespace(submod=model, stage_index=rank, group_size=2)
+        optimizer = job.optimizer(torch.optim.SGD(model.parameters(), lr=0.01), target)
         for number, (x, y) in enumerate(job.batches(data(), batch_size=BATCH, seed=1)):
             if number == 3 and rank == 0:
                 report_loss(job.client._inner.loss_ticket, "a test")
@@ -151,6 +164,59 @@ def test_a_lost_group_whose_ranks_live_rejoins(cluster: Callable[..., Cluster]) 
 
     assert group(made.address, 0, 2, script) == [(2, True)] * 2
     assert status(made.address)["samples"] == ROWS
+
+
+@pytest.mark.parametrize("lanes", ["grpc", "stream", "shm"])
+def test_a_pipeline_trains_beside_a_single_worker(
+    cluster: Callable[..., Cluster], lanes: str, tmp_path: Path
+) -> None:
+    """Both have all rows of their batches, and the servers have the names of the whole model."""
+
+    class Layers(nn.Module):
+        def __init__(self, *names: str) -> None:
+            super().__init__()
+            self.layers = nn.ModuleDict({name: nn.Linear(5, 1) for name in names})
+            self.counts = nn.BatchNorm1d(5) if "first" in names else nn.Identity()
+            for parameter in self.layers.parameters():
+                nn.init.constant_(parameter, 0.5)
+
+        def losses(self, x: Tensor, y: Tensor) -> Tensor:
+            found = [nn.functional.mse_loss(layer(x), y) for layer in self.layers.values()]
+            return torch.stack([*found, self.counts(x).square().mean()]).sum()
+
+    def script(job: Job, rank: int, *names: str) -> Layers:
+        model = Layers(*names)
+        stage = SimpleNamespace(submod=model, stage_index=rank, group_size=2)
+        target: Any = model if len(names) > 1 else stage
+        optimizer = job.optimizer(torch.optim.Adam(model.parameters(), lr=0.01), target)
+        for x, y in job.batches(data(), batch_size=BATCH, seed=1):
+            optimizer.zero_grad()
+            model.losses(x, y).backward()
+            optimizer.step()
+        return model
+
+    def stages(address: str, number: int) -> Iterator[Layers]:
+        names = ("first", "second")
+        yield from group(address, number, 2, lambda j, r: script(j, r, names[r]), lanes=lanes)
+
+    def alone(address: str, number: int) -> Iterator[Layers]:
+        with Job(connected(address, number, lanes=lanes)) as job:
+            yield script(job, 0, "first", "second")
+            if not number:
+                job.save(tmp_path / "end.safetensors")
+
+    made, other = (cluster(2, min_workers=2) for _ in range(2))
+    (single,), parts = together(
+        lambda: list(alone(made.address, 0)), lambda: list(stages(made.address, 1))
+    )
+    (expected,), _ = together(*(partial(list, alone(other.address, n)) for n in range(2)))
+
+    found = single.state_dict()
+    assert {name for each in parts for name in each.state_dict()} == found.keys()
+    for each in parts:
+        assert_equal(each.state_dict(), {n: found[n] for n in each.state_dict()}, 0)
+    assert_equal(found, expected.state_dict(), 0)
+    assert load_file(tmp_path / "end.safetensors").keys() == found.keys()
 
 
 def test_workers_with_another_number_of_ranks_are_refused(

@@ -11,7 +11,7 @@ import pytest
 
 from pscommon.settings.values import SnapshotEvery
 from psserver.server import Server
-from psworker import Job
+from psworker import Client, Job
 from psworker.session import metrics as worker_metrics
 from tests.support.cluster import Cluster
 from tests.support.metrics_scrape import Metrics, get
@@ -113,6 +113,28 @@ def test_workers_are_shown_by_state_during_and_after_training(cluster: Make) -> 
 
     assert in_state(leader, "active") == 0
     assert scrape(leader).labels("ps_worker_clock") == []
+
+
+def test_the_status_shows_where_the_time_of_a_worker_went_and_its_staleness(cluster: Make) -> None:
+    address = cluster(1, policy="async", lease=1.0).address
+    with counter(address, rank=0) as first, counter(address, rank=1) as second:
+        first.pull()
+        count(second, 3)
+        count(first)
+        until(lambda: [row["steps"] for row in status(address)["workers"]] == [1, 3], "their steps")
+        workers = status(address)["workers"]
+        until(lambda: phases_of(first, address) == phases_of(first), "the last heartbeat")
+
+    assert [row["staleness"] for row in workers] == [3, 2]
+    assert phases_of(second)["push"] > 0
+
+
+def phases_of(client: Client, address: str = "") -> dict[str, float]:
+    """Return a client's seconds by phase, as the status shows them if there is an address."""
+    rows = status(address)["workers"] if address else []
+    shown = [row["phase_seconds"] for row in rows if row["worker"] == client.worker]
+    own = {phase: round(seconds, 3) for phase, seconds in client._stats.total.items()}
+    return shown[0] if address else own
 
 
 def in_state(server: Server, state: str) -> float:

@@ -87,6 +87,7 @@ HOMES = {
         "psworker.simulation",
     },
     "cryptography": {"pscommon.security"},
+    "tensorboardX": {"pscommon.system.event_files"},
     "click": {*COMMANDS, "psworker.run", "psworker.ctl"},
     "rich": {"psworker.run", "psworker.ctl"},
     "structlog": {"pscommon.telemetry.logs"},

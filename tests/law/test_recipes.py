@@ -159,7 +159,9 @@ def test_add_an_optimizer_with_a_class_of_our_own() -> None:
 
 def test_add_a_metric() -> None:
     registry = CollectorRegistry()
-    ServerMetrics(registry, shard=0).show_shard(dict)
+    metrics = ServerMetrics(registry, shard=0)
+    metrics.show_shard(dict)
+    metrics.show_goodput(lambda: {"samples": None})
     WorkerMetrics(registry)
     show_expiry(registry, Mock(material=Mock(expires=0.0)))
     families = [*registry.collect(), *standby_metrics(0, int).collect()]

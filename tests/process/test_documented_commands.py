@@ -23,7 +23,8 @@ COMPLETE = (ROOT / "README.md", ROOT / "docs/tutorial.md")
 """Pages that name the language of each block."""
 
 OPERATIONS = ROOT / "docs/operations"
-PAGES = (*COMPLETE, OPERATIONS / "deploy.md", OPERATIONS / "security.md")
+PARALLELISM = ROOT / "docs/parallelism.md"
+PAGES = (*COMPLETE, OPERATIONS / "deploy.md", OPERATIONS / "security.md", PARALLELISM)
 LIMIT = 200.0
 
 SECTIONS = [

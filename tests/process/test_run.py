@@ -99,6 +99,9 @@ def test_the_summary_describes_the_run(programs: Programs, undisturbed: Program)
     assert metrics["lr"] == pytest.approx(0.05 * 0.9**VERSIONS)
     assert 0 < metrics["loss"] < 5
     assert set(content.pop("history", metrics)) == {"loss", "lr"}
+    goodput = content.pop("goodput")
+    assert goodput["samples"] == 1
+    assert 0 < goodput["seconds"] <= 1
     assert content.pop("this_run") == {
         "steps": 2 * VERSIONS,
         "samples": 320,

@@ -340,10 +340,11 @@ USAGE = {
         "--summary train.py/where.json",
     ),
     "log folder that is a file": (["--log-dir", "train.py", "train.py"], "--log-dir"),
-    "no ports for all": (
-        ["--metrics-bind", "127.0.0.1:65535", "train.py"],
-        "use port 65536",
+    "curves below a file": (
+        ["--tensorboard", "train.py/curves", "train.py"],
+        "`--tensorboard train.py/curves` cannot be written: Not a directory",
     ),
+    "no ports for all": (["--metrics-bind", "127.0.0.1:65535", "train.py"], "use port 65536"),
     "metrics for other machines": (
         ["--metrics-bind", "0.0.0.0:9000", "train.py"],
         "`--insecure`",

@@ -17,6 +17,7 @@ import psworker
 from pscommon.snapshot import SnapshotDirectory
 from psworker import Client
 from tests.support.cluster import Cluster
+from tests.support.curves import curves
 from tests.support.ports import free_ports
 from tests.support.programs import Program, Programs, programs_in
 from tests.support.settings_coverage import run_setting
@@ -77,7 +78,7 @@ def chosen(programs: Programs) -> Program:
         "logs --policy ssp --staleness 3 --max-staleness 9 --min-workers 1 --lease 77s --job "
         "otter --data-dir job --snapshot-every 1steps --snapshot-keep 2 --resume never "
         f"--connect-timeout 33s --device cpu --threads 2 --metrics-bind {metrics[0]} --log-level "
-        "warning --log-format json --lanes grpc --overlap on --in-flight 448"
+        "warning --log-format json --lanes grpc --overlap on --in-flight 448 --tensorboard curves"
     )
     return require_success(programs.run("ps-run", *line.split(), "train.py", *metrics))
 
@@ -238,6 +239,13 @@ def test_history(programs: Programs, chosen: Program, default: Program) -> None:
 @run_setting("save")
 def test_save(programs: Programs, chosen: Program, default: Program) -> None:
     assert [path.name for path in programs.folder.glob("*.safetensors")] == ["m.safetensors"]
+
+
+@run_setting("tensorboard")
+def test_tensorboard(programs: Programs, chosen: Program, default: Program) -> None:
+    (found,) = programs.folder.glob("*/events.out.tfevents.*")
+    assert found.parent.name == "curves"
+    assert curves(found.parent)["job/learning_rate"][-1] == (4, 1.0)
 
 
 @run_setting("log_dir")

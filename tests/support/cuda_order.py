@@ -98,11 +98,17 @@ class Stream:
 
 
 class Order(TorchDispatchMode):
-    """Watches the operations in its context. quick: whether events are done at once."""
+    """Watches the operations in its context.
 
-    def __init__(self, quick: bool) -> None:
+    Args:
+        quick: Whether events are done at once.
+        pins_client: Whether client memory is pinned.
+    """
+
+    def __init__(self, quick: bool, pins_client: bool = False) -> None:
         super().__init__()
         self.quick = quick
+        self.pins_client = pins_client
         self.clocks: dict[str, Clock] = {HOST: {}}
         self.stream = Stream(self, "the script's stream")
         self._regions: list[Region] = []
@@ -248,8 +254,9 @@ class OrderedClient(LateClient):
 
     def flat_buffers(self) -> tuple[memoryview, memoryview]:
         both = super().flat_buffers()
+        kind: Kind = "pinned" if self._order.pins_client else "host"
         for name, memory in zip(("gradients", "weights"), both, strict=True):
-            self._order.watch(name, "host", tensor_of(memory))
+            self._order.watch(name, kind, tensor_of(memory))
         return both
 
     def start(self, buffer: memoryview) -> None:
@@ -290,9 +297,11 @@ class OrderedFlow(LateFlow):
 
 
 @contextmanager
-def fake_gpu(quick: bool, buffer: type[CudaBuffer] = CudaBuffer) -> Iterator[Order]:
+def fake_gpu(
+    quick: bool, buffer: type[CudaBuffer] = CudaBuffer, pins_client: bool = False
+) -> Iterator[Order]:
     """Context with CudaBuffers in CPU memory and streams in torch.cuda."""
-    order = Order(quick)
+    order = Order(quick, pins_client)
     zeros, names = torch.zeros, cycle(("gradients", "weights"))
 
     class WatchedBuffer(buffer):  # type: ignore[misc, valid-type]
@@ -300,7 +309,8 @@ def fake_gpu(quick: bool, buffer: type[CudaBuffer] = CudaBuffer) -> Iterator[Ord
             super().__init__(*args)
             name = next(names)
             order.watch(f"{name} on the GPU", "device", self.model_bytes)
-            order.watch(f"pinned {name}", "pinned", self._pinned)
+            if self._pinned is not self.host:
+                order.watch(f"pinned {name}", "pinned", self._pinned)
 
     def on_cpu(
         *args: Any, pin_memory: bool = False, device: object = None, **options: Any
@@ -309,6 +319,7 @@ def fake_gpu(quick: bool, buffer: type[CudaBuffer] = CudaBuffer) -> Iterator[Ord
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "zeros", on_cpu)
+        patch.setattr(torch.Tensor, "is_pinned", lambda tensor: pins_client)
         patch.setattr(torch.cuda, "Stream", lambda device=None: order.another_stream())
         patch.setattr(torch.cuda, "current_stream", lambda device=None: order.stream)
         patch.setattr(torch.cuda, "stream", order.on)

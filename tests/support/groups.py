@@ -55,4 +55,4 @@ def as_group(
 
 def group_client(link: GroupLink, connect: Callable[[], JobClient]) -> GroupClient:
     """Return the client of one rank; all ranks make this call."""
-    return GroupClient(link, connect, {}, Clock(time.monotonic, time.sleep), None)
+    return GroupClient(link, connect, {"device": "cpu"}, Clock(time.monotonic, time.sleep), None)

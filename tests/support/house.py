@@ -96,7 +96,7 @@ ALLOWED: dict[str, set[str]] = {
         psserver="core.commands core.coordinator core.job core.shard parameters process",
     ),
     "psserver.monitoring": of(
-        pscommon="core telemetry",
+        pscommon="core system telemetry",
         psserver="core.commands core.coordinator core.data core.workers process",
     ),
     "psserver.replication": of(

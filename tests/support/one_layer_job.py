@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from psworker.client.local_client import LocalClient
-from psworker.core.results import PushResult
+from psworker.core.results import PushResult, StepProgress
 from psworker.job import Job
 from psworker.optim.optimizer import ServerOptimizer
 
@@ -42,8 +42,8 @@ class RecordingClient(LocalClient):
         self.sent.append(call)
         return super().exchange(**call)
 
-    def progress(self, **values: Any) -> None:
-        self.phases.append(values["phase"])
+    def show_progress(self, progress: StepProgress) -> None:
+        self.phases.append(progress.phase)
 
     def leave(self, reason: str = "") -> None:
         self.reasons.append(reason)

@@ -60,5 +60,6 @@ SAMPLES: dict[str, tuple[str, str]] = {
     "log_dir": ("logs", '"logs"'),
     "summary": ("s.json", '"s.json"'),
     "history": ("h.csv", '"h.csv"'),
+    "tensorboard": ("curves", '"curves"'),
     "save": ("m.safetensors", '"m.safetensors"'),
 }

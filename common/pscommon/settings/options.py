@@ -69,6 +69,13 @@ METRICS_BIND = Option(
     help="Address that serves /metrics, /livez and /readyz [default: off].",
 )
 
+TENSORBOARD = Option(
+    "--tensorboard",
+    section=OUTPUT,
+    type=FOLDER,
+    help="Directory for the curves of the training, for TensorBoard; written by shard 0.",
+)
+
 LANES = Option(
     "--lanes",
     section=LOCAL,
@@ -243,6 +250,7 @@ SERVER: tuple[Option, ...] = (
     LANES,
     IN_FLIGHT,
     METRICS_BIND,
+    TENSORBOARD,
     THREADS,
     *LOGGING,
 )
@@ -271,6 +279,7 @@ FORWARDED_TO_SERVERS: tuple[Option, ...] = (
     *PROTECTION,
     LANES,
     IN_FLIGHT,
+    TENSORBOARD,
 )
 
 FORWARDED_TO_WORKERS: tuple[Option, ...] = (

@@ -1,6 +1,7 @@
 """What the operating system offers: shared memory, threads, signals, processes and small files."""
 
 __all__ = [
+    "event_files",
     "imports",
     "local_jobs",
     "process_id",

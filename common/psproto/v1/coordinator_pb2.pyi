@@ -327,6 +327,7 @@ class HeartbeatRequest(google.protobuf.message.Message):
     PROCESS_FIELD_NUMBER: builtins.int
     NO_CALL_SECONDS_FIELD_NUMBER: builtins.int
     VALUES_FIELD_NUMBER: builtins.int
+    PHASES_FIELD_NUMBER: builtins.int
     job: builtins.str
     worker: builtins.int
     steps: builtins.int
@@ -342,6 +343,10 @@ class HeartbeatRequest(google.protobuf.message.Message):
     def values(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___ReportedValue]:
         """values that the script reported since the last answer; repetition is allowed"""
 
+    @property
+    def phases(self) -> global___PhaseSeconds:
+        """of all finished steps of the script; absent in a release without them"""
+
     def __init__(
         self,
         *,
@@ -354,10 +359,50 @@ class HeartbeatRequest(google.protobuf.message.Message):
         process: builtins.str = ...,
         no_call_seconds: builtins.float = ...,
         values: collections.abc.Iterable[global___ReportedValue] | None = ...,
+        phases: global___PhaseSeconds | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["job", b"job", "no_call_seconds", b"no_call_seconds", "phase", b"phase", "process", b"process", "samples_per_second", b"samples_per_second", "step_seconds", b"step_seconds", "steps", b"steps", "values", b"values", "worker", b"worker"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["phases", b"phases"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["job", b"job", "no_call_seconds", b"no_call_seconds", "phase", b"phase", "phases", b"phases", "process", b"process", "samples_per_second", b"samples_per_second", "step_seconds", b"step_seconds", "steps", b"steps", "values", b"values", "worker", b"worker"]) -> None: ...
 
 global___HeartbeatRequest = HeartbeatRequest
+
+@typing.final
+class PhaseSeconds(google.protobuf.message.Message):
+    """Seconds by phase: what a worker's time went into."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    DATA_FIELD_NUMBER: builtins.int
+    PULL_FIELD_NUMBER: builtins.int
+    COMPUTE_FIELD_NUMBER: builtins.int
+    PUSH_FIELD_NUMBER: builtins.int
+    WAIT_FIELD_NUMBER: builtins.int
+    APPLY_FIELD_NUMBER: builtins.int
+    data: builtins.float
+    """waiting for the data loader"""
+    pull: builtins.float
+    """receiving weights"""
+    compute: builtins.float
+    """the script's own work"""
+    push: builtins.float
+    """gathering and sending the gradient"""
+    wait: builtins.float
+    """waiting for other workers, or for a batch"""
+    apply: builtins.float
+    """the servers' optimizer"""
+    def __init__(
+        self,
+        *,
+        data: builtins.float = ...,
+        pull: builtins.float = ...,
+        compute: builtins.float = ...,
+        push: builtins.float = ...,
+        wait: builtins.float = ...,
+        apply: builtins.float = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["apply", b"apply", "compute", b"compute", "data", b"data", "pull", b"pull", "push", b"push", "wait", b"wait"]) -> None: ...
+
+global___PhaseSeconds = PhaseSeconds
 
 @typing.final
 class ReportedValue(google.protobuf.message.Message):

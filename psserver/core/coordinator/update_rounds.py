@@ -23,6 +23,7 @@ The rounds are bulk-synchronous (Valiant, 1990), stale-synchronous (Ho et al., 2
 asynchronous: policy.py has the rules and the papers.
 """
 
+import math
 from collections.abc import Iterable, Sequence
 from operator import itemgetter
 
@@ -219,7 +220,7 @@ class UpdateRounds:
         job, updates = self._job, self._updates(keys)
         clipped = {}
         for optimizer, contributions in updates.items():
-            scaled = self._clipped(job.clip_norm(optimizer), contributions)
+            scaled = self._clipped(optimizer, contributions)
             if scaled is None:
                 return False
             clipped[optimizer] = scaled
@@ -232,6 +233,8 @@ class UpdateRounds:
         for optimizer, contributions in clipped.items():
             job.count_update(optimizer)
             job.log.append(Apply(job.log.next, job.version, contributions))
+            for part in contributions:
+                job.membership.members[part.key.worker].staleness = job.version - 1 - part.base
         job.reduction.applied(job.version)
         for push, _ in pushes:  # before the counting below, which may append further updates
             self._forget(push.key)
@@ -250,14 +253,21 @@ class UpdateRounds:
         return {optimizer: tuple(parts) for optimizer, parts in updates.items()}
 
     def _clipped(
-        self, clip_norm: float | None, contributions: tuple[Contribution, ...]
+        self, optimizer: str, contributions: tuple[Contribution, ...]
     ) -> tuple[Contribution, ...] | None:
         """Return the contributions scaled to the clip norm; None: the norm is not known yet."""
-        if clip_norm is None or self._job.policy.name == ALLREDUCE:
-            return contributions  # under allreduce the workers have clipped their sum
+        job, clip_norm = self._job, self._job.clip_norm(optimizer)
+        if job.policy.name == ALLREDUCE:
+            return contributions  # the workers have clipped their sum
+        if clip_norm is None:
+            if job.rules.max_norm:
+                norms = (job.pending.norm(part.key) for part in contributions)
+                job.gradient_norms[optimizer] = max(norms)
+            return contributions
         square_norm = self._square_norm(contributions)
         if square_norm is None:
             return None
+        job.gradient_norms[optimizer] = math.sqrt(square_norm)
         factor = clip_factor(clip_norm, square_norm)
         return tuple(each._replace(scale=each.scale * factor) for each in contributions)
 

@@ -37,6 +37,9 @@ class JobState:
         samples: Number of samples in all updates. Of several optimizers the first one counts: each
             of them goes through all samples.
         counts: Number of decided pushes by outcome.
+        gradient_norms: By optimizer, where the job computes it, the norm of its newest update's
+            gradient before clipping: that of the average with a clip norm, otherwise with
+            --max-norm the greatest one of a push. It is not saved.
         begun: Whether every shard has weights.
         started: Whether --min-workers workers have registered once.
         failure: Why the job has to end.
@@ -83,6 +86,7 @@ class JobState:
         self.version = self.samples = self.seed = 0
         self.updates: dict[str, int] = {}
         self.counts = {"applied": 0, "stale": 0, "rejected": 0}
+        self.gradient_norms: dict[str, float] = {}
         self.evicted: set[int] = set()
         self.followers: set[int] = set()
         self.trainings = Trainings()

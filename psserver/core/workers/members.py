@@ -80,6 +80,7 @@ class WorkerHeartbeat(NamedTuple):
 
     Attributes:
         step_seconds: Step time, waiting included.
+        phase_seconds: Seconds of all its finished steps by phase.
         no_call_seconds: Time since its script called psworker; 0 while a server has a request of
             it.
     """
@@ -88,6 +89,7 @@ class WorkerHeartbeat(NamedTuple):
     samples_per_second: float = 0.0
     phase: str = ""
     no_call_seconds: float = 0.0
+    phase_seconds: Mapping[str, float] = {}
 
 
 NO_HEARTBEAT = WorkerHeartbeat()
@@ -103,6 +105,8 @@ class Member:
         seq: Number of its newest decided push.
         steps: Number of its pushes that counted.
         clock: Steps for the staleness bound.
+        staleness: Updates between the weights and the update of its newest push that counted;
+            None: none has counted since the servers started.
         bad: Number of its latest pushes in a row with a bad gradient.
         waiting: Number of the loop whose data it waits for.
         missing_since: When its lease ended, while its place is kept for it.
@@ -126,6 +130,7 @@ class Member:
     ranked: bool = False
     attempt: int = 0
     clock: int = 0
+    staleness: int | None = None
     steps: int = 0
     seq: int = 0
     bad: int = 0

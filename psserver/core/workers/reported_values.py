@@ -73,6 +73,11 @@ class ReportHistory:
         if self._count > MAX_ROWS:
             self._thin()
 
+    def newest(self, rank: int, name: str) -> MetricRow | None:
+        """Return the newest row of a series; None: the history has none."""
+        series = self._series.get((rank, name))
+        return series[-1] if series else None
+
     def rows(self) -> list[MetricRow]:
         """Return all rows, sorted by time."""
         return sorted(
@@ -188,6 +193,11 @@ class ReportedValues:
         rank, _ = self.latest.get(name, (member.rank, value))
         if member.rank <= rank or (membership is not None and _is_lost(membership, rank)):
             self.latest[name] = (member.rank, value)
+
+    def latest_rows(self) -> list[MetricRow]:
+        """Return the row of the latest value of each name that the history has."""
+        rows = (self.history.newest(rank, name) for name, (rank, _) in self.latest.items())
+        return [row for row in rows if row is not None]
 
     def state(self) -> dict[str, Any]:
         """Return the state, JSON-ready; an empty history is omitted. `recover` is the inverse."""

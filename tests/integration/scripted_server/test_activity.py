@@ -8,6 +8,7 @@ import pytest
 from pscommon.core.model_spec import OptimizerSettings
 from psworker.client.client import Client
 from psworker.core.clock import MAX_COUNTED_SECONDS, CallActivity
+from psworker.core.results import StepProgress
 from tests.support.fake_server import FakeCluster
 
 SGD = OptimizerSettings("sgd", ({"lr": 0.5},))
@@ -52,9 +53,7 @@ def test_heartbeats_carry_the_seconds_without_a_call(cluster: FakeCluster) -> No
         cluster.wait_until(lambda: len(cluster.beats) >= 3 and grows(cluster))
 
         for call in (
-            lambda: client.progress(
-                steps=1, step_seconds=0.1, samples_per_second=1.0, phase="compute"
-            ),
+            lambda: client.show_progress(StepProgress(1, 0.1, 1.0, "compute")),
             lambda: client.report_soon({"loss": 0.5}),
         ):
             cluster.wait_until(lambda: grows(cluster))

@@ -14,6 +14,7 @@ from pscommon.core.log_entries import BatchKey
 from pscommon.core.model_spec import OptimizerSettings
 from psproto.v1 import coordinator_pb2 as co
 from psworker.client.client import Client
+from psworker.core.results import StepProgress
 from tests.support.fake_job import lost
 from tests.support.fake_server import FakeCluster
 
@@ -132,7 +133,7 @@ def test_no_thread_remains(cluster: FakeCluster) -> None:
 def test_heartbeats_carry_progress_and_bring_stopping(cluster: FakeCluster) -> None:
     cluster.lease = 0.1
     with Client(cluster.addresses) as client:
-        client.progress(steps=5, step_seconds=0.5, samples_per_second=64, phase="compute")
+        client.show_progress(StepProgress(5, 0.5, 64.0, "compute", {"data": 0.25, "wait": 1.5}))
         cluster.wait_until(lambda: cluster.beats and cluster.beats[-1].steps == 5)
         assert not client.stopping
         cluster.stopping = True
@@ -142,6 +143,7 @@ def test_heartbeats_carry_progress_and_bring_stopping(cluster: FakeCluster) -> N
         assert client.stopping
         assert (cluster.beats[-1].phase, cluster.beats[-1].step_seconds) == ("compute", 0.5)
         assert cluster.beats[-1].samples_per_second == 64
+        assert cluster.beats[-1].phases == co.PhaseSeconds(data=0.25, wait=1.5)
 
 
 def test_reports_and_returned_batches_are_sent(cluster: FakeCluster) -> None:

@@ -15,6 +15,7 @@ from pscommon.wire.requests import A, Q, Request
 from psproto.v1 import parameter_server_pb2 as ps
 from psworker.client.client import Client
 from psworker.core.clock import Clock
+from psworker.core.results import StepProgress
 from psworker.transport.exchange_calls import AnswerReceiver, Cancellation, ExchangeAnswer
 from tests.support.fake_server import FakeCluster
 
@@ -85,7 +86,7 @@ def test_a_direct_lane_trains_without_threads(cluster: FakeCluster) -> None:
     with Client(lane=lane, rank=4, device="sim") as client:
         client.register({"w": np.ones(600, np.float32)}, OptimizerSettings("sgd", ({"lr": 0.5},)))
         result = client.push_pull({"w": np.full(600, 2, np.float32)})
-        client.progress(steps=1, step_seconds=1.0, samples_per_second=1.0, phase="compute")
+        client.show_progress(StepProgress(1, 1.0, 1.0, "compute"))
         client.report(loss=0.5)
 
         assert (result.status, client.version) == ("applied", 1)

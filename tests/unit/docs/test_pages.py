@@ -23,6 +23,7 @@ OTHER_PROGRAMS = frozenset(
         "--nproc-per-node",
         "--volumes",
         "--scale",
+        "--logdir",
         "--build-arg",
         "--ipc",
         "--rm",

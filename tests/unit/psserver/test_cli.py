@@ -12,6 +12,7 @@ from pscommon.core.errors import InvalidRequestError, TakenError
 from pscommon.security.settings import TLS_KEYS, SecuritySettings
 from pscommon.settings import options
 from pscommon.settings.values import SnapshotEvery
+from pscommon.system import event_files
 from psserver import cli
 from psserver.process.config import ServerConfig
 from tests.support.events import events
@@ -197,6 +198,23 @@ def test_a_failed_start_is_reported_in_one_line(
     assert cli.main([]) == 10
     (line,) = capsys.readouterr().err.splitlines()
     assert "127.0.0.1:50051 is in use" in line
+
+
+@pytest.mark.parametrize(("shard", "code"), [("0/2", 2), ("1/2", 0)])
+def test_only_shard_0_needs_what_curves_need(
+    shard: str,
+    code: int,
+    started_configurations: list[ServerConfig],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    monkeypatch.setattr(event_files, "find_spec", lambda name: None)
+
+    assert cli.main(["--shard", shard, "--tensorboard", str(tmp_path)]) == code
+
+    assert ("pip install 'paramserver[tensorboard]'" in capsys.readouterr().err) == (code == 2)
+    assert len(started_configurations) == (code == 0)
 
 
 def test_an_unknown_environment_variable_is_reported(

@@ -124,8 +124,11 @@ def test_workers_shows_one_row_per_worker_without_empty_columns(
         "part",
         "samples/s",
         "phase",
+        "time",
+        "staleness",
         "silent",
     ]
+    assert " ".join(first[-7:-3]) == "compute 70%, wait 18%"
     assert (first[:6], second[:6]) == (
         ["1", "0", "host-a:16", "cuda:0", "active", "slow"],
         ["2", "1", "host-b:17", "cpu", "lost", "lost"],

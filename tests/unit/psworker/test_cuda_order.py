@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from pscommon.core.partition import ByteRange
 from psworker.job import Job
+from psworker.model import flat_buffer
 from psworker.model.flat_buffer import CopyEvent, CudaBuffer
 from psworker.steps import overlapped_step as overlap
 from tests.support.cuda_order import Disorder, OrderedClient, fake_gpu
@@ -33,6 +34,7 @@ Values = dict[str, Tensor]
 @pytest.fixture(autouse=True)
 def _small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(overlap, "piece_nbytes", lambda nbytes: 128)
+    monkeypatch.setattr(flat_buffer, "COPY_PIECE_BYTES", 192)
 
 
 def trained(
@@ -41,9 +43,10 @@ def trained(
     quick: bool,
     buffer: type[CudaBuffer] = CudaBuffer,
     overlaps: bool = True,
+    pins_client: bool = False,
 ) -> Values:
     model = seeded(make)
-    with fake_gpu(quick, buffer) as order:
+    with fake_gpu(quick, buffer, pins_client) as order:
         optimizer = Job(OrderedClient(order)).optimizer(adam(model), model, overlap=overlaps)
         for number in range(4):
             step(model, optimizer, number)
@@ -76,6 +79,14 @@ def test_steps_of_every_model_are_ordered(make: Make, overlaps: bool, quick: boo
 @pytest.mark.parametrize("step", STEPS.values(), ids=STEPS)
 def test_every_kind_of_step_is_ordered(step: Step, overlaps: bool) -> None:
     assert_same(trained(normed, step, False, overlaps=overlaps), plain(normed, step))
+
+
+def test_pinned_client_memory_needs_one_copy() -> None:
+    """The copies to and from it are ordered with what the client does."""
+    step = STEPS["accumulated"]
+    found = trained(normed, step, False, overlaps=False, pins_client=True)
+
+    assert_same(found, plain(normed, step))
 
 
 class Async(OrderedClient):
@@ -176,24 +187,23 @@ class Done:
 
 class ComputesBeforeWeightsArrive(CudaBuffer):
     def from_host(self, spans: Sequence[ByteRange]) -> None:
-        for start, stop in spans:
-            self._pinned[start:stop].copy_(self.host[start:stop])
-        self._last_copy = self._copy(self.model_bytes, self._pinned, spans)
+        self._follow_model()
+        for span in spans:
+            self._pinned[slice(*span)].copy_(self.host[slice(*span)])
+            self._last_copy = self._copy(self.model_bytes, self._pinned, span)
 
 
 class CopiesBeforeComputation(CudaBuffer):
-    def _copy(self, into: Tensor, out_of: Tensor, spans: Sequence[ByteRange]) -> CopyEvent:
-        with torch.cuda.stream(self._stream):
-            for start, stop in spans:
-                into[start:stop].copy_(out_of[start:stop], non_blocking=True)
-        return self._stream.record_event()
+    def _follow_model(self) -> None:
+        pass
 
 
 class SendsBeforeArrival(CudaBuffer):
     def to_host(self, spans: Sequence[ByteRange]) -> CopyEvent:
-        self._copy(self._pinned, self.model_bytes, spans)
-        for start, stop in spans:
-            self.host[start:stop].copy_(self._pinned[start:stop])
+        self._follow_model()
+        for span in spans:
+            self._copy(self._pinned, self.model_bytes, span)
+            self.host[slice(*span)].copy_(self._pinned[slice(*span)])
         return Done()
 
 

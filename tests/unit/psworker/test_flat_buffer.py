@@ -283,12 +283,15 @@ class Event:
 
 
 def test_a_host_copy_is_finished_once_after_the_gpu_copy() -> None:
-    event, source, target = Event(), torch.full((8,), 1), torch.zeros(8, dtype=torch.int64)
-    landing = HostCopy(event, [ByteRange(0, 2), ByteRange(4, 6)], source, target)
+    events, source, target = (Event(), Event()), torch.full((8,), 1), torch.zeros(8).long()
+    landing = HostCopy(
+        list(zip(events, [ByteRange(0, 2), ByteRange(4, 6)], strict=True)), source, target
+    )
 
+    events[0].done = True
     assert not landing.query()
     assert not target.any()
-    event.done = True
+    events[1].done = True
     assert landing.query()
     assert target.tolist() == [1, 1, 0, 0, 1, 1, 0, 0]
     source.fill_(2)

@@ -232,7 +232,7 @@ def test_the_mean_of_a_group_is_weighted(samples: list[int], mean: float, weight
         for value, count in zip([1.0, 3.0], samples, strict=True)
     ]
 
-    assert combined(calls) == CollectiveCall("all_reduce", {"x": mean}, weight)
+    assert combined(calls, range(len(calls))) == CollectiveCall("all_reduce", {"x": mean}, weight)
 
 
 def test_the_lowest_rank_that_reports_a_name_counts() -> None:

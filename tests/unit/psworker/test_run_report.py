@@ -13,7 +13,13 @@ from psworker.run.job_poller import JobResult
 
 SETTINGS: dict[str, Any] = {"policy": "ssp", "staleness": 3, "servers": 2, "workers": 4}
 RESULT = JobResult(
-    {"steps": 10, "samples": 320, "metrics": {"loss": 0.25, "accuracy": 0.987654321}}, "f" * 64
+    {
+        "steps": 10,
+        "samples": 320,
+        "goodput": {"samples": 0.9, "seconds": None},
+        "metrics": {"loss": 0.25, "accuracy": 0.987654321},
+    },
+    "f" * 64,
 )
 
 
@@ -25,6 +31,7 @@ def test_the_summary_of_a_successful_run() -> None:
         "trainings_finished": [],
         "steps": 10,
         "samples": 320,
+        "goodput": {"samples": 0.9, "seconds": None},
         "this_run": {"steps": 10, "samples": 320, "resumed_version": None},
         "policy": "ssp",
         "staleness": 3,
@@ -161,6 +168,7 @@ def test_the_table_of_a_successful_run() -> None:
         "  accuracy        0.987654",
         "  loss            0.25",
         "  steps           10  (320 samples)",
+        "  goodput         90.0% of samples",
         "  seconds         12.3",
         "  policy          ssp 3",
         "  restarts        1",
