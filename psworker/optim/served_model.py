@@ -59,7 +59,7 @@ class ServedModel:
         adapter: The model's flat buffers.
         strategy: How steps reach the servers.
         result: Outcome of the last step that was decided; None before the first.
-        first_version: The job's version at the registration.
+        first_version: The job's version when the model first had its weights.
         update_counts: Number of updates of each optimizer then; empty with one optimizer.
     """
 
@@ -80,7 +80,7 @@ class ServedModel:
         adapter.attach(plan, model.flat_buffers(), double_buffered=is_apart)
         session.with_rejoin(lambda: model.start(adapter.weights.memory))
         adapter.scatter(everything=True)
-        self.first_version, self.update_counts = model.version, dict(model.update_counts)
+        self.update_counts = dict(model.update_counts)
         self.strategy = strategy_class(
             StepContext(
                 adapter,
@@ -96,6 +96,7 @@ class ServedModel:
         )
         with torch.no_grad():
             session.with_rejoin(self.strategy.begin)
+        self.first_version = self.strategy.version
 
     @torch.no_grad()
     def pull(self) -> None:
