@@ -132,8 +132,8 @@ def _fill(run: _Run, sources: Sequence[Tensor | None], share: float) -> bool:
     if len(flat) > BLOCK_ELEMENTS and given and given[0].is_contiguous():
         blocks = (torch.split(each, BLOCK_ELEMENTS) for each in (flat, given[0].view(-1)))
         for block, source in zip(*blocks, strict=True):
-            torch.mul(source, share, out=block)
-            sums += block.sum().item()
+            # multiplied first, half precision would be rounded before the sum
+            sums += block.copy_(source).mul_(share).sum().item()
     elif given:
         torch._foreach_copy_([*views], given)
         sums = flat.mul_(share).sum().item()

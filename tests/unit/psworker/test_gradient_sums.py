@@ -125,6 +125,20 @@ def test_half_precision_is_added_up_in_float32_and_rounded_once() -> None:
     assert found.tolist() == [1.0, 2.0, 3.0, 4.0]
 
 
+@pytest.mark.parametrize("size", [4, LARGE])
+@pytest.mark.parametrize(("half", "value"), [("bfloat16", 1.0), ("float16", 6e-8)])
+def test_a_share_of_half_precision_is_not_rounded(size: int, half: str, value: float) -> None:
+    """The largest of it would be 0.33398 in bfloat16, and 0 in float16."""
+    dtype = getattr(torch, half)
+    made = Sums([(size,)], dtype)
+    gradient = torch.full((size,), value, dtype=dtype)
+    made.set_gradients(g0=gradient)
+    added = made.fill(1.0 / 3)
+
+    for part in added:
+        assert torch.equal(part, (gradient[0].float() * (1.0 / 3)).expand_as(part))
+
+
 def test_the_norm_is_clipped_as_by_torch() -> None:
     made = Sums([(3, 5), (7,)])
     made.set_gradients()
