@@ -293,6 +293,8 @@ class ReducedStep(PlainStep):
                 untouched = self._reduce(found)
             except ReduceFailedError as error:
                 log.debug("reduce_round_void", round=found.number, reason=str(error))
+                self._adapter.reattach()
+                self._load()  # without the buffers of this forward, which counts for nothing
                 return self._stale(str(error))
             result = self._client.model.exchange(
                 gradients=self._adapter.gradients.memory,
