@@ -94,8 +94,12 @@ class ServedModel:
                 session.rejoin,
             )
         )
-        with torch.no_grad():
-            session.with_rejoin(self.strategy.begin)
+        try:
+            with torch.no_grad():
+                session.with_rejoin(self.strategy.begin)
+        except BaseException:
+            self.strategy.close()  # the script has no model that it could close
+            raise
         self.first_version = self.strategy.version
 
     @torch.no_grad()
