@@ -3,6 +3,7 @@
 import json
 import socket
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 
 import grpc
 
@@ -106,6 +107,10 @@ class ReduceClient:
     def set_version(self, version: int) -> None:
         """Note the version of the weights that this worker has, which scripts see."""
         self._exchange.shards.version = version
+
+    def finishing(self) -> AbstractContextManager[None]:
+        """Return a context in which the deadline of a worker that leaves ends no request."""
+        return self._connection.drain.finishing()
 
     @property
     def worker(self) -> int:

@@ -115,10 +115,10 @@ class ServedModel:
             self.strategy.refresh(keeps_weights)
 
     @torch.no_grad()
-    def store_buffers(self) -> None:
-        """Send buffers without an average that the script has changed since its last step."""
+    def store_buffers(self, takes_changes: bool) -> None:
+        """Send what the servers lack, as PlainStep.store_buffers."""
         with self._session.rejoin_on_fence():
-            self.strategy.store_buffers()
+            self.strategy.store_buffers(takes_changes)
 
     @torch.no_grad()
     def wait(self) -> None:

@@ -133,7 +133,12 @@ class ReducedStep(PlainStep):
                     return self._partition.plan, weights, version
             except FencedError as error:
                 self._rejoin(error)
-        return super().newest()  # this worker has left the rounds, with an upload
+        found = super().newest()
+        if self._own_version is None or self._own_version < found[2]:
+            return found
+        # this worker has left the rounds, perhaps without an upload
+        weights = memoryview(bytearray(self._adapter.weights.memory))
+        return self._partition.plan, weights, self._own_version
 
     def _load(self, everything: bool = False) -> None:
         """Load the weights of this worker into the model."""
@@ -230,17 +235,18 @@ class ReducedStep(PlainStep):
 
     def _upload(self) -> None:
         """Send weights and optimizer state to the servers; they take both or, if older, none."""
-        self._client.model.exchange(
-            gradients=self._adapter.weights.memory,
-            weights=None,
-            samples=0,
-            groups_json=groups_to_json(self._optimizer.groups),
-            base=self._own_version,
-            states=images_of(self._optimizer, self._state_nbytes),
-            state_json=numbers_to_json(self._optimizer),
-        )
+        with self._reduction.finishing():
+            self._client.model.exchange(
+                gradients=self._adapter.weights.memory,
+                weights=None,
+                samples=0,
+                groups_json=groups_to_json(self._optimizer.groups),
+                base=self._own_version,
+                states=images_of(self._optimizer, self._state_nbytes),
+                state_json=numbers_to_json(self._optimizer),
+            )
 
-    def store_buffers(self) -> None:
+    def store_buffers(self, takes_changes: bool) -> None:
         """Upload what the servers lack, if this worker is the first, or makes no further step.
 
         These are the weights, and buffers that the script has changed since its last step.
@@ -248,7 +254,8 @@ class ReducedStep(PlainStep):
         self.skip()
         if self._own_version is None or not (self._is_closing() or self._client.is_first):
             return
-        is_own = self._own_version == self.version and not self._adapter.keeps_changes()
+        is_current = self._own_version == self.version
+        is_own = takes_changes and is_current and not self._adapter.keeps_changes()
         if is_own:
             self._adapter.reattach()
         with self._lock:
@@ -296,15 +303,16 @@ class ReducedStep(PlainStep):
                 self._adapter.reattach()
                 self._load()  # without the buffers of this forward, which counts for nothing
                 return self._stale(str(error))
-            result = self._client.model.exchange(
-                gradients=self._adapter.gradients.memory,
-                weights=None,
-                samples=push.samples,
-                batches=push.batches,
-                groups_json=push.groups_json,
-                base=self.version,
-                reduce_round=found.number,
-            )
+            with self._reduction.finishing():  # the others have the same sum
+                result = self._client.model.exchange(
+                    gradients=self._adapter.gradients.memory,
+                    weights=None,
+                    samples=push.samples,
+                    batches=push.batches,
+                    groups_json=push.groups_json,
+                    base=self.version,
+                    reduce_round=found.number,
+                )
             if result.status in ("applied", "duplicate"):
                 self._step(found, untouched)
             self._load()

@@ -152,11 +152,15 @@ class PlainStep:
         if self.version == before:
             self._adapter.keep_buffers()
 
-    def store_buffers(self) -> None:
+    def store_buffers(self, takes_changes: bool) -> None:
         """Send buffers without an average that the script has changed since its last step.
 
         They make no update. Gradients that have left are dropped, and leave again.
+
+        takes_changes: Such changes count.
         """
+        if not takes_changes:
+            return
         self.settle()
         self.skip()
         if self._is_agreed(self._adapter.keeps_changes()):
