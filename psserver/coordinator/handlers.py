@@ -89,6 +89,7 @@ async def reduce(
         request.address,
         request.groups_json,
         request.is_partial,
+        request.completed,
     )
     found = await service.executor.until(
         lambda recorder, now: recorder.do(command, now), request.wait_ms / 1000, waiter

@@ -48,6 +48,7 @@ class ReduceClient:
         address: str,
         groups_json: str = "",
         is_partial: bool = False,
+        completed: int = 0,
     ) -> ReduceAnswer:
         """Return the next round of this worker. The arguments are those of `ReduceRequest`."""
         connection = self._connection
@@ -65,6 +66,7 @@ class ReduceClient:
             address=address,
             groups_json=groups_json,
             is_partial=is_partial,
+            completed=completed,
         )
         while True:
             wait_seconds = retry.next_wait_seconds()

@@ -75,11 +75,11 @@ class ProcessGroups:
 
     def drop(self) -> None:
         """Let the next round have another group, and memory that no operation uses."""
-        self._forget_ended()
         if self._group is not None:
             self._given_up.append((self._group, self._works))
             self.memory = torch.zeros_like(self.memory)
         self._number, self._group, self._works = 0, None, []
+        self._forget_ended()
 
     def close(self) -> None:
         """Free store, groups and threads. May be called again."""

@@ -90,6 +90,7 @@ class ReducedStep(PlainStep):
         self._collected: Sequence[Tensor] = ()  # buffers of each worker of the newest round
         self._own_version: int | None = None
         self._generation = 0  # the start of the servers that `_own_version` belongs to
+        self._completed = 0  # number of the newest round of weights without a failure
         self._is_member = True
         self._lock = threading.Lock()
         client.model.offer_with(self._offer)
@@ -167,7 +168,12 @@ class ReducedStep(PlainStep):
 
     def _ask(self, samples: int, groups_json: str = "", is_partial: bool = False) -> ReduceAnswer:
         return self._reduction.ask(
-            self._own_version, samples, self._groups.address, groups_json, is_partial
+            self._own_version,
+            samples,
+            self._groups.address,
+            groups_json,
+            is_partial,
+            self._completed,
         )
 
     def _carry_out(self, found: ReduceAnswer) -> None:
@@ -179,6 +185,7 @@ class ReducedStep(PlainStep):
         else:
             try:
                 self._exchange_weights(found)
+                self._completed = found.number
             except ReduceFailedError as error:
                 log.debug("reduce_round_void", round=found.number, reason=str(error))
 

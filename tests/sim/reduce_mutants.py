@@ -35,8 +35,16 @@ def forget_answers(reduction: Reduction, request: ReduceRequest, answer: ReduceR
     del reduction.waiting[request.worker]
 
 
-def replace_waiting(reduction: Reduction, worker: int) -> None:
+def replace_waiting(reduction: Reduction, request: ReduceRequest) -> None:
     """Let a worker that asks again without a decision stay in its round."""
+
+
+CLOSE = Reduction.close
+
+
+def keep_group(reduction: Reduction, is_void: bool = False) -> None:
+    """Let workers use the process group of a void round again."""
+    CLOSE(reduction)
 
 
 def take_any_buffers(rounds: UpdateRounds, push: Staged) -> None:
@@ -53,6 +61,7 @@ PATCHES: dict[str, tuple[Any, str, Any]] = {
     "a round goes on without a lost worker": (Reduction, "drop", shrink_round),
     "workers without the newest weights reduce": (Reduction, "begin", begin_with_outdated),
     "an answer is not kept": (Reduction, "answer", forget_answers),
+    "a void round keeps its group": (Reduction, "close", keep_group),
     "a worker that gives up a round stays in it": (Reduction, "leave_round", replace_waiting),
     "a snapshot has the weights of an earlier upload": (
         JobState,

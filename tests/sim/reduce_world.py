@@ -27,6 +27,9 @@ from tests.sim.world import World
 
 Weights = tuple[float, ...]
 
+FAILURE_CHANCE = 0.02
+"""Chance that the operations of a worker fail, each time that it looks at them."""
+
 
 def reducing(seed: int) -> Scenario:
     """Return the scenario of a seed under policy allreduce, with what the policy allows."""
@@ -63,6 +66,8 @@ class ReducingWorker(SimWorker):
         blocked: The request that waits for other workers, and what follows its answer.
         after_upload: What follows the outcome of an upload.
         is_uploading: It makes the upload at its end.
+        group: Number of its process group; 0: none.
+        completed: Number of the newest round of weights that it has carried out.
         gradients, step_batches: The gradient of the current step, and the batches that it commits.
     """
 
@@ -77,6 +82,7 @@ class ReducingWorker(SimWorker):
         self.blocked: tuple[Any, Callable[[Any], None]] | None = None
         self.after_upload: Callable[[], None] | None = None
         self.is_uploading = False
+        self.group = self.completed = 0
         self.gradients: Weights = ()
         self.step_batches: tuple[BatchKey, ...] = ()
         super().restart()
@@ -115,7 +121,9 @@ class ReducingWorker(SimWorker):
     def ask(self, samples: int, then: Callable[[], None]) -> None:
         """Ask for a reduce round; without samples go on once this worker has the weights."""
         self.ask_count += 1
-        command = AskForReduce(self.worker, self.ask_count, self.version, samples)
+        command = AskForReduce(
+            self.worker, self.ask_count, self.version, samples, completed=self.completed
+        )
         self.request(command, partial(self.on_round, samples=samples, then=then))
 
     def on_round(self, found: ReduceRound, samples: int, then: Callable[[], None]) -> None:
@@ -129,9 +137,19 @@ class ReducingWorker(SimWorker):
         elif found.kind == "upload":
             self.upload(again)
         else:
+            self.connect(found)
             place = found.workers.index(self.worker)
             self.world.parts(found)[place] = found.kind, self.part(found)
             self.collect(found, again, then)
+
+    def connect(self, found: ReduceRound) -> None:
+        """Join the process group of a round. Its store keeps the addresses of a failed one."""
+        if found.group == self.group:
+            return
+        key = found.group, self.worker
+        check(key not in self.world.connected, "group {} has old addresses of {}", *key)
+        self.world.connected.add(key)
+        self.group = found.group
 
     def part(self, found: ReduceRound) -> Any:
         if found.kind == "weights":
@@ -147,12 +165,15 @@ class ReducingWorker(SimWorker):
         """Wait until the parts of the others are here, or until the round is void."""
         parts, rng = self.world.parts(found), self.world.rng
         places = {worker: place for place, worker in enumerate(found.workers)}
+        if rng.random() < FAILURE_CHANCE:
+            return self.fail(found, again)
         needed = {places[found.source]} if found.kind == "weights" else {*places.values()}
         if needed <= parts.keys() and rng.random() < 0.7:
             kinds = {kind for kind, _ in parts.values()}
             check(kinds == {found.kind}, "a round of {} has {}", found.kind, kinds)
             if found.kind == "weights":
                 _, (self.version, self.weights) = parts[places[found.source]]
+                self.completed = found.number
                 return again()
             total = sum(request.samples for request in found.requests)
             means = [0.0] * WEIGHT_COUNT
@@ -169,13 +190,19 @@ class ReducingWorker(SimWorker):
         def on_state(answer: tuple[bool]) -> None:
             if answer[0]:
                 self.schedule(rng.random(), lambda: self.collect(found, again, then))
-            elif found.kind == "weights":
-                again()
             else:
-                self.give_up()
+                self.fail(found, again)
 
         self.request_number += 1
         return self.send_request(self.request_number, read_state, on_state)
+
+    def fail(self, found: ReduceRound, again: Callable[[], None]) -> None:
+        """Go on after a round whose operations failed."""
+        self.group = 0
+        if found.kind == "weights":
+            again()
+        else:
+            self.give_up()
 
     # ---- steps
 
@@ -285,12 +312,14 @@ class ReduceWorld(World):
     """A job under policy allreduce.
 
     Attributes:
-        exchanged: What the workers of each round have exchanged, by place in the round. As in a
-            store of torch, only the numbers of process group and round tell rounds apart.
+        exchanged: What the workers of each round have exchanged, by place in the round. Only the
+            numbers of process group and round tell rounds apart.
+        connected: Each process group with each worker that has joined it.
         failures: Number of times that all workers with the newest weights were lost.
     """
 
     exchanged: dict[tuple[int, int], dict[int, Any]] = field(default_factory=dict)
+    connected: set[tuple[int, int]] = field(default_factory=set)
     failures: int = 0
     worker_class: ClassVar[type[SimWorker]] = ReducingWorker
 

@@ -88,6 +88,7 @@ RANGES: Mapping[type[Message], Mapping[str, range]] = {
         "samples": SAMPLES,
         "wait_ms": WAIT,
         "within": COUNTER,
+        "completed": COUNTER,
     },
     co.ReportMetricsRequest: {"worker": COUNTER},
     co.SaveSnapshotRequest: {"wait_ms": WAIT},

@@ -932,6 +932,7 @@ class ReduceRequest(google.protobuf.message.Message):
     WITHIN_FIELD_NUMBER: builtins.int
     GROUPS_JSON_FIELD_NUMBER: builtins.int
     IS_PARTIAL_FIELD_NUMBER: builtins.int
+    COMPLETED_FIELD_NUMBER: builtins.int
     job: builtins.str
     worker: builtins.int
     number: builtins.int
@@ -949,6 +950,8 @@ class ReduceRequest(google.protobuf.message.Message):
     """hyper-parameters of its optimizer's groups as JSON; those of the worker that joined first count"""
     is_partial: builtins.bool
     """some of its trainable tensors have no gradient"""
+    completed: builtins.int
+    """number of the round of kind weights that the worker has carried out last"""
     def __init__(
         self,
         *,
@@ -962,9 +965,10 @@ class ReduceRequest(google.protobuf.message.Message):
         within: builtins.int = ...,
         groups_json: builtins.str = ...,
         is_partial: builtins.bool = ...,
+        completed: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_version", b"_version", "version", b"version"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_version", b"_version", "address", b"address", "groups_json", b"groups_json", "is_partial", b"is_partial", "job", b"job", "number", b"number", "samples", b"samples", "version", b"version", "wait_ms", b"wait_ms", "within", b"within", "worker", b"worker"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_version", b"_version", "address", b"address", "completed", b"completed", "groups_json", b"groups_json", "is_partial", b"is_partial", "job", b"job", "number", b"number", "samples", b"samples", "version", b"version", "wait_ms", b"wait_ms", "within", b"within", "worker", b"worker"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_version", b"_version"]) -> typing.Literal["version"] | None: ...
 
 global___ReduceRequest = ReduceRequest

@@ -31,7 +31,7 @@ class ReduceRounds:
         if request.number <= number or request.number < before.number:
             return answer if request.number == number else None  # a late or repeated request
         if worker in reduction.open.workers:
-            reduction.leave_round(worker)
+            reduction.leave_round(request)
             self._rounds.advance(now)
         reduction.waiting[worker] = request
         reduction.versions[worker] = request.version

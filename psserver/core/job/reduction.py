@@ -21,6 +21,9 @@ Invariants:
   these workers has computed, and each of them can make the step without another message.
 - A gradients round is void once one of its workers departs or asks again without a decision. Its
   pushes are then stale: the sum may contain a gradient that does not count.
+- A weights round is void once one of its workers departs, or asks again without having carried it
+  out.
+- A void round's process group is not used again.
 - A worker reduces gradients only if it has the job's newest weights. A round of gradients has no
   worker that lacks them, so all its workers have equal weights after it.
 - A late repetition of a request changes nothing: requests are numbered.
@@ -52,6 +55,7 @@ class ReduceRequest:
         address: HOST:PORT at which it serves a store for a process group.
         groups_json: Hyper-parameters of its optimizer; those of the worker that joined first count.
         is_partial: Some of its tensors have no gradient.
+        completed: Number of the round of weights that it has carried out last; 0: none.
     """
 
     worker: int
@@ -61,6 +65,7 @@ class ReduceRequest:
     address: str = ""
     groups_json: str = ""
     is_partial: bool = False
+    completed: int = 0
 
 
 class ReduceRound(NamedTuple):
@@ -151,10 +156,11 @@ class Reduction:
         if is_void:
             self._group = ()
 
-    def leave_round(self, worker: int) -> None:
+    def leave_round(self, request: ReduceRequest) -> None:
         """Note that a worker of the open round asks again: it is through, or gives the round up."""
-        self._through.add(worker)
-        if self.open.kind == "gradients":
+        self._through.add(request.worker)
+        is_through = self.open.kind == "upload" or request.completed == self.open.number
+        if not is_through:
             self.close(is_void=True)
         elif self._through.issuperset(self.open.workers):
             self.close()

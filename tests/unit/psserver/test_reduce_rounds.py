@@ -45,12 +45,17 @@ class Job:
     def report(self, staged: Staged) -> None:
         self.machine.reports.process(ShardReport(0, self.machine.job.log_id, 0, (staged,)), 0.0)
 
-    def ask(self, worker: int, version: int, samples: int = 1) -> ReduceRound | None:
+    def ask(
+        self, worker: int, version: int, samples: int = 1, completed: int = 0
+    ) -> ReduceRound | None:
         self.asked[worker] = self.asked.get(worker, 0) + 1
-        return self.repeat(worker, version, samples)
+        return self.repeat(worker, version, samples, completed)
 
-    def repeat(self, worker: int, version: int, samples: int = 1) -> ReduceRound | None:
-        request = ReduceRequest(worker, self.asked[worker], version, samples)
+    def repeat(
+        self, worker: int, version: int, samples: int = 1, completed: int = 0
+    ) -> ReduceRound | None:
+        number = self.asked[worker]
+        request = ReduceRequest(worker, number, version, samples, completed=completed)
         return self.machine.reduction.ask(request, 0.0)
 
     def push(self, worker: int, seq: int, number: int, samples: int = 1) -> None:
@@ -125,11 +130,33 @@ def test_a_newcomer_gets_the_weights_of_the_first_worker() -> None:
     assert found is not None
     assert (found.kind, found.source, found.workers) == ("weights", 1, (1, 2, newcomer))
     for worker in (1, 2):
-        assert job.ask(worker, 1) is None
-    after = job.ask(newcomer, 1)
+        assert job.ask(worker, 1, completed=found.number) is None
+    after = job.ask(newcomer, 1, completed=found.number)
     assert after is not None
     assert after.kind == "gradients"
     assert after.group == found.group
+
+
+@pytest.mark.parametrize("failed", [1, 3])
+def test_a_worker_that_fails_voids_a_round_of_weights(failed: int) -> None:
+    """The others notice, and the next round has another process group."""
+    job = Job()
+    job.step(0)
+    newcomer = job.join()
+    versions = {1: 1, 2: 1, newcomer: -1}
+    for worker, version in versions.items():
+        found = job.ask(worker, version)
+    assert found is not None
+    job.ask(2, 1, completed=found.number)
+
+    job.ask(failed, versions[failed])
+
+    assert job.machine.job.reduction.open.number == 0
+    for worker in {1, newcomer} - {failed}:
+        after = job.ask(worker, versions[worker])
+    assert after is not None
+    assert (after.kind, after.workers) == ("weights", (1, 2, newcomer))
+    assert after.group > found.group
 
 
 def test_a_worker_that_has_got_the_weights_is_waited_for() -> None:
@@ -140,8 +167,8 @@ def test_a_worker_that_has_got_the_weights_is_waited_for() -> None:
     assert found is not None
     assert found.kind == "weights"
 
-    assert job.ask(1, 1) is None
-    after = job.ask(2, 1, 0)
+    assert job.ask(1, 1, completed=found.number) is None
+    after = job.ask(2, 1, 0, found.number)
 
     assert after is not None
     assert after.kind == "none"

@@ -111,6 +111,15 @@ def test_any_error_gives_the_operation_up(groups: Make, error: BaseException) ->
     assert first.memory is not before
 
 
+def test_a_group_without_a_pending_operation_is_freed(groups: Make) -> None:
+    first, late = groups(), groups()
+    connect(1, first, late)
+
+    first.drop()
+
+    assert not first._given_up
+
+
 def listeners() -> set[str]:
     """Return the addresses on which this process listens, in the kernel's notation."""
     own = set[str]()
