@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager
 
 import grpc
 
+from pscommon.core.errors import WaitTimeoutError
 from pscommon.settings.values import host_and_port
 from pscommon.wire.endpoint import Endpoint, open_channel
 from pscommon.wire.requests import READ_SHARD, REDUCE, Stub
@@ -85,7 +86,13 @@ class ReduceClient:
                     answer.groups_json,
                     answer.is_partial,
                 )
-            retry.handle_wait(answer.waiting_for)
+            try:
+                retry.handle_wait(answer.waiting_for)
+            except WaitTimeoutError as error:
+                raise WaitTimeoutError(
+                    f"{error}. Try: a larger wait_timeout, or shorter work between steps",
+                    error.reason,
+                ) from error
 
     def is_open(self, number: int) -> bool:
         """Return whether a reduce round is open."""

@@ -49,7 +49,7 @@ from pscommon.system.thread_team import ThreadTeam
 from pscommon.telemetry.logs import get_logger
 from psworker.core.protocols import ReducingClient
 from psworker.core.results import PushResult, ReduceAnswer
-from psworker.model.adapter import ModelAdapter
+from psworker.model.adapter import ModelAdapter, refuse_sparse
 from psworker.model.flat_buffer import tensor_of
 from psworker.steps.gradient_sums import GradientSums
 from psworker.steps.process_groups import ProcessGroups, ReduceFailedError
@@ -243,7 +243,7 @@ class ReducedStep(PlainStep):
     def _upload(self) -> None:
         """Send weights and optimizer state to the servers; they take both or, if older, none."""
         with self._reduction.finishing():
-            self._client.model.exchange(
+            result = self._client.model.exchange(
                 gradients=self._adapter.weights.memory,
                 weights=None,
                 samples=0,
@@ -252,6 +252,8 @@ class ReducedStep(PlainStep):
                 states=images_of(self._optimizer, self._state_nbytes),
                 state_json=numbers_to_json(self._optimizer),
             )
+        if result.status not in ("applied", "duplicate"):
+            log.info("upload_refused", version=self._own_version, reason=result.reason)
 
     def store_buffers(self, takes_changes: bool) -> None:
         """Upload what the servers lack, if this worker is the first, or makes no further step.
@@ -370,6 +372,9 @@ class ReducedStep(PlainStep):
                 None if index in absent else own
                 for index, own in zip(indices, self._own_gradients, strict=True)
             ]
+        for name, grad in zip(adapter.trainable.names, grads, strict=True):
+            if grad is not None:
+                refuse_sparse(name, grad)
         adapter.reattach()
         adapter.write_buffers()
         adapter.changes.step(adapter.absent(grads))

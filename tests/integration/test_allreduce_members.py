@@ -1,5 +1,6 @@
 """Policy allreduce: workers that join late, are asked to leave, or fail."""
 
+import logging
 import math
 import threading
 from collections.abc import Callable
@@ -12,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from pscommon.core.errors import PSError
+from pscommon.core.errors import InvalidRequestError, PSError
 from psworker import Client, Stopping
 from psworker.steps.process_groups import ProcessGroups, ReduceFailedError
 from psworker.steps.reduced_step import ReducedStep
@@ -195,3 +196,24 @@ def test_a_worker_without_a_step_uploads_what_it_received(cluster: Make) -> None
 
     assert weights_of_servers(servers) == (2, first.weights())
     first.job.close("lost")
+
+
+def test_a_sparse_gradient_is_refused(cluster: Make) -> None:
+    worker = Worker(cluster(policy="allreduce").address, 0)
+    worker.model.weight.grad = torch.ones(3).to_sparse()
+
+    with pytest.raises(InvalidRequestError, match="weight has a sparse gradient"):
+        worker.optimizer.step()
+    worker.job.close("the test is over")
+
+
+def test_a_refused_upload_is_logged(cluster: Make, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    worker = Worker(cluster(policy="allreduce").address, 0)
+    worker.steps(2)
+    worker.strategy._own_version = 1
+
+    worker.strategy._upload()
+
+    assert len(records_of(caplog, "upload_refused")) == 1
+    worker.job.close("the test is over")

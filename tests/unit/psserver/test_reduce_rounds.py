@@ -8,6 +8,7 @@ from pscommon.core.errors import InvalidRequestError, TooFewWorkersError
 from pscommon.core.limits import check_allreduce
 from pscommon.core.log_entries import PushKey, ShardReport, Staged
 from pscommon.core.model_spec import ModelSpec, OptimizerSettings, TensorSpec
+from psserver.core.commands.waiting import waiting_for
 from psserver.core.coordinator.admission import (
     check_registration,
     check_reshard,
@@ -173,6 +174,19 @@ def test_a_worker_that_has_got_the_weights_is_waited_for() -> None:
     assert after is not None
     assert after.kind == "none"
     assert job.machine.job.reduction.open.number == 0
+
+
+def test_a_request_names_the_workers_that_it_waits_for() -> None:
+    job = Job()
+    job.step(0)
+    newcomer = job.join()
+    job.ask(newcomer, -1, 0)
+    job.ask(1, 1)
+
+    text = waiting_for(job.machine, 0.0)
+
+    assert "worker 2 " in text
+    assert "worker 1 " not in text
 
 
 def test_servers_with_the_newest_weights_give_them() -> None:
