@@ -22,7 +22,7 @@ from psworker.data.random_state import script_seed
 from psworker.group.wrapped import Stage, data_place, unwrapped, weigh_by_samples
 from psworker.optim.optimizer import ServerOptimizer
 from psworker.optim.optimizer_set import DEFAULT_NAME, OptimizerSet, fast_forward
-from psworker.optim.served_model import StepStrategyName
+from psworker.optim.served_model import StepStrategyName, reduced
 from psworker.session.arguments import is_on
 from psworker.session.collectives import ScriptCollectives
 from psworker.session.drain import DrainedError, Stopping
@@ -141,12 +141,7 @@ class Job(JobFacts):
             )
         strategy: StepStrategyName = "plain"
         if self.policy == ALLREDUCE:
-            if overlap or pipeline or name != DEFAULT_NAME:
-                raise InvalidRequestError(
-                    "policy allreduce excludes overlap, pipeline and named optimizers. Try: leave "
-                    "them out, or policy sync"
-                )
-            strategy = "reduced"
+            strategy = reduced(bool(overlap or pipeline or name != DEFAULT_NAME))
         elif pipeline and self.policy != "local":
             strategy = "pipelined"
         elif overlap:

@@ -36,6 +36,16 @@ STEP_STRATEGIES: Mapping[StepStrategyName, type[PlainStep]] = {
 }
 
 
+def reduced(has_excluded: bool) -> StepStrategyName:
+    """Return the strategy of policy allreduce; refuse what it excludes."""
+    if has_excluded:
+        raise InvalidRequestError(
+            "policy allreduce excludes overlap, pipeline and named optimizers. Try: leave them "
+            "out, or policy sync"
+        )
+    return "reduced"
+
+
 class SteppingOptimizer(Protocol):
     """What a model needs of each of its optimizers."""
 

@@ -34,11 +34,7 @@ from pscommon.optim.specs import (
 from pscommon.parameters.finite_values import find_in_buffers
 from pscommon.parameters.means import mean_of_values, share_of_samples
 from pscommon.parameters.optimizer import FlatOptimizer
-from pscommon.parameters.partition import (
-    RoleBuffers,
-    ShardPartition,
-    raw,
-)
+from pscommon.parameters.partition import RoleBuffers, ShardPartition, raw
 from pscommon.parameters.state_images import (
     StateImages,
     images_of,
@@ -398,10 +394,6 @@ class ReducedStep(PlainStep):
         self._own_version = version
 
     def close(self) -> None:
-        self._client.model.offer_with(_offer_nothing)
+        self._client.model.offer_with(lambda: None)
         with self._lock:
             self._groups.close()
-
-
-def _offer_nothing() -> None:
-    """Do nothing: the worker leaves."""

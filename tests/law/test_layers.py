@@ -27,7 +27,10 @@ PURE = {
     "typing",
 }
 # numpy's seeded generator defines the order of a shuffle
-PURE_EXTRAS = {"pscommon.core.data_loop": {"numpy"}}
+PURE_EXTRAS = {
+    "pscommon.core.data_loop": {"numpy"},
+    "psworker.core.protocols": {"contextlib"},  # for a type
+}
 IMPURE_CALLS = {"open", "print", "input", "id"}
 
 # Modules in which each library may be imported, with their submodules. Other libraries may not be
