@@ -18,7 +18,7 @@ from pscommon.security.settings import SecuritySettings
 from pscommon.security.tls_files import TlsFiles
 from pscommon.settings.values import SnapshotEvery
 from psserver.process.config import ServerConfig
-from psworker import Job, OptimizerSpec
+from psworker import Client, Job, OptimizerSpec
 from tests.support.cluster import Cluster
 from tests.support.standbys import RunningStandby
 from tests.support.training_threads import real
@@ -157,6 +157,9 @@ def test_a_saved_file_and_observers_have_the_newest_weights(
         expected = {name: value.clone() for name, value in model.state_dict().items()}
 
     assert_close(load_file(file), expected, 0.0)
+    with Client(servers.address, observe=True) as observer:
+        found = {name: torch.from_numpy(value) for name, value in observer.pull().items()}
+    assert_close(found, expected, 0.0)
 
 
 @pytest.mark.parametrize(
