@@ -18,7 +18,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
 from pscommon.core.errors import InvalidRequestError
-from pscommon.core.limits import ALLREDUCE
 from psworker.core.group_place import GroupPlace
 from psworker.core.protocols import JobClient
 from psworker.group.boxes import different_data
@@ -62,8 +61,7 @@ def unwrapped(
 
     Raises:
         InvalidRequestError: This process is in no group, so torch would average over workers; or
-            the group has models of kinds that exclude each other, or overlapping steps,
-            or the policy is allreduce.
+            the group has models of kinds that exclude each other, or overlapping steps.
     """
     if overlaps and isinstance(client, GroupClient):
         raise InvalidRequestError(
@@ -74,10 +72,6 @@ def unwrapped(
         raise InvalidRequestError(
             f"job.optimizer failed: {type(model).__name__} is no model. Try: a torch module, or a "
             "pipeline stage; a rank has one stage"
-        )
-    if client.policy == ALLREDUCE and isinstance(client, GroupClient):
-        raise InvalidRequestError(
-            "policy allreduce excludes groups: its workers are single processes. Try: policy sync"
         )
     stage = None if isinstance(model, nn.Module) else model
     network = model if isinstance(model, nn.Module) else model.submod

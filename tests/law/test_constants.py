@@ -29,7 +29,6 @@ DIMENSIONLESS = frozenset(
             "WIRE_FORMAT",
             "NUMBERED",
             "NO_LOG",
-            "NO_WEIGHTS",
             "SAFE_START_NUMBER",
         ),
         *(

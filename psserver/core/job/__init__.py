@@ -7,7 +7,6 @@ __all__ = [
     "pending_pushes",
     "policy",
     "ready_pushes",
-    "reduction",
     "reshard_phase",
     "settings",
     "snapshot_schedule",
