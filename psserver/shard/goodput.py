@@ -17,7 +17,7 @@ HISTORY_COUNT = 100_000
 
 
 class Goodput(ShardObserver):
-    """The goodput of a job since this server process began, as shard 0 sees it.
+    """The goodput of a job since this server process began. Only shard 0 counts.
 
     Samples count as wasted if their push was stale or rejected, if its worker left before a
     decision, or if a rollback lost its update. A gradient that never reached this shard is not
@@ -73,7 +73,7 @@ class Goodput(ShardObserver):
         return 1.0 - self._lost_seconds / (self._last_end - self._first_end)
 
     def on_install(self, state: ShardState) -> None:
-        self._state = state
+        self._state = state if state.shard == 0 else None
         while self._updates and self._updates[-1][0] > state.machine.version:
             _, samples = self._updates.pop()
             self._counted -= samples
@@ -82,6 +82,8 @@ class Goodput(ShardObserver):
     def on_update(
         self, entry: Apply, staged_at: Sequence[float], began: float, seconds: float
     ) -> None:
+        if self._state is None:
+            return
         samples = sum(contribution.samples for contribution in entry.contributions)
         self._counted += samples
         self._updates.append((entry.version, samples))

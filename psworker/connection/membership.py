@@ -287,7 +287,7 @@ class Heartbeat:
 
 
 class LossTicket(NamedTuple):
-    """What a process needs to report a worker.
+    """What the ranks of a group need to notice and to report that their worker is lost.
 
     Attributes:
         address: Address of shard 0.

@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._pytree import tree_leaves
 
 from pscommon.core.errors import InvalidRequestError
 from psworker.core.group_place import GroupPlace
@@ -120,8 +119,11 @@ def _refuse_fsdp1(model: nn.Module) -> None:
 
 def _sharded(model: nn.Module) -> list[Any]:
     """Return the modules that FSDP2 manages."""
-    kind = _class("torch.distributed.fsdp", "FSDPModule")
-    return [module for module in model.modules() if isinstance(module, kind)]
+    if "torch.distributed.fsdp" not in sys.modules:  # importing it takes long
+        return []
+    from psworker.group.spread_adapter import sharded_modules
+
+    return [*sharded_modules(model)]
 
 
 def _is_spread(model: nn.Module) -> bool:
@@ -185,19 +187,12 @@ def weigh_by_samples(
     from psworker.group.spread_adapter import has_only_replicas
 
     # gradients that are not reduced yet (set_requires_gradient_sync) are nowhere to be seen
-    network.register_forward_hook(partial(_watch_backward, watch))
+    watch.record_backwards_of(network)
     for module in sharded:
         is_set = _set_reduction(module, WeighingReduceScatter(share, client))
         if not is_set or has_only_replicas(module):
             client.model.expect_equal_parts()
     return True
-
-
-def _watch_backward(watch: GradientWatch, _: nn.Module, __: Any, output: Any) -> None:
-    for tensor in tree_leaves(output):
-        if isinstance(tensor, Tensor) and tensor.requires_grad:
-            tensor.register_hook(watch.record_backward)  # type: ignore[no-untyped-call]
-            return
 
 
 def _hook(model: DistributedDataParallel, client: GroupClient, share: Share) -> None:

@@ -12,7 +12,8 @@ from itertools import repeat
 from operator import attrgetter, is_not
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from psworker.model.change_detector import SAMPLE_TENSOR_COUNT
 
@@ -60,8 +61,20 @@ class GradientWatch:
             for grad in self._gradients()
         ]
 
+    def record_backwards_of(self, network: nn.Module) -> None:
+        """Let each backward of a network count as a change: its gradients may come later, all at
+        once.
+        """
+        self._hooks.append(network.register_forward_hook(self._expect_backward))
+
+    def _expect_backward(self, _: nn.Module, __: Any, output: Any) -> None:
+        for tensor in tree_leaves(output):
+            if isinstance(tensor, Tensor) and tensor.requires_grad:
+                tensor.register_hook(self.record_backward)  # type: ignore[no-untyped-call]
+                return
+
     def record_backward(self, _: object = None) -> None:
-        """Record a backward whose gradients may come later, all at once."""
+        """Record a backward."""
         self._has_run_backward = True
 
     def has_changed(self) -> bool:
@@ -85,7 +98,7 @@ class GradientWatch:
         return map(_GRADIENT, self._watched)
 
     def close(self) -> None:
-        """Remove the hooks from the parameters."""
+        """Remove the hooks from the parameters and networks."""
         for hook in self._hooks:
             hook.remove()
 

@@ -118,15 +118,6 @@ class OwnReduction:
     def __call__(self, output_tensor, input_tensor, group, op, async_op=False):
         return dist.reduce_scatter_tensor(output_tensor, input_tensor, op, group, async_op)
 
-def refused(words, act):
-    try:
-        act()
-    except InvalidRequestError as error:
-        assert words in str(error), error
-        print("ok refused:", words, flush=True)
-    else:
-        raise AssertionError(words)
-
 with psworker.connect() as job:
     model = Net()
     early = sgd(model.parameters())

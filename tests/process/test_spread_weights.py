@@ -11,15 +11,6 @@ from tests.support.spread import run_ranks
 REFUSED = """
 psworker.connect().close()  # torch has its process group from here on
 
-def refused(words, act):
-    try:
-        act()
-    except InvalidRequestError as error:
-        assert words in str(error), error
-        print("ok refused:", words, flush=True)
-    else:
-        raise AssertionError(words)
-
 def train(job, model, optimizer, batch_size=12, **keys):
     for x, y in job.batches(data, batch_size, shuffle=False, **keys):
         optimizer.zero_grad()

@@ -23,6 +23,15 @@ rows = torch.randn(251, 5, generator=torch.Generator().manual_seed(5))
 data = rows, rows.sum(1, keepdim=True)
 loss_of = nn.functional.mse_loss
 
+def refused(words, act):
+    try:
+        act()
+    except InvalidRequestError as error:
+        assert words in str(error), error
+        print("ok refused:", words, flush=True)
+    else:
+        raise AssertionError(words)
+
 class Net(nn.Module):
     def __init__(self):
         super().__init__()

@@ -13,7 +13,8 @@ from psserver.shard.goodput import Goodput
 class Scene:
     """A goodput with a clock that the test sets, and pushes that are staged."""
 
-    def __init__(self) -> None:
+    def __init__(self, shard: int = 0) -> None:
+        self.shard = shard
         self.now, self.version = 0.0, 0
         self.staged: dict[PushKey, Staged] = {}
         self.goodput = Goodput(lambda: self.now)
@@ -21,7 +22,8 @@ class Scene:
 
     def install(self, version: int) -> None:
         machine = SimpleNamespace(staged=self.staged, version=version)
-        self.goodput.on_install(cast(ShardState, SimpleNamespace(machine=machine)))
+        state = SimpleNamespace(machine=machine, shard=self.shard)
+        self.goodput.on_install(cast(ShardState, state))
         self.version = version
 
     def stage(self, worker: int, seq: int, samples: int = 8) -> PushKey:
@@ -49,6 +51,15 @@ def test_nothing_is_known_before_the_first_updates() -> None:
     scene.update(8, at=1.0)
 
     assert scene.goodput.shares() == {"samples": 1.0, "seconds": None}
+
+
+def test_only_shard_0_counts() -> None:
+    scene = Scene(shard=1)
+    for second in range(3):
+        scene.update(8, at=float(second))
+    scene.reject(scene.stage(1, 9))
+
+    assert scene.goodput.shares() == {"samples": None, "seconds": None}
 
 
 def test_refused_pushes_and_those_of_departed_workers_are_wasted() -> None:
