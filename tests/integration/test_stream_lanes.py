@@ -22,6 +22,7 @@ from psproto.v1 import stream_pb2
 from psworker import OptimizerSpec
 from tests.support.cluster import Cluster
 from tests.support.events import records_of
+from tests.support.ports import free_port_below
 from tests.support.stream_peers import Peer
 from tests.support.stream_training import ONES, START, streams_of, train
 from tests.support.workers import DEADLINE, connected, until
@@ -235,11 +236,10 @@ def test_a_requested_port_that_is_taken_is_refused(cluster: Make) -> None:
 
 
 def test_the_default_port_is_replaced_if_it_is_taken(cluster: Make) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        if port <= 2024:
-            pytest.skip("the system gave a port without room below it")
-        servers = cluster(1, bind=f"127.0.0.1:{port - 1000}")
+    port = free_port_below(1000)
+    with socket.create_server(("127.0.0.1", port + 1000)):
+        servers = cluster(1, bind=f"127.0.0.1:{port}")
+        assert not servers.servers[0].identity.stream_address.endswith(f":{port + 1000}")
         assert train(servers.address, "stream") == "tcp"
 
 
